@@ -23,7 +23,7 @@ from typing import Any
 
 from tests.testing.api.recorded_jobs import NOW, recorded
 from tests.testing.page.browser import browser
-from trainium_contract.pages.job_page import Report, live_job_html
+from trainium_contract.pages.job_page import JobReport, live_job_html
 from trainium_contract.pages.live import HEADERS
 from trainium_contract.views.curve import MOST_POINTS, CurvePoint
 from trainium_contract.views.events import event_views
@@ -44,7 +44,7 @@ LOADED = """(() => {
 })()"""
 
 
-def report_of(workers: int) -> Report:
+def report_of(workers: int) -> JobReport:
     """The recorded job as one of so many workers, after a week."""
     job = recorded("job")
     events = event_views(recorded("events")["items"])
@@ -66,7 +66,7 @@ def report_of(workers: int) -> Report:
     both = zip(steps, losses, strict=True)
     curve = tuple(CurvePoint(step, loss, loss - 0.2, loss + 0.2, None, 1e6) for step, loss in both)
     view = job_view(job, now=NOW, workers=workers_view(pods, members), events=(events * 20)[:100])
-    return Report(view, week, members, None, curve, (), pods)
+    return JobReport(view, week, members, None, curve, (), pods)
 
 
 def serve(bodies: dict[str, bytes]) -> ThreadingHTTPServer:

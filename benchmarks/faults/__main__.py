@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks.faults import ROOT
 from benchmarks.faults.document import write_document
-from benchmarks.faults.record import Outcome, RowResult, Where
+from benchmarks.faults.record import FaultRun, RowResult, Where
 from benchmarks.faults.row import Row, Session
 from benchmarks.faults.stage import NODES, SkipRowError, Stage
 from benchmarks.faults.table import ROWS
@@ -126,7 +126,7 @@ def _play(stage: Stage | None, row: Row, options: argparse.Namespace, results: P
     session = Session(row.name, options.seed, range(len(known.outcomes), runs))
     say(f"row {row.name}: {row.fault}, {len(session.runs)} run{'s' if len(session.runs) > 1 else ''}")
     began = time.monotonic()
-    outcomes: list[Outcome] = []
+    outcomes: list[FaultRun] = []
     skipped = ""
     try:
         for outcome in row.play(stage, session):  # type: ignore[arg-type]  # rows in virtual time need no stage
@@ -150,7 +150,7 @@ def _play(stage: Stage | None, row: Row, options: argparse.Namespace, results: P
     ).save(_file(results, row, options))
 
 
-def _line(outcome: Outcome) -> str:
+def _line(outcome: FaultRun) -> str:
     def shown(value: float | None) -> str:
         return "-" if value is None else f"{value:.2f} s"
 

@@ -31,7 +31,7 @@ class Where(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class FaultRun:
     """One run of one row; seconds from the moment of the fault."""
 
     run: int
@@ -56,7 +56,7 @@ class RowResult:
     """Number and part."""
     where: Where
     seed: int
-    outcomes: tuple[Outcome, ...] = ()
+    outcomes: tuple[FaultRun, ...] = ()
     wrong: tuple[str, ...] = ()
     """What is wrong with the row as a whole, for instance a curve that differs."""
     skipped: str = ""
@@ -93,7 +93,7 @@ class RowResult:
     def load(path: Path) -> RowResult:
         """Read what `save` wrote."""
         fields: dict[str, Any] = json.loads(path.read_text())
-        outcomes = tuple(Outcome(**{**one, "wrong": tuple(one["wrong"])}) for one in fields.pop("outcomes"))
+        outcomes = tuple(FaultRun(**{**one, "wrong": tuple(one["wrong"])}) for one in fields.pop("outcomes"))
         for name in ("wrong", "commits"):
             fields[name] = tuple(fields[name])
         return RowResult(**{**fields, "where": Where(fields["where"])}, outcomes=outcomes)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks.faults.api import ApiError
 from benchmarks.faults.patient import StuckError
-from benchmarks.faults.record import Outcome, Where
+from benchmarks.faults.record import FaultRun, Where
 from benchmarks.faults.stage import BATCH, STEPS
 from tests.testing.cluster.sites import CommandError
 from tests.testing.suite.patience import NotInTimeError
@@ -74,7 +74,7 @@ class Row:
     expected: str
     judged: str
     """By what the run is judged."""
-    play: Callable[[Stage, Session], Iterator[Outcome]]
+    play: Callable[[Stage, Session], Iterator[FaultRun]]
     where: Where = Where.REAL
     most: int = 30
     """Runs at most; fewer than 30 where one of them takes long."""
@@ -92,13 +92,13 @@ def in_one_job(
     session: Session,
     name: str,
     change: str,
-    one: Callable[[Patient, int, random.Random], Outcome],
+    one: Callable[[Patient, int, random.Random], FaultRun],
     *,
     tolerance: float = 0.0,
     steps: int = 2,
     batch: int = BATCH,
     environment: dict[str, str] | None = None,
-) -> Iterator[Outcome]:
+) -> Iterator[FaultRun]:
     """Play each run in the same job, as long as it lasts; then hold its curve against the undisturbed one."""
     waiting = deque(session.runs)
     barren = 0
@@ -113,7 +113,7 @@ def in_one_job(
                 patient.settle(3, seconds=180)
             except StuckError as error:
                 stage.keep_evidence(patient, f"{session.name}-{waiting[0]}-before")
-                yield Outcome(run=waiting.popleft(), wrong=(f"before the fault: {error}",))
+                yield FaultRun(run=waiting.popleft(), wrong=(f"before the fault: {error}",))
                 continue
             while waiting and patient.step() < STEPS - _LAST_STEPS:
                 run = waiting.popleft()
@@ -123,7 +123,7 @@ def in_one_job(
                     outcome = one(patient, run, session.random(run))
                 except EXPECTED_ERRORS as error:
                     stage.keep_evidence(patient, f"{session.name}-{run}")
-                    yield Outcome(run=run, wrong=(str(error),))
+                    yield FaultRun(run=run, wrong=(str(error),))
                     break
                 yield outcome
                 barren = 0

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.faults.record import Findings, Outcome
+from benchmarks.faults.record import FaultRun, Findings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -61,7 +61,7 @@ def key(entry: Json) -> tuple[Any, ...]:
 
 def strike(
     patient: Patient, run: int, inject: Callable[[], float], expect: Expect, *, note: str = "", gap: float = 0.0
-) -> Outcome:
+) -> FaultRun:
     """Inject a fault into a calm job and wait for the first new step; the outcome of the run."""
     before = Before.of(patient)
     moment = inject()
@@ -79,7 +79,7 @@ def follow(
     *,
     note: str = "",
     gap: float = 0.0,
-) -> Outcome:
+) -> FaultRun:
     """From a fault that struck at `moment`, when `completed` steps were done, to its judged outcome."""
 
     def fresh() -> list[Json]:
@@ -113,7 +113,7 @@ def follow(
     new = max(completed, *(entry.get("stepBefore", 0) for entry in entries), last.get("resumeStep") or 0) + 1
     patient.until_step(new, expect.patience)
     ended = patient.records().get(new, {}).get("time")
-    return Outcome(
+    return FaultRun(
         run=run,
         detect=None if detect is None else round(max(0.0, detect), 3),
         recover=None if ended is None else round(ended - moment, 3),

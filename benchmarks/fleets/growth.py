@@ -36,7 +36,7 @@ _QUIET_SECONDS = 12.0
 """Until heartbeats are as rare as they become, and spread."""
 
 
-class Fleet:
+class AgentFleet:
     """All agents of one case."""
 
     def __init__(self, jobs: int, each: int, *, streams: bool) -> None:
@@ -86,7 +86,7 @@ async def measure(report: Report, jobs: int, each: int, *, streams: bool, second
     async with BareServer(module="benchmarks.fleetlab.coordinator.alone", jobs=jobs, agents=each) as server:
         empty = memory_mib(server.pid)
         go_first(os.getpid(), server.pid)
-        fleet = Fleet(jobs, each, streams=streams)
+        fleet = AgentFleet(jobs, each, streams=streams)
         context = ssl.create_default_context(cadata=server.authority)
         cpu = cpu_seconds(server.pid)
         await fleet.come(Endpoint(server.host, server.port, SERVER_NAME, context))

@@ -15,13 +15,13 @@ from trainium_trainer.backends.nxd.layout.parameter_names import Projections, pa
 from trainium_trainer.backends.nxd.layout.pieces import TensorRank
 from trainium_trainer.checkpoint.dividing.cuts import Axis, Cut, Grid
 from trainium_trainer.checkpoint.dividing.scheme import Divided, Scheme
-from trainium_trainer.checkpoint.format.part import Part
+from trainium_trainer.checkpoint.format.part import TensorPart
 from trainium_trainer.configuration.model_shape import resolve_shape
 from trainium_trainer.models.llama import Llama
 from trainium_trainer.models.shapes import PRESETS
 from trainium_trainer.models.stages import canonical_parameters
 from trainium_trainer.models.state_dict import OPTIMIZER_STEP, state_name
-from trainium_trainer.models.state_dict import Part as Kind
+from trainium_trainer.models.state_dict import StateKind as Kind
 
 if TYPE_CHECKING:
     from trainium_trainer.models.shapes import ModelShape
@@ -75,7 +75,7 @@ def state_of(shape: ModelShape, place: Place, *, values: bool = False) -> dict[s
         for stored, kind in itertools.product(zero1(pieces, divisions(rank, parameter), place.dp_rank, rows), Kind):
             piece = stored.piece
             local = torch.zeros(piece.sizes if values else (), dtype=torch.bfloat16)
-            state[state_name(kind, piece.name)] = Part(
+            state[state_name(kind, piece.name)] = TensorPart(
                 lambda local=local: local,  # type: ignore[misc]
                 whole=piece.whole,
                 offsets=piece.offsets,

@@ -111,7 +111,7 @@ def _live(membership: Membership, node_rank: int, say: Callable[[Any], object]) 
             say(("joined", attempt, node_rank, time.monotonic()))
 
 
-class Fleet:
+class ForkedAgents:
     """Agents as forked processes around one store."""
 
     def __init__(self, nodes: int, counter: Counter | None) -> None:
@@ -180,7 +180,7 @@ def measure_agents(book: Book, ranks: int) -> None:
     nodes = max(1, ranks // ON_A_NODE)
     if nodes > MOST_NODES:
         return
-    fleet = Fleet(nodes, None)
+    fleet = ForkedAgents(nodes, None)
     try:
         fleet.until(0)
         for attempt in range(1, _ROUNDS + 1):
@@ -193,7 +193,7 @@ def measure_agents(book: Book, ranks: int) -> None:
     finally:
         fleet.end()
     counter = Counter()
-    fleet = Fleet(nodes, counter)
+    fleet = ForkedAgents(nodes, counter)
     try:
         fleet.until(0)
         start = counter.read()

@@ -18,7 +18,7 @@ from trainium_trainer.checkpoint.interfaces import Position
 from trainium_trainer.checkpoint.memory.claims import Claim, Moment, ShardKey
 from trainium_trainer.checkpoint.resume.agreement import RankView, spoken_for
 from trainium_trainer.checkpoint.resume.buddy_pairing import Room, duties_of, promises_of
-from trainium_trainer.checkpoint.resume.first_rank import Check, Council, Done, Load, Offer, Report
+from trainium_trainer.checkpoint.resume.first_rank import Check, Council, Done, Load, Offer, RankReport
 from trainium_trainer.checkpoint.root.survey import Committed, Survey
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def measure(book: Book, model: Model, ranks: int) -> None:
         deal(places, council.meet, "resume: who is where")
         orders = deal(offers, council.hear_offers, "resume: what is there")
         assert all(isinstance(order, Check) for order in orders)
-        ends = deal([Report() for _ in views], council.hear, "resume: how it went")
+        ends = deal([RankReport() for _ in views], council.hear, "resume: how it went")
         assert isinstance(ends[0], Done)
         return council
 

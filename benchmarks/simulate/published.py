@@ -25,7 +25,7 @@ from trainium_operator.simulate.virtual.failures import FailureModel
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from trainium_operator.simulate.virtual.outcome import Outcome
+    from trainium_operator.simulate.virtual.outcome import SimulationResult
 
 HERE = Path(__file__).parent
 STAGES = HERE / "stages-trn1.yaml"
@@ -75,7 +75,7 @@ def find(run: Run, *, days: float, seeds: int) -> Found:
     )
 
 
-def _estimate(outcomes: list[Outcome], figure: str) -> tuple[float, float]:
+def _estimate(outcomes: list[SimulationResult], figure: str) -> tuple[float, float]:
     estimate = Estimate.of([getattr(outcome, figure) for outcome in outcomes])
     return estimate.mean, estimate.margin
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from benchmarks.soak.course import Course
     from trainium_operator.simulate.stages import StageTimes
-    from trainium_operator.simulate.virtual.outcome import Outcome
+    from trainium_operator.simulate.virtual.outcome import SimulationResult
     from trainium_operator.simulate.virtual.schedule import Fault
 
 GOODPUT_ALLOWED = 0.10
@@ -100,18 +100,18 @@ class Slowness:
 _OF_NODES = frozenset({FaultClass.DEVICE_ERROR, FaultClass.NODE_LOST, FaultClass.RACK, FaultClass.MAINTENANCE})
 
 
-def simulated(course: Course, stages: StageTimes, slowness: Slowness, until: float) -> Outcome:
+def simulated(course: Course, stages: StageTimes, slowness: Slowness, until: float) -> SimulationResult:
     """The same schedule in virtual time, as far as `until` seconds after the job's creation."""
     setting = Setting(spec=spec(), stages=stages, model=MODEL, days=until / DAY)
     return World(setting).live(slowness.of(fault) for fault in course.faults)
 
 
-def ledger_of(outcome: Outcome) -> Json:
+def ledger_of(outcome: SimulationResult) -> Json:
     """A simulated ledger, as the API server would write it."""
     return outcome.ledger.model_dump(by_alias=True, mode="json")
 
 
-def recovered_of(outcome: Outcome) -> list[Recovered]:
+def recovered_of(outcome: SimulationResult) -> list[Recovered]:
     """Of the simulator."""
     return [
         Recovered(cause=each.cause, rung=each.rung, at=each.at, seconds=each.seconds, stages=each.stages)

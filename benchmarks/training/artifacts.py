@@ -34,7 +34,7 @@ from trainium_trainer.artifacts.writer import Alone, Blueprint, write_artifact
 from trainium_trainer.checkpoint.interfaces import Position
 from trainium_trainer.checkpoint.storage.opening import open_storage
 from trainium_trainer.checkpoint.storage.protocol import Retry
-from trainium_trainer.checkpoint.whole_tensors import Source, write_whole
+from trainium_trainer.checkpoint.whole_tensors import TensorSource, write_whole
 from trainium_trainer.configuration.model_shape import resolve_shape
 from trainium_trainer.models.huggingface import to_config
 from trainium_trainer.tuning.choice import choose, parameter_sizes

@@ -26,10 +26,10 @@ from rich.table import Table
 from trainium_contract.trainer.data import DataConfig, Tokenization
 from trainium_trainer.data.batches.share import Share
 from trainium_trainer.data.opening import open_data
-from trainium_trainer.data.prepared.build import Recipe, build
+from trainium_trainer.data.prepared.build import PreparedRecipe, build
 from trainium_trainer.data.prepared.learned_tokenizer import learned
 from trainium_trainer.data.prepared.prepared import Prepared
-from trainium_trainer.data.sources.documents import Piece
+from trainium_trainer.data.sources.documents import TextPiece
 from trainium_trainer.data.sources.resolve import open_source
 from trainium_trainer.data.streaming import open_loader
 from trainium_trainer.data.tokens.encoding import SourceSpec
@@ -50,7 +50,7 @@ REPEAT = 3
 def texts() -> list[str]:
     """Real text that every machine has."""
     docs = open_source("python-docs", "text")
-    found = [piece.text for block in docs.blocks(1) for piece in docs.read(block) if isinstance(piece, Piece)]
+    found = [piece.text for block in docs.blocks(1) for piece in docs.read(block) if isinstance(piece, TextPiece)]
     root = Path(sysconfig.get_path("stdlib"))
     sources = (file for file in sorted(root.rglob("*.py")) if "site-packages" not in file.parts)
     return found + [file.read_text(encoding="utf-8", errors="ignore") for file in sources]
@@ -81,7 +81,7 @@ def tokenizer_alone(documents: list[str], tokenizer: Path) -> int:
 
 def prepare(source: Path, tokenizer: Path, folder: Path) -> int:
     """`prepare-data` with one process."""
-    recipe = Recipe((SourceSpec(str(source), "text"),), tokenizer, 0)
+    recipe = PreparedRecipe((SourceSpec(str(source), "text"),), tokenizer, 0)
     return build(folder, recipe, "benchmark", workers=1).tokens
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from trainium_client.views.story import Story
     from trainium_contract.job import TrainingJobSpec
     from trainium_contract.views.curve import CurvePoint
-    from trainium_contract.views.job import ArtifactView, JobView
+    from trainium_contract.views.job import ArtifactView, JobScreen
 
 _Result = TypeVar("_Result")
 _MANAGER = "trainium-client"
@@ -51,7 +51,7 @@ class Awaited:
     seconds: float
     since: float
 
-    def is_met(self, view: JobView, now: float) -> bool:
+    def is_met(self, view: JobScreen, now: float) -> bool:
         """Whether the job is there. Raises JobFailedError or ClientError when it will not be, or not in time."""
         if view.phase == self.phase:
             return True
@@ -104,7 +104,7 @@ class TrainingJob:
         metadata = {**self.metadata, "name": self.name, "namespace": api.namespace}
         return {"apiVersion": f"{GROUP}/{VERSION}", "kind": KIND, "metadata": metadata, "spec": dict(self.spec or {})}
 
-    def status(self) -> JobView:
+    def status(self) -> JobScreen:
         """The job as `kubectl trn status` shows it."""
         return self._with(lambda api: read_screen(api, self.name, time.time()).view)
 
@@ -153,9 +153,9 @@ class TrainingJob:
         until: str = "Completed",
         *,
         seconds: float = 24 * 3600.0,
-        told: Callable[[JobView], None] | None = None,
+        told: Callable[[JobScreen], None] | None = None,
         pause: Callable[[float], None] = time.sleep,
-    ) -> JobView:
+    ) -> JobScreen:
         """The job once it is in that phase; `told` hears of each look at it.
 
         Raises JobFailedError when it fails instead, ClientError when it ends otherwise or the time is over.
@@ -169,7 +169,7 @@ class TrainingJob:
                 return view
             pause(POLL_SECONDS)
 
-    def watch(self, *, seconds: float = 24 * 3600.0, pause: Callable[[float], None] = time.sleep) -> JobView:
+    def watch(self, *, seconds: float = 24 * 3600.0, pause: Callable[[float], None] = time.sleep) -> JobScreen:
         """Show the job, live, until it has ended or the time is over: in a notebook with its curve, else as text.
 
         Interrupted (Ctrl-C, or the notebook's stop button) it only stops to watch. Returns what it saw last.

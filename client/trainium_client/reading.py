@@ -19,7 +19,7 @@ from trainium_contract.wire.recorded_membership import recorded_membership
 
 if TYPE_CHECKING:
     from trainium_client.api import Api, Json
-    from trainium_contract.views.job import JobView
+    from trainium_contract.views.job import JobScreen
 
 
 _LOG_LINES = 5000
@@ -29,7 +29,7 @@ _LOG_LINES = 5000
 class Screen:
     """The screen of a job, and what it was made of."""
 
-    view: JobView
+    view: JobScreen
     job: Json
     members: Members | None
     pods: tuple[PodRow, ...]

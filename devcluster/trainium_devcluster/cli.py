@@ -21,7 +21,7 @@ from rich.table import Table
 from trainium_devcluster.binaries.command import prepare
 from trainium_devcluster.cli_fault import fault_app, node_app
 from trainium_devcluster.cluster import Cluster, node_specs, take_down_leftovers
-from trainium_devcluster.controlplane.client import ApiError
+from trainium_devcluster.controlplane.client import ControlPlaneError
 from trainium_devcluster.errors import ClusterError
 from trainium_devcluster.fleet.fake_nodes import FleetShape
 from trainium_devcluster.options import (
@@ -123,7 +123,7 @@ def status(
     state = cluster.status()
     try:
         ready = cluster.ready_nodes()
-    except ApiError:
+    except ControlPlaneError:
         ready = {}
     if as_json:
         sys.stdout.write(json.dumps({**state, "name": name, "readyNodes": ready}, indent=1) + "\n")

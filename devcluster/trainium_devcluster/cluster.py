@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, Self
 from trainium_devcluster.binaries import Binaries, Program, ensure_binaries
 from trainium_devcluster.control import request
 from trainium_devcluster.controlplane import components
-from trainium_devcluster.controlplane.client import ApiClient, ApiError
+from trainium_devcluster.controlplane.client import ApiClient, ControlPlaneError
 from trainium_devcluster.controlplane.components import Component, Ports
 from trainium_devcluster.errors import ClusterError
 from trainium_devcluster.faults import Faults
-from trainium_devcluster.fleet.fake_nodes import Fleet
+from trainium_devcluster.fleet.fake_nodes import KwokFleet
 from trainium_devcluster.kueue import install_kueue
 from trainium_devcluster.launch import launch_supervisor, name_reserved
 from trainium_devcluster.node.spec.images import write_image
@@ -50,7 +50,7 @@ class Cluster:
         self.paths = paths
         self.binaries = binaries
         self.faults = Faults(self)
-        self.fleet: Fleet | None = None
+        self.fleet: KwokFleet | None = None
         """Fake nodes that this object made."""
         self._owner = owner
         self._api: ApiClient | None = None
@@ -105,7 +105,7 @@ class Cluster:
                 write(f"waiting for {len(nodes)} node{'s' if len(nodes) > 1 else ''}")
                 cluster.wait_for_nodes([node.name for node in nodes])
             if fleet:
-                cluster.fleet = Fleet.create(cluster, fleet, fleet_shape, write=write)
+                cluster.fleet = KwokFleet.create(cluster, fleet, fleet_shape, write=write)
             if kueue:
                 install_kueue(cluster, write=write)
         except BaseException:
@@ -238,7 +238,7 @@ class Cluster:
         deadline = time.monotonic() + seconds
         while True:
             states: Mapping[str, bool] = {}
-            with contextlib.suppress(ApiError):
+            with contextlib.suppress(ControlPlaneError):
                 states = self.ready_nodes()
             late = sorted(name for name in wanted if states.get(name, False) is not ready)
             if not late:

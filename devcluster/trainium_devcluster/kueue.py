@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from trainium_devcluster.binaries import KUEUE_PROGRAMS, Program, ensure_binaries
-from trainium_devcluster.controlplane.client import ApiError
+from trainium_devcluster.controlplane.client import ControlPlaneError
 from trainium_devcluster.controlplane.components import HOST, free_ports
 from trainium_devcluster.errors import ClusterError
 
@@ -122,7 +122,7 @@ def _mount(cluster: ClusterHandle, folder: Path) -> bool:
 def _admits(cluster: ClusterHandle) -> bool:
     """Whether a flavor passes its webhooks; none is kept."""
     flavor = {"apiVersion": f"{_GROUP}/v1beta2", "kind": "ResourceFlavor", "metadata": {"name": "probe"}}
-    with contextlib.suppress(ApiError):
+    with contextlib.suppress(ControlPlaneError):
         cluster.api.create(f"/apis/{_GROUP}/v1beta2/resourceflavors?dryRun=All", flavor)
         return True
     return False

@@ -24,7 +24,7 @@ from typing import Any, TextIO
 
 from trainium_devcluster.controlplane import components
 from trainium_devcluster.controlplane.bootstrap import bootstrap
-from trainium_devcluster.controlplane.client import ApiError
+from trainium_devcluster.controlplane.client import ControlPlaneError
 from trainium_devcluster.controlplane.components import Component
 from trainium_devcluster.errors import ClusterError
 from trainium_devcluster.nodepool.pool import NodePool
@@ -43,7 +43,7 @@ Message = Mapping[str, Any]
 Answer = dict[str, Any]
 
 
-class Supervisor:
+class ClusterSupervisor:
     """Runs one cluster until it is told to end it."""
 
     def __init__(self, paths: ClusterPaths, binaries: Path, venv_bin: Path) -> None:
@@ -141,7 +141,7 @@ class Supervisor:
         try:
             with components.admin_client(self._paths, self._ports) as client:
                 client.get("/api/v1/namespaces/default/serviceaccounts/default")
-        except ApiError:
+        except ControlPlaneError:
             return False
         return True
 
@@ -329,7 +329,7 @@ def main() -> None:
 
 
 async def _supervise(paths: ClusterPaths, binaries: Path, venv_bin: Path, *, owned: bool) -> None:
-    supervisor = Supervisor(paths, binaries, venv_bin)
+    supervisor = ClusterSupervisor(paths, binaries, venv_bin)
     if owned:
         # The owner never writes, so this becomes readable only when its end of the pipe is closed.
         asyncio.get_running_loop().add_reader(sys.stdin.fileno(), supervisor.end)

@@ -40,7 +40,7 @@ class Replica:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class CheckVerdict:
     """Whether the operator works, and the sentence that says so."""
 
     works: bool
@@ -60,7 +60,7 @@ class Installed:
     """File with the certificates that the release trusts."""
 
 
-def verdict(service: str, expected: int, found: Sequence[Replica]) -> Verdict:
+def verdict(service: str, expected: int, found: Sequence[Replica]) -> CheckVerdict:
     """Of what the replicas answered."""
     bad = [f"{each.address} {each.problem}" for each in found if each.problem]
     leaders = [each.address for each in found if each.leads and not each.problem]
@@ -72,8 +72,10 @@ def verdict(service: str, expected: int, found: Sequence[Replica]) -> Verdict:
         problem = f"{len(leaders)} of {len(found)} replicas lead: look at the Lease and at the operator's log"
     else:
         good = f"{len(found)} of {expected} replicas ready" if len(found) > 1 else "the only replica is ready"
-        return Verdict(works=True, sentence=f"the operator works: {good}, {leaders[0]} leads, certificates are its own")
-    return Verdict(works=False, sentence=f"the operator does not work: {problem}")
+        return CheckVerdict(
+            works=True, sentence=f"the operator works: {good}, {leaders[0]} leads, certificates are its own"
+        )
+    return CheckVerdict(works=False, sentence=f"the operator does not work: {problem}")
 
 
 def addresses_of(name: str) -> list[str]:
@@ -81,13 +83,13 @@ def addresses_of(name: str) -> list[str]:
     return sorted({str(info[4][0]) for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)})
 
 
-def look(installed: Installed, *, resolve: Callable[[str], Sequence[str]] = addresses_of) -> Verdict:
+def look(installed: Installed, *, resolve: Callable[[str], Sequence[str]] = addresses_of) -> CheckVerdict:
     """Ask every replica once."""
     try:
         trust = ssl.create_default_context(cafile=str(installed.authority))
     except OSError as error:  # ssl.SSLError is one
         reason = error.strerror or str(error)
-        return Verdict(
+        return CheckVerdict(
             works=False,
             sentence=f"the operator does not work: {installed.authority}: {reason}: no replica has written its "
             "certificates into the Secret yet; look at the operator's log",
@@ -95,7 +97,7 @@ def look(installed: Installed, *, resolve: Callable[[str], Sequence[str]] = addr
     try:
         addresses = resolve(installed.service)
     except OSError as error:
-        return Verdict(
+        return CheckVerdict(
             works=False,
             sentence=f"the operator does not work: {installed.service}: {error.strerror or error}: the Service has no "
             "pods, or names are not resolved; look at the Deployment's pods",
@@ -104,7 +106,9 @@ def look(installed: Installed, *, resolve: Callable[[str], Sequence[str]] = addr
     return verdict(installed.service, installed.replicas, found)
 
 
-def until_it_works(look_once: Callable[[], Verdict], seconds: float, pause: Callable[[float], None]) -> Verdict:
+def until_it_works(
+    look_once: Callable[[], CheckVerdict], seconds: float, pause: Callable[[float], None]
+) -> CheckVerdict:
     """The first verdict that it works, else the last one after about so many seconds of pauses."""
     for _ in range(int(seconds / _PAUSE_SECONDS)):
         found = look_once()

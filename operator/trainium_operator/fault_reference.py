@@ -22,7 +22,7 @@ from trainium_contract.faults.signs import (
     RUNTIME_STATUSES,
     SILENCE,
     TAINTS,
-    Kind,
+    SignKind,
 )
 
 if TYPE_CHECKING:
@@ -114,13 +114,13 @@ def _meanings(signs: Iterable[Sign]) -> str:
 def _name(sign: Sign) -> str:
     """A sign as people see it."""
     marks = (" ‡" if sign.decisive else "") + (" †" if sign.hearsay else "")
-    if sign.kind in (Kind.EXIT_CODE, Kind.SILENCE):
+    if sign.kind in (SignKind.EXIT_CODE, SignKind.SILENCE):
         return f"{sign.key}{marks}"
-    if sign.kind is Kind.RUNTIME_STATUS:
+    if sign.kind is SignKind.RUNTIME_STATUS:
         return f"{sign.number} `{sign.key}`{marks}"
-    if sign.kind is Kind.KERNEL_LINE:
+    if sign.kind is SignKind.KERNEL_LINE:
         return f"`{sign.key}`{marks}"
-    if sign.kind is Kind.LABEL:
+    if sign.kind is SignKind.LABEL:
         return f"{sign.kind} `{sign.key}={sign.value}`"
     return f"{sign.kind} `{sign.key}`" + (f", reason `{sign.value}`" if sign.value != "*" else "")
 

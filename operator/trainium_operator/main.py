@@ -71,13 +71,13 @@ async def operate(settings: Settings) -> int:
     identity = process_identity(os.environ)
     runtime = Runtime(settings, transport, namespace=namespace, identity=identity, lease_transport=lease_transport)
     try:
-        return await Supervisor(runtime, transport).run()
+        return await RuntimeSupervisor(runtime, transport).run()
     finally:
         await lease_transport.close()
         await transport.close()
 
 
-class Supervisor:
+class RuntimeSupervisor:
     """Starts, watches over and stops the parts of one runtime."""
 
     def __init__(self, runtime: Runtime, transport: KubernetesTransport) -> None:

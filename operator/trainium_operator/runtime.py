@@ -32,7 +32,7 @@ from trainium_operator.cluster.cache.dra import Dra
 from trainium_operator.cluster.cache.kueue import Kueue
 from trainium_operator.cluster.cache.namespaces import EVERYWHERE, Namespaces
 from trainium_operator.cluster.cache.reflector import Lister, Reflector
-from trainium_operator.cluster.cache.store import Store
+from trainium_operator.cluster.cache.store import IndexedCache
 from trainium_operator.cluster.cache.views import child_record, job_record, node_view, pod_view
 from trainium_operator.cluster.coordinator_ports import KubernetesSecret, Reviewer, WorkerPods
 from trainium_operator.cluster.execute.creation_errors import Refusals
@@ -41,7 +41,7 @@ from trainium_operator.cluster.execute.events import EventRecorder
 from trainium_operator.cluster.execute.executor import Executor
 from trainium_operator.cluster.execute.policy_writes import PolicyWrites
 from trainium_operator.cluster.execute.undeclared_fields import UndeclaredFields
-from trainium_operator.cluster.fleet.fleet_reconciler import Fleet, FleetMeter
+from trainium_operator.cluster.fleet.fleet_reconciler import FleetMeter, FleetReconciler
 from trainium_operator.cluster.lease import LeaseElector, LeaseTimes
 from trainium_operator.cluster.queue.observe import Caches, Observer, enqueue_on_change
 from trainium_operator.cluster.queue.pace import Pace
@@ -165,7 +165,7 @@ class Runtime:
         self.plan_settings = plan_settings(settings, namespace)
         nodes = self.caches.nodes.store if self.caches.nodes is not None else None
         self.discovery = Discovery(self.api, nodes, on_change=self._discovered)
-        self.fleet = Fleet(
+        self.fleet = FleetReconciler(
             self.acting,
             self.caches,
             self.leading,
@@ -380,12 +380,12 @@ def make_caches(
     jobs = Reflector if apart else Lister
     labels = f"{LABEL_ROLE}={ROLE_WORKER}"
     return Caches(
-        jobs=jobs(api, JOBS, Store(by_namespace=apart), job_record, namespaces=namespaces),
+        jobs=jobs(api, JOBS, IndexedCache(by_namespace=apart), job_record, namespaces=namespaces),
         pods=Reflector(
-            api, PODS, Store(by_namespace=apart), pod_view, namespaces=namespaces, labels=labels, of_jobs=True
+            api, PODS, IndexedCache(by_namespace=apart), pod_view, namespaces=namespaces, labels=labels, of_jobs=True
         ),
         config_maps=_children(api, CONFIG_MAPS, namespaces),
-        nodes=Reflector(api, NODES, Store(), node_view) if settings.watch_nodes else None,
+        nodes=Reflector(api, NODES, IndexedCache(), node_view) if settings.watch_nodes else None,
         disruption_budgets=_children(api, DISRUPTION_BUDGETS, namespaces),
         kueue=Kueue(api, enabled=settings.kueue, namespaces=served, on_change=on_change),
         dra=Dra(api, enabled=settings.dra, namespaces=served, on_change=on_change),
@@ -398,7 +398,7 @@ def make_caches(
 
 
 def _children(api: Api, resource: Resource, namespaces: Namespaces) -> Reflector[ChildRecord]:
-    store: Store[ChildRecord] = Store(by_namespace=not namespaces.single)
+    store: IndexedCache[ChildRecord] = IndexedCache(by_namespace=not namespaces.single)
     return Reflector(api, resource, store, child_record, namespaces=namespaces, labels=LABEL_JOB, of_jobs=True)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from benchmarks.faults.record import Findings, Outcome, Where
+from benchmarks.faults.record import FaultRun, Findings, Where
 from benchmarks.faults.row import Row, Session
 from benchmarks.faults.rows.virtual import told
 from benchmarks.faults.world import World
@@ -27,7 +27,7 @@ _FEWEST_STEPS = 0.9 * 3600
 """Of about one a second."""
 
 
-def _come_and_go(_: Stage | None, session: Session) -> Iterator[Outcome]:
+def _come_and_go(_: Stage | None, session: Session) -> Iterator[FaultRun]:
     for run in session.runs:
         dice = session.random(run)
         phase = dice.uniform(0, 60)
@@ -65,7 +65,7 @@ def _come_and_go(_: Stage | None, session: Session) -> Iterator[Outcome]:
         )  # fmt: skip
 
 
-def _four_three_two_four(_: Stage | None, session: Session) -> Iterator[Outcome]:
+def _four_three_two_four(_: Stage | None, session: Session) -> Iterator[FaultRun]:
     for run in session.runs:
         dice = session.random(run)
         first, second = dice.randrange(4), dice.randrange(3)

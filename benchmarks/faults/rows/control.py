@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from benchmarks.faults.record import Findings, Outcome
+from benchmarks.faults.record import FaultRun, Findings
 from benchmarks.faults.row import EXPECTED_ERRORS, Row, Session, in_one_job
 from benchmarks.faults.rows.nodes import lost
 from benchmarks.faults.rows.pods import GONE, ONE_SPARE, TAKEN_OVER
@@ -28,8 +28,8 @@ NOT_FOUND_SECONDS = 10.0
 """What agents may take to find the new leader, and it to believe that one is lost."""
 
 
-def _operator_killed(stage: Stage, session: Session) -> Iterator[Outcome]:
-    def one(patient: Patient, run: int, dice: random.Random) -> Outcome:
+def _operator_killed(stage: Stage, session: Session) -> Iterator[FaultRun]:
+    def one(patient: Patient, run: int, dice: random.Random) -> FaultRun:
         victim = somebody(patient, dice)["podName"]
         before = Before.of(patient)
         moment = patient.delete_pod(victim, force=True)
@@ -43,8 +43,8 @@ def _operator_killed(stage: Stage, session: Session) -> Iterator[Outcome]:
     yield from in_one_job(stage, session, "opkilled", stage.spares, one)
 
 
-def _operator_away(stage: Stage, session: Session) -> Iterator[Outcome]:
-    def one(patient: Patient, run: int, dice: random.Random) -> Outcome:
+def _operator_away(stage: Stage, session: Session) -> Iterator[FaultRun]:
+    def one(patient: Patient, run: int, dice: random.Random) -> FaultRun:
         victim = somebody(patient, dice)["podName"]
         before = Before.of(patient)
         stage.scale_operator(0)
@@ -63,10 +63,10 @@ def _operator_away(stage: Stage, session: Session) -> Iterator[Outcome]:
     yield from in_one_job(stage, session, "opaway", ONE_SPARE, one)
 
 
-def _api_away(stage: Stage, session: Session) -> Iterator[Outcome]:
+def _api_away(stage: Stage, session: Session) -> Iterator[FaultRun]:
     faults = stage.faults
 
-    def one(patient: Patient, run: int, dice: random.Random) -> Outcome:
+    def one(patient: Patient, run: int, dice: random.Random) -> FaultRun:
         before = Before.of(patient)
         time.sleep(dice.uniform(0.0, 1.0))
         begun = patient.step()
@@ -83,15 +83,15 @@ def _api_away(stage: Stage, session: Session) -> Iterator[Outcome]:
         found.expect(len(patient.history()) == len(before.entries), "the outage was taken for a fault of the job")
         uids = {pod["metadata"]["uid"] for pod in patient.pods()}
         found.expect(uids == before.uids, "pods were replaced")
-        return Outcome(run, steps_lost=0, wrong=tuple(found.wrong), note=f"{during} steps during the outage")
+        return FaultRun(run, steps_lost=0, wrong=tuple(found.wrong), note=f"{during} steps during the outage")
 
     yield from in_one_job(stage, session, "apiaway", ONE_SPARE, one)
 
 
-def _two_operators(stage: Stage, session: Session) -> Iterator[Outcome]:
+def _two_operators(stage: Stage, session: Session) -> Iterator[FaultRun]:
     faults = stage.faults
 
-    def one(patient: Patient, run: int, dice: random.Random) -> Outcome:
+    def one(patient: Patient, run: int, dice: random.Random) -> FaultRun:
         before = Before.of(patient)
         leader = stage.leader()
         name = next(pod["metadata"]["name"] for pod in stage.operator_pods() if pod["metadata"]["name"] in leader)
@@ -120,8 +120,8 @@ def _two_operators(stage: Stage, session: Session) -> Iterator[Outcome]:
         stage.scale_operator(1)
 
 
-def _leader_with_member(stage: Stage, session: Session) -> Iterator[Outcome]:
-    def one(patient: Patient, run: int, dice: random.Random) -> Outcome:
+def _leader_with_member(stage: Stage, session: Session) -> Iterator[FaultRun]:
+    def one(patient: Patient, run: int, dice: random.Random) -> FaultRun:
         with stage.operator_among([member["nodeName"] for member in patient.members()]):
             patient.settle()
             node = stage.leader_node()
@@ -143,8 +143,8 @@ def _leader_with_member(stage: Stage, session: Session) -> Iterator[Outcome]:
     yield from in_one_job(stage, session, "leader", stage.spares, one)
 
 
-def _edited(stage: Stage, session: Session) -> Iterator[Outcome]:
-    def one(patient: Patient, run: int, dice: random.Random) -> Outcome:
+def _edited(stage: Stage, session: Session) -> Iterator[FaultRun]:
+    def one(patient: Patient, run: int, dice: random.Random) -> FaultRun:
         victim = somebody(patient, dice)["podName"]
         before = Before.of(patient)
         moment = patient.delete_pod(victim, force=True)
@@ -164,16 +164,16 @@ def _edited(stage: Stage, session: Session) -> Iterator[Outcome]:
     yield from in_one_job(stage, session, "edited", change, one, tolerance=1e-5)
 
 
-def _deleted(stage: Stage, session: Session) -> Iterator[Outcome]:
+def _deleted(stage: Stage, session: Session) -> Iterator[FaultRun]:
     for run in session.runs:
         try:
             with stage.job("gone", ONE_SPARE) as patient:
                 yield _delete_one(stage, patient, run, session.random(run))
         except EXPECTED_ERRORS as error:
-            yield Outcome(run, wrong=(str(error),))
+            yield FaultRun(run, wrong=(str(error),))
 
 
-def _delete_one(stage: Stage, patient: Patient, run: int, dice: random.Random) -> Outcome:
+def _delete_one(stage: Stage, patient: Patient, run: int, dice: random.Random) -> FaultRun:
     patient.settle(3, 120)
     patient.delete_pod(dice.choice(patient.members())["podName"], force=True)
     time.sleep(dice.uniform(0.0, 1.5))
@@ -190,7 +190,7 @@ def _delete_one(stage: Stage, patient: Patient, run: int, dice: random.Random) -
     left = stage.site.get(kinds, "-n", namespace)["items"]
     names = [item["metadata"]["name"] for item in left if item["metadata"]["name"].startswith(name)]
     found.expect(not names, f"left behind: {', '.join(names)}")
-    return Outcome(run, recover=round(seconds, 3), wrong=tuple(found.wrong))
+    return FaultRun(run, recover=round(seconds, 3), wrong=tuple(found.wrong))
 
 
 ROWS = (

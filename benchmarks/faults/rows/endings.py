@@ -8,7 +8,7 @@ import shutil
 import time
 from typing import TYPE_CHECKING
 
-from benchmarks.faults.record import Findings, Outcome
+from benchmarks.faults.record import FaultRun, Findings
 from benchmarks.faults.row import EXPECTED_ERRORS, Row, Session
 from benchmarks.faults.stage import SkipRowError
 from tests.testing.suite.patience import Deadline
@@ -38,7 +38,7 @@ def _verdicts(
     environment: dict[str, str] | None = None,
     *,
     tries: int = 1,
-) -> Iterator[Outcome]:
+) -> Iterator[FaultRun]:
     """A fresh job for each run: it must end with this verdict, once, and blame no node."""
     for run in session.runs:
         try:
@@ -53,7 +53,7 @@ def _verdicts(
                 patient.until("a verdict", lambda: patient.status().get("phase") == "Failed", 90)
                 yield _judged(patient, run, moment, reason, says, tries)
         except EXPECTED_ERRORS as error:
-            yield Outcome(run=run, wrong=(str(error),))
+            yield FaultRun(run=run, wrong=(str(error),))
 
 
 def _all_run(patient: Patient) -> bool:
@@ -61,7 +61,7 @@ def _all_run(patient: Patient) -> bool:
     return len(pods) == 2 and all(pod["status"].get("phase") == "Running" for pod in pods)
 
 
-def _judged(patient: Patient, run: int, moment: float, reason: str, says: str, tries: int) -> Outcome:
+def _judged(patient: Patient, run: int, moment: float, reason: str, says: str, tries: int) -> FaultRun:
     ended = time.time()
     status = patient.status()
     found = Findings()
@@ -72,7 +72,7 @@ def _judged(patient: Patient, run: int, moment: float, reason: str, says: str, t
     blame &= found.expect(not status.get("avoidedNodes"), f"nodes are suspected: {status.get('avoidedNodes')}")
     total = status.get("restarts", {}).get("total", 0)
     found.expect(total <= tries, f"it was tried again {total} times, expected at most {tries}")
-    return Outcome(
+    return FaultRun(
         run=run,
         detect=round(ended - moment, 3),
         steps_lost=0,
@@ -82,7 +82,7 @@ def _judged(patient: Patient, run: int, moment: float, reason: str, says: str, t
     )
 
 
-def _nan(stage: Stage, session: Session) -> Iterator[Outcome]:
+def _nan(stage: Stage, session: Session) -> Iterator[FaultRun]:
     def inject(patient: Patient, dice: random.Random) -> float:
         pod = dice.choice(patient.members())["podName"]
         patient.order("nan", pod, sticky=True)
@@ -91,11 +91,11 @@ def _nan(stage: Stage, session: Session) -> Iterator[Outcome]:
     yield from _verdicts(stage, session, "nan", inject, "NumericalError", "nan")
 
 
-def _import_error(stage: Stage, session: Session) -> Iterator[Outcome]:
+def _import_error(stage: Stage, session: Session) -> Iterator[FaultRun]:
     yield from _verdicts(stage, session, "import", None, "UserError", "no_such_module", IMPORT_ERROR, tries=2)
 
 
-def _out_of_memory(stage: Stage, session: Session) -> Iterator[Outcome]:
+def _out_of_memory(stage: Stage, session: Session) -> Iterator[FaultRun]:
     def inject(patient: Patient, dice: random.Random) -> float:
         pod = dice.choice(patient.members())["podName"]
         patient.order("oom", pod)
@@ -104,7 +104,7 @@ def _out_of_memory(stage: Stage, session: Session) -> Iterator[Outcome]:
     yield from _verdicts(stage, session, "oom", inject, "OutOfMemory", "memory")
 
 
-def _no_image(stage: Stage, session: Session) -> Iterator[Outcome]:
+def _no_image(stage: Stage, session: Session) -> Iterator[FaultRun]:
     """An image that cannot be pulled is no verdict: it is said, and the corrected one reaches the waiting pods."""
     if stage.local:
         raise SkipRowError("the development cluster pulls no images")
@@ -123,9 +123,11 @@ def _no_image(stage: Stage, session: Session) -> Iterator[Outcome]:
                 patient.patch({"spec": {"image": right}})
                 patient.until_step(1, 180)
                 first = patient.records()[1]["time"]
-                yield Outcome(run, round(told, 3), round(first - moment, 3), 0, blame, tuple(found.wrong), message[:80])
+                yield FaultRun(
+                    run, round(told, 3), round(first - moment, 3), 0, blame, tuple(found.wrong), message[:80]
+                )
         except EXPECTED_ERRORS as error:
-            yield Outcome(run=run, wrong=(str(error),))
+            yield FaultRun(run=run, wrong=(str(error),))
 
 
 def _not_starting(patient: Patient) -> Json:
@@ -133,7 +135,7 @@ def _not_starting(patient: Patient) -> Json:
     return condition if condition.get("reason") == "WorkerNotStarting" else {}
 
 
-def _interrupted_starts(stage: Stage, session: Session) -> Iterator[Outcome]:
+def _interrupted_starts(stage: Stage, session: Session) -> Iterator[FaultRun]:
     """The only cache that start-up fills on CPU is the tokenised text: kill the ranks while they fill it."""
     faults = stage.faults
     for run in session.runs:
@@ -145,12 +147,12 @@ def _interrupted_starts(stage: Stage, session: Session) -> Iterator[Outcome]:
             with stage.job("interrupted", change) as patient:
                 yield _interrupt(stage, faults, patient, run, session.random(run))
         except EXPECTED_ERRORS as error:
-            yield Outcome(run=run, wrong=(str(error),))
+            yield FaultRun(run=run, wrong=(str(error),))
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _interrupt(stage: Stage, faults: Faults, patient: Patient, run: int, dice: random.Random) -> Outcome:
+def _interrupt(stage: Stage, faults: Faults, patient: Patient, run: int, dice: random.Random) -> FaultRun:
     patient.until("running workers", lambda: _all_run(patient), 120)
     hits = 0
     deadline = Deadline(60)
@@ -168,7 +170,7 @@ def _interrupt(stage: Stage, faults: Faults, patient: Patient, run: int, dice: r
     found = Findings()
     found.expect(hits > 0, "no process was hit")
     found.expect(not stage.check_curve(patient, 2), "the curve or the samples differ: a cache was poisoned")
-    return Outcome(run, recover=round(ended - moment, 3), steps_lost=0, wrong=tuple(found.wrong), note=f"{hits} kills")
+    return FaultRun(run, recover=round(ended - moment, 3), steps_lost=0, wrong=tuple(found.wrong), note=f"{hits} kills")
 
 
 ROWS = (

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.faults.record import Findings, Outcome, Where
+from benchmarks.faults.record import FaultRun, Findings, Where
 from benchmarks.faults.row import Row, Session
 from benchmarks.faults.rows.virtual import told
 from benchmarks.faults.world import NAME, World
@@ -60,7 +60,7 @@ def _undisturbed(
     *,
     contact_lost: bool,
     notes: Callable[[int], str],
-) -> Iterator[Outcome]:
+) -> Iterator[FaultRun]:
     """Five minutes of a disturbance, which ends, then the rest of the training: nothing may have been done."""
     for run in session.runs:
         at = session.random(run).uniform(0, 20)
@@ -88,7 +88,7 @@ def _undisturbed(
         yield told(run, make, story, judge, f"from second {at:.0f} on{notes(run)}")
 
 
-def _cut_off(_: Stage | None, session: Session) -> Iterator[Outcome]:
+def _cut_off(_: Stage | None, session: Session) -> Iterator[FaultRun]:
     def kubelets_too(run: int) -> bool:
         return bool(run % 2)
 
@@ -105,7 +105,7 @@ def _cut_off(_: Stage | None, session: Session) -> Iterator[Outcome]:
     return _undisturbed(session, make, disturb, contact_lost=True, notes=notes)
 
 
-def _dark_zone(_: Stage | None, session: Session) -> Iterator[Outcome]:
+def _dark_zone(_: Stage | None, session: Session) -> Iterator[FaultRun]:
     def disturb(world: World, run: int) -> Iterable[str]:
         world.workers.muted_nodes = {f"node-{number}" for number in range(run % 3, 9, 3)}
         return world.workers.muted_nodes
@@ -116,7 +116,7 @@ def _dark_zone(_: Stage | None, session: Session) -> Iterator[Outcome]:
     return _undisturbed(session, make, disturb, contact_lost=True, notes=lambda run: f", zone {run % 3}")
 
 
-def _stale_leases(_: Stage | None, session: Session) -> Iterator[Outcome]:
+def _stale_leases(_: Stage | None, session: Session) -> Iterator[FaultRun]:
     def disturb(world: World, _run: int) -> Iterable[str]:
         return world.cluster.names(NODES, "")
 
@@ -126,7 +126,7 @@ def _stale_leases(_: Stage | None, session: Session) -> Iterator[Outcome]:
     return _undisturbed(session, make, disturb, contact_lost=False, notes=lambda _: "")
 
 
-def _wrong_clock(_: Stage | None, session: Session) -> Iterator[Outcome]:
+def _wrong_clock(_: Stage | None, session: Session) -> Iterator[FaultRun]:
     for run in session.runs:
         dice = session.random(run)
         apart, rank = dice.choice((-HOUR, HOUR)), dice.randrange(2)
@@ -173,7 +173,7 @@ def _told(world: World) -> str:
     return str(_condition(world).get("message", ""))
 
 
-def _loaded_host(_: Stage | None, session: Session) -> Iterator[Outcome]:
+def _loaded_host(_: Stage | None, session: Session) -> Iterator[FaultRun]:
     for run in session.runs:
         dice = session.random(run)
         victims = dice.sample(range(4), 2)
@@ -218,7 +218,7 @@ def _waits(world: World) -> int:
     return sum("it waits for a processor, as the others do" in note for note in _notes(world.cluster))
 
 
-def _row(number: int, play: Callable[[Stage | None, Session], Iterator[Outcome]], **words: str) -> Row:
+def _row(number: int, play: Callable[[Stage | None, Session], Iterator[FaultRun]], **words: str) -> Row:
     return Row(number=number, play=play, where=Where.VIRTUAL, most=15, **words)  # type: ignore[arg-type]
 
 

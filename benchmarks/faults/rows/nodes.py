@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from benchmarks.faults.record import Findings, Outcome
+from benchmarks.faults.record import FaultRun, Findings
 from benchmarks.faults.row import Row, Session, in_one_job
 from benchmarks.faults.rows.pods import TAKEN_OVER, TWO_SPARES
 from benchmarks.faults.rows.processes import somebody
@@ -45,8 +45,8 @@ def lost(node: str, **more: object) -> Expect:
     return Expect(**fields)  # type: ignore[arg-type]
 
 
-def _power_off(stage: Stage, session: Session, *, rank: int | None = None) -> Iterator[Outcome]:
-    def one(patient: Patient, run: int, dice: random.Random) -> Outcome:
+def _power_off(stage: Stage, session: Session, *, rank: int | None = None) -> Iterator[FaultRun]:
+    def one(patient: Patient, run: int, dice: random.Random) -> FaultRun:
         victim = somebody(patient, dice) if rank is None else patient.members()[rank]
         node = victim["nodeName"]
         if stage.keep_operator(node):
@@ -69,12 +69,12 @@ def _power_off(stage: Stage, session: Session, *, rank: int | None = None) -> It
     yield from in_one_job(stage, session, "power", stage.spares, one)
 
 
-def _store_host(stage: Stage, session: Session) -> Iterator[Outcome]:
+def _store_host(stage: Stage, session: Session) -> Iterator[FaultRun]:
     yield from _power_off(stage, session, rank=0)
 
 
-def _kernel_line(stage: Stage, session: Session) -> Iterator[Outcome]:
-    def one(patient: Patient, run: int, dice: random.Random) -> Outcome:
+def _kernel_line(stage: Stage, session: Session) -> Iterator[FaultRun]:
+    def one(patient: Patient, run: int, dice: random.Random) -> FaultRun:
         line = dice.choice(KERNEL_LINES)
         victim = somebody(patient, dice)
         node, pod = victim["nodeName"], victim["podName"]
@@ -100,10 +100,10 @@ KERNEL_LOG = "/dev/shm/kmsg"
 
 def _two_at_once(
     stage: Stage, session: Session, change: str, *, tolerance: float = 0.0, **more: object
-) -> Iterator[Outcome]:
+) -> Iterator[FaultRun]:
     stage.needs_room()
 
-    def one(patient: Patient, run: int, dice: random.Random) -> Outcome:
+    def one(patient: Patient, run: int, dice: random.Random) -> FaultRun:
         victims = dice.sample(patient.members(), 2)
         time.sleep(dice.uniform(0.0, 0.5))
         nodes = [victim["nodeName"] for victim in victims]
@@ -136,19 +136,19 @@ def _two_at_once(
     yield from in_one_job(stage, session, "two", change, one, tolerance=tolerance)
 
 
-def _two_sharded(stage: Stage, session: Session) -> Iterator[Outcome]:
+def _two_sharded(stage: Stage, session: Session) -> Iterator[FaultRun]:
     change = f"{TWO_SPARES}\ntrainer: {{dataParallel: FullySharded}}\ncheckpoint: {{durable: {{everySteps: 10}}}}"
     yield from _two_at_once(stage, session, change, tolerance=1e-5, steps_lost=20)
 
 
-def _two_replicated(stage: Stage, session: Session) -> Iterator[Outcome]:
+def _two_replicated(stage: Stage, session: Session) -> Iterator[FaultRun]:
     yield from _two_at_once(stage, session, TWO_SPARES, steps_lost=1)
 
 
-def _no_capacity(stage: Stage, session: Session) -> Iterator[Outcome]:
+def _no_capacity(stage: Stage, session: Session) -> Iterator[FaultRun]:
     change = "workers: {minReplicas: 1}\nrecovery: {rescaleAfterSeconds: 3}"
 
-    def one(patient: Patient, run: int, dice: random.Random) -> Outcome:
+    def one(patient: Patient, run: int, dice: random.Random) -> FaultRun:
         victim = somebody(patient, dice)
         node = victim["nodeName"]
         if stage.keep_operator(node):
@@ -178,7 +178,7 @@ def _no_capacity(stage: Stage, session: Session) -> Iterator[Outcome]:
     yield from in_one_job(stage, session, "capacity", change, one, tolerance=1e-5)
 
 
-def _uneven(stage: Stage, session: Session) -> Iterator[Outcome]:
+def _uneven(stage: Stage, session: Session) -> Iterator[FaultRun]:
     batch = 8
     change = (
         "workers: {replicas: 4, minReplicas: 2}\nrecovery: {rescaleAfterSeconds: 3}\n"
@@ -187,11 +187,11 @@ def _uneven(stage: Stage, session: Session) -> Iterator[Outcome]:
     if len(stage.site.worker_nodes()) < 4:
         raise SkipRowError("four nodes are needed")
 
-    def one(patient: Patient, run: int, dice: random.Random) -> Outcome:
+    def one(patient: Patient, run: int, dice: random.Random) -> FaultRun:
         idle = set(stage.site.worker_nodes()) - {member["nodeName"] for member in patient.members()}
         for other in idle:
             stage.cordon(other)
-        outcomes, gone = list[Outcome](), list[str]()
+        outcomes, gone = list[FaultRun](), list[str]()
         try:
             for size, passes in ((3, 3), (2, 4)):
                 node = somebody(patient, dice)["nodeName"]
@@ -211,7 +211,7 @@ def _uneven(stage: Stage, session: Session) -> Iterator[Outcome]:
     yield from in_one_job(stage, session, "uneven", change, one, tolerance=1e-5, batch=batch)
 
 
-def _shrunk(stage: Stage, patient: Patient, run: int, node: str, size: int, passes: int) -> Outcome:
+def _shrunk(stage: Stage, patient: Patient, run: int, node: str, size: int, passes: int) -> FaultRun:
     """A node loses its power and nobody takes its rank: on how many the job goes on, and in how many passes."""
 
     def inject() -> float:
@@ -228,11 +228,11 @@ def _shrunk(stage: Stage, patient: Patient, run: int, node: str, size: int, pass
     return strike(patient, run, inject, expect, note=f"{node}, then {size} nodes")
 
 
-def _partition(stage: Stage, session: Session) -> Iterator[Outcome]:
+def _partition(stage: Stage, session: Session) -> Iterator[FaultRun]:
     if not stage.local and not {"cutOff", "mend"} <= stage.site.settings.keys():
         raise SkipRowError("the site's settings have no cutOff and mend commands")
 
-    def one(patient: Patient, run: int, dice: random.Random) -> Outcome:
+    def one(patient: Patient, run: int, dice: random.Random) -> FaultRun:
         victim = somebody(patient, dice)
         node, pod = victim["nodeName"], victim["podName"]
 
@@ -271,12 +271,12 @@ def _partition(stage: Stage, session: Session) -> Iterator[Outcome]:
     yield from in_one_job(stage, session, "partition", stage.spares, one)
 
 
-def _storm(stage: Stage, session: Session) -> Iterator[Outcome]:
+def _storm(stage: Stage, session: Session) -> Iterator[FaultRun]:
     """Near half of the fleet is called bad, one node after the other: the breaker lets through a fifth of it."""
     stage.needs_room()
     fleet = len(stage.site.worker_nodes())
 
-    def one(patient: Patient, run: int, dice: random.Random) -> Outcome:
+    def one(patient: Patient, run: int, dice: random.Random) -> FaultRun:
         inside = [member["nodeName"] for member in patient.members()]
         others = [node for node in stage.site.worker_nodes() if node not in inside]
         bad = [*dice.sample(inside, 2), dice.choice(others)]
@@ -311,7 +311,7 @@ def _storm(stage: Stage, session: Session) -> Iterator[Outcome]:
         patient.until("an end of the alarm", lambda: not _is_frozen(patient), 30)
         moved = ", ".join(sorted(where[uid] for uid in left)) or "none"
         note = f"bad {', '.join(bad)}; left {moved}"
-        return Outcome(run, round(told, 3), None, 0, not found.wrong, tuple(found.wrong), note)
+        return FaultRun(run, round(told, 3), None, 0, not found.wrong, tuple(found.wrong), note)
 
     yield from in_one_job(stage, session, "storm", stage.spares, one)
 

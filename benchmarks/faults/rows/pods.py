@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from benchmarks.faults.patient import Patient
-    from benchmarks.faults.record import Outcome
+    from benchmarks.faults.record import FaultRun
     from benchmarks.faults.stage import Stage
 
 ONE_SPARE = "workers: {spares: 1}"
@@ -31,8 +31,8 @@ NOTICES = (
 )
 
 
-def _deleted(stage: Stage, session: Session) -> Iterator[Outcome]:
-    def one(patient: Patient, run: int, dice: random.Random) -> Outcome:
+def _deleted(stage: Stage, session: Session) -> Iterator[FaultRun]:
+    def one(patient: Patient, run: int, dice: random.Random) -> FaultRun:
         way = dice.choice(("delete", "evict", "delete by force"))
         victim = somebody(patient, dice)
         pod = victim["podName"]
@@ -54,8 +54,8 @@ def _deleted(stage: Stage, session: Session) -> Iterator[Outcome]:
     yield from in_one_job(stage, session, "deleted", stage.spares, one)
 
 
-def _agent_killed(stage: Stage, session: Session) -> Iterator[Outcome]:
-    def one(patient: Patient, run: int, dice: random.Random) -> Outcome:
+def _agent_killed(stage: Stage, session: Session) -> Iterator[FaultRun]:
+    def one(patient: Patient, run: int, dice: random.Random) -> FaultRun:
         victim = somebody(patient, dice)
         pod, node = victim["podName"], victim["nodeName"]
 
@@ -70,8 +70,8 @@ def _agent_killed(stage: Stage, session: Session) -> Iterator[Outcome]:
     yield from in_one_job(stage, session, "agent", stage.spares, one)
 
 
-def _notice(stage: Stage, session: Session) -> Iterator[Outcome]:
-    def one(patient: Patient, run: int, dice: random.Random) -> Outcome:
+def _notice(stage: Stage, session: Session) -> Iterator[FaultRun]:
+    def one(patient: Patient, run: int, dice: random.Random) -> FaultRun:
         key, effect = dice.choice(NOTICES)
         victim = somebody(patient, dice)
         node = victim["nodeName"]
@@ -92,10 +92,10 @@ def _notice(stage: Stage, session: Session) -> Iterator[Outcome]:
     yield from in_one_job(stage, session, "notice", stage.spares, one)
 
 
-def _spare_dies(stage: Stage, session: Session) -> Iterator[Outcome]:
+def _spare_dies(stage: Stage, session: Session) -> Iterator[FaultRun]:
     stage.needs_room()
 
-    def one(patient: Patient, run: int, dice: random.Random) -> Outcome:
+    def one(patient: Patient, run: int, dice: random.Random) -> FaultRun:
         victim = somebody(patient, dice)["podName"]
         patient.until("two warm spares", lambda: patient.status().get("spares", 0) >= 2, 120)
         before, inside = Before.of(patient), patient.member_uids()

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from benchmarks.faults.patient import Json, Patient
-    from benchmarks.faults.record import Findings, Outcome
+    from benchmarks.faults.record import FaultRun, Findings
     from benchmarks.faults.stage import Stage
 
 BASE = "workers: {spares: 1}"
@@ -34,16 +34,16 @@ def in_place(cause: str, pod: str, suspect: str = "") -> Expect:
     )
 
 
-def _killed(stage: Stage, session: Session) -> Iterator[Outcome]:
-    def one(patient: Patient, run: int, dice: random.Random) -> Outcome:
+def _killed(stage: Stage, session: Session) -> Iterator[FaultRun]:
+    def one(patient: Patient, run: int, dice: random.Random) -> FaultRun:
         victim = somebody(patient, dice)["podName"]
         return strike(patient, run, lambda: patient.signal(victim, "KILL"), in_place("Crash", victim), note=victim)
 
     yield from in_one_job(stage, session, "killed", BASE, one)
 
 
-def _stopped(stage: Stage, session: Session) -> Iterator[Outcome]:
-    def one(patient: Patient, run: int, dice: random.Random) -> Outcome:
+def _stopped(stage: Stage, session: Session) -> Iterator[FaultRun]:
+    def one(patient: Patient, run: int, dice: random.Random) -> FaultRun:
         victim = somebody(patient, dice)
         pod = victim["podName"]
         return strike(
@@ -53,8 +53,8 @@ def _stopped(stage: Stage, session: Session) -> Iterator[Outcome]:
     yield from in_one_job(stage, session, "stopped", BASE, one)
 
 
-def _hidden(stage: Stage, session: Session) -> Iterator[Outcome]:
-    def one(patient: Patient, run: int, dice: random.Random) -> Outcome:
+def _hidden(stage: Stage, session: Session) -> Iterator[FaultRun]:
+    def one(patient: Patient, run: int, dice: random.Random) -> FaultRun:
         victim = somebody(patient, dice)
         pod, node = victim["podName"], victim["nodeName"]
 
@@ -84,8 +84,8 @@ def _hidden(stage: Stage, session: Session) -> Iterator[Outcome]:
     yield from in_one_job(stage, session, "hidden", BASE, one)
 
 
-def _segmentation_fault(stage: Stage, session: Session) -> Iterator[Outcome]:
-    def one(patient: Patient, run: int, dice: random.Random) -> Outcome:
+def _segmentation_fault(stage: Stage, session: Session) -> Iterator[FaultRun]:
+    def one(patient: Patient, run: int, dice: random.Random) -> FaultRun:
         victim = somebody(patient, dice)["podName"]
 
         def inject() -> float:
@@ -97,8 +97,8 @@ def _segmentation_fault(stage: Stage, session: Session) -> Iterator[Outcome]:
     yield from in_one_job(stage, session, "segv", BASE, one)
 
 
-def _again_during_recovery(stage: Stage, session: Session) -> Iterator[Outcome]:
-    def one(patient: Patient, run: int, dice: random.Random) -> Outcome:
+def _again_during_recovery(stage: Stage, session: Session) -> Iterator[FaultRun]:
+    def one(patient: Patient, run: int, dice: random.Random) -> FaultRun:
         first, second = (dice.choice(patient.members())["podName"] for _ in range(2))
         before = Before.of(patient)
         moment = patient.signal(first, "KILL")

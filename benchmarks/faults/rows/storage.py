@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from benchmarks.faults.record import Findings, Outcome
+from benchmarks.faults.record import FaultRun, Findings
 from benchmarks.faults.row import Row, Session, in_one_job
 from benchmarks.faults.rows.pods import ONE_SPARE
 from benchmarks.faults.rows.processes import in_place
@@ -44,8 +44,8 @@ def _uncommitted(patient: Patient, inside: str = "*") -> list[Path]:
     return [found for folder in folders for found in folder.glob(inside)]
 
 
-def _during_save(stage: Stage, session: Session) -> Iterator[Outcome]:
-    def one(patient: Patient, run: int, dice: random.Random) -> Outcome:
+def _during_save(stage: Stage, session: Session) -> Iterator[FaultRun]:
+    def one(patient: Patient, run: int, dice: random.Random) -> FaultRun:
         victim = dice.choice(patient.members())["podName"]
         at_commit = dice.random() < 0.3
         (patient.orders / "slow").write_text("0.3")  # each file takes this long, so that a save lasts
@@ -66,11 +66,11 @@ def _during_save(stage: Stage, session: Session) -> Iterator[Outcome]:
     yield from in_one_job(stage, session, "insave", f"{ONE_SPARE}\n{OFTEN}", one)
 
 
-def _damaged(stage: Stage, session: Session) -> Iterator[Outcome]:
+def _damaged(stage: Stage, session: Session) -> Iterator[FaultRun]:
     """All pods are lost at once, and their memory with them, while the newest checkpoint is damaged."""
     change = f"checkpoint: {{durable: {{everySteps: {SELDOM}, keepLast: 3}}}}"
 
-    def one(patient: Patient, run: int, dice: random.Random) -> Outcome:
+    def one(patient: Patient, run: int, dice: random.Random) -> FaultRun:
         patient.until("two checkpoints", lambda: len(patient.committed()) >= 2, 60)
         known = patient.committed()[-1]
         patient.until("one just committed", lambda: patient.committed()[-1] > known, 60)
@@ -107,8 +107,8 @@ def _damaged(stage: Stage, session: Session) -> Iterator[Outcome]:
     yield from in_one_job(stage, session, "damaged", change, one)
 
 
-def _stalled(stage: Stage, session: Session) -> Iterator[Outcome]:
-    def one(patient: Patient, run: int, dice: random.Random) -> Outcome:
+def _stalled(stage: Stage, session: Session) -> Iterator[FaultRun]:
+    def one(patient: Patient, run: int, dice: random.Random) -> FaultRun:
         before = Before.of(patient)
         begun, saved = patient.step(), max(patient.committed(), default=0)
         time.sleep(dice.uniform(0.0, 1.0))
@@ -132,7 +132,7 @@ def _stalled(stage: Stage, session: Session) -> Iterator[Outcome]:
         patient.until("a commit after the stall", lambda: max(patient.committed(), default=0) > saved + SAVE_EVERY, 60)
         found.expect(alarm is not None, "no alarm: CheckpointHealthy stayed True")
         blame = alarm is not None
-        return Outcome(run, alarm, None, 0, blame, tuple(found.wrong), f"longest step {longest:.2f} s")
+        return FaultRun(run, alarm, None, 0, blame, tuple(found.wrong), f"longest step {longest:.2f} s")
 
     yield from in_one_job(stage, session, "stalled", f"{ONE_SPARE}\n{OFTEN}", one)
 

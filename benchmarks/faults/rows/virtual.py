@@ -6,7 +6,7 @@ import asyncio
 import functools
 from typing import TYPE_CHECKING
 
-from benchmarks.faults.record import Findings, Outcome, Where
+from benchmarks.faults.record import FaultRun, Findings, Where
 from benchmarks.faults.row import Row, Session
 from benchmarks.faults.world import NAME, World, play
 from tests.testing.api.fake_kubernetes import refuse
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
 
     from benchmarks.faults.stage import Stage
-    from trainium_operator.cluster.api.transport import Answer
+    from trainium_operator.cluster.api.transport import HttpResponse
 
 WRITES = 30
 """A story of this kind has fewer than so many writes; later points let the operator live."""
@@ -33,16 +33,16 @@ def told(
     story: Callable[[World], Awaitable[None]],
     judge: Callable[[World, Findings], None],
     note: str = "",
-) -> Outcome:
+) -> FaultRun:
     """One story, judged; an assertion or a dead end in it is a finding, not a crash of the table."""
     found = Findings()
     try:
         world = play(make, story)
     except AssertionError as error:
-        return Outcome(run, wrong=(f"{error}"[:400],), note=note)
+        return FaultRun(run, wrong=(f"{error}"[:400],), note=note)
     judge(world, found)
     entry = next(iter(world.history()), {})
-    return Outcome(
+    return FaultRun(
         run,
         detect=entry.get("detectedSeconds"),
         recover=entry.get("recoveredSeconds"),
@@ -53,7 +53,7 @@ def told(
     )
 
 
-def _each_write(_: Stage | None, session: Session) -> Iterator[Outcome]:
+def _each_write(_: Stage | None, session: Session) -> Iterator[FaultRun]:
     for run in session.runs:
         point = run + 1
 
@@ -70,7 +70,7 @@ def _each_write(_: Stage | None, session: Session) -> Iterator[Outcome]:
         yield told(run, make, story, judge, f"after write {point}")
 
 
-def _half_an_hour(_: Stage | None, session: Session) -> Iterator[Outcome]:
+def _half_an_hour(_: Stage | None, session: Session) -> Iterator[FaultRun]:
     for run in session.runs:
         dice = session.random(run)
         crash_at, rank, fault = dice.uniform(0, HALF_HOUR), dice.randrange(2), dice.random() < 0.7
@@ -98,7 +98,7 @@ def _half_an_hour(_: Stage | None, session: Session) -> Iterator[Outcome]:
         yield told(run, lambda: World(steps=4200), story, judge, note)
 
 
-def _api_outage(_: Stage | None, session: Session) -> Iterator[Outcome]:
+def _api_outage(_: Stage | None, session: Session) -> Iterator[FaultRun]:
     for run in session.runs:
         at = session.random(run).uniform(0, 20)
 
@@ -121,7 +121,7 @@ def _api_outage(_: Stage | None, session: Session) -> Iterator[Outcome]:
         yield told(run, lambda: World(steps=1600), story, judge, f"from second {at:.0f} on")
 
 
-def _storm_of_errors(_: Stage | None, session: Session) -> Iterator[Outcome]:
+def _storm_of_errors(_: Stage | None, session: Session) -> Iterator[FaultRun]:
     for run in session.runs:
         dice = session.random(run)
 
@@ -142,7 +142,7 @@ def _storm_of_errors(_: Stage | None, session: Session) -> Iterator[Outcome]:
         yield told(run, lambda: World(steps=120), story, judge)
 
 
-def _refused(dice: random.Random, method: str, path: str) -> Answer | None:
+def _refused(dice: random.Random, method: str, path: str) -> HttpResponse | None:
     """Three of ten writes meet a conflict, one of ten requests is too many."""
     if "/leases" in path:
         return None
@@ -165,7 +165,7 @@ def _never_lost(world: World, found: Findings) -> None:
     found.expect(world.status().get("phase") == "Running", f"the job is {world.status().get('phase')}")
 
 
-def _lemon(_: Stage | None, session: Session) -> Iterator[Outcome]:
+def _lemon(_: Stage | None, session: Session) -> Iterator[FaultRun]:
     for run in session.runs:
         dice = session.random(run)
 

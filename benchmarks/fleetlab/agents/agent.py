@@ -29,7 +29,7 @@ from trainium_contract.wire.messages import (
     RestartRecord,
     WorkerPhase,
 )
-from trainium_contract.wire.stream import Kind, alive, share_of_pause, tells_news
+from trainium_contract.wire.stream import FrameKind, alive, share_of_pause, tells_news
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -198,15 +198,15 @@ class Agent:
         def take(kind: int, payload: bytes) -> None:
             if self.silent:
                 return
-            if kind == Kind.MEMBERSHIP:
+            if kind == FrameKind.MEMBERSHIP:
                 self._learn(payload)
-            elif kind == Kind.HEARD:
+            elif kind == FrameKind.HEARD:
                 self.shared.latencies.append(time.monotonic() - asked.pop(0))
                 self._detail_seconds = json.loads(payload)["detailSeconds"]
-            elif kind == Kind.WELCOME:
+            elif kind == FrameKind.WELCOME:
                 self._welcomed(payload)
                 welcomed.set_result(None)
-            elif kind == Kind.REFUSED:
+            elif kind == FrameKind.REFUSED:
                 status = json.loads(payload)["status"]
                 if status == 409:
                     asked.pop(0)
@@ -240,9 +240,9 @@ class Agent:
                 if news or now - told_at >= self._detail_seconds * share:
                     asked.append(now)
                     told, told_at, share = message, now, share_of_pause(random.random(), after_news=news)
-                    stream.send(Kind.HEARTBEAT, _encoded(message))
+                    stream.send(FrameKind.HEARTBEAT, _encoded(message))
                 else:
-                    stream.send(Kind.ALIVE, alive(message))
+                    stream.send(FrameKind.ALIVE, alive(message))
             await self._until_next_beat()
 
     async def _register(self, wire: Wire) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
 
 from benchmarks.fleetlab.agents.wire import GZIP
-from trainium_contract.wire.stream import STREAM_PATH, UPGRADE, FrameReader, Kind, frame
+from trainium_contract.wire.stream import STREAM_PATH, UPGRADE, FrameKind, FrameReader, frame
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -43,7 +43,7 @@ class StreamWire(asyncio.Protocol):
         ends: set[asyncio.Future[Any]] = {self.opened, self.lost}
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
 
-    def send(self, kind: Kind, payload: bytes = b"") -> None:
+    def send(self, kind: FrameKind, payload: bytes = b"") -> None:
         """One frame."""
         if self._transport is not None:
             self._transport.write(frame(kind, payload))
@@ -82,8 +82,8 @@ class StreamWire(asyncio.Protocol):
                 return
             self.opened.set_result(None)
         for kind, payload in self._reader.frames(data):
-            if kind == Kind.PACKED_MEMBERSHIP:
-                self._on_frame(Kind.MEMBERSHIP, _unpacked(payload))
+            if kind == FrameKind.PACKED_MEMBERSHIP:
+                self._on_frame(FrameKind.MEMBERSHIP, _unpacked(payload))
             else:
                 self._on_frame(kind, payload)
 

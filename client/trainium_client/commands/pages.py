@@ -16,7 +16,7 @@ from trainium_client.commands.inspect import on_storage
 from trainium_client.commands.report import read_curve_of
 from trainium_client.errors import ClientError
 from trainium_client.reading import Screen, read_screen
-from trainium_contract.pages.job_page import Report, live_job_html
+from trainium_contract.pages.job_page import JobReport, live_job_html
 from trainium_contract.pages.jobs_page import job_row, live_jobs_html
 from trainium_contract.views.curve import LiveCurve
 from trainium_contract.views.interruptions import interruptions
@@ -116,7 +116,7 @@ class LocalPages:
         inside = self._look_inside(api, screen)
         if inside.curve is not None:
             inside.curve.add(screen.view.step, screen.view.loss, screen.view.tokens_per_second)
-        report = Report(
+        report = JobReport(
             screen.view,
             interruptions(shown_status(screen.job)),
             screen.members,

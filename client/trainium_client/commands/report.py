@@ -22,7 +22,7 @@ from trainium_client.commands.options import (
 from trainium_client.errors import ClientError
 from trainium_client.inside import curve_inside
 from trainium_client.reading import Screen, read_screen
-from trainium_contract.pages.job_page import Report, report_html
+from trainium_contract.pages.job_page import JobReport, report_html
 from trainium_contract.pages.words import size
 from trainium_contract.views.checkpoints import metrics_path, where_kept
 from trainium_contract.views.curve import CurvePoint, read_curve

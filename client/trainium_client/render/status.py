@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from trainium_contract.views.events import EventView
     from trainium_contract.views.interruptions import InterruptionView
-    from trainium_contract.views.job import JobView
+    from trainium_contract.views.job import JobScreen
 
 _EVENTS = 5
 _NARROW = 60
@@ -22,7 +22,7 @@ _LONGEST = 300
 """Of an event, so that it fits a screen; the operator's own end with what to do within this."""
 
 
-def status_page(view: JobView, *, now: float, width: int) -> RenderableType:
+def status_page(view: JobScreen, *, now: float, width: int) -> RenderableType:
     """The screen."""
     # Alerts have rows of their own; each time that one comes again would push out what else happened.
     alerts = {each.kind for each in view.alerts}
@@ -35,7 +35,7 @@ def status_page(view: JobView, *, now: float, width: int) -> RenderableType:
     )
 
 
-def status_line(view: JobView) -> str:
+def status_line(view: JobScreen) -> str:
     """One line, for a log of changes."""
     parts = [view.phase or "no status"]
     parts += [view.stage] if view.stage not in {"", "Train"} else []
@@ -46,7 +46,7 @@ def status_line(view: JobView) -> str:
     return ", ".join(parts)
 
 
-def _rows(view: JobView, now: float, width: int) -> list[tuple[str, str | Text]]:
+def _rows(view: JobScreen, now: float, width: int) -> list[tuple[str, str | Text]]:
     checkpoints, goodput = view.checkpoints, view.goodput
     durable = "none on storage"
     if checkpoints.durable_step is not None:
@@ -70,7 +70,7 @@ def _rows(view: JobView, now: float, width: int) -> list[tuple[str, str | Text]]
     ]
 
 
-def _phase(view: JobView) -> Text:
+def _phase(view: JobScreen) -> Text:
     said = word(view.phase or "not answered yet")
     if view.stage and view.stage != "Train":
         said.append(f", {view.stage} {share(view.stage_share)}")
@@ -83,7 +83,7 @@ def _phase(view: JobView) -> Text:
     return said
 
 
-def _wait(view: JobView) -> str:
+def _wait(view: JobScreen) -> str:
     """What a job that has not begun waits for, where nobody needs to do anything about it."""
     pods = next((each for each in view.conditions if each.type == "PodsReady"), None)
     if pods is None:
@@ -93,7 +93,7 @@ def _wait(view: JobView) -> str:
     return pods.message.rstrip(" .") if pods.reason == "WaitingForWorkers" else ""
 
 
-def _progress(view: JobView, width: int) -> str:
+def _progress(view: JobScreen, width: int) -> str:
     if view.share is None:
         return f"step {view.step}" if view.step else ""
     drawn = f"{bar(view.share, 24)}  " if width >= _NARROW else ""
@@ -101,14 +101,14 @@ def _progress(view: JobView, width: int) -> str:
     return f"{drawn}{100 * view.share:.1f} %  step {view.step}/{view.total_steps}{eta}"
 
 
-def _speed(view: JobView) -> str:
+def _speed(view: JobScreen) -> str:
     parts = [f"loss {figure(view.loss, 5)}"] if view.loss is not None else []
     parts += [f"{count(view.tokens_per_second)} tokens/s"] if view.tokens_per_second else []
     parts += [f"{duration(view.step_seconds)} a step"] if view.step_seconds else []
     return ", ".join(parts)
 
 
-def _size(view: JobView) -> str:
+def _size(view: JobScreen) -> str:
     if not view.phase:
         return f"{view.requested} asked for"
     parts = [f"{view.size} of {view.desired or view.requested} nodes"]
@@ -120,7 +120,7 @@ def _size(view: JobView) -> str:
     return ", ".join(parts)
 
 
-def _workers(view: JobView) -> str:
+def _workers(view: JobScreen) -> str:
     if view.workers is None:
         return f"{view.training} train" if view.phase else ""
     members = ", ".join(f"{n} {state}" for state, n in sorted(view.workers.members.items()))
@@ -132,14 +132,14 @@ def _workers(view: JobView) -> str:
     return said + (f" ({', '.join(unwell[:3])}{', …' if len(unwell) > 3 else ''})" if unwell and not view.ended else "")
 
 
-def _goodput(view: JobView) -> str:
+def _goodput(view: JobScreen) -> str:
     goodput = view.goodput
     worst = [f"{cause} {duration(seconds)}" for cause, seconds in goodput.lost_seconds.items() if seconds >= 0.5][:3]
     lost = f"; lost {duration(goodput.lost)}: {', '.join(worst)}" if worst else ""
     return f"{share(goodput.ratio)} of {duration(goodput.wall_seconds)}{lost}"
 
 
-def _interrupted(view: JobView) -> str:
+def _interrupted(view: JobScreen) -> str:
     if not view.phase:
         return ""
     causes = ", ".join(f"{cause} {int(n)}" for cause, n in sorted(view.restarts_by_cause.items()))
@@ -169,11 +169,11 @@ def _events(events: tuple[EventView, ...], now: float, width: int) -> list[Rende
     return [heading("What happened last"), table(columns, rows, width)]
 
 
-def _advice(view: JobView) -> list[RenderableType]:
+def _advice(view: JobScreen) -> list[RenderableType]:
     return [heading("What to do"), *(Text(f"- {each}") for each in view.advice)] if view.advice else []
 
 
-def _not_shown(view: JobView) -> list[RenderableType]:
+def _not_shown(view: JobScreen) -> list[RenderableType]:
     return [heading("Not shown"), *(Text(f"- {each}", "dim") for each in view.not_shown)] if view.not_shown else []
 
 

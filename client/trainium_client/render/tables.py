@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from trainium_contract.views.checkpoints import CheckpointRow
     from trainium_contract.views.goodput import GoodputView
     from trainium_contract.views.interruptions import InterruptionView
-    from trainium_contract.views.job import JobView
+    from trainium_contract.views.job import JobScreen
     from trainium_contract.views.workers import RankRow
 
 _BAR = 20
@@ -126,7 +126,7 @@ def ranks_page(rows: Sequence[RankRow], width: int, most: int | None) -> Rendera
 
 
 def checkpoints_page(
-    view: JobView, rows: Sequence[CheckpointRow] | None, note: str, *, now: float, width: int
+    view: JobScreen, rows: Sequence[CheckpointRow] | None, note: str, *, now: float, width: int
 ) -> RenderableType:
     """What a resume could use, and what lies on storage where a worker can look."""
     checkpoints = view.checkpoints

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainium_contract.definition.cel import Reason, Rule, said
+from trainium_contract.definition.cel import RefusalReason, Rule, said
 from trainium_contract.spec.managed_by import MANAGER
 
 ACTIVITY_RULES: tuple[Rule, ...] = (
@@ -34,7 +34,7 @@ CONTROLLER_RULES: tuple[Rule, ...] = (
         "managedBy cannot change: a job has one controller from its creation on; create the job again, and it resumes "
         "from its newest checkpoint",
         ".spec.managedBy",
-        reason=Reason.FORBIDDEN,
+        reason=RefusalReason.FORBIDDEN,
     ),
 )
 """Of the whole job, beside `crd_rules.ROOT_RULES`."""

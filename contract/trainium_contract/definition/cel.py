@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import Any
 
 
-class Reason(StrEnum):
+class RefusalReason(StrEnum):
     """Reason of the refusal, as the API server reports it."""
 
     INVALID = "FieldValueInvalid"
@@ -30,7 +30,7 @@ class Rule:
     field: str = ""
     """Path of the field to change, below the schema that carries the rule; empty for the whole of it."""
     expression: str = ""
-    reason: Reason = Reason.INVALID
+    reason: RefusalReason = RefusalReason.INVALID
     optional_old: bool = False
     """Checked at creation too, with `oldSelf` as an optional."""
 
@@ -41,7 +41,7 @@ class Rule:
             given["messageExpression"] = " ".join(self.expression.split())
         if self.field:
             given["fieldPath"] = self.field
-        if self.reason is not Reason.INVALID:
+        if self.reason is not RefusalReason.INVALID:
             given["reason"] = self.reason.value
         if self.optional_old:
             given["optionalOldSelf"] = True

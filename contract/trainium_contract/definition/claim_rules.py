@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainium_contract.definition.cel import Reason, Rule, said
+from trainium_contract.definition.cel import RefusalReason, Rule, said
 from trainium_contract.sizes import INSTANCES
 
 _DEVICES = "{" + ", ".join(f"'{name}': {instance.devices}" for name, instance in INSTANCES.items()) + "}"
@@ -14,7 +14,7 @@ CLAIM_RULES: tuple[Rule, ...] = (
         "!has(self.claim) || self.device != 'cuda'",
         "accelerator.claim is for Neuron devices: leave it out, or set device to neuron",
         ".claim",
-        reason=Reason.FORBIDDEN,
+        reason=RefusalReason.FORBIDDEN,
     ),
     Rule(
         "!has(self.claim) || !has(self.resources) || !('aws.amazon.com/neuron' in self.resources)",
@@ -27,7 +27,7 @@ CLAIM_RULES: tuple[Rule, ...] = (
         "say how many devices a worker claims: accelerator.claim.count, or a known instanceType, all of whose devices "
         "are claimed then",
         ".claim",
-        reason=Reason.REQUIRED,
+        reason=RefusalReason.REQUIRED,
     ),
     Rule(
         f"!has(self.claim) || !has(self.claim.count) || !({_KNOWN}) || self.claim.count <= {_OF_TYPE}",
@@ -46,7 +46,7 @@ CLAIM_RULES: tuple[Rule, ...] = (
         "accelerator.coresPerNode must be given when a worker claims fewer devices than its instance type has, or "
         "logical cores of another size: it is the number of cores that its processes see",
         ".coresPerNode",
-        reason=Reason.REQUIRED,
+        reason=RefusalReason.REQUIRED,
     ),
     Rule(
         f"""!has(self.claim) || !self.claim.connected
@@ -59,7 +59,7 @@ CLAIM_RULES: tuple[Rule, ...] = (
         || (has(self.instanceType) && self.instanceType.startsWith('trn2'))""",
         "accelerator.claim.logicalNeuronCore is for trn2: elsewhere a core is what a process sees; leave it out",
         ".claim.logicalNeuronCore",
-        reason=Reason.FORBIDDEN,
+        reason=RefusalReason.FORBIDDEN,
     ),
     Rule(
         """!has(self.claim) || !self.claim.ultraServerNode || !(has(self.claim.count) || self.claim.connected
@@ -73,7 +73,7 @@ CLAIM_RULES: tuple[Rule, ...] = (
         || (has(self.instanceType) && self.instanceType.startsWith('trn2u'))""",
         "accelerator.claim.ultraServerNode is for nodes of an UltraServer: set instanceType to trn2u.48xlarge",
         ".claim.ultraServerNode",
-        reason=Reason.FORBIDDEN,
+        reason=RefusalReason.FORBIDDEN,
     ),
 )
 """Of `spec.workers.accelerator`."""

@@ -9,7 +9,7 @@ operator instead (docs/decisions/0002-illegal-sizes.md).
 
 from __future__ import annotations
 
-from trainium_contract.definition.cel import Reason, Rule, said
+from trainium_contract.definition.cel import RefusalReason, Rule, said
 from trainium_contract.definition.size_expressions import (
     JUDGED_BEFORE,
     MODEL_PARALLEL,
@@ -156,7 +156,7 @@ SPEC_RULES: tuple[Rule, ...] = (
         "say what a worker computes on: workers.accelerator.instanceType (for instance trn1.32xlarge), or resources "
         "and coresPerNode, or device: cpu",
         ".workers.accelerator",
-        reason=Reason.REQUIRED,
+        reason=RefusalReason.REQUIRED,
     ),
     Rule(
         f"{ON_NXD} || self.trainer.torchCompile == 'None'",
@@ -288,7 +288,7 @@ def _fixed_while_running(field: str) -> Rule:
         f"{_AT_REST} || self.{field} == oldSelf.{field}",
         f"{field.removeprefix('spec.')} {_NOT_WHILE_RUNNING}",
         f".{field}",
-        reason=Reason.FORBIDDEN,
+        reason=RefusalReason.FORBIDDEN,
     )
 
 
@@ -309,7 +309,7 @@ ROOT_RULES: tuple[Rule, ...] = (
         "a job that has ended stays ended: its condition Complete or Failed cannot be taken back; create the job again "
         "under its name (kubectl trn retry), and it resumes from its newest checkpoint",
         ".status.conditions",
-        reason=Reason.FORBIDDEN,
+        reason=RefusalReason.FORBIDDEN,
     ),
     Rule(
         f"size(self.metadata.name) <= {MAX_NAME}",
@@ -332,6 +332,6 @@ ROOT_RULES: tuple[Rule, ...] = (
         && (!has(self.spec.checkpoint.storage) || self.spec.checkpoint.storage == oldSelf.spec.checkpoint.storage))""",
         f"checkpoint.storage {_NOT_WHILE_RUNNING}",
         ".spec.checkpoint.storage",
-        reason=Reason.FORBIDDEN,
+        reason=RefusalReason.FORBIDDEN,
     ),
 )

@@ -6,7 +6,7 @@ which say the same of a file that a person wrote.
 
 from __future__ import annotations
 
-from trainium_contract.definition.cel import Reason, Rule, said
+from trainium_contract.definition.cel import RefusalReason, Rule, said
 from trainium_contract.definition.rules import ON_NXD
 
 _LORA = "self.trainer.tuning.method == 'LoRA'"
@@ -33,7 +33,7 @@ TUNING_RULES: tuple[Rule, ...] = (
         "trainer.tuning leaves weights as they are, but there are none: give trainer.model.weights, the folder of a "
         "base model",
         ".trainer.model.weights",
-        reason=Reason.REQUIRED,
+        reason=RefusalReason.REQUIRED,
     ),
     Rule(
         f"{_LORA} || !has(self.trainer.tuning.lora.adapter)",
@@ -56,13 +56,13 @@ TUNING_RULES: tuple[Rule, ...] = (
         "self.trainer.data.format != 'Function' || has(self.trainer.data.examples.function)",
         "trainer.data.format is Function but trainer.data.examples.function is not given: name module:function",
         ".trainer.data.examples.function",
-        reason=Reason.REQUIRED,
+        reason=RefusalReason.REQUIRED,
     ),
     Rule(
         "!self.trainer.evaluate.enabled || has(self.trainer.data.validation)",
         "trainer.evaluate.enabled is true but no examples are held back: give trainer.data.validation",
         ".trainer.data.validation",
-        reason=Reason.REQUIRED,
+        reason=RefusalReason.REQUIRED,
     ),
     Rule(
         f"{ON_NXD} || self.trainer.data.format == 'Text' || !self.trainer.data.examples.packing",

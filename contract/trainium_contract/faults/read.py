@@ -27,8 +27,8 @@ from trainium_contract.faults.signs import (
     POD_REASONS,
     RUNTIME_STATUSES,
     TAINTS,
-    Kind,
     Sign,
+    SignKind,
 )
 
 _KILLED = 128 + 9
@@ -112,7 +112,7 @@ _REASONS = {sign.key: sign.cause for sign in POD_REASONS}
 _DISRUPTIONS = {sign.key: sign.cause for sign in DISRUPTIONS}
 _DEVICE_TAINTS = {sign.key: sign.cause for sign in DEVICE_TAINTS}
 _CLAIM_HEALTH = {sign.key: sign.cause for sign in CLAIM_HEALTH}
-_TEXTS = (Kind.RUNTIME_STATUS, Kind.KERNEL_LINE)
+_TEXTS = (SignKind.RUNTIME_STATUS, SignKind.KERNEL_LINE)
 
 
 @cache

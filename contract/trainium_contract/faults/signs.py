@@ -25,7 +25,7 @@ from trainium_contract.faults.responses import (
 )
 
 
-class Kind(StrEnum):
+class SignKind(StrEnum):
     """What sort of sign it is."""
 
     EXIT_CODE = "exit code"
@@ -52,7 +52,7 @@ class Kind(StrEnum):
 class Sign:
     """One row."""
 
-    kind: Kind
+    kind: SignKind
     key: str
     """`NRT_TIMEOUT`, `disk`, `Evicted`, `NeuronHealth`; a `*` at the end stands for any rest."""
     cause: Cause
@@ -75,19 +75,19 @@ class Sign:
 def _code(
     number: int, cause: Cause, sentence: str, responses: Responses | None = None, *, hearsay: bool = False
 ) -> Sign:
-    return Sign(Kind.EXIT_CODE, str(int(number)), cause, sentence, responses, hearsay, number=number)
+    return Sign(SignKind.EXIT_CODE, str(int(number)), cause, sentence, responses, hearsay, number=number)
 
 
 def _status(
     number: int, name: str, cause: Cause, sentence: str, responses: Responses | None = None, *, hearsay: bool = False
 ) -> Sign:
-    return Sign(Kind.RUNTIME_STATUS, name, cause, sentence, responses, hearsay, number=number)
+    return Sign(SignKind.RUNTIME_STATUS, name, cause, sentence, responses, hearsay, number=number)
 
 
 def _line(
     name: str, pattern: str, cause: Cause, sentence: str, responses: Responses | None = None, *, decisive: bool = False
 ) -> Sign:
-    return Sign(Kind.KERNEL_LINE, name, cause, sentence, responses, pattern=re.compile(pattern), decisive=decisive)
+    return Sign(SignKind.KERNEL_LINE, name, cause, sentence, responses, pattern=re.compile(pattern), decisive=decisive)
 
 
 def _broken(error: str, sentence: str) -> Sign:
@@ -97,19 +97,19 @@ def _broken(error: str, sentence: str) -> Sign:
 
 
 def _pod(reason: str, cause: Cause) -> Sign:
-    return Sign(Kind.POD_REASON, reason, cause)
+    return Sign(SignKind.POD_REASON, reason, cause)
 
 
 def _condition(kind: str, cause: Cause, reason: str = "*") -> Sign:
-    return Sign(Kind.CONDITION, kind, cause, value=reason)
+    return Sign(SignKind.CONDITION, kind, cause, value=reason)
 
 
 def _taint(key: str, cause: Cause) -> Sign:
-    return Sign(Kind.TAINT, key, cause)
+    return Sign(SignKind.TAINT, key, cause)
 
 
 def _label(key: str, value: str, cause: Cause) -> Sign:
-    return Sign(Kind.LABEL, key, cause, value=value)
+    return Sign(SignKind.LABEL, key, cause, value=value)
 
 
 EXIT_CODES = (
@@ -128,7 +128,7 @@ EXIT_CODES = (
     _code(ExitCode.STORAGE_UNAVAILABLE, Cause.STORAGE, "checkpoint storage unavailable"),
     _code(ExitCode.NETWORK_FAULT, Cause.NETWORK, "cannot exchange data with its peers as it should", LEAVE_NODE),
 )
-ANY_OTHER_CODE = Sign(Kind.EXIT_CODE, "*", Cause.CRASH, "killed or crashed", RESTART)
+ANY_OTHER_CODE = Sign(SignKind.EXIT_CODE, "*", Cause.CRASH, "killed or crashed", RESTART)
 
 RUNTIME_STATUSES = (
     _status(1201, "NRT_EXEC_HW_ERR_HBM_UE", Cause.DEVICE, "uncorrectable error of device memory (HBM)"),
@@ -311,16 +311,16 @@ LABELS = (
     _label("sagemaker.amazonaws.com/node-health-status", "UnschedulablePendingReplacement", Cause.DEVICE),
 )
 
-DISRUPTIONS = (Sign(Kind.DISRUPTION, "DeletionByDeviceTaintManager", Cause.DEVICE_TAINTED),)
+DISRUPTIONS = (Sign(SignKind.DISRUPTION, "DeletionByDeviceTaintManager", Cause.DEVICE_TAINTED),)
 
 DEVICE_TAINTS = (
-    Sign(Kind.DEVICE_TAINT, "NoExecute", Cause.DEVICE_TAINTED),
-    Sign(Kind.DEVICE_TAINT, "NoSchedule", Cause.DEVICE_TAINTED),
+    Sign(SignKind.DEVICE_TAINT, "NoExecute", Cause.DEVICE_TAINTED),
+    Sign(SignKind.DEVICE_TAINT, "NoSchedule", Cause.DEVICE_TAINTED),
 )
 
-CLAIM_HEALTH = (Sign(Kind.CLAIM_HEALTH, "Unhealthy", Cause.DEVICE),)
+CLAIM_HEALTH = (Sign(SignKind.CLAIM_HEALTH, "Unhealthy", Cause.DEVICE),)
 
-SILENCE = Sign(Kind.SILENCE, "no heartbeats, and something else says that the worker is lost", Cause.NODE_LOST)
+SILENCE = Sign(SignKind.SILENCE, "no heartbeats, and something else says that the worker is lost", Cause.NODE_LOST)
 
 SIGNS = (
     *EXIT_CODES,

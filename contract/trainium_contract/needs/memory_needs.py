@@ -57,7 +57,7 @@ class Trained:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class MemorySetting:
     """How a job divides the model; all counts >= 1."""
 
     tensor: int
@@ -101,7 +101,7 @@ class Needs:
         return self.state + self.activations
 
 
-def needs(model: ModelSizes, setting: Setting) -> Needs:
+def needs(model: ModelSizes, setting: MemorySetting) -> Needs:
     """What a rank and its node need."""
     number = parameters_of_rank(model, setting)
     sharded = setting.mode is not DataParallelMode.REPLICATED
@@ -125,7 +125,7 @@ def needs(model: ModelSizes, setting: Setting) -> Needs:
     return Needs(trained + frozen, state, activations, shared, host)
 
 
-def parameters_of_rank(model: ModelSizes, setting: Setting) -> int:
+def parameters_of_rank(model: ModelSizes, setting: MemorySetting) -> int:
     """Numbers that a rank of the fullest stage holds of the model, before data parallelism divides them."""
     tensor, width = setting.tensor, model.head_width
     repeated = max(1, tensor // model.key_value_heads)
@@ -139,7 +139,7 @@ def parameters_of_rank(model: ModelSizes, setting: Setting) -> int:
     return layers * layer + (1 if model.tied else 2) * ends + model.hidden
 
 
-def _state(number: int, kept: int, setting: Setting) -> int:
+def _state(number: int, kept: int, setting: MemorySetting) -> int:
     """Bytes of weights, gradients and optimizer on a rank; the rows of the table in docs/parallelism.md."""
     used = 4 if setting.precision is Precision.FLOAT32 else 2
     # Where state is divided, a narrow sum of the gradients stands beside the wide one.
@@ -156,7 +156,7 @@ def _state(number: int, kept: int, setting: Setting) -> int:
     return number * (used + (4 if setting.micro_batches > 1 else 0)) + number * divided // ranks
 
 
-def _frozen(number: int, setting: Setting) -> int:
+def _frozen(number: int, setting: MemorySetting) -> int:
     """Bytes of weights without gradient and moments, in the type of computation; FSDP divides them, NxD does not."""
     size = number * (4 if setting.precision is Precision.FLOAT32 else 2)
     if setting.layouts is Layouts.NXD or setting.mode is DataParallelMode.REPLICATED:
@@ -165,7 +165,7 @@ def _frozen(number: int, setting: Setting) -> int:
     return size // setting.data_parallel + gathered
 
 
-def _activations(model: ModelSizes, setting: Setting) -> int:
+def _activations(model: ModelSizes, setting: MemorySetting) -> int:
     """What a rank's backward pass keeps: per layer, in flight, and the logits."""
     size = 4 if setting.precision is Precision.FLOAT32 else 2
     tokens, tensor = setting.micro_size * setting.length, setting.tensor
@@ -182,7 +182,7 @@ def _activations(model: ModelSizes, setting: Setting) -> int:
     return int(layers * each * flying + whole + logits)
 
 
-def _shards_of_a_node(setting: Setting, *, sharded: bool) -> int:
+def _shards_of_a_node(setting: MemorySetting, *, sharded: bool) -> int:
     """Different shards of the first node's ranks; tensor is the fastest of pipeline x data x tensor."""
     if sharded:
         return setting.processes_per_node
@@ -190,7 +190,7 @@ def _shards_of_a_node(setting: Setting, *, sharded: bool) -> int:
     return len({(rank // stage, rank % setting.tensor) for rank in range(setting.processes_per_node)})
 
 
-def _needs_buddies(setting: Setting, *, sharded: bool) -> bool:
+def _needs_buddies(setting: MemorySetting, *, sharded: bool) -> bool:
     """Whether a single node holds some shard, and there is another node."""
     processes = setting.processes_per_node
     stage = setting.data_parallel * setting.tensor

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from trainium_contract.needs.memory_needs import Layouts, Needs, Setting, Trained, needs
+from trainium_contract.needs.memory_needs import Layouts, MemorySetting, Needs, Trained, needs
 from trainium_contract.needs.model_sizes import sizes_of
 from trainium_contract.spec.workers import Device
 from trainium_contract.trainer.parallelism import BackendChoice
@@ -59,11 +59,11 @@ def setting_of(
     instance_type: str,
     on_host: bool,
     trained: Trained | None = None,
-) -> Setting:
+) -> MemorySetting:
     """How a configuration divides its model at a size."""
     automatic = config.backend is BackendChoice.AUTO and instance_type.startswith("trn1")
     nxd = config.backend is BackendChoice.NXD or automatic
-    return Setting(
+    return MemorySetting(
         tensor=config.parallelism.tensor,
         pipeline=config.parallelism.pipeline,
         data_parallel=data_parallel,

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from trainium_contract.views.checkpoints import CheckpointRow
     from trainium_contract.views.curve import CurvePoint
     from trainium_contract.views.interruptions import InterruptionView
-    from trainium_contract.views.job import JobView
+    from trainium_contract.views.job import JobScreen
     from trainium_contract.views.workers import Members, PodRow
 
 MOST_ROWS = 2_000
@@ -38,10 +38,10 @@ _KEY = "green: runs (members, where that is known); grey: runs, no member; yello
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class JobReport:
     """What the page is made of."""
 
-    view: JobView
+    view: JobScreen
     entries: tuple[InterruptionView, ...]
     members: Members | None
     checkpoints: tuple[CheckpointRow, ...] | None
@@ -53,23 +53,23 @@ class Report:
     """What the curve is of, where it is not the whole one."""
 
 
-def report_html(report: Report, now: float) -> str:
+def report_html(report: JobReport, now: float) -> str:
     """The page as a file."""
     return document(_title(report.view), f"<main>{_sections(report, now)}</main>")
 
 
-def live_job_html(report: Report, now: float, *, jobs: str = "") -> str:
+def live_job_html(report: JobReport, now: float, *, jobs: str = "") -> str:
     """The page as a server answers it, with `live.HEADERS`; `jobs`: the path of the list of jobs."""
     back = f'<p><a href="{escape(jobs)}">all jobs</a></p>' if jobs else ""
     body = f"{back}<p class=bad id=quiet hidden></p><main>{_sections(report, now)}</main>"
     return document(_title(report.view), body, script=LIVE_SCRIPT)
 
 
-def _title(view: JobView) -> str:
+def _title(view: JobScreen) -> str:
     return f"{view.namespace}/{view.name}"
 
 
-def _sections(report: Report, now: float) -> str:
+def _sections(report: JobReport, now: float) -> str:
     view = report.view
     return "".join([
         section("job", f"<h1>{escape(_title(view))}</h1><p class=soft>{escape(view.model)}</p>"),
@@ -89,12 +89,12 @@ def _sections(report: Report, now: float) -> str:
     ])  # fmt: skip
 
 
-def advice_html(view: JobView) -> str:
+def advice_html(view: JobScreen) -> str:
     """What to do; nothing for nothing."""
     return "".join(f"<p class=bad>{escape(each)}</p>" for each in view.advice)
 
 
-def facts_html(view: JobView) -> str:
+def facts_html(view: JobScreen) -> str:
     """How the job is, in a few lines."""
     checkpoint = view.checkpoints.durable_step
     steps = f"step {view.step}" + (f" of {view.total_steps} ({share(view.share)})" if view.total_steps else "")
@@ -112,7 +112,7 @@ def facts_html(view: JobView) -> str:
     return f"<dl>{''.join(f'<dt>{escape(k)}</dt><dd>{escape(v)}</dd>' for k, v in facts if v)}</dl>"
 
 
-def _curve(report: Report) -> str:
+def _curve(report: JobReport) -> str:
     marks = [(each.step_before, f"{each.cause} -> {each.rung}, after step {each.step_before}")
              for each in report.entries if each.step_before is not None]  # fmt: skip
     drawn = loss_chart(report.curve, marks)
@@ -125,7 +125,7 @@ def _curve(report: Report) -> str:
     return f"<h2>Loss</h2><div class=scroll>{drawn}</div><p class=soft>{escape('; '.join(keys))}</p>" if drawn else ""
 
 
-def _time(report: Report) -> str:
+def _time(report: JobReport) -> str:
     goodput = report.view.goodput
     if goodput.ratio is None:
         return ""
@@ -136,7 +136,7 @@ def _time(report: Report) -> str:
     return f"<h2>Where the time went</h2>{share_bar(parts)}{lost}"
 
 
-def _history(report: Report, now: float) -> str:
+def _history(report: JobReport, now: float) -> str:
     if not report.entries:
         return "<h2>Interruptions</h2><p class=soft>Nothing has interrupted this job.</p>"
     spans: dict[str, list[tuple[float, float, int, str]]] = {}
@@ -159,7 +159,7 @@ def _history(report: Report, now: float) -> str:
     return f"<h2>Interruptions</h2>{drawn}{table(head, rows)}"
 
 
-def _life(report: Report, now: float) -> tuple[float, float]:
+def _life(report: JobReport, now: float) -> tuple[float, float]:
     """When the job was created, and its end or about now: a live page is not to change at each look."""
     view = report.view
     times = [each.at for each in report.entries if each.at is not None]
@@ -169,7 +169,7 @@ def _life(report: Report, now: float) -> tuple[float, float]:
     return begin, end if view.ended_at is not None else begin + math.ceil((end - begin) / grain) * grain
 
 
-def _times(report: Report, now: float) -> str:
+def _times(report: JobReport, now: float) -> str:
     begin, end = _life(report, now)
     found = timeline_of(
         report.entries,
@@ -184,7 +184,7 @@ def _times(report: Report, now: float) -> str:
     return worker_times_html(found, begin, end)
 
 
-def _ranks_of(report: Report) -> dict[str, str]:
+def _ranks_of(report: JobReport) -> dict[str, str]:
     members = report.members
     if members is None:
         return {}
@@ -192,7 +192,7 @@ def _ranks_of(report: Report) -> dict[str, str]:
     return {row.pod: ranks_text(row.rank * per, per) for row in members.rows}
 
 
-def _workers(report: Report) -> str:
+def _workers(report: JobReport) -> str:
     members, ranks = report.members, _ranks_of(report)
     known = members is not None
     cells = [_square(each, ranks.get(each.name, "") if known else None) for each in report.pods[:MOST_ROWS]]
@@ -217,7 +217,7 @@ def _square(pod: PodRow, ranks: str | None) -> tuple[int, str]:
     return colour, f"{pod.name} on {pod.node or 'no node'}: {pod.state}{member}"
 
 
-def _counted(view: JobView) -> str:
+def _counted(view: JobScreen) -> str:
     if view.workers is None:
         return ""
     parts = [("members", view.workers.members), ("others", view.workers.others)]
@@ -225,7 +225,7 @@ def _counted(view: JobView) -> str:
                      for name, counts in parts if counts)  # fmt: skip
 
 
-def _checkpoints(report: Report) -> str:
+def _checkpoints(report: JobReport) -> str:
     if not report.checkpoints:
         return ""
     rows = [
@@ -237,7 +237,7 @@ def _checkpoints(report: Report) -> str:
     )
 
 
-def _results(view: JobView) -> str:
+def _results(view: JobScreen) -> str:
     artifacts = [(each.kind, str(each.step), each.path, size(each.bytes), each.digest) for each in view.artifacts]
     figures = [(each.name, figure(each.before), figure(each.after)) for each in view.evaluation]
     shown = ""
@@ -248,11 +248,11 @@ def _results(view: JobView) -> str:
     return shown
 
 
-def _events(view: JobView) -> str:
+def _events(view: JobScreen) -> str:
     rows = [(clock(each.at), each.reason, each.message) for each in view.events[:MOST_EVENTS]]
     return f"<h2>Events</h2>{table(('Time (UTC)', 'Reason', 'Message'), rows)}" if rows else ""
 
 
-def _notes(report: Report) -> str:
+def _notes(report: JobReport) -> str:
     notes = (*report.view.not_shown, *report.notes)
     return f"<h2>Not shown</h2><ul>{''.join(f'<li>{escape(each)}</li>' for each in notes)}</ul>" if notes else ""

@@ -36,7 +36,7 @@ _MOST_MARKS = 7
 _HALF_WORDS = 40
 
 
-class Axis:
+class LinearScale:
     """Values of a range as places on a line."""
 
     def __init__(self, low: float, high: float, begin: float, end: float) -> None:
@@ -65,8 +65,8 @@ def loss_chart(curve: Sequence[CurvePoint], marks: Sequence[tuple[int, str]]) ->
     if not curve:
         return ""
     values = [each.loss for each in curve] + [each.validation for each in curve if each.validation is not None]
-    across = Axis(curve[0].step, curve[-1].step, _LEFT, WIDTH - _RIGHT)
-    up = Axis(min(values), max(values), HEIGHT - _BOTTOM, _TOP)
+    across = LinearScale(curve[0].step, curve[-1].step, _LEFT, WIDTH - _RIGHT)
+    up = LinearScale(min(values), max(values), HEIGHT - _BOTTOM, _TOP)
     line = " ".join(f"{across.at(each.step)},{up.at(each.loss)}" for each in curve)
     above = " ".join(f"{across.at(each.step)},{up.at(each.highest)}" for each in curve)
     below = " ".join(f"{across.at(each.step)},{up.at(each.lowest)}" for each in reversed(curve))
@@ -112,7 +112,7 @@ def timeline(
     """Rows of spans (from, to, colour, what) between two moments, above an axis of times in UTC."""
     if not rows or end <= begin:
         return ""
-    across, bottom = Axis(begin, end, _NAMES, WIDTH - _RIGHT), _ROW * len(rows) + 8
+    across, bottom = LinearScale(begin, end, _NAMES, WIDTH - _RIGHT), _ROW * len(rows) + 8
     parts = []
     for at, words in time_marks(begin, end):
         x = across.at(at)

@@ -18,7 +18,7 @@ JobLabel = Annotated[str, Field(max_length=317, pattern=r"^[a-z0-9][a-z0-9-]*/[a
 """`namespace/name` of a job."""
 
 
-class MemoryTier(ContractModel):
+class MemoryTierConfig(ContractModel):
     """Snapshots in the node's memory; they survive a training process."""
 
     every_steps: Annotated[int, Field(ge=0, le=100_000)] = 1
@@ -29,7 +29,7 @@ class MemoryTier(ContractModel):
     they take two thirds more memory on the nodes, and a step waits when copying takes longer than a step."""
 
 
-class DurableTier(ContractModel):
+class DurableTierConfig(ContractModel):
     """Sharded checkpoints on storage; they survive everything."""
 
     every_seconds: Annotated[int, Field(ge=1, le=86_400)] | None = 300
@@ -62,8 +62,8 @@ class CheckpointConfig(ContractModel):
     `path`, a copy of metrics.jsonl is put beside the checkpoints at each commit."""
     take_over: JobLabel | None = None
     """Namespace and name of the job whose folder this is to go on with; see `checkpoint.storage.takeOver` of a job."""
-    memory: MemoryTier = MemoryTier()
-    durable: DurableTier = DurableTier()
+    memory: MemoryTierConfig = MemoryTierConfig()
+    durable: DurableTierConfig = DurableTierConfig()
     milestones: Milestones = Milestones()
 
     @property

@@ -80,7 +80,7 @@ class CheckpointsView:
 
 
 @dataclass(frozen=True, slots=True)
-class JobView:
+class JobScreen:
     """The screen of `status`."""
 
     name: str

@@ -16,7 +16,7 @@ from trainium_contract.views.job import (
     CheckpointsView,
     ConditionView,
     FigureView,
-    JobView,
+    JobScreen,
 )
 from trainium_contract.views.raw import mapping, objects, plain, seconds_of, text, whole
 from trainium_contract.views.status_part import shown_status
@@ -39,14 +39,14 @@ def job_view(
     workers: WorkersView | None = None,
     events: Sequence[EventView] = (),
     not_shown: tuple[str, ...] = (),
-) -> JobView:
+) -> JobScreen:
     """The screen of a TrainingJob as the API server holds it."""
     metadata, spec, status = mapping(job, "metadata"), mapping(job, "spec"), shown_status(job)
     progress, membership, restarts = status.part("progress"), status.part("membership"), status.part("restarts")
     goodput = goodput_view(status, now)
     step, total = progress.whole("step"), progress.whole("totalSteps")
     entries = interruptions(status)
-    view = JobView(
+    view = JobScreen(
         name=text(metadata, "name"),
         namespace=text(metadata, "namespace"),
         uid=text(metadata, "uid"),
@@ -99,7 +99,7 @@ def job_view(
     return with_advice(view)
 
 
-def with_advice(view: JobView) -> JobView:
+def with_advice(view: JobScreen) -> JobScreen:
     """The screen with what to do."""
     return replace(view, advice=advise(view))
 

@@ -37,7 +37,7 @@ _RUNNING = frozenset(
 _STANDING = attrgetter(*sorted(Progress.model_fields.keys() - _RUNNING))
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     """What a frame is."""
 
     REGISTER = 1
@@ -71,7 +71,7 @@ def head_of(data: bytes) -> tuple[int, int]:
     return kind, length
 
 
-def frame(kind: Kind, payload: bytes = b"") -> bytes:
+def frame(kind: FrameKind, payload: bytes = b"") -> bytes:
     """As it goes over the wire."""
     return _HEAD.pack(kind, len(payload)) + payload
 

@@ -27,7 +27,7 @@ from trainium_devcluster.binaries.catalog import (
 )
 from trainium_devcluster.binaries.download import DownloadError, Limits, UnreachableError, download_program
 from trainium_devcluster.errors import ClusterError
-from trainium_devcluster.progress import Progress, Write, to_stderr
+from trainium_devcluster.progress import ProgressLines, Write, to_stderr
 
 SOURCE_VARIABLE = "TRAINIUM_BINARIES"
 """Environment variable: `auto` (the default), `download` or `build`."""
@@ -90,7 +90,7 @@ def ensure_binaries(
     with _lock(folder.with_name(folder.name + ".lock"), write):
         missing = _missing(folder, programs)
         published = missing - BUILT_ONLY
-        progress = Progress(len(published), write)
+        progress = ProgressLines(len(published), write)
         if published and origin is not Origin.BUILD:
             _download_all(
                 published,
@@ -135,7 +135,7 @@ def _download_all(
     releases: ReleaseOf,
     limits: Limits,
     architecture: Architecture,
-    progress: Progress,
+    progress: ProgressLines,
 ) -> None:
     """Download what can be had; a failure is told in one line, and its host is not tried again."""
     dead_hosts: set[str] = set()

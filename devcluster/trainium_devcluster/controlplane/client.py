@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 
-class ApiError(ClusterError):
+class ControlPlaneError(ClusterError):
     """The API server refused or did not answer; `code` is the HTTP status, 0 when there was none."""
 
     def __init__(self, message: str, code: int = 0) -> None:
@@ -73,7 +73,7 @@ class ApiClient:
         """Create an object; with `exists_ok` an existing one is left as it is and given back as sent."""
         try:
             return self._parsed(self._request("POST", path, json.dumps(document), "application/json"))
-        except ApiError as error:
+        except ControlPlaneError as error:
             if exists_ok and error.code == http.client.CONFLICT:
                 return dict(document)
             raise
@@ -86,7 +86,7 @@ class ApiClient:
         """Delete an object."""
         try:
             self._request("DELETE", path, None, "")
-        except ApiError as error:
+        except ControlPlaneError as error:
             if not (missing_ok and error.code == http.client.NOT_FOUND):
                 raise
 
@@ -103,18 +103,18 @@ class ApiClient:
             self.close()
             # A kept connection that the server closed meanwhile says nothing about the server; a write is not repeated.
             if not (reused and method == "GET"):
-                raise ApiError(
+                raise ControlPlaneError(
                     f"{method} {path}: the API server at port {self._port} does not answer: {error}."
                 ) from error
             try:
                 status, text = self._exchange(method, path, body, headers)
             except (OSError, http.client.HTTPException) as again:
                 self.close()
-                raise ApiError(
+                raise ControlPlaneError(
                     f"{method} {path}: the API server at port {self._port} does not answer: {again}."
                 ) from again
         if status >= http.client.BAD_REQUEST:
-            raise ApiError(f"{method} {path}: the API server answers {status}: {_message(text)}", status)
+            raise ControlPlaneError(f"{method} {path}: the API server answers {status}: {_message(text)}", status)
         return text
 
     def _exchange(self, method: str, path: str, body: str | None, headers: Mapping[str, str]) -> tuple[int, str]:
@@ -133,9 +133,9 @@ class ApiClient:
         try:
             document = json.loads(text)
         except ValueError as error:
-            raise ApiError(f"The API server answered something that is not JSON: {text[:200]!r}.") from error
+            raise ControlPlaneError(f"The API server answered something that is not JSON: {text[:200]!r}.") from error
         if not isinstance(document, dict):
-            raise ApiError(f"The API server answered something that is no object: {text[:200]!r}.")
+            raise ControlPlaneError(f"The API server answered something that is no object: {text[:200]!r}.")
         return document
 
 

@@ -16,7 +16,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from trainium_devcluster.controlplane.certificates import Authority, Pair, signing_pair, write_private
-from trainium_devcluster.controlplane.client import ApiClient, ApiError
+from trainium_devcluster.controlplane.client import ApiClient, ControlPlaneError
 from trainium_devcluster.controlplane.kubeconfig import render_kubeconfig
 from trainium_devcluster.errors import ClusterError
 
@@ -294,7 +294,7 @@ def is_ready(component: Component, paths: ClusterPaths, ports: Ports) -> bool:
     try:
         with client:
             client.get_text(path)
-    except ApiError:
+    except ControlPlaneError:
         return False
     return True
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class DemoResult:
     """Everything that the demo found out."""
 
     completed: bool
@@ -35,7 +35,7 @@ class Result:
         }
 
 
-def write(result: Result, folder: Path) -> None:
+def write(result: DemoResult, folder: Path) -> None:
     """Write report.json and loss.png."""
     (folder / "report.json").write_text(json.dumps(result.to_json(), indent=1) + "\n")
     _picture(result.curves, folder / "loss.png")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from trainium_devcluster.demo.report import Result
+from trainium_devcluster.demo.report import DemoResult
 from trainium_devcluster.story.curves import Curves
 from trainium_devcluster.story.jobs import WAIT_SECONDS, Story
 from trainium_devcluster.story.metrics import every_sample_once
@@ -47,13 +47,13 @@ class DemoStory(Story):
             self.view.say("the undisturbed run is complete")
             return run
 
-    def tell(self) -> Result:
+    def tell(self) -> DemoResult:
         """Run everything and compare."""
         started = time.monotonic()
         self.install()
         run, status = self.disturbed()
         reference = self.reference()
-        return Result(
+        return DemoResult(
             completed=status.get("phase") == "Completed" and run.log.newest == run.steps,
             curves=Curves(run.steps, run.log.losses(), reference.log.losses(), tuple(self.faults)),
             every_sample_once=every_sample_once(run.folder, run.steps, run.global_batch),

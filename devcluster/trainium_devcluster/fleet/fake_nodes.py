@@ -49,7 +49,7 @@ class FleetShape:
     """Nodes below one switch of network layer 2; a quarter of them share one of layer 3."""
 
 
-class Fleet:
+class KwokFleet:
     """The fake nodes of one cluster."""
 
     def __init__(self, cluster: ClusterHandle, shape: FleetShape) -> None:
@@ -58,7 +58,7 @@ class Fleet:
         self.nodes: list[str] = []
 
     @classmethod
-    def create(cls, cluster: ClusterHandle, nodes: int, shape: FleetShape | None = None, *, write: Write) -> Fleet:
+    def create(cls, cluster: ClusterHandle, nodes: int, shape: FleetShape | None = None, *, write: Write) -> KwokFleet:
         """Register `nodes` nodes and return when a worker could be put on each; raises ClusterError."""
         if not 0 <= nodes <= LARGEST:
             raise ClusterError(f"A fleet cannot have {nodes} nodes; use 0 to {LARGEST}.")

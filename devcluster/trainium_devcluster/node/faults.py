@@ -18,7 +18,7 @@ from trainium_devcluster.node.network.sockets import SocketFilter
 from trainium_devcluster.node.pods.container import Container
 from trainium_devcluster.node.pods.pod import PodRunner
 from trainium_devcluster.node.processes import process_trees
-from trainium_devcluster.node.registration import Condition, Registration
+from trainium_devcluster.node.registration import ForcedCondition, Registration
 
 OPERATIONS = (
     "status",
@@ -40,7 +40,7 @@ class FaultError(ValueError):
 
 
 @dataclass(slots=True, eq=False)
-class Faults:
+class NodeFaults:
     """Executes fault requests."""
 
     api: Api
@@ -213,10 +213,10 @@ def _signal(text: str | int) -> signal.Signals:
         raise FaultError(f"{text!r} is not a signal; use a name such as KILL or TERM, or a number") from None
 
 
-def _condition(request: Json) -> Condition:
+def _condition(request: Json) -> ForcedCondition:
     kind, status = request.get("type"), request.get("status")
     if not kind or status not in {"True", "False", "Unknown"}:
         raise FaultError("set-condition needs a type, and a status of True, False or Unknown")
-    return Condition(
+    return ForcedCondition(
         str(kind), status, request.get("reason") or "FaultInjected", request.get("message") or "set by a fault control"
     )

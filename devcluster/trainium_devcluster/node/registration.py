@@ -35,7 +35,7 @@ _HEALTHY = (
 
 
 @dataclass(frozen=True, slots=True)
-class Condition:
+class ForcedCondition:
     """A node condition as a fault control sets it."""
 
     type: str
@@ -53,7 +53,7 @@ class Registration:
     address: str
     pod_cidr: str
     node: Json = field(default_factory=dict)
-    _forced: dict[str, Condition] = field(default_factory=dict)
+    _forced: dict[str, ForcedCondition] = field(default_factory=dict)
     _transitions: dict[str, tuple[str, str]] = field(default_factory=dict)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _cleared: set[str] = field(default_factory=set)
@@ -79,7 +79,7 @@ class Registration:
             group.create_task(self._keep_lease())
             group.create_task(self._keep_status())
 
-    def set_condition(self, condition: Condition) -> None:
+    def set_condition(self, condition: ForcedCondition) -> None:
         """Report `condition` from now on, instead of the node's own of the same type."""
         self._forced[condition.type] = condition
         self._cleared.discard(condition.type)
@@ -129,8 +129,8 @@ class Registration:
         return f"/api/v1/nodes/{self.options.name}"
 
     def _conditions(self) -> list[Json]:
-        own = [Condition(kind, "False", reason, message) for kind, reason, message in _HEALTHY]
-        own.append(Condition("Ready", "True", "KubeletReady", "the process node is posting ready status"))
+        own = [ForcedCondition(kind, "False", reason, message) for kind, reason, message in _HEALTHY]
+        own.append(ForcedCondition("Ready", "True", "KubeletReady", "the process node is posting ready status"))
         merged = {c.type: c for c in own} | self._forced
         self._cleared.difference_update(merged)
         now = timestamp(time.time())

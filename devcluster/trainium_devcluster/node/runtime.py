@@ -24,7 +24,7 @@ from trainium_devcluster.node.api.client import Api, load_kubeconfig
 from trainium_devcluster.node.api.events import EventSink
 from trainium_devcluster.node.api.objects import Json, name, namespace, uid
 from trainium_devcluster.node.api.reflector import ObjectCache, Reflector
-from trainium_devcluster.node.faults import Faults
+from trainium_devcluster.node.faults import NodeFaults
 from trainium_devcluster.node.network import addresses
 from trainium_devcluster.node.network.service_directory import ServiceDirectory
 from trainium_devcluster.node.options import NodeOptions
@@ -67,7 +67,7 @@ async def run(options: NodeOptions, isolation: Isolation, launcher_socket: socke
 
 def _assemble(
     options: NodeOptions, isolation: Isolation, launcher: Launcher, api: Api, http: aiohttp.ClientSession
-) -> "Node":
+) -> "RunningNode":
     if options.pod_cidr:
         networks = iter([ipaddress.IPv4Network(options.pod_cidr)])
     else:
@@ -93,11 +93,11 @@ def _assemble(
         release_address=pod_addresses.release,
         programs=program_folders(options.venv_bin),
     )
-    return Node(services, registration, listener, pod_addresses, runners)
+    return RunningNode(services, registration, listener, pod_addresses, runners)
 
 
 @dataclass(slots=True, eq=False)
-class Node:
+class RunningNode:
     """The parts of a running node."""
 
     services: NodeServices
@@ -110,7 +110,7 @@ class Node:
     async def run(self) -> None:
         """Register and run pods until cancelled."""
         options = self.services.options
-        faults = Faults(self.services.api, self.registration, self.runners.values)
+        faults = NodeFaults(self.services.api, self.registration, self.runners.values)
         control_server = await control_socket.serve(options.control_socket, faults.handle)
         web_runner = await self._serve_api()
         pods = Reflector(

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class Node:
+class PoolNode:
     """A node: what it claims to have and its process."""
 
     spec: NodeSpec
@@ -63,7 +63,7 @@ class NodePool:
         self._binaries = binaries
         self._venv_bin = venv_bin
         self._heartbeat_seconds = heartbeat_seconds
-        self._nodes: dict[str, Node] = {}
+        self._nodes: dict[str, PoolNode] = {}
 
     def add(self, spec: NodeSpec) -> None:
         """Start a new node; raises ClusterError when the name is taken."""
@@ -136,38 +136,38 @@ class NodePool:
         components.issue_node(self._paths, self._ports, spec.name)
         command = node_command(spec, self._paths, self._ports, self._venv_bin, self._heartbeat_seconds)
         environment = node_environment(dict(os.environ), self._paths, spec.name, self._binaries)
-        node = Node(spec, self._children.start(f"node-{spec.name}", command, environment))
+        node = PoolNode(spec, self._children.start(f"node-{spec.name}", command, environment))
         self._nodes[spec.name] = node
         self._children.watch(self._bury(node))
 
-    async def _bury(self, node: Node) -> None:
+    async def _bury(self, node: PoolNode) -> None:
         await node.child.ended.wait()
         if node.state is NodeState.RUNNING:
             logger.warning("node %s ended with code %s", node.spec.name, node.child.code)
         node.state = NodeState.DEAD
         kill_family(None, MARKER, self._paths.marker(node.spec.name))
 
-    def _break_silence(self, node: Node) -> None:
+    def _break_silence(self, node: PoolNode) -> None:
         if node.silence is not None:
             node.silence.end()
             node.silence = None
 
-    def _kill(self, node: Node) -> None:
+    def _kill(self, node: PoolNode) -> None:
         node.state = NodeState.DEAD
         kill_family(node.child.pid, MARKER, self._paths.marker(node.spec.name))
 
-    def _thaw(self, node: Node) -> None:
+    def _thaw(self, node: PoolNode) -> None:
         pid = node.child.pid
         if node.state is NodeState.FROZEN and pid is not None:
             thaw_family(pid, MARKER, self._paths.marker(node.spec.name))
             node.state = NodeState.RUNNING
 
-    def _ask_to_end(self, node: Node) -> None:
+    def _ask_to_end(self, node: PoolNode) -> None:
         self._thaw(node)  # a stopped process does not see the signal
         node.state = NodeState.STOPPING if node.child.code is None else NodeState.DEAD
         node.child.identity.signal(signal.SIGTERM)
 
-    def _get(self, name: str) -> Node:
+    def _get(self, name: str) -> PoolNode:
         if name not in self._nodes:
             known = ", ".join(sorted(self._nodes)) or "none"
             raise ClusterError(f"Cluster {self._paths.name!r} has no node {name!r}; its nodes: {known}.")

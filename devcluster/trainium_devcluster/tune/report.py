@@ -82,7 +82,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class TuneResult:
     """Everything that the demo found out."""
 
     completed: bool
@@ -156,13 +156,13 @@ def _line(text: str, most: int = 80) -> str:
     return line if len(line) <= most else line[: most - 3] + "..."
 
 
-def write(result: Result, folder: Path) -> None:
+def write(result: TuneResult, folder: Path) -> None:
     """Write report.json and tune.png."""
     (folder / "report.json").write_text(json.dumps(result.to_json(), indent=1) + "\n")
     _picture(result, folder / "tune.png")
 
 
-def _picture(result: Result, path: Path) -> None:
+def _picture(result: TuneResult, path: Path) -> None:
     import matplotlib as mpl  # noqa: PLC0415 - slow to import, needed only here
 
     mpl.use("Agg")

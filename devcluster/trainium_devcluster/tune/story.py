@@ -11,7 +11,7 @@ from trainium_devcluster.errors import ClusterError
 from trainium_devcluster.story.curves import Curves
 from trainium_devcluster.story.jobs import WAIT_SECONDS, Story
 from trainium_devcluster.story.metrics import every_sample_once_an_epoch
-from trainium_devcluster.tune.report import Evaluation, Result
+from trainium_devcluster.tune.report import Evaluation, TuneResult
 
 if TYPE_CHECKING:
     from trainium_devcluster.story.jobs import Run
@@ -64,13 +64,13 @@ class TuneStory(Story):
             self.view.say("the undisturbed run is complete")
             return run
 
-    def tell(self, started: float) -> Result:
+    def tell(self, started: float) -> TuneResult:
         """Run everything and compare; `started` is when the demo began, monotonic seconds."""
         self.install()
         run, status = self.disturbed()
         reference = self.reference()
         steps = run.log.newest
-        return Result(
+        return TuneResult(
             completed=status.get("phase") == "Completed",
             curves=Curves(steps, run.log.losses(), reference.log.losses(), tuple(self.faults)),
             every_sample_once=every_sample_once_an_epoch(

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from trainium_operator.cluster.api.client import Api, Json
     from trainium_operator.cluster.api.resources import Resource
-    from trainium_operator.cluster.cache.store import Store
+    from trainium_operator.cluster.cache.store import IndexedCache
     from trainium_operator.cluster.cache.views import JobRecord
     from trainium_operator.plan.model.job_id import JobId
     from trainium_operator.plan.model.observed import PodView
@@ -94,7 +94,7 @@ class Reviewer:
 class WorkerPods:
     """The pod cache as a PodDirectory."""
 
-    def __init__(self, pods: Store[PodView], jobs: Store[JobRecord]) -> None:
+    def __init__(self, pods: IndexedCache[PodView], jobs: IndexedCache[JobRecord]) -> None:
         self._pods = pods
         self._jobs = jobs
 

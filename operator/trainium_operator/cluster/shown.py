@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from trainium_contract.pages.job_page import Report
+from trainium_contract.pages.job_page import JobReport
 from trainium_contract.pages.jobs_page import JobRow
 from trainium_contract.pages.words import clock
 from trainium_contract.views.curve import LiveCurve
@@ -102,7 +102,7 @@ class Shown:
         entries = self._caches.jobs.store.snapshot().items()
         return [_row(entry.view) for key, entry in entries if namespace in ("", key[0])]
 
-    def report(self, namespace: str, name: str, *, pods: bool, members: bool) -> Callable[..., Report] | None:
+    def report(self, namespace: str, name: str, *, pods: bool, members: bool) -> Callable[..., JobReport] | None:
         """What makes the report of a job, in any thread, with `now`, `events` and `notes`; None: there is no such job.
 
         `pods`, `members`: whether to tell of them.
@@ -163,7 +163,7 @@ class Shown:
         return event_views(page.get("items") or (), uid=uid)
 
 
-def _report(known: _Known, *, now: float, events: tuple[EventView, ...], notes: tuple[str, ...]) -> Report:
+def _report(known: _Known, *, now: float, events: tuple[EventView, ...], notes: tuple[str, ...]) -> JobReport:
     job = _as_stored(known.record)
     record = known.membership() if known.membership is not None else None
     members = members_view(record) if record is not None else None
@@ -171,7 +171,7 @@ def _report(known: _Known, *, now: float, events: tuple[EventView, ...], notes: 
     workers = workers_view(pods, members) if known.pods is not None else None
     if known.record.error:
         notes = (*notes, f"the job cannot be read: {known.record.error}")
-    return Report(
+    return JobReport(
         view=job_view(job, now=now, workers=workers, events=events),
         entries=interruptions(shown_status(job)),
         members=members,

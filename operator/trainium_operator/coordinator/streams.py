@@ -13,7 +13,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from trainium_contract.wire.messages import ErrorResponse
-from trainium_contract.wire.stream import FrameReader, FrameTooLongError, Kind, frame, step_of
+from trainium_contract.wire.stream import FrameKind, FrameReader, FrameTooLongError, frame, step_of
 from trainium_operator.coordinator.hearing import objection
 from trainium_operator.entrance.errors import RefusedError
 
@@ -102,26 +102,26 @@ class Stream(asyncio.Protocol):
             status = self._answer(kind, payload)
         except Exception as error:  # noqa: BLE001 - told to whoever sent it, or logged as a defect
             status = self._refuse(error)
-        if status and kind != Kind.ALIVE:
-            self._streams.on_message("register" if kind == Kind.REGISTER else "heartbeat", status)
+        if status and kind != FrameKind.ALIVE:
+            self._streams.on_message("register" if kind == FrameKind.REGISTER else "heartbeat", status)
 
     def _answer(self, kind: int, payload: bytes) -> int:
         hearing = self._streams.hearing
-        if kind == Kind.REGISTER:
+        if kind == FrameKind.REGISTER:
             self.job_id, welcome = hearing.register(self.caller, payload)
             self._protocol = welcome.protocol
             if welcome.membership is not None:
                 self.after = max(self.after, welcome.membership.generation)
-            self._send(Kind.WELCOME, welcome.model_dump_json(by_alias=True, exclude_none=True).encode())
+            self._send(FrameKind.WELCOME, welcome.model_dump_json(by_alias=True, exclude_none=True).encode())
             self._streams.tell(self)
         elif self.job_id is None:
             self.end(400, "the first frame must be a registration")
             return 400
-        elif kind == Kind.ALIVE:
+        elif kind == FrameKind.ALIVE:
             hearing.state.alive(self.job_id, self.caller.pod_uid, step_of(payload))
-        elif kind == Kind.HEARTBEAT:
+        elif kind == FrameKind.HEARTBEAT:
             heard = hearing.heartbeat(self.caller, payload, streamed=True)
-            self._send(Kind.HEARD, heard.model_dump_json(by_alias=True, exclude_none=True).encode())
+            self._send(FrameKind.HEARD, heard.model_dump_json(by_alias=True, exclude_none=True).encode())
         else:
             return 0  # of a newer agent
         return 200
@@ -156,15 +156,15 @@ class Stream(asyncio.Protocol):
         self.after = membership.generation
         said = self._streams.phrasebook.say(self.job_id, membership, self._protocol)
         if said.packed is not None:
-            self._send(Kind.PACKED_MEMBERSHIP, said.packed)
+            self._send(FrameKind.PACKED_MEMBERSHIP, said.packed)
         else:
-            self._send(Kind.MEMBERSHIP, said.plain)
+            self._send(FrameKind.MEMBERSHIP, said.plain)
 
     def _say_no(self, status: int, sentence: str, generation: int | None = None) -> None:
         refusal = ErrorResponse(error=sentence, generation=generation, status=status)
-        self._send(Kind.REFUSED, refusal.model_dump_json(by_alias=True, exclude_none=True).encode())
+        self._send(FrameKind.REFUSED, refusal.model_dump_json(by_alias=True, exclude_none=True).encode())
 
-    def _send(self, kind: Kind, payload: bytes) -> None:
+    def _send(self, kind: FrameKind, payload: bytes) -> None:
         transport = self._transport
         if transport is None:
             return

@@ -26,7 +26,7 @@ from trainium_operator.readers.access import ReadObjects
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from trainium_contract.pages.job_page import Report
+    from trainium_contract.pages.job_page import JobReport
     from trainium_contract.pages.jobs_page import JobRow
     from trainium_contract.views.events import EventView
     from trainium_operator.readers.access import Deed
@@ -48,7 +48,7 @@ class Jobs(Protocol):
         """The jobs of a namespace; empty: of all."""
         ...
 
-    def report(self, namespace: str, name: str, *, pods: bool, members: bool) -> Callable[..., Report] | None:
+    def report(self, namespace: str, name: str, *, pods: bool, members: bool) -> Callable[..., JobReport] | None:
         """What makes a report, with `now`, `events` and `notes`, in any thread; None: there is no such job."""
         ...
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobSpec
     from trainium_operator.simulate.stages import StageTimes
     from trainium_operator.simulate.virtual.failures import FailureModel, Mix
-    from trainium_operator.simulate.virtual.outcome import Outcome, Recovery
+    from trainium_operator.simulate.virtual.outcome import Recovery, SimulationResult
     from trainium_operator.simulate.virtual.schedule import Fault
 
 HOUR = 3600.0
@@ -115,7 +115,7 @@ class Result:
         return next((name for name, share in self.by_stage.items() if share > 0 and name != "Overhead"), "")
 
 
-def simulate(case: Case, seed: int) -> Outcome:
+def simulate(case: Case, seed: int) -> SimulationResult:
     """One seed of one case."""
     places = case.nodes + case.spares + case.shared
     faults = case.trace

@@ -18,11 +18,11 @@ from datetime import UTC, datetime
 from typing import Any
 
 from trainium_operator.cluster.api.resources import ALL, CLAIMING, QUEUEING, Resource
-from trainium_operator.cluster.api.transport import Answer, ConnectionFailedError, Stream
+from trainium_operator.cluster.api.transport import ConnectionFailedError, HttpResponse, ResponseStream
 
 Json = dict[str, Any]
 POD_GROUPS = Resource("scheduling.k8s.io", "v1alpha2", "podgroups", "PodGroup")
-Fault = Callable[[str, str], Answer | Exception | None]
+Fault = Callable[[str, str], HttpResponse | Exception | None]
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,11 @@ async def _once(body: bytes) -> AsyncIterator[bytes]:
     yield body
 
 
-def refuse(status: int, reason: str, message: str = "", **headers: str) -> Answer:
+def refuse(status: int, reason: str, message: str = "", **headers: str) -> HttpResponse:
     body = {"kind": "Status", "status": "Failure", "reason": reason, "message": message or reason, "code": status}
-    return Answer(status, {key.replace("_", "-"): value for key, value in headers.items()}, json.dumps(body).encode())
+    return HttpResponse(
+        status, {key.replace("_", "-"): value for key, value in headers.items()}, json.dumps(body).encode()
+    )
 
 
 class FakeCluster:
@@ -151,7 +153,7 @@ class FakeCluster:
 
     async def request(
         self, method: str, path: str, *, query: Mapping[str, str], body: Any, content_type: str, timeout: float
-    ) -> Answer:
+    ) -> HttpResponse:
         await asyncio.sleep(0)
         self.requests.append((method, path))
         if self.down:
@@ -174,14 +176,14 @@ class FakeCluster:
         return answer
 
     @asynccontextmanager
-    async def stream(self, path: str, *, query: Mapping[str, str], silence: float) -> AsyncIterator[Stream]:
+    async def stream(self, path: str, *, query: Mapping[str, str], silence: float) -> AsyncIterator[ResponseStream]:
         await asyncio.sleep(0)
         self.requests.append(("WATCH", path))
         if self.down:
             raise ConnectionFailedError("connection refused")
-        refused = next((each for fault in self.faults if isinstance(each := fault("WATCH", path), Answer)), None)
+        refused = next((each for fault in self.faults if isinstance(each := fault("WATCH", path), HttpResponse)), None)
         if refused is not None and refused.status == 403:
-            yield Stream(403, _once(refused.body))
+            yield ResponseStream(403, _once(refused.body))
             return
         resource, namespace, _, _ = _route(path)
         watch = _Watch(resource, namespace, query.get("labelSelector", ""))
@@ -194,7 +196,7 @@ class FakeCluster:
         self._watches.append(watch)
         loop = asyncio.get_running_loop()
         try:
-            yield Stream(200, self._lines(watch, silence, loop.time() + float(query["timeoutSeconds"])))
+            yield ResponseStream(200, self._lines(watch, silence, loop.time() + float(query["timeoutSeconds"])))
         finally:
             self._watches.remove(watch)
 
@@ -224,7 +226,7 @@ class FakeCluster:
         query: dict[str, str],
         body: Any,
         content_type: str,
-    ) -> Answer:
+    ) -> HttpResponse:
         if resource.plural == "tokenreviews":
             return _ok(self._review(body))
         if resource.plural == "subjectaccessreviews":
@@ -252,7 +254,7 @@ class FakeCluster:
         result = _merged(current, body)
         return _ok(current if result == current else self._store("MODIFIED", resource, result))
 
-    def _discovery(self, path: str) -> Answer:
+    def _discovery(self, path: str) -> HttpResponse:
         if path == "/apis":
             groups: dict[str, list[Json]] = {}
             for name in self.served:
@@ -265,7 +267,7 @@ class FakeCluster:
         verbs = ["create", "get", "list", "patch"]
         return _ok({"resources": [{"name": f"{kind.lower()}s", "kind": kind, "verbs": verbs} for kind in kinds]})
 
-    def _create(self, resource: Resource, namespace: str, body: Json) -> Answer:
+    def _create(self, resource: Resource, namespace: str, body: Json) -> HttpResponse:
         name = body["metadata"]["name"]
         if (resource.plural, namespace, name) in self.objects:
             return refuse(409, "AlreadyExists", f"{resource.plural} {name!r} already exists")
@@ -275,7 +277,7 @@ class FakeCluster:
             body["status"] = {"phase": "Pending"}
         return _ok(self._store("ADDED", resource, body))
 
-    def _list(self, resource: Resource, namespace: str, query: dict[str, str]) -> Answer:
+    def _list(self, resource: Resource, namespace: str, query: dict[str, str]) -> HttpResponse:
         found = [
             raw
             for (plural, space, _), raw in sorted(self.objects.items())
@@ -296,7 +298,7 @@ class FakeCluster:
         subresource: str,
         manager: str,
         body: Json,
-    ) -> Answer:
+    ) -> HttpResponse:
         expected = body["metadata"].pop("resourceVersion", None)
         if current is None:
             if subresource or expected:
@@ -330,7 +332,7 @@ class FakeCluster:
             return _ok(current)
         return _ok(self._store("MODIFIED", resource, result))
 
-    def _delete(self, resource: Resource, current: Json, options: Json) -> Answer:
+    def _delete(self, resource: Resource, current: Json, options: Json) -> HttpResponse:
         uid = (options.get("preconditions") or {}).get("uid")
         metadata = current["metadata"]
         if uid is not None and uid != metadata["uid"]:
@@ -388,8 +390,8 @@ def _copied(value: Any) -> Any:
     return value
 
 
-def _ok(body: Json) -> Answer:
-    return Answer(200, {}, json.dumps(body).encode())
+def _ok(body: Json) -> HttpResponse:
+    return HttpResponse(200, {}, json.dumps(body).encode())
 
 
 def _resource(plural: str) -> Resource:

@@ -13,7 +13,7 @@ import torch
 from trainium_trainer.checkpoint.interfaces import Position
 from trainium_trainer.checkpoint.storage.opening import open_storage
 from trainium_trainer.checkpoint.storage.protocol import Retry
-from trainium_trainer.checkpoint.whole_tensors import Source, write_whole
+from trainium_trainer.checkpoint.whole_tensors import TensorSource, write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -55,7 +55,9 @@ def write_run(
     settings: Mapping[str, Any] | None = None,
 ) -> None:
     """A committed checkpoint of `weights`, by the names of parameters, as a run of a model of `shape` leaves it."""
-    sources = [Source(f"model.{name}", tensor.dtype, tensor.shape, tensor.detach) for name, tensor in weights.items()]
+    sources = [
+        TensorSource(f"model.{name}", tensor.dtype, tensor.shape, tensor.detach) for name, tensor in weights.items()
+    ]
     position = Position(step=step, samples=step * 8, tokens=step * 100)
     fixed = {"model": shape.to_json(), "seed": 0, "data": "d" * 64, "globalBatch": 8} | dict(settings or {})
     write_whole(open_storage(str(root)), sources, position, fixed, Retry())

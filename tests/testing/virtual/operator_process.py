@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping
 
     from tests.testing.api.fake_kubernetes import FakeCluster
-    from trainium_operator.cluster.api.transport import Answer, Stream
+    from trainium_operator.cluster.api.transport import HttpResponse, ResponseStream
 
 WALL = 1.7e9
 
@@ -46,7 +46,7 @@ class Connection:
 
     async def request(
         self, method: str, path: str, *, query: Mapping[str, str], body: Any, content_type: str, timeout: float
-    ) -> Answer:
+    ) -> HttpResponse:
         await self._alive()
         await asyncio.sleep(self.latency / 2)
         answer = await self.cluster.request(
@@ -61,7 +61,7 @@ class Connection:
         return answer
 
     @asynccontextmanager
-    async def stream(self, path: str, *, query: Mapping[str, str], silence: float) -> AsyncIterator[Stream]:
+    async def stream(self, path: str, *, query: Mapping[str, str], silence: float) -> AsyncIterator[ResponseStream]:
         await self._alive()
         async with self.cluster.stream(path, query=query, silence=silence) as stream:
             yield stream

@@ -16,7 +16,7 @@ from trainium_trainer.agent.exits.restart_policy import GenerationState
 from trainium_trainer.agent.life import actions as do
 from trainium_trainer.agent.life import events as on
 from trainium_trainer.agent.life.generation import step, wake_at
-from trainium_trainer.agent.life.shutdown import Order, Outcome
+from trainium_trainer.agent.life.shutdown import GenerationEnd, Order
 from trainium_trainer.agent.life.state import Life, Stage, Terms
 
 if TYPE_CHECKING:
@@ -232,7 +232,7 @@ class Generation:
                 assert not any(rank.code is None for rank in self.all_ranks), "a rank is alive while the next is joined"
                 self.after(self.soon(3.0), self.join)
                 return
-            case do.Start(attempt):
+            case do.StartRanks(attempt):
                 self.start(attempt)
         longest = LONGEST_ERRAND_SECONDS if self.random.random() < 0.05 else 0.6
         self.after(self.soon(longest), lambda: self.finish(self.outcome(errand)))
@@ -260,7 +260,7 @@ class Generation:
         if isinstance(errand, do.Judge | do.CountSilent | do.Ask | do.Conclude) and chance() < self.loss:
             return on.StoreLost("it does not answer")
         match errand:
-            case do.Start():
+            case do.StartRanks():
                 return on.Started(LOCAL_RANKS)
             case do.Judge():
                 return self.judged(errand)
@@ -270,7 +270,7 @@ class Generation:
                 return on.Looked(overdue=chance() < self.hang / 4)
             case do.Ask():
                 return on.Inquired(chance() < 0.8, ())
-            case do.Answer():
+            case do.AnswerQuestion():
                 return on.Inquired(open=False, stuck=())
             case do.Conclude(attempt):
                 return self.hung(self.bumped(attempt, Cause.HANG)) if chance() < 0.2 else on.Inquired(chance() < 0.8)
@@ -281,7 +281,7 @@ class Generation:
             case do.GoOn(attempt):
                 return on.YieldLooked(self.bumped(attempt, Cause.YIELDED) if chance() < 0.3 else None)
             case _:
-                return on.Done()
+                return on.ErrandDone()
 
     def finish_looked(self, attempt: int) -> on.FinishLooked:
         parted = self.random.random() < 0.3
@@ -326,8 +326,8 @@ class Generation:
             return
         assert self.errand is None, "over while an errand is under way"
         assert not any(rank.code is None for rank in self.all_ranks), "over while a rank is alive"
-        assert self.parted == (self.life.outcome is Outcome.FINISHED), "the agents part at most once"
-        if self.life.outcome is Outcome.FINISHED:
+        assert self.parted == (self.life.outcome is GenerationEnd.FINISHED), "the agents part at most once"
+        if self.life.outcome is GenerationEnd.FINISHED:
             assert self.finished_attempt == self.ranks[0].attempt
             assert all(rank.code == 0 for rank in self.ranks), "finished though a rank had not"
         if self.life.yielded:

@@ -206,13 +206,13 @@ def test_merging_keeps_the_tokenizer_that_came_with_the_adapter(tmp_path: Path, 
 def test_a_model_that_came_from_nxd_is_exported_with_its_end(tmp_path: Path) -> None:
     from trainium_trainer.checkpoint.storage.opening import open_storage
     from trainium_trainer.checkpoint.storage.protocol import Retry
-    from trainium_trainer.checkpoint.whole_tensors import Source, write_whole
+    from trainium_trainer.checkpoint.whole_tensors import TensorSource, write_whole
 
     model = save_base(tmp_path / "base", tie_word_embeddings=False)
     shape = BaseWeights.open(str(tmp_path / "base")).shape
     renumber_end(tmp_path / "tokenizer")
     sources = [
-        Source(f"model.{name}", tensor.dtype, tensor.shape, tensor.detach)
+        TensorSource(f"model.{name}", tensor.dtype, tensor.shape, tensor.detach)
         for name, tensor in always_ends(model).items()
     ]
     position = Position(step=3, samples=24, tokens=300)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.testing.trainer.base_models import write_run
 from trainium_contract.wire.checkpoint_manifest import COMMIT_NAME, milestone_name
-from trainium_trainer.artifacts.manifest import MANIFEST_NAME, PLAN_NAME, UNFINISHED, ArtifactManifest, Plan
+from trainium_trainer.artifacts.manifest import MANIFEST_NAME, PLAN_NAME, UNFINISHED, ArtifactManifest, WritePlan
 from trainium_trainer.artifacts.stage import write_artifacts, write_milestones
 from trainium_trainer.artifacts.writer import Alone
 
@@ -80,7 +80,7 @@ def test_what_a_killed_rank_has_begun_is_finished_at_the_next_milestone_or_the_e
     identity = ArtifactManifest.model_validate_json((model / MANIFEST_NAME).read_bytes()).identity
     (model / "config.json").unlink()
     (model / UNFINISHED).mkdir()
-    (model / PLAN_NAME).write_text(Plan(identity=identity, writers=1).model_dump_json(by_alias=True))
+    (model / PLAN_NAME).write_text(WritePlan(identity=identity, writers=1).model_dump_json(by_alias=True))
     assert made(run) == [2, 6, 8]
     assert (model / "config.json").exists()
     assert not (model / UNFINISHED).exists()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks.faults.__main__ import main
 from benchmarks.faults.document import table_line, write_document
-from benchmarks.faults.record import Outcome, RowResult, Spread, Where
+from benchmarks.faults.record import FaultRun, RowResult, Spread, Where
 from benchmarks.faults.row import Session
 from benchmarks.faults.stage import curve_digest
 from benchmarks.faults.table import ROWS
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import pytest
 
 
-def result(*outcomes: Outcome, **more: object) -> RowResult:
+def result(*outcomes: FaultRun, **more: object) -> RowResult:
     return RowResult("1", Where.REAL, 7, outcomes, **more)
 
 
@@ -32,23 +32,23 @@ def test_percentiles_are_values_that_were_measured() -> None:
 
 def test_a_row_passes_only_when_it_ran_and_nothing_was_wrong() -> None:
     assert not result().passed
-    assert result(Outcome(0)).passed
-    assert not result(Outcome(0), Outcome(1, wrong=("2 steps were lost",))).passed
-    assert not result(Outcome(0), wrong=("the curve differs",)).passed
+    assert result(FaultRun(0)).passed
+    assert not result(FaultRun(0), FaultRun(1, wrong=("2 steps were lost",))).passed
+    assert not result(FaultRun(0), wrong=("the curve differs",)).passed
 
 
 def test_blame_is_counted_among_the_runs_that_expect_one() -> None:
-    assert result(Outcome(0, blame=True), Outcome(1, blame=False), Outcome(2)).blamed_right == (1, 2)
+    assert result(FaultRun(0, blame=True), FaultRun(1, blame=False), FaultRun(2)).blamed_right == (1, 2)
 
 
 def test_a_result_is_read_back_as_it_was_written(tmp_path: Path) -> None:
-    written = result(Outcome(0, 0.1, 0.2, 1, True, ("wrong",), "w-1"), wrong=("all",), seconds=3.5, commits=("a",))
+    written = result(FaultRun(0, 0.1, 0.2, 1, True, ("wrong",), "w-1"), wrong=("all",), seconds=3.5, commits=("a",))
     written.save(tmp_path / "row.json")
     assert RowResult.load(tmp_path / "row.json") == written
 
 
 def test_a_failing_row_stays_in_the_table_with_its_sentence(tmp_path: Path) -> None:
-    outcomes = (Outcome(0, 0.5, 1.5, 0, True), Outcome(1, 0.7, 2.5, 3, False, ("3 steps were lost",)))
+    outcomes = (FaultRun(0, 0.5, 1.5, 0, True), FaultRun(1, 0.7, 2.5, 3, False, ("3 steps were lost",)))
     result(*outcomes).save(tmp_path / "01-local.json")
     write_document(tmp_path, tmp_path / "table.md")
     text = (tmp_path / "table.md").read_text()
@@ -59,7 +59,7 @@ def test_a_failing_row_stays_in_the_table_with_its_sentence(tmp_path: Path) -> N
 def test_a_row_that_was_not_played_again_keeps_its_line_and_is_marked_as_older(tmp_path: Path) -> None:
     table = tmp_path / "table.md"
     for name in ("01-local", "05-kubelet"):
-        result(Outcome(0, 0.5, 1.5, 0, True)).save(tmp_path / f"{name}.json")
+        result(FaultRun(0, 0.5, 1.5, 0, True)).save(tmp_path / f"{name}.json")
     write_document(tmp_path, table)
     before = [line for line in table.read_text().splitlines() if "0.50 / 0.50 / 0.50" in line]
     for path in tmp_path.glob("*.json"):
@@ -74,7 +74,7 @@ def test_a_row_that_was_not_played_again_keeps_its_line_and_is_marked_as_older(t
 def test_rows_that_were_not_asked_for_keep_their_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other, played = tmp_path / "01-local.json", tmp_path / "32-local.json"
     for path in (other, played):
-        result(Outcome(0, 0.5, 1.5, 0, True)).save(path)
+        result(FaultRun(0, 0.5, 1.5, 0, True)).save(path)
     kept = other.read_bytes()
     options = ["--rows", "32", "--runs", "1", "--seed", "3", "--results", str(tmp_path), "--no-document"]
     monkeypatch.setattr(sys, "argv", ["faults", *options])

@@ -22,7 +22,7 @@ from trainium_client.render.tables import goodput_page, history_page, machines_p
 from trainium_client.views.machines import find_machine, machine_views
 from trainium_client.views.sizes import size_rows
 from trainium_client.views.story import MOST_LINES, tell
-from trainium_contract.pages.job_page import Report, report_html
+from trainium_contract.pages.job_page import JobReport, report_html
 from trainium_contract.pages.words import duration
 from trainium_contract.views.events import event_views
 from trainium_contract.views.interruptions import interruptions
@@ -33,10 +33,10 @@ from trainium_contract.views.workers import Members, members_view, pod_rows, ran
 from trainium_contract.wire.recorded_membership import LARGEST_TEXT, members_of, recorded_membership
 
 if TYPE_CHECKING:
-    from trainium_contract.views.job import JobView
+    from trainium_contract.views.job import JobScreen
 
 
-def screen(name: str = "job", **changes: Any) -> JobView:
+def screen(name: str = "job", **changes: Any) -> JobScreen:
     job = recorded(name)
     job["status"] |= changes
     workers = workers_view(pod_rows(recorded("pods")), members())
@@ -47,7 +47,7 @@ def members() -> Members:
     return members_view(recorded_membership(recorded("membership")))
 
 
-def page(view: JobView, width: int = 100, *, colour: bool = False) -> str:
+def page(view: JobScreen, width: int = 100, *, colour: bool = False) -> str:
     return show(status_page(view, now=NOW, width=width), width=width, colour=colour)
 
 
@@ -200,7 +200,7 @@ def test_the_stage_decide_is_told_as_the_wait_for_a_worker_in_the_story_and_in_t
     ledger = show(goodput_page(job_view(job, now=NOW).goodput, 100), width=100, colour=False)
     assert re.search(r"Decide \(wait for a worker\) +41\.0", ledger)
     assert "Decide (wait for a worker): 41.0 s" in report_html(
-        Report(job_view(job, now=NOW), (), None, None, (), ()), NOW
+        JobReport(job_view(job, now=NOW), (), None, None, (), ()), NOW
     )
 
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tests.testing.api.recorded_jobs import NOW, ApiServer, recorded, recorded_answers
 from tests.testing.page.html_page import Page
 from trainium_client.commands.main import main
-from trainium_contract.pages.job_page import Report, report_html
-from trainium_contract.pages.svg import Axis
+from trainium_contract.pages.job_page import JobReport, report_html
+from trainium_contract.pages.svg import LinearScale
 from trainium_contract.views.checkpoints import CheckpointRow, metrics_path, where_kept
 from trainium_contract.views.curve import MOST_POINTS, read_curve
 from trainium_contract.views.events import event_views
@@ -34,7 +34,7 @@ def lines(steps: int) -> list[str]:
     return [json.dumps({"step": step, "loss": 6 - step / steps, "tokensPerSecond": 10.0}) for step in range(steps)]
 
 
-def full() -> Report:
+def full() -> JobReport:
     job = recorded("job")
     view = job_view(job, now=NOW, events=event_views(recorded("events")["items"]))
     view = replace(
@@ -50,7 +50,7 @@ def full() -> Report:
     )
     members = Members(3, 32, (MemberRow(0, HOSTILE, HOSTILE), MemberRow(1, "w-1", "n-1")))
     row = CheckpointRow(HOSTILE, "committed", 254, 2**20, None, "2x1x1", NOW - 60, HOSTILE)
-    return Report(view, entries, members, (row,), read_curve(lines(300)), (HOSTILE,))
+    return JobReport(view, entries, members, (row,), read_curve(lines(300)), (HOSTILE,))
 
 
 def test_nothing_hostile_becomes_an_element_and_nothing_comes_from_outside() -> None:
@@ -79,14 +79,14 @@ def test_the_page_of_a_failed_job_says_what_was_changed_since() -> None:
     job["metadata"]["generation"] = job["status"]["observedGeneration"] = 2
     change = {"field": "trainer.data.source", "was": '"/a<b>"', "now": '"/c"'}
     job["status"]["failedSpec"] = {"changes": [change]}
-    html = report_html(Report(job_view(job, now=NOW), (), None, None, (), ()), NOW)
+    html = report_html(JobReport(job_view(job, now=NOW), (), None, None, (), ()), NOW)
     assert "Changed since it failed: trainer.data.source (was &quot;/a&lt;b&gt;&quot;, is &quot;/c&quot;)" in html
 
 
 def test_a_job_that_has_only_begun_has_a_page_too() -> None:
     job = {key: value for key, value in recorded("job").items() if key != "status"}
 
-    page = Page(report_html(Report(job_view(job, now=NOW), (), None, None, (), ()), NOW))
+    page = Page(report_html(JobReport(job_view(job, now=NOW), (), None, None, (), ()), NOW))
 
     assert page.open == []
     assert "not answered yet" in page.said
@@ -94,7 +94,7 @@ def test_a_job_that_has_only_begun_has_a_page_too() -> None:
 
 @given(st.floats(allow_nan=False), st.floats(allow_nan=False), st.integers(2, 8))
 def test_an_axis_has_a_few_marks_of_any_two_values_in_its_range(low: float, high: float, count: int) -> None:
-    axis = Axis(min(low, high), max(low, high), 0.0, 100.0)
+    axis = LinearScale(min(low, high), max(low, high), 0.0, 100.0)
 
     marks = axis.marks(count)
 
@@ -107,7 +107,7 @@ def test_an_axis_has_a_few_marks_of_any_two_values_in_its_range(low: float, high
     [(0, 299, [0, 50, 100, 150, 200, 250]), (5, 6, [5, 5.2, 5.4, 5.6, 5.8, 6]), (4, 4, [3.6, 3.8, 4, 4.2, 4.4])],
 )
 def test_marks_are_round_numbers(low: float, high: float, marks: list[float]) -> None:
-    assert Axis(low, high, 0, 1).marks(6 if high > 9 else 4) == pytest.approx(marks)
+    assert LinearScale(low, high, 0, 1).marks(6 if high > 9 else 4) == pytest.approx(marks)
 
 
 def test_a_number_without_an_end_is_none() -> None:

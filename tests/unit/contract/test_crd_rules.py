@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from trainium_contract.definition.activity_rules import ACTIVITY_RULES, CONTROLLER_RULES
-from trainium_contract.definition.cel import Reason, Rule
+from trainium_contract.definition.cel import RefusalReason, Rule
 from trainium_contract.definition.claim_rules import CLAIM_RULES
 from trainium_contract.definition.crd import object_schema
 from trainium_contract.definition.recovery_rules import BY_CAUSE_RULES, RECOVERY_RULE_RULES
@@ -59,14 +59,16 @@ def test_a_rule_has_one_sentence_in_one_line(rule: Rule, schema: dict[str, Any])
 
 
 def test_everything_in_the_trainer_but_the_monitor_is_fixed_while_the_job_runs() -> None:
-    fixed = {rule.field for rule in ROOT_RULES if rule.reason is Reason.FORBIDDEN and rule.field.startswith(".spec")}
+    fixed = {
+        rule.field for rule in ROOT_RULES if rule.reason is RefusalReason.FORBIDDEN and rule.field.startswith(".spec")
+    }
     trainer = {f".spec.trainer.{field.alias}" for name, field in TrainerSpec.model_fields.items() if name != "monitor"}
     assert fixed == trainer | {".spec.parallelism", ".spec.workers.accelerator", ".spec.checkpoint.storage"}
 
 
 def test_a_field_that_is_compared_as_a_whole_always_has_a_value() -> None:
     for rule in ROOT_RULES:
-        if rule.reason is Reason.FORBIDDEN and "has(self." not in rule.rule:
+        if rule.reason is RefusalReason.FORBIDDEN and "has(self." not in rule.rule:
             node = ROOT
             for name in rule.field.split(".")[1:]:
                 node = node["properties"][name]

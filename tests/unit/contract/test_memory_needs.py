@@ -10,8 +10,8 @@ from trainium_contract.needs.memory_needs import (
     KEPT_FILES,
     OWN_FILES,
     Layouts,
+    MemorySetting,
     ModelSizes,
-    Setting,
     Trained,
     needs,
     parameters_of_rank,
@@ -31,7 +31,7 @@ MODEL = ModelSizes(
     vocabulary=SHAPE.vocab_size,
 )
 N = 8
-SETTING = Setting(
+SETTING = MemorySetting(
     tensor=1,
     pipeline=1,
     data_parallel=N,

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from trainium_contract.wire.messages import Alert, HeartbeatRequest, Progress, WorkerPhase
 from trainium_contract.wire.stream import (
     HEAD_BYTES,
+    FrameKind,
     FrameReader,
     FrameTooLongError,
-    Kind,
     frame,
     head_of,
     share_of_pause,
@@ -23,10 +23,12 @@ from trainium_contract.wire.stream import (
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from(Kind), st.binary(max_size=300)), max_size=8),
+    st.lists(st.tuples(st.sampled_from(FrameKind), st.binary(max_size=300)), max_size=8),
     st.lists(st.integers(1, 40), min_size=1, max_size=12),
 )
-def test_frames_come_out_as_they_went_in_however_they_were_cut(said: list[tuple[Kind, bytes]], cuts: list[int]) -> None:
+def test_frames_come_out_as_they_went_in_however_they_were_cut(
+    said: list[tuple[FrameKind, bytes]], cuts: list[int]
+) -> None:
     wire, reader, heard = b"".join(frame(kind, payload) for kind, payload in said), FrameReader(300), []
     at = turn = 0
     while at < len(wire):
@@ -47,8 +49,8 @@ def test_whatever_comes_no_more_is_kept_than_one_frame_may_have(data: bytes, lon
 
 
 def test_a_frame_that_is_too_long_is_refused_before_its_payload_is_there() -> None:
-    head = frame(Kind.HEARTBEAT, b"x" * 11)[:HEAD_BYTES]
-    assert head_of(head) == (Kind.HEARTBEAT, 11)
+    head = frame(FrameKind.HEARTBEAT, b"x" * 11)[:HEAD_BYTES]
+    assert head_of(head) == (FrameKind.HEARTBEAT, 11)
     with pytest.raises(FrameTooLongError):
         list(FrameReader(10).frames(head))
 

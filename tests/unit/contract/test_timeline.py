@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.testing.api.recorded_jobs import NOW, recorded
 from tests.testing.page.html_page import Page
-from trainium_contract.pages.job_page import Report, live_job_html, report_html
+from trainium_contract.pages.job_page import JobReport, live_job_html, report_html
 from trainium_contract.pages.svg import time_marks, timeline
 from trainium_contract.views.interruptions import InterruptionView, interruptions
 from trainium_contract.views.job_from_status import job_view

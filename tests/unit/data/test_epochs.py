@@ -13,7 +13,7 @@ from tests.testing.suite.trials import trials
 from tests.testing.trainer.data_files import config, json_lines
 from trainium_trainer.data.batches.loader import Loader, SampleMaker
 from trainium_trainer.data.batches.order import Mixture
-from trainium_trainer.data.batches.samples import Part, Rules, Samples
+from trainium_trainer.data.batches.samples import SampleRules, Samples, TextPart
 from trainium_trainer.data.batches.share import Share
 from trainium_trainer.data.opening import open_data
 from trainium_trainer.exits import UserError
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-RULES = Rules(sequence_length=8, vocabulary=2**16)
+RULES = SampleRules(sequence_length=8, vocabulary=2**16)
 
 
 class Counting:
@@ -38,7 +38,7 @@ class Counting:
 
 
 def samples(*counts: int, batch: int | None) -> Samples:
-    parts = [Part(f"s{number}", Counting(count * 8 + 1, 10_000 * number)) for number, count in enumerate(counts)]
+    parts = [TextPart(f"s{number}", Counting(count * 8 + 1, 10_000 * number)) for number, count in enumerate(counts)]
     return Samples(parts, Mixture([1.0] * len(counts), 3), seed=3, rules=RULES, epoch_batch=batch)
 
 

@@ -16,7 +16,7 @@ from tests.testing.trainer.example_files import CHAT, config, opened, records, t
 from trainium_trainer.data.batches.order import EpochOrder
 from trainium_trainer.data.examples import build
 from trainium_trainer.data.examples.held_out import held_out, prompt_ids_of, prompt_of
-from trainium_trainer.data.examples.store import Stored
+from trainium_trainer.data.examples.store import StoredExamples
 from trainium_trainer.data.opening import open_data
 from trainium_trainer.data.tokens.tokenizer import load_tokenizer
 from trainium_trainer.exits import UserError
@@ -135,7 +135,7 @@ def test_a_damaged_folder_is_refused_before_anything_is_read_of_it(tmp_path: Pat
     (folder,) = (tmp_path / "cache").glob("examples-*[0-9a-f]")
     os.truncate(folder / "ids.bin", 10)
     with pytest.raises(UserError, match=r"ids.bin: does not have the \d+ bytes that it should: remove"):
-        Stored(folder)
+        StoredExamples(folder)
 
 
 def test_what_is_held_back_is_never_trained_on_and_stays_so_when_records_are_added(

@@ -21,7 +21,7 @@ from trainium_trainer.data.online.lanes import LanePlan, Lanes, TextBlocks
 from trainium_trainer.data.online.streams import Streams
 from trainium_trainer.data.opening import Data, open_data
 from trainium_trainer.data.streaming import open_loader
-from trainium_trainer.data.tokens.encoding import Encoder
+from trainium_trainer.data.tokens.encoding import DocumentEncoder
 from trainium_trainer.data.tokens.tokenizer import load_tokenizer
 from trainium_trainer.data.workers.pool import WorkerError
 from trainium_trainer.exits import UserError
@@ -60,7 +60,7 @@ def blocks_of(plan: LanePlan, source: int = 0) -> TextBlocks:
     given = plan.sources[source]
     assert given.table is not None
     table = np.load(given.table)[: given.blocks]
-    return TextBlocks(given.spec.open(), table, Encoder(Path(plan.tokenizer)), plan.held_back)
+    return TextBlocks(given.spec.open(), table, DocumentEncoder(Path(plan.tokenizer)), plan.held_back)
 
 
 def rows(data: Data, share: Share, steps: Sequence[int], notes: Path | None = None) -> list[list[int]]:

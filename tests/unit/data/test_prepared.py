@@ -18,7 +18,7 @@ from tests.testing.trainer.data_files import END, TEXTS, config, decoded, json_l
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer import cli
-from trainium_trainer.data.prepared.build import Progress, Recipe, build
+from trainium_trainer.data.prepared.build import BuildProgress, PreparedRecipe, build
 from trainium_trainer.data.prepared.cache import vocabulary_of_data
 from trainium_trainer.data.prepared.prepared import Prepared, Selection, watching
 from trainium_trainer.data.sources.files import DataFile
@@ -45,8 +45,8 @@ def many(path: Path, count: int = 400) -> list[str]:
     return texts
 
 
-def recipe(path: Path, tokenizer: Path) -> Recipe:
-    return Recipe((SourceSpec(str(path), "text"),), tokenizer, 0)
+def recipe(path: Path, tokenizer: Path) -> PreparedRecipe:
+    return PreparedRecipe((SourceSpec(str(path), "text"),), tokenizer, 0)
 
 
 # ---- the cache ------------------------------------------------------------------------------------------------------
@@ -455,7 +455,7 @@ def test_a_tokenizer_that_differs_from_the_prepared_datas_is_refused(tmp_path: P
 
 def test_the_progress_of_a_build_reaches_its_end(tmp_path: Path, tokenizer: Path) -> None:
     many(tmp_path / "d.jsonl")
-    seen: list[Progress] = []
+    seen: list[BuildProgress] = []
     build(tmp_path / "made", recipe(tmp_path / "d.jsonl", tokenizer), "k", workers=1, progress=seen.append)
     assert seen[-1].bytes == seen[-1].total_bytes
     assert seen[-1].documents == 400

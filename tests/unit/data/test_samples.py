@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.testing.suite.trials import trials
 from trainium_trainer.data.batches.loader import Loader, SampleMaker, validation_batches
 from trainium_trainer.data.batches.order import WINDOW, Mixture, Permutation
-from trainium_trainer.data.batches.samples import Part, Rules, Samples, ValidationSet
+from trainium_trainer.data.batches.samples import SampleRules, Samples, TextPart, ValidationSet
 from trainium_trainer.data.batches.share import Share
 from trainium_trainer.exits import UserError
 
@@ -32,15 +32,15 @@ class Counting:
         return np.arange(self.first + start, self.first + stop, dtype=np.uint16)
 
 
-RULES = Rules(sequence_length=8, vocabulary=2**16)
+RULES = SampleRules(sequence_length=8, vocabulary=2**16)
 
 
 def loader_of(data: Samples, *, ahead: int = 1, **share: int) -> Loader:
     return Loader(SampleMaker(data, Share(**share)), global_size=share["global_size"], ahead=ahead)
 
 
-def samples(*counts: int, weights: tuple[float, ...] = (), seed: int = 3, rules: Rules = RULES) -> Samples:
-    parts = [Part(f"s{number}", Counting(count * 8 + 1, 10_000 * number)) for number, count in enumerate(counts)]
+def samples(*counts: int, weights: tuple[float, ...] = (), seed: int = 3, rules: SampleRules = RULES) -> Samples:
+    parts = [TextPart(f"s{number}", Counting(count * 8 + 1, 10_000 * number)) for number, count in enumerate(counts)]
     return Samples(parts, Mixture(weights or (1.0,) * len(counts), seed), seed=seed, rules=rules)
 
 
@@ -91,7 +91,7 @@ def test_a_loader_may_be_asked_for_any_position() -> None:
 
 
 def test_labels_are_the_next_tokens_and_the_rest_of_the_last_sample_is_kept() -> None:
-    data = Samples([Part("s", Counting(21))], Mixture([1], 0), seed=0, rules=RULES)
+    data = Samples([TextPart("s", Counting(21))], Mixture([1], 0), seed=0, rules=RULES)
     assert data.num_samples == 3
     loader = loader_of(data, global_size=3, micro_size=3, dp_rank=0, dp_size=1)
     (batch,) = loader.batch_at(0).micro_batches
@@ -105,7 +105,7 @@ def test_labels_are_the_next_tokens_and_the_rest_of_the_last_sample_is_kept() ->
 
 
 def test_ids_beyond_the_vocabulary_are_refused_before_they_reach_a_device() -> None:
-    data = samples(20, rules=Rules(sequence_length=8, vocabulary=40))
+    data = samples(20, rules=SampleRules(sequence_length=8, vocabulary=40))
     loader = loader_of(data, global_size=20, micro_size=20, dp_rank=0, dp_size=1)
     with pytest.raises(UserError, match=r"data.source s0: holds token id .* but the vocabulary has 40 entries"):
         loader.batch_at(0)
@@ -167,8 +167,8 @@ def test_masked_documents_have_positions_of_their_own_and_nobody_guesses_how_the
         def read(self, start: int, stop: int) -> NDArray[Any]:
             return tokens[start:stop]
 
-    rules = Rules(sequence_length=8, vocabulary=16, end_of_document=0)
-    data = Samples([Part("s", Fixed())], Mixture([1], 0), seed=0, rules=rules)
+    rules = SampleRules(sequence_length=8, vocabulary=16, end_of_document=0)
+    data = Samples([TextPart("s", Fixed())], Mixture([1], 0), seed=0, rules=rules)
     loader = loader_of(data, global_size=1, micro_size=1, dp_rank=0, dp_size=1)
     (batch,) = loader.batch_at(0).micro_batches
     loader.close()

@@ -17,7 +17,7 @@ from trainium_contract.sizes import BatchShape, SizeRule, likely_first, passes, 
 from trainium_trainer.backends.mesh import place_of
 from trainium_trainer.data.batches.loader import Loader, RankBatch, SampleMaker
 from trainium_trainer.data.batches.order import Mixture
-from trainium_trainer.data.batches.samples import Part, Rules, Samples
+from trainium_trainer.data.batches.samples import SampleRules, Samples, TextPart
 from trainium_trainer.data.batches.share import Share
 from trainium_trainer.models.loss import IGNORED_LABEL
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 LENGTH = 4
-RULES = Rules(sequence_length=LENGTH, vocabulary=2**16)
+RULES = SampleRules(sequence_length=LENGTH, vocabulary=2**16)
 BATCHES = st.integers(1, 70)
 DEGREES = st.integers(1, 24)
 
@@ -47,7 +47,7 @@ def shares(global_size: int, micro_size: int, dp_size: int) -> list[Share]:
 
 
 def samples(count: int) -> Samples:
-    return Samples([Part("s", Counting(count * LENGTH + 1))], Mixture([1.0], 3), seed=3, rules=RULES)
+    return Samples([TextPart("s", Counting(count * LENGTH + 1))], Mixture([1.0], 3), seed=3, rules=RULES)
 
 
 def step_at(data: Samples, share: Share, position: int) -> RankBatch:

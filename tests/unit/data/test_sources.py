@@ -24,7 +24,7 @@ from tests.testing.trainer.data_files import (
 )
 from trainium_contract.exit_codes import ExitCode
 from trainium_trainer.data.batches.samples import Samples
-from trainium_trainer.data.sources.documents import Piece, Skipped
+from trainium_trainer.data.sources.documents import Skipped, TextPiece
 from trainium_trainer.data.sources.resolve import open_source
 from trainium_trainer.exits import UserError
 
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def pieces(source: str, target: int) -> list[Piece]:
+def pieces(source: str, target: int) -> list[TextPiece]:
     opened = open_source(source, "text")
     items = [item for block in opened.blocks(target) for item in opened.read(block)]
     assert not [item for item in items if isinstance(item, Skipped)]
-    return [item for item in items if isinstance(item, Piece)]
+    return [item for item in items if isinstance(item, TextPiece)]
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -181,7 +181,7 @@ def test_rows_that_are_not_utf_8_are_skipped_one_by_one(tmp_path: Path) -> None:
     parquet.write_table(pa.table({"text": texts}), tmp_path / "d.parquet")
     opened = open_source(str(tmp_path / "d.parquet"), "text")
     items = [item for block in opened.blocks(10**6) for item in opened.read(block)]
-    assert [item.text[:4] for item in items if isinstance(item, Piece)] == ["fine", "good"]
+    assert [item.text[:4] for item in items if isinstance(item, TextPiece)] == ["fine", "good"]
     (skipped,) = [item for item in items if isinstance(item, Skipped)]
     assert skipped.sentence().endswith("d.parquet row 2: not UTF-8 text at byte 3 of it")
 
@@ -220,7 +220,7 @@ def test_the_python_documentation_is_real_text_in_a_fixed_order() -> None:
 
     def head() -> list[str]:
         found = source.read(block)
-        return [item.text for item in (next(found) for _ in range(30)) if isinstance(item, Piece)]
+        return [item.text for item in (next(found) for _ in range(30)) if isinstance(item, TextPiece)]
 
     first = head()
     assert first == head()

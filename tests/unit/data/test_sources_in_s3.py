@@ -16,7 +16,7 @@ from trainium_trainer import exits
 from trainium_trainer.data.examples.held_out import held_out
 from trainium_trainer.data.prepared.cache import vocabulary_of_data
 from trainium_trainer.data.sources import files
-from trainium_trainer.data.sources.documents import Piece
+from trainium_trainer.data.sources.documents import TextPiece
 from trainium_trainer.data.sources.resolve import open_source
 from trainium_trainer.exits import StorageError, UserError
 
@@ -50,7 +50,7 @@ def test_every_format_is_read_from_s3(server: S3Server, tmp_path: Path, name: st
     blocks = opened.blocks(300)
     assert opened.named(blocks[0]) == f"s3://bucket/data/{name}"
     pieces = [piece for block in blocks for piece in opened.read(block)]
-    assert [piece.text for piece in pieces if isinstance(piece, Piece)] == TEXTS
+    assert [piece.text for piece in pieces if isinstance(piece, TextPiece)] == TEXTS
 
 
 def test_a_prefix_and_a_pattern_name_objects_in_the_order_of_their_names(server: S3Server, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from trainium_devcluster.binaries.catalog import (
 from trainium_devcluster.binaries.download import DownloadError, Limits, UnreachableError, download_program
 from trainium_devcluster.binaries.toolchain import Go, find_go
 from trainium_devcluster.errors import ClusterError
-from trainium_devcluster.progress import Progress
+from trainium_devcluster.progress import ProgressLines
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -387,7 +387,7 @@ def test_an_old_go_gives_way_to_an_installed_toolchain(tmp_path: Path, monkeypat
 
 def test_progress_tells_the_age_of_a_long_step() -> None:
     lines: list[str] = []
-    progress = Progress(2, lines.append, tick_seconds=0.01)
+    progress = ProgressLines(2, lines.append, tick_seconds=0.01)
     with progress.step("building helm"):
         deadline = time.monotonic() + 5
         while not any("..." in line for line in lines) and time.monotonic() < deadline:

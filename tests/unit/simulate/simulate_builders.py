@@ -11,7 +11,7 @@ from trainium_operator.simulate.virtual.schedule import Fault
 from trainium_operator.simulate.virtual.world import Setting, World
 
 if TYPE_CHECKING:
-    from trainium_operator.simulate.virtual.outcome import Outcome, Recovery
+    from trainium_operator.simulate.virtual.outcome import Recovery, SimulationResult
 
 HOUR = 3600.0
 DAY = 24 * HOUR
@@ -33,11 +33,11 @@ def world(job: TrainingJobSpec | None = None, *, days: float = 1.0, **stages: fl
     return World(setting)
 
 
-def live(*faults: Fault, job: TrainingJobSpec | None = None, days: float = 1.0, **stages: float) -> Outcome:
+def live(*faults: Fault, job: TrainingJobSpec | None = None, days: float = 1.0, **stages: float) -> SimulationResult:
     return world(job, days=days, **stages).live(faults)
 
 
-def only(outcome: Outcome) -> Recovery:
+def only(outcome: SimulationResult) -> Recovery:
     """The one recovery of a run."""
     assert len(outcome.recoveries) == 1, outcome.recoveries
     return outcome.recoveries[0]

@@ -16,12 +16,12 @@ from trainium_operator.simulate.virtual.schedule import Fault, draw
 from trainium_operator.simulate.virtual.world import Setting, World
 
 if TYPE_CHECKING:
-    from trainium_operator.simulate.virtual.outcome import Outcome
+    from trainium_operator.simulate.virtual.outcome import SimulationResult
 
 TAKES: dict[str, Any] = {"elasticity": {"idleNodes": "Take"}, "recovery": {"rescaleAfterSeconds": 60}}
 
 
-def live(*faults: Fault, shared: int = 4, most: int = 8, **changes: Any) -> Outcome:
+def live(*faults: Fault, shared: int = 4, most: int = 8, **changes: Any) -> SimulationResult:
     job = spec(4, 0, **{"workers": {"maxReplicas": most}, **TAKES, **changes})
     return World(Setting(spec=job, stages=StageTimes(), model=FailureModel(), days=1.0, shared=shared)).live(faults)
 

@@ -10,15 +10,15 @@ from tests.testing.suite.virtual_time import run_virtual
 from trainium_operator.cluster.api import errors
 from trainium_operator.cluster.api.client import ATTEMPTS, Api
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, JOBS, LEASES, PODS
-from trainium_operator.cluster.api.transport import Answer, ConnectionFailedError
+from trainium_operator.cluster.api.transport import ConnectionFailedError, HttpResponse
 
 BODY = {"metadata": {"name": "a"}}
 
 
-def failing(times: int, outcome: Answer | Exception) -> Fault:
+def failing(times: int, outcome: HttpResponse | Exception) -> Fault:
     left = [times]
 
-    def fault(_method: str, _path: str) -> Answer | Exception | None:
+    def fault(_method: str, _path: str) -> HttpResponse | Exception | None:
         left[0] -= 1
         return outcome if left[0] >= 0 else None
 
@@ -35,7 +35,7 @@ def failing(times: int, outcome: Answer | Exception) -> Fault:
         ConnectionFailedError("reset"),
     ],
 )
-def test_every_verb_is_repeated_when_the_server_is_overloaded_or_away(outcome: Answer | Exception) -> None:
+def test_every_verb_is_repeated_when_the_server_is_overloaded_or_away(outcome: HttpResponse | Exception) -> None:
     async def scenario() -> None:
         cluster = FakeCluster()
         cluster.faults.append(failing(3, outcome))
@@ -98,7 +98,7 @@ def test_other_refusals_are_raised_at_once_by_kind_and_with_the_servers_sentence
 def test_an_answer_that_is_not_json_is_still_an_error_with_its_status() -> None:
     async def scenario() -> None:
         cluster = FakeCluster()
-        cluster.faults.append(lambda *_: Answer(502, {}, b"<html>bad gateway</html>"))
+        cluster.faults.append(lambda *_: HttpResponse(502, {}, b"<html>bad gateway</html>"))
         with pytest.raises(errors.UnavailableError, match=r"HTTP 502.*bad gateway"):
             await Api(cluster).get(CONFIG_MAPS, "default", "a", attempts=1)
 

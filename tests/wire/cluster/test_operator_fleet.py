@@ -12,7 +12,7 @@ from tests.testing.suite.virtual_time import run_virtual, settle
 from tests.testing.virtual.operator_process import training_job, until, wall_clock
 from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, JOBS, NODES, PODS
-from trainium_operator.cluster.fleet.fleet_reconciler import LOOK_SECONDS, Fleet
+from trainium_operator.cluster.fleet.fleet_reconciler import LOOK_SECONDS, FleetReconciler
 from trainium_operator.cluster.fleet.fleet_record import decode
 from trainium_operator.plan.fleet.memory import MachineState
 from trainium_operator.plan.model.node_labels import TAINT_QUARANTINED
@@ -36,7 +36,7 @@ class Replica:
         self.changes = 0
         self.api = api = Api(cluster)
         self.caches = make_caches(api, Settings())
-        self.fleet = Fleet(
+        self.fleet = FleetReconciler(
             api,
             self.caches,
             self.leading,

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
     from tests.testing.api.fake_kubernetes import Write
-    from trainium_operator.cluster.api.transport import Answer
+    from trainium_operator.cluster.api.transport import HttpResponse
 
 BASE = "llama-quota-0"
 STEP = "llama-quota-1"
@@ -233,15 +233,15 @@ class Unreadable:
     """Workloads can be neither listed nor watched while `answer` is set."""
 
     def __init__(self, seen: World) -> None:
-        self.answer: Answer | None = None
+        self.answer: HttpResponse | None = None
         self._cluster = seen.cluster
         seen.cluster.faults.append(self._judge)
 
-    def set(self, answer: Answer | None) -> None:
+    def set(self, answer: HttpResponse | None) -> None:
         self.answer = answer
         self._cluster.drop_streams()
 
-    def _judge(self, method: str, path: str) -> Answer | None:
+    def _judge(self, method: str, path: str) -> HttpResponse | None:
         return self.answer if method in {"GET", "WATCH"} and path.endswith("/workloads") else None
 
 

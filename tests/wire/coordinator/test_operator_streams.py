@@ -48,14 +48,14 @@ class Talker:
                     return 0, None
                 self._come += self._frames.frames(data)
         kind, payload = self._come.pop(0)
-        if kind == Kind.PACKED_MEMBERSHIP:
+        if kind == FrameKind.PACKED_MEMBERSHIP:
             payload = gzip.decompress(payload)
         return kind, json.loads(payload)
 
     async def refusal(self) -> tuple[int, str]:
         """The last word: its status and sentence, and nothing after it."""
         kind, said = await self.next()
-        assert kind == Kind.REFUSED
+        assert kind == FrameKind.REFUSED
         assert await self.next() == (0, None)
         return said["status"], said["error"]
 
@@ -88,9 +88,9 @@ class Site(World):
         """One that is open and registered."""
         status, talker = await self.ask(pod, after=after)
         assert status == 101
-        talker.send(Kind.REGISTER, register(pod))
+        talker.send(FrameKind.REGISTER, register(pod))
         kind, welcome = await talker.next()
-        assert kind == Kind.WELCOME
+        assert kind == FrameKind.WELCOME
         assert welcome["heartbeatSeconds"] == 1.0
         return talker
 
@@ -120,13 +120,13 @@ async def serving() -> AsyncIterator[Site]:
 
 async def test_one_connection_registers_beats_and_brings_memberships(site: Site) -> None:
     talker = await site.stream()
-    talker.send(Kind.HEARTBEAT, heartbeat(generation=0, phase="Standby"))
+    talker.send(FrameKind.HEARTBEAT, heartbeat(generation=0, phase="Standby"))
     kind, heard = await talker.next()
     assert (kind, heard["generation"]) == (Kind.HEARD, 0)
     assert abs(heard["time"] - time.time()) < patient(GENEROUS)
     site.state.publish(LLAMA, membership(1))
     kind, brought = await talker.next()
-    assert (kind, brought["generation"], len(brought["members"])) == (Kind.MEMBERSHIP, 1, 2)
+    assert (kind, brought["generation"], len(brought["members"])) == (FrameKind.MEMBERSHIP, 1, 2)
     assert site.server.reception.connections == 0, "nothing of HTTP is kept for it"
 
 
@@ -134,23 +134,23 @@ async def test_what_an_agent_knows_is_not_brought_again_and_large_memberships_co
     site.state.publish(LLAMA, membership(3, *(f"w-{each}" for each in range(200))))
     behind, abreast = await site.stream("w-0", after=2), await site.stream("w-1", after=3)
     kind, brought = await behind.next()
-    assert (kind, len(brought["members"])) == (Kind.PACKED_MEMBERSHIP, 200)
+    assert (kind, len(brought["members"])) == (FrameKind.PACKED_MEMBERSHIP, 200)
     site.state.publish(LLAMA, membership(4, "w-0", "w-1"))
     assert (await behind.next())[1]["generation"] == (await abreast.next())[1]["generation"] == 4
 
 
 async def test_a_sign_of_life_keeps_an_agent_heard_and_is_not_answered(site: Site) -> None:
     talker = await site.stream()
-    talker.send(Kind.HEARTBEAT, heartbeat(generation=0, phase="Standby"))
-    assert (await talker.next())[0] == Kind.HEARD
+    talker.send(FrameKind.HEARTBEAT, heartbeat(generation=0, phase="Standby"))
+    assert (await talker.next())[0] == FrameKind.HEARD
     before = site.state.agents(LLAMA)["uid-w-0"]
-    talker.send(Kind.ALIVE)
+    talker.send(FrameKind.ALIVE)
     talker.send(99, {"of": "a newer agent"})
-    talker.send(Kind.HEARTBEAT, heartbeat(generation=0, phase="Standby", ready=True))
-    assert (await talker.next())[0] == Kind.HEARD, "of the heartbeat; nothing else was answered"
+    talker.send(FrameKind.HEARTBEAT, heartbeat(generation=0, phase="Standby", ready=True))
+    assert (await talker.next())[0] == FrameKind.HEARD, "of the heartbeat; nothing else was answered"
     after = site.state.agents(LLAMA)["uid-w-0"]
     assert after.heard > before.heard
-    talker.send(Kind.ALIVE)
+    talker.send(FrameKind.ALIVE)
     for _ in range(200):
         if site.state.agents(LLAMA)["uid-w-0"].heard > after.heard:
             break
@@ -160,7 +160,7 @@ async def test_a_sign_of_life_keeps_an_agent_heard_and_is_not_answered(site: Sit
 
 async def test_heartbeats_may_be_the_rarer_the_more_agents_a_job_has(site: Site) -> None:
     talkers = [await site.stream(f"w-{each}") for each in range(24)]
-    talkers[0].send(Kind.HEARTBEAT, heartbeat(generation=0, phase="Standby"))
+    talkers[0].send(FrameKind.HEARTBEAT, heartbeat(generation=0, phase="Standby"))
     assert (await talkers[0].next())[1]["detailSeconds"] == 24 / DETAILS_A_SECOND
     status, answer = await post(site, heartbeat(generation=0, phase="Standby"))
     assert (status, answer) == (200, {"protocol": 2, "generation": 0}), "who asks by HTTP has no stream to save"
@@ -181,24 +181,24 @@ async def test_an_older_generation_is_refused_and_the_stream_goes_on(site: Site)
     talker = await site.stream()
     site.state.publish(LLAMA, membership(5))
     assert (await talker.next())[1]["generation"] == 5
-    talker.send(Kind.HEARTBEAT, heartbeat(generation=4))
+    talker.send(FrameKind.HEARTBEAT, heartbeat(generation=4))
     kind, said = await talker.next()
-    assert (kind, said["status"], said["generation"]) == (Kind.REFUSED, 409, 5)
-    talker.send(Kind.HEARTBEAT, heartbeat(generation=5))
-    assert (await talker.next())[0] == Kind.HEARD
+    assert (kind, said["status"], said["generation"]) == (FrameKind.REFUSED, 409, 5)
+    talker.send(FrameKind.HEARTBEAT, heartbeat(generation=5))
+    assert (await talker.next())[0] == FrameKind.HEARD
 
 
 @pytest.mark.parametrize(
     ("kind", "body", "status", "sentence"),
     [
-        (Kind.HEARTBEAT, heartbeat("w-1", generation=0), 403, "the token was issued to pod w-0"),
-        (Kind.REGISTER, register("w-1"), 403, "the token was issued to pod w-0"),
-        (Kind.HEARTBEAT, {"podName": "w-0"}, 400, "the message is not valid"),
-        (Kind.HEARTBEAT, heartbeat(generation=0) | {"job": "other"}, 403, "works for job llama, not for other"),
+        (FrameKind.HEARTBEAT, heartbeat("w-1", generation=0), 403, "the token was issued to pod w-0"),
+        (FrameKind.REGISTER, register("w-1"), 403, "the token was issued to pod w-0"),
+        (FrameKind.HEARTBEAT, {"podName": "w-0"}, 400, "the message is not valid"),
+        (FrameKind.HEARTBEAT, heartbeat(generation=0) | {"job": "other"}, 403, "works for job llama, not for other"),
     ],
 )
 async def test_what_is_not_the_pods_own_or_cannot_be_read_ends_the_stream_with_a_sentence(
-    site: Site, kind: Kind, body: Any, status: int, sentence: str
+    site: Site, kind: FrameKind, body: Any, status: int, sentence: str
 ) -> None:
     talker = await site.stream()
     talker.send(kind, body)
@@ -209,7 +209,7 @@ async def test_what_is_not_the_pods_own_or_cannot_be_read_ends_the_stream_with_a
 
 
 async def test_nothing_is_taken_before_the_registration(site: Site) -> None:
-    for kind, body in ((Kind.ALIVE, None), (Kind.HEARTBEAT, heartbeat(generation=0))):
+    for kind, body in ((FrameKind.ALIVE, None), (FrameKind.HEARTBEAT, heartbeat(generation=0))):
         _, talker = await site.ask()
         talker.send(kind, body)
         assert await talker.refusal() == (400, "the first frame must be a registration")
@@ -218,7 +218,7 @@ async def test_nothing_is_taken_before_the_registration(site: Site) -> None:
 
 async def test_a_frame_that_is_too_long_is_refused_by_its_first_bytes(site: Site) -> None:
     talker = await site.stream()
-    talker.writer.write(bytes([Kind.HEARTBEAT]) + (LARGEST_BODY + 1).to_bytes(4, "big"))
+    talker.writer.write(bytes([FrameKind.HEARTBEAT]) + (LARGEST_BODY + 1).to_bytes(4, "big"))
     assert (await talker.refusal())[0] == 413
 
 
@@ -239,10 +239,10 @@ async def test_who_is_no_worker_or_speaks_for_another_gets_no_stream(site: Site)
 async def test_a_pod_that_is_gone_and_a_coordinator_that_leads_no_more_end_streams(site: Site) -> None:
     gone, led = await site.stream("w-0"), await site.stream("w-1")
     site.state.forget_pod(LLAMA, "uid-w-0")
-    gone.send(Kind.ALIVE)
+    gone.send(FrameKind.ALIVE)
     assert (await gone.refusal())[0] == 404
     site.leading = False
-    led.send(Kind.ALIVE)
+    led.send(FrameKind.ALIVE)
     assert await led.refusal() == (503, "not leader")
 
 

@@ -11,7 +11,7 @@ import trustme
 
 from tests.testing.operator.coordinator_world import World
 from trainium_operator import main as operator_main
-from trainium_operator.check import Installed, Replica, Verdict, look, until_it_works, verdict
+from trainium_operator.check import CheckVerdict, Installed, Replica, look, until_it_works, verdict
 from trainium_operator.coordinator.certificates import renewed
 from trainium_operator.entrance.tls import ServerTls
 from trainium_operator.readers.health import HealthServer
@@ -43,7 +43,7 @@ class OneReplica:
         await self.health.stop()
 
 
-async def said(installed: Installed) -> Verdict:
+async def said(installed: Installed) -> CheckVerdict:
     return await asyncio.to_thread(look, installed, resolve=lambda _name: ["127.0.0.1"])
 
 
@@ -54,7 +54,7 @@ async def test_a_replica_that_is_ready_leads_and_shows_its_certificate_works_and
     installed = await one.start()
     try:
         works = await said(installed)
-        assert works == Verdict(
+        assert works == CheckVerdict(
             works=True,
             sentence="the operator works: the only replica is ready, 127.0.0.1 leads, certificates are its own",
         )
@@ -85,7 +85,7 @@ def test_fewer_replicas_than_asked_for_and_two_leaders_do_not_work() -> None:
 
 
 def test_it_waits_until_it_works_or_the_time_is_over() -> None:
-    bad, good = Verdict(works=False, sentence="bad"), Verdict(works=True, sentence="good")
+    bad, good = CheckVerdict(works=False, sentence="bad"), CheckVerdict(works=True, sentence="good")
     pauses: list[float] = []
     answers = iter([bad, bad, good])
     assert until_it_works(lambda: next(answers), 30, pauses.append) == good

@@ -18,7 +18,7 @@ from trainium_operator.cluster.api.resources import CONFIG_MAPS, EVENTS, JOBS, P
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trainium_operator.cluster.api.transport import Answer
+    from trainium_operator.cluster.api.transport import HttpResponse
 
 WRITES = ("POST", "PUT", "PATCH", "DELETE")
 
@@ -85,11 +85,11 @@ def test_a_process_that_crashes_and_a_node_that_is_lost_during_an_outage_are_hea
     run_virtual(scenario())
 
 
-def storm(share: float, outcome: Callable[[], Answer], seed: int) -> Fault:
+def storm(share: float, outcome: Callable[[], HttpResponse], seed: int) -> Fault:
     """A part of all writes fails."""
     dice = random.Random(seed)
 
-    def fault(method: str, where: str) -> Answer | None:
+    def fault(method: str, where: str) -> HttpResponse | None:
         if method in WRITES and "/leases" not in where and dice.random() < share:
             return outcome()
         return None
@@ -106,7 +106,7 @@ def storm(share: float, outcome: Callable[[], Answer], seed: int) -> Fault:
     ],
     ids=["conflicts", "too many requests", "internal errors"],
 )
-def test_a_storm_of_refusals_delays_and_changes_nothing_else(share: float, outcome: Callable[[], Answer]) -> None:
+def test_a_storm_of_refusals_delays_and_changes_nothing_else(share: float, outcome: Callable[[], HttpResponse]) -> None:
     async def scenario() -> None:
         async with world() as seen:
             seen.cluster.faults.append(storm(share, outcome, seed=1))

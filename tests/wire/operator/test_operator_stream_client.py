@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from tests.testing.operator.coordinator_world import LLAMA, World, membership
 from tests.testing.suite.patience import async_until
 from trainium_contract.wire.messages import HeartbeatRequest, Progress, WorkerPhase
-from trainium_contract.wire.stream import Kind
+from trainium_contract.wire.stream import FrameKind
 from trainium_operator.coordinator import state, streams
 from trainium_operator.coordinator.certificates import renewed
 from trainium_operator.entrance.tls import ServerTls
@@ -118,7 +118,7 @@ async def test_an_agent_at_rest_gives_signs_of_life_and_tells_in_full_now_and_th
         await async_until(lambda: site.frames.count(Kind.HEARTBEAT) >= 4, "heartbeats in full")
         await async_until(lambda: site.frames.count(Kind.ALIVE) >= 4, "signs of life that say nothing else")
         assert site.memberships[0].generation == 1
-        assert site.frames.count(Kind.REGISTER) == 1
+        assert site.frames.count(FrameKind.REGISTER) == 1
         view = site.state.agents(LLAMA)["uid-w-0"]
         assert view.heartbeat is not None
         assert view.heartbeat.progress is not None
@@ -173,7 +173,7 @@ async def test_a_coordinator_that_answers_no_heartbeat_is_given_up(
         taken = streams.Stream._take
 
         def take(stream: streams.Stream, kind: int, payload: bytes) -> None:
-            if deaf and kind == Kind.HEARTBEAT:
+            if deaf and kind == FrameKind.HEARTBEAT:
                 return
             taken(stream, kind, payload)
 

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from trainium_contract.wire.messages import CheckResult, Membership
-    from trainium_trainer.agent.coordinator.report import Report
-    from trainium_trainer.agent.generation_work import Worker
+    from trainium_trainer.agent.coordinator.report import PodReport
+    from trainium_trainer.agent.generation_work import ErrandThread
     from trainium_trainer.agent.hang.detection import Calibration
     from trainium_trainer.agent.life.shutdown import Order
     from trainium_trainer.agent.ranks.processes import RankProcess
@@ -48,9 +48,9 @@ class GenerationOwner:
         node_rank: int,
         *,
         keeper: StandbyKeeper,
-        report: Report,
+        report: PodReport,
         calibration: Calibration,
-        worker: Worker,
+        worker: ErrandThread,
         post: Callable[[Callable[[], None]], None],
         call_at: Callable[[float, Callable[[], None]], asyncio.TimerHandle],
         on_over: Callable[[Life], None],

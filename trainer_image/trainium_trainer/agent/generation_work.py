@@ -16,14 +16,14 @@ from trainium_contract.spec.health import PreflightCheck
 from trainium_trainer.agent.checks.pair_round import FoundBadError, PairRound
 from trainium_trainer.agent.checks.pairing import noted
 from trainium_trainer.agent.exits.diagnosis import weight
-from trainium_trainer.agent.exits.restart_policy import Decision, GenerationState, Judgement, after_yield, judge
+from trainium_trainer.agent.exits.restart_policy import Decision, GenerationState, RestartJudgement, after_yield, judge
 from trainium_trainer.agent.generation.exit_barrier import Roll
 from trainium_trainer.agent.generation.generation_store import StoreLostError
-from trainium_trainer.agent.hang.detection import Finding, Kind, after_hang
+from trainium_trainer.agent.hang.detection import Finding, FindingKind, after_hang
 from trainium_trainer.agent.hang.response import HangResponse
 from trainium_trainer.agent.life import actions as do
 from trainium_trainer.agent.life import events as on
-from trainium_trainer.agent.ranks.rank_group import Layout, start_ranks
+from trainium_trainer.agent.ranks.rank_group import AttemptLayout, start_ranks
 from trainium_trainer.agent.rendezvous import GenerationRendezvous, GenerationStoppedError, RendezvousInterruptedError
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ _T = TypeVar("_T")
 _LAST_LINES_SECONDS = 1.0
 
 
-class Worker:
+class ErrandThread:
     """The thread in which errands are done, one after another, for the life of the pod."""
 
     def __init__(self) -> None:
@@ -131,26 +131,26 @@ class GenerationWork:
         match errand:
             case do.Join():
                 return self._join(given)
-            case do.Start():
+            case do.StartRanks():
                 return self._start(errand)
             case do.Judge():
                 return self._judge(errand, given)
             case do.CountSilent():
                 self._connect_again(wanted=errand.reconnect)
-                return on.Counted(self._count(Finding(Kind.SILENT), errand.attempt, given))
-            case do.Sign():
+                return on.Counted(self._count(Finding(FindingKind.SILENT), errand.attempt, given))
+            case do.SignOff():
                 self._roll.sign(errand.attempt, errand.phase)
-                return on.Done()
+                return on.ErrandDone()
             case do.Finish():
                 return self._finish(errand.attempt)
             case do.GoOn():
                 return on.YieldLooked(self._quietly(lambda: self._go_on(errand.attempt, given)))
             case do.Announce():
                 self._quietly(lambda: self._store.change(lambda state: _announced(errand, state)))
-                return on.Done()
+                return on.ErrandDone()
             case do.TellBroken():
                 self._quietly(lambda: self._store.change(lambda state: replace(state, broken=True)))
-                return on.Done()
+                return on.ErrandDone()
             case _:
                 return self._stand(errand, given)
 
@@ -169,9 +169,9 @@ class GenerationWork:
             self._quietly(lambda: self._store.change(lambda state: judge(code, attempt, given.reached, state, 0).state))
             return on.FoundBad(code, str(found))
 
-    def _start(self, start: do.Start) -> on.Started:
+    def _start(self, start: do.StartRanks) -> on.Started:
         generation, members = self._membership.generation, self._membership.members
-        layout = Layout(
+        layout = AttemptLayout(
             generation=generation,
             attempt=start.attempt,
             node_rank=self._node_rank,
@@ -193,7 +193,7 @@ class GenerationWork:
         process = ended[0] if len(ended) == 1 else max(ended, key=lambda each: weight(self._signs.meaning(each)))
         code, attempt, diagnosis = process.exit_code or 0, errand.attempt, self._diagnosis_of(process)
 
-        def judged(state: GenerationState) -> Judgement:
+        def judged(state: GenerationState) -> RestartJudgement:
             return judge(
                 code,
                 attempt,
@@ -233,7 +233,7 @@ class GenerationWork:
         match errand:
             case do.Ask():
                 return self._hangs.ask(errand.attempt)
-            case do.Answer():
+            case do.AnswerQuestion():
                 return self._quietly(lambda: self._hangs.answer(errand.state)) or self._hangs.inquired()
             case do.Conclude():
                 finding = self._hangs.conclude(errand.attempt)
@@ -242,7 +242,7 @@ class GenerationWork:
                 return self._hangs.found(finding, self._count(finding, errand.attempt, given))
             case do.TakeFinding():
                 finding = self._quietly(lambda: self._hangs.published(errand.attempt))
-                return self._hangs.found(finding or Finding(Kind.COLLECTIVE), errand.after)
+                return self._hangs.found(finding or Finding(FindingKind.COLLECTIVE), errand.after)
             case _:
                 return self._hangs.look()
 

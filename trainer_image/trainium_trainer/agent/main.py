@@ -66,7 +66,7 @@ def run(settings: AgentSettings) -> int:
 
 async def _supervise(settings: AgentSettings, standby: Any, findings: Any, checked: Any) -> int:
     from trainium_trainer.agent.generation.generation_store import serve_store  # noqa: PLC0415 - imports torch
-    from trainium_trainer.agent.supervisor import Supervisor  # noqa: PLC0415 - imports torch
+    from trainium_trainer.agent.supervisor import AgentSupervisor  # noqa: PLC0415 - imports torch
 
     try:
         store = serve_store(settings.pod_ip)
@@ -74,7 +74,7 @@ async def _supervise(settings: AgentSettings, standby: Any, findings: Any, check
         sys.stderr.write(f"trainium-agent: cannot listen on POD_IP {settings.pod_ip} ({error.strerror}).\n")
         standby.kill()
         return int(ExitCode.USER_ERROR)
-    return await Supervisor(settings, standby, store, _progress_reader()).run(findings, checked)
+    return await AgentSupervisor(settings, standby, store, _progress_reader()).run(findings, checked)
 
 
 def _progress_reader() -> Any:

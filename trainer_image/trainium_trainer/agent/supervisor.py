@@ -25,10 +25,10 @@ from trainium_trainer.agent.background_compile import BackgroundCompiler
 from trainium_trainer.agent.checks.node_checks import NodeChecks
 from trainium_trainer.agent.checks.preflight import clock_result
 from trainium_trainer.agent.coordinator.client import CoordinatorClient
-from trainium_trainer.agent.coordinator.report import ReadProgress, Report
+from trainium_trainer.agent.coordinator.report import PodReport, ReadProgress
 from trainium_trainer.agent.exits.kernel_log import KernelLog
 from trainium_trainer.agent.generation_owner import GenerationOwner
-from trainium_trainer.agent.generation_work import Worker
+from trainium_trainer.agent.generation_work import ErrandThread
 from trainium_trainer.agent.hang.detection import Calibration
 from trainium_trainer.agent.life import pod
 from trainium_trainer.agent.life.shutdown import Order
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, not in __all__
 
     from trainium_contract.wire.messages import CheckResult
-    from trainium_trainer.agent.checks.preflight import Finding
+    from trainium_trainer.agent.checks.preflight import PreflightFinding
     from trainium_trainer.agent.life.state import Life
     from trainium_trainer.agent.settings import AgentSettings
 
@@ -59,7 +59,7 @@ _LAST_WORD_SECONDS = 2.0
 _INTERNAL_ERROR = 70
 
 
-class Supervisor:
+class AgentSupervisor:
     """Everything that runs in the agent's process, wired together."""
 
     def __init__(self, settings: AgentSettings, standby: Standby, store: TCPStore, read_progress: ReadProgress) -> None:
@@ -67,8 +67,8 @@ class Supervisor:
         self._loop = asyncio.get_running_loop()
         self._store = store  # serves for as long as the pod lives
         self._reaper = Reaper()
-        self._worker = Worker()
-        self._report = Report(settings, read_progress, lambda: self._post(self._client.heartbeat_now))
+        self._worker = ErrandThread()
+        self._report = PodReport(settings, read_progress, lambda: self._post(self._client.heartbeat_now))
         self._keeper = StandbyKeeper(settings, standby, self._reaper, OutputPump(), self._loop.call_soon_threadsafe)
         self._background = BackgroundCompiler(
             settings,
@@ -99,7 +99,7 @@ class Supervisor:
         self._clock_passed: bool | None = None
         self._exit: asyncio.Future[int] = self._loop.create_future()
 
-    async def run(self, findings: Iterable[Finding], checked: Iterable[CheckResult] = ()) -> int:
+    async def run(self, findings: Iterable[PreflightFinding], checked: Iterable[CheckResult] = ()) -> int:
         """Live, after these quick checks; the exit code of the pod."""
         for result in checked:
             self._report.checked(result)

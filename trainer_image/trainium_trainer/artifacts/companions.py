@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from trainium_trainer.models.shapes import ModelShape
-    from trainium_trainer.weights.source import Source
+    from trainium_trainer.weights.source import WeightsSource
 
 GENERATION_NAME = "generation_config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -48,7 +48,7 @@ _NUMBERS = tuple(f"{name}_id" for name in _NAMED)
 _EOS = "eos_token_id"
 
 
-def model_files(shape: ModelShape, dtype: str, base: Source | None, tokenizer: Path | None) -> dict[str, bytes]:
+def model_files(shape: ModelShape, dtype: str, base: WeightsSource | None, tokenizer: Path | None) -> dict[str, bytes]:
     """Configuration, generation settings and tokenizer of a model; `dtype` is torch's name of the weights' type.
 
     `base` is the folder that the run began with, `tokenizer` the `tokenizer.json` that it was trained with.
@@ -79,7 +79,7 @@ def model_files(shape: ModelShape, dtype: str, base: Source | None, tokenizer: P
 
 
 def _stops(
-    files: dict[str, bytes], base: Source | None, theirs: list[int], ids: dict[str, int], tokenizer: Path | None
+    files: dict[str, bytes], base: WeightsSource | None, theirs: list[int], ids: dict[str, int], tokenizer: Path | None
 ) -> list[int]:
     """The tokens that an answer ends with: those of the base that mean the same here, and what this run has learned."""
     if tokenizer is None:
@@ -120,7 +120,7 @@ def _ends_in(document: dict[str, Any]) -> list[int]:
     return [number for number in (given if isinstance(given, list) else [given]) if isinstance(number, int)]
 
 
-def tokenizer_files(base: Source | None, tokenizer: Path | None, max_positions: int) -> dict[str, bytes]:
+def tokenizer_files(base: WeightsSource | None, tokenizer: Path | None, max_positions: int) -> dict[str, bytes]:
     """The tokenizer of the run, so that `AutoTokenizer` finds it; nothing where there is none."""
     files: dict[str, bytes] = {}
     if tokenizer is not None:

@@ -61,7 +61,7 @@ class ArtifactManifest(MessageModel):
         return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
-class Plan(MessageModel):
+class WritePlan(MessageModel):
     """Contents of `unfinished/plan.json`: what the first writer decided and all later ones keep to."""
 
     format_version: int = FORMAT_VERSION

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from trainium_contract.trainer.config import TrainingConfig
     from trainium_trainer.artifacts.writer import Group
     from trainium_trainer.checkpoint.durable.durable_tier import AfterMilestone
-    from trainium_trainer.checkpoint.interfaces import Mesh
+    from trainium_trainer.checkpoint.interfaces import MeshPlace
     from trainium_trainer.checkpoint.root.survey import Committed
     from trainium_trainer.checkpoint.storage.protocol import Storage
 
@@ -48,7 +48,7 @@ _NEWEST_MILESTONES = 2
 _NAMES = {ArtifactKind.ADAPTER: "adapter", ArtifactKind.MODEL: "model"}
 
 
-class Telling(Protocol):
+class ArtifactTelling(Protocol):
     """What is told while it lasts: see `monitor.progress.ProgressWriter`."""
 
     def stage(self, stage: RunStage, done: float = 0.0) -> None:
@@ -63,11 +63,11 @@ class Telling(Protocol):
 class _Aside:
     """For artifacts that are written while training goes on: the stage stays what it is."""
 
-    def __init__(self, progress: Telling, beat: Callable[[], None]) -> None:
+    def __init__(self, progress: ArtifactTelling, beat: Callable[[], None]) -> None:
         self._beat = beat
         self.artifact = progress.artifact
 
-    def stage(self, stage: RunStage, done: float = 0.0) -> None:  # noqa: ARG002 - as `Telling` has it
+    def stage(self, stage: RunStage, done: float = 0.0) -> None:  # noqa: ARG002 - as `ArtifactTelling` has it
         """A sign of life."""
         self._beat()
 
@@ -93,7 +93,7 @@ def write_artifacts(
     checkpoint_root: str,
     step: int,
     peers: Group,
-    progress: Telling,
+    progress: ArtifactTelling,
     *,
     base: BaseWeights | None = None,
     tokenizer: Path | None = None,
@@ -138,7 +138,7 @@ def write_artifacts(
 
 
 def at_milestones(
-    config: TrainingConfig, mesh: Mesh, progress: Telling, *, base: BaseWeights | None, tokenizer: Path
+    config: TrainingConfig, mesh: MeshPlace, progress: ArtifactTelling, *, base: BaseWeights | None, tokenizer: Path
 ) -> AfterMilestone | None:
     """What the durable tier does after a milestone: all ranks write its artifacts in the background; None: nothing."""
     if not config.artifacts.at_milestones or not kinds_of(config):
@@ -154,7 +154,7 @@ def at_milestones(
 def write_milestones(
     config: TrainingConfig,
     peers: Group,
-    progress: Telling,
+    progress: ArtifactTelling,
     *,
     base: BaseWeights | None = None,
     tokenizer: Path | None = None,

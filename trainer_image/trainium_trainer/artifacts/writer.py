@@ -24,7 +24,7 @@ from trainium_trainer.artifacts.manifest import (
     UNFINISHED,
     ArtifactFile,
     ArtifactManifest,
-    Plan,
+    WritePlan,
     file_of,
     receipt_name,
 )
@@ -147,11 +147,11 @@ def read_manifest(storage: Storage, kind: ArtifactKind, retry: Retry) -> Artifac
     return None
 
 
-def read_plan(storage: Storage, retry: Retry) -> Plan | None:
+def read_plan(storage: Storage, retry: Retry) -> WritePlan | None:
     """The plan of an artifact that is not complete; None when there is none. StorageError when the store fails."""
     data = kept(lambda: read_small(storage, PLAN_NAME), storage.location, retry)
     with suppress(ValidationError):
-        return None if data is None else Plan.model_validate_json(data)
+        return None if data is None else WritePlan.model_validate_json(data)
     return None
 
 
@@ -208,7 +208,7 @@ class _Writer:
         with suppress(OSError):  # parts of files that a killed writer left may be what fills the store
             storage.remove_drafts()
         if plan is None:
-            text = Plan(identity=blueprint.identity, writers=writers).model_dump_json(by_alias=True).encode()
+            text = WritePlan(identity=blueprint.identity, writers=writers).model_dump_json(by_alias=True).encode()
             self._kept(lambda: storage.write(PLAN_NAME, text))
             return _Begun(writers)
         whole = [file for file in self.files(plan.writers) if file.name in found and found[file.name].size == file.size]

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from trainium_trainer.backends.pipeline import Pipeline
-    from trainium_trainer.backends.store import Store
+    from trainium_trainer.backends.store import StateStore
     from trainium_trainer.configuration.config import Settings
     from trainium_trainer.data.batches.loader import MicroBatch
     from trainium_trainer.models.stages import LlamaStage
@@ -90,7 +90,7 @@ class NativeBackend:
         for model in self._models:
             apply_recompute(model, self._config.recompute)
             compile_layers(model, self._config.torch_compile, self._device.type)
-        self._store: Store
+        self._store: StateStore
         if self.mesh.dp_mode.is_sharded:
             from trainium_trainer.backends.sharded import ShardedStore, apply_sharding  # noqa: PLC0415 - FSDP
 
@@ -383,7 +383,7 @@ def _sum(losses: list[Tensor]) -> float:
 class NativeState:
     """The training state of one rank under its checkpoint names."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: StateStore) -> None:
         self._store = store
         self.step = torch.zeros((), dtype=torch.int64)
 

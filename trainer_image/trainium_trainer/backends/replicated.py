@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from trainium_trainer.backends.adamw import Slot
 from trainium_trainer.backends.store import is_dtensor, local_of, square_sum
 from trainium_trainer.models.stages import canonical_parameters, shared_with_first
-from trainium_trainer.models.state_dict import Part, state_name
+from trainium_trainer.models.state_dict import StateKind, state_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -67,7 +67,7 @@ class ReplicatedStore:
         self._frozen = _frozen_entries(models, tp_rank)
         kept = torch.bfloat16 if half else torch.float32
         self._frozen_locals: list[Tensor] = []
-        self._flat = {part: torch.zeros(total, dtype=kept, device=device) for part in Part}
+        self._flat = {part: torch.zeros(total, dtype=kept, device=device) for part in StateKind}
         self._gradients = torch.zeros(total, device=device)
         self._adopt(models, device)
         self._bounds = self._bucket_bounds(total)
@@ -85,7 +85,7 @@ class ReplicatedStore:
             replacement[id(entry.parameter)] = nn.Parameter(_like(entry.parameter, local), requires_grad=False)
             self._frozen_locals.append(local)
         for index, entry in enumerate(self._entries):
-            parameter = nn.Parameter(self._view(self._flat[Part.WEIGHT], entry))
+            parameter = nn.Parameter(self._view(self._flat[StateKind.WEIGHT], entry))
             replacement[id(entry.parameter)] = parameter
             gradient = self._view(self._gradients, entry)
             if not self._half:
@@ -173,7 +173,7 @@ class ReplicatedStore:
 
     def weight_square_sums(self) -> tuple[float, float]:
         """The same of the weights; what lies between two of them is zero."""
-        return self._square_sums(self._flat[Part.WEIGHT])
+        return self._square_sums(self._flat[StateKind.WEIGHT])
 
     def _square_sums(self, flat: Tensor) -> tuple[float, float]:
         divided, repeated = self._ends
@@ -194,10 +194,10 @@ class ReplicatedStore:
             return
         for start, end, is_matrix in self._slot_bounds:
             yield Slot(
-                self._flat[Part.WEIGHT][start:end],
+                self._flat[StateKind.WEIGHT][start:end],
                 self._gradients[start:end],
-                self._flat[Part.EXP_AVG][start:end],
-                self._flat[Part.EXP_AVG_SQ][start:end],
+                self._flat[StateKind.EXP_AVG][start:end],
+                self._flat[StateKind.EXP_AVG_SQ][start:end],
                 is_matrix,
             )
 
@@ -205,10 +205,10 @@ class ReplicatedStore:
         for entry in self._entries:
             at = slice(entry.offset, entry.offset + entry.local_size.numel())
             yield Slot(
-                self._flat[Part.WEIGHT][at],
+                self._flat[StateKind.WEIGHT][at],
                 self._gradients[at],
-                self._flat[Part.EXP_AVG][at],
-                self._flat[Part.EXP_AVG_SQ][at],
+                self._flat[StateKind.EXP_AVG][at],
+                self._flat[StateKind.EXP_AVG_SQ][at],
                 len(entry.size) > 1,
                 f"{entry.name}:{self._tp_rank if entry.divided else 0}",
             )
@@ -224,7 +224,7 @@ class ReplicatedStore:
         """See `Store.parameters`."""
         for entry in self._entries:
             end = entry.offset + entry.local_size.numel()
-            local = self._flat[Part.WEIGHT][entry.offset : end].view(entry.local_size)
+            local = self._flat[StateKind.WEIGHT][entry.offset : end].view(entry.local_size)
             yield entry.name, entry.size, local, entry.cuts
 
     def frozen(self) -> Iterator[tuple[str, torch.Size, Tensor, tuple[tuple[int, int, int], ...]]]:

@@ -18,7 +18,7 @@ from trainium_contract.trainer.parallelism import DataParallelMode, Precision
 from trainium_trainer.backends.adamw import Slot
 from trainium_trainer.backends.store import local_of, square_sum
 from trainium_trainer.models.stages import EMBEDDING, canonical_parameters, present_layers, shared_with_first
-from trainium_trainer.models.state_dict import Part, state_name
+from trainium_trainer.models.state_dict import StateKind, state_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -189,9 +189,9 @@ class ShardedStore:
             state_name(part, entry.name): value
             for entry in self._entries
             for part, value in (
-                (Part.WEIGHT, entry.parameter.detach()),
-                (Part.EXP_AVG, entry.exp_avg),
-                (Part.EXP_AVG_SQ, entry.exp_avg_sq),
+                (StateKind.WEIGHT, entry.parameter.detach()),
+                (StateKind.EXP_AVG, entry.exp_avg),
+                (StateKind.EXP_AVG_SQ, entry.exp_avg_sq),
             )
         }
 

@@ -21,7 +21,7 @@ _PIECE = 1 << 14
 """Values that are summed in float32."""
 
 
-class Store(Protocol):
+class StateStore(Protocol):
     """One layout of the training state."""
 
     def expect(self, passes: int) -> None:

@@ -48,7 +48,7 @@ class CheckpointState(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointRow:
+class ListedCheckpoint:
     """One checkpoint folder."""
 
     folder: str
@@ -67,11 +67,11 @@ class CheckpointRow:
     """What is wrong; empty when nothing is."""
 
 
-def list_checkpoints(storage: Storage, *, verify: bool = False, retry: Retry | None = None) -> list[CheckpointRow]:
+def list_checkpoints(storage: Storage, *, verify: bool = False, retry: Retry | None = None) -> list[ListedCheckpoint]:
     """The checkpoints below a root by step; StorageError when they cannot be read."""
     retry = retry or Retry()
     found = retry.run(lambda: surveys.survey(storage), storage.location)
-    rows: list[CheckpointRow] = []
+    rows: list[ListedCheckpoint] = []
     for item in [*found.committed, *found.milestones]:
         problems = surveys.verify(storage, item, retry) if verify else []
         rows.append(_whole(item, problems, verified=verify))
@@ -85,11 +85,11 @@ def list_checkpoints(storage: Storage, *, verify: bool = False, retry: Retry | N
         entries = _files(storage, name)
         newest = max((entry.modified for entry in entries), default=None)
         size = sum(entry.size for entry in entries)
-        rows.append(CheckpointRow(name, step or milestone or 0, kind, state, size, None, "", newest, problem))
+        rows.append(ListedCheckpoint(name, step or milestone or 0, kind, state, size, None, "", newest, problem))
     return sorted(rows, key=lambda row: (row.step, row.folder))
 
 
-def set_aside(storage: Storage, rows: list[CheckpointRow], retry: Retry | None = None) -> list[CheckpointRow]:
+def set_aside(storage: Storage, rows: list[ListedCheckpoint], retry: Retry | None = None) -> list[ListedCheckpoint]:
     """Take the damaged and the uncommitted checkpoints out of use; returns which those were."""
     retry = retry or Retry()
     broken = [row for row in rows if row.state in (CheckpointState.DAMAGED, CheckpointState.UNCOMMITTED)]
@@ -102,7 +102,7 @@ def set_aside(storage: Storage, rows: list[CheckpointRow], retry: Retry | None =
     return broken
 
 
-def table(rows: list[CheckpointRow], *, now: float) -> str:
+def table(rows: list[ListedCheckpoint], *, now: float) -> str:
     """The rows for a person."""
     head = f"{'CHECKPOINT':<18} {'STATE':<13} {'AGE':>8} {'SIZE':>11} {'TOKENS':>16} {'WORLD':>10}  PROBLEM"
     lines = [head]
@@ -117,16 +117,16 @@ def table(rows: list[CheckpointRow], *, now: float) -> str:
     return "\n".join(lines)
 
 
-def as_json(rows: list[CheckpointRow]) -> str:
+def as_json(rows: list[ListedCheckpoint]) -> str:
     """The rows for a program: a JSON list."""
     return json.dumps([asdict(row) for row in rows], indent=2)
 
 
-def _whole(item: Committed, problems: list[str], *, verified: bool) -> CheckpointRow:
+def _whole(item: Committed, problems: list[str], *, verified: bool) -> ListedCheckpoint:
     manifest = item.manifest
     state = CheckpointState.VERIFIED if verified else CheckpointState.COMMITTED
     world = f"{manifest.data_parallel}x{manifest.tensor_parallel}x{manifest.pipeline_parallel}"
-    return CheckpointRow(
+    return ListedCheckpoint(
         folder=item.folder.partition("/")[0],
         step=item.step,
         kind=manifest.kind,

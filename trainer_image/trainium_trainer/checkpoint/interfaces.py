@@ -63,7 +63,7 @@ class TrainingState(Protocol):
         ...
 
 
-class Mesh(Protocol):
+class MeshPlace(Protocol):
     """Where this rank stands in the device mesh."""
 
     @property

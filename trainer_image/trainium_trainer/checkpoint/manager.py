@@ -22,11 +22,11 @@ import torch.distributed as dist
 from trainium_trainer.checkpoint.durable.durable_tier import DurableTier
 from trainium_trainer.checkpoint.durable.save_policy import Save, SavePolicy, decided, vote
 from trainium_trainer.checkpoint.errors import StorageError, TooSlowError
-from trainium_trainer.checkpoint.format.flat_buffer import Layout
+from trainium_trainer.checkpoint.format.flat_buffer import BufferLayout
 from trainium_trainer.checkpoint.interfaces import Position, ResumeSource
 from trainium_trainer.checkpoint.memory.claims import Moment, ShardKey
 from trainium_trainer.checkpoint.memory.memory_tier import MemoryTier
-from trainium_trainer.checkpoint.resume.resume import Outcome, Resumption
+from trainium_trainer.checkpoint.resume.resume import ResumeOutcome, Resumption
 from trainium_trainer.checkpoint.root.acquisition import Entrance
 from trainium_trainer.checkpoint.root.commit import FenceToken
 from trainium_trainer.checkpoint.root.late_step_check import Ownership
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from trainium_contract.trainer.checkpoint import CheckpointConfig
     from trainium_trainer.checkpoint.durable.durable_tier import AfterMilestone
-    from trainium_trainer.checkpoint.interfaces import Mesh, TrainingState
+    from trainium_trainer.checkpoint.interfaces import MeshPlace, TrainingState
     from trainium_trainer.checkpoint.root.owner import Start
     from trainium_trainer.checkpoint.storage.protocol import Storage
 
@@ -79,7 +79,7 @@ class CheckpointManager:
         config: CheckpointConfig,
         *,
         state: TrainingState,
-        mesh: Mesh,
+        mesh: MeshPlace,
         start: Start,
         memory_directory: Path | None,
         settings: Mapping[str, Any],
@@ -126,7 +126,7 @@ class CheckpointManager:
         """
         self._open_group()
         key = self._shard_key()
-        layout = Layout.of(self._state.local_tensors())
+        layout = BufferLayout.of(self._state.local_tensors())
         self._memory = self._open_memory(key, layout)
         token = self._token = FenceToken(self._start.generation, self._start.name, self._session)
         self._entrance = self._new_entrance()
@@ -266,7 +266,7 @@ class CheckpointManager:
             dist.broadcast_object_list(session, src=0, group=self._group)
         self._session = session[0]
 
-    def _open_memory(self, key: ShardKey, layout: Layout) -> MemoryTier | None:
+    def _open_memory(self, key: ShardKey, layout: BufferLayout) -> MemoryTier | None:
         if self._memory_directory is None:
             return None
         try:
@@ -299,7 +299,7 @@ class CheckpointManager:
             mesh.pp_size,
         )
 
-    def _adopt(self, outcome: Outcome, session: Session, token: FenceToken) -> None:
+    def _adopt(self, outcome: ResumeOutcome, session: Session, token: FenceToken) -> None:
         self._entrance.claimed = outcome.fenced
         self.resumed_from = outcome.source
         self._keeps_snapshots = outcome.keeps_snapshots

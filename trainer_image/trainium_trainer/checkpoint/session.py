@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from trainium_contract.trainer.checkpoint import CheckpointConfig
-    from trainium_trainer.checkpoint.interfaces import Mesh, TrainingState
+    from trainium_trainer.checkpoint.interfaces import MeshPlace, TrainingState
     from trainium_trainer.checkpoint.storage.protocol import Retry, Storage
 
 
@@ -20,7 +20,7 @@ class Session:
     """One start of this rank, from the moment that all ranks are connected."""
 
     state: TrainingState
-    mesh: Mesh
+    mesh: MeshPlace
     group: ProcessGroup | None
     """Of checkpoints alone; None for a single rank."""
     storage: Storage

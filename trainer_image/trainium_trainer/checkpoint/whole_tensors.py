@@ -32,7 +32,7 @@ _FILE_BYTES = 2 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class TensorSource:
     """A tensor that can be had."""
 
     name: str
@@ -47,7 +47,7 @@ class Source:
 
 
 def write_whole(
-    storage: Storage, sources: Sequence[Source], position: Position, settings: Mapping[str, Any], retry: Retry
+    storage: Storage, sources: Sequence[TensorSource], position: Position, settings: Mapping[str, Any], retry: Retry
 ) -> str:
     """Write and commit the checkpoint of a position; the name of its folder.
 
@@ -96,13 +96,13 @@ def write_whole(
     return folder
 
 
-def _loaded(source: Source) -> torch.Tensor:
+def _loaded(source: TensorSource) -> torch.Tensor:
     return source.load().to(source.dtype)
 
 
-def _groups(sources: Sequence[Source]) -> Iterator[list[Source]]:
+def _groups(sources: Sequence[TensorSource]) -> Iterator[list[TensorSource]]:
     """Files of a bearable size; wide types first keeps every tensor aligned."""
-    group: list[Source] = []
+    group: list[TensorSource] = []
     size = 0
     for source in sorted(sources, key=lambda source: -source.dtype.itemsize):
         if group and size + source.size > _FILE_BYTES:

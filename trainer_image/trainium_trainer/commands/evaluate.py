@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from trainium_contract.trainer.config import TrainingConfig
-    from trainium_trainer.evaluate.answering.generation import Answer
+    from trainium_trainer.evaluate.answering.generation import GeneratedAnswer
     from trainium_trainer.evaluate.exam import Question
     from trainium_trainer.evaluate.report import EvaluationResult
 
 
-class Device(StrEnum):
+class DeviceOption(StrEnum):
     """Where a model computes."""
 
     AUTO = "auto"
@@ -38,7 +38,7 @@ class Device(StrEnum):
     CUDA = "cuda"
 
 
-class Precision(StrEnum):
+class PrecisionOption(StrEnum):
     """Number formats of the computation."""
 
     AUTO = "auto"
@@ -56,8 +56,8 @@ _Adapter = Annotated[
 _Config = Annotated[
     Path | None, typer.Option(help="A TrainingJob or the trainer's configuration: its data, template and settings.")
 ]
-_Where = Annotated[Device, typer.Option(help="Auto takes a GPU if there is one.")]
-_Type = Annotated[Precision, typer.Option(help="Auto: float32 on a CPU, the folder's own type on a GPU.")]
+_Where = Annotated[DeviceOption, typer.Option(help="Auto takes a GPU if there is one.")]
+_Type = Annotated[PrecisionOption, typer.Option(help="Auto: float32 on a CPU, the folder's own type on a GPU.")]
 _MaxNewTokens = Annotated[int | None, typer.Option(help="Most tokens of an answer; 128.", show_default=False)]
 _Temperature = Annotated[
     float | None, typer.Option(help="0, the default, takes the likeliest token; above, tokens are drawn.")
@@ -96,8 +96,8 @@ def generate(
     stop: _Stop = None,
     seed: _Seed = None,
     batch_size: _BatchSize = None,
-    precision: _Type = Precision.AUTO,
-    device: _Where = Device.AUTO,
+    precision: _Type = PrecisionOption.AUTO,
+    device: _Where = DeviceOption.AUTO,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object for each answer, on a line.")] = False,
 ) -> None:
     """Answer prompts with a model; with --config by the template that it was trained with."""
@@ -148,8 +148,8 @@ def evaluate(
     max_new_tokens: _MaxNewTokens = None,
     stop: _Stop = None,
     batch_size: _BatchSize = None,
-    precision: _Type = Precision.AUTO,
-    device: _Where = Device.AUTO,
+    precision: _Type = PrecisionOption.AUTO,
+    device: _Where = DeviceOption.AUTO,
     markdown: Annotated[Path | None, typer.Option(help="File to write the table to.")] = None,
     output: Annotated[Path | None, typer.Option(help="File to write figures and answers to, as JSON.")] = None,
 ) -> None:
@@ -196,7 +196,7 @@ def _generation(training: TrainingConfig | None, **given: Any) -> GenerationConf
         raise UserError(explain(error, GenerationConfig)) from error
 
 
-def _told(questions: Sequence[Question], answers: Sequence[Answer], *, as_json: bool) -> Iterator[str]:
+def _told(questions: Sequence[Question], answers: Sequence[GeneratedAnswer], *, as_json: bool) -> Iterator[str]:
     """Lines for people, or one object each for programs."""
     for number, (question, answer) in enumerate(zip(questions, answers, strict=True), start=1):
         if as_json:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 _TAIL = 2000
 
 
-class Outcome(StrEnum):
+class CompileOutcome(StrEnum):
     """What became of one size."""
 
     READY = "ready"
@@ -89,11 +89,13 @@ def precompile(
         )
 
 
-def ready(settings: Settings, local: LocalCache | None, shared: SharedCache | None, *, force: bool = False) -> Outcome:
+def ready(
+    settings: Settings, local: LocalCache | None, shared: SharedCache | None, *, force: bool = False
+) -> CompileOutcome:
     """Make sure that the node has the graphs of one size: look, else copy, else compile and share."""
     if local is None:  # in S3: the compiler looks there by itself
         _compile(settings, None)
-        return Outcome.COMPILED
+        return CompileOutcome.COMPILED
     key = places.key_of(settings)
     home = shared or local
     found = None if force else _found(key, local, shared)
@@ -109,16 +111,16 @@ def ready(settings: Settings, local: LocalCache | None, shared: SharedCache | No
             shared.publish(key, local)
         else:
             local.note(local.entry(key))
-    return Outcome.COMPILED
+    return CompileOutcome.COMPILED
 
 
-def _found(key: str, local: LocalCache, shared: SharedCache | None) -> Outcome | None:
+def _found(key: str, local: LocalCache, shared: SharedCache | None) -> CompileOutcome | None:
     """How the node came by a key without compiling; None when it did not."""
     if local.has(key):
         if shared is not None and not shared.has(key):
             shared.publish(key, local)
-        return Outcome.READY
-    return Outcome.FETCHED if shared is not None and shared.fetch(key, local) else None
+        return CompileOutcome.READY
+    return CompileOutcome.FETCHED if shared is not None and shared.fetch(key, local) else None
 
 
 def _compile(settings: Settings, local: LocalCache | None) -> None:

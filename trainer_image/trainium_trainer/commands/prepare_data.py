@@ -20,8 +20,8 @@ from trainium_trainer.exits import UserError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from trainium_trainer.data.prepared.build import Progress
-    from trainium_trainer.data.prepared.prepared import Manifest
+    from trainium_trainer.data.prepared.build import BuildProgress
+    from trainium_trainer.data.prepared.prepared import PreparedManifest
 
 
 def prepare_data(
@@ -61,7 +61,7 @@ def prepare_data(
         return
     if not source or output is None:
         raise UserError("prepare-data: needs --config FILE, or --source and --output")
-    from trainium_trainer.data.prepared.build import Recipe, build  # noqa: PLC0415 - numpy, only for this command
+    from trainium_trainer.data.prepared.build import PreparedRecipe, build  # noqa: PLC0415 - numpy, only for this command
     from trainium_trainer.data.prepared.cache import cache_directory, usable  # noqa: PLC0415
     from trainium_trainer.data.prepared.learned_tokenizer import learned  # noqa: PLC0415
     from trainium_trainer.data.tokens.bos import beginning_of_documents  # noqa: PLC0415 - as below
@@ -76,7 +76,7 @@ def prepare_data(
             vocabulary_of(file)
         else:
             file = learned(specs, vocab_size, cache)
-        recipe = Recipe(specs, file, max_bad_lines, beginning=beginning_of_documents(bos, file))
+        recipe = PreparedRecipe(specs, file, max_bad_lines, beginning=beginning_of_documents(bos, file))
         key = recipe.key(cache)
     bar = _Bar("documents")
     with bar:
@@ -124,7 +124,7 @@ def _checked(tokenizer: Path | None, vocab_size: int, field: str, workers: int |
         raise UserError(explain(error, DataConfig)) from error
 
 
-def _summary(output: Path, manifest: Manifest, bar: _Bar) -> str:
+def _summary(output: Path, manifest: PreparedManifest, bar: _Bar) -> str:
     line = f"{output}: {manifest.documents:,} documents, {manifest.tokens:,} tokens"
     if bar.new_tokens:
         line += f", {bar.new_tokens / bar.seconds:,.0f} tokens/s"
@@ -153,7 +153,7 @@ class _Bar:
         self.seconds = 0.0
         self.new_tokens = 0
 
-    def update(self, progress: Progress) -> None:
+    def update(self, progress: BuildProgress) -> None:
         """Draw how far it is."""
         now = time.perf_counter()
         if progress.tokens == progress.resumed_tokens:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from trainium_contract.trainer.data import BosToken, ValidationSplit
 from trainium_contract.trainer.examples import DataFormat
 from trainium_trainer.data.batches.order import Mixture
-from trainium_trainer.data.batches.samples import Part, Rules, Samples, ValidationSet, refuse_weights
+from trainium_trainer.data.batches.samples import SampleRules, Samples, TextPart, ValidationSet, refuse_weights
 from trainium_trainer.data.examples.opening import open_examples
 from trainium_trainer.data.online.streams import open_streams, wants_streams
 from trainium_trainer.data.prepared.cache import cache_directory, prepared_folder, usable
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from trainium_contract.trainer.data import DataConfig
     from trainium_trainer.data.examples.report import DataReport
     from trainium_trainer.data.online.streams import Streams
-    from trainium_trainer.data.prepared.build import Progress
+    from trainium_trainer.data.prepared.build import BuildProgress
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ def open_data(
     *,
     epochs: float = 0.0,
     steps_differ: bool = False,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[BuildProgress], None] | None = None,
 ) -> Data:
     """Open the data for batches of `global_size` samples; what is needed and not in the cache is tokenised first.
 
@@ -93,7 +93,7 @@ def open_data(
         origins = origins_of(config, cache)
         texts = text_tokenizer(config, origins, cache)
         tokenizer = texts.file
-        rules = Rules(
+        rules = SampleRules(
             sequence_length=config.sequence_length,
             vocabulary=vocabulary_of(tokenizer),
             end_of_document=end_of_document_of(tokenizer) if config.mask_documents else None,
@@ -146,29 +146,31 @@ def _identity(config: DataConfig, facts: dict[str, Any], origins: Sequence[Origi
 
 def _divided(
     config: DataConfig, origins: Sequence[Origin], whole: Sequence[Prepared], cache: Path
-) -> tuple[list[Part], list[Part]]:
+) -> tuple[list[TextPart], list[TextPart]]:
     """What is trained on, and what is held back."""
-    parts = [Part(origin.spec.name, prepared) for origin, prepared in zip(origins, whole, strict=True)]
+    parts = [TextPart(origin.spec.name, prepared) for origin, prepared in zip(origins, whole, strict=True)]
     held = config.validation
     if held is None or held.fraction is None:
         return parts, []
     if held.split is ValidationSplit.TAIL:
         marks = [int(prepared.tokens * (1 - held.fraction)) for prepared in whole]
         cut = list(zip(origins, whole, marks, strict=True))
-        kept = [Part(origin.spec.name, Stretch(prepared, 0, mark)) for origin, prepared, mark in cut]
-        tails = [Part(origin.spec.name, Stretch(prepared, mark, prepared.tokens)) for origin, prepared, mark in cut]
+        kept = [TextPart(origin.spec.name, Stretch(prepared, 0, mark)) for origin, prepared, mark in cut]
+        tails = [TextPart(origin.spec.name, Stretch(prepared, mark, prepared.tokens)) for origin, prepared, mark in cut]
         return kept, tails
 
-    def chosen(part: Part, prepared: Prepared, *, validation: bool) -> Part:
+    def chosen(part: TextPart, prepared: Prepared, *, validation: bool) -> TextPart:
         assert held is not None
         assert held.fraction is not None
-        return Part(part.name, Selection(prepared, held.fraction, validation=validation, memo=cache))
+        return TextPart(part.name, Selection(prepared, held.fraction, validation=validation, memo=cache))
 
     pairs = list(zip(parts, whole, strict=True))
     return [chosen(*pair, validation=False) for pair in pairs], [chosen(*pair, validation=True) for pair in pairs]
 
 
-def _samples(config: DataConfig, parts: list[Part], rules: Rules, weights: list[float], batch: int | None) -> Samples:
+def _samples(
+    config: DataConfig, parts: list[TextPart], rules: SampleRules, weights: list[float], batch: int | None
+) -> Samples:
     if batch is not None:
         refuse_weights(weights)
     for part in parts:
@@ -181,7 +183,12 @@ def _samples(config: DataConfig, parts: list[Part], rules: Rules, weights: list[
 
 
 def _validation(
-    config: DataConfig, origins: Sequence[Origin], parts: list[Part], rules: Rules, texts: TextTokenizer, cache: Path
+    config: DataConfig,
+    origins: Sequence[Origin],
+    parts: list[TextPart],
+    rules: SampleRules,
+    texts: TextTokenizer,
+    cache: Path,
 ) -> ValidationSet | None:
     """The samples of a measurement: the first ones of each source, as many of each as it has a share in."""
     held = config.validation
@@ -192,7 +199,7 @@ def _validation(
         origin = Origin(SourceSpec(held.source, config.text_field), 1.0, prepared_folder(held.source, cache))
         same_tokenizer(texts.file, [origin])
         same_beginning(config, [origin])
-        parts, weights = [Part(held.source, tokens_of(config, origin, texts, cache))], [1.0]
+        parts, weights = [TextPart(held.source, tokens_of(config, origin, texts, cache))], [1.0]
     for part in parts:
         if part.run.tokens < 2:
             raise UserError(

@@ -11,7 +11,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from trainium_trainer.data.batches.broadcast import Fellows, Giver, Receiver
-from trainium_trainer.data.batches.loader import Loader, Maker, Passes, RankBatch, SampleMaker
+from trainium_trainer.data.batches.loader import BatchMaker, Loader, Passes, RankBatch, SampleMaker
 from trainium_trainer.data.batches.samples import TextSample
 from trainium_trainer.data.online.block_counts import BlockCounts
 from trainium_trainer.data.online.lanes import Rows, install_lanes, rows_of
@@ -45,7 +45,7 @@ class StreamMaker:
         self._skipped = 0
 
     def make(self, position: int) -> RankBatch:
-        """See `Maker.make`. Raises UserError, StorageError, WorkerError."""
+        """See `BatchMaker.make`. Raises UserError, StorageError, WorkerError."""
         step, rest = divmod(position, self._share.global_size)
         assert rest == 0, "a run with another global batch is another run"
         workers = self._started()
@@ -113,7 +113,7 @@ def open_loader(
     `fellows`, who train on the same samples, one makes the batches of streams and hands them to the others.
     """
     training = data.training
-    maker: Maker
+    maker: BatchMaker
     if not isinstance(training, Streams):
         maker = SampleMaker(training, share)
     elif fellows is not None and fellows.follows:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
+from trainium_trainer.artifacts.writer import Alone
 from trainium_trainer.evaluate.answering.folder import open_candidate
 from trainium_trainer.evaluate.answering.generation import check_prompts, generate
 from trainium_trainer.evaluate.answering.loading import ComputeDevice, ComputeType, load
 from trainium_trainer.evaluate.answering.places import local_folder
-from trainium_trainer.evaluate.compare import Alone, Asking, compare
+from trainium_trainer.evaluate.compare import Asking, compare
 from trainium_trainer.evaluate.exam import Question
 from trainium_trainer.evaluate.prompts import Asked, plain_text
 from trainium_trainer.evaluate.questions import asked_as_in_training, exam_of
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from trainium_contract.trainer.data import DataConfig
     from trainium_contract.trainer.evaluate import GenerationConfig
     from trainium_trainer.evaluate.answering.folder import Models
-    from trainium_trainer.evaluate.answering.generation import Answer
+    from trainium_trainer.evaluate.answering.generation import GeneratedAnswer
     from trainium_trainer.evaluate.report import EvaluationResult
 
 
@@ -38,7 +39,7 @@ def held_out_questions(data: DataConfig, count: int) -> list[Question]:
 
 def answer(
     models: Models, questions: Sequence[Question], generation: GenerationConfig, *, device: str, precision: str
-) -> list[Answer]:
+) -> list[GeneratedAnswer]:
     """Answers, in the order of the questions. Raises UserError and StorageError."""
     with contextlib.ExitStack() as stack:
         path = stack.enter_context(local_folder(models.model))

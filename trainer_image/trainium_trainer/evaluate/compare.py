@@ -12,7 +12,7 @@ from trainium_trainer.evaluate.answering.batching import share
 from trainium_trainer.evaluate.answering.folder import open_candidate
 from trainium_trainer.evaluate.answering.loading import ComputeDevice, ComputeType, load
 from trainium_trainer.evaluate.answering.places import local_folder
-from trainium_trainer.evaluate.exam import Outcome, take
+from trainium_trainer.evaluate.exam import QuestionScore, take
 from trainium_trainer.evaluate.report import EvaluationResult, answers_of, table
 from trainium_trainer.exits import UserError
 
@@ -40,16 +40,6 @@ class Gathering(Protocol):
         ...
 
 
-class Alone:
-    """One process and no others."""
-
-    rank = 0
-
-    def gather(self, value: T) -> list[T]:
-        """Its own value."""
-        return [value]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asking:
     """How questions are put."""
@@ -75,7 +65,7 @@ def compare(
     """
     parts = 1 if models.base is None else 2
     notes: list[str] = []
-    before: list[Outcome] = []
+    before: list[QuestionScore] = []
     base = models.base
     with contextlib.ExitStack() as stack:
 
@@ -122,13 +112,13 @@ def _outcomes(
     peers: Gathering,
     *,
     beat: Callable[[float], None],
-) -> tuple[list[Outcome], str]:
+) -> tuple[list[QuestionScore], str]:
     """What a model makes of all questions, in their order, and in what it computed. Collective.
 
     Every rank gets the whole. The outcomes are the same, bit for bit, however many ranks of one kind share the batches.
     """
     readers = [rank for rank, reads in enumerate(peers.gather(asking.reads)) if reads]
-    own: list[Outcome] = []
+    own: list[QuestionScore] = []
     computed = ""
     if peers.rank in readers:
         mine = share(exam.batches(asking.generation.batch_size), readers.index(peers.rank), len(readers))

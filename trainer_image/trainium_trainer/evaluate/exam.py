@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from trainium_contract.trainer.evaluate import GenerationConfig
-    from trainium_trainer.evaluate.answering.generation import Answer
+    from trainium_trainer.evaluate.answering.generation import GeneratedAnswer
     from trainium_trainer.evaluate.answering.loading import LoadedModel
 
 
@@ -60,7 +60,7 @@ class Exam:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class QuestionScore:
     """What a model made of one question."""
 
     number: int
@@ -85,10 +85,10 @@ def take(
     generation: GenerationConfig,
     *,
     beat: Callable[[float], None] = lambda _: None,
-) -> list[Outcome]:
+) -> list[QuestionScore]:
     """Put the questions of some batches to a model; `beat` is told the share that is done, often. Raises UserError."""
     seeds = draw_seeds([question.prompt_ids for question in exam.questions], generation.seed)
-    outcomes: list[Outcome] = []
+    outcomes: list[QuestionScore] = []
     for done, batch in enumerate(mine):
 
         def alive(done: int = done) -> None:
@@ -105,12 +105,12 @@ def _batch(
     seeds: list[int],
     generation: GenerationConfig,
     alive: Callable[[], None],
-) -> list[Outcome]:
+) -> list[QuestionScore]:
     questions = [exam.questions[number] for number in batch]
     truth = likelihoods(
         model, [(each.prompt_ids, each.answer_ids) for each in questions], batch_size=len(batch), beat=alive
     )
-    answers: list[Answer | None] = [None] * len(batch)
+    answers: list[GeneratedAnswer | None] = [None] * len(batch)
     if exam.generates:
         prompts = [question.prompt_ids for question in questions]
         answers = list(generate(model, prompts, generation, seeds=seeds, ends=exam.ends, beat=alive))
@@ -119,7 +119,7 @@ def _batch(
     for number, question, known, answer, choice in zip(batch, questions, truth, answers, chosen, strict=True):
         text = answer.text if answer is not None else None
         outcomes.append(
-            Outcome(
+            QuestionScore(
                 number=number,
                 log_likelihood=known.log,
                 tokens=known.tokens,
@@ -146,7 +146,7 @@ def _choices(model: LoadedModel, exam: Exam, questions: Sequence[Question], aliv
     ]
 
 
-def figures(outcomes: Sequence[Outcome]) -> dict[str, float]:
+def figures(outcomes: Sequence[QuestionScore]) -> dict[str, float]:
     """The figures by name, over outcomes in any order; those that could not be taken are left out."""
     tokens = sum(outcome.tokens for outcome in outcomes)
     total = math.fsum(outcome.log_likelihood for outcome in outcomes)

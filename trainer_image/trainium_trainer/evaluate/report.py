@@ -14,7 +14,7 @@ from trainium_trainer.evaluate.exam import figures
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from trainium_trainer.evaluate.exam import Exam, Outcome
+    from trainium_trainer.evaluate.exam import Exam, QuestionScore
 
 JSON_NAME = "evaluation.json"
 MARKDOWN_NAME = "evaluation.md"
@@ -80,13 +80,13 @@ class EvaluationResult(MessageModel):
         return "\n".join(lines) + "\n"
 
 
-def table(before: Sequence[Outcome], after: Sequence[Outcome]) -> tuple[EvaluationFigure, ...]:
+def table(before: Sequence[QuestionScore], after: Sequence[QuestionScore]) -> tuple[EvaluationFigure, ...]:
     """The figures of two models side by side; the first may not have been asked."""
     old, new = figures(before), figures(after)
     return tuple(EvaluationFigure(name=name, before=old.get(name), after=new.get(name)) for name in old | new)
 
 
-def answers_of(exam: Exam, before: Sequence[Outcome], after: Sequence[Outcome]) -> tuple[AnswerRecord, ...]:
+def answers_of(exam: Exam, before: Sequence[QuestionScore], after: Sequence[QuestionScore]) -> tuple[AnswerRecord, ...]:
     """The first questions with what the models answered."""
     if not exam.generates:
         return ()

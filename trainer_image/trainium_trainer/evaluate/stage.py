@@ -46,7 +46,7 @@ _LIMITED = (
 )
 
 
-class Telling(Protocol):
+class EvaluationTelling(Protocol):
     """What is told while it lasts: see `monitor.progress.ProgressWriter`."""
 
     def stage(self, stage: RunStage, done: float = 0.0) -> None:
@@ -63,7 +63,7 @@ def evaluate_artifacts(
     artifacts: Sequence[ArtifactReport],
     *,
     peers: Peers,
-    progress: Telling,
+    progress: EvaluationTelling,
     device: str = "cpu",
     trained_loss: float | None = None,
 ) -> EvaluationResult | None:
@@ -97,7 +97,7 @@ def run_evaluation(
     model_folder: str,
     base_folder: str | None,
     peers: Peers,
-    progress: Telling,
+    progress: EvaluationTelling,
     output: str,
     device: str = "cpu",
     adapter_folder: str | None = None,
@@ -178,7 +178,7 @@ def _measured(
     config: TrainingConfig,
     models: Models,
     peers: Peers,
-    progress: Telling,
+    progress: EvaluationTelling,
     device: str,
     readers_per_node: int | None,
 ) -> EvaluationResult:
@@ -195,7 +195,7 @@ def _measured(
 
 
 def _limited(
-    config: TrainingConfig, models: Models, peers: Peers, progress: Telling, trained_loss: float | None
+    config: TrainingConfig, models: Models, peers: Peers, progress: EvaluationTelling, trained_loss: float | None
 ) -> EvaluationResult:
     """What can be told without `transformers`."""
     notes = [_LIMITED]

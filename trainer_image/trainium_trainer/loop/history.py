@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from trainium_trainer.exits import StorageError
 from trainium_trainer.loop.schedule import learning_rate
 from trainium_trainer.monitor.efficiency import flops_per_token, peak_flops
-from trainium_trainer.monitor.watch import Device, Past, Watch, read_past, rules_of
+from trainium_trainer.monitor.watch import JobDevices, Past, Watch, read_past, rules_of
 from trainium_trainer.monitor.writers import Recorder
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def _watch(settings: Settings, past: Past, mesh: Mesh) -> Watch:
     return Watch(
         config.monitor,
         past,
-        Device(mesh.device, mesh.world_size, peak_flops(mesh.device) if peak is None else peak * 1e12),
+        JobDevices(mesh.device, mesh.world_size, peak_flops(mesh.device) if peak is None else peak * 1e12),
         flops_per_token=flops_per_token(
             settings.shape,
             config.data.sequence_length,

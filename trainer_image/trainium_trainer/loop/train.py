@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from trainium_trainer.configuration.config import Settings
     from trainium_trainer.loop.stop import StopRequest
     from trainium_trainer.loop.wiring import Run
-    from trainium_trainer.monitor.watch import Alert
+    from trainium_trainer.monitor.watch import MonitorAlert
 
 _log = logging.getLogger("trainium.train")
 _SECONDS_BETWEEN_LINES = 1.0
@@ -166,7 +166,7 @@ def _validation_loss(run: Run, step: int, *, last: bool) -> float | None:
     return loss
 
 
-def _tell(run: Run, step: int, alerts: tuple[Alert, ...]) -> None:
+def _tell(run: Run, step: int, alerts: tuple[MonitorAlert, ...]) -> None:
     """Pass on what the monitors of rank 0 have found: only they know the whole history."""
     if run.backend.mesh.rank == 0:
         for alert in alerts:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 
-class Part(StrEnum):
+class StateKind(StrEnum):
     """The three values that every parameter has in the state."""
 
     WEIGHT = "model"
@@ -20,12 +20,12 @@ OPTIMIZER_STEP = "optimizer.step"
 """Number of updates that the moments have seen; an int64 scalar."""
 
 
-def state_name(part: Part, parameter: str) -> str:
+def state_name(part: StateKind, parameter: str) -> str:
     """Checkpoint name of one value of a parameter."""
     return f"{part}.{parameter}"
 
 
 def parameter_of(name: str) -> str | None:
     """Hugging Face's parameter name of a weight's checkpoint name; None for the optimizer's values."""
-    prefix = f"{Part.WEIGHT}."
+    prefix = f"{StateKind.WEIGHT}."
     return name.removeprefix(prefix) if name.startswith(prefix) else None

@@ -30,7 +30,7 @@ _DPI = 110
 
 
 @dataclass(frozen=True, slots=True)
-class History:
+class PlottedRun:
     """One run's lines."""
 
     name: str
@@ -48,7 +48,7 @@ class History:
         return [line["step"] for line in self.lines if line.get("resumed")]
 
 
-def read_history(run: Path) -> History:
+def read_history(run: Path) -> PlottedRun:
     """The history of a run by its folder or its metrics.jsonl. Raises UserError for what is neither."""
     file = run / METRICS_NAME if run.is_dir() else run
     try:
@@ -61,7 +61,7 @@ def read_history(run: Path) -> History:
     lines = [_parsed(file, number, line) for number, line in enumerate(text.split("\n")[:-1], start=1)]
     if not lines:
         raise UserError(f"{file}: no step is recorded yet: wait for the first one")
-    return History(run.parent.name if run.name == METRICS_NAME else run.name, tuple(lines))
+    return PlottedRun(run.parent.name if run.name == METRICS_NAME else run.name, tuple(lines))
 
 
 def _parsed(file: Path, number: int, line: str) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def _parsed(file: Path, number: int, line: str) -> dict[str, Any]:
     return dict(found)
 
 
-def draw(runs: Sequence[History], output: Path) -> None:
+def draw(runs: Sequence[PlottedRun], output: Path) -> None:
     """Draw the runs' histories into one picture. Raises UserError without matplotlib or for an unknown file type."""
     try:
         import matplotlib as mpl  # noqa: PLC0415 - see the module
@@ -113,7 +113,7 @@ def draw(runs: Sequence[History], output: Path) -> None:
             raise UserError(f"--output {output}: cannot be written ({error.strerror}): name another place") from error
 
 
-def _draw_losses(axes: Axes, run: History, colour: str, *, alone: bool) -> None:
+def _draw_losses(axes: Axes, run: PlottedRun, colour: str, *, alone: bool) -> None:
     """Training loss as it is and smoothed, validation loss as dots."""
     _line(axes, run, "loss", colour, smooth=True, label="training" if alone else run.name)
     steps, values = run.values("validationLoss")
@@ -130,7 +130,9 @@ def _draw_losses(axes: Axes, run: History, colour: str, *, alone: bool) -> None:
         )
 
 
-def _line(axes: Axes, run: History, field: str, colour: str, *, smooth: bool = False, label: str | None = None) -> None:
+def _line(
+    axes: Axes, run: PlottedRun, field: str, colour: str, *, smooth: bool = False, label: str | None = None
+) -> None:
     steps, values = run.values(field)
     if not smooth or len(steps) < _FEWEST_TO_SMOOTH:
         axes.plot(steps, values, color=colour, linewidth=1.2, label=label)
@@ -154,7 +156,7 @@ def _titled(axes: Axes, title: str, right: str) -> None:
     axes.grid(visible=True, alpha=0.25)
 
 
-def _caption(runs: Sequence[History]) -> str:
+def _caption(runs: Sequence[PlottedRun]) -> str:
     """What a single run came to."""
     if len(runs) > 1:
         return ""

@@ -36,7 +36,7 @@ _LEAST_RISE = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
+class StabilityRules:
     """Bounds; those of spikes are HLAT's by default."""
 
     window: int = 20
@@ -68,7 +68,7 @@ class Stability:
     """What is known after a step."""
 
     losses: tuple[float, ...] = ()
-    """Of the newest steps, at most `Rules.kept`, newest last."""
+    """Of the newest steps, at most `StabilityRules.kept`, newest last."""
     norms: tuple[float, ...] = ()
     """Gradient norms of the same steps."""
     spikes: int = 0
@@ -106,7 +106,7 @@ class Judgement:
     """True once for each time that the loss rises too far."""
 
 
-def judge(before: Stability, rules: Rules, *, loss: float, gradient_norm: float) -> Judgement:
+def judge(before: Stability, rules: StabilityRules, *, loss: float, gradient_norm: float) -> Judgement:
     """The next step's verdict; `loss` is the mean of a token, `gradient_norm` that before clipping."""
     if not (math.isfinite(loss) and math.isfinite(gradient_norm)):
         return Judgement(after=before)
@@ -135,7 +135,7 @@ def judge(before: Stability, rules: Rules, *, loss: float, gradient_norm: float)
 
 
 def resumed(
-    losses: tuple[float, ...], norms: tuple[float, ...], rules: Rules, *, spikes: int = 0, spike_steps: int = 0
+    losses: tuple[float, ...], norms: tuple[float, ...], rules: StabilityRules, *, spikes: int = 0, spike_steps: int = 0
 ) -> Stability:
     """The state after these steps where no more is known of it: noise and lowest level begin with them.
 
@@ -183,7 +183,7 @@ def _with_level(state: Stability, ratio: float) -> tuple[Stability, float]:
     return replace(state, alarm=level - state.lowest > (rise / 2 if state.alarm else rise)), level
 
 
-def _stands_out(state: Stability, rules: Rules) -> bool:
+def _stands_out(state: Stability, rules: StabilityRules) -> bool:
     """Whether each of the newest norms is above all before the spike, and the loss has not fallen with them."""
     newest, ago = rules.compared, rules.reach
     if len(state.norms) < rules.window + ago:

@@ -17,7 +17,7 @@ from trainium_contract.wire.messages import AlertKind
 from trainium_trainer.monitor.efficiency import device_bytes, host_bytes, utilisation
 from trainium_trainer.monitor.figures import StepFigures
 from trainium_trainer.monitor.lines import first_line, kept_aside, newest_lines
-from trainium_trainer.monitor.stability import LEVEL_STEPS, Judgement, Rules, Stability, judge, resumed
+from trainium_trainer.monitor.stability import LEVEL_STEPS, Judgement, Stability, StabilityRules, judge, resumed
 from trainium_trainer.monitor.throughput import Throughput
 from trainium_trainer.monitor.writers import METRICS_NAME
 
@@ -42,7 +42,7 @@ class Past:
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class JobDevices:
     """What the figures need of the job's devices."""
 
     device: torch.device
@@ -54,16 +54,16 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True)
-class Alert:
+class MonitorAlert:
     """Something that a person should know at once."""
 
     kind: AlertKind
     sentence: str
 
 
-def rules_of(config: MonitorConfig) -> Rules:
+def rules_of(config: MonitorConfig) -> StabilityRules:
     """The detectors' bounds of a configuration."""
-    return Rules(
+    return StabilityRules(
         window=config.spike_window,
         margin=config.spike_margin,
         told_after=config.spike_event_steps,
@@ -71,7 +71,7 @@ def rules_of(config: MonitorConfig) -> Rules:
     )
 
 
-def read_past(root: Path, rules: Rules, aside: Path | None = None, *, last: int | None = None) -> Past:
+def read_past(root: Path, rules: StabilityRules, aside: Path | None = None, *, last: int | None = None) -> Past:
     """The state after the last line of the history below `root`; lines of earlier versions tell less.
 
     `aside`: see `lines.LineWriter`, as of the step `last`. Raises StorageError.
@@ -86,7 +86,7 @@ def read_past(root: Path, rules: Rules, aside: Path | None = None, *, last: int 
     return Past(_stability(lines, rules), newest.get("productiveSeconds", 0.0), began)
 
 
-def _stability(lines: list[dict[str, Any]], rules: Rules) -> Stability:
+def _stability(lines: list[dict[str, Any]], rules: StabilityRules) -> Stability:
     newest = lines[-1]
     judged = [line for line in lines if line["gradNorm"] is not None and line["loss"] is not None][-rules.kept :]
     losses, norms = (tuple(line[name] for line in judged) for name in ("loss", "gradNorm"))
@@ -110,7 +110,7 @@ def _stability(lines: list[dict[str, Any]], rules: Rules) -> Stability:
 class Watch:
     """One rank's view of the run, step by step; rank 0's is the one that is recorded."""
 
-    def __init__(self, config: MonitorConfig, past: Past, devices: Device, *, flops_per_token: float) -> None:
+    def __init__(self, config: MonitorConfig, past: Past, devices: JobDevices, *, flops_per_token: float) -> None:
         """`flops_per_token`: see `efficiency`."""
         self._rules = rules_of(config)
         self._stability = past.stability
@@ -135,7 +135,7 @@ class Watch:
         seconds: float | None = None,
         parameter_norm: float | None = None,
         validation_loss: float | None = None,
-    ) -> tuple[StepFigures, tuple[Alert, ...]]:
+    ) -> tuple[StepFigures, tuple[MonitorAlert, ...]]:
         """The figures of a step that has just ended, and what to report of it.
 
         `seconds` is None for a step of an earlier process; `new_tokens` are this step's, of all ranks.
@@ -179,11 +179,11 @@ class Watch:
         return utilisation(speed, self._flops, devices=self._devices.count, peak=self._devices.peak)
 
 
-def _alerts(rules: Rules, judgement: Judgement, *, step: int, norm: float) -> list[Alert]:
+def _alerts(rules: StabilityRules, judgement: Judgement, *, step: int, norm: float) -> list[MonitorAlert]:
     found = []
     if judgement.spike_told:
         found.append(
-            Alert(
+            MonitorAlert(
                 AlertKind.LOSS_SPIKE,
                 f"Step {step}: the gradient norm, {norm:.4g}, has been above {judgement.bound:.4g} (the mean of "
                 f"{rules.window} steps + {rules.margin:g}) for {rules.told_after} steps, "
@@ -194,7 +194,7 @@ def _alerts(rules: Rules, judgement: Judgement, *, step: int, norm: float) -> li
         )
     if judgement.alarm_raised:
         found.append(
-            Alert(
+            MonitorAlert(
                 AlertKind.LOSS_ALARM,
                 f"Step {step}: the loss has risen: the median of {LEVEL_STEPS} steps is {judgement.level:.4g}, and was "
                 f"{judgement.after.lowest:.4g}, when one step differed from the next by "

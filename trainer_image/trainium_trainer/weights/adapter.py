@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
     from trainium_contract.trainer.tuning import TuningConfig
     from trainium_trainer.models.shapes import ModelShape
-    from trainium_trainer.weights.headers import Stored
-    from trainium_trainer.weights.source import Source
+    from trainium_trainer.weights.headers import FileTensor
+    from trainium_trainer.weights.source import WeightsSource
 
 CONFIG_NAME = "adapter_config.json"
 TENSORS_NAME = "adapter_model.safetensors"
@@ -69,7 +69,9 @@ class _Config(BaseModel):
 class AdapterWeights:
     """The adapter in one folder."""
 
-    def __init__(self, source: Source, config: _Config, tensors: dict[str, Stored], base_digest: str) -> None:
+    def __init__(
+        self, source: WeightsSource, config: _Config, tensors: dict[str, FileTensor], base_digest: str
+    ) -> None:
         """Of a folder that was checked: use `open`."""
         self.location = source.where
         self.source = source
@@ -255,7 +257,7 @@ def _refuse_other_kinds(where: str, config: _Config) -> None:
             )
 
 
-def _named(where: str, tensors: dict[str, Stored], rank: int) -> dict[str, Stored]:
+def _named(where: str, tensors: dict[str, FileTensor], rank: int) -> dict[str, FileTensor]:
     """The tensors by the names of the model's parameters. UserError when some of them mean nothing here."""
     found = {name.removeprefix(PREFIX).replace(".base_layer.", "."): stored for name, stored in tensors.items()}
     strange = [

@@ -27,7 +27,7 @@ from trainium_trainer.weights.headers import ITEM_BYTES
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from trainium_trainer.weights.headers import Stored
+    from trainium_trainer.weights.headers import FileTensor
 
 EMBEDDING = "model.embed_tokens.weight"
 OUTPUT = "lm_head.weight"
@@ -110,7 +110,7 @@ class BaseWeights:
         except DamagedFileError as error:
             raise UserError(f"{self.source.where}: {error}: copy or fetch the file again") from error
 
-    def _stored(self, name: str) -> Stored:
+    def _stored(self, name: str) -> FileTensor:
         # Of a model that shares them, files hold one and may hold the other.
         return self._tensors[EMBEDDING if name == OUTPUT and self.shape.tie_embeddings else name]
 
@@ -124,7 +124,7 @@ class BaseWeights:
             self._means[name] = (total / stored.shape[0]).float()
         return self._means[name]
 
-    def _probe(self, stored: Stored) -> bytes:
+    def _probe(self, stored: FileTensor) -> bytes:
         length = min(_PROBE_BYTES, stored.length)
         with self.source.stretch(stored.file, stored.start + (stored.length - length) // 2, length) as view:
             return bytes(view)

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from trainium_trainer.weights.headers import Stored
-    from trainium_trainer.weights.source import Source
+    from trainium_trainer.weights.headers import FileTensor
+    from trainium_trainer.weights.source import WeightsSource
 
 TORCH_TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 CHUNK_BYTES = 8 << 20
 
 
-def rows_of(source: Source, stored: Stored, first: int, count: int) -> Iterator[tuple[int, Tensor]]:
+def rows_of(source: WeightsSource, stored: FileTensor, first: int, count: int) -> Iterator[tuple[int, Tensor]]:
     """`count` rows from `first` on, a chunk at a time, each with its number among them; valid until the next one."""
     item = ITEM_BYTES[stored.dtype]
     row = math.prod(stored.shape[1:]) * item
@@ -39,7 +39,7 @@ def rows_of(source: Source, stored: Stored, first: int, count: int) -> Iterator[
 
 
 @torch.no_grad()
-def copy_box(source: Source, stored: Stored, offsets: tuple[int, ...], target: Tensor) -> None:
+def copy_box(source: WeightsSource, stored: FileTensor, offsets: tuple[int, ...], target: Tensor) -> None:
     """Copy the box that begins at `offsets` and has the target's size, of any floating-point type, on any device.
 
     Raises DamagedFileError when the file was cut short meanwhile, StorageError when the store fails.

@@ -18,8 +18,8 @@ from trainium_trainer.weights.source import open_source
 
 if TYPE_CHECKING:
     from trainium_trainer.models.shapes import ModelShape
-    from trainium_trainer.weights.headers import Stored
-    from trainium_trainer.weights.source import Source
+    from trainium_trainer.weights.headers import FileTensor
+    from trainium_trainer.weights.source import WeightsSource
 
 WHOLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -41,9 +41,9 @@ def shape_of(location: str, *, field: str = SETTING) -> ModelShape:
 class ModelFolder:
     """A folder that was looked through: all of it is there."""
 
-    source: Source
+    source: WeightsSource
     shape: ModelShape
-    tensors: dict[str, Stored]
+    tensors: dict[str, FileTensor]
 
     @staticmethod
     def open(location: str, *, field: str = SETTING) -> ModelFolder:
@@ -54,7 +54,7 @@ class ModelFolder:
         return ModelFolder(source, shape, _all_tensors(source, sizes))
 
 
-def read_config(source: Source, sizes: dict[str, int]) -> dict[str, Any]:
+def read_config(source: WeightsSource, sizes: dict[str, int]) -> dict[str, Any]:
     """The contents of `config.json`. UserError when it is not there, not JSON, or says that the model is quantised."""
     if CONFIG_NAME not in sizes:
         raise UserError(f"{source.where}: has no {CONFIG_NAME}: name a folder that holds one beside the safetensors")
@@ -68,7 +68,9 @@ def read_config(source: Source, sizes: dict[str, int]) -> dict[str, Any]:
     return document
 
 
-def read_tensors(source: Source, name: str, size: int, metadata: dict[str, str] | None = None) -> dict[str, Stored]:
+def read_tensors(
+    source: WeightsSource, name: str, size: int, metadata: dict[str, str] | None = None
+) -> dict[str, FileTensor]:
     """The tensors of one safetensors file of `size` bytes; its own metadata are put into `metadata`.
 
     Raises UserError when it is damaged.
@@ -85,11 +87,11 @@ def read_tensors(source: Source, name: str, size: int, metadata: dict[str, str] 
         raise UserError(f"{source.where}: {name} {said}: copy or fetch the file again") from error
 
 
-def _shape(document: dict[str, Any], source: Source) -> ModelShape:
+def _shape(document: dict[str, Any], source: WeightsSource) -> ModelShape:
     return shape_of_document(document, f"{source.where}: {CONFIG_NAME}")
 
 
-def _all_tensors(source: Source, sizes: dict[str, int]) -> dict[str, Stored]:
+def _all_tensors(source: WeightsSource, sizes: dict[str, int]) -> dict[str, FileTensor]:
     if WHOLE_NAME in sizes:
         return read_tensors(source, WHOLE_NAME, sizes[WHOLE_NAME])
     if INDEX_NAME not in sizes:
@@ -131,7 +133,7 @@ def _without_index(sizes: dict[str, int]) -> str:
     return f"holds no weights: there is neither {WHOLE_NAME} nor {INDEX_NAME}: copy or fetch them"
 
 
-def read_document(source: Source, name: str) -> dict[str, Any]:
+def read_document(source: WeightsSource, name: str) -> dict[str, Any]:
     """The fields of a JSON file. UserError when it holds none."""
     try:
         document = json.loads(source.read(name))

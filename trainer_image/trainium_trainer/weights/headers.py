@@ -19,7 +19,7 @@ ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class FileTensor:
     """A tensor in a file."""
 
     file: str
@@ -42,7 +42,7 @@ def header_length(head: bytes, size: int) -> int:
     return length
 
 
-def tensors_of(text: bytes, file: str, size: int, metadata: dict[str, str] | None = None) -> dict[str, Stored]:
+def tensors_of(text: bytes, file: str, size: int, metadata: dict[str, str] | None = None) -> dict[str, FileTensor]:
     """The tensors that a header names, of a file of `size` bytes; its own metadata are put into `metadata`.
 
     Raises ValueError with what is wrong with it.
@@ -65,12 +65,12 @@ class _WrongError(ValueError):
     """Something that the header says cannot be."""
 
 
-def _stored(name: str, entry: dict[str, Any], file: str, base: int) -> Stored:
+def _stored(name: str, entry: dict[str, Any], file: str, base: int) -> FileTensor:
     dtype, shape, (begin, end) = entry["dtype"], tuple(map(int, entry["shape"])), entry["data_offsets"]
     if dtype not in ITEM_BYTES:
         # Whoever needs this tensor refuses its type; others may be there for some other program.
-        return Stored(file, str(dtype), shape, base + int(begin), int(end) - int(begin))
+        return FileTensor(file, str(dtype), shape, base + int(begin), int(end) - int(begin))
     expected = math.prod(shape) * ITEM_BYTES[dtype]
     if begin < 0 or end - begin != expected:
         raise _WrongError(f"says that {name} of size {list(shape)} in {dtype} has {end - begin} bytes, not {expected}")
-    return Stored(file, dtype, shape, base + begin, end - begin)
+    return FileTensor(file, dtype, shape, base + begin, end - begin)

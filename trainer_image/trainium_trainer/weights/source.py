@@ -29,7 +29,7 @@ _RANGE_BYTES = 8 << 20
 _REQUESTS_AT_ONCE = 8
 
 
-class Source(Protocol):
+class WeightsSource(Protocol):
     """A folder of files that are read and never written."""
 
     @property
@@ -50,7 +50,7 @@ class Source(Protocol):
         ...
 
 
-def open_source(location: str, field: str) -> Source:
+def open_source(location: str, field: str) -> WeightsSource:
     """The folder or s3://bucket/prefix that the setting `field` names. UserError when there is no such folder."""
     where = f"{field} {location}"
     if location.startswith(S3_SCHEME):

@@ -19,7 +19,7 @@ _MAX_KNOWN = 2000
 _NOT_FOUND = 404
 
 
-class Severity(StrEnum):
+class EventSeverity(StrEnum):
     """An event's type."""
 
     NORMAL = "Normal"
@@ -36,7 +36,7 @@ class EventSink:
         self._counts: dict[str, int] = {}
 
     def emit(
-        self, obj: Json, kind: str, severity: Severity, reason: str, message: str, *, field_path: str = ""
+        self, obj: Json, kind: str, severity: EventSeverity, reason: str, message: str, *, field_path: str = ""
     ) -> None:
         """Say that `reason` happened to `obj`."""
         metadata = obj["metadata"]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainium_devcluster.node.api.client import Api
-from trainium_devcluster.node.api.events import EventSink, Severity
+from trainium_devcluster.node.api.events import EventSeverity, EventSink
 from trainium_devcluster.node.api.objects import Json, is_terminal, name, namespace, uid
 from trainium_devcluster.node.api.reflector import Reflector
 from trainium_devcluster.node.api.waiting import until
@@ -105,7 +105,7 @@ class ServiceDirectory:
             self._events.emit(
                 service,
                 "Service",
-                Severity.WARNING,
+                EventSeverity.WARNING,
                 "PortNotTranslated",
                 f"process nodes translate no ports ({', '.join(ports)}): names lead to pods, so connect to "
                 "the target port, or make port and targetPort equal",

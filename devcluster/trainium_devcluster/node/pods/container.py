@@ -16,12 +16,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainium_devcluster.node.api.events import Severity
+from trainium_devcluster.node.api.events import EventSeverity
 from trainium_devcluster.node.api.objects import Json, parse_time
 from trainium_devcluster.node.pods import probe_actions, probes
 from trainium_devcluster.node.pods.backoff import Backoff
 from trainium_devcluster.node.pods.logs import LogWriter, last_lines
-from trainium_devcluster.node.pods.status import ContainerView, Kind, Running, State, Terminated, Waiting, exit_reason
+from trainium_devcluster.node.pods.status import (
+    ContainerKind,
+    ContainerView,
+    Running,
+    State,
+    Terminated,
+    Waiting,
+    exit_reason,
+)
 from trainium_devcluster.node.processes import container_exec
 from trainium_devcluster.node.processes.launcher_client import Command, Exit, Launcher, LaunchError, Process
 from trainium_devcluster.node.volumes.removal import remove_tree
@@ -32,7 +40,7 @@ _MAX_TERMINATION_MESSAGE = 4096
 _MIN_GRACE = 2.0  # seconds that a container has after its preStop hook used up the grace period
 _START_ERROR = 128
 
-Emit = Callable[[Severity, str, str, str], None]  # severity, reason, message, container
+Emit = Callable[[EventSeverity, str, str, str], None]  # severity, reason, message, container
 
 
 @dataclass(slots=True, eq=False)
@@ -40,7 +48,7 @@ class Container:
     """One container. `changed` is called whenever `view()` may have changed."""
 
     spec: Json
-    kind: Kind
+    kind: ContainerKind
     folder: Path
     launcher: Launcher
     changed: Callable[[], None]
@@ -110,7 +118,7 @@ class Container:
         elif ended:
             self.state = _terminated(ended)
             self._began = True
-            self.ready = self.kind is Kind.INIT and ended["exitCode"] == 0
+            self.ready = self.kind is ContainerKind.INIT and ended["exitCode"] == 0
         elif before:
             self._began = True
         if before:
@@ -151,7 +159,7 @@ class Container:
         log = self._log = LogWriter(self.folder / f"{self._attempt}.log")
         null = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
         out, err = log.pipe("stdout"), log.pipe("stderr")
-        self.emit(Severity.NORMAL, "Created", "Container created", self.name)
+        self.emit(EventSeverity.NORMAL, "Created", "Container created", self.name)
         began = time.time()
         try:
             process = self.process = self.launcher.start(command, null, out, err)
@@ -162,12 +170,12 @@ class Container:
         try:
             await asyncio.shield(process.running)
         except LaunchError as error:
-            self.emit(Severity.WARNING, "Failed", f"Error: {_not_started(error)}", self.name)
+            self.emit(EventSeverity.WARNING, "Failed", f"Error: {_not_started(error)}", self.name)
             await asyncio.shield(self._watcher)
             return
         if self.process is process:
             self.state = Running(time.time())
-            self.emit(Severity.NORMAL, "Started", "Container started", self.name)
+            self.emit(EventSeverity.NORMAL, "Started", "Container started", self.name)
             self.changed()
             await self._after_start(process)
 
@@ -177,7 +185,7 @@ class Container:
             outcome = await probe_actions.perform(hook, self._target(), None)
             if not outcome.success:
                 self.emit(
-                    Severity.WARNING, "FailedPostStartHook", f"PostStartHook failed: {outcome.message}", self.name
+                    EventSeverity.WARNING, "FailedPostStartHook", f"PostStartHook failed: {outcome.message}", self.name
                 )
                 self.stop_soon(_MIN_GRACE, "FailedPostStartHook")
                 return
@@ -199,7 +207,7 @@ class Container:
             message = self._termination_message(ended, Path(termination_log), log)
             end = Terminated(ended.code, exit_reason(ended.code), message, began, ended.at, self._id)
         self.process = None
-        self.ready = self.kind is Kind.INIT and end.exit_code == 0
+        self.ready = self.kind is ContainerKind.INIT and end.exit_code == 0
         self.started = False
         self.state = end
         remove_tree(Path(scratch))
@@ -222,20 +230,20 @@ class Container:
         self.changed()
 
     def _set_ready(self, ready: bool) -> None:
-        if self.kind is not Kind.INIT:
+        if self.kind is not ContainerKind.INIT:
             self.ready = ready
             self.changed()
 
     def _unhealthy(self, kind: probes.ProbeKind, message: str) -> None:
-        self.emit(Severity.WARNING, "Unhealthy", f"{kind.value.capitalize()} probe failed: {message}", self.name)
+        self.emit(EventSeverity.WARNING, "Unhealthy", f"{kind.value.capitalize()} probe failed: {message}", self.name)
 
     def _failed(self, kind: probes.ProbeKind, probe: Json) -> None:
         message = f"Container {self.name} failed {kind.value} probe, will be restarted"
-        self.emit(Severity.NORMAL, "Killing", message, self.name)
+        self.emit(EventSeverity.NORMAL, "Killing", message, self.name)
         grace = probe.get("terminationGracePeriodSeconds")
         self.stop_soon(float(grace) if grace is not None else None, "probe")
 
-    async def _check(self, probe: Json, timeout: float) -> probe_actions.Outcome:
+    async def _check(self, probe: Json, timeout: float) -> probe_actions.ProbeResult:
         return await probe_actions.perform(probe, self._target(), timeout)
 
     def _target(self) -> probe_actions.CheckTarget:
@@ -307,11 +315,11 @@ class Container:
         await asyncio.wait({action, ended}, return_when=asyncio.FIRST_COMPLETED)
         if not action.done():
             self.emit(
-                Severity.WARNING, "FailedPreStopHook", "PreStopHook did not end within the grace period", self.name
+                EventSeverity.WARNING, "FailedPreStopHook", "PreStopHook did not end within the grace period", self.name
             )
         elif not action.result().success:
             self.emit(
-                Severity.WARNING, "FailedPreStopHook", f"PreStopHook failed: {action.result().message}", self.name
+                EventSeverity.WARNING, "FailedPreStopHook", f"PreStopHook failed: {action.result().message}", self.name
             )
         for task in (action, ended):
             task.cancel()

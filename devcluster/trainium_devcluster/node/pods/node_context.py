@@ -12,7 +12,7 @@ import aiohttp
 
 from trainium_devcluster.node.api import quantities
 from trainium_devcluster.node.api.client import Api
-from trainium_devcluster.node.api.events import EventSink, Severity
+from trainium_devcluster.node.api.events import EventSeverity, EventSink
 from trainium_devcluster.node.api.objects import Json, name, namespace, uid
 from trainium_devcluster.node.api.reflector import ObjectCache
 from trainium_devcluster.node.network.service_directory import ServiceDirectory
@@ -87,4 +87,4 @@ class NodeServices:
                 f"accepted without effect on a process node: {', '.join(fresh)} "
                 f"(first seen in pod {namespace(pod)}/{name(pod)}; said once per node)"
             )
-            self.events.emit(self.node(), "Node", Severity.NORMAL, "NotEnforced", message)
+            self.events.emit(self.node(), "Node", EventSeverity.NORMAL, "NotEnforced", message)

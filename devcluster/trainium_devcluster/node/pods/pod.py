@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass, field
 
 from trainium_devcluster.node.api.client import ApiError, Unreachable
-from trainium_devcluster.node.api.events import Severity
+from trainium_devcluster.node.api.events import EventSeverity
 from trainium_devcluster.node.api.objects import (
     Json,
     containers,
@@ -36,7 +36,7 @@ from trainium_devcluster.node.pods.node_context import NodeServices
 from trainium_devcluster.node.pods.pod_setup import PodSetup
 from trainium_devcluster.node.pods.resource_claims import ClaimError, check_claims
 from trainium_devcluster.node.pods.status import (
-    Kind,
+    ContainerKind,
     PodView,
     Terminated,
     Waiting,
@@ -107,7 +107,7 @@ class PodRunner:
         refused = None if unsupported_fields.ephemeral_refusal(self.pod) else unsupported_fields.ephemeral_refusal(pod)
         self.pod = pod
         if refused:
-            self._emit(Severity.WARNING, "NotSupported", refused, "")
+            self._emit(EventSeverity.WARNING, "NotSupported", refused, "")
         self.setup.volumes.pod_changed()
         self.wake()
 
@@ -131,7 +131,7 @@ class PodRunner:
     def container(self, wanted: str | None = None) -> Container | None:
         """The container of that name; the first main container when none is named."""
         if wanted is None:
-            return next(c for c in self.containers if c.kind is Kind.MAIN)
+            return next(c for c in self.containers if c.kind is ContainerKind.MAIN)
         return next((c for c in self.containers if c.name == wanted), None)
 
     # --- The pod's task ----------------------------------------------------------------------------------------------
@@ -171,12 +171,12 @@ class PodRunner:
         sentences = unsupported_fields.refusals(self.pod, self.services.isolation)
         if sentences:
             for sentence in sentences:
-                self._emit(Severity.WARNING, "NotSupported", sentence, "")
+                self._emit(EventSeverity.WARNING, "NotSupported", sentence, "")
             self._fail("NotSupported", "; ".join(sentences))
             return False
         if shortage := self.services.shortage(self.pod):
             resource, message = shortage
-            self._emit(Severity.WARNING, f"OutOf{resource}", message, "")
+            self._emit(EventSeverity.WARNING, f"OutOf{resource}", message, "")
             self._fail(f"OutOf{resource}", f"Pod was rejected: {message}")
             return False
         self.services.note_not_enforced(self.pod)
@@ -190,7 +190,7 @@ class PodRunner:
             except (ClaimError, VolumeError) as error:
                 devices = isinstance(error, ClaimError)
                 reason = "FailedPrepareDynamicResources" if devices else "FailedMount"
-                self._emit(Severity.WARNING, reason, str(error), "")
+                self._emit(EventSeverity.WARNING, reason, str(error), "")
                 await until(self.setup.volumes.changed, _VOLUME_RETRY)
                 self.setup.volumes.changed.clear()
             else:
@@ -213,7 +213,7 @@ class PodRunner:
                     self._end()
                     return
             if await self._initialize(pauses):
-                for container in (c for c in self.containers if c.kind is Kind.MAIN):
+                for container in (c for c in self.containers if c.kind is ContainerKind.MAIN):
                     await self._keep(container, pauses)
             if self._is_over():
                 await self._stop_sidecars(time.monotonic() + grace_seconds(self.pod))
@@ -223,9 +223,9 @@ class PodRunner:
 
     async def _initialize(self, pauses: list[float]) -> bool:
         """Run init containers and sidecars in order; True once all have done their part."""
-        begun = any(c.begun for c in self.containers if c.kind is Kind.MAIN)
-        for container in (c for c in self.containers if c.kind is not Kind.MAIN):
-            if container.kind is Kind.SIDECAR:
+        begun = any(c.begun for c in self.containers if c.kind is ContainerKind.MAIN)
+        for container in (c for c in self.containers if c.kind is not ContainerKind.MAIN):
+            if container.kind is ContainerKind.SIDECAR:
                 await self._keep(container, pauses)
                 if not begun and not container.started:
                     return False
@@ -237,8 +237,8 @@ class PodRunner:
 
     def _initialized(self) -> bool:
         """Whether all init containers have done their part, so that main containers could start."""
-        inits = [c for c in self.containers if c.kind is not Kind.MAIN]
-        return all(c.ready if c.kind is Kind.INIT else c.started for c in inits)
+        inits = [c for c in self.containers if c.kind is not ContainerKind.MAIN]
+        return all(c.ready if c.kind is ContainerKind.INIT else c.started for c in inits)
 
     async def _keep(self, container: Container, pauses: list[float]) -> None:
         """Start `container` if it should run and does not; a back-off is added to `pauses`."""
@@ -262,17 +262,17 @@ class PodRunner:
         where = f"{name(self.pod)}_{namespace(self.pod)}({uid(self.pod)})"
         if container.backed_off(container.backoff.delay):
             message = f"Back-off restarting failed container {container.name} in pod {where}"
-            self._emit(Severity.WARNING, "BackOff", message, container.name)
+            self._emit(EventSeverity.WARNING, "BackOff", message, container.name)
         pause = f"back-off {container.backoff.delay:g}s"
         container.wait_for("CrashLoopBackOff", f"{pause} restarting failed container={container.name} pod={where}")
         return left
 
     def _is_over(self) -> bool:
         """Whether no container runs that counts, and none will be started."""
-        main = [c for c in self.containers if c.kind is Kind.MAIN]
-        if any(c.running for c in self.containers if c.kind is not Kind.SIDECAR):
+        main = [c for c in self.containers if c.kind is ContainerKind.MAIN]
+        if any(c.running for c in self.containers if c.kind is not ContainerKind.SIDECAR):
             return False
-        for container in (c for c in self.containers if c.kind is Kind.INIT):
+        for container in (c for c in self.containers if c.kind is ContainerKind.INIT):
             state = container.state
             if (
                 isinstance(state, Terminated)
@@ -302,7 +302,7 @@ class PodRunner:
         if not self._ended:
             initialized = self._initialized()
             for container in self.containers:
-                if initialized or container.kind is not Kind.MAIN:
+                if initialized or container.kind is not ContainerKind.MAIN:
                     container.give_up()
         self._ended = True
 
@@ -310,12 +310,12 @@ class PodRunner:
         deadline = time.monotonic() + grace
         for container in self.containers:
             if container.running:
-                self._emit(Severity.NORMAL, "Killing", message.format(name=container.name), container.name)
-        await asyncio.gather(*(c.stop(deadline) for c in self.containers if c.kind is not Kind.SIDECAR))
+                self._emit(EventSeverity.NORMAL, "Killing", message.format(name=container.name), container.name)
+        await asyncio.gather(*(c.stop(deadline) for c in self.containers if c.kind is not ContainerKind.SIDECAR))
         await self._stop_sidecars(deadline)
 
     async def _stop_sidecars(self, deadline: float) -> None:
-        for container in reversed([c for c in self.containers if c.kind is Kind.SIDECAR]):
+        for container in reversed([c for c in self.containers if c.kind is ContainerKind.SIDECAR]):
             await container.stop(deadline)
 
     async def _delete(self) -> None:
@@ -362,7 +362,7 @@ class PodRunner:
         if int(pod["metadata"]["resourceVersion"]) > int(self.pod["metadata"]["resourceVersion"]):
             self.pod = pod
 
-    def _emit(self, severity: Severity, reason: str, message: str, container: str) -> None:
+    def _emit(self, severity: EventSeverity, reason: str, message: str, container: str) -> None:
         kind = "initContainers" if find(init_containers(self.pod), "name", container) else "containers"
         path = f"spec.{kind}{{{container}}}" if container else ""
         self.services.events.emit(self.pod, "Pod", severity, reason, message, field_path=path)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainium_devcluster.node.api.client import Unreachable
-from trainium_devcluster.node.api.events import Severity
+from trainium_devcluster.node.api.events import EventSeverity
 from trainium_devcluster.node.api.objects import Json, name, namespace, uid
 from trainium_devcluster.node.network.service_directory import HostsFile
 from trainium_devcluster.node.pods.container import Container
@@ -67,11 +67,11 @@ class PodSetup:
         try:
             command, termination_log = await self._command(container)
         except (ConfigError, Unreachable) as error:
-            container.emit(Severity.WARNING, "Failed", f"Error: {error}", container.name)
+            container.emit(EventSeverity.WARNING, "Failed", f"Error: {error}", container.name)
             container.wait_for("CreateContainerConfigError", str(error))
             return _CONFIG_RETRY
         except images.PullError as error:
-            container.emit(Severity.WARNING, "Failed", f"Failed to pull image: {error}", container.name)
+            container.emit(EventSeverity.WARNING, "Failed", f"Failed to pull image: {error}", container.name)
             container.wait_for("ImagePullBackOff", f"Back-off pulling image: {error}")
             return _PULL_RETRY
         await container.start(command, str(termination_log))

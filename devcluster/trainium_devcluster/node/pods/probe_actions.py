@@ -22,7 +22,7 @@ Execute = Callable[[list[str], float | None], Awaitable[InsideResult]]
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ProbeResult:
     """Whether a check succeeded, and what it said."""
 
     success: bool
@@ -39,21 +39,23 @@ class CheckTarget:
     http: aiohttp.ClientSession
 
 
-async def perform(action: Json, target: CheckTarget, timeout: float | None) -> Outcome:
+async def perform(action: Json, target: CheckTarget, timeout: float | None) -> ProbeResult:
     """Perform the action of a probe or hook within `timeout` seconds."""
     if "exec" in action:
         result = await target.execute(list(action["exec"].get("command") or []), timeout)
         if result.timed_out:
-            return Outcome(False, f"command timed out: {action['exec'].get('command')} timed out after {timeout:g}s")
-        return Outcome(result.code == 0, result.output)
+            return ProbeResult(
+                False, f"command timed out: {action['exec'].get('command')} timed out after {timeout:g}s"
+            )
+        return ProbeResult(result.code == 0, result.output)
     if "httpGet" in action:
         return await _http(action["httpGet"], target, timeout)
     if "tcpSocket" in action:
         return await _tcp(action["tcpSocket"], target, timeout)
     if "sleep" in action:
         await asyncio.sleep(float(action["sleep"].get("seconds") or 0))
-        return Outcome(True)
-    return Outcome(False, f"none of exec, httpGet, tcpSocket, sleep is given: {', '.join(action)}")
+        return ProbeResult(True)
+    return ProbeResult(False, f"none of exec, httpGet, tcpSocket, sleep is given: {', '.join(action)}")
 
 
 def port_number(port: str | int, container: Json) -> int | None:
@@ -64,10 +66,10 @@ def port_number(port: str | int, container: Json) -> int | None:
     return None if known is None else int(known["containerPort"])
 
 
-async def _http(action: Json, target: CheckTarget, timeout: float | None) -> Outcome:
+async def _http(action: Json, target: CheckTarget, timeout: float | None) -> ProbeResult:
     port = port_number(action["port"], target.container)
     if port is None:
-        return Outcome(False, f"the container has no port named {action['port']!r}")
+        return ProbeResult(False, f"the container has no port named {action['port']!r}")
     host = action.get("host") or target.address
     path = action.get("path") or "/"
     url = f"{action.get('scheme', 'HTTP').lower()}://{host}:{port}{path if path.startswith('/') else '/' + path}"
@@ -77,26 +79,26 @@ async def _http(action: Json, target: CheckTarget, timeout: float | None) -> Out
         async with target.http.get(url, headers=headers, timeout=limit, ssl=False) as response:
             body = await response.content.read(_MAX_BODY)
             if 200 <= response.status < 400:
-                return Outcome(True, body.decode(errors="replace"))
-            return Outcome(False, f"HTTP probe failed with statuscode: {response.status}")
+                return ProbeResult(True, body.decode(errors="replace"))
+            return ProbeResult(False, f"HTTP probe failed with statuscode: {response.status}")
     except TimeoutError:
-        return Outcome(
+        return ProbeResult(
             False, f'Get "{url}": context deadline exceeded (Client.Timeout exceeded while awaiting headers)'
         )
     except (aiohttp.ClientError, OSError, ValueError) as error:
-        return Outcome(False, f'Get "{url}": {error or type(error).__name__}')
+        return ProbeResult(False, f'Get "{url}": {error or type(error).__name__}')
 
 
-async def _tcp(action: Json, target: CheckTarget, timeout: float | None) -> Outcome:
+async def _tcp(action: Json, target: CheckTarget, timeout: float | None) -> ProbeResult:
     port = port_number(action["port"], target.container)
     if port is None:
-        return Outcome(False, f"the container has no port named {action['port']!r}")
+        return ProbeResult(False, f"the container has no port named {action['port']!r}")
     host = action.get("host") or target.address
     try:
         _, writer = await within(asyncio.open_connection(host, port), timeout)
     except (OSError, TimeoutError) as error:
-        return Outcome(False, f"dial tcp {host}:{port}: {error or 'i/o timeout'}")
+        return ProbeResult(False, f"dial tcp {host}:{port}: {error or 'i/o timeout'}")
     writer.close()
     with contextlib.suppress(OSError):
         await writer.wait_closed()
-    return Outcome(True)
+    return ProbeResult(True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from trainium_devcluster.node.api.objects import Json
-from trainium_devcluster.node.pods.probe_actions import Outcome
+from trainium_devcluster.node.pods.probe_actions import ProbeResult
 
 
 class ProbeKind(StrEnum):
@@ -34,7 +34,7 @@ class ProbeCallbacks:
     failed: Callable[[ProbeKind, Json], None]
 
 
-Check = Callable[[Json, float], Awaitable[Outcome]]
+Check = Callable[[Json, float], Awaitable[ProbeResult]]
 
 
 async def run_probes(container: Json, check: Check, callbacks: ProbeCallbacks) -> None:
@@ -101,7 +101,7 @@ async def _watch_liveness(probe: Json, check: Check, callbacks: ProbeCallbacks) 
         await asyncio.sleep(_period(probe))
 
 
-async def _once(probe: Json, check: Check) -> Outcome:
+async def _once(probe: Json, check: Check) -> ProbeResult:
     return await check(probe, float(probe.get("timeoutSeconds") or 1))
 
 

@@ -11,7 +11,7 @@ from enum import StrEnum
 from trainium_devcluster.node.api.objects import EPOCH, Json, containers, find, init_containers, is_sidecar, timestamp
 
 
-class Kind(StrEnum):
+class ContainerKind(StrEnum):
     """What a container is in its pod."""
 
     INIT = "init"
@@ -56,7 +56,7 @@ class ContainerView:
 
     name: str
     image: str
-    kind: Kind
+    kind: ContainerKind
     state: State
     last: Terminated | None = None
     restart_count: int = 0
@@ -80,11 +80,11 @@ class PodView:
     verdict: tuple[str, str, str] | None = None
 
 
-def kind_of(pod: Json, container: Json) -> Kind:
+def kind_of(pod: Json, container: Json) -> ContainerKind:
     """Whether `container` is an init container, a sidecar or a main container of `pod`."""
     if find(init_containers(pod), "name", container["name"]) is None:
-        return Kind.MAIN
-    return Kind.SIDECAR if is_sidecar(container) else Kind.INIT
+        return ContainerKind.MAIN
+    return ContainerKind.SIDECAR if is_sidecar(container) else ContainerKind.INIT
 
 
 def restart_policy(pod: Json, container: Json) -> str:
@@ -94,7 +94,7 @@ def restart_policy(pod: Json, container: Json) -> str:
         return str(own)
     policy = pod["spec"].get("restartPolicy", "Always")
     # An init container that succeeded is never run again, whatever the policy says.
-    if policy == "Always" and kind_of(pod, container) is Kind.INIT:
+    if policy == "Always" and kind_of(pod, container) is ContainerKind.INIT:
         return "OnFailure"
     return str(policy)
 
@@ -115,7 +115,7 @@ def phase(pod: Json, views: Sequence[ContainerView], *, terminal: bool) -> str:
     by_name = {view.name: view for view in views}
     specs = {c["name"]: c for c in [*init_containers(pod), *containers(pod)]}
     init_failed = init_pending = False
-    for view in (v for v in by_name.values() if v.kind is Kind.INIT):
+    for view in (v for v in by_name.values() if v.kind is ContainerKind.INIT):
         ended = _end_of(view)
         if ended is None:
             init_pending = True
@@ -133,7 +133,7 @@ def phase(pod: Json, views: Sequence[ContainerView], *, terminal: bool) -> str:
             return "Pending"
         if any(isinstance(v.state, Waiting) and v.last is None for v in main):
             return "Pending"
-        if any(isinstance(v.state, Running) for v in by_name.values() if v.kind is not Kind.INIT):
+        if any(isinstance(v.state, Running) for v in by_name.values() if v.kind is not ContainerKind.INIT):
             return "Running"
     ends = [_end_of(v) for v in main]
     if not terminal and any(
@@ -162,10 +162,10 @@ def pod_status(view: PodView, now: str) -> Json:
         "hostIPs": [{"ip": view.host_ip}],
         "startTime": view.start_time,
         "observedGeneration": _generation(view.pod),
-        "containerStatuses": [_status(v) for v in view.containers if v.kind is Kind.MAIN],
+        "containerStatuses": [_status(v) for v in view.containers if v.kind is ContainerKind.MAIN],
         "conditions": _conditions(view, chosen, now),
     }
-    inits = [_status(v) for v in view.containers if v.kind is not Kind.MAIN]
+    inits = [_status(v) for v in view.containers if v.kind is not ContainerKind.MAIN]
     if inits:
         status["initContainerStatuses"] = inits
     if view.pod_ip:
@@ -190,7 +190,7 @@ def _end_of(view: ContainerView) -> Terminated | None:
 
 def _sidecars_pending(by_name: dict[str, ContainerView]) -> bool:
     return any(
-        v.kind is Kind.SIDECAR and not v.started and not isinstance(v.state, Terminated) and v.last is None
+        v.kind is ContainerKind.SIDECAR and not v.started and not isinstance(v.state, Terminated) and v.last is None
         for v in by_name.values()
     )
 
@@ -267,7 +267,7 @@ def _containers_ready(view: PodView, chosen: str) -> tuple[str, str, str]:
         return "False", "PodCompleted", ""
     if chosen == "Failed":
         return "False", "PodFailed", ""
-    unready = [v.name for v in view.containers if v.kind is not Kind.INIT and not v.ready]
+    unready = [v.name for v in view.containers if v.kind is not ContainerKind.INIT and not v.ready]
     if unready:
         return "False", "ContainersNotReady", f"containers with unready status: [{' '.join(unready)}]"
     return "True", "", ""
@@ -276,12 +276,15 @@ def _containers_ready(view: PodView, chosen: str) -> tuple[str, str, str]:
 def _initialized(view: PodView, chosen: str) -> tuple[str, str, str]:
     if chosen == "Succeeded":
         return "True", "PodCompleted", ""
-    if any(v.kind is Kind.MAIN and (not isinstance(v.state, Waiting) or v.last is not None) for v in view.containers):
+    if any(
+        v.kind is ContainerKind.MAIN and (not isinstance(v.state, Waiting) or v.last is not None)
+        for v in view.containers
+    ):
         return "True", "", ""
     incomplete = [
         v.name
         for v in view.containers
-        if (v.kind is Kind.INIT and not v.ready) or (v.kind is Kind.SIDECAR and not v.started)
+        if (v.kind is ContainerKind.INIT and not v.ready) or (v.kind is ContainerKind.SIDECAR and not v.started)
     ]
     if incomplete:
         return "False", "ContainersNotInitialized", f"containers with incomplete status: [{' '.join(incomplete)}]"

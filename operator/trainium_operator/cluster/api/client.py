@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Mapping
 
     from trainium_operator.cluster.api.resources import Resource
-    from trainium_operator.cluster.api.transport import Answer, Transport
+    from trainium_operator.cluster.api.transport import HttpResponse, Transport
 
 Json = dict[str, Any]
 
@@ -239,14 +239,14 @@ def _decode(body: bytes) -> Json:
     return value
 
 
-def _retry_after(answer: Answer) -> float:
+def _retry_after(answer: HttpResponse) -> float:
     try:
         return min(LONGEST_RETRY_AFTER, max(0.0, float(answer.headers.get("retry-after", "0"))))
     except ValueError:  # an HTTP date; our own back-off will do
         return 0.0
 
 
-def _error(method: str, path: str, answer: Answer) -> ApiError:
+def _error(method: str, path: str, answer: HttpResponse) -> ApiError:
     try:
         status = from_json(answer.body)
     except ValueError:

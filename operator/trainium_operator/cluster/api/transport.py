@@ -43,7 +43,7 @@ class ConnectionFailedError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class HttpResponse:
     """One HTTP answer; `headers` has lower-case keys."""
 
     status: int
@@ -52,7 +52,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Stream:
+class ResponseStream:
     """An answer whose body is still coming; `lines` ends when the server closes it."""
 
     status: int
@@ -71,11 +71,13 @@ class Transport(Protocol):
         body: Any,
         content_type: str,
         timeout: float,
-    ) -> Answer:
+    ) -> HttpResponse:
         """One exchange; `timeout` in seconds. Raises ConnectionFailedError."""
         ...
 
-    def stream(self, path: str, *, query: Mapping[str, str], silence: float) -> AbstractAsyncContextManager[Stream]:
+    def stream(
+        self, path: str, *, query: Mapping[str, str], silence: float
+    ) -> AbstractAsyncContextManager[ResponseStream]:
         """A GET whose body is read line by line; `silence` seconds without a byte raise ConnectionFailedError."""
         ...
 
@@ -147,7 +149,7 @@ class KubernetesTransport:
         body: Any,
         content_type: str,
         timeout: float,
-    ) -> Answer:
+    ) -> HttpResponse:
         """See Transport."""
         if body is not None and content_type == APPLY:
             # With the addition the client library sends what it is given; the server cuts it off.
@@ -163,10 +165,10 @@ class KubernetesTransport:
             data = await raw.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise ConnectionFailedError(f"{method} {path}: {error or type(error).__name__}") from error
-        return Answer(raw.status, {key.lower(): value for key, value in raw.headers.items()}, data)
+        return HttpResponse(raw.status, {key.lower(): value for key, value in raw.headers.items()}, data)
 
     @asynccontextmanager
-    async def stream(self, path: str, *, query: Mapping[str, str], silence: float) -> AsyncIterator[Stream]:
+    async def stream(self, path: str, *, query: Mapping[str, str], silence: float) -> AsyncIterator[ResponseStream]:
         """See Transport."""
         limits = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=silence)
         try:
@@ -176,7 +178,7 @@ class KubernetesTransport:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise ConnectionFailedError(f"GET {path}: {error or type(error).__name__}") from error
         try:
-            yield Stream(raw.status, self._lines(path, raw.response))
+            yield ResponseStream(raw.status, self._lines(path, raw.response))
         finally:
             raw.response.close()
 

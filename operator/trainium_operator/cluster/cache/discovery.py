@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from trainium_operator.cluster.api.client import Api
     from trainium_operator.cluster.api.resources import Resource
-    from trainium_operator.cluster.cache.store import Entry, Key, Store
+    from trainium_operator.cluster.cache.store import Entry, IndexedCache, Key
     from trainium_operator.plan.model.observed import NodeView
 
 logger = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ async def _kinds(api: Api, path: str) -> set[str]:
 class Discovery:
     """What is known; `run` keeps it up to date."""
 
-    def __init__(self, api: Api, nodes: Store[NodeView] | None, *, on_change: Callable[[], None]) -> None:
+    def __init__(self, api: Api, nodes: IndexedCache[NodeView] | None, *, on_change: Callable[[], None]) -> None:
         self.gang_apis: Mapping[GangApi, str] = {}
         self.kueue = False
         """Whether Kueue is there."""

@@ -16,7 +16,7 @@ from trainium_operator.cluster.cache.inventory import Inventory
 from trainium_operator.cluster.cache.namespaces import EVERYWHERE, Namespaces
 from trainium_operator.cluster.cache.optional_api import OptionalApi
 from trainium_operator.cluster.cache.reflector import Reflector
-from trainium_operator.cluster.cache.store import Store
+from trainium_operator.cluster.cache.store import IndexedCache
 from trainium_operator.plan.model.devices import DevicesView
 from trainium_operator.plan.model.optional_api import ApiState
 
@@ -46,16 +46,16 @@ class Dra:
         self.templates: Reflector[str] = Reflector(
             api,
             TEMPLATES,
-            Store(by_namespace=apart),
+            IndexedCache(by_namespace=apart),
             template_view,
             namespaces=Namespaces(namespaces or EVERYWHERE),
             labels=LABEL_JOB,
             of_jobs=True,
         )
         self.claims: Reflector[ClaimView] = Reflector(
-            api, CLAIMS, Store(by_namespace=apart), claim_view, namespaces=Namespaces(namespaces or EVERYWHERE)
+            api, CLAIMS, IndexedCache(by_namespace=apart), claim_view, namespaces=Namespaces(namespaces or EVERYWHERE)
         )
-        self.slices: Reflector[SliceView] = Reflector(api, SLICES, Store(), slice_view)
+        self.slices: Reflector[SliceView] = Reflector(api, SLICES, IndexedCache(), slice_view)
         self.offered = OptionalApi(enabled, self.templates, self.claims, self.slices)
         self.inventory = Inventory(self.slices.store, self.claims.store)
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from trainium_operator.cluster.cache.device_views import ClaimView, SliceView
-    from trainium_operator.cluster.cache.store import Entry, Key, Store
+    from trainium_operator.cluster.cache.store import Entry, IndexedCache, Key
     from trainium_operator.plan.model.devices import DeviceTaint
 
 Device = tuple[str, str]
@@ -23,7 +23,7 @@ Device = tuple[str, str]
 class Inventory:
     """Fed by the two stores that it listens to."""
 
-    def __init__(self, slices: Store[SliceView], claims: Store[ClaimView]) -> None:
+    def __init__(self, slices: IndexedCache[SliceView], claims: IndexedCache[ClaimView]) -> None:
         self._slices: dict[str, dict[Key, SliceView]] = defaultdict(dict)
         self._holders: dict[Device, int] = defaultdict(int)
         self._held: dict[str, dict[Key, tuple[Device, ...]]] = {}

@@ -18,7 +18,7 @@ from trainium_operator.cluster.cache.kueue_views import flavor_view, priority_vi
 from trainium_operator.cluster.cache.namespaces import EVERYWHERE, Namespaces
 from trainium_operator.cluster.cache.optional_api import OptionalApi
 from trainium_operator.cluster.cache.reflector import Reflector
-from trainium_operator.cluster.cache.store import Store
+from trainium_operator.cluster.cache.store import IndexedCache
 from trainium_operator.plan.model.optional_api import ApiState
 from trainium_operator.plan.model.quota import Placement, QuotaView, WorkloadView
 
@@ -57,14 +57,14 @@ class Kueue:
         self.workloads: Reflector[WorkloadView] = Reflector(
             api,
             WORKLOADS,
-            Store(by_namespace=bool(namespaces)),
+            IndexedCache(by_namespace=bool(namespaces)),
             workload_view,
             namespaces=self._namespaces,
             labels=LABEL_JOB,
             of_jobs=True,
         )
-        self.flavors: Reflector[Placement] = Reflector(api, FLAVORS, Store(), flavor_view)
-        self.priorities: Reflector[tuple[int, bool]] = Reflector(api, PRIORITIES, Store(), priority_view)
+        self.flavors: Reflector[Placement] = Reflector(api, FLAVORS, IndexedCache(), flavor_view)
+        self.priorities: Reflector[tuple[int, bool]] = Reflector(api, PRIORITIES, IndexedCache(), priority_view)
         self.offered = OptionalApi(enabled, self.workloads, self.flavors, self.priorities)
         self.flavors.store.listen(self._changed)
         self.priorities.store.listen(self._changed)

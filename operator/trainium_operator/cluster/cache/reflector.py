@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from trainium_operator.cluster.api.errors import ApiError, ForbiddenError, GoneError
 from trainium_operator.cluster.cache.namespaces import Namespaces, Sight
 from trainium_operator.cluster.cache.ownership import controlling_job, is_labelled
-from trainium_operator.cluster.cache.store import Entry, Key, Store
+from trainium_operator.cluster.cache.store import Entry, IndexedCache, Key
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,7 +67,7 @@ class Lister(Generic[V]):
         self,
         api: Api,
         resource: Resource,
-        store: Store[V],
+        store: IndexedCache[V],
         parse: Callable[[Json], V],
         *,
         namespaces: Namespaces | None = None,
@@ -209,7 +209,7 @@ class Reflector(Lister[V]):
         self,
         api: Api,
         resource: Resource,
-        store: Store[V],
+        store: IndexedCache[V],
         parse: Callable[[Json], V],
         *,
         namespaces: Namespaces | None = None,

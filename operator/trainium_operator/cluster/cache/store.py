@@ -34,7 +34,7 @@ class Entry(Generic[V]):
     """The job that controls it; None for kinds that belong to no job."""
 
 
-class Store(Generic[V]):
+class IndexedCache(Generic[V]):
     """Objects of one kind by key, with one secondary index."""
 
     def __init__(self, *, by_namespace: bool = False) -> None:

@@ -71,7 +71,7 @@ if TYPE_CHECKING:
     from trainium_operator.cluster.api.client import Api, Json
     from trainium_operator.cluster.api.resources import Resource
     from trainium_operator.cluster.cache.reflector import Lister
-    from trainium_operator.cluster.cache.store import Store
+    from trainium_operator.cluster.cache.store import IndexedCache
     from trainium_operator.cluster.execute.events import EventRecorder
     from trainium_operator.cluster.queue.observe import Caches
     from trainium_operator.plan.model.actions import Action, EventIntent, Plan
@@ -230,7 +230,7 @@ class Executor:
         assert lister is not None  # without them no plan asks for one
         lister.write_through(await self._own(job, resource, manifest, lister.store))
 
-    async def _own(self, job: JobView, resource: Resource, manifest: Json, store: Store[Any]) -> Json:
+    async def _own(self, job: JobView, resource: Resource, manifest: Json, store: IndexedCache[Any]) -> Json:
         """Create an object, or bring the job's own in line, whoever wrote what is in it. Raises NotOursError."""
         name = manifest["metadata"]["name"]
         if store.entry((job.namespace, name)) is None:

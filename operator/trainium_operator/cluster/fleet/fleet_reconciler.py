@@ -44,7 +44,7 @@ MOST_GONE = 4_096
 _LABELS = {"app.kubernetes.io/part-of": "trainium-operator", "app.kubernetes.io/component": "fleet-memory"}
 
 
-class Fleet:
+class FleetReconciler:
     """`prime()` before the first plan of a leader, then `run()`; `current()` is what jobs go by."""
 
     def __init__(
@@ -237,7 +237,7 @@ class Fleet:
 class FleetMeter:
     """A Meter that also tells the fleet of failures that a plan of our own recorded, and passes everything on."""
 
-    def __init__(self, meter: Meter, fleet: Fleet) -> None:
+    def __init__(self, meter: Meter, fleet: FleetReconciler) -> None:
         self._meter = meter
         self._fleet = fleet
 

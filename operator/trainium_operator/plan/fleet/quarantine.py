@@ -102,7 +102,7 @@ def plan_fleet(observed: FleetObserved) -> FleetPlan:
     """The next state of the memory and what follows from it."""
     before = observed.memory or _first_memory(observed)
     memory = aged(before, observed.now)
-    fleet = _Fleet(observed, memory)
+    fleet = _SortedNodes(observed, memory)
     frozen = _breaker(len(fleet.unusable()), fleet.size)
     memory = _take_faults(observed, fleet, memory, blame=not frozen)
     if not frozen:
@@ -124,7 +124,7 @@ def plan_fleet(observed: FleetObserved) -> FleetPlan:
     )
 
 
-class _Fleet:
+class _SortedNodes:
     """The nodes, sorted once."""
 
     def __init__(self, observed: FleetObserved, memory: Memory) -> None:
@@ -207,7 +207,7 @@ def _newest(job: JobRecords) -> float:
     return max((record.at for record in job.failures if record.node), default=0.0)
 
 
-def _take_faults(observed: FleetObserved, fleet: _Fleet, memory: Memory, *, blame: bool) -> Memory:
+def _take_faults(observed: FleetObserved, fleet: _SortedNodes, memory: Memory, *, blame: bool) -> Memory:
     """Strikes for what is new; without `blame` it is only noted as taken."""
     machines = dict(memory.machines)
     accounted: dict[str, float] = {}
@@ -223,7 +223,7 @@ def _take_faults(observed: FleetObserved, fleet: _Fleet, memory: Memory, *, blam
     return Memory(machines=machines, accounted=accounted)
 
 
-def _take_reports(observed: FleetObserved, fleet: _Fleet, machines: dict[str, Machine], *, blame: bool) -> None:
+def _take_reports(observed: FleetObserved, fleet: _SortedNodes, machines: dict[str, Machine], *, blame: bool) -> None:
     """A device that a node itself reports as broken is a strike once, for as long as it is reported."""
     for name, found in fleet.problems.items():
         fatal = next((problem for problem in found if problem.severity is Severity.FATAL), None)
@@ -247,7 +247,7 @@ def _strike(machines: dict[str, Machine], machine: str, node: str, strike: Strik
     machines[machine] = struck(machines.get(machine) or Machine(machine=machine, node=node), node, strike)
 
 
-def _confine(observed: FleetObserved, fleet: _Fleet, memory: Memory) -> Memory:
+def _confine(observed: FleetObserved, fleet: _SortedNodes, memory: Memory) -> Memory:
     """Put machines in quarantine whose strikes ask for it, the most often struck first, as many as the cap allows.
 
     Suspicions of a namespace have a cap of their own: they take nobody else's room.
@@ -269,7 +269,7 @@ def _confine(observed: FleetObserved, fleet: _Fleet, memory: Memory) -> Memory:
     return replace(memory, machines=machines)
 
 
-def _kept_out(fleet: _Fleet, memory: Memory, accuser: str) -> frozenset[str]:
+def _kept_out(fleet: _SortedNodes, memory: Memory, accuser: str) -> frozenset[str]:
     """Nodes of the machines in quarantine by the word of one namespace, or for all (empty).
 
     The worst first, never more than the cap: nodes may have come or gone.
@@ -284,7 +284,9 @@ def _kept_out(fleet: _Fleet, memory: Memory, accuser: str) -> frozenset[str]:
     return kept
 
 
-def _taints(observed: FleetObserved, fleet: _Fleet, memory: Memory, confined: frozenset[str]) -> tuple[TaintNode, ...]:
+def _taints(
+    observed: FleetObserved, fleet: _SortedNodes, memory: Memory, confined: frozenset[str]
+) -> tuple[TaintNode, ...]:
     found = []
     for name, node in sorted(observed.nodes.items()):
         cause = memory.machines[fleet.machine_of(name)].cause if name in confined else None
@@ -295,7 +297,7 @@ def _taints(observed: FleetObserved, fleet: _Fleet, memory: Memory, confined: fr
     return tuple(found)
 
 
-def _next_change(observed: FleetObserved, fleet: _Fleet, memory: Memory) -> float | None:
+def _next_change(observed: FleetObserved, fleet: _SortedNodes, memory: Memory) -> float | None:
     times = [*fleet.later, *(entry.until for entry in memory.machines.values() if entry.until is not None)]
     ahead = [at for at in times if at > observed.now]
     return min(ahead) - observed.now if ahead else None

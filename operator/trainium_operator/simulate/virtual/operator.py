@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from trainium_operator.plan.model.observed import AgentView
     from trainium_operator.simulate.virtual.nodes import Nodes
     from trainium_operator.simulate.virtual.run import Run
-    from trainium_operator.simulate.virtual.timeline import Timeline
+    from trainium_operator.simulate.virtual.timeline import EventClock
     from trainium_operator.simulate.virtual.workforce import Workforce
 
 _NEVER = 1e12
@@ -61,7 +61,7 @@ def _quiet(spec: TrainingJobSpec) -> TrainingJobSpec:
 class SimulatedOperator:
     """Plans and acts; `wake()` whenever something has changed."""
 
-    def __init__(self, timeline: Timeline, nodes: Nodes, spec: TrainingJobSpec, *, reconnect_seconds: float) -> None:
+    def __init__(self, timeline: EventClock, nodes: Nodes, spec: TrainingJobSpec, *, reconnect_seconds: float) -> None:
         """`reconnect_seconds`: until agents have found an operator that is back."""
         self.status = TrainingJobStatus()
         self.incarnation = 0

@@ -49,7 +49,7 @@ class Recovery:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class SimulationResult:
     """One seed's run."""
 
     days: float

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from trainium_contract.wire.messages import Membership
     from trainium_operator.simulate.stages import StageTimes
     from trainium_operator.simulate.virtual.nodes import Slot
-    from trainium_operator.simulate.virtual.timeline import Timeline
+    from trainium_operator.simulate.virtual.timeline import EventClock
     from trainium_operator.simulate.virtual.workforce import Agent, Pod, Workforce
 
 _NEWEST = 8
@@ -44,7 +44,7 @@ class Run:
 
     def __init__(
         self,
-        timeline: Timeline,
+        timeline: EventClock,
         workforce: Workforce,
         spec: TrainingJobSpec,
         stages: StageTimes,

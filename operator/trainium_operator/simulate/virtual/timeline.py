@@ -16,7 +16,7 @@ EPOCH = 1_800_000_000.0
 """Unix seconds at which each simulated job is created."""
 
 
-class Timeline:
+class EventClock:
     """A clock that jumps to the next thing that happens."""
 
     def __init__(self) -> None:

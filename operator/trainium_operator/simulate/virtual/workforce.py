@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from trainium_contract.wire.messages import ProcessFailure, Progress, RestartRecord, StepTiming
     from trainium_operator.simulate.stages import StageTimes
     from trainium_operator.simulate.virtual.nodes import Nodes, Slot
-    from trainium_operator.simulate.virtual.timeline import Timeline
+    from trainium_operator.simulate.virtual.timeline import EventClock
 
 NAMESPACE, JOB = "default", "simulated"
 HALF_A_HEARTBEAT = 0.5
@@ -91,7 +91,7 @@ class Workforce:
 
     def __init__(
         self,
-        timeline: Timeline,
+        timeline: EventClock,
         nodes: Nodes,
         stages: StageTimes,
         *,

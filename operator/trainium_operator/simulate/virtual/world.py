@@ -16,10 +16,10 @@ from trainium_contract.spec.precompile import CompiledSize
 from trainium_operator.simulate.virtual.failures import OF_MACHINES, OF_THE_CLUSTER, FaultClass
 from trainium_operator.simulate.virtual.nodes import Nodes
 from trainium_operator.simulate.virtual.operator import SimulatedOperator
-from trainium_operator.simulate.virtual.outcome import Outcome, Recovery
+from trainium_operator.simulate.virtual.outcome import Recovery, SimulationResult
 from trainium_operator.simulate.virtual.run import Run
 from trainium_operator.simulate.virtual.schedule import DAY, worst_hazard
-from trainium_operator.simulate.virtual.timeline import EPOCH, Timeline
+from trainium_operator.simulate.virtual.timeline import EPOCH, EventClock
 from trainium_operator.simulate.virtual.workforce import Workforce
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class World:
         if not compiling:  # then no size is dearer than another
             spec = spec.replaced(precompile=spec.precompile.replaced(enabled=False))
         compiled = tuple(CompiledSize(nodes=size, seconds=compiling) for size in spec.sizes_for_spares())
-        self.timeline = Timeline()
+        self.timeline = EventClock()
         self.operator_away = 0
         self._wishes = 0
         """Counts the sizes that were asked for: only the newest is taken back."""
@@ -98,7 +98,7 @@ class World:
 
     # --- life -------------------------------------------------------------------------------------------------------
 
-    def live(self, faults: Iterable[Fault]) -> Outcome:
+    def live(self, faults: Iterable[Fault]) -> SimulationResult:
         """Everything until the end."""
         for fault in faults:
             self.timeline.at(EPOCH + fault.at, partial(self._strike, fault))
@@ -300,14 +300,14 @@ class World:
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
-    def _outcome(self) -> Outcome:
+    def _outcome(self) -> SimulationResult:
         if self.operator.up:
             self.operator.settle_accounts()
         productive = self._productive()
         self._close_ledger()
         assert self._ended is not None
         recoveries = tuple(Recovery.of(entry) for entry in self.operator.entries.values())
-        return Outcome(
+        return SimulationResult(
             days=self._setting.days,
             ledger=self._ended,
             person_seconds=self._person,

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from trainium_contract.faults.causes import Cause
 from trainium_trainer.agent.checks.pairing import (
     Group,
-    Held,
-    Outcome,
+    PairingResult,
+    WaveResults,
     disconnected,
     first_wave,
     is_due,
@@ -23,9 +23,9 @@ from trainium_trainer.agent.checks.pairing import (
 from trainium_trainer.agent.exits.restart_policy import GenerationState, judge
 
 
-def hold(nodes: int, bad: set[int], *, slow: bool = False, links: tuple[Group, ...] = ()) -> list[Held]:
+def hold(nodes: int, bad: set[int], *, slow: bool = False, links: tuple[Group, ...] = ()) -> list[WaveResults]:
     """All waves of a test in which exchanges fail (or are slow) exactly with a bad node or over a bad link."""
-    held: list[Held] = []
+    held: list[WaveResults] = []
     while (wave := next_wave(nodes, held)) is not None:
         busy = [node for group in wave for node in group]
         assert len(busy) == len(set(busy)), "a node is in one exchange at a time"
@@ -33,8 +33,8 @@ def hold(nodes: int, bad: set[int], *, slow: bool = False, links: tuple[Group, .
         for group in wave:
             fails = bool(bad & set(group)) or any(set(link) <= set(group) for link in links)
             for node in group:
-                outcomes[node] = Outcome(passed=slow or not fails, seconds=5.0 if fails else 0.01 + node / 1e4)
-        held.append(Held(wave, outcomes))
+                outcomes[node] = PairingResult(passed=slow or not fails, seconds=5.0 if fails else 0.01 + node / 1e4)
+        held.append(WaveResults(wave, outcomes))
         assert len(held) < 20
     return held
 
@@ -74,13 +74,15 @@ def test_when_nobody_can_exchange_nobody_is_to_blame() -> None:
 
 
 def test_a_node_that_says_nothing_failed() -> None:
-    first = Held(((0, 1), (2, 3)), {0: Outcome(passed=True), 1: Outcome(passed=True), 2: Outcome(passed=True)})
+    first = WaveResults(
+        ((0, 1), (2, 3)), {0: PairingResult(passed=True), 1: PairingResult(passed=True), 2: PairingResult(passed=True)}
+    )
     assert next_wave(4, [first]) == ((0, 2), (1, 3))
 
 
 def test_wrong_numbers_of_its_own_convict_a_node_at_once() -> None:
-    wrong = {0: Outcome(passed=True), 1: Outcome(passed=True, sound=False)}
-    assert unsound([Held(((0, 1),), wrong)]) == {1}
+    wrong = {0: PairingResult(passed=True), 1: PairingResult(passed=True, sound=False)}
+    assert unsound([WaveResults(((0, 1),), wrong)]) == {1}
 
 
 @given(st.integers(2, 200))
@@ -91,8 +93,8 @@ def test_everybody_has_a_partner_in_the_first_round(nodes: int) -> None:
 
 
 def test_an_outcome_survives_the_store() -> None:
-    outcome = Outcome(passed=False, seconds=1.5, sound=False, detail="why")
-    assert Outcome.decode(outcome.encode()) == outcome
+    outcome = PairingResult(passed=False, seconds=1.5, sound=False, detail="why")
+    assert PairingResult.decode(outcome.encode()) == outcome
 
 
 def test_the_test_is_due_after_two_failures_that_nobody_explained() -> None:

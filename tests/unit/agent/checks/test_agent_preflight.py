@@ -16,7 +16,7 @@ from pod_environment import environment
 from trainium_contract.spec.health import PreflightCheck as Check
 from trainium_trainer.agent.checks import node_checks, preflight
 from trainium_trainer.agent.checks.node_checks import NodeChecks
-from trainium_trainer.agent.checks.node_test import Task, product_is_right
+from trainium_trainer.agent.checks.node_test import NodeTask, product_is_right
 from trainium_trainer.agent.coordinator.requests import seconds_of
 from trainium_trainer.agent.ranks.standby_keeper import StandbyLostError
 from trainium_trainer.agent.settings import QUICK_CHECKS, AgentSettings, settings_from
@@ -136,7 +136,7 @@ class Keeper:
         self.killed = 0
 
     def start(self, request: StartRequest, **_: Any) -> Process:
-        task = Task(**json.loads(request.argv[0]))
+        task = NodeTask(**json.loads(request.argv[0]))
         if not self.texts:
             raise StandbyLostError("gone")
         text = self.texts[task.index]
@@ -249,7 +249,7 @@ def test_a_worker_that_may_open_too_few_files_for_the_jobs_size_says_what_is_nee
     monkeypatch.setattr(preflight, "limit", lambda: 1024)
     found = settings(tmp_path)
 
-    def wrong() -> list[preflight.Finding]:
+    def wrong() -> list[preflight.PreflightFinding]:
         return [finding for finding in preflight.preflight(found) if finding.code is not None]
 
     assert not wrong(), "the operator does not say how large the job is"

@@ -9,7 +9,7 @@ import pytest
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.results import ArtifactReport, EvaluationFigure, RunStage
 from trainium_contract.wire.messages import WorkerPhase
-from trainium_trainer.agent.coordinator.report import Report
+from trainium_trainer.agent.coordinator.report import PodReport
 from trainium_trainer.agent.exits.diagnosis import describe_exit
 from trainium_trainer.agent.ranks.output import Tail
 from trainium_trainer.agent.ranks.processes import RankProcess
@@ -64,8 +64,8 @@ def ranks() -> Ranks:
 
 
 @pytest.fixture
-def report(ranks: Ranks) -> Report:
-    made = Report(SETTINGS, ranks.read, lambda: None)
+def report(ranks: Ranks) -> PodReport:
+    made = PodReport(SETTINGS, ranks.read, lambda: None)
     made.enter_generation(1, WorkerPhase.JOINING)
     made.follow([Path("g1-r0")])
     made.enter(WorkerPhase.LOADING, attempt=0)
@@ -80,20 +80,20 @@ def ended(code: int, attempt: int = 0, output: bytes = b"") -> RankProcess:
     return process
 
 
-def test_a_pod_trains_once_its_first_rank_says_so(report: Report, ranks: Ranks) -> None:
+def test_a_pod_trains_once_its_first_rank_says_so(report: PodReport, ranks: Ranks) -> None:
     ranks.at(0, phase="LOADING")
     assert report.heartbeat().phase is WorkerPhase.LOADING
     ranks.at(0)
     assert report.heartbeat().phase is WorkerPhase.TRAINING
 
 
-def test_numbers_that_json_cannot_carry_are_left_out(report: Report, ranks: Ranks) -> None:
+def test_numbers_that_json_cannot_carry_are_left_out(report: PodReport, ranks: Ranks) -> None:
     ranks.at(3)
     progress = report.heartbeat().progress
     assert (progress.step, progress.loss, progress.tokens_per_second) == (3, None, None)
 
 
-def test_a_restart_is_resumed_by_a_step_that_is_new(report: Report, ranks: Ranks) -> None:
+def test_a_restart_is_resumed_by_a_step_that_is_new(report: PodReport, ranks: Ranks) -> None:
     ranks.at(10)
     report.heartbeat()
     report.restarting(1, 1, Cause.CRASH, 999.0)
@@ -110,7 +110,7 @@ def test_a_restart_is_resumed_by_a_step_that_is_new(report: Report, ranks: Ranks
 
 
 def test_a_restart_after_the_last_step_is_resumed_when_the_ranks_are_past_it_again(
-    report: Report, ranks: Ranks
+    report: PodReport, ranks: Ranks
 ) -> None:
     ranks.at(100, stage=RunStage.EXPORT, done=0.5)
     report.heartbeat()
@@ -127,7 +127,7 @@ def test_a_restart_after_the_last_step_is_resumed_when_the_ranks_are_past_it_aga
     assert not report.recovering
 
 
-def test_how_far_a_run_has_come_rises_through_its_stages_and_never_falls(report: Report, ranks: Ranks) -> None:
+def test_how_far_a_run_has_come_rises_through_its_stages_and_never_falls(report: PodReport, ranks: Ranks) -> None:
     assert report.reached == -1
     seen = []
     for step, stage, done in (
@@ -147,7 +147,7 @@ def test_how_far_a_run_has_come_rises_through_its_stages_and_never_falls(report:
 
 
 def test_stage_total_and_results_are_passed_on(ranks: Ranks, tmp_path: Path) -> None:
-    report = Report(SETTINGS, ranks.read, lambda: None)
+    report = PodReport(SETTINGS, ranks.read, lambda: None)
     report.enter_generation(1, WorkerPhase.TRAINING)
     report.follow([tmp_path / "g1-r0"])
     ranks.at(3)
@@ -166,7 +166,7 @@ def test_stage_total_and_results_are_passed_on(ranks: Ranks, tmp_path: Path) -> 
     writer.close()
 
 
-def test_a_new_generation_keeps_the_step_but_not_what_belongs_to_the_old_one(report: Report, ranks: Ranks) -> None:
+def test_a_new_generation_keeps_the_step_but_not_what_belongs_to_the_old_one(report: PodReport, ranks: Ranks) -> None:
     ranks.at(10, resume=4)
     assert report.heartbeat().progress.resume_step == 4
     report.enter_generation(2, WorkerPhase.JOINING)
@@ -174,7 +174,7 @@ def test_a_new_generation_keeps_the_step_but_not_what_belongs_to_the_old_one(rep
     assert (progress.step, progress.resume_step, progress.productive_seconds) == (10, None, 0.0)
 
 
-def test_a_record_of_an_earlier_attempt_is_not_progress(report: Report, ranks: Ranks) -> None:
+def test_a_record_of_an_earlier_attempt_is_not_progress(report: PodReport, ranks: Ranks) -> None:
     ranks.at(10)
     report.heartbeat()
     report.restarting(1, 1, Cause.CRASH, 999.0)
@@ -183,13 +183,13 @@ def test_a_record_of_an_earlier_attempt_is_not_progress(report: Report, ranks: R
     assert report.heartbeat().progress.step == 10
 
 
-def test_failures_are_numbered_and_the_newest_eight_are_sent(report: Report) -> None:
+def test_failures_are_numbered_and_the_newest_eight_are_sent(report: PodReport) -> None:
     for _ in range(10):
         report.failed(1, ended(1))
     assert [failure.sequence for failure in report.heartbeat().failures] == list(range(2, 10))
 
 
-def test_a_verdict_is_the_newest_failure_with_its_last_lines(report: Report) -> None:
+def test_a_verdict_is_the_newest_failure_with_its_last_lines(report: PodReport) -> None:
     report.failed(1, ended(64, output=b"first\nno such file\n"))
     report.give_up()
     beat = report.heartbeat()
@@ -198,7 +198,7 @@ def test_a_verdict_is_the_newest_failure_with_its_last_lines(report: Report) -> 
     assert beat.verdict.message == "no such file\nfirst"
 
 
-def test_a_failure_is_held_back_until_its_last_lines_have_arrived(report: Report) -> None:
+def test_a_failure_is_held_back_until_its_last_lines_have_arrived(report: PodReport) -> None:
     process = RankProcess(0, 3, 0, 12345, Tail("[rank 3] "))
     process.ended(1)
     report.failed(1, process)
@@ -208,7 +208,7 @@ def test_a_failure_is_held_back_until_its_last_lines_have_arrived(report: Report
     assert report.heartbeat().failures[0].message.endswith("the reason")
 
 
-def test_a_newer_generation_clears_the_verdict(report: Report) -> None:
+def test_a_newer_generation_clears_the_verdict(report: PodReport) -> None:
     report.failed(1, ended(64))
     report.give_up()
     report.enter_generation(2, WorkerPhase.JOINING)
@@ -237,7 +237,7 @@ def test_output_is_prefixed_line_by_line_and_its_end_is_kept() -> None:
     assert len(tail.text(1000).split("\n")) == 20
 
 
-def test_a_restart_tells_anew_when_its_processes_were_up_and_had_loaded(report: Report, ranks: Ranks) -> None:
+def test_a_restart_tells_anew_when_its_processes_were_up_and_had_loaded(report: PodReport, ranks: Ranks) -> None:
     ranks.at(5)
     first = report.heartbeat().progress
     assert first is not None
@@ -254,7 +254,7 @@ def test_a_restart_tells_anew_when_its_processes_were_up_and_had_loaded(report: 
 
 
 def test_alerts_of_the_first_rank_are_passed_on_one_of_each_kind(ranks: Ranks, tmp_path: Path) -> None:
-    report = Report(SETTINGS, ranks.read, lambda: None)
+    report = PodReport(SETTINGS, ranks.read, lambda: None)
     report.enter_generation(1, WorkerPhase.TRAINING)
     report.follow([tmp_path / "g1-r0"])
     ranks.at(3)
@@ -271,7 +271,7 @@ def test_alerts_of_the_first_rank_are_passed_on_one_of_each_kind(ranks: Ranks, t
     writer.close()
 
 
-def test_a_restart_of_a_generation_that_is_over_says_nothing_of_the_one_that_has_come(report: Report) -> None:
+def test_a_restart_of_a_generation_that_is_over_says_nothing_of_the_one_that_has_come(report: PodReport) -> None:
     report.enter_generation(2, WorkerPhase.JOINING)
     report.restarting(1, 3, Cause.PEER_LOST, 900.0)
     report.enter(WorkerPhase.LOADING, generation=1, attempt=3)
@@ -282,7 +282,7 @@ def test_a_restart_of_a_generation_that_is_over_says_nothing_of_the_one_that_has
     assert (report.heartbeat().attempt, report.phase) == (1, WorkerPhase.LOADING)
 
 
-def test_a_verdict_of_a_generation_that_is_over_is_none_of_the_one_that_has_come(report: Report) -> None:
+def test_a_verdict_of_a_generation_that_is_over_is_none_of_the_one_that_has_come(report: PodReport) -> None:
     process = ended(64, output=b"config.yaml: no such file\n")
     report.failed(1, process)
     report.enter_generation(2, WorkerPhase.JOINING)
@@ -292,7 +292,7 @@ def test_a_verdict_of_a_generation_that_is_over_is_none_of_the_one_that_has_come
     assert [each.exit_code for each in told.failures] == [64]
 
 
-def test_whom_an_old_generation_lacked_the_new_one_need_not_lack(report: Report) -> None:
+def test_whom_an_old_generation_lacked_the_new_one_need_not_lack(report: PodReport) -> None:
     report.enter(WorkerPhase.JOINING)
     report.wait_for((0, 4))
     report.enter_generation(2, WorkerPhase.JOINING)

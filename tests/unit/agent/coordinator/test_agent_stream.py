@@ -20,7 +20,7 @@ from trainium_contract.wire.messages import (
     Transition,
     WorkerPhase,
 )
-from trainium_contract.wire.stream import HEAD_BYTES, Kind, frame, head_of
+from trainium_contract.wire.stream import HEAD_BYTES, FrameKind, frame, head_of
 from trainium_trainer.agent.coordinator import stream as stream_module
 from trainium_trainer.agent.coordinator import telling as telling_module
 from trainium_trainer.agent.coordinator.requests import CoordinatorUnavailableError
@@ -87,20 +87,20 @@ CONFLICT = encoded(ErrorResponse(error="generation 2 is over", status=409))
 
 async def test_a_registration_is_answered_with_a_welcome_whatever_comes_before_it() -> None:
     welcome = RegisterResponse(heartbeat_seconds=3.0, time=7.0)
-    stream, writer = connected(frame(Kind.HEARD, b"{}"), frame(Kind.WELCOME, encoded(welcome)))
+    stream, writer = connected(frame(FrameKind.HEARD, b"{}"), frame(FrameKind.WELCOME, encoded(welcome)))
     assert await stream.register(REQUEST, 5.0) == welcome
-    assert head_of(writer.sent[:HEAD_BYTES])[0] == Kind.REGISTER
+    assert head_of(writer.sent[:HEAD_BYTES])[0] == FrameKind.REGISTER
     assert not writer.aborted
 
 
 @pytest.mark.parametrize(
     ("said", "sentence"),
     [
-        ((frame(Kind.REFUSED, REFUSAL),), "the coordinator answered 403: the pod is gone"),
-        ((frame(Kind.REFUSED, b"no JSON"),), "refused with something that is not understood"),
-        ((frame(Kind.WELCOME, b"no JSON"),), r"was not answered \(ValidationError\)"),
-        ((frame(Kind.WELCOME)[:3],), "the coordinator closed the stream"),
-        ((frame(Kind.PACKED_MEMBERSHIP, b"no gzip"),), "the connection broke"),
+        ((frame(FrameKind.REFUSED, REFUSAL),), "the coordinator answered 403: the pod is gone"),
+        ((frame(FrameKind.REFUSED, b"no JSON"),), "refused with something that is not understood"),
+        ((frame(FrameKind.WELCOME, b"no JSON"),), r"was not answered \(ValidationError\)"),
+        ((frame(FrameKind.WELCOME)[:3],), "the coordinator closed the stream"),
+        ((frame(FrameKind.PACKED_MEMBERSHIP, b"no gzip"),), "the connection broke"),
         ((b"\x02\xff\xff\xff\xff",), "a frame of 4294967295 bytes"),
     ],
 )
@@ -124,13 +124,13 @@ async def test_a_connection_that_breaks_while_we_speak_is_one_sentence() -> None
     stream, writer = connected()
     writer.broken = True
     with pytest.raises(StreamEndedError, match=r"the connection broke \(reset by peer\)"):
-        await stream.send(Kind.ALIVE, b"")
+        await stream.send(FrameKind.ALIVE, b"")
 
 
 async def test_a_packed_membership_comes_unpacked() -> None:
-    stream, _ = connected(frame(Kind.PACKED_MEMBERSHIP, gzip.compress(encoded(MEMBERSHIP))))
+    stream, _ = connected(frame(FrameKind.PACKED_MEMBERSHIP, gzip.compress(encoded(MEMBERSHIP))))
     kind, payload = await stream.receive()
-    assert (kind, Membership.model_validate_json(payload)) == (Kind.MEMBERSHIP, MEMBERSHIP)
+    assert (kind, Membership.model_validate_json(payload)) == (FrameKind.MEMBERSHIP, MEMBERSHIP)
 
 
 class Ears:
@@ -168,7 +168,7 @@ class Ears:
         return str(caught.value)
 
 
-HEARD = frame(Kind.HEARD, encoded(HeartbeatResponse(generation=3, detail_seconds=9.0)))
+HEARD = frame(FrameKind.HEARD, encoded(HeartbeatResponse(generation=3, detail_seconds=9.0)))
 
 
 async def test_each_answer_acknowledges_the_oldest_heartbeat_and_one_too_many_does_no_harm() -> None:
@@ -180,13 +180,13 @@ async def test_each_answer_acknowledges_the_oldest_heartbeat_and_one_too_many_do
 
 
 async def test_a_membership_is_passed_on_and_a_kind_of_a_later_version_is_passed_over() -> None:
-    ears = Ears(frame(Kind.MEMBERSHIP, encoded(MEMBERSHIP)), b"\x63\x00\x00\x00\x01x", HEARD)
+    ears = Ears(frame(FrameKind.MEMBERSHIP, encoded(MEMBERSHIP)), b"\x63\x00\x00\x00\x01x", HEARD)
     await ears.listen()
     assert (ears.memberships, ears.answers) == ([MEMBERSHIP], 1)
 
 
 async def test_a_heartbeat_of_a_generation_that_is_over_is_answered_but_not_acknowledged() -> None:
-    ears = Ears(frame(Kind.REFUSED, CONFLICT), HEARD, frame(Kind.REFUSED, CONFLICT))
+    ears = Ears(frame(FrameKind.REFUSED, CONFLICT), HEARD, frame(FrameKind.REFUSED, CONFLICT))
     ears.tell()
     ears.tell()
     assert await ears.listen() == "the coordinator closed the stream"
@@ -196,8 +196,8 @@ async def test_a_heartbeat_of_a_generation_that_is_over_is_answered_but_not_ackn
 @pytest.mark.parametrize(
     ("said", "sentence"),
     [
-        (frame(Kind.REFUSED, REFUSAL), "the coordinator answered 403: the pod is gone"),
-        (frame(Kind.MEMBERSHIP, b"{}"), "validation error"),
+        (frame(FrameKind.REFUSED, REFUSAL), "the coordinator answered 403: the pod is gone"),
+        (frame(FrameKind.MEMBERSHIP, b"{}"), "validation error"),
     ],
 )
 async def test_a_refusal_or_a_word_that_makes_no_sense_ends_the_stream(said: bytes, sentence: str) -> None:

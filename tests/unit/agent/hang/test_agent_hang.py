@@ -17,11 +17,11 @@ from trainium_trainer.agent.exits.restart_policy import GenerationState
 from trainium_trainer.agent.hang.detection import (
     Calibration,
     Finding,
-    Kind,
+    FindingKind,
     Sight,
     Standstill,
+    StandstillWatch,
     Usual,
-    Watch,
     after_hang,
     decode,
     describe,
@@ -109,27 +109,27 @@ def test_experience_of_another_world_size_does_not_count() -> None:
     assert calibration.usual(32, ()).first_step == 0.0
 
 
-def look(watch: Watch, now: float, beats: int = 7, **changes: object) -> Standstill:
+def look(watch: StandstillWatch, now: float, beats: int = 7, **changes: object) -> Standstill:
     sight = Sight(rank=0, sign=(1, beats), phase=STEP, step=4, limit=15.0, waiting=False)
     (seen,) = watch.look(now, [replace(sight, **changes)])
     return seen
 
 
 def test_a_standstill_grows_while_no_sign_of_life_comes_and_ends_with_one() -> None:
-    watch = Watch()
+    watch = StandstillWatch()
     assert [look(watch, at).seconds for at in (0.0, 0.5, 1.0)] == [0.0, 0.5, 1.0]
     assert look(watch, 1.5, beats=8).seconds == 0.0
     assert look(watch, 2.0, beats=8).seconds == 0.5
 
 
 def test_time_in_which_the_agent_did_not_look_hardly_counts() -> None:
-    watch = Watch()
+    watch = StandstillWatch()
     look(watch, 0.0)
     assert look(watch, 3600.0).seconds == 2.0
 
 
 def test_processor_time_tells_a_loop_from_a_sleep() -> None:
-    watch = Watch()
+    watch = StandstillWatch()
     look(watch, 0.0)
     look(watch, 1.0, state="R", cpu_seconds=50.0)
     assert look(watch, 2.0, state="R", cpu_seconds=50.9).busy == pytest.approx(0.9)
@@ -141,19 +141,19 @@ WAITING = {0: (still(0), still(1)), 1: (still(2), still(3))}
 @pytest.mark.parametrize(
     ("testimony", "finding"),
     [
-        (WAITING, Finding(Kind.COLLECTIVE)),
-        ({**WAITING, 1: (still(2), still(3, waiting=False))}, Finding(Kind.STUCK, (3,))),
-        ({**WAITING, 1: (still(2), still(3, state="T"))}, Finding(Kind.STUCK, (3,))),
-        ({**WAITING, 1: (still(2, waiting=False), still(3, waiting=False))}, Finding(Kind.STUCK, (2, 3))),
-        ({0: (still(0, waiting=False),), 1: (still(1, waiting=False),)}, Finding(Kind.COLLECTIVE)),
-        ({0: (still(0, waiting=False, limit=15.0),)}, Finding(Kind.STUCK, (0,))),
-        ({0: WAITING[0]}, Finding(Kind.SILENT, silent=(1,))),
-        ({0: (still(0, 3.0), still(1, 3.0)), 1: (still(2, 2.0), still(3, 0.0))}, Finding(Kind.MOVING)),
+        (WAITING, Finding(FindingKind.COLLECTIVE)),
+        ({**WAITING, 1: (still(2), still(3, waiting=False))}, Finding(FindingKind.STUCK, (3,))),
+        ({**WAITING, 1: (still(2), still(3, state="T"))}, Finding(FindingKind.STUCK, (3,))),
+        ({**WAITING, 1: (still(2, waiting=False), still(3, waiting=False))}, Finding(FindingKind.STUCK, (2, 3))),
+        ({0: (still(0, waiting=False),), 1: (still(1, waiting=False),)}, Finding(FindingKind.COLLECTIVE)),
+        ({0: (still(0, waiting=False, limit=15.0),)}, Finding(FindingKind.STUCK, (0,))),
+        ({0: WAITING[0]}, Finding(FindingKind.SILENT, silent=(1,))),
+        ({0: (still(0, 3.0), still(1, 3.0)), 1: (still(2, 2.0), still(3, 0.0))}, Finding(FindingKind.MOVING)),
         # All collectives are inside the work: the processor, then the kernel's word, then nothing tells.
-        ({0: (still(0, waiting=None),), 1: (still(1, waiting=None),)}, Finding(Kind.COLLECTIVE)),
-        ({0: (still(0, waiting=None),), 1: (still(1, waiting=None, busy=0.9),)}, Finding(Kind.STUCK, (1,))),
-        ({0: (still(0, waiting=None),), 1: (still(1, waiting=None, state="D"),)}, Finding(Kind.STUCK, (1,))),
-        ({0: (still(0, waiting=True),), 1: (still(1, waiting=None),)}, Finding(Kind.STUCK, (1,))),
+        ({0: (still(0, waiting=None),), 1: (still(1, waiting=None),)}, Finding(FindingKind.COLLECTIVE)),
+        ({0: (still(0, waiting=None),), 1: (still(1, waiting=None, busy=0.9),)}, Finding(FindingKind.STUCK, (1,))),
+        ({0: (still(0, waiting=None),), 1: (still(1, waiting=None, state="D"),)}, Finding(FindingKind.STUCK, (1,))),
+        ({0: (still(0, waiting=True),), 1: (still(1, waiting=None),)}, Finding(FindingKind.STUCK, (1,))),
     ],
 )
 def test_the_odd_one_out_is_named_and_who_waits_is_not(
@@ -175,15 +175,15 @@ def test_the_odd_one_out_is_named_and_who_waits_is_not(
 )
 def test_one_who_has_time_left_excuses_all_who_wait_for_it(excused: Standstill) -> None:
     finding = find({0: (still(0), still(1)), 1: (excused,)}, 2)
-    assert finding.kind is Kind.MOVING
+    assert finding.kind is FindingKind.MOVING
     assert 0 < finding.retry_seconds <= 5
 
 
 def test_ranks_that_meet_the_same_obstacle_a_moment_apart_are_not_blamed_for_being_first() -> None:
     first, second = still(0, 15.1, waiting=False), still(1, 14.8, waiting=False)
-    assert find({0: (first,), 1: (second,)}, 2).kind is Kind.MOVING
+    assert find({0: (first,), 1: (second,)}, 2).kind is FindingKind.MOVING
     late = replace(second, seconds=15.2)
-    assert find({0: (first,), 1: (late,)}, 2).kind is Kind.COLLECTIVE
+    assert find({0: (first,), 1: (late,)}, 2).kind is FindingKind.COLLECTIVE
 
 
 standstills = st.builds(
@@ -213,9 +213,9 @@ def test_a_victim_is_never_a_culprit_and_nothing_is_done_while_nobody_is_overdue
         assert ranks[culprit].waits is not True
     overdue = [each for each in ranks.values() if each.overdue]
     if not overdue:
-        assert finding.kind is Kind.MOVING
-    assert (finding.kind is Kind.STUCK) == bool(finding.culprits)
-    if finding.kind in (Kind.COLLECTIVE, Kind.SILENT):
+        assert finding.kind is FindingKind.MOVING
+    assert (finding.kind is FindingKind.STUCK) == bool(finding.culprits)
+    if finding.kind in (FindingKind.COLLECTIVE, FindingKind.SILENT):
         assert len(overdue) == len(ranks)
 
 
@@ -226,7 +226,7 @@ def test_an_agents_word_survives_the_store(word: list[Standstill]) -> None:
 
 def test_a_long_stage_is_no_hang_as_long_as_it_tells_of_itself(tmp_path: Path) -> None:
     writer = ProgressWriter(tmp_path / "r0")
-    watch, limit = Watch(), limit_of(SAVE, SPEC, Usual())
+    watch, limit = StandstillWatch(), limit_of(SAVE, SPEC, Usual())
 
     def look(now: int) -> Standstill:
         found = read_with_pulse(tmp_path / "r0")
@@ -251,20 +251,20 @@ def test_the_word_of_a_rank_that_trains_is_what_earlier_agents_know() -> None:
 
 
 def test_a_finding_survives_the_store() -> None:
-    finding = Finding(Kind.STUCK, (3, 4), (1,), 0.5)
+    finding = Finding(FindingKind.STUCK, (3, 4), (1,), 0.5)
     assert Finding.decode(finding.encode()) == finding
 
 
 def test_a_hang_counts_once_like_a_crash_and_only_one_without_a_culprit_stays_unexplained() -> None:
     state = GenerationState(best_step=100)
-    stuck = after_hang(Finding(Kind.STUCK, (3,)), 0, 120, state, 3)
+    stuck = after_hang(Finding(FindingKind.STUCK, (3,)), 0, 120, state, 3)
     assert (stuck.attempt, stuck.cause, stuck.fruitless, stuck.unexplained) == (1, Cause.HANG, 1, 0)
-    again = after_hang(Finding(Kind.STUCK, (3,)), 0, 120, stuck, 3)
+    again = after_hang(Finding(FindingKind.STUCK, (3,)), 0, 120, stuck, 3)
     assert again == stuck
-    collective = after_hang(Finding(Kind.COLLECTIVE), 1, 120, stuck, 3)
+    collective = after_hang(Finding(FindingKind.COLLECTIVE), 1, 120, stuck, 3)
     assert (collective.attempt, collective.unexplained) == (2, 1)
-    assert after_hang(Finding(Kind.COLLECTIVE), 1, 120, collective, 3).unexplained == 1
-    hopeless = after_hang(Finding(Kind.STUCK, (3,)), 2, 120, replace(collective, fruitless=3), 3)
+    assert after_hang(Finding(FindingKind.COLLECTIVE), 1, 120, collective, 3).unexplained == 1
+    hopeless = after_hang(Finding(FindingKind.STUCK, (3,)), 2, 120, replace(collective, fruitless=3), 3)
     assert hopeless.stopped == 77
 
 

@@ -8,7 +8,7 @@ from shared_store import Shared
 from trainium_contract.wire.messages import TrainerPhase
 from trainium_trainer.agent.exits.restart_policy import GenerationState
 from trainium_trainer.agent.hang import group_diagnosis
-from trainium_trainer.agent.hang.detection import Finding, Kind, Standstill
+from trainium_trainer.agent.hang.detection import Finding, FindingKind, Standstill
 from trainium_trainer.agent.hang.group_diagnosis import Inquiry
 
 
@@ -51,7 +51,7 @@ def test_all_answer_and_the_one_who_asked_concludes() -> None:
 
 @pytest.mark.usefixtures("clock")
 def test_a_finding_that_nobody_left_names_nobody() -> None:
-    assert agents(Shared())[0].published(0) == Finding(Kind.COLLECTIVE)
+    assert agents(Shared())[0].published(0) == Finding(FindingKind.COLLECTIVE)
 
 
 @pytest.mark.usefixtures("clock")

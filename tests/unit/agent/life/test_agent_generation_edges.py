@@ -11,7 +11,7 @@ from trainium_trainer.agent.exits.restart_policy import GenerationState
 from trainium_trainer.agent.life import actions as do
 from trainium_trainer.agent.life import events as on
 from trainium_trainer.agent.life.generation import step, wake_at
-from trainium_trainer.agent.life.shutdown import Order, Outcome
+from trainium_trainer.agent.life.shutdown import GenerationEnd, Order
 from trainium_trainer.agent.life.state import JoinAgain, JudgeEnds, Life, Stage, Terms
 
 TERMS = Terms(generation=3, grace_seconds=20.0, look_seconds=2.0)
@@ -44,7 +44,7 @@ def test_a_pod_that_is_to_leave_starts_no_ranks_though_all_have_joined(order: Or
     joining = Life(stage=Stage.JOINING, busy=do.Join(), order=order)
     life, actions = step(TERMS, joining, on.Joined(GenerationState(), 29500), 1.0)
     assert life.stage is not Stage.STARTING
-    assert not any(isinstance(action, do.Start) for action in actions)
+    assert not any(isinstance(action, do.StartRanks) for action in actions)
     free = replace(joining, order=Order.NONE)
     life, actions = step(TERMS, free, on.Joined(GenerationState(attempt=2), 29500), 1.0)
     assert (life.stage, life.attempt) == (Stage.STARTING, 2)
@@ -61,6 +61,6 @@ def test_a_rank_that_does_not_die_of_a_kill_ends_the_pod_and_not_before_its_time
 
 
 def test_what_is_over_hears_nothing() -> None:
-    over = Life(stage=Stage.OVER, outcome=Outcome.FINISHED)
+    over = Life(stage=Stage.OVER, outcome=GenerationEnd.FINISHED)
     assert step(TERMS, over, on.Ordered(Order.TERMINATE), 1.0) == (over, ())
     assert wake_at(over) is None

@@ -19,7 +19,7 @@ from trainium_trainer.agent.life import actions as do
 from trainium_trainer.agent.life import events as on
 from trainium_trainer.agent.life import pod
 from trainium_trainer.agent.life.generation import step, wake_at
-from trainium_trainer.agent.life.shutdown import Outcome
+from trainium_trainer.agent.life.shutdown import GenerationEnd
 from trainium_trainer.agent.life.state import Life, Stage, Terms
 
 HISTORIES = 10_000
@@ -29,7 +29,7 @@ PARTS = 4
 @pytest.mark.parametrize("part", range(PARTS))
 def test_a_generation_keeps_its_invariants_in_ten_thousand_random_orders_of_events(part: int) -> None:
     stages: Counter[Stage] = Counter()
-    outcomes: Counter[Outcome] = Counter()
+    outcomes: Counter[GenerationEnd] = Counter()
     restarts = 0
     for seed in range(part, HISTORIES, PARTS):
         history = Generation(seed)
@@ -43,7 +43,7 @@ def test_a_generation_keeps_its_invariants_in_ten_thousand_random_orders_of_even
         restarts += len(history.restarts)
     # The histories are worth something: every stage, both ends and many restarts are among them.
     assert set(stages) >= set(Stage) - {Stage.NEW}
-    assert all(outcomes[outcome] > HISTORIES / PARTS / 100 for outcome in Outcome)
+    assert all(outcomes[outcome] > HISTORIES / PARTS / 100 for outcome in GenerationEnd)
     assert restarts > HISTORIES / PARTS / 2
 
 
@@ -103,7 +103,7 @@ class VirtualPod:
             self.checking = False
             self.take(pod.Unfit() if pick < 0.27 else pod.Checked())
         elif pick < 0.6 and self.running:
-            over, self.running, self.gave_up = self.random.choice(tuple(Outcome)), 0, False
+            over, self.running, self.gave_up = self.random.choice(tuple(GenerationEnd)), 0, False
             self.take(pod.GenerationOver(over, yielded=self.random.random() < 0.3))
         elif pick < 0.75 and self.compiling:
             self.compiling = False

@@ -21,7 +21,7 @@ from trainium_trainer.agent.generation.generation_store import GenerationStore, 
 from trainium_trainer.agent.generation_owner import GenerationOwner
 from trainium_trainer.agent.generation_work import GenerationWork, Given
 from trainium_trainer.agent.hang import response
-from trainium_trainer.agent.hang.detection import Finding, Kind, Standstill
+from trainium_trainer.agent.hang.detection import Finding, FindingKind, Standstill
 from trainium_trainer.agent.life import actions as do
 from trainium_trainer.agent.life import events as on
 from trainium_trainer.agent.life import pod
@@ -30,7 +30,7 @@ from trainium_trainer.agent.life.state import Life, Stage, Terms
 from trainium_trainer.agent.ranks import output
 from trainium_trainer.agent.ranks.output import Tail
 from trainium_trainer.agent.rendezvous import RendezvousInterruptedError
-from trainium_trainer.agent.supervisor import Supervisor
+from trainium_trainer.agent.supervisor import AgentSupervisor
 
 if TYPE_CHECKING:
     from trainium_trainer.agent.exits.restart_policy import GenerationState
@@ -109,11 +109,11 @@ def test_a_standstill_that_could_not_be_talked_about_is_counted_once_the_store_i
 
 def test_what_others_should_know_is_not_worth_an_error_when_nobody_hears_it() -> None:
     shared = Shared()
-    assert work(shared).perform(do.TellBroken(), GIVEN) == on.Done()
+    assert work(shared).perform(do.TellBroken(), GIVEN) == on.ErrandDone()
     assert shared.state().broken
-    assert work(shared).perform(do.Announce(leaving=True, superseded_by=5), GIVEN) == on.Done()
+    assert work(shared).perform(do.Announce(leaving=True, superseded_by=5), GIVEN) == on.ErrandDone()
     assert (shared.state().leaving, shared.state().superseded) == (True, 5)
-    assert work(Lost()).perform(do.TellBroken(), GIVEN) == on.Done()
+    assert work(Lost()).perform(do.TellBroken(), GIVEN) == on.ErrandDone()
     assert work(Lost()).perform(do.GoOn(0), GIVEN).after is None  # type: ignore[union-attr]
 
 
@@ -201,7 +201,7 @@ class Report:
 
 
 def supervisor(loop: Any = None, *, checks: Any = (PreflightCheck.CLOCK,)) -> Any:
-    made = object.__new__(Supervisor)
+    made = object.__new__(AgentSupervisor)
     made._settings = SimpleNamespace(checks=checks, grace_seconds=5.0)
     made._report, made._clock_passed, made._running, made._alarm = Report(), None, None, None
     made._client = SimpleNamespace(answered_at=-1e9, heartbeat_now=lambda: None)
@@ -331,9 +331,9 @@ STILL = Standstill(rank=1, phase=TrainerPhase.STEP, step=9, seconds=60.0, limit=
 @pytest.mark.parametrize(
     ("finding", "summary"),
     [
-        (Finding(Kind.STUCK, culprits=(1,)), "ranks 1 are to blame"),
-        (Finding(Kind.SILENT, silent=(0, 2)), "the agents of node ranks 0, 2 do not answer"),
-        (Finding(Kind.COLLECTIVE), "all ranks stand alike, nobody is to blame"),
+        (Finding(FindingKind.STUCK, culprits=(1,)), "ranks 1 are to blame"),
+        (Finding(FindingKind.SILENT, silent=(0, 2)), "the agents of node ranks 0, 2 do not answer"),
+        (Finding(FindingKind.COLLECTIVE), "all ranks stand alike, nobody is to blame"),
     ],
 )
 def test_the_log_says_who_is_to_blame_for_a_standstill_and_where_each_rank_was(

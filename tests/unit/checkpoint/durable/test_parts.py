@@ -13,7 +13,7 @@ from trainium_trainer.checkpoint.dividing.cuts import Axis, Cut
 from trainium_trainer.checkpoint.durable import durable_tier
 from trainium_trainer.checkpoint.durable.staging import Staging
 from trainium_trainer.checkpoint.format.live_state import local_of, scheme_of
-from trainium_trainer.checkpoint.format.part import Part
+from trainium_trainer.checkpoint.format.part import TensorPart
 from trainium_trainer.checkpoint.format.shards import write_shard, write_tables
 from trainium_trainer.checkpoint.root.survey import Committed
 from trainium_trainer.checkpoint.storage.posix import PosixStorage
@@ -35,7 +35,7 @@ def cut(rows: int, start: int, ranks: int, values: torch.Tensor = WHOLE) -> list
         low, high = (min(max(at * rows - start, 0), 14) for at in (rank, rank + 1))
         local = values[low:high].clone()
         place = {"offsets": (low, 0), "sizes": (high - low, 6)}
-        part = Part(lambda local=local: local, whole=(14, 6), dtype=torch.float32, division=division, **place)
+        part = TensorPart(lambda local=local: local, whole=(14, 6), dtype=torch.float32, division=division, **place)
         states.append({"weight": part})
     return states
 
@@ -111,7 +111,7 @@ def test_parts_and_whole_tensors_are_read_from_each_other(tmp_path: Path) -> Non
 
 
 def test_a_part_that_does_not_say_how_the_whole_is_divided_is_not_saved() -> None:
-    part = Part(lambda: WHOLE, whole=(14, 6), offsets=(0, 0), sizes=(14, 6), dtype=torch.float32)
+    part = TensorPart(lambda: WHOLE, whole=(14, 6), offsets=(0, 0), sizes=(14, 6), dtype=torch.float32)
     with pytest.raises(TypeError, match="has to say how the whole is divided"):
         scheme_of({"weight": part}, next(places(1)))
 
@@ -123,7 +123,7 @@ def test_staging_asks_for_values_only_when_it_copies_them() -> None:
         asked.append(True)
         return WHOLE[2:5]
 
-    state = {"weight": Part(values, whole=(14, 6), offsets=(2, 0), sizes=(3, 6), dtype=torch.float32)}
+    state = {"weight": TensorPart(values, whole=(14, 6), offsets=(2, 0), sizes=(3, 6), dtype=torch.float32)}
     staging = Staging(state)
     assert staging.fits(state)
     assert not asked

@@ -14,7 +14,7 @@ from trainium_trainer.checkpoint.interfaces import Position
 from trainium_trainer.checkpoint.root.survey import survey
 from trainium_trainer.checkpoint.storage.posix import PosixStorage
 from trainium_trainer.checkpoint.storage.protocol import Retry
-from trainium_trainer.checkpoint.whole_tensors import Source, write_whole
+from trainium_trainer.checkpoint.whole_tensors import TensorSource, write_whole
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -38,7 +38,7 @@ class CountingStorage(PosixStorage):
 def storage(tmp_path: Path) -> CountingStorage:
     """A checkpoint of one tensor of about two and a half blocks."""
     storage = CountingStorage(tmp_path)
-    source = Source("model.weight", torch.float32, WHOLE.shape, lambda: WHOLE)
+    source = TensorSource("model.weight", torch.float32, WHOLE.shape, lambda: WHOLE)
     write_whole(storage, [source], Position(step=1, samples=1, tokens=1), {}, Retry())
     return storage
 

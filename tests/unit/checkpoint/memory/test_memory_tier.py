@@ -11,7 +11,7 @@ from checkpoint_scenarios import train_until_killed
 from checkpoint_world import SOLO, State, position, solo
 
 from trainium_trainer.checkpoint.errors import StaleGenerationError
-from trainium_trainer.checkpoint.format.flat_buffer import Layout, checksum
+from trainium_trainer.checkpoint.format.flat_buffer import BufferLayout, checksum
 from trainium_trainer.checkpoint.memory.claims import Moment, ShardKey
 from trainium_trainer.checkpoint.memory.memory_tier import MemoryTier
 from trainium_trainer.checkpoint.root.run_settings import settings_digest
@@ -63,7 +63,7 @@ def test_three_files_rotate_and_the_newest_two_are_always_whole(tmp_path: Path) 
     tier = MemoryTier(
         tmp_path / "memory",
         key=ShardKey(0, 1),
-        layout=Layout.of(state.local_tensors()),
+        layout=BufferLayout.of(state.local_tensors()),
         generation=1,
         session="s",
         config_digest=settings_digest({"model": "one"}),
@@ -162,7 +162,7 @@ def test_leftovers_of_another_layout_are_removed(tmp_path: Path) -> None:
         tier = MemoryTier(
             memory,
             key=key,
-            layout=Layout.of(state.local_tensors()),
+            layout=BufferLayout.of(state.local_tensors()),
             generation=1,
             session="old",
             config_digest=settings_digest({"model": "one"}),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from checkpoint_world import SOLO, State, position
 
-from trainium_trainer.checkpoint.format.flat_buffer import Layout
+from trainium_trainer.checkpoint.format.flat_buffer import BufferLayout
 from trainium_trainer.checkpoint.memory import memory_tier
 from trainium_trainer.checkpoint.memory.claims import Claim, Moment, ShardKey
 from trainium_trainer.checkpoint.memory.memory_tier import MemoryTier
@@ -84,7 +84,7 @@ def test_memory_that_is_full_takes_no_finished_snapshot_away_and_leaves_no_unfin
 
 @pytest.fixture
 def tier(tmp_path: Path) -> Iterator[MemoryTier]:
-    layout = Layout.of(State(SOLO).local_tensors())
+    layout = BufferLayout.of(State(SOLO).local_tensors())
     made = MemoryTier(tmp_path, key=KEY, layout=layout, generation=1, session="s", config_digest="c")
     yield made
     made.close()

@@ -25,7 +25,7 @@ from trainium_trainer.checkpoint.resume.first_rank import (
     Exchange,
     Load,
     Offer,
-    Report,
+    RankReport,
 )
 from trainium_trainer.checkpoint.root.survey import Committed, Survey
 from trainium_trainer.exits import UserError
@@ -79,11 +79,11 @@ class Ranks:
             orders = self.ask(reports, self.council.hear)
         return orders
 
-    def do(self, view: RankView, order: Any, lost: frozenset[Claim], damaged: frozenset[int]) -> Report:
+    def do(self, view: RankView, order: Any, lost: frozenset[Claim], damaged: frozenset[int]) -> RankReport:
         if isinstance(order, Load):
             step = order.checkpoint.step
             bad = step in damaged and view.rank == step % len(self.views)
-            return Report(not bad, damaged=((f"step-{step}", "torn"),) if bad else ())
+            return RankReport(not bad, damaged=((f"step-{step}", "torn"),) if bad else ())
         assert isinstance(order, Check)
         assert set(order.claims) <= self.stores[view.store], "a rank is asked for what its store has"
         self.own.pop(view.rank, None)
@@ -92,9 +92,9 @@ class Ranks:
             if claim.key == view.needs:
                 self.own[view.rank] = claim
         bad = lost & set(order.claims)
-        return Report(not bad, bad)
+        return RankReport(not bad, bad)
 
-    def exchange(self, orders: list[Exchange]) -> list[Report]:
+    def exchange(self, orders: list[Exchange]) -> list[RankReport]:
         moves = sorted({move for order in orders for move in order.moves}, key=lambda move: (move.round, move.tag))
         for rank, order in enumerate(orders):
             assert set(order.moves) == {move for move in moves if rank in (move.source, move.target)}
@@ -112,7 +112,7 @@ class Ranks:
             if view.rank not in self.own:  # a neighbour has received it
                 assert order.origin in self.stores[view.store]
                 self.own[view.rank] = order.origin
-        return [Report() for _ in orders]
+        return [RankReport() for _ in orders]
 
 
 @settings(max_examples=trials(200))
@@ -166,7 +166,7 @@ def test_the_error_of_one_rank_is_raised_for_all() -> None:
     council.meet(list(ranks.views))
     council.hear_offers([Offer() for _ in ranks.views])
     with pytest.raises(StorageError, match="no answer"):
-        council.hear([Report(), Report(ok=False, error=StorageError("no answer")), *[Report()] * 62])
+        council.hear([RankReport(), RankReport(ok=False, error=StorageError("no answer")), *[RankReport()] * 62])
 
 
 def test_what_all_are_told_of_many_warnings_is_bounded_and_the_first_rank_has_them_all() -> None:
@@ -175,7 +175,7 @@ def test_what_all_are_told_of_many_warnings_is_bounded_and_the_first_rank_has_th
     council.meet(list(ranks.views))
     council.hear_offers([Offer(warnings=(f"rank {rank}: no room",)) for rank in range(64)])
     assert len(council.warnings) == 64
-    (told,) = {end.agreed.warnings for end in council.hear([Report() for _ in ranks.views])}
+    (told,) = {end.agreed.warnings for end in council.hear([RankReport() for _ in ranks.views])}
     assert len(told) == TOLD_TO_ALL + 1
     assert told[-1] == "44 more such warnings are in the output of rank 0"
 

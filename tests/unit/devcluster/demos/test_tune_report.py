@@ -12,7 +12,7 @@ from rich.console import Console
 
 from trainium_devcluster.story.curves import Curves, Fault
 from trainium_devcluster.tune import report
-from trainium_devcluster.tune.report import Evaluation, Result
+from trainium_devcluster.tune.report import Evaluation, TuneResult
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,9 +37,9 @@ DOCUMENT: dict[str, Any] = {
 
 
 @pytest.fixture
-def result(tmp_path: Path) -> Result:
+def result(tmp_path: Path) -> TuneResult:
     curves = Curves(2, {1: 4.0, 2: 3.0}, {1: 4.0, 2: 3.0}, (Fault("killed process", 1, 0.1, 1.5, 1.5, 0, 0),))
-    return Result(
+    return TuneResult(
         completed=True,
         curves=curves,
         every_sample_once=True,
@@ -56,7 +56,7 @@ def with_figure(name: str, **change: float | None) -> Evaluation:
     return Evaluation.from_json({**DOCUMENT, "figures": figures})
 
 
-def test_a_demo_that_went_well_has_no_problems(result: Result) -> None:
+def test_a_demo_that_went_well_has_no_problems(result: TuneResult) -> None:
     assert result.problems == []
 
 
@@ -71,13 +71,13 @@ def test_a_demo_that_went_well_has_no_problems(result: Result) -> None:
     ],
 )
 def test_a_model_that_is_hardly_better_in_any_figure_fails_the_demo(
-    result: Result, name: str, change: dict[str, float | None]
+    result: TuneResult, name: str, change: dict[str, float | None]
 ) -> None:
     (problem,) = replace(result, evaluation=with_figure(name, **change)).problems
     assert "not clearly better" in problem
 
 
-def test_each_other_fault_of_the_result_is_a_sentence_of_its_own(result: Result) -> None:
+def test_each_other_fault_of_the_result_is_a_sentence_of_its_own(result: TuneResult) -> None:
     other = Curves(2, {1: 4.0, 2: 3.0}, {1: 4.0, 2: 3.5}, ())
     assert "complete" in replace(result, completed=False).problems[0]
     assert "curve" in replace(result, curves=other).problems[0]
@@ -96,7 +96,7 @@ def test_the_tables_show_figures_and_short_answers_without_headings() -> None:
     assert "..." in shown
 
 
-def test_the_report_and_the_picture_are_written(result: Result, tmp_path: Path) -> None:
+def test_the_report_and_the_picture_are_written(result: TuneResult, tmp_path: Path) -> None:
     report.write(result, tmp_path)
     written = json.loads((tmp_path / "report.json").read_text())
     assert written["clearlyBetter"] is True

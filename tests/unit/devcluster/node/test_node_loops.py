@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from trainium_devcluster.node.api.client import ApiError, Unreachable
-from trainium_devcluster.node.api.events import EventSink, Severity
+from trainium_devcluster.node.api.events import EventSeverity, EventSink
 from trainium_devcluster.node.api.reflector import ObjectCache, Reflector
 from trainium_devcluster.node.api.waiting import until
 from trainium_devcluster.node.pods import probes
-from trainium_devcluster.node.pods.probe_actions import Outcome, port_number
+from trainium_devcluster.node.pods.probe_actions import ProbeResult, port_number
 from trainium_devcluster.node.pods.status_writer import StatusWriter
 from trainium_devcluster.node.server import control_socket
 from trainium_devcluster.node.volumes.service_account_tokens import TokenSource
@@ -167,7 +167,7 @@ async def test_the_same_event_again_is_counted(api: Any) -> None:
     sink = EventSink(api, "node-1")
     task = asyncio.create_task(sink.run())
     for _ in range(2):
-        sink.emit(item("u"), "Pod", Severity.WARNING, "BackOff", "again", field_path="spec.containers{c}")
+        sink.emit(item("u"), "Pod", EventSeverity.WARNING, "BackOff", "again", field_path="spec.containers{c}")
     while len(api.calls) < 2:  # noqa: ASYNC110 - polls a fake
         await asyncio.sleep(0.01)
     assert [call[0] for call in api.calls] == ["create", "patch"]
@@ -193,10 +193,10 @@ class Record:
 async def probe(container: dict[str, Any], results: list[bool]) -> list[Any]:
     record = Record()
 
-    async def check(_: Any, __: float) -> Outcome:
+    async def check(_: Any, __: float) -> ProbeResult:
         if not results:
             await asyncio.Event().wait()
-        return Outcome(results.pop(0))
+        return ProbeResult(results.pop(0))
 
     task = asyncio.create_task(probes.run_probes(container, check, record.callbacks()))
     while results and not task.done():  # noqa: ASYNC110 - polls a fake

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from trainium_devcluster.node.api.objects import grace_seconds
 from trainium_devcluster.node.pods.backoff import Backoff
 from trainium_devcluster.node.pods.status import (
+    ContainerKind,
     ContainerView,
-    Kind,
     PodView,
     Running,
     State,
@@ -41,7 +41,7 @@ def pod(policy: str = "Never", *, init: str | None = None, main: int = 1, **meta
     return {"metadata": {"name": "p", "namespace": "n", "uid": "u", "generation": 1, **metadata}, "spec": spec}
 
 
-def view(name: str, state: State, kind: Kind = Kind.MAIN, **more: Any) -> ContainerView:
+def view(name: str, state: State, kind: ContainerKind = ContainerKind.MAIN, **more: Any) -> ContainerView:
     return ContainerView(name, "i", kind, state, **more)
 
 
@@ -79,14 +79,14 @@ def test_a_container_in_back_off_counts_as_having_run() -> None:
     ],
 )
 def test_a_pod_is_pending_until_its_init_containers_are_done(policy: str, state: State, expected: str) -> None:
-    views = [view("i0", state, Kind.INIT), view("m0", Waiting("PodInitializing"))]
+    views = [view("i0", state, ContainerKind.INIT), view("m0", Waiting("PodInitializing"))]
     assert phase(pod(policy, init=""), views, terminal=False) == expected
 
 
 def test_a_running_sidecar_keeps_the_pod_running() -> None:
-    views = [view("i0", UP, Kind.SIDECAR, started=True), view("m0", ended(0))]
+    views = [view("i0", UP, ContainerKind.SIDECAR, started=True), view("m0", ended(0))]
     assert phase(pod(init="Always"), views, terminal=False) == "Running"
-    views[0] = view("i0", ended(143), Kind.SIDECAR)
+    views[0] = view("i0", ended(143), ContainerKind.SIDECAR)
     assert phase(pod(init="Always"), views, terminal=False) == "Succeeded"
 
 

@@ -22,7 +22,7 @@ from trainium_operator.cluster.cache.device_views import (
 )
 from trainium_operator.cluster.cache.dra import Dra
 from trainium_operator.cluster.cache.inventory import Inventory
-from trainium_operator.cluster.cache.store import Entry, Store
+from trainium_operator.cluster.cache.store import Entry, IndexedCache
 from trainium_operator.plan.model.devices import DeviceTaint
 from trainium_operator.plan.model.observed import JobView
 from trainium_operator.plan.model.optional_api import ApiState
@@ -219,11 +219,11 @@ def taints_among(known: dict[str, SliceView], devices: list[tuple[str, str]]) ->
 
 @given(changes)
 def test_what_is_free_is_what_a_count_from_the_beginning_finds(story: list[tuple[str, str, Any]]) -> None:
-    by_slice: Store[SliceView] = Store()
-    by_claim: Store[ClaimView] = Store()
+    by_slice: IndexedCache[SliceView] = IndexedCache()
+    by_claim: IndexedCache[ClaimView] = IndexedCache()
     inventory = Inventory(by_slice, by_claim)
     for version, (kind, name, view) in enumerate(story, start=1):
-        store: Store[Any] = by_slice if kind == "slice" else by_claim
+        store: IndexedCache[Any] = by_slice if kind == "slice" else by_claim
         if view is None:
             store.remove(("", name), version)
         else:
@@ -237,8 +237,8 @@ def test_what_is_free_is_what_a_count_from_the_beginning_finds(story: list[tuple
 
 
 def test_taints_of_a_pod_are_those_of_the_devices_that_it_holds() -> None:
-    by_slice: Store[SliceView] = Store()
-    by_claim: Store[ClaimView] = Store()
+    by_slice: IndexedCache[SliceView] = IndexedCache()
+    by_claim: IndexedCache[ClaimView] = IndexedCache()
     inventory = Inventory(by_slice, by_claim)
     by_claim.put(("default", "c"), Entry(ClaimView(("p",), (("n-0", "neurondevice0"),)), "c", 1))
     assert inventory.taints_of("p") == ()

@@ -19,7 +19,7 @@ def healthy(status: Any) -> tuple[str, str]:
 
 def saving(**durable: Any) -> Any:
     seen = running(2)
-    spec = seen.job.spec.model_copy(update={"checkpoint": JobCheckpointSpec(durable=DurableTier(**durable))})
+    spec = seen.job.spec.model_copy(update={"checkpoint": JobCheckpointSpec(durable=DurableTierConfig(**durable))})
     seen = replace(seen, job=replace(seen.job, spec=spec))
     return replace(seen, job=replace(seen.job, status=planned(seen).status))
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from trainium_trainer.monitor.stability import LEVEL_STEPS, Rules, Stability, chance, judge
+from trainium_trainer.monitor.stability import LEVEL_STEPS, Stability, StabilityRules, chance, judge
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -25,10 +25,10 @@ CURVES: dict[str, list[list[float]]] = json.loads(
 ORDINARY = sorted(name for name in CURVES if name.startswith("ordinary"))
 BROKEN = sorted(name for name in CURVES if name.startswith("broken"))
 BROKEN_AFTER = 500
-RULES = Rules()
+RULES = StabilityRules()
 
 
-def alarms(losses: Iterable[float], norms: Iterable[float] | None = None, rules: Rules = RULES) -> list[int]:
+def alarms(losses: Iterable[float], norms: Iterable[float] | None = None, rules: StabilityRules = RULES) -> list[int]:
     """Steps, from 1, at which it was raised."""
     losses, state, found = list(losses), Stability(), []
     for step, (loss, norm) in enumerate(zip(losses, norms or [1.0] * len(losses), strict=True), start=1):
@@ -64,7 +64,7 @@ def test_ordinary_training_raises_none_and_tells_of_no_spike(name: str) -> None:
 @pytest.mark.parametrize("name", ORDINARY)
 def test_ordinary_training_is_far_from_an_alarm(name: str) -> None:
     losses, norms = zip(*CURVES[name], strict=True)
-    assert alarms(losses, norms, Rules(alarm_ratio=1.2)) == []
+    assert alarms(losses, norms, StabilityRules(alarm_ratio=1.2)) == []
 
 
 def test_there_are_ten_ordinary_curves_and_two_broken_ones() -> None:

@@ -10,15 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainium_trainer.monitor.stability import Judgement, Rules, Stability, judge
+from trainium_trainer.monitor.stability import Judgement, Stability, StabilityRules, judge
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-HLAT = Rules()
+HLAT = StabilityRules()
 
 
-def judged(norms: Iterable[float], rules: Rules = HLAT, *, losses: Iterable[float] | None = None) -> list[Judgement]:
+def judged(
+    norms: Iterable[float], rules: StabilityRules = HLAT, *, losses: Iterable[float] | None = None
+) -> list[Judgement]:
     state, found = Stability(), []
     norms = list(norms)
     for norm, loss in zip(norms, losses or [1.0] * len(norms), strict=True):
@@ -72,7 +74,7 @@ def test_a_lasting_higher_level_ends_its_spike_when_the_mean_has_come_up() -> No
 
 
 def test_a_spike_is_told_once_when_it_has_lasted_long_enough() -> None:
-    rules = Rules(told_after=3)
+    rules = StabilityRules(told_after=3)
     told = [one.spike_told for one in judged([0.5] * 20 + [9.0] * 5 + [0.5] * 30 + [9.0] * 2 + [0.5], rules)]
     assert [step for step, one in enumerate(told) if one] == [22]
 
@@ -100,13 +102,13 @@ def test_noise_around_a_level_is_told_of_as_no_spike_however_many_are_counted() 
 
 
 def test_a_spike_that_is_told_late_is_compared_with_what_was_before_it() -> None:
-    rules = Rules(told_after=60)
+    rules = StabilityRules(told_after=60)
     found = judged([0.5] * 30 + [4.0 * 1.05**step for step in range(70)], rules)
     assert [step for step, one in enumerate(found) if one.spike_told] == [89]
 
 
 def test_a_spike_too_long_to_be_remembered_is_told_when_it_is_so_long() -> None:
-    rules = Rules(told_after=1_500)
+    rules = StabilityRules(told_after=1_500)
     found = judged([0.5] * 30 + [2.0 + 0.1 * step for step in range(1_600)], rules)
     assert [step for step, one in enumerate(found) if one.spike_told] == [1_529]
     assert len(found[-1].after.norms) == rules.kept == 100
@@ -130,7 +132,7 @@ def test_a_skipped_step_is_not_judged(loss: float, norm: float) -> None:
 
 @given(st.lists(st.floats(0, 10), max_size=70), st.integers(0, 70))
 def test_it_makes_no_difference_where_the_steps_are_cut(norms: list[float], cut: int) -> None:
-    rules = Rules(window=5, told_after=2)
+    rules = StabilityRules(window=5, told_after=2)
     whole = [one.after for one in judged(norms, rules, losses=norms)]
     state = whole[cut - 1] if 0 < cut <= len(norms) else Stability()
     start = cut if 0 < cut <= len(norms) else 0

@@ -13,7 +13,7 @@ from trainium_contract.trainer.monitor import MonitorConfig
 from trainium_contract.wire.messages import AlertKind
 from trainium_trainer.monitor.figures import StepFigures, perplexity
 from trainium_trainer.monitor.lines import LineWriter
-from trainium_trainer.monitor.watch import Alert, Device, Past, Watch, read_past, rules_of
+from trainium_trainer.monitor.watch import JobDevices, MonitorAlert, Past, Watch, read_past, rules_of
 from trainium_trainer.monitor.writers import METRICS_NAME, Recorder
 
 if TYPE_CHECKING:
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 CONFIG = MonitorConfig(spike_window=5, spike_event_steps=3)
 RULES = rules_of(CONFIG)
-CPU = Device(torch.device("cpu"), count=4, peak=None)
+CPU = JobDevices(torch.device("cpu"), count=4, peak=None)
 
 
-def new_watch(past: Past | None = None, device: Device = CPU, config: MonitorConfig = CONFIG) -> Watch:
+def new_watch(past: Past | None = None, device: JobDevices = CPU, config: MonitorConfig = CONFIG) -> Watch:
     return Watch(config, past or Past(), device, flops_per_token=1e9)
 
 
 def take(
     watch: Watch, step: int, loss: float = 2.0, norm: float = 1.0, **changes: Any
-) -> tuple[StepFigures, tuple[Alert, ...]]:
+) -> tuple[StepFigures, tuple[MonitorAlert, ...]]:
     fields = {
         "learning_rate": 0.1,
         "tokens": step * 100,
@@ -85,7 +85,7 @@ def test_goodput_is_the_time_in_steps_of_the_history_over_all_time_since_the_fir
 
 def test_utilisation_uses_all_devices_of_the_job_and_is_left_out_where_no_peak_is_known() -> None:
     assert take(new_watch(), 1)[0].utilisation is None
-    known = new_watch(device=Device(torch.device("cpu"), count=4, peak=1e11))
+    known = new_watch(device=JobDevices(torch.device("cpu"), count=4, peak=1e11))
     assert take(known, 1)[0].utilisation == pytest.approx(200 * 1e9 / (4 * 1e11))
 
 

@@ -9,7 +9,7 @@ from tests.testing.suite.virtual_time import run_virtual, settle
 from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.api.resources import PODS
 from trainium_operator.cluster.cache.reflector import SILENCE_SECONDS, Reflector
-from trainium_operator.cluster.cache.store import Store
+from trainium_operator.cluster.cache.store import IndexedCache
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -22,7 +22,7 @@ def pod(name: str, **labels: str) -> dict:
 @contextlib.asynccontextmanager
 async def reflected(cluster: FakeCluster, **options: Any) -> AsyncIterator[Reflector[str]]:
     api = Api(cluster, jitter=lambda: 0.5)
-    store: Store[str] = Store()
+    store: IndexedCache[str] = IndexedCache()
     reflector = Reflector(
         api,
         PODS,
@@ -169,7 +169,7 @@ def test_a_refused_list_is_repeated_with_growing_pauses() -> None:
         cluster = FakeCluster()
         cluster.faults.append(lambda *_: refuse(403, "Forbidden", "no right to list pods"))
         api = Api(cluster, jitter=lambda: 0.5)
-        reflector = Reflector(api, PODS, Store(), lambda raw: raw)
+        reflector = Reflector(api, PODS, IndexedCache(), lambda raw: raw)
         task = asyncio.create_task(reflector.run())
         await asyncio.sleep(120)
         assert not reflector.synced.is_set()
@@ -187,7 +187,7 @@ def test_one_unreadable_object_does_not_hide_the_others() -> None:
         cluster = FakeCluster()
         cluster.add(PODS, pod("good"))
         cluster.add(PODS, {"metadata": {"name": "bad", "labels": {"role": "worker"}}, "broken": True})
-        store: Store[str] = Store()
+        store: IndexedCache[str] = IndexedCache()
 
         def parse(raw: dict) -> str:
             if raw.get("broken"):

@@ -16,7 +16,7 @@ from trainium_contract.wire.messages import Member, Membership, Transition
 from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.api.errors import ConflictError, ForbiddenError
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, EVENTS, JOBS, PODS
-from trainium_operator.cluster.api.transport import Answer
+from trainium_operator.cluster.api.transport import HttpResponse
 from trainium_operator.cluster.execute.deletion_limit import LEAST, HeldBackError
 from trainium_operator.cluster.execute.events import EventRecorder
 from trainium_operator.cluster.execute.executor import BESIDE_A_START, Executor
@@ -386,7 +386,11 @@ def test_a_pod_that_somebody_else_removes_during_its_deletion_is_gone() -> None:
         del last["metadata"]["resourceVersion"]
 
         def removed(method: str, path: str) -> Any:
-            return Answer(200, {}, json.dumps(last).encode()) if method == "DELETE" and path.endswith("j-w-0") else None
+            return (
+                HttpResponse(200, {}, json.dumps(last).encode())
+                if method == "DELETE" and path.endswith("j-w-0")
+                else None
+            )
 
         world.cluster.faults.append(removed)
         await world.do(DeletePod("j-w-0", raw["metadata"]["uid"], None))

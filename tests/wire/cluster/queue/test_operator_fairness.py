@@ -14,7 +14,7 @@ from tests.testing.virtual.operator_process import OperatorProcess, training_job
 from trainium_operator.cluster.api.resources import EVENTS, JOBS, PODS
 
 if TYPE_CHECKING:
-    from trainium_operator.cluster.api.transport import Answer
+    from trainium_operator.cluster.api.transport import HttpResponse
 
 HOOK_SECONDS = 10.0
 """How long the API server waits for a webhook by default."""
@@ -24,7 +24,7 @@ def behind_a_webhook(process: OperatorProcess, seconds: float, *, refuses: bool)
     """Writes about objects of jobs named `held-…` take so long; the times of the pods' creations that were tried."""
     request, tried = process.connection.request, list[float]()
 
-    async def held(method: str, path: str, *, body: Any, **rest: Any) -> Answer:
+    async def held(method: str, path: str, *, body: Any, **rest: Any) -> HttpResponse:
         name = str(((body or {}).get("metadata") or {}).get("name", ""))
         if method == "POST" and path.endswith("/pods") and name.startswith("held-"):
             tried.append(asyncio.get_running_loop().time())

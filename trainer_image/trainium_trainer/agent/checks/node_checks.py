@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainium_contract.spec.health import PreflightCheck
 from trainium_contract.wire.messages import CheckResult
-from trainium_trainer.agent.checks.node_test import Task
+from trainium_trainer.agent.checks.node_test import NodeTask
 from trainium_trainer.agent.ranks.standby import StartRequest
 from trainium_trainer.agent.ranks.standby_keeper import StandbyLostError
 
@@ -81,7 +81,7 @@ class NodeChecks:
         self._folder.mkdir(parents=True)
         size = self._settings.processes_per_node
         tasks = [
-            Task(
+            NodeTask(
                 index,
                 size,
                 str(self._folder),
@@ -103,7 +103,7 @@ class NodeChecks:
             _end(processes)
         return [_read(task) for task in tasks]
 
-    def _start(self, task: Task) -> RankProcess:
+    def _start(self, task: NodeTask) -> RankProcess:
         return self._keeper.start(
             StartRequest((task.encode(),), {}, f"trainium-preflight {task.index}", self._settings.check_entry),
             local_rank=task.index,
@@ -130,7 +130,7 @@ class NodeChecks:
         return "; ".join(sentences)
 
 
-def _read(task: Task) -> dict[str, Any]:
+def _read(task: NodeTask) -> dict[str, Any]:
     try:
         found = json.loads(task.result.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

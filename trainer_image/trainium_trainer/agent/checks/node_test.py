@@ -22,7 +22,7 @@ _VALUES = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class NodeTask:
     """What one process is told."""
 
     index: int
@@ -46,7 +46,7 @@ class Task:
 
 def main(argv: Sequence[str]) -> int:
     """Do the task; 0 in any case, since the file tells."""
-    task = Task(**json.loads(argv[0]))
+    task = NodeTask(**json.loads(argv[0]))
     outcome: dict[str, Any] = {}
     if task.matmul:
         _take(outcome, "matmul", lambda: product_is_right(task.index))
@@ -65,7 +65,7 @@ def _take(outcome: dict[str, Any], name: str, check: Callable[[], bool]) -> None
         outcome[f"{name}-reason"] = " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
-def _leave(task: Task, outcome: dict[str, Any]) -> None:
+def _leave(task: NodeTask, outcome: dict[str, Any]) -> None:
     draft = task.result.with_suffix(".draft")
     draft.write_text(json.dumps(outcome), encoding="utf-8")
     draft.replace(task.result)
@@ -84,7 +84,7 @@ def product_is_right(core: int, multiply: Callable[[Any, Any], Any] | None = Non
     return bool(torch.equal(product.round().long(), left @ right))
 
 
-def sums_are_right(task: Task) -> bool:
+def sums_are_right(task: NodeTask) -> bool:
     """Whether an all-reduce among the node's processes over loopback gives the known sums."""
     import torch  # noqa: PLC0415 - as above
     from torch import distributed as dist  # noqa: PLC0415

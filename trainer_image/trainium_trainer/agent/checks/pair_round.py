@@ -19,8 +19,8 @@ from trainium_contract.exit_codes import ExitCode
 from trainium_contract.spec.health import PreflightCheck
 from trainium_contract.wire.messages import CheckResult
 from trainium_trainer.agent.checks import pairing
-from trainium_trainer.agent.checks.pair_test import Task
-from trainium_trainer.agent.checks.pairing import Group, Held, Outcome, Wave
+from trainium_trainer.agent.checks.pair_test import PairTask
+from trainium_trainer.agent.checks.pairing import Group, PairingResult, Wave, WaveResults
 from trainium_trainer.agent.generation.generation_store import StoreLostError, serve_store
 from trainium_trainer.agent.ranks.standby import StartRequest
 from trainium_trainer.agent.ranks.standby_keeper import StandbyLostError
@@ -97,9 +97,9 @@ class PairRound:
         """Hold all waves. Raises FoundBadError, StoreLostError, and what `interrupted` raises."""
         _log.warning("collectives failed again and nobody is known to be at fault: testing the nodes in pairs")
         began = time.monotonic()
-        own: list[Outcome] = []
+        own: list[PairingResult] = []
         number, wave = 0, pairing.first_wave(self._nodes)
-        held: list[Held] = []
+        held: list[WaveResults] = []
         verdict: PairVerdict | None = None
         while verdict is None:
             group = next((group for group in wave if self._node_rank in group), None)
@@ -109,7 +109,7 @@ class PairRound:
                 store.set(self._key(store, attempt, number, "outcome", self._node_rank), outcome.encode())
                 store.count(self._key(store, attempt, number, "outcomes"), 1)
             if self._node_rank == 0:
-                held.append(Held(wave, self._collect(store, attempt, number, wave)))
+                held.append(WaveResults(wave, self._collect(store, attempt, number, wave)))
                 self._announce(store, attempt, number + 1, held)
             number += 1
             wave, verdict = self._announced(store, attempt, number)
@@ -118,14 +118,14 @@ class PairRound:
 
     # One exchange.
 
-    def _exchange(self, store: GenerationStore, attempt: int, number: int, group: Group) -> Outcome:
+    def _exchange(self, store: GenerationStore, attempt: int, number: int, group: Group) -> PairingResult:
         served, port = self._meet(store, attempt, number, group)
         if port is None:
-            return Outcome(passed=False, detail=f"node rank {group[0]} did not open the exchange")
+            return PairingResult(passed=False, detail=f"node rank {group[0]} did not open the exchange")
         host = self._membership.members[group[0]].pod_ip
         result = self._settings.memory_directory / f"pairing-{attempt}-{number}.json"
         result.unlink(missing_ok=True)
-        task = Task(group.index(self._node_rank), len(group), host, port, self._seconds, str(result))
+        task = PairTask(group.index(self._node_rank), len(group), host, port, self._seconds, str(result))
         others = ", ".join(str(node) for node in group if node != self._node_rank)
         try:
             return self._outcome_of(task, result, others)
@@ -149,7 +149,7 @@ class PairRound:
             time.sleep(_POLL_SECONDS)
         return None, int(store.get(key))
 
-    def _outcome_of(self, task: Task, result: Path, others: str) -> Outcome:
+    def _outcome_of(self, task: PairTask, result: Path, others: str) -> PairingResult:
         ended = threading.Event()
         try:
             process = self._keeper.start(
@@ -160,7 +160,7 @@ class PairRound:
                 on_exit=lambda _: ended.set(),
             )
         except StandbyLostError as loss:
-            return Outcome(passed=False, detail=str(loss))
+            return PairingResult(passed=False, detail=str(loss))
         began = time.monotonic()
         try:
             while not ended.wait(_POLL_SECONDS):
@@ -173,14 +173,14 @@ class PairRound:
         finally:
             _end(process)
         try:
-            outcome = Outcome.decode(result.read_text(encoding="utf-8"))
+            outcome = PairingResult.decode(result.read_text(encoding="utf-8"))
         except (OSError, ValueError, TypeError):
-            outcome = Outcome(passed=False, detail="the exchange did not end in time")
+            outcome = PairingResult(passed=False, detail="the exchange did not end in time")
         return replace(outcome, detail=f"with node rank {others}: {outcome.detail}" if outcome.detail else "")
 
     # Node 0.
 
-    def _collect(self, store: GenerationStore, attempt: int, number: int, wave: Wave) -> dict[int, Outcome]:
+    def _collect(self, store: GenerationStore, attempt: int, number: int, wave: Wave) -> dict[int, PairingResult]:
         nodes = [node for group in wave for node in group]
         patience = 2 * (self._seconds + _START_SECONDS) + _OWN_CHECKS_SECONDS + self._nodes * _SECONDS_PER_NODE
         deadline = time.monotonic() + patience
@@ -188,9 +188,9 @@ class PairRound:
             self._interrupted()
             time.sleep(_POLL_SECONDS)
         keys = {node: self._key(store, attempt, number, "outcome", node) for node in nodes}
-        return {node: Outcome.decode(store.get(key)) for node, key in keys.items() if store.has(key)}
+        return {node: PairingResult.decode(store.get(key)) for node, key in keys.items() if store.has(key)}
 
-    def _announce(self, store: GenerationStore, attempt: int, number: int, held: list[Held]) -> None:
+    def _announce(self, store: GenerationStore, attempt: int, number: int, held: list[WaveResults]) -> None:
         wave = pairing.next_wave(self._nodes, held)
         word = {
             "wave": wave,
@@ -216,7 +216,7 @@ class PairRound:
             return tuple(tuple(group) for group in word["wave"]), None
         return (), PairVerdict(frozenset(word["unsound"]), frozenset(word["disconnected"]))
 
-    def _conclude(self, verdict: PairVerdict, own: list[Outcome], seconds: float) -> None:
+    def _conclude(self, verdict: PairVerdict, own: list[PairingResult], seconds: float) -> None:
         detail = "; ".join(outcome.detail for outcome in own if outcome.detail)
         bad = self._node_rank in verdict.bad
         self._report(

@@ -18,7 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainium_trainer.agent.checks.pairing import Outcome
+from trainium_trainer.agent.checks.pairing import PairingResult
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,7 +31,7 @@ _PORT_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class PairTask:
     """What one process of an exchange is told."""
 
     index: int
@@ -51,13 +51,13 @@ class Task:
 
 def main(argv: Sequence[str]) -> int:
     """Do the task; 0 in any case, since the file tells."""
-    task = Task(**json.loads(argv[0]))
+    task = PairTask(**json.loads(argv[0]))
     try:
         seconds = exchange(task)
         detail = "the sums over the network were wrong" if seconds < 0 else ""
-        outcome = Outcome(passed=seconds >= 0, seconds=max(seconds, 0.0), detail=detail)
+        outcome = PairingResult(passed=seconds >= 0, seconds=max(seconds, 0.0), detail=detail)
     except Exception as error:  # noqa: BLE001 - whatever fails is the finding
-        outcome = Outcome(passed=False, detail=" ".join(str(error).split())[:300] or type(error).__name__)
+        outcome = PairingResult(passed=False, detail=" ".join(str(error).split())[:300] or type(error).__name__)
     _leave(outcome, task)  # the node's own checks may take their time, and the others wait for this
     sound, why = computes_right()
     if not sound:
@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _leave(outcome: Outcome, task: Task) -> None:
+def _leave(outcome: PairingResult, task: PairTask) -> None:
     draft = Path(f"{task.result}.draft")
     draft.write_text(outcome.encode(), encoding="utf-8")
     draft.replace(task.result)
@@ -114,7 +114,7 @@ def collectives_check() -> tuple[bool, str]:
     )
 
 
-def exchange(task: Task) -> float:
+def exchange(task: PairTask) -> float:
     """Seconds that the sums took; negative when they were wrong. Raises what torch raises when they do not end."""
     import torch  # noqa: PLC0415 - as above
     from torch import distributed as dist  # noqa: PLC0415

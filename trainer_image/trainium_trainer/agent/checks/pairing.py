@@ -36,7 +36,7 @@ Wave = tuple[Group, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class PairingResult:
     """What one node saw in one exchange."""
 
     passed: bool
@@ -51,17 +51,17 @@ class Outcome:
         return json.dumps(asdict(self))
 
     @staticmethod
-    def decode(text: str) -> Outcome:
+    def decode(text: str) -> PairingResult:
         """From text of the same generation's agents."""
-        return Outcome(**json.loads(text))
+        return PairingResult(**json.loads(text))
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class WaveResults:
     """One wave and what its nodes reported; a node that reported nothing is missing."""
 
     wave: Wave
-    outcomes: Mapping[int, Outcome]
+    outcomes: Mapping[int, PairingResult]
 
 
 def is_due(state: GenerationState, nodes: int) -> bool:
@@ -78,18 +78,18 @@ def noted(before: GenerationState, after: GenerationState) -> GenerationState:
     return after
 
 
-def next_wave(nodes: int, held: Sequence[Held]) -> Wave | None:
+def next_wave(nodes: int, held: Sequence[WaveResults]) -> Wave | None:
     """The exchanges to hold next; None when the verdict can be read."""
     plan = _plan(nodes, held)
     return plan[len(held)] if len(held) < len(plan) else None
 
 
-def unsound(held: Sequence[Held]) -> frozenset[int]:
+def unsound(held: Sequence[WaveResults]) -> frozenset[int]:
     """Nodes that compute wrong numbers by themselves."""
     return frozenset(node for each in held for node, outcome in each.outcomes.items() if not outcome.sound)
 
 
-def disconnected(held: Sequence[Held]) -> frozenset[int]:
+def disconnected(held: Sequence[WaveResults]) -> frozenset[int]:
     """Nodes that could not exchange with anybody, although others could."""
     typical = _typical(held)
     tried: dict[int, int] = {}
@@ -114,7 +114,7 @@ def first_wave(nodes: int) -> Wave:
     return tuple(groups)
 
 
-def _plan(nodes: int, held: Sequence[Held]) -> list[Wave]:
+def _plan(nodes: int, held: Sequence[WaveResults]) -> list[Wave]:
     """All waves as far as they are known by now."""
     first = first_wave(nodes)
     if not held:
@@ -141,7 +141,7 @@ def _in_turn(nodes: list[int]) -> list[Wave]:
     return waves
 
 
-def _typical(held: Sequence[Held]) -> float | None:
+def _typical(held: Sequence[WaveResults]) -> float | None:
     """The usual length of an exchange that went through; None when there is nothing to compare."""
     lengths = sorted(
         max(each.outcomes[node].seconds for node in group)
@@ -152,7 +152,7 @@ def _typical(held: Sequence[Held]) -> float | None:
     return lengths[(len(lengths) - 1) // 2] if len(lengths) > 1 else None
 
 
-def _went_well(group: Group, outcomes: Mapping[int, Outcome], typical: float | None) -> bool:
+def _went_well(group: Group, outcomes: Mapping[int, PairingResult], typical: float | None) -> bool:
     if any(node not in outcomes or not outcomes[node].passed for node in group):
         return False
     longest = max(outcomes[node].seconds for node in group)

@@ -39,7 +39,7 @@ CLOCK_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class PreflightFinding:
     """Something that is wrong with the pod; `code` is None for what stops nothing."""
 
     code: ExitCode | None
@@ -48,7 +48,7 @@ class Finding:
     """The check that found it; None for what is always looked at."""
 
 
-def preflight(settings: AgentSettings, devices: Path = _DEVICES) -> tuple[Finding, ...]:
+def preflight(settings: AgentSettings, devices: Path = _DEVICES) -> tuple[PreflightFinding, ...]:
     """Everything found wrong, worst kind not first; empty when the pod is fit."""
     findings = [*_memory_directory(settings.memory_directory), *_config(settings.config_path)]
     findings += _open_files(settings.largest_nodes, settings.processes_per_node)
@@ -62,7 +62,7 @@ def preflight(settings: AgentSettings, devices: Path = _DEVICES) -> tuple[Findin
     return (*findings, *_coordinator(settings))
 
 
-def results(settings: AgentSettings, findings: Iterable[Finding], seconds: float) -> tuple[CheckResult, ...]:
+def results(settings: AgentSettings, findings: Iterable[PreflightFinding], seconds: float) -> tuple[CheckResult, ...]:
     """The outcome of each quick check, for the heartbeat."""
     found = {finding.check: finding.sentence for finding in findings}
     quick = (PreflightCheck.DEVICES, PreflightCheck.MEMORY, PreflightCheck.DISK)
@@ -87,10 +87,10 @@ def clock_result(theirs: float, asked: float, answered: float) -> CheckResult | 
     return CheckResult(check=PreflightCheck.CLOCK, passed=passed, seconds=round(answered - asked, 3), detail=detail)
 
 
-def _memory_directory(directory: Path) -> Iterator[Finding]:
+def _memory_directory(directory: Path) -> Iterator[PreflightFinding]:
     reason = _unwritable(directory)
     if reason:
-        yield Finding(
+        yield PreflightFinding(
             ExitCode.USER_ERROR,
             f"The memory directory {directory} is not writable ({reason}); "
             "it must be on a memory-backed emptyDir of the pod.",
@@ -99,13 +99,15 @@ def _memory_directory(directory: Path) -> Iterator[Finding]:
         return
     free = shutil.disk_usage(directory).free
     if free < _MINIMUM_FREE_BYTES:
-        yield Finding(
+        yield PreflightFinding(
             ExitCode.USER_ERROR,
             f"The memory directory {directory} has {free} bytes left; give its emptyDir a larger sizeLimit.",
             PreflightCheck.MEMORY,
         )
     if _file_system_of(directory) not in ("tmpfs", "ramfs", ""):
-        yield Finding(None, f"The memory directory {directory} is on a disk; snapshots will be slower than in memory.")
+        yield PreflightFinding(
+            None, f"The memory directory {directory} is on a disk; snapshots will be slower than in memory."
+        )
 
 
 def _unwritable(directory: Path) -> str:
@@ -137,33 +139,33 @@ def _file_system_of(directory: Path) -> str:
     return kind
 
 
-def _config(path: Path) -> Iterator[Finding]:
+def _config(path: Path) -> Iterator[PreflightFinding]:
     try:
         empty = not path.read_bytes().strip()
     except OSError as error:
-        yield Finding(
+        yield PreflightFinding(
             ExitCode.USER_ERROR,
             f"The trainer configuration {path} cannot be read ({error.strerror}); "
             "mount the job's config map at its folder.",
         )
         return
     if empty:
-        yield Finding(ExitCode.USER_ERROR, f"The trainer configuration {path} is empty.")
+        yield PreflightFinding(ExitCode.USER_ERROR, f"The trainer configuration {path} is empty.")
 
 
-def _open_files(nodes: int, processes: int) -> Iterator[Finding]:
+def _open_files(nodes: int, processes: int) -> Iterator[PreflightFinding]:
     """Any worker may become the first, which everybody connects to, so each needs the limit that the first does."""
     sentence = too_small(limit(), nodes * processes, nodes) if nodes else ""
     if sentence:
-        yield Finding(ExitCode.USER_ERROR, f"Too few open files: {sentence}.")
+        yield PreflightFinding(ExitCode.USER_ERROR, f"Too few open files: {sentence}.")
 
 
-def _devices(expected: int, devices: Path) -> Iterator[Finding]:
+def _devices(expected: int, devices: Path) -> Iterator[PreflightFinding]:
     if expected == 0:
         return
     found = [entry for entry in devices.glob("neuron*") if entry.name[len("neuron") :].isdigit()]
     if len(found) < expected:
-        yield Finding(
+        yield PreflightFinding(
             ExitCode.DEVICE_FAULT,
             f"{len(found)} Neuron devices are visible under {devices} but the worker was given {expected}; "
             "the node's driver, device plugin or DRA driver lost some.",
@@ -171,12 +173,12 @@ def _devices(expected: int, devices: Path) -> Iterator[Finding]:
         )
 
 
-def _versions(expected: int) -> Iterator[Finding]:
+def _versions(expected: int) -> Iterator[PreflightFinding]:
     if expected and (sentence := mismatch(driver_version(), runtime_version())):
-        yield Finding(None, f"{sentence[0].upper()}{sentence[1:]}", PreflightCheck.DEVICES)
+        yield PreflightFinding(None, f"{sentence[0].upper()}{sentence[1:]}", PreflightCheck.DEVICES)
 
 
-def _memory(processes: int, meminfo: Path = _MEMORY) -> Iterator[Finding]:
+def _memory(processes: int, meminfo: Path = _MEMORY) -> Iterator[PreflightFinding]:
     """What cannot be read says nothing."""
     try:
         lines = dict(line.split(":", 1) for line in meminfo.read_text(encoding="utf-8").splitlines() if ":" in line)
@@ -184,28 +186,32 @@ def _memory(processes: int, meminfo: Path = _MEMORY) -> Iterator[Finding]:
     except (OSError, ValueError, KeyError, IndexError):
         return
     if available < processes * _PROCESS_BYTES:
-        yield Finding(
+        yield PreflightFinding(
             None,
             f"The host has {available >> 20} MiB of memory left for {processes} training processes.",
             PreflightCheck.MEMORY,
         )
 
 
-def _disk(directory: Path | None) -> Iterator[Finding]:
+def _disk(directory: Path | None) -> Iterator[PreflightFinding]:
     if directory is None:
         return
     reason = _unwritable(directory)
     if reason:
-        yield Finding(None, f"The scratch folder {directory} is not writable ({reason}).", PreflightCheck.DISK)
+        yield PreflightFinding(None, f"The scratch folder {directory} is not writable ({reason}).", PreflightCheck.DISK)
         return
     free = shutil.disk_usage(directory).free
     if free < _SCRATCH_BYTES:
-        yield Finding(None, f"The scratch volume of {directory} has {free >> 20} MiB left.", PreflightCheck.DISK)
+        yield PreflightFinding(
+            None, f"The scratch volume of {directory} has {free >> 20} MiB left.", PreflightCheck.DISK
+        )
 
 
-def _coordinator(settings: AgentSettings) -> Iterator[Finding]:
+def _coordinator(settings: AgentSettings) -> Iterator[PreflightFinding]:
     for endpoint in settings.coordinator:
         try:
             socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
         except OSError as error:
-            yield Finding(None, f"The coordinator's name {endpoint.host} does not resolve yet ({error}); still trying.")
+            yield PreflightFinding(
+                None, f"The coordinator's name {endpoint.host} does not resolve yet ({error}); still trying."
+            )

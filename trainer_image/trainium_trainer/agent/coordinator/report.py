@@ -44,7 +44,7 @@ _LISTED_RANKS = 64
 _LAST_LINES_SECONDS = 1.0
 
 
-class ProgressRecord(Protocol):
+class ReportedProgress(Protocol):
     """The fields of `trainium_trainer.monitor.progress.ProgressRecord` that are used here."""
 
     generation: int
@@ -68,7 +68,7 @@ class ProgressRecord(Protocol):
         """What the run does."""
 
 
-ReadProgress = Callable[[Path], ProgressRecord | None]
+ReadProgress = Callable[[Path], ReportedProgress | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class _Failure:
         )
 
 
-class Report:
+class PodReport:
     """The agent's own view of its pod, from which every heartbeat is made."""
 
     def __init__(self, settings: AgentSettings, read_progress: ReadProgress, wake: Callable[[], None]) -> None:
@@ -355,7 +355,7 @@ class Report:
             compiled=self._compiled,
         )
 
-    def _date(self, record: ProgressRecord) -> None:
+    def _date(self, record: ReportedProgress) -> None:
         """Take down when this attempt's processes were up and when they began to train, as seen from here."""
         attempt = (record.generation, record.attempt)
         if attempt != self._begun:
@@ -363,7 +363,7 @@ class Report:
         if not self._loaded and record.phase.name == "TRAINING":
             self._loaded = time.time()
 
-    def _current_record(self, index: int) -> ProgressRecord | None:
+    def _current_record(self, index: int) -> ReportedProgress | None:
         """Progress of one local rank, unless it is left over from an earlier attempt."""
         if index >= len(self._progress_files):
             return None
@@ -384,7 +384,7 @@ def _alerts(path: Path) -> tuple[Alert, ...]:
     )
 
 
-def _resumed_at(record: ProgressRecord, step_before: int) -> float | None:
+def _resumed_at(record: ReportedProgress, step_before: int) -> float | None:
     """When the ranks went on where the failure had stopped them; None while they have not."""
     if record.step > max(step_before, record.resume_step):
         return record.updated

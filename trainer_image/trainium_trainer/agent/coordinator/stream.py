@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from pydantic import BaseModel, ValidationError
 
 from trainium_contract.wire.messages import ErrorResponse, RegisterRequest, RegisterResponse
-from trainium_contract.wire.stream import HEAD_BYTES, Kind, frame, head_of
+from trainium_contract.wire.stream import HEAD_BYTES, FrameKind, frame, head_of
 
 if TYPE_CHECKING:
     import ssl
@@ -88,15 +88,15 @@ class Stream:
             raise
 
     async def _welcome(self, request: RegisterRequest) -> RegisterResponse:
-        await self.send(Kind.REGISTER, request)
+        await self.send(FrameKind.REGISTER, request)
         while True:
             kind, payload = await self.receive()
-            if kind == Kind.WELCOME:
+            if kind == FrameKind.WELCOME:
                 return RegisterResponse.model_validate_json(payload)
-            if kind == Kind.REFUSED:
+            if kind == FrameKind.REFUSED:
                 raise StreamEndedError(said(refusal_of(payload)))
 
-    async def send(self, kind: Kind, message: BaseModel | bytes) -> None:
+    async def send(self, kind: FrameKind, message: BaseModel | bytes) -> None:
         """Raises StreamEndedError."""
         payload = (
             message
@@ -116,8 +116,8 @@ class Stream:
             if length > _LONGEST_FRAME:
                 raise StreamEndedError(f"the coordinator sent a frame of {length} bytes")
             payload = await self._reader.readexactly(length)
-            if kind == Kind.PACKED_MEMBERSHIP:
-                return Kind.MEMBERSHIP, gzip.decompress(payload)
+            if kind == FrameKind.PACKED_MEMBERSHIP:
+                return FrameKind.MEMBERSHIP, gzip.decompress(payload)
         except asyncio.IncompleteReadError as error:
             raise StreamEndedError("the coordinator closed the stream") from error
         except (OSError, EOFError, zlib.error) as error:

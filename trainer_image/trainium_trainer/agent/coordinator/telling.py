@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from trainium_contract.wire.messages import HeartbeatRequest, HeartbeatResponse, Membership
-from trainium_contract.wire.stream import Kind, alive, share_of_pause, tells_news
+from trainium_contract.wire.stream import FrameKind, alive, share_of_pause, tells_news
 from trainium_trainer.agent.coordinator.requests import REQUEST_SECONDS, CoordinatorUnavailableError
 from trainium_trainer.agent.coordinator.stream import StreamEndedError, refusal_of, said
 
@@ -79,9 +79,9 @@ class Telling:
                         self._unanswered.append(_Sent(message, now, time.time()))
                         told, told_at = message, now
                         share = share_of_pause(random.random(), after_news=news)  # noqa: S311
-                        await self._stream.send(Kind.HEARTBEAT, message)
+                        await self._stream.send(FrameKind.HEARTBEAT, message)
                     else:
-                        await self._stream.send(Kind.ALIVE, alive(message))
+                        await self._stream.send(FrameKind.ALIVE, alive(message))
             except (StreamEndedError, TimeoutError) as error:
                 raise CoordinatorUnavailableError(str(error) or "the coordinator takes nothing any more") from error
             try:
@@ -104,16 +104,16 @@ class Telling:
                 raise CoordinatorUnavailableError(str(error)) from error
 
     def _take(self, kind: int, payload: bytes) -> None:
-        if kind == Kind.MEMBERSHIP:
+        if kind == FrameKind.MEMBERSHIP:
             self._on_membership(Membership.model_validate_json(payload))
-        elif kind == Kind.HEARD:
+        elif kind == FrameKind.HEARD:
             answer = HeartbeatResponse.model_validate_json(payload)
             self._detail_seconds = answer.detail_seconds or 0.0
             self._on_answer()
             if self._unanswered:
                 sent = self._unanswered.popleft()
                 self._on_acknowledged(sent.message, answer, sent.asked)
-        elif kind == Kind.REFUSED:
+        elif kind == FrameKind.REFUSED:
             refusal = refusal_of(payload)
             if refusal.status != _CONFLICT:
                 raise StreamEndedError(said(refusal))

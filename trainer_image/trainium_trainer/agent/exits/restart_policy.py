@@ -79,7 +79,7 @@ class Decision(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Judgement:
+class RestartJudgement:
     """A decision and the shared state that it leads to."""
 
     decision: Decision
@@ -97,7 +97,7 @@ def judge(
     *,
     verdict: Verdict | None = None,
     seen_before: bool = False,
-) -> Judgement:
+) -> RestartJudgement:
     """What to do about a rank that ended with `code` (neither 0 nor 75) during `attempt`.
 
     `best_step` is how far this pod has seen the run come (`Report.reached`), `limit` how many restarts in a row may
@@ -108,12 +108,12 @@ def judge(
     verdict = verdict or verdict_of(code)
     response = verdict.again if seen_before or _repeats(verdict, attempt, best_step, state) else verdict.response
     if response is Response.STOP:
-        return Judgement(Decision.GIVE_UP, replace(state, stopped=code))
+        return RestartJudgement(Decision.GIVE_UP, replace(state, stopped=code))
     best = max(best_step, state.best_step)
     counted = state.attempt > attempt
     progressed = best > state.best_step
     if response in (Response.REPLACE_NODE, Response.REPLACE_WORKER):
-        return Judgement(Decision.WITHDRAW, state if counted else _next(state, verdict.cause, best, 0, None))
+        return RestartJudgement(Decision.WITHDRAW, state if counted else _next(state, verdict.cause, best, 0, None))
     if response is Response.RETRY_WITH_BACKOFF:
         failures = 1 if progressed else state.storage_failures + 1
         backoff = min(_FIRST_BACKOFF_SECONDS * 2.0 ** (failures - 1), _LONGEST_BACKOFF_SECONDS)
@@ -122,16 +122,16 @@ def judge(
             if counted
             else replace(_next(state, verdict.cause, best, state.fruitless, None), storage_failures=failures)
         )
-        return Judgement(Decision.RESTART, after, backoff)
+        return RestartJudgement(Decision.RESTART, after, backoff)
     early = code if verdict.cause is Cause.CRASH and best < 0 else None
     if counted:
-        return Judgement(Decision.RESTART, _with_culprit(state, attempt, verdict.cause, early))
+        return RestartJudgement(Decision.RESTART, _with_culprit(state, attempt, verdict.cause, early))
     if early is not None and state.attempt > 0 and state.early_crash == code:
-        return Judgement(Decision.GIVE_UP, replace(state, stopped=code))
+        return RestartJudgement(Decision.GIVE_UP, replace(state, stopped=code))
     fruitless = 1 if progressed else state.fruitless + 1
     if fruitless > limit:
-        return Judgement(Decision.GIVE_UP, replace(state, stopped=code))
-    return Judgement(Decision.RESTART, _next(state, verdict.cause, best, fruitless, early))
+        return RestartJudgement(Decision.GIVE_UP, replace(state, stopped=code))
+    return RestartJudgement(Decision.RESTART, _next(state, verdict.cause, best, fruitless, early))
 
 
 def _repeats(verdict: Verdict, attempt: int, best_step: float, state: GenerationState) -> bool:

@@ -149,7 +149,7 @@ class Standstill:
         return self.waiting
 
 
-class Watch:
+class StandstillWatch:
     """Adds up standstills over successive looks at the ranks of one pod."""
 
     def __init__(self) -> None:
@@ -201,7 +201,7 @@ def _standstill(sight: Sight, known: _Still) -> Standstill:
     )
 
 
-class Kind(StrEnum):
+class FindingKind(StrEnum):
     """What the agents find together."""
 
     MOVING = "Moving"
@@ -218,7 +218,7 @@ class Kind(StrEnum):
 class Finding:
     """The answer to a standstill."""
 
-    kind: Kind
+    kind: FindingKind
     culprits: tuple[int, ...] = ()
     """Ranks."""
     silent: tuple[int, ...] = ()
@@ -234,7 +234,7 @@ class Finding:
     def decode(text: str) -> Finding:
         """From text of the same generation's agents."""
         body = json.loads(text)
-        return Finding(Kind(body["kind"]), tuple(body["culprits"]), tuple(body["silent"]), body["retry_seconds"])
+        return Finding(FindingKind(body["kind"]), tuple(body["culprits"]), tuple(body["silent"]), body["retry_seconds"])
 
 
 def find(testimony: Mapping[int, Sequence[Standstill]], members: int) -> Finding:
@@ -242,18 +242,18 @@ def find(testimony: Mapping[int, Sequence[Standstill]], members: int) -> Finding
     ranks = [rank for node in testimony.values() for rank in node]
     overdue = [rank for rank in ranks if rank.overdue]
     if not overdue:
-        return Finding(Kind.MOVING)
+        return Finding(FindingKind.MOVING)
     odd = _odd_ones(overdue, ranks)
     if odd:
-        return Finding(Kind.STUCK, culprits=tuple(sorted(rank.rank for rank in odd)))
+        return Finding(FindingKind.STUCK, culprits=tuple(sorted(rank.rank for rank in odd)))
     with_time = [rank.limit - rank.seconds for rank in ranks if not rank.overdue]
     if with_time:
         retry = min(max(min(with_time), _SHORTEST_RETRY_SECONDS), _LONGEST_RETRY_SECONDS)
-        return Finding(Kind.MOVING, retry_seconds=retry)
+        return Finding(FindingKind.MOVING, retry_seconds=retry)
     silent = tuple(sorted(set(range(members)) - set(testimony)))
     if silent:
-        return Finding(Kind.SILENT, silent=silent)
-    return Finding(Kind.COLLECTIVE)
+        return Finding(FindingKind.SILENT, silent=silent)
+    return Finding(FindingKind.COLLECTIVE)
 
 
 def _odd_ones(overdue: list[Standstill], ranks: list[Standstill]) -> list[Standstill]:
@@ -276,7 +276,7 @@ def _odd_ones(overdue: list[Standstill], ranks: list[Standstill]) -> list[Stands
 def after_hang(finding: Finding, attempt: int, best_step: float, state: GenerationState, limit: int) -> GenerationState:
     """The shared state after the ranks of `attempt` were ended for a standstill; counts once, as any failure."""
     after = judge(ExitCode.HUNG, attempt, best_step, state, limit).state
-    if after.attempt > state.attempt and finding.kind is Kind.COLLECTIVE:
+    if after.attempt > state.attempt and finding.kind is FindingKind.COLLECTIVE:
         return replace(after, unexplained=after.unexplained + 1)
     return after
 

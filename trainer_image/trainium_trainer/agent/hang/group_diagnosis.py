@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from trainium_trainer.agent.hang import detection
-from trainium_trainer.agent.hang.detection import Finding, Kind, Standstill
+from trainium_trainer.agent.hang.detection import Finding, FindingKind, Standstill
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -113,7 +113,7 @@ class Inquiry:
     def published(self, attempt: int) -> Finding:
         """The finding that ended an attempt; that nobody is odd, where none was left. Raises StoreLostError."""
         store, key = self._store, self._key(attempt, "finding")
-        return Finding.decode(store.get(key)) if store.has(key) else Finding(Kind.COLLECTIVE)
+        return Finding.decode(store.get(key)) if store.has(key) else Finding(FindingKind.COLLECTIVE)
 
     def _testimony(self, store: GenerationStore, attempt: int) -> dict[int, tuple[Standstill, ...]]:
         found = {}

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from trainium_contract.faults.causes import Cause
 from trainium_contract.wire.messages import StuckRank
 from trainium_trainer.agent.hang import detection
-from trainium_trainer.agent.hang.detection import Finding, Kind, Standstill
+from trainium_trainer.agent.hang.detection import Finding, FindingKind, Standstill
 from trainium_trainer.agent.hang.group_diagnosis import Inquiry
 from trainium_trainer.agent.hang.watchdog import HangWatch
 from trainium_trainer.agent.life.events import HangFound, Inquired, Looked
@@ -98,7 +98,7 @@ class HangResponse:
     def conclude(self, attempt: int) -> Finding | None:
         """The finding that ends the attempt, known to all; None while nothing is to be done. Raises StoreLostError."""
         finding = self._inquiry.conclude(attempt)
-        if finding is None or finding.kind is Kind.MOVING:
+        if finding is None or finding.kind is FindingKind.MOVING:
             return None
         self._inquiry.publish(attempt, finding)
         return finding
@@ -118,12 +118,12 @@ class HangResponse:
             sentence = detection.describe(still, self._settings.pod_name)
             culprits.append((still.rank, f"{sentence}; {known.innermost}" if known is not None else sentence))
         longest = max((still.seconds for still in own or standing), default=0.0)
-        alike = finding.kind is Kind.COLLECTIVE
+        alike = finding.kind is FindingKind.COLLECTIVE
         return HangFound(
             after,
             Cause.HANG if own or alike else Cause.PEER_LOST,
             time.time() - longest,
-            named=finding.kind is Kind.STUCK,
+            named=finding.kind is FindingKind.STUCK,
             culprits=tuple(culprits),
             stuck=self._stuck or (),
         )
@@ -156,9 +156,9 @@ class HangResponse:
 
     def _write_log(self, finding: Finding, standing: tuple[Standstill, ...], asked: Mapping[int, Stacks]) -> None:
         match finding.kind:
-            case Kind.STUCK:
+            case FindingKind.STUCK:
                 summary = f"ranks {', '.join(map(str, finding.culprits))} are to blame"
-            case Kind.SILENT:
+            case FindingKind.SILENT:
                 summary = f"the agents of node ranks {', '.join(map(str, finding.silent))} do not answer"
             case _:
                 summary = "all ranks stand alike, nobody is to blame"

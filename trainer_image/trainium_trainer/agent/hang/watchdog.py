@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING
 
 from trainium_contract.wire.messages import StepTiming, TrainerPhase
-from trainium_trainer.agent.hang.detection import Calibration, Sight, Standstill, Watch, limit_of, percentile
+from trainium_trainer.agent.hang.detection import Calibration, Sight, Standstill, StandstillWatch, limit_of, percentile
 from trainium_trainer.agent.linux import proc
 from trainium_trainer.agent.linux.cpu_wait import CpuWait
 from trainium_trainer.monitor.progress import ProgressPhase, read_with_pulse
@@ -62,7 +62,7 @@ class HangWatch:
         self._world = world
         self._calibration = calibration
         self._interval = look_seconds(spec)
-        self._watch = Watch()
+        self._watch = StandstillWatch()
         self._waits = CpuWait()
         self._starting_since: dict[int, float | None] = {}
         self._quiet_since: dict[int, tuple[tuple[int, int], float]] = {}

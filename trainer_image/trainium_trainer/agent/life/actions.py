@@ -23,7 +23,7 @@ class Join:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class StartRanks:
     """Start the attempt's ranks from the standby: Started."""
 
     attempt: int
@@ -62,7 +62,7 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class AnswerQuestion:
     """Answer the question in this state: Inquired."""
 
     state: GenerationState
@@ -84,7 +84,7 @@ class TakeFinding:
 
 
 @dataclass(frozen=True, slots=True)
-class Sign:
+class SignOff:
     """Write down how the ranks of this pod ended: Done."""
 
     attempt: int
@@ -119,8 +119,8 @@ class TellBroken:
 
 
 Errand = (
-    Join | Start | Judge | CountSilent | Look | Ask | Answer | Conclude | TakeFinding | Sign | Finish | GoOn | Announce
-    | TellBroken
+    Join | StartRanks | Judge | CountSilent | Look | Ask | AnswerQuestion | Conclude | TakeFinding | SignOff | Finish
+    | GoOn | Announce | TellBroken
 )  # fmt: skip
 
 

@@ -183,12 +183,12 @@ class YieldLooked:
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class ErrandDone:
     """Nothing more to say."""
 
 
 Result = (
     Joined | Interrupted | GenerationStopped | FoundBad | Started | Judged | StoreLost | Looked | Inquired | HangFound
-    | Counted | FinishLooked | YieldLooked | Done
+    | Counted | FinishLooked | YieldLooked | ErrandDone
 )  # fmt: skip
 Event = Fact | Result

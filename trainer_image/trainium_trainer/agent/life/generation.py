@@ -17,7 +17,7 @@ from trainium_contract.faults.causes import Cause
 from trainium_contract.wire.messages import WorkerPhase
 from trainium_trainer.agent.life import actions as do
 from trainium_trainer.agent.life import events as on
-from trainium_trainer.agent.life.shutdown import Order, Outcome
+from trainium_trainer.agent.life.shutdown import GenerationEnd, Order
 from trainium_trainer.agent.life.state import (
     After,
     CountHang,
@@ -117,8 +117,8 @@ def _result(terms: Terms, life: Life, errand: do.Errand, result: on.Result, now:
                 return life, ()
             attempt = result.state.attempt
             begun = replace(life, stage=Stage.STARTING, attempt=attempt, started=0, ends=(), signed=False)
-            return _do(begun, do.Start(attempt, result.port), do.Enter(WorkerPhase.LOADING, attempt))
-        case on.Interrupted() | on.Done():
+            return _do(begun, do.StartRanks(attempt, result.port), do.Enter(WorkerPhase.LOADING, attempt))
+        case on.Interrupted() | on.ErrandDone():
             return life, ()
         case on.GenerationStopped():
             return (life, ()) if life.order is not Order.NONE else _stop(terms, life, now)
@@ -141,7 +141,7 @@ def _result(terms: Terms, life: Life, errand: do.Errand, result: on.Result, now:
             return _follow(terms, life, result.after, now) or (life, ())
         case on.FinishLooked():
             if result.parted:
-                return replace(life, stage=Stage.OVER, outcome=Outcome.FINISHED, pending=()), ()
+                return replace(life, stage=Stage.OVER, outcome=GenerationEnd.FINISHED, pending=()), ()
             return replace(life, due=now + _POLL_SECONDS), ()
         case on.YieldLooked():
             if result.after is None or result.after.attempt <= life.attempt:
@@ -197,7 +197,7 @@ def _waiting(life: Life, now: float) -> _Answer | None:
     finished = life.stage is Stage.FINISHED
     if not life.signed:
         phase = WorkerPhase.FINISHED if finished else WorkerPhase.YIELDED
-        return _do(replace(life, signed=True), do.Sign(life.attempt, phase))
+        return _do(replace(life, signed=True), do.SignOff(life.attempt, phase))
     if now < life.due:
         return None
     return _do(life, do.Finish(life.attempt) if finished else do.GoOn(life.attempt))
@@ -236,7 +236,7 @@ def _follow(terms: Terms, life: Life, state: GenerationState, now: float) -> _An
         cause = Cause.YIELDED if state.cause is Cause.YIELDED else Cause.PEER_LOST
         return _begin_again(life, state.attempt, cause, None, now)
     if life.alive and state.attempt == life.attempt == state.asked_in and state.inquiry > life.answered:
-        return _do(replace(life, answered=state.inquiry), do.Answer(state))
+        return _do(replace(life, answered=state.inquiry), do.AnswerQuestion(state))
     return None
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from trainium_contract.exit_codes import ExitCode
-from trainium_trainer.agent.life.shutdown import Order, Outcome
+from trainium_trainer.agent.life.shutdown import GenerationEnd, Order
 
 _ACKNOWLEDGE_SECONDS = 10.0
 _PEERS_SECONDS = 3.0
@@ -46,7 +46,7 @@ class CompilerEnded:
 class GenerationOver:
     """No rank is alive."""
 
-    outcome: Outcome
+    outcome: GenerationEnd
     yielded: bool
 
 
@@ -182,7 +182,7 @@ def _take(pod: Pod, event: Event, now: float) -> _Answer:
             return replace(pod, compiling=False, stopping=False), ()
         case GenerationOver():
             over = replace(pod, running=0, yielded=event.yielded)
-            if event.outcome is Outcome.FINISHED:
+            if event.outcome is GenerationEnd.FINISHED:
                 return replace(over, finished=pod.running, due=now + _ACKNOWLEDGE_SECONDS), ()
             return over, ()
         case Acknowledged():

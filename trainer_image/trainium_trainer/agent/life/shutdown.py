@@ -17,7 +17,7 @@ class Order(IntEnum):
     """A newer generation; kill the ranks."""
 
 
-class Outcome(StrEnum):
+class GenerationEnd(StrEnum):
     """How a generation ended on this pod."""
 
     FINISHED = "Finished"

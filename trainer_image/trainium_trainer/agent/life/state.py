@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from trainium_trainer.agent.life.shutdown import Order, Outcome
+from trainium_trainer.agent.life.shutdown import GenerationEnd, Order
 
 if TYPE_CHECKING:
     from trainium_trainer.agent.life import actions as do
@@ -109,7 +109,7 @@ class Life:
     """When a standstill was reported last."""
     signed: bool = False
     told_broken: bool = False
-    outcome: Outcome = Outcome.LEFT
+    outcome: GenerationEnd = GenerationEnd.LEFT
     yielded: bool = False
     """The ranks ended with code 75 when this pod left."""
 

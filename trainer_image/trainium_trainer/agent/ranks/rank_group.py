@@ -26,7 +26,7 @@ def progress_file(settings: AgentSettings, generation: int, local_rank: int) -> 
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class AttemptLayout:
     """Who is who in an attempt: all of it follows from the membership, and the port of its store from node 0."""
 
     generation: int
@@ -51,7 +51,7 @@ class Layout:
 def start_ranks(
     settings: AgentSettings,
     keeper: StandbyKeeper,
-    layout: Layout,
+    layout: AttemptLayout,
     run_id: str,
     on_exit: Callable[[RankProcess], None],
 ) -> tuple[RankProcess, ...]:
@@ -68,7 +68,7 @@ def start_ranks(
     return tuple(started)
 
 
-def _environment(settings: AgentSettings, layout: Layout, local_rank: int, run_id: str) -> Mapping[str, str]:
+def _environment(settings: AgentSettings, layout: AttemptLayout, local_rank: int, run_id: str) -> Mapping[str, str]:
     """What torch's `env://` rendezvous and programs written for its launcher read."""
     rank, world = str(layout.rank(local_rank)), str(layout.world)
     return {

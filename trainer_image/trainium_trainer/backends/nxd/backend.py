@@ -20,14 +20,20 @@ from trainium_contract.trainer.parallelism import DataParallelMode, Precision
 from trainium_contract.trainer.tuning import TuningMethod
 from trainium_trainer.backends.base import StepOutcome, StepTotals
 from trainium_trainer.backends.nxd.adamw import Controls
-from trainium_trainer.backends.nxd.device import Device
+from trainium_trainer.backends.nxd.device import XlaDevice
 from trainium_trainer.backends.nxd.groups import join
 from trainium_trainer.backends.nxd.layout.divisions import divisions
 from trainium_trainer.backends.nxd.llama import apply_recompute, divided_llama, loss_sum
-from trainium_trainer.backends.nxd.regions import Region
+from trainium_trainer.backends.nxd.regions import NxdRegion
 from trainium_trainer.backends.nxd.sharing import Sharing
 from trainium_trainer.backends.nxd.state import NxdState
-from trainium_trainer.backends.nxd.stores import Named, ReplicatedStore, Store, Zero1Store, square_sum
+from trainium_trainer.backends.nxd.stores import (
+    NamedParameter,
+    NxdReplicatedStore,
+    NxdStateStore,
+    Zero1Store,
+    square_sum,
+)
 from trainium_trainer.backends.nxd.summands import Summands
 from trainium_trainer.backends.nxd.tuned import tuned_llama
 from trainium_trainer.exits import UserError
@@ -63,7 +69,7 @@ class NxdBackend:
         self._pulse = pulse or Pulse()
         self._config, self._shape, self._choice = settings.config, settings.shape, settings.choice
         self._alone = settings.launch.alone
-        self._device = Device()
+        self._device = XlaDevice()
         with self._pulse.peers:
             self._groups = join(settings, self._device.device)
         self.mesh = self._groups.mesh
@@ -93,8 +99,8 @@ class NxdBackend:
         named = [entry for entry in parts if entry.parameter.requires_grad]
         self._frozen = [entry for entry in parts if not entry.parameter.requires_grad]
         apply_recompute(self._model, self._config.recompute)
-        layout = ReplicatedStore if self.mesh.dp_mode is DataParallelMode.REPLICATED else Zero1Store
-        self._store: Store = layout(named, self._config.optimizer, kept)
+        layout = NxdReplicatedStore if self.mesh.dp_mode is DataParallelMode.REPLICATED else Zero1Store
+        self._store: NxdStateStore = layout(named, self._config.optimizer, kept)
         if precision.keeps_half:
             self._store.inner.after_update = Sharing(self._store.held, self._groups.tensor).agree
         self._summands = Summands(
@@ -127,12 +133,14 @@ class NxdBackend:
         rank, tuning, flash = self._groups.tensor_rank, self._config.tuning, self._device.is_neuron
         if not tuning.freezes:
             return divided_llama(rank, sequence=self._sequence, flash=flash, dtype=dtype)
-        region = Region(self._groups.tensor, sequence=self._sequence)
+        region = NxdRegion(self._groups.tensor, sequence=self._sequence)
         return tuned_llama(rank, region, self._choice, tuning.lora, flash=flash, dtype=dtype)
 
-    def _named(self, name: str, parameter: nn.Parameter) -> Named:
+    def _named(self, name: str, parameter: nn.Parameter) -> NamedParameter:
         rank, width = self._groups.tensor_rank, self._config.tuning.lora.rank
-        return Named(name, parameter, rank.pieces(name, adapter_rank=width), divisions(rank, name, adapter_rank=width))
+        return NamedParameter(
+            name, parameter, rank.pieces(name, adapter_rank=width), divisions(rank, name, adapter_rank=width)
+        )
 
     @torch.no_grad()
     def load_frozen(self, base: BaseWeights) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Device:
+class XlaDevice:
     """The device of this process."""
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ _SEQUENCE_DIMENSION = 0
 _SUM = "sum"
 
 
-class Region:
+class NxdRegion:
     """The border of the divided regions of a model."""
 
     def __init__(self, group: ProcessGroup, *, sequence: bool) -> None:
@@ -71,23 +71,23 @@ class Region:
 
 class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, region: Region) -> Tensor:
+    def forward(ctx: Any, x: Tensor, region: NxdRegion) -> Tensor:
         ctx.region = region
         return region.spread(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        region: Region = ctx.region
+        region: NxdRegion = ctx.region
         return region.total(gradients[0]), None
 
 
 class _Leave(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, region: Region) -> Tensor:
+    def forward(ctx: Any, x: Tensor, region: NxdRegion) -> Tensor:
         ctx.region = region
         return region.total(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        region: Region = ctx.region
+        region: NxdRegion = ctx.region
         return region.spread(gradients[0]), None

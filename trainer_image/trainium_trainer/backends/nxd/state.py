@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainium_trainer.checkpoint.format.part import Part as Box
-from trainium_trainer.models.state_dict import OPTIMIZER_STEP, Part, state_name
+from trainium_trainer.checkpoint.format.part import TensorPart as Box
+from trainium_trainer.models.state_dict import OPTIMIZER_STEP, StateKind, state_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
-    from trainium_trainer.backends.nxd.device import Device
-    from trainium_trainer.backends.nxd.layout.divisions import Stored
+    from trainium_trainer.backends.nxd.device import XlaDevice
+    from trainium_trainer.backends.nxd.layout.divisions import StoredRows
     from trainium_trainer.backends.nxd.layout.pieces import Piece
     from trainium_trainer.backends.nxd.stores import Held
 
@@ -28,20 +28,20 @@ if TYPE_CHECKING:
 class NxdState:
     """Master weights and moments."""
 
-    def __init__(self, held: Sequence[Held], device: Device) -> None:
+    def __init__(self, held: Sequence[Held], device: XlaDevice) -> None:
         self._device = device
-        self._tensors: dict[tuple[Part, str], Tensor] = {}
-        self._stored: dict[str, tuple[Stored, ...]] = {}
+        self._tensors: dict[tuple[StateKind, str], Tensor] = {}
+        self._stored: dict[str, tuple[StoredRows, ...]] = {}
         for entry in held:
             self._stored[entry.name] = entry.stored
-            self._tensors[Part.WEIGHT, entry.name] = entry.master
-            self._tensors[Part.EXP_AVG, entry.name] = entry.exp_avg
-            self._tensors[Part.EXP_AVG_SQ, entry.name] = entry.exp_avg_sq
+            self._tensors[StateKind.WEIGHT, entry.name] = entry.master
+            self._tensors[StateKind.EXP_AVG, entry.name] = entry.exp_avg
+            self._tensors[StateKind.EXP_AVG_SQ, entry.name] = entry.exp_avg_sq
         self.step = torch.zeros((), dtype=torch.int64)
         self._lent: list[Tensor] = []
         self._settled = False
 
-    def _boxes(self) -> Iterator[tuple[str, tuple[Part, str], Stored]]:
+    def _boxes(self) -> Iterator[tuple[str, tuple[StateKind, str], StoredRows]]:
         """Checkpoint name, key of the tensor, and rows of every box, also of those that are empty on this rank."""
         for key in self._tensors:
             for stored in self._stored[key[1]]:
@@ -51,10 +51,10 @@ class NxdState:
         """See `TrainState.state_dict`; the values are fetched when the first of them is used."""
 
         @functools.cache
-        def host() -> dict[tuple[Part, str], Tensor]:
+        def host() -> dict[tuple[StateKind, str], Tensor]:
             return dict(zip(self._tensors, self._fetch(), strict=True))
 
-        def rows(key: tuple[Part, str], piece: Piece) -> Callable[[], Tensor]:
+        def rows(key: tuple[StateKind, str], piece: Piece) -> Callable[[], Tensor]:
             return lambda: host()[key][piece.start : piece.end]
 
         found: dict[str, Any] = {OPTIMIZER_STEP: self.step}
@@ -78,7 +78,7 @@ class NxdState:
         if state[OPTIMIZER_STEP] is not self.step:
             self.step.copy_(state[OPTIMIZER_STEP])
 
-        def box(part: Part, piece: Piece, target: Tensor) -> None:
+        def box(part: StateKind, piece: Piece, target: Tensor) -> None:
             target.copy_(state[state_name(part, piece.name)].local)
 
         self._replace(box)
@@ -86,14 +86,14 @@ class NxdState:
     def fill(self, write: Callable[[Piece, Tensor], None]) -> None:
         """Have `write` put this rank's boxes of the weights into tensors of their sizes; set the moments to zero."""
 
-        def box(part: Part, piece: Piece, target: Tensor) -> None:
-            if part is Part.WEIGHT:
+        def box(part: StateKind, piece: Piece, target: Tensor) -> None:
+            if part is StateKind.WEIGHT:
                 write(piece, target)
 
         self._replace(box)
 
     @torch.no_grad()
-    def _replace(self, write: Callable[[Part, Piece, Tensor], None]) -> None:
+    def _replace(self, write: Callable[[StateKind, Piece, Tensor], None]) -> None:
         """Make every tensor anew on the host, zero where nothing is written, and send it to the device."""
         for (part, name), tensor in self._tensors.items():
             made = torch.zeros(tensor.shape, dtype=tensor.dtype)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from trainium_contract.trainer.optimizer import OptimizerConfig
     from trainium_trainer.backends.nxd.adamw import Controls
-    from trainium_trainer.backends.nxd.layout.divisions import Stored
+    from trainium_trainer.backends.nxd.layout.divisions import StoredRows
     from trainium_trainer.backends.nxd.layout.pieces import Piece
     from trainium_trainer.checkpoint.dividing.cuts import Division
 
@@ -37,7 +37,7 @@ _BUCKET_MIB = 130
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class NamedParameter:
     """A parameter of the divided model."""
 
     name: str
@@ -58,11 +58,11 @@ class Held:
     master: Tensor
     exp_avg: Tensor
     exp_avg_sq: Tensor
-    stored: tuple[Stored, ...]
+    stored: tuple[StoredRows, ...]
     """All tensors that the parameter is stacked of, also those of which this rank has no rows."""
 
 
-class Store(Protocol):
+class NxdStateStore(Protocol):
     """One layout of the training state."""
 
     @property
@@ -92,10 +92,10 @@ class Store(Protocol):
         ...
 
 
-class ReplicatedStore:
+class NxdReplicatedStore:
     """Every data-parallel rank holds the state of its tensor-parallel rank."""
 
-    def __init__(self, named: Sequence[Named], config: OptimizerConfig, dtype: torch.dtype) -> None:
+    def __init__(self, named: Sequence[NamedParameter], config: OptimizerConfig, dtype: torch.dtype) -> None:
         """`dtype` is that of the optimizer; where the model has another, it gets master weights beside its own."""
         self._named = named
         self._masters = [
@@ -120,12 +120,12 @@ class ReplicatedStore:
         ]
 
     def gradients(self) -> list[Tensor]:
-        """See `Store.gradients`."""
+        """See `NxdStateStore.gradients`."""
         return self._gradients
 
     @torch.no_grad()
     def step(self, decide: Decide) -> None:
-        """See `Store.step`."""
+        """See `NxdStateStore.step`."""
         grads.bucket_allreduce_gradients(self._gradients)
         for master, gradient in zip(self._masters, self._gradients, strict=True):
             master.grad = gradient.to(master.dtype)
@@ -137,13 +137,13 @@ class ReplicatedStore:
 
     @torch.no_grad()
     def derive(self) -> None:
-        """See `Store.derive`."""
+        """See `NxdStateStore.derive`."""
         for entry, master in zip(self._named, self._masters, strict=True):
             if entry.parameter is not master:
                 entry.parameter.copy_(master)
 
     def forget(self) -> None:
-        """See `Store.forget`."""
+        """See `NxdStateStore.forget`."""
         for gradient in self._gradients:
             gradient.zero_()
 
@@ -162,7 +162,7 @@ def _adder(total: Tensor) -> Callable[[Tensor], None]:
 class Zero1Store:
     """Each data-parallel rank holds a run of rows of every parameter's state (NxD's ZeRO-1)."""
 
-    def __init__(self, named: Sequence[Named], config: OptimizerConfig, dtype: torch.dtype) -> None:
+    def __init__(self, named: Sequence[NamedParameter], config: OptimizerConfig, dtype: torch.dtype) -> None:
         """`dtype` is that of the optimizer: of master weights and moments."""
         size = parallel_state.get_data_parallel_size()
         self._optimizer = _GuidedZero1(
@@ -191,12 +191,12 @@ class Zero1Store:
             shard.main_grad = entry.parameter.main_grad = gradient  # type: ignore[attr-defined]
 
     def gradients(self) -> list[Tensor]:
-        """See `Store.gradients`."""
+        """See `NxdStateStore.gradients`."""
         found: list[Tensor] = [shard.main_grad for shard in self._shards]  # type: ignore[attr-defined]
         return found
 
     def step(self, decide: Decide) -> None:
-        """See `Store.step`."""
+        """See `NxdStateStore.step`."""
 
         def before_update() -> None:
             gradients = [shard.grad for shard in self._shards]
@@ -211,11 +211,11 @@ class Zero1Store:
 
     @torch.no_grad()
     def derive(self) -> None:
-        """See `Store.derive`."""
+        """See `NxdStateStore.derive`."""
         self._optimizer.allgather_weights_and_update_full_parameter()
 
     def forget(self) -> None:
-        """See `Store.forget`."""
+        """See `NxdStateStore.forget`."""
         for gradient in self.gradients():
             gradient.zero_()
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from trainium_trainer.backends.nxd.layout.pieces import Piece
-    from trainium_trainer.backends.nxd.stores import Named
+    from trainium_trainer.backends.nxd.stores import NamedParameter
 
 _BUCKET_VALUES = 32 << 20
 """Float32 numbers of one collective, 128 MiB: NxD warns of wrong numbers above 140 MB."""
@@ -31,7 +31,9 @@ _NORMS = "norm.weight"
 class Summands:
     """Which rows of which gradients are summed over which ranks."""
 
-    def __init__(self, named: Sequence[Named], tensor: ProcessGroup, *, sequence: bool, own_regions: bool) -> None:
+    def __init__(
+        self, named: Sequence[NamedParameter], tensor: ProcessGroup, *, sequence: bool, own_regions: bool
+    ) -> None:
         """`own_regions`: projections are computed in `regions`, not by NxD's layers."""
         self._tensor = tensor
         everywhere: list[tuple[int, Piece]] = []

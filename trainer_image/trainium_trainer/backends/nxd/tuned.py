@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
     from trainium_contract.trainer.tuning import LoraConfig
     from trainium_trainer.backends.nxd.layout.pieces import TensorRank
-    from trainium_trainer.backends.nxd.regions import Region
+    from trainium_trainer.backends.nxd.regions import NxdRegion
     from trainium_trainer.models.rope import Context
     from trainium_trainer.tuning.choice import Choice
 
 
 def tuned_llama(
-    rank: TensorRank, region: Region, choice: Choice, lora: LoraConfig, *, flash: bool, dtype: torch.dtype
+    rank: TensorRank, region: NxdRegion, choice: Choice, lora: LoraConfig, *, flash: bool, dtype: torch.dtype
 ) -> Llama:
     """This rank's share of the model, on the meta device; all but the adapters of type `dtype`."""
     shape = rank.shape
@@ -93,7 +93,7 @@ class Stack(nn.Module):
 class TunedAttention(nn.Module):
     """Grouped-query attention over this rank's heads."""
 
-    def __init__(self, whole: Attention, rank: TensorRank, region: Region, *, flash: bool) -> None:
+    def __init__(self, whole: Attention, rank: TensorRank, region: NxdRegion, *, flash: bool) -> None:
         super().__init__()
         self._head_dim, self._region = whole.head_dim, region
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
@@ -124,7 +124,7 @@ class TunedAttention(nn.Module):
 class TunedMLP(nn.Module):
     """SwiGLU feed-forward over this rank's share of the inner width."""
 
-    def __init__(self, whole: MLP, rank: TensorRank, region: Region) -> None:
+    def __init__(self, whole: MLP, rank: TensorRank, region: NxdRegion) -> None:
         super().__init__()
         self._region = region
         self.gate_proj = _divide(whole.gate_proj, "gate_proj", rank, region)
@@ -138,7 +138,7 @@ class TunedMLP(nn.Module):
         return self._region.leave(self.down_proj(F.silu(gate) * up, context))
 
 
-def _divide(projection: Linear, name: str, rank: TensorRank, region: Region) -> Linear:
+def _divide(projection: Linear, name: str, rank: TensorRank, region: NxdRegion) -> Linear:
     """Keep this rank's run of the outputs or the inputs; of an adapter the half on that side is divided with it."""
     cut = rank.cut(name)
     dtype = projection.weight.dtype

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-    from trainium_trainer.checkpoint.durable.save_plan import Plan
+    from trainium_trainer.checkpoint.durable.save_plan import SavePlan
     from trainium_trainer.checkpoint.format.contents import Wanted
     from trainium_trainer.checkpoint.interfaces import Position, TrainingState
     from trainium_trainer.checkpoint.root.commit import FenceToken
@@ -76,7 +76,7 @@ class DurableTier:
         self._error: BaseException | None = None
         self._staging: Staging | None = None
         self._planner: Planner | None = None
-        self._plans: dict[CheckpointKind, Plan] = {}
+        self._plans: dict[CheckpointKind, SavePlan] = {}
         self._started = 0.0
         self._published = ""
         """Attempt of which this rank has begun to publish the receipt, or the last one."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from trainium_trainer.checkpoint.dividing.scheme import Item
-    from trainium_trainer.checkpoint.interfaces import Mesh
+    from trainium_trainer.checkpoint.interfaces import MeshPlace
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Word:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SavePlan:
     """What a rank writes, and, on rank 0, what all write."""
 
     place: int
@@ -52,7 +52,7 @@ class Plan:
 class Planner:
     """The plans of one layout; made by all ranks together."""
 
-    def __init__(self, tensors: Mapping[str, Any], mesh: Mesh, group: ProcessGroup | None) -> None:
+    def __init__(self, tensors: Mapping[str, Any], mesh: MeshPlace, group: ProcessGroup | None) -> None:
         """Agree. TypeError or ValueError, on all ranks, when the state cannot be saved so. Collective."""
         self._place = place_of(mesh)
         self._whole: Scheme | None = None
@@ -70,10 +70,10 @@ class Planner:
         moved = settle(say, decide, group, "layout")
         self._mine = placed(mine[0], moved)
 
-    def plan(self, wanted: Callable[[str], bool]) -> Plan:
+    def plan(self, wanted: Callable[[str], bool]) -> SavePlan:
         """The plan for the tensors of some names."""
         whole = None if self._whole is None else self._whole.only(wanted)
-        return Plan(self._place, self._mine.only(wanted).file(self._place), whole)
+        return SavePlan(self._place, self._mine.only(wanted).file(self._place), whole)
 
 
 def agreed(words: Sequence[Word]) -> tuple[Scheme, dict[str, int]]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from trainium_trainer.checkpoint.errors import StorageError
 
 if TYPE_CHECKING:
-    from trainium_contract.trainer.checkpoint import DurableTier, Milestones
+    from trainium_contract.trainer.checkpoint import DurableTierConfig, Milestones
 
 RETRY_SECONDS = 60.0
 """From a failed save to the next one, unless the interval is shorter."""
@@ -48,7 +48,7 @@ def decided(votes: int) -> Save:
 class SavePolicy:
     """What one rank remembers of saves; times are of the caller's clock, seconds."""
 
-    durable: DurableTier
+    durable: DurableTierConfig
     milestones: Milestones
     saved_step: int = 0
     """Of the newest save that was started, or resumed from."""

@@ -26,7 +26,7 @@ from trainium_trainer.checkpoint.storage.protocol import read_part
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from trainium_trainer.checkpoint.format.index import Part, StoredTensor
+    from trainium_trainer.checkpoint.format.index import StoredTensor, WrittenBox
     from trainium_trainer.checkpoint.root.survey import Committed
     from trainium_trainer.checkpoint.storage.protocol import Retry, Storage
 
@@ -40,7 +40,7 @@ _KEPT_BLOCKS = 8
 class Wanted:
     """A box of a part that is to be copied into `target`, which has the box's shape."""
 
-    part: Part
+    part: WrittenBox
     dtype: torch.dtype
     offsets: tuple[int, ...]
     """Within the part."""

@@ -21,7 +21,7 @@ _WORDS = _BLOCK_BYTES // 8
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _TensorSpan:
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -30,25 +30,25 @@ class _Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class BufferLayout:
     """The table of contents of a snapshot's payload."""
 
-    parts: tuple[_Part, ...]
+    parts: tuple[_TensorSpan, ...]
     payload_bytes: int
     digest: str
 
     @staticmethod
-    def of(tensors: Mapping[str, torch.Tensor]) -> Layout:
+    def of(tensors: Mapping[str, torch.Tensor]) -> BufferLayout:
         """The layout of these tensors; depends on names, types and shapes only."""
-        parts: list[_Part] = []
+        parts: list[_TensorSpan] = []
         offset = 0
         for name in sorted(tensors):
             tensor = tensors[name]
             end = offset + tensor.numel() * tensor.element_size()
-            parts.append(_Part(name, tensor.dtype, tuple(tensor.shape), offset, end))
+            parts.append(_TensorSpan(name, tensor.dtype, tuple(tensor.shape), offset, end))
             offset = _round_up(end, _ALIGNMENT)
         text = "\n".join(f"{part.name} {part.dtype} {part.shape}" for part in parts)
-        return Layout(
+        return BufferLayout(
             parts=tuple(parts),
             payload_bytes=max(_BLOCK_BYTES, _round_up(offset, _BLOCK_BYTES)),
             digest=hashlib.sha256(text.encode()).hexdigest()[:32],

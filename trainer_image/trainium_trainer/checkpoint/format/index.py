@@ -46,7 +46,7 @@ _DIGEST = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class WrittenBox:
     """A box of a tensor as one rank wrote it."""
 
     offsets: tuple[int, ...]
@@ -74,7 +74,7 @@ class Index(Protocol):
         """All tensors by name."""
         ...
 
-    def parts(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator[Part]:
+    def parts(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator[WrittenBox]:
         """The written parts of a tensor that share values with a box. DamagedFileError, StorageError."""
         ...
 
@@ -137,12 +137,12 @@ class DividedIndex:
             name: StoredTensor(TORCH_TYPES[tensor.dtype], tensor.shape) for name, tensor in scheme.tensors.items()
         }
 
-    def parts(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator[Part]:
+    def parts(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator[WrittenBox]:
         """See `Index.parts`."""
         for box, rank in self._scheme.writers(name, Box(offsets, sizes)):
             start = self._file(rank).starts[self._numbers[name]]
             length = box.volume * ITEM_BYTES[self._scheme.tensors[name].dtype]
-            yield Part(box.offsets, box.sizes, shard_name(rank), start, length)
+            yield WrittenBox(box.offsets, box.sizes, shard_name(rank), start, length)
 
     def blocks(self, file: str) -> tuple[int, list[str]]:
         """See `Index.blocks`."""
@@ -192,7 +192,7 @@ class ListedIndex:
             name: (entry["size"], entry["blocks"]) for name, entry in raw["files"].items()
         }
 
-    def parts(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator[Part]:
+    def parts(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator[WrittenBox]:
         """See `Index.parts`."""
         for part in self._parts[name]:
             edges = zip(offsets, sizes, part.offsets, part.sizes, strict=True)
@@ -204,5 +204,5 @@ class ListedIndex:
         return self._files[file]
 
 
-def _part(raw: Mapping[str, Any]) -> Part:
-    return Part(tuple(raw["offsets"]), tuple(raw["sizes"]), raw["file"], raw["start"], raw["bytes"])
+def _part(raw: Mapping[str, Any]) -> WrittenBox:
+    return WrittenBox(tuple(raw["offsets"]), tuple(raw["sizes"]), raw["file"], raw["start"], raw["bytes"])

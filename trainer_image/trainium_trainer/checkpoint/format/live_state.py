@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainium_trainer.checkpoint.dividing.cuts import Axis, Box, Cut, Grid, box_at
 from trainium_trainer.checkpoint.dividing.scheme import Divided, Scheme
-from trainium_trainer.checkpoint.format.part import Part
+from trainium_trainer.checkpoint.format.part import TensorPart
 from trainium_trainer.checkpoint.format.shards import SAFETENSORS_TYPES
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from trainium_trainer.checkpoint.dividing.cuts import Division
-    from trainium_trainer.checkpoint.interfaces import Mesh
+    from trainium_trainer.checkpoint.interfaces import MeshPlace
 
 _AXES = {"dp": Axis.DATA, "tp": Axis.TENSOR}
 """By the names that meshes have here."""
@@ -32,7 +32,7 @@ def is_dtensor(value: Any) -> bool:
 
 def local_of(value: Any) -> torch.Tensor:
     """This rank's values."""
-    if isinstance(value, Part):
+    if isinstance(value, TensorPart):
         return value.local
     local: torch.Tensor = value.detach()
     if is_dtensor(value):
@@ -42,9 +42,9 @@ def local_of(value: Any) -> torch.Tensor:
 
 def division_of(value: Any) -> Division:
     """How a tensor is divided. TypeError for a division that checkpoints have no words for."""
-    if isinstance(value, Part):
+    if isinstance(value, TensorPart):
         if value.division is None:
-            raise TypeError("a Part that is to be saved has to say how the whole is divided")
+            raise TypeError("a TensorPart that is to be saved has to say how the whole is divided")
         return value.division
     if not is_dtensor(value):
         return ()
@@ -65,7 +65,7 @@ def division_of(value: Any) -> Division:
 def box_of(value: Any) -> Box:
     """The box of the whole that this rank holds."""
     shape = tuple(value.shape)
-    if isinstance(value, Part):
+    if isinstance(value, TensorPart):
         return Box(tuple(value.offsets), tuple(value.sizes))
     if not is_dtensor(value):
         return Box((0,) * len(shape), shape)
@@ -79,14 +79,14 @@ def box_of(value: Any) -> Box:
 def signature_of(value: Any) -> tuple[object, ...]:
     """What has to be the same for a plan, and for the memory of a copy, to fit."""
     kind: tuple[object, ...] = ()
-    if isinstance(value, Part):
+    if isinstance(value, TensorPart):
         kind = (value.offsets, value.sizes, value.division)
     elif is_dtensor(value):
         kind = (value.placements,)
     return type(value), value.dtype, value.shape, *kind
 
 
-def grid_of(mesh: Mesh) -> Grid:
+def grid_of(mesh: MeshPlace) -> Grid:
     """The table of ranks. ValueError when it has not as many as there are."""
     grid = Grid(mesh.pp_size, mesh.dp_size, mesh.tp_size)
     if mesh.world_size != grid.size:
@@ -94,7 +94,7 @@ def grid_of(mesh: Mesh) -> Grid:
     return grid
 
 
-def place_of(mesh: Mesh) -> int:
+def place_of(mesh: MeshPlace) -> int:
     """The number of this rank's place in the table, which names its file.
 
     It is not always the rank: NxD follows the wiring of a node (docs/backends.md).
@@ -102,7 +102,7 @@ def place_of(mesh: Mesh) -> int:
     return grid_of(mesh).rank(mesh.pp_rank, mesh.dp_rank, mesh.tp_rank)
 
 
-def scheme_of(tensors: Mapping[str, Any], mesh: Mesh) -> Scheme:
+def scheme_of(tensors: Mapping[str, Any], mesh: MeshPlace) -> Scheme:
     """The scheme of this rank's stage, the same on all its ranks.
 
     TypeError for what cannot be saved; ValueError when this rank holds something else than the scheme says.
@@ -124,4 +124,4 @@ def scheme_of(tensors: Mapping[str, Any], mesh: Mesh) -> Scheme:
 
 def local_sizes(value: Any) -> torch.Size:
     """Size of this rank's values; nothing is fetched for it."""
-    return value.sizes if isinstance(value, Part) else local_of(value).shape
+    return value.sizes if isinstance(value, TensorPart) else local_of(value).shape

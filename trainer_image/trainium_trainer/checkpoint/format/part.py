@@ -1,8 +1,8 @@
 """A rank's box of a whole tensor, for divisions that DTensor cannot express.
 
 DTensor knows equal chunks along mesh dimensions. A weight that several tensors are stacked in, cut again by ZeRO-1, has
-other boundaries on every rank. Invariants: a `Part` says how all ranks' boxes divide the whole, so what it wrote is
-read at any division, and the other way round; what the values are is asked of the device only when they are needed.
+other boundaries on every rank. Invariants: a `TensorPart` says how all ranks' boxes divide the whole, so what it wrote
+is read at any division, and the other way round; what the values are is asked of the device only when they are needed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from trainium_trainer.checkpoint.dividing.cuts import Division
 
 
-class Part(torch.Tensor):
+class TensorPart(torch.Tensor):
     """The values of one box of a tensor that other ranks hold other boxes of.
 
     A tensor in name only, as a state holds tensors. Its size is that of the whole; no operation works on it.

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.wire.checkpoint_manifest import GENERATION_FENCE_NAME
 from trainium_trainer.checkpoint.errors import StaleGenerationError
-from trainium_trainer.checkpoint.format.flat_buffer import Layout, copy_all
+from trainium_trainer.checkpoint.format.flat_buffer import BufferLayout, copy_all
 from trainium_trainer.checkpoint.memory.buddy import Copying, Keeper, Sender
 from trainium_trainer.checkpoint.memory.slots import SUFFIX, Slots, key_text
 from trainium_trainer.checkpoint.memory.snapshot import (
@@ -54,7 +54,7 @@ class MemoryTier:
     """Snapshots of one rank's shard in one folder; all methods are called from the training thread."""
 
     def __init__(
-        self, directory: Path, *, key: ShardKey, layout: Layout, generation: int, session: str, config_digest: str
+        self, directory: Path, *, key: ShardKey, layout: BufferLayout, generation: int, session: str, config_digest: str
     ) -> None:
         self.directory = directory
         self.key = key

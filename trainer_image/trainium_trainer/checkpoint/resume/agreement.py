@@ -40,7 +40,7 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Guard:
+class BuddyCopy:
     """A shard that is in one store only: rank `source` writes it and passes copies on to rank `target`."""
 
     source: int
@@ -118,7 +118,7 @@ def caretakers(views: Sequence[RankView]) -> frozenset[int]:
     return frozenset(lowest.values())
 
 
-def guards(views: Sequence[RankView], usable: Iterable[str]) -> tuple[Guard, ...]:
+def guards(views: Sequence[RankView], usable: Iterable[str]) -> tuple[BuddyCopy, ...]:
     """Who keeps copies of which shards, so that no shard is lost with one of the `usable` stores.
 
     Only shards that a single store holds need one: replicas are copies already. Stores are paired, so that of two lost
@@ -135,14 +135,14 @@ def guards(views: Sequence[RankView], usable: Iterable[str]) -> tuple[Guard, ...
     partner = _partners([store for store in ranks if store in chosen])
     writing = writers(views)
     exposed: dict[str, list[RankView]] = {}
-    found: list[Guard] = []
+    found: list[BuddyCopy] = []
     for view in sorted(views, key=lambda view: view.rank):
         if view.store in partner and view.rank in writing and len(holders[view.needs]) == 1:
             exposed.setdefault(view.store, []).append(view)
     for store, other in partner.items():
         for number, view in enumerate(exposed.get(store, ())):
             keepers = ranks[other]
-            found.append(Guard(view.rank, keepers[number % len(keepers)], view.needs))
+            found.append(BuddyCopy(view.rank, keepers[number % len(keepers)], view.needs))
     return tuple(sorted(found))
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from trainium_trainer.checkpoint.memory.claims import ShardKey
     from trainium_trainer.checkpoint.memory.memory_tier import MemoryTier
-    from trainium_trainer.checkpoint.resume.agreement import Guard, RankView
+    from trainium_trainer.checkpoint.resume.agreement import BuddyCopy, RankView
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Duty:
     """A guard that a rank has part in, as source or as target."""
 
     number: int
-    guard: Guard
+    guard: BuddyCopy
     layout: str
     payload_bytes: int
 
@@ -55,7 +55,7 @@ class Promise:
 
 
 def pair_up(
-    memory: MemoryTier | None, group: ProcessGroup, wanted: Sequence[Guard], views: Sequence[RankView]
+    memory: MemoryTier | None, group: ProcessGroup, wanted: Sequence[BuddyCopy], views: Sequence[RankView]
 ) -> list[str]:
     """Agree on buddies and start copying; returns warnings. Collective over `group`, which spans all ranks.
 
@@ -77,7 +77,7 @@ def pair_up(
     return list(promise.warnings)
 
 
-def duties_of(wanted: Sequence[Guard], views: Sequence[RankView], sizes: Sequence[int]) -> list[tuple[Duty, ...]]:
+def duties_of(wanted: Sequence[BuddyCopy], views: Sequence[RankView], sizes: Sequence[int]) -> list[tuple[Duty, ...]]:
     """PURE. By rank, in the order of the guards. `sizes`: bytes of each rank's own shard."""
     found: list[list[Duty]] = [[] for _ in views]
     for number, guard in enumerate(wanted):
@@ -87,7 +87,7 @@ def duties_of(wanted: Sequence[Guard], views: Sequence[RankView], sizes: Sequenc
     return [tuple(duties) for duties in found]
 
 
-def promises_of(wanted: Sequence[Guard], views: Sequence[RankView], rooms: Sequence[Room]) -> list[Promise]:
+def promises_of(wanted: Sequence[BuddyCopy], views: Sequence[RankView], rooms: Sequence[Room]) -> list[Promise]:
     """PURE. By rank, once all have said what they have room for."""
     kept = frozenset(number for room in rooms for number in room.numbers)
     numbers: list[set[int]] = [set() for _ in views]

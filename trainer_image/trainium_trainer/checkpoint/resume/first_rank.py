@@ -17,11 +17,11 @@ from trainium_contract.wire.checkpoint_manifest import folder_name, step_of
 from trainium_trainer.checkpoint.errors import StorageError, UnusableCheckpointError
 from trainium_trainer.checkpoint.interfaces import Position
 from trainium_trainer.checkpoint.resume.agreement import (
+    BuddyCopy,
     Decision,
     Fresh,
     FromDurable,
     FromMemory,
-    Guard,
     RankView,
     caretakers,
     decide,
@@ -54,7 +54,7 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class RankReport:
     """How a rank did its part."""
 
     ok: bool = True
@@ -148,7 +148,7 @@ class Council:
     """Of this start."""
     leftovers: tuple[str, ...] = ()
     warnings: dict[str, None] = field(default_factory=dict)
-    wanted: tuple[Guard, ...] = ()
+    wanted: tuple[BuddyCopy, ...] = ()
     """At the end: the copies that shards want."""
     views: Sequence[RankView] = ()
     _committed: dict[int, Committed] = field(default_factory=dict)
@@ -193,7 +193,7 @@ class Council:
         self._holdings.split(rank for rank, keeps in enumerate(self._kept) if keeps is False)
         return self._decide()
 
-    def hear(self, reports: list[Report]) -> list[Order]:
+    def hear(self, reports: list[RankReport]) -> list[Order]:
         """What comes after each rank's part: the next one, or another decision when something was damaged."""
         for rank, each in enumerate(reports):
             if each.error is not None:

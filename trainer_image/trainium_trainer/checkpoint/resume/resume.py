@@ -20,11 +20,11 @@ from trainium_contract.wire.checkpoint_manifest import folder_name
 from trainium_trainer.checkpoint.collectives import deal
 from trainium_trainer.checkpoint.durable import durable_tier
 from trainium_trainer.checkpoint.errors import StorageError, storage_error
-from trainium_trainer.checkpoint.format.flat_buffer import Layout, checksum, copy_all
+from trainium_trainer.checkpoint.format.flat_buffer import BufferLayout, checksum, copy_all
 from trainium_trainer.checkpoint.interfaces import ResumeSource
 from trainium_trainer.checkpoint.resume.agreement import FromDurable, FromMemory, RankView, spoken_for, writers
 from trainium_trainer.checkpoint.resume.buddy_pairing import pair_up
-from trainium_trainer.checkpoint.resume.first_rank import Check, Council, Done, Exchange, Load, Offer, Order, Report
+from trainium_trainer.checkpoint.resume.first_rank import Check, Council, Done, Exchange, Load, Offer, Order, RankReport
 from trainium_trainer.checkpoint.root.run_identity import refuse_foreign
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ResumeOutcome:
     """What the ranks agreed on; equal on all of them but where it says so."""
 
     position: Position | None
@@ -73,7 +73,7 @@ class Resumption:
         session: Session,
         *,
         key: ShardKey,
-        layout: Layout,
+        layout: BufferLayout,
         memory: MemoryTier | None,
         entrance: Entrance,
     ) -> None:
@@ -91,7 +91,7 @@ class Resumption:
         self._keeps: bool | None = None
         self._warned = 0
 
-    def run(self) -> Outcome:
+    def run(self) -> ResumeOutcome:
         """Find, verify and restore the newest state; raises the same TrainerError on all ranks."""
         council = self._council
         neighbours = deal(self._look, council.meet, self._group, "resume: who is where")
@@ -140,18 +140,18 @@ class Resumption:
         claims = spoken_for(neighbours, self._mesh.rank, self._memory.claims())
         return Offer(claims, self._keeps, self._new_warnings())
 
-    def _carry_out(self, order: Check | Exchange | Load) -> Report:
+    def _carry_out(self, order: Check | Exchange | Load) -> RankReport:
         if isinstance(order, Check):
             return self._check(order.claims)
         if isinstance(order, Exchange):
-            return Report(ok=self._exchange(order))
+            return RankReport(ok=self._exchange(order))
         return self._load(order.checkpoint)
 
-    def _report(self, report: Report) -> Order:
+    def _report(self, report: RankReport) -> Order:
         """Tell how it went, hear what comes next. Collective."""
         return deal(lambda: report, self._council.hear, self._group, "resume: how it went")
 
-    def _check(self, claims: Sequence[Claim]) -> Report:
+    def _check(self, claims: Sequence[Claim]) -> RankReport:
         """Open and verify snapshots: of the own shard if this store has it, and what others will be sent."""
         self._payloads.clear()
         self._origin = None
@@ -162,9 +162,9 @@ class Resumption:
                 lost.add(claim)
             else:
                 self._payloads[claim.key] = payload
-        return Report(not lost, frozenset(lost), self._new_warnings())
+        return RankReport(not lost, frozenset(lost), self._new_warnings())
 
-    def _load(self, checkpoint: Committed) -> Report:
+    def _load(self, checkpoint: Committed) -> RankReport:
         """Fill the live state from storage; the report tells the others of damage, or of a store that fails."""
         try:
             durable_tier.load(self._storage, checkpoint, self._state, self._retry)
@@ -174,9 +174,9 @@ class Resumption:
                 raise cause from error
             if isinstance(cause, StorageError):
                 # It says nothing about the checkpoint: the run ends here and tries again later.
-                return Report(ok=False, error=cause)
-            return Report(ok=False, damaged=((folder_name(checkpoint.step), f"it cannot be loaded: {cause}"),))
-        return Report()
+                return RankReport(ok=False, error=cause)
+            return RankReport(ok=False, damaged=((folder_name(checkpoint.step), f"it cannot be loaded: {cause}"),))
+        return RankReport()
 
     def _exchange(self, order: Exchange) -> bool:
         """Send and receive snapshots in the decided rounds; False when one arrived altered."""
@@ -237,7 +237,7 @@ class Resumption:
         assert payload is not None, "every rank has its shard after the exchange"
         copy_all(self._layout.ordered(self._state.local_tensors()), self._layout.views(payload))
 
-    def _conclude(self, done: Done, source: ResumeSource) -> Outcome:
+    def _conclude(self, done: Done, source: ResumeSource) -> ResumeOutcome:
         agreed, council = done.agreed, self._council
         if isinstance(agreed.decision, FromMemory):
             self._restore_from_memory()
@@ -250,7 +250,7 @@ class Resumption:
         warnings = dict.fromkeys(council.warnings if first else agreed.warnings)
         if agreed.guarded and self._group is not None:
             warnings.update(dict.fromkeys(pair_up(self._memory, self._group, council.wanted, council.views)))
-        return Outcome(
+        return ResumeOutcome(
             position=agreed.position,
             source=source,
             keeps_snapshots=bool(self._keeps),

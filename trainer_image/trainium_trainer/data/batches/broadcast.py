@@ -23,7 +23,7 @@ from trainium_trainer.exits import PeerLostError, StorageError, UserError
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from trainium_trainer.data.batches.loader import Maker
+    from trainium_trainer.data.batches.loader import BatchMaker
 
 _TAG = 1 << 20
 """Above those of the exchange of snapshots and of their copies."""
@@ -51,13 +51,13 @@ class Fellows:
 class Giver:
     """Makes batches and hands each on before it is used here."""
 
-    def __init__(self, maker: Maker, fellows: Fellows) -> None:
+    def __init__(self, maker: BatchMaker, fellows: Fellows) -> None:
         self._maker = maker
         self._fellows = fellows
         self._told = False
 
     def make(self, position: int) -> RankBatch:
-        """See `Maker.make`; an error is handed on and raised."""
+        """See `BatchMaker.make`; an error is handed on and raised."""
         try:
             batch = self._maker.make(position)
         except Exception as error:
@@ -94,7 +94,7 @@ class Receiver:
         self._fellows = fellows
 
     def make(self, position: int) -> RankBatch:
-        """See `Maker.make`. Raises what the maker raised, PeerLostError when it is gone or makes other batches."""
+        """See `BatchMaker.make`. Raises what the maker raised, PeerLostError when it is gone or makes other batches."""
         leader, group = self._fellows.leader, self._fellows.group
         header = torch.zeros(2, dtype=torch.int64)
         dist.recv(header, leader, group=group, tag=_TAG)

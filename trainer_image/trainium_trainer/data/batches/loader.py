@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from trainium_trainer.data.batches.samples import Rules, Sample, Samples, ValidationSet
+    from trainium_trainer.data.batches.samples import Sample, SampleRules, Samples, ValidationSet
     from trainium_trainer.data.batches.share import Share
 
 
@@ -53,7 +53,7 @@ class RankBatch:
     """What names the samples, for the record; what fills up an epoch has no name."""
 
 
-def micro_batch(samples: Sequence[Sample | None], rules: Rules, first: int | None = None) -> MicroBatch:
+def micro_batch(samples: Sequence[Sample | None], rules: SampleRules, first: int | None = None) -> MicroBatch:
     """Samples as tensors; a sample that is too short or None is filled up with what does not count.
 
     `first` is the global position of the first one, the others follow it; None when they are only measured.
@@ -76,7 +76,7 @@ def micro_batch(samples: Sequence[Sample | None], rules: Rules, first: int | Non
 
 
 def divided(
-    samples: Sequence[Sample | None], rules: Rules, micro_size: int, first: int | None = None
+    samples: Sequence[Sample | None], rules: SampleRules, micro_size: int, first: int | None = None
 ) -> Iterator[MicroBatch]:
     """Samples in micro-batches; `first` as for `micro_batch`."""
     for start in range(0, len(samples), micro_size):
@@ -88,7 +88,7 @@ def validation_batches(data: ValidationSet, *, dp_rank: int, dp_size: int, micro
     return divided(data.share(dp_rank, dp_size), data.rules, micro_size)
 
 
-class Maker(Protocol):
+class BatchMaker(Protocol):
     """Makes one rank's share of a step."""
 
     def make(self, position: int) -> RankBatch:
@@ -103,7 +103,7 @@ class Maker(Protocol):
 class Passes:
     """Divides a rank's samples of a step into its passes."""
 
-    def __init__(self, rules: Rules, share: Share) -> None:
+    def __init__(self, rules: SampleRules, share: Share) -> None:
         self._rules = rules
         self._share = share
         self._empty: MicroBatch | None = None
@@ -143,7 +143,7 @@ class SampleMaker:
 class Loader:
     """Endless batches of one data-parallel rank; the next ones are prepared in the background."""
 
-    def __init__(self, maker: Maker, *, global_size: int, ahead: int = 1) -> None:
+    def __init__(self, maker: BatchMaker, *, global_size: int, ahead: int = 1) -> None:
         self._maker = maker
         self._global = global_size
         self._ahead = ahead

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-class Run(Protocol):
+class TokenRun(Protocol):
     """A long run of tokens that is read in stretches."""
 
     @property
@@ -36,7 +36,7 @@ class Run(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
+class SampleRules:
     """How tokens become samples."""
 
     sequence_length: int
@@ -85,7 +85,7 @@ class Sample(Protocol):
         """Names its tokens: equal when they are."""
         ...
 
-    def row(self, rules: Rules) -> Row:
+    def row(self, rules: SampleRules) -> Row:
         """What it puts into a batch."""
         ...
 
@@ -98,7 +98,7 @@ class TextSample:
     tokens: NDArray[Any]
     """At most sequence length + 1 of them; the last one is only predicted."""
 
-    def row(self, rules: Rules) -> Row:
+    def row(self, rules: SampleRules) -> Row:
         """See `Sample.row`."""
         inputs, end = self.tokens[:-1], rules.end_of_document
         if end is None:
@@ -115,27 +115,27 @@ class SamplePart(Protocol):
         """The source, for sentences."""
         ...
 
-    def size(self, rules: Rules) -> int:
+    def size(self, rules: SampleRules) -> int:
         """Samples of one epoch."""
         ...
 
-    def sample(self, rules: Rules, number: int, index: int) -> Sample:
+    def sample(self, rules: SampleRules, number: int, index: int) -> Sample:
         """Sample number `index` of the source, before any shuffle, called `number`. Raises UserError."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TextPart:
     """A text."""
 
     name: str
-    run: Run
+    run: TokenRun
 
-    def size(self, rules: Rules) -> int:
+    def size(self, rules: SampleRules) -> int:
         """Samples of one epoch; the last one may be shorter than the others."""
         return -(-(self.run.tokens - 1) // rules.sequence_length)
 
-    def sample(self, rules: Rules, number: int, index: int) -> TextSample:
+    def sample(self, rules: SampleRules, number: int, index: int) -> TextSample:
         """See `SamplePart.sample`."""
         start = index * rules.sequence_length
         tokens = self.run.read(start, min(start + rules.sequence_length + 1, self.run.tokens))
@@ -146,7 +146,13 @@ class Samples:
     """All samples, by position."""
 
     def __init__(
-        self, parts: Sequence[SamplePart], mixture: Mixture, *, seed: int, rules: Rules, epoch_batch: int | None = None
+        self,
+        parts: Sequence[SamplePart],
+        mixture: Mixture,
+        *,
+        seed: int,
+        rules: SampleRules,
+        epoch_batch: int | None = None,
     ) -> None:
         """`epoch_batch` is the global batch where epochs are counted; the weights of the mixture then say nothing."""
         self.rules = rules

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from trainium_trainer.data.examples.forms.example import Example
-    from trainium_trainer.data.examples.forms.making import Maker
+    from trainium_trainer.data.examples.forms.making import ExampleMaker
     from trainium_trainer.data.examples.recipe import Recipe
     from trainium_trainer.data.examples.too_long import Encoded
-    from trainium_trainer.data.sources.documents import Block, Record, Source
+    from trainium_trainer.data.sources.documents import DocumentSource, FileBlock, Record
 
 _AT_ONCE = 256
 
@@ -89,7 +89,7 @@ class ExampleBlock:
     counts: Counts
 
 
-class Encoder:
+class ExampleEncoder:
     """Makes and encodes the examples of one source."""
 
     def __init__(self, recipe: Recipe) -> None:
@@ -97,7 +97,7 @@ class Encoder:
         assert recipe.tokenizer is not None
         self._recipe = recipe
         self.texts = TextEncoder(Path(recipe.tokenizer), recipe.special, recipe.bos)
-        self.maker: Maker = recipe.maker(self.texts.specials)
+        self.maker: ExampleMaker = recipe.maker(self.texts.specials)
 
     def encode(
         self, items: Iterable[Record | Skipped], counts: Counts, skipped: list[Skipped], before: list[int]
@@ -181,13 +181,13 @@ _installed: dict[str, Any] = {}
 
 def install(recipe: Recipe) -> tuple[int, int]:
     """Prepare this process; returns the vocabulary's size and the token that fills up."""
-    _installed["encoder"] = Encoder(recipe)
+    _installed["encoder"] = ExampleEncoder(recipe)
     _installed["source"] = recipe.spec.open()
     return _installed["encoder"].texts.vocabulary, _installed["encoder"].texts.padding
 
 
-def encode_block(block: Block) -> ExampleBlock:
+def encode_block(block: FileBlock) -> ExampleBlock:
     """The examples of a block of the installed source."""
-    source: Source = _installed["source"]
-    encoder: Encoder = _installed["encoder"]
+    source: DocumentSource = _installed["source"]
+    encoder: ExampleEncoder = _installed["encoder"]
     return reading(source.named(block), lambda: encoder.block(source.records(block)))

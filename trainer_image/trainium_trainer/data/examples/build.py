@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from trainium_trainer.data.examples.blocks import encode_block, install
 from trainium_trainer.data.examples.forms.filter import nothing_left
-from trainium_trainer.data.examples.store import Manifest, Writer, read_manifest
-from trainium_trainer.data.prepared.build import Progress, processes
+from trainium_trainer.data.examples.store import ExamplesManifest, Writer, read_manifest
+from trainium_trainer.data.prepared.build import BuildProgress, processes
 from trainium_trainer.data.prepared.writer import locked
 from trainium_trainer.data.tokens.encoding import list_blocks
 from trainium_trainer.data.workers.pool import Workers
@@ -32,8 +32,8 @@ def build_examples(
     key: str,
     *,
     workers: int | None = None,
-    progress: Callable[[Progress], None] = lambda _: None,
-) -> Manifest:
+    progress: Callable[[BuildProgress], None] = lambda _: None,
+) -> ExamplesManifest:
     """Make `folder`, unless it is there. Raises UserError, StorageError, WorkerError, OSError."""
     manifest = read_manifest(folder)
     if manifest is None:
@@ -47,11 +47,11 @@ def build_examples(
 
 
 def _make(
-    folder: Path, recipe: Recipe, key: str, workers: int | None, progress: Callable[[Progress], None]
-) -> Manifest:
+    folder: Path, recipe: Recipe, key: str, workers: int | None, progress: Callable[[BuildProgress], None]
+) -> ExamplesManifest:
     with Workers(1, (install, (recipe,))) as pool:
         vocabulary, padding = pool.prepared
-        writer = Writer(folder, Manifest(key=key, vocabulary=vocabulary, padding=padding))
+        writer = Writer(folder, ExamplesManifest(key=key, vocabulary=vocabulary, padding=padding))
         try:
             _fill(writer, recipe, pool, workers, progress)
             if not writer.manifest.examples:
@@ -65,7 +65,7 @@ def _make(
 
 
 def _fill(
-    writer: Writer, recipe: Recipe, pool: Workers, workers: int | None, progress: Callable[[Progress], None]
+    writer: Writer, recipe: Recipe, pool: Workers, workers: int | None, progress: Callable[[BuildProgress], None]
 ) -> None:
     """Write the blocks that are not there yet."""
     blocks = pool.call(list_blocks, recipe.spec, BLOCK_BYTES)
@@ -83,9 +83,9 @@ def _fill(
         _tell(progress, writer, done, total)
 
 
-def _tell(progress: Callable[[Progress], None], writer: Writer, done: int, total: int) -> None:
+def _tell(progress: Callable[[BuildProgress], None], writer: Writer, done: int, total: int) -> None:
     made = writer.manifest
-    progress(Progress(done, total, made.examples, made.tokens, made.skipped, writer.resumed_tokens))
+    progress(BuildProgress(done, total, made.examples, made.tokens, made.skipped, writer.resumed_tokens))
 
 
 def _too_many(recipe: Recipe, sentence: str) -> UserError:
@@ -94,7 +94,7 @@ def _too_many(recipe: Recipe, sentence: str) -> UserError:
     )
 
 
-def _empty(recipe: Recipe, made: Manifest) -> UserError:
+def _empty(recipe: Recipe, made: ExamplesManifest) -> UserError:
     """Why there is no example, in one sentence."""
     counts, config = made.counts, recipe.config
     name = f"data.source {recipe.source}"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainium_contract.trainer.examples import DataFormat, LossOn
-from trainium_trainer.data.examples.blocks import Counts, Encoder
+from trainium_trainer.data.examples.blocks import Counts, ExampleEncoder
 from trainium_trainer.data.examples.forms.example import BadRecordError, answered
 from trainium_trainer.data.examples.opening import tokenizer_of, validation_sources
 from trainium_trainer.data.examples.recipe import recipe_of
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from trainium_trainer.data.examples.blocks import Made
     from trainium_trainer.data.examples.encode import TextEncoder
     from trainium_trainer.data.examples.forms.fields import Guard
-    from trainium_trainer.data.examples.opening import Source
-    from trainium_trainer.data.sources.documents import Block, Record, Skipped
-    from trainium_trainer.data.sources.documents import Source as Records
+    from trainium_trainer.data.examples.opening import ExampleSource
+    from trainium_trainer.data.sources.documents import DocumentSource as Records
+    from trainium_trainer.data.sources.documents import FileBlock, Record, Skipped
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ def held_out(config: DataConfig, most: int | None = None) -> HeldOut:
         raise UserError("data.validation is not given, so no example is held back: give it a fraction or a source")
     with usable(cache_directory(config)) as cache:
         sources = validation_sources(config, tokenizer_of(config, cache), cache)
-    encoders = [Encoder(source.recipe) for source in sources]
+    encoders = [ExampleEncoder(source.recipe) for source in sources]
     found = itertools.chain.from_iterable(
         _of_source(source, encoder) for source, encoder in zip(sources, encoders, strict=True)
     )
@@ -83,7 +83,7 @@ def held_out(config: DataConfig, most: int | None = None) -> HeldOut:
 
 
 def _label_ids(
-    encoder: Encoder, examples: Sequence[HeldOutExample], labels: Sequence[str]
+    encoder: ExampleEncoder, examples: Sequence[HeldOutExample], labels: Sequence[str]
 ) -> tuple[tuple[int, ...], ...]:
     """The tokens of each label after a prompt."""
     if not labels or not examples:
@@ -114,11 +114,11 @@ def prompts_of(config: DataConfig, given: Sequence[dict[str, Any] | str]) -> lis
     _refuse_text(config)
     with usable(cache_directory(config)) as cache:
         tokenizer = tokenizer_of(config, cache)
-    encoder = Encoder(recipe_of(config, sources_of(config)[0][0], tokenizer))
+    encoder = ExampleEncoder(recipe_of(config, sources_of(config)[0][0], tokenizer))
     return [_prompt(encoder, one) for one in given]
 
 
-def _prompt(encoder: Encoder, given: dict[str, Any] | str) -> tuple[str, tuple[int, ...]]:
+def _prompt(encoder: ExampleEncoder, given: dict[str, Any] | str) -> tuple[str, tuple[int, ...]]:
     fields = encoder.maker.prompt_of_text(given) if isinstance(given, str) else given
     try:
         text, framed = encoder.maker.prompt(fields)
@@ -133,7 +133,7 @@ def _refuse_text(config: DataConfig) -> None:
         raise UserError("data.format is Text, which has no prompts and answers: set another data.format")
 
 
-def _of_source(source: Source, encoder: Encoder) -> Iterator[HeldOutExample]:
+def _of_source(source: ExampleSource, encoder: ExampleEncoder) -> Iterator[HeldOutExample]:
     """The examples of a source that are held back: its records are read again, and counted as when they were stored."""
     guard = encoder.maker.guard
     made = encoder.encode(_records(source), Counts(), [], [])
@@ -158,11 +158,11 @@ def _shown(one: Made, guard: Guard, texts: TextEncoder) -> HeldOutExample:
     )
 
 
-def _records(source: Source) -> Iterator[Record | Skipped]:
+def _records(source: ExampleSource) -> Iterator[Record | Skipped]:
     opened = source.recipe.spec.open()
     for block in opened.blocks(1 << 20):
         yield from _read(opened, block)
 
 
-def _read(opened: Records, block: Block) -> list[Record | Skipped]:
+def _read(opened: Records, block: FileBlock) -> list[Record | Skipped]:
     return reading(opened.named(block), lambda: list(opened.records(block)))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from trainium_trainer.data.examples.recipe import Recipe
-    from trainium_trainer.data.sources.documents import Block, Skipped, Source
+    from trainium_trainer.data.sources.documents import DocumentSource, FileBlock, Skipped
 
 
 def learned_on_examples(recipes: Sequence[Recipe], vocab_size: int, cache: Path) -> Path:
@@ -48,5 +48,5 @@ def _texts(recipe: Recipe) -> Iterator[str]:
                 yield example.text
 
 
-def _records(source: Source, block: Block) -> list[Record | Skipped]:
+def _records(source: DocumentSource, block: FileBlock) -> list[Record | Skipped]:
     return reading(source.named(block), lambda: list(source.records(block)))

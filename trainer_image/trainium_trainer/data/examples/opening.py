@@ -16,13 +16,13 @@ import numpy as np
 
 from trainium_contract.trainer.data import Tokenization, ValidationSplit
 from trainium_trainer.data.batches.order import Mixture
-from trainium_trainer.data.batches.samples import Rules, Samples, ValidationSet, refuse_weights
+from trainium_trainer.data.batches.samples import SampleRules, Samples, ValidationSet, refuse_weights
 from trainium_trainer.data.examples.build import build_examples
 from trainium_trainer.data.examples.learning import learned_on_examples
 from trainium_trainer.data.examples.part import ExamplePart
 from trainium_trainer.data.examples.recipe import FORMAT, recipe_of
 from trainium_trainer.data.examples.report import DataReport
-from trainium_trainer.data.examples.store import Stored
+from trainium_trainer.data.examples.store import StoredExamples
 from trainium_trainer.data.prepared.cache import prepared_folder, sources_of
 from trainium_trainer.data.prepared.origins import Lines
 from trainium_trainer.data.tokens.encoding import held_back
@@ -37,18 +37,18 @@ if TYPE_CHECKING:
 
     from trainium_contract.trainer.data import DataConfig
     from trainium_trainer.data.examples.recipe import Recipe
-    from trainium_trainer.data.prepared.build import Progress
+    from trainium_trainer.data.prepared.build import BuildProgress
 
 _log = logging.getLogger("trainium.data")
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ExampleSource:
     """One source with its examples."""
 
     recipe: Recipe
     weight: float
-    stored: Stored
+    stored: StoredExamples
     held: NDArray[np.bool_]
     """Which examples are held back."""
 
@@ -62,7 +62,7 @@ class OpenExamples:
     identity: str
     tokenizer: Path
     report: DataReport
-    sources: tuple[Source, ...]
+    sources: tuple[ExampleSource, ...]
 
 
 def open_examples(
@@ -71,7 +71,7 @@ def open_examples(
     global_size: int,
     *,
     epochs: float = 0.0,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[BuildProgress], None] | None = None,
 ) -> OpenExamples:
     """Open the examples for batches of `global_size` samples; what is not in the cache is encoded first.
 
@@ -85,14 +85,14 @@ def open_examples(
     if batch is not None:
         refuse_weights(weights)
     examples = config.examples
-    rules = Rules(
+    rules = SampleRules(
         sequence_length=config.sequence_length,
         vocabulary=vocabulary_of(tokenizer),
         packed=examples.packing,
         padding=sources[0].stored.manifest.padding,
     )
 
-    def part(source: Source, chosen: NDArray[np.bool_]) -> ExamplePart:
+    def part(source: ExampleSource, chosen: NDArray[np.bool_]) -> ExamplePart:
         return ExamplePart(
             source.recipe.source, source.stored, chosen, config.sequence_length, packing=examples.packing
         )
@@ -144,14 +144,14 @@ def tokenizer_of(config: DataConfig, cache: Path) -> Path:
 
 
 def open_sources(
-    config: DataConfig, tokenizer: Path, cache: Path, progress: Callable[[Progress], None] | None = None
-) -> list[Source]:
+    config: DataConfig, tokenizer: Path, cache: Path, progress: Callable[[BuildProgress], None] | None = None
+) -> list[ExampleSource]:
     """Each source, encoded. Raises UserError or StorageError."""
     sources = []
     for name, _, weight in sources_of(config):
         recipe = recipe_of(config, name, tokenizer)
         stored = _stored(config, recipe, cache, progress)
-        sources.append(Source(recipe, weight, stored, _held(config, stored)))
+        sources.append(ExampleSource(recipe, weight, stored, _held(config, stored)))
     fraction = config.validation.fraction if config.validation is not None else None
     for source in sources if fraction is not None else ():
         if not source.held.any():
@@ -162,7 +162,7 @@ def open_sources(
     return sources
 
 
-def validation_sources(config: DataConfig, tokenizer: Path, cache: Path) -> list[Source]:
+def validation_sources(config: DataConfig, tokenizer: Path, cache: Path) -> list[ExampleSource]:
     """The sources that examples are held back of. Raises UserError or StorageError."""
     sources = open_sources(config, tokenizer, cache)
     if config.validation is not None and config.validation.source is not None:
@@ -170,26 +170,28 @@ def validation_sources(config: DataConfig, tokenizer: Path, cache: Path) -> list
     return sources
 
 
-def _validation_source(config: DataConfig, first: Source, cache: Path) -> Source:
+def _validation_source(config: DataConfig, first: ExampleSource, cache: Path) -> ExampleSource:
     """`data.validation.source`, all of it, made as the first source is."""
     assert config.validation is not None
     assert config.validation.source is not None
     recipe = replace(first.recipe, source=config.validation.source)
     stored = _stored(config, recipe, cache, None)
-    return Source(recipe, 1.0, stored, np.ones(len(stored.rows), np.bool_))
+    return ExampleSource(recipe, 1.0, stored, np.ones(len(stored.rows), np.bool_))
 
 
-def _stored(config: DataConfig, recipe: Recipe, cache: Path, progress: Callable[[Progress], None] | None) -> Stored:
+def _stored(
+    config: DataConfig, recipe: Recipe, cache: Path, progress: Callable[[BuildProgress], None] | None
+) -> StoredExamples:
     key = recipe.key(cache)
     folder = cache / f"examples-{key[:32]}"
     manifest = build_examples(folder, recipe, key, workers=config.workers, progress=progress or Lines(recipe.source))
     if manifest.skipped:
         first = manifest.sentences[0]
         _log.warning("data.source %s: skipped %d records, the first: %s", recipe.source, manifest.skipped, first)
-    return Stored(folder)
+    return StoredExamples(folder)
 
 
-def _held(config: DataConfig, stored: Stored) -> NDArray[np.bool_]:
+def _held(config: DataConfig, stored: StoredExamples) -> NDArray[np.bool_]:
     held, number = config.validation, len(stored.rows)
     if held is None or held.fraction is None:
         return np.zeros(number, np.bool_)
@@ -198,7 +200,7 @@ def _held(config: DataConfig, stored: Stored) -> NDArray[np.bool_]:
     return held_back(stored.rows["record"], held.fraction)
 
 
-def _identity(config: DataConfig, sources: Sequence[Source], tokenizer: Path, batch: int | None) -> str:
+def _identity(config: DataConfig, sources: Sequence[ExampleSource], tokenizer: Path, batch: int | None) -> str:
     """A digest of all that the stream of samples depends on.
 
     What examples are made from (records, templates, filter, loss, function) is in the digests of what was made.
@@ -217,7 +219,7 @@ def _identity(config: DataConfig, sources: Sequence[Source], tokenizer: Path, ba
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-def _report(config: DataConfig, sources: Sequence[Source], parts: Sequence[ExamplePart]) -> DataReport:
+def _report(config: DataConfig, sources: Sequence[ExampleSource], parts: Sequence[ExamplePart]) -> DataReport:
     made = [source.stored.manifest for source in sources]
     return DataReport(
         records=sum(one.counts.records for one in made),

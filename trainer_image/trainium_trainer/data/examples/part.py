@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from trainium_trainer.data.batches.samples import Rules
-    from trainium_trainer.data.examples.store import Stored
+    from trainium_trainer.data.batches.samples import SampleRules
+    from trainium_trainer.data.examples.store import StoredExamples
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class ExampleSample:
     examples: Sequence[tuple[NDArray[Any], NDArray[np.bool_]]]
     """Tokens of each, and which of them are learned."""
 
-    def row(self, rules: Rules) -> Row:
+    def row(self, rules: SampleRules) -> Row:
         """See `Sample.row`; the last token of an example is only predicted."""
         inputs = np.concatenate([ids[:-1] for ids, _ in self.examples])
         targets = np.concatenate([ids[1:] for ids, _ in self.examples])
@@ -52,7 +52,9 @@ class ExampleSample:
 class ExamplePart:
     """Examples of one source."""
 
-    def __init__(self, name: str, stored: Stored, chosen: NDArray[np.bool_], capacity: int, *, packing: bool) -> None:
+    def __init__(
+        self, name: str, stored: StoredExamples, chosen: NDArray[np.bool_], capacity: int, *, packing: bool
+    ) -> None:
         """The examples that are `chosen`, in sequences of `capacity` tokens."""
         self.name = name
         self._stored = stored
@@ -69,7 +71,7 @@ class ExamplePart:
         """Samples of one epoch."""
         return len(self._starts) - 1
 
-    def size(self, rules: Rules) -> int:  # noqa: ARG002 - as `SamplePart` has it
+    def size(self, rules: SampleRules) -> int:  # noqa: ARG002 - as `SamplePart` has it
         """Samples of one epoch."""
         return self.sequences
 
@@ -78,7 +80,7 @@ class ExamplePart:
         start, end = self._starts[index : index + 2]
         return [int(number) for number in self._members[start:end]]
 
-    def sample(self, rules: Rules, number: int, index: int) -> ExampleSample:
+    def sample(self, rules: SampleRules, number: int, index: int) -> ExampleSample:
         """See `SamplePart.sample`."""
         examples = [self._stored.example(member) for member in self.members(index)]
         for ids, _ in examples:

@@ -16,7 +16,7 @@ from trainium_contract.trainer.data import BosToken
 from trainium_contract.trainer.examples import DataFormat, ExamplesConfig
 from trainium_trainer.data.examples.forms.function import digest_of_function
 from trainium_trainer.data.examples.forms.instruction import Templates, templates_of
-from trainium_trainer.data.examples.forms.making import Maker
+from trainium_trainer.data.examples.forms.making import ExampleMaker
 from trainium_trainer.data.tokens.encoding import SourceSpec
 from trainium_trainer.data.tokens.special_tokens import Special, special_of
 from trainium_trainer.data.tokens.tokenizer import digest_of
@@ -55,9 +55,9 @@ class Recipe:
         """Tokens of the longest example: the last one is only predicted."""
         return self.sequence_length + 1
 
-    def maker(self, guarded: tuple[str, ...]) -> Maker:
+    def maker(self, guarded: tuple[str, ...]) -> ExampleMaker:
         """What makes examples; `guarded` are the special tokens that stay text in a record. Raises UserError."""
-        return Maker(self.format, self.config, self.templates, self.chat_template, self.special, guarded)
+        return ExampleMaker(self.format, self.config, self.templates, self.chat_template, self.special, guarded)
 
     def key(self, memo: Path | None) -> str:
         """Digest of all that the examples depend on. Raises UserError or StorageError."""

@@ -40,7 +40,7 @@ _BETWEEN_NOTES = 64 << 20
 
 
 @dataclass(slots=True)
-class Manifest:
+class ExamplesManifest:
     """What a folder holds."""
 
     key: str
@@ -64,15 +64,15 @@ class Manifest:
         return np.dtype(np.uint16 if self.vocabulary <= 2**16 else np.uint32)
 
 
-def _read(file: Path) -> Manifest | None:
+def _read(file: Path) -> ExamplesManifest | None:
     try:
         document = json.loads(file.read_text(encoding="utf-8"))
-        return Manifest(**(document | {"counts": Counts(**document["counts"])}))
+        return ExamplesManifest(**(document | {"counts": Counts(**document["counts"])}))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def read_manifest(folder: Path) -> Manifest | None:
+def read_manifest(folder: Path) -> ExamplesManifest | None:
     """The manifest of a whole folder; None when there is none."""
     return _read(folder / _MANIFEST)
 
@@ -80,7 +80,7 @@ def read_manifest(folder: Path) -> Manifest | None:
 class Writer:
     """A folder in the making."""
 
-    def __init__(self, folder: Path, empty: Manifest) -> None:
+    def __init__(self, folder: Path, empty: ExamplesManifest) -> None:
         """Go on where a killed predecessor left a note, when it made the same; else begin anew."""
         self._folder = folder
         self._path = folder.with_name(folder.name + ".partial")
@@ -127,7 +127,7 @@ class Writer:
             stream.flush()
             os.fsync(stream.fileno())
 
-    def publish(self) -> Manifest:
+    def publish(self) -> ExamplesManifest:
         """Give the folder its name."""
         self._flush()
         self.close()
@@ -152,7 +152,7 @@ class Writer:
         shutil.rmtree(self._path, ignore_errors=True)
 
 
-class Stored:
+class StoredExamples:
     """An open folder; its files are mapped into memory."""
 
     def __init__(self, folder: Path) -> None:

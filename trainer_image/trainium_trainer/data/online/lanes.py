@@ -19,9 +19,9 @@ import numpy as np
 
 from trainium_trainer.data.batches.order import Mixture, Permutation, shuffled
 from trainium_trainer.data.prepared.prepared import Prepared, watching
-from trainium_trainer.data.sources.documents import Block
-from trainium_trainer.data.tokens.bos import AS_IT_IS, Beginning
-from trainium_trainer.data.tokens.encoding import Encoder, SourceSpec, held_back
+from trainium_trainer.data.sources.documents import FileBlock
+from trainium_trainer.data.tokens.bos import AS_IT_IS, BosPrefix
+from trainium_trainer.data.tokens.encoding import DocumentEncoder, SourceSpec, held_back
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from trainium_trainer.data.sources.documents import Skipped, Source
+    from trainium_trainer.data.sources.documents import DocumentSource, Skipped
     from trainium_trainer.data.tokens.encoding import TokenBlock
 
 
@@ -58,7 +58,7 @@ class LanePlan:
     seed: int
     held_back: float | None
     """Share of the documents that are held back by their hash."""
-    beginning: Beginning = AS_IT_IS
+    beginning: BosPrefix = AS_IT_IS
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,9 @@ class PreparedBlocks:
 class TextBlocks:
     """Blocks of text."""
 
-    def __init__(self, source: Source, table: NDArray[np.int64], encoder: Encoder, held: float | None) -> None:
+    def __init__(
+        self, source: DocumentSource, table: NDArray[np.int64], encoder: DocumentEncoder, held: float | None
+    ) -> None:
         self._source = source
         self._table = table
         self._encoder = encoder
@@ -138,7 +140,7 @@ class TextBlocks:
 
     def tokens(self, block: int) -> tuple[NDArray[Any], tuple[Skipped, ...]]:
         """Tokenise a block."""
-        parts = self._encoder.encode(self._source, Block(*self._table[block].tolist()))
+        parts = self._encoder.encode(self._source, FileBlock(*self._table[block].tolist()))
         kept = [part.tokens if self._held is None else _kept(part, self._held) for part in parts]
         tokens = np.concatenate(kept) if kept else np.empty(0, self._encoder.dtype)
         if len(tokens) and tokens[-1] != self._encoder.end:
@@ -287,7 +289,7 @@ _installed: dict[str, Any] = {}
 
 def install_lanes(plan: LanePlan, lanes: Sequence[int], known: Sequence[tuple[NDArray[Any], NDArray[Any]]]) -> None:
     """Prepare this process for some lanes; `known` has blocks and their counts for each source."""
-    encoder = Encoder(Path(plan.tokenizer), plan.beginning)
+    encoder = DocumentEncoder(Path(plan.tokenizer), plan.beginning)
     blocks: list[Blocks] = []
     for source, (numbers, counts) in zip(plan.sources, known, strict=True):
         if source.prepared is not None:

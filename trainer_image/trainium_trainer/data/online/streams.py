@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainium_contract.trainer.data import Tokenization, ValidationSplit
-from trainium_trainer.data.batches.samples import Part
+from trainium_trainer.data.batches.samples import TextPart
 from trainium_trainer.data.online.lanes import LanePlan, LaneSource
 from trainium_trainer.data.prepared.build import HeldBack
 from trainium_trainer.data.prepared.origins import held_back_of
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from trainium_contract.trainer.data import DataConfig
-    from trainium_trainer.data.batches.samples import Rules
+    from trainium_trainer.data.batches.samples import SampleRules
     from trainium_trainer.data.prepared.origins import Origin, TextTokenizer
 
 _WORTH_IT = 256 << 20
@@ -44,7 +44,7 @@ class Streams:
     """Text to train on while it is tokenised."""
 
     plan: LanePlan
-    rules: Rules
+    rules: SampleRules
     workers: int
     max_bad_lines: int
     identity: str
@@ -91,8 +91,13 @@ def wants_streams(
 
 
 def open_streams(
-    config: DataConfig, origins: Sequence[Origin], tokenizer: TextTokenizer, cache: Path, rules: Rules, global_size: int
-) -> tuple[Streams, list[Part], dict[str, Any]]:
+    config: DataConfig,
+    origins: Sequence[Origin],
+    tokenizer: TextTokenizer,
+    cache: Path,
+    rules: SampleRules,
+    global_size: int,
+) -> tuple[Streams, list[TextPart], dict[str, Any]]:
     """The streams, what is held back of the sources, and the facts that the samples follow from.
 
     Raises UserError or StorageError.
@@ -181,14 +186,14 @@ def _held_back(
     enough: int,
     tokenizer: TextTokenizer,
     cache: Path,
-) -> Part:
+) -> TextPart:
     """What is held back of a source, or the beginning of it."""
     name = origin.spec.name
     if origin.prepared is not None:
         prepared = Prepared(origin.prepared)
         if fraction is not None:
-            return Part(name, Selection(prepared, fraction, validation=True, memo=cache))
-        return Part(name, Stretch(prepared, int(prepared.ends[kept - 1]), prepared.tokens))
+            return TextPart(name, Selection(prepared, fraction, validation=True, memo=cache))
+        return TextPart(name, Stretch(prepared, int(prepared.ends[kept - 1]), prepared.tokens))
     assert source.table is not None
     held = HeldBack(fraction, enough, source.table, 0 if fraction is not None else kept)
-    return Part(name, held_back_of(config, origin, tokenizer, held, cache))
+    return TextPart(name, held_back_of(config, origin, tokenizer, held, cache))

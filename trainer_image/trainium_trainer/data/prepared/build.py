@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainium_contract.trainer.data import BosToken
-from trainium_trainer.data.prepared.prepared import FORMAT, Manifest, is_prepared, read_manifest
+from trainium_trainer.data.prepared.prepared import FORMAT, PreparedManifest, is_prepared, read_manifest
 from trainium_trainer.data.prepared.writer import PartialFolder, durable, locked
-from trainium_trainer.data.sources.documents import Block
-from trainium_trainer.data.tokens.bos import AS_IT_IS, Beginning
+from trainium_trainer.data.sources.documents import FileBlock
+from trainium_trainer.data.tokens.bos import AS_IT_IS, BosPrefix
 from trainium_trainer.data.tokens.encoding import encode, held_back, install, list_blocks, token_type
 from trainium_trainer.data.tokens.tokenizer import TOKENIZER_FILE, digest_of, vocabulary_of
 from trainium_trainer.data.workers.pool import Workers
@@ -50,14 +50,14 @@ class HeldBack:
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class PreparedRecipe:
     """What a prepared folder is made from."""
 
     specs: tuple[SourceSpec, ...]
     tokenizer: Path
     max_bad_lines: int
     held_back: HeldBack | None = None
-    beginning: Beginning = AS_IT_IS
+    beginning: BosPrefix = AS_IT_IS
 
     @property
     def name(self) -> str:
@@ -76,7 +76,7 @@ class Recipe:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class BuildProgress:
     """How far a build is."""
 
     bytes: int
@@ -95,13 +95,13 @@ def processes(wanted: int | None) -> int:
 
 def build(
     folder: Path,
-    recipe: Recipe,
+    recipe: PreparedRecipe,
     key: str,
     *,
     workers: int | None = None,
-    progress: Callable[[Progress], None] = lambda _: None,
+    progress: Callable[[BuildProgress], None] = lambda _: None,
     shard_tokens: int = _SHARD_TOKENS,
-) -> Manifest:
+) -> PreparedManifest:
     """Make `folder`, unless it is there. Raises UserError, StorageError, WorkerError, OSError."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with locked(folder.with_name(f".{folder.name}.lock")):
@@ -120,12 +120,12 @@ def build(
 
 def _make(
     partial: PartialFolder,
-    recipe: Recipe,
+    recipe: PreparedRecipe,
     key: str,
     workers: int | None,
-    progress: Callable[[Progress], None],
+    progress: Callable[[BuildProgress], None],
     shard_tokens: int,
-) -> Manifest:
+) -> PreparedManifest:
     tokenizer = partial.path / TOKENIZER_FILE
     durable(tokenizer, recipe.tokenizer.read_text(encoding="utf-8"))
     vocabulary = vocabulary_of(tokenizer)
@@ -144,11 +144,11 @@ def _make(
     return _publish(partial, recipe, key, vocabulary, end)
 
 
-def _blocks(recipe: Recipe, pool: Workers) -> list[tuple[int, Block]]:
+def _blocks(recipe: PreparedRecipe, pool: Workers) -> list[tuple[int, FileBlock]]:
     """Source and block of all that is read."""
     held = recipe.held_back
     if held is not None:
-        return [(0, Block(*row)) for row in np.load(held.table)[held.first :].tolist()]
+        return [(0, FileBlock(*row)) for row in np.load(held.table)[held.first :].tolist()]
     return [
         (number, block)
         for number, spec in enumerate(recipe.specs)
@@ -158,23 +158,23 @@ def _blocks(recipe: Recipe, pool: Workers) -> list[tuple[int, Block]]:
 
 def _counted(
     results: Iterator[list[TokenBlock]],
-    left: list[tuple[int, Block]],
+    left: list[tuple[int, FileBlock]],
     partial: PartialFolder,
-    blocks: list[tuple[int, Block]],
-    progress: Callable[[Progress], None],
+    blocks: list[tuple[int, FileBlock]],
+    progress: Callable[[BuildProgress], None],
 ) -> Iterator[list[TokenBlock]]:
     """Pass results on and report them."""
     total = sum(block.size for _, block in blocks)
     done = total - sum(block.size for _, block in left)
     tokens, documents, skipped, resumed = partial.tokens, partial.documents, partial.skipped, partial.tokens
-    progress(Progress(done, total, documents, tokens, skipped, resumed))
+    progress(BuildProgress(done, total, documents, tokens, skipped, resumed))
     for (_, block), encoded in zip(left, results, strict=True):
         done += block.size
         tokens += sum(len(part.tokens) for part in encoded)
         skipped += sum(len(part.skipped) for part in encoded)
         documents += sum(len(np.unique(part.documents)) for part in encoded)
         yield encoded
-        progress(Progress(done, total, documents, tokens, skipped, resumed))
+        progress(BuildProgress(done, total, documents, tokens, skipped, resumed))
 
 
 def _selected(results: Iterator[list[TokenBlock]], held: HeldBack | None) -> Iterator[list[TokenBlock]]:
@@ -204,7 +204,7 @@ def select(block: TokenBlock, chosen: Any) -> TokenBlock:
 
 def _write(
     partial: PartialFolder,
-    recipe: Recipe,
+    recipe: PreparedRecipe,
     results: Iterable[list[TokenBlock]],
     dtype: np.dtype[Any],
     end: int,
@@ -230,14 +230,14 @@ def _write(
         partial.take(writer, done)
 
 
-def _too_many(recipe: Recipe, sentence: str) -> UserError:
+def _too_many(recipe: PreparedRecipe, sentence: str) -> UserError:
     return UserError(f"data.source {sentence} (more such lines than data.maxBadLines {recipe.max_bad_lines} lets pass)")
 
 
-def _publish(partial: PartialFolder, recipe: Recipe, key: str, vocabulary: int, end: int) -> Manifest:
+def _publish(partial: PartialFolder, recipe: PreparedRecipe, key: str, vocabulary: int, end: int) -> PreparedManifest:
     digest = hashlib.sha256("".join(shard.digest for shard in partial.shards).encode())
     examples = [example for shard in partial.shards for example in shard.examples]
-    manifest = Manifest(
+    manifest = PreparedManifest(
         key=key,
         identity=digest.hexdigest(),
         sources=tuple(spec.name for spec in recipe.specs),

@@ -10,7 +10,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from trainium_trainer.data.prepared.writer import locked
-from trainium_trainer.data.sources.documents import Piece
+from trainium_trainer.data.sources.documents import TextPiece
 from trainium_trainer.data.sources.files import reading
 from trainium_trainer.data.tokens.tokenizer import TOKENIZER_FILE, train_tokenizer
 from trainium_trainer.data.workers.pool import Workers
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from trainium_trainer.data.sources.documents import Block, Skipped, Source
+    from trainium_trainer.data.sources.documents import DocumentSource, FileBlock, Skipped
     from trainium_trainer.data.tokens.encoding import SourceSpec
 
 _FORMAT = 1
@@ -53,12 +53,12 @@ def _learn(specs: tuple[SourceSpec, ...], vocab_size: int, file: str) -> None:
     train_tokenizer([_texts(spec.open()) for spec in specs], vocab_size).save(file)
 
 
-def _texts(source: Source) -> Iterator[str]:
+def _texts(source: DocumentSource) -> Iterator[str]:
     for block in source.blocks(_BLOCK_BYTES):
         for item in _items(source, block):
-            if isinstance(item, Piece):
+            if isinstance(item, TextPiece):
                 yield item.text
 
 
-def _items(source: Source, block: Block) -> list[Piece | Skipped]:
+def _items(source: DocumentSource, block: FileBlock) -> list[TextPiece | Skipped]:
     return reading(source.named(block), lambda: list(source.read(block)))

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainium_contract.trainer.data import BosToken
-from trainium_trainer.data.prepared.build import HeldBack, Progress, Recipe, build
+from trainium_trainer.data.prepared.build import BuildProgress, HeldBack, PreparedRecipe, build
 from trainium_trainer.data.prepared.cache import prepared_folder, sources_of
 from trainium_trainer.data.prepared.learned_tokenizer import learned
 from trainium_trainer.data.prepared.prepared import Prepared, read_manifest
-from trainium_trainer.data.tokens.bos import AS_IT_IS, Beginning, beginning_of_documents
+from trainium_trainer.data.tokens.bos import AS_IT_IS, BosPrefix, beginning_of_documents
 from trainium_trainer.data.tokens.encoding import SourceSpec
 from trainium_trainer.data.tokens.tokenizer import TOKENIZER_FILE, digest_of, tokenizer_file, vocabulary_of
 from trainium_trainer.exits import UserError
@@ -43,7 +43,7 @@ class TextTokenizer:
 
     file: Path
     """The `tokenizer.json`."""
-    beginning: Beginning = AS_IT_IS
+    beginning: BosPrefix = AS_IT_IS
 
 
 def origins_of(config: DataConfig, cache: Path) -> list[Origin]:
@@ -59,7 +59,7 @@ def text_tokenizer(config: DataConfig, origins: Sequence[Origin], cache: Path) -
     file = shared_tokenizer(config, origins, cache)
     marks = same_beginning(config, origins)
     if config.bos is BosToken.ALWAYS and marks:  # the folder's tokenizer.json alone may not say which token it is
-        return TextTokenizer(file, Beginning(config.bos, marks[0]))
+        return TextTokenizer(file, BosPrefix(config.bos, marks[0]))
     return TextTokenizer(file, beginning_of_documents(config.bos, file))
 
 
@@ -109,23 +109,23 @@ def tokens_of(
     origin: Origin,
     tokenizer: TextTokenizer,
     cache: Path,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[BuildProgress], None] | None = None,
 ) -> Prepared:
     """All tokens of a source, made when they are not there yet. Raises UserError or StorageError."""
     if origin.prepared is not None:
         return Prepared(origin.prepared)
-    recipe = Recipe((origin.spec,), tokenizer.file, config.max_bad_lines, beginning=tokenizer.beginning)
+    recipe = PreparedRecipe((origin.spec,), tokenizer.file, config.max_bad_lines, beginning=tokenizer.beginning)
     return built(config, recipe, cache, progress)
 
 
 def held_back_of(config: DataConfig, origin: Origin, tokenizer: TextTokenizer, held: HeldBack, cache: Path) -> Prepared:
     """Some of what is held back of a text. Raises UserError or StorageError."""
-    recipe = Recipe((origin.spec,), tokenizer.file, config.max_bad_lines, held, tokenizer.beginning)
+    recipe = PreparedRecipe((origin.spec,), tokenizer.file, config.max_bad_lines, held, tokenizer.beginning)
     return built(config, recipe, cache)
 
 
 def built(
-    config: DataConfig, recipe: Recipe, cache: Path, progress: Callable[[Progress], None] | None = None
+    config: DataConfig, recipe: PreparedRecipe, cache: Path, progress: Callable[[BuildProgress], None] | None = None
 ) -> Prepared:
     """The result of a recipe, from the cache if it is there."""
     key = recipe.key(cache)
@@ -145,7 +145,7 @@ class Lines:
         self._name = name
         self._last = time.monotonic()
 
-    def __call__(self, progress: Progress) -> None:
+    def __call__(self, progress: BuildProgress) -> None:
         """Tell how far it is, unless it was told just now."""
         now = time.monotonic()
         if now - self._last >= _SECONDS_BETWEEN_LINES:

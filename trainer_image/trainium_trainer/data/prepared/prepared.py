@@ -65,7 +65,7 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
+class PreparedManifest:
     """What a prepared folder holds."""
 
     key: str
@@ -101,7 +101,7 @@ def is_prepared(folder: Path) -> bool:
     return (folder / MANIFEST_FILE).is_file()
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> PreparedManifest:
     """The manifest of a folder. Raises UserError when it is none, or one of a newer version."""
     file = folder / MANIFEST_FILE
     try:
@@ -110,7 +110,7 @@ def read_manifest(folder: Path) -> Manifest:
             _refuse_format(folder, document)
         shards = tuple(Shard(**(shard | {"examples": tuple(shard["examples"])})) for shard in document["shards"])
         lists = {name: tuple(document.get(name, ())) for name in ("sources", "examples", "beginning")}
-        return Manifest(**(document | lists | {"shards": shards}))
+        return PreparedManifest(**(document | lists | {"shards": shards}))
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"data.source {folder}: {MANIFEST_FILE} is not that of prepared data: copy it again") from error
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainium_trainer.data.prepared.columns import column_of
-from trainium_trainer.data.prepared.prepared import INDEX_FILE, MANIFEST_FILE, Manifest, Shard
+from trainium_trainer.data.prepared.prepared import INDEX_FILE, MANIFEST_FILE, PreparedManifest, Shard
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -102,7 +102,7 @@ class PartialFolder:
         durable(self._note(len(self.shards)), json.dumps(asdict(shard)))
         self.shards.append(shard)
 
-    def publish(self, manifest: Manifest) -> None:
+    def publish(self, manifest: PreparedManifest) -> None:
         """Write index and manifest and give the folder its name."""
         self._write_index()
         durable(self.path / MANIFEST_FILE, manifest.to_json())

@@ -21,7 +21,7 @@ _COUNTED_AT_ONCE = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TextPiece:
     """A stretch of text; the last piece of a document says so, and one that another block begins."""
 
     text: str
@@ -101,7 +101,7 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class FileBlock:
     """A stretch of one file, as its format counts: bytes, row groups, record batches or rows."""
 
     file: int
@@ -111,7 +111,7 @@ class Block:
     """Bytes, about: how much work it is."""
 
 
-class Source(Protocol):
+class DocumentSource(Protocol):
     """An ordered stream of documents with an identity."""
 
     @property
@@ -128,18 +128,18 @@ class Source(Protocol):
         """A digest that changes with the contents; `memo` is a folder for remembered digests of files."""
         ...
 
-    def blocks(self, target: int) -> list[Block]:
+    def blocks(self, target: int) -> list[FileBlock]:
         """The stream in blocks of about `target` bytes. Raises UserError or StorageError."""
         ...
 
-    def read(self, block: Block) -> Iterator[Piece | Skipped]:
+    def read(self, block: FileBlock) -> Iterator[TextPiece | Skipped]:
         """The documents of a block. Raises UserError for what cannot be read, OSError when the store fails."""
         ...
 
-    def records(self, block: Block) -> Iterator[Record | Skipped]:
+    def records(self, block: FileBlock) -> Iterator[Record | Skipped]:
         """The records of a block. Raises UserError for what cannot be read, OSError when the store fails."""
         ...
 
-    def named(self, block: Block) -> str:
+    def named(self, block: FileBlock) -> str:
         """The file of a block, for sentences."""
         ...

@@ -6,7 +6,7 @@ import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from trainium_trainer.data.sources.documents import Block, Piece, Record
+from trainium_trainer.data.sources.documents import FileBlock, Record, TextPiece
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
@@ -27,15 +27,15 @@ class HubDataset:
         """The name: asking for a fingerprint would load the data set at every start."""
         return hashlib.sha256(f"hub\0{self.name}\0{self.text_field}".encode()).hexdigest()
 
-    def blocks(self, target: int) -> list[Block]:  # noqa: ARG002 - as above
+    def blocks(self, target: int) -> list[FileBlock]:  # noqa: ARG002 - as above
         """One: the library has an order of its own."""
-        return [Block(0, 0, 0, 0)]
+        return [FileBlock(0, 0, 0, 0)]
 
-    def named(self, block: Block) -> str:  # noqa: ARG002 - as above
+    def named(self, block: FileBlock) -> str:  # noqa: ARG002 - as above
         """The data set."""
         return self.name
 
-    def read(self, block: Block) -> Iterator[Piece]:  # noqa: ARG002 - as above
+    def read(self, block: FileBlock) -> Iterator[TextPiece]:  # noqa: ARG002 - as above
         """The texts of the training split."""
         rows = self._rows()
         if self.text_field not in rows.column_names:
@@ -46,9 +46,9 @@ class HubDataset:
         for batch in rows.select_columns([self.text_field]).iter(1000):
             for value in batch[self.text_field]:
                 if isinstance(value, str):
-                    yield Piece(value)
+                    yield TextPiece(value)
 
-    def records(self, block: Block) -> Iterator[Record]:  # noqa: ARG002 - as above
+    def records(self, block: FileBlock) -> Iterator[Record]:  # noqa: ARG002 - as above
         """The rows of the training split."""
         place = _Rows(self.name)
         for number, fields in enumerate(self._rows(), start=1):

@@ -15,7 +15,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainium_trainer.data.sources.documents import Block, Piece
+from trainium_trainer.data.sources.documents import FileBlock, TextPiece
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
@@ -36,11 +36,11 @@ class PythonDocs:
     size = 0
     divisible = False
 
-    def blocks(self, target: int) -> list[Block]:  # noqa: ARG002 - other sources need it
+    def blocks(self, target: int) -> list[FileBlock]:  # noqa: ARG002 - other sources need it
         """One."""
-        return [Block(0, 0, 0, 0)]
+        return [FileBlock(0, 0, 0, 0)]
 
-    def named(self, block: Block) -> str:  # noqa: ARG002 - as above
+    def named(self, block: FileBlock) -> str:  # noqa: ARG002 - as above
         """The source."""
         return "python-docs"
 
@@ -48,14 +48,14 @@ class PythonDocs:
         """The Python build: its files do not change without it."""
         return hashlib.sha256(f"python-docs\0{_FORMAT}\0{sys.version}".encode()).hexdigest()
 
-    def records(self, block: Block) -> Iterator[Record]:  # noqa: ARG002 - as above
+    def records(self, block: FileBlock) -> Iterator[Record]:  # noqa: ARG002 - as above
         """None."""
         raise UserError(
             "data.source python-docs: is running text, which has no records: set data.format to Text, or data.source "
             "to records"
         )
 
-    def read(self, block: Block) -> Iterator[Piece]:  # noqa: ARG002 - as above
+    def read(self, block: FileBlock) -> Iterator[TextPiece]:  # noqa: ARG002 - as above
         """Topics and docstrings."""
         root = Path(sysconfig.get_path("stdlib"))
         topics = root / "pydoc_data" / "topics.py"
@@ -66,7 +66,7 @@ class PythonDocs:
             if _SKIPPED.isdisjoint(parts) and not parts[0].startswith("config-"):
                 text = _module(file, ".".join(parts).removesuffix(".py").removesuffix(".__init__"))
                 if text:
-                    yield Piece(text)
+                    yield TextPiece(text)
 
 
 def _parse(file: Path) -> ast.Module | None:
@@ -78,14 +78,14 @@ def _parse(file: Path) -> ast.Module | None:
         return None
 
 
-def _topics(file: Path) -> Iterator[Piece]:
+def _topics(file: Path) -> Iterator[TextPiece]:
     """The texts of the one dictionary in `pydoc_data/topics.py`."""
     tree = _parse(file)
     for node in ast.walk(tree) if tree else ():
         if isinstance(node, ast.Dict):
             for value in node.values:
                 if isinstance(value, ast.Constant) and isinstance(value.value, str):
-                    yield Piece(value.value)
+                    yield TextPiece(value.value)
             return
 
 

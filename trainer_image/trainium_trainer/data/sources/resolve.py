@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from trainium_trainer.data.sources.documents import Block, Piece, Record, Skipped, Source
+    from trainium_trainer.data.sources.documents import DocumentSource, FileBlock, Record, Skipped, TextPiece
     from trainium_trainer.data.sources.files import DataFile
 
 PYTHON_DOCS = "python-docs"
 _HUB_NAME = re.compile(r"^[\w.-]+(/[\w.-]+)?(:[\w.-]+)?$")
 
 
-def open_source(name: str, text_field: str) -> Source:
+def open_source(name: str, text_field: str) -> DocumentSource:
     """The source that `data.source` names. Raises UserError when there is none of that name."""
     if name == PYTHON_DOCS:
         from trainium_trainer.data.sources.python_docs import PythonDocs  # noqa: PLC0415 - parses Python, few runs need it
@@ -66,24 +66,24 @@ class Files:
             total.update(f"{file.relative}\0{file.digest(memo)}\n".encode())
         return total.hexdigest()
 
-    def blocks(self, target: int) -> list[Block]:
+    def blocks(self, target: int) -> list[FileBlock]:
         """All files, one after the other."""
         from trainium_trainer.data.sources.formats.dispatch import divide  # noqa: PLC0415 - loads a format's library when it is read
 
         return [block for number, file in enumerate(self.files) for block in divide(file, number, target)]
 
-    def read(self, block: Block) -> Iterator[Piece | Skipped]:
+    def read(self, block: FileBlock) -> Iterator[TextPiece | Skipped]:
         """One stretch of one file."""
         from trainium_trainer.data.sources.formats.dispatch import read  # noqa: PLC0415 - loads a format's library when it is read
 
         return read(self.files[block.file], block, self.text_field)
 
-    def records(self, block: Block) -> Iterator[Record | Skipped]:
+    def records(self, block: FileBlock) -> Iterator[Record | Skipped]:
         """One stretch of one file."""
         from trainium_trainer.data.sources.formats.dispatch import read_records  # noqa: PLC0415 - loads a format's library when it is read
 
         return read_records(self.files[block.file], block)
 
-    def named(self, block: Block) -> str:
+    def named(self, block: FileBlock) -> str:
         """The file."""
         return self.files[block.file].shown

@@ -26,7 +26,7 @@ _PROBE = "a"
 
 
 @dataclass(frozen=True, slots=True)
-class Beginning:
+class BosPrefix:
     """What stands before a text."""
 
     rule: BosToken = BosToken.AUTO
@@ -51,15 +51,15 @@ class Beginning:
         return [] if self.rule is BosToken.AUTO else [self.rule, *self.tokens]
 
 
-AS_IT_IS = Beginning()
+AS_IT_IS = BosPrefix()
 """Running text with `Auto`: nothing is put before a document."""
 
 
-def beginning_of(tokenizer: Tokenizer, file: Path, special: Special, rule: BosToken) -> Beginning:
+def beginning_of(tokenizer: Tokenizer, file: Path, special: Special, rule: BosToken) -> BosPrefix:
     """How an example begins. Raises UserError for a tokenizer without a BOS token that is to have one."""
     own = _put_before(tokenizer)
     if rule is BosToken.AUTO:
-        return Beginning(rule, own)
+        return BosPrefix(rule, own)
     name = special.token("bos_token")
     number = tokenizer.token_to_id(name) if name is not None else None
     tokens = own if number is None or number in own else (int(number),)
@@ -68,10 +68,10 @@ def beginning_of(tokenizer: Tokenizer, file: Path, special: Special, rule: BosTo
             f"data.bos is Always, but the tokenizer {file} has no BOS token: set data.bos to Auto or Never, or name "
             "bos_token in the tokenizer_config.json beside it"
         )
-    return Beginning(rule, tokens)
+    return BosPrefix(rule, tokens)
 
 
-def beginning_of_documents(rule: BosToken, file: Path) -> Beginning:
+def beginning_of_documents(rule: BosToken, file: Path) -> BosPrefix:
     """How a document of running text begins. Raises UserError for a tokenizer that cannot do it."""
     if rule is BosToken.AUTO:
         return AS_IT_IS

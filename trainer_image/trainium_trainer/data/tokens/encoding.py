@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainium_trainer.data.sources.documents import Piece, Skipped
+from trainium_trainer.data.sources.documents import Skipped, TextPiece
 from trainium_trainer.data.sources.files import reading
 from trainium_trainer.data.sources.resolve import open_source
-from trainium_trainer.data.tokens.bos import AS_IT_IS, Beginning
+from trainium_trainer.data.tokens.bos import AS_IT_IS, BosPrefix
 from trainium_trainer.data.tokens.tokenizer import end_of_document, load_tokenizer, vocabulary_of
 from trainium_trainer.exits import UserError
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from trainium_trainer.data.sources.documents import Block, Source
+    from trainium_trainer.data.sources.documents import DocumentSource, FileBlock
 
 _PIECES, _CHARACTERS = 512, 4 << 20  # that are tokenised at once
 _TOKENS = 1 << 20  # of one TokenBlock, about
@@ -39,7 +39,7 @@ class SourceSpec:
     name: str
     text_field: str
 
-    def open(self) -> Source:
+    def open(self) -> DocumentSource:
         """Find its files. Raises UserError or StorageError."""
         return open_source(self.name, self.text_field)
 
@@ -62,10 +62,10 @@ def token_type(vocabulary: int) -> np.dtype[Any]:
     return np.dtype(np.uint16 if vocabulary <= 2**16 else np.uint32)
 
 
-class Encoder:
+class DocumentEncoder:
     """A tokenizer with its end-of-document token, and how a document begins."""
 
-    def __init__(self, file: Path, beginning: Beginning = AS_IT_IS) -> None:
+    def __init__(self, file: Path, beginning: BosPrefix = AS_IT_IS) -> None:
         """Load a `tokenizer.json`. Raises UserError."""
         self.vocabulary = vocabulary_of(file)
         self.dtype = token_type(self.vocabulary)
@@ -73,11 +73,11 @@ class Encoder:
         self.end = end_of_document(self._tokenizer, file)
         self._beginning = beginning
 
-    def encode(self, source: Source, block: Block) -> list[TokenBlock]:
+    def encode(self, source: DocumentSource, block: FileBlock) -> list[TokenBlock]:
         """The tokens of a block. Raises UserError or StorageError."""
         return reading(source.named(block), lambda: list(self._blocks(source.read(block), source.named(block))))
 
-    def _blocks(self, items: Iterable[Piece | Skipped], name: str) -> Iterator[TokenBlock]:
+    def _blocks(self, items: Iterable[TextPiece | Skipped], name: str) -> Iterator[TokenBlock]:
         rows: list[NDArray[Any]] = []
         hashes: list[int] = []
         skipped: list[Skipped] = []
@@ -118,7 +118,7 @@ class Encoder:
             return ids
         return np.array(self._beginning.begun(ids.tolist())[0], self.dtype)
 
-    def _ids(self, pieces: list[Piece], name: str) -> list[NDArray[Any]]:
+    def _ids(self, pieces: list[TextPiece], name: str) -> list[NDArray[Any]]:
         texts = [piece.text for piece in pieces]
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [
@@ -137,9 +137,9 @@ class Encoder:
         return ids.astype(self.dtype)
 
 
-def _batches(items: Iterable[Piece | Skipped], skipped: list[Skipped]) -> Iterator[list[Piece]]:
+def _batches(items: Iterable[TextPiece | Skipped], skipped: list[Skipped]) -> Iterator[list[TextPiece]]:
     """Pieces in batches that are worth a call of the tokenizer; what is to be skipped goes into `skipped`."""
-    batch: list[Piece] = []
+    batch: list[TextPiece] = []
     characters = 0
     for item in items:
         if isinstance(item, Skipped):
@@ -154,7 +154,7 @@ def _batches(items: Iterable[Piece | Skipped], skipped: list[Skipped]) -> Iterat
         yield batch
 
 
-def _hash_of(piece: Piece) -> int:
+def _hash_of(piece: TextPiece) -> int:
     """64 bits that name a document, the same in every run and with every tokenizer that reads text."""
     text = piece.document or piece.text
     data = piece.ids.astype("<i8").tobytes() if piece.ids is not None else text.encode()
@@ -171,19 +171,19 @@ def held_back(documents: NDArray[np.uint64], fraction: float) -> NDArray[np.bool
 _installed: dict[str, Any] = {}
 
 
-def install(specs: tuple[SourceSpec, ...], tokenizer: str, beginning: Beginning) -> int:
+def install(specs: tuple[SourceSpec, ...], tokenizer: str, beginning: BosPrefix) -> int:
     """Prepare this process; returns the id of the end-of-document token."""
     _installed["sources"] = [spec.open() for spec in specs]
-    _installed["encoder"] = Encoder(Path(tokenizer), beginning)
+    _installed["encoder"] = DocumentEncoder(Path(tokenizer), beginning)
     return int(_installed["encoder"].end)
 
 
-def encode(source: int, block: Block) -> list[TokenBlock]:
+def encode(source: int, block: FileBlock) -> list[TokenBlock]:
     """The tokens of a block of an installed source."""
     blocks: list[TokenBlock] = _installed["encoder"].encode(_installed["sources"][source], block)
     return blocks
 
 
-def list_blocks(spec: SourceSpec, target: int) -> list[Block]:
+def list_blocks(spec: SourceSpec, target: int) -> list[FileBlock]:
     """The blocks of a source, listed where it may start threads and take memory."""
     return spec.open().blocks(target)

@@ -30,7 +30,7 @@ class WorkerError(RuntimeError):
     """A worker process failed in a way that nobody foresaw; the text has its traceback."""
 
 
-class Worker:
+class HelperProcess:
     """One process and its socket."""
 
     def __init__(self) -> None:
@@ -88,17 +88,17 @@ class Workers:
 
     def __init__(self, count: int, prepare: tuple[Callable[..., Any], tuple[Any, ...]] | None = None) -> None:
         """Start the processes; `prepare` is called in each, and its result is `prepared`."""
-        self._workers: list[Worker] = []
+        self._workers: list[HelperProcess] = []
         self._prepare = prepare
         self.prepared: Any = None
         self.grow(count)
 
     def grow(self, count: int) -> None:
         """Have at least `count` processes."""
-        new: list[Worker] = []
+        new: list[HelperProcess] = []
         try:
             while len(self._workers) < count:
-                new.append(Worker())
+                new.append(HelperProcess())
                 self._workers.append(new[-1])
                 if self._prepare is not None:
                     new[-1].send(*self._prepare)
@@ -133,7 +133,7 @@ class Workers:
         idle = deque(self._workers * _AHEAD)
         order: deque[int] = deque()
         results: dict[int, T] = {}
-        working: dict[Worker, deque[int]] = {worker: deque() for worker in self._workers}
+        working: dict[HelperProcess, deque[int]] = {worker: deque() for worker in self._workers}
         number = 0
         # A result that waits for its turn counts as work, so that a slow one does not let the others run away.
         limit = len(self._workers) * _AHEAD * 2

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class GeneratedAnswer:
     """What a model answers."""
 
     text: str
@@ -44,7 +44,7 @@ def generate(
     seeds: Sequence[int] | None = None,
     ends: Sequence[int] = (),
     beat: Callable[[], None] = lambda: None,
-) -> list[Answer]:
+) -> list[GeneratedAnswer]:
     """Answers to prompts of token ids; `seeds` are those of the draws, one a prompt.
 
     An answer ends at a token that the folder names as an end, or that is one of `ends`. `beat` is called at each token.
@@ -53,7 +53,7 @@ def generate(
     """
     check_prompts(model.folder, prompts)
     own = draw_seeds(prompts, config.seed) if seeds is None else list(seeds)
-    answers: dict[int, Answer] = {}
+    answers: dict[int, GeneratedAnswer] = {}
     endings = sorted({*model.folder.endings, *ends})
     for batch in batches([len(prompt) for prompt in prompts], config.batch_size):
         found = _answers(model, [prompts[n] for n in batch], [own[n] for n in batch], config, endings, beat)
@@ -94,7 +94,7 @@ def _answers(
     config: GenerationConfig,
     ends: list[int],
     beat: Callable[[], None],
-) -> list[Answer]:
+) -> list[GeneratedAnswer]:
     from transformers import GenerationConfig as LibraryConfig  # noqa: PLC0415 - seconds
     from transformers import StoppingCriteriaList  # noqa: PLC0415
 
@@ -120,12 +120,12 @@ def _answers(
     return [_answer(folder, row[:length], stop, ends) for row, length in zip(rows, endings.lengths, strict=True)]
 
 
-def _answer(folder: Candidate, ids: list[int], stop: Sequence[str], endings: list[int]) -> Answer:
+def _answer(folder: Candidate, ids: list[int], stop: Sequence[str], endings: list[int]) -> GeneratedAnswer:
     """An answer out of what was generated, which goes on with padding after its end."""
     places = [place for place, token in enumerate(ids) if token in endings]
     ids = ids[: places[0]] if places else ids
     text = folder.decode(ids)
     short = cut(text, stop)
     if short is not None:
-        return Answer(short, len(ids), Ending.STOP)
-    return Answer(text, len(ids), Ending.END_OF_TEXT if places else Ending.LENGTH)
+        return GeneratedAnswer(short, len(ids), Ending.STOP)
+    return GeneratedAnswer(text, len(ids), Ending.END_OF_TEXT if places else Ending.LENGTH)

@@ -15,9 +15,9 @@ from trainium_trainer.backends.nxd.conversion.tag_files import Tag
 from trainium_trainer.backends.nxd.layout.parameter_names import MOMENTS, Projections, parameters_of, pieces_of
 from trainium_trainer.backends.nxd.layout.pieces import EMBEDDING, LM_HEAD, KeyValueOrder, Piece, TensorRank
 from trainium_trainer.checkpoint.interfaces import Position
-from trainium_trainer.checkpoint.whole_tensors import Source
+from trainium_trainer.checkpoint.whole_tensors import TensorSource
 from trainium_trainer.exits import UserError
-from trainium_trainer.models.state_dict import OPTIMIZER_STEP, Part, state_name
+from trainium_trainer.models.state_dict import OPTIMIZER_STEP, StateKind, state_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -53,16 +53,16 @@ class NxdSource:
                 self._note(TensorRank(shape, tensor, sizes.tensor, order), pipeline)
         self._check_whole()
 
-    def sources(self) -> list[Source]:
+    def sources(self) -> list[TensorSource]:
         """All tensors of the state; without the optimizer's files, its moments are zero."""
-        found = [Source(OPTIMIZER_STEP, torch.int64, torch.Size(()), lambda: torch.tensor(self.optimizer_step()))]
+        found = [TensorSource(OPTIMIZER_STEP, torch.int64, torch.Size(()), lambda: torch.tensor(self.optimizer_step()))]
         for name, size in self._sizes.items():
-            for part in Part:
+            for part in StateKind:
 
-                def load(part: Part = part, name: str = name) -> torch.Tensor:
+                def load(part: StateKind = part, name: str = name) -> torch.Tensor:
                     return self._whole(part, name)
 
-                found.append(Source(state_name(part, name), torch.float32, torch.Size(size), load))
+                found.append(TensorSource(state_name(part, name), torch.float32, torch.Size(size), load))
         return found
 
     def optimizer_step(self) -> int:
@@ -153,9 +153,9 @@ class NxdSource:
                 raise UserError(f"{self._tag.folder}: not all of {name} is there")
 
     @torch.no_grad()
-    def _whole(self, part: Part, name: str) -> torch.Tensor:
+    def _whole(self, part: StateKind, name: str) -> torch.Tensor:
         whole = torch.zeros(self._sizes[name], dtype=torch.float32)
-        if part is not Part.WEIGHT and not self._tag.has_optimizer:
+        if part is not StateKind.WEIGHT and not self._tag.has_optimizer:
             return whole
         for place in self._places[name]:
             box = whole
@@ -164,11 +164,11 @@ class NxdSource:
             box.copy_(self._local(part, place)[place.piece.start : place.piece.end])
         return whole
 
-    def _local(self, part: Part, place: _Place) -> torch.Tensor:
+    def _local(self, part: StateKind, place: _Place) -> torch.Tensor:
         """A rank's parameter, or what the optimizer has of it, in full."""
         if self._tag.has_optimizer:
             states = [self._optimizer(data, place) for data in range(self._tag.sizes.data)]
-            if part is Part.WEIGHT:
+            if part is StateKind.WEIGHT:
                 shards = [state.get("sharded_master_weights", {}).get(place.number) for state in states]
             else:
                 shards = [_state_of(state)[place.number][MOMENTS[part]] for state in states]

@@ -33,7 +33,7 @@ _OPEN_FILES = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class TagDegrees:
     """Degrees that a tag was written at."""
 
     tensor: int
@@ -60,7 +60,7 @@ class Tag:
         if not (folder / _DONE).exists():
             raise UserError(f"{folder} has no `done`: the save of that tag never ended; take an older one")
         model, optimizer = _ranks(folder / "model"), set() if weights_only else _ranks(folder / "optim")
-        self.sizes = Sizes(
+        self.sizes = TagDegrees(
             tensor=1 + max((tp for _, tp, _ in model), default=-1),
             pipeline=1 + max((pp for _, _, pp in model), default=-1),
             data=1 + max((dp for dp, _, _ in optimizer), default=0),

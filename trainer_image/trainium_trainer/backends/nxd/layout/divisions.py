@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredRows:
     """A tensor of the checkpoint in a parameter's state."""
 
     piece: Piece
@@ -43,15 +43,15 @@ def _division(boxes: list[Piece]) -> Division:
     return ()
 
 
-def replicated(pieces: Sequence[Piece], divided: Sequence[Division]) -> tuple[Stored, ...]:
+def replicated(pieces: Sequence[Piece], divided: Sequence[Division]) -> tuple[StoredRows, ...]:
     """What a parameter is stacked of where every data-parallel rank holds its state."""
-    return tuple(Stored(piece, division) for piece, division in zip(pieces, divided, strict=True))
+    return tuple(StoredRows(piece, division) for piece, division in zip(pieces, divided, strict=True))
 
 
-def zero1(pieces: Sequence[Piece], divided: Sequence[Division], rank: int, rows: int) -> tuple[Stored, ...]:
+def zero1(pieces: Sequence[Piece], divided: Sequence[Division], rank: int, rows: int) -> tuple[StoredRows, ...]:
     """The same where data-parallel rank number `rank` holds the state of the `rank`-th run of `rows` rows."""
     return tuple(
-        Stored(
+        StoredRows(
             piece.within(rank * rows, (rank + 1) * rows) or piece.nothing(),
             (*division, Cut(0, Axis.DATA, rows, piece.start)),
         )

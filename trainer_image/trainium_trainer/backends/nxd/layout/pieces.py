@@ -95,7 +95,7 @@ def shared_rows(pieces: Sequence[Piece], size: int) -> tuple[tuple[int, int, boo
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class ProjectionCut:
     """Which run of a projection's outputs or inputs is on a rank."""
 
     whole: tuple[int, int]
@@ -136,7 +136,7 @@ class TensorRank:
         """Which of the equal runs of key/value heads is here; there are size / copies of them."""
         return self.query_chunk // self.key_value_copies
 
-    def cut(self, projection: str) -> Cut:
+    def cut(self, projection: str) -> ProjectionCut:
         """How a projection is divided, by Hugging Face's name of the module. KeyError for one that no model has."""
         shape, hidden = self.shape, self.shape.hidden_size
         query, key_value = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
@@ -155,9 +155,9 @@ class TensorRank:
                 return self._cut((hidden, shape.intermediate_size), 1, self.rank)
         raise KeyError(projection)
 
-    def _cut(self, whole: tuple[int, int], dimension: int, chunk: int, copies: int = 1) -> Cut:
+    def _cut(self, whole: tuple[int, int], dimension: int, chunk: int, copies: int = 1) -> ProjectionCut:
         length = whole[dimension] * copies // self.size
-        return Cut(whole, dimension, chunk * length, length, copies)
+        return ProjectionCut(whole, dimension, chunk * length, length, copies)
 
     def pieces(self, parameter: str, *, adapter_rank: int = 0) -> tuple[Piece, ...]:
         """What a module's parameter consists of; KeyError for a name that the model does not have.
@@ -188,7 +188,7 @@ class TensorRank:
             found.append(replace(_piece(f"{prefix}.{name}.weight", self.cut(name)), start=start))
         return tuple(found)
 
-    def _adapter(self, parameter: str, cut: Cut, first: bool, rank: int) -> Piece:
+    def _adapter(self, parameter: str, cut: ProjectionCut, first: bool, rank: int) -> Piece:
         """Of A, [rank, inputs], and B, [outputs, rank], one is divided as the projection is, the other is whole."""
         side = 1 if first else 0
         whole = (rank, cut.whole[1]) if first else (cut.whole[0], rank)
@@ -197,7 +197,7 @@ class TensorRank:
         return Piece(parameter, whole, 0, (0, 0), whole, self.size)
 
 
-def _piece(parameter: str, cut: Cut) -> Piece:
+def _piece(parameter: str, cut: ProjectionCut) -> Piece:
     offsets, sizes = [0, 0], list(cut.whole)
     offsets[cut.dimension], sizes[cut.dimension] = cut.offset, cut.length
     return Piece(parameter, cut.whole, 0, tuple(offsets), tuple(sizes), cut.replicas)

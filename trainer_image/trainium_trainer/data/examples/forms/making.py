@@ -32,7 +32,7 @@ class _Form(Protocol):
     def prompt(self, record: Mapping[str, Any]) -> str: ...
 
 
-class Maker:
+class ExampleMaker:
     """Makes examples from records."""
 
     def __init__(

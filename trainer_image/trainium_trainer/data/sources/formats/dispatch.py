@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING
 
-from trainium_trainer.data.sources.documents import Block, Piece, Record
+from trainium_trainer.data.sources.documents import FileBlock, Record, TextPiece
 from trainium_trainer.data.sources.files import reading
 from trainium_trainer.data.sources.formats import comma, lines, tables
 from trainium_trainer.exits import UserError
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _KEYS_SHOWN = 8
 
 
-def divide(file: DataFile, number: int, target: int) -> list[Block]:
+def divide(file: DataFile, number: int, target: int) -> list[FileBlock]:
     """The blocks of a file, about `target` bytes each. Raises UserError or StorageError."""
     if file.size == 0:
         return []
@@ -34,15 +34,15 @@ def divide(file: DataFile, number: int, target: int) -> list[Block]:
         case ".arrow":
             return reading(file.shown, lambda: tables.divide_arrow(file, number, target))
     if file.compression is not None:
-        return [Block(number, 0, file.size, file.size * 4)]
+        return [FileBlock(number, 0, file.size, file.size * 4)]
     if file.format == ".csv" or lines.is_array(file):
-        return [Block(number, 0, file.size, file.size)]
+        return [FileBlock(number, 0, file.size, file.size)]
     count = max(1, round(file.size / target))
     marks = [index * file.size // count for index in range(count + 1)]
-    return [Block(number, start, end, end - start) for start, end in itertools.pairwise(marks)]
+    return [FileBlock(number, start, end, end - start) for start, end in itertools.pairwise(marks)]
 
 
-def read(file: DataFile, block: Block, field: str) -> Iterator[Piece | Skipped]:
+def read(file: DataFile, block: FileBlock, field: str) -> Iterator[TextPiece | Skipped]:
     """The documents of a block. Raises UserError for what can never be read, OSError when the store fails."""
     match file.format:
         case ".txt":
@@ -59,7 +59,7 @@ def read(file: DataFile, block: Block, field: str) -> Iterator[Piece | Skipped]:
                 yield _text_of(item, field) if isinstance(item, Record) else item
 
 
-def read_records(file: DataFile, block: Block) -> Iterator[Record | Skipped]:
+def read_records(file: DataFile, block: FileBlock) -> Iterator[Record | Skipped]:
     """The records of a block. Raises UserError for what can never be read, OSError when the store fails."""
     match file.format:
         case ".txt":
@@ -75,7 +75,7 @@ def read_records(file: DataFile, block: Block) -> Iterator[Record | Skipped]:
             return lines.read_array(file) if lines.is_array(file) else lines.read_json_lines(file, block)
 
 
-def _text_of(record: Record, field: str) -> Piece | Skipped:
+def _text_of(record: Record, field: str) -> TextPiece | Skipped:
     text = record.fields.get(field)
     if not isinstance(text, str):
         known = ", ".join(list(record.fields)[:_KEYS_SHOWN]) or "none"
@@ -84,4 +84,4 @@ def _text_of(record: Record, field: str) -> Piece | Skipped:
         text.encode()
     except UnicodeEncodeError:  # half of a surrogate pair, as \ud800
         return record.skipped("holds half a surrogate pair, which is no character: correct the line")
-    return Piece(text)
+    return TextPiece(text)

@@ -10,14 +10,14 @@ import io
 import json
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
-from trainium_trainer.data.sources.documents import Piece, Record, Skipped
+from trainium_trainer.data.sources.documents import Record, Skipped, TextPiece
 from trainium_trainer.data.sources.files import reading
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from trainium_trainer.data.sources.documents import Block
+    from trainium_trainer.data.sources.documents import FileBlock
     from trainium_trainer.data.sources.files import DataFile
 
 _TEXT_PIECE = 1 << 20
@@ -41,7 +41,7 @@ def unpacking_error(file: DataFile, error: OSError) -> UserError | None:
     return UserError(f"data.source {file.shown}: cannot be decompressed ({' '.join(str(error).split())}): replace it")
 
 
-def _lines(file: DataFile, block: Block) -> Iterator[tuple[int, bytes]]:
+def _lines(file: DataFile, block: FileBlock) -> Iterator[tuple[int, bytes]]:
     """The lines that begin in the block, each with the place where it begins."""
     with opened(file) as stream:
         place = block.start
@@ -66,7 +66,7 @@ def _decoded(line: bytes, place: int) -> str:
         raise ValueError(f"not UTF-8 text at byte {error.start} of it") from error
 
 
-def read_text(file: DataFile, block: Block) -> Iterator[Piece | Skipped]:
+def read_text(file: DataFile, block: FileBlock) -> Iterator[TextPiece | Skipped]:
     """One document for each file, in pieces that end with a line."""
     parts: list[str] = []
     gathered = end = 0
@@ -79,17 +79,17 @@ def read_text(file: DataFile, block: Block) -> Iterator[Piece | Skipped]:
             yield Skipped(file, str(error), number if block.start == 0 else None, place)
             continue
         if gathered >= _TEXT_PIECE:
-            yield Piece("".join(parts), ends_document=False, document=file.relative, begins_document=begins)
+            yield TextPiece("".join(parts), ends_document=False, document=file.relative, begins_document=begins)
             parts, gathered = [], 0
         parts.append(text.replace("\r\n", "\n").replace("\r", "\n"))
         gathered += len(text)
     if parts:
         # The block that reads the last line ends the document; it may not be the last block.
         ends = file.compression is not None or end >= file.size
-        yield Piece("".join(parts), ends_document=ends, document=file.relative, begins_document=begins)
+        yield TextPiece("".join(parts), ends_document=ends, document=file.relative, begins_document=begins)
 
 
-def read_json_lines(file: DataFile, block: Block) -> Iterator[Record | Skipped]:
+def read_json_lines(file: DataFile, block: FileBlock) -> Iterator[Record | Skipped]:
     """One record for each line."""
     for number, (place, line) in enumerate(_lines(file, block), start=1):
         if line.isspace():

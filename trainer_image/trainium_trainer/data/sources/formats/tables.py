@@ -11,7 +11,7 @@ import itertools
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from trainium_trainer.data.sources.documents import Block, Piece, Record, Skipped
+from trainium_trainer.data.sources.documents import FileBlock, Record, Skipped, TextPiece
 from trainium_trainer.data.sources.files import s3
 from trainium_trainer.exits import UserError
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _ROWS = 1000
 
 
-def read_column(file: DataFile, block: Block, field: str) -> Iterator[Piece | Skipped]:
+def read_column(file: DataFile, block: FileBlock, field: str) -> Iterator[TextPiece | Skipped]:
     """The documents of a block: one in each row of a column of texts or of lists of token ids."""
     with _refusing(file):
         for row, batch, note in _batches(file, block, field):
@@ -31,7 +31,7 @@ def read_column(file: DataFile, block: Block, field: str) -> Iterator[Piece | Sk
                 yield Skipped(file, f"{item.reason}{note}", item.number) if isinstance(item, Skipped) else item
 
 
-def read_rows(file: DataFile, block: Block) -> Iterator[Record | Skipped]:
+def read_rows(file: DataFile, block: FileBlock) -> Iterator[Record | Skipped]:
     """The records of a block: one for each row."""
     with _refusing(file):
         for row, batch, note in _batches(file, block, None):
@@ -53,7 +53,7 @@ def _records(file: DataFile, batch: Any, first: int) -> Iterator[Record | Skippe
                 yield Skipped(file, f"not UTF-8 text at byte {error.start} of it", first + number)
 
 
-def _batches(file: DataFile, block: Block, field: str | None) -> Iterator[tuple[int, Any, str]]:
+def _batches(file: DataFile, block: FileBlock, field: str | None) -> Iterator[tuple[int, Any, str]]:
     """Record batches with the number of their first row, and what to say of how it is counted."""
     return _parquet_batches(file, block, field) if file.format == ".parquet" else _arrow_batches(file, block, field)
 
@@ -94,14 +94,14 @@ def _checked_column(file: DataFile, schema: Any, field: str) -> None:
         )
 
 
-def _documents(file: DataFile, column: Any, first: int) -> Iterator[Piece | Skipped]:
+def _documents(file: DataFile, column: Any, first: int) -> Iterator[TextPiece | Skipped]:
     """The values of an array, whose first one is row number `first`; nulls are nothing."""
     from pyarrow import types  # noqa: PLC0415 - as above
 
     if types.is_list(column.type) or types.is_large_list(column.type):
         for value in column:
             if value.is_valid:
-                yield Piece("", ids=value.values.to_numpy(zero_copy_only=False))
+                yield TextPiece("", ids=value.values.to_numpy(zero_copy_only=False))
         return
     for start in range(0, len(column), _ROWS):
         part = column.slice(start, _ROWS)
@@ -112,10 +112,10 @@ def _documents(file: DataFile, column: Any, first: int) -> Iterator[Piece | Skip
             continue
         for value in values:
             if value is not None:
-                yield Piece(value)
+                yield TextPiece(value)
 
 
-def _one_by_one(file: DataFile, column: Any, first: int) -> Iterator[Piece | Skipped]:
+def _one_by_one(file: DataFile, column: Any, first: int) -> Iterator[TextPiece | Skipped]:
     for number, value in enumerate(column, start=first):
         try:
             text = value.as_py()
@@ -123,7 +123,7 @@ def _one_by_one(file: DataFile, column: Any, first: int) -> Iterator[Piece | Ski
             yield Skipped(file, f"not UTF-8 text at byte {error.start} of it", number)
             continue
         if text is not None:
-            yield Piece(text)
+            yield TextPiece(text)
 
 
 def _broken(file: DataFile, kind: str, error: BaseException) -> UserError:
@@ -142,7 +142,7 @@ def _opened_parquet(file: DataFile) -> Any:
         return parquet.ParquetFile(file.path, memory_map=True)
 
 
-def divide_parquet(file: DataFile, number: int, target: int) -> list[Block]:
+def divide_parquet(file: DataFile, number: int, target: int) -> list[FileBlock]:
     """Row groups in blocks."""
     with _opened_parquet(file) as table:
         metadata = table.metadata
@@ -150,18 +150,18 @@ def divide_parquet(file: DataFile, number: int, target: int) -> list[Block]:
     return _grouped(number, sizes, target)
 
 
-def _grouped(number: int, sizes: list[int], target: int) -> list[Block]:
+def _grouped(number: int, sizes: list[int], target: int) -> list[FileBlock]:
     """Neighbours put together until they are worth a block."""
     blocks, start, gathered = [], 0, 0
     for index, size in enumerate(sizes):
         gathered += size
         if gathered >= target or index == len(sizes) - 1:
-            blocks.append(Block(number, start, index + 1, gathered))
+            blocks.append(FileBlock(number, start, index + 1, gathered))
             start, gathered = index + 1, 0
     return blocks
 
 
-def _parquet_batches(file: DataFile, block: Block, field: str | None) -> Iterator[tuple[int, Any, str]]:
+def _parquet_batches(file: DataFile, block: FileBlock, field: str | None) -> Iterator[tuple[int, Any, str]]:
     with _opened_parquet(file) as table:
         if field is not None:
             _checked_column(file, table.schema_arrow, field)
@@ -190,7 +190,7 @@ def _opened_arrow(file: DataFile) -> Any:
         return reader
 
 
-def divide_arrow(file: DataFile, number: int, target: int) -> list[Block]:
+def divide_arrow(file: DataFile, number: int, target: int) -> list[FileBlock]:
     """Record batches in blocks, or rows where there is only one batch."""
     import pyarrow as pa  # noqa: PLC0415 - as above
 
@@ -199,12 +199,12 @@ def divide_arrow(file: DataFile, number: int, target: int) -> list[Block]:
         rows = content.num_rows
         count = min(max(1, round(file.size / target)), max(1, rows))
         marks = [index * rows // count for index in range(count + 1)]
-        return [Block(number, a, b, file.size // count) for a, b in itertools.pairwise(marks)]
+        return [FileBlock(number, a, b, file.size // count) for a, b in itertools.pairwise(marks)]
     batches = content.num_record_batches
     return _grouped(number, [file.size // max(1, batches)] * batches, target)
 
 
-def _arrow_batches(file: DataFile, block: Block, field: str | None) -> Iterator[tuple[int, Any, str]]:
+def _arrow_batches(file: DataFile, block: FileBlock, field: str | None) -> Iterator[tuple[int, Any, str]]:
     import pyarrow as pa  # noqa: PLC0415 - as above
 
     content = _opened_arrow(file)
