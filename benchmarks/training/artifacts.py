@@ -95,7 +95,7 @@ def make_runs(folder: Path, shape: ModelShape) -> None:
         ("lora", choose(shape, tuning()).sizes, torch.float32, adapters),
     ):
         sources = [
-            Source(f"model.{key}", dtype, torch.Size(size), partial(_random, size, dtype))
+            TensorSource(f"model.{key}", dtype, torch.Size(size), partial(_random, size, dtype))
             for key, size in sizes.items()
         ]
         position = Position(step=1, samples=1, tokens=1)

@@ -1,4 +1,4 @@
-"""Progress lines for work that takes long enough to make a person wonder.
+"""ProgressLines lines for work that takes long enough to make a person wonder.
 
 Invariant: a running step prints its name when it begins, its age every few seconds, and its duration when it ends, so
 that no wait is silent.
@@ -31,7 +31,7 @@ def _nothing() -> str:
     return ""
 
 
-class Progress:
+class ProgressLines:
     """Numbers the steps of one piece of work: `[3/6] building helm ... 40 s, 120 of 900 packages; then kwok`."""
 
     def __init__(self, total: int, write: Write = to_stderr, tick_seconds: float = TICK_SECONDS) -> None:

@@ -37,7 +37,7 @@ def main() -> None:
         curve.add(int(step), float(loss))
     members, pods = decode_members(recorded("membership")), pod_rows(recorded("pods"), NOW)
     view = job_view(job, now=NOW, workers=workers_view(pods, members), events=event_views(recorded("events")["items"]))
-    report = Report(view, interruptions(shown_status(job)), members, None, curve.points, (), pods)
+    report = JobReport(view, interruptions(shown_status(job)), members, None, curve.points, (), pods)
     with tempfile.TemporaryDirectory() as folder, browser() as tab:
         page = Path(folder) / "page.html"
         page.write_text(report_html(report, NOW), encoding="utf-8")

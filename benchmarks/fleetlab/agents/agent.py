@@ -218,7 +218,7 @@ class Agent:
             async with asyncio.timeout(_REQUEST_SECONDS):
                 await stream.open(endpoint, headers, {"podUid": self.pod.uid, "after": self.known})
                 if not stream.lost.done():
-                    stream.send(Kind.REGISTER, _encoded(self._introduction()))
+                    stream.send(FrameKind.REGISTER, _encoded(self._introduction()))
                     ends: set[asyncio.Future[Any]] = {welcomed, stream.lost}
                     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             beating = asyncio.create_task(self._beat_on(stream, asked))

@@ -57,7 +57,7 @@ def report(
     if rows is None:
         notes.append(f"checkpoints on storage: {why_not}")
     entries = interruptions(shown_status(screen.job))
-    found = Report(screen.view, entries, screen.members, rows, curve, tuple(notes), screen.pods)
+    found = JobReport(screen.view, entries, screen.members, rows, curve, tuple(notes), screen.pods)
     if output == Path(Format.JSON):
         emit(Format.JSON, found, lambda *_: None)
         return

@@ -102,7 +102,7 @@ class OperatorMemory(StatusModel):
     """Counted failures within the largest budget window, oldest first."""
 
 
-_WITHIN = {"": OperatorMemory, "goodput.": LedgerMemory, "idleNodes.": IdleNodesMemory}
+_WITHIN: dict[str, type[StatusModel]] = {"": OperatorMemory, "goodput.": LedgerMemory, "idleNodes.": IdleNodesMemory}
 """Where below `status` each part stands."""
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from trainium_devcluster.binaries.go_command import GoCommand
-    from trainium_devcluster.progress import Progress
+    from trainium_devcluster.progress import ProgressLines
 
 _COMPONENT_VERSION = "k8s.io/component-base/version"
 _BUILD_SECONDS = 3600.0
@@ -122,7 +122,7 @@ def module_root() -> Path:
 
 
 def build_all(
-    sources: Sequence[Source], wanted: frozenset[Program], target: Path, tools: Path, progress: Progress
+    sources: Sequence[Source], wanted: frozenset[Program], target: Path, tools: Path, progress: ProgressLines
 ) -> None:
     """Build modules in their order and link the wanted programs into `target`; raises ClusterError as Go put it.
 
@@ -155,7 +155,7 @@ def _fetch(go: Go, source: Source, under_way: contextlib.ExitStack) -> GoCommand
     return fetch.__enter__()  # whose end is seen to already
 
 
-def _fetched(fetch: GoCommand, source: Source, progress: Progress) -> int:
+def _fetched(fetch: GoCommand, source: Source, progress: ProgressLines) -> int:
     """How many packages the program is made of, once they are here."""
     try:
         with progress.step(f"fetching the sources of {source.label}", so_far=fetch.downloaded):
@@ -168,7 +168,7 @@ def _fetched(fetch: GoCommand, source: Source, progress: Progress) -> int:
     return len(fetch.output().splitlines())
 
 
-def _compile(go: Go, source: Source, staging: Path, progress: Progress, packages: int, left: str) -> None:
+def _compile(go: Go, source: Source, staging: Path, progress: ProgressLines, packages: int, left: str) -> None:
     flags = " ".join(["-s", "-w", *(f"-X {name}={value}" for name, value in source.variables)])
     command = ("build", "-v", "-trimpath", "-buildvcs=false", "-ldflags", flags, "-o", str(staging), source.package)
     run = go.command(*command, folder=module_root() / source.folder)

@@ -107,7 +107,7 @@ def ensure_binaries(
             )
         sources = [source for source in SOURCES if missing & set(source.programs)]
         if sources:
-            build_all(sources, missing, folder, root / "go", Progress(2 * len(sources), write))
+            build_all(sources, missing, folder, root / "go", ProgressLines(2 * len(sources), write))
     return Binaries(folder)
 
 
@@ -161,6 +161,6 @@ def _lock(path: Path, write: Write) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            with Progress(1, write).step("waiting for another process that prepares the programs of the cluster"):
+            with ProgressLines(1, write).step("waiting for another process that prepares the programs of the cluster"):
                 fcntl.flock(file, fcntl.LOCK_EX)
         yield

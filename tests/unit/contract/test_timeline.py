@@ -143,7 +143,7 @@ def test_a_page_says_who_was_what_and_what_is_not_recorded() -> None:
     job, pods = recorded("job"), pod_rows(recorded("pods"), NOW)
     who = Members(2, 1, (MemberRow(0, "llama-w-0", "node-2"), MemberRow(1, "llama-w-2", "node-1")))
     view = job_view(job, now=NOW, workers=workers_view(pods, who))
-    report = Report(view, interruptions(shown_status(job)), who, None, (), (), pods)
+    report = JobReport(view, interruptions(shown_status(job)), who, None, (), (), pods)
     page = Page(report_html(report, NOW))
     assert page.open == []
     for words in ("Who was what when", "llama-w-1: member of generation 1", "llama-w-2 on node-1: ranks 1",

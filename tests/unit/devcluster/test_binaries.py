@@ -362,7 +362,7 @@ def fake_go(folder: Path, version: str) -> None:
 def test_a_new_enough_go_on_path_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_go(tmp_path / "path", "1.21.4")
     monkeypatch.setenv("PATH", f"{tmp_path / 'path'}:/usr/bin:/bin")
-    assert find_go(tmp_path / "tools", Progress(1, lambda _: None)) == Go(tmp_path / "path" / "go")
+    assert find_go(tmp_path / "tools", ProgressLines(1, lambda _: None)) == Go(tmp_path / "path" / "go")
 
 
 def test_an_old_go_gives_way_to_an_installed_toolchain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -378,10 +378,10 @@ def test_an_old_go_gives_way_to_an_installed_toolchain(tmp_path: Path, monkeypat
         (root / "pkg").mkdir()
 
     monkeypatch.setattr("trainium_devcluster.binaries.toolchain._install_go", install)
-    go = find_go(tmp_path / "tools", Progress(1, lambda _: None))
+    go = find_go(tmp_path / "tools", ProgressLines(1, lambda _: None))
     assert go.program.parts[-4:] == ("somewhere", "go", "bin", "go")
     assert go.root == go.program.parent.parent
-    assert find_go(tmp_path / "tools", Progress(1, lambda _: None)) == go
+    assert find_go(tmp_path / "tools", ProgressLines(1, lambda _: None)) == go
     assert len(installed) == 1
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from tests.testing.operator.coordinator_world import LLAMA, World, heartbeat, membership, register
 from tests.testing.suite.patience import patient
-from trainium_contract.wire.stream import STREAM_PATH, UPGRADE, FrameReader, Kind, frame
+from trainium_contract.wire.stream import STREAM_PATH, UPGRADE, FrameKind, FrameReader, frame
 from trainium_operator.coordinator import streams
 from trainium_operator.coordinator.certificates import renewed, server_names
 from trainium_operator.coordinator.server import LARGEST_BODY
@@ -122,7 +122,7 @@ async def test_one_connection_registers_beats_and_brings_memberships(site: Site)
     talker = await site.stream()
     talker.send(FrameKind.HEARTBEAT, heartbeat(generation=0, phase="Standby"))
     kind, heard = await talker.next()
-    assert (kind, heard["generation"]) == (Kind.HEARD, 0)
+    assert (kind, heard["generation"]) == (FrameKind.HEARD, 0)
     assert abs(heard["time"] - time.time()) < patient(GENEROUS)
     site.state.publish(LLAMA, membership(1))
     kind, brought = await talker.next()

@@ -115,8 +115,8 @@ async def test_an_agent_at_rest_gives_signs_of_life_and_tells_in_full_now_and_th
     async with serving(tmp_path, monkeypatch) as site:
         site.state.publish(LLAMA, membership(1))
         # How many of the one come before so many of the other is drawn anew each time.
-        await async_until(lambda: site.frames.count(Kind.HEARTBEAT) >= 4, "heartbeats in full")
-        await async_until(lambda: site.frames.count(Kind.ALIVE) >= 4, "signs of life that say nothing else")
+        await async_until(lambda: site.frames.count(FrameKind.HEARTBEAT) >= 4, "heartbeats in full")
+        await async_until(lambda: site.frames.count(FrameKind.ALIVE) >= 4, "signs of life that say nothing else")
         assert site.memberships[0].generation == 1
         assert site.frames.count(FrameKind.REGISTER) == 1
         view = site.state.agents(LLAMA)["uid-w-0"]
@@ -130,7 +130,7 @@ async def test_news_is_told_at_once_and_in_full(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(state, "DETAILS_A_SECOND", 1 / 1000.0)
     async with serving(tmp_path, monkeypatch) as site:
         site.state.publish(LLAMA, membership(1))
-        await async_until(lambda: Kind.ALIVE in site.frames, "it is at rest")
+        await async_until(lambda: FrameKind.ALIVE in site.frames, "it is at rest")
         site.phase = WorkerPhase.FINISHED
         site.client.heartbeat_now()
         await async_until(
@@ -150,17 +150,17 @@ async def test_an_agent_whose_stream_ends_comes_again_and_misses_nothing(
             stream.abort()
         site.state.publish(LLAMA, membership(2))
         await async_until(lambda: site.memberships[-1].generation == 2, "what came meanwhile")
-        assert site.frames.count(Kind.REGISTER) == 2
+        assert site.frames.count(FrameKind.REGISTER) == 2
         site.state.forget_pod(LLAMA, "uid-w-0")
         site.state.publish(LLAMA, membership(3, "w-1"))  # this coordinator knows it no more
-        await async_until(lambda: site.frames.count(Kind.REGISTER) == 3, "it registers again")
+        await async_until(lambda: site.frames.count(FrameKind.REGISTER) == 3, "it registers again")
 
 
 async def test_a_stream_is_opened_anew_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "_STREAM_SECONDS", (0.3, 0.5))
     async with serving(tmp_path, monkeypatch) as site:
         site.state.publish(LLAMA, membership(1))
-        await async_until(lambda: site.frames.count(Kind.REGISTER) >= 4, "streams follow each other")
+        await async_until(lambda: site.frames.count(FrameKind.REGISTER) >= 4, "streams follow each other")
         assert site.welcomes >= 4
         assert [each.generation for each in site.memberships] == [1]
 
@@ -178,7 +178,7 @@ async def test_a_coordinator_that_answers_no_heartbeat_is_given_up(
             taken(stream, kind, payload)
 
         monkeypatch.setattr(streams.Stream, "_take", take)
-        await async_until(lambda: site.frames.count(Kind.REGISTER) >= 2, "it tries again")
+        await async_until(lambda: site.frames.count(FrameKind.REGISTER) >= 2, "it tries again")
         assert not site.acknowledged
         deaf = False
         await async_until(lambda: bool(site.acknowledged), "it is heard")

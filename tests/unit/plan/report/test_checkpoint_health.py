@@ -7,7 +7,7 @@ from plan_builders import NOW, planned, running, training
 
 from trainium_contract.spec.storage import JobCheckpointSpec
 from trainium_contract.status.conditions import ConditionStatus, ConditionType
-from trainium_contract.trainer.checkpoint import DurableTier
+from trainium_contract.trainer.checkpoint import DurableTierConfig
 from trainium_contract.wire.messages import Progress
 from trainium_operator.plan.model.conditions import find_condition
 
