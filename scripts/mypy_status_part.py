@@ -53,8 +53,9 @@ def _answer(context: MethodContext) -> Type:
     """The part with the model of the field that is asked for."""
     answer = get_proper_type(context.default_return_type)
     given = get_proper_type(context.arg_types[0][0]) if context.arg_types and context.arg_types[0] else None
-    name = given.last_known_value.value if isinstance(given, Instance) and given.last_known_value else None
-    model = _model(_fields(context.type).get(str(name)))
+    if isinstance(given, Instance):
+        given = given.last_known_value
+    model = _model(_fields(context.type).get(str(given.value))) if isinstance(given, LiteralType) else None
     if model is None or not isinstance(answer, Instance):
         return context.default_return_type
     if answer.type.fullname + "." == _PART:

@@ -31,6 +31,7 @@ from trainium_operator.plan.model.observed import PodPhase
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from trainium_contract.status.shown import ShownStatus
     from trainium_contract.views.curve import CurvePoint
     from trainium_operator.cluster.api.client import Api
     from trainium_operator.cluster.cache.views import JobRecord
@@ -205,7 +206,7 @@ def _row(record: JobRecord) -> JobRow:
     if view is None:
         note = f"{record.elsewhere} controls it" if record.elsewhere else record.error
         return JobRow(record.namespace, record.name, note=note)
-    status = view.status
+    status: ShownStatus = view.status
     return JobRow(
         namespace=record.namespace,
         name=record.name,

@@ -2,53 +2,47 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+from checked_by_mypy import PLUGINS, ROOT, checked
 from pydantic import ValidationError
 
 from trainium_contract.job import GoodputStatus
 
-ROOT = Path(__file__).parents[3]
+if TYPE_CHECKING:
+    from pathlib import Path
+
 _WELL = """
-from trainium_contract.job import TrainingJobStatus
+from trainium_contract.job import GoodputStatus, TrainingJobStatus
 from trainium_contract.status.conditions import Phase
-from trainium_contract.job import GoodputStatus
+from trainium_contract.status.memory import AnyMemory
 
 status = TrainingJobStatus().replaced(phase=Phase.RUNNING, waiting_since=None)
 ledger = GoodputStatus().replaced(starting=True)
 reveal_type(status)
+
+
+def forget(memory: AnyMemory) -> AnyMemory:
+    return memory.replaced(waiting_since=None)
+
+
+reveal_type(forget(status))
 """
-
-
-def checked(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """What mypy says, by the project's own settings, about a file with this text."""
-    program = folder / "program.py"
-    program.write_text(text, encoding="utf-8")
-    settings = folder / "pyproject.toml"
-    plugin = ROOT / "scripts" / "mypy_replaced.py"
-    settings.write_text(
-        f'[tool.mypy]\nstrict = true\nmypy_path = "{ROOT / "contract"}"\nplugins = ["pydantic.mypy", "{plugin}"]\n',
-        encoding="utf-8",
-    )
-    command = [sys.executable, "-m", "mypy", "--config-file", str(settings), "--cache-dir", str(folder / "cache")]
-    return subprocess.run([*command, str(program)], capture_output=True, text=True, check=False, cwd=folder)
 
 
 @pytest.mark.timeout(300)
 def test_a_misspelt_field_and_a_value_of_another_type_are_errors(tmp_path: Path) -> None:
     well = checked(_WELL, tmp_path)
     assert well.returncode == 0, well.stdout + well.stderr
-    assert 'note: Revealed type is "trainium_contract.job.TrainingJobStatus"' in well.stdout
+    assert well.stdout.count('note: Revealed type is "trainium_contract.job.TrainingJobStatus"') == 2
     ill = checked(_WELL.replace("waiting_since=None", "waitingsince=None").replace("=True", '="yes"'), tmp_path)
     assert ill.returncode == 1
-    assert 'Unexpected keyword argument "waitingsince"' in ill.stdout
+    assert ill.stdout.count('Unexpected keyword argument "waitingsince"') == 2
     assert 'Argument "starting" to "replaced" of "ContractModel" has incompatible type "str"; expected "bool"' in (
         ill.stdout
     )
-    assert "Found 2 errors" in ill.stdout
+    assert "Found 3 errors" in ill.stdout
 
 
 def test_a_copy_is_the_one_that_pydantic_would_make_and_leaves_the_model_as_it_was() -> None:
@@ -73,4 +67,5 @@ def test_the_operator_and_the_contract_change_models_in_no_other_way() -> None:
         if "model_copy(" in path.read_text(encoding="utf-8")
     ]
     assert untyped == []
-    assert '"scripts/mypy_replaced.py"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    settings = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert all(f'"scripts/{plugin}"' in settings for plugin in PLUGINS)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from trainium_contract.faults.read import Verdict
     from trainium_contract.job import TrainingJobStatus
+    from trainium_contract.status.shown import ShownStatus
     from trainium_contract.wire.messages import HeartbeatRequest, ProcessFailure
     from trainium_operator.plan.view.facts import Facts
     from trainium_operator.plan.view.workers import Worker
@@ -252,7 +253,7 @@ def budget_verdict(facts: Facts, status: TrainingJobStatus) -> StopVerdict | Non
     return _verdict(Reason.BUDGET_EXHAUSTED, last.cause, told, pod=last.pod, node=node)
 
 
-def _last_words(facts: Facts, status: TrainingJobStatus, pod: str) -> tuple[str, str]:
+def _last_words(facts: Facts, status: ShownStatus, pod: str) -> tuple[str, str]:
     """Node and last words of the pod that failed last: its log goes with it, and it may never have been a member."""
     faults = [entry for entry in status.history if entry.message and entry.rung not in (Rung.RESIZE, Rung.GROW)]
     named = next((entry for entry in reversed(faults) if entry.pod == pod), None)

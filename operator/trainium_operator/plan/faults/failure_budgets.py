@@ -18,8 +18,8 @@ from trainium_operator.plan.model.sentences import listed
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from trainium_contract.job import TrainingJobStatus
     from trainium_contract.spec.recovery import BudgetSpec, RecoverySpec
+    from trainium_contract.status.memory import OperatorMemory
 
 MAX_RECORDS = 128
 _BACKOFF_WINDOW_SECONDS = 600.0
@@ -130,6 +130,6 @@ def _within(failures: tuple[FailureRecord, ...], budget: BudgetSpec, now: float)
     return [record for record in failures if record.at > now - budget.window_seconds]
 
 
-def has_record_of(status: TrainingJobStatus, pod: str) -> bool:
+def has_record_of(memory: OperatorMemory, pod: str) -> bool:
     """Whether a failure of this pod is counted already."""
-    return any(record.pod == pod for record in status.failures)
+    return any(record.pod == pod for record in memory.failures)

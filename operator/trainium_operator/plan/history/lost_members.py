@@ -14,6 +14,7 @@ from trainium_operator.plan.model.sentences import listed
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
+    from trainium_contract.status.memory import FailureRecord, OperatorMemory
     from trainium_operator.plan.diagnose.loss import Loss
     from trainium_operator.plan.view.facts import Facts
 
@@ -27,7 +28,7 @@ def note_losses(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...
         return status
     generation = facts.current.generation
     if open_membership_entry(status, generation) is not None:
-        return _record_suspects(facts, status, losses)
+        return status.replaced(failures=_with_suspects(facts, status, losses))
     if status.membership.generation != generation:
         return status
     first = losses[0]
@@ -44,21 +45,21 @@ def note_losses(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...
         suspect=first.suspect,
         message=first.message + others,
     )
-    return _record_suspects(facts, status, losses).replaced(waiting_since=facts.now)
+    return status.replaced(failures=_with_suspects(facts, status, losses), waiting_since=facts.now)
 
 
-def _record_suspects(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...]) -> TrainingJobStatus:
-    """Remember the suspected nodes of all workers that were lost together, each once, as one moment for the budgets."""
+def _with_suspects(facts: Facts, memory: OperatorMemory, losses: tuple[Loss, ...]) -> tuple[FailureRecord, ...]:
+    """The failures, with the suspected nodes of all workers that were lost together: each once, as one moment."""
     names = frozenset(_names(losses))
-    recovery, recorded = facts.job.spec.recovery, {record.pod for record in status.failures if record.node}
-    failures = status.failures
+    recovery, recorded = facts.job.spec.recovery, {record.pod for record in memory.failures if record.node}
+    failures = memory.failures
     for loss in losses[:MOST_SUSPECTS]:
         pod = loss.member.pod_name
         if loss.suspect and pod not in recorded and is_recorded(loss.cause, recovery):
             moments = [record.at for record in failures if record.node and record.pod in names]
             at = min(moments, default=facts.now)
             failures = record_failure(failures, at=at, cause=loss.cause, pod=pod, node=loss.suspect, recovery=recovery)
-    return status.replaced(failures=failures)
+    return failures
 
 
 def _names(losses: tuple[Loss, ...]) -> tuple[str, ...]:

@@ -28,6 +28,7 @@ from trainium_operator.plan.view.progress import last_step
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
     from trainium_contract.status.failed_spec import FailedSpecStatus
+    from trainium_contract.status.shown import AnyShown, ShownStatus
     from trainium_contract.wire.messages import HeartbeatRequest
     from trainium_operator.plan.diagnose.failure_policy import StopVerdict
     from trainium_operator.plan.model.actions import DeletePod
@@ -115,7 +116,7 @@ def clean_up(facts: Facts, status: TrainingJobStatus) -> Answer:
     return Answer(status=status, actions=tuple(deletions), looks=(patience,) if witnesses else ())
 
 
-def _witnesses(facts: Facts, status: TrainingJobStatus) -> frozenset[str]:
+def _witnesses(facts: Facts, status: ShownStatus) -> frozenset[str]:
     """Pods that end by themselves with a verdict of their own, by uid: the one that the job's verdict names first."""
     named = status.history[-1].pod if status.history else ""
     ending = [
@@ -132,13 +133,13 @@ def _ends_by_itself(beat: HeartbeatRequest | None) -> bool:
     return says_stop(beat.verdict.exit_code)
 
 
-def _end_of_patience(facts: Facts, status: TrainingJobStatus) -> float:
+def _end_of_patience(facts: Facts, status: ShownStatus) -> float:
     """Until when such pods may run (Unix seconds); 0 when the end lies in the future, by a clock that was set back."""
     ended = parse_rfc3339(status.completion_time)
     return 0.0 if ended is None or ended > facts.now else ended + _WITNESS_SECONDS
 
 
-def _closed(facts: Facts, status: TrainingJobStatus, reason: Reason) -> TrainingJobStatus:
+def _closed(facts: Facts, status: AnyShown, reason: Reason) -> AnyShown:
     over = (ConditionType.RUNNING, ConditionType.RECOVERING, ConditionType.RESIZING, ConditionType.PODS_READY)
     for kind in (*over, ConditionType.ADMITTED):
         status = with_condition(status, kind, False, reason, "the job has ended", now=facts.now)

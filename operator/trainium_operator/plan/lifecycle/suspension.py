@@ -18,6 +18,7 @@ from trainium_operator.plan.pods.deletion import deletion
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
+    from trainium_contract.status.shown import AnyShown
     from trainium_operator.plan.view.facts import Facts
 
 
@@ -45,6 +46,6 @@ def suspend(facts: Facts, status: TrainingJobStatus) -> Answer:
     return released.having(status)
 
 
-def stay_active(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
+def stay_active(facts: Facts, status: AnyShown) -> AnyShown:
     """Say that the job is not suspended."""
     return with_condition(status, ConditionType.SUSPENDED, False, Reason.NOT_SUSPENDED, "", now=facts.now)

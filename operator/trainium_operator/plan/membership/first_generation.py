@@ -13,6 +13,7 @@ from trainium_contract.faults.causes import Cause
 from trainium_contract.wire.messages import Transition
 from trainium_operator.plan.membership.compiled_size import size_at_hand
 from trainium_operator.plan.membership.generation import Decision, NewGeneration
+from trainium_operator.plan.membership.patience import makes_do_at
 from trainium_operator.plan.membership.ranks import first_order, member_of, surroundings_of
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def form_first_generation(facts: Facts, status: TrainingJobStatus) -> Decision:
     ready = facts.candidates
     size = status.desired
     if len(ready) < size:
-        deadline = (status.waiting_since or facts.now) + facts.job.spec.recovery.rescale_after_seconds
+        deadline = makes_do_at(facts, status)
         if facts.now < deadline:
             return Decision(status=status, looks=(deadline,))
         size = size_at_hand(facts, status, len(ready))

@@ -32,6 +32,7 @@ from trainium_operator.plan.view.progress import is_settled, past_steps
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
+    from trainium_contract.status.shown import ShownStatus
     from trainium_operator.plan.diagnose.loss import Loss
     from trainium_operator.plan.view.facts import Facts
     from trainium_operator.plan.view.workers import Worker
@@ -77,7 +78,7 @@ def use_idle_nodes(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, 
     return Answer(status=status.replaced(desired=target, idle_nodes=idle), looks=looks + later)
 
 
-def _most(facts: Facts, status: TrainingJobStatus) -> int:
+def _most(facts: Facts, status: ShownStatus) -> int:
     """The best size that the job may have; what was asked for while others wait for nodes, or it for quota."""
     takes = facts.job.spec.elasticity.idle_nodes is IdleNodes.TAKE and bool(facts.settings.extra_priority_class)
     if not takes or facts.observed.wanted_elsewhere or status.desired < facts.size.desired:
@@ -85,9 +86,7 @@ def _most(facts: Facts, status: TrainingJobStatus) -> int:
     return max(status.desired, facts.size.most)
 
 
-def _target(
-    facts: Facts, status: TrainingJobStatus, room: _Room, losses: tuple[Loss, ...]
-) -> tuple[int, tuple[float, ...]]:
+def _target(facts: Facts, status: ShownStatus, room: _Room, losses: tuple[Loss, ...]) -> tuple[int, tuple[float, ...]]:
     """The size to work towards, and when to look again (Unix seconds)."""
     if losses:
         return room.beyond(facts, room.available), ()
@@ -101,7 +100,7 @@ def _target(
     return (kept, (due,)) if facts.now < due else (larger, ())
 
 
-def _due(facts: Facts, status: TrainingJobStatus, present: int, size: int) -> float | None:
+def _due(facts: Facts, status: ShownStatus, present: int, size: int) -> float | None:
     """When to grow beyond what was asked for (Unix seconds); None when what is left does not repay it."""
     price = price_of_a_change(status) or 0.0
     if not is_worth_growing(facts, status, present, size, beside=price + compile_seconds(facts, status, size)):
@@ -169,7 +168,7 @@ def _patience(facts: Facts) -> float:
     return float(facts.job.spec.recovery.rescale_after_seconds)
 
 
-def _trains_on(facts: Facts, status: TrainingJobStatus) -> bool:
+def _trains_on(facts: Facts, status: ShownStatus) -> bool:
     """Everybody trains, no size was asked for, and steps are left."""
     finished = any(worker is not None and worker.finished for _, worker in facts.members)
     return is_settled(facts) and not finished and not is_true(status, ConditionType.RESIZING) and not past_steps(status)

@@ -15,12 +15,14 @@ from trainium_operator.plan.diagnose.process_failures import cause_of_standstill
 from trainium_operator.plan.history.interruptions import open_interruption, open_membership_entry, replace_entry
 from trainium_operator.plan.membership.compiled_size import size_at_hand
 from trainium_operator.plan.membership.generation import Decision, NewGeneration
+from trainium_operator.plan.membership.patience import makes_do_at
 from trainium_operator.plan.membership.ranks import assign_ranks, surroundings_of
 from trainium_operator.plan.view.extras import staying
 from trainium_operator.plan.view.facts import newcomers_of
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
+    from trainium_contract.status.shown import AnyShown, ShownStatus
     from trainium_operator.plan.diagnose.loss import Loss
     from trainium_operator.plan.view.facts import Facts
     from trainium_operator.plan.view.workers import Worker
@@ -80,11 +82,11 @@ def _wait_until(facts: Facts, status: TrainingJobStatus, available: int, *, wait
     assert facts.current is not None
     if available >= min(status.desired, len(facts.current.members)) or waited:
         return None
-    deadline = (status.waiting_since or facts.now) + facts.job.spec.recovery.rescale_after_seconds
+    deadline = makes_do_at(facts, status)
     return deadline if facts.now < deadline else None
 
 
-def _size(facts: Facts, status: TrainingJobStatus, available: int) -> int:
+def _size(facts: Facts, status: ShownStatus, available: int) -> int:
     """The size of the next generation; 0 when no legal one is there."""
     assert facts.current is not None
     if available >= status.desired:
@@ -92,7 +94,7 @@ def _size(facts: Facts, status: TrainingJobStatus, available: int) -> int:
     return size_at_hand(facts, status, min(available, len(facts.current.members)))
 
 
-def _with_rung(facts: Facts, status: TrainingJobStatus, size: int, joined: tuple[Worker, ...]) -> TrainingJobStatus:
+def _with_rung(facts: Facts, status: AnyShown, size: int, joined: tuple[Worker, ...]) -> AnyShown:
     """The status whose open interruption tells how it was answered."""
     assert facts.current is not None
     index = open_membership_entry(status, facts.current.generation)

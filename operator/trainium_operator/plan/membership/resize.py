@@ -17,6 +17,7 @@ from trainium_operator.plan.history.interruptions import open_interruption, open
 from trainium_operator.plan.membership.compiled_size import compile_seconds, pays_at, size_at_hand
 from trainium_operator.plan.membership.generation import Decision, NewGeneration
 from trainium_operator.plan.membership.growth_gain import is_worth_growing
+from trainium_operator.plan.membership.patience import makes_do_at
 from trainium_operator.plan.membership.ranks import assign_ranks, surroundings_of
 from trainium_operator.plan.membership.resting import grows_again_at
 from trainium_operator.plan.model.conditions import is_true, with_condition
@@ -28,10 +29,11 @@ from trainium_operator.plan.view.progress import is_settled
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
+    from trainium_contract.status.shown import AnyShown, ShownStatus
     from trainium_operator.plan.view.facts import Facts
 
 
-def note_request(facts: Facts, status: TrainingJobStatus, desired: int) -> TrainingJobStatus:
+def note_request(facts: Facts, status: AnyShown, desired: int) -> AnyShown:
     """Remember that the user changed the size; until it is reached, a change of size is theirs."""
     if facts.current is None or status.desired == 0 or status.desired - status.idle_nodes.taken == desired:
         return status
@@ -76,11 +78,11 @@ def _grown(facts: Facts, status: TrainingJobStatus, present: int, newcomers: int
         return present, (paying,)
     if size == status.desired:
         return size, ()
-    deadline = (status.waiting_since or facts.now) + facts.job.spec.recovery.rescale_after_seconds
+    deadline = makes_do_at(facts, status)
     return (present, (deadline,)) if facts.now < deadline else (size, ())
 
 
-def _target(facts: Facts, status: TrainingJobStatus, present: int, nodes: int, *, asked: bool) -> int:
+def _target(facts: Facts, status: ShownStatus, present: int, nodes: int, *, asked: bool) -> int:
     """The size to grow to with so many nodes: what was asked for, else one that has its graphs if that is growth."""
     size = nodes if nodes == status.desired else facts.size.legal_at_most(nodes)
     if asked or not compile_seconds(facts, status, size):
@@ -89,7 +91,7 @@ def _target(facts: Facts, status: TrainingJobStatus, present: int, nodes: int, *
     return at_hand if at_hand > present else size
 
 
-def _last_change(status: TrainingJobStatus) -> float:
+def _last_change(status: ShownStatus) -> float:
     """When the size in force was taken (Unix seconds), as far as the history goes back."""
     changes = (Rung.SHRINK, Rung.GROW, Rung.RESIZE)
     taken = [entry.decided_at for entry in status.history if entry.rung in changes and entry.decided_at is not None]
@@ -116,7 +118,7 @@ def _with_entry(facts: Facts, status: TrainingJobStatus, size: int) -> TrainingJ
     )
 
 
-def _why(facts: Facts, status: TrainingJobStatus, more: int) -> str:
+def _why(facts: Facts, status: ShownStatus, more: int) -> str:
     if facts.grant is not None and status.desired < facts.size.desired:
         return f": the queue grants {status.desired} of {facts.size.desired}"
     taken = status.idle_nodes.taken

@@ -9,29 +9,29 @@ from trainium_operator.plan.model.sentences import sentence
 from trainium_operator.plan.model.times import rfc3339
 
 if TYPE_CHECKING:
-    from trainium_contract.job import TrainingJobStatus
+    from trainium_contract.status.shown import AnyShown, ShownStatus
     from trainium_operator.plan.model.reasons import Reason
 
 
-def find_condition(status: TrainingJobStatus, kind: ConditionType) -> Condition | None:
+def find_condition(status: ShownStatus, kind: ConditionType) -> Condition | None:
     """The condition of that type; None when it was never set."""
     return next((condition for condition in status.conditions if condition.type is kind), None)
 
 
-def is_true(status: TrainingJobStatus, kind: ConditionType) -> bool:
+def is_true(status: ShownStatus, kind: ConditionType) -> bool:
     """Whether the condition is there and True."""
     found = find_condition(status, kind)
     return found is not None and found.status is ConditionStatus.TRUE
 
 
-def is_terminal(status: TrainingJobStatus) -> bool:
+def is_terminal(status: ShownStatus) -> bool:
     """Whether the job has ended; both terminal conditions are sticky."""
     return is_true(status, ConditionType.COMPLETE) or is_true(status, ConditionType.FAILED)
 
 
 def with_condition(
-    status: TrainingJobStatus, kind: ConditionType, value: bool | None, reason: Reason, message: str, *, now: float
-) -> TrainingJobStatus:
+    status: AnyShown, kind: ConditionType, value: bool | None, reason: Reason, message: str, *, now: float
+) -> AnyShown:
     """The status with one condition set; `value` None means Unknown. `observed_generation` is the status's own."""
     state = {True: ConditionStatus.TRUE, False: ConditionStatus.FALSE, None: ConditionStatus.UNKNOWN}[value]
     old = find_condition(status, kind)

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
     from trainium_contract.job import TrainingJobStatus
     from trainium_contract.status.memory import GangStatus
+    from trainium_contract.status.shown import ShownStatus
     from trainium_operator.plan.view.facts import Facts
     from trainium_operator.plan.view.workers import Worker
 
@@ -102,12 +103,12 @@ def create_pods(facts: Facts, status: TrainingJobStatus, manifests: list[dict[st
     return Answer(status=status, actions=(ApplyGroup(group), *map(CreatePod, marked)))
 
 
-def waits_as_gang(facts: Facts, status: TrainingJobStatus) -> bool:
+def waits_as_gang(facts: Facts, status: ShownStatus) -> bool:
     """Whether no pod that is made now gets a node before all of its group are there."""
     return status.membership.size == 0 and _group(facts) is not None
 
 
-def is_misplaced(facts: Facts, status: TrainingJobStatus, worker: Worker) -> bool:
+def is_misplaced(facts: Facts, status: ShownStatus, worker: Worker) -> bool:
     """Whether a pod without a node waits in a group that can no longer bring it onto one."""
     pod = worker.pod
     if not pod.gang or pod.node or pod.phase is not PodPhase.PENDING or worker.agent is not None:

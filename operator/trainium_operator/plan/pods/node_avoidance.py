@@ -18,6 +18,7 @@ from trainium_operator.plan.view.node_problems import problem_of
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
+    from trainium_contract.status.memory import OperatorMemory
     from trainium_operator.plan.model.observed import NodeView
 
 MOST_FORBIDDEN = 128
@@ -84,7 +85,7 @@ def _bad_nodes(facts: Facts) -> tuple[str, ...]:
     return tuple(_host_name(facts, name) for name in names)
 
 
-def _dark_nodes(facts: Facts, status: TrainingJobStatus) -> frozenset[str]:
+def _dark_nodes(facts: Facts, memory: OperatorMemory) -> frozenset[str]:
     """Host names of nodes that went dark a moment ago, also by this very plan.
 
     To prefer others is not enough: a scheduler that favours near neighbours may put a new pod back on the node that was
@@ -93,7 +94,7 @@ def _dark_nodes(facts: Facts, status: TrainingJobStatus) -> frozenset[str]:
     if facts.observed.fleet.frozen:
         return frozenset()
     since = facts.now - _DARK_SECONDS
-    lost = (record for record in status.failures if record.cause is Cause.NODE_LOST and record.at > since)
+    lost = (record for record in memory.failures if record.cause is Cause.NODE_LOST and record.at > since)
     return frozenset(_host_name(facts, record.node) for record in lost if record.node)
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from trainium_contract.job import TrainingJobStatus
+    from trainium_contract.status.memory import OperatorMemory
     from trainium_operator.plan.view.facts import Facts
     from trainium_operator.plan.view.workers import Worker
 
@@ -40,10 +41,10 @@ _LARGEST_SHARE = 4
 """Of the job's nodes at most the fourth part is kept away from, and always one."""
 
 
-def note_refused(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
-    """Count the round in which pods ended so, or forget the rounds before."""
-    known = status.refusals
-    since = known.next_ordinal if known.next_ordinal <= status.next_pod_ordinal else 0  # ordinals began anew
+def note_refused(facts: Facts, memory: OperatorMemory) -> RefusalsStatus:
+    """What is remembered once the round in which pods ended so is counted, or the rounds before are forgotten."""
+    known = memory.refusals
+    since = known.next_ordinal if known.next_ordinal <= memory.next_pod_ordinal else 0  # ordinals began anew
     made = [worker for worker in facts.workers.values() if worker.pod.ordinal >= since and not worker.pod.extra]
     heard = known.rounds > 0 and any(worker.agent is not None and not worker.ended for worker in made)
     changed = facts.job.status.observed_generation != facts.job.generation
@@ -51,23 +52,21 @@ def note_refused(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
     rounds = 0 if heard or changed or old else max(0, known.rounds)
     nodes = () if changed else _counted(facts, known.nodes)
     if any(worker.pod.ordinal >= since and _is_refused(worker) for worker in facts.outsiders):
-        return status.replaced(
-            refusals=RefusalsStatus(
-                rounds=rounds + 1, at=facts.now, next_ordinal=status.next_pod_ordinal, batch=_FIRST_BATCH, nodes=nodes
-            )
+        return RefusalsStatus(
+            rounds=rounds + 1, at=facts.now, next_ordinal=memory.next_pod_ordinal, batch=_FIRST_BATCH, nodes=nodes
         )
     batch, at = (0 if changed or old else max(0, known.batch)), known.at if rounds else None
     if batch and made and all(_lives(worker, facts.now) for worker in made):
         batch = 0 if batch >= _ALL else batch * _GROWTH
-        since = status.next_pod_ordinal
+        since = memory.next_pod_ordinal
     found = RefusalsStatus(rounds=rounds, at=at, next_ordinal=since, batch=batch, nodes=nodes)
     told = known.rounds or known.batch or known.nodes
-    return status.replaced(refusals=found) if told and found != known else status
+    return found if told else known
 
 
-def made_from(status: TrainingJobStatus, now: float) -> float:
+def made_from(memory: OperatorMemory, now: float) -> float:
     """When new pods may be made (Unix seconds)."""
-    known = status.refusals
+    known = memory.refusals
     late = known.rounds - _FREE_ROUNDS
     if known.at is None or late <= 0:
         return now

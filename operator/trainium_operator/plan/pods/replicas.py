@@ -35,7 +35,8 @@ from trainium_operator.plan.view.progress import is_settled
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
-    from trainium_contract.status.memory import FailureRecord
+    from trainium_contract.status.memory import FailureRecord, OperatorMemory
+    from trainium_contract.status.shown import ShownStatus
     from trainium_operator.plan.diagnose.loss import Loss
     from trainium_operator.plan.model.actions import DeletePod, EventIntent
     from trainium_operator.plan.view.facts import Facts
@@ -57,7 +58,7 @@ def _converged(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...]
             deletions += deletion(loss.worker, force=loss.force)
     outsiders, answer = _sort_outsiders(facts, status)
     answer = Answer(status=status, actions=tuple(deletions)).then(answer)
-    status = note_refused(facts, answer.status)
+    status = answer.status.replaced(refusals=note_refused(facts, answer.status))
     # Failures that this very plan has counted: their nodes must not get the replacements.
     avoid = avoided_nodes(status.failures, facts.now, facts.settings.avoid_node_seconds)
     status = status.replaced(avoided_nodes=with_refusing(avoid, status, facts.now))
@@ -78,7 +79,7 @@ def _converged(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...]
     return answer.then(Answer(status=status, actions=surplus))
 
 
-def _is_left(facts: Facts, status: TrainingJobStatus) -> bool:
+def _is_left(facts: Facts, status: ShownStatus) -> bool:
     """Whether the generation in force is about to be left."""
     return facts.current is not None and status.membership.generation > facts.current.generation
 
@@ -110,7 +111,7 @@ def _sort_outsiders(facts: Facts, status: TrainingJobStatus) -> tuple[list[Worke
     return usable, Answer(status=status, actions=tuple(deletions), notes=tuple(notes))
 
 
-def _has_left(facts: Facts, status: TrainingJobStatus, worker: Worker) -> bool:
+def _has_left(facts: Facts, status: ShownStatus, worker: Worker) -> bool:
     """Whether an outsider on a bad node runs no process of a generation any more, or never did."""
     beat = worker.heartbeat
     idle = beat is None or beat.phase is WorkerPhase.STANDBY
@@ -140,9 +141,9 @@ class _Failure:
     note: str
 
 
-def _failure_of(facts: Facts, status: TrainingJobStatus, worker: Worker) -> _Failure | None:
+def _failure_of(facts: Facts, memory: OperatorMemory, worker: Worker) -> _Failure | None:
     failed = worker.pod.phase is PodPhase.FAILED
-    if not (failed or worker.gave_up) or has_record_of(status, worker.pod.name):
+    if not (failed or worker.gave_up) or has_record_of(memory, worker.pod.name):
         return None
     if failed and _was_asked_to_go(facts, worker):
         return None
@@ -155,10 +156,10 @@ def _was_asked_to_go(facts: Facts, worker: Worker) -> bool:
     return pod.deleting and meaning_of_pod(pod, facts.job.spec.recovery.rules).cause is not Cause.DEVICE
 
 
-def _counted(facts: Facts, status: TrainingJobStatus, failure: _Failure) -> tuple[FailureRecord, ...]:
+def _counted(facts: Facts, memory: OperatorMemory, failure: _Failure) -> tuple[FailureRecord, ...]:
     recovery = facts.job.spec.recovery
     return record_failure(
-        status.failures, at=facts.now, cause=failure.cause, pod=failure.pod, node=failure.node, recovery=recovery
+        memory.failures, at=facts.now, cause=failure.cause, pod=failure.pod, node=failure.node, recovery=recovery
     )
 
 
@@ -214,7 +215,7 @@ def _create(facts: Facts, status: TrainingJobStatus, missing: int, extras: int) 
     return create_pods(facts, status, manifests)
 
 
-def _surplus(facts: Facts, status: TrainingJobStatus, outsiders: list[Worker], surplus: int) -> tuple[DeletePod, ...]:
+def _surplus(facts: Facts, status: ShownStatus, outsiders: list[Worker], surplus: int) -> tuple[DeletePod, ...]:
     """Those that never ran go at once; others only when the generation in force trains, so that none still saves."""
     steady = facts.current is None or (is_settled(facts) and not _is_left(facts, status))
     at_size = facts.current is None or len(facts.current.members) == status.desired

@@ -17,7 +17,7 @@ from trainium_operator.plan.model.times import parse_rfc3339
 from trainium_operator.plan.view.progress import past_steps
 
 if TYPE_CHECKING:
-    from trainium_contract.job import TrainingJobStatus
+    from trainium_contract.status.shown import AnyShown, ShownStatus
     from trainium_operator.plan.view.facts import Facts
 
 OVERDUE_INTERVALS = 3
@@ -25,7 +25,7 @@ OVERDUE_INTERVALS = 3
 SHORTEST_OVERDUE_SECONDS = 10.0
 
 
-def judge_checkpoints(facts: Facts, status: TrainingJobStatus) -> tuple[TrainingJobStatus, tuple[float, ...]]:
+def judge_checkpoints(facts: Facts, status: AnyShown) -> tuple[AnyShown, tuple[float, ...]]:
     """Set the condition; call when progress and the history are complete. Also when to look again (Unix seconds)."""
     troubled = [entry for entry in status.history if entry.cause is Cause.STORAGE]
     kind, now = ConditionType.CHECKPOINT_HEALTHY, facts.now
@@ -44,7 +44,7 @@ def judge_checkpoints(facts: Facts, status: TrainingJobStatus) -> tuple[Training
     return status, looks
 
 
-def _overdue(facts: Facts, status: TrainingJobStatus) -> tuple[str, tuple[float, ...]]:
+def _overdue(facts: Facts, status: ShownStatus) -> tuple[str, tuple[float, ...]]:
     """What to say about commits that do not come, empty when they do; and when to look again (Unix seconds)."""
     durable, looks = facts.job.spec.checkpoint.durable, list[float]()
     since = _since(facts, status)
@@ -67,7 +67,7 @@ def _overdue(facts: Facts, status: TrainingJobStatus) -> tuple[str, tuple[float,
     return "", tuple(looks)
 
 
-def _since(facts: Facts, status: TrainingJobStatus) -> float | None:
+def _since(facts: Facts, status: ShownStatus) -> float | None:
     """When saves last ended, or training last began; None before the first step."""
     times = [parse_rfc3339(status.start_time), parse_rfc3339(status.checkpoint.durable_time)]
     running = find_condition(facts.job.status, ConditionType.RUNNING)

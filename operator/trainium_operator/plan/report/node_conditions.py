@@ -11,14 +11,14 @@ from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.model.times import rfc3339
 
 if TYPE_CHECKING:
-    from trainium_contract.job import TrainingJobStatus
+    from trainium_contract.status.shown import AnyShown
     from trainium_operator.plan.faults.node_signals import NodeProblem
     from trainium_operator.plan.view.facts import Facts
 
 _SHOWN = 3
 
 
-def note_nodes(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
+def note_nodes(facts: Facts, status: AnyShown) -> AnyShown:
     """The status with the condition, as it was while no node is known."""
     if facts.lost_contact:
         kind, reason = ConditionType.NODES_HEALTHY, Reason.CONTACT_LOST

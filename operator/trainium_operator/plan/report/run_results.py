@@ -14,15 +14,15 @@ from trainium_operator.plan.view.progress import newest_progress
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from trainium_contract.job import TrainingJobStatus
     from trainium_contract.status.results import ArtifactReport, EvaluationFigure
+    from trainium_contract.status.shown import AnyShown, ShownStatus
     from trainium_contract.wire.messages import Progress
     from trainium_operator.plan.view.facts import Facts
 
 _DOING = {RunStage.EXPORT.value: "writing artifacts", RunStage.EVALUATE.value: "evaluating"}
 
 
-def note_results(facts: Facts, status: TrainingJobStatus, reports: list[Progress]) -> TrainingJobStatus:
+def note_results(facts: Facts, status: AnyShown, reports: list[Progress]) -> AnyShown:
     """Bring stage, artifacts and evaluation up to date; `reports` are those of the members, by rank."""
     told = [artifact for report in reports for artifact in report.artifacts]
     status = status.replaced(
@@ -48,7 +48,7 @@ def total_steps(facts: Facts, newest: Progress) -> int:
     return newest.total_steps or facts.job.status.progress.total_steps or given
 
 
-def doing(status: TrainingJobStatus) -> str:
+def doing(status: ShownStatus) -> str:
     """What the workers do, as a participle."""
     return _DOING.get(status.stage, "training")
 

@@ -26,6 +26,7 @@ from trainium_operator.plan.view.progress import is_settled
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
+    from trainium_contract.status.shown import AnyShown, ShownStatus
     from trainium_operator.plan.view.facts import Facts
 
 _ALERTS = frozenset(AlertKind)
@@ -54,7 +55,7 @@ def _hears_again(facts: Facts) -> bool:
     return all(uid in agents and agents[uid].heartbeat is not None for uid in facts.member_uids)
 
 
-def _counts(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
+def _counts(facts: Facts, status: AnyShown) -> AnyShown:
     training = sum(beat.phase is WorkerPhase.TRAINING for _, beat in facts.beats)
     return status.replaced(
         replicas=len(facts.current.members) if facts.current else 0,
@@ -65,7 +66,7 @@ def _counts(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
     )
 
 
-def _worth(facts: Facts, status: TrainingJobStatus) -> MembershipStatus:
+def _worth(facts: Facts, status: ShownStatus) -> MembershipStatus:
     """What the size in force is worth, and how many warm workers it leaves out beside the spares."""
     size, reserve = status.membership.size, status.membership.reserve
     if facts.current is not None and facts.current.generation == status.membership.generation:
@@ -179,7 +180,7 @@ def _kept_away(facts: Facts, status: TrainingJobStatus) -> str:
     return f"; new pods keep away from {listed(nodes)}, which refused twice or more" if nodes else ""
 
 
-def _running(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
+def _running(facts: Facts, status: AnyShown) -> AnyShown:
     kind = ConditionType.RUNNING
     if is_settled(facts):
         message = f"{doing(status)} on {counted(status.replicas, 'node')}"
@@ -193,7 +194,7 @@ def _running(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
     return status
 
 
-def _recovering(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
+def _recovering(facts: Facts, status: AnyShown) -> AnyShown:
     kind = ConditionType.RECOVERING
     faults = [entry for entry in _open_entries(status) if entry.rung not in (Rung.RESIZE, Rung.GROW)]
     if not faults:
@@ -201,7 +202,7 @@ def _recovering(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
     return with_condition(status, kind, True, Reason.INTERRUPTED, faults[-1].message, now=facts.now)
 
 
-def _resizing(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
+def _resizing(facts: Facts, status: AnyShown) -> AnyShown:
     if facts.current is None:
         return status
     kind, present, desired = ConditionType.RESIZING, len(facts.current.members), status.desired
@@ -214,7 +215,7 @@ def _resizing(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
     return with_condition(status, kind, False, Reason.CAPACITY_MISSING, message, now=facts.now)
 
 
-def _phase(facts: Facts, status: TrainingJobStatus) -> Phase:
+def _phase(facts: Facts, status: ShownStatus) -> Phase:
     if is_true(status, ConditionType.FAILURE_TARGET):
         return Phase.STOPPING
     if facts.job.spec.suspend:
@@ -228,5 +229,5 @@ def _phase(facts: Facts, status: TrainingJobStatus) -> Phase:
     return Phase.RUNNING if is_true(status, ConditionType.RUNNING) else Phase.STARTING
 
 
-def _open_entries(status: TrainingJobStatus) -> list[Interruption]:
+def _open_entries(status: ShownStatus) -> list[Interruption]:
     return [entry for entry in status.history if entry.recovered_seconds is None and entry.rung is not Rung.STOP]

@@ -13,7 +13,7 @@ from trainium_operator.plan.model.conditions import find_condition, is_true, wit
 from trainium_operator.plan.model.reasons import Reason
 
 if TYPE_CHECKING:
-    from trainium_contract.job import TrainingJobStatus
+    from trainium_contract.status.shown import AnyShown
 
 _NOT_READY: dict[Phase, Reason] = {
     Phase.PENDING: Reason.NOT_STARTED,
@@ -29,7 +29,7 @@ _NEEDS_A_PERSON = frozenset(
 )
 
 
-def tell_tools(status: TrainingJobStatus, now: float) -> TrainingJobStatus:
+def tell_tools(status: AnyShown, now: float) -> AnyShown:
     """The status with the three conditions; call when all others are set."""
     failed = find_condition(status, ConditionType.FAILED)
     if failed is not None and failed.status is ConditionStatus.TRUE:
