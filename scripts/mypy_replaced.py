@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from mypy.nodes import ARG_NAMED_OPT, Var
 from mypy.plugin import Plugin
-from mypy.types import Instance, TypeVarType, get_proper_type
+from mypy.types import Instance, get_proper_type
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -34,8 +34,6 @@ class ReplacedPlugin(Plugin):
 
 def _signature(context: MethodSigContext) -> FunctionLike:
     model = get_proper_type(context.type)
-    if isinstance(model, TypeVarType):
-        model = get_proper_type(model.upper_bound)
     signature = context.default_signature
     if not isinstance(model, Instance) or not any(base.fullname == _BASE for base in model.type.mro):
         return signature

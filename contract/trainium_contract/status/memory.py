@@ -7,7 +7,7 @@ should know of it is told by a condition.
 
 from __future__ import annotations
 
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 from pydantic import Field
 
@@ -102,8 +102,6 @@ class OperatorMemory(StatusModel):
     """Counted failures within the largest budget window, oldest first."""
 
 
-AnyMemory = TypeVar("AnyMemory", bound=OperatorMemory)
-"""The status of whoever sees no more of it than this part, and hands the whole of it on."""
 _WITHIN: dict[str, type[StatusModel]] = {"": OperatorMemory, "goodput.": LedgerMemory, "idleNodes.": IdleNodesMemory}
 """Where below `status` each part stands."""
 

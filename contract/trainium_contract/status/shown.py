@@ -6,7 +6,7 @@ well: its words to people are also its decisions.
 
 from __future__ import annotations
 
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 from pydantic import Field
 
@@ -175,7 +175,3 @@ class ShownStatus(StatusModel):
     """Why the job failed and what to do; empty unless it did."""
     failed_spec: FailedSpecStatus | None = None
     """What it failed with, and what was changed since; absent unless it failed."""
-
-
-AnyShown = TypeVar("AnyShown", bound=ShownStatus)
-"""The status of whoever sees no more of it than this part, and hands the whole of it on."""

@@ -16,18 +16,10 @@ if TYPE_CHECKING:
 _WELL = """
 from trainium_contract.job import GoodputStatus, TrainingJobStatus
 from trainium_contract.status.conditions import Phase
-from trainium_contract.status.memory import AnyMemory
 
 status = TrainingJobStatus().replaced(phase=Phase.RUNNING, waiting_since=None)
 ledger = GoodputStatus().replaced(starting=True)
 reveal_type(status)
-
-
-def forget(memory: AnyMemory) -> AnyMemory:
-    return memory.replaced(waiting_since=None)
-
-
-reveal_type(forget(status))
 """
 
 
@@ -35,14 +27,14 @@ reveal_type(forget(status))
 def test_a_misspelt_field_and_a_value_of_another_type_are_errors(tmp_path: Path) -> None:
     well = checked(_WELL, tmp_path)
     assert well.returncode == 0, well.stdout + well.stderr
-    assert well.stdout.count('note: Revealed type is "trainium_contract.job.TrainingJobStatus"') == 2
+    assert 'note: Revealed type is "trainium_contract.job.TrainingJobStatus"' in well.stdout
     ill = checked(_WELL.replace("waiting_since=None", "waitingsince=None").replace("=True", '="yes"'), tmp_path)
     assert ill.returncode == 1
-    assert ill.stdout.count('Unexpected keyword argument "waitingsince"') == 2
+    assert 'Unexpected keyword argument "waitingsince"' in ill.stdout
     assert 'Argument "starting" to "replaced" of "ContractModel" has incompatible type "str"; expected "bool"' in (
         ill.stdout
     )
-    assert "Found 3 errors" in ill.stdout
+    assert "Found 2 errors" in ill.stdout
 
 
 def test_a_copy_is_the_one_that_pydantic_would_make_and_leaves_the_model_as_it_was() -> None:

@@ -18,7 +18,7 @@ from trainium_operator.plan.view.progress import last_step
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
-    from trainium_contract.status.shown import AnyShown, ShownStatus
+    from trainium_contract.status.shown import ShownStatus
     from trainium_operator.plan.view.facts import Facts
 
 HISTORY_LENGTH = 10
@@ -67,14 +67,14 @@ def open_interruption(
     return status.replaced(failures=failures)
 
 
-def with_sound_counts(status: AnyShown) -> AnyShown:
+def with_sound_counts(status: TrainingJobStatus) -> TrainingJobStatus:
     """The status with no count below 0 and their sum as the total, as it always is unless a hand edited it."""
     by_cause = {name: max(0, count) for name, count in status.restarts.by_cause.items()}
     sound = status.restarts.replaced(total=sum(by_cause.values()), by_cause=by_cause)
     return status if sound == status.restarts else status.replaced(restarts=sound)
 
 
-def _counted(status: AnyShown, cause: Cause) -> AnyShown:
+def _counted(status: TrainingJobStatus, cause: Cause) -> TrainingJobStatus:
     """The status with one more interruption of this cause."""
     by_cause = dict(status.restarts.by_cause)
     if cause.value not in by_cause and len(by_cause) >= MAX_COUNTED_CAUSES:
@@ -102,7 +102,7 @@ def open_membership_entry(status: ShownStatus, generation: int) -> int | None:
     return None
 
 
-def replace_entry(status: AnyShown, index: int, entry: Interruption) -> AnyShown:
+def replace_entry(status: TrainingJobStatus, index: int, entry: Interruption) -> TrainingJobStatus:
     """The status with a changed entry in the place of the one at `index`."""
     history = status.history
     return status.replaced(history=(*history[:index], entry, *history[index + 1 :]))

@@ -19,7 +19,7 @@ from trainium_operator.plan.view.progress import is_settled, last_step, newest_p
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from trainium_contract.status.shown import AnyShown
+    from trainium_contract.job import TrainingJobStatus
     from trainium_contract.wire.messages import RestartRecord
     from trainium_operator.plan.view.facts import Facts
 
@@ -31,7 +31,7 @@ class _Resumption:
     step_before: int
 
 
-def close_recovered(facts: Facts, status: AnyShown) -> AnyShown:
+def close_recovered(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
     """Fill in when, from where and at what price training went on, for each open interruption that is over."""
     for index, entry in enumerate(status.history):
         if entry.recovered_seconds is not None or entry.rung is Rung.STOP:
@@ -43,7 +43,7 @@ def close_recovered(facts: Facts, status: AnyShown) -> AnyShown:
     return status
 
 
-def close_lapsed(facts: Facts, status: AnyShown) -> AnyShown:
+def close_lapsed(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
     """End what is open on the generation in force although that was never left; call when nothing is lost any more.
 
     A silent worker spoke again, a notice was withdrawn, a hand wrote the entry: no later generation will close it.
@@ -62,7 +62,7 @@ def close_lapsed(facts: Facts, status: AnyShown) -> AnyShown:
     return status
 
 
-def close_abandoned(facts: Facts, status: AnyShown) -> AnyShown:
+def close_abandoned(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
     """A suspension ends what was being recovered from; the time after it is nobody's loss."""
     for index, entry in enumerate(status.history):
         if entry.recovered_seconds is None and entry.rung is not Rung.STOP:

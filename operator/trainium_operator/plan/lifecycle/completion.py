@@ -28,7 +28,7 @@ from trainium_operator.plan.view.progress import last_step
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
     from trainium_contract.status.failed_spec import FailedSpecStatus
-    from trainium_contract.status.shown import AnyShown, ShownStatus
+    from trainium_contract.status.shown import ShownStatus
     from trainium_contract.wire.messages import HeartbeatRequest
     from trainium_operator.plan.diagnose.failure_policy import StopVerdict
     from trainium_operator.plan.model.actions import DeletePod
@@ -139,7 +139,7 @@ def _end_of_patience(facts: Facts, status: ShownStatus) -> float:
     return 0.0 if ended is None or ended > facts.now else ended + _WITNESS_SECONDS
 
 
-def _closed(facts: Facts, status: AnyShown, reason: Reason) -> AnyShown:
+def _closed(facts: Facts, status: TrainingJobStatus, reason: Reason) -> TrainingJobStatus:
     over = (ConditionType.RUNNING, ConditionType.RECOVERING, ConditionType.RESIZING, ConditionType.PODS_READY)
     for kind in (*over, ConditionType.ADMITTED):
         status = with_condition(status, kind, False, reason, "the job has ended", now=facts.now)

@@ -18,7 +18,7 @@ from trainium_operator.plan.pods.deletion import deletion
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
-    from trainium_contract.status.shown import AnyShown
+    from trainium_operator.plan.model.conditions import AnyShown
     from trainium_operator.plan.view.facts import Facts
 
 

@@ -22,7 +22,6 @@ from trainium_operator.plan.model.sentences import counted
 if TYPE_CHECKING:
     from trainium_contract.faults.causes import Cause
     from trainium_contract.job import TrainingJobStatus
-    from trainium_contract.status.shown import AnyShown
     from trainium_contract.wire.messages import Member
     from trainium_operator.plan.model.actions import EventIntent
     from trainium_operator.plan.view.facts import Facts
@@ -85,7 +84,7 @@ def begin_generation(facts: Facts, status: TrainingJobStatus, new: NewGeneration
     return Answer(status=_with_date_of_decision(facts, status), actions=(publish,), notes=notes)
 
 
-def _with_date_of_decision(facts: Facts, status: AnyShown) -> AnyShown:
+def _with_date_of_decision(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
     """Tell the interruption that this generation answers when it was decided on."""
     index = None if facts.current is None else open_membership_entry(status, facts.current.generation)
     if index is None or status.history[index].decided_at is not None:
@@ -102,7 +101,7 @@ def keep_published(facts: Facts) -> tuple[PublishMembership, ...]:
     return (PublishMembership(membership=current, manifest=manifest, replaces=current.generation),)
 
 
-def adopt_recorded(facts: Facts, status: AnyShown) -> AnyShown:
+def adopt_recorded(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
     """The status brought up to a recorded generation that it does not know, as after a lost or edited status."""
     current = facts.current
     if current is None or current.generation <= status.membership.generation:

@@ -22,7 +22,7 @@ from trainium_operator.plan.view.facts import newcomers_of
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
-    from trainium_contract.status.shown import AnyShown, ShownStatus
+    from trainium_contract.status.shown import ShownStatus
     from trainium_operator.plan.diagnose.loss import Loss
     from trainium_operator.plan.view.facts import Facts
     from trainium_operator.plan.view.workers import Worker
@@ -94,7 +94,7 @@ def _size(facts: Facts, status: ShownStatus, available: int) -> int:
     return size_at_hand(facts, status, min(available, len(facts.current.members)))
 
 
-def _with_rung(facts: Facts, status: AnyShown, size: int, joined: tuple[Worker, ...]) -> AnyShown:
+def _with_rung(facts: Facts, status: TrainingJobStatus, size: int, joined: tuple[Worker, ...]) -> TrainingJobStatus:
     """The status whose open interruption tells how it was answered."""
     assert facts.current is not None
     index = open_membership_entry(status, facts.current.generation)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from trainium_contract.status.conditions import Condition, ConditionStatus, ConditionType
 from trainium_operator.plan.model.sentences import sentence
 from trainium_operator.plan.model.times import rfc3339
 
 if TYPE_CHECKING:
-    from trainium_contract.status.shown import AnyShown, ShownStatus
+    from trainium_contract.status.shown import ShownStatus
     from trainium_operator.plan.model.reasons import Reason
+
+AnyShown = TypeVar("AnyShown", bound="ShownStatus")
+"""The status of whoever sees no more of it than what people read, sets conditions, and hands the whole of it on."""
 
 
 def find_condition(status: ShownStatus, kind: ConditionType) -> Condition | None:

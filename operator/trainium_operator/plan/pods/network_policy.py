@@ -18,7 +18,6 @@ from trainium_operator.plan.model.reasons import Reason
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
-    from trainium_contract.status.shown import AnyShown
     from trainium_operator.plan.model.observed import PolicyRefusal
     from trainium_operator.plan.view.facts import Facts
 
@@ -63,7 +62,7 @@ def _told(facts: Facts, status: TrainingJobStatus, refusal: PolicyRefusal) -> An
     return Answer(status=status, notes=(event(reason, text, warning=True),) if new else ())
 
 
-def _without_condition(status: AnyShown) -> AnyShown:
+def _without_condition(status: TrainingJobStatus) -> TrainingJobStatus:
     if find_condition(status, _KIND) is None:
         return status
     return status.replaced(conditions=tuple(each for each in status.conditions if each.type is not _KIND))

@@ -17,7 +17,8 @@ from trainium_operator.plan.model.times import parse_rfc3339
 from trainium_operator.plan.view.progress import past_steps
 
 if TYPE_CHECKING:
-    from trainium_contract.status.shown import AnyShown, ShownStatus
+    from trainium_contract.status.shown import ShownStatus
+    from trainium_operator.plan.model.conditions import AnyShown
     from trainium_operator.plan.view.facts import Facts
 
 OVERDUE_INTERVALS = 3

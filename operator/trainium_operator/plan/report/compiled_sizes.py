@@ -14,11 +14,11 @@ from trainium_contract.status.shown import CompiledStatus
 from trainium_operator.plan.view.progress import newest_progress
 
 if TYPE_CHECKING:
-    from trainium_contract.status.shown import AnyShown
+    from trainium_contract.job import TrainingJobStatus
     from trainium_operator.plan.view.facts import Facts
 
 
-def note_compiled(facts: Facts, status: AnyShown) -> AnyShown:
+def note_compiled(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
     """Bring the sizes up to date; the status as it is where nothing is new."""
     if not facts.job.spec.precompile.enabled or not facts.workers:
         return status.replaced(compiled=CompiledStatus()) if status.compiled.sizes else status

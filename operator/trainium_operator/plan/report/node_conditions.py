@@ -11,8 +11,8 @@ from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.model.times import rfc3339
 
 if TYPE_CHECKING:
-    from trainium_contract.status.shown import AnyShown
     from trainium_operator.plan.faults.node_signals import NodeProblem
+    from trainium_operator.plan.model.conditions import AnyShown
     from trainium_operator.plan.view.facts import Facts
 
 _SHOWN = 3

@@ -14,15 +14,16 @@ from trainium_operator.plan.view.progress import newest_progress
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from trainium_contract.job import TrainingJobStatus
     from trainium_contract.status.results import ArtifactReport, EvaluationFigure
-    from trainium_contract.status.shown import AnyShown, ShownStatus
+    from trainium_contract.status.shown import ShownStatus
     from trainium_contract.wire.messages import Progress
     from trainium_operator.plan.view.facts import Facts
 
 _DOING = {RunStage.EXPORT.value: "writing artifacts", RunStage.EVALUATE.value: "evaluating"}
 
 
-def note_results(facts: Facts, status: AnyShown, reports: list[Progress]) -> AnyShown:
+def note_results(facts: Facts, status: TrainingJobStatus, reports: list[Progress]) -> TrainingJobStatus:
     """Bring stage, artifacts and evaluation up to date; `reports` are those of the members, by rank."""
     told = [artifact for report in reports for artifact in report.artifacts]
     status = status.replaced(

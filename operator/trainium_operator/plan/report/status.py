@@ -26,7 +26,8 @@ from trainium_operator.plan.view.progress import is_settled
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
-    from trainium_contract.status.shown import AnyShown, ShownStatus
+    from trainium_contract.status.shown import ShownStatus
+    from trainium_operator.plan.model.conditions import AnyShown
     from trainium_operator.plan.view.facts import Facts
 
 _ALERTS = frozenset(AlertKind)
@@ -55,7 +56,7 @@ def _hears_again(facts: Facts) -> bool:
     return all(uid in agents and agents[uid].heartbeat is not None for uid in facts.member_uids)
 
 
-def _counts(facts: Facts, status: AnyShown) -> AnyShown:
+def _counts(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
     training = sum(beat.phase is WorkerPhase.TRAINING for _, beat in facts.beats)
     return status.replaced(
         replicas=len(facts.current.members) if facts.current else 0,

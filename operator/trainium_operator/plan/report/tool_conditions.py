@@ -13,7 +13,7 @@ from trainium_operator.plan.model.conditions import find_condition, is_true, wit
 from trainium_operator.plan.model.reasons import Reason
 
 if TYPE_CHECKING:
-    from trainium_contract.status.shown import AnyShown
+    from trainium_operator.plan.model.conditions import AnyShown
 
 _NOT_READY: dict[Phase, Reason] = {
     Phase.PENDING: Reason.NOT_STARTED,

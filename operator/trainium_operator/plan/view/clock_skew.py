@@ -15,8 +15,6 @@ from trainium_operator.plan.model.times import parse_rfc3339, rfc3339
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
     from trainium_contract.status.interruptions import Interruption
-    from trainium_contract.status.memory import AnyMemory
-    from trainium_contract.status.shown import AnyShown
     from trainium_operator.plan.model.observed import Observed
 
 _TOLERANCE_SECONDS = 2.0
@@ -33,49 +31,42 @@ def in_the_present(observed: Observed) -> Observed:
 
 def _present(status: TrainingJobStatus, now: float) -> TrainingJobStatus:
     """The status with such times replaced; the same object when there are none."""
-    status = _remembered(_shown(status, now), now)
-    idle = status.idle_nodes
-    if _late(idle.asked_at, now):
-        idle = idle.replaced(asked_at=now)
-    if _late(idle.retry_at, now + _LONGEST_PAUSE_SECONDS):
-        idle = idle.replaced(retry_at=now)
-    return status if idle is status.idle_nodes else status.replaced(idle_nodes=idle)
-
-
-def _shown(status: AnyShown, now: float) -> AnyShown:
-    """What people read, in the present."""
     present = status
+    if _late(status.waiting_since, now):
+        present = present.replaced(waiting_since=now)
+    if _late(status.leaving_since, now):
+        present = present.replaced(leaving_since=now)
+    if _late(status.activity.since, now):
+        present = present.replaced(activity=status.activity.replaced(since=now))
+    if any(_late(record.at, now) for record in status.failures):
+        failures = (record.replaced(at=now) if _late(record.at, now) else record for record in status.failures)
+        present = present.replaced(failures=tuple(failures))
     if any(_late(entry.failed_at, now) or _late(entry.decided_at, now) for entry in status.history):
         present = present.replaced(history=tuple(_present_entry(entry, now) for entry in status.history))
     if _late(status.goodput.accounted_until, now):
         present = present.replaced(goodput=status.goodput.replaced(accounted_until=now))
     if _late(parse_rfc3339(status.progress.updated), now):
         present = present.replaced(progress=status.progress.replaced(updated=rfc3339(now)))
-    return present
+    return _with_present_pauses(present, now)
 
 
-def _remembered(memory: AnyMemory, now: float) -> AnyMemory:
-    """What the operator remembers, in the present: since when, and until when something is not asked for again."""
-    present, gang = memory, memory.gang
-    if _late(memory.waiting_since, now):
-        present = present.replaced(waiting_since=now)
-    if _late(memory.leaving_since, now):
-        present = present.replaced(leaving_since=now)
-    if _late(memory.activity.since, now):
-        present = present.replaced(activity=memory.activity.replaced(since=now))
-    if any(_late(record.at, now) for record in memory.failures):
-        failures = (record.replaced(at=now) if _late(record.at, now) else record for record in memory.failures)
-        present = present.replaced(failures=tuple(failures))
+def _with_present_pauses(status: TrainingJobStatus, now: float) -> TrainingJobStatus:
+    """What waits in turns: since when, and until when it is not asked for again."""
+    gang, idle = status.gang, status.idle_nodes
     if _late(gang.holding_since, now):
         gang = gang.replaced(holding_since=now)
     if _late(gang.retry_at, now + _LONGEST_PAUSE_SECONDS):
         gang = gang.replaced(retry_at=now)
-    if gang is not memory.gang:
-        present = present.replaced(gang=gang)
-    if _late(memory.refusals.at, now):
+    if _late(idle.asked_at, now):
+        idle = idle.replaced(asked_at=now)
+    if _late(idle.retry_at, now + _LONGEST_PAUSE_SECONDS):
+        idle = idle.replaced(retry_at=now)
+    same = gang is status.gang and idle is status.idle_nodes
+    status = status if same else status.replaced(gang=gang, idle_nodes=idle)
+    if _late(status.refusals.at, now):
         # A pause that is counted from now in each plan would never end.
-        present = present.replaced(refusals=RefusalsStatus(next_ordinal=memory.refusals.next_ordinal))
-    return present
+        status = status.replaced(refusals=RefusalsStatus(next_ordinal=status.refusals.next_ordinal))
+    return status
 
 
 def _present_entry(entry: Interruption, now: float) -> Interruption:
