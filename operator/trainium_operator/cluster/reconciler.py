@@ -14,8 +14,7 @@ import random
 from typing import TYPE_CHECKING, Protocol
 
 from trainium_operator.cluster.api.errors import ApiError, UnavailableError
-from trainium_operator.cluster.execute.events import Note
-from trainium_operator.cluster.execute.executor import reference_to
+from trainium_operator.cluster.execute.events import Note, reference_to
 from trainium_operator.cluster.queue.work_queue import ClosedError
 from trainium_operator.plan.model.reasons import Reason
 

@@ -1,8 +1,9 @@
 """Creations that are refused (a quota, admission, a namespace that goes), and names that another's object bears.
 
 Invariant: after a refusal nothing is created for that job until its pause is over, whatever happens meanwhile; the
-pauses grow up to a minute and begin anew after a success. Without this each event about the job would try again, and
-each try would use up ordinals of pods.
+pauses grow up to a minute and begin anew once what was refused is accepted: that another object of the job is written
+says nothing about a quota of pods. Without this each event about the job would try again, and each try would use up
+ordinals of pods.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 FIRST_SECONDS = 1.0
 LONGEST_SECONDS = 60.0
 REMEMBERED = 4_096
+"""Jobs."""
+PLACES = 32
+"""Of a job: it has no more objects that are named differently."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +34,13 @@ class Refusals:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._pauses: OrderedDict[str, _Pause] = OrderedDict()
+        self._pauses: OrderedDict[str, dict[str, _Pause]] = OrderedDict()
+        """Of each job those of what was refused, by place: `Kind/name`, and all pods as one."""
         self._in_the_way: OrderedDict[str, dict[str, str]] = OrderedDict()
 
     def until(self, job_uid: str) -> float:
         """When something may be created for the job again; 0 when nothing was refused."""
-        pause = self._pauses.get(job_uid)
-        return pause.until if pause is not None else 0.0
+        return max((pause.until for pause in self._pauses.get(job_uid, {}).values()), default=0.0)
 
     def in_the_way(self, job_uid: str) -> Mapping[str, str]:
         """Objects of others that bear a name that the job needs: `Kind/name` -> a sentence."""
@@ -56,18 +60,24 @@ class Refusals:
         if known is not None and place in known:
             del known[place]
 
-    def refused(self, job_uid: str) -> float:
+    def refused(self, job_uid: str, place: str) -> float:
         """A creation was refused; several of one moment count once. The length of the pause in seconds."""
-        known, now = self._pauses.get(job_uid), self._clock()
-        if known is not None and now < known.until:
-            return known.seconds
-        seconds = FIRST_SECONDS if known is None else min(LONGEST_SECONDS, 2.0 * known.seconds)
-        self._pauses[job_uid] = _Pause(now + seconds, seconds)
-        self._pauses.move_to_end(job_uid)
+        places, now = self._pauses.setdefault(job_uid, {}), self._clock()
+        known = places.pop(place, None)
+        if known is None or now >= known.until:
+            seconds = FIRST_SECONDS if known is None else min(LONGEST_SECONDS, 2.0 * known.seconds)
+            known = _Pause(now + seconds, seconds)
+            self._pauses.move_to_end(job_uid)
+        places[place] = known
+        while len(places) > PLACES:
+            del places[next(iter(places))]
         while len(self._pauses) > REMEMBERED:
             self._pauses.popitem(last=False)
-        return seconds
+        return known.seconds
 
-    def accepted(self, job_uid: str) -> None:
-        """A creation succeeded."""
-        self._pauses.pop(job_uid, None)
+    def accepted(self, job_uid: str, place: str) -> None:
+        """What was refused there, if anything, was written."""
+        places = self._pauses.get(job_uid, {})
+        places.pop(place, None)
+        if not places:
+            self._pauses.pop(job_uid, None)

@@ -16,12 +16,15 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from trainium_operator.cluster.api.errors import AlreadyExistsError, ApiError, NotFoundError
-from trainium_operator.cluster.api.resources import EVENTS
+from trainium_operator.cluster.api.resources import EVENTS, JOBS
+from trainium_operator.plan.model.actions import EventKind, EventType
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from trainium_operator.cluster.api.client import Api, Json
+    from trainium_operator.plan.model.actions import EventIntent
+    from trainium_operator.plan.model.observed import JobView
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +54,28 @@ class Note:
     def identity(self) -> tuple[str, str, str]:
         """What makes two notes the same event."""
         return self.regarding.get("uid", ""), self.reason, self.text
+
+
+def note_of(job: JobView, intent: EventIntent) -> Note:
+    """The Event of a plan's intent."""
+    related = None
+    if intent.related_kind is not None:
+        related = {"apiVersion": "v1", "kind": intent.related_kind.value, "name": intent.related_name}
+        if intent.related_kind is EventKind.POD:
+            related["namespace"] = job.namespace
+    return Note(
+        namespace=job.namespace,
+        regarding=reference_to(job.namespace, job.name, job.uid),
+        reason=intent.reason,
+        text=intent.note,
+        warning=intent.type is EventType.WARNING,
+        related=related,
+    )
+
+
+def reference_to(namespace: str, name: str, uid: str) -> dict[str, str]:
+    """Object reference to a TrainingJob, for events."""
+    return {"apiVersion": JOBS.api_version, "kind": JOBS.kind, "namespace": namespace, "name": name, "uid": uid}
 
 
 @dataclass(slots=True)

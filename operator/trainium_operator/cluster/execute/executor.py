@@ -41,7 +41,8 @@ from trainium_operator.cluster.cache.ownership import controlling_job
 from trainium_operator.cluster.execute.creation_errors import Refusals
 from trainium_operator.cluster.execute.deletion_limit import Destruction, HeldBackError
 from trainium_operator.cluster.execute.device_writes import drop_template
-from trainium_operator.cluster.execute.events import Note
+from trainium_operator.cluster.execute.events import Note, note_of, reference_to
+from trainium_operator.cluster.execute.merge_patch import exactly
 from trainium_operator.cluster.execute.policy_writes import PolicyWrites
 from trainium_operator.cluster.execute.quota_writes import drop_quota, tell_quota
 from trainium_operator.cluster.execute.side_by_side import all_of, growing
@@ -57,8 +58,6 @@ from trainium_operator.plan.model.actions import (
     DeletePod,
     DropQuota,
     DropTemplate,
-    EventKind,
-    EventType,
     PublishMembership,
     TellQuota,
 )
@@ -74,7 +73,7 @@ if TYPE_CHECKING:
     from trainium_operator.cluster.cache.store import IndexedCache
     from trainium_operator.cluster.execute.events import EventRecorder
     from trainium_operator.cluster.queue.observe import Caches
-    from trainium_operator.plan.model.actions import Action, EventIntent, Plan
+    from trainium_operator.plan.model.actions import Action, Plan
     from trainium_operator.plan.model.job_id import JobId
     from trainium_operator.plan.model.observed import JobView
 
@@ -82,7 +81,6 @@ TELL_FROM_PAUSE = 2.0
 """Pause in seconds from which on refused creations show as an event."""
 BESIDE_A_START = 8
 """Deletions at a time of what has ended: they come behind the new pods, and take their time to bind and start."""
-_CONTENT = frozenset({"data", "binaryData", "spec"})
 _APPLIED = (CONFIG_MAPS, DISRUPTION_BUDGETS, NETWORK_POLICIES, TEMPLATES)
 
 
@@ -142,33 +140,41 @@ class Executor:
             elif kind is CreatePod:
                 started = True
                 try:
-                    await self._creating(job, self._create_pods(job, actions))
+                    await self._creating(job, (PODS.kind, self._create_pods(job, actions)))
                 except ApiError as error:
                     refused = error  # what has ended goes, also while nothing may be created
             elif kind is ApplyObject:
-                await self._creating(job, all_of(self._single(job, action) for action in actions))
+                await self._creating(job, *((_place(each), self._single(job, each)) for each in actions))
             else:
                 for action in actions:
-                    await self._creating(job, self._single(job, action))
+                    await self._creating(job, (_place(action), self._single(job, action)))
         if refused is not None:
             raise refused
         if held is not None:
             raise held
 
-    async def _creating(self, job: JobView, work: Awaitable[None]) -> None:
-        """Remember whether creations are refused: they are not tried again at every event then."""
-        try:
-            await work
-        except ApiError as error:
-            if not _is_refusal(error):
+    async def _creating(self, job: JobView, *works: tuple[str, Awaitable[None]]) -> None:
+        """Do it side by side, by place, and remember what is refused: it is not tried again at every event then."""
+        pauses: list[float] = []
+
+        async def at(place: str, work: Awaitable[None]) -> None:
+            try:
+                await work
+            except ApiError as error:
+                if _is_refusal(error):
+                    pauses.append(self._refusals.refused(job.uid, place))
                 raise
-            if self._refusals.refused(job.uid) >= TELL_FROM_PAUSE:
+            self._refusals.accepted(job.uid, place)
+
+        try:
+            await all_of(at(place, work) for place, work in works)
+        except ApiError as error:
+            if _is_refusal(error) and max(pauses) >= TELL_FROM_PAUSE:
                 regarding = reference_to(job.namespace, job.name, job.uid)
                 self._recorder.record(
                     Note(job.namespace, regarding, Reason.WRITE_FAILED.value, text=str(error), warning=True)
                 )
             raise
-        self._refusals.accepted(job.uid)
 
     async def _write_status(self, job: JobView, plan: Plan) -> None:
         status = plan.status.to_wire()
@@ -374,37 +380,12 @@ class Executor:
         return bool(raw["metadata"]["uid"] == action.uid)
 
 
+def _place(action: Action) -> str:
+    """Where it writes: `Kind/name` of its object, else what it does."""
+    manifest: Json | None = getattr(action, "manifest", None)
+    return type(action).__name__ if manifest is None else f"{manifest['kind']}/{manifest['metadata']['name']}"
+
+
 def _is_refusal(error: ApiError) -> bool:
     """Whether trying again at once is in vain: 500 is a webhook that fails, 504 one that does not answer in time."""
     return isinstance(error, ForbiddenError | InvalidError | NotOursError) or error.status in (500, 504)
-
-
-def exactly(current: Json, manifest: Json) -> Json:
-    """A merge patch after which an object's content is the manifest's and nothing else, whoever wrote the rest."""
-    patch: Json = {}
-    for part in (current.keys() | manifest.keys()) & _CONTENT:
-        old, new = current.get(part) or {}, manifest.get(part) or {}
-        patch[part] = {**dict.fromkeys(old.keys() - new.keys()), **new} if new else None
-    return patch
-
-
-def note_of(job: JobView, intent: EventIntent) -> Note:
-    """The Event of a plan's intent."""
-    related = None
-    if intent.related_kind is not None:
-        related = {"apiVersion": "v1", "kind": intent.related_kind.value, "name": intent.related_name}
-        if intent.related_kind is EventKind.POD:
-            related["namespace"] = job.namespace
-    return Note(
-        namespace=job.namespace,
-        regarding=reference_to(job.namespace, job.name, job.uid),
-        reason=intent.reason,
-        text=intent.note,
-        warning=intent.type is EventType.WARNING,
-        related=related,
-    )
-
-
-def reference_to(namespace: str, name: str, uid: str) -> dict[str, str]:
-    """Object reference to a TrainingJob, for events."""
-    return {"apiVersion": JOBS.api_version, "kind": JOBS.kind, "namespace": namespace, "name": name, "uid": uid}

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -15,15 +16,25 @@ from trainium_contract.status.conditions import Phase
 from trainium_contract.wire.messages import Member, Membership, Transition
 from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.api.errors import ConflictError, ForbiddenError
-from trainium_operator.cluster.api.resources import CONFIG_MAPS, EVENTS, JOBS, PODS
+from trainium_operator.cluster.api.resources import (
+    CONFIG_MAPS,
+    DISRUPTION_BUDGETS,
+    EVENTS,
+    JOBS,
+    NETWORK_POLICIES,
+    PODS,
+)
 from trainium_operator.cluster.api.transport import HttpResponse
+from trainium_operator.cluster.execute.creation_errors import Refusals
 from trainium_operator.cluster.execute.deletion_limit import LEAST, HeldBackError
 from trainium_operator.cluster.execute.events import EventRecorder
 from trainium_operator.cluster.execute.executor import BESIDE_A_START, Executor
 from trainium_operator.plan.manifests.config_maps import membership_map
+from trainium_operator.plan.manifests.network_policy import network_policy
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.actions import (
     ApplyObject,
+    ApplyPolicy,
     CreatePod,
     DeletePod,
     EventIntent,
@@ -32,6 +43,8 @@ from trainium_operator.plan.model.actions import (
     Plan,
     PublishMembership,
 )
+from trainium_operator.plan.model.observed import WorkerIngress
+from trainium_operator.plan.pods.disruption_budget import budget
 from trainium_operator.runtime import make_caches
 from trainium_operator.settings import Settings
 
@@ -45,10 +58,12 @@ class World:
         self.cluster = FakeCluster()
         self.cluster.add(JOBS, training_job("j"))
         api = Api(self.cluster)
-        self.caches = make_caches(api, Settings())
+        self.caches = make_caches(api, Settings(job_network_policy=True))
         self.recorder = EventRecorder(api, "i", wall_clock=lambda: 1.7e9)
         self.published: list[int] = []
-        self.executor = Executor(api, self.caches, self.recorder, self)
+        self.now = 1000.0
+        self.refusals = Refusals(lambda: self.now)
+        self.executor = Executor(api, self.caches, self.recorder, self, self.refusals)
 
     def publish(self, job: JobId, membership: Membership) -> None:
         assert job == self.job.id
@@ -192,6 +207,79 @@ def test_creations_start_slowly_so_that_a_full_quota_costs_one_refusal() -> None
         with pytest.raises(ForbiddenError, match="exceeded quota"):
             await world.do(*world.pods(100))
         assert sum(request[0] == "POST" for request in world.cluster.requests) == 1
+
+    scenario(run)
+
+
+@pytest.mark.parametrize("written", ["a budget that is new", "a budget that is changed", "a configuration"])
+def test_another_object_that_is_written_says_nothing_about_a_quota_of_pods(written: str) -> None:
+    async def run(world: World) -> None:
+        def full(method: str, path: str) -> Any:
+            return refuse(403, "Forbidden", "exceeded quota") if method == "POST" and path.endswith("pods") else None
+
+        job = world.job
+        if written == "a budget that is changed":
+            await world.do(ApplyObject(budget(job, 2)))
+        world.cluster.faults.append(full)
+        for pause in (1.0, 2.0, 4.0, 8.0):
+            with pytest.raises(ForbiddenError):
+                await world.do(*world.pods(2))
+            assert world.refusals.until(job.uid) == world.now + pause
+            other = (
+                budget(job, int(pause))
+                if "budget" in written
+                else membership_map(job, world.publication(1, 0).membership)
+            )
+            await world.do(ApplyObject(other))
+            assert world.refusals.until(job.uid) == world.now + pause
+            world.now += pause
+        world.cluster.faults.clear()
+        await world.do(*world.pods(2))
+        assert world.refusals.until(job.uid) == 0.0
+
+    scenario(run)
+
+
+def test_several_that_are_refused_at_once_are_told_once_and_each_has_its_pause() -> None:
+    async def run(world: World) -> None:
+        def full(method: str, path: str) -> Any:
+            return refuse(403, "Forbidden", "it goes") if method == "POST" and path.endswith("configmaps") else None
+
+        writer = asyncio.create_task(world.recorder.run())
+        world.cluster.faults.append(full)
+        maps = [ApplyObject(world.owned(f"j-{name}", kind="ConfigMap", data={})) for name in ("a", "b", "c")]
+        for _ in range(2):
+            with pytest.raises(ForbiddenError):
+                await world.do(*maps)
+            world.now += 2.0
+        await settle()
+        (event,) = [raw for key, raw in world.cluster.objects.items() if key[0] == EVENTS.plural]
+        assert event["reason"] == "WriteFailed"
+        world.cluster.faults.clear()
+        await world.do(*maps[:2])
+        assert world.refusals.until(world.job.uid) == world.now, "of the third"
+        await world.do(maps[2])
+        assert world.refusals.until(world.job.uid) == 0.0
+        writer.cancel()
+
+    scenario(run)
+
+
+def test_an_edit_at_any_depth_is_undone_when_the_object_is_brought_in_line() -> None:
+    async def run(world: World) -> None:
+        ingress = WorkerIngress(operator_namespace="system", operator_labels={"app": "operator"}, rules=())
+        wanted = {DISRUPTION_BUDGETS: budget(world.job, 3), NETWORK_POLICIES: network_policy(world.job, ingress)}
+        for resource, manifest in wanted.items():
+            edited = copy.deepcopy(manifest)
+            selector = edited["spec"]["selector" if resource is DISRUPTION_BUDGETS else "podSelector"]
+            selector["matchLabels"]["tier"] = "by hand"
+            selector["matchExpressions"] = [{"key": "tier", "operator": "Exists"}]
+            edited["spec"]["maxUnavailable"] = 1
+            world.cluster.add(resource, edited)
+        await world.do(ApplyObject(wanted[DISRUPTION_BUDGETS]), ApplyPolicy(wanted[NETWORK_POLICIES]))
+        for resource, manifest in wanted.items():
+            name = manifest["metadata"]["name"]
+            assert world.cluster.get(resource, "default", name)["spec"] == manifest["spec"]
 
     scenario(run)
 
