@@ -194,7 +194,10 @@ class Instance:
     core_bytes: int = 0
     """Device memory of a core; 0 where it is not known."""
     host_bytes: int = 0
+    """Of the node; 0 where it is not known, as are the vCPUs then."""
     vcpus: int = 0
+    core_parts: int = 1
+    """Physical cores that make one of `cores`; a job may have its processes see them singly."""
 
 
 _GIB = 1 << 30
@@ -205,8 +208,15 @@ INSTANCES: dict[str, Instance] = {
     "trn1.2xlarge": Instance(devices=1, cores=2, efa=0, core_bytes=16 * _GIB, host_bytes=32 * _GIB, vcpus=8),
     "trn1.32xlarge": Instance(devices=16, cores=32, efa=8, core_bytes=16 * _GIB, host_bytes=512 * _GIB, vcpus=128),
     "trn1n.32xlarge": Instance(devices=16, cores=32, efa=16, core_bytes=16 * _GIB, host_bytes=512 * _GIB, vcpus=128),
-    "trn2.48xlarge": Instance(devices=16, cores=64, efa=16, core_bytes=24 * _GIB, host_bytes=2048 * _GIB, vcpus=192),
-    "trn2u.48xlarge": Instance(devices=16, cores=64, efa=16, core_bytes=24 * _GIB, host_bytes=2048 * _GIB, vcpus=192),
+    "trn2.3xlarge": Instance(devices=1, cores=4, efa=0, core_bytes=24 * _GIB, core_parts=2),
+    "trn2.48xlarge": Instance(
+        devices=16, cores=64, efa=16, core_bytes=24 * _GIB, host_bytes=2048 * _GIB, vcpus=192, core_parts=2
+    ),
+    "trn2u.48xlarge": Instance(
+        devices=16, cores=64, efa=16, core_bytes=24 * _GIB, host_bytes=2048 * _GIB, vcpus=192, core_parts=2
+    ),
 }
 """`aws.amazon.com/neuron` and `vpc.amazonaws.com/efa` capacities (Neuron and EKS device-plugin documentation); memory
-and vCPUs as EC2 lists them, of a trn2 device a quarter for each logical core."""
+and vCPUs as EC2 lists them, of a trn2 device a quarter for each logical core. A trn2.3xlarge is one Trainium2 chip (8
+cores and 96 GiB, Neuron's page on the chip); no page that was found lists its memory, vCPUs and EFA interfaces: they
+are not counted with, and no EFA is asked for. Types of trn3 are not here: what they are called is not settled."""

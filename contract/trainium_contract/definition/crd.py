@@ -21,6 +21,7 @@ from trainium_contract.base import LATER
 from trainium_contract.definition.activity_rules import ACTIVITY_RULES, CONTROLLER_RULES
 from trainium_contract.definition.cel import Rule
 from trainium_contract.definition.claim_rules import CLAIM_RULES
+from trainium_contract.definition.core_rules import CORE_RULES
 from trainium_contract.definition.recovery_rules import BY_CAUSE_RULES, RECOVERY_RULE_RULES
 from trainium_contract.definition.rules import ROOT_RULES, SPEC_RULES, STORAGE_RULES
 from trainium_contract.definition.tuning_rules import TUNING_RULES
@@ -131,7 +132,7 @@ def object_schema() -> dict[str, Any]:
     spec = model_schema(TrainingJobSpec, "spec", strict=True)
     status = model_schema(TrainingJobStatus, "status", strict=False)
     _attach(spec, (*SPEC_RULES, *TUNING_RULES, *ACTIVITY_RULES))
-    _attach(spec["properties"]["workers"]["properties"]["accelerator"], CLAIM_RULES)
+    _attach(spec["properties"]["workers"]["properties"]["accelerator"], (*CLAIM_RULES, *CORE_RULES))
     _attach(spec["properties"]["checkpoint"]["properties"]["storage"], STORAGE_RULES)
     # A size of 0 is a person's way to stop: a rule says how, and no rule is asked where the schema has refused.
     del spec["properties"]["workers"]["properties"]["replicas"]["minimum"]

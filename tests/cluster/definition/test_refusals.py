@@ -144,6 +144,24 @@ BAD_AT_CREATION = {
     "workers: {accelerator: {device: neuron, instanceType: trn2.48xlarge, claim: {ultraServerNode: true}}}": (
         "accelerator.claim.ultraServerNode is for nodes of an UltraServer"
     ),
+    # Cores that a node does not have.
+    "workers: {accelerator: {device: neuron, instanceType: trn1.32xlarge, coresPerNode: 33}}": (
+        "accelerator.coresPerNode 33 is above the 32 cores that a worker has on a node of trn1.32xlarge: lower it"
+    ),
+    "workers: {accelerator: {device: neuron, instanceType: trn2.48xlarge, coresPerNode: 129}}": (
+        "accelerator.coresPerNode 129 is above the 128 cores that a worker has on a node of trn2.48xlarge"
+    ),
+    "workers: {accelerator: {device: neuron, instanceType: trn2.3xlarge, coresPerNode: 9}}": (
+        "accelerator.coresPerNode 9 is above the 8 cores that a worker has on a node of trn2.3xlarge"
+    ),
+    "workers: {accelerator: {device: neuron, instanceType: trn1.32xlarge, coresPerNode: 9, claim: {count: 4}}}": (
+        "accelerator.coresPerNode 9 is above the 8 cores that a worker has on a node of trn1.32xlarge"
+    ),
+    "workers: {accelerator: {device: neuron, instanceType: trn2.48xlarge, coresPerNode: 17, claim: {count: 4}}}": (
+        "accelerator.coresPerNode 17 is above the 16 cores that a worker has on a node of trn2.48xlarge"
+    ),
+    """workers: {accelerator: {device: neuron, instanceType: trn2.48xlarge, coresPerNode: 65,
+    claim: {logicalNeuronCore: 2}}}""": "accelerator.coresPerNode 65 is above the 64 cores that a worker has",
     # Storage.
     "checkpoint: {storage: {}}": "give exactly one of hostPath, persistentVolumeClaim and s3",
     "checkpoint: {storage: {hostPath: {path: /a}, persistentVolumeClaim: {claimName: b}}}": "give exactly one of",
@@ -251,6 +269,15 @@ def test_a_name_that_makes_no_host_name_is_refused(defined: Api, name: str, sent
         "workers: {accelerator: {device: neuron, instanceType: trn2.48xlarge, claim: {logicalNeuronCore: 2}}}",
         "workers: {accelerator: {device: neuron, instanceType: trn2u.48xlarge, claim: {ultraServerNode: true}}}",
         "workers: {accelerator: {device: neuron, coresPerNode: 8, claim: {count: 4, selectors: ['true']}}}",
+        "workers: {accelerator: {device: neuron, instanceType: trn2.3xlarge}}",
+        "workers: {accelerator: {device: neuron, instanceType: trn2.48xlarge, coresPerNode: 128}}",
+        """workers: {accelerator: {device: neuron, instanceType: trn2.48xlarge, coresPerNode: 128,
+        claim: {logicalNeuronCore: 1}}}""",
+        """workers: {accelerator: {device: neuron, instanceType: trn2u.48xlarge, coresPerNode: 64,
+        claim: {ultraServerNode: true}}}""",
+        "workers: {accelerator: {device: cpu, instanceType: trn1.2xlarge, coresPerNode: 8}}",
+        """workers: {accelerator: {device: neuron, instanceType: trn3.48xlarge, coresPerNode: 256,
+        resources: {a.b/c: '1'}}}""",
         "workers: {replicas: 5}",
         "workers: {replicas: 40}",
         "trainer: {batch: {globalSize: 12, microSize: 5}}",

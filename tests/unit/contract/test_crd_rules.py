@@ -10,6 +10,7 @@ import pytest
 from trainium_contract.definition.activity_rules import ACTIVITY_RULES, CONTROLLER_RULES
 from trainium_contract.definition.cel import RefusalReason, Rule
 from trainium_contract.definition.claim_rules import CLAIM_RULES
+from trainium_contract.definition.core_rules import CORE_RULES
 from trainium_contract.definition.crd import object_schema
 from trainium_contract.definition.recovery_rules import BY_CAUSE_RULES, RECOVERY_RULE_RULES
 from trainium_contract.definition.rules import ROOT_RULES, SPEC_RULES, STORAGE_RULES
@@ -24,7 +25,7 @@ RECOVERY = SPEC["properties"]["recovery"]["properties"]
 ALL = [
     *((rule, ROOT) for rule in (*ROOT_RULES, *CONTROLLER_RULES)),
     *((rule, SPEC) for rule in (*SPEC_RULES, *TUNING_RULES, *ACTIVITY_RULES)),
-    *((rule, ACCELERATOR) for rule in CLAIM_RULES),
+    *((rule, ACCELERATOR) for rule in (*CLAIM_RULES, *CORE_RULES)),
     *((rule, STORAGE) for rule in STORAGE_RULES),
     *((rule, RECOVERY["rules"]["items"]) for rule in RECOVERY_RULE_RULES),
     *((rule, RECOVERY["budgets"]["properties"]["byCause"]) for rule in BY_CAUSE_RULES),
