@@ -14,6 +14,7 @@ from typing import Annotated
 from pydantic import Field
 
 from trainium_contract.base import ContractModel
+from trainium_contract.needs.worker_needs import least_that_fits
 from trainium_contract.sizes import MAX_COMPILED, BatchShape, likely_first
 from trainium_contract.spec.elasticity import ElasticitySpec
 from trainium_contract.spec.health import HealthSpec
@@ -100,6 +101,13 @@ class TrainingJobSpec(ContractModel):
         """The arithmetic that decides this job's legal sizes."""
         return self.training_config().batch_shape(self.workers.accelerator.cores(), self.elasticity.sizes)
 
+    def least_size(self, largest: int) -> int:
+        """The fewest nodes that the job may shrink to from `largest`, which fits: a rigid one to none below it."""
+        least, accelerator = self.workers.min_replicas, self.workers.accelerator
+        if least is None or least >= largest:
+            return largest
+        return least_that_fits(self.training_config(), accelerator, self.batch_shape(), least, largest)
+
     def sizes_to_compile(self) -> tuple[int, ...]:
         """Numbers of nodes that graphs are compiled for ahead, the one that it starts at first, then the likely ones.
 
@@ -120,7 +128,7 @@ class TrainingJobSpec(ContractModel):
         start = self._start(shape)
         if not start:
             return ()
-        sizes = shape.useful_sizes(workers.min_replicas or start, max(start, workers.max_replicas or start))
+        sizes = shape.useful_sizes(self.least_size(start), max(start, workers.max_replicas or start))
         return (start, *likely_first({*sizes} - {start}, start))
 
     def _start(self, shape: BatchShape) -> int:

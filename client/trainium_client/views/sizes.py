@@ -63,9 +63,9 @@ def size_rows(job: Mapping[str, Any]) -> tuple[SizeRow, ...]:
         ) from error
     workers, shape = spec.workers, spec.batch_shape()
     most = max(workers.replicas, workers.max_replicas or 0)
-    least = workers.min_replicas or 1
+    full = shape.best(workers.replicas, workers.min_replicas or 1)
+    least = spec.least_size(full) if full and workers.min_replicas else workers.min_replicas or 1
     useful = shape.useful_sizes(least, most)
-    full = shape.best(workers.replicas, least)
     now = status.part("membership").whole("size")
     measured = {each.whole("size"): each.number("stepSeconds") for each in status.part("goodput").parts("sizes")}
     compiled = {*status.part("compiled").wholes("sizes"), *spec.sizes_to_compile()}

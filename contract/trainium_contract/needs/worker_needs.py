@@ -10,6 +10,7 @@ refused that the trainer itself would not refuse.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -140,6 +141,25 @@ def does_not_fit(config: TrainingConfig, accelerator: AcceleratorSpec, shape: Ba
         f"{_gib(found.state)} for weights, gradients and optimizer alone ({found.parameters:,} parameters): raise "
         "parallelism.tensor or pipeline, divide more with trainer.dataParallel, or take a type with more memory"
     )
+
+
+def least_that_fits(
+    config: TrainingConfig, accelerator: AcceleratorSpec, shape: BatchShape, smallest: int, largest: int
+) -> int:
+    """The fewest nodes that an elastic job may shrink to: `smallest`, or more where a node of so few holds too much.
+
+    What each process holds of divided state never falls when a node goes. `largest` where no size fits.
+    """
+
+    def fits(nodes: int) -> bool:
+        return not does_not_fit(config, accelerator, shape, nodes)
+
+    least = next(filter(shape.is_legal, range(smallest, largest + 1)), largest)
+    if fits(least):
+        return smallest
+    sizes = shape.legal_sizes(least, largest)
+    first = bisect_left(sizes, True, key=fits)
+    return sizes[first] if first < len(sizes) else largest
 
 
 @dataclass(frozen=True, slots=True)

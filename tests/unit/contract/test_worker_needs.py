@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from trainium_contract.job import TrainingJobSpec
 from trainium_contract.needs.model_sizes import PRESET_SIZES, sizes_of
 from trainium_contract.needs.worker_needs import WorkerNeeds, does_not_fit, worker_needs
+from trainium_contract.sizes import SizeRule
 from trainium_contract.trainer.model import ModelConfig, ModelPreset
 
 GIB = 1 << 30
@@ -132,6 +133,40 @@ def test_what_cannot_be_known_is_not_refused(job: TrainingJobSpec) -> None:
 
 def test_a_size_that_is_not_legal_is_not_refused_for_its_memory() -> None:
     assert refusal(spec(tensor=32, **HLAT), nodes=0) == ""
+
+
+@given(
+    preset=st.sampled_from(["Llama3.2-1B", "Llama2-7B", "Llama2-13B", "Llama3.1-70B"]),
+    tensor=st.sampled_from([1, 2, 4, 8]),
+    kind=st.sampled_from(["trn1.2xlarge", "trn1.32xlarge", "trn2.3xlarge"]),
+    mode=st.sampled_from(["Replicated", "ShardedOptimizer", "FullySharded"]),
+    smallest=st.integers(1, 8),
+    largest=st.integers(8, 40),
+    batch=st.sampled_from([96, 256, 1000]),
+    even=st.booleans(),
+)
+def test_the_least_size_is_the_smallest_that_is_asked_for_and_fits(
+    preset: str, tensor: int, kind: str, mode: str, smallest: int, largest: int, batch: int, even: bool
+) -> None:
+    trainer = {"model": {"preset": preset}, "dataParallel": mode, "batch": {"globalSize": batch}, "backend": "Native"}
+    job = spec({"instanceType": kind}, tensor=tensor, **trainer)
+    job = job.replaced(
+        workers=job.workers.replaced(replicas=largest, min_replicas=smallest),
+        elasticity=job.elasticity.replaced(sizes=SizeRule.EVEN if even else SizeRule.ANY),
+    )
+    fitting = [nodes for nodes in job.batch_shape().legal_sizes(smallest, largest) if not refusal(job, nodes)]
+    least = job.least_size(largest)
+    assert next((size for size in fitting if size >= least), None) == next(iter(fitting), None)
+    assert least in {smallest, largest} or least == fitting[0]
+    assert fitting == [] or fitting == list(job.batch_shape().legal_sizes(fitting[0], largest)), "more nodes hold less"
+
+
+def test_a_type_of_which_only_the_devices_are_known_asks_for_little_and_refuses_what_fits_no_core() -> None:
+    found = asked(spec({"instanceType": "trn2.3xlarge"}, model={"preset": "Llama3.2-1B"}))
+    assert (found.memory, found.milli_cpu) == (GIB, 400)
+    job = spec({"instanceType": "trn2.3xlarge"}, tensor=1, **HLAT)
+    assert refusal(job).startswith("A core of trn2.3xlarge has 24.0 GiB, but on 4 nodes a process needs ")
+    assert (job.batch_shape().cores_per_node, job.workers.accelerator.claimed_devices()) == (4, 0)
 
 
 def test_numbers_of_the_spec_go_before_those_of_the_preset() -> None:

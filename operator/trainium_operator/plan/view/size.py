@@ -19,6 +19,7 @@ from trainium_operator.plan.model.sentences import counted, sentence
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobSpec
     from trainium_contract.sizes import BatchShape
+    from trainium_contract.spec.workers import WorkersSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +75,6 @@ def decide_size(spec: TrainingJobSpec) -> SizeDecision:
     requested = workers.replicas if workers.max_replicas is None else min(workers.replicas, workers.max_replicas)
     smallest = workers.min_replicas or 1
     largest, desired = shape.floor(requested, smallest), shape.best(requested, smallest)
-    floor = desired if workers.min_replicas is None else min(workers.min_replicas, desired)
     if desired == 0:
         return SizeDecision(
             desired=0,
@@ -87,8 +87,11 @@ def decide_size(spec: TrainingJobSpec) -> SizeDecision:
     if too_large:
         message = sentence(too_large)
         return SizeDecision(desired=0, floor=0, reason=Reason.INVALID_SPEC, message=message, shape=shape)
+    floor = spec.least_size(desired)
     takes = spec.elasticity.idle_nodes is IdleNodes.TAKE
     reason, message = _told(workers.replicas, requested, largest, desired, shape)
+    if floor > (workers.min_replicas or floor):
+        message = f"{message.rstrip('.')}. {_bounded(floor, workers)}"
     return SizeDecision(
         desired=desired,
         floor=floor,
@@ -118,6 +121,15 @@ def _told(asked: int, requested: int, largest: int, desired: int, shape: BatchSh
         )
     what = "the largest legal size" if largest == desired else "the best size"
     return Reason.FLOORED, f"{asked} nodes were requested{cut}; {desired} is {what}.{reserve}{idle} {_rule(shape)}"
+
+
+def _bounded(floor: int, workers: WorkersSpec) -> str:
+    """Why the job does not shrink as far as it may."""
+    return (
+        f"It does not shrink below {counted(floor, 'node')}, although minReplicas is {workers.min_replicas}: on fewer "
+        f"a process needs more than a core of {workers.accelerator.instance_type} has for weights, gradients and "
+        "optimizer alone."
+    )
 
 
 def _worth(nodes: int, shape: BatchShape) -> str:

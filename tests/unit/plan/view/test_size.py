@@ -162,3 +162,40 @@ def test_a_job_that_trains_all_the_same_is_left_alone() -> None:
     result = planned(trains)
     assert deleted(result) == {}
     assert result.status.phase is Phase.RUNNING
+
+
+def sharded(**workers: Any) -> Any:
+    """13 billion parameters on nodes of four cores of 24 GiB: their divided state needs three nodes."""
+    return spec(
+        workers={"accelerator": {"instanceType": "trn2.3xlarge"}, **workers},
+        parallelism={"tensor": 1},
+        trainer={"model": {"preset": "Llama2-13B"}, "batch": {"globalSize": 96}, "dataParallel": "FullySharded"},
+    )
+
+
+def test_an_elastic_job_does_not_shrink_to_where_its_divided_state_fits_no_core() -> None:
+    decision = decide_size(sharded(replicas=8, minReplicas=1))
+    assert (decision.desired, decision.floor, decision.reason) == (8, 3, Reason.AS_REQUESTED)
+    assert decision.message == (
+        "8 nodes. It does not shrink below 3 nodes, although minReplicas is 1: on fewer a process needs more than a "
+        "core of trn2.3xlarge has for weights, gradients and optimizer alone."
+    )
+    assert [decision.legal_at_most(nodes) for nodes in (4, 3, 2, 1)] == [4, 3, 0, 0]
+    seen = planned(observed(job(sharded(replicas=8, minReplicas=1)), ()))
+    told = find_condition(seen.status, ConditionType.SIZE_LEGAL)
+    assert told is not None
+    assert (is_true(seen.status, ConditionType.SIZE_LEGAL), told.message) == (True, decision.message)
+
+
+@pytest.mark.parametrize(
+    "workers", [{"replicas": 8, "minReplicas": 3}, {"replicas": 8}, {"replicas": 4, "minReplicas": 4}]
+)
+def test_a_floor_that_memory_does_not_raise_is_as_it_was_asked_for(workers: Any) -> None:
+    decision = decide_size(sharded(**workers))
+    assert decision.floor == workers.get("minReplicas", decision.desired)
+    assert "shrink" not in decision.message
+
+
+def test_where_no_size_fits_the_desired_one_is_refused_as_before() -> None:
+    decision = decide_size(sharded(replicas=2, minReplicas=1))
+    assert (decision.desired, decision.reason) == (0, Reason.INVALID_SPEC)
