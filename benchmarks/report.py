@@ -29,9 +29,17 @@ TITLES = {
     "flood": "A flood",
     "planning": "A plan when every size is legal",
     "fairness": "One job among a hundred",
+    "named_jobs": "Metrics by job",
     "masked": "A masked micro-batch",
 }
-SIZED_BY = {"coordinator": "agents", "growth": "agents", "flood": "workers", "masked": "ranks", "fairness": "workers"}
+SIZED_BY = {
+    "coordinator": "agents",
+    "growth": "agents",
+    "flood": "workers",
+    "masked": "ranks",
+    "fairness": "workers",
+    "named_jobs": "jobs",
+}
 NOTES = {
     "jobset": (
         "A job, a JobSet (v0.12.0, one Job, restart all on failure) and a bare client start and restart the same pods "
@@ -47,6 +55,11 @@ NOTES = {
         "100 jobs of 1 to 64 workers on fake nodes; a webhook refuses the pods of five of them for ever and keeps "
         "every write of the operator waiting for 200 ms. A worker's pod of one job fails: first while the job is alone "
         "in the cluster, then beside the others; in figures of all jobs the column counts jobs."
+    ),
+    "named_jobs": (
+        "Jobs of 1 to 16 workers on fake nodes train, with their agents; one operator after the other leads them, with "
+        "metrics of all jobs (`--named-jobs`) and without by turns. Processor time of a minute in which Prometheus "
+        "scrapes four times, taken after each has come to rest."
     ),
     "planning": (
         "A job of 1,000 nodes without spares loses six of them in half a day, trains on fewer and grows back, in "
