@@ -29,9 +29,17 @@ TITLES = {
     "flood": "A flood",
     "planning": "A plan when every size is legal",
     "fairness": "One job among a hundred",
+    "named_jobs": "Metrics by job",
     "masked": "A masked micro-batch",
 }
-SIZED_BY = {"coordinator": "agents", "growth": "agents", "flood": "workers", "masked": "ranks", "fairness": "workers"}
+SIZED_BY = {
+    "coordinator": "agents",
+    "growth": "agents",
+    "flood": "workers",
+    "masked": "ranks",
+    "fairness": "workers",
+    "named_jobs": "jobs",
+}
 NOTES = {
     "jobset": (
         "A job, a JobSet (v0.12.0, one Job, restart all on failure) and a bare client start and restart the same pods "
@@ -48,6 +56,11 @@ NOTES = {
         "every write of the operator waiting for 200 ms. A worker's pod of one job fails: first while the job is alone "
         "in the cluster, then beside the others; in figures of all jobs the column counts jobs."
     ),
+    "named_jobs": (
+        "Jobs of 1 to 16 workers on fake nodes train, with their agents; one operator after the other leads them, with "
+        "metrics of all jobs (`--named-jobs`) and without by turns. Processor time of a minute in which Prometheus "
+        "scrapes four times, taken after each has come to rest."
+    ),
     "planning": (
         "A job of 1,000 nodes without spares loses six of them in half a day, trains on fewer and grows back, in "
         "virtual time; each call of the operator's own plan is measured in processor time. Even: only sizes at which "
@@ -63,6 +76,7 @@ NOTES = {
         "attackers have what agents and control plane leave of the other, so that is the limit of what they reach."
     ),
 }
+_COMMAND = "Command: `python -m benchmarks.run"
 Json = dict[str, Any]
 
 
@@ -86,11 +100,27 @@ def main() -> int:
 def page(found: dict[str, Json], former: str = "") -> str:
     """The whole page; what was not measured again keeps its part of the former one."""
     peers = json.loads((FOLDER / "peers.json").read_text())
-    fresh = {TITLES[name]: _figures(TITLES[name], found[name], peers) for name in TITLES if name in found}
-    fresh |= {title: write(found[name]) for title, (name, write) in PARTS.items() if name in found}
-    parts = {part.partition("\n")[0]: f"## {part.rstrip()}\n" for part in former.split("\n## ")[1:]} | fresh
+    parts = {part.partition("\n")[0]: f"## {part.rstrip()}\n" for part in former.split("\n## ")[1:]}
+    parts |= {
+        title: _with_former(_figures(title, found[name], peers), parts.get(title, ""))
+        for name, title in TITLES.items()
+        if name in found
+    }
+    parts |= {title: write(found[name]) for title, (name, write) in PARTS.items() if name in found}
     known = [title for title in (*TITLES.values(), *PARTS) if title in parts]
     return "\n".join([_head(peers), *(parts[title] for title in known)]).rstrip() + "\n"
+
+
+def _with_former(part: str, former: str) -> str:
+    """A part and the sizes of the former one that were not measured again, each with when it was."""
+    head, *fresh = part.split("\n### ")
+    former_head, *kept = former.split("\n### ")
+    when = next((line for line in former_head.splitlines() if _COMMAND in line), "")
+    sizes = dict(text.split("\n", 1) for text in fresh)
+    for size, rows in (text.split("\n", 1) for text in kept):
+        sizes.setdefault(size, rows if _COMMAND in rows else f"\n{when}\n{rows}")
+    ordered = sorted(sizes.items(), key=lambda item: int(item[0].split()[0].replace(",", "")))
+    return "\n\n".join([head.rstrip(), *(f"### {size}\n{rows.rstrip()}" for size, rows in ordered)]) + "\n"
 
 
 def _head(peers: Json) -> str:
@@ -122,7 +152,7 @@ def _figures(title: str, report: Json, peers: Json) -> str:
     lines = [f"## {title}", ""]
     lines.append(
         f"{report['date']}, {machine['cores']} cores ({machine['processor']}), load {machine['load']:.1f}{quick}. "
-        f"Command: `python -m benchmarks.run {report['benchmark']}{' --quick' if report['quick'] else ''}`."
+        f"{_COMMAND} {report['benchmark']}{' --quick' if report['quick'] else ''}`."
     )
     if report["benchmark"] in NOTES:
         lines += ["", NOTES[report["benchmark"]]]

@@ -24,6 +24,7 @@ MODULES = {
     "flood": "benchmarks.fleets.flood",
     "planning": "benchmarks.fleets.planning",
     "fairness": "benchmarks.fleets.fairness",
+    "named_jobs": "benchmarks.fleets.named_jobs",
     "recovery": "benchmarks.cluster.recovery",
     "first_step": "benchmarks.cluster.first_step",
     "training_speed": "benchmarks.training_speed",

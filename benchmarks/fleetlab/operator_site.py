@@ -23,6 +23,8 @@ import aiohttp
 import yaml
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from benchmarks.fleetlab.kube import Kube
     from trainium_devcluster.cluster import Cluster
 
@@ -77,10 +79,11 @@ class OperatorSite:
         self.kubeconfig.write_text(yaml.safe_dump(content))
         self.kubeconfig.chmod(0o600)
 
-    async def start(self, host: str = "127.0.0.1", port: int | None = None) -> OperatorRun:
-        """Start one operator; it may be a follower."""
+    async def start(self, host: str = "127.0.0.1", port: int | None = None, *options: str) -> OperatorRun:
+        """Start one operator, with more options than the chart's; it may be a follower."""
         port = port or free_port(host)
-        run = OperatorRun(self, host, port, free_port(host), self._folder / f"operator-{host}-{time.time_ns()}.log")
+        log = self._folder / f"operator-{host}-{time.time_ns()}.log"
+        run = OperatorRun(self, host, port, free_port(host), log, options)
         await run.begin()
         return run
 
@@ -88,7 +91,9 @@ class OperatorSite:
 class OperatorRun:
     """One process."""
 
-    def __init__(self, site: OperatorSite, host: str, port: int, metrics_port: int, log: Path) -> None:
+    def __init__(
+        self, site: OperatorSite, host: str, port: int, metrics_port: int, log: Path, options: Sequence[str] = ()
+    ) -> None:
         self.host = host
         self.port = port
         self.log = log
@@ -99,7 +104,7 @@ class OperatorRun:
         kept = [each for each in site.arguments if not each.startswith(replaced)]
         self._command = [sys.executable, "-m", "trainium_operator.main", *kept]
         self._command += [f"--kubeconfig={site.kubeconfig}", f"--namespace={NAMESPACE}", f"--bind-address={host}"]
-        self._command += [f"--coordinator-port={port}", f"--metrics-port={metrics_port}"]
+        self._command += [f"--coordinator-port={port}", f"--metrics-port={metrics_port}", *options]
 
     async def begin(self) -> None:
         """Start the process."""

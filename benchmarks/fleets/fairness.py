@@ -19,17 +19,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.fleetlab.agents.control import AgentsProcess
+from benchmarks.fleetlab.crowd import PATIENCE, Crowd
 from benchmarks.fleetlab.figures import Report
-from benchmarks.fleetlab.job import training_job
-from benchmarks.fleetlab.kube import Kube, PodWatch
+from benchmarks.fleetlab.kube import Kube
 from benchmarks.fleetlab.operator_site import NAMESPACE, RELEASE, SERVER_NAME, OperatorSite
 from benchmarks.fleetlab.scenario import JOBS, cluster_of, say
 from benchmarks.fleetlab.slow_webhook import SlowWebhook
-from trainium_contract.wire.worker_env import LABEL_ROLE, ROLE_WORKER
-from trainium_operator.cluster.cache.membership_record import membership_of
 
 if TYPE_CHECKING:
-    from benchmarks.fleetlab.kube import Json
     from benchmarks.fleetlab.operator_site import OperatorRun
     from trainium_devcluster.cluster import Cluster
 
@@ -40,9 +37,6 @@ LARGEST = 64
 WRITE_SECONDS = 0.2
 GOAL = 1.5
 SPARES = 1
-_PATIENCE = 600.0
-_AT_ONCE = 10
-"""Jobs that are waited for side by side; more would burden the API server with questions."""
 
 
 def main() -> None:
@@ -84,8 +78,8 @@ async def _run(others: dict[str, int], rounds: int, report: Report, folder: Path
             operator = await site.start()
             stack.push_async_callback(operator.stop)
             await operator.leads()
-            crowd = Crowd(cluster, kube, operator)
-            await stack.enter_async_context(crowd.watch)
+            crowd = Hurt(cluster, kube, operator)
+            await stack.enter_async_context(crowd.jobs.watch)
             alone = {name: await crowd.alone(name, size, rounds) for name, size in MEASURED.items()}
             if not webhook.delayed:
                 raise RuntimeError(f"no write of {account} came to the webhook")
@@ -100,23 +94,23 @@ async def _run(others: dict[str, int], rounds: int, report: Report, folder: Path
             report.add("operator memory, peak", len(jobs), "MiB", operator.peak_mib())
 
 
-class Crowd:
-    """The jobs in the cluster."""
+class Hurt:
+    """Recoveries of the measured jobs."""
 
     def __init__(self, cluster: Cluster, kube: Kube, operator: OperatorRun) -> None:
         self._cluster = cluster
         self._kube = kube
         self._addresses = [(operator.host, operator.port)]
-        self.watch = PodWatch(kube, f"{LABEL_ROLE}={ROLE_WORKER}")
+        self.jobs = Crowd(kube, dict.fromkeys(MEASURED, SPARES))
 
     async def alone(self, name: str, size: int, rounds: int) -> list[float]:
         """Seconds of each recovery of this job, with no other in the cluster."""
         async with AgentsProcess(self._cluster, name, addresses=self._addresses, name=SERVER_NAME) as agents:
-            await self._start(name, size)
-            await self._train(agents, name, size)
+            await self.jobs.create(name, size)
+            await self.jobs.train(agents, {name: size})
             found = [await self._recovery(agents, name, size) for _ in range(rounds)]
         await self._kube.delete(f"{JOBS}/{name}")
-        await self.watch.until(lambda: not self.watch.pods, _PATIENCE, f"the pods of {name} are gone")
+        await self.jobs.watch.until(lambda: not self.jobs.watch.pods, PATIENCE, f"the pods of {name} are gone")
         return found
 
     async def beside(self, others: dict[str, int], rounds: int) -> dict[str, list[float]]:
@@ -124,14 +118,8 @@ class Crowd:
         jobs = {**MEASURED, **{name: size for name, size in others.items() if not name.startswith("refused-")}}
         async with AgentsProcess(self._cluster, *jobs, addresses=self._addresses, name=SERVER_NAME) as agents:
             for name, size in {**others, **MEASURED}.items():
-                await self._start(name, size)
-            turns = asyncio.Semaphore(_AT_ONCE)
-
-            async def train(name: str, size: int) -> None:
-                async with turns:
-                    await self._train(agents, name, size)
-
-            await asyncio.gather(*(train(name, size) for name, size in jobs.items()))
+                await self.jobs.create(name, size)
+            await self.jobs.train(agents, jobs)
             say(f"{len(jobs)} jobs train")
             found: dict[str, list[float]] = {name: [] for name in MEASURED}
             for _ in range(rounds):
@@ -139,54 +127,18 @@ class Crowd:
                     found[name].append(await self._recovery(agents, name, size))
         return found
 
-    async def _start(self, name: str, size: int) -> None:
-        body = training_job(size, spares=SPARES if name in MEASURED else 0, name=name)
-        await self._kube.request("POST", JOBS, body)
-
-    async def _train(self, agents: AgentsProcess, name: str, size: int) -> None:
-        """Until all of its workers run, their agents are let go, and it trains."""
-        count = size + (SPARES if name in MEASURED else 0)
-        await self.watch.until(lambda: self._running(name) >= count, _PATIENCE, f"{count} pods of {name} run")
-        await agents.ask("go", job=name)
-        await self._whole(name, size)
-
-    def _running(self, name: str) -> int:
-        pods = self.watch.pods.items()
-        return sum(pod.running is not None and not pod.failed and not pod.deleting for each, pod in pods
-                   if each.rpartition("-w-")[0] == name)  # fmt: skip
-
     async def _recovery(self, agents: AgentsProcess, name: str, size: int) -> float:
         """One pod of a member fails; seconds until every agent has the membership after it."""
-        status = await self._whole(name, size)
+        status = await self.jobs.whole(name, size)
         generation = status["membership"]["generation"]
-        pod = await self._member(name, size // 2)
+        pod = await self.jobs.member(name, size // 2)
         began = time.monotonic()
         assert self._cluster.fleet is not None
         await asyncio.to_thread(self._cluster.fleet.fail_pod, "default", pod, exit_code=137, message="killed")
-        learned = await agents.ask("learned", job=name, generation=generation + 1, count=size, seconds=_PATIENCE)
+        learned = await agents.ask("learned", job=name, generation=generation + 1, count=size, seconds=PATIENCE)
         seconds: float = learned["last"] - began
         say(f"{name}: {seconds:.2f} s")
         return seconds
-
-    async def _member(self, name: str, rank: int) -> str:
-        found = await self._kube.request("GET", f"/api/v1/namespaces/default/configmaps/{name}-membership")
-        membership = membership_of(found)
-        assert membership is not None
-        return membership.members[rank].pod_name
-
-    async def _whole(self, name: str, size: int) -> Json:
-        """The status, once all members train, the spare is warm, and nothing is being mended."""
-        spares, deadline = SPARES if name in MEASURED else 0, time.monotonic() + _PATIENCE
-        while True:
-            status: Json = (await self._kube.request("GET", f"{JOBS}/{name}")).get("status", {})
-            mended = all(entry.get("recoveredSeconds") is not None for entry in status.get("history", []))
-            trains = status.get("phase") == "Running" and status.get("readyReplicas") == size
-            if trains and status.get("spares", 0) >= spares and mended and self._running(name) >= size + spares:
-                return status
-            if time.monotonic() > deadline:
-                shown = {key: status.get(key) for key in ("phase", "readyReplicas", "spares", "conditions")}
-                raise TimeoutError(f"{name} is not whole after {_PATIENCE:.0f} s: {shown}")
-            await asyncio.sleep(0.2)
 
 
 if __name__ == "__main__":

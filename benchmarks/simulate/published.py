@@ -1,6 +1,7 @@
 """Published runs beside this operator in the simulator; writes a table into docs/goodput.md.
 
     python -m benchmarks.simulate.published                     # simulate all, keep the figures, write the table
+    python -m benchmarks.simulate.published --runs HLAT --days 30 --seeds 20   # some runs, for longer
     python -m benchmarks.simulate.published --full --seeds 20   # as many days as were published; hours for 2,048 nodes
     python -m benchmarks.simulate.published --document-only     # write the table again from the kept figures
 
@@ -135,6 +136,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.simulate.published", description=__doc__)
     parser.add_argument("--seeds", type=int, default=5, help="simulations of each run")
     parser.add_argument("--full", action="store_true", help="as many days as were published")
+    parser.add_argument("--days", type=float, help="days of each simulation, at most those of the publication")
     parser.add_argument("--runs", default="", help="names of runs, or parts of them, separated by commas")
     parser.add_argument("--document-only", action="store_true", help="write the table from the kept figures")
     options = parser.parse_args()
@@ -144,7 +146,8 @@ def main() -> None:
     for run in () if options.document_only else RUNS:
         if wanted and not any(part in run.name for part in wanted):
             continue
-        each = find(run, days=run.days if options.full else default_days(run), seeds=options.seeds)
+        days = run.days if options.full else min(run.days, options.days or default_days(run))
+        each = find(run, days=days, seeds=options.seeds)
         print(f"{each.name}: strict {_share(each.strict)}, {each.seconds:.0f} s", flush=True)
         found[run.name] = each
         kept = [asdict(found[one.name]) for one in RUNS if one.name in found]
