@@ -2,7 +2,7 @@
 
 `recorded_status.json` was written by the version before the two were apart, every field unlike its default.
 `status_fields.txt` is the definition's status, one line a field, each with whose it is; `python
-tests/unit/contract/test_operator_memory.py` writes it. A new field adds its line and changes no other.
+tests/unit/contract/status/test_operator_memory.py` writes it. A new field adds its line and changes no other.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from checked_by_mypy import ROOT, checked
 
 from trainium_contract.definition.crd import object_schema
 from trainium_contract.job import GoodputStatus, IdleNodesStatus, TrainingJobStatus
@@ -28,25 +27,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 HERE = Path(__file__).parent
+ROOT = HERE.parents[3]
 RECORDED, FIELDS = HERE / "recorded_status.json", HERE / "status_fields.txt"
 _BOUNDS = ("format", "minimum", "maximum", "maxLength", "maxItems", "maxProperties", "x-kubernetes-list-type")
-_READING = """
-from trainium_contract.status.shown import ShownStatus
-from trainium_contract.views.status_part import shown_status
-
-status = shown_status({})
-reveal_type(status.part("goodput").parts("sizes"))
-reveal_type(status.part("failedSpec"))
-print(status.text("phase"), status.part("goodput").number("ratio"), ShownStatus().desired)
-"""
-_REFUSED = (
-    'status.text("waitingSince")',
-    'status.text("phasse")',
-    'status.part("gang")',
-    'status.part("goodput").number("countedStep")',
-    'status.part("goodput").parts("sizes")[0].whole("step")',
-    "ShownStatus().next_pod_ordinal",
-)
 
 
 def rows() -> Iterator[str]:
@@ -119,27 +102,15 @@ def without_memory(part: Any, path: str = "") -> Any:
     return {name: without_memory(value, f"{path}{name}.") for name, value in kept.items()}
 
 
-@pytest.mark.timeout(300)
-def test_mypy_refuses_a_view_that_reads_the_memory_or_misspells_a_field(tmp_path: Path) -> None:
-    well = checked(_READING, tmp_path)
-    assert well.returncode == 0, well.stdout + well.stderr
-    assert "StatusPart[trainium_contract.status.ledger.SizeAccount]]" in well.stdout
-    assert "StatusPart[trainium_contract.status.failed_spec.FailedSpecStatus]" in well.stdout
-    ill = checked(_READING + "\n".join(_REFUSED) + "\n", tmp_path)
-    assert ill.returncode == 1
-    lines = [int(line.split(":")[1]) for line in ill.stdout.splitlines() if ": error: " in line]
-    first = _READING.count("\n") + 1
-    assert lines == list(range(first, first + len(_REFUSED))), ill.stdout
-
-
 def test_client_pages_and_views_name_no_field_of_the_memory() -> None:
     """A view could still take the raw status; then it would have to name a field."""
     own = {name for name in memory_fields() if "." not in name}
     rooms = ("client/trainium_client", "contract/trainium_contract/pages", "contract/trainium_contract/views")
+    files = [path for room in rooms for path in sorted((ROOT / room).rglob("*.py"))]
+    assert len(files) > 50
     found = [
         f"{path.relative_to(ROOT)}:{node.lineno}: {node.value}"
-        for room in rooms
-        for path in sorted((ROOT / room).rglob("*.py"))
+        for path in files
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Constant) and node.value in own
     ]
