@@ -181,7 +181,7 @@ def test_a_build_that_is_killed_is_continued_and_gives_the_same(tmp_path: Path, 
         "build.BLOCK_BYTES = 3000\ncount = 0\n"
         "def stop(progress):\n    global count\n    count += 1\n"
         "    if count == int(sys.argv[4]): os.kill(os.getpid(), signal.SIGKILL)\n"
-        "recipe = build.Recipe((SourceSpec(sys.argv[1], 'text'),), Path(sys.argv[2]), 0)\n"
+        "recipe = build.PreparedRecipe((SourceSpec(sys.argv[1], 'text'),), Path(sys.argv[2]), 0)\n"
         "build.build(Path(sys.argv[3]), recipe, 'k', workers=2, progress=stop, shard_tokens=800)\n"
     )
 
