@@ -143,7 +143,7 @@ class CoordinatorState:
         if membership.generation >= job.generation:
             if job.membership is not None and membership.generation > job.generation:
                 job.change = change_between(job.membership, membership)
-            job.membership = membership
+            job.membership = membership.lean()
             job.members = frozenset(member.pod_uid for member in membership.members)
             job.drop_gone()
             # Waiters hold the old event; those who come later wait for the next change.

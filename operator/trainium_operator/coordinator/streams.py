@@ -36,9 +36,9 @@ SILENT_SECONDS = 30.0
 SWEEP_SECONDS = 5.0
 MOST_WAITING = 1024 * 1024
 """Bytes that an agent has not taken from its connection; a membership of 1,000 is 40 kB."""
-PIECE = 4 * 1024
+PIECE = 2 * 1024
 """Bytes that TLS is given at once: what it writes them to grows to the largest piece, and stays so for good."""
-_AT_A_TIME = 160
+_AT_A_TIME = 200
 """Pieces of a membership that streams are given before others have their turn."""
 
 

@@ -81,7 +81,7 @@ def _read(text: bytes) -> Membership | None:
     if len(text) > LARGEST_TEXT or _is_crowded(text):
         return None
     try:
-        return Membership.model_validate_json(text)
+        return Membership.model_validate_json(text).lean()
     except ValueError:
         return None
 
