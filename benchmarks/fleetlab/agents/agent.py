@@ -12,17 +12,19 @@ import json
 import random
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlencode
 
 from benchmarks.fleetlab.agents.stream import StreamWire
 from benchmarks.fleetlab.agents.wire import Endpoint, Wire
 from trainium_contract.faults.causes import Cause
+from trainium_contract.wire.membership_change import MembershipChange, applied
 from trainium_contract.wire.messages import (
     HEARTBEAT_PATH,
     MEMBERSHIP_PATH,
     REGISTER_PATH,
     HeartbeatRequest,
+    Membership,
     ProcessFailure,
     Progress,
     RegisterRequest,
@@ -41,6 +43,10 @@ _REQUEST_SECONDS = 15.0
 _POLL_SECONDS = 25
 _LONGEST_BACKOFF = 3.0
 _GONE = (401, 403, 404, 503)
+_KEPT = 4
+"""Of the newest memberships."""
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +76,9 @@ class Job:
         self.latencies: list[float] = []
         self.errors: dict[str, int] = {}
         self.changed = asyncio.Condition()
-        self._memberships: dict[bytes, tuple[int, frozenset[str]]] = {}
+        self._told: dict[bytes, tuple[int, frozenset[str]]] = {}
+        """The newest frames, as they were read."""
+        self._memberships: dict[int, Membership] = {}
         self._stalled: float | None = None
 
     @property
@@ -88,13 +96,18 @@ class Job:
             self.began += time.monotonic() - self._stalled
             self._stalled = None
 
-    def membership(self, body: bytes) -> tuple[int, frozenset[str]]:
-        """Generation and members."""
-        found = self._memberships.get(body)
+    def membership(self, body: bytes, *, change: bool = False) -> tuple[int, frozenset[str]]:
+        """Generation and members; `change`: the frame tells what is another than in the generation before."""
+        found = self._told.get(body)
         if found is None:
-            document = json.loads(body)
-            found = document["generation"], frozenset(member["podUid"] for member in document["members"])
-            self._memberships = {body: found}
+            if change:
+                told = MembershipChange.model_validate_json(body)
+                whole = applied(told, self._memberships.get(told.since))
+            else:
+                whole = Membership.model_validate_json(body)
+            found = whole.generation, frozenset(member.pod_uid for member in whole.members)
+            _keep(self._told, body, found)
+            _keep(self._memberships, whole.generation, whole)
         return found
 
     def failed(self, kind: str) -> None:
@@ -198,8 +211,8 @@ class Agent:
         def take(kind: int, payload: bytes) -> None:
             if self.silent:
                 return
-            if kind == FrameKind.MEMBERSHIP:
-                self._learn(payload)
+            if kind in (FrameKind.MEMBERSHIP, FrameKind.MEMBERSHIP_CHANGE):
+                self._learn(payload, change=kind == FrameKind.MEMBERSHIP_CHANGE)
             elif kind == FrameKind.HEARD:
                 self.shared.latencies.append(time.monotonic() - asked.pop(0))
                 self._detail_seconds = json.loads(payload)["detailSeconds"]
@@ -216,7 +229,7 @@ class Agent:
         stream = StreamWire(take)
         try:
             async with asyncio.timeout(_REQUEST_SECONDS):
-                await stream.open(endpoint, headers, {"podUid": self.pod.uid, "after": self.known})
+                await stream.open(endpoint, headers, {"podUid": self.pod.uid, "after": self.known, "changes": 1})
                 if not stream.lost.done():
                     stream.send(FrameKind.REGISTER, _encoded(self._introduction()))
                     ends: set[asyncio.Future[Any]] = {welcomed, stream.lost}
@@ -335,8 +348,8 @@ class Agent:
                 raise _LostError(f"poll {reply.status}")
         await asyncio.Event().wait()
 
-    def _learn(self, body: bytes) -> None:
-        generation, members = self.shared.membership(body)
+    def _learn(self, body: bytes, *, change: bool = False) -> None:
+        generation, members = self.shared.membership(body, change=change)
         if generation <= self.known or self.silent:
             return
         self.known = generation
@@ -358,6 +371,12 @@ class Agent:
 
 def _encoded(message: MessageModel) -> bytes:
     return message.model_dump_json(by_alias=True, exclude_none=True).encode()
+
+
+def _keep(kept: dict[K, V], key: K, value: V) -> None:
+    kept[key] = value
+    if len(kept) > _KEPT:
+        del kept[next(iter(kept))]
 
 
 class _LostError(Exception):

@@ -73,6 +73,9 @@ Count = Annotated[int, Field(ge=-1, le=_LARGEST)]
 """Steps and the like; -1 for none."""
 Ordinal = Annotated[int, Field(ge=-1, le=_LAST)]
 """Generations, ranks and the like; -1 for none."""
+Generation = Annotated[int, Field(ge=1, le=_LAST)]
+KnownCause = Annotated[Cause, BeforeValidator(_known_cause)]
+"""Why a generation began; `Resize` also stands for the first one."""
 
 
 class Transition(StrEnum):
@@ -102,10 +105,9 @@ class Membership(MessageModel):
     """One generation: exactly these workers may rendezvous, write snapshots and commit checkpoints as it."""
 
     protocol: Protocol = PROTOCOL
-    generation: int = Field(ge=1, le=_LAST)
+    generation: Generation
     transition: Transition
-    cause: Annotated[Cause, BeforeValidator(_known_cause)]
-    """Why the generation began; `Resize` also stands for the first one."""
+    cause: KnownCause
     members: tuple[Member, ...] = Field(min_length=1)
     """Ascending by node rank, which runs from 0 without gaps."""
     processes_per_node: int = Field(ge=1)

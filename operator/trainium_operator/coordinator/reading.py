@@ -21,9 +21,9 @@ _ROUNDS = 4
 
 
 def read_message(model: type[_M], body: bytes) -> _M:
-    """The message. Raises ValidationError."""
+    """The message, fit to be kept. Raises ValidationError."""
     try:
-        return model.model_validate_json(body)
+        return model.model_validate_json(body).lean()
     except ValidationError as error:
         first = last = error
     raw, left_out = None, set[_Place]()
@@ -36,7 +36,7 @@ def read_message(model: type[_M], body: bytes) -> _M:
             _remove(raw, place)
         left_out |= places
         try:
-            return model.model_validate_json(to_json(raw))
+            return model.model_validate_json(to_json(raw)).lean()
         except ValidationError as error:
             last = error
     raise first

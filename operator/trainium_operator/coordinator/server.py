@@ -127,7 +127,7 @@ class CoordinatorServer:
 
     async def _stream(self, request: web.Request) -> web.StreamResponse:
         caller = await self._sender(request)
-        after = _number(request.query, "after", 0)
+        after, changes = _number(request.query, "after", 0), request.query.get("changes") == "1"
         if request.query.get("podUid", "") != caller.pod_uid:
             raise RefusedError(f"the token was issued to pod {caller.pod_name}, and this stream speaks for another pod")
         if request.headers.get("Upgrade", "").lower() != UPGRADE:
@@ -136,7 +136,9 @@ class CoordinatorServer:
         left = expires - time.time() if expires is not None else 0.0
         seconds = min(LONGEST_SECONDS, left) if left > 0.0 else LONGEST_SECONDS  # over: it is our clock that is wrong
         ends = asyncio.get_running_loop().time() + seconds
-        return Upgrade(UPGRADE, lambda gone: Stream(self.streams, caller, after=after, ends=ends, left=gone))
+        return Upgrade(
+            UPGRADE, lambda gone: Stream(self.streams, caller, after=after, changes=changes, ends=ends, left=gone)
+        )
 
     async def _membership(self, request: web.Request) -> web.StreamResponse:
         caller = await self._sender(request)

@@ -1,8 +1,9 @@
 """Memberships as agents get them: encoded once, however many agents ask.
 
 A membership of 1,000 nodes is 200 kB of JSON, and a thousand agents are told of it at the same moment. So its bytes are
-made once per protocol, and once more packed, which makes a fifth of it: for streams, and for agents that say by HTTP
-that they can unpack (`Accept-Encoding: gzip`).
+made once per protocol, when the first one asks, and once more packed, which makes a fifth of it: for streams, and for
+agents that say by HTTP that they can unpack (`Accept-Encoding: gzip`). Most agents know the one before and are told
+the change alone.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from trainium_contract.base import MessageModel
+    from trainium_contract.wire.membership_change import MembershipChange
     from trainium_contract.wire.messages import Membership
     from trainium_operator.plan.model.job_id import JobId
 
@@ -24,8 +27,17 @@ class Spoken:
     """One membership in one protocol."""
 
     membership: Membership
-    plain: bytes
+    _protocol: int
+    _plain: bytes | None = field(default=None, repr=False)
     _packed: bytes | None = field(default=None, repr=False)
+    _change: bytes | None = field(default=None, repr=False)
+
+    @property
+    def plain(self) -> bytes:
+        """JSON; both protocols have the same fields."""
+        if self._plain is None:
+            self._plain = _encoded(self.membership.replaced(protocol=self._protocol))
+        return self._plain
 
     @property
     def packed(self) -> bytes | None:
@@ -33,6 +45,12 @@ class Spoken:
         if self._packed is None and len(self.plain) >= SMALLEST_PACKED:
             self._packed = gzip.compress(self.plain, compresslevel=4, mtime=0)
         return self._packed
+
+    def changed(self, change: MembershipChange) -> bytes:
+        """What leads to it from the membership before it; there is one such change."""
+        if self._change is None:
+            self._change = _encoded(change.replaced(protocol=self._protocol))
+        return self._change
 
 
 class Phrasebook:
@@ -42,13 +60,16 @@ class Phrasebook:
         self._known: dict[tuple[JobId, int], Spoken] = {}
 
     def say(self, job_id: JobId, membership: Membership, protocol: int) -> Spoken:
-        """The membership in the protocol that the agent speaks; both have the same fields."""
+        """The membership in the protocol that the agent speaks."""
         key = (job_id, protocol)
         found = self._known.pop(key, None)
         if found is None or found.membership is not membership:
-            wire = membership.replaced(protocol=protocol)
-            found = Spoken(membership, wire.model_dump_json(by_alias=True, exclude_none=True).encode())
+            found = Spoken(membership, protocol)
         self._known[key] = found  # last in order: the one that was not asked for longest is forgotten first
         if len(self._known) > _REMEMBERED:
             del self._known[next(iter(self._known))]
         return found
+
+
+def _encoded(message: MessageModel) -> bytes:
+    return message.model_dump_json(by_alias=True, exclude_none=True).encode()

@@ -12,12 +12,14 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
+from trainium_contract.wire.membership_change import change_between
 from trainium_contract.wire.messages import HeartbeatRequest, WorkerPhase
 from trainium_operator.plan.model.observed import SILENCE_TOLD_SECONDS, AgentView
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from trainium_contract.wire.membership_change import MembershipChange
     from trainium_contract.wire.messages import Membership, RegisterRequest
     from trainium_operator.plan.model.job_id import JobId
 
@@ -96,6 +98,8 @@ class _Agent:
 class _Job:
     def __init__(self) -> None:
         self.membership: Membership | None = None
+        self.change: MembershipChange | None = None
+        """From the one that was served before it."""
         self.members: frozenset[str] = frozenset()
         """Pod uids of the membership."""
         self.agents: dict[str, _Agent] = {}
@@ -137,7 +141,9 @@ class CoordinatorState:
         """Serve this membership, unless a newer one is served already."""
         job = self._job(job_id)
         if membership.generation >= job.generation:
-            job.membership = membership
+            if job.membership is not None and membership.generation > job.generation:
+                job.change = change_between(job.membership, membership)
+            job.membership = membership.lean()
             job.members = frozenset(member.pod_uid for member in membership.members)
             job.drop_gone()
             # Waiters hold the old event; those who come later wait for the next change.
@@ -167,6 +173,11 @@ class CoordinatorState:
         """The membership that is served."""
         job = self._jobs.get(job_id)
         return job.membership if job else None
+
+    def change(self, job_id: JobId) -> MembershipChange | None:
+        """What makes the membership that is served of the one before; None where that would not be shorter."""
+        job = self._jobs.get(job_id)
+        return job.change if job else None
 
     def agents(self, job_id: JobId) -> Mapping[str, AgentView]:
         """A copy of what the job's agents said, by pod uid."""

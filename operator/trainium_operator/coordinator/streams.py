@@ -20,6 +20,7 @@ from trainium_operator.entrance.errors import RefusedError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from trainium_contract.wire.membership_change import MembershipChange
     from trainium_contract.wire.messages import Membership
     from trainium_operator.coordinator.authentication import Caller
     from trainium_operator.coordinator.hearing import Hearing
@@ -35,10 +36,10 @@ SILENT_SECONDS = 30.0
 SWEEP_SECONDS = 5.0
 MOST_WAITING = 1024 * 1024
 """Bytes that an agent has not taken from its connection; a membership of 1,000 is 40 kB."""
-PIECE = 4 * 1024
+PIECE = 2 * 1024
 """Bytes that TLS is given at once: what it writes them to grows to the largest piece, and stays so for good."""
-_AT_A_TIME = 16
-"""Streams that are told of a membership before others have their turn."""
+_AT_A_TIME = 200
+"""Pieces of a membership that streams are given before others have their turn."""
 
 
 class Stream(asyncio.Protocol):
@@ -52,15 +53,19 @@ class Stream(asyncio.Protocol):
         "_transport",
         "after",
         "caller",
+        "changes",
         "ends",
         "heard",
         "job_id",
     )
 
-    def __init__(self, streams: Streams, caller: Caller, *, after: int, ends: float, left: Callable[[], None]) -> None:
-        """`after`: the generation that the agent knows; `ends`: of the loop's clock."""
+    def __init__(
+        self, streams: Streams, caller: Caller, *, after: int, changes: bool, ends: float, left: Callable[[], None]
+    ) -> None:
+        """`after`: the generation that the agent knows; `changes`: it reads them; `ends`: of the loop's clock."""
         self.caller = caller
         self.after = after
+        self.changes = changes
         self.ends = ends
         self.heard = asyncio.get_running_loop().time()
         self.job_id: JobId | None = None
@@ -149,31 +154,38 @@ class Stream(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    def bring(self, membership: Membership) -> None:
-        """Tell of a membership, unless the agent knows it."""
+    def bring(self, membership: Membership, change: MembershipChange | None) -> int:
+        """Tell of a membership, unless the agent knows it; how many pieces that took.
+
+        `change` leads to it from the one before, for an agent that knows that one.
+        """
         if self.job_id is None or self._transport is None or membership.generation <= self.after:
-            return
-        self.after = membership.generation
+            return 0
+        before, self.after = self.after, membership.generation
         said = self._streams.phrasebook.say(self.job_id, membership, self._protocol)
+        if self.changes and change is not None and (change.since, change.generation) == (before, self.after):
+            return self._send(FrameKind.MEMBERSHIP_CHANGE, said.changed(change))
         if said.packed is not None:
-            self._send(FrameKind.PACKED_MEMBERSHIP, said.packed)
-        else:
-            self._send(FrameKind.MEMBERSHIP, said.plain)
+            return self._send(FrameKind.PACKED_MEMBERSHIP, said.packed)
+        return self._send(FrameKind.MEMBERSHIP, said.plain)
 
     def _say_no(self, status: int, sentence: str, generation: int | None = None) -> None:
         refusal = ErrorResponse(error=sentence, generation=generation, status=status)
         self._send(FrameKind.REFUSED, refusal.model_dump_json(by_alias=True, exclude_none=True).encode())
 
-    def _send(self, kind: FrameKind, payload: bytes) -> None:
+    def _send(self, kind: FrameKind, payload: bytes) -> int:
+        """In how many pieces."""
         transport = self._transport
         if transport is None:
-            return
+            return 0
         if transport.get_write_buffer_size() > MOST_WAITING:
             transport.abort()
-            return
+            return 0
         whole = frame(kind, payload)
-        for at in range(0, len(whole), PIECE):
+        starts = range(0, len(whole), PIECE)
+        for at in starts:
             transport.write(whole[at : at + PIECE])
+        return len(starts)
 
 
 class Streams:
@@ -198,11 +210,13 @@ class Streams:
         self._tasks: set[asyncio.Task[None]] = set()
         hearing.state.on_publish = self._published
 
-    def tell(self, stream: Stream) -> None:
-        """Bring the stream what is served, if that is news to its agent."""
-        membership = self.hearing.state.membership(stream.job_id) if stream.job_id is not None else None
-        if membership is not None:
-            stream.bring(membership)
+    def tell(self, stream: Stream) -> int:
+        """Bring the stream what is served, if that is news to its agent; how many pieces that took."""
+        state, job_id = self.hearing.state, stream.job_id
+        membership = state.membership(job_id) if job_id is not None else None
+        if job_id is None or membership is None:
+            return 0
+        return stream.bring(membership, state.change(job_id))
 
     def _published(self, job_id: JobId) -> None:
         concerned = [stream for stream in self.opened if stream.job_id == job_id]
@@ -212,9 +226,11 @@ class Streams:
             telling.add_done_callback(self._tasks.discard)
 
     async def _tell_all(self, concerned: list[Stream]) -> None:
-        for number, stream in enumerate(concerned, 1):
-            self.tell(stream)
-            if number % _AT_A_TIME == 0:
+        pieces = 0
+        for stream in concerned:
+            pieces += self.tell(stream)
+            if pieces >= _AT_A_TIME:
+                pieces = 0
                 await asyncio.sleep(0)
 
     async def run(self) -> None:

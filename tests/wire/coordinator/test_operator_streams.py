@@ -73,20 +73,20 @@ class Site(World):
         self.opened.append(writer)
         return reader, writer
 
-    async def ask(self, pod: str = "w-0", *, after: int = 0, **headers: str) -> tuple[int, Talker]:
+    async def ask(self, pod: str = "w-0", *, after: int = 0, more: str = "", **headers: str) -> tuple[int, Talker]:
         """What a request for a stream is answered with, and the connection."""
         reader, writer = await self.connect()
         fields = {
             "Host": "x", "Connection": "Upgrade", "Upgrade": UPGRADE, "Authorization": f"Bearer token-of-{pod}",
         } | headers  # fmt: skip
         lines = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
-        writer.write(f"GET {STREAM_PATH}?podUid=uid-{pod}&after={after} HTTP/1.1\r\n{lines}\r\n".encode())
+        writer.write(f"GET {STREAM_PATH}?podUid=uid-{pod}&after={after}{more} HTTP/1.1\r\n{lines}\r\n".encode())
         head = await reader.readuntil(b"\r\n\r\n")
         return int(head[9:12]), Talker(reader, writer)
 
-    async def stream(self, pod: str = "w-0", *, after: int = 0) -> Talker:
-        """One that is open and registered."""
-        status, talker = await self.ask(pod, after=after)
+    async def stream(self, pod: str = "w-0", *, after: int = 0, more: str = "") -> Talker:
+        """One that is open and registered; `more` of the query."""
+        status, talker = await self.ask(pod, after=after, more=more)
         assert status == 101
         talker.send(FrameKind.REGISTER, register(pod))
         kind, welcome = await talker.next()
@@ -137,6 +137,39 @@ async def test_what_an_agent_knows_is_not_brought_again_and_large_memberships_co
     assert (kind, len(brought["members"])) == (FrameKind.PACKED_MEMBERSHIP, 200)
     site.state.publish(LLAMA, membership(4, "w-0", "w-1"))
     assert (await behind.next())[1]["generation"] == (await abreast.next())[1]["generation"] == 4
+
+
+async def test_who_reads_changes_and_knows_the_generation_before_is_told_what_is_another(site: Site) -> None:
+    pods = [f"w-{each}" for each in range(200)]
+    site.state.publish(LLAMA, membership(3, *pods))
+    abreast, before = await site.stream("w-0", after=3, more="&changes=1"), await site.stream("w-1", after=3)
+    site.state.publish(LLAMA, membership(4, *pods[:-1], "w-900"))
+    late, behind = (
+        await site.stream("w-2", after=3, more="&changes=1"),
+        await site.stream("w-3", after=2, more="&changes=1"),
+    )
+    for talker, told in (
+        (abreast, FrameKind.MEMBERSHIP_CHANGE),
+        (before, FrameKind.PACKED_MEMBERSHIP),
+        (late, FrameKind.MEMBERSHIP_CHANGE),
+        (behind, FrameKind.PACKED_MEMBERSHIP),
+    ):
+        kind, said = await talker.next()
+        assert (kind, said["generation"]) == (told, 4)
+    site.state.publish(LLAMA, membership(5, *pods[:-1], "w-901"))
+    kind, said = await abreast.next()
+    assert (kind, said["since"], said["generation"]) == (FrameKind.MEMBERSHIP_CHANGE, 4, 5)
+    assert [(each["nodeRank"], each["podName"]) for each in said["members"]] == [(199, "w-901")]
+
+
+async def test_where_most_members_are_others_the_whole_membership_is_brought(site: Site) -> None:
+    site.state.publish(LLAMA, membership(1))
+    talker = await site.stream(after=1, more="&changes=1")
+    site.state.publish(LLAMA, membership(2, "w-5", "w-6"))
+    assert (await talker.next())[0] == FrameKind.MEMBERSHIP
+    site.state.publish(LLAMA, membership(2, "w-5", "w-6"))
+    site.state.publish(LLAMA, membership(3, "w-5", "w-7"))
+    assert (await talker.next())[0] == FrameKind.MEMBERSHIP_CHANGE
 
 
 async def test_a_sign_of_life_keeps_an_agent_heard_and_is_not_answered(site: Site) -> None:

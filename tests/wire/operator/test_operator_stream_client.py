@@ -34,6 +34,7 @@ class Site(World):
     def __init__(self) -> None:
         super().__init__()
         self.frames: list[int] = []
+        self.answers: list[int] = []
         self.memberships: list[Membership] = []
         self.acknowledged: list[HeartbeatRequest] = []
         self.welcomes = 0
@@ -65,13 +66,18 @@ async def serving(folder: Path, patch: pytest.MonkeyPatch) -> AsyncIterator[Site
     tls.load(material.server_cert, material.server_key)
     (folder / "ca.crt").write_bytes(material.ca_bundle)
     (folder / "token").write_text("token-of-w-0")
-    taken = streams.Stream._take
+    taken, sent = streams.Stream._take, streams.Stream._send
 
     def take(stream: streams.Stream, kind: int, payload: bytes) -> None:
         site.frames.append(kind)
         taken(stream, kind, payload)
 
+    def send(stream: streams.Stream, kind: FrameKind, payload: bytes) -> int:
+        site.answers.append(kind)
+        return sent(stream, kind, payload)
+
     patch.setattr(streams.Stream, "_take", take)
+    patch.setattr(streams.Stream, "_send", send)
     port = await site.server.start("127.0.0.1", 0, tls.context)
     settings = AgentSettings(
         coordinator=(Endpoint("localhost", port),),
@@ -154,6 +160,38 @@ async def test_an_agent_whose_stream_ends_comes_again_and_misses_nothing(
         site.state.forget_pod(LLAMA, "uid-w-0")
         site.state.publish(LLAMA, membership(3, "w-1"))  # this coordinator knows it no more
         await async_until(lambda: site.frames.count(FrameKind.REGISTER) == 3, "it registers again")
+
+
+async def test_a_generation_is_followed_from_what_is_another_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = [
+        membership(1, "w-0", "w-1", "w-2"),
+        membership(2, "w-0", "w-3", "w-2"),
+        membership(4, "w-0", "w-3"),
+        membership(5, "w-0", "w-3", "w-2"),
+    ]
+    async with serving(tmp_path, monkeypatch) as site:
+        for each in told:
+            site.state.publish(LLAMA, each)
+            await async_until(lambda each=each: each in site.memberships, f"generation {each.generation}")  # type: ignore[misc]
+        assert site.memberships == told
+        assert site.answers.count(FrameKind.MEMBERSHIP_CHANGE) == 3
+        assert site.frames.count(FrameKind.REGISTER) == 1
+
+
+async def test_a_change_that_does_not_fit_is_not_followed_and_the_whole_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(tmp_path, monkeypatch) as site:
+        site.state.publish(LLAMA, membership(1, "w-0", "w-1", "w-2"))
+        await async_until(lambda: bool(site.memberships), "it knows the first generation")
+        site.client._known = membership(1, "w-0", "w-8", "w-9")
+        for generation in (2, 3):
+            site.state.publish(LLAMA, membership(generation, "w-0", "w-1", f"w-{generation + 1}"))
+            await async_until(lambda g=generation: site.memberships[-1].generation == g, "the whole")  # type: ignore[misc]
+        assert site.memberships[1:] == [membership(2, "w-0", "w-1", "w-3"), membership(3, "w-0", "w-1", "w-4")]
+        assert site.answers.count(FrameKind.MEMBERSHIP_CHANGE) == 1, "it asks for no more of them"
 
 
 async def test_a_stream_is_opened_anew_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

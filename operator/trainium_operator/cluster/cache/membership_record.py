@@ -36,6 +36,8 @@ class MembershipRecord:
     text: str = ""
     packed: str = ""
     """Base64 of gzip."""
+    holds_more: bool = False
+    """Somebody has put something else beside it."""
 
     @cached_property
     def membership(self) -> Membership | None:
@@ -43,6 +45,19 @@ class MembershipRecord:
         texts = (self.text.encode(errors="replace") or None, _unpacked(self.packed))
         found = [read for text in texts if text is not None and (read := _read(text)) is not None]
         return max(found, key=lambda each: each.generation, default=None)
+
+    def reads_as(self, membership: Membership) -> None:
+        """What whoever wrote it knows: it need not be unpacked and read, and is not kept twice."""
+        self.__dict__["membership"] = membership  # where the property keeps what it has read
+
+    def content(self) -> Json:
+        """Where in the ConfigMap it stands, as that has it."""
+        found: Json = {}
+        if self.text:
+            found["data"] = {names.MEMBERSHIP_KEY: self.text}
+        if self.packed:
+            found["binaryData"] = {names.MEMBERSHIP_PACKED_KEY: self.packed}
+        return found
 
 
 def membership_record(raw: Json) -> MembershipRecord | None:
@@ -52,7 +67,8 @@ def membership_record(raw: Json) -> MembershipRecord | None:
     binary = packed.get(names.MEMBERSHIP_PACKED_KEY) if isinstance(packed, dict) else None
     if text is None and binary is None:
         return None
-    return MembershipRecord(str(text or ""), str(binary or ""))
+    written = sum(len(part) for part in (data, packed) if isinstance(part, dict))
+    return MembershipRecord(str(text or ""), str(binary or ""), holds_more=written > bool(text) + bool(binary))
 
 
 def membership_of(raw: Json) -> Membership | None:
@@ -65,7 +81,7 @@ def _read(text: bytes) -> Membership | None:
     if len(text) > LARGEST_TEXT or _is_crowded(text):
         return None
     try:
-        return Membership.model_validate_json(text)
+        return Membership.model_validate_json(text).lean()
     except ValueError:
         return None
 

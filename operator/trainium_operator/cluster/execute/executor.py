@@ -36,12 +36,12 @@ from trainium_operator.cluster.api.resources import (
     WORKLOADS,
     resource_of,
 )
-from trainium_operator.cluster.cache.membership_record import membership_of
 from trainium_operator.cluster.cache.ownership import controlling_job
 from trainium_operator.cluster.execute.creation_errors import Refusals
 from trainium_operator.cluster.execute.deletion_limit import Destruction, HeldBackError
 from trainium_operator.cluster.execute.device_writes import drop_template
 from trainium_operator.cluster.execute.events import Note, note_of, reference_to
+from trainium_operator.cluster.execute.membership_writes import MembershipWrites
 from trainium_operator.cluster.execute.merge_patch import exactly
 from trainium_operator.cluster.execute.policy_writes import PolicyWrites
 from trainium_operator.cluster.execute.quota_writes import drop_quota, tell_quota
@@ -115,6 +115,9 @@ class Executor:
         self._recorder = recorder
         self._publisher = publisher
         self._slots = Slots()
+        self._memberships = MembershipWrites(
+            api, caches.config_maps, lambda job, current: self._check_ours(job, CONFIG_MAPS, current)
+        )
 
     async def execute(self, job: JobView, plan: Plan) -> None:
         """Do it. Raises ApiError of the first write that failed."""
@@ -291,43 +294,10 @@ class Executor:
 
     async def _publish(self, job: JobView, action: PublishMembership) -> None:
         """Compare and swap the record of the membership, then serve it; see PublishMembership."""
-        name = action.manifest["metadata"]["name"]
-        try:
-            current = await self._api.get(CONFIG_MAPS, job.namespace, name)
-        except NotFoundError:
-            raw = await self._create_record(job, action)
-        else:
-            raw = await self._swap_record(job, action, current)
-        self._caches.config_maps.write_through(raw)
+        await self._memberships.write(job, action)
         known = self._caches.jobs.store.entry((job.namespace, job.name))
         if known is not None and known.uid == job.uid:  # else it was deleted meanwhile, and must leave nothing behind
             self._publisher.publish(job.id, action.membership)
-
-    async def _create_record(self, job: JobView, action: PublishMembership) -> Json:
-        # Also when `replaces` names a generation: the record was deleted by hand, and status knows the generation.
-        try:
-            raw = await self._api.create(CONFIG_MAPS, job.namespace, action.manifest)
-        except AlreadyExistsError as error:
-            raise ConflictError(str(error), status=409) from error
-        self._check_ours(job, CONFIG_MAPS, raw)
-        return raw
-
-    async def _swap_record(self, job: JobView, action: PublishMembership, current: Json) -> Json:
-        name = current["metadata"]["name"]
-        self._check_ours(job, CONFIG_MAPS, current)
-        recorded = membership_of(current)
-        if recorded == action.membership:
-            return current
-        if recorded is not None and recorded.generation != action.replaces:
-            # Our cache was behind: let the next plan see what is there.
-            self._caches.config_maps.observe(current, deleted=False)
-            raise ConflictError(
-                f"ConfigMap {name} holds generation {recorded.generation}, not {action.replaces}", status=409
-            )
-        metadata = {**action.manifest["metadata"], "resourceVersion": current["metadata"]["resourceVersion"]}
-        return await self._api.merge(
-            CONFIG_MAPS, job.namespace, name, {**exactly(current, action.manifest), "metadata": metadata}
-        )
 
     async def _create_pods(self, job: JobView, actions: Sequence[CreatePod]) -> None:
         await growing(partial(self._create_pod, job, action) for action in actions)

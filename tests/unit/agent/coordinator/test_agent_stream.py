@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from trainium_contract.faults.causes import Cause
+from trainium_contract.wire.membership_change import MembershipChange, change_between
 from trainium_contract.wire.messages import (
     ErrorResponse,
     HeartbeatRequest,
@@ -139,6 +140,7 @@ class Ears:
     def __init__(self, *said: bytes, ended: bool = True) -> None:
         self.acknowledged: list[HeartbeatRequest] = []
         self.memberships: list[Membership] = []
+        self.changes: list[MembershipChange] = []
         self.answers = 0
         self.stream, self.writer = connected(*said, ended=ended)
         self.telling = Telling(
@@ -147,6 +149,7 @@ class Ears:
             asyncio.Event(),
             on_acknowledged=lambda message, *_: self.acknowledged.append(message),
             on_membership=self.memberships.append,
+            on_change=self.changes.append,
             on_answer=self._answered,
         )
 
@@ -183,6 +186,14 @@ async def test_a_membership_is_passed_on_and_a_kind_of_a_later_version_is_passed
     ears = Ears(frame(FrameKind.MEMBERSHIP, encoded(MEMBERSHIP)), b"\x63\x00\x00\x00\x01x", HEARD)
     await ears.listen()
     assert (ears.memberships, ears.answers) == ([MEMBERSHIP], 1)
+
+
+async def test_a_change_is_passed_on_as_one() -> None:
+    change = change_between(MEMBERSHIP, MEMBERSHIP.replaced(generation=4, processes_per_node=2))
+    assert change is not None
+    ears = Ears(frame(FrameKind.MEMBERSHIP_CHANGE, encoded(change)))
+    await ears.listen()
+    assert (ears.memberships, ears.changes) == ([], [change])
 
 
 async def test_a_heartbeat_of_a_generation_that_is_over_is_answered_but_not_acknowledged() -> None:

@@ -4,17 +4,14 @@ import asyncio
 import copy
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
+from execution_world import World, replace_status, scenario
 
-from tests.testing.api.fake_kubernetes import FakeCluster, refuse
-from tests.testing.suite.virtual_time import run_virtual, settle
-from tests.testing.virtual.operator_process import training_job
-from trainium_contract.faults.causes import Cause
+from tests.testing.api.fake_kubernetes import refuse
+from tests.testing.suite.virtual_time import settle
 from trainium_contract.status.conditions import Phase
-from trainium_contract.wire.messages import Member, Membership, Transition
-from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.api.errors import ConflictError, ForbiddenError
 from trainium_operator.cluster.api.resources import (
     CONFIG_MAPS,
@@ -25,13 +22,10 @@ from trainium_operator.cluster.api.resources import (
     PODS,
 )
 from trainium_operator.cluster.api.transport import HttpResponse
-from trainium_operator.cluster.execute.creation_errors import Refusals
 from trainium_operator.cluster.execute.deletion_limit import LEAST, HeldBackError
-from trainium_operator.cluster.execute.events import EventRecorder
-from trainium_operator.cluster.execute.executor import BESIDE_A_START, Executor
+from trainium_operator.cluster.execute.executor import BESIDE_A_START
 from trainium_operator.plan.manifests.config_maps import membership_map
 from trainium_operator.plan.manifests.network_policy import network_policy
-from trainium_operator.plan.model import names
 from trainium_operator.plan.model.actions import (
     ApplyObject,
     ApplyPolicy,
@@ -41,85 +35,9 @@ from trainium_operator.plan.model.actions import (
     EventKind,
     EventType,
     Plan,
-    PublishMembership,
 )
 from trainium_operator.plan.model.observed import WorkerIngress
 from trainium_operator.plan.pods.disruption_budget import budget
-from trainium_operator.runtime import make_caches
-from trainium_operator.settings import Settings
-
-if TYPE_CHECKING:
-    from trainium_operator.plan.model.job_id import JobId
-    from trainium_operator.plan.model.observed import JobView
-
-
-class World:
-    def __init__(self) -> None:
-        self.cluster = FakeCluster()
-        self.cluster.add(JOBS, training_job("j"))
-        api = Api(self.cluster)
-        self.caches = make_caches(api, Settings(job_network_policy=True))
-        self.recorder = EventRecorder(api, "i", wall_clock=lambda: 1.7e9)
-        self.published: list[int] = []
-        self.now = 1000.0
-        self.refusals = Refusals(lambda: self.now)
-        self.executor = Executor(api, self.caches, self.recorder, self, self.refusals)
-
-    def publish(self, job: JobId, membership: Membership) -> None:
-        assert job == self.job.id
-        self.published.append(membership.generation)
-
-    async def start(self) -> None:
-        await self.caches.jobs.refresh()
-
-    @property
-    def job(self) -> JobView:
-        record = self.caches.jobs.store.get(("default", "j"))
-        assert record is not None
-        assert record.view is not None
-        return record.view
-
-    def owned(self, name: str, **more: Any) -> dict[str, Any]:
-        owner = {
-            "apiVersion": JOBS.api_version,
-            "kind": JOBS.kind,
-            "name": "j",
-            "uid": self.job.uid,
-            "controller": True,
-        }
-        labels = {**names.object_labels("j", "worker"), **names.selector_labels("j")}
-        return {"metadata": {"name": name, "labels": labels, "ownerReferences": [owner]}, **more}
-
-    def pods(self, count: int) -> tuple[CreatePod, ...]:
-        spec = {"containers": [{"name": "worker"}]}
-        return tuple(CreatePod(self.owned(f"j-w-{number}", spec=spec)) for number in range(count))
-
-    def publication(self, generation: int, replaces: int, ip: str = "10.0.0.1") -> PublishMembership:
-        member = Member(pod_uid="u", pod_name="j-w-0", pod_ip=ip, node_name="n", node_rank=0, rendezvous_port=1)
-        membership = Membership(
-            generation=generation,
-            transition=Transition.IMMEDIATE,
-            cause=Cause.RESIZE,
-            members=(member,),
-            processes_per_node=1,
-        )
-        return PublishMembership(membership, membership_map(self.job, membership), replaces)
-
-    async def do(self, *actions: Any, **changes: Any) -> None:
-        await self.executor.execute(self.job, Plan(status=replace_status(self.job, **changes), actions=actions))
-
-
-def replace_status(job: JobView, **changes: Any) -> Any:
-    return job.status.model_copy(update=changes)
-
-
-def scenario(run: Any) -> None:
-    async def whole() -> None:
-        world = World()
-        await world.start()
-        await run(world)
-
-    run_virtual(whole())
 
 
 def test_status_is_written_first_and_events_follow_it() -> None:
@@ -380,55 +298,6 @@ def test_a_pod_that_leaves_gracefully_shows_as_deleting_at_once() -> None:
     scenario(run)
 
 
-def test_one_generation_never_stands_for_two_memberships() -> None:
-    async def run(world: World) -> None:
-        await world.do(world.publication(1, 0))
-        with pytest.raises(ConflictError):
-            await world.do(world.publication(1, 0, ip="10.9.9.9"))
-        await world.do(world.publication(2, 1))
-        with pytest.raises(ConflictError, match="holds generation 2, not 1"):
-            await world.do(world.publication(2, 1, ip="10.9.9.9"))
-        assert world.published == [1, 2]
-
-    scenario(run)
-
-
-def test_a_record_in_the_form_of_an_older_operator_is_read_and_the_next_generation_wins() -> None:
-    """As a job that grew from 600 to 1,000 workers: text first, then a packed generation on top."""
-
-    async def run(world: World) -> None:
-        first, second = world.publication(1, 0), world.publication(2, 1, "10.0.0.2")
-        text = {names.MEMBERSHIP_KEY: first.membership.model_dump_json(by_alias=True)}
-        world.cluster.add(CONFIG_MAPS, world.owned("j-membership", kind="ConfigMap", data=text))
-        await world.caches.config_maps.refresh()
-        record = world.caches.membership_of(world.job)
-        assert record is not None
-        assert record.membership == first.membership
-        await world.do(second)
-        record = world.caches.membership_of(world.job)
-        assert record is not None
-        assert record.membership == second.membership
-        assert "data" not in world.cluster.get(CONFIG_MAPS, "default", "j-membership")
-        assert world.published == [2]
-
-    scenario(run)
-
-
-def test_of_two_forms_in_one_record_the_newer_generation_counts() -> None:
-    async def run(world: World) -> None:
-        old, new = world.publication(1, 0), world.publication(2, 1)
-        text = {names.MEMBERSHIP_KEY: old.membership.model_dump_json(by_alias=True)}
-        world.cluster.add(CONFIG_MAPS, {**new.manifest, "data": text})
-        await world.caches.config_maps.refresh()
-        record = world.caches.membership_of(world.job)
-        assert record is not None
-        assert record.membership == new.membership
-        await world.do(world.publication(3, 2))
-        assert world.published == [3]
-
-    scenario(run)
-
-
 def test_forced_deletions_above_the_last_bound_wait_and_replacements_do_not() -> None:
     async def run(world: World) -> None:
         await world.do(*world.pods(12))
@@ -505,27 +374,6 @@ def test_an_object_of_the_job_s_own_that_somebody_changed_is_brought_in_line_and
         assert found["data"] == {"trainer.yaml": "x"}
         assert found["metadata"]["labels"].items() >= config.manifest["metadata"]["labels"].items()
         assert len(world.caches.config_maps.store) == 1
-
-    scenario(run)
-
-
-def test_the_record_of_an_earlier_job_of_that_name_is_waited_out() -> None:
-    async def run(world: World) -> None:
-        stale = world.owned("j-membership", data={})
-        stale["metadata"]["ownerReferences"][0]["uid"] = "an-earlier-job"
-        world.cluster.add(CONFIG_MAPS, stale)
-        with pytest.raises(ConflictError, match="belongs to an earlier job"):
-            await world.do(world.publication(1, 0))
-
-    scenario(run)
-
-
-def test_a_record_that_was_deleted_by_hand_is_made_again() -> None:
-    async def run(world: World) -> None:
-        await world.do(world.publication(3, 0))
-        world.cluster.remove(CONFIG_MAPS, "default", "j-membership")
-        await world.do(world.publication(4, 3))
-        assert world.published == [3, 4]
 
     scenario(run)
 

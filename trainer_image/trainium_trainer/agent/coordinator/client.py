@@ -15,6 +15,7 @@ import time
 from typing import TYPE_CHECKING
 
 from trainium_contract.wire import messages
+from trainium_contract.wire.membership_change import UnfitChangeError, applied
 from trainium_contract.wire.messages import (
     HeartbeatRequest,
     HeartbeatResponse,
@@ -35,6 +36,7 @@ from trainium_trainer.agent.coordinator.telling import BURST_SECONDS, SPREAD, Te
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
+    from trainium_contract.wire.membership_change import MembershipChange
     from trainium_trainer.agent.coordinator.stream import Stream
     from trainium_trainer.agent.settings import AgentSettings
 
@@ -86,7 +88,9 @@ class CoordinatorClient:
             seals=True,
         )
         self._membership_path = messages.MEMBERSHIP_PATH.format(namespace=settings.namespace, job=settings.job)
-        self._known_generation = 0
+        self._known: Membership | None = None
+        """The newest."""
+        self._reads_changes = True
         self._news = asyncio.Event()
         self._poll_again = asyncio.Event()
         self._first: Address | None = None
@@ -154,6 +158,8 @@ class CoordinatorClient:
 
     async def _introduced(self, address: Address) -> tuple[Stream | None, RegisterResponse]:
         query = {"podUid": self._settings.pod_uid, "after": str(self._known_generation)}
+        if self._reads_changes:
+            query["changes"] = "1"
         stream = await self._coordinator.stream(address, query)
         if stream is not None:
             try:
@@ -181,6 +187,7 @@ class CoordinatorClient:
             self._news,
             on_acknowledged=self._heard,
             on_membership=self._learn,
+            on_change=self._follow,
             on_answer=self._answered,
         )
         try:
@@ -257,11 +264,25 @@ class CoordinatorClient:
         except OlderGeneration as error:
             raise CoordinatorUnavailableError(str(error)) from error
 
+    @property
+    def _known_generation(self) -> int:
+        return self._known.generation if self._known is not None else 0
+
     def _learn(self, membership: Membership) -> None:
         self._answered()
         if membership.generation > self._known_generation:
-            self._known_generation = membership.generation
+            self._known = membership
             self._on_membership(membership)
+
+    def _follow(self, change: MembershipChange) -> None:
+        """Raises CoordinatorUnavailableError where it does not fit: the next stream brings the whole, and any later."""
+        if change.generation <= self._known_generation:
+            return
+        try:
+            self._learn(applied(change, self._known))
+        except UnfitChangeError as error:
+            self._reads_changes = False
+            raise CoordinatorUnavailableError(f"{error}; asking for the whole") from error
 
     def _answered(self) -> None:
         self.answered_at = time.monotonic()

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
+from trainium_contract.wire.membership_change import MembershipChange
 from trainium_contract.wire.messages import HeartbeatRequest, HeartbeatResponse, Membership
 from trainium_contract.wire.stream import FrameKind, alive, share_of_pause, tells_news
 from trainium_trainer.agent.coordinator.requests import REQUEST_SECONDS, CoordinatorUnavailableError
@@ -52,6 +53,7 @@ class Telling:
         *,
         on_acknowledged: Callable[[HeartbeatRequest, HeartbeatResponse, float], None],
         on_membership: Callable[[Membership], None],
+        on_change: Callable[[MembershipChange], None],
         on_answer: Callable[[], None],
     ) -> None:
         """`news` is set when the next heartbeat should not wait."""
@@ -60,6 +62,7 @@ class Telling:
         self._news = news
         self._on_acknowledged = on_acknowledged
         self._on_membership = on_membership
+        self._on_change = on_change
         self._on_answer = on_answer
         self._unanswered: deque[_Sent] = deque()
         self._detail_seconds = 0.0
@@ -106,6 +109,8 @@ class Telling:
     def _take(self, kind: int, payload: bytes) -> None:
         if kind == FrameKind.MEMBERSHIP:
             self._on_membership(Membership.model_validate_json(payload))
+        elif kind == FrameKind.MEMBERSHIP_CHANGE:
+            self._on_change(MembershipChange.model_validate_json(payload))
         elif kind == FrameKind.HEARD:
             answer = HeartbeatResponse.model_validate_json(payload)
             self._detail_seconds = answer.detail_seconds or 0.0

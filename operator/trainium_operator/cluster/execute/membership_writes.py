@@ -1,0 +1,93 @@
+"""The record of a membership in its ConfigMap: compared and swapped.
+
+Invariants: one generation number never stands for two memberships, for a write replaces what holds the generation
+before and nothing else; our copy of the record saves a look at it where the API server itself says that it has not
+changed since (its version is part of the write), and decides nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainium_operator.cluster.api.errors import AlreadyExistsError, ConflictError, NotFoundError
+from trainium_operator.cluster.api.resources import CONFIG_MAPS
+from trainium_operator.cluster.cache.membership_record import membership_of
+from trainium_operator.cluster.execute.merge_patch import exactly
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trainium_operator.cluster.api.client import Api, Json
+    from trainium_operator.cluster.cache.reflector import Lister
+    from trainium_operator.cluster.cache.views import ChildRecord
+    from trainium_operator.plan.model.actions import PublishMembership
+    from trainium_operator.plan.model.observed import JobView
+
+_PARTS = frozenset({"data", "binaryData"})
+
+
+class MembershipWrites:
+    """See PublishMembership."""
+
+    def __init__(self, api: Api, records: Lister[ChildRecord], check_ours: Callable[[JobView, Json], None]) -> None:
+        """`check_ours(job, object)` raises NotOursError, or ConflictError while an earlier job's is still there."""
+        self._api = api
+        self._records = records
+        self._check_ours = check_ours
+
+    async def write(self, job: JobView, action: PublishMembership) -> None:
+        """Raises ConflictError when the record holds something else than what is to be replaced."""
+        raw = await self._swap_unread(job, action) or await self._swap(job, action)
+        self._records.write_through(raw)
+        name = action.manifest["metadata"]["name"]
+        kept = self._records.store.get((job.namespace, name))
+        record = kept.record if kept is not None else None
+        written = {part: action.manifest[part] for part in _PARTS & action.manifest.keys()}
+        if record is not None and record.content() == written:
+            record.reads_as(action.membership)
+
+    async def _swap_unread(self, job: JobView, action: PublishMembership) -> Json | None:
+        """Over the very state that we know; None when it is another one by now, or not known well enough."""
+        name = action.manifest["metadata"]["name"]
+        known = self._records.store.entry((job.namespace, name))
+        record = known.view.record if known is not None and known.owner == job.id else None
+        if known is None or record is None or record.holds_more or record.membership is None:
+            return None
+        if not record.membership.generation == action.replaces < action.membership.generation:
+            return None
+        try:
+            return await self._merge(job, action, record.content(), str(known.version))
+        except (ConflictError, NotFoundError):
+            return None
+
+    async def _swap(self, job: JobView, action: PublishMembership) -> Json:
+        name = action.manifest["metadata"]["name"]
+        try:
+            current = await self._api.get(CONFIG_MAPS, job.namespace, name)
+        except NotFoundError:
+            return await self._create(job, action)
+        self._check_ours(job, current)
+        recorded = membership_of(current)
+        if recorded == action.membership:
+            return current
+        if recorded is not None and recorded.generation != action.replaces:
+            # Our cache was behind: let the next plan see what is there.
+            self._records.observe(current, deleted=False)
+            raise ConflictError(
+                f"ConfigMap {name} holds generation {recorded.generation}, not {action.replaces}", status=409
+            )
+        return await self._merge(job, action, current, current["metadata"]["resourceVersion"])
+
+    async def _create(self, job: JobView, action: PublishMembership) -> Json:
+        # Also when `replaces` names a generation: the record was deleted by hand, and status knows the generation.
+        try:
+            raw = await self._api.create(CONFIG_MAPS, job.namespace, action.manifest)
+        except AlreadyExistsError as error:
+            raise ConflictError(str(error), status=409) from error
+        self._check_ours(job, raw)
+        return raw
+
+    async def _merge(self, job: JobView, action: PublishMembership, current: Json, version: str) -> Json:
+        metadata = {**action.manifest["metadata"], "resourceVersion": version}
+        patch = {**exactly(current, action.manifest), "metadata": metadata}
+        return await self._api.merge(CONFIG_MAPS, job.namespace, metadata["name"], patch)

@@ -1,0 +1,59 @@
+"""Messages that are kept for long: what they say stays the same, and what they bring is noted once for all of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainium_contract import base
+from trainium_contract.wire.messages import HeartbeatRequest, Progress, WorkerPhase
+
+if TYPE_CHECKING:
+    import pytest
+
+
+def heartbeat(step: int, **more: object) -> HeartbeatRequest:
+    said = {
+        "namespace": "team", "job": "llama", "podName": f"w-{step}", "podUid": f"uid-{step}", "generation": 1,
+        "phase": "Training", "progress": {"step": step, "loss": 2.0, "samples": 1, "memoryStep": 1, "durableStep": 0},
+    }  # fmt: skip
+    return HeartbeatRequest.model_validate(said | more)
+
+
+def test_messages_that_bring_the_same_fields_share_the_note_of_them_also_in_their_parts() -> None:
+    first, second = heartbeat(1).lean(), heartbeat(2).lean()
+    assert first.__pydantic_fields_set__ is second.__pydantic_fields_set__
+    assert first.progress is not None
+    assert second.progress is not None
+    assert first.progress.__pydantic_fields_set__ is second.progress.__pydantic_fields_set__
+    assert heartbeat(3, attempt=1).lean().model_fields_set == first.model_fields_set | {"attempt"}
+
+
+def test_parts_in_a_list_are_made_lean_too() -> None:
+    at = {"sequence": 0, "generation": 1, "attempt": 0, "rank": 0, "exitCode": 1, "step": 1, "message": "", "at": 1.0}
+    one, other = (heartbeat(1, failures=[at | {"sequence": each}]).lean() for each in (1, 2))
+    assert one.failures[0].__pydantic_fields_set__ is other.failures[0].__pydantic_fields_set__
+
+
+def test_a_lean_message_says_what_it_said_and_its_copies_do_not_change_it() -> None:
+    lean = heartbeat(1).lean()
+    assert lean == heartbeat(1)
+    assert lean.to_wire() == heartbeat(1).to_wire()
+    assert lean.model_dump(exclude_unset=True) == heartbeat(1).model_dump(exclude_unset=True)
+    changed = (lean.replaced(attempt=3), lean.model_copy(update={"attempt": 3}))
+    assert [each.model_fields_set - lean.model_fields_set for each in changed] == [{"attempt"}, {"attempt"}]
+    assert "attempt" not in heartbeat(2).lean().model_fields_set
+
+
+def test_who_brings_ever_other_fields_fills_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = dict(list(base._given.items())[:1])
+    monkeypatch.setattr(base, "_given", known)
+    monkeypatch.setattr(base, "_MOST_GIVEN", 3)
+    for attempt in range(3):
+        for ready in (False, True):
+            given = {"attempt": attempt} | ({"ready": ready} if ready else {})
+            progress = Progress(**dict.fromkeys(list(Progress.model_fields)[: attempt + 1], 0))
+            HeartbeatRequest(
+                namespace="t", job="j", pod_name="w", pod_uid="u", generation=1, phase=WorkerPhase.STANDBY,
+                progress=progress, **given,
+            ).lean()  # fmt: skip
+    assert len(known) == 3

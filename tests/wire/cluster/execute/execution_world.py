@@ -1,0 +1,98 @@
+"""An executor on an in-memory API server, and one job that it is told what to do for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tests.testing.api.fake_kubernetes import FakeCluster
+from tests.testing.suite.virtual_time import run_virtual
+from tests.testing.virtual.operator_process import training_job
+from trainium_contract.faults.causes import Cause
+from trainium_contract.wire.messages import Member, Membership, Transition
+from trainium_operator.cluster.api.client import Api
+from trainium_operator.cluster.api.resources import JOBS
+from trainium_operator.cluster.execute.creation_errors import Refusals
+from trainium_operator.cluster.execute.events import EventRecorder
+from trainium_operator.cluster.execute.executor import Executor
+from trainium_operator.plan.manifests.config_maps import membership_map
+from trainium_operator.plan.model import names
+from trainium_operator.plan.model.actions import (
+    CreatePod,
+    Plan,
+    PublishMembership,
+)
+from trainium_operator.runtime import make_caches
+from trainium_operator.settings import Settings
+
+if TYPE_CHECKING:
+    from trainium_operator.plan.model.job_id import JobId
+    from trainium_operator.plan.model.observed import JobView
+
+
+class World:
+    def __init__(self) -> None:
+        self.cluster = FakeCluster()
+        self.cluster.add(JOBS, training_job("j"))
+        api = Api(self.cluster)
+        self.caches = make_caches(api, Settings(job_network_policy=True))
+        self.recorder = EventRecorder(api, "i", wall_clock=lambda: 1.7e9)
+        self.published: list[int] = []
+        self.now = 1000.0
+        self.refusals = Refusals(lambda: self.now)
+        self.executor = Executor(api, self.caches, self.recorder, self, self.refusals)
+
+    def publish(self, job: JobId, membership: Membership) -> None:
+        assert job == self.job.id
+        self.published.append(membership.generation)
+
+    async def start(self) -> None:
+        await self.caches.jobs.refresh()
+
+    @property
+    def job(self) -> JobView:
+        record = self.caches.jobs.store.get(("default", "j"))
+        assert record is not None
+        assert record.view is not None
+        return record.view
+
+    def owned(self, name: str, **more: Any) -> dict[str, Any]:
+        owner = {
+            "apiVersion": JOBS.api_version,
+            "kind": JOBS.kind,
+            "name": "j",
+            "uid": self.job.uid,
+            "controller": True,
+        }
+        labels = {**names.object_labels("j", "worker"), **names.selector_labels("j")}
+        return {"metadata": {"name": name, "labels": labels, "ownerReferences": [owner]}, **more}
+
+    def pods(self, count: int) -> tuple[CreatePod, ...]:
+        spec = {"containers": [{"name": "worker"}]}
+        return tuple(CreatePod(self.owned(f"j-w-{number}", spec=spec)) for number in range(count))
+
+    def publication(self, generation: int, replaces: int, ip: str = "10.0.0.1") -> PublishMembership:
+        member = Member(pod_uid="u", pod_name="j-w-0", pod_ip=ip, node_name="n", node_rank=0, rendezvous_port=1)
+        membership = Membership(
+            generation=generation,
+            transition=Transition.IMMEDIATE,
+            cause=Cause.RESIZE,
+            members=(member,),
+            processes_per_node=1,
+        )
+        return PublishMembership(membership, membership_map(self.job, membership), replaces)
+
+    async def do(self, *actions: Any, **changes: Any) -> None:
+        await self.executor.execute(self.job, Plan(status=replace_status(self.job, **changes), actions=actions))
+
+
+def replace_status(job: JobView, **changes: Any) -> Any:
+    return job.status.model_copy(update=changes)
+
+
+def scenario(run: Any) -> None:
+    async def whole() -> None:
+        world = World()
+        await world.start()
+        await run(world)
+
+    run_virtual(whole())
