@@ -13,6 +13,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from trainium_contract.wire.log_line import LogFormat
 from trainium_contract.wire.worker_env import LABEL_JOB, LABEL_ROLE, ROLE_WORKER
 from trainium_operator.clock import SteadyClock
 from trainium_operator.cluster.api.client import Api
@@ -415,4 +416,5 @@ def plan_settings(settings: Settings, namespace: str) -> PlanSettings:
         worker_template=settings.template,
         extra_priority_class=settings.extra_priority_class,
         worker_ingress=settings.worker_ingress(namespace),
+        worker_log_format=LogFormat(settings.worker_log_format),
     )

@@ -215,7 +215,8 @@ class FleetReconciler:
             await self._api.merge(NODES, "", write.node, {"metadata": version, "spec": {"taints": [*others, *added]}})
         except (ConflictError, NotFoundError):
             return  # the next look sees what is there
-        logger.warning("node %s: %s", write.node, "taint taken off" if ours is None else f"tainted ({ours.value})")
+        done = "taint taken off" if ours is None else f"tainted ({ours.value})"
+        logger.warning("node %s: %s", write.node, done, extra={"node": write.node})
 
     def _node_changed(self, key: Key, old: Entry[NodeView] | None, new: Entry[NodeView] | None) -> None:
         if new is None and old is not None and old.view.provider_id:
