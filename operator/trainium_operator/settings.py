@@ -79,6 +79,14 @@ class Settings:
     quarantine_name: str = _setting(
         "", "ConfigMap in the operator's namespace that remembers bad machines; default: <lease name>-quarantine"
     )
+    keep_memory: bool = _setting(
+        False, "leave that ConfigMap where it is when the operator is uninstalled, for the next one of the same name"
+    )
+    deployment: str = _setting(
+        "",
+        "Deployment that this operator is a part of: its Lease and its memory of bad machines are removed with it; "
+        "empty: they stay",
+    )
     taint_nodes: bool = _setting(False, "taint nodes in quarantine; otherwise only TrainingJobs keep away from them")
     kueue: bool = _setting(False, "ask Kueue for the quota of jobs that name a queue")
     extra_priority_class: str = _setting(
