@@ -69,6 +69,7 @@ check: setup  ## Lint, format, types, import rules, generated files
 	@$(BIN)/lint-imports
 	@$(TOOLS) $(BIN)/python -m trainium_operator.generate --check
 	@$(BIN)/python scripts/commands_reference.py --check
+	@$(BIN)/python scripts/doc_outputs.py --check
 
 docs:  ## The documentation site, strict, into out/site: opens without a server or a network
 	@scripts/site/docs_site.sh $(DOCS_VENV) out/site
@@ -77,9 +78,10 @@ format: setup  ## Format the code
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
-generate: setup  ## Write the CRD, manifests and reference pages that are derived from the code
+generate: setup  ## Write the CRD, manifests, reference pages and outputs on pages that are derived from the code
 	@$(TOOLS) $(BIN)/python -m trainium_operator.generate
 	@$(BIN)/python scripts/commands_reference.py
+	@$(BIN)/python scripts/doc_outputs.py
 
 explore: setup  ## Explore small models of the plan exhaustively (ARGS="--depth 3")
 	@cd tests/unit/plan && $(abspath $(BIN))/python -m explorer $(ARGS)

@@ -19,6 +19,7 @@ from trainium_client.inside import curve_inside
 from trainium_client.kubeconfig import find_access
 from trainium_client.manifest import read_job
 from trainium_client.reading import read_members, read_screen, read_story
+from trainium_client.views.log_words import said
 from trainium_contract.views.checkpoints import metrics_path
 from trainium_contract.views.events import EventView, event_views
 from trainium_contract.views.job_from_status import job_view
@@ -129,9 +130,9 @@ class TrainingJob:
             if member is None:
                 raise ClientError(f"there is no rank {rank} of {self.name}")
             query = {"timestamps": "true", **({} if tail is None else {"tailLines": str(tail)})}
-            mark = f"[rank {rank}] "
-            lines = [line.partition(" ")[2] for line in str(_there(api.log(member.pod, query=query))).splitlines()]
-            return [line.removeprefix(mark) for line in lines if line.startswith(mark)]
+            lines = str(_there(api.log(member.pod, query=query))).splitlines()
+            words = [said(line.partition(" ")[2]) for line in lines]
+            return [line for each in words if each.rank == rank for line in each.text.split("\n")]
 
         return self._with(read)
 

@@ -1,21 +1,21 @@
-"""Structured logs: one JSON object a line, with the keys `namespace`, `job` and `generation` where they are known.
+"""The operator's log: lines of the contract's schema (`wire/log_line.py`), or text for people.
 
 Invariant: what others can have written as often as they like (`OF_OTHERS`) is bounded by the minute; errors never are.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 import time
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, TextIO
+
+from trainium_contract.wire.log_format import JsonLines, TextLines
+from trainium_contract.wire.log_line import LogFormat, LogSource
+from trainium_contract.wire.worker_env import KIND
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-_KEYS = ("namespace", "job", "generation", "pod", "node")
 
 OF_OTHERS = ("trainium_operator.coordinator.server", "trainium_operator.entrance.door.http")
 """Loggers that tell of requests and connections, each of which costs its sender nothing."""
@@ -47,31 +47,25 @@ class Bounded(logging.Filter):
         return told < MOST_LINES
 
 
-class JsonFormatter(logging.Formatter):
-    """Formats a record as JSON; extra keys other than the known ones are left out, so that no secret slips in."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """One line."""
-        line: dict[str, object] = {
-            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        line.update({key: getattr(record, key) for key in _KEYS if getattr(record, key, None) is not None})
-        if record.exc_info:
-            line["error"] = self.formatException(record.exc_info)
-        return json.dumps(line)
+def _name_the_job(record: logging.LogRecord) -> bool:
+    """Kopf says in a way of its own which object a line is about; the line is always written."""
+    about = getattr(record, "k8s_ref", None)
+    if isinstance(about, dict) and about.get("kind") == KIND:
+        record.namespace, record.job = about.get("namespace"), about.get("name")
+    return True
 
 
 def configure_logs(level: str, style: str, stream: TextIO | None = None) -> None:
     """Send all logs to `stream` (standard error) in one style, `json` or `text`."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(
-        JsonFormatter() if style == "json" else logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s")
+        JsonLines(LogSource.OPERATOR)
+        if style == LogFormat.JSON
+        else TextLines("%(asctime)s %(levelname)-7s %(name)s: %(message)s")
     )
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     handler.addFilter(Bounded())
+    handler.addFilter(_name_the_job)
     # kopf tells every event and every retry; what matters of it comes as a warning.
     for noisy in ("kopf", "asyncio", "aiohttp.access"):
         logging.getLogger(noisy).setLevel(logging.WARNING)

@@ -132,6 +132,7 @@ class RuntimeSupervisor:
         self._spawn(group, runtime.prober.run(), "probes")
         self._spawn(group, self._resync(), "resync")
         self._spawn(group, runtime.fleet.run(), "fleet")
+        self._spawn(group, runtime.release.run(), "release")
         for number in range(settings.workers):
             self._spawn(group, self._work(), f"worker {number}")
         self._spawn(group, self._watch_jobs(), "kopf")

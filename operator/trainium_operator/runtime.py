@@ -13,6 +13,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from trainium_contract.wire.log_line import LogFormat
 from trainium_contract.wire.worker_env import LABEL_JOB, LABEL_ROLE, ROLE_WORKER
 from trainium_operator.clock import SteadyClock
 from trainium_operator.cluster.api.client import Api
@@ -22,6 +23,7 @@ from trainium_operator.cluster.api.resources import (
     CONFIG_MAPS,
     DISRUPTION_BUDGETS,
     JOBS,
+    LEASES,
     NETWORK_POLICIES,
     NODES,
     PODS,
@@ -48,6 +50,7 @@ from trainium_operator.cluster.queue.pace import Pace
 from trainium_operator.cluster.queue.waiting_gangs import WaitingGangs
 from trainium_operator.cluster.queue.work_queue import WorkQueue
 from trainium_operator.cluster.reconciler import Reconciler
+from trainium_operator.cluster.release import Belonging, Release
 from trainium_operator.cluster.shown import Shown
 from trainium_operator.coordinator.authentication import Authenticator
 from trainium_operator.coordinator.certificate_keeper import CertificateKeeper
@@ -118,9 +121,25 @@ class Runtime:
             duration=settings.lease_duration, renew_deadline=settings.lease_renew_deadline, retry=settings.lease_retry
         )
         self.elector = LeaseElector(
-            lease_api, namespace, settings.lease_name, identity, wall_clock=wall_clock, times=times
+            lease_api,
+            namespace,
+            settings.lease_name,
+            identity,
+            wall_clock=wall_clock,
+            times=times,
+            owners=lambda: self.release.owners_of(LEASES),
         )
         self.acting = Api(transport, on_request=self._on_request, may_write=self.elector.may_act)
+        self.release = Release(
+            self.acting,
+            self.leading,
+            namespace=namespace,
+            deployment=settings.deployment,
+            belongings=(
+                Belonging(LEASES, settings.lease_name),
+                Belonging(CONFIG_MAPS, settings.memory_name, kept=settings.keep_memory),
+            ),
+        )
         services = filter(None, (settings.coordinator_service, settings.ui_service))
         self.keeper = CertificateKeeper(
             KubernetesSecret(self.api, namespace, settings.secret_name),
@@ -174,6 +193,7 @@ class Runtime:
             taints_nodes=settings.taint_nodes,
             wall_clock=clock,
             on_change=self.enqueue_all,
+            owners=lambda: self.release.owners_of(CONFIG_MAPS),
         )
         refusals, policies = Refusals(clock), PolicyWrites(clock)
         observer = Observer(
@@ -415,4 +435,5 @@ def plan_settings(settings: Settings, namespace: str) -> PlanSettings:
         worker_template=settings.template,
         extra_priority_class=settings.extra_priority_class,
         worker_ingress=settings.worker_ingress(namespace),
+        worker_log_format=LogFormat(settings.worker_log_format),
     )

@@ -79,6 +79,14 @@ class Settings:
     quarantine_name: str = _setting(
         "", "ConfigMap in the operator's namespace that remembers bad machines; default: <lease name>-quarantine"
     )
+    keep_memory: bool = _setting(
+        False, "leave that ConfigMap where it is when the operator is uninstalled, for the next one of the same name"
+    )
+    deployment: str = _setting(
+        "",
+        "Deployment that this operator is a part of: its Lease and its memory of bad machines are removed with it; "
+        "empty: they stay",
+    )
     taint_nodes: bool = _setting(False, "taint nodes in quarantine; otherwise only TrainingJobs keep away from them")
     kueue: bool = _setting(False, "ask Kueue for the quota of jobs that name a queue")
     extra_priority_class: str = _setting(
@@ -120,6 +128,7 @@ class Settings:
     resync: float = _setting(300.0, "every job is looked at once in this time even when nothing has changed")
     log_level: str = _setting("info", "debug, info, warning or error")
     log_format: str = _setting("json", "json or text")
+    worker_log_format: str = _setting("text", "what agents and training processes write into their log: json or text")
 
     @property
     def namespaces(self) -> tuple[str, ...]:
@@ -196,7 +205,10 @@ class Settings:
                 "a JSON list of objects with no other keys than from and ports, each a list",
             ),
             ("--log-level", self.log_level, self.log_level in LOG_LEVELS, "one of " + ", ".join(LOG_LEVELS)),
-            ("--log-format", self.log_format, self.log_format in ("json", "text"), "json or text"),
+            *(
+                (flag, given, given in ("json", "text"), "json or text")
+                for flag, given in (("--log-format", self.log_format), ("--worker-log-format", self.worker_log_format))
+            ),
         )
         return [f"{flag} must be {rule}, not {value!r}" for flag, value, good, rule in checks if not good]
 

@@ -7,13 +7,14 @@ prepared by `warm` long before its rank was known.
 from __future__ import annotations
 
 import logging
-import sys
+import os
 from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
 from trainium_contract.exit_codes import ExitCode
-from trainium_trainer import exits, neuron_environment
+from trainium_contract.wire.log_format import format_of
+from trainium_trainer import exits, log_lines, neuron_environment
 from trainium_trainer.backends.choose import refuse_what_it_cannot
 from trainium_trainer.commands import artifacts as artifact_commands
 from trainium_trainer.commands import check, convert, inspect, precompile
@@ -54,9 +55,13 @@ def train(
     raise_limit()
     stop = StopRequest()
     stop.listen()
+    try:
+        format_of(os.environ)
+    except ValueError as error:
+        raise exits.UserError(str(error)) from error
     settings = settle(load(config, overrides or ()), launch_of())
     refuse_what_it_cannot(settings)
-    _log_to_stderr(settings.launch.rank)
+    log_lines.write_as_rank(settings.launch.rank)
     check.refuse_few_files(settings.launch)
     if settings.launch.rank == 0:
         for sentence in check.without_effect(settings.config):
@@ -103,13 +108,3 @@ def _sentence_of(error: BaseException) -> str:
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run a command line and end the process with its exit code."""
     exits.leave(run(argv))
-
-
-def _log_to_stderr(rank: int) -> None:
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=logging.INFO,
-        format=f"%(asctime)s rank {rank} %(levelname)s %(message)s",
-        datefmt="%H:%M:%S",
-        force=True,
-    )

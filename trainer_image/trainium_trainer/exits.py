@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from trainium_contract.exit_codes import ExitCode
+from trainium_contract.wire.log_line import LogLevel, LogSource
+from trainium_trainer import log_lines
 
 TERMINATION_LOG = Path("/dev/termination-log")
 _TERMINATION_LIMIT = 4096
@@ -124,15 +126,14 @@ def report(error: BaseException, *, where: str = "") -> int:
     """
     code = code_of(error)
     explained = isinstance(error, (TrainerError, KeyboardInterrupt, SystemExit)) or code == ExitCode.PEER_LOST
-    if not explained:
-        traceback.print_exception(error, file=sys.stderr)
-    say(f"{where}{sentence_of(error)}")
+    say(f"{where}{sentence_of(error)}", trace="" if explained else "".join(traceback.format_exception(error)))
     return code
 
 
-def say(line: str) -> None:
-    """Tell the user why the process ends: on stderr, and in the pod's termination log."""
-    print(line, file=sys.stderr, flush=True)  # noqa: T201 - this is the program speaking to its user
+def say(line: str, *, trace: str = "", level: LogLevel = LogLevel.ERROR, source: LogSource = LogSource.TRAINER) -> None:
+    """Tell the user why the process ends: on stderr, below the traceback, and in the pod's termination log."""
+    written = log_lines.said(line, error=trace, level=level, source=source)
+    print(written, file=sys.stderr, flush=True)  # noqa: T201 - this is the program speaking to its user
     leave_message(line)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 import threading
 import time
@@ -26,6 +25,7 @@ from trainium_client.commands.options import (
 from trainium_client.errors import ClientError
 from trainium_client.inside import ask_all
 from trainium_client.reading import decode_members, read_members
+from trainium_client.views.log_words import said
 from trainium_contract.views.interruptions import interruptions
 from trainium_contract.views.raw import plain
 from trainium_contract.views.status_part import shown_status
@@ -34,11 +34,11 @@ from trainium_contract.views.workers import pod_rows
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from trainium_client.views.log_words import Said
     from trainium_contract.views.interruptions import InterruptionView
     from trainium_contract.views.workers import MemberRow, Members
 
 _POLL_SECONDS = 2.0
-_MARK = re.compile(r"\[rank (\d{1,7})\] ")
 _OLD_PODS = 8
 """Pods that are looked through for what a rank said before."""
 
@@ -56,14 +56,6 @@ def split_line(raw: bytes) -> Line:
     """Time stamp and words."""
     stamp, _, words = raw.decode(errors="replace").rstrip("\r").partition(" ")
     return Line(stamp, words)
-
-
-def words_of(rank: int, line: Line, *, every: bool) -> str | None:
-    """What a rank said, without its mark; None for a line of another."""
-    if every:
-        return line.words
-    mark = f"[rank {rank}] "
-    return line.words.removeprefix(mark) if line.words.startswith(mark) else None
 
 
 def logs(
@@ -100,35 +92,38 @@ def logs(
 class _Printer:
     """Writes the lines of one rank."""
 
-    def __init__(self, rank: int, form: Callable[[Line, str, str], str], *, every: bool) -> None:
-        """`form(line, words, pod)`: what is written of a line."""
+    def __init__(self, rank: int, form: Callable[[str, Said, str, str], str], *, every: bool) -> None:
+        """`form(stamp, said, words, pod)`: what is written of a line; `words`: those of `said` that were asked for."""
         self.rank, self._form, self._every = rank, form, every
         self._safe = sys.stdout.isatty()
 
     def write(self, line: Line, pod: str) -> bool:
         """Whether it was a line of the rank."""
-        said = words_of(self.rank, line, every=self._every)
-        if said is None:
+        each = said(line.words)
+        if not self._every and each.rank != self.rank:
             return False
+        words = each.shown if self._every else each.text
         # A program's output must not steer the person's terminal; a file gets it as it is.
-        said = plain(said) if self._safe else said
-        sys.stdout.write(self._form(line, said, pod) + "\n")
+        words = plain(words) if self._safe else words
+        sys.stdout.write(self._form(line.stamp, each, words, pod) + "\n")
         return True
 
 
-def _bare(_: Line, said: str, __: str) -> str:
-    return said
+def _bare(_: str, __: Said, words: str, ___: str) -> str:
+    return words
 
 
-def _stamped(line: Line, said: str, _: str) -> str:
-    return f"{line.stamp} {said}"
+def _stamped(stamp: str, _: Said, words: str, __: str) -> str:
+    return "\n".join(f"{stamp} {line}" for line in words.split("\n"))
 
 
-def _json_line(line: Line, said: str, pod: str) -> str:
-    """A line of JSON lines: without the rank's mark, so that `rank` alone says whose it is; null of the agent's own."""
-    marked = _MARK.match(line.words)
-    rank, words = (int(marked[1]), line.words[marked.end() :]) if marked else (None, said)
-    return json.dumps({"time": line.stamp, "pod": pod, "rank": rank, "line": words}, ensure_ascii=False)
+def _json_line(stamp: str, each: Said, _: str, pod: str) -> str:
+    """A line of JSON lines: without the rank's mark, so that `rank` alone says whose it is; null of the agent's own.
+
+    `record` is the pod's own line, where the log of the pod is JSON.
+    """
+    told = {"time": stamp, "pod": pod, "rank": each.rank, "line": each.text}
+    return json.dumps(told | ({} if each.record is None else {"record": each.record}), ensure_ascii=False)
 
 
 def _read(api: Api, member: MemberRow, query: dict[str, str]) -> Iterator[Line]:

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from trainium_client.views.log_words import said
 from trainium_contract.views.interruptions import InterruptionView, interruptions
 from trainium_contract.views.raw import mapping, plain, seconds_of, text
 from trainium_contract.views.status_part import shown_status
@@ -79,7 +80,7 @@ def telling_lines(log: str, entry: InterruptionView) -> tuple[str, ...]:
         stamp, _, words = line.partition(" ")
         at = seconds_of(stamp)
         if at is not None and entry.at - _BEFORE_SECONDS <= at <= until and words.strip():
-            near.append(plain(words)[:400])
+            near += [plain(each)[:400] for each in said(words).shown.split("\n")]
     telling = [at for at, words in enumerate(near) if _TELLING.search(words)]
     # Of both the last ones are nearest to the cause, and a few lines around say what was going on.
     kept = set(telling[-MOST_LINES + _AROUND :]) | set(range(len(near))[-_AROUND:])

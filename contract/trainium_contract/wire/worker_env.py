@@ -72,6 +72,8 @@ ENV_KERNEL_LOG = "TRAINIUM_KERNEL_LOG"
 """File, FIFO or device that the kernel's lines are read from; unset: /dev/kmsg, which most pods may not read."""
 ENV_HANG_LIMITS = "TRAINIUM_HANG_LIMITS"
 """`spec.recovery.hang` as JSON: when a process that stands still counts as hung. Unset: the defaults."""
+ENV_LOG_FORMAT = "TRAINIUM_LOG_FORMAT"
+"""`json` or `text` (`log_line.LogFormat`): what agent and training processes write into the pod's log. Unset: text."""
 
 # Set by the agent for each training process.
 ENV_GENERATION = "TRAINIUM_GENERATION"

@@ -80,7 +80,9 @@ class LeaseElector:
         wall_clock: Callable[[], float],
         times: LeaseTimes | None = None,
         jitter: Callable[[], float] = random.random,
+        owners: Callable[[], list[Json]] = list,
     ) -> None:
+        """`owners`: `ownerReferences` of a Lease that is made."""
         self.leading = False
         self.identity = identity
         self._api = api
@@ -89,6 +91,7 @@ class LeaseElector:
         self._wall_clock = wall_clock
         self._times = times or LeaseTimes()
         self._jitter = jitter
+        self._owners = owners
         self._lease: Json = {}
         self._seen: tuple[str, str, int] = ("", "", -1)
         self._seen_at = 0.0
@@ -169,7 +172,7 @@ class LeaseElector:
                 self._lease = await self._api.get(LEASES, self._namespace, self._name, attempts=1)
             except NotFoundError:
                 try:
-                    self._lease = await self._api.create(LEASES, self._namespace, self._body({}), attempts=1)
+                    await self._create()
                 except AlreadyExistsError:
                     return False
                 return self._gained(started)
@@ -205,12 +208,17 @@ class LeaseElector:
             try:
                 self._lease = await self._api.get(LEASES, self._namespace, self._name, attempts=1)
             except NotFoundError:
-                self._lease = await self._api.create(LEASES, self._namespace, self._body({}), attempts=1)
+                await self._create()
             holder = self._spec().get("holderIdentity")
             if holder != self.identity:
                 self._lose(f"{holder or 'nobody'} holds the lease now")
             await self._write(holder=self.identity, duration=self._times.duration)
         self._renewed_at = started
+
+    async def _create(self) -> None:
+        owners = self._owners()
+        body = self._body({"ownerReferences": owners} if owners else {})
+        self._lease = await self._api.create(LEASES, self._namespace, body, attempts=1)
 
     def _lose(self, why: str) -> None:
         self.leading = False

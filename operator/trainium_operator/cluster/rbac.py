@@ -48,6 +48,8 @@ class NamedAfter(StrEnum):
     """`settings.tls_secret_name`; `<coordinator service>-tls` by default."""
     MEMORY = "quarantine-name"
     """`settings.memory_name`; `<lease name>-quarantine` by default."""
+    DEPLOYMENT = "deployment"
+    """`settings.deployment`; the chart's full name."""
     CLUSTER = "kube-system"
     """The namespace that every cluster has."""
 
@@ -169,6 +171,22 @@ RIGHTS: tuple[Right, ...] = (
     ),
     Right("coordination.k8s.io", "leases", ("get", "update"), "leader election: hold it", Scope.OWN, NamedAfter.LEASE),
     Right(
+        "coordination.k8s.io",
+        "leases",
+        ("delete",),
+        "never used: to name its owner, where OwnerReferencesPermissionEnforcement is on",
+        Scope.OWN,
+        NamedAfter.LEASE,
+    ),
+    Right(
+        "apps",
+        "deployments",
+        ("get",),
+        "uid of the operator's own Deployment, with which its Lease and its memory go",
+        Scope.OWN,
+        NamedAfter.DEPLOYMENT,
+    ),
+    Right(
         "",
         "secrets",
         ("get", "update"),
@@ -178,4 +196,12 @@ RIGHTS: tuple[Right, ...] = (
     ),
     Right("", "configmaps", ("create",), "the memory of bad machines (create cannot be limited by name)", Scope.OWN),
     Right("", "configmaps", ("get", "update"), "the memory of bad machines", Scope.OWN, NamedAfter.MEMORY),
+    Right(
+        "",
+        "configmaps",
+        ("delete",),
+        "never used: to name its owner, where OwnerReferencesPermissionEnforcement is on",
+        Scope.OWN,
+        NamedAfter.MEMORY,
+    ),
 )

@@ -104,14 +104,19 @@ class Reconciler:
                 if not budget.expired():
                     raise
                 error = "Timeout"
-                logger.warning("%s/%s: not done within %.0f s; it goes on with a new plan", *key, JOB_SECONDS)
+                logger.warning(
+                    "%s/%s: not done within %.0f s; it goes on with a new plan",
+                    *key,
+                    JOB_SECONDS,
+                    extra=self._about(key),
+                )
                 self._queue.put_after(key, CUT_PAUSE)
             except ApiError as failure:
                 error = type(failure).__name__
                 self._failed(key, failure)
             except Exception:
                 error = "Defect"
-                logger.exception("reconciling %s/%s failed", *key, extra={"namespace": key[0], "job": key[1]})
+                logger.exception("reconciling %s/%s failed", *key, extra=self._about(key))
                 self._queue.retry(key)
             finally:
                 del self._started[key]
@@ -177,10 +182,16 @@ class Reconciler:
         now = self._caches.jobs.store.get(key)
         return now is not None and now.uid == record.uid
 
+    def _about(self, key: Key) -> dict[str, object]:
+        """What a line of the log is about, as far as it is known."""
+        record = self._caches.jobs.store.get(key)
+        view = record.view if record is not None else None
+        generation = view.status.membership.generation if view is not None else None
+        return {"namespace": key[0], "job": key[1], "generation": generation or None}
+
     def _failed(self, key: Key, error: ApiError) -> None:
         delay = self._queue.retry(key)
-        labels = {"namespace": key[0], "job": key[1]}
-        logger.warning("%s/%s: %s; again in %.1f s", *key, error, delay, extra=labels)
+        logger.warning("%s/%s: %s; again in %.1f s", *key, error, delay, extra=self._about(key))
         # A conflict is the normal answer to an old copy, an API server that has just started refuses everybody for a
         # moment, and one that is away takes no events either: worth telling is what lasts.
         record = self._caches.jobs.store.get(key)
@@ -190,7 +201,7 @@ class Reconciler:
 
     def _unreadable(self, key: Key, record: JobRecord) -> None:
         sentence = f"this operator cannot read the job ({record.error}); apply it again with the installed CRD"
-        logger.warning("%s/%s: %s", *key, sentence, extra={"namespace": key[0], "job": key[1]})
+        logger.warning("%s/%s: %s", *key, sentence, extra=self._about(key))
         self._tell(record, Reason.UNREADABLE, sentence)
         self._queue.put_after(key, UNREADABLE_SECONDS)
 
@@ -204,7 +215,7 @@ class Reconciler:
             text = (
                 f"this operator is older than the job: it does not know {places}, and goes on with what runs as it is"
             )
-            logger.warning("%s/%s: %s", *key, text, extra={"namespace": key[0], "job": key[1]})
+            logger.warning("%s/%s: %s", *key, text, extra=self._about(key))
             self._tell(record, Reason.UNREADABLE, text)
 
     def _tell(self, record: JobRecord, reason: Reason, text: str) -> None:

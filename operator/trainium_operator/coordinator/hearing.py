@@ -74,7 +74,8 @@ class Hearing:
         message = read_message(RegisterRequest, body)
         job_id = self._job_of(caller, message)
         if self.state.register(job_id, message):
-            logger.info("%s registered", message.pod_name, extra={"namespace": message.namespace, "job": message.job})
+            about = {"namespace": message.namespace, "job": message.job, "node": message.node_name}
+            logger.info("%s registered", message.pod_name, extra={**about, "pod": message.pod_name})
             self._notify(message.namespace, message.job, True)
         membership = self.state.membership(job_id)
         answer = RegisterResponse(

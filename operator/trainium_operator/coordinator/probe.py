@@ -105,7 +105,7 @@ class Prober:
                 logger.info(
                     "the port of silent pod %s refuses connections: its agent is gone",
                     doubt.pod,
-                    extra={"namespace": doubt.namespace, "job": doubt.job},
+                    extra={"namespace": doubt.namespace, "job": doubt.job, "pod": doubt.pod},
                 )
                 self._notify(doubt.namespace, doubt.job, True)
         except (OSError, TimeoutError):

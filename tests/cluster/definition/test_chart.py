@@ -36,7 +36,8 @@ EVERYTHING = (
     "replicas=3,lease.durationSeconds=6,lease.renewDeadlineSeconds=4,lease.retrySeconds=1,networkPolicy.create=true,metrics.serviceMonitor.create=true,metrics.podMonitor.create=true,"
     "metrics.prometheusRule.create=true,metrics.dashboards.create=true,metrics.namedJobs=50,"
     "metrics.secure=true,metrics.tokenSecret.name=scraper,https.issuer.name=ca,ui.enabled=true,"
-    "watchNamespaces={training,research},trainerImagePullSecrets={one,two},image.tag=v7,extraArgs={--log-level=debug}"
+    "watchNamespaces={training,research},trainerImagePullSecrets={one,two},image.tag=v7,extraArgs={--log-level=debug},"
+    "quarantine.keepMemory=true,workerLogFormat=json"
 )
 
 
@@ -76,6 +77,7 @@ def used(*scopes: Scope) -> set[tuple[str, str, str, str]]:
         NamedAfter.LEASE: NAME,
         NamedAfter.TLS_SECRET: f"{NAME}-coordinator-tls",
         NamedAfter.MEMORY: f"{NAME}-quarantine",
+        NamedAfter.DEPLOYMENT: NAME,
         NamedAfter.CLUSTER: "kube-system",
     }
     return {
@@ -296,6 +298,9 @@ def test_the_operator_understands_the_arguments_that_the_chart_gives_it(api: Api
     assert parsed.coordinator_service == f"{NAME}-coordinator"
     assert parsed.secret_name == f"{NAME}-coordinator-tls"
     assert parsed.memory_name == f"{NAME}-quarantine"
+    assert parsed.deployment == NAME
+    assert parsed.keep_memory == (settings == EVERYTHING)
+    assert parsed.worker_log_format == ("json" if settings == EVERYTHING else "text")
     assert not parsed.taint_nodes
     assert parsed.trainer_image == "trainium-trainer:0.1.0"
     assert parsed.namespaces == (("training", "research") if settings == EVERYTHING else ())

@@ -10,6 +10,7 @@ refusal or what no API server should say. Whoever lists, watches or writes takes
 from __future__ import annotations
 
 import json
+import re
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import yaml
+
+from trainium_contract.wire.log_line import log_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,6 +41,26 @@ def recorded(name: str) -> dict[str, Any]:
 def recorded_log() -> str:
     """The end of the log of `llama-w-0`, with time stamps."""
     return (RECORDED / "worker.log").read_text(encoding="utf-8")
+
+
+def recorded_log_as_json() -> str:
+    """The same log as a pod writes it whose log is lines of the schema."""
+    return "".join(f"{_as_json(line)}\n" for line in recorded_log().splitlines())
+
+
+def _as_json(line: str) -> str:
+    stamp, _, words = line.partition(" ")
+    about: dict[str, Any] = {"namespace": "team", "job": "llama", "pod": "llama-w-0", "node": "node-0", "generation": 1}
+    ours = re.fullmatch(r"\[rank (\d+)\] [\d:]{8} rank \d+ ([A-Z]+) (.*)", words)
+    agents = re.fullmatch(r"([-\d]{10}) ([\d:]{8}),(\d{3}) ([A-Z]+) agent (.*)", words)
+    if ours is not None:
+        about |= {"source": "trainer", "logger": "trainium.loop", "rank": int(ours[1]), "attempt": 0}
+        time, level, message = f"{stamp[:23]}Z", ours[2], ours[3]
+    else:
+        assert agents is not None, f"neither a rank nor the agent says {words!r}"
+        about |= {"source": "agent", "logger": "trainium_trainer.agent.generation_owner"}
+        time, level, message = f"{agents[1]}T{agents[2]}.{agents[3]}Z", agents[4], agents[5]
+    return f"{stamp} {log_line(message, time=time, level=level.lower(), **about).to_line()}"
 
 
 def recorded_answers() -> dict[str, Any]:

@@ -107,7 +107,7 @@ class OperatorProcess:
             work.append(runtime.caches.network_policies.run())
         self._lease = asyncio.create_task(self._lead())
         jobs = [] if runtime.settings.namespaces else [self._watch_jobs()]
-        others = [*jobs, *work, runtime.recorder.run(), runtime.fleet.run(), self._work()]
+        others = [*jobs, *work, runtime.recorder.run(), runtime.fleet.run(), runtime.release.run(), self._work()]
         runtime.caches.kueue.offered.is_served(True)
         runtime.caches.dra.offered.is_served(True)
         others += [runtime.caches.kueue.run(), runtime.caches.dra.run()]

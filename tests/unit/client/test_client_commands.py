@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
-from tests.testing.api.recorded_jobs import CORE, JOBS, ApiServer, kubeconfig, recorded, recorded_answers
+from tests.testing.api.recorded_jobs import (
+    CORE,
+    JOBS,
+    ApiServer,
+    kubeconfig,
+    recorded,
+    recorded_answers,
+    recorded_log_as_json,
+)
 from trainium_client.commands.complete import candidates
 from trainium_client.commands.main import main
 
@@ -174,6 +182,32 @@ def test_the_log_of_a_rank_is_its_own_lines(trn: Callable[..., Run]) -> None:
     assert out.splitlines()
     assert all("[rank" not in line and " agent " not in line for line in out.splitlines())
     assert "agent rank 0 ended with code 137" in trn("logs", "llama", "--all")[1]
+
+
+@pytest.mark.parametrize("words", [("--rank", "0"), ("--timestamps",), ("--tail", "5")])
+def test_a_log_of_lines_of_the_schema_reads_as_one_that_is_text(
+    trn: Callable[..., Run], server: ApiServer, words: tuple[str, ...]
+) -> None:
+    as_text = trn("logs", "llama", *words)[1]
+    why = json.loads(trn("why", "llama", "-o", "json")[1])["logLines"]
+    server.answers[f"{CORE}/pods/llama-w-0/log"] = recorded_log_as_json()
+    assert trn("logs", "llama", *words) == (0, as_text, "")
+    assert json.loads(trn("why", "llama", "-o", "json")[1])["logLines"] == why
+
+
+def test_the_lines_of_the_schema_themselves_are_in_the_json_of_logs(trn: Callable[..., Run], server: ApiServer) -> None:
+    before = [json.loads(line) for line in trn("logs", "llama", "--all", "-o", "json")[1].splitlines()]
+    server.answers[f"{CORE}/pods/llama-w-0/log"] = recorded_log_as_json()
+    after = [json.loads(line) for line in trn("logs", "llama", "--all", "-o", "json")[1].splitlines()]
+
+    assert all("record" not in line for line in before)
+    assert [line["record"]["message"] in line["line"] for line in after] == [True] * len(before)
+    assert [line["rank"] for line in after] == [line["rank"] for line in before]
+    (agent,) = [line for line in after if line["rank"] is None]
+    assert agent["record"]["source"] == "agent"
+    shown = trn("logs", "llama", "--all")[1]
+    assert "[rank 0] 02:08:38 rank 0 INFO step 106/4000" in shown
+    assert "2026-11-23 02:09:14,033 WARNING agent rank 0 ended with code 137" in shown
 
 
 def test_the_log_of_a_pod_that_is_gone_is_one_sentence(trn: Callable[..., Run]) -> None:

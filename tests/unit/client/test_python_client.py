@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.testing.api.recorded_jobs import JOBS, ApiServer, recorded, recorded_answers
+from tests.testing.api.recorded_jobs import CORE, JOBS, ApiServer, recorded, recorded_answers, recorded_log_as_json
 from trainium_client import ClientError, JobFailedError, TrainingJob
 from trainium_contract.job import TrainingJobSpec
 
@@ -36,6 +36,19 @@ def test_a_job_is_read_as_the_commands_read_it(server: ApiServer) -> None:
     assert "team/llama" in found._repr_html_()
     with pytest.raises(ClientError, match="no rank 9"):
         found.logs(9)
+
+
+def test_the_log_of_a_rank_is_the_same_whether_its_pod_writes_text_or_lines_of_the_schema(server: ApiServer) -> None:
+    lines = job(server).logs()
+    assert lines
+    assert lines[0].startswith("02:08:38 rank 0 INFO step 106/4000")
+    server.answers[f"{CORE}/pods/llama-w-0/log"] = recorded_log_as_json()
+    assert job(server).logs() == lines
+    stamp = "2026-11-24T08:09:10Z"
+    failed = {"time": stamp, "level": "error", "source": "trainer", "logger": "trainium.exit", "rank": 0}
+    failed |= {"message": "KeyError: 1", "error": "Traceback\nKeyError: 1"}
+    server.answers[f"{CORE}/pods/llama-w-0/log"] = f"{stamp} {json.dumps(failed)}\n"
+    assert job(server).logs() == ["Traceback", "KeyError: 1", "KeyError: 1"]
 
 
 def test_a_typed_spec_is_applied_in_the_context_s_namespace(server: ApiServer) -> None:

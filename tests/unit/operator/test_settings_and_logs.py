@@ -7,6 +7,7 @@ from dataclasses import fields
 
 import pytest
 
+from trainium_contract.wire.log_line import LogFormat
 from trainium_operator.coordinator import server
 from trainium_operator.entrance import door
 from trainium_operator.logs import MOST_LINES, OF_OTHERS, Bounded, configure_logs
@@ -62,6 +63,8 @@ def test_the_pod_tells_its_namespace_and_address() -> None:
         (["--job-ingress", "nobody"], "--job-ingress must be a JSON list of objects with no other keys than from and"),
         (["--job-ingress", '[{"to": []}]'], "--job-ingress must be a JSON list"),
         (["--job-ingress", '[{"from": {}}]'], "--job-ingress must be a JSON list"),
+        (["--log-format", "xml"], "--log-format must be json or text, not 'xml'"),
+        (["--worker-log-format", "xml"], "--worker-log-format must be json or text, not 'xml'"),
         (["--wrokers=3"], "unrecognized arguments: --wrokers"),
         (["walk"], "invalid choice: 'walk'"),
     ],
@@ -131,7 +134,17 @@ def test_logs_are_one_json_object_a_line_with_the_job(lines: io.StringIO) -> Non
     line = json.loads(lines.getvalue())
     assert line["message"] == "hello world"
     assert (line["level"], line["namespace"], line["job"], line["generation"]) == ("info", "ns", "llama", 3)
+    assert (line["source"], line["logger"]) == ("operator", "trainium_operator.x")
     assert "secret" not in lines.getvalue()
+
+
+def test_a_line_of_kopf_s_says_which_job_it_is_about(lines: io.StringIO) -> None:
+    about = {"kind": "TrainingJob", "namespace": "ns", "name": "llama", "uid": "u"}
+    logging.getLogger("kopf.objects").error("a handler failed", extra={"k8s_ref": about})
+    logging.getLogger("kopf.objects").error("a handler failed", extra={"k8s_ref": {**about, "kind": "Pod"}})
+    first, second = map(json.loads, lines.getvalue().splitlines())
+    assert (first["namespace"], first["job"]) == ("ns", "llama")
+    assert "job" not in second
 
 
 def test_an_error_is_one_line_too(lines: io.StringIO) -> None:
@@ -152,6 +165,12 @@ def test_a_worker_template_that_is_none_is_refused_with_a_sentence(
 def test_a_worker_template_reaches_the_plan() -> None:
     settings = parse_settings([], {"TRAINIUM_OPERATOR_WORKER_TEMPLATE": '{"spec": {"priority": 3}}'})
     assert plan_settings(settings, "ops").worker_template == {"spec": {"priority": 3}}
+
+
+def test_the_form_of_the_workers_logs_reaches_the_plan_and_is_text_unless_asked_for() -> None:
+    assert plan_settings(parse_settings([], {}), "ops").worker_log_format is LogFormat.TEXT
+    asked = parse_settings(["--worker-log-format=json"], {})
+    assert plan_settings(asked, "ops").worker_log_format is LogFormat.JSON
 
 
 def test_lines_that_others_can_have_written_are_bounded_by_the_minute_and_counted() -> None:

@@ -8,8 +8,9 @@ from tests.testing.api.fake_kubernetes import FakeCluster
 from tests.testing.suite.virtual_time import run_virtual
 from tests.testing.virtual.fake_workers import Workers
 from tests.testing.virtual.operator_process import OperatorProcess, training_job, until, wall_clock
-from trainium_operator.cluster.api.resources import ALL, CLAIMING, GANGS, JOBS, QUEUEING, SECRETS
+from trainium_operator.cluster.api.resources import ALL, CLAIMING, DEPLOYMENTS, GANGS, JOBS, QUEUEING, SECRETS
 from trainium_operator.cluster.rbac import RIGHTS, Scope
+from trainium_operator.settings import Settings
 
 VERBS = {"POST": "create", "PUT": "update", "PATCH": "patch", "DELETE": "delete", "WATCH": "watch"}
 
@@ -33,8 +34,10 @@ def test_the_operator_uses_no_right_that_the_table_does_not_give() -> None:
     async def scenario() -> FakeCluster:
         cluster = FakeCluster(wall_clock)
         cluster.add(SECRETS, {"metadata": {"name": "trainium-operator-coordinator-tls", "namespace": "system"}})
+        cluster.add(DEPLOYMENTS, {"metadata": {"name": "trainium-operator", "namespace": "system"}})
         cluster.add(JOBS, training_job(spares=1))
-        process, workers = OperatorProcess(cluster), Workers(cluster, nodes=4, total_steps=20)
+        process = OperatorProcess(cluster, settings=Settings(deployment="trainium-operator"))
+        workers = Workers(cluster, nodes=4, total_steps=20)
         workers.operator = process
         await process.runtime.elector.acquire()
         holding = asyncio.create_task(process.runtime.elector.hold())
@@ -54,6 +57,7 @@ def test_the_operator_uses_no_right_that_the_table_does_not_give() -> None:
     given = {(right.group, right.resource, verb) for right in RIGHTS for verb in right.verbs}
     assert used(cluster) <= given
     assert ("", "secrets", "update") in used(cluster)
+    assert ("apps", "deployments", "get") in used(cluster)
     assert ("trainium.dev", "trainingjobs/status", "patch") in used(cluster)
 
 

@@ -21,6 +21,7 @@ from tests.testing.api.fake_http import FakeServer
 from tests.testing.api.fake_kubernetes import FakeCluster
 from tests.testing.suite.patience import async_until, patient
 from tests.testing.virtual.operator_process import training_job
+from trainium_contract.wire.log_line import LogSource, read_log_line
 from trainium_operator.cluster.api.resources import EVENTS, JOBS, LEASES, PODS, SECRETS
 from trainium_operator.cluster.api.transport import NoClusterError, connect
 
@@ -32,7 +33,7 @@ SECRET = "trainium-operator-coordinator-tls"
 
 
 class Operator:
-    """One process; its log is JSON lines."""
+    """One process; its log is lines of the schema."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process
@@ -43,7 +44,11 @@ class Operator:
         assert self.process.stderr is not None
         async for line in self.process.stderr:
             text = line.decode()
-            self.lines.append(json.loads(text) if text.startswith("{") else {"message": text})
+            read = read_log_line(text)
+            assert read is not None, f"no line of the schema: {text!r}"
+            assert read.to_wire() == json.loads(text), "a field that the schema does not know, or cannot take"
+            assert read.source is LogSource.OPERATOR
+            self.lines.append(read.to_wire())
 
     async def says(self, text: str) -> str:
         found = lambda: [line["message"] for line in self.lines if text in line["message"]]  # noqa: E731

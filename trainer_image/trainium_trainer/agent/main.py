@@ -16,6 +16,8 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from trainium_contract.exit_codes import ExitCode
+from trainium_contract.wire.log_line import LogSource
+from trainium_trainer import exits, log_lines
 from trainium_trainer.agent.checks.preflight import preflight, results
 from trainium_trainer.agent.linux import kernel
 from trainium_trainer.agent.settings import AgentSettings, SettingsError, settings_from
@@ -30,7 +32,7 @@ def main() -> None:
     try:
         settings = settings_from(os.environ)
     except SettingsError as error:
-        sys.stderr.write(f"trainium-agent: {error}\n")
+        exits.say(f"trainium-agent: {error}", source=LogSource.AGENT)
         sys.exit(ExitCode.USER_ERROR)
     # PID 1 gets no signal that it does not handle, and importing torch takes seconds.
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
@@ -47,9 +49,7 @@ def run(settings: AgentSettings) -> int:
     """Check the pod, fork the standby and live; the pod's exit code."""
     kernel.adopt_orphans()
     raise_limit()  # the ranks inherit it
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s agent %(message)s", stream=sys.stderr, force=True
-    )
+    log_lines.write_as_agent()
     began = time.monotonic()
     findings = preflight(settings)
     checked = results(settings, findings, time.monotonic() - began)
@@ -71,10 +71,14 @@ async def _supervise(settings: AgentSettings, standby: Any, findings: Any, check
     try:
         store = serve_store(settings.pod_ip)
     except OSError as error:
-        sys.stderr.write(f"trainium-agent: cannot listen on POD_IP {settings.pod_ip} ({error.strerror}).\n")
+        sentence = f"trainium-agent: cannot listen on POD_IP {settings.pod_ip} ({error.strerror})."
+        exits.say(sentence, source=LogSource.AGENT)
         standby.kill()
         return int(ExitCode.USER_ERROR)
-    return await AgentSupervisor(settings, standby, store, _progress_reader()).run(findings, checked)
+    supervisor = AgentSupervisor(settings, standby, store, _progress_reader())
+    place = log_lines.place()
+    log_lines.write_as_agent(lambda: {**place, **supervisor.whereabouts()})
+    return await supervisor.run(findings, checked)
 
 
 def _progress_reader() -> Any:

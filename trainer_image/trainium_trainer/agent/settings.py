@@ -14,6 +14,8 @@ from pydantic import ValidationError
 from trainium_contract.spec.health import PreflightCheck
 from trainium_contract.spec.recovery import HangSpec
 from trainium_contract.wire import worker_env
+from trainium_contract.wire.log_format import format_of
+from trainium_contract.wire.log_line import LogFormat
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -96,6 +98,7 @@ class AgentSettings:
     pair_entry: str = DEFAULT_PAIR_ENTRY
     pair_seconds: float = 8.0
     """What one exchange of the pairwise test may take; a second of it is needed."""
+    log_format: LogFormat = LogFormat.TEXT
 
     @property
     def run_id(self) -> str:
@@ -164,7 +167,15 @@ def settings_from(environment: Mapping[str, str]) -> AgentSettings:
         ),
         check_entry=environment.get(ENV_CHECK_ENTRY) or DEFAULT_CHECK_ENTRY,
         scratch_directory=Path(environment["XDG_CACHE_HOME"]) if environment.get("XDG_CACHE_HOME") else None,
+        log_format=_log_format(environment),
     )
+
+
+def _log_format(environment: Mapping[str, str]) -> LogFormat:
+    try:
+        return format_of(environment)
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
 
 
 def _checks(text: str | None) -> frozenset[PreflightCheck]:

@@ -38,7 +38,7 @@ from trainium_trainer.agent.ranks.rank_group import progress_file
 from trainium_trainer.agent.ranks.standby_keeper import Standby, StandbyKeeper
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, not in __all__
@@ -69,7 +69,9 @@ class AgentSupervisor:
         self._reaper = Reaper()
         self._worker = ErrandThread()
         self._report = PodReport(settings, read_progress, lambda: self._post(self._client.heartbeat_now))
-        self._keeper = StandbyKeeper(settings, standby, self._reaper, OutputPump(), self._loop.call_soon_threadsafe)
+        self._keeper = StandbyKeeper(
+            settings, standby, self._reaper, OutputPump(settings), self._loop.call_soon_threadsafe
+        )
         self._background = BackgroundCompiler(
             settings,
             self._keeper,
@@ -137,6 +139,11 @@ class AgentSupervisor:
 
     # From any thread.
 
+    def whereabouts(self) -> Mapping[str, object]:
+        """Generation and attempt of the moment, for lines of the log; none before the first."""
+        generation, attempt = self._report.speaks_for
+        return {"generation": generation, "attempt": attempt} if generation else {}
+
     def _post(self, what: Callable[[], None]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._guarded, what)
@@ -157,6 +164,7 @@ class AgentSupervisor:
             len(membership.members),
             membership.transition,
             node_rank,
+            extra={"generation": membership.generation},
         )
         self._membership = membership
         immediate = membership.transition is Transition.IMMEDIATE

@@ -18,7 +18,7 @@ import typer
 
 from trainium_contract.trainer.parallelism import BackendChoice
 from trainium_contract.wire import worker_env
-from trainium_trainer import neuron_environment
+from trainium_trainer import log_lines, neuron_environment
 from trainium_trainer.backends.choose import choose, refuse_what_it_cannot
 from trainium_trainer.backends.nxd import extraction
 from trainium_trainer.commands.options import DEFAULT_CONFIG, ConfigFile, Overrides
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from trainium_trainer.configuration.config import Settings
 
 _TAIL = 2000
+_OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 class CompileOutcome(StrEnum):
@@ -83,10 +84,11 @@ def precompile(
                 f"the compiler's cache: {error.strerror or error} ({error.filename}): {advice}, or name another "
                 "folder (neuron.cacheDirectory, neuron.sharedCacheDirectory)"
             ) from error
-        typer.echo(
+        told = (
             f"{nodes} node{'s' if nodes > 1 else ''}: data parallel {settings.dp_size}, "
             f"{len(_places(settings))} place(s) in the model: {outcome} in {time.monotonic() - began:.1f} s"
         )
+        typer.echo(log_lines.said(told, logger=__name__))
 
 
 def ready(
@@ -142,7 +144,8 @@ def compile_place(settings: Settings, place: Place, local: LocalCache | None, cr
     request = Request(config=settings.config.to_wire(), rank=rank, world_size=world, local_world_size=local_world)
     command = [sys.executable, "-m", "trainium_trainer.compile.rehearsal"]
     environment = dict(os.environ)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", worker_env.ENV_PROGRESS_FILE):
+    # What it says is read here, so it is text whatever the log is.
+    for name in (*_OF_A_RANK, worker_env.ENV_PROGRESS_FILE, worker_env.ENV_LOG_FORMAT):
         environment.pop(name, None)
     if local is not None and not neuron_environment.uses_neuron(settings.config):
         environment[places.INDUCTOR_CACHE] = str(local.folder)

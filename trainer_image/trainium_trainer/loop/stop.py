@@ -20,6 +20,7 @@ import time
 from typing import TYPE_CHECKING, NoReturn
 
 from trainium_contract.exit_codes import ExitCode
+from trainium_contract.wire.log_line import LogLevel
 from trainium_trainer import exits
 from trainium_trainer.monitor.pulse import Activity, Waiting
 
@@ -104,5 +105,5 @@ def patience(reading: PulseReading) -> float:
 
 
 def _leave(code: ExitCode, sentence: str) -> NoReturn:
-    exits.say(sentence)
+    exits.say(sentence, level=LogLevel.INFO if code is ExitCode.YIELDING else LogLevel.ERROR)
     exits.leave(code)

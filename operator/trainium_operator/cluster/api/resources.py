@@ -72,6 +72,8 @@ NETWORK_POLICIES = Resource("networking.k8s.io", "v1", "networkpolicies", "Netwo
 EVENTS = Resource("events.k8s.io", "v1", "events", "Event")
 CORE_EVENTS = Resource("", "v1", "events", "Event")
 """The same objects as `kubectl get events` reads them; only read, for pages of jobs."""
+DEPLOYMENTS = Resource("apps", "v1", "deployments", "Deployment")
+"""Only read, and only the operator's own."""
 LEASES = Resource("coordination.k8s.io", "v1", "leases", "Lease")
 TOKEN_REVIEWS = Resource("authentication.k8s.io", "v1", "tokenreviews", "TokenReview", namespaced=False)
 ACCESS_REVIEWS = Resource("authorization.k8s.io", "v1", "subjectaccessreviews", "SubjectAccessReview", namespaced=False)
@@ -88,6 +90,7 @@ ALL = (
     NETWORK_POLICIES,
     EVENTS,
     CORE_EVENTS,
+    DEPLOYMENTS,
     LEASES,
     *REVIEWS,
 )

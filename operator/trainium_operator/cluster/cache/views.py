@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from trainium_contract.spec.managed_by import MAX_MANAGER, is_ours
+from trainium_contract.wire.log_line import readable
 from trainium_contract.wire.worker_env import ANNOTATION_KEPT_FROM, ANNOTATION_TEMPLATE_HASH, LABEL_EXTRA, LABEL_JOB
 from trainium_operator.cluster.cache.device_views import claim_template_of, device_health_of
 from trainium_operator.cluster.cache.lenient import readable_spec, readable_status
@@ -140,7 +141,7 @@ def pod_view(raw: Json) -> PodView:
         node=(raw.get("spec") or {}).get("nodeName", ""),
         ready=conditions.get("Ready", {}).get("status") == "True",
         reason=reason,
-        message=message,
+        message=readable(message),
         exit_code=terminated.get("exitCode"),
         deleting="deletionTimestamp" in metadata,
         disrupted=disruption.get("status") == "True",

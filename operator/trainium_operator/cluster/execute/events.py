@@ -121,7 +121,9 @@ class EventRecorder:
             try:
                 await self._write(note)
             except ApiError as error:
-                logger.warning("event %s about %s was not written: %s", note.reason, note.regarding.get("name"), error)
+                name = note.regarding.get("name")
+                about = {"namespace": note.namespace, "job": name}
+                logger.warning("event %s about %s was not written: %s", note.reason, name, error, extra=about)
             finally:
                 self._queue.task_done()
 

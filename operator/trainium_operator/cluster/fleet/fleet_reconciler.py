@@ -58,8 +58,9 @@ class FleetReconciler:
         taints_nodes: bool,
         wall_clock: Callable[[], float],
         on_change: Callable[[], None],
+        owners: Callable[[], list[Json]] = list,
     ) -> None:
-        """`on_change()`: the view is another one, so every job should be looked at."""
+        """`on_change()`: the view is another one, so every job should be looked at; `owners`: of the ConfigMap."""
         self.view = FleetView()
         self._api = api
         self._caches = caches
@@ -69,6 +70,7 @@ class FleetReconciler:
         self._taints_nodes = taints_nodes
         self._wall_clock = wall_clock
         self._on_change = on_change
+        self._owners = owners
         self._woken = asyncio.Event()
         self._nodes_changed = False
         """Since the newest look at them."""
@@ -197,7 +199,9 @@ class FleetReconciler:
     async def _write(self, memory: Memory, raw: Json | None) -> None:
         data = fleet_record.encode(memory)
         if raw is None:
-            metadata = {"name": self._name, "namespace": self._namespace, "labels": _LABELS}
+            metadata: Json = {"name": self._name, "namespace": self._namespace, "labels": _LABELS}
+            if owners := self._owners():
+                metadata["ownerReferences"] = owners
             await self._api.create(CONFIG_MAPS, self._namespace, {"metadata": metadata, "data": data})
         else:
             await self._api.replace(CONFIG_MAPS, self._namespace, self._name, {**raw, "data": data})
@@ -215,7 +219,8 @@ class FleetReconciler:
             await self._api.merge(NODES, "", write.node, {"metadata": version, "spec": {"taints": [*others, *added]}})
         except (ConflictError, NotFoundError):
             return  # the next look sees what is there
-        logger.warning("node %s: %s", write.node, "taint taken off" if ours is None else f"tainted ({ours.value})")
+        done = "taint taken off" if ours is None else f"tainted ({ours.value})"
+        logger.warning("node %s: %s", write.node, done, extra={"node": write.node})
 
     def _node_changed(self, key: Key, old: Entry[NodeView] | None, new: Entry[NodeView] | None) -> None:
         if new is None and old is not None and old.view.provider_id:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from trainium_contract.spec.recovery import HangSpec
 from trainium_contract.spec.workers import Device
 from trainium_contract.wire import worker_env as env
+from trainium_contract.wire.log_line import LogFormat
 from trainium_operator.plan.manifests.claims import claiming
 from trainium_operator.plan.manifests.devices import device_tolerations, expected_devices, extended_resources
 from trainium_operator.plan.manifests.owned_object import content_hash, owner_reference
@@ -326,6 +327,8 @@ def _environment(job: JobView, settings: PlanSettings) -> list[Json]:
             values[env.ENV_BACKGROUND_SIZES] = ",".join(map(str, later))
     if recovery.hang != HangSpec():
         values[env.ENV_HANG_LIMITS] = recovery.hang.model_dump_json(by_alias=True)
+    if settings.worker_log_format is not LogFormat.TEXT:
+        values[env.ENV_LOG_FORMAT] = settings.worker_log_format.value
     references = [{"name": key, "valueFrom": {"fieldRef": {"fieldPath": path}}} for key, path in fields.items()]
     return references + [{"name": key, "value": value} for key, value in values.items()]
 

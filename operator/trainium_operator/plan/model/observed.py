@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
+from trainium_contract.wire.log_line import LogFormat
 from trainium_operator.plan.model.job_id import JobId
 from trainium_operator.plan.model.optional_api import ApiState
 
@@ -281,6 +282,8 @@ class PlanSettings:
     """Whether jobs may claim their devices."""
     worker_ingress: WorkerIngress | None = None
     """What a NetworkPolicy of each job says; None: none is made."""
+    worker_log_format: LogFormat = LogFormat.TEXT
+    """What agents and training processes write into their log."""
 
     def status_interval(self, workers: int) -> float:
         """`status_interval_seconds` for a job of so many workers: a large one takes longer to plan and to step."""

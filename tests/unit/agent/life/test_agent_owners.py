@@ -12,6 +12,7 @@ from shared_store import Shared
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.spec.health import PreflightCheck
+from trainium_contract.wire.log_line import LogFormat
 from trainium_contract.wire.messages import Member, Membership, TrainerPhase, Transition, WorkerPhase
 from trainium_trainer.agent import supervisor as supervisor_module
 from trainium_trainer.agent.checks import pair_test
@@ -340,7 +341,7 @@ def test_the_log_says_who_is_to_blame_for_a_standstill_and_where_each_rank_was(
     finding: Finding, summary: str, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = object.__new__(response.HangResponse)
-    made._settings = SimpleNamespace(pod_name="w-1")
+    made._settings = SimpleNamespace(pod_name="w-1", log_format=LogFormat.TEXT)
     known = SimpleNamespace(innermost="train.py:7", text="frame one\nframe two")
     made._write_log(finding, (STILL, STILL), {})
     made._write_log(finding, (STILL,), {1: known})
@@ -348,6 +349,11 @@ def test_the_log_says_who_is_to_blame_for_a_standstill_and_where_each_rank_was(
     assert "not asked" in caplog.text
     assert "train.py:7" in caplog.text
     assert capsys.readouterr().out == "[rank 1] frame one\n[rank 1] frame two\n"
+    caplog.clear()
+    made._settings = SimpleNamespace(pod_name="w-1", log_format=LogFormat.JSON)
+    made._write_log(finding, (STILL,), {1: known})
+    assert (caplog.records[-1].getMessage(), vars(caplog.records[-1])["rank"]) == ("frame one\nframe two", 1)
+    assert capsys.readouterr().out == "", "a line of the schema goes the way of all others"
 
 
 def test_a_stack_tells_whether_a_rank_waits_where_nothing_else_does() -> None:

@@ -119,7 +119,7 @@ class Pod:
         self.respawns = respawns
         monkeypatch.setattr(Standby, "spawn", self._spawn)
         monkeypatch.setattr(standby_keeper.os, "kill", lambda pid, _: self.end(pid))
-        pump = SimpleNamespace(open=lambda prefix: (os.open(os.devnull, os.O_WRONLY), Tail(prefix)))
+        pump = SimpleNamespace(open=lambda speaker: (os.open(os.devnull, os.O_WRONLY), Tail(speaker.prefix)))
         self.keeper = StandbyKeeper(SimpleNamespace(), self.peers[0].standby, self.reaper, pump, lambda do: do())
 
     def _spawn(self, _: Any) -> Standby:

@@ -13,6 +13,7 @@ from trainium_contract.exit_codes import exit_code_of_wait_status
 from trainium_trainer.agent.background_compile import BackgroundCompiler
 from trainium_trainer.agent.ranks.output import Tail
 from trainium_trainer.agent.ranks.processes import RankProcess, Reaper
+from trainium_trainer.agent.ranks.standby import StartRequest
 from trainium_trainer.agent.ranks.standby_keeper import Standby, StandbyKeeper
 
 if TYPE_CHECKING:
@@ -62,8 +63,8 @@ def test_a_process_that_ends_at_once_is_missed_by_nobody_while_others_are_starte
         pid = 100
         lost = False
 
-        def start(self, request: object, _: int) -> int:
-            pid = 101 if request == "short" else 102
+        def start(self, request: StartRequest, _: int) -> int:
+            pid = 101 if request.title == "short" else 102
             if pid == 101:
                 reaper._unclaimed[pid] = 7  # as `reap` leaves the exit of a child that nobody watches yet
                 other.start()
@@ -71,9 +72,10 @@ def test_a_process_that_ends_at_once_is_missed_by_nobody_while_others_are_starte
             return pid
 
     def start(what: str) -> RankProcess:
-        return keeper.start(what, local_rank=0, rank=0, attempt=0, on_exit=lambda ended: ends.append(ended.pid))
+        request = StartRequest((), {}, what)
+        return keeper.start(request, local_rank=0, rank=0, attempt=0, on_exit=lambda ended: ends.append(ended.pid))
 
-    pump = SimpleNamespace(open=lambda prefix: (os.open(os.devnull, os.O_WRONLY), Tail(prefix)))
+    pump = SimpleNamespace(open=lambda speaker: (os.open(os.devnull, os.O_WRONLY), Tail(speaker.prefix)))
     keeper = StandbyKeeper(SimpleNamespace(), Prompt(), reaper, pump, lambda _: None)
     other = threading.Thread(target=lambda: first.append(start("long")))
     short = start("short")

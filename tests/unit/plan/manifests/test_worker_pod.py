@@ -8,6 +8,8 @@ from plan_builders import NOW, SETTINGS, job, observed, planned, spec
 from trainium_contract.job import TrainingJobStatus
 from trainium_contract.status.memory import FailureRecord
 from trainium_contract.trainer.config import TrainingConfig
+from trainium_contract.wire import worker_env as env
+from trainium_contract.wire.log_line import LogFormat
 from trainium_operator.plan.manifests import config_maps
 from trainium_operator.plan.manifests.owned_object import content_hash
 from trainium_operator.plan.manifests.strategic_merge import merge_template
@@ -50,6 +52,18 @@ def test_a_worker_pod_has_the_essentials() -> None:
     assert container(manifest)["command"] == ["trainium-agent"]
     assert environment(manifest)["TRAINIUM_COORDINATOR"] == "coordinator.system.svc:8443"
     assert environment(manifest)["POD_IP"] == {"fieldRef": {"fieldPath": "status.podIP"}}
+
+
+def test_workers_are_told_how_to_write_their_log_only_where_it_is_not_text() -> None:
+    assert env.ENV_LOG_FORMAT not in environment(made())
+    settings = replace(SETTINGS, worker_log_format=LogFormat.JSON)
+    manifest = worker_pods(job(spec(precompile={"enabled": True})), settings, range(1), Avoided())[0]
+    assert environment(manifest)[env.ENV_LOG_FORMAT] == "json"
+    (first,) = manifest["spec"]["initContainers"]
+    assert {"name": env.ENV_LOG_FORMAT, "value": "json"} in first["env"]
+    asked = {"spec": {"containers": [{"env": [{"name": env.ENV_LOG_FORMAT, "value": "text"}]}]}}
+    one = job(spec(workers={"replicas": 1, "template": asked}))
+    assert environment(worker_pods(one, settings, range(1), Avoided())[0])[env.ENV_LOG_FORMAT] == "text"
 
 
 def test_a_worker_pod_meets_the_restricted_security_standard() -> None:

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from trainium_contract.trainer.config import TrainingConfig
+from trainium_contract.wire.log_line import read_log_line
 from trainium_trainer.backends.nxd import extraction
 from trainium_trainer.commands import precompile
 from trainium_trainer.compile import crew
@@ -64,7 +65,9 @@ def test_every_size_is_compiled_once_for_all_nodes_and_nothing_else_is_written(t
     written = files(tmp_path)
     assert all(name == "job.yaml" or name.startswith(("node/trainium/compiled/", "shared/")) for name in written)
     assert len([name for name in written if name.startswith("shared/keys/")]) == 2
-    assert run(tmp_path, "precompile", "--config", "job.yaml", *shared).stdout.count(": ready in ") == 2
+    again = run(tmp_path, "precompile", "--config", "job.yaml", *shared, TRAINIUM_LOG_FORMAT="json")
+    told = [line for text in again.stdout.splitlines() if (line := read_log_line(text)) is not None]
+    assert [": ready in " in line.message for line in told] == [True, True]
     elsewhere = run(tmp_path, "precompile", "--config", "job.yaml", *shared, XDG_CACHE_HOME=str(tmp_path / "node-2"))
     assert elsewhere.stdout.count(": fetched in ") == 2
 

@@ -10,6 +10,7 @@ import torch
 from torch import distributed as dist
 
 from trainium_contract.exit_codes import ExitCode
+from trainium_contract.wire.log_line import LAST_WORD, read_log_line
 from trainium_trainer import exits
 
 if TYPE_CHECKING:
@@ -54,6 +55,34 @@ def test_the_last_line_of_stderr_is_the_sentence_and_so_is_the_termination_log(
     assert exits.report(exits.UserError("steps is 0: use more")) == 64
     assert capsys.readouterr().err == "steps is 0: use more\n"
     assert log.read_text() == "steps is 0: use more\n"
+
+
+def test_as_a_line_of_the_schema_the_sentence_has_its_traceback_with_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"TRAINIUM_LOG_FORMAT": "json", "TRAINIUM_JOB": "llama", "RANK": "3"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(KeyError) as failure:
+        raise KeyError("missing")
+    assert exits.report(failure.value) == 1
+    (text,) = capsys.readouterr().err.splitlines()
+    line = read_log_line(text)
+    assert line is not None
+    assert (line.message, line.level, line.logger, line.rank) == ("KeyError: 'missing'", "error", LAST_WORD, 3)
+    assert line.error is not None
+    assert line.error.startswith("Traceback")
+    assert exits.report(exits.UserError("steps is 0")) == 64
+    line = read_log_line(capsys.readouterr().err.strip())
+    assert line is not None
+    assert (line.message, line.error) == ("steps is 0", None), "a sentence that says it all needs no traceback"
+
+
+def test_a_form_that_nobody_knows_is_text_where_a_program_ends(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRAINIUM_LOG_FORMAT", "xml")
+    exits.report(exits.UserError("steps is 0"))
+    assert capsys.readouterr().err == "steps is 0\n"
 
 
 def test_the_victims_of_a_lost_peer_say_so_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:

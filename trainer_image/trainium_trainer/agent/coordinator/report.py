@@ -138,6 +138,11 @@ class PodReport:
         self._timing: StepTiming | None = None
 
     @property
+    def speaks_for(self) -> tuple[int, int]:
+        """Generation and attempt; 0 before the first."""
+        return self._generation, self._attempt
+
+    @property
     def phase(self) -> WorkerPhase:
         """What the agent is doing."""
         return self._phase

@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from trainium_contract.faults.causes import Cause
+from trainium_contract.wire.log_line import LogFormat
 from trainium_contract.wire.messages import StuckRank
 from trainium_trainer.agent.hang import detection
 from trainium_trainer.agent.hang.detection import Finding, FindingKind, Standstill
@@ -169,8 +170,14 @@ class HangResponse:
                 "%s; %s", detection.describe(still, self._settings.pod_name), known.innermost if known else "not asked"
             )
             if known is not None and known.text:
-                sys.stdout.write("".join(f"[rank {still.rank}] {line}\n" for line in known.text.splitlines()))
+                self._write_stack(still.rank, known.text)
         sys.stdout.flush()
+
+    def _write_stack(self, rank: int, text: str) -> None:
+        if self._settings.log_format is LogFormat.JSON:
+            _log.warning("%s", text, extra={"rank": rank})
+        else:
+            sys.stdout.write("".join(f"[rank {rank}] {line}\n" for line in text.splitlines()))
 
 
 def _told_by_stack(still: Standstill, known: Stacks | None) -> Standstill:

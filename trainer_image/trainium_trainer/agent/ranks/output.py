@@ -1,4 +1,4 @@
-"""The ranks' output: every line goes to the pod's log with the rank in front, and the last ones are remembered.
+"""The ranks' output: every line goes to the pod's log with its rank, and the last ones are remembered.
 
 Invariant: one thread copies the output of all ranks, so neither a chatty rank nor a slow log delays heartbeats.
 """
@@ -14,10 +14,13 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
+from trainium_trainer.agent.ranks.output_lines import form_of, prefixed
 from trainium_trainer.agent.ranks.runtime_status import RuntimeWords
 
 if TYPE_CHECKING:
+    from trainium_trainer.agent.ranks.output_lines import Form, Speaker
     from trainium_trainer.agent.ranks.runtime_status import RuntimeWord
+    from trainium_trainer.agent.settings import AgentSettings
 
 _LINES = 20
 _CHUNK = 1 << 16
@@ -27,8 +30,9 @@ _LONGEST_LINE = 1 << 14
 class Tail:
     """The last lines of one rank's output; one thread feeds it, any may ask."""
 
-    def __init__(self, prefix: str) -> None:
-        self.prefix = prefix.encode()
+    def __init__(self, prefix: str, form: Form | None = None) -> None:
+        """`form`: how a line looks in the log; without it the prefix stands before each."""
+        self._form = form or prefixed(prefix)
         self._lock = threading.Lock()
         self._lines: deque[str] = deque(maxlen=_LINES)
         self._runtime = RuntimeWords()
@@ -63,17 +67,20 @@ class Tail:
         return shown
 
     def _line(self, line: bytes) -> bytes:
-        if line.strip():
-            with self._lock:
-                self._lines.append(line.decode(errors="replace").rstrip())
-                self._runtime.read(line, time.time())
-        return self.prefix + line + b"\n"
+        shown = self._form(line)
+        for said in shown.words.split(b"\n"):
+            if said.strip():
+                with self._lock:
+                    self._lines.append(said.decode(errors="replace").rstrip())
+                    self._runtime.read(said, time.time())
+        return shown.log
 
 
 class OutputPump:
     """Copies the output of all ranks to this process's standard output."""
 
-    def __init__(self) -> None:
+    def __init__(self, settings: AgentSettings) -> None:
+        self._settings = settings
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
@@ -83,11 +90,11 @@ class OutputPump:
         self._thread = threading.Thread(target=self._run, name="output", daemon=True)
         self._thread.start()
 
-    def open(self, prefix: str) -> tuple[int, Tail]:
+    def open(self, speaker: Speaker) -> tuple[int, Tail]:
         """A pipe for a rank: the end that it writes to (the caller closes its copy) and the tail of its output."""
         read_end, write_end = os.pipe()
         os.set_blocking(read_end, False)
-        tail = Tail(prefix)
+        tail = Tail(speaker.prefix, form_of(self._settings, speaker))
         with self._lock:
             self._new.append((read_end, tail))
         os.write(self._wake_write, b"x")

@@ -29,6 +29,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainium_contract.wire import worker_env
+from trainium_contract.wire.log_line import LogLevel, LogSource
+from trainium_trainer import log_lines
 from trainium_trainer.agent.linux import kernel, stacks
 from trainium_trainer.agent.settings import DEFAULT_RANK_ENTRY
 
@@ -150,9 +152,14 @@ def _import_everything(entry: str, config_path: str) -> None:
             importlib.import_module("trainium_trainer.warm").warm(config_path)
         importlib.import_module(entry.partition(":")[0])
     except Exception:  # noqa: BLE001 - the rank meets the same error and reports it with the right exit code
-        sys.stderr.write("trainium-standby: warming up failed; ranks will start cold\n" + traceback.format_exc())
+        _tell("trainium-standby: warming up failed; ranks will start cold", traceback.format_exc())
     except SystemExit as leave:
-        sys.stderr.write(f"trainium-standby: an import left with {leave.code!r}; ranks will start cold\n")
+        _tell(f"trainium-standby: an import left with {leave.code!r}; ranks will start cold")
+
+
+def _tell(sentence: str, error: str = "") -> None:
+    line = log_lines.said(sentence, error=error, level=LogLevel.WARNING, logger=__name__, source=LogSource.AGENT)
+    sys.stderr.write(f"{line}\n")
 
 
 def _fork_rank() -> int:

@@ -18,7 +18,9 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+from trainium_contract.wire import worker_env
 from trainium_trainer.agent.ranks import standby
+from trainium_trainer.agent.ranks.output_lines import Speaker
 from trainium_trainer.agent.ranks.processes import RankProcess, Reaper
 
 if TYPE_CHECKING:
@@ -31,6 +33,14 @@ _log = logging.getLogger(__name__)
 _WARM_UP_SECONDS = 300.0
 _START_SECONDS = 30.0
 _RESPAWN_SECONDS = 30.0
+
+
+def _speaker(request: standby.StartRequest, rank: int, attempt: int, label: str) -> Speaker:
+    """Whose output it will be; what has a label of its own is no rank."""
+    if label:
+        return Speaker(label)
+    generation = request.environment.get(worker_env.ENV_GENERATION)
+    return Speaker(f"rank {rank}", rank, None if generation is None else int(generation), attempt)
 
 
 class StandbyLostError(RuntimeError):
@@ -198,7 +208,7 @@ class StandbyKeeper:
 
         Raises StandbyLostError when two standbys in a row were lost while starting it.
         """
-        write_end, tail = self._pump.open(f"[{label or f'rank {rank}'}] ")
+        write_end, tail = self._pump.open(_speaker(request, rank, attempt, label))
         with self._starting:
             try:
                 self._reaper.forget_unclaimed()

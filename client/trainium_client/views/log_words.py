@@ -1,0 +1,50 @@
+"""What a line of a worker's log says and whose it is, in both forms that a log may have.
+
+Lines of the contract's schema say by themselves whose they are; in a log that is text the rank stands in front.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+_MARK = re.compile(r"\[rank (\d{1,7})\] ")
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """One line of the log; `text` has several where a traceback belongs to it."""
+
+    rank: int | None
+    """None of the agent's own, and of other programs of the pod."""
+    text: str
+    """What was said, without the rank in front."""
+    shown: str
+    """The same as it stands in a log that is text."""
+    record: dict[str, Any] | None = None
+    """The line itself, where it is of the schema."""
+
+
+def said(words: str) -> Said:
+    """What a line of a pod's log says; `words` are without the time stamp of the kubelet."""
+    return (_of_the_schema(words) if words.startswith("{") else None) or _as_text(words)
+
+
+def _as_text(words: str) -> Said:
+    mark = _MARK.match(words)
+    return Said(None, words, words) if mark is None else Said(int(mark[1]), words[mark.end() :], words)
+
+
+def _of_the_schema(words: str) -> Said | None:
+    from trainium_contract.wire.log_line import PROGRAM, LogSource, read_log_line  # noqa: PLC0415 - a slow import
+
+    read = read_log_line(words)
+    if read is None:
+        return None
+    text = read.as_text()
+    label = f"rank {read.rank}" if read.rank is not None else read.logger
+    marked = read.source is LogSource.TRAINER or (read.source is LogSource.OUTPUT and label != PROGRAM)
+    shown = "\n".join(f"[{label}] {line}" for line in text.split("\n")) if marked else text
+    return Said(read.rank, text, shown, json.loads(words))

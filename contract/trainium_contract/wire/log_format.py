@@ -1,0 +1,84 @@
+"""How the programs of this project write their logs, on top of `logging`: the two forms and who chooses.
+
+Invariants: a record becomes a line whatever it carries beside its message, which counts only where the schema has a
+place for it, so that no secret slips in; both forms are without what looks like a secret.
+"""
+
+from __future__ import annotations
+
+import logging
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from trainium_contract.redaction import without_secrets
+from trainium_contract.wire.log_line import LogFormat, LogLevel, log_line
+from trainium_contract.wire.worker_env import ENV_LOG_FORMAT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from trainium_contract.wire.log_line import LogLine, LogSource
+
+_OF_RECORD = ("namespace", "job", "pod", "node", "generation", "attempt", "rank")
+"""What a record may bring along as `extra`."""
+_LONGEST_LOGGER = 128
+
+
+def format_of(environment: Mapping[str, str]) -> LogFormat:
+    """The form that an environment asks for. Raises ValueError with a sentence."""
+    given = environment.get(ENV_LOG_FORMAT) or LogFormat.TEXT
+    try:
+        return LogFormat(given.lower())
+    except ValueError:
+        raise ValueError(f"{ENV_LOG_FORMAT}={given!r} must be {' or '.join(LogFormat)}.") from None
+
+
+def moment(seconds: float) -> str:
+    """Unix seconds as `LogLine.time`."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
+
+
+class JsonLines(logging.Formatter):
+    """Records as lines of the schema."""
+
+    def __init__(self, source: LogSource, known: Callable[[], Mapping[str, object]] = dict) -> None:
+        """`known()`: fields of the line that hold for the whole program at that moment; a record's own win."""
+        super().__init__()
+        self._source = source
+        self._known = known
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One line, without its end."""
+        return self.line(record).to_line()
+
+    def line(self, record: logging.LogRecord) -> LogLine:
+        """The line of a record."""
+        own = {key: getattr(record, key) for key in _OF_RECORD if getattr(record, key, None) is not None}
+        return log_line(
+            record.getMessage(),
+            error=self.formatException(record.exc_info) if record.exc_info else None,
+            time=moment(record.created),
+            level=_level(record.levelno),
+            source=self._source,
+            logger=record.name[:_LONGEST_LOGGER] or "root",
+            **{**self._known(), **own},
+        )
+
+
+class TextLines(logging.Formatter):
+    """Records as text, by a format of `logging`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record, with its traceback below it."""
+        return without_secrets(super().format(record))
+
+
+def _level(number: int) -> LogLevel:
+    """Of any number; a level of somebody's own counts as the one below it."""
+    if number < logging.INFO:
+        return LogLevel.DEBUG
+    if number < logging.WARNING:
+        return LogLevel.INFO
+    if number < logging.ERROR:
+        return LogLevel.WARNING
+    return LogLevel.ERROR if number < logging.CRITICAL else LogLevel.CRITICAL

@@ -1,0 +1,121 @@
+"""The Deployment that the operator is a part of, and what of the operator's own goes with it: Lease and memory.
+
+The operator writes both and not the chart, so that no upgrade touches what is in them. They name the Deployment as an
+owner, so the cluster's garbage collector removes them when it is gone, as after `helm uninstall`.
+
+Invariants: only the leader writes; nothing waits for this, and none of its failures reaches who holds the Lease or
+remembers machines; owners that others gave an object stay.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trainium_operator.cluster.api.errors import ApiError, ConflictError, NotFoundError, UnavailableError
+from trainium_operator.cluster.api.resources import DEPLOYMENTS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from trainium_operator.cluster.api.client import Api, Json
+    from trainium_operator.cluster.api.resources import Resource
+
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 600.0
+"""Somebody may have taken the owner off."""
+AGAIN_SECONDS = 5.0
+"""After a conflict, or while an object is not there yet."""
+REFUSED_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Belonging:
+    """One object of the operator's own."""
+
+    resource: Resource
+    name: str
+    kept: bool = False
+    """It stays when the operator is uninstalled."""
+
+
+class Release:
+    """`owners_of` for who makes an object, `run` for those that are there."""
+
+    def __init__(
+        self,
+        api: Api,
+        leading: asyncio.Event,
+        *,
+        namespace: str,
+        deployment: str,
+        belongings: Sequence[Belonging],
+    ) -> None:
+        """`deployment`: its name; empty where the operator runs in none, and nothing goes with anything."""
+        self._api = api
+        self._leading = leading
+        self._namespace = namespace
+        self._deployment = deployment
+        self._belongings = tuple(belongings)
+        self._owner: Json | None = None
+        self._told = ""
+
+    def owners_of(self, resource: Resource) -> list[Json]:
+        """`ownerReferences` for a new object of the operator's own; none while the Deployment is not known."""
+        kept = any(each.kept for each in self._belongings if each.resource == resource)
+        return [] if self._owner is None or kept else [dict(self._owner)]
+
+    async def run(self) -> None:
+        """From the first moment as the leader to the last."""
+        if not self._deployment:
+            return
+        await self._leading.wait()
+        while self._leading.is_set():
+            seconds = await self._look()
+            await asyncio.sleep(seconds)
+
+    async def _look(self) -> float:
+        """See to all of them; seconds until the next look."""
+        try:
+            if self._owner is None:
+                self._owner = await self._read_owner()
+            found = [await self._adopt(each, self._owner) for each in self._belongings]
+        except (ConflictError, UnavailableError):
+            return AGAIN_SECONDS
+        except ApiError as error:
+            self._tell(f"the Lease and the memory of bad machines stay when the operator is uninstalled: {error}")
+            return REFUSED_SECONDS
+        return LOOK_SECONDS if all(found) else AGAIN_SECONDS
+
+    async def _read_owner(self) -> Json:
+        raw = await self._api.get(DEPLOYMENTS, self._namespace, self._deployment)
+        about = {"apiVersion": DEPLOYMENTS.api_version, "kind": DEPLOYMENTS.kind, "name": self._deployment}
+        return {**about, "uid": raw["metadata"]["uid"]}
+
+    async def _adopt(self, belonging: Belonging, owner: Json) -> bool:
+        """Whether it is there, and has the owners that it should have. Raises ApiError."""
+        try:
+            raw = await self._api.get(belonging.resource, self._namespace, belonging.name)
+        except NotFoundError:
+            return False
+        owners = raw["metadata"].get("ownerReferences") or []
+        others = [each for each in owners if not _same(each, owner)]
+        wanted = others if belonging.kept else [*others, owner]
+        if wanted != owners:
+            metadata = {**raw["metadata"], "ownerReferences": wanted}
+            body = {**raw, "metadata": metadata}
+            await self._api.replace(belonging.resource, self._namespace, belonging.name, body)
+        return True
+
+    def _tell(self, sentence: str) -> None:
+        if sentence != self._told:
+            self._told = sentence
+            logger.warning("%s", sentence)
+
+
+def _same(one: Json, other: Json) -> bool:
+    """Whether both mean the Deployment, as it is now or as it was before somebody made it anew."""
+    return all(one.get(key) == other[key] for key in ("apiVersion", "kind", "name"))

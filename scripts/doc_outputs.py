@@ -1,0 +1,46 @@
+# ruff: noqa: INP001 - a script
+"""Writes what commands print into the pages that show it, between the marks `<!-- output: COMMAND -->`.
+
+`python scripts/doc_outputs.py` writes it, with `--check` it only compares and exits 1 when a page is stale; what takes
+seconds is compared by a test that runs by night. `python scripts/doc_outputs.py record FILE NAMESPACE COMMAND...` runs
+a command of `kubectl trn` on the cluster of KUBECONFIG and keeps what it read (below tests/testing/api/recorded).
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.testing.outputs.blocks import renewed  # noqa: E402 - after the path
+from tests.testing.outputs.commands import PAGES, SLOW, output  # noqa: E402
+from tests.testing.outputs.recording import recorded_now  # noqa: E402
+
+
+def main(arguments: list[str]) -> int:
+    """The exit code."""
+    if arguments[:1] == ["record"] and len(arguments) > 3:
+        found, text = recorded_now(arguments[3:], arguments[2])
+        found.write(Path(arguments[1]))
+        sys.stdout.write(f"{text}\n")
+        return 0
+    if arguments not in ([], ["--check"]):
+        sys.stderr.write("usage: python scripts/doc_outputs.py [--check | record FILE NAMESPACE COMMAND...]\n")
+        return 2
+    stale = 0
+    for name in PAGES:
+        page = ROOT / name
+        text = page.read_text(encoding="utf-8")
+        fresh = renewed(text, output, leave=SLOW if arguments else frozenset())
+        if fresh != text and arguments:
+            sys.stderr.write(f"{name} is stale; run `python scripts/doc_outputs.py`\n")
+            stale = 1
+        elif fresh != text:
+            page.write_text(fresh, encoding="utf-8")
+    return stale
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

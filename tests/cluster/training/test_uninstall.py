@@ -1,0 +1,102 @@
+"""What is left of the operator when helm takes it out, judged by the cluster's own garbage collector."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.testing.cluster.sites import ROOT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tests.testing.cluster.sites import Site
+
+pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(600)]
+
+NAME = "second"
+MEMORY = f"{NAME}-quarantine"
+ENTRY = "machine: i-0123456789abcdef0\nnode: node-1\nstate: Permanent\n"
+
+
+class Release:
+    """The chart a second time, for its own namespace alone: the definition belongs to the first one."""
+
+    def __init__(self, site: Site, namespace: str) -> None:
+        self.site, self.namespace = site, namespace
+        values = site.settings.get("chartValues", {}) | {
+            "fullnameOverride": NAME,
+            "crds": {"install": False},
+            "watchNamespaces": [namespace],
+            "networkPolicy": {"jobs": {"create": False}},
+        }
+        self._values = site.shared / f"{namespace}.json"
+        self._values.write_text(json.dumps(values))
+
+    def install(self, *, keep_memory: bool = False) -> None:
+        chart, keep = str(ROOT / "helm" / "trainium-operator"), f"quarantine.keepMemory={str(keep_memory).lower()}"
+        common = ("-n", self.namespace, "-f", str(self._values), "--set", keep, "--wait", "--timeout", "120s")
+        self.site.helm("upgrade", "--install", NAME, chart, *common)
+
+    def uninstall(self) -> None:
+        self.site.helm("uninstall", NAME, "-n", self.namespace, "--wait", "--ignore-not-found")
+
+    def owners(self, kind: str, name: str) -> list[str] | None:
+        """Kinds of the owners; None where there is no such object."""
+        items = self.site.get(kind, "-n", self.namespace)["items"]
+        found = next((each["metadata"] for each in items if each["metadata"]["name"] == name), None)
+        return None if found is None else [each["kind"] for each in found.get("ownerReferences") or []]
+
+    def memory(self) -> dict[str, Any]:
+        data: dict[str, Any] = self.site.get("configmap", MEMORY, "-n", self.namespace)["data"]
+        return data
+
+    def left(self) -> list[str]:
+        """Everything in the namespace that bears the release's name."""
+        listable = self.site.kubectl("api-resources", "--namespaced", "--verbs=list", "-o", "name").split()
+        kinds = ",".join(kind for kind in listable if not kind.startswith("events"))
+        return [
+            name
+            for name in self.site.kubectl("get", kinds, "-n", self.namespace, "-o", "name").split()
+            if name.rpartition("/")[2].startswith(NAME)
+        ]
+
+
+@pytest.fixture
+def release(operator: Site, namespace: str) -> Iterator[Release]:
+    made = Release(operator, namespace)
+    yield made
+    made.uninstall()
+
+
+def until(condition: Callable[[], bool], why: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 90
+    while not condition():
+        assert time.monotonic() < deadline, why()
+        time.sleep(0.5)
+
+
+def test_an_uninstall_leaves_nothing_but_the_memory_where_that_is_asked_for(release: Release) -> None:
+    def owned_by(memory: list[str]) -> None:
+        until(lambda: release.owners("lease", NAME) == ["Deployment"], lambda: release.owners("lease", NAME))
+        until(lambda: release.owners("configmap", MEMORY) == memory, lambda: release.owners("configmap", MEMORY))
+
+    release.install()
+    owned_by(["Deployment"])
+    patch = json.dumps({"data": {"i-0123456789abcdef0": ENTRY}})
+    release.site.kubectl("patch", "configmap", MEMORY, "-n", release.namespace, "--type=merge", "-p", patch)
+
+    release.install(keep_memory=True)
+    owned_by([])
+    assert release.memory()["i-0123456789abcdef0"], "an upgrade forgets nothing"
+    release.uninstall()
+    until(lambda: release.left() == [f"configmap/{MEMORY}"], release.left)
+
+    release.install()
+    owned_by(["Deployment"])
+    assert "state: Permanent" in release.memory()["i-0123456789abcdef0"], "nor does the next operator of that name"
+    release.uninstall()
+    until(lambda: release.left() == [], release.left)

@@ -1,0 +1,1 @@
+"""The outputs that pages show, made by the programs themselves from recorded or built jobs."""

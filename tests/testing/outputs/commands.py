@@ -1,0 +1,171 @@
+"""What the commands print that pages show: the programs themselves, on recorded jobs or on jobs that are built here."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import shlex
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+from tests.testing.api.recorded_jobs import RECORDED
+from tests.testing.outputs.recording import Recording, replayed
+from tests.testing.outputs.tables import table
+from trainium_client.commands.ui_server import UiServer
+from trainium_contract.faults.causes import Cause
+from trainium_devcluster import cli as devcluster
+from trainium_devcluster import cluster as devcluster_parts
+from trainium_operator.cluster.fleet.fleet_record import encode
+from trainium_operator.plan.fleet.memory import Machine, MachineState, Memory, Strike
+from trainium_operator.simulate.command import main as simulate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+ROOT = Path(__file__).parents[3]
+PAGES = ("README.md", "docs/first-job.md", "docs/kubectl-trn.md", "docs/simulate.md", "docs/watch.md")
+"""Pages with outputs."""
+SIMULATION = (
+    "trainium-operator simulate manifests/examples/hlat-7b.yaml --spares 0..2 --failures-per-1000-node-days 4 "
+    "--days 15 --seeds 2 --goal 0.999"
+)
+SLOW = frozenset({SIMULATION})
+"""Takes some ten seconds of a core."""
+_NOW = 1_795_561_800.0
+_RECORDED = {
+    "status llama": "asked/job",
+    "why llama": "asked/job",
+    "history llama": "asked/job",
+    "goodput llama": "asked/job",
+    "sizes llama": "asked/job",
+    "ranks llama": "asked/ranks",
+    "checkpoints llama": "asked/checkpoints",
+    "logs llama": "asked/follow",
+    "status demo": "first-job/waiting",
+    "why demo": "first-job/killed",
+    "ranks demo": "first-job/ranks",
+    "why mistake": "first-job/mistake",
+}
+
+
+def output(command: str) -> str:
+    """What the command prints. Raises KeyError for one that nothing here can run."""
+    if command.startswith("kubectl trn ") and command not in _BUILT:
+        words = shlex.split(command)[2:]
+        return replayed(Recording.read(RECORDED / f"{_RECORDED[' '.join(words[:2])]}.json"), words)
+    return _BUILT[command]()
+
+
+def _get(name: str, age: float, spec: dict[str, Any], **status: Any) -> str:
+    created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(_NOW - age))
+    metadata = {"name": name, "creationTimestamp": created}
+    return table([{"metadata": metadata, "spec": spec, "status": status}], _NOW)
+
+
+def _readme() -> str:
+    return _get(
+        "llama3-8b",
+        5 * 3600,
+        {"workers": {"replicas": 16}},
+        phase="Running",
+        stage="Train",
+        readyReplicas=16,
+        progress={"step": 8123, "loss": 2.417353},
+        checkpoint={"durableStep": 8000},
+        restarts={"total": 2},
+    )
+
+
+def _watch() -> str:
+    return _get(
+        "demo",
+        95,
+        {"workers": {"replicas": 4}},
+        phase="Running",
+        stage="Train",
+        readyReplicas=4,
+        progress={"step": 70, "loss": 4.25},
+        checkpoint={"durableStep": 60},
+        restarts={"total": 2},
+    )
+
+
+def _nodes() -> str:
+    strikes = tuple(
+        Strike(_NOW - ago, Cause.DEVICE, "team/llama+condition NeuronHealth (NeuronHasError_DMA_ERROR)")
+        for ago in (90_000.0, 1_500.0)
+    )
+    broken = Machine(
+        machine="aws:///us-west-2a/i-0abc",
+        node="node-3",
+        state=MachineState.QUARANTINED,
+        until=_NOW + 12_900,
+        quarantines=2,
+        strikes=strikes,
+    )
+    crashed = (Strike(_NOW - 8_000, Cause.CRASH, "team/llama"),)
+    machines = (broken, Machine(machine="aws:///us-west-2a/i-0def", node="node-7", strikes=crashed))
+    memory = Memory(machines={each.machine: each for each in machines})
+    path = "/api/v1/namespaces/trainium-system/configmaps/trainium-operator-quarantine"
+    return replayed(Recording(_NOW, "", {path: [{"kind": "ConfigMap", "data": encode(memory)}]}, {}), ["nodes"])
+
+
+def _ui() -> str:
+    """Port and secret are another at each start."""
+    with mock.patch.object(UiServer, "serve_forever"):
+        shown = replayed(Recording.read(RECORDED / "asked/job.json"), ["ui", "llama", "-n", "team", "--no-browser"])
+    return re.sub(r"(http://127\.0\.0\.1):\d+/[^/]+/", r"\1:43717/…/", shown)
+
+
+def _devcluster_up() -> str:
+    """The command itself, with the parts left out that start processes; 10.6 s is what it took once on two cores."""
+    ready = iter((0.0, 10.6))
+
+    @contextlib.contextmanager
+    def free(_: Any) -> Iterator[None]:
+        yield
+
+    made = devcluster_parts.Cluster
+    out = io.StringIO()
+    with (
+        mock.patch.dict(os.environ, {"HOME": "/home/you"}),
+        mock.patch.object(devcluster_parts, "ensure_binaries", return_value=SimpleNamespace(folder=Path())),
+        mock.patch.object(devcluster_parts, "name_reserved", free),
+        mock.patch.object(devcluster_parts, "launch_supervisor"),
+        mock.patch.object(made, "supervisor"),
+        mock.patch.object(made, "wait_for_nodes"),
+        mock.patch.object(made, "ports", SimpleNamespace(server="https://127.0.0.1:18895")),
+        mock.patch.object(devcluster, "time", SimpleNamespace(monotonic=lambda: next(ready))),
+        contextlib.redirect_stderr(out),
+    ):
+        devcluster.up(nodes=5)
+    return "\n".join(out.getvalue().splitlines()[:3])
+
+
+def _simulation() -> str:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), mock.patch.dict(os.environ, {"COLUMNS": "160", "NO_COLOR": "1"}):
+        simulate(shlex.split(SIMULATION.replace("manifests/", f"{ROOT}/manifests/"))[2:])
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+def _log_lines() -> str:
+    text = (RECORDED / "log-lines.jsonl").read_text(encoding="utf-8")
+    return "\n".join(json.dumps(json.loads(line)) for line in text.splitlines())
+
+
+_BUILT: dict[str, Callable[[], str]] = {
+    "kubectl get trainingjobs": _readme,
+    "kubectl get trn": _watch,
+    "kubectl trn nodes": _nodes,
+    "kubectl trn ui llama -n team": _ui,
+    "trainium-devcluster up --nodes 5": _devcluster_up,
+    "lines of a log": _log_lines,
+    SIMULATION: _simulation,
+}

@@ -1,0 +1,200 @@
+"""What `kubectl trn` read of a cluster and when, so that the same command can be run on it again.
+
+Invariant: a command that is replayed asks for nothing that was not recorded, and sees the clock of that moment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import tempfile
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+from tests.testing.api.recorded_jobs import RECORDED, ApiServer
+from trainium_client import inside
+from trainium_client.commands import inspect, logs
+from trainium_client.commands.main import main
+from trainium_client.connection import Answer, Connection, LineStream
+from trainium_client.inside import Output
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from trainium_client.api import Api
+
+FIRST_JOB = RECORDED / "first-job"
+WIDTH = 110
+"""Columns of the terminal that a page shows."""
+_DROPPED = ("managedFields", "description")
+_LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """What a command read."""
+
+    now: float
+    """When it read the last of it; Unix seconds."""
+    namespace: str
+    """Where it looked; empty for a command that looks elsewhere."""
+    answers: dict[str, list[Any]]
+    """What the API server answered by path, one after the other; an object (a refusal is a Status) or a text."""
+    inside: dict[str, str]
+    """What programs inside of workers printed, by `POD: PROGRAM`."""
+
+    @staticmethod
+    def read(path: Path) -> Recording:
+        """One that was kept."""
+        return Recording(**json.loads(path.read_text(encoding="utf-8")))
+
+    def write(self, path: Path) -> None:
+        """Keep it."""
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(asdict(self), indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+class _InTurn(dict[str, Any]):
+    """Answers for `ApiServer`: each path's one after the other, the last one for good."""
+
+    def get(self, path: str, default: Any = None) -> Any:
+        """The next one."""
+        left = super().get(path)
+        if left is None:
+            return default
+        return _served(left.pop(0) if len(left) > 1 else left[0])
+
+
+def _served(answer: Any) -> Any:
+    """For `ApiServer`, to which bytes are a refusal with 404."""
+    refusal = isinstance(answer, dict) and answer.get("kind") == "Status" and answer.get("code") == 404
+    return json.dumps(answer).encode() if refusal else answer
+
+
+def replayed(recording: Recording, arguments: Sequence[str], *, width: int = WIDTH) -> str:
+    """What the command prints, on both streams together as a terminal shows them."""
+
+    def remembered(_: Api, pod: str, command: Sequence[str], **__: Any) -> Output:
+        return Output(recording.inside[f"{pod}: {' '.join(command)}"].encode(), b"")
+
+    answers = _InTurn({path: [*each] for path, each in recording.answers.items()})
+    with tempfile.TemporaryDirectory() as folder, ApiServer(answers, Path(folder)).running() as server:
+        chosen = {"KUBECONFIG": str(server.kubeconfig), "COLUMNS": str(width), "NO_COLOR": "1"}
+        with (
+            mock.patch.dict(os.environ, chosen),
+            mock.patch.object(time, "time", return_value=recording.now),
+            mock.patch.object(logs, "_POLL_SECONDS", 0.01),
+            _programs(remembered),
+            contextlib.chdir(folder),
+        ):
+            return printed([*arguments, *_where(arguments, recording.namespace)])
+
+
+def printed(arguments: Sequence[str]) -> str:
+    """What a command prints; it may fail, with what it says then."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out), contextlib.suppress(SystemExit):
+        main([*arguments])
+    return "\n".join(line.rstrip() for line in out.getvalue().strip("\n").splitlines())
+
+
+def recorded_now(arguments: Sequence[str], namespace: str) -> tuple[Recording, str]:
+    """Run a command on the cluster of this environment; what it read, and what it printed."""
+    found = Recording(0.0, namespace, {}, {})
+    times: list[float] = []
+    with _listening(found, times):
+        text = printed([*arguments, *_where(arguments, namespace)])
+    return replace(found, now=times[-1]), text
+
+
+def _where(arguments: Sequence[str], namespace: str) -> tuple[str, ...]:
+    return ("-n", namespace) if namespace and "-n" not in arguments else ()
+
+
+@contextlib.contextmanager
+def _listening(to: Recording, times: list[float]) -> Iterator[None]:
+    ask, follow = Connection.request, LineStream.lines
+    run, stream = inside.run_inside, Connection.stream
+    paths: dict[int, str] = {}
+
+    def request(self: Connection, method: str, path: str, **more: Any) -> Answer:
+        answer = ask(self, method, path, **more)
+        times.append(time.time())
+        if method == "GET":
+            _keep(to, path, _kept(answer))
+        return answer
+
+    @contextlib.contextmanager
+    def streaming(self: Connection, path: str, **more: Any) -> Iterator[LineStream]:
+        with stream(self, path, **more) as opened:
+            paths[id(opened)] = path
+            yield opened
+
+    def lines(self: LineStream) -> Iterator[bytes]:
+        for line in follow(self):
+            _keep(to, paths[id(self)], line.decode(errors="replace") + "\n", appended=True)
+            yield line
+
+    def running(api: Api, pod: str, command: Sequence[str], **more: Any) -> Output:
+        output = run(api, pod, command, **more)
+        times.append(time.time())
+        to.inside[f"{pod}: {' '.join(command)}"] = output.out.decode(errors="replace")
+        return output
+
+    with (
+        mock.patch.object(Connection, "request", request),
+        mock.patch.object(Connection, "stream", streaming),
+        mock.patch.object(LineStream, "lines", lines),
+        _programs(running),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _programs(run: Callable[..., Output]) -> Iterator[None]:
+    with mock.patch.object(inside, "run_inside", run), mock.patch.object(inspect, "run_inside", run):
+        yield
+
+
+def _keep(to: Recording, path: str, answer: Any, *, appended: bool = False) -> None:
+    """Once for each time that it says something new; of a job only its phase is news."""
+    known = to.answers.setdefault(path, [])
+    if appended and known:
+        known[-1] += answer
+    elif not known or _news(known[-1]) != _news(answer):
+        known.append(answer)
+
+
+def _news(answer: Any) -> Any:
+    of_a_job = isinstance(answer, dict) and answer.get("kind") == "TrainingJob"
+    return (answer.get("status") or {}).get("phase") if of_a_job else answer
+
+
+def _kept(answer: Answer) -> Any:
+    text = answer.body.decode()
+    try:
+        return _without_noise(json.loads(text))
+    except ValueError:
+        return text
+
+
+def _without_noise(value: Any) -> Any:
+    """Without what only the API server and `kubectl apply` read."""
+    if isinstance(value, list):
+        return [_without_noise(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    return {key: _without_noise(each) for key, each in _fields(value) if key not in _DROPPED}
+
+
+def _fields(value: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, each in value.items():
+        if key == "annotations" and isinstance(each, dict):
+            yield key, {name: text for name, text in each.items() if name != _LAST_APPLIED}
+        else:
+            yield key, each

@@ -1,0 +1,149 @@
+"""The schema of log lines: what is written is strict and bounded, what is read may be anything."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from trainium_contract.wire.log_format import JsonLines, TextLines, format_of, moment
+from trainium_contract.wire.log_line import (
+    ERROR_CHARACTERS,
+    LAST_WORD,
+    LINE_BYTES,
+    MESSAGE_CHARACTERS,
+    LogFormat,
+    LogLevel,
+    LogLine,
+    LogSource,
+    log_line,
+    read_log_line,
+    readable,
+)
+
+TIME = "2026-11-24T08:09:10.123+00:00"
+FIELDS: dict[str, Any] = {"time": TIME, "level": "info", "source": "trainer", "logger": "trainium.loop"}
+TOKEN = "hf_" + "a" * 30
+
+
+def record(message: str, *args: object, level: int = logging.INFO, **extra: Any) -> logging.LogRecord:
+    made = logging.LogRecord("a.b", level, "", 0, message, args, None)
+    vars(made).update(extra)
+    return made
+
+
+@given(st.text(max_size=3 * MESSAGE_CHARACTERS), st.text(max_size=300), st.integers(0, 10**7))
+def test_whatever_is_said_becomes_one_line_of_ascii_that_reads_as_it_was_written(
+    message: str, error: str, rank: int
+) -> None:
+    line = log_line(message, error=error, rank=rank, **FIELDS)
+    written = line.to_line()
+    assert written.isascii()
+    assert "\n" not in written
+    assert len(written) <= LINE_BYTES
+    read = read_log_line(written)
+    assert read is not None
+    assert read.to_line() == written
+    assert line.message.startswith(read.message)
+
+
+@given(st.recursive(st.none() | st.booleans() | st.floats() | st.integers() | st.text(), st.lists), st.text(max_size=9))
+def test_a_line_of_others_is_none_of_ours_or_has_at_least_time_source_logger_and_message(value: Any, key: str) -> None:
+    for text in (key, json.dumps(value), json.dumps({key: value}), json.dumps(FIELDS | {"message": "", key: value})):
+        read = read_log_line(text)
+        assert read is None or (read.time, read.source) == (TIME, LogSource.TRAINER)
+
+
+def test_a_reader_goes_on_with_what_it_knows_of_a_line_from_a_newer_or_a_careless_program() -> None:
+    given = FIELDS | {"message": "m", "level": "fatal", "rank": "three", "job": "", "node": "n", "colour": "red"}
+    read = read_log_line(json.dumps(given))
+    assert read == LogLine(**FIELDS, message="m", node="n")
+    for missing in ("time", "source", "logger", "message"):
+        assert read_log_line(json.dumps({key: value for key, value in given.items() if key != missing})) is None
+    assert read_log_line(json.dumps(given | {"time": "yesterday"})) is None
+    assert read_log_line(json.dumps(given | {"source": "somebody"})) is None
+    assert read_log_line(json.dumps(given | {"message": "x" * (1 << 16)})) is None
+    assert read_log_line(b"{" + b"\xff" * 9) is None
+    assert read_log_line('{"a":' * 20_000) is None
+
+
+def test_a_writer_that_names_a_field_that_is_none_is_refused() -> None:
+    with pytest.raises(ValidationError):
+        LogLine(**FIELDS, message="m", colour="red")
+    with pytest.raises(ValidationError):
+        log_line("m", **{**FIELDS, "time": "now"})
+
+
+def test_what_cannot_be_told_of_a_line_does_not_cost_the_line() -> None:
+    line = log_line("m", **FIELDS, rank=-1, job="x" * 300, namespace="team")
+    assert (line.rank, line.job, line.namespace) == (None, None, "team")
+
+
+def test_a_long_line_is_cut_at_the_end_of_its_message_and_at_the_beginning_of_its_traceback() -> None:
+    line = log_line("a" + "\x07" * 9_999, error="\x07" * 20_000 + "ValueError: the end", **FIELDS)
+    assert len(line.message) == MESSAGE_CHARACTERS
+    assert line.error is not None
+    assert len(line.error) == ERROR_CHARACTERS
+    read = read_log_line(line.to_line())
+    assert read is not None
+    assert read.error is not None
+    assert read.error.endswith("ValueError: the end")
+    assert read.message.startswith("a\x07")
+
+
+def test_no_secret_is_written_in_either_form() -> None:
+    about = record("token %s, key %s", TOKEN, "AKIA" + "A" * 16, secret=TOKEN, job=f"job-{TOKEN}"[:3])
+    about.exc_info = (ValueError, ValueError(f"password={TOKEN}"), None)
+    for formatter in (JsonLines(LogSource.OPERATOR), TextLines("%(message)s")):
+        written = formatter.format(about)
+        assert TOKEN not in written
+        assert "AKIA" not in written
+        assert "***" in written
+
+
+def test_a_record_brings_what_it_is_about_and_its_own_word_wins_over_the_program_s() -> None:
+    formatter = JsonLines(LogSource.AGENT, lambda: {"namespace": "team", "job": "llama", "generation": 2, "rank": 0})
+    line = formatter.line(record("%d of %d", 1, 2, level=logging.WARNING, rank=7, attempt=1, token="no"))
+    assert line.to_wire() == {
+        "time": line.time, "level": "warning", "source": "agent", "logger": "a.b", "message": "1 of 2",
+        "namespace": "team", "job": "llama", "generation": 2, "attempt": 1, "rank": 7,
+    }  # fmt: skip
+    assert formatter.line(record("m", level=35)).level is LogLevel.WARNING
+    assert formatter.line(record("m", level=5)).level is LogLevel.DEBUG
+    assert formatter.line(record("m", level=logging.CRITICAL)).level is LogLevel.CRITICAL
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"rank": 3}, "08:09:10 rank 3 INFO said"),
+        ({}, "said"),
+        ({"source": "agent"}, "2026-11-24 08:09:10,123 INFO agent said"),
+        ({"source": "operator", "logger": "x"}, "2026-11-24 08:09:10,123 INFO    x: said"),
+        ({"source": "output", "rank": 3}, "said"),
+        ({"rank": 3, "error": "Traceback\nE: e"}, "08:09:10 rank 3 INFO said\nTraceback\nE: e"),
+        ({"rank": 3, "logger": LAST_WORD, "error": "Traceback\nE: e"}, "Traceback\nE: e\nsaid"),
+        ({"rank": 3, "logger": LAST_WORD}, "said"),
+    ],
+)
+def test_a_line_reads_as_the_program_would_have_written_it_as_text(fields: dict[str, Any], text: str) -> None:
+    line = log_line("said", **{**FIELDS, **fields})
+    assert line.as_text() == text
+    assert readable(f"before\n{line.to_line()}\n{{after") == f"before\n{text}\n{{after"
+
+
+def test_the_form_is_chosen_by_one_variable_and_a_wrong_word_gets_a_sentence() -> None:
+    assert format_of({}) is LogFormat.TEXT
+    assert format_of({"TRAINIUM_LOG_FORMAT": ""}) is LogFormat.TEXT
+    assert format_of({"TRAINIUM_LOG_FORMAT": "Json"}) is LogFormat.JSON
+    with pytest.raises(ValueError, match="TRAINIUM_LOG_FORMAT='xml' must be text or json"):
+        format_of({"TRAINIUM_LOG_FORMAT": "xml"})
+
+
+def test_a_time_is_told_in_utc() -> None:
+    assert moment(0.25) == "1970-01-01T00:00:00.250+00:00"

@@ -1,0 +1,123 @@
+"""Outputs on pages are what the programs print, and the page of `kubectl trn` tells all of its commands."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from tests.testing.api.recorded_jobs import RECORDED
+from tests.testing.outputs.blocks import commands, renewed, unmarked
+from tests.testing.outputs.commands import PAGES, SLOW, output
+from tests.testing.outputs.tables import age, table
+from trainium_client.commands.main import app
+from trainium_contract.wire.log_line import LogSource, read_log_line
+
+ROOT = Path(__file__).parents[3]
+SHOWN = [(page, command) for page in PAGES for command in commands((ROOT / page).read_text(encoding="utf-8"))]
+
+
+def read(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("page", "command"),
+    [
+        pytest.param(page, command, marks=[pytest.mark.long] if command in SLOW else [], id=f"{page}: {command[:60]}")
+        for page, command in SHOWN
+    ],
+)
+def test_an_output_on_a_page_is_what_the_program_prints(page: str, command: str) -> None:
+    others = {each for each in commands(read(page)) if each != command}
+    assert renewed(read(page), output, leave=others) == read(page), "run: make generate"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_output_of_ours_is_typed_by_hand(page: str) -> None:
+    """A prompt with more lines below it stands between marks; a command alone shows nothing."""
+    ours = r"^(?: {4})?\$ (?:kubectl (?:trn|get tr)|trainium-)(?:.*\\\n)*.*\n(?: {4})?(?!\$ |```)\S.*"
+    left = re.findall(ours, unmarked(read(page)), re.MULTILINE)
+    assert not left, "put it between marks: CONTRIBUTING.md"
+
+
+def test_the_page_of_kubectl_trn_tells_every_command_and_none_that_does_not_exist() -> None:
+    page = read("docs/kubectl-trn.md")
+    group: Any = typer.main.get_command(app)
+    there = {name for name, command in group.commands.items() if not command.hidden}
+    told = set(re.findall(r"`([a-z-]+)(?: [^`]*)?`", page)) & there
+    told |= set(re.findall(r"kubectl trn ([a-z][a-z-]+)", page))
+    assert told == there
+
+
+def test_options_that_the_page_of_kubectl_trn_names_are_taken() -> None:
+    group: Any = typer.main.get_command(app)
+    taken = {flag for command in group.commands.values() for each in command.params for flag in each.opts}
+    taken |= {flag for command in group.commands.values() for each in command.params for flag in each.secondary_opts}
+    own = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", read("docs/kubectl-trn.md")))
+    of_others = {"--help", "--install-completion", "--manifest-url", "--learn"}
+    assert own - taken <= of_others
+
+
+def test_the_lines_of_a_log_on_the_page_are_of_the_schema_and_of_all_three_programs() -> None:
+    opening = r"^<!-- output only: lines of a log -->\n\n```json\n"
+    (block,) = re.findall(rf"{opening}(.*?)\n```", read("docs/watch.md"), re.MULTILINE | re.DOTALL)
+    lines = [read_log_line(text) for text in block.splitlines()]
+    assert [line.source for line in lines if line is not None] == [
+        LogSource.OPERATOR, LogSource.AGENT, LogSource.TRAINER,
+    ]  # fmt: skip
+    assert [line.to_wire() for line in lines if line is not None] == [json.loads(text) for text in block.splitlines()]
+
+
+def test_every_field_of_a_line_is_on_the_page() -> None:
+    section = read("docs/watch.md").partition("\n## Logs\n")[2].partition("\n## ")[0]
+    cells = " ".join(re.findall(r"^\| (`.*?) \|", section, re.MULTILINE))
+    line = read_log_line((RECORDED / "log-lines.jsonl").read_text(encoding="utf-8").splitlines()[0])
+    assert set(re.findall(r"`(\w+)`", cells)) == set(type(line).model_fields)
+
+
+def test_no_recording_tells_whose_machine_it_was() -> None:
+    recordings = [path for path in RECORDED.rglob("*") if path.is_file()]
+    assert recordings
+    for path in recordings:
+        assert not re.search(r"(?<![\w.])/(?:home|root|Users)/", path.read_text(encoding="utf-8")), path
+
+
+def test_an_output_that_is_typed_by_hand_is_found() -> None:
+    marked = "<!-- output: kubectl trn why a -->\n\n    $ kubectl trn why a\n    b\n\n<!-- output: end -->"
+    assert unmarked(f"before\n{marked}\nafter") == "before\n\nafter"
+
+
+def test_a_block_is_renewed_in_the_way_it_is_written_and_nothing_around_it() -> None:
+    page = "a\n<!-- output: x -->\n    old\n\n    old\n<!-- output: end -->\nb\n"
+    fresh = renewed(page, lambda command: f"{command}\n\n  2")
+    assert fresh == "a\n<!-- output: x -->\n\n    $ x\n    x\n\n      2\n\n<!-- output: end -->\nb\n"
+    assert renewed(fresh, lambda command: f"{command}\n\n  2") == fresh
+    assert renewed(fresh, lambda _: "other", leave={"x"}) == fresh
+    fenced = "<!-- output only: y -->\n```json\n```\n<!-- output: end -->"
+    assert renewed(fenced, lambda _: "{}") == "<!-- output only: y -->\n\n```json\n{}\n```\n\n<!-- output: end -->"
+    assert commands(fresh + fenced) == ["x", "y"]
+    with pytest.raises(KeyError):
+        output("kubectl trn status nobody-recorded")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"),
+    [
+        (5, "5s"), (119, "119s"), (120, "2m"), (150, "2m30s"), (600, "10m"), (7200, "120m"), (10_800, "3h"),
+        (14_460, "4h1m"), (29_000, "8h"), (180_000, "2d2h"), (700_000, "8d"),
+    ],
+)  # fmt: skip
+def test_an_age_is_told_as_kubectl_tells_it(seconds: float, told: str) -> None:
+    assert age(seconds) == told
+
+
+def test_a_table_has_the_columns_of_the_definition_and_leaves_out_what_is_not_there() -> None:
+    job = {"metadata": {"name": "a"}, "spec": {}, "status": {"phase": "Pending", "artifacts": [{"path": "/out"}]}}
+    heading, row = table([job], 0.0, wide=True).splitlines()
+    assert heading.split()[:4] == ["NAME", "PHASE", "STAGE", "READY"]
+    assert row.split() == ["a", "Pending", "/out"]

@@ -1,0 +1,122 @@
+"""What real agents and real training processes leave in a pod's log, as text and as lines of the schema."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+import yaml
+
+from trainium_contract.wire.log_line import LogLine, LogSource, read_log_line
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from agent_world import Agent, World
+
+JSON = {"TRAINIUM_LOG_FORMAT": "json"}
+
+
+def read(agent: Agent) -> list[LogLine]:
+    """Every line of the pod's log; each must be of the schema."""
+    found = []
+    for text in agent.log.splitlines():
+        line = read_log_line(text)
+        assert line is not None, f"no line of the schema: {text!r}"
+        assert line.to_wire() == json.loads(text), "a field that the schema does not know, or cannot take"
+        found.append(line)
+    return found
+
+
+async def test_an_agent_and_what_its_ranks_print_are_told_in_the_schema_with_whose_it_is(world: World) -> None:
+    world.start("a", "b", **JSON)
+    await world.ready("a", "b")
+    await world.jobs.publish(["a", "b"])
+    await world.training("a", "b", step=3)
+    world.command("exit-1", "1\nmy own word, with password=hunter22")
+    await world.training("a", "b", attempt=1)
+    world.command("exit-1", "64")
+    await world.ended("b")
+
+    lines = read(world.agents["b"])
+    assert {(line.namespace, line.job, line.pod, line.node) for line in lines} == {("team", "job", "b", "node-b")}
+    assert {line.source for line in lines} == {LogSource.AGENT, LogSource.OUTPUT}
+    printed = [line for line in lines if line.source is LogSource.OUTPUT]
+    assert [(line.message, line.rank, line.generation, line.attempt) for line in printed] == [
+        ("my own word, with password=hunter22", 1, 1, 0),
+        ("rank 1 leaves with 64", 1, 1, 1),
+    ]
+    assert any("generation 1: 2 members" in line.message for line in lines)
+    last = [line for line in lines if line.source is LogSource.AGENT][-1]
+    assert (last.generation, last.attempt) == (1, 1)
+    failures = world.jobs.last("b").failures
+    assert failures[0].message == "my own word, with password=***", "the same words as in a pod whose log is text"
+    assert world.jobs.last("b").verdict.message == "rank 1 leaves with 64"
+
+
+@pytest.fixture
+def real_training(world: World, tmp_path: Path) -> World:
+    """A configuration for the trainer itself, instead of the stand-in for it."""
+    (tmp_path / "text.txt").write_text("a step and a loss and a rank. " * 400)
+    config = {
+        "steps": 3,
+        "schedule": {"warmupSteps": 1},
+        "batch": {"globalSize": 2, "microSize": 2},
+        "data": {
+            "source": str(tmp_path / "text.txt"),
+            "sequenceLength": 16,
+            "cacheDirectory": str(tmp_path / "cache"),
+            "tokenizer": {"vocabSize": 300},
+        },
+        "model": {"numLayers": 1, "hiddenSize": 32, "intermediateSize": 64},
+        "checkpoint": {"path": str(tmp_path / "checkpoints"), "durable": {"everySeconds": None}},
+        "monitor": {"tensorboard": False},
+    }
+    (tmp_path / "trainer.yaml").write_text(yaml.safe_dump(config))
+    return world
+
+
+async def test_the_trainer_writes_the_schema_and_says_as_much_as_it_does_as_text(real_training: World) -> None:
+    world = real_training
+    trainer = {"TRAINIUM_RANK_ENTRY": "trainium_trainer.cli:main"}
+    world.start("json", **trainer, **JSON)
+    await world.registered("json")
+    await world.jobs.publish(["json"])
+    await world.ended("json")
+    assert world.agents["json"].code == 0, world.agents["json"].log
+
+    lines = read(world.agents["json"])
+    own = [line for line in lines if line.source is LogSource.TRAINER]
+    assert [line.message.partition(":")[0] for line in own if line.message.startswith("step ")][-1] == "step 3/3"
+    assert {(line.rank, line.generation, line.attempt, line.pod) for line in own} == {(0, 1, 0, "json")}
+    assert all(line.as_text().startswith(f"{line.time[11:19]} rank 0 {line.level.upper()} ") for line in own)
+
+
+async def test_a_configuration_that_is_wrong_is_told_as_an_error_in_one_line(real_training: World) -> None:
+    world = real_training
+    (world.folder / "trainer.yaml").write_text("steps: 0\n")
+    world.start("a", TRAINIUM_RANK_ENTRY="trainium_trainer.cli:main", **JSON)
+    await world.registered("a")
+    await world.jobs.publish(["a"])
+    await world.ended("a")
+
+    (said,) = [line for line in read(world.agents["a"]) if line.logger == "trainium.exit"]
+    assert (said.level, said.source, said.rank) == ("error", "trainer", 0)
+    assert "steps is 0: use a number of at least 1" in said.message
+    assert world.jobs.last("a").verdict.message == said.message
+
+
+async def test_a_form_that_does_not_exist_ends_the_agent_with_a_sentence(world: World) -> None:
+    world.start("a", TRAINIUM_LOG_FORMAT="xml")
+    await world.ended("a")
+    assert world.agents["a"].code == 64
+    assert world.agents["a"].log == "trainium-agent: TRAINIUM_LOG_FORMAT='xml' must be text or json.\n"
+
+
+async def test_what_is_wrong_with_the_environment_is_told_in_the_schema_too(world: World) -> None:
+    world.start("a", TRAINIUM_NAMESPACE="", **JSON)
+    await world.ended("a")
+    (line,) = read(world.agents["a"])
+    assert "needs the environment variable TRAINIUM_NAMESPACE" in line.message
+    assert (line.source, line.level, line.job, line.pod) == ("agent", "error", "job", "a")

@@ -1,0 +1,79 @@
+"""How the programs of this distribution write their logs: text for people, or lines of the contract's schema.
+
+Invariants: the environment decides (`TRAINIUM_LOG_FORMAT`), so a process and those that it starts do alike; a value
+that nobody knows counts as text here, as the agent has refused it with a sentence; nothing here raises.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from trainium_contract.wire import worker_env
+from trainium_contract.wire.log_format import JsonLines, TextLines, format_of, moment
+from trainium_contract.wire.log_line import LAST_WORD, LogFormat, LogLevel, LogSource, log_line
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+_AGENT_TEXT = "%(asctime)s %(levelname)s agent %(message)s"
+_PLACES = {
+    "namespace": worker_env.ENV_NAMESPACE,
+    "job": worker_env.ENV_JOB,
+    "pod": worker_env.ENV_POD_NAME,
+    "node": worker_env.ENV_NODE_NAME,
+}
+_NUMBERS = {"generation": worker_env.ENV_GENERATION, "attempt": worker_env.ENV_ATTEMPT, "rank": "RANK"}
+
+
+def is_json() -> bool:
+    """Whether this process's log is lines of the schema."""
+    try:
+        return format_of(os.environ) is LogFormat.JSON
+    except ValueError:
+        return False
+
+
+def place() -> Mapping[str, object]:
+    """Of what the lines of this process are, as its environment says."""
+    numbers = {field: os.environ.get(name, "") for field, name in _NUMBERS.items()}
+    return {
+        **{field: os.environ[name] for field, name in _PLACES.items() if os.environ.get(name)},
+        **{field: int(text) for field, text in numbers.items() if text.isascii() and text.isdigit()},
+    }
+
+
+def write_as_agent(known: Callable[[], Mapping[str, object]] = place) -> None:
+    """Everything that is logged from now on goes to standard error, as the agent's."""
+    _write(JsonLines(LogSource.AGENT, known) if is_json() else TextLines(_AGENT_TEXT))
+
+
+def write_as_rank(rank: int) -> None:
+    """Everything that is logged from now on goes to standard error, as this rank's."""
+    text = TextLines(f"%(asctime)s rank {rank} %(levelname)s %(message)s", datefmt="%H:%M:%S")
+    known = {**place(), "rank": rank}
+    _write(JsonLines(LogSource.TRAINER, lambda: known) if is_json() else text)
+
+
+def said(
+    sentence: str,
+    *,
+    error: str = "",
+    level: LogLevel = LogLevel.INFO,
+    logger: str = LAST_WORD,
+    source: LogSource = LogSource.TRAINER,
+) -> str:
+    """A sentence that a program writes without `logging`; as text it stands below the traceback, where there is one."""
+    if not is_json():
+        return f"{error}{sentence}"
+    fields = {"time": moment(time.time()), "level": level, "source": source, "logger": logger}
+    return log_line(sentence, error=error.rstrip("\n") or None, **fields, **place()).to_line()
+
+
+def _write(formatter: logging.Formatter) -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(formatter)
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
