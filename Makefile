@@ -5,6 +5,7 @@ NXD_VENV ?= .venv-nxd
 DOCS_VENV ?= .venv-docs
 MUTANTS_VENV ?= .venv-mutants
 COVERAGE_VENV ?= .venv-coverage
+FUZZ_VENV ?= .venv-fuzz
 BIN := $(VENV)/bin
 CLUSTER ?= local
 # Test processes side by side: one has the tests that share a cluster and waits much, the others the rest by files, so
@@ -23,7 +24,7 @@ export OMP_NUM_THREADS ?= 1
 # Compiled code is kept, whatever the shell says: each lane would compile the 350 files of tests anew, nine seconds of it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup binaries demo tune test test-fast test-long test-cluster test-nxd check docs format generate bench bench-check faults explore mutants coverage parity learn proof soak bench-training clean
+.PHONY: help setup binaries demo tune test test-fast test-long test-cluster test-nxd check docs format generate bench bench-check faults explore mutants coverage fuzz parity learn proof soak bench-training clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 16
@@ -91,6 +92,9 @@ mutants: setup  ## A seeded sample of faults in the plan's code against its test
 
 coverage: setup  ## Branches of plan, checkpoint and agent that their tests take (ARGS="agent tests/unit/agent" adds a part)
 	@scripts/coverage/coverage.sh $(COVERAGE_VENV) $(abspath $(BIN))/python $(ARGS)
+
+fuzz: setup  ## Hostile input for coordinator, watched objects and jobs' fields (ARGS="--inputs 1000000 --seed 1 --targets spec")
+	@scripts/fuzz/fuzz.sh $(FUZZ_VENV) $(abspath $(BIN))/python $(ARGS)
 
 bench: binaries  ## All benchmarks: a table, and JSON under out/bench
 	@$(BIN)/python -m benchmarks.run $(ARGS)

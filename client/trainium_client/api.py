@@ -7,11 +7,11 @@ read to show and not to act may be `Missing`, so that a person without all right
 from __future__ import annotations
 
 import difflib
-import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainium_client.errors import ClientError, ConflictError, ForbiddenError, NotFoundError
+from trainium_contract.stored_json import read_json
 from trainium_contract.wire.worker_env import GROUP, KIND, LABEL_JOB, LABEL_ROLE, PLURAL, ROLE_WORKER, VERSION
 
 if TYPE_CHECKING:
@@ -152,8 +152,7 @@ class Api:
         answer = self.connection.request(method, path, **more)
         if answer.status >= 400:
             raise _refusal(asked, answer)
-        found = json.loads(answer.body)
-        return found if isinstance(found, dict) else {}
+        return _object(asked, answer)
 
     def _readable(self, asked: Asked, path: str, **more: Any) -> Json | Missing:
         try:
@@ -171,8 +170,7 @@ class Api:
             raise NotFoundError(told if said else self._no_definition())
         if answer.status >= 400:
             raise _refusal(asked, answer)
-        found = json.loads(answer.body)
-        return found if isinstance(found, dict) else {}
+        return _object(asked, answer)
 
     def _no_definition(self) -> str:
         """Why the cluster does not know TrainingJobs in the version that is spoken here."""
@@ -208,9 +206,17 @@ def _items(found: Json) -> list[Json]:
     return [item for item in items if isinstance(item, dict)] if isinstance(items, list) else []
 
 
+def _object(asked: Asked, answer: Answer) -> Json:
+    try:
+        found = read_json(answer.body)
+    except ValueError as error:
+        raise ClientError(f"{asked.sentence}: the answer is no JSON ({error}): is this an API server?") from None
+    return found if isinstance(found, dict) else {}
+
+
 def _status(answer: Answer) -> Json:
     try:
-        found = json.loads(answer.body)
+        found = read_json(answer.body)
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}

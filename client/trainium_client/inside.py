@@ -102,7 +102,7 @@ def json_lines(output: Output) -> list[dict[str, Any]]:
     for line in output.out.decode(errors="replace").splitlines():
         try:
             each = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(each, dict):
             found.append(each)

@@ -12,9 +12,11 @@ import logging
 import random
 from typing import TYPE_CHECKING, Any
 
+import aiohttp
 import kopf
 
 from trainium_contract.wire.worker_env import GROUP, PLURAL, VERSION
+from trainium_operator.cluster.api.stored_answers import StoredAnswer
 
 if TYPE_CHECKING:
     import asyncio
@@ -57,24 +59,37 @@ def make_registry(
     async def configure(settings: kopf.OperatorSettings, **_: Any) -> None:
         apply_settings(settings)
 
+    known: list[tuple[Credentials, kopf.AiohttpSession]] = []
+
     @kopf.on.login(registry=registry)
-    async def login(**_: Any) -> kopf.ConnectionInfo:
+    async def login(**_: Any) -> kopf.AiohttpSession:
         ours = await credentials()
-        return kopf.ConnectionInfo(
-            server=ours.server,
-            ca_path=ours.ca_path,
-            ca_data=ours.ca_data,
-            token=ours.token,
-            certificate_path=ours.certificate_path,
-            private_key_path=ours.key_path,
-            default_namespace=ours.default_namespace,
-        )
+        if not known or known[0][0] != ours:
+            known[:] = [(ours, _session(ours))]
+        return known[0][1]  # of credentials that were refused the same: kopf then knows that there are no others
 
     @kopf.on.event(GROUP, VERSION, PLURAL, registry=registry)
     async def job_changed(event: kopf.RawEvent, **_: Any) -> None:
         observe(dict(event["object"]), event["type"] == "DELETED")
 
     return registry
+
+
+def _session(ours: Credentials) -> kopf.AiohttpSession:
+    """Connections as kopf makes them, but that no stored object is too deep to be read; kopf closes them."""
+    info = kopf.ConnectionInfo(
+        server=ours.server,
+        ca_path=ours.ca_path,
+        ca_data=ours.ca_data,
+        token=ours.token,
+        certificate_path=ours.certificate_path,
+        private_key_path=ours.key_path,
+    )
+    connector = aiohttp.TCPConnector(limit=0, ssl=info.as_ssl_context())
+    session = aiohttp.ClientSession(
+        connector=connector, headers=info.as_http_headers(), response_class=StoredAnswer, trust_env=False
+    )
+    return kopf.AiohttpSession(server=ours.server, default_namespace=ours.default_namespace, aiohttp_session=session)
 
 
 def apply_settings(settings: kopf.OperatorSettings) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
 from trainium_contract.base import ContractModel
 from trainium_contract.sizes import INSTANCES, Instance
 from trainium_contract.spec.claim import ClaimSpec
+from trainium_contract.spec.pod_template import PodTemplate
 
 MAX_NODES = 10_000
 
@@ -71,6 +72,6 @@ class WorkersSpec(ContractModel):
     """Warm workers outside the membership, that replace a lost one without waiting for a pod."""
     accelerator: AcceleratorSpec = AcceleratorSpec()
     """What one node offers."""
-    template: dict[str, Any] = {}
+    template: PodTemplate = {}
     """Partial PodTemplateSpec, merged over the operator's own, containers and volumes by name. The training container
     is `worker`; a container of another name runs beside it."""

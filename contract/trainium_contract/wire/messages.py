@@ -69,6 +69,8 @@ Figure = Annotated[float | None, AfterValidator(_finite)]
 """A measured value that may be not a number."""
 _LARGEST = 2**53
 _LAST = 2**31 - 1
+LATEST_GENERATION = _LAST - 1_000_000
+"""No job has ever come so far: a record or a status that says more is not believed, so that numbers remain."""
 Count = Annotated[int, Field(ge=-1, le=_LARGEST)]
 """Steps and the like; -1 for none."""
 Ordinal = Annotated[int, Field(ge=-1, le=_LAST)]

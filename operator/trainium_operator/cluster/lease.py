@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from trainium_operator.cluster.api.errors import AlreadyExistsError, ApiError, ConflictError, NotFoundError
 from trainium_operator.cluster.api.resources import LEASES
+from trainium_operator.cluster.cache.parts import mapping_of, text_of, whole_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from trainium_operator.cluster.api.client import Api, Json
 
 logger = logging.getLogger(__name__)
+
+_MOST_TRANSITIONS = 2**31 - 1
 
 
 class LeaseLostError(Exception):
@@ -191,13 +194,14 @@ class LeaseElector:
 
     def _is_free(self, now: float) -> bool:
         spec = self._spec()
-        holder = spec.get("holderIdentity") or ""
-        seen = (holder, spec.get("renewTime", ""), spec.get("leaseTransitions", 0))
+        holder = text_of(spec.get("holderIdentity"))
+        seen = (holder, text_of(spec.get("renewTime")), whole_of(spec.get("leaseTransitions")) or 0)
         if seen != self._seen:
             self._seen, self._seen_at = seen, now
         if holder in ("", self.identity):
             return True
-        return now - self._seen_at > float(spec.get("leaseDurationSeconds", self._times.duration))
+        told = whole_of(spec.get("leaseDurationSeconds"))
+        return now - self._seen_at > (self._times.duration if told is None else told)
 
     async def _renew(self) -> None:
         started = asyncio.get_running_loop().time()
@@ -234,12 +238,14 @@ class LeaseElector:
         old = self._spec()
         now = datetime.fromtimestamp(self._wall_clock(), UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         ours = old.get("holderIdentity") == self.identity
+        transitions = (whole_of(old.get("leaseTransitions")) or 0) + (0 if ours or not old else 1)
         spec = {
             "holderIdentity": self.identity,
             "leaseDurationSeconds": max(1, round(self._times.duration)),
-            "acquireTime": old.get("acquireTime", now) if ours else now,
+            "acquireTime": (text_of(old.get("acquireTime")) or now) if ours else now,
             "renewTime": now,
-            "leaseTransitions": old.get("leaseTransitions", 0) + (0 if ours or not old else 1),
+            # One more than the API takes would be refused, and nobody could ever lead again.
+            "leaseTransitions": max(0, min(transitions, _MOST_TRANSITIONS)),
         }
         return {
             "apiVersion": LEASES.api_version,
@@ -249,5 +255,4 @@ class LeaseElector:
         }
 
     def _spec(self) -> Json:
-        spec: Json = self._lease.get("spec") or {}
-        return spec
+        return mapping_of(self._lease.get("spec"))

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from tests.testing.suite.any_json import PATIENT, as_sent, changed
 from tests.testing.suite.patience import patient
 from tests.testing.suite.trials import trials
+from trainium_contract.stored_json import read_json
 from trainium_operator.cluster.cache.views import job_record
 from trainium_operator.plan.view.size import decide_size
 
@@ -74,3 +75,24 @@ def test_any_spec_is_taken_and_can_be_read_or_is_refused_with_a_bounded_answer(
 
     offer()
     assert taken, "a rule that refuses everything would pass"
+
+
+def test_a_job_that_no_usual_parser_reads_is_taken_and_is_read_all_the_same(
+    server: tuple[http.client.HTTPSConnection, str],
+) -> None:
+    connection, path = server
+    template = '{"a":' * 9_000 + "1" + "}" * 9_000
+    spec = json.dumps(SPEC).replace('"workers": {', f'"workers": {{"template": {template}, ', 1)
+    job = f'{{"apiVersion":"trainium.dev/v1alpha1","kind":"TrainingJob","metadata":{{"name":"deep"}},"spec":{spec}}}'
+    connection.request("POST", path, job, {"Content-Type": "application/json"})
+    answer = connection.getresponse()
+    said = answer.read()
+
+    assert answer.status == 201, said[:500]
+    with pytest.raises(RecursionError):
+        json.loads(said)
+    kept = read_json(said)
+    kept["metadata"]["resourceVersion"] = "1"  # which a dry run does not give
+    record = job_record(kept)
+    assert record.view is not None, record.error
+    json.dumps(record.view.spec.to_wire())

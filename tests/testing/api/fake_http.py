@@ -52,7 +52,7 @@ class FakeServer:
         return path
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
-        found = _discovery(request.path)
+        found = discovery(request.path)
         if found is not None:
             return web.json_response(found)
         if request.query.get("watch") == "true":
@@ -78,7 +78,8 @@ class FakeServer:
         return response
 
 
-def _discovery(path: str) -> dict[str, Any] | None:
+def discovery(path: str) -> dict[str, Any] | None:
+    """What is answered about groups and kinds; None for any other path."""
     groups = sorted({resource.group for resource in ALL if resource.group} | {"apiextensions.k8s.io"})
     versions = {resource.group: resource.version for resource in ALL} | {"apiextensions.k8s.io": "v1"}
     if path == "/api":

@@ -169,6 +169,28 @@ def test_no_cluster_is_one_sentence(trn: Callable[..., Run], tmp_path: Path) -> 
     assert "no context named 'elsewhere'" in err
 
 
+def test_a_job_that_no_usual_parser_reads_hides_no_other_and_can_be_looked_at(
+    trn: Callable[..., Run], server: ApiServer
+) -> None:
+    template = '{"a":' * 9_000 + "1" + "}" * 9_000
+    deep = json.dumps(recorded("job")).replace('"workers": {', f'"workers": {{"template": {template}, ', 1)
+    server.answers[f"{JOBS}/llama"] = deep
+    server.answers[JOBS] = f'{{"items": [{deep}, {json.dumps(recorded("failed"))}]}}'
+
+    code, out, err = trn("status", "llama")
+    assert (code, err) == (0, "")
+    assert "Running" in out
+    assert "did you mean llama" in trn("status", "lama")[2]
+
+
+def test_an_answer_that_is_none_of_an_api_server_is_told(trn: Callable[..., Run], server: ApiServer) -> None:
+    server.answers[f"{JOBS}/llama"] = "<html>log in</html>"
+
+    code, out, err = trn("status", "llama")
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert "the answer is no JSON" in err
+
+
 def test_wrong_usage_ends_with_one(trn: Callable[..., Run]) -> None:
     assert trn("stats", "llama")[0] == 1
     assert trn("status")[0] == 1

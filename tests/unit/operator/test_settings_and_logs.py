@@ -153,7 +153,7 @@ def test_an_error_is_one_line_too(lines: io.StringIO) -> None:
     assert "RuntimeError: boom" in json.loads(line)["error"]
 
 
-@pytest.mark.parametrize("given", ["[]", "{", '{"kind": "Pod"}', '{"spec": []}', "3"])
+@pytest.mark.parametrize("given", ["[]", "{", '{"kind": "Pod"}', '{"spec": []}', '{"spec": {"containers": {}}}', "3"])
 def test_a_worker_template_that_is_none_is_refused_with_a_sentence(
     given: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -312,3 +312,25 @@ def test_an_absent_api_server_is_waited_for() -> None:
         await first.crash()
 
     run_virtual(scenario())
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"leaseTransitions": 2**31 - 1},
+        {"leaseTransitions": "many", "holderIdentity": ["a"], "renewTime": 7, "leaseDurationSeconds": {}},
+        [],
+    ],
+)
+def test_a_lease_that_somebody_has_spoilt_can_be_taken_and_held(spec: Any) -> None:
+    async def scenario() -> None:
+        cluster = FakeCluster()
+        cluster.add(LEASES, {"metadata": {"name": "lease", "namespace": "ns"}, "spec": spec})
+        only = Operator(cluster, "a")
+        await only.leads()
+        await asyncio.sleep(30)
+        assert holder(cluster) == "a"
+        assert 0 <= cluster.get(LEASES, "ns", "lease")["spec"]["leaseTransitions"] < 2**31
+        await only.leave()
+
+    run_virtual(scenario())

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic_core import from_json
 
+from trainium_contract.stored_json import read_json
 from trainium_contract.wire.worker_env import FIELD_MANAGER
 from trainium_operator.cluster.api.errors import ApiError, FencedError, UnavailableError, error_of
 from trainium_operator.cluster.api.transport import ConnectionFailedError
@@ -37,6 +38,8 @@ FIRST_BACKOFF = 0.1
 LONGEST_BACKOFF = 5.0
 LONGEST_RETRY_AFTER = 30.0
 PAGE = 500
+LONGEST_REFUSAL = 8192
+"""Characters that are kept of why something was refused: webhooks of others write it."""
 JSON = "application/json"
 MERGE_PATCH = "application/merge-patch+json"
 APPLY_PATCH = "application/apply-patch+yaml"
@@ -182,10 +185,12 @@ class Api:
                 async for line in stream.lines:
                     if not line.strip():
                         continue
-                    event = from_json(line, cache_strings="keys")
+                    event = _object(path, line)
+                    found = event.get("object")
+                    if not isinstance(found, dict) or not isinstance(event.get("type"), str):
+                        raise UnavailableError(f"watch {path}: what came is no event")
                     if event["type"] == "ERROR":
-                        status = event["object"]
-                        raise error_of(status.get("code", 500), status.get("reason", ""), status.get("message", ""))
+                        raise _error(f"watch {path}", found)
                     yield event
         except ConnectionFailedError as error:
             self._on_request("WATCH", 0, self._now() - began)
@@ -219,8 +224,8 @@ class Api:
             else:
                 self._on_request(method, answer.status, self._now() - began)
                 if answer.status < 400:
-                    return _decode(answer.body)
-                error = _error(method, path, answer)
+                    return _object(path, answer.body) if answer.body else {}
+                error = _refusal(method, path, answer)
                 if not isinstance(error, UnavailableError):
                     raise error
                 pause = max(pause, _retry_after(answer))
@@ -234,9 +239,19 @@ class Api:
         return ceiling * (0.5 + 0.5 * self._jitter())
 
 
-def _decode(body: bytes) -> Json:
-    value: Json = from_json(body, cache_strings="keys") if body else {}
-    return value
+def _quickly(body: bytes) -> Any:
+    return from_json(body, cache_strings="keys")
+
+
+def _object(path: str, body: bytes) -> Json:
+    """Raises UnavailableError for what is none: somebody else has answered, or it was cut short."""
+    try:
+        found = read_json(body, _quickly)
+    except ValueError as error:
+        raise UnavailableError(f"{path}: the answer is no JSON ({str(error)[:100]})") from error
+    if not isinstance(found, dict):
+        raise UnavailableError(f"{path}: the answer is no object")
+    return found
 
 
 def _retry_after(answer: HttpResponse) -> float:
@@ -246,12 +261,20 @@ def _retry_after(answer: HttpResponse) -> float:
         return 0.0
 
 
-def _error(method: str, path: str, answer: HttpResponse) -> ApiError:
+def _refusal(method: str, path: str, answer: HttpResponse) -> ApiError:
     try:
-        status = from_json(answer.body)
+        status = read_json(answer.body, _quickly)
     except ValueError:
         status = {}
     if not isinstance(status, dict):
         status = {}
     message = status.get("message") or answer.body[:200].decode(errors="replace") or "no message"
-    return error_of(answer.status, status.get("reason", ""), f"{method} {path}: HTTP {answer.status}: {message}")
+    text = f"{method} {path}: HTTP {answer.status}: {message}"
+    return error_of(answer.status, str(status.get("reason", "")), text[:LONGEST_REFUSAL])
+
+
+def _error(what: str, status: Json) -> ApiError:
+    """The error that a watch brings."""
+    code = status.get("code")
+    message = str(status.get("message", "")) or what
+    return error_of(code if isinstance(code, int) else 500, str(status.get("reason", "")), message[:LONGEST_REFUSAL])

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainium_contract.faults.read import cause_of_claim_health
 from trainium_contract.spec.claim import DRIVER
+from trainium_operator.cluster.cache.parts import items_of, mapping_of, text_of, whole_of
 from trainium_operator.plan.manifests.claims import CLAIM
 from trainium_operator.plan.model.devices import DeviceTaint
 
@@ -66,33 +67,33 @@ def template_view(raw: Json) -> str:
 
 def slice_view(raw: Json) -> SliceView:
     """A ResourceSlice."""
-    spec = _mapping(raw.get("spec"))
-    pool = _mapping(spec.get("pool"))
-    name = intern(_text(pool.get("name")))
-    node = intern(_text(spec.get("nodeName"))) if spec.get("driver") == DRIVER else ""
-    devices = _items(spec.get("devices"))[:MOST_DEVICES] if node else ()
+    spec = mapping_of(raw.get("spec"))
+    pool = mapping_of(spec.get("pool"))
+    name = intern(text_of(pool.get("name")))
+    node = intern(text_of(spec.get("nodeName"))) if spec.get("driver") == DRIVER else ""
+    devices = items_of(spec.get("devices"))[:MOST_DEVICES] if node else ()
     return SliceView(
         node=node,
         pool=name,
-        generation=_whole(pool.get("generation")),
-        devices={intern(_text(each.get("name"))): _taints(name, each) for each in devices},
+        generation=whole_of(pool.get("generation")) or 0,
+        devices={intern(text_of(each.get("name"))): _taints(name, each) for each in devices},
     )
 
 
 def claim_view(raw: Json) -> ClaimView:
     """A ResourceClaim."""
-    status = _mapping(raw.get("status"))
-    allocation = _mapping(status.get("allocation"))
-    results = _items(_mapping(allocation.get("devices")).get("results"))[:MOST_DEVICES]
+    status = mapping_of(raw.get("status"))
+    allocation = mapping_of(status.get("allocation"))
+    results = items_of(mapping_of(allocation.get("devices")).get("results"))[:MOST_DEVICES]
     return ClaimView(
         pods=tuple(
-            _text(each.get("uid"))
-            for each in _items(status.get("reservedFor"))[:MOST_PODS]
+            text_of(each.get("uid"))
+            for each in items_of(status.get("reservedFor"))[:MOST_PODS]
             if each.get("resource") == "pods"
         ),
         # What is asked for with administrator's access is held by nobody.
         held=tuple(
-            (intern(_text(each.get("pool"))), intern(_text(each.get("device"))))
+            (intern(text_of(each.get("pool"))), intern(text_of(each.get("device"))))
             for each in results
             if each.get("driver") == DRIVER and each.get("adminAccess") is not True
         ),
@@ -101,8 +102,8 @@ def claim_view(raw: Json) -> ClaimView:
 
 def claim_template_of(raw: Json) -> str:
     """The template by which a pod of ours claims its devices; empty without a claim."""
-    claims = _items(_mapping(raw.get("spec")).get("resourceClaims"))
-    return next((_text(each.get("resourceClaimTemplateName")) for each in claims if each.get("name") == CLAIM), "")
+    claims = items_of(mapping_of(raw.get("spec")).get("resourceClaims"))
+    return next((text_of(each.get("resourceClaimTemplateName")) for each in claims if each.get("name") == CLAIM), "")
 
 
 def device_health_of(raw: Json) -> tuple[str, str] | None:
@@ -110,14 +111,14 @@ def device_health_of(raw: Json) -> tuple[str, str] | None:
 
     The kubelet names a claim's resource `claim:<claim>/<request>`, and a device `<driver>/<pool>/<device>`.
     """
-    for container in _items(_mapping(raw.get("status")).get("containerStatuses")):
-        for claimed in _items(container.get("allocatedResourcesStatus")):
-            if _text(claimed.get("name")).partition("/")[0] != f"claim:{CLAIM}":
+    for container in items_of(mapping_of(raw.get("status")).get("containerStatuses")):
+        for claimed in items_of(container.get("allocatedResourcesStatus")):
+            if text_of(claimed.get("name")).partition("/")[0] != f"claim:{CLAIM}":
                 continue
-            for device in _items(claimed.get("resources"))[:MOST_DEVICES]:
-                health = _text(device.get("health"))
+            for device in items_of(claimed.get("resources"))[:MOST_DEVICES]:
+                health = text_of(device.get("health"))
                 if cause_of_claim_health(health) is not None:
-                    told = (_text(device.get("resourceID")), _text(device.get("message")))
+                    told = (text_of(device.get("resourceID")), text_of(device.get("message")))
                     return health, ": ".join(filter(None, told))[:LONGEST_TEXT]
     return None
 
@@ -125,13 +126,13 @@ def device_health_of(raw: Json) -> tuple[str, str] | None:
 def _taints(pool: str, device: Json) -> tuple[DeviceTaint, ...]:
     return tuple(
         DeviceTaint(
-            device=f"{pool}/{_text(device.get('name'))}"[:LONGEST_TEXT],
-            key=intern(_text(each.get("key"))[:LONGEST_TEXT]),
-            effect=intern(_text(each.get("effect"))[:LONGEST_TEXT]),
-            value=_text(each.get("value"))[:LONGEST_TEXT],
+            device=f"{pool}/{text_of(device.get('name'))}"[:LONGEST_TEXT],
+            key=intern(text_of(each.get("key"))[:LONGEST_TEXT]),
+            effect=intern(text_of(each.get("effect"))[:LONGEST_TEXT]),
+            value=text_of(each.get("value"))[:LONGEST_TEXT],
             since=_seconds(each.get("timeAdded")),
         )
-        for each in _items(device.get("taints"))[:MOST_TAINTS]
+        for each in items_of(device.get("taints"))[:MOST_TAINTS]
     )
 
 
@@ -140,19 +141,3 @@ def _seconds(value: Any) -> float | None:
         return datetime.fromisoformat(value).timestamp()
     except (ValueError, TypeError, OverflowError):
         return None
-
-
-def _mapping(value: Any) -> Json:
-    return value if isinstance(value, dict) else {}
-
-
-def _items(value: Any) -> list[Json]:
-    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else ""
-
-
-def _whole(value: Any) -> int:
-    return value if isinstance(value, int) else 0

@@ -6,8 +6,9 @@ of a real controller.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from trainium_operator.cluster.cache.parts import items_of, mapping_of, text_of, texts_of, whole_of
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.quota import Placement, PodSetGrant, Said, WorkloadCondition, WorkloadView
 
@@ -24,28 +25,30 @@ _TOLERATION = ("key", "operator", "value", "effect", "tolerationSeconds")
 
 def workload_view(raw: Json) -> WorkloadView:
     """A Workload. Raises ValueError when it does not say which part of a job's quota it asks for."""
-    metadata, spec, status = raw["metadata"], raw["spec"], raw.get("status") or {}
-    annotations = metadata.get("annotations") or {}
+    metadata, spec, status = raw["metadata"], mapping_of(raw.get("spec")), mapping_of(raw.get("status"))
+    annotations = mapping_of(metadata.get("annotations"))
+    grants = items_of(mapping_of(status.get("admission")).get("podSetAssignments"))
     return WorkloadView(
         name=metadata["name"],
         uid=metadata["uid"],
         version=metadata["resourceVersion"],
         part=int(annotations[names.ANNOTATION_PART]),
-        asked={each["name"]: int(each.get("count", 1)) for each in spec.get("podSets") or ()},
-        content_hash=annotations.get(names.ANNOTATION_CONTENT_HASH, ""),
+        asked={text_of(each.get("name")): _count(each, default=1) for each in items_of(spec.get("podSets"))},
+        content_hash=text_of(annotations.get(names.ANNOTATION_CONTENT_HASH)),
         active=spec.get("active") is not False,
         deleting="deletionTimestamp" in metadata,
-        said=tuple(_said(each) for each in status.get("conditions") or () if each["type"] in _KNOWN),
-        grants=tuple(map(_grant, (status.get("admission") or {}).get("podSetAssignments") or ())),
-        updates=_updates(status.get("admissionChecks") or ()),
+        said=tuple(_said(each) for each in items_of(status.get("conditions")) if text_of(each.get("type")) in _KNOWN),
+        grants=tuple(map(_grant, grants)),
+        updates=_updates(items_of(status.get("admissionChecks"))),
     )
 
 
 def flavor_view(raw: Json) -> Placement:
     """What a ResourceFlavor asks of pods."""
-    spec = raw.get("spec") or {}
+    spec = mapping_of(raw.get("spec"))
     return Placement(
-        node_selector=_texts(spec.get("nodeLabels")), tolerations=tuple(map(_toleration, spec.get("tolerations") or ()))
+        node_selector=texts_of(spec.get("nodeLabels")),
+        tolerations=tuple(map(_toleration, items_of(spec.get("tolerations")))),
     )
 
 
@@ -74,34 +77,36 @@ def _said(raw: Json) -> Said:
     return Said(
         _KNOWN[raw["type"]],
         true=raw.get("status") == "True",
-        reason=str(raw.get("reason", ""))[:64],
-        message=str(raw.get("message", ""))[:LONGEST_MESSAGE],
+        reason=text_of(raw.get("reason"))[:64],
+        message=text_of(raw.get("message"))[:LONGEST_MESSAGE],
     )
 
 
 def _grant(raw: Json) -> PodSetGrant:
-    flavors = tuple(dict.fromkeys((raw.get("flavors") or {}).values()))
-    return PodSetGrant(name=raw["name"], count=int(raw.get("count") or 0), flavors=flavors)
+    flavors = tuple(dict.fromkeys(texts_of(raw.get("flavors")).values()))
+    return PodSetGrant(name=text_of(raw.get("name")), count=_count(raw, default=0), flavors=flavors)
+
+
+def _count(raw: Json, *, default: int) -> int:
+    found = whole_of(raw.get("count"))
+    return default if found is None else found
 
 
 def _updates(checks: Iterable[Json]) -> dict[str, Placement]:
     """Of all checks that are ready, one for each pod set; two that contradict each other are for Kueue to refuse."""
     found: dict[str, Placement] = {}
     for check in checks:
-        for each in check.get("podSetUpdates") or () if check.get("state") == "Ready" else ():
-            before = found.get(each["name"], Placement())
-            found[each["name"]] = Placement(
-                labels={**before.labels, **_texts(each.get("labels"))},
-                annotations={**before.annotations, **_texts(each.get("annotations"))},
-                node_selector={**before.node_selector, **_texts(each.get("nodeSelector"))},
-                tolerations=(*before.tolerations, *map(_toleration, each.get("tolerations") or ())),
+        for each in items_of(check.get("podSetUpdates")) if check.get("state") == "Ready" else ():
+            name = text_of(each.get("name"))
+            before = found.get(name, Placement())
+            found[name] = Placement(
+                labels={**before.labels, **texts_of(each.get("labels"))},
+                annotations={**before.annotations, **texts_of(each.get("annotations"))},
+                node_selector={**before.node_selector, **texts_of(each.get("nodeSelector"))},
+                tolerations=(*before.tolerations, *map(_toleration, items_of(each.get("tolerations")))),
             )
     return found
 
 
 def _toleration(raw: Json) -> Json:
     return {key: raw[key] for key in _TOLERATION if key in raw}
-
-
-def _texts(value: Any) -> dict[str, str]:
-    return {str(key): str(text) for key, text in value.items()} if isinstance(value, dict) else {}

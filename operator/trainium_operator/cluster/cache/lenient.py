@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
+from trainium_contract.status.conditions import Condition, ConditionStatus, ConditionType
+from trainium_contract.status.shown import MembershipStatus
+from trainium_contract.wire.messages import LATEST_GENERATION
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,6 +25,9 @@ logger = logging.getLogger(__name__)
 _ROUNDS = 8
 """Each round removes all that is wrong; what is wrong with the whole of a part shows only when its pieces are gone."""
 
+LARGEST = 2**53
+"""Of a number in a status: the API server keeps 64 bits, and refuses a status with more for ever."""
+_ENDS = (ConditionType.COMPLETE, ConditionType.FAILED)
 _NEWER = frozenset({"extra_forbidden", "enum"})
 """Errors that a field or a value of a newer version makes."""
 
@@ -57,10 +63,10 @@ def readable_status(raw: Any, name: str) -> TrainingJobStatus:
     """The status, without what cannot be read; `name` is the job's, for the log."""
     if not isinstance(raw, dict):
         return TrainingJobStatus()
-    left = raw
+    left = _countable(raw) if _is_beyond_count(raw) else raw
     for _ in range(_ROUNDS):
         try:
-            return TrainingJobStatus.model_validate(left)
+            return _sound(TrainingJobStatus.model_validate(left))
         except ValidationError as error:
             places = {_part(each["loc"]) for each in error.errors()}
             logger.warning(
@@ -73,6 +79,39 @@ def readable_status(raw: Any, name: str) -> TrainingJobStatus:
             for place in sorted(places, key=_backwards, reverse=True):
                 _remove(left, place)
     return TrainingJobStatus()
+
+
+def _is_beyond_count(value: Any) -> bool:
+    """Whether a number is in it that nobody has counted to, and that one more might not fit beside."""
+    if isinstance(value, int):
+        return not -LARGEST <= value <= LARGEST
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return any(map(_is_beyond_count, parts))
+
+
+def _countable(value: Any) -> Any:
+    """The same with such numbers at the bound."""
+    if isinstance(value, int):
+        return max(-LARGEST, min(LARGEST, value))
+    if isinstance(value, dict):
+        return {key: _countable(inner) for key, inner in value.items()}
+    return list(map(_countable, value)) if isinstance(value, list) else value
+
+
+def _sound(status: TrainingJobStatus) -> TrainingJobStatus:
+    """The status with each condition once, no end that it has not come to, and a generation that it can have come to.
+
+    There is room then for what is written, and for the generations that follow.
+    """
+    told: dict[ConditionType, Condition] = {}
+    for condition in status.conditions:
+        if condition.type not in _ENDS or condition.status is ConditionStatus.TRUE:
+            told.setdefault(condition.type, condition)
+    if len(told) != len(status.conditions):
+        status = status.replaced(conditions=tuple(told.values()))
+    if not 0 <= status.membership.generation <= LATEST_GENERATION:
+        status = status.replaced(membership=MembershipStatus())  # the record tells
+    return status
 
 
 def _backwards(place: Sequence[str | int]) -> tuple[str, ...]:

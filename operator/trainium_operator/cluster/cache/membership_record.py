@@ -14,7 +14,7 @@ import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainium_contract.wire.messages import Membership
+from trainium_contract.wire.messages import LATEST_GENERATION, Membership
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.cached_property import cached_property
 
@@ -81,9 +81,10 @@ def _read(text: bytes) -> Membership | None:
     if len(text) > LARGEST_TEXT or _is_crowded(text):
         return None
     try:
-        return Membership.model_validate_json(text).lean()
+        found = Membership.model_validate_json(text).lean()
     except ValueError:
         return None
+    return found if found.generation <= LATEST_GENERATION else None
 
 
 def _is_crowded(text: bytes) -> bool:

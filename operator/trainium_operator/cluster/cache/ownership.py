@@ -7,9 +7,10 @@ older operator stays the job's.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trainium_contract.wire.worker_env import GROUP, KIND, LABEL_JOB
+from trainium_operator.cluster.cache.parts import mapping_of
 from trainium_operator.plan.model.job_id import JobId
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 def controlling_job(raw: Json) -> JobId | None:
     """The job that controls an object; None when no job does."""
-    metadata = _mapping(raw.get("metadata"))
+    metadata = mapping_of(raw.get("metadata"))
     references = metadata.get("ownerReferences")
     for reference in references if isinstance(references, list) else ():
         if not isinstance(reference, dict) or reference.get("controller") is not True:
@@ -33,8 +34,4 @@ def controlling_job(raw: Json) -> JobId | None:
 
 def is_labelled(raw: Json, job: JobId) -> bool:
     """Whether the job's label agrees with the controller: views take the name from it."""
-    return bool(_mapping(_mapping(raw.get("metadata")).get("labels")).get(LABEL_JOB) == job.name)
-
-
-def _mapping(value: Any) -> Json:
-    return value if isinstance(value, dict) else {}
+    return bool(mapping_of(mapping_of(raw.get("metadata")).get("labels")).get(LABEL_JOB) == job.name)

@@ -17,7 +17,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from trainium_operator.cluster.api.errors import ApiError, ForbiddenError, GoneError
+from trainium_operator.cluster.api.errors import ApiError, ForbiddenError, GoneError, UnavailableError
 from trainium_operator.cluster.cache.namespaces import Namespaces, Sight
 from trainium_operator.cluster.cache.ownership import controlling_job, is_labelled
 from trainium_operator.cluster.cache.store import Entry, IndexedCache, Key
@@ -144,23 +144,33 @@ class Lister(Generic[V]):
         while True:
             page = await self._api.list_page(self.resource, scope.namespace, labels=self._labels, continue_token=token)
             scope.heard = asyncio.get_running_loop().time()
-            for raw in page.get("items") or ():
-                key = _key(raw)
-                known = self.store.entry(key)
-                # A version stands for one state of one object: nothing to read anew, and a take-over is waiting.
-                same = known is not None and known.version == int(raw["metadata"]["resourceVersion"])
-                entry = known if same else self._entry(raw)
-                if entry is not None:
-                    entries[key] = entry
-            token = page["metadata"].get("continue", "")
+            try:
+                self._take(page, entries)
+                token = page["metadata"].get("continue", "")
+                version = str(page["metadata"]["resourceVersion"])
+                made_at = int(version)
+            except UNREADABLE as error:
+                raise UnavailableError(
+                    f"a list of {self.resource.plural} that cannot be read: {error!r:.200}"
+                ) from error
             if not token:
                 break
-        version: str = page["metadata"]["resourceVersion"]
-        self.store.replace(entries, int(version), scope.namespace)
+        self.store.replace(entries, made_at, scope.namespace)
         scope.listed, scope.stale, scope.refused = began, False, False
         self._know(scope)
         self._namespaces.saw(self.resource.plural, scope.namespace, Sight.LISTED)
         return version
+
+    def _take(self, page: Json, entries: dict[Key, Entry[V]]) -> None:
+        """What a page of a list brings."""
+        for raw in page.get("items") or ():
+            key = _key(raw)
+            known = self.store.entry(key)
+            # A version stands for one state of one object: nothing to read anew, and a take-over is waiting.
+            same = known is not None and known.version == int(raw["metadata"]["resourceVersion"])
+            entry = known if same else self._entry(raw)
+            if entry is not None:
+                entries[key] = entry
 
     def observe(self, raw: Json, *, deleted: bool) -> None:
         """An object from a watch."""
@@ -255,6 +265,11 @@ class Reflector(Lister[V]):
                 failures += 1
                 if failures in (1, 10) or failures % 100 == 0:
                     logger.warning("%s: %s (%d in a row)", self.resource.plural, error, failures)
+            except UNREADABLE:
+                # Nothing that an API server says: a list tells what it should have been.
+                failures += 1
+                scope.version = ""
+                logger.exception("an event of %s cannot be read (%d in a row)", self.resource.plural, failures)
             if failures:
                 ceiling = min(LONGEST_BACKOFF, FIRST_BACKOFF * 2.0 ** min(failures - 1, 16))
                 await asyncio.sleep(ceiling * (0.5 + 0.5 * self._jitter()))

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from trainium_contract.spec.managed_by import MAX_MANAGER, is_ours
-from trainium_contract.wire.log_line import readable
+from trainium_contract.wire.log_line import LINE_BYTES, readable
 from trainium_contract.wire.worker_env import ANNOTATION_KEPT_FROM, ANNOTATION_TEMPLATE_HASH, LABEL_EXTRA, LABEL_JOB
 from trainium_operator.cluster.cache.device_views import claim_template_of, device_health_of
 from trainium_operator.cluster.cache.lenient import readable_spec, readable_status
 from trainium_operator.cluster.cache.membership_record import membership_record
+from trainium_operator.cluster.cache.parts import items_of, mapping_of, text_of, whole_of
 from trainium_operator.plan.faults.node_signals import bad_status
 from trainium_operator.plan.manifests.gang_groups import ANNOTATION_GROUP
 from trainium_operator.plan.manifests.workloads import LABEL_POD_SET
@@ -44,8 +45,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LONGEST_REASON, LONGEST_MESSAGE = 64, 256
+LONGEST_REASON_OF_A_POD, LONGEST_WORDS = 256, 8192
+"""Of a pod: twice what a kubelet keeps of a container's last words."""
 left_out: Counter[str] = Counter()
-"""How often a part of a node's object was malformed, by the kind of part."""
+"""How often a part of a pod's or node's object was malformed, by the kind of part."""
 _CHANGED = "lastTransitionTime"
 _PHASES = {phase.value: phase for phase in PodPhase}
 _READINESS = {readiness.value: readiness for readiness in NodeReadiness}
@@ -93,7 +96,7 @@ def job_record(raw: Json) -> JobRecord:
     """
     metadata = raw["metadata"]
     identity = (metadata["namespace"], metadata["name"], metadata["uid"])
-    manager = _mapping(raw.get("spec")).get("managedBy")
+    manager = mapping_of(raw.get("spec")).get("managedBy")
     if not is_ours(manager):
         return JobRecord(*identity, None, elsewhere=str(manager)[:MAX_MANAGER])
     try:
@@ -120,42 +123,43 @@ def job_record(raw: Json) -> JobRecord:
 
 
 def pod_view(raw: Json) -> PodView:
-    """A worker pod. Raises ValueError when its name is not one that the plan gives."""
-    metadata, status = raw["metadata"], raw.get("status") or {}
-    ordinal = names.ordinal_of(metadata.get("labels", {}).get(LABEL_JOB, ""), metadata["name"])
+    """A worker pod; what is malformed is left out. Raises ValueError when its name is not one that the plan gives."""
+    metadata, spec, status = raw["metadata"], mapping_of(raw.get("spec")), mapping_of(raw.get("status"))
+    labels, annotations = mapping_of(metadata.get("labels")), mapping_of(metadata.get("annotations"))
+    ordinal = names.ordinal_of(text_of(labels.get(LABEL_JOB)), metadata["name"])
     if ordinal is None:
         raise ValueError(f"pod {metadata['name']} carries a worker's labels, but not a worker's name")
-    conditions = {condition["type"]: condition for condition in status.get("conditions") or ()}
-    scheduled = conditions.get("PodScheduled", {})
+    conditions = {text_of(each.get("type")): each for each in _items(status.get("conditions"), "condition")}
+    scheduled, disruption = conditions.get("PodScheduled", {}), conditions.get("DisruptionTarget", {})
     unschedulable = scheduled.get("status") == "False" and scheduled.get("reason") == "Unschedulable"
-    disruption = conditions.get("DisruptionTarget", {})
-    annotations = metadata.get("annotations") or {}
-    terminated, waiting = _worker_states(raw.get("spec") or {}, status)
+    containers = _items(spec.get("containers"), "container")
+    terminated, waiting = _worker_states(containers, status)
     reason, message = _most_telling(status, terminated, waiting)
+    phase, node = text_of(status.get("phase")), text_of(spec.get("nodeName"))
     return PodView(
         name=metadata["name"],
         uid=metadata["uid"],
         ordinal=ordinal,
-        phase=_PHASES.get(status.get("phase", ""), PodPhase.UNKNOWN if status.get("phase") else PodPhase.PENDING),
-        ip=status.get("podIP", ""),
-        node=(raw.get("spec") or {}).get("nodeName", ""),
+        phase=_PHASES.get(phase, PodPhase.UNKNOWN if phase else PodPhase.PENDING),
+        ip=text_of(status.get("podIP")),
+        node=node,
         ready=conditions.get("Ready", {}).get("status") == "True",
-        reason=reason,
-        message=readable(message),
-        exit_code=terminated.get("exitCode"),
+        reason=reason[:LONGEST_REASON_OF_A_POD],
+        message=readable(message[:LINE_BYTES])[:LONGEST_WORDS],
+        exit_code=whole_of(terminated.get("exitCode")),
         deleting="deletionTimestamp" in metadata,
         disrupted=disruption.get("status") == "True",
-        disruption=_text(disruption.get("reason"))[:LONGEST_REASON],
+        disruption=text_of(disruption.get("reason"))[:LONGEST_REASON],
         created=_seconds_or_none(metadata, "creationTimestamp") or 0.0,
-        scheduled=scheduled.get("status") == "True" or bool((raw.get("spec") or {}).get("nodeName")),
-        unschedulable_message=scheduled.get("message", "") if unschedulable else "",
+        scheduled=scheduled.get("status") == "True" or bool(node),
+        unschedulable_message=text_of(scheduled.get("message"))[:LONGEST_WORDS] if unschedulable else "",
         finished=_seconds_or_none(terminated, "finishedAt"),
-        template_hash=annotations.get(ANNOTATION_TEMPLATE_HASH, ""),
-        kept_from=frozenset(filter(None, str(annotations.get(ANNOTATION_KEPT_FROM, "")).split(","))),
-        image=_image(raw.get("spec") or {}),
-        gang=annotations.get(ANNOTATION_GROUP, ""),
-        pod_set=metadata.get("labels", {}).get(LABEL_POD_SET, ""),
-        extra=LABEL_EXTRA in metadata.get("labels", {}),
+        template_hash=text_of(annotations.get(ANNOTATION_TEMPLATE_HASH)),
+        kept_from=frozenset(filter(None, text_of(annotations.get(ANNOTATION_KEPT_FROM)).split(","))),
+        image=intern(text_of(containers[0].get("image"))) if containers else "",
+        gang=text_of(annotations.get(ANNOTATION_GROUP)),
+        pod_set=text_of(labels.get(LABEL_POD_SET)),
+        extra=LABEL_EXTRA in labels,
         claim_template=claim_template_of(raw),
         device_health=device_health_of(raw),
     )
@@ -166,22 +170,22 @@ def node_view(raw: Json) -> NodeView:
 
     Kubelets and detectors write to it every few seconds: the view changes only with what a plan reads.
     """
-    metadata, spec, status = _mapping(raw["metadata"]), _mapping(raw.get("spec")), _mapping(raw.get("status"))
-    conditions = [each for each in _items(status.get("conditions"), "condition") if _text(each.get("type"))]
+    metadata, spec, status = mapping_of(raw["metadata"]), mapping_of(raw.get("spec")), mapping_of(raw.get("status"))
+    conditions = [each for each in _items(status.get("conditions"), "condition") if text_of(each.get("type"))]
     ready_condition: Json = next((each for each in conditions if each["type"] == "Ready"), {})
-    ready = _READINESS.get(_text(ready_condition.get("status")), NodeReadiness.UNKNOWN)
-    labels = _mapping(metadata.get("labels"))
+    ready = _READINESS.get(text_of(ready_condition.get("status")), NodeReadiness.UNKNOWN)
+    labels = mapping_of(metadata.get("labels"))
     return NodeView(
         name=raw["metadata"]["name"],
         ready=ready,
         schedulable=spec.get("unschedulable") is not True,
-        taints=tuple(_taint(each) for each in _items(spec.get("taints"), "taint") if _text(each.get("key"))),
+        taints=tuple(_taint(each) for each in _items(spec.get("taints"), "taint") if text_of(each.get("key"))),
         unready_since=None if ready is NodeReadiness.TRUE else _seconds_or_none(ready_condition, _CHANGED),
         conditions=tuple(_condition(each) for each in conditions if _is_bad(each)),
         deleting="deletionTimestamp" in metadata,
-        provider_id=_text(spec.get("providerID")),
+        provider_id=text_of(spec.get("providerID")),
         labels={key: intern(labels[key]) for key in LABELS_READ if isinstance(labels.get(key), str)},
-        capacity=_capacity(_mapping(status.get("allocatable"))),
+        capacity=_capacity(mapping_of(status.get("allocatable"))),
     )
 
 
@@ -194,14 +198,14 @@ def _condition(raw: Json) -> NodeCondition:
     return NodeCondition(
         type=intern(raw["type"]),
         status=_READINESS[raw["status"]],
-        reason=_text(raw.get("reason"))[:LONGEST_REASON],
-        message=_text(raw.get("message"))[:LONGEST_MESSAGE],
+        reason=text_of(raw.get("reason"))[:LONGEST_REASON],
+        message=text_of(raw.get("message"))[:LONGEST_MESSAGE],
         since=_seconds_or_none(raw, _CHANGED),
     )
 
 
 def _taint(raw: Json) -> Taint:
-    return Taint(intern(raw["key"]), intern(_text(raw.get("value"))), intern(_text(raw.get("effect"))))
+    return Taint(intern(raw["key"]), intern(text_of(raw.get("value"))), intern(text_of(raw.get("effect"))))
 
 
 def _capacity(allocatable: Json) -> dict[str, int]:
@@ -224,33 +228,26 @@ def _seconds_or_none(part: Json, key: str) -> float | None:
         return None
 
 
-def _mapping(value: Any) -> Json:
-    return value if isinstance(value, dict) else {}
-
-
 def _items(value: Any, what: str) -> list[Json]:
     found = value if isinstance(value, list) else []
     if any(not isinstance(each, dict) for each in found):
         _leave_out(what, next(each for each in found if not isinstance(each, dict)))
-    return [each for each in found if isinstance(each, dict)]
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else ""
+    return items_of(found)
 
 
 def _leave_out(what: str, value: Any) -> None:
-    """Count what a node's object holds that cannot be read, and say so the first time for each kind of thing."""
+    """Count what a pod or node holds that cannot be read, and say so the first time for each kind of thing."""
     left_out[what] += 1
     if left_out[what] == 1:
-        logger.warning("a node has a malformed %s (%.100r); it is left out, as will be others like it", what, value)
+        text = repr(value)[:100]
+        logger.warning("an object has a malformed %s (%s); it is left out, as will be others like it", what, text)
 
 
 def child_record(raw: Json) -> ChildRecord:
     """A ConfigMap or PodDisruptionBudget of a job."""
     metadata = raw["metadata"]
-    content_hash = (metadata.get("annotations") or {}).get(names.ANNOTATION_CONTENT_HASH, "")
-    return ChildRecord(content_hash, membership_record(raw))
+    content_hash = mapping_of(metadata.get("annotations")).get(names.ANNOTATION_CONTENT_HASH)
+    return ChildRecord(text_of(content_hash), membership_record(raw))
 
 
 def seconds(timestamp: Any) -> float | None:
@@ -258,32 +255,27 @@ def seconds(timestamp: Any) -> float | None:
     return datetime.fromisoformat(timestamp).timestamp() if timestamp else None
 
 
-def _worker_states(spec: Json, status: Json) -> tuple[Json, Json]:
+def _worker_states(containers: list[Json], status: Json) -> tuple[Json, Json]:
     """Terminated and waiting state of the worker container, the first of the spec; empty when not in that state."""
-    first = next((container["name"] for container in spec.get("containers") or ()), None)
-    statuses = status.get("containerStatuses") or ()
-    state: Json = next((each.get("state") or {} for each in statuses if each["name"] == first), {})
-    return state.get("terminated") or {}, state.get("waiting") or {}
-
-
-def _image(spec: Json) -> str:
-    """Image of the worker container, the first of the spec."""
-    return intern(next((str(container.get("image", "")) for container in spec.get("containers") or ()), ""))
+    first = text_of(containers[0].get("name")) if containers else ""
+    statuses = _items(status.get("containerStatuses"), "container status")
+    state = next((mapping_of(each.get("state")) for each in statuses if each.get("name") == first), {})
+    return mapping_of(state.get("terminated")), mapping_of(state.get("waiting"))
 
 
 def _most_telling(status: Json, terminated: Json, waiting: Json) -> tuple[str, str]:
     """Reason and message; init containers count while they are what holds the pod up or ended it."""
-    if status.get("reason"):
-        return status["reason"], status.get("message", "")
-    for container in status.get("initContainerStatuses") or ():
-        state = container.get("state") or {}
-        ended = state.get("terminated") or {}
+    if reason := text_of(status.get("reason")):
+        return reason, text_of(status.get("message"))
+    for container in _items(status.get("initContainerStatuses"), "container status"):
+        state, name = mapping_of(container.get("state")), text_of(container.get("name"))
+        ended = mapping_of(state.get("terminated"))
         if ended.get("exitCode", 0) != 0:
-            return ended.get("reason", "Error"), f"init container {container['name']}: {ended.get('message', '')}"
-        held = state.get("waiting") or {}
-        if held.get("reason") not in (None, "PodInitializing"):
-            return held["reason"], f"init container {container['name']}: {held.get('message', '')}"
+            return text_of(ended.get("reason")) or "Error", f"init container {name}: {text_of(ended.get('message'))}"
+        held = mapping_of(state.get("waiting"))
+        if (reason := text_of(held.get("reason"))) not in ("", "PodInitializing"):
+            return reason, f"init container {name}: {text_of(held.get('message'))}"
     for state in (terminated, waiting):
-        if state.get("reason"):
-            return state["reason"], state.get("message", "")
+        if reason := text_of(state.get("reason")):
+            return reason, text_of(state.get("message"))
     return "", ""

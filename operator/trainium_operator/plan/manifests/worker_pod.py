@@ -217,7 +217,8 @@ def _precompiling(job: JobView, spec: Json) -> list[Json]:
         nodes = job.spec.sizes_to_compile()
     except ValueError:  # the spec contradicts itself, which is told elsewhere
         return []
-    worker = next((each for each in spec["containers"] if each.get("name") == WORKER_CONTAINER), None)
+    containers = spec.get("containers") or []
+    worker = next((each for each in containers if each.get("name") == WORKER_CONTAINER), None)
     if worker is None or not nodes:
         return []
     kept = {key: value for key, value in worker.items() if key not in _OF_A_RUNNING_WORKER}

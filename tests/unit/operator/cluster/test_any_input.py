@@ -16,6 +16,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from tests.testing.fuzz.objects import (
+    CLAIM,
+    FLAVOR,
+    HEARTBEAT,
+    MACHINE,
+    NODE,
+    POD,
+    PRIORITY,
+    REGISTER,
+    SLICE,
+    WORKLOAD,
+)
 from tests.testing.suite.any_json import ANYTHING, PATIENT, as_sent, changed
 from trainium_contract.wire.messages import HeartbeatRequest, RegisterRequest
 from trainium_operator.cluster.cache.device_views import claim_view, slice_view
@@ -32,84 +44,6 @@ if TYPE_CHECKING:
 RECORDED = Path(__file__).parents[3] / "testing/api/recorded"
 JOB = json.loads((RECORDED / "job.json").read_text())
 MEMBERSHIP = json.loads((RECORDED / "membership.json").read_text())
-MACHINE = {
-    "machine": "aws:///us-west-2a/i-0abc",
-    "node": "ip-10-0-0-1",
-    "state": "Quarantined",
-    "until": "2027-01-15T09:00:00Z",
-    "quarantines": 1,
-    "strikes": ["2027-01-15T08:00:00Z Device team/llama", "2027-01-15T08:11:40Z NodeLost team/other"],
-    "judged": "2027-01-15T08:11:40Z",
-    "reported": True,
-}
-REGISTER = {
-    "namespace": "team", "job": "llama", "podName": "llama-w-0", "podUid": "u", "nodeName": "n", "address": "10.0.0.1",
-    "port": 29400, "devices": 1,
-}  # fmt: skip
-HEARTBEAT = {
-    "namespace": "team", "job": "llama", "podName": "llama-w-0", "podUid": "u", "generation": 3, "phase": "Training",
-    "progress": {"step": 7, "loss": 4.2, "alerts": [{"kind": "LossSpike", "step": 3, "message": "m"}]},
-    "restarts": [{"sequence": 0, "generation": 3, "attempt": 1, "cause": "Crash", "failedAt": 1.0, "detectedAt": 2.0}],
-}  # fmt: skip
-POD: Any = {
-    "metadata": {
-        "name": "llama-w-0", "uid": "u", "labels": {"trainium.dev/job-name": "llama"}, "annotations": {},
-        "creationTimestamp": "2027-01-15T08:00:00Z",
-    },
-    "spec": {"nodeName": "n", "containers": [{"name": "trainer"}]},
-    "status": {
-        "phase": "Failed", "podIP": "10.0.0.1",
-        "conditions": [
-            {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "m"},
-            {"type": "DisruptionTarget", "status": "True"},
-        ],
-        "containerStatuses": [
-            {"name": "trainer", "state": {"terminated": {"exitCode": 70, "finishedAt": "2027-01-15T09:00:00Z"}}}
-        ],
-        "initContainerStatuses": [{"name": "init", "state": {"waiting": {"reason": "ImagePullBackOff"}}}],
-    },
-}  # fmt: skip
-NODE = {
-    "metadata": {"name": "n", "labels": {"topology.kubernetes.io/zone": "a"}},
-    "spec": {"providerID": "aws:///a/i-0abc", "taints": [{"key": "k", "effect": "NoSchedule"}]},
-    "status": {
-        "allocatable": {"aws.amazon.com/neuron": "16"},
-        "conditions": [
-            {"type": "Ready", "status": "Unknown", "lastTransitionTime": "2027-01-15T08:00:00Z"},
-            {"type": "AcceleratedHardwareReady", "status": "False", "reason": "NeuronHasError", "message": "m"},
-        ],
-    },
-}
-WORKLOAD = {
-    "metadata": {"name": "w", "uid": "u", "resourceVersion": "7", "annotations": {"trainium.dev/part": "1"}},
-    "spec": {"active": True, "podSets": [{"name": "workers", "count": 2}]},
-    "status": {
-        "conditions": [{"type": "Admitted", "status": "True", "reason": "Admitted", "message": "m"}],
-        "admission": {"podSetAssignments": [{"name": "workers", "flavors": {"cpu": "trn1"}, "count": 2}]},
-        "admissionChecks": [
-            {
-                "state": "Ready",
-                "podSetUpdates": [{"name": "workers", "labels": {"a": "b"}, "tolerations": [{"key": "k"}]}],
-            }
-        ],
-    },
-}
-FLAVOR = {"metadata": {"name": "trn1"}, "spec": {"nodeLabels": {"pool": "a"}, "tolerations": [{"key": "pool"}]}}
-PRIORITY = {"metadata": {"name": "high"}, "value": 1000, "globalDefault": True}
-SLICE = {
-    "metadata": {"name": "s"},
-    "spec": {
-        "driver": "neuron.aws.com", "nodeName": "n", "pool": {"name": "n", "generation": 3},
-        "devices": [{"name": "d", "taints": [{"effect": "NoExecute", "timeAdded": "2027-01-15T08:00:00Z"}]}],
-    },
-}  # fmt: skip
-CLAIM = {
-    "metadata": {"name": "c", "namespace": "team"},
-    "status": {
-        "reservedFor": [{"resource": "pods", "name": "llama-w-0", "uid": "u"}],
-        "allocation": {"devices": {"results": [{"driver": "neuron.aws.com", "pool": "n", "device": "d"}]}},
-    },
-}
 LONGEST_SENTENCE = 4096
 """Characters; whatever a message quotes is cut."""
 

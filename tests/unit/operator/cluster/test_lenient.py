@@ -8,6 +8,7 @@ import pytest
 
 from trainium_contract.job import TrainingJobStatus
 from trainium_contract.status.conditions import ConditionType, Phase
+from trainium_contract.wire.messages import LATEST_GENERATION
 from trainium_operator.cluster.cache.lenient import readable_status
 from trainium_operator.plan.model.conditions import is_terminal
 
@@ -83,3 +84,34 @@ def test_numbers_that_json_cannot_carry_are_left_out_of_a_status() -> None:
     raw = {"goodput": {"ratio": float("inf")}, "gang": {"holdingSince": float("nan"), "givenBack": 2}}
     status = readable_status(raw, "team/llama")
     assert (status.goodput.ratio, status.gang.holding_since, status.gang.given_back) == (0.0, None, 2)
+
+
+def test_an_end_that_the_job_has_not_come_to_is_left_out_so_that_there_is_room_for_what_is_written() -> None:
+    others = [{**COMPLETE, "type": kind.value, "status": "False"} for kind in ConditionType]
+    status = readable_status({"conditions": others[:16]}, "team/llama")
+    assert not {ConditionType.COMPLETE, ConditionType.FAILED} & {each.type for each in status.conditions}
+    assert len({*(each.type for each in status.conditions), *ConditionType}) - 2 <= 16
+
+
+def test_a_condition_that_is_there_twice_counts_once() -> None:
+    twice = [{**COMPLETE, "type": "Running", "reason": reason} for reason in ("First", "Second")]
+    status = readable_status({"conditions": [*twice, COMPLETE]}, "team/llama")
+    assert [(each.type.value, each.reason) for each in status.conditions] == [
+        ("Running", "First"),
+        ("Complete", "Completed"),
+    ]
+
+
+@pytest.mark.parametrize("number", [2**63 - 1, -(2**63), 2**53 + 1])
+def test_a_number_that_nobody_has_counted_to_is_bounded_so_that_one_more_still_fits(number: int) -> None:
+    raw = {"restarts": {"total": number, "byCause": {"Crash": number}}, "desired": 2, "waitingSince": 1.5}
+    status = readable_status(raw, "team/llama")
+    assert abs(status.restarts.total) == abs(status.restarts.by_cause["Crash"]) == 2**53
+    assert (status.desired, status.waiting_since) == (2, 1.5)
+    assert raw["desired"] == 2
+
+
+@pytest.mark.parametrize(("generation", "kept"), [(-1, 0), (LATEST_GENERATION, LATEST_GENERATION), (2**31 - 1, 0)])
+def test_a_generation_after_which_there_could_be_no_other_is_left_to_the_record(generation: int, kept: int) -> None:
+    status = readable_status({"membership": {"generation": generation, "size": 4}}, "team/llama")
+    assert status.membership.generation == kept

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import base64
 import gzip
+import json
 import tracemalloc
 import uuid
 import zlib
@@ -11,11 +12,20 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.testing.fuzz.promises import is_of_its_type
 from trainium_contract.faults.causes import Cause
-from trainium_contract.wire.messages import Member, Membership, Transition
-from trainium_contract.wire.worker_env import LABEL_JOB
+from trainium_contract.wire.messages import LATEST_GENERATION, Member, Membership, Transition
+from trainium_contract.wire.worker_env import ANNOTATION_KEPT_FROM, ANNOTATION_TEMPLATE_HASH, LABEL_JOB
 from trainium_operator.cluster.cache.membership_record import LARGEST_TEXT, membership_of
-from trainium_operator.cluster.cache.views import child_record, job_record, left_out, node_view, pod_view
+from trainium_operator.cluster.cache.views import (
+    LONGEST_REASON_OF_A_POD,
+    LONGEST_WORDS,
+    child_record,
+    job_record,
+    left_out,
+    node_view,
+    pod_view,
+)
 from trainium_operator.plan.faults.node_signals import Demand, problems_of
 from trainium_operator.plan.manifests.config_maps import membership_map
 from trainium_operator.plan.model import names
@@ -143,9 +153,44 @@ def test_a_job_that_cannot_be_read_says_where() -> None:
     assert good.view is not None
 
 
+@pytest.mark.parametrize("wrong", [7, 1.5, True, [], {}, ["a"], {"a": "b"}, None])
+def test_a_pod_of_which_any_part_is_of_another_type_is_read_without_that_part(wrong: Any) -> None:
+    whole = pod(
+        {
+            "phase": wrong, "podIP": wrong, "reason": wrong, "message": wrong,
+            "conditions": [wrong, {"type": wrong, "status": wrong}, {"type": "Ready", "status": "True"}],
+            "containerStatuses": [
+                wrong, {"name": wrong}, {"name": "worker", "state": {"terminated": {"exitCode": wrong}}},
+            ],
+            "initContainerStatuses": [{"name": wrong, "state": {"terminated": {"exitCode": 3, "reason": wrong}}}],
+        },
+        annotations={ANNOTATION_TEMPLATE_HASH: wrong, ANNOTATION_KEPT_FROM: wrong},
+    )  # fmt: skip
+    whole["spec"] = {"nodeName": wrong, "containers": [{"name": "worker", "image": wrong}]}
+    is_of_its_type(pod_view(whole))
+    assert pod_view(whole).ready
+    for part in ("spec", "status"):
+        is_of_its_type(pod_view({**whole, part: wrong}))
+
+
+def test_what_a_pod_says_of_its_end_is_bounded() -> None:
+    said = {"phase": "Failed", "reason": "R" * 1_000_000, "message": "m" * 1_000_000}
+    view = pod_view(pod(said))
+    assert (len(view.reason), len(view.message)) == (LONGEST_REASON_OF_A_POD, LONGEST_WORDS)
+
+
+def test_a_record_after_which_there_could_be_no_generation_counts_as_none() -> None:
+    member = {"podUid": "u", "podName": "p", "podIp": "10.0.0.1", "nodeName": "n", "nodeRank": 0, "rendezvousPort": 1}
+    wire = {"transition": "Immediate", "cause": "Resize", "members": [member], "processesPerNode": 1}
+    for generation, known in ((LATEST_GENERATION, True), (LATEST_GENERATION + 1, False)):
+        text = json.dumps({**wire, "generation": generation})
+        assert (membership_of({"data": {names.MEMBERSHIP_KEY: text}}) is not None) is known
+
+
 def test_a_membership_that_cannot_be_read_counts_as_none() -> None:
     raw = {"metadata": {"name": "m", "annotations": {names.ANNOTATION_CONTENT_HASH: "h"}}}
     assert child_record(raw).content_hash == "h"
+    assert child_record({"metadata": {"annotations": {names.ANNOTATION_CONTENT_HASH: ["h"]}}}).content_hash == ""
     for text in ("{", "{}", '{"generation": 0}'):
         assert child_record({**raw, "data": {names.MEMBERSHIP_KEY: text}}).membership is None
 

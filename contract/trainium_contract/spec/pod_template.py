@@ -1,0 +1,81 @@
+"""The shape of `workers.template`: objects, lists and texts where a pod template has them, as far as they are read.
+
+Invariant: what is of another shape is refused here, with its place; so nobody who merges templates meets it. Everything
+else that may be wrong with a template the API server says of the pods. `null` removes a field, so it fits anywhere but
+in a list.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import AfterValidator
+
+_OBJECT: dict[str, Any] = {}
+_TERMS = {
+    f"{kind}DuringSchedulingIgnoredDuringExecution": [{"podAffinityTerm": _OBJECT}]
+    for kind in ("required", "preferred")
+}
+_CONTAINER = {
+    "name": str,
+    "image": str,
+    "env": [_OBJECT],
+    "resources": {"requests": _OBJECT, "limits": _OBJECT, "claims": [_OBJECT]},
+    "volumeMounts": [_OBJECT],
+}
+_SHAPE = {
+    "metadata": {"labels": _OBJECT, "annotations": _OBJECT},
+    "spec": {
+        "containers": [_CONTAINER],
+        "initContainers": [_CONTAINER],
+        "volumes": [{"name": str, "emptyDir": _OBJECT}],
+        "tolerations": [_OBJECT],
+        "nodeSelector": _OBJECT,
+        "resources": _OBJECT,
+        "affinity": {
+            "nodeAffinity": {
+                "requiredDuringSchedulingIgnoredDuringExecution": {
+                    "nodeSelectorTerms": [{"matchExpressions": [_OBJECT], "matchFields": [_OBJECT]}]
+                },
+                "preferredDuringSchedulingIgnoredDuringExecution": [_OBJECT],
+            },
+            "podAffinity": _TERMS,
+            "podAntiAffinity": _TERMS,
+        },
+    },
+}
+"""A list has one entry, the shape of each of its own; an object's other fields may be anything."""
+_NAMES: dict[type, str] = {dict: "an object", list: "a list", str: "a text"}
+
+
+def misshapen(template: dict[str, Any]) -> str:
+    """Which part has not the shape of a pod template's, in a sentence; empty when none is so."""
+    return _differs(template, _SHAPE, "")
+
+
+def _checked(template: dict[str, Any]) -> dict[str, Any]:
+    if found := misshapen(template):
+        raise ValueError(f"{found}; write it as in the template of a Deployment")
+    return template
+
+
+PodTemplate = Annotated[dict[str, Any], AfterValidator(_checked)]
+"""A partial PodTemplateSpec."""
+
+
+def _differs(value: Any, shape: Any, where: str) -> str:
+    wanted = shape if isinstance(shape, type) else type(shape)
+    if not isinstance(value, wanted):
+        return f"{where} is {_name_of(value)} where {_NAMES[wanted]} belongs"
+    if isinstance(value, list):
+        parts = ((f"{where}[{number}]", inner, shape[0]) for number, inner in enumerate(value))
+    elif isinstance(value, dict):
+        known = ((key, inner) for key, inner in value.items() if key in shape and inner is not None)
+        parts = ((f"{where}.{key}".removeprefix("."), inner, shape[key]) for key, inner in known)
+    else:
+        return ""
+    return next((found for place, inner, part in parts if (found := _differs(inner, part, place))), "")
+
+
+def _name_of(value: Any) -> str:
+    return "nothing" if value is None else _NAMES.get(type(value), f"{value!r:.40}")

@@ -1,0 +1,58 @@
+"""JSON as the API server sends it, with whatever somebody has stored in it.
+
+Some parts of objects are kept as they were sent (a job's pod template, the parameters of a claimed device): they may be
+nested thousands of levels deep, and hold halves of surrogate pairs or bytes that are no text. One such object must not
+keep a list of all of them from being read.
+Invariants: what a usual parser reads is read by it, at its speed; else what is deeper than `DEEPEST` levels is left
+out, what is no text is replaced, and everything beside it is as it was.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+DEEPEST = 100
+"""Levels that are kept of an answer that cannot be read as a whole; ten times as many as objects of ours have."""
+LEFT_OUT = "nested too deeply to be read"
+"""What stands for a part that was left out."""
+_SIGNS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]', re.DOTALL)
+_LONGEST_NUMBER = 400
+"""Digits; Python refuses to read some thousands."""
+
+
+def read_json(body: bytes, usual: Callable[[bytes], Any] = json.loads) -> Any:
+    """The value, by the `usual` parser if it can. Raises ValueError when the text is no JSON at all."""
+    try:
+        return usual(body)
+    except (ValueError, RecursionError):
+        text = shallow(body).decode("utf-8", "replace")
+        return json.loads(text, parse_int=_number)
+
+
+def shallow(body: bytes) -> bytes:
+    """The same text without what is nested deeper than `DEEPEST` levels."""
+    kept: list[bytes] = []
+    depth, done = 0, 0
+    for sign in _SIGNS.finditer(body):
+        match sign.group()[:1]:
+            case b"[" | b"{":
+                depth += 1
+                if depth == DEEPEST + 1:
+                    kept += [body[done : sign.start()], json.dumps(LEFT_OUT).encode()]
+            case b"]" | b"}":
+                if depth == DEEPEST + 1:
+                    done = sign.end()
+                depth -= 1
+            case _:
+                pass
+    # Of a text that ends in a part that is left out nothing more is there.
+    return b"".join([*kept, body[done:] if depth <= DEEPEST else b""])
+
+
+def _number(digits: str) -> int | float:
+    return int(digits) if len(digits) < _LONGEST_NUMBER else float(digits)

@@ -1,0 +1,33 @@
+"""Parts of an object's raw JSON as they should be: what is missing or of another type is empty, and hides nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainium_operator.cluster.api.client import Json
+
+
+def mapping_of(value: Any) -> Json:
+    """An object."""
+    return value if isinstance(value, dict) else {}
+
+
+def items_of(value: Any) -> list[Json]:
+    """The objects of a list."""
+    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
+
+
+def text_of(value: Any) -> str:
+    """A text."""
+    return value if isinstance(value, str) else ""
+
+
+def texts_of(value: Any) -> dict[str, str]:
+    """An object of texts; other entries are left out."""
+    return {key: text for key, text in mapping_of(value).items() if isinstance(text, str)}
+
+
+def whole_of(value: Any) -> int | None:
+    """A whole number."""
+    return value if type(value) is int else None

@@ -1,0 +1,138 @@
+"""A connection without a network: what is sent is handed to the protocol at its end, and what it answers is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from tests.testing.fuzz.promises import promise
+from trainium_contract.wire.stream import HEAD_BYTES, Kind, head_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+LONGEST_SENTENCE = 1024
+_HEAD = re.compile(rb"HTTP/1\.[01] (\d\d\d)")
+_STATUSES = frozenset({100, 101, 200, 204, 400, 401, 403, 404, 405, 408, 409, 413, 417, 426, 429, 501, 503, 505})
+UPGRADED = b"HTTP/1.1 101 "
+
+
+class Transport(asyncio.Transport):
+    """What the server writes is in `written`; `stalled`: whoever is at the other end takes nothing."""
+
+    def __init__(self, source: str, *, stalled: bool = False) -> None:
+        super().__init__({"peername": (source, 40_000), "sockname": ("10.0.0.100", 8443)})
+        self.written = bytearray()
+        self.closed = False
+        self._stalled = stalled
+        self._protocol: asyncio.BaseProtocol | None = None
+        self._loop = asyncio.get_running_loop()
+
+    def open(self, protocol: asyncio.Protocol) -> None:
+        """Begin."""
+        self._protocol = protocol
+        protocol.connection_made(self)
+
+    def receive(self, data: bytes) -> None:
+        """The other end has sent this."""
+        if not self.closed and isinstance(self._protocol, asyncio.Protocol):
+            self._protocol.data_received(data)
+
+    def hang_up(self) -> None:
+        """The other end has gone."""
+        if not self.closed and isinstance(self._protocol, asyncio.Protocol):
+            self._protocol.eof_received()
+        self.close()
+
+    def write(self, data: bytes | bytearray | memoryview[Any]) -> None:
+        """See asyncio.WriteTransport."""
+        self.written += data
+
+    def get_write_buffer_size(self) -> int:
+        """See asyncio.WriteTransport."""
+        return len(self.written) if self._stalled else 0
+
+    def close(self) -> None:
+        """See asyncio.BaseTransport."""
+        if not self.closed:
+            self.closed = True
+            self._loop.call_soon(self._lost)
+
+    def _lost(self) -> None:
+        if self._protocol is not None:
+            self._protocol.connection_lost(None)
+
+    def abort(self) -> None:
+        """See asyncio.WriteTransport."""
+        self.close()
+
+    def is_closing(self) -> bool:
+        """See asyncio.BaseTransport."""
+        return self.closed
+
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        """See asyncio.BaseTransport."""
+        self._protocol = protocol
+
+    def get_protocol(self) -> asyncio.BaseProtocol:
+        """See asyncio.BaseTransport."""
+        assert self._protocol is not None
+        return self._protocol
+
+    def is_reading(self) -> bool:
+        """See asyncio.ReadTransport."""
+        return not self.closed
+
+    def pause_reading(self) -> None:
+        """See asyncio.ReadTransport."""
+
+    def resume_reading(self) -> None:
+        """See asyncio.ReadTransport."""
+
+
+@dataclass
+class Talk:
+    """One connection and what came over it."""
+
+    transport: Transport
+    sent: int = 0
+    requests: int = 0
+    statuses: list[int] = field(default_factory=list)
+
+    def send(self, data: bytes, pieces: int) -> None:
+        """In so many pieces."""
+        self.sent += len(data)
+        size = max(1, -(-len(data) // max(1, pieces)))
+        for at in range(0, len(data), size):
+            self.transport.receive(data[at : at + size])
+
+    @property
+    def upgraded(self) -> bool:
+        """It is a stream by now."""
+        return UPGRADED in self.transport.written
+
+    def is_sound(self, allowed: Callable[[int], int]) -> None:
+        """Every answer is one of those that there are, and all of them are no more than `allowed(sent)` bytes."""
+        written = bytes(self.transport.written)
+        promise(len(written) <= allowed(self.sent), f"{len(written)} bytes for {self.sent}")
+        plain, upgrade, frames = written.partition(UPGRADED)
+        for status in _HEAD.findall(plain):
+            promise(int(status) in _STATUSES, f"status {status.decode()}")
+        if upgrade:
+            _frames_are_sound(frames.partition(b"\r\n\r\n")[2])
+
+
+def _frames_are_sound(data: bytes) -> None:
+    at = 0
+    while at < len(data):
+        kind, length = head_of(data[at : at + HEAD_BYTES])
+        payload = data[at + HEAD_BYTES : at + HEAD_BYTES + length]
+        promise(len(payload) == length, "a frame that is cut short")
+        at += HEAD_BYTES + length
+        if kind == Kind.REFUSED:
+            refusal = json.loads(payload)
+            promise(refusal["status"] != 500, "a defect in the coordinator")
+            promise(len(refusal["error"]) <= LONGEST_SENTENCE, f"a sentence of {len(refusal['error'])} characters")

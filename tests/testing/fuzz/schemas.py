@@ -1,0 +1,94 @@
+"""What a schema says of its fields, as cases use it: an object with every field, and the values at each field's edges.
+
+Invariant: the schema is the generated one (of the definition, or of a message's model), so a new field is in the cases
+without a word here.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+Schema = dict[str, Any]
+_TEXTS = ("/a", "a/b", "s3://bucket/prefix", "--a", "module:function", "2027-01-15T08:00:00Z")
+"""One of them has the form that a pattern asks for."""
+
+
+def everything(schema: Schema) -> Any:
+    """A value in which every field is given, with one entry in each list and object; mostly a legal one."""
+    return _Reading(schema).example(schema)
+
+
+def edges(schema: Schema) -> dict[str, list[Any]]:
+    """By name of a field: its smallest, its largest, one beyond each, every word of an enumeration."""
+    reading = _Reading(schema)
+    reading.collect(schema)
+    return reading.found
+
+
+class _Reading:
+    def __init__(self, schema: Schema) -> None:
+        self._definitions: dict[str, Schema] = schema.get("$defs", {})
+        self.found: dict[str, list[Any]] = {}
+        self._under_way: set[str] = set()
+
+    def _resolved(self, schema: Schema) -> Schema:
+        if "$ref" in schema:
+            return self._definitions[schema["$ref"].rpartition("/")[2]]
+        choices = [each for each in schema.get("anyOf", ()) if each.get("type") != "null"]
+        return self._resolved(choices[0]) if choices else schema
+
+    def example(self, schema: Schema) -> Any:
+        if schema.get("default") not in (None, {}, [], ""):
+            return schema["default"]
+        schema = self._resolved(schema)
+        if "enum" in schema:
+            return schema["enum"][0]
+        match schema.get("type"):
+            case "object":
+                fields = {key: self.example(inner) for key, inner in schema.get("properties", {}).items()}
+                values = schema.get("additionalProperties")
+                return fields or ({"key": self.example(values)} if isinstance(values, dict) else {})
+            case "array":
+                return [self.example(schema["items"])] if "items" in schema else []
+            case "integer":
+                return max(1, schema.get("minimum", 1))
+            case "number":
+                above: Any = schema.get("exclusiveMinimum", False)  # a number, or in Kubernetes' dialect a flag
+                low: Any = schema.get("minimum", above)
+                return max(0.5, low if above is False else low + 0.5)
+            case "boolean":
+                return True
+            case _:
+                text = "a" * max(1, schema.get("minLength", 1))
+                return next((each for each in (text, *_TEXTS) if re.search(schema.get("pattern", ""), each)), text)
+
+    def collect(self, schema: Schema) -> None:
+        schema = self._resolved(schema)
+        for key, inner in schema.get("properties", {}).items():
+            known = self.found.setdefault(key, [])
+            known += [value for value in _edges_of(self._resolved(inner), inner.get("default")) if value not in known]
+            self._below(inner)
+        values = schema.get("additionalProperties")
+        if isinstance(values, dict):
+            self._below(values)
+        if "items" in schema:
+            self._below(schema["items"])
+
+    def _below(self, schema: Schema) -> None:
+        name = schema.get("$ref", "")
+        if name not in self._under_way:
+            self._under_way |= {name} - {""}
+            self.collect(schema)
+
+
+def _edges_of(schema: Schema, default: Any) -> list[Any]:
+    found = [*schema.get("enum", ())] + ([default] if default is not None else [])
+    for edge, beyond in (("minimum", -1), ("exclusiveMinimum", -1), ("maximum", 1), ("exclusiveMaximum", 1)):
+        if edge in schema:
+            found += [schema[edge], schema[edge] + beyond]
+    if "maxLength" in schema:
+        found += [{"$text": [schema["maxLength"], "x"]}, {"$text": [schema["maxLength"] + 1, "é"]}]
+    if "maxItems" in schema:
+        found.append({"$list": [schema["maxItems"] + 1, None]})
+    return found

@@ -1,0 +1,279 @@
+"""The operator's own caches, observer and plan around objects that a case brings, without a server and without time.
+
+Invariant: of an object only what the API server writes itself is put right (`stored`): its name, namespace, uid and
+version. All else is what the case says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+from tests.testing.fuzz.promises import is_of_its_type, is_sound
+from trainium_operator.cluster.api.errors import NotFoundError
+from trainium_operator.cluster.cache.kueue_views import with_conditions
+from trainium_operator.cluster.fleet.fleet_reconciler import Fleet
+from trainium_operator.cluster.queue.observe import Observer, enqueue_on_change
+from trainium_operator.cluster.queue.pace import Pace
+from trainium_operator.cluster.queue.waiting_gangs import WaitingGangs
+from trainium_operator.cluster.queue.work_queue import WorkQueue
+from trainium_operator.cluster.shown import Shown
+from trainium_operator.coordinator.state import CoordinatorState
+from trainium_operator.plan.model.actions import (
+    ApplyObject,
+    ApplyPolicy,
+    AskQuota,
+    CreatePod,
+    DeletePod,
+    PublishMembership,
+    TellQuota,
+)
+from trainium_operator.plan.model.observed import GangApi
+from trainium_operator.plan.plan import plan
+from trainium_operator.runtime import make_caches, plan_settings
+from trainium_operator.settings import Settings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from trainium_operator.cluster.api.client import Api
+    from trainium_operator.cluster.api.resources import Resource
+    from trainium_operator.cluster.cache.reflector import Lister
+    from trainium_operator.cluster.cache.store import Entry, Key
+    from trainium_operator.plan.model.actions import Action, Plan
+    from trainium_operator.plan.model.observed import JobView, Observed
+
+Json = dict[str, Any]
+
+NOW = 1_800_000_000.0
+NAMESPACE = "team"
+OPERATOR_NAMESPACE = "trainium-system"
+MOST_PODS_MADE = 6
+"""Of those that one plan asks for: a crash between any two writes is harmless, so this is one."""
+_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
+_NAME_OF_JOB = re.compile(r"[a-z]([-a-z0-9]{0,48}[a-z0-9])?")
+"""What the definition's rules let through."""
+_UID = re.compile(r"[-a-zA-Z0-9]{1,64}")
+_GANGS = {
+    "SchedulingGroup": {GangApi.SCHEDULING_GROUP: "scheduling.k8s.io/v1beta1"},
+    "WorkloadRef": {GangApi.WORKLOAD_REF: "scheduling.k8s.io/v1alpha1"},
+    "Coscheduling": {GangApi.COSCHEDULING: "scheduling.x-k8s.io/v1alpha1"},
+}
+SETTINGS = Settings(
+    kueue=True,
+    dra=True,
+    job_network_policy=True,
+    operator_labels="app=trainium-operator",
+    extra_priority_class="idle-nodes",
+)
+
+
+class StillApi:
+    """An API server in which nothing happens: it holds what it was given, and takes every write."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, Json] = {}
+        """One object by the plural of its kind."""
+        self.written: list[Json] = []
+
+    async def list_page(self, _resource: Resource, _namespace: str = "", **_query: Any) -> Json:
+        return {"items": [], "metadata": {"resourceVersion": "1"}}
+
+    async def get(self, resource: Resource, _namespace: str, name: str, **_how: Any) -> Json:
+        found = self.objects.get(resource.plural)
+        if found is None:
+            raise NotFoundError(f"{resource.plural} {name}")
+        return found
+
+    async def create(self, resource: Resource, namespace: str, body: Json, **how: Any) -> Json:
+        return await self.replace(resource, namespace, "", body, **how)
+
+    async def replace(self, resource: Resource, _namespace: str, _name: str, body: Json, **_how: Any) -> Json:
+        self.written.append(body)
+        self.objects[resource.plural] = body
+        return body
+
+    async def merge(self, _resource: Resource, _namespace: str, _name: str, body: Json, **_how: Any) -> Json:
+        self.written.append(body)
+        return body
+
+
+class World:
+    """`open` it, let it `see` objects, and ask what is `planned`; within an event loop."""
+
+    def __init__(self, gang: str = "") -> None:
+        """`gang`: which gang API the cluster serves, a name of GangApi's."""
+        self.now = NOW
+        self.api = StillApi()
+        api = cast("Api", self.api)
+        self.caches = make_caches(api, SETTINGS, self.clock)
+        self.queue: WorkQueue[Key] = WorkQueue()
+        self.state = CoordinatorState(self.clock)
+        pace = Pace(self.queue)
+        self.fleet = Fleet(
+            api,
+            self.caches,
+            asyncio.Event(),
+            namespace=OPERATOR_NAMESPACE,
+            name="memory",
+            taints_nodes=True,
+            wall_clock=self.clock,
+            on_change=lambda: None,
+        )
+        self.observer = Observer(
+            self.caches,
+            self.state,
+            ca_bundle=lambda: "-----BEGIN CERTIFICATE-----\n",
+            wall_clock=self.clock,
+            fleet=self.fleet.current,
+            gangs=WaitingGangs(self.caches.jobs, self.caches.pods, wake=pace.put),
+        )
+        enqueue_on_change(self.caches, self.queue, pace)
+        self.shown = Shown(api, self.caches, self.clock)
+        self._gang = gang
+        self._version = 100
+        self._listers: dict[str, Lister[Any]] = {
+            "TrainingJob": self.caches.jobs,
+            "Pod": self.caches.pods,
+            "Node": cast("Lister[Any]", self.caches.nodes),
+            "ConfigMap": self.caches.config_maps,
+            "PodDisruptionBudget": self.caches.disruption_budgets,
+            "NetworkPolicy": cast("Lister[Any]", self.caches.network_policies),
+            "Workload": self.caches.kueue.workloads,
+            "ResourceFlavor": self.caches.kueue.flavors,
+            "PriorityClass": self.caches.kueue.priorities,
+            "ResourceClaimTemplate": self.caches.dra.templates,
+            "ResourceClaim": self.caches.dra.claims,
+            "ResourceSlice": self.caches.dra.slices,
+        }
+
+    def clock(self) -> float:
+        """Unix seconds."""
+        return self.now
+
+    async def open(self) -> None:
+        """List everything once: there is nothing yet."""
+        for lister in self._listers.values():
+            await lister.refresh()
+        for each in (self.caches.kueue.offered, self.caches.dra.offered):
+            each.is_served(True)
+        self.caches.dra.offered.is_served(True)
+        self.state.begin()
+        self.state.since -= 1000.0
+
+    def kinds(self) -> tuple[str, ...]:
+        """What can be seen."""
+        return tuple(self._listers)
+
+    def see(self, kind: str, raw: Any, *, deleted: bool = False) -> Json:
+        """The watch of this kind brings an object, as the API server would store it; which is returned."""
+        lister = self._listers[kind]
+        self._version += 1
+        found = stored(raw, kind=kind, namespaced=lister.resource.namespaced, version=self._version)
+        lister.observe(found, deleted=deleted)
+        return found
+
+    def entries(self) -> dict[str, dict[Key, Entry[Any]]]:
+        """All that is kept, by kind."""
+        return {kind: lister.store.snapshot() for kind, lister in self._listers.items()}
+
+    def know(self, entries: dict[str, dict[Key, Entry[Any]]]) -> None:
+        """What another world has read is known here without reading it again."""
+        for kind, found in entries.items():
+            for key, entry in found.items():
+                self._listers[kind].store.put(key, entry)
+                self._version = max(self._version, entry.version)
+
+    def views_are_sound(self) -> None:
+        """Whatever is kept is of its type. Raises BrokenPromiseError."""
+        for lister in self._listers.values():
+            for entry in lister.store.snapshot().values():
+                is_of_its_type(entry.view)
+
+    def observed(self) -> Iterator[Observed]:
+        """Each job that can be planned."""
+        for entry in self.caches.jobs.store.snapshot().values():
+            if entry.view.view is not None:
+                yield self.observer.observe(entry.view.view)
+
+    def planned(self) -> list[tuple[JobView, Plan]]:
+        """What is to be done about each job. Raises BrokenPromiseError for a plan that nobody could carry out."""
+        settings = replace(
+            plan_settings(SETTINGS, OPERATOR_NAMESPACE),
+            gang_apis=_GANGS.get(self._gang, {}),
+            cluster="cluster-uid",
+            topology_layers=frozenset({"topology.kubernetes.io/zone"}),
+            kueue=self.caches.kueue.offered.state,
+            dra=self.caches.dra.offered.state,
+        )
+        found = []
+        for seen in self.observed():
+            made = plan(seen, settings)
+            workers = seen.job.spec.workers
+            may_be = max(workers.replicas, workers.max_replicas or 0) + workers.spares
+            is_sound(made, may_be + len(seen.pods))
+            found.append((seen.job, made))
+        return found
+
+    def obey(self, job: JobView, made: Plan) -> None:
+        """Carry it out as the API server and the kubelets would, as far as the first few pods."""
+        self.see("TrainingJob", self._as_stored(job, made))
+        pods = 0
+        for action in made.actions:
+            if isinstance(action, CreatePod):
+                pods += 1
+                if pods > MOST_PODS_MADE:
+                    continue
+            self._carry_out(job, action)
+
+    def _as_stored(self, job: JobView, made: Plan) -> Json:
+        metadata = {"name": job.name, "namespace": job.namespace, "uid": job.uid, "generation": job.generation}
+        return {"metadata": metadata, "spec": job.spec.to_wire(), "status": made.status.to_wire()}
+
+    def _carry_out(self, job: JobView, action: Action) -> None:
+        match action:
+            case CreatePod(manifest):
+                self.see("Pod", _started(manifest))
+            case DeletePod(name):
+                self.see("Pod", {"metadata": {"name": name, "namespace": job.namespace}}, deleted=True)
+            case PublishMembership(membership, manifest):
+                self.see("ConfigMap", manifest)
+                self.state.publish(job.id, membership)
+            case ApplyObject(manifest) | ApplyPolicy(manifest) | AskQuota(manifest):
+                if manifest["kind"] in self._listers:
+                    self.see(manifest["kind"], manifest)
+            case TellQuota():
+                with_conditions((), action.conditions, "2027-01-15T08:00:00Z")
+            case _:
+                pass
+
+
+def stored(raw: Any, *, kind: str, namespaced: bool, version: int) -> Json:
+    """The object as the API server has it: with a name, a namespace, a uid and a version."""
+    body = raw if isinstance(raw, dict) else {}
+    metadata = body.get("metadata")
+    metadata = dict(metadata) if isinstance(metadata, dict) else {}
+    if not _matches(_NAME_OF_JOB if kind == "TrainingJob" else _NAME, metadata.get("name")):
+        metadata["name"] = "llama-w-0" if kind == "Pod" else "llama"
+    if not _matches(_UID, metadata.get("uid")):
+        metadata["uid"] = f"uid-of-{metadata['name']}"
+    if namespaced and not (_matches(_NAME, metadata.get("namespace")) and len(metadata["namespace"]) < 64):
+        metadata["namespace"] = NAMESPACE
+    if not isinstance(metadata.get("generation", 0), int):
+        metadata["generation"] = 1
+    return {**body, "kind": kind, "metadata": {**metadata, "resourceVersion": str(version)}}
+
+
+def _matches(pattern: re.Pattern[str], value: Any) -> bool:
+    return isinstance(value, str) and pattern.fullmatch(value) is not None
+
+
+def _started(manifest: Json) -> Json:
+    """A pod that its kubelet has started at once, on a node of its own."""
+    name = manifest["metadata"]["name"]
+    number = int(name.rpartition("-")[2]) % 250 + 1
+    spec = {**manifest["spec"], "nodeName": f"node-{number}"}
+    status = {"phase": "Running", "podIP": f"10.0.0.{number}", "conditions": [{"type": "Ready", "status": "True"}]}
+    return {**manifest, "spec": spec, "status": status}

@@ -1,0 +1,180 @@
+"""Objects that no usual parser reads, which anybody who may create one can have stored: they cost nobody else anything.
+
+The API server of Kubernetes 1.36 takes a claim of a device whose parameters are nested 1,100 levels deep, or hold half
+of a surrogate pair, and a job whose template is nested 9,000 levels deep, and gives them back as they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from aiohttp import web
+
+from tests.testing.api.fake_http import discovery
+from tests.testing.suite.virtual_time import run_virtual
+from trainium_operator import handlers
+from trainium_operator.cluster.api.client import LONGEST_REFUSAL, Api
+from trainium_operator.cluster.api.errors import ApiError, UnavailableError
+from trainium_operator.cluster.api.resources import CLAIMS
+from trainium_operator.cluster.api.transport import Credentials, HttpResponse, ResponseStream
+from trainium_operator.cluster.cache.device_views import claim_view
+from trainium_operator.cluster.cache.reflector import Reflector
+from trainium_operator.cluster.cache.store import Store
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from trainium_operator.cluster.cache.device_views import ClaimView
+
+DEEP = '{"a":' * 9_000 + "1" + "}" * 9_000
+HALF = '{"a":"\\ud800"}'
+
+
+def claim(name: str, version: int, parameters: str) -> str:
+    metadata = f'{{"name":"{name}","namespace":"team","uid":"{name}","resourceVersion":"{version}"}}'
+    return f'{{"metadata":{metadata},"spec":{{"devices":{{"config":[{{"opaque":{{"parameters":{parameters}}}}}]}}}}}}'
+
+
+class Claims:
+    """An API server with these claims; then `events` come, line by line, in each watch anew."""
+
+    def __init__(self, stored: list[str], events: list[str]) -> None:
+        self.page = f'{{"metadata":{{"resourceVersion":"7"}},"items":[{",".join(stored)}]}}'
+        self.lists = 0
+        self._events = events
+
+    async def request(self, _method: str, _path: str, **_how: Any) -> HttpResponse:
+        self.lists += 1
+        return HttpResponse(200, {}, self.page.encode())
+
+    @contextlib.asynccontextmanager
+    async def stream(self, _path: str, **_how: Any) -> AsyncIterator[ResponseStream]:
+        yield ResponseStream(200, self._lines())
+
+    async def _lines(self) -> AsyncIterator[bytes]:
+        for event in self._events:
+            yield event.encode()
+        await asyncio.sleep(60)
+
+
+@contextlib.asynccontextmanager
+async def kept(server: Claims) -> AsyncIterator[Store[ClaimView]]:
+    reflector = Reflector(Api(server, jitter=lambda: 0.5), CLAIMS, Store(), claim_view, jitter=lambda: 0.5)
+    keeping = asyncio.create_task(reflector.run())
+    await asyncio.sleep(30)
+    assert not keeping.done(), "it never ends"
+    yield reflector.store
+    keeping.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await keeping
+
+
+@pytest.mark.parametrize("parameters", [DEEP, HALF])
+def test_a_claim_that_no_parser_reads_hides_no_other_in_a_list_or_a_watch(parameters: str) -> None:
+    async def scenario() -> None:
+        added = f'{{"type":"ADDED","object":{claim("third", 8, parameters)}}}'
+        after = f'{{"type":"ADDED","object":{claim("fourth", 9, "{}")}}}'
+        async with kept(Claims([claim("first", 1, parameters), claim("second", 2, "{}")], [added, after])) as store:
+            assert sorted(name for _, name in store.snapshot()) == ["first", "fourth", "second", "third"]
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["<html>", "[]", "{}", '{"type":"ADDED"}', '{"type":7,"object":{}}', '{"type":"ADDED","object":{"metadata":{}}}'],
+)
+def test_a_watch_that_brings_no_events_is_begun_anew_and_ends_nothing(
+    line: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        server = Claims([claim("first", 1, "{}")], [line])
+        async with kept(server) as store:
+            assert len(store) == 1
+
+    run_virtual(scenario())
+    assert caplog.records
+
+
+@pytest.mark.parametrize("page", ["<html>", "[]", "{}", '{"metadata":{},"items":[{}]}', '{"metadata":[],"items":7}'])
+def test_a_list_that_is_none_is_an_answer_that_did_not_come(page: str) -> None:
+    async def scenario() -> None:
+        server = Claims([], [])
+        server.page = page
+        reflector: Reflector[ClaimView] = Reflector(Api(server), CLAIMS, Store(), claim_view)
+        with pytest.raises(UnavailableError):
+            await reflector.refresh()
+
+    run_virtual(scenario())
+
+
+def test_what_a_webhook_of_somebody_else_says_is_bounded() -> None:
+    class Refusing(Claims):
+        async def request(self, _method: str, _path: str, **_how: Any) -> HttpResponse:
+            return HttpResponse(403, {}, json.dumps({"reason": ["x"], "message": "no " * 1_000_000}).encode())
+
+    async def scenario() -> None:
+        with pytest.raises(ApiError) as caught:
+            await Api(Refusing([], [])).get(CLAIMS, "team", "first")
+        assert len(str(caught.value)) == LONGEST_REFUSAL
+
+    run_virtual(scenario())
+
+
+def job(name: str, version: int, template: str) -> str:
+    metadata = f'{{"name":"{name}","namespace":"team","uid":"{name}","resourceVersion":"{version}"}}'
+    return f'{{"kind":"TrainingJob","metadata":{metadata},"spec":{{"workers":{{"template":{template}}}}}}}'
+
+
+@contextlib.asynccontextmanager
+async def serving(answer: Callable[[web.Request], Any]) -> AsyncIterator[str]:
+    application = web.Application()
+    application.router.add_route("*", "/{path:.*}", answer)
+    runner = web.AppRunner(application, access_log=None, shutdown_timeout=0.5)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    await runner.cleanup()
+
+
+async def test_a_job_as_deep_as_the_api_server_takes_it_does_not_end_kopf_and_hides_no_other() -> None:
+    seen: dict[str, Any] = {}
+    all_seen, stop = asyncio.Event(), asyncio.Event()
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        found = discovery(request.path)
+        if found is not None:
+            return web.json_response(found)
+        if request.query.get("watch") != "true":
+            page = (
+                f'{{"metadata":{{"resourceVersion":"7"}},"items":[{job("first", 1, DEEP)},{job("second", 2, "{}")}]}}'
+            )
+            return web.Response(text=page, content_type="application/json")
+        response = web.StreamResponse(headers={"Content-Type": "application/json"})
+        await response.prepare(request)
+        for each in (job("third", 8, DEEP), job("fourth", 9, "{}")):
+            await response.write(f'{{"type":"ADDED","object":{each}}}\n'.encode())
+        await stop.wait()
+        return response
+
+    async def credentials() -> Credentials:
+        return Credentials(url, None, None, "a-token", None, None, "system")
+
+    def observe(raw: dict[str, Any], _deleted: bool) -> None:
+        seen[raw["metadata"]["name"]] = raw
+        if seen.keys() == {"first", "second", "third", "fourth"}:
+            all_seen.set()
+
+    async with serving(answer) as url:
+        registry = handlers.make_registry(observe=observe, credentials=credentials)
+        running = asyncio.create_task(handlers.run_kopf(registry, stop=stop, ready=asyncio.Event()))
+        waiting = asyncio.create_task(all_seen.wait())
+        await asyncio.wait({running, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        assert all_seen.is_set(), "kopf ended by itself"
+        json.dumps(seen["first"])
+        stop.set()
+        await running
