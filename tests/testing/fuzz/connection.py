@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tests.testing.fuzz.promises import promise
-from trainium_contract.wire.stream import HEAD_BYTES, Kind, head_of
+from trainium_contract.wire.stream import HEAD_BYTES, FrameKind, head_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -132,7 +132,7 @@ def _frames_are_sound(data: bytes) -> None:
         payload = data[at + HEAD_BYTES : at + HEAD_BYTES + length]
         promise(len(payload) == length, "a frame that is cut short")
         at += HEAD_BYTES + length
-        if kind == Kind.REFUSED:
+        if kind == FrameKind.REFUSED:
             refusal = json.loads(payload)
             promise(refusal["status"] != 500, "a defect in the coordinator")
             promise(len(refusal["error"]) <= LONGEST_SENTENCE, f"a sentence of {len(refusal['error'])} characters")

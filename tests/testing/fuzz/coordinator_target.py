@@ -30,7 +30,7 @@ from trainium_contract.wire.messages import (
     RegisterRequest,
     Transition,
 )
-from trainium_contract.wire.stream import STREAM_PATH, UPGRADE, Kind
+from trainium_contract.wire.stream import STREAM_PATH, UPGRADE, FrameKind
 from trainium_contract.wire.worker_env import TOKEN_AUDIENCE
 from trainium_operator.cluster.coordinator_ports import WorkerPods
 from trainium_operator.coordinator.authentication import Authenticator
@@ -79,10 +79,10 @@ class CoordinatorTarget:
     def seeds(self) -> list[Any]:
         """What agents of this version and the one before say, and what strangers send."""
         full = {**everything(HeartbeatRequest.model_json_schema(by_alias=True)), **objects.HEARTBEAT}
-        hello = {"frame": {"kind": Kind.REGISTER, "body": objects.REGISTER}}
-        beat = {"frame": {"kind": Kind.HEARTBEAT, "body": objects.HEARTBEAT}}
-        whole = {"frame": {"kind": Kind.HEARTBEAT, "body": full}}
-        alive = {"frame": {"kind": Kind.ALIVE, "raw": "\x00\x00\x00\x00\x00\x00\x00\x09"}}
+        hello = {"frame": {"kind": FrameKind.REGISTER, "body": objects.REGISTER}}
+        beat = {"frame": {"kind": FrameKind.HEARTBEAT, "body": objects.HEARTBEAT}}
+        whole = {"frame": {"kind": FrameKind.HEARTBEAT, "body": full}}
+        alive = {"frame": {"kind": FrameKind.ALIVE, "raw": "\x00\x00\x00\x00\x00\x00\x00\x09"}}
         stream = {"request": _asked("GET", STREAM_PATH, query={"after": "0", "podUid": "uid-0"}, upgrade=UPGRADE)}
         register = {"request": _asked("POST", REGISTER_PATH, body=objects.REGISTER)}
         heartbeat = {"request": _asked("POST", HEARTBEAT_PATH, body=objects.HEARTBEAT)}
@@ -123,7 +123,7 @@ class CoordinatorTarget:
         found["method"] = ["GET", "POST", "PUT", "HEAD", "OPTIONS", "CONNECT", "TRACE", "PRI", "get"]
         found["plan"] = [True]
         found["token"] = ["uid-0", "uid-1", "uid-2", "uid-9", ""]
-        found["kind"] = [*map(int, Kind), 0, 9, 255]
+        found["kind"] = [*map(int, FrameKind), 0, 10, 255]
         found["length"] = [0, 1, LARGEST_BODY, LARGEST_BODY + 1, 2**32 - 1]
         found["Content-Encoding"] = ["gzip", "deflate", "br"]
         found["Transfer-Encoding"] = ["chunked", "gzip, chunked", "identity"]

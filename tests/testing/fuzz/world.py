@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 from tests.testing.fuzz.promises import is_of_its_type, is_sound
 from trainium_operator.cluster.api.errors import NotFoundError
 from trainium_operator.cluster.cache.kueue_views import with_conditions
-from trainium_operator.cluster.fleet.fleet_reconciler import Fleet
+from trainium_operator.cluster.fleet.fleet_reconciler import FleetReconciler
 from trainium_operator.cluster.queue.observe import Observer, enqueue_on_change
 from trainium_operator.cluster.queue.pace import Pace
 from trainium_operator.cluster.queue.waiting_gangs import WaitingGangs
@@ -112,7 +112,7 @@ class World:
         self.queue: WorkQueue[Key] = WorkQueue()
         self.state = CoordinatorState(self.clock)
         pace = Pace(self.queue)
-        self.fleet = Fleet(
+        self.fleet = FleetReconciler(
             api,
             self.caches,
             asyncio.Event(),
