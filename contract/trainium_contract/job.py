@@ -3,7 +3,8 @@
 The spec is what a user writes and is strict; the status is what the operator writes and is read leniently, so that an
 older operator can read a newer status. Every list and string is bounded: the object must stay far below etcd's limit
 and within the CEL cost budget. What a schema cannot state is a CEL rule of `definition`, with a sentence. The parts of
-the spec are described in `spec/` and `trainer/`, the larger ones of the status in `status/`.
+the spec are described in `spec/` and `trainer/`. The status is put together here of what people read and of the
+operator's memory, both in `status/`; on the wire they stand side by side, as in every version.
 """
 
 from __future__ import annotations

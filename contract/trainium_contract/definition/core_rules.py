@@ -6,20 +6,28 @@ logicalNeuronCore, or the node's own setting), so without a claim the physical o
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from trainium_contract.definition.cel import Rule, said
 from trainium_contract.sizes import INSTANCES
 
-_DEVICES = "{" + ", ".join(f"'{name}': {each.devices}" for name, each in INSTANCES.items()) + "}"
-_OF_A_DEVICE = (
-    "{"
-    + ", ".join(f"'{name}': {each.cores * each.core_parts // each.devices}" for name, each in INSTANCES.items())
-    + "}"
-)
-"""Physical cores."""
-_KNOWN = f"self.?instanceType.orValue('') in {_DEVICES}"
-_ALL = f"{_OF_A_DEVICE}[self.instanceType] * {_DEVICES}[self.instanceType]"
-_CLAIMED = f"""{_OF_A_DEVICE}[self.instanceType] * self.claim.?count.orValue({_DEVICES}[self.instanceType])
-/ self.claim.?logicalNeuronCore.orValue(self.instanceType.startsWith('trn2') ? 2 : 1)"""
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trainium_contract.sizes import Instance
+
+
+def _of(figure: Callable[[Instance], int]) -> str:
+    """The figure of the job's type of instance."""
+    known = ", ".join(f"'{name}': {figure(each)}" for name, each in INSTANCES.items())
+    return f"{{{known}}}[self.instanceType]"
+
+
+_KNOWN = "self.?instanceType.orValue('') in [" + ", ".join(f"'{name}'" for name in INSTANCES) + "]"
+_ALL = _of(lambda each: each.cores * each.core_parts)
+_CLAIMED = f"""{_of(lambda each: each.cores * each.core_parts // each.devices)}
+* self.claim.?count.orValue({_of(lambda each: each.devices)})
+/ self.claim.?logicalNeuronCore.orValue({_of(lambda each: each.core_parts)})"""
 _MOST = f"(has(self.claim) && !self.claim.ultraServerNode ? {_CLAIMED} : {_ALL})"
 
 CORE_RULES: tuple[Rule, ...] = (

@@ -1,1 +1,1 @@
-"""What the operator writes in `status` of a TrainingJob, as far as it is more than a field."""
+"""What the operator writes in `status` of a TrainingJob: for people (`shown.py`), and for itself (`memory.py`)."""
