@@ -45,7 +45,8 @@ _LONGEST_BACKOFF = 3.0
 _GONE = (401, 403, 404, 503)
 _KEPT = 4
 """Of the newest memberships."""
-K, V = TypeVar("K"), TypeVar("V")
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,7 +36,8 @@ ATTEMPTS = 6
 FIRST_BACKOFF = 0.1
 LONGEST_BACKOFF = 5.0
 LONGEST_RETRY_AFTER = 30.0
-PAGE = 500
+PAGE = 50
+"""Objects: a pod is 12 kB of JSON and 45 kB once it is parsed, and what a page needs the process keeps for good."""
 JSON = "application/json"
 MERGE_PATCH = "application/merge-patch+json"
 APPLY_PATCH = "application/apply-patch+yaml"
