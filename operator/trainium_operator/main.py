@@ -18,7 +18,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from trainium_operator.logs import configure_logs
-from trainium_operator.memory import settle, use_little_memory_per_connection
+from trainium_operator.memory import settle, tidy, use_little_memory_per_connection, use_one_heap
 from trainium_operator.settings import parse_settings, process_identity
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         check(given[1:])
     settings = parse_settings(given, os.environ)
     configure_logs(settings.log_level, settings.log_format)
+    use_one_heap()
     use_little_memory_per_connection()
     sys.exit(asyncio.run(operate(settings)))
 
@@ -131,6 +132,7 @@ class RuntimeSupervisor:
             self._spawn(group, runtime.shown.run(), "curves")
         self._spawn(group, runtime.prober.run(), "probes")
         self._spawn(group, self._resync(), "resync")
+        self._spawn(group, tidy(), "memory")
         self._spawn(group, runtime.fleet.run(), "fleet")
         self._spawn(group, runtime.release.run(), "release")
         for number in range(settings.workers):

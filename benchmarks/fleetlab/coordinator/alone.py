@@ -21,7 +21,7 @@ from trainium_operator.coordinator.authentication import Authenticator
 from trainium_operator.coordinator.probe import Prober
 from trainium_operator.coordinator.server import CoordinatorServer
 from trainium_operator.coordinator.state import CoordinatorState
-from trainium_operator.memory import settle, use_little_memory_per_connection
+from trainium_operator.memory import settle, tidy, use_little_memory_per_connection, use_one_heap
 from trainium_operator.plan.model.job_id import JobId
 
 NAMESPACE = "default"
@@ -77,6 +77,7 @@ def _membership(job: int, agents: int) -> Membership:
 
 
 async def _serve(options: dict[str, Any]) -> None:
+    use_one_heap()
     use_little_memory_per_connection()
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.num_tickets = 0
@@ -94,11 +95,12 @@ async def _serve(options: dict[str, Any]) -> None:
     await server.start(options["host"], int(options["port"]), context)
     # The ports of these agents are nobody's, so they are not asked; who falls silent is looked for all the same.
     prober = Prober(state, is_serving=lambda: True, notify=lambda *_: None, address_of=lambda _doubt: "")
-    looking = asyncio.create_task(prober.run())
+    running = (asyncio.create_task(prober.run()), asyncio.create_task(tidy()))
     settle()
     print("ready", flush=True)
     await asyncio.to_thread(sys.stdin.read)
-    looking.cancel()
+    for task in running:
+        task.cancel()
     await server.stop()
 
 

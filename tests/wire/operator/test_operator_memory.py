@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import ssl
 import subprocess
 import sys
 import time
+import weakref
 from asyncio import sslproto
 from typing import TYPE_CHECKING
 
+from tests.testing.suite.patience import async_until
+from trainium_operator import memory
 from trainium_operator.coordinator.certificates import renewed
 from trainium_operator.entrance.tls import ServerTls
 from trainium_operator.memory import TLS_BUFFER, use_little_memory_per_connection
@@ -24,13 +28,16 @@ CLIENTS = 20
 async def test_connections_share_one_buffer_and_mix_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sslproto, "SSLProtocol", sslproto.SSLProtocol)  # put back afterwards
     use_little_memory_per_connection()
-    tls, buffers = ServerTls(), set()
+    tls, buffers, attributes = ServerTls(), set(), 0
     material = renewed(None, ("localhost",), time.time())
     tls.load(material.server_cert, material.server_key)
     trust = ssl.create_default_context(cadata=material.ca_bundle.decode())
 
     async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        buffers.add(id(writer.transport._ssl_protocol.get_buffer(-1).obj))  # type: ignore[attr-defined]
+        nonlocal attributes
+        protocol = writer.transport._ssl_protocol  # type: ignore[attr-defined]
+        buffers.add(id(protocol.get_buffer(-1).obj))
+        attributes = max(attributes, len(vars(protocol)))
         while data := await reader.read(7_000):
             writer.write(data)
             await writer.drain()
@@ -48,8 +55,59 @@ async def test_connections_share_one_buffer_and_mix_nothing_up(monkeypatch: pyte
     port = server.sockets[0].getsockname()[1]
     assert all(await asyncio.gather(*(talk(port, seed) for seed in range(CLIENTS))))
     assert len(buffers) == 1
+    assert attributes <= 29, "with more names in its dictionary each connection has a table of its own for them"
     server.close()
     await server.wait_closed()
+
+
+async def test_what_is_garbage_is_collected_and_given_back_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Knot:
+        def __init__(self) -> None:
+            self.tied = self
+
+    gone = asyncio.Event()
+    weakref.finalize(Knot(), gone.set)
+    monkeypatch.setattr(memory, "TIDY_SECONDS", 0.01)
+    gc.disable()
+    try:
+        tidying = asyncio.create_task(memory.tidy())
+        await async_until(gone.is_set, "a knot of objects that nobody else holds is collected")
+        assert not tidying.done()
+        tidying.cancel()
+    finally:
+        gc.enable()
+
+
+LARGE = """
+import re
+from pathlib import Path
+from trainium_operator.memory import give_back, use_one_heap
+
+def resident():
+    return int(re.search(r"VmRSS:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) // 1024
+
+use_one_heap()
+bytearray(8_000_000)  # freed at once: left to itself the C library takes as large ones from its heap from now on
+before, kept = resident(), []
+for _ in range(20):
+    large = [bytearray(3_000_000) for _ in range(2)]
+    kept.append(bytearray(20_000))  # what stays behind them
+    large.clear()
+print(resident() - before)
+blocks = [bytearray(100_000) for _ in range(400)]
+kept.append(bytearray(20_000))
+blocks.clear()
+give_back()
+print(resident() - before)
+"""
+
+
+def test_what_was_large_for_a_while_is_not_kept() -> None:
+    done = subprocess.run([sys.executable, "-c", LARGE], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    large, small = map(int, done.stdout.split())
+    assert large < 3, "MiB of blocks of 3 MB, each freed before the next"
+    assert small < 10, "MiB of 40 MB in blocks of 100 kB, freed behind others"
 
 
 OF_THE_LIBRARY = """

@@ -37,9 +37,10 @@ ATTEMPTS = 6
 FIRST_BACKOFF = 0.1
 LONGEST_BACKOFF = 5.0
 LONGEST_RETRY_AFTER = 30.0
-PAGE = 500
 LONGEST_REFUSAL = 8192
 """Characters that are kept of why something was refused: webhooks of others write it."""
+PAGE = 50
+"""Objects: a pod is 12 kB of JSON and 45 kB once it is parsed, and what a page needs the process keeps for good."""
 JSON = "application/json"
 MERGE_PATCH = "application/merge-patch+json"
 APPLY_PATCH = "application/apply-patch+yaml"

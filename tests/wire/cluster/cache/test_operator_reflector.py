@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.testing.api.fake_kubernetes import FakeCluster, refuse
 from tests.testing.suite.virtual_time import run_virtual, settle
-from trainium_operator.cluster.api.client import Api
+from trainium_operator.cluster.api.client import PAGE, Api
 from trainium_operator.cluster.api.resources import PODS
 from trainium_operator.cluster.cache.reflector import SILENCE_SECONDS, Reflector
 from trainium_operator.cluster.cache.store import IndexedCache
@@ -50,11 +50,11 @@ def names(reflector: Reflector[str]) -> list[str]:
 def test_a_list_in_pages_and_then_the_watch_fill_the_store() -> None:
     async def scenario() -> None:
         cluster = FakeCluster()
-        for number in range(1203):
+        for number in range(2 * PAGE + 3):
             cluster.add(PODS, pod(f"p-{number:04}"))
         cluster.add(PODS, {"metadata": {"name": "foreign", "labels": {}}})
         async with reflected(cluster) as reflector:
-            assert len(reflector.store) == 1203
+            assert len(reflector.store) == 2 * PAGE + 3
             assert cluster.requests.count(("GET", "/api/v1/pods")) == 3
             cluster.add(PODS, pod("new"))
             cluster.change(PODS, "default", "p-0001", lambda raw: raw["metadata"]["labels"].update(colour="red"))
