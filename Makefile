@@ -124,7 +124,7 @@ proof: setup  ## Kills at 200 seeded points of training and checkpoints: docs/re
 
 clean:  ## Remove what the targets made here (caches in the home folder stay)
 	@test ! -x $(BIN)/trainium-devcluster || $(BIN)/trainium-devcluster down --all
-	@rm -rf $(VENV) $(NXD_VENV) $(DOCS_VENV) $(MUTANTS_VENV) $(COVERAGE_VENV) out build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	@rm -rf $(VENV) $(NXD_VENV) $(DOCS_VENV) $(MUTANTS_VENV) $(COVERAGE_VENV) $(FUZZ_VENV) out build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 # Programs of the cluster that are prepared while a new machine installs packages: `ahead` and options of
 # `trainium-devcluster binaries`, for the targets below and what they need.

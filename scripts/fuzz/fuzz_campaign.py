@@ -3,8 +3,8 @@
 
 Each target (`tests/testing/fuzz/targets.py`) has a folder below out/fuzz/seed-N: `corpus` (cases that led somewhere
 new), `findings` (a folder for each defect, as far as they can be told apart, with cases and tracebacks) and
-`progress.json` (what was played). One round in `GUIDED_ONE_IN` looks at coverage and adds to the corpus; the others
-draw from it. A run goes on where it stopped; a round that was interrupted is played anew. Exit code 1: something was
+`progress.json` (what was played). One round in `GUIDED_ONE_IN`, a short one, looks at coverage and adds to the corpus;
+the others draw from it. A run goes on where it stopped; a round that was interrupted is played anew. Exit code 1: something was
 found.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 SHARES = {"coordinator": 4, "cluster": 4, "spec": 2}
 """Each target's part of the inputs."""
-GUIDED_ONE_IN = 10
+GUIDED_ONE_IN, GUIDED_INPUTS = 10, 2_000
 ROUND_SECONDS = 6 * 3600
 LONGEST_LINE = 200
 
@@ -43,11 +43,13 @@ class Campaign:
     def play(self, inputs: int, *, dice: bool) -> None:
         """One round of at most so many inputs."""
         number = self.progress["rounds"]
+        guided = not dice and number % GUIDED_ONE_IN == 0
+        inputs = min(inputs, GUIDED_INPUTS) if guided else inputs
         account = self.folder / "round.json"
         account.unlink(missing_ok=True)
         command = [sys.executable, str(Path(__file__).with_name("fuzz_round.py")), self.name]
         command += ["--seed", str(self._seed * 100_003 + number + 1), "--inputs", str(inputs)]
-        command += ["--folder", str(self.folder), *(["--dice"] if dice or number % GUIDED_ONE_IN else [])]
+        command += ["--folder", str(self.folder), *([] if guided else ["--dice"])]
         with (self.folder / "round.log").open("w") as log:
             code = subprocess.run(
                 command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, timeout=ROUND_SECONDS, check=False

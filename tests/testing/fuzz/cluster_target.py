@@ -39,7 +39,8 @@ MOST_OBJECTS = 400
 LARGEST_PAGE = 4 << 20
 """Bytes; of the few pods of a case."""
 LARGEST_MEMORY = 1 << 20
-_LISTS = ("objects", "heard", "events")
+_FEW = ("desired", "membership", "nextPodOrdinal", "conditions")
+"""Of a job's status in the cases of single objects, which are ten times as many for it."""
 EXPECTED = frozenset({"trainium_operator.cluster.cache.reflector"})
 """Who may log an error: an object that cannot be read is told there."""
 
@@ -73,7 +74,8 @@ class ClusterTarget:
         }
         full = {"apiVersion": job["apiVersion"], "metadata": job["metadata"], "spec": job["spec"]}
         full["status"] = everything(TrainingJobStatus.model_json_schema(by_alias=True))
-        parts = [{"objects": [{"kind": "TrainingJob", "object": job}, each]} for each in whole["objects"][1:]]
+        small = {**job, "status": {key: job["status"][key] for key in _FEW}}
+        parts = [{"objects": [{"kind": "TrainingJob", "object": small}, each]} for each in whole["objects"][1:]]
         remembered = {"objects": parts[0]["objects"], "memory": whole["memory"]}
         return [whole, remembered, {"objects": [{"kind": "TrainingJob", "object": full}]}, *parts]
 

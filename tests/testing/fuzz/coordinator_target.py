@@ -83,7 +83,8 @@ class CoordinatorTarget:
         beat = {"frame": {"kind": FrameKind.HEARTBEAT, "body": objects.HEARTBEAT}}
         whole = {"frame": {"kind": FrameKind.HEARTBEAT, "body": full}}
         alive = {"frame": {"kind": FrameKind.ALIVE, "raw": "\x00\x00\x00\x00\x00\x00\x00\x09"}}
-        stream = {"request": _asked("GET", STREAM_PATH, query={"after": "0", "podUid": "uid-0"}, upgrade=UPGRADE)}
+        asked = {"after": "0", "podUid": "uid-0", "changes": "1"}
+        stream = {"request": _asked("GET", STREAM_PATH, query=asked, upgrade=UPGRADE)}
         register = {"request": _asked("POST", REGISTER_PATH, body=objects.REGISTER)}
         heartbeat = {"request": _asked("POST", HEARTBEAT_PATH, body=objects.HEARTBEAT)}
         poll = {"request": _asked("GET", POLL, query={"after": "0", "podUid": "uid-0", "timeoutSeconds": "30"})}

@@ -60,6 +60,7 @@ class Player:
         self._played = 0
         self._stack = ""
         self._unhandled: list[dict[str, Any]] = []
+        self._thresholds = gc.get_threshold()
         self._before: tuple[list[logging.Handler], int] = ([], logging.WARNING)
 
     def __enter__(self) -> Self:
@@ -69,6 +70,7 @@ class Player:
         root.setLevel(logging.INFO)
         signal.signal(signal.SIGPROF, self._out_of_time)
         gc.freeze()  # what was imported is looked through no more
+        gc.set_threshold(20_000, 20, 20)
         return self
 
     def __exit__(self, *_error: object) -> None:
@@ -78,6 +80,7 @@ class Player:
         root.setLevel(level)
         self._close()
         gc.unfreeze()
+        gc.set_threshold(*self._thresholds)
 
     def play(self, case: Any) -> Finding | None:
         """What it broke; None when every promise was kept."""

@@ -82,10 +82,12 @@ class SpecTarget:
                 promise(len(record.error) <= LONGEST_REFUSAL, f"a refusal of {len(record.error)} characters")
             else:
                 _ruled(record.view)
-        for _ in range(ROUNDS + (case.get("again") is True)):
+        again = case.get("again") is True
+        for left in reversed(range(ROUNDS + again)):
             for job, made in world.planned():
-                _configured(made)
-                world.obey(job, made)
+                _configured(made, as_yaml=again)
+                if left:
+                    world.obey(job, made)
             world.now += _BETWEEN
             _register_all(world)
         world.views_are_sound()
@@ -168,13 +170,15 @@ def _ruled(job: JobView) -> None:
         return  # it contradicts itself, which is told in SizeLegal
 
 
-def _configured(made: Plan) -> None:
-    """The trainer reads what is written for it."""
+def _configured(made: Plan, *, as_yaml: bool) -> None:
+    """The trainer reads what is written for it: as YAML, or, which is ten times as fast, as the JSON that it is."""
     for action in made.actions:
         if isinstance(action, ApplyObject) and names.TRAINER_KEY in action.manifest.get("data", {}):
-            TrainingConfig.model_validate(
-                yaml.load(action.manifest["data"][names.TRAINER_KEY], Loader=yaml.CSafeLoader)
-            )
+            text = action.manifest["data"][names.TRAINER_KEY]
+            if as_yaml:
+                TrainingConfig.model_validate(yaml.load(text, Loader=yaml.CSafeLoader))
+            else:
+                TrainingConfig.model_validate_json(text)
 
 
 def _register_all(world: World) -> None:
