@@ -52,7 +52,7 @@ class Speaker:
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class ShownLine:
     """What becomes of one line of output."""
 
     words: bytes
@@ -61,13 +61,13 @@ class Shown:
     """What the log gets, with the end of each line."""
 
 
-Form = Callable[[bytes], Shown]
+Form = Callable[[bytes], ShownLine]
 
 
 def prefixed(prefix: str) -> Form:
     """For people: the line, with its speaker in front."""
     mark = prefix.encode()
-    return lambda line: Shown(line, mark + line + b"\n")
+    return lambda line: ShownLine(line, mark + line + b"\n")
 
 
 def form_of(settings: AgentSettings, speaker: Speaker) -> Form:
@@ -77,15 +77,15 @@ def form_of(settings: AgentSettings, speaker: Speaker) -> Form:
     blank = _output_of(settings, speaker)
     attribution = {field: getattr(blank, field) for field in _ATTRIBUTION}
 
-    def show(line: bytes) -> Shown:
+    def show(line: bytes) -> ShownLine:
         read = read_log_line(line)
         if read is not None and read.source is LogSource.TRAINER:
             ours = read.replaced(**attribution)
-            return Shown(ours.as_text().encode(), _ended([ours]))
+            return ShownLine(ours.as_text().encode(), _ended([ours]))
         if not line.strip():
-            return Shown(line, b"")
+            return ShownLine(line, b"")
         text, now = line.decode(errors="backslashreplace").rstrip("\r"), moment(time.time())
-        return Shown(line, _ended(blank.replaced(time=now, message=piece) for piece in _pieces(text)))
+        return ShownLine(line, _ended(blank.replaced(time=now, message=piece) for piece in _pieces(text)))
 
     return show
 
