@@ -13,6 +13,7 @@ from urllib.parse import quote, urlencode, urlsplit
 
 from trainium_client.connection import proxy_of
 from trainium_client.errors import ClientError, ForbiddenError, NotFoundError
+from trainium_client.views.log_words import said
 from trainium_contract.views.curve import read_curve
 
 if TYPE_CHECKING:
@@ -138,8 +139,9 @@ def _check(status: bytes, output: Output, pod: str, accepted: tuple[int, ...]) -
     codes = [str(each.get("message")) for each in causes if each.get("reason") == "ExitCode"]
     if found.get("status") == "Success" or any(code == str(number) for code in codes for number in accepted):
         return
-    said = output.error.decode(errors="replace").strip().splitlines()[-1:] or [str(found.get("message") or "cut off")]
-    raise ClientError(f"{pod}: {said[0]}")
+    last = output.error.decode(errors="replace").strip().splitlines()[-1:] or [str(found.get("message") or "cut off")]
+    # A program of a worker whose log is lines of the schema ends with such a line.
+    raise ClientError(f"{pod}: {said(last[0]).text.splitlines()[-1]}")
 
 
 def _proxy(url: str) -> dict[str, Any]:

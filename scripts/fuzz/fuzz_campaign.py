@@ -4,8 +4,8 @@
 Each target (`tests/testing/fuzz/targets.py`) has a folder below out/fuzz/seed-N: `corpus` (cases that led somewhere
 new), `findings` (a folder for each defect, as far as they can be told apart, with cases and tracebacks) and
 `progress.json` (what was played). One round in `GUIDED_ONE_IN`, a short one, looks at coverage and adds to the corpus;
-the others draw from it. A run goes on where it stopped; a round that was interrupted is played anew. Exit code 1: something was
-found.
+the others draw from it. A run goes on where it stopped; a round that was interrupted is played anew. Exit code 1:
+something was found.
 """
 
 from __future__ import annotations

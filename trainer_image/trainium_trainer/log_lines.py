@@ -66,8 +66,11 @@ def said(
     logger: str = LAST_WORD,
     source: LogSource = LogSource.TRAINER,
 ) -> str:
-    """A sentence that a program writes without `logging`; as text it stands below the traceback, where there is one."""
-    if not is_json():
+    """A sentence that a program writes without `logging`; as text it stands below the traceback, where there is one.
+
+    A person who runs a command inside of a worker, on a terminal, gets text in any case.
+    """
+    if not is_json() or sys.stderr.isatty():
         return f"{error}{sentence}"
     fields = {"time": moment(time.time()), "level": level, "source": source, "logger": logger}
     return log_line(sentence, error=error.rstrip("\n") or None, **fields, **place()).to_line()

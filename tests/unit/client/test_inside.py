@@ -94,6 +94,21 @@ def test_a_program_that_fails_is_its_last_words_unless_its_code_is_expected() ->
         assert run_inside(api, "w-0", ("cat", "/etc/hosts"), accepted=(0, 64)).out == b"[]"
 
 
+def test_a_program_that_ends_with_a_line_of_the_schema_is_told_by_its_sentence() -> None:
+    stamp = "2026-11-24T08:09:10Z"
+    line = {
+        "time": stamp,
+        "level": "error",
+        "source": "trainer",
+        "logger": "trainium.exit",
+        "message": "no such folder",
+    }
+    failed = {"status": "Failure", "details": {"causes": [{"reason": "ExitCode", "message": "64"}]}}
+    ended = worker((2, f"{json.dumps(line | {'error': 'Traceback'})}\n".encode()), status=failed)
+    with ended as api, pytest.raises(ClientError, match=r"^w-0: no such folder$"):
+        run_inside(api, "w-0", ("cat", "/etc/hosts"))
+
+
 def test_too_much_output_and_a_missing_right_are_sentences() -> None:
     with worker((1, b"x" * 200)) as api, pytest.raises(ClientError, match="prints more than 100 bytes"):
         run_inside(api, "w-0", ("cat", "/etc/hosts"), most=100)
