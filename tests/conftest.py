@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,13 +11,14 @@ import pytest
 import pytest_timeout
 from hypothesis import settings
 
+from tests.testing.cluster.installed import RingNeed
 from tests.testing.cluster.sites import Site, open_site
 from tests.testing.suite.patience import patient
 from tests.testing.suite.times_record import TimesRecord
 from tests.testing.suite.trials import TRIALS, trials
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator
+    from collections.abc import Generator
 
 # A busy machine is no finding, and what lands is not held up by a new example: `make test-long` looks for those.
 settings.register_profile("trainium", deadline=None, derandomize=not TRIALS, max_examples=trials(100))
@@ -77,8 +79,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave what another ring runs; what shares a cluster, or a file's fixtures, is one lane's; the longest first."""
     _choose_ring(config, items)
     items.sort(key=lambda item: next((at for at, part in enumerate(_FIRST) if part in item.nodeid), len(_FIRST)))
+    shared = {"site"} | (set(_NEEDS) if config.getoption("--cluster") == "existing" else set())
     for item in items:
-        shares_cluster = "site" in getattr(item, "fixturenames", ())
+        shares_cluster = bool(shared & set(getattr(item, "fixturenames", ())))
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group("cluster" if shares_cluster else item.nodeid.partition("::")[0]))
         if TRIALS:
@@ -98,26 +101,39 @@ def _choose_ring(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 _OPENED = pytest.StashKey[Site]()
+_AROUND = pytest.StashKey[contextlib.ExitStack]()
+_NEEDS = {"defined": RingNeed.DEFINITION, "operator": RingNeed.OPERATOR}
+"""What a fixture promises of a cluster that rings share."""
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, object]:
-    """Make a kind cluster and its images before the first test: their minutes are not that test's."""
+    """Open a cluster that is not the development cluster before the first test: its minutes are not that test's."""
     config = session.config
-    needed = any("site" in getattr(item, "fixturenames", ()) for item in session.items)
-    if config.getoption("--cluster") != "kind" or not needed or config.option.collectonly:
+    needed = any({"site", *_NEEDS} & set(getattr(item, "fixturenames", ())) for item in session.items)
+    with contextlib.ExitStack() as around:
+        config.stash[_AROUND] = around
+        in_lane = hasattr(config, "workerinput")  # one of several, of which one at most needs it
+        if needed and not in_lane and not config.option.collectonly and config.getoption("--cluster") != "local":
+            _opened(config)
         return (yield)
-    with open_site("kind") as opened:
-        config.stash[_OPENED] = opened
-        return (yield)
+
+
+def _opened(config: pytest.Config) -> Site:
+    if _OPENED not in config.stash:
+        config.stash[_OPENED] = config.stash[_AROUND].enter_context(open_site(config.getoption("--cluster")))
+    return config.stash[_OPENED]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """On a cluster that is lent, each ring finds the definition and the operator as it needs them."""
+    needs = [need for name, need in _NEEDS.items() if name in getattr(item, "fixturenames", ())]
+    if needs and item.config.getoption("--cluster") == "existing":
+        _opened(item.config).installed.ensure(needs[0])
 
 
 @pytest.fixture(scope="session")
-def site(request: pytest.FixtureRequest) -> Iterator[Site]:
+def site(request: pytest.FixtureRequest) -> Site:
     """The cluster with nodes that all tests of this session share."""
-    opened = request.config.stash.get(_OPENED, None)
-    if opened is not None:
-        yield opened
-        return
-    with open_site(request.config.getoption("--cluster")) as opened:
-        yield opened
+    return _opened(request.config)

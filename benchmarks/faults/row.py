@@ -16,7 +16,7 @@ from benchmarks.faults.api import ApiError
 from benchmarks.faults.patient import StuckError
 from benchmarks.faults.record import FaultRun, Where
 from benchmarks.faults.stage import BATCH, STEPS
-from tests.testing.cluster.sites import CommandError
+from tests.testing.cluster.access import CommandError
 from tests.testing.suite.patience import NotInTimeError
 from trainium_devcluster.errors import ClusterError
 

@@ -22,19 +22,21 @@ import yaml
 
 from benchmarks.faults.api import Api, ApiError
 from benchmarks.faults.patient import Patient
+from tests.testing.cluster.access import ROOT
+from tests.testing.cluster.installed import NAMESPACE as OPERATOR_NAMESPACE
+from tests.testing.cluster.installed import RELEASE, install_operator, make_namespace
 from tests.testing.cluster.jobs import Job, merged
-from tests.testing.cluster.sites import ROOT, Site
+from tests.testing.cluster.marks import cordon_of
 from tests.testing.suite import patience
 from trainium_devcluster.state import NodeSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from tests.testing.cluster.sites import Site
     from trainium_devcluster.faults import Faults
 
 Json = dict[str, Any]
-RELEASE = "trainium-operator"
-OPERATOR_NAMESPACE = "trainium-system"
 NAMESPACE = "fault-table"
 STEPS = 2400
 BATCH = 12
@@ -88,28 +90,13 @@ class Stage:
             folder.mkdir(mode=0o777, exist_ok=True)
             folder.chmod(0o777)
         shutil.copy(HERE / "trainium_saboteur.py", faults / "lib")
-        self._install()
-        with contextlib.suppress(ApiError):
-            self.api.create("/api/v1/namespaces", {"metadata": {"name": NAMESPACE}})
+        install_operator(self.site, {"statusIntervalSeconds": 1, "replicas": 1})
+        self.say("the operator is installed")
+        make_namespace(self.site, NAMESPACE)
         return self
 
     def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(Exception):
-            if self.site.cluster is None:
-                self.site.kubectl("delete", "trainingjobs", "--all", "-n", NAMESPACE)
-                self.site.kubectl("delete", "namespace", NAMESPACE, "--wait=false")
-                self.site.helm("uninstall", RELEASE, "-n", OPERATOR_NAMESPACE, "--wait", "--ignore-not-found")
         self.api.__exit__()
-
-    def _install(self) -> None:
-        values = self.site.shared / "values.json"
-        chosen = {"statusIntervalSeconds": 1, "replicas": 1, **self.site.settings.get("chartValues", {})}
-        values.write_text(json.dumps(chosen))
-        self.site.helm(
-            "upgrade", "--install", RELEASE, str(ROOT / "helm" / "trainium-operator"), "-n", OPERATOR_NAMESPACE,
-            "--create-namespace", "-f", str(values), "--wait", "--timeout", "120s",
-        )  # fmt: skip
-        self.say("the operator is installed")
 
     @property
     def local(self) -> bool:
@@ -239,7 +226,7 @@ class Stage:
 
     def cordon(self, node: str, *, on: bool = True) -> None:
         """Let no new pods onto a node, or let them again."""
-        self.api.patch(f"/api/v1/nodes/{node}", {"spec": {"unschedulable": on or None}})
+        self.api.patch(f"/api/v1/nodes/{node}", cordon_of(on=on))
 
     def cordoned(self) -> list[str]:
         """Nodes that take no new pods."""

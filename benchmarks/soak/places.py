@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.faults.api import ApiError
-from benchmarks.faults.stage import OPERATOR_NAMESPACE
-from tests.testing.cluster.sites import CommandError
+from tests.testing.cluster.access import CommandError
+from tests.testing.cluster.installed import NAMESPACE as OPERATOR_NAMESPACE
+from tests.testing.suite.patience import NotInTimeError
 from trainium_devcluster.errors import ClusterError
 from trainium_devcluster.state import MARKER, NodeSpec
 from trainium_operator.simulate.virtual.nodes import NOTICE
@@ -35,7 +36,7 @@ DEVICE_LINE = (
 )
 CONDITION = "AcceleratedHardwareReady"
 _PATIENCE_SECONDS = 90.0
-_EXPECTED = (ApiError, ClusterError, CommandError, OSError, KeyError, TimeoutError)
+_EXPECTED = (ApiError, ClusterError, CommandError, NotInTimeError, OSError, KeyError, TimeoutError)
 
 
 @dataclass(slots=True)

@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.testing.cluster.access import ROOT
+from tests.testing.cluster.installed import install_operator
 from tests.testing.cluster.jobs import Job
-from tests.testing.cluster.sites import ROOT, Site
+from tests.testing.cluster.sites import Site
 from tests.testing.suite.patience import until
 from trainium_devcluster.cluster import Cluster, node_specs, system_node, system_values
 
@@ -83,12 +85,7 @@ def site(request: pytest.FixtureRequest) -> Iterator[Site]:
         slices = [published(node.name) for node in nodes]
         everything = {"apiVersion": "v1", "kind": "List", "items": [CLASS, *slices]}
         found.kubectl("apply", "-f", "-", stdin=json.dumps(everything))
-        values = Path(folder) / "values.json"
-        values.write_text(json.dumps({"statusIntervalSeconds": 1, "dra": {"enabled": True}} | system_values()))
-        found.helm(
-            "install", "trainium-operator", str(ROOT / "helm" / "trainium-operator"), "-n", "trainium-system",
-            "--create-namespace", "-f", str(values), "--wait", "--timeout", "120s",
-        )  # fmt: skip
+        install_operator(found, {"statusIntervalSeconds": 1, "dra": {"enabled": True}} | system_values())
         yield found
 
 

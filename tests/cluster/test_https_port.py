@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.testing.cluster.sites import ROOT, Site
+from tests.testing.cluster.installed import install_operator
+from tests.testing.cluster.sites import Site
 from tests.testing.suite.patience import patient, until
 from trainium_devcluster.cluster import Cluster, system_node, system_values
 from trainium_operator.coordinator.certificates import renewed
@@ -38,14 +39,9 @@ def secured(request: pytest.FixtureRequest) -> Iterator[Site]:
         Cluster.start(nodes=[system_node()]) as cluster,
     ):
         site = Site("local", cluster.variables(), Path(folder), {}, cluster)
-        values = Path(folder) / "values.json"
-        ours = {"metrics": {"secure": True, "readers": [READER]}, "https": {"certificateSecret": "issued"}}
-        values.write_text(json.dumps(ours | system_values()))
         site.kubectl("create", "serviceaccount", "prometheus")
-        site.helm(
-            "install", "trainium-operator", str(ROOT / "helm" / "trainium-operator"), "-n", SYSTEM,
-            "--create-namespace", "-f", str(values), "--wait", "--timeout", "120s",
-        )  # fmt: skip
+        ours = {"metrics": {"secure": True, "readers": [READER]}, "https": {"certificateSecret": "issued"}}
+        install_operator(site, ours | system_values())
         yield site
 
 

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.testing.cluster.installed import install_operator
 from tests.testing.cluster.jobs import Job
-from tests.testing.cluster.sites import ROOT, Site
+from tests.testing.cluster.sites import Site
 from trainium_devcluster.binaries import KUEUE_PROGRAMS, is_cached
 from trainium_devcluster.cluster import Cluster, node_specs, system_node, system_values
 
@@ -91,12 +92,7 @@ def teams(request: pytest.FixtureRequest) -> Iterator[Site]:
     ):
         site = Site("local", cluster.variables(), Path(folder), {"workerTemplate": WORKER}, cluster)
         site.kubectl("apply", "-f", "-", stdin=json.dumps(QUEUES))
-        values = Path(folder) / "values.json"
-        values.write_text(json.dumps({"statusIntervalSeconds": 1, "kueue": {"enabled": True}} | system_values()))
-        site.helm(
-            "install", "trainium-operator", str(ROOT / "helm" / "trainium-operator"), "-n", "trainium-system",
-            "--create-namespace", "-f", str(values), "--wait", "--timeout", "120s",
-        )  # fmt: skip
+        install_operator(site, {"statusIntervalSeconds": 1, "kueue": {"enabled": True}} | system_values())
         yield site
 
 

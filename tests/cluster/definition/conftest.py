@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
-import secrets
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,54 +15,53 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.testing.suite.patience import patient, until
-from trainium_contract.definition.crd import custom_resource_definition
+from tests.testing.cluster.access import ROOT, Access
+from tests.testing.cluster.installed import apply_definition, make_namespace
+from tests.testing.suite.patience import patient
 
 if TYPE_CHECKING:
+    import subprocess
     from collections.abc import Iterator
 
-ROOT = Path(__file__).parents[3]
-NAMESPACE = f"definition-tests-{secrets.token_hex(3)}"
+NAMESPACE = "definition-tests"
 
 
 @dataclass(frozen=True, slots=True)
 class Api:
     """kubectl and helm against one API server."""
 
-    variables: dict[str, str]
-    existing: bool
+    access: Access
     root: Path = ROOT
     chart: str = str(ROOT / "helm/trainium-operator")
     namespace: str = NAMESPACE
 
+    @property
+    def variables(self) -> dict[str, str]:
+        return self.access.variables
+
+    @property
+    def existing(self) -> bool:
+        return self.access.is_lent
+
     def run(self, *command: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            command,
-            input=stdin,
-            env=os.environ | self.variables,
-            text=True,
-            capture_output=True,
-            check=False,
-            timeout=patient(50),
-        )
+        return self.access.run(*command, stdin=stdin)
 
     def kubectl(self, *arguments: str, stdin: str = "") -> str:
         """Standard output of a kubectl that must succeed."""
-        done = self.run("kubectl", "--namespace", self.namespace, *arguments, stdin=stdin)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    def established(self, definition: str) -> None:
-        """Wait until jobs can be written; kubectl's own wait fails while a new definition has no condition at all."""
-        condition = 'jsonpath={.status.conditions[?(@.type=="Established")].status}'
-        command = ("kubectl", "get", "crd", definition, "-o", condition)
-        until(lambda: self.run(*command).stdout == "True", f"{definition} is established", 20)
+        return self.access.kubectl("--namespace", self.namespace, *arguments, stdin=stdin)
 
     def helm(self, *arguments: str) -> str:
         """Standard output of a helm that must succeed."""
-        done = self.run("helm", *arguments)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        return self.access.helm(*arguments)
+
+    def make_namespaces(self, *names: str) -> None:
+        """Marked ones, so that they go with the session that is interrupted."""
+        for name in names:
+            make_namespace(self.access, name)
+
+    def delete_namespaces(self, *names: str) -> None:
+        """Begin to."""
+        self.run("kubectl", "delete", "namespace", *names, "--wait=false", "--ignore-not-found")
 
     def refusal(self, document: dict[str, Any], *arguments: str) -> str:
         """What `kubectl apply` says against the object; empty when it takes it."""
@@ -115,23 +111,21 @@ class Api:
 
 
 @pytest.fixture(scope="session")
-def api(request: pytest.FixtureRequest) -> Iterator[Api]:
-    if request.config.getoption("--cluster", default="local") == "existing":
-        yield Api(variables={}, existing=True)
+def api(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
+    if request.config.getoption("--cluster") == "existing":
+        yield Api(request.getfixturevalue("site"))
         return
     from trainium_devcluster.cluster import Cluster
 
     with Cluster.start(nodes=()) as cluster:
-        yield Api(variables=cluster.variables(), existing=False)
+        yield Api(Access("local", cluster.variables(), tmp_path_factory.mktemp("shared")))
 
 
 @pytest.fixture(scope="session")
 def defined(api: Api) -> Iterator[Api]:
-    """The API server with the definition and a namespace to write in."""
-    api.kubectl(
-        "apply", "--server-side", "--force-conflicts", "-f", "-", stdin=json.dumps(custom_resource_definition())
-    )
-    api.established("trainingjobs.trainium.dev")
-    api.run("kubectl", "create", "namespace", NAMESPACE)
+    """The API server with the definition, no operator, and a namespace to write in."""
+    if not api.existing:  # there it is so whenever a test here begins
+        apply_definition(api.access)
+    api.make_namespaces(NAMESPACE)
     yield api
-    api.run("kubectl", "delete", "namespace", NAMESPACE, "--wait=false")
+    api.delete_namespaces(NAMESPACE)

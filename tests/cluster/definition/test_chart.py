@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
+from tests.testing.cluster.installed import make_namespace
+from tests.testing.cluster.marks import SELECTOR
 from tests.testing.suite.patience import until
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
 from trainium_contract.sizes import INSTANCES
@@ -440,12 +442,7 @@ def test_the_pods_of_the_operator_and_of_helm_test_are_admitted_where_only_restr
     }
     test_pod = only(rendered(defined), "Pod", f"{NAME}-test")
     of_helm_test = test_pod | {"metadata": {"name": "test", "labels": test_pod["metadata"]["labels"]}}
-    space = {
-        "apiVersion": "v1",
-        "kind": "Namespace",
-        "metadata": {"name": f"{RELEASE}-restricted", "labels": {"pod-security.kubernetes.io/enforce": "restricted"}},
-    }
-    defined.kubectl("apply", "-f", "-", stdin=json.dumps(space))
+    make_namespace(defined.access, f"{RELEASE}-restricted", **{"pod-security.kubernetes.io/enforce": "restricted"})
     try:
         create = ("kubectl", "-n", f"{RELEASE}-restricted", "create", "--dry-run=server", "-f", "-")
         for each in (pod, of_helm_test):
@@ -453,7 +450,7 @@ def test_the_pods_of_the_operator_and_of_helm_test_are_admitted_where_only_restr
             assert "violates PodSecurity" not in done.stderr
             assert done.returncode == 0, done.stderr
     finally:
-        defined.kubectl("delete", "namespace", f"{RELEASE}-restricted", "--wait=false")
+        defined.delete_namespaces(f"{RELEASE}-restricted")
 
 
 @pytest.mark.parametrize("settings", ["replicas=2", EVERYTHING])
@@ -518,15 +515,13 @@ def test_an_example_is_taken(defined: Api, example: str) -> None:
 
 
 def test_the_plain_install_applies(defined: Api) -> None:
-    if defined.existing:
-        pytest.skip("an operator is not installed into a cluster that is somebody's own")
+    defined.make_namespaces("trainium-system")  # whose mark stays, should this be interrupted
     install = str(ROOT / generate.INSTALL)
     applied = defined.run("kubectl", "apply", "--server-side", "--force-conflicts", "-f", install)
     assert (applied.returncode, applied.stderr) == (0, "")
-    policies = ("validatingadmissionpolicybinding", "validatingadmissionpolicy")
-    rest = ("deployment", *policies, "clusterrole", "clusterrolebinding", "namespace")
-    for kind in rest:
-        defined.run("kubectl", "delete", kind, "--all-namespaces", "-l", "app.kubernetes.io/part-of=trainium-operator")
+    made = [each for each in yaml.load_all(Path(install).read_text(), _LOADER) if each]
+    others = [each for each in made if each["kind"] != "CustomResourceDefinition"]
+    defined.access.kubectl("delete", "--ignore-not-found", "-f", "-", stdin=yaml.safe_dump_all(others))
 
 
 SERVICE_ACCOUNT = f"system:serviceaccount:system:{NAME}"
@@ -555,15 +550,14 @@ def owned(what: str, called: str, namespace: str, **owner: Any) -> dict[str, Any
 @pytest.fixture(scope="module")
 def restricted(defined: Api) -> Iterator[Api]:
     """The chart's policy in force, and its ServiceAccount with every right that roles could give."""
-    if defined.existing:
-        pytest.skip("an operator is not installed into a cluster that is somebody's own")
-    defined.kubectl("create", "namespace", SPACES[0])
+    defined.make_namespaces(SPACES[0])
     kinds = ("ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding")
     policy = [each for each in rendered(defined) if each["kind"] in kinds]
     assert [each["kind"] for each in policy] == list(kinds)
     defined.kubectl("apply", "-f", "-", stdin=yaml.safe_dump_all(policy))
     name = f"{RELEASE}-everything"
     defined.kubectl("create", "clusterrolebinding", name, "--clusterrole=cluster-admin", f"--user={SERVICE_ACCOUNT}")
+    defined.kubectl("label", "clusterrolebinding", name, SELECTOR)
     # The API server takes a policy up in its own time.
     probe = owned("ConfigMap", "probe", "kube-system")
     until(lambda: refused(defined, probe, "create"), "the policy comes into force", 40, pause=0.5)
@@ -571,7 +565,7 @@ def restricted(defined: Api) -> Iterator[Api]:
     for document in policy:
         defined.kubectl("delete", document["kind"], document["metadata"]["name"])
     defined.kubectl("delete", "clusterrolebinding", name)
-    defined.run("kubectl", "delete", "namespace", SPACES[0], "--wait=false")
+    defined.delete_namespaces(SPACES[0])
 
 
 def refused(api: Api, document: dict[str, Any], verb: str, *arguments: str) -> str:
@@ -591,12 +585,12 @@ def test_the_operator_cannot_take_over_an_object_by_giving_it_an_owner(restricte
 
 
 def test_the_policy_lets_the_operator_keep_its_memory_and_binds_nobody_else(restricted: Api) -> None:
-    restricted.run("kubectl", "create", "namespace", "system")
+    restricted.make_namespaces("system")
     memory = owned("ConfigMap", f"{NAME}-quarantine", "system")
     memory["metadata"].pop("ownerReferences")
     assert refused(restricted, memory, "create") == ""
     assert refused(restricted, memory, "replace") == ""
-    restricted.kubectl("-n", "system", "delete", "configmap", f"{NAME}-quarantine")
+    restricted.delete_namespaces("system")
     restricted.kubectl("-n", "kube-system", "create", "configmap", f"{RELEASE}-by-somebody", "--dry-run=server")
 
 

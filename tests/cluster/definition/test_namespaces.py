@@ -42,12 +42,10 @@ def role_objects(api: Api, *namespaces: str) -> str:
 
 @pytest.fixture(scope="module")
 def rights(defined: Api) -> Iterator[Api]:
-    for name in (SYSTEM, SERVED, GOING, OTHER):
-        defined.kubectl("create", "namespace", name)
+    defined.make_namespaces(SYSTEM, SERVED, GOING, OTHER)
     defined.run("kubectl", "apply", "-f", "-", stdin=role_objects(defined))
     yield defined
-    for name in (SYSTEM, SERVED, GOING, OTHER):
-        defined.run("kubectl", "delete", "namespace", name, "--wait=false")
+    defined.delete_namespaces(SYSTEM, SERVED, GOING, OTHER)
     for kind in ("clusterrole", "clusterrolebinding"):
         defined.run("kubectl", "delete", kind, ACCOUNT, "--ignore-not-found")
 
@@ -112,7 +110,7 @@ def test_a_namespace_that_is_deleted_closes_alone_and_opens_when_it_is_made_agai
         for each in caches.reflectors():  # as when the watches end by themselves, up to five minutes later
             await each.refresh()
         assert (namespaces.sight(GOING), namespaces.is_open(SERVED)) == (Sight.FORBIDDEN, True)
-        await asyncio.to_thread(rights.run, "kubectl", "create", "namespace", GOING)
+        await asyncio.to_thread(rights.make_namespaces, GOING)
         await asyncio.to_thread(rights.run, "kubectl", "apply", "-f", "-", stdin=role_objects(rights, GOING))
         await asyncio.to_thread(rights.run, "kubectl", "apply", "-f", "-", stdin=job("again", GOING))
         for each in caches.reflectors():

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
+from tests.testing.cluster.installed import await_definition
+from tests.testing.cluster.marks import LABELS
 from tests.testing.versions.previous import previous_version, speak
 from trainium_operator.cluster.api.errors import UndeclaredFieldError
 from trainium_operator.cluster.execute.undeclared_fields import UndeclaredFields
@@ -34,14 +36,12 @@ def previous(tmp_path_factory: pytest.TempPathFactory) -> Previous:
 @pytest.fixture(scope="module")
 def older(defined: Api, previous: Previous) -> Iterator[Api]:
     """The API server with the definition of the version before too, in a group of its own."""
-    if defined.existing:
-        pytest.skip("a second definition is not put into a cluster that is somebody's own")
     definition = yaml.safe_load((previous.folder / "manifests/crd.yaml").read_text())
-    definition["metadata"] = {"name": f"trainingjobs.{GROUP}"}
+    definition["metadata"] = {"name": f"trainingjobs.{GROUP}", "labels": LABELS}
     definition["spec"]["group"] = GROUP
     definition["spec"]["names"].update(shortNames=[], categories=[])
     defined.kubectl("apply", "--server-side", "-f", "-", stdin=json.dumps(definition))
-    defined.established(f"trainingjobs.{GROUP}")
+    await_definition(defined.access, f"trainingjobs.{GROUP}")
     yield defined
     defined.kubectl("delete", "crd", f"trainingjobs.{GROUP}")
 

@@ -57,8 +57,7 @@ def readable(defined: Api, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     """An operator that serves pages, and a job in each of two namespaces."""
     if defined.existing:
         pytest.skip("an operator is not installed into a cluster that is somebody's own")
-    for name in (SYSTEM, OURS, THEIRS):
-        defined.kubectl("create", "namespace", name)
+    defined.make_namespaces(SYSTEM, OURS, THEIRS)
     for name, role in ROLES.items():
         defined.kubectl("create", "serviceaccount", name, "-n", OURS)
         if role:
@@ -75,8 +74,7 @@ def readable(defined: Api, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         yield running
         for namespace in (OURS, THEIRS):
             defined.run("kubectl", "delete", "trn", "--all", "-n", namespace, "--wait=false")
-    for name in (SYSTEM, OURS, THEIRS):
-        defined.run("kubectl", "delete", "namespace", name, "--wait=false")
+    defined.delete_namespaces(SYSTEM, OURS, THEIRS)
 
 
 def shown(readable: Readable, token: str, path: str, words: str) -> str:

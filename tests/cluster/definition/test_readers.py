@@ -45,14 +45,12 @@ SETTINGS = (
 def readable(defined: Api, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Readable]:
     if defined.existing:
         pytest.skip("an operator is not installed into a cluster that is somebody's own")
-    for name in (SYSTEM, PEOPLE):
-        defined.kubectl("create", "namespace", name)
+    defined.make_namespaces(SYSTEM, PEOPLE)
     defined.kubectl("create", "serviceaccount", "prometheus", "-n", PEOPLE)
     defined.kubectl("create", "serviceaccount", "tenant", "-n", PEOPLE)
     with readable_operator(defined, tmp_path_factory.mktemp("readable"), RELEASE, SYSTEM, SETTINGS) as running:
         yield running
-    for name in (SYSTEM, PEOPLE):
-        defined.run("kubectl", "delete", "namespace", name, "--wait=false")
+    defined.delete_namespaces(SYSTEM, PEOPLE)
 
 
 def test_who_was_named_may_read_and_a_tenant_and_a_stranger_may_not(readable: Readable) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.testing.cluster.installed import make_namespace
 from tests.testing.cluster.lab import Lab
 from tests.testing.suite.patience import until
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 def lab(site: Site) -> Iterator[Lab]:
     """Plain pods run here; all of it is removed at the end."""
     namespace = f"plain-{int(time.time())}"
-    site.kubectl("create", "namespace", namespace)
+    make_namespace(site, namespace)
     # Pods are refused until their namespace has its service account.
     until(
         lambda: site.kubectl("-n", namespace, "get", "serviceaccount", "default", "--ignore-not-found"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import zlib
 from dataclasses import dataclass
@@ -10,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.testing.cluster.installed import RingNeed, make_namespace
 from tests.testing.cluster.jobs import Job
-from tests.testing.cluster.sites import ROOT, CommandError
 from tests.testing.suite.patience import until
 
 if TYPE_CHECKING:
@@ -20,35 +19,12 @@ if TYPE_CHECKING:
 
     from tests.testing.cluster.sites import Site
 
-RELEASE = "trainium-operator"
-OPERATOR_NAMESPACE = "trainium-system"
-
 
 @pytest.fixture(scope="session")
-def operator(site: Site) -> Iterator[Site]:
-    """The chart, installed with the real helm; taken out again unless the cluster ends anyway."""
-    values = site.shared / "values.json"
-    ours = {"statusIntervalSeconds": 1, "metrics": {"namedJobs": 20}}
-    values.write_text(json.dumps(ours | site.settings.get("chartValues", {})))
-    try:
-        _install(site, str(values))
-        yield site
-    finally:
-        if site.cluster is None:
-            site.helm("uninstall", RELEASE, "-n", OPERATOR_NAMESPACE, "--wait", "--ignore-not-found")
-
-
-def _install(site: Site, values: str) -> None:
-    """Helm says only that the operator is not ready; its pod and its log say why."""
-    try:
-        site.helm(
-            "install", RELEASE, str(ROOT / "helm" / "trainium-operator"), "-n", OPERATOR_NAMESPACE,
-            "--create-namespace", "-f", values, "--wait", "--timeout", "120s",
-        )  # fmt: skip
-    except CommandError as error:
-        pods = site.run("kubectl", "get", "pods", "-n", OPERATOR_NAMESPACE).stdout
-        log = site.run("kubectl", "logs", "-n", OPERATOR_NAMESPACE, f"deployment/{RELEASE}", "--tail=25").stdout
-        raise CommandError(f"{error}\n{pods}\n{log}") from error
+def operator(site: Site) -> Site:
+    """The chart, installed with the real helm; a cluster that rings share has it whenever a test here begins."""
+    site.installed.ensure(RingNeed.OPERATOR)
+    return site
 
 
 @pytest.fixture
@@ -56,7 +32,7 @@ def namespace(operator: Site, request: pytest.FixtureRequest) -> Iterator[str]:
     """A namespace of the test's own; nothing of it is left running."""
     words = re.sub(r"[^a-z0-9]+", "-", request.node.name.removeprefix("test_"))[:32].strip("-")
     name = f"t-{words}-{zlib.crc32(request.node.nodeid.encode()):08x}"
-    operator.kubectl("create", "namespace", name)
+    make_namespace(operator, name)
     yield name
     operator.kubectl("delete", "trainingjobs", "--all", "-n", name, "--wait=false")
     operator.kubectl("delete", "namespace", name, "--wait=false")
@@ -91,7 +67,7 @@ class Undisturbed:
 @pytest.fixture(scope="session")
 def undisturbed(operator: Site) -> Undisturbed:
     name = "reference"
-    operator.kubectl("create", "namespace", name)
+    make_namespace(operator, name)
     job = Job(operator, name, name).apply()
     status = job.until_phase("Completed")
     left = Undisturbed(status, job.losses(), job.folder, operator.get("networkpolicies", "-n", name)["items"])

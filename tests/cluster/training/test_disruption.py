@@ -83,7 +83,7 @@ def test_a_drained_node_is_left_by_its_worker_and_nothing_is_lost(new_job: Calla
     job.until("a warm spare", lambda status: status.get("spares") == 1 and job.log.newest >= 5)
     until_budget(job, 1)
     node = job.members()[1]["nodeName"]
-    try:
+    with job.site.cordoned(node):
         job.site.kubectl(
             "drain", node, f"--pod-selector=trainium.dev/job-name={job.name}", "--delete-emptydir-data",
             "--ignore-daemonsets", "--force", f"--timeout={patient(60):.0f}s",
@@ -91,8 +91,6 @@ def test_a_drained_node_is_left_by_its_worker_and_nothing_is_lost(new_job: Calla
         entry = job.until_recovered()
         assert (entry["rung"], entry["cause"], entry["stepsLost"]) == ("Spare", "Preempted", 0)
         assert node not in {member["nodeName"] for member in job.members()}
-    finally:
-        job.site.kubectl("uncordon", node)
 
 
 @pytest.mark.long
@@ -100,14 +98,11 @@ def test_a_notice_of_karpenter_moves_the_rank_before_anybody_evicts_it(new_job: 
     job = new_job(change="trainer: {steps: 100000}\nworkers: {spares: 1}")
     job.until("a warm spare", lambda status: status.get("spares") == 1 and job.log.newest >= 5)
     leaver = job.members()[1]
-    try:
-        job.site.kubectl("taint", "node", leaver["nodeName"], "karpenter.sh/disrupted:NoSchedule")
+    with job.site.tainted(leaver["nodeName"], "karpenter.sh/disrupted", "NoSchedule"):
         entry = job.until_recovered()
         assert (entry["rung"], entry["cause"], entry["stepsLost"]) == ("Spare", "Preempted", 0)
         assert leaver["podUid"] not in {member["podUid"] for member in job.members()}
         job.until("the node is empty", lambda _: leaver["podUid"] not in job.uids())
-    finally:
-        job.site.kubectl("taint", "node", leaver["nodeName"], "karpenter.sh/disrupted-")
 
 
 @pytest.mark.long

@@ -80,16 +80,13 @@ def test_a_lost_node_is_replaced_by_the_spare_and_the_curve_is_the_same_bit_for_
     job.until("a warm spare", lambda status: status.get("spares") == 1 and job.log.newest >= 5)
     lost = job.members()[1]
 
-    job.site.power_off(lost["nodeName"])
-    try:
+    with job.site.without_power(lost["nodeName"]):
         entry = job.until_recovered()
         assert entry["rung"] == "Spare"
         assert entry["node"] == lost["nodeName"]
         assert entry["stepsLost"] <= 1, "replicated state survives on the other node"
         assert lost["podUid"] not in {member["podUid"] for member in job.members()}
         job.until_phase("Completed")
-    finally:
-        job.site.power_on(lost["nodeName"])
     assert job.losses() == reference
 
 
@@ -118,17 +115,9 @@ def test_a_job_shrinks_when_no_capacity_comes_and_grows_back(
         pytest.skip(f"needs a cluster of {nodes} nodes")
     job.until_step(5)
     idle = set(job.site.worker_nodes()) - {member["nodeName"] for member in job.members()}
-    for node in idle:
-        job.site.kubectl("cordon", node)
-    lost = job.members()[-1]["nodeName"]
-    job.site.power_off(lost)
-    try:
+    with job.site.cordoned(*idle), job.site.without_power(job.members()[-1]["nodeName"]):
         job.until("a smaller size", lambda status: status["membership"]["size"] == 3)
         assert job.until_recovered()["rung"] == "Shrink"
-    finally:
-        job.site.power_on(lost)
-        for node in idle:
-            job.site.kubectl("uncordon", node)
     job.until(
         "the full size again", lambda status: status["membership"]["size"] == 4 or status["phase"] == "Completed", 60
     )
@@ -149,18 +138,11 @@ def test_a_job_without_a_spare_uses_every_node_that_is_left_though_the_batch_doe
         pytest.skip("needs a cluster of 4 nodes")
     seen = [_at_size(job, 4)]
     idle = set(nodes) - {member["nodeName"] for member in job.members()}
-    for node in idle:
-        job.site.kubectl("cordon", node)
-    lost = [member["nodeName"] for member in job.members()[-2:]]
-    try:
-        for size, node in ((3, lost[0]), (2, lost[1])):
-            job.site.power_off(node)
-            seen.append(_at_size(job, size))
-    finally:
-        for node in lost:
-            job.site.power_on(node)
-        for node in idle:
-            job.site.kubectl("uncordon", node)
+    first, second = (member["nodeName"] for member in job.members()[-2:])
+    with job.site.cordoned(*idle), job.site.without_power(first):
+        seen.append(_at_size(job, 3))
+        with job.site.without_power(second):
+            seen.append(_at_size(job, 2))
     seen.append(_at_size(job, 4))
     job.suspend()
     job.until_phase("Suspended")
@@ -185,17 +167,9 @@ def test_with_a_tolerance_a_lost_node_changes_the_batch_a_little_and_no_sample_i
         pytest.skip("needs a cluster of 4 nodes")
     seen = [_at_size(job, 4)]
     idle = set(nodes) - {member["nodeName"] for member in job.members()}
-    for node in idle:
-        job.site.kubectl("cordon", node)
-    lost = job.members()[-1]["nodeName"]
-    try:
-        job.site.power_off(lost)
+    with job.site.cordoned(*idle), job.site.without_power(job.members()[-1]["nodeName"]):
         seen.append(_at_size(job, 3))
         assert job.status()["membership"]["batch"] == 9
-    finally:
-        job.site.power_on(lost)
-        for node in idle:
-            job.site.kubectl("uncordon", node)
     seen.append(_at_size(job, 4))
     job.suspend()
     job.until_phase("Suspended")

@@ -11,6 +11,7 @@ import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from tests.testing.cluster.marks import HOLD
 from tests.testing.suite.patience import until
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from tests.testing.cluster.sites import Site
 
 Json = dict[str, Any]
-HOLD = "trainium.dev/test-hold"  # a finalizer: keeps a deleted pod readable after its containers have ended
 
 
 @dataclass

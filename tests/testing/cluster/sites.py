@@ -10,85 +10,36 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shlex
 import shutil
 import subprocess
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
 
-from tests.testing.cluster.api_reader import ApiReader, ReadError, path_of
+from tests.testing.cluster.access import ROOT, Access
+from tests.testing.cluster.api_reader import ApiReader
+from tests.testing.cluster.installed import Installed
+from tests.testing.cluster.leftovers import OccupiedError, refuse_to_disturb, sweep
+from tests.testing.cluster.marks import POWERED_OFF, TAINTED, cordon_of
+from tests.testing.cluster.session_lease import SessionLease, TakenError
 from tests.testing.suite.patience import patient
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
-    from trainium_devcluster.cluster import Cluster
-
-ROOT = Path(__file__).parents[3]
 NODES = 5
 
 
-class CommandError(AssertionError):
-    """A kubectl or helm that must succeed did not."""
-
-
 @dataclass
-class Site:
-    """One cluster; `settings` are those of the settings file, empty for the development cluster."""
+class Site(Access):
+    """A cluster with nodes, which tests disturb."""
 
-    kind: str
-    variables: dict[str, str]
-    shared: Path
-    settings: dict[str, Any] = field(default_factory=dict)
-    cluster: Cluster | None = None
-    reader: ApiReader | None = None
-    """Given, what tests poll is read without a kubectl each time."""
-
-    def run(self, *command: str, stdin: str = "", seconds: float = 60) -> subprocess.CompletedProcess[str]:
-        """A command with the cluster's environment; `seconds` on a quiet machine."""
-        return subprocess.run(
-            command,
-            input=stdin,
-            env=os.environ | self.variables,
-            text=True,
-            capture_output=True,
-            check=False,
-            timeout=patient(seconds),
-        )
-
-    def must(self, *command: str, stdin: str = "", seconds: float = 60) -> str:
-        done = self.run(*command, stdin=stdin, seconds=seconds)
-        if done.returncode != 0:
-            raise CommandError(f"{shlex.join(command)}: {done.stderr.strip()}")
-        return done.stdout
-
-    def kubectl(self, *arguments: str, stdin: str = "", seconds: float = 60) -> str:
-        """Standard output of a kubectl that must succeed."""
-        return self.must("kubectl", *arguments, stdin=stdin, seconds=seconds)
-
-    def wait(self, what: str, *of: str, seconds: float) -> None:
-        """`kubectl wait --for=WHAT OF...`."""
-        self.kubectl("wait", f"--for={what}", *of, f"--timeout={patient(seconds):.0f}s", seconds=seconds + 10)
-
-    def helm(self, *arguments: str) -> str:
-        """Standard output of a helm that must succeed."""
-        return self.must("helm", *arguments, seconds=180)
-
-    def get(self, *arguments: str) -> dict[str, Any]:
-        """`kubectl get ... -o json`."""
-        path = path_of(arguments) if self.reader is not None else None
-        if self.reader is not None and path is not None:
-            try:
-                return self.reader.get(path)
-            except ReadError as error:
-                raise CommandError(f"get {shlex.join(arguments)}: {error}") from error
-        document: dict[str, Any] = json.loads(self.kubectl("get", *arguments, "-o", "json"))
-        return document
+    def __post_init__(self) -> None:
+        self.installed = Installed(self)
 
     def worker_nodes(self) -> list[str]:
         """Nodes that take a worker."""
@@ -98,20 +49,66 @@ class Site:
 
     # --- faults --------------------------------------------------------------------------------------------------
 
+    @contextlib.contextmanager
+    def cordoned(self, *nodes: str) -> Iterator[None]:
+        """Nodes that take no more pods, until the block ends."""
+        try:
+            self._cordon(nodes, on=True)
+            yield
+        finally:
+            self._cordon(nodes, on=False)
+
+    @contextlib.contextmanager
+    def tainted(self, node: str, key: str, effect: str) -> Iterator[None]:
+        """A node with this taint, until the block ends."""
+        self._note(TAINTED, f"{key}:{effect}", node)
+        try:
+            self.kubectl("taint", "node", node, f"{key}:{effect}")
+            yield
+        finally:
+            self.kubectl("taint", "node", node, f"{key}:{effect}-")
+            self._forget(TAINTED, node)
+
+    @contextlib.contextmanager
+    def without_power(self, node: str) -> Iterator[None]:
+        """A node that is off, until the block ends."""
+        self.power_off(node)
+        try:
+            yield
+        finally:
+            self.power_on(node)
+
     def power_off(self, node: str) -> None:
         """The node and all that runs on it is gone at once."""
         if self.cluster is not None:
             self.cluster.faults.kill_node(node)
         else:
-            self._command("powerOff", node)
+            command = self._command("powerOff")
+            self._note(POWERED_OFF, "yes", node)
+            subprocess.run(command.format(node=node), shell=True, check=True, timeout=patient(120))
 
     def power_on(self, node: str) -> None:
         """The node comes back."""
         if self.cluster is not None:
             self.cluster.faults.start_node(node)
         else:
-            self._command("powerOn", node)
+            command = self._command("powerOn")
+            subprocess.run(command.format(node=node), shell=True, check=True, timeout=patient(120))
+            self._forget(POWERED_OFF, node)
         self.wait("condition=Ready", f"node/{node}", seconds=90)
+
+    def _cordon(self, nodes: Sequence[str], *, on: bool) -> None:
+        if nodes:
+            self.kubectl("patch", "node", *nodes, "--type=merge", "-p", json.dumps(cordon_of(on=on)))
+
+    def _note(self, key: str, value: str, node: str) -> None:
+        """For a later session, should this one be interrupted."""
+        if self.is_lent:
+            self.kubectl("annotate", "node", node, f"{key}={value}", "--overwrite")
+
+    def _forget(self, key: str, node: str) -> None:
+        if self.is_lent:
+            self.kubectl("annotate", "node", node, f"{key}-")
 
     def restart_api_server(self) -> None:
         """The API server is away for a moment."""
@@ -119,11 +116,11 @@ class Site:
             pytest.skip("only the development cluster's API server may be restarted by a test")
         self.cluster.faults.restart_apiserver()
 
-    def _command(self, key: str, node: str) -> None:
+    def _command(self, key: str) -> str:
         command = self.settings.get(key)
         if not command:
             pytest.skip(f"the site's settings have no {key} command")
-        subprocess.run(command.format(node=node), shell=True, check=True, timeout=patient(120))
+        return str(command)
 
 
 @contextlib.contextmanager
@@ -141,11 +138,35 @@ def open_site(kind: str) -> Iterator[Site]:
         with _kind(settings) as site:
             yield site
         return
+    with _lent(settings) as site:
+        yield site
+
+
+@contextlib.contextmanager
+def _lent(settings: dict[str, Any]) -> Iterator[Site]:
+    """The cluster of KUBECONFIG, for this session alone; what tests left there goes before and after."""
     shared = Path(settings.get("shared") or tempfile.gettempdir()) / f"trainium-tests-{os.getpid()}"
     shared.mkdir(mode=0o777, parents=True)
     shared.chmod(0o777)  # workers run as a user of their own
+    site = Site("existing", {}, shared, settings)
+
+    def power_on(node: str) -> None:
+        if "powerOn" not in settings:
+            raise OccupiedError(
+                f"Tests left node {node} without power, and the site's settings have no powerOn command."
+            )
+        site.power_on(node)
+
     try:
-        yield Site("existing", {}, shared, settings)
+        with SessionLease(site).held():
+            refuse_to_disturb(site)
+            sweep(site, power_on)
+            try:
+                yield site
+            finally:
+                sweep(site, power_on)
+    except (TakenError, OccupiedError) as error:
+        pytest.exit(str(error), returncode=2)
     finally:
         shutil.rmtree(shared, ignore_errors=True)
 

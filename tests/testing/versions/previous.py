@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.testing.cluster.sites import ROOT
+from tests.testing.cluster.access import ROOT
 from tests.testing.suite.patience import patient
 
 TAG = "v0.1.0"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.testing.cluster.sites import ROOT
+from tests.testing.cluster.access import ROOT
 from tests.testing.suite.patience import patient, until
 from trainium_devcluster.cluster import system_values
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
-from tests.testing.cluster.sites import ROOT
+from tests.testing.cluster.access import ROOT
 from tests.testing.versions.previous import previous_version, speak
 
 if TYPE_CHECKING:

@@ -1,0 +1,111 @@
+"""The definition and the operator on a cluster, as a ring needs them: the one without the other, or both.
+
+Rings share a cluster that is lent to the tests. Those of the definition write what an operator would, so none may run;
+those of training want the chart's. Invariant: each finds it so, whichever ran before.
+"""
+
+from __future__ import annotations
+
+import json
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+from tests.testing.cluster.access import ROOT, Access, CommandError
+from tests.testing.cluster.marks import LABELS, is_marked
+from tests.testing.suite.patience import patient, until
+from trainium_contract.definition.crd import custom_resource_definition
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+RELEASE = "trainium-operator"
+NAMESPACE = "trainium-system"
+DEFINITION = "trainingjobs.trainium.dev"
+CHART = ROOT / "helm/trainium-operator"
+
+
+class RingNeed(StrEnum):
+    """What a ring of tests needs on its cluster."""
+
+    DEFINITION = "the definition alone"
+    OPERATOR = "the operator"
+
+
+class Installed:
+    """What this session has installed on a cluster."""
+
+    def __init__(self, access: Access) -> None:
+        self._access = access
+        self._now: RingNeed | None = None
+
+    def ensure(self, need: RingNeed) -> None:
+        """Make it so; nothing happens when it is."""
+        if need is self._now:
+            return
+        self._now = None
+        if need is RingNeed.OPERATOR:
+            install_operator(self._access)
+        else:
+            apply_definition(self._access)
+            uninstall_operator(self._access)
+        self._now = need
+
+
+def install_operator(access: Access, values: Mapping[str, Any] | None = None, *options: str) -> None:
+    """The chart, with the site's values over these; returns when it runs. Raises CommandError, which says why not."""
+    usual = {"statusIntervalSeconds": 1, "metrics": {"namedJobs": 20}}
+    chosen = {**(usual if values is None else values), **access.settings.get("chartValues", {})}
+    if access.is_lent:  # where the definition may be somebody's own: it is no part of the release and of its marks
+        apply_definition(access)
+        chosen |= {"crds": {"install": False}, "commonLabels": chosen.get("commonLabels", {}) | LABELS}
+    file = access.shared / "values.json"
+    file.write_text(json.dumps(chosen))
+    make_namespace(access, NAMESPACE)
+    command = ("upgrade", "--install", RELEASE, str(CHART), "-n", NAMESPACE, "-f", str(file), *options)
+    try:
+        access.helm(*command, "--wait", f"--timeout={patient(120):.0f}s")
+    except CommandError as error:
+        # Helm says only that the operator is not ready; its pod and its log say why.
+        pods = access.run("kubectl", "get", "pods", "-n", NAMESPACE).stdout
+        log = access.run("kubectl", "logs", "-n", NAMESPACE, f"deployment/{RELEASE}", "--tail=25").stdout
+        raise CommandError(f"{error}\n{pods}\n{log}") from error
+
+
+def uninstall_operator(access: Access) -> None:
+    """Take it out, in whatever state it is; its jobs and the definition stay."""
+    access.helm("uninstall", RELEASE, "-n", NAMESPACE, "--wait", "--ignore-not-found")
+
+
+def apply_definition(access: Access) -> None:
+    """This checkout's definition; marked unless there was one before that tests did not bring."""
+    there = access.run("kubectl", "get", "crd", DEFINITION, "-o", "json")
+    document = custom_resource_definition()
+    if there.returncode != 0 or is_marked(json.loads(there.stdout)):
+        document["metadata"]["labels"] = LABELS
+    # By a name of its own: who applies the definition otherwise would take the mark away.
+    apply = ("apply", "--server-side", "--force-conflicts", "--field-manager=trainium-tests")
+    access.kubectl(*apply, "-f", "-", stdin=json.dumps(document))
+    await_definition(access, DEFINITION)
+
+
+def await_definition(access: Access, name: str) -> None:
+    """Return when objects of it can be written; kubectl's own wait fails while it has no condition at all."""
+    asked = ("get", "crd", name, "-o", 'jsonpath={.status.conditions[?(@.type=="Established")].status}')
+    until(lambda: access.run("kubectl", *asked).stdout == "True", f"the definition {name} is established", 20)
+
+
+def make_namespace(access: Access, name: str, **labels: str) -> None:
+    """A marked namespace. One of that name is taken as it is, and waited for when it is going."""
+    metadata = {"name": name, "labels": LABELS | labels}
+    document = json.dumps({"apiVersion": "v1", "kind": "Namespace", "metadata": metadata})
+
+    def is_there() -> bool:
+        made = access.run("kubectl", "create", "-f", "-", stdin=document)
+        if made.returncode == 0:
+            return True
+        if "AlreadyExists" not in made.stderr:
+            raise CommandError(f"namespace {name}: {made.stderr.strip()}")
+        found = access.run("kubectl", "get", "namespace", name, "-o", "jsonpath={.metadata.name} {.status.phase}")
+        return found.stdout == f"{name} Active"
+
+    until(is_there, f"namespace {name} of before goes", 90)

@@ -1,0 +1,118 @@
+"""A cluster that is lent to the tests, as a session finds it and leaves it: without anything that tests made.
+
+What an interrupted session left is told by its marks (`marks.py`) and removed before the first test: namespaces with
+jobs and pods in them, the operator, roles, the definition if tests brought it, and what was done to nodes. What
+somebody else has there stays, and where it would be in the way no test begins.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from tests.testing.cluster.installed import uninstall_operator
+from tests.testing.cluster.marks import (
+    CORDONED,
+    HOLD,
+    OF_THE_CHART,
+    POWERED_OFF,
+    SELECTOR,
+    TAINTED,
+    cordon_of,
+    is_marked,
+    is_of_the_chart,
+)
+from tests.testing.suite.patience import NotInTimeError, until
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.testing.cluster.access import Access
+
+_OF_NO_NAMESPACE = (
+    "clusterrole,clusterrolebinding,validatingadmissionpolicy,validatingadmissionpolicybinding,priorityclass"
+)
+"""Kinds that the chart makes, or tests beside it."""
+
+
+class OccupiedError(Exception):
+    """Something of somebody else is in the way; the text says what, and what to do."""
+
+
+def refuse_to_disturb(access: Access) -> None:
+    """Raise OccupiedError when an operator or jobs that tests did not make are on the cluster."""
+    ours = {each["metadata"]["name"] for each in _namespaces(access)}
+    for kind, selector, remedy in (
+        ("deployments", ("-l", OF_THE_CHART), "take the operator out (helm uninstall)"),
+        ("trainingjobs", (), "delete them"),
+    ):
+        listed = access.run("kubectl", "get", kind, "-A", *selector, "-o", "json")  # fails without a definition
+        items = json.loads(listed.stdout)["items"] if listed.returncode == 0 else []
+        foreign = [each["metadata"] for each in items if not is_marked(each)]
+        names = sorted(f"{each['namespace']}/{each['name']}" for each in foreign if each["namespace"] not in ours)
+        if names:
+            raise OccupiedError(
+                f"The cluster of KUBECONFIG has {kind} of this operator that no test made ({', '.join(names[:3])}): "
+                f"tests would disturb them. Use a cluster that is yours alone, or {remedy} first."
+            )
+
+
+def sweep(access: Access, power_on: Callable[[str], None]) -> None:
+    """Remove all that tests made. NotInTimeError when something does not go; the text says what it is."""
+    found = access.get(f"nodes,namespaces,{_OF_NO_NAMESPACE}")["items"]
+    for node in (each for each in found if each["kind"] == "Node"):
+        _mend(access, node, power_on)
+    uninstall_operator(access)
+    namespaces = [each["metadata"]["name"] for each in found if each["kind"] == "Namespace" and is_marked(each)]
+    if namespaces:
+        access.kubectl("delete", "namespace", *namespaces, "--wait=false", "--ignore-not-found")
+    for each in found:
+        if each["kind"] not in ("Node", "Namespace") and (is_marked(each) or is_of_the_chart(each)):
+            access.kubectl("delete", each["kind"], each["metadata"]["name"], "--ignore-not-found")
+    if namespaces:
+        _await_end(access, namespaces)
+    # Last: without it the API server does not know what is to be deleted in a namespace.
+    access.kubectl("delete", "crd", "-l", SELECTOR, "--ignore-not-found")
+
+
+def _namespaces(access: Access) -> list[dict[str, Any]]:
+    return list(access.get("namespaces", "-l", SELECTOR)["items"])
+
+
+def _await_end(access: Access, names: list[str]) -> None:
+    for name in names:
+        _let_go(access, name)
+    try:
+        until(lambda: not _namespaces(access), "the namespaces of tests go", 90, pause=0.5)
+    except NotInTimeError:
+        for each in _namespaces(access):  # of a node that is no more nobody says that a pod has ended
+            name = each["metadata"]["name"]
+            access.run("kubectl", "delete", "pods", "--all", "-n", name, "--force", "--grace-period=0")
+        until(lambda: not _namespaces(access), lambda: f"namespaces go: {_what_holds(access)}", 60, pause=0.5)
+
+
+def _let_go(access: Access, namespace: str) -> None:
+    """Pods that a test held on to would hold their namespace for ever."""
+    for pod in access.get("pods", "-n", namespace)["items"]:
+        if HOLD in pod["metadata"].get("finalizers", ()):
+            change = ("--type=merge", "-p", '{"metadata":{"finalizers":null}}')
+            access.run("kubectl", "patch", "pod", pod["metadata"]["name"], "-n", namespace, *change)
+
+
+def _what_holds(access: Access) -> str:
+    found = {
+        each["metadata"]["name"]: [one.get("message") for one in each["status"].get("conditions", ())]
+        for each in _namespaces(access)
+    }
+    return json.dumps(found)
+
+
+def _mend(access: Access, node: dict[str, Any], power_on: Callable[[str], None]) -> None:
+    name, notes = node["metadata"]["name"], node["metadata"].get("annotations", {})
+    if CORDONED in notes:
+        access.kubectl("patch", "node", name, "--type=merge", "-p", json.dumps(cordon_of(on=False)))
+    if TAINTED in notes:
+        access.run("kubectl", "taint", "node", name, f"{notes[TAINTED]}-")
+        access.kubectl("annotate", "node", name, f"{TAINTED}-")
+    if POWERED_OFF in notes:
+        power_on(name)

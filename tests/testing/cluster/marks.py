@@ -1,0 +1,35 @@
+"""What tests make on a cluster that is not their own carries a mark, so that a later session finds what one left."""
+
+from __future__ import annotations
+
+from typing import Any
+
+MARK = "tests.trainium.dev/made-by"
+"""Label of namespaces (and so of all that is in them), and of what belongs to no namespace."""
+LABELS = {MARK: "tests"}
+SELECTOR = f"{MARK}=tests"
+CORDONED = "tests.trainium.dev/cordoned"
+"""Annotations of nodes that a test disturbs: it keeps pods off, has taken the power, has given this taint."""
+POWERED_OFF = "tests.trainium.dev/powered-off"
+TAINTED = "tests.trainium.dev/tainted"
+HOLD = "tests.trainium.dev/hold"
+"""A finalizer: keeps a deleted pod readable after its containers have ended."""
+OF_THE_CHART = "app.kubernetes.io/part-of=trainium-operator"
+"""Label of all that the chart makes, whoever installs it."""
+
+
+def cordon_of(*, on: bool) -> dict[str, Any]:
+    """The merge patch of a node that takes no more pods, or takes them again."""
+    note = {"annotations": {CORDONED: "yes" if on else None}}
+    return {"metadata": note, "spec": {"unschedulable": True if on else None}}
+
+
+def is_marked(item: dict[str, Any]) -> bool:
+    """Whether tests made this object."""
+    return MARK in (item["metadata"].get("labels") or {})
+
+
+def is_of_the_chart(item: dict[str, Any]) -> bool:
+    """Whether the chart made it, whoever installed that."""
+    key, value = OF_THE_CHART.split("=")
+    return (item["metadata"].get("labels") or {}).get(key) == value
