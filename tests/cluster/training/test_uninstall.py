@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.testing.cluster.sites import ROOT
+from tests.testing.cluster.access import ROOT
+from tests.testing.suite.patience import patient, until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -38,7 +39,16 @@ class Release:
 
     def install(self, *, keep_memory: bool = False) -> None:
         chart, keep = str(ROOT / "helm" / "trainium-operator"), f"quarantine.keepMemory={str(keep_memory).lower()}"
-        common = ("-n", self.namespace, "-f", str(self._values), "--set", keep, "--wait", "--timeout", "120s")
+        common = (
+            "-n",
+            self.namespace,
+            "-f",
+            str(self._values),
+            "--set",
+            keep,
+            "--wait",
+            f"--timeout={patient(120):.0f}s",
+        )
         self.site.helm("upgrade", "--install", NAME, chart, *common)
 
     def uninstall(self) -> None:
@@ -72,17 +82,14 @@ def release(operator: Site, namespace: str) -> Iterator[Release]:
     made.uninstall()
 
 
-def until(condition: Callable[[], bool], why: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 90
-    while not condition():
-        assert time.monotonic() < deadline, why()
-        time.sleep(0.5)
+def eventually(look: Callable[[], object], wanted: object) -> None:
+    until(lambda: look() == wanted, lambda: f"{wanted}; there is {look()}", 90, pause=0.5)
 
 
 def test_an_uninstall_leaves_nothing_but_the_memory_where_that_is_asked_for(release: Release) -> None:
     def owned_by(memory: list[str]) -> None:
-        until(lambda: release.owners("lease", NAME) == ["Deployment"], lambda: release.owners("lease", NAME))
-        until(lambda: release.owners("configmap", MEMORY) == memory, lambda: release.owners("configmap", MEMORY))
+        for kind, name, owners in (("lease", NAME, ["Deployment"]), ("configmap", MEMORY, memory)):
+            eventually(partial(release.owners, kind, name), owners)
 
     release.install()
     owned_by(["Deployment"])
@@ -93,10 +100,10 @@ def test_an_uninstall_leaves_nothing_but_the_memory_where_that_is_asked_for(rele
     owned_by([])
     assert release.memory()["i-0123456789abcdef0"], "an upgrade forgets nothing"
     release.uninstall()
-    until(lambda: release.left() == [f"configmap/{MEMORY}"], release.left)
+    eventually(release.left, [f"configmap/{MEMORY}"])
 
     release.install()
     owned_by(["Deployment"])
     assert "state: Permanent" in release.memory()["i-0123456789abcdef0"], "nor does the next operator of that name"
     release.uninstall()
-    until(lambda: release.left() == [], release.left)
+    eventually(release.left, [])
