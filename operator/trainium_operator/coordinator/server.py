@@ -155,7 +155,8 @@ class CoordinatorServer:
             pod_uid=pod_uid,
         )
         protocol = self._state.heard(job_id, pod_uid).registration.protocol
-        membership = await self._state.newer_membership(job_id, after, seconds)
+        with self.reception.while_connected(request):
+            membership = await self._state.newer_membership(job_id, after, seconds)
         if self._state.closed or not self._is_serving():
             return _refusal(503, "the coordinator is shutting down; try the next address", headers=RETRY_AFTER)
         if membership is None:

@@ -7,6 +7,7 @@ again and again waits for it, can send nothing meanwhile, and has to come anew.
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from trainium_operator.entrance.guests import Guests
 if TYPE_CHECKING:
     import ssl
     from collections.abc import Awaitable, Callable, Iterable
+    from contextlib import AbstractContextManager
 
     from trainium_operator.entrance.guests import Guest
 
@@ -130,6 +132,11 @@ class Reception:
         """The request brought a valid token of this holder: its connection is no stranger's any more."""
         if isinstance(request.protocol, Visit):
             self.guests.proved(request.protocol.guest, holder)
+
+    @staticmethod
+    def while_connected(request: web.Request) -> AbstractContextManager[None]:
+        """For a wait within an answer: it ends with the connection that is waited for over."""
+        return request.protocol.waiting() if isinstance(request.protocol, Visit) else nullcontext()
 
     @staticmethod
     def is_new_to_refusals(request: web.Request) -> bool:

@@ -28,6 +28,8 @@ class Transport(asyncio.Transport):
         self.written = bytearray()
         self.closed = False
         self._stalled = stalled
+        self._paused = False
+        self._unread = b""
         self._protocol: asyncio.BaseProtocol | None = None
         self._loop = asyncio.get_running_loop()
 
@@ -37,8 +39,10 @@ class Transport(asyncio.Transport):
         protocol.connection_made(self)
 
     def receive(self, data: bytes) -> None:
-        """The other end has sent this."""
-        if not self.closed and isinstance(self._protocol, asyncio.Protocol):
+        """The other end has sent this; what comes while nothing is read waits."""
+        self._unread += data
+        if self._unread and not self._paused and not self.closed and isinstance(self._protocol, asyncio.Protocol):
+            self._unread, data = b"", self._unread
             self._protocol.data_received(data)
 
     def hang_up(self) -> None:
@@ -84,13 +88,16 @@ class Transport(asyncio.Transport):
 
     def is_reading(self) -> bool:
         """See asyncio.ReadTransport."""
-        return not self.closed
+        return not self.closed and not self._paused
 
     def pause_reading(self) -> None:
         """See asyncio.ReadTransport."""
+        self._paused = True
 
     def resume_reading(self) -> None:
         """See asyncio.ReadTransport."""
+        self._paused = False
+        self._loop.call_soon(self.receive, b"")
 
 
 @dataclass

@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 
 from tests.testing.operator.coordinator_world import LLAMA, World, heartbeat, membership, register
-from tests.testing.suite.patience import patient
+from tests.testing.suite.patience import async_until, patient
 from trainium_contract.wire.messages import Membership
 from trainium_operator.coordinator.certificates import renewed, server_names
 from trainium_operator.coordinator.server import LARGEST_BODY
@@ -265,3 +265,17 @@ async def test_workers_reach_it_over_tls_and_trust_only_the_bundle() -> None:
         with pytest.raises(aiohttp.ClientConnectorCertificateError):
             await world.post("/v1/register", register())
     await world.server.stop()
+
+
+async def test_a_poll_of_somebody_who_has_gone_is_given_up_at_once(world: World) -> None:
+    await world.post("/v1/register", register())
+    for _ in range(20):
+        async with aiohttp.ClientSession() as gone:
+            query = {"after": "0", "podUid": "uid-w-0", "timeoutSeconds": "60"}
+            headers = {"Authorization": "Bearer token-of-w-0"}
+            url = f"{world.base}/v1/jobs/team/llama/membership"
+            with contextlib.suppress(TimeoutError):
+                await gone.get(url, params=query, headers=headers, timeout=aiohttp.ClientTimeout(total=0.05))
+
+    await world.session.close()
+    await async_until(lambda: world.server.reception.connections == 0, "connections of those who have gone stay")
