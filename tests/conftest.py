@@ -81,11 +81,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: next((at for at, part in enumerate(_FIRST) if part in item.nodeid), len(_FIRST)))
     shared = {"site"} | (set(_NEEDS) if config.getoption("--cluster") == "existing" else set())
     for item in items:
-        shares_cluster = bool(shared & set(getattr(item, "fixturenames", ())))
         if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group("cluster" if shares_cluster else item.nodeid.partition("::")[0]))
+            item.add_marker(pytest.mark.xdist_group(_group_of(item, shared)))
         if TRIALS:
             item.add_marker(pytest.mark.timeout(_LONG_SECONDS), append=False)
+
+
+def _group_of(item: pytest.Item, shared: set[str]) -> str:
+    """Tests of one group are one lane's: each lane with a control plane of its own would pay for it to the end."""
+    fixtures = set(getattr(item, "fixturenames", ()))
+    if shared & fixtures:
+        return "cluster"
+    if "tests/cluster/definition/" in item.nodeid and fixtures & {"api", "defined"}:
+        return "definition"
+    return item.nodeid.partition("::")[0]
 
 
 def _choose_ring(config: pytest.Config, items: list[pytest.Item]) -> None:
