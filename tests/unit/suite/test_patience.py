@@ -117,6 +117,7 @@ ALLOWED = {
     "tests/wire/cluster/execute/test_policy_writes.py": 1,
     "tests/wire/cluster/test_operator_lease.py": 1,
     "tests/wire/agent/coordinator_server.py": 1,
+    "tests/wire/operator/test_operator_stored_json.py": 1,
     "tests/testing/api/fake_http.py": 1,
 }
 
