@@ -23,7 +23,7 @@ from trainium_operator.cluster.api.resources import CLAIMS
 from trainium_operator.cluster.api.transport import Credentials, HttpResponse, ResponseStream
 from trainium_operator.cluster.cache.device_views import claim_view
 from trainium_operator.cluster.cache.reflector import Reflector
-from trainium_operator.cluster.cache.store import Store
+from trainium_operator.cluster.cache.store import IndexedCache
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -62,8 +62,8 @@ class Claims:
 
 
 @contextlib.asynccontextmanager
-async def kept(server: Claims) -> AsyncIterator[Store[ClaimView]]:
-    reflector = Reflector(Api(server, jitter=lambda: 0.5), CLAIMS, Store(), claim_view, jitter=lambda: 0.5)
+async def kept(server: Claims) -> AsyncIterator[IndexedCache[ClaimView]]:
+    reflector = Reflector(Api(server, jitter=lambda: 0.5), CLAIMS, IndexedCache(), claim_view, jitter=lambda: 0.5)
     keeping = asyncio.create_task(reflector.run())
     await asyncio.sleep(30)
     assert not keeping.done(), "it never ends"
@@ -105,7 +105,7 @@ def test_a_list_that_is_none_is_an_answer_that_did_not_come(page: str) -> None:
     async def scenario() -> None:
         server = Claims([], [])
         server.page = page
-        reflector: Reflector[ClaimView] = Reflector(Api(server), CLAIMS, Store(), claim_view)
+        reflector: Reflector[ClaimView] = Reflector(Api(server), CLAIMS, IndexedCache(), claim_view)
         with pytest.raises(UnavailableError):
             await reflector.refresh()
 
