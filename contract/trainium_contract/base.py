@@ -53,9 +53,12 @@ class ContractModel(BaseModel):
         if kind in _given or len(_given) < _MOST_GIVEN:
             object.__setattr__(self, "__pydantic_fields_set__", _given.setdefault(kind, given))
         for value in self.__dict__.values():
-            for part in value if type(value) is tuple else (value,):
-                if isinstance(part, ContractModel):
-                    part.lean()
+            if isinstance(value, ContractModel):
+                value.lean()
+            elif isinstance(value, tuple):
+                for part in value:
+                    if isinstance(part, ContractModel):
+                        part.lean()
         return self
 
 
