@@ -144,10 +144,11 @@ class Stream(asyncio.Protocol):
         return status
 
     def end(self, status: int, sentence: str) -> None:
-        """The last word."""
+        """The last word: it is said once, and nothing is taken after it."""
         self._say_no(status, sentence)
-        if self._transport is not None:
-            self._transport.close()
+        transport, self._transport = self._transport, None  # asyncio's cannot be used any more once it is closed twice
+        if transport is not None:
+            transport.close()
 
     def abort(self) -> None:
         """Without a word."""

@@ -320,6 +320,20 @@ async def test_an_agent_that_takes_nothing_is_closed_before_what_waits_for_it_ad
     assert not site.server.streams.opened
 
 
+async def test_the_last_word_is_said_once_whatever_comes_after_it(site: Site) -> None:
+    talker = await site.stream()
+    (opened,) = site.server.streams.opened
+    talker.writer.transport.pause_reading()  # type: ignore[attr-defined]
+    for _ in range(3):
+        site.server.streams.close()
+    for _ in range(3):
+        opened.data_received(frame(FrameKind.HEARTBEAT, b"{}"))
+    site.state.publish(LLAMA, membership(1))
+    await asyncio.sleep(0)
+    talker.writer.transport.resume_reading()  # type: ignore[attr-defined]
+    assert await talker.refusal() == (503, "the coordinator is shutting down; try the next address")
+
+
 async def test_a_coordinator_that_stops_sends_streams_on(site: Site) -> None:
     talker = await site.stream()
     stopping = asyncio.create_task(site.server.stop())
