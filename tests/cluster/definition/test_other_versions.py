@@ -26,6 +26,8 @@ pytestmark = pytest.mark.cluster
 
 GROUP = "previous.trainium.dev"
 """Where the older definition stands beside the present one."""
+PLURAL = "formerjobs"
+"""Its own there: kubectl would take `trainingjobs` of other tests for it, also for a while after it is deleted."""
 
 
 @pytest.fixture(scope="module")
@@ -37,13 +39,13 @@ def previous(tmp_path_factory: pytest.TempPathFactory) -> Previous:
 def older(defined: Api, previous: Previous) -> Iterator[Api]:
     """The API server with the definition of the version before too, in a group of its own."""
     definition = yaml.safe_load((previous.folder / "manifests/crd.yaml").read_text())
-    definition["metadata"] = {"name": f"trainingjobs.{GROUP}", "labels": LABELS}
+    definition["metadata"] = {"name": f"{PLURAL}.{GROUP}", "labels": LABELS}
     definition["spec"]["group"] = GROUP
-    definition["spec"]["names"].update(shortNames=[], categories=[])
+    definition["spec"]["names"].update(plural=PLURAL, singular="formerjob", shortNames=[], categories=[])
     defined.kubectl("apply", "--server-side", "-f", "-", stdin=json.dumps(definition))
-    await_definition(defined.access, f"trainingjobs.{GROUP}")
+    await_definition(defined.access, f"{PLURAL}.{GROUP}")
     yield defined
-    defined.kubectl("delete", "crd", f"trainingjobs.{GROUP}")
+    defined.kubectl("delete", "crd", f"{PLURAL}.{GROUP}")
 
 
 @pytest.fixture
@@ -69,11 +71,15 @@ def tell(older: Api, request: pytest.FixtureRequest) -> Iterator[Callable[[str, 
 
     yield write
     for group in made:
-        older.kubectl("delete", f"trainingjobs.{group}", "told")
+        older.kubectl("delete", _resource(group), "told")
+
+
+def _resource(group: str) -> str:
+    return f"{PLURAL if group == GROUP else 'trainingjobs'}.{group}"
 
 
 def stored(api: Api, group: str) -> dict[str, Any]:
-    status: dict[str, Any] = json.loads(api.kubectl("get", f"trainingjobs.{group}", "told", "-o", "json"))["status"]
+    status: dict[str, Any] = json.loads(api.kubectl("get", _resource(group), "told", "-o", "json"))["status"]
     return status
 
 
