@@ -24,7 +24,7 @@ from trainium_devcluster.cluster import Cluster, node_specs, system_node, system
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(900)]
 
 DRIVER = "neuron.aws.com"
 DEVICES = 16
@@ -123,7 +123,6 @@ def end(job: Job) -> None:
     until(lambda: not claims(job), "the devices are given back")
 
 
-@pytest.mark.long
 def test_a_job_with_claims_trains_on_the_devices_that_the_scheduler_gave_it(site: Site) -> None:
     job = Job(site, "default", "claims", CLAIMING).apply()
     job.until_step(5)
@@ -159,7 +158,6 @@ def test_a_worker_whose_device_is_tainted_is_replaced_on_another_node_and_its_no
     end(job)
 
 
-@pytest.mark.long
 def test_a_worker_of_some_devices_moves_to_others_of_its_node(site: Site) -> None:
     """Two nodes are cordoned by taints of all their devices, so only the other half of the same node is left."""
     job = Job(site, "default", "half", SHARED).apply()
@@ -182,7 +180,6 @@ def test_a_worker_of_some_devices_moves_to_others_of_its_node(site: Site) -> Non
     end(job)
 
 
-@pytest.mark.long
 def test_free_nodes_are_counted_by_their_devices_while_workers_find_none(site: Site) -> None:
     first = Job(site, "default", "first", ENDLESS).apply()
     first.until_step(3)
@@ -199,7 +196,6 @@ def test_free_nodes_are_counted_by_their_devices_while_workers_find_none(site: S
     end(second)
 
 
-@pytest.mark.long
 def test_another_shape_is_another_template_and_the_old_one_goes(site: Site) -> None:
     job = Job(site, "default", "shape", ENDLESS).apply()
     job.until_step(3)
@@ -214,7 +210,6 @@ def test_another_shape_is_another_template_and_the_old_one_goes(site: Site) -> N
     end(job)
 
 
-@pytest.mark.long
 def test_a_template_of_somebody_else_is_left_alone_and_the_job_says_so(site: Site) -> None:
     job = Job(site, "default", "foreign", ENDLESS).apply()
     job.until_step(2)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from tests.testing.cluster.jobs import Job
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(600)]
 
 
 def read(log: str) -> list[LogLine]:
