@@ -59,7 +59,8 @@ NOTES = {
     "named_jobs": (
         "Jobs of 1 to 16 workers on fake nodes train, with their agents; one operator after the other leads them, with "
         "metrics of all jobs (`--named-jobs`) and without by turns. Processor time of a minute in which Prometheus "
-        "scrapes four times, taken after each has come to rest."
+        "scrapes four times, taken after each has come to rest. Two windows of the same operator differ as much: "
+        "writing 305 kB of figures of 100 jobs alone takes 27 ms of a processor, 0.11 s of such a minute."
     ),
     "planning": (
         "A job of 1,000 nodes without spares loses six of them in half a day, trains on fewer and grows back, in "
