@@ -168,7 +168,7 @@ async def _remember(world: World, memory: Any) -> None:
     if isinstance(memory, dict):
         data = memory.get("data")
         texts = {
-            key: text if isinstance(text, str) else yaml.safe_dump(text, allow_unicode=True)
+            key: text if isinstance(text, str) else yaml.dump(text, Dumper=yaml.CSafeDumper, allow_unicode=True)
             for key, text in (data.items() if isinstance(data, dict) else ())
         }
         if sum(map(len, texts.values())) > LARGEST_MEMORY:
