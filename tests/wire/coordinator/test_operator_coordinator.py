@@ -284,4 +284,4 @@ async def test_a_poll_of_somebody_who_has_gone_is_given_up_at_once(world: World)
             await writer.wait_closed()
 
     await world.session.close()
-    await async_until(lambda: world.server.reception.connections == 0, "connections of those who have gone stay")
+    await async_until(lambda: world.server.reception.connections == 0, "connections of those who have gone stay", 5)
