@@ -261,8 +261,6 @@ def stored(raw: Any, *, kind: str, namespaced: bool, version: int) -> Json:
         metadata["uid"] = f"uid-of-{metadata['name']}"
     if namespaced and not (_matches(_NAME, metadata.get("namespace")) and len(metadata["namespace"]) < 64):
         metadata["namespace"] = NAMESPACE
-    if not isinstance(metadata.get("generation", 0), int):
-        metadata["generation"] = 1
     return {**body, "kind": kind, "metadata": {**metadata, "resourceVersion": str(version)}}
 
 

@@ -105,7 +105,7 @@ def job_record(raw: Json) -> JobRecord:
             namespace=metadata["namespace"],
             name=metadata["name"],
             uid=metadata["uid"],
-            generation=metadata.get("generation", 0),
+            generation=whole_of(metadata.get("generation")) or 0,
             deleting="deletionTimestamp" in metadata,
             spec=spec,
             status=readable_status(raw.get("status"), f"{metadata['namespace']}/{metadata['name']}"),
