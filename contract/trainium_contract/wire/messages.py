@@ -53,7 +53,8 @@ def _address(text: str) -> str:
 
 def _known_cause(value: Any) -> Any:
     """A newer operator may know more causes; which one it was matters to nobody who only follows."""
-    return value if value in set(Cause) or not isinstance(value, str) else Cause.RESIZE
+    # What is no text has no place in a set: a list ended in an error that no reader expects.
+    return value if not isinstance(value, str) or value in set(Cause) else Cause.RESIZE
 
 
 def _finite(value: float | None) -> float | None:

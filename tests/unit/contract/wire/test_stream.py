@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
-from trainium_contract.wire.messages import Alert, HeartbeatRequest, Progress, WorkerPhase
+from trainium_contract.wire.messages import Alert, HeartbeatRequest, Membership, Progress, WorkerPhase
 from trainium_contract.wire.stream import (
     HEAD_BYTES,
     FrameKind,
@@ -97,3 +98,12 @@ def test_after_news_of_all_agents_the_newest_step_goes_on_to_be_heard_of() -> No
     assert max(later - before for before, later in pairwise(pauses)) < 1.0
     assert pauses[0] == 0.0
     assert [share_of_pause(drawn, after_news=False) for drawn in (0.0, 1.0)] == [0.5, 1.0]
+
+
+@pytest.mark.parametrize("cause", [[], {}, ["Crash"], 1, None])
+def test_a_cause_that_is_no_text_is_refused_like_any_other_wrong_field(cause: object) -> None:
+    member = {"podUid": "u", "podName": "w-0", "podIp": "10.0.0.1", "nodeName": "n", "nodeRank": 0, "rendezvousPort": 1}
+    wire = {"generation": 1, "transition": "Immediate", "cause": cause, "members": [member], "processesPerNode": 1}
+    with pytest.raises(ValidationError):
+        Membership.model_validate(wire)
+    assert Membership.model_validate({**wire, "cause": "NotKnownYet"}).cause == "Resize"
