@@ -124,9 +124,11 @@ class Worker:
 
     @cached_property
     def warm(self) -> bool:
-        """It can join a generation right now."""
+        """It can join a generation right now; who has a token of a pod without a node cannot."""
         beat = self.heartbeat
-        if not self.alive or self.silent or self.node_bad or beat is None or self.pod.phase is not PodPhase.RUNNING:
+        if not self.alive or self.silent or self.node_bad or beat is None:
+            return False
+        if self.pod.phase is not PodPhase.RUNNING or not self.pod.node:
             return False
         return beat.phase in _JOINABLE or (beat.phase is WorkerPhase.STANDBY and beat.ready)
 

@@ -47,6 +47,15 @@ def test_ordinals_whose_pods_were_never_created_are_skipped_and_never_used_again
     assert created(planned(seen)) == ["demo-w-4", "demo-w-5", "demo-w-6", "demo-w-7"]
 
 
+def test_an_agent_that_speaks_for_a_pod_without_a_node_is_no_member() -> None:
+    """Whoever may ask for tokens can have one of a pod that waits for a node, and say with it that it is warm."""
+    seen = waiting(4)
+    pods = tuple(replace(each, node="", scheduled=False) if each.ordinal == 2 else each for each in seen.pods)
+    result = planned(replace(seen, pods=pods))
+    assert published(result) is None
+    assert result.status.membership.generation == 0
+
+
 def test_the_first_generation_begins_when_the_desired_workers_are_warm() -> None:
     result = planned(waiting(4))
     found = published(result)
