@@ -8,10 +8,10 @@ planned can be carried out; a page of each job can be made, and none of its size
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from typing import TYPE_CHECKING, Any, cast
 
-import yaml
 from pydantic import ValidationError
 
 from tests.testing.api.recorded_jobs import recorded
@@ -168,7 +168,8 @@ async def _remember(world: World, memory: Any) -> None:
     if isinstance(memory, dict):
         data = memory.get("data")
         texts = {
-            key: text if isinstance(text, str) else yaml.dump(text, Dumper=yaml.CSafeDumper, allow_unicode=True)
+            # JSON is YAML too, and takes halves of surrogate pairs.
+            key: text if isinstance(text, str) else json.dumps(text)
             for key, text in (data.items() if isinstance(data, dict) else ())
         }
         if sum(map(len, texts.values())) > LARGEST_MEMORY:
