@@ -199,6 +199,10 @@ class Instance:
     core_parts: int = 1
     """Physical cores that make one of `cores`; a job may have its processes see them singly."""
 
+    def core_memory(self, physical_cores: int | None = None) -> int:
+        """Bytes of a core that is made of so many physical ones, by default of `core_parts`; 0 where not known."""
+        return self.core_bytes * (physical_cores or self.core_parts) // self.core_parts
+
 
 _GIB = 1 << 30
 

@@ -133,11 +133,12 @@ def does_not_fit(config: TrainingConfig, accelerator: AcceleratorSpec, shape: Ba
     instance = accelerator.instance()
     if instance is None or not instance.core_bytes or accelerator.device is not Device.NEURON:
         return ""
+    room = instance.core_memory(accelerator.claim.logical_neuron_core if accelerator.claim else None)
     found = needs_at(config, accelerator, shape, nodes)
-    if found is None or found.state <= instance.core_bytes:
+    if found is None or found.state <= room:
         return ""
     return (
-        f"A core of {accelerator.instance_type} has {_gib(instance.core_bytes)}, but on {nodes} nodes a process needs "
+        f"A core of {accelerator.instance_type} has {_gib(room)}, but on {nodes} nodes a process needs "
         f"{_gib(found.state)} for weights, gradients and optimizer alone ({found.parameters:,} parameters): raise "
         "parallelism.tensor or pipeline, divide more with trainer.dataParallel, or take a type with more memory"
     )

@@ -79,6 +79,16 @@ def test_more_processes_than_the_node_has_processors_still_get_a_node(kind: str,
     assert asked(job).milli_cpu <= 850 * instance.vcpus
 
 
+def test_a_physical_core_has_half_the_memory_of_the_two_that_are_joined() -> None:
+    def kind(logical: int, cores: int) -> dict[str, Any]:
+        claim = {"logicalNeuronCore": logical}
+        return {"instanceType": "trn2.48xlarge", "coresPerNode": cores, "claim": claim}
+
+    assert refusal(spec(kind(2, 64), tensor=8, **HLAT)) == ""
+    assert "A core of trn2.48xlarge has 12.0 GiB, but" in refusal(spec(kind(1, 128), tensor=8, **HLAT))
+    assert refusal(spec(kind(1, 128), tensor=16, **HLAT)) == ""
+
+
 def test_without_snapshots_less_is_asked_for() -> None:
     whole = spec(tensor=8, model={"preset": "Llama3.2-1B"}, dataParallel="FullySharded")
     fewer = whole.model_copy(

@@ -31,6 +31,4 @@ def device_memory(device: torch.device, *, product_name: Path = PRODUCT_NAME) ->
         return None
     if instance is None or not instance.core_bytes:
         return None
-    # The table has cores as the SDK joins them when nothing is said: two of trn2, one of trn1.
-    apart = os.environ.get(LOGICAL_CORE) == "1" and instance.cores > 2 * instance.devices
-    return instance.core_bytes // 2 if apart else instance.core_bytes
+    return instance.core_memory(1 if os.environ.get(LOGICAL_CORE) == "1" else None)
