@@ -1,6 +1,7 @@
 """Reading JSON that an older or a newer operator may have written: what is missing or of another type is empty.
 
-Invariant: text has no control characters, so nothing that a pod or a person wrote can steer a terminal.
+Invariant: text has no control characters, so nothing that a pod or a person wrote can steer a terminal; and no halves
+of surrogate pairs, which no terminal, page or file can be given.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-_CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+_CONTROL = re.compile(
+    r"\x1b\[[0-9;?]*[ -/]*[@-~]"
+    r"|[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 
 
 def plain(text: str) -> str:
-    """The text without control characters; line breaks and tabs stay."""
+    """The text without control characters and halves of surrogate pairs; line breaks and tabs stay."""
     return _CONTROL.sub("", text)
 
 

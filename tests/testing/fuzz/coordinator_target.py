@@ -54,6 +54,8 @@ POLL = "/v1/jobs/team/llama/membership"
 PODS = 3
 MOST_CONNECTIONS, MOST_SENDS = 8, 24
 LONGEST_PAUSE = 120.0
+LONGEST_ADDRESS = 64
+"""Characters: the kernel says where a connection comes from, with an interface behind it at most."""
 _OF_ANSWERS, _OF_EACH_BYTE = 64 << 10, 64
 """Bytes of answers in any case, and for each byte that was sent: a refusal is longer than the shortest request."""
 _METRICS = Metrics(named_jobs=4)
@@ -270,9 +272,9 @@ class _Front:
     async def talk(self, each: Json) -> None:
         """One connection; a stranger's address is counted as at the real door."""
         guests = self._server.reception.guests
-        source = each.get("from")
-        transport = Transport(source if isinstance(source, str) else "10.0.0.1", stalled=each.get("stalled") is True)
-        guest = guests.came(str(source)[:64], transport.abort)
+        source = (_text(each.get("from")) or "10.0.0.1")[:LONGEST_ADDRESS]
+        transport = Transport(source, stalled=each.get("stalled") is True)
+        guest = guests.came(source, transport.abort)
         if guest is None:
             return
         talk = Talk(transport)

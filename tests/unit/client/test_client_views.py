@@ -463,3 +463,10 @@ def test_a_job_of_another_controller_sends_to_it() -> None:
 
 def test_control_characters_are_taken_out_and_line_breaks_stay() -> None:
     assert plain("a\x1b[31mb\x07\n\tc\x9b") == "ab\n\tc"
+
+
+def test_half_a_surrogate_pair_which_nothing_can_print_is_taken_out() -> None:
+    half = json.loads('"a\\ud800b"')
+    assert plain(half) == "ab"
+    (event,) = event_views([{"reason": half, "message": half}])
+    assert (event.reason, event.message) == ("ab", "ab")
