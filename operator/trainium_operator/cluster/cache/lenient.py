@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
@@ -27,6 +28,8 @@ _ROUNDS = 8
 
 LARGEST = 2**53
 """Of a number in a status: the API server keeps 64 bits, and refuses a status with more for ever."""
+_MANY_DIGITS = re.compile(r"[\s\d_.+-]{16,}")
+"""A text that may be read as a number beyond that."""
 _ENDS = (ConditionType.COMPLETE, ConditionType.FAILED)
 _NEWER = frozenset({"extra_forbidden", "enum"})
 """Errors that a field or a value of a newer version makes."""
@@ -63,10 +66,14 @@ def readable_status(raw: Any, name: str) -> TrainingJobStatus:
     """The status, without what cannot be read; `name` is the job's, for the log."""
     if not isinstance(raw, dict):
         return TrainingJobStatus()
-    left = _countable(raw) if _is_beyond_count(raw) else raw
+    beyond = _is_beyond_count(raw)
+    left = _countable(raw) if beyond else raw
     for _ in range(_ROUNDS):
         try:
-            return _sound(TrainingJobStatus.model_validate(left))
+            found = TrainingJobStatus.model_validate(left)
+            if beyond:  # now texts that were read as numbers are numbers, and other texts are none
+                found = TrainingJobStatus.model_validate(_countable(found.to_wire()))
+            return _sound(found)
         except ValidationError as error:
             places = {_part(each["loc"]) for each in error.errors()}
             logger.warning(
@@ -82,9 +89,11 @@ def readable_status(raw: Any, name: str) -> TrainingJobStatus:
 
 
 def _is_beyond_count(value: Any) -> bool:
-    """Whether a number is in it that nobody has counted to, and that one more might not fit beside."""
+    """Whether a number is in it that nobody has counted to, and that one more might not fit beside; or its digits."""
     if isinstance(value, int):
         return not -LARGEST <= value <= LARGEST
+    if isinstance(value, str):
+        return _MANY_DIGITS.fullmatch(value) is not None
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return any(map(_is_beyond_count, parts))
 

@@ -111,3 +111,17 @@ def test_any_memory_survives_being_written(entries: list[Machine]) -> None:
 )
 def test_no_text_stops_the_operator(data: dict[str, Any]) -> None:
     decode(data)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a: &x [1]\nb: *x", "[" * 5000, "- " * 5000, f"strikes: [{'a, ' * 20_000}]"],
+    ids=["an alias", "nested", "nested in blocks", "too many values"],
+)
+def test_an_entry_that_would_unfold_or_takes_long_to_read_is_left_out_alone(
+    text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = encode(Memory(machines={"good": Machine(machine="good", node="n", state=MachineState.PERMANENT)}))
+    found = decode({**kept, "bad": text})
+    assert list(found.machines) == ["good"]
+    assert caplog.text.count("entry bad of the fleet's memory cannot be read") == 1

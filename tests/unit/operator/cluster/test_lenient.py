@@ -111,6 +111,14 @@ def test_a_number_that_nobody_has_counted_to_is_bounded_so_that_one_more_still_f
     assert raw["desired"] == 2
 
 
+@pytest.mark.parametrize("digits", ["9" * 400, "-99999999999999999999", " 9_999_999_999_999_999_999 ", "+1" + "0" * 20])
+def test_digits_that_are_read_as_such_a_number_are_bounded_too_and_a_name_of_digits_stays(digits: str) -> None:
+    raw = {"membership": {"dataParallel": digits, "generation": 2}, "selector": "1" * 20, "desired": 2}
+    status = readable_status(raw, "team/llama")
+    assert abs(status.membership.data_parallel) == 2**53
+    assert (status.membership.generation, status.selector, status.desired) == (2, "1" * 20, 2)
+
+
 @pytest.mark.parametrize(("generation", "kept"), [(-1, 0), (LATEST_GENERATION, LATEST_GENERATION), (2**31 - 1, 0)])
 def test_a_generation_after_which_there_could_be_no_other_is_left_to_the_record(generation: int, kept: int) -> None:
     status = readable_status({"membership": {"generation": generation, "size": 4}}, "team/llama")
