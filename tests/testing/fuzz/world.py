@@ -259,7 +259,9 @@ def stored(raw: Any, *, kind: str, namespaced: bool, version: int) -> Json:
         metadata["name"] = "llama-w-0" if kind == "Pod" else "llama"
     if not _matches(_UID, metadata.get("uid")):
         metadata["uid"] = f"uid-of-{metadata['name']}"
-    if namespaced and not (_matches(_NAME, metadata.get("namespace")) and len(metadata["namespace"]) < 64):
+    if not namespaced:
+        metadata.pop("namespace", None)
+    elif not (_matches(_NAME, metadata.get("namespace")) and len(metadata["namespace"]) < 64):
         metadata["namespace"] = NAMESPACE
     return {**body, "kind": kind, "metadata": {**metadata, "resourceVersion": str(version)}}
 
