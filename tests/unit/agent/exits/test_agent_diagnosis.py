@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from trainium_contract.faults.causes import Cause
+from trainium_contract.faults.read import verdict_of
 from trainium_contract.faults.responses import Response
 from trainium_trainer.agent.exits.diagnosis import Signs, describe_exit
 from trainium_trainer.agent.ranks.output import Tail
@@ -131,6 +132,18 @@ def test_the_last_word_survives_a_long_output_and_a_short_bound() -> None:
     assert len(text) <= 1024
     word = "x" * 3000 + " cause"
     assert describe_exit(ended(1, f"line\n{word}")) == word[:1024]
+
+
+def test_frames_of_cpp_leave_the_room_to_the_lines_of_python() -> None:
+    python = 'Traceback (most recent call last):\n  File "train.py", line 7, in main\nRuntimeError: Connection reset'
+    native = "".join(f"frame #{number}: c10d::TCPStore::get() + 0x2 (0x7f12 in libtorch.so)\n" for number in range(30))
+    text = describe_exit(
+        ended(1, f"{python}\nException raised from get at a.cpp:1 (most recent call first):\n{native}")
+    )
+    assert text.startswith("RuntimeError: Connection reset\nTraceback")
+    assert "train.py" in text
+    assert "c10d" not in text
+    assert describe_exit(ended(1, native)) == verdict_of(1).sentence
 
 
 def test_of_a_process_that_was_killed_the_newest_lines_are_told_in_their_order() -> None:

@@ -8,7 +8,6 @@ because training must heal without them; nothing here waits longer than a moment
 from __future__ import annotations
 
 import logging
-import re
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from trainium_contract.faults.causes import Blame, Cause
 from trainium_contract.faults.read import lines_near, meaning_of, verdict_of
 from trainium_contract.faults.responses import Response
 from trainium_contract.faults.rules import RecoveryRule
+from trainium_contract.program_output import says_why
 from trainium_contract.redaction import without_secrets
 from trainium_trainer.agent.exits.kernel_log import KernelEvents
 from trainium_trainer.agent.ranks.runtime_status import named
@@ -41,7 +41,6 @@ MESSAGE_CHARACTERS = 1024
 """What a failure's message holds at most."""
 _WORD_CHARACTERS = 320
 _SIGNAL_BASE = 128
-_PROGRESS = re.compile(r"\bstep \d+/\d+: loss |: validation loss ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +61,7 @@ def describe_exit(process: RankProcess) -> str:
     """Why a process ended, without secrets: its last word first, then the lines before it, as many as fit.
 
     A program that ends by itself says why in its last line, so that comes first, where nobody who shortens the message
-    cuts it; steps that went well say nothing about the end. The runtime's word stands at the beginning when what came
+    cuts it; what went well says nothing about the end. The runtime's word stands at the beginning when what came
     after it has driven it out of the last lines; what the code means where the output does not tell.
     """
     code = process.exit_code or 0
@@ -81,7 +80,7 @@ def describe_exit(process: RankProcess) -> str:
 
 
 def _why_first(code: int, output: str) -> str:
-    lines = [line for line in output.split("\n") if not _PROGRESS.search(line)] or output.split("\n")
+    lines = [line for line in output.split("\n") if says_why(line)] or output.split("\n")
     if 0 < code <= _SIGNAL_BASE:
         lines = [lines[-1], *lines[:-1]]
     return "\n".join(lines)

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
+from trainium_contract.program_output import is_native_frame
 from trainium_trainer.agent.ranks.output_lines import form_of, prefixed
 from trainium_trainer.agent.ranks.runtime_status import RuntimeWords
 
@@ -28,7 +29,7 @@ _LONGEST_LINE = 1 << 14
 
 
 class Tail:
-    """The last lines of one rank's output; one thread feeds it, any may ask."""
+    """The last lines of one rank's output, without frames of C++: one thread feeds it, any may ask."""
 
     def __init__(self, prefix: str, form: Form | None = None) -> None:
         """`form`: how a line looks in the log; without it the prefix stands before each."""
@@ -70,8 +71,11 @@ class Tail:
         shown = self._form(line)
         for said in shown.words.split(b"\n"):
             if said.strip():
+                text = said.decode(errors="replace").rstrip()
                 with self._lock:
-                    self._lines.append(said.decode(errors="replace").rstrip())
+                    # A stack of them would drive out what the program says in words.
+                    if not is_native_frame(text):
+                        self._lines.append(text)
                     self._runtime.read(said, time.time())
         return shown.log
 

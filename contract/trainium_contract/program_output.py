@@ -1,0 +1,52 @@
+"""Which lines of a program's output say why it ended: the agent keeps these, and people are shown them.
+
+Invariant: a line is judged by its form alone, so agent and client judge alike; what says nothing is left out only where
+something else is left.
+"""
+
+from __future__ import annotations
+
+import re
+
+LINE_BREAK = " | "
+"""Between two lines of output in a sentence of the operator."""
+_STEP = re.compile(r"\bstep \d+/\d+: loss |: validation loss |\bINFO start-up: data ")
+_NATIVE = re.compile(
+    r"""\s*(?:
+        frame\ \#\d+:\                                       # of c10::Error, as torch prints it
+        | Exception\ raised\ from\ .*most\ recent\ call\ first
+        | (?:PC:\ )?@\ +0x[0-9a-f]+\b                        # of glog and absl
+        | \*\*\*\ (?:Begin|End)\ stack\ trace\ \*\*\*        # of torch_xla, and below each frame after a tab
+        | (?<=\t)(?:.*::|_\w+$)
+    )""",
+    re.VERBOSE,
+)
+_NEXT_SENTENCE = re.compile(r"\. (?=[A-Z])")
+_LEFT_OUT = "…"
+
+
+def is_native_frame(line: str) -> bool:
+    """Whether it is of a stack of C++: where the runtime was, which Python's traceback says in the program's words."""
+    return _NATIVE.match(line) is not None
+
+
+def says_why(line: str) -> bool:
+    """Whether it may say why the program ended; a start or a step that went well does not, nor a frame of C++."""
+    return not _STEP.search(line) and not is_native_frame(line)
+
+
+def telling(sentence: str) -> str:
+    """A sentence of the operator without the lines of output that do not say why; its first and last words stay."""
+    first, *lines = sentence.split(LINE_BREAK)
+    kept = [first]
+    for line in lines:
+        if says_why(line):
+            kept.append(line)
+            continue
+        if kept[-1] != _LEFT_OUT:
+            kept.append(_LEFT_OUT)
+        # What to do stands behind the last line, in sentences of their own.
+        advice = _NEXT_SENTENCE.search(line)
+        if advice is not None:
+            kept[-1] = f"{_LEFT_OUT} {line[advice.end() :]}"
+    return LINE_BREAK.join(kept)

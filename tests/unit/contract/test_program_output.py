@@ -1,0 +1,69 @@
+"""Which lines of a program's output are shown to people who ask why it ended."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainium_contract.program_output import is_native_frame, says_why, telling
+
+TORCH = "frame #3: c10d::TCPStore::doGet(std::string const&) + 0x2a1 (0x7f12 in /venv/torch/lib/libtorch_cpu.so)"
+ADVICE = "Correct the configuration, the data or the image and run the job again (kubectl trn retry)."
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        TORCH,
+        "frame #11: clone + 0x40 (0x7f12 in /lib/x86_64-linux-gnu/libc.so.6)",
+        "Exception raised from recvBytes at /pytorch/Utils.hpp:682 (most recent call first):",
+        "PC: @     0x7f12bd5f1a7c  (unknown)  pthread_kill",
+        "    @     0x7f12bd5a1520       4896  (unknown)",
+        "*** Begin stack trace ***",
+        "\ttsl::CurrentStackTrace[abi:cxx11]()",
+        "\t_PyObject_MakeTpCall",
+        "*** End stack trace ***",
+    ],
+)
+def test_a_frame_of_cpp_does_not_say_why(line: str) -> None:
+    assert is_native_frame(line)
+    assert not says_why(line)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "Traceback (most recent call last):",
+        '  File "/app/train.py", line 7, in main',
+        "    loss.backward()",
+        "RuntimeError: frame #3 of the video is broken",
+        "terminate called after throwing an instance of 'c10::Error'",
+        "[W1124 23:12:31 TCPStore.cpp:125] [c10d] recvValue failed on SocketImpl(fd=3): Connection reset by peer",
+        "\tindented by a tab",
+        "nrt_execute failed with status 1202",
+        "",
+    ],
+)
+def test_what_a_program_says_in_words_is_kept(line: str) -> None:
+    assert says_why(line)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "23:12:12 rank 0 INFO step 102/900: loss 5.1400, 1593 tokens/s",
+        "23:11:29 rank 1 INFO start-up: data 0.11 s, process group 0.07 s, model 0.07 s, state 0.23 s, files 0.00 s",
+    ],
+)
+def test_what_went_well_does_not_say_why_but_is_no_frame(line: str) -> None:
+    assert not says_why(line)
+    assert not is_native_frame(line)
+
+
+def test_of_a_sentence_first_and_last_words_stay_and_what_is_left_out_is_marked_once() -> None:
+    said = (
+        f"Rank 3 ended: ValueError: no such column | {TORCH} | {TORCH} | File train.py | step 7/9: loss 2.1. {ADVICE}"
+    )
+    assert telling(said) == f"Rank 3 ended: ValueError: no such column | … | File train.py | … {ADVICE}"
+    assert telling(f"killed by signal 9 | {TORCH}") == "killed by signal 9 | …"
+    assert telling(f"as it is | was. {ADVICE}") == f"as it is | was. {ADVICE}"
+    assert telling("") == ""
