@@ -28,7 +28,7 @@ class View:
         self._live: Live | None = None
         self._job: tuple[str, dict[str, Any], dict[str, Any], int] | None = None
         self._happened: list[str] = []
-        self._printed = 0.0
+        self._printed, self._line = 0.0, ""
 
     def say(self, sentence: str) -> None:
         """Something happened, or is about to."""
@@ -46,8 +46,11 @@ class View:
         if self._live is not None:
             self._live.update(self._panel())
         elif time.monotonic() - self._printed > QUIET_SECONDS:
-            self._printed = time.monotonic()
-            self.console.print(f"           {title}: {self._sentence()}", markup=False, highlight=False, soft_wrap=True)
+            line = f"           {title}: {self._sentence()}"
+            if line == self._line:
+                return  # nothing new: once is enough
+            self._printed, self._line = time.monotonic(), line
+            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _sentence(self) -> str:
         assert self._job is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 from typing import Any
 
 import pytest
@@ -38,3 +39,13 @@ def test_a_stage_after_training_is_named_with_its_share(terminal: bool) -> None:
     status = {**RUNNING, "stage": "Evaluate", "stageProgress": 0.4}
     assert "Running (Evaluate 40%)" in seen(status, {"step": 20, "loss": 2.5}, 20, terminal=terminal)
     assert "Train" not in seen({**RUNNING, "stage": "Train"}, {}, 20, terminal=terminal).replace("TrainingJob", "")
+
+
+def test_in_a_file_a_job_that_waits_is_told_once_and_each_change_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(0, 1000, 10))
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(clock)))
+    output = io.StringIO()
+    with View(Console(file=output, width=110)) as view:
+        for status in ({}, {}, {}, RUNNING, RUNNING, {}):
+            view.show("TrainingJob a/b", status, {}, 20)
+    assert [line.split()[2].rstrip(",") for line in output.getvalue().splitlines()] == ["Pending", "Running", "Pending"]
