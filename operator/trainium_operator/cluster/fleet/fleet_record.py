@@ -42,7 +42,8 @@ def encode(memory: Memory) -> dict[str, str]:
     """`data` of the ConfigMap."""
     data = {ABOUT: _ABOUT}
     if memory.accounted:
-        data[ACCOUNTED] = _dump({uid: round(at, 3) for uid, at in sorted(memory.accounted.items())})
+        # Exact: rounded down, the newest failure of a job would count again for whoever reads it.
+        data[ACCOUNTED] = _dump(dict(sorted(memory.accounted.items())))
     for machine, entry in sorted(memory.machines.items()):
         key = _key(machine)
         if key in data:

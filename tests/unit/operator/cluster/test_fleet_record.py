@@ -28,7 +28,7 @@ ENTRY = Machine(
 
 
 def test_an_entry_reads_like_a_note() -> None:
-    data = encode(Memory(machines={ENTRY.machine: ENTRY}, accounted={"uid-1": AT + 0.12345}))
+    data = encode(Memory(machines={ENTRY.machine: ENTRY}, accounted={"uid-1": AT + 0.8574047}))
     assert data["aws.us-west-2a.i-0abc"].splitlines() == [
         "machine: aws:///us-west-2a/i-0abc",
         "node: ip-10-0-0-1",
@@ -41,7 +41,8 @@ def test_an_entry_reads_like_a_note() -> None:
         "judged: '2027-01-15T08:11:40Z'",
         "reported: true",
     ]
-    assert yaml.safe_load(data["accounted"]) == {"uid-1": AT + 0.123}
+    accounted = yaml.safe_load(data["accounted"])
+    assert accounted == {"uid-1": AT + 0.8574047}, "rounded down, a machine that was released would be blamed again"
 
 
 def test_what_was_written_is_what_is_read() -> None:
