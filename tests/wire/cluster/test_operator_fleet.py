@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from trainium_operator.plan.fleet.memory import Memory
 
 MEMORY = "trainium-operator-quarantine"
+ODD = 0.0006
+"""Seconds that make the time of a failure no whole number of milliseconds, as real ones are."""
 
 
 class Replica:
@@ -99,7 +101,7 @@ def fail(cluster: FakeCluster, node: str, cause: str = "Device") -> None:
 
     def change(raw: dict[str, Any]) -> None:
         status = raw.setdefault("status", {})
-        status.setdefault("failures", []).append({"at": wall_clock(), "cause": cause, "pod": "p", "node": node})
+        status.setdefault("failures", []).append({"at": wall_clock() - ODD, "cause": cause, "pod": "p", "node": node})
 
     for namespace, name in (("default", "llama"), ("elsewhere", "witness")):
         if (JOBS.plural, namespace, name) in cluster.objects:
