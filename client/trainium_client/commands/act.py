@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path  # noqa: TC003 - typer reads it
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,6 +22,7 @@ from trainium_client.commands.options import (
 from trainium_client.errors import ClientError
 from trainium_client.manifest import read_job
 from trainium_contract.pages.words import plural
+from trainium_contract.views.job_from_status import job_view
 from trainium_contract.views.raw import mapping, text
 from trainium_contract.views.status_part import shown_status
 
@@ -80,7 +82,9 @@ def retry(
     api = open_api(namespace, context, kubeconfig)
     job = api.job(name)
     run_again(api, job, None if filename is None else corrected(job, read_job(filename, name), str(filename)))
-    sentence = f"{name} runs again; it resumes from its newest checkpoint; see: kubectl trn watch {name}"
+    saved = job_view(job, now=time.time()).checkpoints.durable_step is not None
+    start = "it resumes from its newest checkpoint" if saved else "from the beginning, no checkpoint of it is known"
+    sentence = f"{name} runs again; {start}; see: kubectl trn watch {name}"
     told(output, sentence, name=name, namespace=api.namespace)
 
 
@@ -90,7 +94,11 @@ def _set_suspend(api: Api, name: str, output: Format, *, yes: bool) -> None:
     changed = (mapping(job, "spec").get("suspend") is True) is not yes
     if changed:
         api.patch_job(name, {"spec": {"suspend": yes}})
-        sentence = f"{name} saves and gives its nodes back" if yes else f"{name} goes on from its newest checkpoint"
+        sentence = (
+            f"{name} saves and gives its nodes back; to go on: kubectl trn resume {name}"
+            if yes
+            else f"{name} goes on from its newest checkpoint; see: kubectl trn watch {name}"
+        )
     else:
         sentence = f"{name} is {'suspended' if yes else 'not suspended'} already"
     told(output, sentence, name=name, namespace=api.namespace, suspend=yes, changed=changed)

@@ -33,7 +33,7 @@ from trainium_client.inside import ask_all
 from trainium_client.reading import decode_members
 from trainium_client.redacted import redacted, redacted_text
 from trainium_client.render.machine import as_json
-from trainium_contract.pages.words import size
+from trainium_contract.pages.words import plural, size
 from trainium_contract.views.raw import mapping, objects, text
 
 if TYPE_CHECKING:
@@ -69,13 +69,14 @@ def support_bundle(
     _take_job(api, name, parts, missing)
     _take_operator(operator, quarantine, parts, missing)
     parts["missing.txt"] = "".join(f"{line}\n" for line in missing) or "nothing is missing\n"
-    path = file or Path(f"{name}-support-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}.tar.gz")
+    path = file or Path(f"{name}-support-{time.strftime('%Y%m%d-%H%M%S', time.gmtime(time.time()))}.tar.gz")
     try:
         _write(path, f"{name}-support", parts)
     except OSError as error:
         raise ClientError(f"cannot write {path}: {error.strerror or error}") from error
     written = path.stat().st_size
-    sentence = f"{path}: {len(parts)} files, {size(written)}; {len(missing)} things could not be read (missing.txt)"
+    lacks = f"{plural(len(missing), 'thing')} could not be read (missing.txt)" if missing else "nothing is missing"
+    sentence = f"{path}: {len(parts)} files, {size(written)}; {lacks}"
     told(output, sentence, file=str(path), bytes=written, files=sorted(parts), missing=missing)
 
 

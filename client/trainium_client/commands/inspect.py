@@ -27,6 +27,7 @@ from trainium_client.inside import ask_all, json_lines, run_inside
 from trainium_client.reading import read_members
 from trainium_client.views.machines import MachineView, find_machine, machine_views
 from trainium_contract.exit_codes import ExitCode
+from trainium_contract.pages.words import plural
 from trainium_contract.views.checkpoints import checkpoint_root, checkpoint_rows, where_kept
 from trainium_contract.views.job_from_status import job_view
 from trainium_contract.views.raw import mapping, text
@@ -115,7 +116,14 @@ def stacks(
         return
     for each in found:
         head = f"rank {each['rank']}" if each["rank"] is not None else "no rank"
-        sys.stdout.write(f"--- {head} in {each['pod']} on {each['node']}\n{each['stack'] or each['whyNot']}\n")
+        stack = _current_first(str(each["stack"])) or each["whyNot"]
+        sys.stdout.write(f"--- {head} in {each['pod']} on {each['node']}\n{stack}\n")
+
+
+def _current_first(stack: str) -> str:
+    """The thread that trains before those that wait for it, which Python puts last."""
+    threads = stack.rstrip("\n").split("\n\n")
+    return "\n\n".join(sorted(threads, key=lambda thread: not thread.startswith("Current thread")))
 
 
 def checkpoints(
@@ -204,7 +212,7 @@ def release(
     path = f"/api/v1/namespaces/{operator_namespace}/configmaps/{quarantine}"
     api.call("PATCH", asked, path, body=[{"op": "remove", "path": f"/data/{key}"}], content_type=JSON_PATCH)
     machine = found.node or found.key
-    sentence = f"{machine} is released ({found.state}, {len(found.strikes)} strikes)"
+    sentence = f"{machine} is released ({found.state}, {plural(len(found.strikes), 'strike')})"
     told(output, f"{sentence}; the operator reads it within 15 seconds", machine=machine, was=found)
 
 

@@ -64,6 +64,16 @@ def labelled(rows: Iterable[tuple[str, str | Text]]) -> Table:
     return grid
 
 
+def listed(lines: Iterable[str], mark: str = "- ", style: str = "") -> Table:
+    """Lines with a mark in front; one that is broken goes on behind its mark."""
+    grid = Table.grid()
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
+    for line in lines:
+        grid.add_row(Text(mark), Text(line, style))
+    return grid
+
+
 def table(columns: Sequence[Column], rows: Sequence[Sequence[str | Text]], width: int) -> Table:
     """A table in kubectl's manner that is no wider than the page."""
     kept = _fitting(columns, rows, width)

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from trainium_client.render.page import Column, bar, heading, labelled, stacked, table, word
+from trainium_client.render.page import Column, bar, heading, labelled, listed, stacked, table, word
 from trainium_contract.pages.words import ago, clock, count, duration, figure, plural, share, shortened, size
+from trainium_contract.program_output import telling
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -163,18 +164,18 @@ def _events(events: tuple[EventView, ...], now: float, width: int) -> list[Rende
     columns = (Column("AGE", 6, right=True), Column("REASON", 8), Column("MESSAGE", 9, fold=True))
     rows = [
         (duration(max(0.0, now - each.at)), Text(each.reason, "yellow" if each.warning else ""),
-         shortened(each.message, _LONGEST) + (f" (x{each.count})" if each.count > 1 else ""))
+         shortened(telling(each.message), _LONGEST) + (f" (x{each.count})" if each.count > 1 else ""))
         for each in events
     ]  # fmt: skip
     return [heading("What happened last"), table(columns, rows, width)]
 
 
 def _advice(view: JobScreen) -> list[RenderableType]:
-    return [heading("What to do"), *(Text(f"- {each}") for each in view.advice)] if view.advice else []
+    return [heading("What to do"), listed(view.advice)] if view.advice else []
 
 
 def _not_shown(view: JobScreen) -> list[RenderableType]:
-    return [heading("Not shown"), *(Text(f"- {each}", "dim") for each in view.not_shown)] if view.not_shown else []
+    return [heading("Not shown"), listed(view.not_shown, style="dim")] if view.not_shown else []
 
 
 def moment(at: float | None) -> str:

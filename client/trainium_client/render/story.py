@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from trainium_client.render.page import heading, labelled, stacked
+from trainium_client.render.page import heading, labelled, listed, stacked
 from trainium_contract.pages.words import clock, duration, plural, shortened
+from trainium_contract.program_output import telling
 from trainium_contract.views.interruptions import stage_words
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 _LONGEST = 240
-"""Of what was seen, where the log's own lines follow; JSON has all of it."""
+"""Of what was seen at an interruption, where the log's own lines follow; JSON has all of it."""
 
 
 def story_page(story: Story) -> RenderableType:
@@ -27,7 +28,7 @@ def story_page(story: Story) -> RenderableType:
     if entry is None:
         said = story.verdict or "nothing has interrupted this job"
         return stacked(Text(f"{story.namespace}/{story.name} is {story.phase or 'not answered yet'}: {said}"),
-                       *(Text(f"- {each}") for each in story.advice))  # fmt: skip
+                       listed(story.advice))  # fmt: skip
     seconds = {name: value for name, value in entry.stages.items() if value}
     stages = ", ".join(f"{stage_words(name)} {duration(value)}" for name, value in seconds.items())
     steps = _steps(entry.step_before, entry.resume_step, entry.steps_lost)
@@ -46,14 +47,14 @@ def story_page(story: Story) -> RenderableType:
                                                    if entry.detected_seconds is not None else "")),
             ("Who", _who(entry)),
             ("Cause", entry.cause),
-            ("Seen", shortened(entry.message, _LONGEST) if story.log_lines else entry.message),
+            ("Seen", _seen(story, entry)),
             ("Answer", ", ".join([entry.answer, *joined])),
             ("Trained on", "" if entry.stopped else end),
             ("Seconds", stages),
             ("Steps", steps),
         ]),
         *_log(story),
-        *([heading("What to do"), *(Text(f"- {each}") for each in story.advice)] if story.advice else []),
+        *_advice(story),
     )  # fmt: skip
 
 
@@ -64,6 +65,13 @@ def _title(story: Story) -> str:
     if entry.stopped:
         return f"{story.namespace}/{story.name} stopped for good in {where}"
     return f"{story.namespace}/{story.name} was interrupted in {where} (entry {story.number} of {story.kept})"
+
+
+def _seen(story: Story, entry: InterruptionView) -> str:
+    """A verdict is told to its end, where it says what to do."""
+    if not story.log_lines:
+        return entry.message
+    return telling(entry.message) if entry.stopped else shortened(telling(entry.message), _LONGEST)
 
 
 def _who(entry: InterruptionView) -> str:
@@ -78,7 +86,11 @@ def _steps(before: int | None, resumed: int | None, lost: int | None) -> str:
     return ", ".join(parts)
 
 
+def _advice(story: Story) -> list[RenderableType]:
+    return [heading("What to do"), listed(story.advice)] if story.advice else []
+
+
 def _log(story: Story) -> list[RenderableType]:
     if not story.log_lines:
         return [heading("Log"), Text(story.log_note, "dim")] if story.log_note else []
-    return [heading(f"Log of {story.log_pod} at that time"), *(Text(f"  {line}") for line in story.log_lines)]
+    return [heading(f"Log of {story.log_pod} at that time"), listed(story.log_lines, mark="  ")]

@@ -6,7 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainium_client.views.log_words import said
+from trainium_client.views.log_words import Said, said
+from trainium_contract.program_output import is_native_frame
 from trainium_contract.views.interruptions import InterruptionView, interruptions
 from trainium_contract.views.raw import mapping, plain, seconds_of, text
 from trainium_contract.views.status_part import shown_status
@@ -20,7 +21,7 @@ _AFTER_SECONDS = 2.0
 _AROUND = 4
 _TELLING = re.compile(
     r"(?i)error|exception|traceback|fault|fail|killed|signal|exit|ended with|stood still|refus|cannot|lost|leav|nrt_"
-    r"|out of mem|warn"
+    r"|out of mem|warn|^(?:\[[^\]]*\] )?  File \".*\", line \d"
 )
 
 
@@ -75,13 +76,19 @@ def telling_lines(log: str, entry: InterruptionView) -> tuple[str, ...]:
     if entry.at is None:
         return ()
     until = max(entry.at, entry.detected_at or entry.at) + _AFTER_SECONDS
-    near = []
+    near: list[str] = []
     for line in log.splitlines():
         stamp, _, words = line.partition(" ")
         at = seconds_of(stamp)
         if at is not None and entry.at - _BEFORE_SECONDS <= at <= until and words.strip():
-            near += [plain(each)[:400] for each in said(words).shown.split("\n")]
+            near += _lines(said(words))
     telling = [at for at, words in enumerate(near) if _TELLING.search(words)]
     # Of both the last ones are nearest to the cause, and a few lines around say what was going on.
     kept = set(telling[-MOST_LINES + _AROUND :]) | set(range(len(near))[-_AROUND:])
     return tuple(near[at] for at in sorted(kept))
+
+
+def _lines(words: Said) -> list[str]:
+    """As they are shown; where C++ was says nothing that the lines around it do not say in words."""
+    both = zip(words.text.split("\n"), words.shown.split("\n"), strict=True)
+    return [plain(shown)[:400] for text, shown in both if not is_native_frame(text)]

@@ -17,6 +17,7 @@ from trainium_contract.pages.node_map import node_map_html
 from trainium_contract.pages.svg import BAD, COLOURS, GOOD, OTHER, WAITS, loss_chart, share_bar, squares, timeline
 from trainium_contract.pages.words import clock, count, duration, figure, plural, share, shortened, size
 from trainium_contract.pages.worker_times import worker_times_html
+from trainium_contract.program_output import telling
 from trainium_contract.views.interruptions import ranks_text, stage_words
 from trainium_contract.views.timeline import timeline_of
 
@@ -149,7 +150,7 @@ def _history(report: JobReport, now: float) -> str:
     rows = [
         (clock(each.at), each.cause, each.rung, each.pod, each.node,
          "-" if each.stopped else "open" if each.open else duration(each.recovered_seconds),
-         "-" if each.steps_lost is None else str(each.steps_lost), shortened(each.message, _LONGEST_MESSAGE))
+         "-" if each.steps_lost is None else str(each.steps_lost), shortened(telling(each.message), _LONGEST_MESSAGE))
         for each in report.entries
     ]  # fmt: skip
     head = ("Time (UTC)", "Cause", "Answer", "Worker", "Node", "Took", "Steps lost", "Seen")

@@ -60,9 +60,11 @@ def plural(number: int, thing: str) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """The beginning, on one line."""
+    """The beginning, on one line, in whole words where it has any."""
     words = " ".join(text.split())
-    return words if len(words) <= most else f"{words[:most].rstrip()} …"
+    if len(words) <= most:
+        return words
+    return f"{words[: most + 1].rpartition(' ')[0].rstrip() or words[:most]} …"
 
 
 def size(bytes_: int) -> str:

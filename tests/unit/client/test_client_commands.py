@@ -287,6 +287,24 @@ def test_a_job_that_has_ended_is_not_changed_and_only_a_failed_one_is_retried(
     assert all(method == "GET" for method, _, _ in server.requests)
 
 
+def test_who_acts_is_told_what_to_type_next_and_whether_a_run_begins_anew(
+    trn: Callable[..., Run], server: ApiServer
+) -> None:
+    job = recorded("job")
+    server.answers[f"{JOBS}/llama"] = job
+    job["spec"]["suspend"] = True
+    assert trn("resume", "llama")[2] == "llama goes on from its newest checkpoint; see: kubectl trn watch llama\n"
+    job["spec"]["suspend"] = False
+    assert trn("suspend", "llama")[2].endswith("to go on: kubectl trn resume llama\n")
+
+    failed = server.answers[f"{JOBS}/broken"]
+    _gone_when_deleted(server, "broken")
+    assert "runs again; from the beginning, no checkpoint of it is known; see: " in trn("retry", "broken")[2]
+    server.requests.clear()
+    failed["status"]["checkpoint"]["durableStep"] = 7
+    assert "runs again; it resumes from its newest checkpoint; see: " in trn("retry", "broken")[2]
+
+
 def test_why_a_job_failed_is_said_once_and_followed_by_what_to_do(trn: Callable[..., Run]) -> None:
     code, said, _ = trn("why", "broken")
 

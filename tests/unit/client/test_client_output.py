@@ -8,12 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 
 from tests.testing.api.recorded_jobs import JOBS, ApiServer, recorded_answers
-from trainium_client.commands import simulate
+from trainium_client.commands import inspect, simulate
 from trainium_client.commands.main import app, main
+from trainium_client.inside import Output
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -53,7 +55,8 @@ def test_what_was_done_to_a_job_is_told_to_programs(trn: Callable[..., Run], ser
     who = {"name": "llama", "namespace": "team"}
 
     assert told(trn, "suspend", "llama") == {
-        "message": "llama saves and gives its nodes back", **who, "suspend": True, "changed": True
+        "message": "llama saves and gives its nodes back; to go on: kubectl trn resume llama", **who, "suspend": True,
+        "changed": True,
     }  # fmt: skip
     assert told(trn, "resume", "llama")["changed"] is False
     scaled = told(trn, "scale", "llama", "4")
@@ -105,6 +108,20 @@ def test_a_support_bundle_tells_programs_where_it_is_and_what_it_lacks(trn: Call
     assert (found["file"], found["bytes"]) == (str(file), file.stat().st_size)
     assert "job.json" in found["files"]
     assert any(each.startswith("nodes:") for each in found["missing"])
+    assert f"; {len(found['missing'])} things could not be read (missing.txt)" in found["message"]
+
+
+def test_the_thread_that_trains_is_shown_before_those_that_wait(trn: Callable[..., Run]) -> None:
+    waits = 'Thread 0x1 (most recent call first):\n  File "thread.py", line 81 in _worker'
+    trains = 'Current thread 0x2 (most recent call first):\n  File "train.py", line 89 in loop'
+    said = Output(json.dumps({"localRank": 0, "stack": f"{waits}\n\n{trains}\n"}).encode(), b"")
+    with mock.patch.object(inspect, "run_inside", return_value=said):
+        code, out, _ = trn("stacks", "llama", "--rank", "1")
+        told = json.loads(trn("stacks", "llama", "--rank", "1", "-o", "json")[1])
+
+    assert code == 0
+    assert out == f"--- rank 1 in llama-w-2 on node-1\n{trains}\n\n{waits}\n"
+    assert told[0]["stack"] == f"{waits}\n\n{trains}\n", "for programs as Python wrote it"
 
 
 def test_every_command_takes_an_output() -> None:

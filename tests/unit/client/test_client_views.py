@@ -190,6 +190,61 @@ def test_the_story_of_a_crash_shows_who_what_and_the_line_of_the_agent() -> None
     assert "processes restarted in place, pods kept" in said
 
 
+VERDICT = (
+    "Configuration or user error (bad config, missing data, import error, shape): rank 3 of pod llama-w-0 on node "
+    "node-5, exit code 64: data.source /data/corpus.txt: there is no such file or folder: correct the path or mount "
+    "the data. Correct the configuration, the data or the image and run the job again (kubectl trn retry); it resumes "
+    "from its newest checkpoint."
+)
+
+
+def story_of(message: str, *, rung: str, log: str) -> str:
+    job = recorded("job")
+    last = job["status"]["history"][-1]
+    last |= {"message": message, "rung": rung}
+    return show(story_page(tell(job, log=log)), width=110, colour=False)
+
+
+def test_the_story_of_the_end_tells_the_verdict_to_its_last_word_although_the_log_follows() -> None:
+    said = " ".join(story_of(VERDICT, rung="Stop", log=recorded_log()).split())
+    assert "Log of llama-w-0 at that time" in said
+    assert VERDICT in said
+
+
+def test_what_was_seen_is_neither_cut_within_a_word_nor_filled_with_steps() -> None:
+    steps = " | ".join(f"23:12:{at} rank 0 INFO step {at}/900: loss 5.1400, 1593 tokens/s" for at in range(10, 40))
+    said = story_of(f"rank 0 crashed; killed by signal 9 | {steps}", rung="InPlace", log=recorded_log())
+    assert "rank 0 crashed; killed by signal 9 | …\n" in said
+    words = " ".join(f"word{number}" for number in range(100))
+    seen = story_of(words, rung="InPlace", log=recorded_log()).partition("Seen")[2].partition("Answer")[0].split()
+    assert seen[-1] == "…"
+    assert seen[:-1] == words.split()[: len(seen) - 1]
+
+
+def test_lines_of_python_are_shown_and_frames_of_cpp_are_not() -> None:
+    (end,) = re.findall(r"^(\S+) .*rank 0 ended with code 137", recorded_log(), re.MULTILINE)[-1:]
+    python = [
+        "Traceback (most recent call last):", '  File "/app/mine.py", line 7, in columns', '    return row["text"]',
+        "KeyError: 'text'",
+    ]  # fmt: skip
+    native = ["Exception raised from get at /pytorch/a.cpp:9 (most recent call first):"]
+    native += [f"frame #{number}: c10::Error::Error(std::string) + 0x8 (0x7 in libc10.so)" for number in range(20)]
+    log = "".join(f"{end} [rank 0] {line}\n" for line in [*python, *native])
+
+    shown = tell(recorded("job"), log=log).log_lines
+
+    assert list(shown) == [f"[rank 0] {line}" for line in python]
+
+
+def test_a_line_that_is_broken_goes_on_behind_its_mark() -> None:
+    job = recorded("failed")
+    said = show(story_page(tell(job, advice=("word " * 40,))), width=60, colour=False)
+    assert re.search(r"^- word .*\n  word ", said, re.MULTILINE)
+    log = recorded_log()
+    lines = show(story_page(tell(recorded("job"), log=log)), width=60, colour=False).partition(" at that time\n")[2]
+    assert all(line.startswith("  ") for line in lines.splitlines())
+
+
 def test_the_stage_decide_is_told_as_the_wait_for_a_worker_in_the_story_and_in_the_ledger() -> None:
     job = recorded("job")
     job["status"]["history"][-1]["stages"]["decide"] = 41.0
