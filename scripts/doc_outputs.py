@@ -3,7 +3,7 @@
 
 `python scripts/doc_outputs.py` writes it, with `--check` it only compares and exits 1 when a page is stale; what takes
 seconds is compared by a test that runs by night. `python scripts/doc_outputs.py record FILE NAMESPACE COMMAND...` runs
-a command of `kubectl trn` on the cluster of KUBECONFIG and keeps what it read (below tests/testing/api/recorded).
+a command of `kubectl trn` on the cluster of KUBECONFIG and keeps what it read and wrote (tests/testing/api/recorded).
 """
 
 from __future__ import annotations

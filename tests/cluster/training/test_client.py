@@ -1,11 +1,16 @@
-"""`kubectl trn` on a real job: what it shows through a fault, and that acting works."""
+"""Every command of `kubectl trn` on real jobs: what it shows through a fault, and that acting works."""
 
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
+import tarfile
+import urllib.request
 from collections.abc import Callable
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,6 +19,7 @@ from tests.testing.suite.patience import until
 from trainium_client.commands.main import main
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from tests.testing.cluster.jobs import Job
@@ -28,20 +34,33 @@ Trn = Callable[..., Any]
 
 
 @pytest.fixture
-def trn(operator: Site, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Trn:
-    """A command on a job, in this process: its JSON, or what it printed where there is none."""
+def trn(operator: Site, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Trn:
+    """A command, on a job if one is given, in this process: its JSON, or what it printed where there is none."""
     for name, value in operator.variables.items():
         monkeypatch.setenv(name, value)
 
-    def run(job: Job, command: str, *arguments: str, as_json: bool = True) -> Any:
-        options = ["-n", job.namespace, *(["-o", "json"] if as_json else [])]
+    def run(job: Job | None, command: str, *arguments: str, as_json: bool = True) -> Any:
+        about = [job.name, "-n", job.namespace] if job is not None else []
         with pytest.raises(SystemExit) as left:
-            main([command, job.name, *arguments, *options])
-        said = capsys.readouterr()
+            main([command, *about, *arguments, *(["-o", "json"] if as_json else [])])
+        said = capfd.readouterr()
         assert not left.value.code, said.err
         return json.loads(said.out) if as_json else said.out
 
     return run
+
+
+@contextmanager
+def beside(job: Job, command: str, *arguments: str, to: Path) -> Iterator[Callable[[], str]]:
+    """A command on the job that goes on by itself, as a person leaves it running; what it has printed until now."""
+    words = [sys.executable, "-m", "trainium_client.commands.main", command, job.name, "-n", job.namespace, *arguments]
+    with to.open("w") as file, subprocess.Popen(
+        words, env={**os.environ, **job.site.variables}, stdout=file, stderr=file
+    ) as running:  # fmt: skip
+        try:
+            yield to.read_text
+        finally:
+            running.terminate()
 
 
 @pytest.mark.long
@@ -51,20 +70,17 @@ def test_a_fault_is_seen_by_every_command_and_a_rank_is_followed_into_its_next_p
     job = new_job(change=LONG)
     job.until_step(3)
     lost = job.members()[1]["podName"]
-    followed = tmp_path / "followed"
-    command = [sys.executable, "-m", "trainium_client.commands.main", "logs", job.name, "-n", job.namespace]
-    with followed.open("w") as file, subprocess.Popen(
-        [*command, "--rank", "1", "--follow"], env={**_environment(job)}, stdout=file, stderr=file
-    ) as follower:  # fmt: skip
-        try:
-            until(lambda: "start-up" in followed.read_text(), followed.read_text)
-            job.site.kubectl("delete", "pod", lost, "-n", job.namespace, "--wait=false")
-            job.until_recovered()
-            new = job.members()[1]["podName"]
-            until(lambda: f"rank 1 is now in {new}" in followed.read_text(), followed.read_text)
-            until(lambda: followed.read_text().rpartition("is now in")[2].count("start-up"), followed.read_text)
-        finally:
-            follower.terminate()
+    with (
+        beside(job, "logs", "--rank", "1", "--follow", to=tmp_path / "followed") as followed,
+        beside(job, "watch", to=tmp_path / "watched") as watched,
+    ):
+        until(lambda: "start-up" in followed() and ", 0 interruptions" in watched(), lambda: followed() + watched())
+        job.site.kubectl("delete", "pod", lost, "-n", job.namespace, "--wait=false")
+        job.until_recovered()
+        new = job.members()[1]["podName"]
+        until(lambda: f"rank 1 is now in {new}" in followed(), followed)
+        until(lambda: followed().rpartition("is now in")[2].count("start-up"), followed)
+        until(lambda: re.search(r"  Running, step \d+/5000, .* 1 interruption$", watched(), re.MULTILINE), watched)
     assert new != lost
 
     status = trn(job, "status")
@@ -77,20 +93,75 @@ def test_a_fault_is_seen_by_every_command_and_a_rank_is_followed_into_its_next_p
     assert trn(job, "why")["entry"]["rung"] == "Spare"
     assert trn(job, "history")[-1]["cause"] == "Preempted"
     assert trn(job, "goodput")["wallSeconds"] > 0
+    assert [(row["trains"], row["current"]) for row in trn(job, "sizes")] == [(2, True), (1, False)]
     stacks = trn(job, "stacks")
     assert {row["rank"] for row in stacks} == {0, 1}
     assert all("trainium_trainer" in row["stack"] for row in stacks)
     job.until("a durable checkpoint", lambda status: status["checkpoint"].get("durableStep", 0) > 0)
-    page = tmp_path / "page.html"
-    trn(job, "report", "--output", str(page), as_json=False)
-    assert "<polyline" in page.read_text()
     stored = trn(job, "checkpoints")["storage"]
     assert "committed" in {row["state"] for row in stored}
 
+
+@pytest.mark.long
+def test_a_job_is_shown_to_others_simulated_and_changed_while_it_trains(
+    new_job: Callable[..., Job], trn: Trn, tmp_path: Path
+) -> None:
+    job = new_job(change=LONG)
+    job.until_step(3)
+
+    page = tmp_path / "page.html"
+    trn(job, "report", "--output", str(page), as_json=False)
+    assert "<polyline" in page.read_text()
+    archive = tmp_path / "bundle.tar.gz"
+    bundle = trn(job, "support-bundle", "-f", str(archive))
+    assert bundle["missing"] == []
+    with tarfile.open(archive) as files:
+        names = {name.partition("/")[2] for name in files.getnames()}
+    assert names == set(bundle["files"])
+    assert {f"logs/{pod['metadata']['name']}.log" for pod in job.pods()} <= names
+    assert any(name.startswith("operator/logs/") for name in names)
+
+    with beside(job, "ui", "--no-browser", "--port", "0", to=tmp_path / "ui") as said:
+        until(lambda: "served to this machine" in said(), said)
+        with urllib.request.urlopen(said().split()[0], timeout=60) as answer:
+            assert f"{job.namespace}/{job.name}" in answer.read().decode()
+
+    assert json.loads(trn(job, "simulate", "--days", "1", "--seeds", "1", "--output", "json", as_json=False))
+
+    assert trn(job, "scale", "1")["nodes"] == 1
+    job.until("one worker trains", lambda status: status["replicas"] == 1 and status["phase"] == "Running")
     trn(job, "suspend", as_json=False)
     job.until_phase("Suspended")
-    trn(job, "resume", as_json=False)
+    assert trn(job, "resume")["changed"]
     job.until_phase("Running")
+
+
+@pytest.mark.long
+def test_a_machine_that_a_fault_was_attributed_to_is_listed_with_its_evidence_and_released(
+    new_job: Callable[..., Job], trn: Trn
+) -> None:
+    job = new_job(change=LONG)
+    if job.site.cluster is None:
+        pytest.skip("conditions are set by the development cluster's nodes")
+    faults = job.site.cluster.faults
+    job.until("a warm spare", lambda status: status.get("spares") == 1 and job.log.newest >= 3)
+    node = job.members()[0]["nodeName"]
+
+    def held() -> list[dict[str, Any]]:
+        return [each for each in trn(None, "nodes") if each["node"] == node]
+
+    faults.set_condition(node, "NeuronHealth", "True", "NeuronHasError_HBM_UNCORRECTABLE_ERROR")
+    try:
+        job.until_recovered()
+        until(held, lambda: str(trn(None, "nodes")))
+    finally:
+        faults.clear_condition(node, "NeuronHealth")
+    (found,) = held()
+    assert {strike["cause"] for strike in found["strikes"]} == {"Device"}
+    assert all(strike["by"].startswith(f"{job.namespace}/{job.name}") for strike in found["strikes"])
+
+    assert trn(None, "release", node)["was"] == found
+    assert held() == []
 
 
 def test_a_failed_job_tells_why_and_runs_again_corrected(new_job: Callable[..., Job], trn: Trn, tmp_path: Path) -> None:
@@ -126,9 +197,3 @@ def test_a_failed_job_tells_why_and_runs_again_corrected(new_job: Callable[..., 
     assert trn(job, "why")["entry"]["rank"] == 0
     trn(job, "retry", as_json=False)
     assert job.until_phase("Completed")["progress"]["step"] == 6
-
-
-def _environment(job: Job) -> dict[str, str]:
-    import os
-
-    return {**os.environ, **job.site.variables}

@@ -92,7 +92,9 @@ class ApiServer:
                 length = int(self.headers.get("Content-Length") or 0)
                 body = json.loads(self.rfile.read(length)) if length else None
                 outer.requests.append((self.command, self.path, body))
-                found = outer.answers.get(f"{self.command} {path}", outer.answers.get(path, 404))
+                found = outer.answers.get(f"{self.command} {path}")
+                if found is None:
+                    found = outer.answers.get(path, 404)
                 code, data = 200, b""
                 if isinstance(found, int):
                     code = found

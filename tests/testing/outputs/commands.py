@@ -8,6 +8,9 @@ import json
 import os
 import re
 import shlex
+import subprocess
+import sys
+import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,18 +18,16 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from tests.testing.api.recorded_jobs import RECORDED
-from tests.testing.outputs.recording import Recording, replayed
+from tests.testing.outputs.recording import Frame, Recording, replayed
 from tests.testing.outputs.tables import table
+from trainium_client.commands import simulate as simulating
 from trainium_client.commands.ui_server import UiServer
-from trainium_contract.faults.causes import Cause
 from trainium_devcluster import cli as devcluster
 from trainium_devcluster import cluster as devcluster_parts
-from trainium_operator.cluster.fleet.fleet_record import encode
-from trainium_operator.plan.fleet.memory import Machine, MachineState, Memory, Strike
 from trainium_operator.simulate.command import main as simulate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
 ROOT = Path(__file__).parents[3]
 PAGES = ("README.md", "docs/first-job.md", "docs/kubectl-trn.md", "docs/simulate.md", "docs/watch.md")
@@ -35,11 +36,15 @@ SIMULATION = (
     "trainium-operator simulate manifests/examples/hlat-7b.yaml --spares 0..2 --failures-per-1000-node-days 4 "
     "--days 15 --seeds 2 --goal 0.999"
 )
-SLOW = frozenset({SIMULATION})
-"""Takes some ten seconds of a core."""
+SIMULATE = (
+    "kubectl trn simulate llama -n team --learn --spares 0..1 --failures-per-1000-node-days 22 --days 4 --seeds 2"
+)
+SLOW = frozenset({SIMULATION, SIMULATE})
+"""Take seconds of a core."""
 _NOW = 1_795_561_800.0
 _RECORDED = {
     "status llama": "asked/job",
+    "watch llama": "asked/recovering",
     "why llama": "asked/job",
     "history llama": "asked/job",
     "goodput llama": "asked/job",
@@ -47,6 +52,16 @@ _RECORDED = {
     "ranks llama": "asked/ranks",
     "checkpoints llama": "asked/checkpoints",
     "logs llama": "asked/follow",
+    "stacks llama": "asked/stacks",
+    "report llama": "asked/report",
+    "support-bundle llama": "asked/bundle",
+    "simulate llama": "asked/job",
+    "suspend llama": "asked/suspend",
+    "resume llama": "asked/resume",
+    "scale llama": "asked/scale",
+    "retry llama": "asked/retry",
+    "nodes": "asked/nodes",
+    "release": "asked/release",
     "status demo": "first-job/waiting",
     "why demo": "first-job/killed",
     "ranks demo": "first-job/ranks",
@@ -57,9 +72,18 @@ _RECORDED = {
 def output(command: str) -> str:
     """What the command prints. Raises KeyError for one that nothing here can run."""
     if command.startswith("kubectl trn ") and command not in _BUILT:
-        words = shlex.split(command)[2:]
-        return replayed(Recording.read(RECORDED / f"{_RECORDED[' '.join(words[:2])]}.json"), words)
+        return _replayed(shlex.split(command)[2:])
     return _BUILT[command]()
+
+
+def _replayed(words: Sequence[str], out: io.StringIO | None = None) -> str:
+    return replayed(recording_of(words), words, out=out)
+
+
+def recording_of(words: Sequence[str]) -> Recording:
+    """What a command of `kubectl trn` read and wrote, by its words. Raises KeyError where none was kept."""
+    name = words[0] if words[0] in _RECORDED else " ".join(words[:2])
+    return Recording.read(RECORDED / f"{_RECORDED[name]}.json")
 
 
 def _get(name: str, age: float, spec: dict[str, Any], **status: Any) -> str:
@@ -82,7 +106,7 @@ def _readme() -> str:
     )
 
 
-def _watch() -> str:
+def _get_trn() -> str:
     return _get(
         "demo",
         95,
@@ -96,24 +120,29 @@ def _watch() -> str:
     )
 
 
-def _nodes() -> str:
-    strikes = tuple(
-        Strike(_NOW - ago, Cause.DEVICE, "team/llama+condition NeuronHealth (NeuronHasError_DMA_ERROR)")
-        for ago in (90_000.0, 1_500.0)
-    )
-    broken = Machine(
-        machine="aws:///us-west-2a/i-0abc",
-        node="node-3",
-        state=MachineState.QUARANTINED,
-        until=_NOW + 12_900,
-        quarantines=2,
-        strikes=strikes,
-    )
-    crashed = (Strike(_NOW - 8_000, Cause.CRASH, "team/llama"),)
-    machines = (broken, Machine(machine="aws:///us-west-2a/i-0def", node="node-7", strikes=crashed))
-    memory = Memory(machines={each.machine: each for each in machines})
-    path = "/api/v1/namespaces/trainium-system/configmaps/trainium-operator-quarantine"
-    return replayed(Recording(_NOW, "", {path: [{"kind": "ConfigMap", "data": encode(memory)}]}, {}), ["nodes"])
+def _watch_screen() -> str:
+    """The first frame, as a terminal shows it."""
+    return _replayed(["watch", "llama", "-n", "team"], Frame()).removeprefix("\x1b[H\x1b[J")
+
+
+def _simulated() -> str:
+    """The operator's program prints into the terminal by itself."""
+
+    def run(command: Sequence[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "COLUMNS": ""})
+        sys.stdout.write(done.stdout + done.stderr)
+        return done
+
+    with mock.patch.object(simulating, "subprocess", SimpleNamespace(run=run)):
+        return _replayed(shlex.split(SIMULATE)[2:])
+
+
+def _bundled() -> str:
+    """The files of the archive, as tar lists them."""
+    with tempfile.TemporaryDirectory() as folder:
+        archive = f"{folder}/bundle.tar.gz"
+        _replayed(["support-bundle", "llama", "-n", "team", "-f", archive])
+        return subprocess.run(["tar", "-tzf", archive], capture_output=True, text=True, check=True).stdout
 
 
 def _ui() -> str:
@@ -162,8 +191,10 @@ def _log_lines() -> str:
 
 _BUILT: dict[str, Callable[[], str]] = {
     "kubectl get trainingjobs": _readme,
-    "kubectl get trn": _watch,
-    "kubectl trn nodes": _nodes,
+    "kubectl get trn": _get_trn,
+    "kubectl trn watch llama -n team": _watch_screen,
+    SIMULATE: _simulated,
+    "tar -tzf llama-support-*.tar.gz": _bundled,
     "kubectl trn ui llama -n team": _ui,
     "trainium-devcluster up --nodes 5": _devcluster_up,
     "lines of a log": _log_lines,

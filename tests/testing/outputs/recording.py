@@ -1,6 +1,7 @@
-"""What `kubectl trn` read of a cluster and when, so that the same command can be run on it again.
+"""What `kubectl trn` read of a cluster, wrote to it, and when, so that the same command can be run on it again.
 
-Invariant: a command that is replayed asks for nothing that was not recorded, and sees the clock of that moment.
+Invariant: a command that is replayed asks for nothing that was not recorded, writes what it wrote then, and sees the
+clock of that moment.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ import contextlib
 import io
 import json
 import os
+import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -31,7 +33,9 @@ if TYPE_CHECKING:
 FIRST_JOB = RECORDED / "first-job"
 WIDTH = 110
 """Columns of the terminal that a page shows."""
-_DROPPED = ("managedFields", "description")
+_DROPPED = ("fieldsV1", "description")
+_ANYWHERE = {str(Path(__file__).parents[3]): "/opt/trainium", sys.base_prefix: "/usr/local"}
+"""Where programs of the development cluster lie, and where they are said to lie: a recording is of no machine."""
 _LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 
 
@@ -44,9 +48,12 @@ class Recording:
     namespace: str
     """Where it looked; empty for a command that looks elsewhere."""
     answers: dict[str, list[Any]]
-    """What the API server answered by path, one after the other; an object (a refusal is a Status) or a text."""
+    """What the API server answered by path (of a write: `METHOD PATH`), one after the other; an object (a refusal is a
+    Status) or a text. Nothing of a stream that said nothing."""
     inside: dict[str, str]
     """What programs inside of workers printed, by `POD: PROGRAM`."""
+    sent: dict[str, list[Any]] = field(default_factory=dict)
+    """What the command wrote, by `METHOD PATH`, one after the other."""
 
     @staticmethod
     def read(path: Path) -> Recording:
@@ -56,7 +63,10 @@ class Recording:
     def write(self, path: Path) -> None:
         """Keep it."""
         path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps(asdict(self), indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        text = json.dumps(asdict(self), indent=1, sort_keys=True)
+        for here, anywhere in _ANYWHERE.items():
+            text = text.replace(here, anywhere)
+        path.write_text(f"{text}\n", encoding="utf-8")
 
 
 class _InTurn(dict[str, Any]):
@@ -65,7 +75,7 @@ class _InTurn(dict[str, Any]):
     def get(self, path: str, default: Any = None) -> Any:
         """The next one."""
         left = super().get(path)
-        if left is None:
+        if not left:
             return default
         return _served(left.pop(0) if len(left) > 1 else left[0])
 
@@ -76,8 +86,31 @@ def _served(answer: Any) -> Any:
     return json.dumps(answer).encode() if refusal else answer
 
 
-def replayed(recording: Recording, arguments: Sequence[str], *, width: int = WIDTH) -> str:
-    """What the command prints, on both streams together as a terminal shows them."""
+class Frame(io.StringIO):
+    """A terminal at which a person looks until something is shown, and then leaves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen = False
+
+    def isatty(self) -> bool:
+        """It is one."""
+        return True
+
+    def flush(self) -> None:
+        """The first time somebody sees it."""
+        if not self._seen:
+            self._seen = True
+            raise KeyboardInterrupt
+
+
+def replayed(
+    recording: Recording, arguments: Sequence[str], *, width: int = WIDTH, out: io.StringIO | None = None
+) -> str:
+    """What the command prints, on both streams together as a terminal shows them.
+
+    Raises LookupError where it asks for or writes something else than was recorded. It runs in an empty folder.
+    """
 
     def remembered(_: Api, pod: str, command: Sequence[str], **__: Any) -> Output:
         return Output(recording.inside[f"{pod}: {' '.join(command)}"].encode(), b"")
@@ -92,12 +125,31 @@ def replayed(recording: Recording, arguments: Sequence[str], *, width: int = WID
             _programs(remembered),
             contextlib.chdir(folder),
         ):
-            return printed([*arguments, *_where(arguments, recording.namespace)])
+            text = printed([*arguments, *_where(arguments, recording.namespace)], out)
+        _check(recording, server.requests)
+        return text
 
 
-def printed(arguments: Sequence[str]) -> str:
+def _check(recording: Recording, requests: Sequence[tuple[str, str, Any]]) -> None:
+    sent: dict[str, list[Any]] = {}
+    for method, target, body in requests:
+        key = _key(method, target.partition("?")[0])
+        if key not in recording.answers:
+            raise LookupError(f"{key} is asked for, and was not when this was recorded: record it again")
+        if method != "GET":
+            sent.setdefault(key, []).append(_without_noise(body))
+    for key in {**sent, **recording.sent}:
+        if sent.get(key) != recording.sent.get(key):
+            raise LookupError(f"{key} is another than when this was recorded: record it again")
+
+
+def _key(method: str, path: str) -> str:
+    return path if method == "GET" else f"{method} {path}"
+
+
+def printed(arguments: Sequence[str], out: io.StringIO | None = None) -> str:
     """What a command prints; it may fail, with what it says then."""
-    out = io.StringIO()
+    out = out or io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out), contextlib.suppress(SystemExit):
         main([*arguments])
     return "\n".join(line.rstrip() for line in out.getvalue().strip("\n").splitlines())
@@ -127,12 +179,16 @@ def _listening(to: Recording, times: list[float]) -> Iterator[None]:
         times.append(time.time())
         if method == "GET":
             _keep(to, path, _kept(answer))
+        else:
+            to.answers.setdefault(_key(method, path), []).append(_kept(answer))
+            to.sent.setdefault(_key(method, path), []).append(_without_noise(more.get("body")))
         return answer
 
     @contextlib.contextmanager
     def streaming(self: Connection, path: str, **more: Any) -> Iterator[LineStream]:
         with stream(self, path, **more) as opened:
             paths[id(opened)] = path
+            to.answers.setdefault(path, [])
             yield opened
 
     def lines(self: LineStream) -> Iterator[bytes]:
@@ -195,6 +251,8 @@ def _without_noise(value: Any) -> Any:
 def _fields(value: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for key, each in value.items():
         if key == "annotations" and isinstance(each, dict):
-            yield key, {name: text for name, text in each.items() if name != _LAST_APPLIED}
+            kept = {name: text for name, text in each.items() if name != _LAST_APPLIED}
+            if kept:
+                yield key, kept
         else:
             yield key, each

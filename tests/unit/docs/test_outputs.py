@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import typer
 
-from tests.testing.api.recorded_jobs import RECORDED
+from tests.testing.api.recorded_jobs import JOBS, RECORDED, ApiServer, recorded_answers
 from tests.testing.outputs.blocks import commands, renewed, unmarked
-from tests.testing.outputs.commands import PAGES, SLOW, output
+from tests.testing.outputs.commands import PAGES, SLOW, output, recording_of
+from tests.testing.outputs.recording import Recording, recorded_now, replayed
 from tests.testing.outputs.tables import age, table
 from trainium_client.commands.main import app
 from trainium_contract.wire.log_line import LogSource, read_log_line
+from trainium_operator.simulate.command import app as simulate
 
 ROOT = Path(__file__).parents[3]
 SHOWN = [(page, command) for page in PAGES for command in commands((ROOT / page).read_text(encoding="utf-8"))]
@@ -54,11 +56,48 @@ def test_the_page_of_kubectl_trn_tells_every_command_and_none_that_does_not_exis
     assert told == there
 
 
+def test_every_command_of_kubectl_trn_has_its_output_on_the_page_and_a_test_on_a_cluster() -> None:
+    group: Any = typer.main.get_command(app)
+    there = {name for name, command in group.commands.items() if not command.hidden}
+    shown = {each.split()[2] for each in commands(read("docs/kubectl-trn.md")) if each.startswith("kubectl trn ")}
+    assert shown == there
+    tests = read("tests/cluster/training/test_client.py")
+    assert set(re.findall(r'\b(?:trn|beside)\((?:job|None), "([a-z-]+)"', tests)) == there
+
+
+def test_a_command_that_writes_is_replayed_as_long_as_it_writes_the_same() -> None:
+    words = ["scale", "llama", "1"]
+    recording = recording_of(words)
+    (path,) = recording.sent
+    assert path.startswith("PATCH /apis/trainium.dev/")
+    assert "train on 1 node;" in replayed(recording, words)
+    with pytest.raises(LookupError, match="record it again"):
+        replayed(recording, ["scale", "llama", "2"])
+    with pytest.raises(LookupError, match="record it again"):
+        replayed(recording, ["suspend", "llama"])
+    with pytest.raises(LookupError, match="is asked for"):
+        replayed(recording, ["status", "llama"])
+
+
+def test_what_a_command_writes_is_recorded_with_its_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = recorded_answers() | {f"{JOBS}/llama/scale": {"kind": "Scale", "spec": {"replicas": 1}}}
+    with ApiServer(answers, tmp_path).running() as server:
+        monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig))
+        found, text = recorded_now(["scale", "llama", "1"], "team")
+    key = f"PATCH {JOBS}/llama/scale"
+    assert found.sent == {key: [{"spec": {"replicas": 1}}]}
+    assert found.answers[key] == [answers[f"{JOBS}/llama/scale"]]
+    found.write(tmp_path / "kept.json")
+    assert replayed(Recording.read(tmp_path / "kept.json"), ["scale", "llama", "1"]) == text
+
+
 def test_options_that_the_page_of_kubectl_trn_names_are_taken() -> None:
     group: Any = typer.main.get_command(app)
     taken = {flag for command in group.commands.values() for each in command.params for flag in each.opts}
     taken |= {flag for command in group.commands.values() for each in command.params for flag in each.secondary_opts}
-    own = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", read("docs/kubectl-trn.md")))
+    own = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", read("docs/kubectl-trn.md")))
+    simulation: Any = typer.main.get_command(simulate)
+    taken |= {flag for each in simulation.params for flag in each.opts}
     of_others = {"--help", "--install-completion", "--manifest-url", "--learn"}
     assert own - taken <= of_others
 
