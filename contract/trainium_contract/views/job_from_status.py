@@ -140,7 +140,7 @@ def _changes(metadata: Mapping[str, Any], status: StatusPart[ShownStatus]) -> tu
 def _checkpoints(status: StatusPart[ShownStatus], now: float) -> CheckpointsView:
     part = status.part("checkpoint")
     memory, durable = part.whole("memoryStep", -1), part.whole("durableStep", -1)
-    if status.text("phase") in {"Completed", "Failed"}:
+    if status.text("phase") in {"Completed", "Failed", "Suspended"}:
         memory = -1  # it went with the pods
     return CheckpointsView(
         memory_step=None if memory < 0 else memory,

@@ -75,9 +75,10 @@ def test_a_failed_job_tells_its_verdict_and_how_to_go_on() -> None:
     assert re.search(r"Stopped +UserCode on ", page(view)), "an end is no interruption"
 
 
-def test_what_was_in_memory_is_not_there_when_the_job_has_ended() -> None:
+def test_what_was_in_memory_is_not_there_when_the_pods_are_gone() -> None:
     assert "step 262 in memory" in page(screen())
-    assert "in memory" not in page(screen(phase="Completed"))
+    for phase in ("Completed", "Failed", "Suspended"):
+        assert "in memory" not in page(screen(phase=phase))
 
 
 def test_the_line_of_changes_counts_the_workers_that_are_asked_for_until_they_train() -> None:
