@@ -45,6 +45,9 @@ if TYPE_CHECKING:
     from trainium_operator.plan.faults.node_signals import NodeProblem
     from trainium_operator.plan.model.observed import NodeView
 
+_ROUNDED = 0.0005
+"""Seconds by which a version before may have rounded down up to when failures were counted."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRecords:
@@ -214,7 +217,7 @@ def _take_faults(observed: FleetObserved, fleet: _SortedNodes, memory: Memory, *
     for job in observed.jobs:
         taken = memory.accounted.get(job.uid, 0.0)
         for record in sorted(job.failures, key=lambda each: each.at):
-            if record.at > taken and record.node and blame and job.takes_part:
+            if record.at > taken + _ROUNDED and record.node and blame and job.takes_part:
                 strike = Strike(min(record.at, observed.now), record.cause, job.name)
                 _strike(machines, fleet.machine_of(record.node), record.node, strike)
         if max(taken, _newest(job)) > 0.0:
