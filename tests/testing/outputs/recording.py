@@ -33,8 +33,12 @@ if TYPE_CHECKING:
 FIRST_JOB = RECORDED / "first-job"
 WIDTH = 110
 """Columns of the terminal that a page shows."""
-_DROPPED = ("fieldsV1", "description")
-_ANYWHERE = {str(Path(__file__).parents[3]): "/opt/trainium", sys.base_prefix: "/usr/local"}
+_DROPPED = ("fieldsV1", "description", "nodeInfo")
+_ANYWHERE = {
+    str(Path(__file__).parents[3]): "/opt/trainium",
+    sys.base_prefix: "/usr/local",
+    os.uname().release: "6.1.0",
+}
 """Where programs of the development cluster lie, and where they are said to lie: a recording is of no machine."""
 _LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 
@@ -240,7 +244,7 @@ def _kept(answer: Answer) -> Any:
 
 
 def _without_noise(value: Any) -> Any:
-    """Without what only the API server and `kubectl apply` read."""
+    """Without what only the API server and `kubectl apply` read, and what a machine says of itself."""
     if isinstance(value, list):
         return [_without_noise(each) for each in value]
     if not isinstance(value, dict):
