@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trainium_operator.cluster.api.client import Json
 
+LONGEST_NAME = 253
+"""Characters of an object's name that the API server takes; a cloud's id of a machine is far shorter."""
+
 
 def mapping_of(value: Any) -> Json:
     """An object."""
@@ -21,6 +24,12 @@ def items_of(value: Any) -> list[Json]:
 def text_of(value: Any) -> str:
     """A text."""
     return value if isinstance(value, str) else ""
+
+
+def name_of(value: Any) -> str:
+    """The name of an object or a machine; empty for what is longer than a name can be."""
+    name = text_of(value)
+    return name if len(name) <= LONGEST_NAME else ""
 
 
 def texts_of(value: Any) -> dict[str, str]:

@@ -20,7 +20,7 @@ from trainium_contract.wire.worker_env import ANNOTATION_KEPT_FROM, ANNOTATION_T
 from trainium_operator.cluster.cache.device_views import claim_template_of, device_health_of
 from trainium_operator.cluster.cache.lenient import readable_spec, readable_status
 from trainium_operator.cluster.cache.membership_record import membership_record
-from trainium_operator.cluster.cache.parts import items_of, mapping_of, text_of, whole_of
+from trainium_operator.cluster.cache.parts import items_of, mapping_of, name_of, text_of, whole_of
 from trainium_operator.plan.faults.node_signals import bad_status
 from trainium_operator.plan.manifests.gang_groups import ANNOTATION_GROUP
 from trainium_operator.plan.manifests.workloads import LABEL_POD_SET
@@ -135,7 +135,7 @@ def pod_view(raw: Json) -> PodView:
     containers = _items(spec.get("containers"), "container")
     terminated, waiting = _worker_states(containers, status)
     reason, message = _most_telling(status, terminated, waiting)
-    phase, node = text_of(status.get("phase")), text_of(spec.get("nodeName"))
+    phase, node = text_of(status.get("phase")), name_of(spec.get("nodeName"))
     return PodView(
         name=metadata["name"],
         uid=metadata["uid"],
@@ -183,7 +183,7 @@ def node_view(raw: Json) -> NodeView:
         unready_since=None if ready is NodeReadiness.TRUE else _seconds_or_none(ready_condition, _CHANGED),
         conditions=tuple(_condition(each) for each in conditions if _is_bad(each)),
         deleting="deletionTimestamp" in metadata,
-        provider_id=text_of(spec.get("providerID")),
+        provider_id=name_of(spec.get("providerID")),
         labels={key: intern(labels[key]) for key in LABELS_READ if isinstance(labels.get(key), str)},
         capacity=_capacity(mapping_of(status.get("allocatable"))),
     )

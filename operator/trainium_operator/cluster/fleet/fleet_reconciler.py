@@ -145,7 +145,7 @@ class FleetReconciler:
             except (ConflictError, AlreadyExistsError):
                 continue  # a person, or the last leader: what they wrote counts
             for sentence in plan.news:
-                logger.warning("%s", sentence)
+                logger.warning("%.1000s", sentence)
             self._memory, self._written = plan.memory, True
             if self._nodes_changed or self._looks != look:  # while it was written: others may know more by now
                 plan = self._plan(self._memory)
@@ -184,7 +184,7 @@ class FleetReconciler:
     def _adopt(self, plan: FleetPlan) -> None:
         old, self.view = self.view, plan.view
         if old.frozen != plan.view.frozen:
-            logger.warning("%s", plan.view.frozen or "few enough nodes are bad: they are acted on again")
+            logger.warning("%.1000s", plan.view.frozen or "few enough nodes are bad: they are acted on again")
         if old != plan.view:
             self._on_change()
 

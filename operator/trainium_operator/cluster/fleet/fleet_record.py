@@ -19,6 +19,7 @@ from yaml.constructor import SafeConstructor
 from yaml.resolver import Resolver
 
 from trainium_contract.faults.causes import Cause
+from trainium_operator.cluster.cache.parts import LONGEST_NAME
 from trainium_operator.plan.fleet.memory import MOST_STRIKES, Machine, MachineState, Memory, Strike
 from trainium_operator.plan.model.times import parse_rfc3339, rfc3339
 
@@ -137,9 +138,12 @@ def _machine(key: str, found: dict[str, Any]) -> Machine:
     until = _time(found.get("until"))
     if state in (MachineState.QUARANTINED, MachineState.PROBATION) and until is None:
         raise ValueError(f"state {state.value} needs `until`, such as 2026-01-31T12:00:00Z")
+    machine, node = str(found.get("machine") or key), str(found.get("node") or "")
+    if max(len(machine), len(node)) > LONGEST_NAME:
+        raise ValueError(f"no machine and no node has a name of more than {LONGEST_NAME} characters")
     return Machine(
-        machine=str(found.get("machine") or key),
-        node=str(found.get("node") or ""),
+        machine=machine,
+        node=node,
         state=state,
         until=until,
         quarantines=max(0, int(found.get("quarantines", 0))),

@@ -76,6 +76,8 @@ def test_an_entry_by_hand_may_be_short() -> None:
         "strikes: ['yesterday Device x']",
         "strikes: ['2027-01-15T08:00:00Z Bad x']",
         "!!python/object/apply:os.system [true]",
+        f"machine: {'m' * 254}",
+        f"node: {'n' * 254}",
     ],
 )
 def test_an_entry_that_cannot_be_read_is_left_out_with_a_warning(text: str, caplog: pytest.LogCaptureFixture) -> None:

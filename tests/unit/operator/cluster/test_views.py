@@ -116,6 +116,16 @@ def test_disruption_deletion_and_lack_of_room_are_seen() -> None:
     assert view.unschedulable_message == "0/3 nodes"
 
 
+@pytest.mark.parametrize(("length", "kept"), [(253, True), (254, False)])
+def test_what_is_longer_than_a_name_can_be_names_no_node_and_no_machine(length: int, kept: bool) -> None:
+    raw = pod({"phase": "Pending"})
+    raw["spec"]["nodeName"] = "n" * length
+    assert bool(pod_view(raw).node) is kept
+    assert pod_view(raw).scheduled is kept
+    machine = {"metadata": {"name": "n", "uid": "u"}, "spec": {"providerID": "p" * length}}
+    assert bool(node_view(machine).provider_id) is kept
+
+
 def test_a_pod_with_our_labels_and_a_foreign_name_is_refused() -> None:
     with pytest.raises(ValueError, match="not a worker's name"):
         pod_view(pod(name="other"))
