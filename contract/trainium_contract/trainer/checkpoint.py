@@ -11,6 +11,7 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from trainium_contract.base import ContractModel
+from trainium_contract.trainer.addresses import is_address
 
 PositiveInt = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Path = Annotated[str, Field(min_length=1, max_length=1024)]
@@ -73,7 +74,7 @@ class CheckpointConfig(ContractModel):
 
     @model_validator(mode="after")
     def _records_are_files(self) -> Self:
-        if "://" in self.records:
+        if is_address(self.records):
             msg = (
                 f"checkpoint.path is {self.path}, where metrics cannot be appended to: set checkpoint.recordsPath to a "
                 "folder for them"

@@ -74,7 +74,9 @@ class SpecTarget:
         await world.open()
         metadata = case.get("metadata")
         named = {**(metadata if isinstance(metadata, dict) else {}), "uid": objects.JOB_UID}
-        world.see("TrainingJob", {"metadata": named, "spec": case.get("spec"), "status": case.get("status")})
+        world.see(
+            "TrainingJob", {"metadata": named, "spec": _without_nulls(case.get("spec")), "status": case.get("status")}
+        )
         for entry in world.caches.jobs.store.snapshot().values():
             record = entry.view
             if record.view is None:
@@ -156,6 +158,13 @@ def _consistent(spec: Json) -> Json:
     spec["suspend"] = False
     spec.pop("managedBy", None)
     return spec
+
+
+def _without_nulls(value: Any) -> Any:
+    """The API server stores no null in a field that has a default: none of ours may be null."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return value
 
 
 def _ruled(job: JobView) -> None:

@@ -8,6 +8,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainium_contract.trainer.addresses import is_address
 from trainium_contract.wire import worker_env
 from trainium_trainer.compile.cache import LocalCache, SharedCache
 from trainium_trainer.compile.key import graphs_of, key
@@ -31,7 +32,7 @@ def local_cache(config: TrainingConfig, environment: Mapping[str, str] = os.envi
     """The compiler's folder on this node; None for one in S3, which the compiler reads and writes by itself."""
     if uses_neuron(config):
         place = config.neuron.cache_directory or environment.get(CACHE_URL) or _NEURON_DEFAULT
-        return None if "://" in place else LocalCache(Path(place))
+        return None if is_address(place) else LocalCache(Path(place))
     own = environment.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return LocalCache(Path(environment.get(INDUCTOR_CACHE) or f"{own}/trainium/compiled"))
 

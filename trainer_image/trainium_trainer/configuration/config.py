@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from pydantic.alias_generators import to_camel
 
 from trainium_contract.sizes import passes, step_batch
+from trainium_contract.trainer.addresses import is_address
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_contract.trainer.tuning import TuningConfig
 from trainium_contract.wire import worker_env
@@ -153,7 +154,7 @@ def parse(document: dict[str, Any], overrides: Sequence[str], source: str) -> Tr
 def _with_tokenizer(config: TrainingConfig) -> TrainingConfig:
     """The tokenizer of the model to begin with, where none is named and its folder has one."""
     folder = config.model.weights
-    if folder is None or config.data.tokenizer.path is not None or "://" in folder:
+    if folder is None or config.data.tokenizer.path is not None or is_address(folder):
         return config
     path = Path(folder).expanduser() / TOKENIZER_FILE
     if not path.is_file():
@@ -171,7 +172,7 @@ def check_tuning(config: TrainingConfig, shape: ModelShape) -> Choice:
             "tuning freezes weights, but model.weights is not given, so they would be random: give the model to begin "
             "with, or leave tuning out"
         )
-    if location is not None and "://" in location and config.data.tokenizer.path is None:
+    if location is not None and is_address(location) and config.data.tokenizer.path is None:
         raise UserError(
             f"model.weights is {location}, whose tokenizer is not read from there: give data.tokenizer.path"
         )

@@ -1,0 +1,12 @@
+"""Where something lies: a folder or file, or an address such as `s3://bucket/prefix`."""
+
+from __future__ import annotations
+
+import re
+
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+
+
+def is_address(place: str) -> bool:
+    """Whether it begins as an address does; a folder may have `://` further on."""
+    return _SCHEME.match(place) is not None
