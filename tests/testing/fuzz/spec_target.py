@@ -161,10 +161,11 @@ def _consistent(spec: Json) -> Json:
 
 
 def _without_nulls(value: Any) -> Any:
-    """The API server stores no null in a field that has a default: none of ours may be null."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
-    return value
+    """The API server stores no null in a field of ours, of which none may be null; a pod template is kept as it is."""
+    if not isinstance(value, dict):
+        return value
+    kept = {key: inner for key, inner in value.items() if inner is not None}
+    return {key: inner if key == "template" else _without_nulls(inner) for key, inner in kept.items()}
 
 
 def _ruled(job: JobView) -> None:
