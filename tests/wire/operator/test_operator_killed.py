@@ -203,11 +203,12 @@ def undisturbed(name: str) -> tuple[dict[str, Any], int]:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("apart", [pytest.param(1, marks=pytest.mark.long), 3])
 @pytest.mark.parametrize("name", STORIES)
-def test_a_story_ends_the_same_whichever_write_the_operator_dies_after(name: str) -> None:
+def test_a_story_ends_the_same_whichever_write_the_operator_dies_after(name: str, apart: int) -> None:
     expected, writes = undisturbed(name)
     different = {}
-    for write in range(1 if name == "first start" else START_WRITES, writes + 1):
+    for write in range(1 if name == "first start" else START_WRITES, writes + 1, apart):
         end, _, _ = tell(name, write)
         if end != expected:
             different[write] = {key: (expected[key], end.get(key)) for key in expected if end.get(key) != expected[key]}
