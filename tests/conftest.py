@@ -90,7 +90,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
-    """What is collected stays to the end: the garbage collector need not look at it, neither now nor while tests run."""
+    """What is collected stays to the end: the garbage collector need not look at it, now or while tests run."""
     gc.disable()
     try:
         done = yield
