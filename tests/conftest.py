@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import pytest_timeout
@@ -13,7 +13,8 @@ from hypothesis import settings
 
 from tests.testing.cluster.installed import RingNeed
 from tests.testing.cluster.sites import Site, open_site
-from tests.testing.suite.last_tests import CLUSTER, DEFINITION, close_after_last, find_last_tests, for_group
+from tests.testing.suite.lanes import CLUSTER, DEFINITION, LaneScheduling, group_of
+from tests.testing.suite.last_tests import close_after_last, find_last_tests, for_group
 from tests.testing.suite.patience import patient
 from tests.testing.suite.times_record import TimesRecord
 from tests.testing.suite.trials import TRIALS, trials
@@ -75,15 +76,22 @@ _LONG_SECONDS = 3600
 """Of a property test with many times as many examples."""
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in this hook too
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LaneScheduling | None:
+    """Lanes of `--dist loadgroup` are ours: each takes whole groups."""
+    return LaneScheduling(config, log) if config.getoption("dist") == "loadgroup" else None
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave what another ring runs; what shares a cluster, or a file's fixtures, is one lane's; the longest first."""
     _choose_ring(config, items)
     items.sort(key=lambda item: next((at for at, part in enumerate(_FIRST) if part in item.nodeid), len(_FIRST)))
-    shared = {"site"} | ({"api", *_NEEDS} if config.getoption("--cluster") == "existing" else set())
+    lent = {"site", "api", *_NEEDS} if config.getoption("--cluster") == "existing" else set()
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(_group_of(item, shared)))
+            shares = lent & set(getattr(item, "fixturenames", ()))
+            item.add_marker(pytest.mark.xdist_group(CLUSTER if shares else group_of(item.nodeid)))
         if TRIALS:
             item.add_marker(pytest.mark.timeout(_LONG_SECONDS), append=False)
 
@@ -107,16 +115,6 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
     """A cluster ends with the last test that needs it: an idle one takes a twentieth of a processor to the end."""
     yield
     close_after_last(item)
-
-
-def _group_of(item: pytest.Item, shared: set[str]) -> str:
-    """Tests of one group are one lane's: each lane with a control plane of its own would pay for it to the end."""
-    fixtures = set(getattr(item, "fixturenames", ()))
-    if shared & fixtures:
-        return CLUSTER
-    if "tests/cluster/definition/" in item.nodeid and fixtures & {"api", "defined"}:
-        return DEFINITION
-    return item.nodeid.partition("::")[0]
 
 
 def _choose_ring(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -17,7 +17,8 @@ import pytest
 
 from tests.testing.cluster.access import ROOT, Access
 from tests.testing.cluster.installed import apply_definition, make_namespace
-from tests.testing.suite.last_tests import DEFINITION, for_group
+from tests.testing.suite.lanes import DEFINITION
+from tests.testing.suite.last_tests import for_group
 from tests.testing.suite.patience import patient
 
 if TYPE_CHECKING:

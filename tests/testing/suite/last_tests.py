@@ -14,11 +14,6 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-CLUSTER = "cluster"
-"""Tests of the cluster with nodes."""
-DEFINITION = "definition"
-"""Tests of the API server without nodes."""
-
 _STACKS = pytest.StashKey[dict[str, contextlib.ExitStack]]()
 _LAST = pytest.StashKey[dict[pytest.Item, str]]()
 

@@ -2,7 +2,8 @@
 
 For each story the undisturbed run says how many writes there are and how it ends; then the story is told again once per
 write (every third one with each change, all by night), the operator being killed right after it (the write is done, the
-answer is never heard) and started again. The end must be the same, and on the way no generation number may stand for two memberships and no pod's name be used twice.
+answer is never heard) and started again. The end must be the same, and on the way no generation number may stand for
+two memberships and no pod's name be used twice.
 """
 
 from __future__ import annotations
