@@ -109,16 +109,17 @@ def test_a_deleted_pod_is_replaced_by_a_new_one(new_job: Callable[..., Job], ref
 def test_a_job_shrinks_when_no_capacity_comes_and_grows_back(
     new_job: Callable[..., Job], reference: dict[int, float]
 ) -> None:
-    job = new_job(change="workers: {replicas: 3, minReplicas: 1}")
-    if len(job.site.worker_nodes()) < 3:
-        pytest.skip("needs a cluster of 3 nodes")
+    nodes = 5
+    job = new_job(change=f"workers: {{replicas: {nodes - 1}, minReplicas: 1, template: {{}}}}\ntrainer: {{steps: 60}}")
+    if len(job.site.worker_nodes()) != nodes:
+        pytest.skip(f"needs a cluster of {nodes} nodes")
     job.until_step(5)
     idle = set(job.site.worker_nodes()) - {member["nodeName"] for member in job.members()}
     with job.site.cordoned(*idle), job.site.without_power(job.members()[-1]["nodeName"]):
-        job.until("a smaller size", lambda status: status["membership"]["size"] == 2)
+        job.until("a smaller size", lambda status: status["membership"]["size"] == 3)
         assert job.until_recovered()["rung"] == "Shrink"
     job.until(
-        "the full size again", lambda status: status["membership"]["size"] == 3 or status["phase"] == "Completed", 60
+        "the full size again", lambda status: status["membership"]["size"] == 4 or status["phase"] == "Completed", 60
     )
     job.until_phase("Completed")
     assert within(job.losses(), reference, 1e-5)

@@ -7,7 +7,7 @@ any lane, and each lane has clusters, operators and undisturbed runs of its own.
 
 from __future__ import annotations
 
-from xdist.scheduler import LoadGroupScheduling
+from xdist.scheduler import LoadGroupScheduling  # type: ignore[import-untyped]
 
 CLUSTER = "cluster"
 """Tests of the cluster with nodes."""
@@ -28,7 +28,7 @@ def group_of(test: str) -> str:
     return next((group for folder, group in _SHARED.items() if folder in file), file)
 
 
-class LaneScheduling(LoadGroupScheduling):
+class LaneScheduling(LoadGroupScheduling):  # type: ignore[misc]
     """Gives each lane whole groups."""
 
     def _split_scope(self, nodeid: str) -> str:
