@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
+import gc
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import pytest_timeout
@@ -13,6 +13,8 @@ from hypothesis import settings
 
 from tests.testing.cluster.installed import RingNeed
 from tests.testing.cluster.sites import Site, open_site
+from tests.testing.suite.lanes import CLUSTER, DEFINITION, LaneScheduling, group_of
+from tests.testing.suite.last_tests import close_after_last, find_last_tests, for_group
 from tests.testing.suite.patience import patient
 from tests.testing.suite.times_record import TimesRecord
 from tests.testing.suite.trials import TRIALS, trials
@@ -74,27 +76,45 @@ _LONG_SECONDS = 3600
 """Of a property test with many times as many examples."""
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in this hook too
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LaneScheduling | None:
+    """Lanes of `--dist loadgroup` are ours: each takes whole groups."""
+    return LaneScheduling(config, log) if config.getoption("dist") == "loadgroup" else None
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave what another ring runs; what shares a cluster, or a file's fixtures, is one lane's; the longest first."""
     _choose_ring(config, items)
     items.sort(key=lambda item: next((at for at, part in enumerate(_FIRST) if part in item.nodeid), len(_FIRST)))
-    shared = {"site"} | (set(_NEEDS) if config.getoption("--cluster") == "existing" else set())
+    lent = {"site", "api", *_NEEDS} if config.getoption("--cluster") == "existing" else set()
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(_group_of(item, shared)))
+            shares = lent & set(getattr(item, "fixturenames", ()))
+            item.add_marker(pytest.mark.xdist_group(CLUSTER if shares else group_of(item.nodeid)))
         if TRIALS:
             item.add_marker(pytest.mark.timeout(_LONG_SECONDS), append=False)
 
 
-def _group_of(item: pytest.Item, shared: set[str]) -> str:
-    """Tests of one group are one lane's: each lane with a control plane of its own would pay for it to the end."""
-    fixtures = set(getattr(item, "fixturenames", ()))
-    if shared & fixtures:
-        return "cluster"
-    if "tests/cluster/definition/" in item.nodeid and fixtures & {"api", "defined"}:
-        return "definition"
-    return item.nodeid.partition("::")[0]
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
+    """What is collected stays to the end: the garbage collector need not look at it, now or while tests run."""
+    gc.disable()
+    try:
+        done = yield
+        find_last_tests(session.config, session.items)
+        return done
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
+    """A cluster ends with the last test that needs it: an idle one takes a twentieth of a processor to the end."""
+    yield
+    close_after_last(item)
 
 
 def _choose_ring(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -110,7 +130,6 @@ def _choose_ring(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 _OPENED = pytest.StashKey[Site]()
-_AROUND = pytest.StashKey[contextlib.ExitStack]()
 _NEEDS = {"defined": RingNeed.DEFINITION, "operator": RingNeed.OPERATOR}
 """What a fixture promises of a cluster that rings share."""
 
@@ -120,8 +139,7 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, objec
     """Open a cluster that is not the development cluster before the first test: its minutes are not that test's."""
     config = session.config
     needed = any({"site", *_NEEDS} & set(getattr(item, "fixturenames", ())) for item in session.items)
-    with contextlib.ExitStack() as around:
-        config.stash[_AROUND] = around
+    with for_group(config, CLUSTER), for_group(config, DEFINITION):
         in_lane = hasattr(config, "workerinput")  # one of several, of which one at most needs it
         if needed and not in_lane and not config.option.collectonly and config.getoption("--cluster") != "local":
             _opened(config)
@@ -130,7 +148,8 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, objec
 
 def _opened(config: pytest.Config) -> Site:
     if _OPENED not in config.stash:
-        config.stash[_OPENED] = config.stash[_AROUND].enter_context(open_site(config.getoption("--cluster")))
+        site = open_site(config.getoption("--cluster"))
+        config.stash[_OPENED] = for_group(config, CLUSTER).enter_context(site)
     return config.stash[_OPENED]
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 NODES = 8
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     if not is_cached(FLEET_PROGRAMS):
         pytest.skip("kwok is not built; `trainium-devcluster binaries --fleet` builds it once, in a minute or two")

@@ -17,6 +17,8 @@ import pytest
 
 from tests.testing.cluster.access import ROOT, Access
 from tests.testing.cluster.installed import apply_definition, make_namespace
+from tests.testing.suite.lanes import DEFINITION
+from tests.testing.suite.last_tests import for_group
 from tests.testing.suite.patience import patient
 
 if TYPE_CHECKING:
@@ -111,14 +113,13 @@ class Api:
 
 
 @pytest.fixture(scope="session")
-def api(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
+def api(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Api:
     if request.config.getoption("--cluster") == "existing":
-        yield Api(request.getfixturevalue("site"))
-        return
+        return Api(request.getfixturevalue("site"))
     from trainium_devcluster.cluster import Cluster
 
-    with Cluster.start(nodes=()) as cluster:
-        yield Api(Access("local", cluster.variables(), tmp_path_factory.mktemp("shared")))
+    cluster = for_group(request.config, DEFINITION).enter_context(Cluster.start(nodes=()))
+    return Api(Access("local", cluster.variables(), tmp_path_factory.mktemp("shared")))
 
 
 @pytest.fixture(scope="session")
@@ -128,4 +129,5 @@ def defined(api: Api) -> Iterator[Api]:
         apply_definition(api.access)
     api.make_namespaces(NAMESPACE)
     yield api
-    api.delete_namespaces(NAMESPACE)
+    if api.existing:  # any other has gone with the last test
+        api.delete_namespaces(NAMESPACE)

@@ -28,7 +28,11 @@ def verdict_of(job: Job) -> str:
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        pytest.param("trainer: {data: {source: /nowhere/corpus.txt}}", "/nowhere/corpus.txt", id="a missing file"),
+        pytest.param(
+            "{trainer: {data: {source: /nowhere/corpus.txt}}, workers: {replicas: 1}}",
+            "/nowhere/corpus.txt",
+            id="a missing file",
+        ),
         pytest.param(
             "{trainer: {data: {source: /dev/null}}, workers: {replicas: 1}}",
             "/dev/null",
@@ -55,6 +59,7 @@ def test_a_hopeless_job_fails_with_a_sentence_after_at_most_two_tries(
     assert expected in verdict_of(new_job(change=change))
 
 
+@pytest.mark.long
 def test_a_worker_that_ends_at_import_fails_within_two_tries(new_job: Callable[..., Job]) -> None:
     environment = {"OMP_NUM_THREADS": "1", "TRAINIUM_RANK_ENTRY": "no_such_module:main"}
     verdict = verdict_of(new_job(change="workers: {replicas: 1}", environment=environment))

@@ -164,6 +164,7 @@ def test_a_machine_that_a_fault_was_attributed_to_is_listed_with_its_evidence_an
     assert held() == []
 
 
+@pytest.mark.long
 def test_a_failed_job_tells_why_and_runs_again_corrected(new_job: Callable[..., Job], trn: Trn, tmp_path: Path) -> None:
     change = "workers: {replicas: 1}\ntrainer: {steps: 6, data: {source: /nowhere.parquet}}"
     job = new_job("broken", change)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 import torch
 
 from tests.testing.trainer.base_models import save_base, write_run
+from tests.testing.trainer.fork_server import fork_context
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer.models.shapes import ModelShape
 from trainium_trainer.tuning.choice import choose
@@ -27,7 +27,7 @@ from artifact_ranks import PRELOADED
 
 @pytest.fixture(scope="session", autouse=True)
 def _preloaded_processes() -> None:
-    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+    fork_context(*PRELOADED)
 
 
 @dataclass

@@ -317,7 +317,7 @@ def test_real_ranks_that_are_killed_while_they_write_are_continued_by_fewer(
     assert BaseWeights.open(str(folder)).shape == run.weights.shape
 
 
-@pytest.mark.parametrize("limit", [300, 5_000, 9_000])
+@pytest.mark.parametrize("limit", [5_000, *(pytest.param(limit, marks=pytest.mark.long) for limit in (300, 9_000))])
 def test_a_full_disk_ends_with_a_sentence_and_nothing_that_looks_whole(
     tmp_path: Path, tuned: Callable[..., Any], limit: int
 ) -> None:

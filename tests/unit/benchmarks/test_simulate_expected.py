@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.simulate import expected, sweeps
 from trainium_operator.simulate.command import main
+from trainium_operator.simulate.job import make_spec, parse_variation, read_job
 
 ROOT = Path(__file__).parents[3]
 
 COMMANDS = {table.name: table.arguments for table in expected.tables(20)} | {
-    sweep.field: sweeps.arguments(sweep, 10) for sweep in sweeps.SWEEPS
+    # One value: each other is one more simulation like it.
+    sweep.field: sweeps.arguments(replace(sweep, values=sweep.values[-1:], spares="2"), 10)
+    for sweep in sweeps.SWEEPS
 }
 
 
@@ -30,6 +34,15 @@ def test_the_simulator_takes_each_command(
     short = [*arguments, "--days", "0.005", "--seeds", "1", "--output", "json"]
     assert main(short) == 0
     assert '"strict"' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("sweep", sweeps.SWEEPS, ids=lambda sweep: sweep.field)
+def test_each_value_of_a_sweep_makes_a_job(sweep: sweeps.Sweep) -> None:
+    job = ROOT / sweeps.arguments(sweep, 1)[0]
+    place, values = parse_variation(f"{sweep.field}={','.join(sweep.values)}")
+    specs = [make_spec(job, read_job(job), nodes=None, spares=2, changes={place: value}) for value in values]
+    assert len(specs) == len(sweep.values)
+    assert len({spec.model_dump_json() for spec in specs}) == len(specs)
 
 
 def test_a_goal_is_reached_when_the_whole_interval_is_above_it() -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import multiprocessing
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from checkpoint_world import run_world
 
+from tests.testing.trainer.fork_server import fork_context
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -18,11 +19,7 @@ if TYPE_CHECKING:
 @pytest.fixture(scope="session", autouse=True)
 def _preloaded_processes() -> None:
     """Ranks are forked from a server that has imported torch once."""
-    context = multiprocessing.get_context("forkserver")
-    # torch._dynamo is what the first DTensor imports.
-    context.set_forkserver_preload(
-        ["torch._dynamo", "torch.distributed.tensor", "trainium_trainer.checkpoint.format.shards"]
-    )
+    fork_context()
 
 
 @pytest.fixture

@@ -43,8 +43,14 @@ _REFUSED = (
 )
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One for all tests: what mypy knows of Python and of the contract is kept there."""
+    return tmp_path_factory.mktemp("checked")
+
+
 def checked(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """What mypy says about a file with this text; `folder` is an empty one."""
+    """What mypy says about a file with this text."""
     program = folder / "program.py"
     program.write_text(text, encoding="utf-8")
     settings = folder / "pyproject.toml"
@@ -58,11 +64,11 @@ def checked(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.timeout(300)
-def test_a_misspelt_field_and_a_value_of_another_type_are_errors(tmp_path: Path) -> None:
-    well = checked(_WELL, tmp_path)
+def test_a_misspelt_field_and_a_value_of_another_type_are_errors(folder: Path) -> None:
+    well = checked(_WELL, folder)
     assert well.returncode == 0, well.stdout + well.stderr
     assert 'note: Revealed type is "trainium_contract.job.TrainingJobStatus"' in well.stdout
-    ill = checked(_WELL.replace("waiting_since=None", "waitingsince=None").replace("=True", '="yes"'), tmp_path)
+    ill = checked(_WELL.replace("waiting_since=None", "waitingsince=None").replace("=True", '="yes"'), folder)
     assert ill.returncode == 1
     assert 'Unexpected keyword argument "waitingsince"' in ill.stdout
     assert 'Argument "starting" to "replaced" of "ContractModel" has incompatible type "str"; expected "bool"' in (
@@ -72,12 +78,12 @@ def test_a_misspelt_field_and_a_value_of_another_type_are_errors(tmp_path: Path)
 
 
 @pytest.mark.timeout(300)
-def test_mypy_refuses_a_view_that_reads_the_memory_or_misspells_a_field(tmp_path: Path) -> None:
-    well = checked(_READING, tmp_path)
+def test_mypy_refuses_a_view_that_reads_the_memory_or_misspells_a_field(folder: Path) -> None:
+    well = checked(_READING, folder)
     assert well.returncode == 0, well.stdout + well.stderr
     assert "StatusPart[trainium_contract.status.ledger.SizeAccount]]" in well.stdout
     assert "StatusPart[trainium_contract.status.failed_spec.FailedSpecStatus]" in well.stdout
-    ill = checked(_READING + "\n".join(_REFUSED) + "\n", tmp_path)
+    ill = checked(_READING + "\n".join(_REFUSED) + "\n", folder)
     assert ill.returncode == 1
     lines = [int(line.split(":")[1]) for line in ill.stdout.splitlines() if ": error: " in line]
     first = _READING.count("\n") + 1

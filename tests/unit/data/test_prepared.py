@@ -93,6 +93,7 @@ def test_a_cache_folder_that_can_never_be_written_is_the_users_to_change(tmp_pat
         opened(config(tmp_path, tmp_path / "d.txt"))
 
 
+@pytest.mark.usefixtures("clean_start")  # it forks this process, whose fork server is not its child's
 def test_a_standby_prepares_the_data_and_keeps_quiet_about_what_is_wrong_with_it(tmp_path: Path) -> None:
     from trainium_trainer.agent.linux.kernel import thread_names
     from trainium_trainer.warm import _prepare_data
@@ -394,11 +395,13 @@ def test_pieces_of_one_document_are_held_back_together(tmp_path: Path, tokenizer
 # ---- processes ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("clean_start")
 def test_a_worker_that_dies_is_an_error_and_not_a_wait() -> None:
     with Workers(2) as workers, pytest.raises(WorkerError, match=r"was killed by SIGKILL .*memory is short"):
         list(workers.map(os.kill, [(0, 0), (0, 0), (os.getpid(), 0), (0, 9), (0, 0)]))
 
 
+@pytest.mark.usefixtures("clean_start")
 def test_an_error_in_a_worker_comes_with_its_traceback() -> None:
     with Workers(1) as workers:
         with pytest.raises(WorkerError, match=r"(?s)Traceback.*ZeroDivisionError"):
@@ -406,6 +409,7 @@ def test_an_error_in_a_worker_comes_with_its_traceback() -> None:
         assert workers.call(divmod, 7, 2) == (3, 1), "and the worker goes on"
 
 
+@pytest.mark.usefixtures("clean_start")
 def test_results_come_in_the_order_of_the_calls() -> None:
     with Workers(3) as workers:
         calls = [(number, 7) for number in range(50)]

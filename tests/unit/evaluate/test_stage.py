@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import multiprocessing
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.testing.trainer.fork_server import fork_context
 from trainium_contract.status.results import ArtifactReport, RunStage
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_devcluster.ports import reserved_port
@@ -246,8 +246,7 @@ def test_ranks_share_the_questions_and_find_what_one_finds(
     size = 2
     alone = stage(config, models, tmp_path / "alone" / "out")
     port = reserved_port()
-    server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["trainium_trainer.evaluate.stage", "transformers.models.llama"])  # once for all
+    server = fork_context("trainium_trainer.evaluate.stage", "transformers.models.llama")
     ranks = [
         server.Process(target=_rank, args=(rank, size, port, config, models, tmp_path), daemon=True)
         for rank in range(size)

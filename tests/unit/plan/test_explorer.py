@@ -35,8 +35,8 @@ def explored(model: str, letters: tuple[Letter, ...], depth: int, *, first_only:
     ("model", "crash_points", "first_only", "states"),
     [
         pytest.param("spare", (1,), True, 1000, id="spare", marks=pytest.mark.long),
-        pytest.param("rigid", (1,), True, 600, id="rigid"),
-        pytest.param("reserve", (), True, 400, id="reserve"),
+        pytest.param("rigid", (1,), True, 600, id="rigid", marks=pytest.mark.long),
+        pytest.param("reserve", (), True, 400, id="reserve", marks=pytest.mark.long),
         pytest.param("deadline", (), False, 80, id="deadline"),
     ],
 )

@@ -38,9 +38,8 @@ async def two_collective_hangs(world: World, *spares: str, patience: float = 8) 
 @pytest.mark.parametrize(
     ("fault", "code"),
     [
-        ("drop", 82),
         ("miscompute", 80),
-        *(pytest.param(fault, 82, marks=pytest.mark.long) for fault in ("slow", "wrong")),
+        *(pytest.param(fault, 82, marks=pytest.mark.long) for fault in ("drop", "slow", "wrong")),
     ],
 )
 async def test_a_node_that_hides_is_found_and_replaced_and_its_victims_stay(

@@ -187,13 +187,14 @@ def test_a_job_in_a_queue_uses_what_it_was_given_and_no_more(
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("apart", [pytest.param(1, marks=pytest.mark.long), 3])
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in EACH_CHANGE else pytest.mark.long) for name in STORIES]
 )
-def test_a_queued_story_ends_the_same_whichever_write_the_operator_dies_after(name: str) -> None:
+def test_a_queued_story_ends_the_same_whichever_write_the_operator_dies_after(name: str, apart: int) -> None:
     expected, writes = undisturbed(name)
     different = {}
-    for write in range(1, writes + 1):
+    for write in range(1, writes + 1, apart):
         end, _ = tell(name, write)
         if end != expected:
             different[write] = {key: (expected[key], end[key]) for key in expected if end[key] != expected[key]}

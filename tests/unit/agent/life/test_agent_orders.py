@@ -26,7 +26,7 @@ HISTORIES = 10_000
 PARTS = 4
 
 
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.long) for part in range(1, PARTS))])
 def test_a_generation_keeps_its_invariants_in_ten_thousand_random_orders_of_events(part: int) -> None:
     stages: Counter[Stage] = Counter()
     outcomes: Counter[GenerationEnd] = Counter()

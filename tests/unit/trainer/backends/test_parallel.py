@@ -75,7 +75,7 @@ def test_two_runs_of_one_size_agree_bit_for_bit(launch: Launcher, ranks: int) ->
         pytest.param(4, [], id="dp4", marks=pytest.mark.long),
         pytest.param(1, ["batch.microSize=8"], id="no accumulation"),
         pytest.param(2, ["batch.microSize=1"], id="dp2, more accumulation"),
-        pytest.param(2, [TP], id="tp2"),
+        pytest.param(2, [TP], id="tp2", marks=pytest.mark.long),
         pytest.param(2, [TP, SP], id="tp2, sequence"),
         pytest.param(4, [TP], id="dp2 tp2", marks=pytest.mark.long),
         pytest.param(4, ["parallelism.tensor=4"], id="tp4, two ranks to a key/value head", marks=pytest.mark.long),
@@ -88,7 +88,7 @@ def test_two_runs_of_one_size_agree_bit_for_bit(launch: Launcher, ranks: int) ->
         pytest.param(2, [ZERO], id="sharded optimizer"),
         pytest.param(4, [ZERO, TP], id="sharded optimizer, tp2", marks=pytest.mark.long),
         pytest.param(1, [SHARDED], id="sharded over one"),
-        pytest.param(2, [SHARDED], id="sharded over two"),
+        pytest.param(2, [SHARDED], id="sharded over two", marks=pytest.mark.long),
         pytest.param(4, [SHARDED, TP, SP], id="sharded, tp2, sequence"),
     ],
 )
@@ -112,7 +112,8 @@ def test_half_precision_compute_stays_close_to_full_precision(
     assert half[-1]["loss"] != reference[-1]["loss"]
 
 
-@pytest.mark.parametrize("precision", ["BFloat16", pytest.param("BFloat16Stochastic", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("precision", ["BFloat16", "BFloat16Stochastic"])
 def test_half_precision_rounds_the_same_values_in_every_layout(launch: Launcher, precision: str) -> None:
     chosen = [f"precision={precision}"]
     whole = run(launch, 1, "whole", chosen)

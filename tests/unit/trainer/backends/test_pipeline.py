@@ -154,6 +154,7 @@ def test_a_history_goes_through_pipeline_tensor_and_sharded_sizes_by_its_checkpo
 
 
 @needs_new_torch
+@pytest.mark.long
 def test_a_pipeline_that_yielded_goes_on_from_its_ranks_memory_bit_for_bit(launch: Launcher) -> None:
     overrides = ["steps=40", PP, "checkpoint.durable.everySteps=1000"]
     whole = finish(launch, 2, "whole", overrides)

@@ -89,8 +89,8 @@ def finish(launch: Launcher, ranks: int, name: str, overrides: list[str]) -> lis
     [
         pytest.param(1, [STOCHASTIC], id="stochastic"),
         pytest.param(2, [STOCHASTIC, "parallelism.tensor=2", "parallelism.sequence=true"], id="stochastic, tp2"),
-        pytest.param(2, [STOCHASTIC, "dataParallel=FullySharded"], id="stochastic, sharded"),
-        pytest.param(2, ["precision=BFloat16"], id="master weights"),
+        pytest.param(2, [STOCHASTIC, "dataParallel=FullySharded"], id="stochastic, sharded", marks=pytest.mark.long),
+        pytest.param(2, ["precision=BFloat16"], id="master weights", marks=pytest.mark.long),
         pytest.param(2, ["precision=BFloat16", "dataParallel=FullySharded"], id="master weights, sharded"),
     ],
 )

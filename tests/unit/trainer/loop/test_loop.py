@@ -269,7 +269,7 @@ def test_an_alarm_about_the_loss_is_logged_and_left_for_the_agent(launch: Launch
     assert f"WARNING {told['message']}" in job.log()
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.long) for seed in (2, 3))])
 def test_ordinary_training_at_a_tiny_batch_tells_of_no_alarm_and_no_spike(
     launch: Launcher, tmp_path: Path, seed: int
 ) -> None:
@@ -329,6 +329,7 @@ def test_another_tokenizer_than_the_checkpoints_is_refused_by_name(
     assert re.search(r"tokenizer is \w{12}… there and \w{12}… here", again.log())
 
 
+@pytest.mark.long
 def test_it_runs_under_plain_torchrun(tmp_path: Path, launch: Launcher) -> None:
     launch(1, "unused", ["steps=3"]).wait()
     arguments = ["--config", str(tmp_path / "trainer.yaml"), "--set", f"checkpoint.path={tmp_path / 'torchrun'}"]

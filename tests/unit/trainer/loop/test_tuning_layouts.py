@@ -50,7 +50,7 @@ LAYOUTS = [
     pytest.param(DROPS, 2, [], id="LoRA, dp2"),
     pytest.param(DROPS, 4, [], id="LoRA, dp4", marks=pytest.mark.long),
     pytest.param(DROPS, 3, ["batch.microSize=1"], id="LoRA, dp3, an empty pass"),
-    pytest.param(DROPS, 2, [TP], id="LoRA, tp2"),
+    pytest.param(DROPS, 2, [TP], id="LoRA, tp2", marks=pytest.mark.long),
     pytest.param(DROPS, 2, [TP, SP], id="LoRA, tp2, sequence"),
     pytest.param(
         DROPS,
@@ -59,7 +59,7 @@ LAYOUTS = [
         id="LoRA, tp4, two ranks to a key/value head, sequence",
         marks=pytest.mark.long,
     ),
-    pytest.param(DROPS, 2, [ZERO], id="LoRA, sharded optimizer"),
+    pytest.param(DROPS, 2, [ZERO], id="LoRA, sharded optimizer", marks=pytest.mark.long),
     pytest.param(DROPS, 4, [SHARDED, TP, SP], id="LoRA, sharded, tp2, sequence", marks=pytest.mark.long),
     pytest.param(DROPS, 2, ["parallelism.pipeline=2"], id="LoRA, pp2"),
     pytest.param(

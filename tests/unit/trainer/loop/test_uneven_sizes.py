@@ -75,13 +75,18 @@ def assert_same_history(job: Job, reference: Job) -> None:
     [
         pytest.param(3, [], id="dp3, a partly filled pass"),
         pytest.param(3, [ONE], id="dp3, an empty pass"),
-        pytest.param(4, ["batch={globalSize: 8, microSize: 3}"], id="dp4, all passes partly filled"),
+        pytest.param(
+            4,
+            ["batch={globalSize: 8, microSize: 3}"],
+            id="dp4, all passes partly filled",
+            marks=pytest.mark.long,
+        ),
         pytest.param(5, ["batch={globalSize: 3, microSize: 1}"], id="dp5, two ranks without a sample"),
         pytest.param(3, [ONE, SHARDED], id="dp3, fully sharded"),
         pytest.param(3, [ONE, ZERO], id="dp3, sharded optimizer"),
         pytest.param(6, [ONE, TP, SP], id="dp3 tp2, sequence", marks=pytest.mark.long),
         pytest.param(6, [ONE, TP, SHARDED], id="dp3 tp2, fully sharded", marks=pytest.mark.long),
-        pytest.param(6, [ONE, PP], id="dp3 pp2", marks=needs_new_torch),
+        pytest.param(6, [ONE, PP], id="dp3 pp2", marks=[needs_new_torch, pytest.mark.long]),
         pytest.param(3, [ONE, "recompute=Full", "data.maskDocuments=true"], id="dp3, recompute, masked documents"),
     ],
 )

@@ -38,7 +38,7 @@ def behind_a_webhook(process: OperatorProcess, seconds: float, *, refuses: bool)
 
 
 async def recovery_seconds(
-    held: int, *, replicas: int = 1, refuses: bool = True
+    held: int, *, replicas: int = 1, refuses: bool = True, afterwards: float = 0.0
 ) -> tuple[float, FakeCluster, list[float]]:
     """How long a job takes to train again after its worker was killed, beside so many jobs that are held."""
     cluster = FakeCluster(wall_clock)
@@ -57,7 +57,7 @@ async def recovery_seconds(
     workers.kill_pod("good-w-1")
     await until(lambda: workers.step_of("good") > step + 2, 600, "it trains again")
     seconds = loop.time() - began
-    await asyncio.sleep(300)
+    await asyncio.sleep(afterwards)
     running.cancel()
     await process.kill()
     return seconds, cluster, tried
@@ -71,7 +71,7 @@ def test_a_fault_is_answered_as_fast_beside_five_jobs_that_are_held_as_alone(ref
 
 
 def test_a_job_that_is_held_is_tried_again_with_growing_pauses_and_is_told_why() -> None:
-    _, cluster, tried = run_virtual(recovery_seconds(1))
+    _, cluster, tried = run_virtual(recovery_seconds(1, afterwards=300))
     assert 3 <= len(tried) <= 30
     assert tried[-1] - tried[0] > 120
     notes = [raw["note"] for key, raw in cluster.objects.items() if key[0] == EVENTS.plural]

@@ -30,6 +30,17 @@ class WorkerError(RuntimeError):
     """A worker process failed in a way that nobody foresaw; the text has its traceback."""
 
 
+def start_process(theirs: socket.socket, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    """A clean process that works for whoever holds the other end of the socket."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "trainium_trainer.data.workers.worker", str(theirs.fileno())],
+        pass_fds=[theirs.fileno()],
+        stdin=subprocess.DEVNULL,
+        env=environment,
+        process_group=0,  # a signal to the parent's group is for the parent
+    )
+
+
 class HelperProcess:
     """One process and its socket."""
 
@@ -41,13 +52,7 @@ class HelperProcess:
                 "TOKENIZERS_PARALLELISM": "false",
                 "OMP_NUM_THREADS": "1",
             }
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "trainium_trainer.data.workers.worker", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                env=environment,
-                process_group=0,  # a signal to the parent's group is for the parent
-            )
+            self._process = start_process(theirs, environment)
         self.connection = Connection(mine.detach())
 
     def send(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
