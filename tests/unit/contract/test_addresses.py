@@ -13,9 +13,7 @@ def test_an_address_begins_with_its_scheme(place: str) -> None:
     assert is_address(place)
 
 
-@pytest.mark.parametrize(
-    "place", ["/checkpoints", "checkpoints", "/a/http://user", "://", "1://", "/a:b", ""]
-)
+@pytest.mark.parametrize("place", ["/checkpoints", "checkpoints", "/a/http://user", "://", "1://", "/a:b", ""])
 def test_a_folder_is_no_address_whatever_it_is_called(place: str) -> None:
     assert not is_address(place)
 
