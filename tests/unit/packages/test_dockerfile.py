@@ -106,7 +106,9 @@ def test_an_image_holds_the_contract_and_its_own_room_only(target: str) -> None:
     assert rooms_of(target) == ROOMS[target.removesuffix("-cpu")]
 
 
-@pytest.mark.parametrize("file", ["docs/install.md", "docs/job.md", "Dockerfile", "tests/testing/cluster/sites.py"])
+@pytest.mark.parametrize(
+    "file", ["docs/install.md", "docs/job.md", "Dockerfile", "tests/testing/cluster/kind_images.py"]
+)
 def test_what_is_written_about_building_names_real_targets_and_arguments(file: str) -> None:
     text = (ROOT / file).read_text(encoding="utf-8")
     assert set(re.findall(r"--target[ =]([\w-]+)", text)) <= set(stages())
