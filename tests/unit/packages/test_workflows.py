@@ -69,17 +69,25 @@ def test_programs_that_a_workflow_builds_have_a_version() -> None:
     assert all(re.fullmatch(r"\S+@v\d+\.\d+\.\d+", one) for one in built)
 
 
-def test_what_is_looked_at_as_a_manifest_is_the_chart_that_is_there(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def looked_at(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the checks look at as manifests, rendered as they do: a folder with the files that their commands name."""
     helm = os.environ.get("HELM") or shutil.which("helm")
     if helm is None:
         pytest.skip("needs helm, as variable HELM or on PATH")
-    (tmp_path / "helm").symlink_to(ROOT / "helm")
+    folder = tmp_path_factory.mktemp("manifests")
+    for name in ("helm", "manifests", ".kube-linter.yaml"):
+        (folder / name).symlink_to(ROOT / name)
     script = steps("checks.yaml", "manifests").split("for version")[0]
     path = f"{Path(helm).parent}:{os.environ['PATH']}"
-    subprocess.run(["bash", "-e", "-c", script], cwd=tmp_path, env=os.environ | {"PATH": path}, check=True)
+    subprocess.run(["bash", "-e", "-c", script], cwd=folder, env=os.environ | {"PATH": path}, check=True)
+    return folder
+
+
+def test_what_is_looked_at_as_a_manifest_is_the_chart_that_is_there(looked_at: Path) -> None:
     kinds = {
         file.stem: {one["kind"] for one in yaml.safe_load_all(file.read_text()) if one}
-        for file in (tmp_path / "out/rendered").iterdir()
+        for file in (looked_at / "out/rendered").iterdir()
     }
     assert kinds["smallest"] < kinds["defaults"] < kinds["everything"]
     assert {"NetworkPolicy", "PodMonitor", "PrometheusRule", "Certificate", "ConfigMap"} <= kinds["everything"]
@@ -121,3 +129,12 @@ def test_the_base_of_the_workers_image_on_kind_is_that_of_the_dockerfile_with_th
 def test_actionlint_finds_nothing() -> None:
     done = subprocess.run(["actionlint", *map(str, WORKFLOWS)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.skipif(shutil.which("kube-linter") is None, reason="needs kube-linter on PATH")
+def test_kube_linter_finds_nothing(looked_at: Path) -> None:
+    (loop,) = re.findall(r"for file in [^;]+; do\n.*?kube-linter.*?done", steps("checks.yaml", "manifests"), re.DOTALL)
+    script = re.sub(r"go run \S+", "kube-linter", loop)
+    done = subprocess.run(["bash", "-e", "-c", script], cwd=looked_at, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert done.stderr.count("No lint errors found!") + done.stdout.count("No lint errors found!") == 5
