@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
-from tests.testing.cluster.access import ROOT, Access
+from tests.testing.cluster.access import Access
 from tests.testing.cluster.api_reader import ApiReader
 from tests.testing.cluster.installed import Installed
+from tests.testing.cluster.kind_images import load_images
 from tests.testing.cluster.leftovers import OccupiedError, refuse_to_disturb, sweep
 from tests.testing.cluster.marks import POWERED_OFF, TAINTED, cordon_of
 from tests.testing.cluster.session_lease import SessionLease, TakenError
@@ -216,16 +217,7 @@ def _kind(settings: dict[str, Any]) -> Iterator[Site]:
             command += ["--image", settings["kindImage"]]
         try:
             site.must(*command, seconds=600)
-            for archive in settings.get("images", ()):
-                site.must("kind", "load", "image-archive", archive, "--name", name, seconds=300)
-            if not settings.get("images"):
-                for name_of_image, target in (("operator", "operator"), ("trainer", "trainer-cpu")):
-                    image = f"trainium-{name_of_image}:test"
-                    site.must("docker", "build", "--target", target, "-t", image, str(ROOT), seconds=1800)
-                    site.must("kind", "load", "docker-image", image, "--name", name, seconds=600)
-                settings.setdefault("chartValues", {}).update(
-                    image={"repository": "trainium-operator", "tag": "test"}, trainerImage="trainium-trainer:test"
-                )
+            load_images(site, name)
             settings.setdefault("powerOff", "docker stop -t 0 {node}")
             settings.setdefault("powerOn", "docker start {node}")
             yield site

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
+import subprocess
+import sys
 import tomllib
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
@@ -15,6 +19,28 @@ IGNORED = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
 TARGETS = ("operator", "trainer", "trainer-cpu")
 ROOMS = {"operator": {"contract", "operator"}, "trainer": {"contract", "trainer_image"}}
 """Part of image_requirements.py -> the rooms that its images hold."""
+
+
+KUBECONFIG = json.dumps(
+    {
+        "current-context": "one",
+        "contexts": [{"name": "one", "context": {"cluster": "one", "user": "one"}}],
+        "clusters": [{"name": "one", "cluster": {"server": "https://127.0.0.1:1"}}],
+        "users": [{"name": "one", "user": {"token": "none"}}],
+    }
+)
+IMPORTS = """
+import asyncio, sys
+import trainium_operator.main
+from trainium_operator.cluster.api.transport import connect
+
+async def met() -> None:
+    await (await connect(sys.argv[1])).close()
+
+asyncio.run(met())
+print(*(module.__cached__ for module in sys.modules.values() if getattr(module, "__cached__", None)), sep="\\n")
+"""
+"""The operator as far as a client of a cluster, and where the bytecode of each of its modules lies."""
 
 
 def instructions() -> list[tuple[str, str]]:
@@ -101,12 +127,30 @@ def test_packages_are_installed_by_hash_for_a_part_that_is_known(target: str) ->
     assert run.count("pip install") == run.count("--require-hashes") + run.count("wheels/*.whl") == 2
 
 
+def test_the_operator_imports_nothing_whose_bytecode_its_image_leaves_out(tmp_path: Path) -> None:
+    (run,) = (rest for word, rest in stages()["operator"] if word == "RUN")
+    (left_out,) = re.findall(r"find /usr/local/lib -path '(\S+)' -delete", run)
+    kubeconfig = tmp_path / "kubeconfig"
+    kubeconfig.write_text(KUBECONFIG)
+    command = [sys.executable, "-c", IMPORTS, str(kubeconfig)]
+    imported = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()
+    folders = {Path(path).parent.parent.name for path in imported if "/kubernetes/" in path}
+    assert {"client", "config"} <= folders
+    assert [path for path in imported if fnmatchcase(path, left_out)] == []
+    there = importlib.util.find_spec("kubernetes.aio")
+    assert there is not None
+    model = importlib.util.cache_from_source(Path(str(there.origin)).parent / "client/models/v1_pod.py")
+    assert fnmatchcase(model, left_out)
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_an_image_holds_the_contract_and_its_own_room_only(target: str) -> None:
     assert rooms_of(target) == ROOMS[target.removesuffix("-cpu")]
 
 
-@pytest.mark.parametrize("file", ["docs/install.md", "docs/job.md", "Dockerfile", "tests/testing/cluster/sites.py"])
+@pytest.mark.parametrize(
+    "file", ["docs/install.md", "docs/job.md", "Dockerfile", "tests/testing/cluster/kind_images.py"]
+)
 def test_what_is_written_about_building_names_real_targets_and_arguments(file: str) -> None:
     text = (ROOT / file).read_text(encoding="utf-8")
     assert set(re.findall(r"--target[ =]([\w-]+)", text)) <= set(stages())

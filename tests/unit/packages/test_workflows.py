@@ -69,23 +69,72 @@ def test_programs_that_a_workflow_builds_have_a_version() -> None:
     assert all(re.fullmatch(r"\S+@v\d+\.\d+\.\d+", one) for one in built)
 
 
-def test_what_is_looked_at_as_a_manifest_is_the_chart_that_is_there(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def looked_at(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the checks look at as manifests, rendered as they do: a folder with the files that their commands name."""
     helm = os.environ.get("HELM") or shutil.which("helm")
     if helm is None:
         pytest.skip("needs helm, as variable HELM or on PATH")
-    (tmp_path / "helm").symlink_to(ROOT / "helm")
+    folder = tmp_path_factory.mktemp("manifests")
+    for name in ("helm", "manifests", ".kube-linter.yaml"):
+        (folder / name).symlink_to(ROOT / name)
     script = steps("checks.yaml", "manifests").split("for version")[0]
     path = f"{Path(helm).parent}:{os.environ['PATH']}"
-    subprocess.run(["bash", "-e", "-c", script], cwd=tmp_path, env=os.environ | {"PATH": path}, check=True)
+    subprocess.run(["bash", "-e", "-c", script], cwd=folder, env=os.environ | {"PATH": path}, check=True)
+    return folder
+
+
+def test_what_is_looked_at_as_a_manifest_is_the_chart_that_is_there(looked_at: Path) -> None:
     kinds = {
-        name: {one["kind"] for one in yaml.safe_load_all((tmp_path / f"out/rendered/{name}.yaml").read_text()) if one}
-        for name in ("defaults", "everything")
+        file.stem: {one["kind"] for one in yaml.safe_load_all(file.read_text()) if one}
+        for file in (looked_at / "out/rendered").iterdir()
     }
-    assert kinds["defaults"] < kinds["everything"]
+    assert kinds["smallest"] < kinds["defaults"] < kinds["everything"]
     assert {"NetworkPolicy", "PodMonitor", "PrometheusRule", "Certificate", "ConfigMap"} <= kinds["everything"]
+
+
+def test_the_base_of_the_workers_image_on_kind_is_that_of_the_dockerfile_with_the_pinned_torch(tmp_path: Path) -> None:
+    docker = tmp_path / "docker"
+    docker.write_text('#!/bin/sh\necho "$*" >call\ncat >built\n')
+    docker.chmod(0o755)
+    for name in ("Dockerfile", "constraints.txt"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    script = steps("nightly.yaml", "kind").split("make test-cluster")[0]
+    given = {
+        "PATH": f"{tmp_path}:/usr/bin:/bin",
+        "RUNNER_TEMP": str(tmp_path),
+        "GITHUB_ENV": str(tmp_path / "variables"),
+    }
+
+    def base(index: str) -> subprocess.CompletedProcess[str]:
+        command = ["bash", "-e", "-c", script]
+        return subprocess.run(
+            command, cwd=tmp_path, env=given | {"TORCH_INDEX": index}, capture_output=True, text=True, check=False
+        )
+
+    refused = base("")
+    assert (refused.returncode, refused.stderr[:20]) == (2, "TORCH_INDEX is empty")
+    made = base("https://packages.example/cpu")
+    assert (made.returncode, made.stderr) == (0, "")
+    first, second = (tmp_path / "built").read_text().splitlines()
+    assert f"ARG PYTHON_IMAGE={first.removeprefix('FROM ')}" in (ROOT / "Dockerfile").read_text().splitlines()
+    (torch,) = re.findall(r"^(torch==\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert second == f"RUN pip install --no-cache-dir --index-url https://packages.example/cpu {torch}"
+    (variable,) = (tmp_path / "variables").read_text().splitlines()
+    settings = yaml.safe_load(Path(variable.removeprefix("TRAINIUM_TEST_SITE=")).read_text())
+    assert (tmp_path / "call").read_text() == f"build -t {settings['trainerBase']} -\n"
 
 
 @pytest.mark.skipif(shutil.which("actionlint") is None, reason="needs actionlint on PATH")
 def test_actionlint_finds_nothing() -> None:
     done = subprocess.run(["actionlint", *map(str, WORKFLOWS)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.skipif(shutil.which("kube-linter") is None, reason="needs kube-linter on PATH")
+def test_kube_linter_finds_nothing(looked_at: Path) -> None:
+    (loop,) = re.findall(r"for file in [^;]+; do\n.*?kube-linter.*?done", steps("checks.yaml", "manifests"), re.DOTALL)
+    script = re.sub(r"go run \S+", "kube-linter", loop)
+    done = subprocess.run(["bash", "-e", "-c", script], cwd=looked_at, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert done.stderr.count("No lint errors found!") + done.stdout.count("No lint errors found!") == 5

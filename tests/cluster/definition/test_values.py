@@ -1,0 +1,70 @@
+"""What the chart renders with each file of values in its folder ci: only fields that a real API server knows.
+
+The workflow of each change renders the same files for kubeconform and kube-linter.
+"""
+
+from __future__ import annotations
+
+import tarfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import yaml
+
+if TYPE_CHECKING:
+    from conftest import Api
+
+pytestmark = pytest.mark.cluster
+
+ROOT = Path(__file__).parents[3]
+FILES = sorted((ROOT / "helm/trainium-operator/ci").glob("*-values.yaml"))
+ELSEWHERE = ("cert-manager.io/", "monitoring.coreos.com/")
+"""Groups of what others' operators define, which no API server has by itself."""
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # of a tenth of the time
+
+
+def rendered(api: Api, values: Path) -> list[dict[str, Any]]:
+    """All objects, in the namespace of these tests, which is also the one that is served where the file lists some."""
+    lists = yaml.load(values.read_text(encoding="utf-8"), _LOADER).get("watchNamespaces")
+    served = ("--set", f"watchNamespaces={{{api.namespace}}}") if lists else ()
+    text = api.helm("template", "valued", api.chart, "--namespace", api.namespace, "--values", str(values), *served)
+    return [document for document in yaml.load_all(text, _LOADER) if document]
+
+
+def misfits(api: Api, documents: list[dict[str, Any]]) -> str:
+    """What the API server says against them."""
+    own = [each for each in documents if not each["apiVersion"].startswith(ELSEWHERE)]
+    apply = ("kubectl", "apply", "--server-side", "--force-conflicts", "--dry-run=server", "--validate=strict")
+    done = api.run(*apply, "-f", "-", stdin=yaml.safe_dump_all(own))
+    assert done.returncode == 0 or done.stderr
+    return done.stderr
+
+
+@pytest.mark.parametrize("values", FILES, ids=lambda file: file.name)
+def test_the_api_server_knows_every_field_and_the_lint_finds_nothing(defined: Api, values: Path) -> None:
+    assert misfits(defined, rendered(defined, values)) == ""
+    defined.helm("lint", "--strict", defined.chart, "--values", str(values))
+
+
+def test_a_misspelt_field_would_be_found(defined: Api) -> None:
+    documents = rendered(defined, FILES[0])
+    (deployment,) = (each for each in documents if each["kind"] == "Deployment")
+    deployment["spec"]["template"]["spec"]["hostnetwork"] = False
+    assert ".spec.template.spec.hostnetwork: field not declared in schema" in misfits(defined, [deployment])
+
+
+def test_together_the_files_render_every_template_of_the_chart(api: Api) -> None:
+    templates = {file.name for file in (ROOT / "helm/trainium-operator/templates").rglob("*.yaml")}
+    made: set[str] = set()
+    for values in FILES:
+        text = api.helm("template", "valued", api.chart, "--namespace", "system", "--values", str(values))
+        made |= {line.rpartition("/")[2] for line in text.splitlines() if line.startswith("# Source: ")}
+    assert made == templates
+
+
+def test_the_files_are_no_part_of_the_chart_that_is_published(api: Api, tmp_path: Path) -> None:
+    api.helm("package", api.chart, "--destination", str(tmp_path))
+    (archive,) = tmp_path.glob("*.tgz")
+    with tarfile.open(archive) as file:
+        assert not [name for name in file.getnames() if "/ci/" in name]
