@@ -22,11 +22,13 @@ from trainium_operator.plan.pods.refused_pods import made_from, refusing_nodes
 from trainium_operator.plan.report.checkpoint_health import judge_checkpoints
 from trainium_operator.plan.report.goodput import account
 from trainium_operator.plan.report.run_results import doing, note_results, total_steps
+from trainium_operator.plan.view.facts import beats_of
 from trainium_operator.plan.view.progress import is_settled
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
     from trainium_contract.status.shown import ShownStatus
+    from trainium_contract.wire.messages import HeartbeatRequest, Member
     from trainium_operator.plan.model.conditions import AnyShown
     from trainium_operator.plan.view.facts import Facts
 
@@ -77,7 +79,7 @@ def _worth(facts: Facts, status: ShownStatus) -> MembershipStatus:
 
 
 def _progress(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
-    reports = [beat.progress for _, beat in facts.beats if beat.progress is not None]
+    reports = [beat.progress for _, beat in _last_words(facts) if beat.progress is not None]
     if reports:
         newest = reports[0]
         moved = newest.step != status.progress.step or not status.progress.updated
@@ -96,6 +98,12 @@ def _progress(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
     if not status.start_time and any(report.step > 0 for report in reports):
         status = status.replaced(start_time=rfc3339(facts.now))
     return account(facts, status)
+
+
+def _last_words(facts: Facts) -> tuple[tuple[Member, HeartbeatRequest], ...]:
+    """What members say; of a job that rests what they said as they left, which tells of their last save."""
+    recorded = facts.observed.membership
+    return beats_of(facts.observed, recorded) if facts.current is None and recorded is not None else facts.beats
 
 
 def _newest_alerts(old: tuple[AlertStatus, ...], newest: Progress) -> tuple[AlertStatus, ...]:

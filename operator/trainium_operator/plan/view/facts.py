@@ -94,7 +94,7 @@ def sort_facts(observed: Observed, settings: PlanSettings, size: SizeDecision) -
         current=current,
         members=tuple((member, workers.get(member.pod_uid)) for member in listed),
         outsiders=tuple(worker for uid, worker in workers.items() if uid not in uids),
-        beats=() if current is None else _beats(observed, current),
+        beats=() if current is None else beats_of(observed, current),
         troubles=troubles.by_pod,
         counts_from=troubles.counts_from + _confirmed_at(observed, workers),
         lost_contact=contact.lost if any_broke_off(workers.values(), observed.coordinator_since) else "",
@@ -111,7 +111,8 @@ def _confirmed_at(observed: Observed, workers: Mapping[str, Worker]) -> tuple[fl
     )
 
 
-def _beats(observed: Observed, current: Membership) -> tuple[tuple[Member, HeartbeatRequest], ...]:
+def beats_of(observed: Observed, current: Membership) -> tuple[tuple[Member, HeartbeatRequest], ...]:
+    """The newest heartbeats of this generation's members that are in it by their own account, by rank."""
     found = []
     for member in current.members:
         agent = observed.agents.get(member.pod_uid)

@@ -326,3 +326,20 @@ def test_a_later_alert_and_one_of_another_kind_are_told_and_unknown_ones_are_not
 def test_lines_of_output_stay_apart_in_a_sentence() -> None:
     output = "step 2: loss is nan: lower the rate\n\n  16:35:21 rank 0  INFO start-up: data 0.05 s\n"
     assert sentence(output) == "step 2: loss is nan: lower the rate | 16:35:21 rank 0 INFO start-up: data 0.05 s"
+
+
+def test_what_members_saved_as_they_left_is_told_of_a_job_that_rests() -> None:
+    before = Progress(step=20, loss=2.5, memory_step=20, durable_step=10, updated=NOW)
+    after = Progress(step=26, loss=2.25, memory_step=26, durable_step=26, updated=NOW)
+    rests = spec(workers={"replicas": 2}, suspend=True)
+    seen = running(2, job_spec=rests, agents={at: training(at, progress=before) for at in range(2)})
+    leaving = written(seen)
+    assert leaving.job.status.membership.size == 0
+    assert leaving.job.status.checkpoint.durable_step == 10
+    said = {f"uid-{at}": training(at, progress=after) for at in range(2)}
+    gone = written(replace(leaving, pods=(), agents=said))
+    status = gone.job.status
+    assert (status.checkpoint.durable_step, status.progress.step, status.progress.loss) == (26, 26, 2.25)
+    assert status.checkpoint.memory_step == 20, "what is in memory goes with the pods"
+    silent = replace(gone, agents={})
+    assert planned(silent).status.checkpoint.durable_step == 26
