@@ -21,7 +21,7 @@ from trainium_devcluster.binaries.cache import Origin, ensure_binaries
 from trainium_devcluster.errors import ClusterError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 ROOT = Path(__file__).parents[3]
 GO = """#!/bin/sh
@@ -52,6 +52,14 @@ case "$*" in
         touch "$BOOK/pip-ended" ;;
 esac
 """
+
+
+@pytest.fixture(autouse=True)
+def _ctrl_c_is_heard() -> Iterator[None]:
+    """Who starts tests in the background has them ignore Ctrl-C, and no shell can hear what its parent ignores."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture
