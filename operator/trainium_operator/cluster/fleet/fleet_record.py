@@ -13,10 +13,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 import yaml
-from yaml._yaml import CParser
 from yaml.composer import Composer
-from yaml.constructor import SafeConstructor
-from yaml.resolver import Resolver
 
 from trainium_contract.faults.causes import Cause
 from trainium_operator.cluster.cache.parts import LONGEST_NAME
@@ -61,7 +58,7 @@ def decode(data: Mapping[str, Any]) -> Memory:
         if key == ABOUT:
             continue
         try:
-            found = _PlainLoader(str(text)).get_single_data()
+            found = yaml.load(str(text), Loader=_PlainLoader)  # noqa: S506 - a SafeLoader
             if key == ACCOUNTED:
                 accounted = {str(uid): _finite(at) for uid, at in found.items()}
             else:
@@ -72,17 +69,15 @@ def decode(data: Mapping[str, Any]) -> Memory:
     return Memory(machines=machines, accounted=accounted)
 
 
-class _PlainLoader(Composer, CParser, SafeConstructor, Resolver):
+class _PlainLoader(Composer, yaml.CSafeLoader):
     """A SafeLoader that reads no aliases, a few lines of which unfold to gigabytes, and no more than an entry can say.
 
     Scanning is C's, five times as fast; putting together is Python's, which can be stopped and knows how deep it is.
     """
 
     def __init__(self, text: str) -> None:
-        CParser.__init__(self, text)
+        yaml.CSafeLoader.__init__(self, text)
         Composer.__init__(self)
-        SafeConstructor.__init__(self)
-        Resolver.__init__(self)
         self._nodes = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
