@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(240), pytest.mark.xdist_group("lent")]
+pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(240)]
 
 
 @pytest.fixture(scope="module")

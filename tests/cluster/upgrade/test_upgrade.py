@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 # In the lane of the tests that share a cluster: it has one of its own, and would be in their way beside them.
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200), pytest.mark.xdist_group("cluster")]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 
 TRAINING = (
     "trainer: {steps: 100000, data: {sequenceLength: 32}}\nrecovery: {budgets: {infrastructure: {maxFailures: 50}}}"
