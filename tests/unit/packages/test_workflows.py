@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
+from trainium_devcluster.binaries import CLUSTER_PROGRAMS, ensure_binaries, is_cached
+
 ROOT = Path(__file__).parents[3]
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yaml"))
 
@@ -72,14 +74,14 @@ def test_programs_that_a_workflow_builds_have_a_version() -> None:
 @pytest.fixture(scope="module")
 def looked_at(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the checks look at as manifests, rendered as they do: a folder with the files that their commands name."""
-    helm = os.environ.get("HELM") or shutil.which("helm")
-    if helm is None:
-        pytest.skip("needs helm, as variable HELM or on PATH")
+    if not is_cached(CLUSTER_PROGRAMS):
+        pytest.skip("the cluster's programs are not there; `make binaries` brings them, helm among them")
+    helm = ensure_binaries().folder / "helm"
     folder = tmp_path_factory.mktemp("manifests")
     for name in ("helm", "manifests", ".kube-linter.yaml"):
         (folder / name).symlink_to(ROOT / name)
     script = steps("checks.yaml", "manifests").split("for version")[0]
-    path = f"{Path(helm).parent}:{os.environ['PATH']}"
+    path = f"{helm.parent}:{os.environ['PATH']}"
     subprocess.run(["bash", "-e", "-c", script], cwd=folder, env=os.environ | {"PATH": path}, check=True)
     return folder
 
