@@ -81,8 +81,9 @@ def test_a_suspended_job_releases_its_nodes_and_goes_on_where_it_was(
     job = new_job()
     job.until_step(10)
     job.suspend()
-    job.until_phase("Suspended")
+    rests = job.until_phase("Suspended")
     assert not job.pods()
+    assert rests["checkpoint"]["durableStep"] == rests["progress"]["step"] == max(job.losses()), "it saved as it left"
 
     job.suspend(yes=False)
     status = job.until_phase("Completed")
