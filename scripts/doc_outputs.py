@@ -8,6 +8,7 @@ a command of `kubectl trn` on the cluster of KUBECONFIG and keeps what it read a
 
 from __future__ import annotations
 
+import difflib
 import sys
 from pathlib import Path
 
@@ -36,6 +37,7 @@ def main(arguments: list[str]) -> int:
         fresh = renewed(text, output, leave=SLOW if arguments else frozenset())
         if fresh != text and arguments:
             sys.stderr.write(f"{name} is stale; run `python scripts/doc_outputs.py`\n")
+            sys.stderr.writelines(difflib.unified_diff(text.splitlines(True), fresh.splitlines(True), name, "now"))
             stale = 1
         elif fresh != text:
             page.write_text(fresh, encoding="utf-8")

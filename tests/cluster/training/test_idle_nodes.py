@@ -12,11 +12,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tests.testing.cluster.jobs import Job
+    from tests.testing.cluster.sites import Site
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1500)]
 
 # Each worker takes all devices of a node, so that two jobs cannot share one.
-WHOLE_NODES = "accelerator: {device: cpu, resources: {aws.amazon.com/neuron: '16'}}"
+DEVICE = "aws.amazon.com/neuron"
+WHOLE_NODES = f"accelerator: {{device: cpu, resources: {{{DEVICE}: '16'}}}}"
 TAKES = f"""
 workers: {{replicas: 2, maxReplicas: 4, {WHOLE_NODES}}}
 elasticity: {{idleNodes: Take}}
@@ -42,10 +44,12 @@ def at_size(size: int, generation: int = 0) -> Callable[[dict[str, Any]], bool]:
 
 
 @pytest.mark.long
-def test_idle_nodes_are_taken_and_given_back_to_another_job_without_a_lost_step(new_job: Callable[..., Job]) -> None:
-    job = new_job(change=TAKES)
-    if len(job.site.worker_nodes()) != 5:
+def test_idle_nodes_are_taken_and_given_back_to_another_job_without_a_lost_step(
+    operator: Site, new_job: Callable[..., Job]
+) -> None:
+    if [node["status"]["allocatable"].get(DEVICE) for node in operator.get("nodes")["items"]].count("16") != 5:
         pytest.skip("needs a cluster of five nodes with 16 devices each")
+    job = new_job(change=TAKES)
     grown = job.until("growth onto idle nodes", at_size(4))
     assert grown["idleNodes"]["taken"] == 2
     extras = [pod for pod in job.pods() if "trainium.dev/extra" in pod["metadata"]["labels"]]

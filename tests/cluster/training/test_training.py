@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.testing.suite.patience import until
 from trainium_devcluster.story.metrics import every_sample_once
 from trainium_trainer.checkpoint.root.survey import survey, verify
 from trainium_trainer.checkpoint.storage.posix import PosixStorage
@@ -107,7 +108,7 @@ def test_a_job_at_its_deadline_saves_its_last_step_and_another_one_goes_on_from_
     assert status["checkpoint"]["durableStep"] == reached, "no step is lost"
     assert f"Its newest durable checkpoint is step {reached}." in status["verdict"]
     assert {each["reason"] for each in status["conditions"] if each["type"] == "Failed"} == {"DeadlineExceeded"}
-    assert not job.pods()
+    until(lambda: not job.pods(), lambda: f"pods go: {job.pods()}")
     assert status["restarts"]["total"] == 0, "a deadline is no fault"
 
     job.delete()

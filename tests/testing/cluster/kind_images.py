@@ -1,7 +1,8 @@
 """The images that pods of a kind cluster start from: built from the Dockerfile, or archives of the settings; loaded.
 
-Each node keeps an image twice, packed and unpacked, and the workers' has gigabytes. So only nodes with pods get it,
-and the settings may name a base whose torch has no CUDA (`trainerBase`): the Dockerfile keeps a torch that is there.
+A node gets an image packed and unpacks it, and the workers' has gigabytes. So only nodes with pods get it, one after
+the other, and each gives back the layers that it has unpacked: the size once a node, where kind alone takes it twice.
+The settings may name a base whose torch has no CUDA (`trainerBase`): the Dockerfile keeps a torch that is there.
 """
 
 from __future__ import annotations
@@ -16,23 +17,46 @@ if TYPE_CHECKING:
 OPERATOR = "trainium-operator:test"
 TRAINER = "trainium-trainer:test"
 
+_CONTENT = "ctr -n k8s.io content ls"
+_UNPACKED = "containerd.io/uncompressed="
+"""containerd's label of a layer that it has unpacked; a node image brings layers that are not, for pods to come."""
+_COLLECT = "ctr -n k8s.io leases delete --sync $(ctr -n k8s.io leases create)"
+"""A deletion alone frees no disk before the next collection, and the end of a lease may wait for one."""
+
 
 def load_images(access: Access, cluster: str) -> None:
     """Archives that the settings name; without any, what is built here, and `chartValues` then say so."""
-    where = ("--name", cluster, "--nodes", ",".join(_nodes_with_pods(access, cluster)))
+    nodes = _nodes_with_pods(access, cluster)
     archives = access.settings.get("images", ())
     for archive in archives:
-        access.must("kind", "load", "image-archive", archive, *where, seconds=600)
+        _load(access, cluster, nodes, "image-archive", archive)
     if archives:
         return
     base = access.settings.get("trainerBase")
     arguments = ("--build-arg", f"PYTHON_IMAGE={base}") if base else ()
     for image, target, more in ((OPERATOR, "operator", ()), (TRAINER, "trainer-cpu", arguments)):
         access.must("docker", "build", "--target", target, *more, "-t", image, str(ROOT), seconds=1800)
-        access.must("kind", "load", "docker-image", image, *where, seconds=600)
+        _load(access, cluster, nodes, "docker-image", image)
     repository, _, tag = OPERATOR.partition(":")
     values = access.settings.setdefault("chartValues", {})
     values.update(image={"repository": repository, "tag": tag}, trainerImage=TRAINER)
+
+
+def _load(access: Access, cluster: str, nodes: list[str], kind: str, image: str) -> None:
+    """An image onto each node, of which it keeps what containers start from."""
+    for node in nodes:
+        before = _layers(access, node)
+        access.must("kind", "load", kind, image, "--name", cluster, "--nodes", node, seconds=600)
+        packed = sorted(_layers(access, node) - before)
+        if packed:
+            remove = f"ctr -n k8s.io content rm {' '.join(packed)} && {_COLLECT}"
+            access.must("docker", "exec", node, "sh", "-c", remove, seconds=120)
+
+
+def _layers(access: Access, node: str) -> set[str]:
+    """Digests of packed layers that the node has unpacked."""
+    lines = access.must("docker", "exec", node, "sh", "-c", _CONTENT).splitlines()
+    return {line.split()[0] for line in lines if _UNPACKED in line}
 
 
 def _nodes_with_pods(access: Access, cluster: str) -> list[str]:

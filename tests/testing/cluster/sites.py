@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 NODES = 5
+DEVICES = {"aws.amazon.com/neuron": "16"}
+"""What a node of kind says that it has, as the development cluster's do; workers on it train on its processors."""
 
 
 @dataclass
@@ -218,6 +220,8 @@ def _kind(settings: dict[str, Any]) -> Iterator[Site]:
         try:
             site.must(*command, seconds=600)
             load_images(site, name)
+            devices = json.dumps({"status": {"capacity": DEVICES}})
+            site.kubectl("patch", "node", *site.worker_nodes(), "--subresource=status", "--type=merge", "-p", devices)
             settings.setdefault("powerOff", "docker stop -t 0 {node}")
             settings.setdefault("powerOn", "docker start {node}")
             yield site

@@ -13,11 +13,22 @@ from tests.testing.cluster.kind_images import load_images
 
 ROOT = Path(__file__).parents[3]
 STAGES = set(re.findall(r"^FROM \S+ AS (\S+)", (ROOT / "Dockerfile").read_text(encoding="utf-8"), re.MULTILINE))
-WORKERS = ["--name", "control-plane-tests", "--nodes", "control-plane-tests-worker,control-plane-tests-worker2"]
+NODES = ["control-plane-tests-worker", "control-plane-tests-second"]
+WORKERS = [["--name", "control-plane-tests", "--nodes", node] for node in NODES]
 PROGRAM = """#!/bin/sh
 echo "$(basename "$0") $*" >>"{calls}"
 [ "$1 $2" != "get nodes" ] || printf '%s\\n' {nodes}
-[ "$1" != build ] || [ -z "$REFUSED" ]
+case "$*" in
+exec*"content ls")
+    echo "DIGEST SIZE AGE LABELS"
+    echo "sha256:pause 1kB 1 day containerd.io/uncompressed=sha256:1"
+    echo "sha256:later 1kB 1 day -"
+    grep -qe "--nodes $2" "{calls}" || exit 0
+    echo "sha256:packed-$2 1GB 1 second containerd.io/uncompressed=sha256:2"
+    echo "sha256:manifest 1kB 1 second containerd.io/gc.ref.content.config=sha256:3"
+    ;;
+build*) [ -z "$REFUSED" ] ;;
+esac
 """
 
 
@@ -26,7 +37,7 @@ class Machine:
 
     def __init__(self, folder: Path, settings: dict[str, Any], **variables: str) -> None:
         self._calls = folder / "calls"
-        nodes = " ".join(f"control-plane-tests-{name}" for name in ("worker", "control-plane", "worker2"))
+        nodes = " ".join(f"control-plane-tests-{name}" for name in ("worker", "control-plane", "second"))
         for name in ("docker", "kind"):
             (folder / name).write_text(PROGRAM.format(calls=self._calls, nodes=nodes))
             (folder / name).chmod(0o755)
@@ -47,7 +58,8 @@ def test_both_images_are_built_and_loaded_on_the_nodes_that_take_pods_alone(tmp_
 
     built = machine.calls("docker", "build", "--target")
     assert {each[0] for each in built} == {"operator", "trainer-cpu"} <= STAGES
-    assert machine.calls("kind", "load", "docker-image") == [[each[each.index("-t") + 1], *WORKERS] for each in built]
+    images = [each[each.index("-t") + 1] for each in built]
+    assert machine.calls("kind", "load", "docker-image") == [[image, *node] for image in images for node in WORKERS]
     values = machine.access.settings["chartValues"]
     assert values["image"] == {"repository": "trainium-operator", "tag": "test"}
     assert values["trainerImage"] == "trainium-trainer:test"
@@ -65,9 +77,20 @@ def test_archives_of_the_settings_are_loaded_and_nothing_is_built(tmp_path: Path
     machine = Machine(tmp_path, {"images": ["/one.tar", "/two.tar"], "chartValues": {"replicas": 1}})
     machine.load()
 
-    assert machine.calls("kind", "load", "image-archive") == [["/one.tar", *WORKERS], ["/two.tar", *WORKERS]]
-    assert machine.calls("docker") == []
+    loads = [[archive, *node] for archive in ("/one.tar", "/two.tar") for node in WORKERS]
+    assert machine.calls("kind", "load", "image-archive") == loads
+    assert machine.calls("docker", "build") == []
     assert machine.access.settings["chartValues"] == {"replicas": 1}
+
+
+def test_a_node_gives_back_the_layers_that_came_with_an_image_once_they_are_unpacked(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, {"images": ["/one.tar"]})
+    machine.load()
+
+    given_back = [call for call in machine.calls("docker", "exec") if "rm" in call]
+    assert [(call[0], call[call.index("rm") + 1 : call.index("&&")]) for call in given_back] == [
+        (node, [f"sha256:packed-{node}"]) for node in NODES
+    ]
 
 
 def test_an_image_that_cannot_be_built_says_which(tmp_path: Path) -> None:

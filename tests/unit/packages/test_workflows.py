@@ -65,6 +65,44 @@ def test_every_file_of_a_release_is_signed_before_it_is_published() -> None:
     assert 'cosign sign --yes "$CHART"' in ran
 
 
+COSIGN = """#!/bin/sh
+# The workflow's command, with a key and no service: neither an identity nor a log of signatures is asked for.
+command=$1; shift
+exec {program} "$command" --key {folder}/cosign.key --signing-config {folder}/services.json "$@"
+"""
+
+
+@pytest.mark.skipif(shutil.which("cosign") is None, reason="needs cosign on PATH")
+def test_what_the_release_signs_is_verified_as_its_users_are_told_and_not_once_it_is_changed(tmp_path: Path) -> None:
+    program, environment = shutil.which("cosign"), os.environ | {"COSIGN_PASSWORD": "", "HOME": str(tmp_path)}
+
+    def cosign(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [str(program), *arguments]
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+
+    cosign("generate-key-pair").check_returncode()
+    cosign("signing-config", "create", "--out", "services.json").check_returncode()
+    for name in ("out/crd.yaml", "out/chart.tgz", "out/room.whl", "out/plugin.tar.gz", "bin/cosign"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / "bin/cosign").write_text(COSIGN.format(program=program, folder=tmp_path))
+    (tmp_path / "bin/cosign").chmod(0o755)
+    (loop,) = re.findall(r"for file in [^;]+; do\n\s*cosign.*?done", steps("release.yaml", "chart"), re.DOTALL)
+    path = f"{tmp_path / 'bin'}:{environment['PATH']}"
+    subprocess.run(["bash", "-e", "-c", loop], cwd=tmp_path, env=environment | {"PATH": path}, check=True)
+
+    told = (ROOT / "docs/install.md").read_text()
+    (bundle,) = re.findall(r"cosign verify-blob --bundle (\S+) ", told)
+    signed = sorted(tmp_path.glob("out/*[!n]"))
+    assert len(signed) == 4
+    for file in signed:
+        made = bundle.replace("FILE", str(file))
+        verify = ("verify-blob", "--bundle", made, "--key", "cosign.pub", "--insecure-ignore-tlog", str(file))
+        assert cosign(*verify).returncode == 0
+        file.write_text("changed")
+        assert cosign(*verify).returncode == 1
+
+
 def test_programs_that_a_workflow_builds_have_a_version() -> None:
     built = [one for path in WORKFLOWS for one in re.findall(r"go run (\S+)", path.read_text())]
     assert len(built) == 3

@@ -38,6 +38,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     # Read by torch when it is imported; the ranks share the agent's import.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Its C++ warns of every peer whose address has no name, past the log's format, and pods have none.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     code = run(settings)
     sys.stdout.flush()
     sys.stderr.flush()
