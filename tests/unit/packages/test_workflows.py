@@ -82,9 +82,11 @@ def test_what_the_release_signs_is_verified_as_its_users_are_told_and_not_once_i
 
     cosign("generate-key-pair").check_returncode()
     cosign("signing-config", "create", "--out", "services.json").check_returncode()
-    for name in ("out/crd.yaml", "out/chart.tgz", "out/room.whl", "out/plugin.tar.gz", "bin/cosign"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(name)
+    files = [tmp_path / "out" / name for name in ("crd.yaml", "chart.tgz", "room.whl", "plugin.tar.gz")]
+    for folder in ("out", "bin"):
+        (tmp_path / folder).mkdir()
+    for file in files:
+        file.write_text(file.name)
     (tmp_path / "bin/cosign").write_text(COSIGN.format(program=program, folder=tmp_path))
     (tmp_path / "bin/cosign").chmod(0o755)
     (loop,) = re.findall(r"for file in [^;]+; do\n\s*cosign.*?done", steps("release.yaml", "chart"), re.DOTALL)
@@ -93,9 +95,7 @@ def test_what_the_release_signs_is_verified_as_its_users_are_told_and_not_once_i
 
     told = (ROOT / "docs/install.md").read_text()
     (bundle,) = re.findall(r"cosign verify-blob --bundle (\S+) ", told)
-    signed = sorted(tmp_path.glob("out/*[!n]"))
-    assert len(signed) == 4
-    for file in signed:
+    for file in files:
         made = bundle.replace("FILE", str(file))
         verify = ("verify-blob", "--bundle", made, "--key", "cosign.pub", "--insecure-ignore-tlog", str(file))
         assert cosign(*verify).returncode == 0
