@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.testing.cluster.sites import DEVICES
 from trainium_devcluster.story.metrics import every_sample_once
 
 if TYPE_CHECKING:
@@ -17,8 +19,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1500)]
 
 # Each worker takes all devices of a node, so that two jobs cannot share one.
-DEVICE = "aws.amazon.com/neuron"
-WHOLE_NODES = f"accelerator: {{device: cpu, resources: {{{DEVICE}: '16'}}}}"
+WHOLE_NODES = f"accelerator: {{device: cpu, resources: {json.dumps(DEVICES)}}}"
 TAKES = f"""
 workers: {{replicas: 2, maxReplicas: 4, {WHOLE_NODES}}}
 elasticity: {{idleNodes: Take}}
@@ -47,7 +48,8 @@ def at_size(size: int, generation: int = 0) -> Callable[[dict[str, Any]], bool]:
 def test_idle_nodes_are_taken_and_given_back_to_another_job_without_a_lost_step(
     operator: Site, new_job: Callable[..., Job]
 ) -> None:
-    if [node["status"]["allocatable"].get(DEVICE) for node in operator.get("nodes")["items"]].count("16") != 5:
+    nodes = [node["status"]["allocatable"] for node in operator.get("nodes")["items"]]
+    if sum(DEVICES.items() <= allocatable.items() for allocatable in nodes) != 5:
         pytest.skip("needs a cluster of five nodes with 16 devices each")
     job = new_job(change=TAKES)
     grown = job.until("growth onto idle nodes", at_size(4))
