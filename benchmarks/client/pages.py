@@ -17,10 +17,11 @@ import statistics
 import threading
 import time
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
+from tests.testing.api.loopback_http import LoopbackServer
 from tests.testing.api.recorded_jobs import NOW, recorded
 from tests.testing.page.browser import browser
 from trainium_contract.pages.job_page import JobReport, live_job_html
@@ -69,7 +70,7 @@ def report_of(workers: int) -> JobReport:
     return JobReport(view, week, members, None, curve, (), pods)
 
 
-def serve(bodies: dict[str, bytes]) -> ThreadingHTTPServer:
+def serve(bodies: dict[str, bytes]) -> LoopbackServer:
     """Packed pages by path."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -85,7 +86,7 @@ def serve(bodies: dict[str, bytes]) -> ThreadingHTTPServer:
         def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base's signature
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = LoopbackServer(Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return server
 
@@ -115,7 +116,7 @@ def main() -> None:
         for row in rows:
             seen = []
             for _ in range(ROUNDS):
-                tab.open(f"http://127.0.0.1:{server.server_port}{row['page']}")
+                tab.open(f"{server.url}{row['page']}")
                 tab.until("performance.getEntriesByName('first-contentful-paint').length > 0")
                 seen.append(tab.evaluate(LOADED))
             paints, loads = (sorted(each[at] / 1000 for each in seen) for at in (0, 1))

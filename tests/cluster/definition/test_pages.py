@@ -8,13 +8,13 @@ import os
 import re
 import subprocess
 import sys
-import threading
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.testing.api.loopback_http import LoopbackServer
 from tests.testing.operator.readable_operator import Readable, kubeconfig_of, readable_operator, token_of
 from tests.testing.page.browser import CHROMIUM, browser
 from tests.testing.page.html_page import Page
@@ -148,15 +148,8 @@ def signing_proxy(readable: Readable, token: str) -> Iterator[str]:
         def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base's signature
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with LoopbackServer(Handler).running() as server:
+        yield server.url
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")

@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import yaml
 
+from tests.testing.api.loopback_http import LoopbackServer
 from trainium_contract.wire.log_line import log_line
 
 if TYPE_CHECKING:
@@ -113,23 +113,16 @@ class ApiServer:
             def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base's signature
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self._server = LoopbackServer(Handler)
+        self.url = self._server.url
         self.kubeconfig = folder / "kubeconfig"
         self.kubeconfig.write_text(yaml.safe_dump(kubeconfig(self.url)), encoding="utf-8")
 
     @contextmanager
     def running(self) -> Iterator[ApiServer]:
         """Serve in a thread."""
-        thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
-        thread.start()
-        try:
+        with self._server.running():
             yield self
-        finally:
-            self._server.shutdown()
-            self._server.server_close()
-            thread.join()
 
 
 def kubeconfig(server: str, **user: Any) -> dict[str, Any]:

@@ -15,9 +15,11 @@ import hashlib
 import json
 import threading
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any, Self
 from urllib.parse import unquote, urlsplit
+
+from tests.testing.api.loopback_http import LoopbackServer
 
 COMMIT = "c0ffee" + "0" * 34
 
@@ -51,8 +53,7 @@ class HubServer:
         """Files that nobody gets."""
         self.status: int | None = None
         """Answer everything with this."""
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
-        self._http.daemon_threads = True
+        self._http = LoopbackServer(type("Handler", (_Handler,), {"hub": self}))
         self._thread = threading.Thread(target=self._http.serve_forever, name="hub-server", daemon=True)
 
     def __enter__(self) -> Self:
@@ -67,7 +68,7 @@ class HubServer:
     @property
     def url(self) -> str:
         """Where clients find it: HF_ENDPOINT."""
-        return f"http://127.0.0.1:{self._http.server_port}"
+        return self._http.url
 
     def add(self, name: str, files: dict[str, bytes], *, token: str | None = None) -> None:
         """A model; with `token` it is gated, and only that token opens it."""

@@ -22,11 +22,13 @@ import threading
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 from xml.etree import ElementTree as ET
 from xml.sax.saxutils import escape
+
+from tests.testing.api.loopback_http import LoopbackServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -94,8 +96,7 @@ class S3Server:
         self.faults: list[Fault] = []
         self.lock = threading.RLock()
         self._numbers = itertools.count(1)
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"s3": self}))
-        self._http.daemon_threads = True
+        self._http = LoopbackServer(type("Handler", (_Handler,), {"s3": self}))
         self._thread = threading.Thread(target=self._http.serve_forever, name="s3-server", daemon=True)
 
     def __enter__(self) -> Self:
@@ -113,7 +114,7 @@ class S3Server:
     @property
     def url(self) -> str:
         """Where clients find it."""
-        return f"http://127.0.0.1:{self._http.server_port}"
+        return self._http.url
 
     def environment(self) -> dict[str, str]:
         """The variables by which a client finds the server and its credentials."""

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import json
 import re
+import socket
+import struct
+import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import typer
 
+from tests.testing.api.loopback_http import LoopbackServer
 from tests.testing.api.recorded_jobs import JOBS, RECORDED, ApiServer, recorded_answers
 from tests.testing.outputs.blocks import commands, renewed, unmarked
 from tests.testing.outputs.commands import PAGES, SLOW, output, recording_of
 from tests.testing.outputs.recording import Recording, recorded_now, replayed
 from tests.testing.outputs.tables import age, table
+from tests.testing.suite.patience import patient
 from trainium_client.commands.main import app
 from trainium_contract.wire.log_line import LogSource, read_log_line
 from trainium_operator.simulate.command import app as simulate
@@ -63,6 +69,26 @@ def test_every_command_of_kubectl_trn_has_its_output_on_the_page_and_a_test_on_a
     assert shown == there
     tests = read("tests/cluster/training/test_client.py")
     assert set(re.findall(r'\b(?:trn|beside)\((?:job|None), "([a-z-]+)"', tests)) == there
+
+
+def test_a_connection_that_is_reset_writes_nothing_between_what_a_command_prints(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A client that leaves an answer unread resets its connection; a thread of the server learns of it later."""
+    handled = threading.Event()
+    shut = LoopbackServer.shutdown_request
+
+    def shut_now(server: LoopbackServer, request: Any) -> None:
+        shut(server, request)
+        handled.set()
+
+    server = ApiServer({}, tmp_path)
+    with server.running(), mock.patch.object(LoopbackServer, "shutdown_request", shut_now):
+        with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            client.sendall(b"GET / HT")
+        assert handled.wait(patient(10))
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_command_that_writes_is_replayed_as_long_as_it_writes_the_same() -> None:
