@@ -21,9 +21,9 @@ from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
-from tests.testing.api.loopback_http import LoopbackServer
 from tests.testing.api.recorded_jobs import NOW, recorded
 from tests.testing.page.browser import browser
+from tests.testing.suite.loopback_http import LoopbackServer
 from trainium_contract.pages.job_page import JobReport, live_job_html
 from trainium_contract.pages.live import HEADERS
 from trainium_contract.views.curve import MOST_POINTS, CurvePoint

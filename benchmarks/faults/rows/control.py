@@ -10,7 +10,7 @@ from benchmarks.faults.record import FaultRun, Findings
 from benchmarks.faults.row import EXPECTED_ERRORS, Row, Session, in_one_job
 from benchmarks.faults.rows.nodes import lost
 from benchmarks.faults.rows.pods import GONE, ONE_SPARE, TAKEN_OVER
-from benchmarks.faults.rows.processes import in_place, somebody
+from benchmarks.faults.rows.processes import BASE, in_place, somebody
 from benchmarks.faults.trial import Before, Expect, follow, strike
 from tests.testing.suite import patience
 
@@ -86,6 +86,16 @@ def _api_away(stage: Stage, session: Session) -> Iterator[FaultRun]:
         return FaultRun(run, steps_lost=0, wrong=tuple(found.wrong), note=f"{during} steps during the outage")
 
     yield from in_one_job(stage, session, "apiaway", ONE_SPARE, one)
+
+
+def _names_away(stage: Stage, session: Session) -> Iterator[FaultRun]:
+    def one(patient: Patient, run: int, dice: random.Random) -> FaultRun:
+        victim = somebody(patient, dice)["podName"]
+        with stage.silent_names():
+            time.sleep(dice.uniform(0.0, 2.0))
+            return strike(patient, run, lambda: patient.signal(victim, "KILL"), in_place("Crash", victim), note=victim)
+
+    yield from in_one_job(stage, session, "dnsaway", BASE, one)
 
 
 def _two_operators(stage: Stage, session: Session) -> Iterator[FaultRun]:
@@ -256,6 +266,15 @@ ROWS = (
         judged="history: PodLost or Preempted first, that pod; the smaller size, later the old one; curve within 1e-5",
         play=_edited,
         most=5,
+        kubelet=True,
+    ),
+    Row(
+        number=42,
+        fault="name server silent, with a fault",
+        injected="the cluster's name servers frozen by SIGSTOP, and SIGKILL of one rank",
+        expected="as row 1",
+        judged="as row 1",
+        play=_names_away,
         kubelet=True,
     ),
     Row(

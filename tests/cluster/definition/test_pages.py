@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.testing.api.loopback_http import LoopbackServer
 from tests.testing.operator.readable_operator import Readable, kubeconfig_of, readable_operator, token_of
 from tests.testing.page.browser import CHROMIUM, browser
 from tests.testing.page.html_page import Page
+from tests.testing.suite.loopback_http import LoopbackServer
 from tests.testing.suite.patience import patient, until
 
 if TYPE_CHECKING:

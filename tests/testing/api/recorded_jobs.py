@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import yaml
 
-from tests.testing.api.loopback_http import LoopbackServer
+from tests.testing.suite.loopback_http import LoopbackServer
 from trainium_contract.wire.log_line import log_line
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from http.server import BaseHTTPRequestHandler
 from typing import Any, Self
 from urllib.parse import unquote, urlsplit
 
-from tests.testing.api.loopback_http import LoopbackServer
+from tests.testing.suite.loopback_http import LoopbackServer
 
 COMMIT = "c0ffee" + "0" * 34
 

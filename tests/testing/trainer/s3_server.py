@@ -28,7 +28,7 @@ from urllib.parse import parse_qs, quote, unquote, urlsplit
 from xml.etree import ElementTree as ET
 from xml.sax.saxutils import escape
 
-from tests.testing.api.loopback_http import LoopbackServer
+from tests.testing.suite.loopback_http import LoopbackServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,12 +14,12 @@ from unittest import mock
 import pytest
 import typer
 
-from tests.testing.api.loopback_http import LoopbackServer
 from tests.testing.api.recorded_jobs import JOBS, RECORDED, ApiServer, recorded_answers
 from tests.testing.outputs.blocks import commands, renewed, unmarked
 from tests.testing.outputs.commands import PAGES, SLOW, output, recording_of
 from tests.testing.outputs.recording import Recording, recorded_now, replayed
 from tests.testing.outputs.tables import age, table
+from tests.testing.suite.loopback_http import LoopbackServer
 from tests.testing.suite.patience import patient
 from trainium_client.commands.main import app
 from trainium_contract.wire.log_line import LogSource, read_log_line

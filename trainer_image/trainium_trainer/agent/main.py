@@ -20,6 +20,7 @@ from trainium_contract.wire.log_line import LogSource
 from trainium_trainer import exits, log_lines
 from trainium_trainer.agent.checks.preflight import preflight, results
 from trainium_trainer.agent.linux import kernel
+from trainium_trainer.agent.linux.reverse_lookups import stop_reverse_lookups
 from trainium_trainer.agent.settings import AgentSettings, SettingsError, settings_from
 from trainium_trainer.open_files import raise_limit
 
@@ -38,8 +39,6 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     # Read by torch when it is imported; the ranks share the agent's import.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # Its C++ warns of every peer whose address has no name, past the log's format, and pods have none.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     code = run(settings)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -59,9 +58,13 @@ def run(settings: AgentSettings) -> int:
         logging.getLogger(__name__).log(
             logging.WARNING if finding.code is None else logging.ERROR, "%s", finding.sentence
         )
+    # Read by torch when it is imported: its C++ warns of the look-up that is made to fail, past the log's format.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     importlib.import_module("torch.distributed")
+    from trainium_trainer.agent.generation.generation_store import serve_store  # noqa: PLC0415 - imports torch
     from trainium_trainer.agent.ranks.standby_keeper import Standby  # noqa: PLC0415 - as late as what it forks
 
+    stop_reverse_lookups(serve_store)  # the standby and all ranks inherit it
     standby = Standby.fork(settings)
     return asyncio.run(_supervise(settings, standby, findings, checked))
 

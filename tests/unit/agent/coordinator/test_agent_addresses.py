@@ -1,34 +1,91 @@
 from __future__ import annotations
 
-import asyncio
+import socket
+import threading
 from types import SimpleNamespace
-from typing import Never
+from typing import TYPE_CHECKING
 
 import pytest
 
+from trainium_trainer.agent.coordinator import names
 from trainium_trainer.agent.coordinator.requests import Address, Coordinator, CoordinatorUnavailableError
 from trainium_trainer.agent.settings import Endpoint
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
-async def test_all_addresses_of_the_coordinators_name_are_used_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def resolve(host: str, port: int, *, type: int) -> list[tuple[object, ...]]:  # noqa: A002
-        return [(2, 1, 6, "", (ip, port)) for ip in ("10.0.0.1", "10.0.0.2", "10.0.0.1")]
-
-    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", resolve)
-    coordinator = Coordinator(SimpleNamespace(coordinator=(Endpoint("coordinator.svc", 8443),)))
-    assert await coordinator.addresses() == [
-        Address("coordinator.svc", "10.0.0.1", 8443),
-        Address("coordinator.svc", "10.0.0.2", 8443),
-    ]
+NAME = "coordinator.svc"
 
 
-async def test_a_name_that_does_not_resolve_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def resolve(host: str, port: int, *, type: int) -> Never:  # noqa: A002
-        raise OSError("no such name")
+class Resolver:
+    """Stands in for the host's."""
 
-    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", resolve)
+    def __init__(self) -> None:
+        self.answer: list[str] | None = ["10.0.0.1", "10.0.0.2", "10.0.0.1"]
+        """None: there is no such name."""
+        self.asked = 0
+        self.goes_on = threading.Event()
+        self.goes_on.set()
+
+    def __call__(self, host: str, port: int, *, type: int) -> list[tuple[object, ...]]:  # noqa: A002
+        assert (host, type) == (NAME, socket.SOCK_STREAM)
+        self.asked += 1
+        self.goes_on.wait()
+        if self.answer is None:
+            raise OSError("no such name")
+        return [(2, 1, 6, "", (ip, port)) for ip in self.answer]
+
+
+@pytest.fixture
+def resolver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Resolver]:
+    found = Resolver()
+    monkeypatch.setattr(names.socket, "getaddrinfo", found)
+    yield found
+    found.goes_on.set()
+
+
+@pytest.fixture
+def coordinator() -> Coordinator:
+    return Coordinator(SimpleNamespace(coordinator=(Endpoint(NAME, 8443),)))
+
+
+async def test_all_addresses_of_the_coordinators_name_are_used_once(
+    resolver: Resolver, coordinator: Coordinator
+) -> None:
+    assert await coordinator.addresses() == [Address(NAME, "10.0.0.1", 8443), Address(NAME, "10.0.0.2", 8443)]
+    assert resolver.asked == 1
+
+
+async def test_a_name_that_does_not_resolve_is_a_sentence(resolver: Resolver, coordinator: Coordinator) -> None:
+    resolver.answer = None
     with pytest.raises(CoordinatorUnavailableError, match=r"coordinator\.svc does not resolve"):
-        await Coordinator(SimpleNamespace(coordinator=(Endpoint("coordinator.svc", 8443),))).addresses()
+        await coordinator.addresses()
+
+
+async def test_a_name_that_no_longer_resolves_has_the_addresses_that_it_had_last(
+    resolver: Resolver, coordinator: Coordinator
+) -> None:
+    before = await coordinator.addresses()
+    resolver.answer = None
+    assert await coordinator.addresses() == before
+    resolver.answer = ["10.0.0.3"]
+    assert [address.ip for address in await coordinator.addresses()] == ["10.0.0.3"]
+
+
+async def test_under_a_silent_name_server_the_known_addresses_serve_and_one_lookup_waits(
+    resolver: Resolver, coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(names, "PATIENCE_SECONDS", 0.01)
+    before = await coordinator.addresses()
+    resolver.goes_on.clear()
+    resolver.answer = ["10.0.0.3"]
+    for _ in range(3):
+        assert await coordinator.addresses() == before
+    assert resolver.asked == 2
+    monkeypatch.setattr(names, "PATIENCE_SECONDS", 30)
+    resolver.goes_on.set()
+    assert [address.ip for address in await coordinator.addresses()] == ["10.0.0.3"]
+    assert resolver.asked == 2
 
 
 def test_an_ipv6_address_is_bracketed() -> None:

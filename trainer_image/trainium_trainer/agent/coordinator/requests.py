@@ -7,7 +7,6 @@ does not answer as the leader does is a CoordinatorUnavailableError with one sen
 from __future__ import annotations
 
 import asyncio
-import socket
 import ssl
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
@@ -19,10 +18,11 @@ from pydantic import BaseModel, ValidationError
 
 from trainium_contract.wire.messages import ErrorResponse
 from trainium_contract.wire.stream import STREAM_PATH, UPGRADE
+from trainium_trainer.agent.coordinator.names import Names
 from trainium_trainer.agent.coordinator.stream import Stream, StreamRefusedError
 
 if TYPE_CHECKING:
-    from trainium_trainer.agent.settings import AgentSettings, Endpoint
+    from trainium_trainer.agent.settings import AgentSettings
 
 _Message = TypeVar("_Message", bound=BaseModel)
 REQUEST_SECONDS = 3.0
@@ -64,6 +64,7 @@ class Coordinator:
         self._session: aiohttp.ClientSession | None = None
         self._tls: ssl.SSLContext | None = None
         self._ca = b""
+        self._names = Names()
         self.date = 0.0
         """The coordinator's clock, as its newest answer had it (Unix seconds); 0 for none."""
 
@@ -74,11 +75,13 @@ class Coordinator:
             self._session = None
 
     async def addresses(self) -> list[Address]:
-        """Every address of every endpoint, in the order in which the resolver gives them."""
-        loop = asyncio.get_running_loop()
+        """Every address of every endpoint, in the order in which the resolver gives them.
+
+        Raises CoordinatorUnavailableError where there are none.
+        """
         found: dict[Address, None] = {}
         for endpoint in self._settings.coordinator:
-            for ip in await self._resolve(loop, endpoint):
+            for ip in await self._names.addresses(endpoint):
                 found[Address(endpoint.host, ip, endpoint.port)] = None
         if not found:
             names = ", ".join(endpoint.host for endpoint in self._settings.coordinator)
@@ -166,14 +169,6 @@ class Coordinator:
             self._tls = ssl.create_default_context(cadata=ca.decode("ascii"))
             self._ca = ca
         return self._tls
-
-    @staticmethod
-    async def _resolve(loop: asyncio.AbstractEventLoop, endpoint: Endpoint) -> list[str]:
-        try:
-            found = await loop.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
-        except OSError:
-            return []
-        return [str(entry[4][0]) for entry in found]
 
 
 def seconds_of(date: str) -> float:
