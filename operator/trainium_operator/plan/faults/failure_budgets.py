@@ -54,8 +54,9 @@ def exhausted_budget(failures: tuple[FailureRecord, ...], recovery: RecoverySpec
         within = [record for record in _within(failures, allowed, now) if record.cause in causes]
         count = _incidents(within)
         if count > min(allowed.max_failures, MAX_RECORDS - 1):
+            some = "failure" if count == 1 else "failures"
             return (
-                f"{count} {what} failures within {allowed.window_seconds} s, and spec.recovery.budgets.{name} allows "
+                f"{count} {what} {some} within {allowed.window_seconds} s, and spec.recovery.budgets.{name} allows "
                 f"{allowed.max_failures}: {_summary(within)}"
             )
     return None

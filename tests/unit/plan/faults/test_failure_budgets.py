@@ -106,7 +106,7 @@ def test_a_verdict_over_a_budget_tells_what_was_seen_last() -> None:
     job_spec = spec(recovery={"budgets": {"process": {"maxFailures": 0}}})
     result = planned(running(4, job_spec=job_spec, agents=agents))
     assert result.status.phase is Phase.FAILED
-    for part in ("1 process failures", "budgets.process allows 0", "demo-w-1", "boom in line 7", "raise the budget"):
+    for part in ("1 process failure", "budgets.process allows 0", "demo-w-1", "boom in line 7", "raise the budget"):
         assert part in result.status.verdict
 
 

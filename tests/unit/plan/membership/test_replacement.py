@@ -169,7 +169,7 @@ def test_the_budget_for_lost_workers_ends_the_job_with_a_verdict() -> None:
     tight = spec(recovery={"budgets": {"infrastructure": {"maxFailures": 0}}})
     result = planned(without(running(4, job_spec=tight), 1))
     assert result.status.phase is Phase.FAILED
-    assert "1 infrastructure failures within" in result.status.verdict
+    assert "1 infrastructure failure within" in result.status.verdict
     assert newest(result).rung is Rung.STOP
     assert set(deleted(result)) == {"demo-w-0", "demo-w-2", "demo-w-3"}
 
