@@ -16,8 +16,8 @@ from torch import distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from trainium_contract.trainer.parallelism import DeviceChoice
-from trainium_contract.wire import worker_env
 from trainium_trainer.exits import UserError
+from trainium_trainer.network_interface import use_interface
 from trainium_trainer.neuron_environment import DEVICE_FILES
 
 if TYPE_CHECKING:
@@ -99,10 +99,7 @@ def join_process_group(device: torch.device, launch: Launch) -> None:
 
 def meet(backend: str, launch: Launch) -> None:
     """Make the default process group, as torchrun's variables say; without any, a world of one."""
-    address = os.environ.get(worker_env.ENV_POD_IP) or os.environ.get("MASTER_ADDR", "localhost")
-    if address.startswith("127.") or address == "localhost":
-        # gloo would look up the host name, which need not resolve to a loopback address.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    use_interface(os.environ.get("MASTER_ADDR", "localhost"))
     # Read when the first group is made: two ranks connect when they first have something to say to each other.
     os.environ.setdefault(ENV_LAZY_CONNECTIONS, "1")
     if "RANK" in os.environ and "MASTER_ADDR" in os.environ:

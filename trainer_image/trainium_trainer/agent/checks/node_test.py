@@ -14,6 +14,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainium_trainer.network_interface import ENV_INTERFACE, LOOPBACK
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -89,7 +91,7 @@ def sums_are_right(task: NodeTask) -> bool:
     import torch  # noqa: PLC0415 - as above
     from torch import distributed as dist  # noqa: PLC0415
 
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ[ENV_INTERFACE] = LOOPBACK
     store = dist.FileStore(str(Path(task.folder) / "store"), task.size)  # type: ignore[attr-defined]
     patience = timedelta(seconds=task.seconds)
     dist.init_process_group("gloo", store=store, rank=task.index, world_size=task.size, timeout=patience)

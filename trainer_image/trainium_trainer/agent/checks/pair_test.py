@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainium_trainer.agent.checks.pairing import PairingResult
+from trainium_trainer.network_interface import use_interface
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -120,8 +121,7 @@ def exchange(task: PairTask) -> float:
     from torch import distributed as dist  # noqa: PLC0415
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # noqa: PLC0415
 
-    if task.host.startswith("127."):
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    use_interface(task.host)
     patience = timedelta(seconds=task.seconds)
     store = TCPStore(task.host, task.port, None, False, patience, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=task.index, world_size=task.size, timeout=patience)
