@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.testing.cluster.lab import status
+from tests.testing.suite.patience import patient
 
 if TYPE_CHECKING:
     from tests.testing.cluster.lab import Lab
@@ -132,10 +133,13 @@ def test_followed_logs_arrive_as_they_are_written_and_end_with_the_container(lab
     command = ["kubectl", "-n", lab.namespace, "logs", "-f", name]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=lab.environment()) as process:
         assert process.stdout is not None
-        assert process.stdout.readline() == "line 1\n"  # while the container still runs
-        lab.site.run("kubectl", "-n", lab.namespace, "exec", name, "--", "touch", "/opt/go")
-        assert process.stdout.readlines() == ["line 2\n"]
-    assert process.returncode == 0
+        try:
+            assert process.stdout.readline() == "line 1\n"  # while the container still runs
+            lab.kubectl("exec", name, "--", "touch", "/opt/go")
+            assert process.stdout.readlines() == ["line 2\n"]
+            assert process.wait(patient(10)) == 0
+        finally:
+            process.kill()  # leaving waits for it
 
 
 def test_commands_run_inside_the_container_with_input_output_and_exit_code(lab: Lab) -> None:
