@@ -280,30 +280,26 @@ class Stage:
         if self.site.cluster is not None:
             self.site.cluster.faults.kill_container(namespace, pod)
             return
-        self._on_node(node, "pkill -9 -o -f trainium-agent")
-
-    @contextlib.contextmanager
-    def silent_names(self) -> Iterator[None]:
-        """No name server of the cluster answers; raises SkipRowError where there is none, or no way to one."""
-        if self.site.cluster is not None:
-            raise SkipRowError("the development cluster has no name server")
-        pods = self.api.get("/api/v1/namespaces/kube-system/pods?labelSelector=k8s-app%3Dkube-dns")["items"]
-        nodes = sorted({pod["spec"]["nodeName"] for pod in pods})
-        try:
-            for node in nodes:
-                self._on_node(node, "pkill -STOP -x coredns")
-            yield
-        finally:
-            for node in nodes:
-                # One that its kubelet has started anew meanwhile needs no help.
-                with contextlib.suppress(subprocess.CalledProcessError):
-                    self._on_node(node, "pkill -CONT -x coredns")
-
-    def _on_node(self, node: str, command: str) -> None:
         shell = self.site.settings.get("nodeShell")
         if not shell:
             raise SkipRowError("the site's settings have no nodeShell command")
-        subprocess.run(f"{shell.format(node=node)} {command}", shell=True, check=True, timeout=patience.patient(60))
+        command = f"{shell.format(node=node)} pkill -9 -o -f trainium-agent"
+        subprocess.run(command, shell=True, check=True, timeout=patience.patient(60))
+
+    @contextlib.contextmanager
+    def silent_names(self) -> Iterator[None]:
+        """No name server of the cluster answers; raises SkipRowError where there is no way."""
+        stop, go = self.site.settings.get("dnsStop"), self.site.settings.get("dnsGo")
+        if self.site.cluster is not None:
+            raise SkipRowError("the development cluster has no name server")
+        if not stop or not go:
+            raise SkipRowError("the site's settings have no dnsStop and dnsGo commands")
+        try:
+            subprocess.run(stop, shell=True, check=True, timeout=patience.patient(60))
+            yield
+        finally:
+            # A name server that its kubelet has started anew meanwhile needs no help.
+            subprocess.run(go, shell=True, check=False, timeout=patience.patient(60))
 
     # --- operator --------------------------------------------------------------------------------------------------
 
