@@ -130,6 +130,7 @@ def test_a_projected_token_is_bound_to_its_audience_and_its_pod(lab: Lab) -> Non
             volumeMounts=[{"name": "tokens", "mountPath": "/tokens"}],
         ),
         volumes=[{"name": "tokens", "projected": {"sources": [token]}}],
+        as_root=False,  # a kubelet gives a pod whose user it knows a token that only that user can read
     )
     text, mode, automounted = lab.output(pod).splitlines()
     assert (mode, automounted.split()) == ("644", ["ca.crt", "namespace", "token"])

@@ -51,16 +51,24 @@ class Lab:
             "create", "-f", "-", stdin=json.dumps({"apiVersion": "v1", "kind": "List", "items": list(objects)})
         )
 
-    def pod(self, stem: str, *containers: Json, hold: bool = False, labels: Json | None = None, **spec: Any) -> str:
+    def pod(
+        self,
+        stem: str,
+        *containers: Json,
+        hold: bool = False,
+        labels: Json | None = None,
+        as_root: bool = True,
+        **spec: Any,
+    ) -> str:
         """Create a pod and return its name; `hold` keeps its final status readable after deletion.
 
-        It runs as root, whatever user the image names; the process node knows only its own.
+        It asks to be root, or leaves it to the image; the process node knows only its own user.
         """
         name = self.name(stem)
         metadata: Json = {"name": name, "labels": labels or {}}
         if hold:
             metadata["finalizers"] = [HOLD]
-        if self.site.kind != "local":
+        if as_root and self.site.kind != "local":
             spec["securityContext"] = {"runAsUser": 0, **spec.get("securityContext", {})}
         body = {"restartPolicy": "Never", "terminationGracePeriodSeconds": 5, "containers": list(containers), **spec}
         self.create({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": body})
