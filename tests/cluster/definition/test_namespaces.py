@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -90,11 +91,21 @@ def job(name: str, namespace: str) -> str:
     return json.dumps({**body, "metadata": {"name": name, "namespace": namespace}})
 
 
+def open_sockets() -> int:
+    """Of this process."""
+    found = 0
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # the one that lists them
+            found += str(entry.readlink()).startswith("socket:")
+    return found
+
+
 def test_a_namespace_that_is_deleted_closes_alone_and_opens_when_it_is_made_again(rights: Api, tmp_path: Path) -> None:
     rights.run("kubectl", "apply", "-f", "-", stdin=job("stays", SERVED))
     rights.run("kubectl", "apply", "-f", "-", stdin=job("elsewhere", OTHER))
 
     async def seen() -> None:
+        before = open_sockets()
         transport = await connect(credentials(rights, tmp_path))
         settings = Settings(watch_namespaces=f"{SERVED},{GOING}")
         caches = make_caches(OperatorApi(transport), settings)
@@ -123,5 +134,7 @@ def test_a_namespace_that_is_deleted_closes_alone_and_opens_when_it_is_made_agai
             watch.cancel()
         await asyncio.gather(*watches, return_exceptions=True)
         await transport.close()
+        # Streams of cancelled watches say goodbye over TLS, which ends after they do.
+        await async_until(lambda: open_sockets() <= before, lambda: f"{open_sockets()} sockets, {before} before")
 
     asyncio.run(seen())
