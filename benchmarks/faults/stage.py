@@ -14,13 +14,13 @@ import json
 import shutil
 import subprocess
 import time
-import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import yaml
 
 from benchmarks.faults.api import Api, ApiError
+from benchmarks.faults.operator_pods import OperatorPods
 from benchmarks.faults.patient import Patient
 from tests.testing.cluster.access import ROOT
 from tests.testing.cluster.installed import NAMESPACE as OPERATOR_NAMESPACE
@@ -80,6 +80,7 @@ class Stage:
         self.out = out
         self.say = say
         self.api = Api(site)
+        self.operator = OperatorPods(site, self.api)
         self._roomy = self.local or len(site.worker_nodes()) >= ROOMY
         self._references: dict[str, dict[int, float]] = {}
         self._numbers = itertools.count(int(time.time()) % 1_000_000)
@@ -211,10 +212,11 @@ class Stage:
     # --- nodes -----------------------------------------------------------------------------------------------------
 
     def renew(self, node: str) -> None:
-        """Put a new node in the place of a spoilt one; on a cluster that is not ours: bring the same one back."""
+        """Put a new node in the place of a spoilt one; on a cluster that is not ours: give it its power back."""
         cluster = self.site.cluster
         if cluster is None:
-            self.site.power_on(node)
+            if node in self.site.powerless:
+                self.site.power_on(node)
             return
         with contextlib.suppress(Exception):
             cluster.faults.thaw_node(node)
@@ -286,14 +288,17 @@ class Stage:
         command = f"{shell.format(node=node)} pkill -9 -o -f trainium-agent"
         subprocess.run(command, shell=True, check=True, timeout=patience.patient(60))
 
+    def needs_name_servers(self) -> None:
+        """For rows in which these fall silent; raises SkipRowError where there is no way."""
+        if self.site.cluster is not None:
+            raise SkipRowError("the development cluster has no name server; test_name_server.py brings one")
+        if not {"dnsStop", "dnsGo"} <= self.site.settings.keys():
+            raise SkipRowError("the site's settings have no dnsStop and dnsGo commands")
+
     @contextlib.contextmanager
     def silent_names(self) -> Iterator[None]:
-        """No name server of the cluster answers; raises SkipRowError where there is no way."""
-        stop, go = self.site.settings.get("dnsStop"), self.site.settings.get("dnsGo")
-        if self.site.cluster is not None:
-            raise SkipRowError("the development cluster has no name server")
-        if not stop or not go:
-            raise SkipRowError("the site's settings have no dnsStop and dnsGo commands")
+        """No name server of the cluster answers, after `needs_name_servers`."""
+        stop, go = (self.site.settings.get(key, "") for key in ("dnsStop", "dnsGo"))
         try:
             subprocess.run(stop, shell=True, check=True, timeout=patience.patient(60))
             yield
@@ -301,109 +306,15 @@ class Stage:
             # A name server that its kubelet has started anew meanwhile needs no help.
             subprocess.run(go, shell=True, check=False, timeout=patience.patient(60))
 
-    # --- operator --------------------------------------------------------------------------------------------------
-
-    def operator_pods(self) -> list[dict[str, Any]]:
-        """Pods of the operator that are not leaving."""
-        items = self.api.get(f"/api/v1/namespaces/{OPERATOR_NAMESPACE}/pods")["items"]
-        return [pod for pod in items if "deletionTimestamp" not in pod["metadata"]]
-
-    def scale_operator(self, replicas: int) -> None:
-        """Change the number of operator replicas and wait until it is so."""
-        path = f"/apis/apps/v1/namespaces/{OPERATOR_NAMESPACE}/deployments/{RELEASE}"
-        self.api.patch(f"{path}/scale", {"spec": {"replicas": replicas}})
-
-        def is_so() -> bool:
-            pods = self.api.get(f"/api/v1/namespaces/{OPERATOR_NAMESPACE}/pods")["items"]
-            ready = self.api.get(path)["status"].get("readyReplicas", 0)
-            return bool(len(pods) == ready == replicas)
-
-        patience.until(is_so, f"the operator has {replicas} replicas", pause=0.2)
-
-    @contextlib.contextmanager
-    def operator_among(self, nodes: list[str]) -> Iterator[None]:
-        """Two replicas on two of these nodes, and every agent heard; afterwards one, where it was."""
-        path = f"/apis/apps/v1/namespaces/{OPERATOR_NAMESPACE}/deployments/{RELEASE}"
-        home = self.api.get(path)["spec"]["template"]["spec"].get("nodeSelector")
-        rule = "requiredDuringSchedulingIgnoredDuringExecution"
-        here = {"matchExpressions": [{"key": "kubernetes.io/hostname", "operator": "In", "values": nodes}]}
-
-        def place(replicas: int, selector: Json | None, term: Json | None) -> None:
-            pod = {"nodeSelector": selector, "affinity": {"nodeAffinity": {rule: term}}}
-            self.api.patch(path, {"spec": {"replicas": replicas, "template": {"spec": pod}}})
-            self._rolled_out(120)
-
-        place(2, None, {"nodeSelectorTerms": [here]})
-        try:
-            self._await_agents()
-            yield
-        finally:
-            place(1, home, None)
-
-    def leader_node(self) -> str:
-        """Node of the replica that leads."""
-        return str(self._leader_pod()["spec"]["nodeName"])
-
-    def _leader_pod(self) -> Json:
-        leader = self.leader()
-        found = [pod for pod in self.operator_pods() if pod["metadata"]["name"] in leader]
-        if not found:
-            raise TimeoutError(f"{leader or 'nobody'} leads, which is no pod that is there")
-        return found[0]
-
-    def leader(self) -> str:
-        """Identity of the operator that holds the Lease."""
-        path = f"/apis/coordination.k8s.io/v1/namespaces/{OPERATOR_NAMESPACE}/leases/{RELEASE}"
-        holder: str = self.api.get(path)["spec"].get("holderIdentity") or ""
-        return holder
-
     def keep_operator(self, node: str) -> bool:
         """Before a node is lost: see that the operator is not on it; whether it had to move."""
-        if all(pod["spec"].get("nodeName") != node for pod in self.operator_pods()):
+        if all(pod["spec"].get("nodeName") != node for pod in self.operator.pods()):
             return False
-        self.cordon(node)
-        try:
-            self.kill_operator()
+        with self.site.cordoned(node):
+            self.operator.kill()
             time.sleep(1)
-            self._rolled_out(90)
-            self._await_agents()
-        finally:
-            self.cordon(node, on=False)
+            self.operator.settle(90)
         return True
-
-    def _rolled_out(self, seconds: float) -> None:
-        limit = f"--timeout={patience.patient(seconds):.0f}s"
-        deployment = ("-n", OPERATOR_NAMESPACE, f"deployment/{RELEASE}")
-        self.site.kubectl("rollout", "status", *deployment, limit, seconds=seconds + 10)
-
-    def _await_agents(self) -> None:
-        """Until every worker has registered with the operator: one that it never heard is not silent to it."""
-        workers = self.api.get("/api/v1/pods?labelSelector=trainium.dev/role%3Dworker")["items"]
-        wanted = sum(pod["status"].get("phase") == "Running" for pod in workers)
-
-        def are_there() -> bool:
-            with contextlib.suppress(TimeoutError):
-                text = self._metrics_of(self._leader_pod())
-                lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
-                return bool(float(lines["trainingjob_operator_agents"]) >= wanted)
-            return False
-
-        patience.until(are_there, f"{wanted} agents register with the new operator", pause=0.2)
-
-    def _metrics_of(self, pod: Json) -> str:
-        if self.local:  # an API server passes nothing on to loopback, where pods of the development cluster are
-            with urllib.request.urlopen(
-                f"http://{pod['status']['podIP']}:8080/metrics", timeout=patience.patient(5)
-            ) as answer:
-                return str(answer.read().decode())
-        path = f"/api/v1/namespaces/{OPERATOR_NAMESPACE}/pods/{pod['metadata']['name']}:8080/proxy/metrics"
-        return self.site.kubectl("get", "--raw", path)
-
-    def kill_operator(self) -> None:
-        """The operator's pods are gone at once; their Deployment makes new ones."""
-        for pod in self.operator_pods():
-            name = pod["metadata"]["name"]
-            self.api.delete(f"/api/v1/namespaces/{OPERATOR_NAMESPACE}/pods/{name}", {"gracePeriodSeconds": 0})
 
 
 def merged_yaml(*parts: str) -> str:

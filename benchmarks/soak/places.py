@@ -166,7 +166,7 @@ class Places:
 
     def lose_operator(self) -> None:
         """Its process is gone at once; the Deployment makes another."""
-        self._asked(self._stage.kill_operator)
+        self._asked(self._stage.operator.kill)
 
     def ask_for(self, nodes: int) -> None:
         """A person changes the size."""

@@ -36,7 +36,7 @@ def _operator_killed(stage: Stage, session: Session) -> Iterator[FaultRun]:
         completed = patient.step()
         delay = dice.uniform(0.0, 1.5)
         time.sleep(delay)
-        stage.kill_operator()
+        stage.operator.kill()
         expect = Expect(causes=GONE, rungs=TAKEN_OVER, pod=victim, suspect="", steps_lost=1, patience=90)
         return follow(patient, run, before, moment, completed, expect, note=f"operator killed {delay:.1f} s later")
 
@@ -47,7 +47,7 @@ def _operator_away(stage: Stage, session: Session) -> Iterator[FaultRun]:
     def one(patient: Patient, run: int, dice: random.Random) -> FaultRun:
         victim = somebody(patient, dice)["podName"]
         before = Before.of(patient)
-        stage.scale_operator(0)
+        stage.operator.scale(0)
         try:
             begun = patient.step()
             patient.until_step(begun + 10)
@@ -56,7 +56,7 @@ def _operator_away(stage: Stage, session: Session) -> Iterator[FaultRun]:
             patient.until_step(completed + 10, 30)
             first = patient.records()[completed + 1]["time"]
         finally:
-            stage.scale_operator(1)
+            stage.operator.scale(1)
         outcome = follow(patient, run, before, moment, completed, in_place("Crash", victim), note=victim)
         return replace(outcome, recover=round(first - moment, 3))
 
@@ -89,6 +89,8 @@ def _api_away(stage: Stage, session: Session) -> Iterator[FaultRun]:
 
 
 def _names_away(stage: Stage, session: Session) -> Iterator[FaultRun]:
+    stage.needs_name_servers()
+
     def one(patient: Patient, run: int, dice: random.Random) -> FaultRun:
         victim = somebody(patient, dice)["podName"]
         with stage.silent_names():
@@ -103,13 +105,13 @@ def _two_operators(stage: Stage, session: Session) -> Iterator[FaultRun]:
 
     def one(patient: Patient, run: int, dice: random.Random) -> FaultRun:
         before = Before.of(patient)
-        leader = stage.leader()
-        name = next(pod["metadata"]["name"] for pod in stage.operator_pods() if pod["metadata"]["name"] in leader)
+        leader = stage.operator.leader()
+        name = next(pod["metadata"]["name"] for pod in stage.operator.pods() if pod["metadata"]["name"] in leader)
         time.sleep(dice.uniform(0.0, 1.0))
         faults.freeze_container("trainium-system", name)
         moment = time.time()
         try:
-            patient.until("another leader", lambda: stage.leader() not in ("", leader), 60)
+            patient.until("another leader", lambda: stage.operator.leader() not in ("", leader), 60)
             taken = time.time() - moment
         finally:
             faults.thaw_container("trainium-system", name)
@@ -123,18 +125,18 @@ def _two_operators(stage: Stage, session: Session) -> Iterator[FaultRun]:
         found.expect(taken <= TAKE_OVER_SECONDS, f"the other replica led after {taken:.1f} s")
         return replace(outcome, detect=round(taken, 3), wrong=tuple(found.wrong))
 
-    stage.scale_operator(2)
+    stage.operator.scale(2)
     try:
         yield from in_one_job(stage, session, "twoops", stage.spares, one)
     finally:
-        stage.scale_operator(1)
+        stage.operator.scale(1)
 
 
 def _leader_with_member(stage: Stage, session: Session) -> Iterator[FaultRun]:
     def one(patient: Patient, run: int, dice: random.Random) -> FaultRun:
-        with stage.operator_among([member["nodeName"] for member in patient.members()]):
+        with stage.operator.among([member["nodeName"] for member in patient.members()]):
             patient.settle()
-            node = stage.leader_node()
+            node = stage.operator.leader_node()
             victim = next(member for member in patient.members() if member["nodeName"] == node)
             time.sleep(dice.uniform(0.0, 2.0))
 

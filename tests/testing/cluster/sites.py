@@ -43,6 +43,8 @@ class Site(Access):
 
     def __post_init__(self) -> None:
         self.installed = Installed(self)
+        self.powerless: set[str] = set()
+        """Nodes whose power was taken and not given back."""
 
     def worker_nodes(self) -> list[str]:
         """Nodes that take a worker."""
@@ -83,6 +85,7 @@ class Site(Access):
 
     def power_off(self, node: str) -> None:
         """The node and all that runs on it is gone at once."""
+        self.powerless.add(node)
         if self.cluster is not None:
             self.cluster.faults.kill_node(node)
         else:
@@ -98,6 +101,7 @@ class Site(Access):
             command = self._command("powerOn")
             subprocess.run(command.format(node=node), shell=True, check=True, timeout=patient(120))
             self._forget(POWERED_OFF, node)
+        self.powerless.discard(node)
         self.wait("condition=Ready", f"node/{node}", seconds=90)
 
     def _cordon(self, nodes: Sequence[str], *, on: bool) -> None:
