@@ -62,6 +62,12 @@ async def test_a_name_that_does_not_resolve_is_a_sentence(resolver: Resolver, co
         await coordinator.addresses()
 
 
+async def test_what_can_be_no_name_is_a_sentence_too() -> None:
+    coordinator = Coordinator(SimpleNamespace(coordinator=(Endpoint("." * 300, 8443),)))
+    with pytest.raises(CoordinatorUnavailableError, match="does not resolve"):
+        await coordinator.addresses()
+
+
 async def test_a_name_that_no_longer_resolves_has_the_addresses_that_it_had_last(
     resolver: Resolver, coordinator: Coordinator
 ) -> None:

@@ -48,7 +48,7 @@ def _lookup(endpoint: Endpoint) -> asyncio.Future[list[str]]:
 
     def look() -> None:
         found: list[str] = []
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, UnicodeError):  # no such name; no name at all
             entries = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
             found = [str(entry[4][0]) for entry in entries]
         with contextlib.suppress(RuntimeError):  # the loop is closed

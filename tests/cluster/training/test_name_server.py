@@ -1,0 +1,104 @@
+"""A cluster whose DNS is silent: a name server reads what workers ask and answers nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.testing.suite.patience import until
+from trainium_devcluster.story.metrics import every_sample_once
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from tests.testing.cluster.jobs import Job
+    from tests.testing.cluster.sites import Site
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+ADDRESS = ("127.83.82.53", 53)
+OF_AN_ADDRESS = b"\x07in-addr\x04arpa\x00"
+"""How every question for the name of an IPv4 address ends."""
+ASK = "import socket; socket.getnameinfo(('127.83.82.82', 1), 0)"
+
+
+class NameServer:
+    """Keeps the questions."""
+
+    def __init__(self) -> None:
+        self.questions: list[bytes] = []
+
+    def for_names_of_addresses(self) -> list[bytes]:
+        return [question for question in self.questions if OF_AN_ADDRESS in question]
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[NameServer]:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as listener:
+            try:
+                listener.bind(ADDRESS)
+            except PermissionError:
+                pytest.skip("a name server's port is root's")
+            thread = threading.Thread(target=self._listen, args=(listener,))
+            thread.start()
+            try:
+                yield self
+            finally:
+                with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as waker:
+                    waker.sendto(b"", ADDRESS)
+                thread.join()
+
+    def _listen(self, listener: socket.socket) -> None:
+        while question := listener.recv(512):
+            self.questions.append(question)
+
+
+@pytest.fixture
+def name_server(operator: Site) -> Iterator[NameServer]:
+    if operator.cluster is None:
+        pytest.skip("only the development cluster's pods are on this machine's loopback network")
+    with NameServer().running() as server:
+        yield server
+
+
+def workers_that_ask_it(folder: Path, cache: Path) -> str:
+    """A fragment of a job's spec; the cache's volume is the one that each job has."""
+    configuration = folder / "resolv.conf"
+    configuration.write_text(f"nameserver {ADDRESS[0]}\n", encoding="ascii")
+    configuration.chmod(0o644)
+    volumes: list[dict[str, Any]] = [
+        {"name": "shared-cache", "hostPath": {"path": str(cache), "type": "Directory"}},
+        {"name": "names", "hostPath": {"path": str(configuration), "type": "File"}},
+    ]
+    mounts = [
+        {"name": "shared-cache", "mountPath": "/cache"},
+        {"name": "names", "mountPath": "/etc/resolv.conf", "readOnly": True},
+    ]
+    worker = {"name": "worker", "volumeMounts": mounts}
+    return json.dumps({"workers": {"template": {"spec": {"volumes": volumes, "containers": [worker]}}}})
+
+
+def test_no_recovery_waits_for_a_name_server_that_does_not_answer(
+    new_job: Callable[..., Job], reference: dict[int, float], name_server: NameServer, operator: Site
+) -> None:
+    job = new_job(change=workers_that_ask_it(operator.shared, operator.shared / "cache"))
+    job.until_step(10)
+    job.kill_rank(1)
+
+    entry = job.until_recovered()
+
+    assert (entry["rung"], entry["podsReplaced"]) == ("InPlace", 0)
+    assert name_server.for_names_of_addresses() == []
+    # What would ask is heard.
+    pod = job.members()[0]["podName"]
+    asks = ("env", "RES_OPTIONS=timeout:1 attempts:1", "python3", "-c", ASK)
+    job.site.run("kubectl", "exec", pod, "-n", job.namespace, "--", *asks)
+    until(name_server.for_names_of_addresses, "the question of a process in a worker arrives")
+    job.until_phase("Completed")
+    assert job.losses() == reference
+    assert every_sample_once(job.folder, 60, 12)
