@@ -1,0 +1,292 @@
+"""Names, docstrings, comments, messages and pages use the words of the field: `private_words.toml` lists the others."""
+
+from __future__ import annotations
+
+import ast
+import fnmatch
+import io
+import re
+import subprocess
+import sys
+import tokenize
+import tomllib
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).parents[3]
+LIST = tomllib.loads((Path(__file__).parent / "private_words.toml").read_text(encoding="utf-8"))
+NO_FIRST_WORDS = ("What", "How", "Of", "As", "Who", "Until", "Whether")
+MOST_WORDS_OF_A_CELL = 15
+_PART = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+")
+_LOG_METHODS = {"debug", "info", "warning", "error", "exception", "critical", "log"}
+_MESSAGE_KEYWORDS = {"help", "message", "reason", "description", "title", "detail", "epilog"}
+
+
+class Text(NamedTuple):
+    """A piece of text that people read, and its place."""
+
+    line: int
+    kind: str
+    text: str
+
+
+@cache
+def tracked(*patterns: str) -> tuple[str, ...]:
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *patterns]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    return tuple(sorted(path for path in set(listed) if (ROOT / path).exists()))
+
+
+def matches(path: str, pattern: str) -> bool:
+    """Whether a glob of the list matches; `*` stays within a folder, `**` does not."""
+    if pattern.endswith("**"):
+        return path.startswith(pattern.removesuffix("**"))
+    return fnmatch.fnmatch(path, pattern) and path.count("/") == pattern.count("/")
+
+
+def is_checked(path: str) -> bool:
+    return not any(matches(path, pattern) for pattern in LIST["unchecked"])
+
+
+CHECKED_CODE = [path for path in tracked("*.py") if is_checked(path)]
+CHECKED_PAGES = [path for path in tracked("*.md") if is_checked(path)]
+
+
+@cache
+def word_pattern(*sections: str) -> re.Pattern[str]:
+    words = [word.replace("_", " ") for section in sections for key in LIST[section] for word in key.split()]
+    return re.compile(rf"\b(?:{'|'.join(sorted(words, key=len, reverse=True))})\b")
+
+
+def replacement(word: str) -> str:
+    for section in ("everywhere", "names", "pages"):
+        for key, use in LIST[section].items():
+            if word.replace(" ", "_") in key.split():
+                return str(use)
+    raise KeyError(word)
+
+
+def private_words(path: str, text: str, *sections: str) -> list[str]:
+    """The private words of a text, without phrases that an exception allows in this file."""
+    plain = re.sub(r"\s+", " ", text).lower()
+    for exception in LIST["exceptions"]:
+        if matches(path, exception["paths"]):
+            plain = re.sub(rf"\b{exception['phrase'].replace('_', ' ')}\b", "-", plain)
+    return word_pattern(*sections).findall(plain)
+
+
+def name_parts(name: str) -> str:
+    return " ".join(part.lower() for part in _PART.findall(name))
+
+
+def without_code(text: str) -> str:
+    """A text of prose without inline code, link targets and URLs."""
+    return re.sub(r"``.+?``|`[^`]*`|(?<=\]\()[^)]*|https?://\S+", "", text, flags=re.DOTALL)
+
+
+def defined_names(tree: ast.Module) -> Iterator[Text]:
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                yield Text(node.lineno, "name", node.name)
+            case ast.arg():
+                yield Text(node.lineno, "name", node.arg)
+            case ast.Name(ctx=ast.Store()):
+                yield Text(node.lineno, "name", node.id)
+            case ast.Attribute(ctx=ast.Store()):
+                yield Text(node.lineno, "name", node.attr)
+            case _:
+                pass
+
+
+def docstrings(tree: ast.Module) -> Iterator[Text]:
+    """Docstrings of modules, classes and functions, and strings below a constant or field."""
+    for node in ast.walk(tree):
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant):
+                text = child.value.value
+                if isinstance(text, str):
+                    yield Text(child.lineno, "docstring", text)
+
+
+def comments(source: str) -> Iterator[Text]:
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield Text(token.start[0], "comment", token.string)
+
+
+def literal(node: ast.AST) -> str:
+    return " ".join(
+        each.value for each in ast.walk(node) if isinstance(each, ast.Constant) and isinstance(each.value, str)
+    )
+
+
+def messages(tree: ast.Module) -> Iterator[Text]:
+    """Texts of log calls, of errors that are raised, and of help."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+            yield Text(node.lineno, "error", " ".join(literal(argument) for argument in node.exc.args))
+        if isinstance(node, ast.Call):
+            if isinstance(node.func, ast.Attribute) and node.func.attr in _LOG_METHODS and node.args:
+                yield Text(node.lineno, "log message", literal(node.args[0]))
+            for keyword in node.keywords:
+                if keyword.arg in _MESSAGE_KEYWORDS and isinstance(keyword.value, (ast.Constant, ast.JoinedStr)):
+                    yield Text(node.lineno, keyword.arg, literal(keyword.value))
+
+
+def in_code(path: str, source: str) -> list[str]:
+    """The private words of a Python file, with places and words to use."""
+    tree = ast.parse(source)
+    names = [Text(1, "file name", Path(path).stem), *defined_names(tree)]
+    prose = [*docstrings(tree), *comments(source), *messages(tree)]
+    found = {
+        (each.line, each.kind, word)
+        for each in names
+        for word in private_words(path, name_parts(each.text), "everywhere", "names")
+    }
+    found |= {
+        (each.line, each.kind, word)
+        for each in prose
+        for word in private_words(path, without_code(each.text), "everywhere")
+    }
+    return [
+        f"{path}:{line}: {kind} has `{word}`; use {replacement(word)}" for line, kind, word in sorted(found)
+    ] + first_lines(path, tree)
+
+
+def first_lines(path: str, tree: ast.Module) -> list[str]:
+    """Docstrings that do not begin with a verb or a noun."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            text = ast.get_docstring(node) or ""
+            is_property = any("property" in ast.unparse(each) for each in getattr(node, "decorator_list", ()))
+            first = (text.split() or [""])[0].rstrip(",:")
+            if first in NO_FIRST_WORDS and not (is_property and first == "Whether"):
+                line = getattr(node, "lineno", 1)
+                found.append(f"{path}:{line}: docstring begins with `{first}`; begin with a verb and its object")
+    return found
+
+
+def prose_lines(text: str) -> Iterator[tuple[int, str]]:
+    """The lines of a page outside of fenced or indented code and of comments."""
+    fence = ""
+    for number, line in enumerate(text.splitlines(), 1):
+        mark = re.match(r" *(```+|~~~+)", line)
+        if mark and (not fence or line.strip() == fence):
+            fence = "" if fence else mark[1]
+        elif not fence and not line.startswith(("    ", "<!--")):
+            yield number, line
+
+
+def in_page(path: str, text: str) -> list[str]:
+    found = []
+    lines = dict(prose_lines(text))
+    paragraph: list[int] = []
+    for number in [*lines, 0]:
+        if number and lines[number].strip() and not lines[number].startswith(("|", "- ", "#")):
+            paragraph.append(number)
+            continue
+        for block in (paragraph, [number] if number else []):
+            words = private_words(path, without_code(" ".join(lines[each] for each in block)), "everywhere", "pages")
+            found += [f"{path}:{block[0]}: `{word}`; use {replacement(word)}" for word in words]
+        paragraph = []
+    return found
+
+
+def long_cells(path: str, text: str) -> list[str]:
+    """Table cells that hold a paragraph."""
+    return [
+        f"{path}:{number}: a cell of {len(cell.split())} words: {cell.strip()[:60]}"
+        for number, line in prose_lines(text)
+        if line.startswith("|")
+        for cell in re.split(r"(?<!\\)\|", re.sub(r"(?<=\]\()[^)]*", "", line))
+        if len(cell.split()) > MOST_WORDS_OF_A_CELL
+    ]
+
+
+@pytest.mark.parametrize("path", CHECKED_CODE)
+def test_code_uses_the_words_of_the_field(path: str) -> None:
+    assert in_code(path, (ROOT / path).read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize("path", CHECKED_PAGES)
+def test_a_page_uses_the_words_of_the_field(path: str) -> None:
+    assert in_page(path, (ROOT / path).read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize("path", [path for path in CHECKED_PAGES if path not in LIST["reference_pages"]])
+def test_a_table_of_a_page_has_short_cells(path: str) -> None:
+    assert long_cells(path, (ROOT / path).read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize("pattern", LIST["unchecked"])
+def test_every_unchecked_room_exists(pattern: str) -> None:
+    assert any(matches(path, pattern) for path in tracked("*.py", "*.md")), "delete the line: it names no file"
+
+
+@pytest.mark.parametrize("exception", LIST["exceptions"], ids=lambda each: each["phrase"])
+def test_an_exception_names_files_and_a_reason(exception: dict[str, Any]) -> None:
+    assert exception["reason"]
+    assert exception["paths"] == "**" or any(matches(path, exception["paths"]) for path in tracked("*.py", "*.md"))
+
+
+SAMPLE = '''"""What a job needs."""
+
+class Told:
+    """Tell a caller."""
+
+def take_down_pods(guest: str) -> None:
+    """Return `told`."""
+    lookUp = 1  # taken down later
+    logger.info("begun %s", guest)
+    raise ValueError(f"in vain: {lookUp}")
+
+def look_up(gone_by: int) -> str:
+    """Whether a word of the wire arrives
+    anew."""
+'''
+
+
+def test_private_words_are_found_in_names_docstrings_comments_and_messages() -> None:
+    assert [each.partition(";")[0] for each in in_code("a.py", SAMPLE)] == [
+        "a.py:3: name has `told`",
+        "a.py:4: docstring has `tell`",
+        "a.py:6: name has `guest`",
+        "a.py:6: name has `take down`",
+        "a.py:8: comment has `taken down`",
+        "a.py:9: log message has `begun`",
+        "a.py:10: error has `in vain`",
+        "a.py:12: name has `gone`",
+        "a.py:13: docstring has `anew`",
+        "a.py:13: docstring has `word of`",
+        "a.py:1: docstring begins with `What`",
+        "a.py:12: docstring begins with `Whether`",
+    ]
+
+
+def test_private_words_are_found_in_the_prose_of_a_page_only() -> None:
+    page = "# Told\n\nIt is `told` to [you](told.md), taken\ndown.\n\n```\ntold\n```\n\n    told\n\n| a | anew |\n"
+    assert [each.partition(";")[0] for each in in_page("a.md", page)] == [
+        "a.md:1: `told`", "a.md:3: `taken down`", "a.md:12: `anew`",
+    ]  # fmt: skip
+
+
+def test_a_cell_with_a_paragraph_is_found() -> None:
+    cell = " ".join(["word"] * 16)
+    assert long_cells("a.md", f"| a | {cell} |\n") == [f"a.md:1: a cell of 16 words: {cell[:60]}"]
+    assert long_cells("a.md", "| a | [b](c d e f g h i j k l m n o p q r) |\n") == []
+
+
+if __name__ == "__main__":
+    for each in tracked(*sys.argv[1:]):
+        if each.endswith((".py", ".md")):
+            content = (ROOT / each).read_text(encoding="utf-8")
+            findings = in_code(each, content) if each.endswith(".py") else in_page(each, content)
+            sys.stdout.writelines(f"{finding}\n" for finding in findings)
