@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.fleetlab.figures import shown
+from benchmarks.fleet.figures import format_value
 
 FOLDER = Path(__file__).parent
 THRESHOLDS = FOLDER / "thresholds.json"
@@ -92,8 +92,8 @@ def judge(wanted: list[Json], reports: list[Json]) -> int:
         figure = measured.get(key)
         verdict = "missing" if figure is None else "ok" if figure["median"] <= threshold["limit"] else "REGRESSION"
         failures += verdict != "ok"
-        seen = "" if figure is None else shown(figure["median"], unit)
-        cells = (seen, shown(threshold["mean"], unit), shown(threshold["limit"], unit), verdict)
+        seen = "" if figure is None else format_value(figure["median"], unit)
+        cells = (seen, format_value(threshold["mean"], unit), format_value(threshold["limit"], unit), verdict)
         table.add_row(threshold["benchmark"], threshold["name"], str(threshold["nodes"]), *cells)
     Console(width=150).print(table)
     if failures:

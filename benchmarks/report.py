@@ -1,7 +1,7 @@
-"""docs/benchmarks.md from the JSON files of the benchmarks and the measured figures of peers: one command, no hand.
+"""Write docs/benchmarks.md from the JSON files of the benchmarks and the measured figures of peers.
 
-`python -m benchmarks.report [--out FILE] [JSON ...]`, by default out/bench/*.json. A benchmark that was not run again
-keeps its part of the page; the tables of the operator say when and on what they were made.
+`python -m benchmarks.report [--out FILE] [JSON ...]`, by default out/bench/*.json. A part of the page whose benchmark
+was not run again stays, with its date and machine.
 """
 
 from __future__ import annotations
@@ -10,74 +10,22 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
-from benchmarks.fleetlab.figures import shown
-from benchmarks.report_parts import PARTS, Json
+from benchmarks.fleet.figures import format_value
 
+Json = dict[str, Any]
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parent
 PEERS = ("JobSet", "JobSet in-place", "PyTorchJob")
-TITLES = {
-    "fleet": "A fleet",
-    "jobset": "Beside JobSet, in one run",
-    "coordinator": "The coordinator",
-    "growth": "The coordinator alone, as fleets grow",
-    "flood": "A flood",
-    "planning": "A plan when every size is legal",
-    "fairness": "One job among a hundred",
-    "named_jobs": "Metrics by job",
-    "masked": "A masked micro-batch",
-}
-SIZED_BY = {
-    "coordinator": "agents",
-    "growth": "agents",
-    "flood": "workers",
-    "masked": "ranks",
-    "fairness": "workers",
-    "named_jobs": "jobs",
-}
-NOTES = {
-    "jobset": (
-        "A job, a JobSet (v0.12.0, one Job, restart all on failure) and a bare client start and restart the same pods "
-        "(4 kB, of a worker) on one warm control plane, in an order mixed anew for each round; ratios are taken within "
-        "a round. No pod that a restart makes has an agent. The controller manager, which makes its pods, may make "
-        "200 requests a second, ten times its default."
-    ),
-    "masked": (
-        "Where the global batch does not come out even, the last micro-batch of some ranks is empty: same shapes, same "
-        "collectives. A step should last by its passes, full or not; two ranks of a small model on the CPU."
-    ),
-    "fairness": (
-        "100 jobs of 1 to 64 workers on fake nodes; a webhook refuses the pods of five of them for ever and keeps "
-        "every write of the operator waiting for 200 ms. A worker's pod of one job fails: first while the job is alone "
-        "in the cluster, then beside the others; in figures of all jobs the column counts jobs."
-    ),
-    "named_jobs": (
-        "Jobs of 1 to 16 workers on fake nodes train, with their agents; one operator after the other leads them, with "
-        "metrics of all jobs (`--named-jobs`) and without by turns. Processor time of a minute in which Prometheus "
-        "scrapes four times, taken after each has come to rest. Two windows of the same operator differ as much: "
-        "writing 305 kB of figures of 100 jobs alone takes 27 ms of a processor, 0.11 s of such a minute."
-    ),
-    "planning": (
-        "A job of 1,000 nodes without spares loses six of them in half a day, trains on fewer and grows back, in "
-        "virtual time; each call of the operator's own plan is measured in processor time. Even: only sizes at which "
-        "the global batch comes out even."
-    ),
-    "growth": (
-        "Server, state, tokens and TLS of the coordinator in a process of their own, without a cluster; nothing is "
-        "planned. 5,000 agents are 20 jobs, 10,000 are 40. The priority of what is measured is raised."
-    ),
-    "flood": (
-        "128 workers on fake nodes, mended in quiet and under attack by turns: 10,000 bad tokens a second are offered, "
-        "2,000 TLS connections say nothing, 200 send slowly, from 64 addresses. One core is the operator's; the "
-        "attackers have what agents and control plane leave of the other, so that is the limit of what they reach."
-    ),
-}
+TITLES = {"fleet": "A fleet", "coordinator": "The coordinator"}
+SIZED_BY = {"coordinator": "agents"}
+TRAINING = "Training speed"
 _COMMAND = "Command: `python -m benchmarks.run"
 
 
 def main() -> int:
-    """Write the page."""
+    """Read the figures and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", type=Path, metavar="JSON")
     parser.add_argument("--out", type=Path, default=ROOT / "docs/benchmarks.md")
@@ -94,7 +42,7 @@ def main() -> int:
 
 
 def page(found: dict[str, Json], former: str = "") -> str:
-    """The whole page; what was not measured again keeps its part of the former one."""
+    """Render the page; a part that was not measured again keeps its former text."""
     peers = json.loads((FOLDER / "peers.json").read_text())
     parts = {part.partition("\n")[0]: f"## {part.rstrip()}\n" for part in former.split("\n## ")[1:]}
     parts |= {
@@ -102,13 +50,13 @@ def page(found: dict[str, Json], former: str = "") -> str:
         for name, title in TITLES.items()
         if name in found
     }
-    parts |= {title: write(found[name]) for title, (name, write) in PARTS.items() if name in found}
-    known = [title for title in (*TITLES.values(), *PARTS) if title in parts]
-    return "\n".join([_head(peers), *(parts[title] for title in known)]).rstrip() + "\n"
+    if "training_speed" in found:
+        parts[TRAINING] = _training_speed(found["training_speed"])
+    return "\n".join([_head(peers), *parts.values()]).rstrip() + "\n"
 
 
 def _with_former(part: str, former: str) -> str:
-    """A part and the sizes of the former one that were not measured again, each with when it was."""
+    """Render a part with the sizes that were not measured again, each with its date."""
     head, *fresh = part.split("\n### ")
     former_head, *kept = former.split("\n### ")
     when = next((line for line in former_head.splitlines() if _COMMAND in line), "")
@@ -135,7 +83,9 @@ Their ratios are to the floor of their own runs.
 
 {versions}
 
-What a rank costs among many is on a page of its own, [scale](scale.md).
+`A fleet`, `The coordinator` and `Training speed` can be measured again with `make bench`. Each other part was measured
+once: check out commit `02e7f559` and run `make bench ARGS=NAME`, where NAME is the last word of its command or stands
+in parentheses. What a rank costs among many is on a page of its own, [scale](scale.md).
 """
 
 
@@ -150,8 +100,6 @@ def _figures(title: str, report: Json, peers: Json) -> str:
         f"{report['date']}, {machine['cores']} cores ({machine['processor']}), load {machine['load']:.1f}{quick}. "
         f"{_COMMAND} {report['benchmark']}{' --quick' if report['quick'] else ''}`."
     )
-    if report["benchmark"] in NOTES:
-        lines += ["", NOTES[report["benchmark"]]]
     for size in sizes:
         here = [row for row in rows if row["nodes"] == size]
         compared = [peer for peer in PEERS if any(peer in others.get((row["name"], size), {}) for row in here)]
@@ -166,13 +114,58 @@ def _figures(title: str, report: Json, peers: Json) -> str:
 
 def _row(row: Json, peer: Json, compared: list[str]) -> str:
     unit = row["unit"]
-    spread = (
-        "" if len(row["values"]) == 1 else f"{shown(min(row['values']), unit)} to {shown(max(row['values']), unit)}"
-    )
-    goal = "" if row["goal"] is None else f"{shown(row['goal'], unit)}{'' if row['met'] else ', **missed**'}"
-    name = f"{row['name']} ({row['note']})" if row.get("note") else row["name"]
-    cells = [name, shown(row["median"], unit), spread, goal, *(peer.get(name, "") for name in compared)]
+    lowest, highest = format_value(min(row["values"]), unit), format_value(max(row["values"]), unit)
+    spread = "" if len(row["values"]) == 1 else f"{lowest} to {highest}"
+    goal = "" if row["goal"] is None else f"{format_value(row['goal'], unit)}{'' if row['met'] else ', **missed**'}"
+    cells = [row["name"], format_value(row["median"], unit), spread, goal, *(peer.get(name, "") for name in compared)]
     return "| " + " | ".join(cells) + " |"
+
+
+def _training_speed(report: Json) -> str:
+    machine, settings, goals = report["machine"], report["settings"], report["goals"]
+    model = settings["model"]
+    conditions = (
+        f"{report['date']}, {report['device']}, {machine['cores']} cores ({machine['processor']}), load "
+        f"{machine['load']:.1f}, {machine['threads']} thread(s) for each process, torch {machine['torch']}; "
+        f"{model['numLayers']} layers of width {model['hiddenSize']}, samples of {settings['length']} tokens"
+        f"{', **quick mode: the figures mean nothing**' if report['quick'] else ''}. The median step of "
+        f"{settings['rounds']} runs; goal: {goals['speed']:g} x the peer's tokens per second, {goals['memory']:g} x "
+        "its memory. Command: `python -m benchmarks.training_speed`."
+    )
+    lines = ["## Training speed", "", conditions, ""]
+    for name, state in report["peers"].items():
+        versions = ", ".join(f"{part} {text}" for part, text in state.items() if part not in {"missing", "unable"})
+        reason = state.get("missing") or state.get("unable")
+        said = [text for text in (versions, f"not measured: {reason}" if reason else "") if text]
+        lines.append(f"- {name}: {'; '.join(said)}.")
+    lines += [
+        "",
+        "| mode | processes | tokens/s | transformers.Trainer | ratio | best steps | peak memory of a process, ratio |",
+        "|---" * 7 + "|",
+    ]
+    for row in report["rows"]:
+        start = f"| {row['mode']} | {row['ranks']} |"
+        if "error" in row:
+            lines.append(f"{start} **failed**: {row['error']} | | | | |")
+        elif "peer" not in row:
+            lines.append(f"{start} {row['ours']['tokensPerSecond']:,.0f} | | | | |")
+        else:
+            speed = _judged(row["speedRatio"], row["speedRatio"] >= goals["speed"])
+            memory = _judged(row["memoryRatio"], row["memoryRatio"] <= goals["memory"])
+            lines.append(
+                f"{start} {row['ours']['tokensPerSecond']:,.0f} | {row['peer']['tokensPerSecond']:,.0f} | {speed} | "
+                f"{row['bestRatio']:.2f} x | {memory} |"
+            )
+    lines += ["", "From start to the end of the first step, median:", ""]
+    lines += ["| processes | cold | from the standby process | transformers.Trainer, cold |", "|---" * 4 + "|"]
+    for row in report["start"]:
+        cells = [f"{row[name]['seconds']:.2f} s" if name in row else "" for name in ("cold", "standby", "peer")]
+        lines.append(f"| {row['ranks']} | {row['error'] if 'error' in row else ' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _judged(ratio: float, met: bool) -> str:
+    return f"{ratio:.2f} x{'' if met else ', **missed**'}"
 
 
 if __name__ == "__main__":

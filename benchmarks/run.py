@@ -1,4 +1,4 @@
-"""All benchmarks, one after the other: `make bench`, or `python -m benchmarks.run fleet --quick` for one of them.
+"""Run all benchmarks, one after the other: `make bench`, or `python -m benchmarks.run fleet --quick` for one of them.
 
 Each prints its table and writes `out/bench/<name>.json`. Figures move with the machine's load: quote ratios. Afterwards
 `python -m benchmarks.report` writes docs/benchmarks.md from those files, and `check.py` holds them to their thresholds.
@@ -13,30 +13,10 @@ from pathlib import Path
 
 OUT = Path("out/bench")
 MODULES = {
-    "control_plane": "benchmarks.cluster.control_plane",
-    "checkpoint_stall": "benchmarks.training.checkpoint_stall",
-    "checkpoint_bandwidth": "benchmarks.training.checkpoint_bandwidth",
-    "artifacts": "benchmarks.training.artifacts",
-    "fleet": "benchmarks.fleets.fleet",
-    "jobset": "benchmarks.fleets.jobset",
-    "coordinator": "benchmarks.fleets.coordinator",
-    "growth": "benchmarks.fleets.growth",
-    "flood": "benchmarks.fleets.flood",
-    "planning": "benchmarks.fleets.planning",
-    "fairness": "benchmarks.fleets.fairness",
-    "named_jobs": "benchmarks.fleets.named_jobs",
-    "recovery": "benchmarks.cluster.recovery",
-    "first_step": "benchmarks.cluster.first_step",
+    "fleet": "benchmarks.fleet",
+    "coordinator": "benchmarks.fleet.coordinator",
     "training_speed": "benchmarks.training_speed",
-    "finetuning": "benchmarks.finetuning",
-    "masked": "benchmarks.training.masked",
-    "loader": "benchmarks.training.loader",
-    "scale": "benchmarks.scale",
-    "client": "benchmarks.client.client",
-    "pages": "benchmarks.client.pages",
 }
-SCALABLE = ("fleet", "jobset", "coordinator", "growth", "flood", "training_speed", "finetuning")
-"""Those that know `--quick`."""
 
 
 def main() -> int:
@@ -54,7 +34,7 @@ def main() -> int:
     for name in options.names or MODULES:
         print(f"== {name}", flush=True)
         command = [sys.executable, "-m", MODULES[name], "--json", str(OUT / f"{name}.json")]
-        if options.quick and name in SCALABLE:
+        if options.quick:
             command.append("--quick")
         worst = max(worst, subprocess.run(command, check=False).returncode)
     return worst

@@ -64,27 +64,27 @@ def test_the_operator_trains_a_fleet_and_replaces_a_failed_worker_by_the_spare(
 
 async def _one_fault(cluster: Cluster, folder: Path) -> list[int]:
     """Start a job of four nodes and a spare with simulated agents, fail one pod; the generations that all heard of."""
-    from benchmarks.fleetlab.agents.control import AgentsProcess
-    from benchmarks.fleetlab.job import NAME, training_job
-    from benchmarks.fleetlab.kube import Kube, PodWatch
-    from benchmarks.fleetlab.operator_site import SERVER_NAME, OperatorSite
-    from benchmarks.fleetlab.scenario import JOBS, membership, until_status
+    from benchmarks.fleet.agents_process import AgentsProcess
+    from benchmarks.fleet.job import NAME, training_job
+    from benchmarks.fleet.kube import Kube, PodWatch
+    from benchmarks.fleet.operator_process import SERVER_NAME, ChartInstallation
+    from benchmarks.fleet.scenario import JOBS, membership, until_status
     from trainium_contract.wire.worker_env import LABEL_JOB
 
     assert cluster.fleet is not None
     async with Kube(cluster) as kube:
-        site = OperatorSite(cluster, folder)
-        await site.install(kube)
-        operator = await site.start()
+        chart = ChartInstallation(cluster, folder)
+        await chart.install(kube)
+        operator = await chart.start()
         try:
-            await operator.leads()
+            await operator.until_leader()
             async with (
                 PodWatch(kube, f"{LABEL_JOB}={NAME}") as watch,
                 AgentsProcess(cluster, NAME, addresses=[(operator.host, operator.port)], name=SERVER_NAME) as agents,
             ):
                 await kube.request("POST", JOBS, training_job(4, spares=1))
                 await watch.until_running(5, patient(USUAL))
-                await agents.ask("go")
+                await agents.ask("start")
                 first = await agents.ask("learned", generation=1, count=4, seconds=patient(USUAL))
                 await until_status(kube, lambda status: status.get("phase") == "Running", patient(USUAL), "it trains")
                 member = (await membership(kube)).members[1].pod_name

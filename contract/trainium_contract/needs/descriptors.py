@@ -5,7 +5,7 @@ of the world. One process is the hub: the agent of the first node serves the sto
 or rank 0 where no agent does; what ranks gather climbs a tree. Any node may become the first, so every worker needs
 what the hub does.
 
-Measured by benchmarks/scale/world.py (docs/scale.md, "Real worlds"); the bases leave room for what was not there:
+Measured on real processes (docs/scale.md, "Real worlds"); the bases leave room for what was not there:
 device files, object storage, TensorBoard.
 """
 

@@ -1,7 +1,7 @@
 """A fleet: as many fake nodes as wanted, whose kubelets kwok plays, beside the nodes that run processes.
 
 Everything else is real: the control plane, the scheduling, the objects. Nothing runs in the pods; whoever needs agents
-brings them (`benchmarks/fleetlab`). Nodes are registered Ready and complete; kwok renews their leases.
+brings them (`benchmarks/fleet`). Nodes are registered Ready and complete; kwok renews their leases.
 Invariant: a fault acts as soon as its method returns, and can be taken back unless it says otherwise.
 """
 

@@ -42,3 +42,11 @@ def test_a_size_that_was_measured_again_is_there_once() -> None:
     text = page({"fleet": _fleet("2026-02-02", 5000)}, page({"fleet": _fleet("2026-01-01", 128, 5000)}))
     assert text.count("### 5,000 nodes") == 1
     assert "2026-01-01" not in text.partition("### 5,000 nodes")[2].partition("###")[0]
+
+
+def test_a_part_that_was_not_measured_again_keeps_its_text_and_place() -> None:
+    former = "# Benchmarks\n\nold head\n\n## A fleet\n\nold\n\n## Data\n\nolder\n"
+    text = page({"fleet": _fleet("2026-02-02", 128)}, former)
+    assert "old head" not in text
+    assert text.endswith("## Data\n\nolder\n")
+    assert text.index("### 128 nodes") < text.index("## Data")

@@ -64,12 +64,3 @@ def test_the_page_marks_missed_goals_and_says_which_peer_is_missing() -> None:
     assert "| half | 2 | 1,000 | | | | |" in text
     assert "| sharded | 2 | **failed**: rank 0 ended with 1 | | | | |" in text
     assert "| 1 | 5.00 s | 0.25 s |  |" in text
-
-
-def test_a_benchmark_that_was_not_run_again_keeps_its_part_of_the_page() -> None:
-    former = "# Benchmarks\n\nold head\n\n## The coordinator\n\nold\n\n## Data\n\nolder\n"
-    row = {"medianStepMs": 50.0, "p90StepMs": 60.0}
-    text = page({"checkpoint_stall": {"ranks": 2, "stateMiB": 18.0, "modes": {"off": row}}}, former)
-    assert "old head" not in text
-    assert "## The coordinator\n\nold\n\n## Checkpoints beside training" in text
-    assert text.endswith("## Data\n\nolder\n")

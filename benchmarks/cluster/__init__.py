@@ -1,1 +1,0 @@
-"""What a development cluster waits for: itself, a first step, a recovery."""

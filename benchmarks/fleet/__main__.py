@@ -1,0 +1,38 @@
+"""Measure how fast and how cheaply a job starts and recovers on 128 to 5,000 fake nodes of a real control plane.
+
+Whatever depends on the machine is divided by the floor of the same run: the same pods, created and deleted by a plain
+client with 64 requests at once. The controller manager may make 200 requests a second and the scheduler 500, as when
+the peers were measured. Agents are simulated: the real protocol over real TLS with real tokens, in one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import tempfile
+from pathlib import Path
+
+from benchmarks.fleet.figures import Report
+from benchmarks.fleet.scenario import Plan, run_fleet
+
+SIZES = (128, 1000, 5000)
+QUICK_SIZES = (128, 1000)
+
+
+def main() -> None:
+    """Measure, print and write the figures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--quick", action="store_true", help="128 and 1,000 nodes only, fewer rounds")
+    parser.add_argument("--nodes", type=int, nargs="+", help="other numbers of nodes")
+    options = parser.parse_args()
+    report = Report("fleet", options.quick)
+    for nodes in options.nodes or (QUICK_SIZES if options.quick else SIZES):
+        with tempfile.TemporaryDirectory(prefix="trainium-bench-") as folder:
+            asyncio.run(run_fleet(Plan.of(nodes, quick=options.quick), report, Path(folder)))
+        report.write(options.json)
+    report.print()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,421 @@
+"""Simulate an agent: the real protocol over real TLS with a real token, without training.
+
+It does on the wire what the agent of a worker pod does: it registers with the leader over a stream, sends a heartbeat
+once a second, reports phases, steps, failures and restarts, and connects again when the coordinator is gone. Bytes are
+handled as they arrive, so that thousands of agents in one process do not measure themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import random
+import time
+import zlib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlencode
+
+from trainium_contract.faults.causes import Cause
+from trainium_contract.wire.membership_change import MembershipChange, applied
+from trainium_contract.wire.messages import (
+    HeartbeatRequest,
+    Membership,
+    ProcessFailure,
+    Progress,
+    RegisterRequest,
+    RestartRecord,
+    WorkerPhase,
+)
+from trainium_contract.wire.stream import (
+    STREAM_PATH,
+    UPGRADE,
+    FrameKind,
+    FrameReader,
+    alive,
+    frame,
+    share_of_pause,
+    tells_news,
+)
+
+if TYPE_CHECKING:
+    import ssl
+    from collections.abc import Callable, Mapping, Sequence
+
+    from trainium_contract.base import MessageModel
+
+_REQUEST_SECONDS = 15.0
+_LONGEST_BACKOFF = 3.0
+_CACHED = 4
+"""Number of the newest memberships that are cached."""
+_LONGEST_FRAME = 1 << 26
+_GZIP = 16 + zlib.MAX_WBITS
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """An address, and the name that its certificate must bear."""
+
+    ip: str
+    port: int
+    name: str
+    context: ssl.SSLContext
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pod:
+    """The pod of an agent."""
+
+    namespace: str
+    job: str
+    name: str
+    uid: str
+    ip: str
+    node: str
+    token: str
+
+
+class Job:
+    """State that all agents of one job share: the step, and memberships that are parsed once for all of them."""
+
+    def __init__(self) -> None:
+        self.began = time.monotonic()
+        self.learned: dict[int, dict[str, float]] = {}
+        """Generation -> pod uid -> when that agent received it."""
+        self.served: dict[str, float] = {}
+        """Pod uid -> when that agent last registered."""
+        self.latencies: list[float] = []
+        self.errors: dict[str, int] = {}
+        self.changed = asyncio.Condition()
+        self._parsed: dict[bytes, tuple[int, frozenset[str]]] = {}
+        self._memberships: dict[int, Membership] = {}
+        self._stalled: float | None = None
+
+    @property
+    def step(self) -> int:
+        """Completed steps: one a second, while all members are there."""
+        return int((self._stalled or time.monotonic()) - self.began)
+
+    def stall(self) -> None:
+        """Stop stepping, because a member failed and the others wait for it."""
+        self._stalled = self._stalled or time.monotonic()
+
+    def resume(self) -> None:
+        """Continue at the step at which the last generation stopped."""
+        if self._stalled is not None:
+            self.began += time.monotonic() - self._stalled
+            self._stalled = None
+
+    def membership(self, body: bytes, *, change: bool = False) -> tuple[int, frozenset[str]]:
+        """Return generation and members; with `change` the frame holds the difference to an earlier generation."""
+        found = self._parsed.get(body)
+        if found is None:
+            if change:
+                difference = MembershipChange.model_validate_json(body)
+                whole = applied(difference, self._memberships.get(difference.since))
+            else:
+                whole = Membership.model_validate_json(body)
+            found = whole.generation, frozenset(member.pod_uid for member in whole.members)
+            _cache(self._parsed, body, found)
+            _cache(self._memberships, whole.generation, whole)
+        return found
+
+    def count_error(self, kind: str) -> None:
+        """Count a connection that failed."""
+        self.errors[kind] = self.errors.get(kind, 0) + 1
+
+
+@dataclass(slots=True)
+class Agent:
+    """One simulated agent."""
+
+    pod: Pod
+    shared: Job
+    endpoints: Sequence[Endpoint]
+    registered: bool = False
+    silent: bool = False
+    generation: int = 0
+    attempt: int = 0
+    known: int = 0
+    member: bool = False
+    phase: WorkerPhase = WorkerPhase.STANDBY
+    on_change: Callable[[], None] = lambda: None
+    _failures: list[ProcessFailure] = field(default_factory=list)
+    _restarts: list[RestartRecord] = field(default_factory=list)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _seconds: float = 1.0
+    _detail_seconds: float = 0.0
+    _next_heartbeat_at: float = 0.0
+
+    async def run(self) -> None:
+        """Stay connected to the coordinator until cancelled."""
+        backoff = 0.1
+        while True:
+            began = time.monotonic()
+            for endpoint in random.sample(self.endpoints, len(self.endpoints)):
+                try:
+                    await self._serve_stream(endpoint)
+                except DisconnectedError as error:
+                    self.shared.count_error(str(error))
+                except OSError as error:
+                    self.shared.count_error(type(error).__name__)
+                self.registered = False
+            if time.monotonic() - began > 5.0:
+                backoff = 0.1
+            await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
+            backoff = min(backoff * 2, _LONGEST_BACKOFF)
+
+    def crash(self, *, here: bool) -> None:
+        """Restart in place after a process died in this pod or (`here` off) in another one."""
+        now = time.time()
+        if here:
+            failure = ProcessFailure(
+                sequence=len(self._failures),
+                generation=self.generation,
+                attempt=self.attempt,
+                rank=0,
+                exit_code=137,
+                step=self.shared.step,
+                message="killed",
+                at=now,
+            )
+            self._failures = [*self._failures, failure][-8:]
+        self.attempt += 1
+        self.phase = WorkerPhase.LOADING
+        record = RestartRecord(
+            sequence=len(self._restarts),
+            generation=self.generation,
+            attempt=self.attempt,
+            cause=Cause.CRASH if here else Cause.PEER_LOST,
+            failed_at=now,
+            detected_at=now,
+            resumed_at=now + 1.0,
+            step_before=self.shared.step,
+            resume_step=self.shared.step,
+        )
+        self._restarts = [*self._restarts, record][-8:]
+        self._changed.set()
+
+    async def _serve_stream(self, endpoint: Endpoint) -> None:
+        headers = {"Authorization": f"Bearer {self.pod.token}"}
+        sent: list[float] = []
+        welcomed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def handle(kind: int, payload: bytes) -> None:
+            if self.silent:
+                return
+            if kind in (FrameKind.MEMBERSHIP, FrameKind.MEMBERSHIP_CHANGE):
+                self._learn(payload, change=kind == FrameKind.MEMBERSHIP_CHANGE)
+            elif kind == FrameKind.HEARD:
+                self.shared.latencies.append(time.monotonic() - sent.pop(0))
+                self._detail_seconds = json.loads(payload)["detailSeconds"]
+            elif kind == FrameKind.WELCOME:
+                self._welcomed(payload)
+                welcomed.set_result(None)
+            elif kind == FrameKind.REFUSED:
+                status = json.loads(payload)["status"]
+                if status == 409:
+                    sent.pop(0)
+                else:
+                    stream.end(status)
+
+        stream = StreamConnection(handle)
+        try:
+            async with asyncio.timeout(_REQUEST_SECONDS):
+                await stream.open(endpoint, headers, {"podUid": self.pod.uid, "after": self.known, "changes": 1})
+                if not stream.closed.done():
+                    stream.send(FrameKind.REGISTER, _encoded(self._register_request()))
+                    ends: set[asyncio.Future[Any]] = {welcomed, stream.closed}
+                    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            heartbeats = asyncio.create_task(self._send_heartbeats(stream, sent))
+            try:
+                raise DisconnectedError(f"stream {await stream.closed}")
+            finally:
+                heartbeats.cancel()
+        finally:
+            stream.close()
+
+    async def _send_heartbeats(self, stream: StreamConnection, sent: list[float]) -> None:
+        self._next_heartbeat_at = time.monotonic() + random.uniform(0.0, self._seconds)
+        last: HeartbeatRequest | None = None
+        last_at, share = 0.0, 1.0
+        while not stream.closed.done():
+            if not self.silent:
+                now, message = time.monotonic(), self._heartbeat()
+                must_send = tells_news(last, message)
+                if must_send or now - last_at >= self._detail_seconds * share:
+                    sent.append(now)
+                    last, last_at, share = message, now, share_of_pause(random.random(), after_news=must_send)
+                    stream.send(FrameKind.HEARTBEAT, _encoded(message))
+                else:
+                    stream.send(FrameKind.ALIVE, alive(message))
+            await self._until_next_heartbeat()
+
+    def _register_request(self) -> RegisterRequest:
+        pod = self.pod
+        return RegisterRequest(
+            namespace=pod.namespace,
+            job=pod.job,
+            pod_name=pod.name,
+            pod_uid=pod.uid,
+            pod_ip=pod.ip,
+            node_name=pod.node,
+            rendezvous_port=29500,
+            agent_version="bench",
+        )
+
+    def _welcomed(self, body: bytes) -> None:
+        welcome = json.loads(body)
+        self.registered = True
+        self.shared.served[self.pod.uid] = time.monotonic()
+        self._seconds = welcome["heartbeatSeconds"]
+        if welcome.get("membership"):
+            self._learn(json.dumps(welcome["membership"]).encode())
+        self.on_change()
+
+    async def _until_next_heartbeat(self) -> None:
+        now = time.monotonic()
+        self._next_heartbeat_at = max(self._next_heartbeat_at + self._seconds * random.uniform(0.9, 1.1), now)
+        self._changed.clear()
+        try:
+            async with asyncio.timeout(self._next_heartbeat_at - now):
+                await self._changed.wait()
+        except TimeoutError:
+            if self.member:
+                self.phase = WorkerPhase.TRAINING
+
+    def _heartbeat(self) -> HeartbeatRequest:
+        pod, step = self.pod, self.shared.step
+        progress = None
+        if self.member and self.phase is WorkerPhase.TRAINING:
+            progress = Progress(
+                step=step,
+                loss=2.0 + 1.0 / (1 + step),
+                tokens_per_second=1e6,
+                resume_step=0,
+                samples=step,
+                memory_step=step,
+                durable_step=step // 300 * 300,
+                updated=time.time(),
+                productive_seconds=float(step),
+            )
+        return HeartbeatRequest(
+            namespace=pod.namespace,
+            job=pod.job,
+            pod_name=pod.name,
+            pod_uid=pod.uid,
+            generation=self.generation,
+            attempt=self.attempt,
+            phase=self.phase,
+            progress=progress,
+            failures=tuple(self._failures),
+            restarts=tuple(self._restarts),
+            ready=True,
+        )
+
+    def _learn(self, body: bytes, *, change: bool = False) -> None:
+        generation, members = self.shared.membership(body, change=change)
+        if generation <= self.known or self.silent:
+            return
+        self.known = generation
+        self.shared.resume()
+        self.shared.learned.setdefault(generation, {})[self.pod.uid] = time.monotonic()
+        self.member = self.pod.uid in members
+        self.phase = WorkerPhase.STANDBY
+        if self.member:
+            self.generation, self.attempt, self.phase = generation, 0, WorkerPhase.JOINING
+        self._changed.set()
+        self.on_change()
+
+
+def _encoded(message: MessageModel) -> bytes:
+    return message.model_dump_json(by_alias=True, exclude_none=True).encode()
+
+
+def _cache(cache: dict[K, V], key: K, value: V) -> None:
+    cache[key] = value
+    if len(cache) > _CACHED:
+        del cache[next(iter(cache))]
+
+
+class DisconnectedError(Exception):
+    """The coordinator at this address does not serve the agent."""
+
+
+class StreamConnection(asyncio.Protocol):
+    """Connection of one agent; `closed` resolves to the status of the refusal, or to 0 when the connection broke."""
+
+    def __init__(self, on_frame: Callable[[int, bytes], None]) -> None:
+        self._on_frame = on_frame
+        self._reader = FrameReader(_LONGEST_FRAME)
+        self._head = b""
+        self._transport: asyncio.Transport | None = None
+        loop = asyncio.get_running_loop()
+        self.opened: asyncio.Future[None] = loop.create_future()
+        self.closed: asyncio.Future[int] = loop.create_future()
+
+    async def open(self, endpoint: Endpoint, headers: Mapping[str, str], query: Mapping[str, str | int]) -> None:
+        """Connect and wait for status 101 or for `closed`; raises OSError."""
+        loop = asyncio.get_running_loop()
+        await loop.create_connection(
+            lambda: self, endpoint.ip, endpoint.port, ssl=endpoint.context, server_hostname=endpoint.name
+        )
+        lines = {"Host": f"{endpoint.name}:{endpoint.port}", "Connection": "Upgrade", "Upgrade": UPGRADE, **headers}
+        head = "".join(f"{key}: {value}\r\n" for key, value in lines.items())
+        assert self._transport is not None
+        self._transport.write(f"GET {STREAM_PATH}?{urlencode(query)} HTTP/1.1\r\n{head}\r\n".encode())
+        ends: set[asyncio.Future[Any]] = {self.opened, self.closed}
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+
+    def send(self, kind: FrameKind, payload: bytes = b"") -> None:
+        """Send a frame."""
+        if self._transport is not None:
+            self._transport.write(frame(kind, payload))
+
+    def end(self, status: int) -> None:
+        """Close the connection, with the status of the refusal."""
+        if not self.closed.done():
+            self.closed.set_result(status)
+        self.close()
+
+    def close(self) -> None:
+        """Abort the connection."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Implement asyncio.Protocol."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def connection_lost(self, _exc: BaseException | None) -> None:
+        """Implement asyncio.Protocol."""
+        self._transport = None
+        self.end(0)
+
+    def data_received(self, data: bytes) -> None:
+        """Implement asyncio.Protocol."""
+        if not self.opened.done():
+            self._head += data
+            head, found, data = self._head.partition(b"\r\n\r\n")
+            if not found:
+                return
+            status = int(head[9:12])
+            if status != 101:
+                self.end(status)
+                return
+            self.opened.set_result(None)
+        for kind, payload in self._reader.frames(data):
+            if kind == FrameKind.PACKED_MEMBERSHIP:
+                self._on_frame(FrameKind.MEMBERSHIP, _unpacked(payload))
+            else:
+                self._on_frame(kind, payload)
+
+
+@functools.lru_cache(maxsize=1)
+def _unpacked(data: bytes) -> bytes:
+    """Decompress a membership once; real agents do that on machines of their own."""
+    return zlib.decompress(data, _GZIP)

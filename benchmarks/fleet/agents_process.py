@@ -1,0 +1,348 @@
+"""Run the simulated agents of a fleet in one process: one for each Running worker pod, once they are started.
+
+Commands come as JSON lines on standard input and are answered on standard output (`AgentsProcess`). Every token is
+requested from the API server, bound to its pod, as a kubelet does; the CA comes from the job's ConfigMap, which a
+worker mounts. Times in answers are of the machine's monotonic clock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import ssl
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from benchmarks.fleet.agent import Agent, Endpoint, Job, Pod
+from benchmarks.fleet.kube import Kube, PodWatch, RefusedError
+from trainium_contract.wire.messages import WorkerPhase
+from trainium_contract.wire.worker_env import LABEL_JOB, LABEL_ROLE, ROLE_WORKER, TOKEN_AUDIENCE
+from trainium_devcluster.cluster import Cluster
+from trainium_operator.memory import settle
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from benchmarks.fleet.kube import PodState
+
+Command = dict[str, Any]
+_TOKENS_IN_FLIGHT = 16
+_WARM_SECONDS = 5.0
+_PAUSE_SECONDS = 2.0
+"""After a collection of garbage: until what waited for its end has been worked off."""
+_TOKEN_LENGTH = 1100
+"""Length of a token that is bound to a pod and its node."""
+_ANSWER_SECONDS = 30.0
+_ROOT = Path(__file__).parents[2]
+
+
+class Agents:
+    """All agents of one job."""
+
+    def __init__(self, kube: Kube, job: str, addresses: list[tuple[str, int]], name: str) -> None:
+        self._kube = kube
+        self._job = job
+        self._addresses = addresses
+        self._name = name
+        self._context: ssl.SSLContext | None = None
+        self._shared = Job()
+        self._agents: dict[str, Agent] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._started = False
+        self._tokens = asyncio.Semaphore(_TOKENS_IN_FLIGHT)
+        self._changed = asyncio.Event()
+        self._watch: asyncio.Future[PodWatch] = asyncio.get_running_loop().create_future()
+
+    async def run(self) -> None:
+        """Follow the job's pods until cancelled."""
+        selector = f"{LABEL_ROLE}={ROLE_WORKER},{LABEL_JOB}={self._job}"
+        async with PodWatch(self._kube, selector, on_change=self._pod_changed) as watch:
+            self._watch.set_result(watch)
+            await asyncio.Event().wait()
+
+    async def answer(self, command: Command) -> Command:
+        """Carry out one command."""
+        match command["op"]:
+            case "start":
+                await self._start()
+            case "silence":
+                self._agents[command["pod"]].silent = True
+                self._shared.stall()
+            case "crash":
+                self._crash(command["pod"])
+            case "learned":
+                return await self._learned(command)
+            case "reset_served":
+                self._shared.served.clear()
+            case "served":
+                return await self._served(command)
+            case "freeze_gc":
+                settle()  # a collection in this process would count as latency of the coordinator
+                await asyncio.sleep(_PAUSE_SECONDS)
+                latency_of(self._shared)
+            case "latency":
+                return latency_of(self._shared)
+            case "bare":
+                return await self._bare(command)
+            case "state":
+                return self._state()
+            case other:
+                raise ValueError(f"no command {other!r}")
+        return {}
+
+    async def _start(self) -> None:
+        config = await self._kube.request("GET", f"/api/v1/namespaces/default/configmaps/{self._job}-config")
+        self._context = ssl.create_default_context(cadata=config["data"]["ca.crt"])
+        watch = await self._watch
+        self._started = True
+        for name, seen in list(watch.pods.items()):
+            self._pod_changed(name, seen, False)
+
+    def _pod_changed(self, name: str, seen: PodState, gone: bool) -> None:
+        if not self._started:
+            return
+        running = seen.running is not None and not seen.failed and not gone
+        task = self._tasks.get(name)
+        if running and task is None:
+            self._tasks[name] = asyncio.create_task(self._run_agent(name, seen))
+            self._tasks[name].add_done_callback(_report_defect)
+        elif not running and task is not None:
+            task.cancel()
+            del self._tasks[name]
+            agent = self._agents.pop(name, None)
+            if agent is not None and agent.member and agent.known == max(self._shared.learned):
+                self._shared.stall()
+            self._changed.set()
+
+    async def _run_agent(self, name: str, seen: PodState) -> None:
+        assert self._context is not None
+        token = await self._token(name, seen.uid)
+        pod = Pod(namespace="default", job=self._job, name=name, uid=seen.uid, ip=seen.ip, node=seen.node, token=token)
+        endpoints = [Endpoint(ip, port, self._name, self._context) for ip, port in self._addresses]
+        agent = Agent(pod, self._shared, endpoints, on_change=self._changed.set)
+        self._agents[name] = agent
+        await agent.run()
+
+    async def _token(self, name: str, uid: str) -> str:
+        bound = {"kind": "Pod", "apiVersion": "v1", "name": name, "uid": uid}
+        body = {
+            "apiVersion": "authentication.k8s.io/v1",
+            "kind": "TokenRequest",
+            "spec": {"audiences": [TOKEN_AUDIENCE], "expirationSeconds": 3600, "boundObjectRef": bound},
+        }
+        async with self._tokens:
+            try:
+                answer = await self._kube.request(
+                    "POST", "/api/v1/namespaces/default/serviceaccounts/default/token", body
+                )
+            except RefusedError:  # the pod went meanwhile
+                await asyncio.Event().wait()
+        return str(answer["status"]["token"])
+
+    def _crash(self, pod: str) -> None:
+        hit = self._agents[pod]
+        for agent in self._agents.values():
+            if agent.member and agent.generation == hit.generation:
+                agent.crash(here=agent is hit)
+
+    async def _learned(self, command: Command) -> Command:
+        """Return when the last of `count` agents received `generation` or a newer one."""
+        wanted, count = int(command["generation"]), int(command["count"])
+        received: dict[str, float] = {}
+
+        def enough() -> bool:
+            received.clear()
+            for generation, times in self._shared.learned.items():
+                if generation >= wanted:
+                    for uid, at in times.items():
+                        received[uid] = min(at, received.get(uid, at))
+            return len(received) >= count
+
+        await self._until(enough, command)
+        times = sorted(received.values())[:count]
+        return {"first": times[0], "last": times[-1], "newest": max(self._shared.learned)}
+
+    async def _served(self, command: Command) -> Command:
+        """Return when the first and the last of `count` agents registered since `reset_served`."""
+        served = self._shared.served
+        await self._until(lambda: len(served) >= int(command["count"]), command)
+        return {"first": min(served.values()), "last": max(served.values())}
+
+    async def _bare(self, command: Command) -> Command:
+        """Measure heartbeat latencies of as many agents at a server that does nothing, then stop these agents."""
+        context = ssl.create_default_context(cadata=command["authority"])
+        endpoints = [Endpoint(command["host"], int(command["port"]), self._name, context)]
+        shared, notify = Job(), self._changed.set
+        agents = [Agent(_fake_pod(each), shared, endpoints, on_change=notify) for each in range(int(command["count"]))]
+        tasks = [asyncio.create_task(agent.run()) for agent in agents]
+        try:
+            await self._until(lambda: all(agent.registered for agent in agents), command)
+            await asyncio.sleep(_WARM_SECONDS)
+            settle()
+            await asyncio.sleep(_PAUSE_SECONDS)
+            latency_of(shared)
+            await asyncio.sleep(float(command["measure"]))
+            return latency_of(shared)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _state(self) -> Command:
+        return {
+            "agents": len(self._agents),
+            "registered": self._count(lambda agent: agent.registered),
+            "members": self._count(lambda agent: agent.member),
+            "training": self._count(lambda agent: agent.phase is WorkerPhase.TRAINING),
+            "newest": max(self._shared.learned, default=0),
+            "errors": self._shared.errors,
+        }
+
+    def _count(self, what: Callable[[Agent], bool]) -> int:
+        return sum(map(what, self._agents.values()))
+
+    async def _until(self, condition: Callable[[], bool], command: Command) -> None:
+        async with asyncio.timeout(float(command["seconds"])):
+            while not condition():
+                self._changed.clear()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(0.2):
+                        await self._changed.wait()
+                # A waiting command is checked every few milliseconds, not after each of a thousand changes.
+                await asyncio.sleep(0.005)
+
+
+def latency_of(job: Job) -> Command:
+    """Return heartbeat latencies since the last call."""
+    latencies, errors = sorted(job.latencies), dict(job.errors)
+    job.latencies.clear()
+    job.errors.clear()
+    if not latencies:
+        return {"count": 0, "errors": errors}
+
+    def quantile(share: float) -> float:
+        return latencies[min(len(latencies) - 1, int(share * len(latencies)))]
+
+    return {"count": len(latencies), "p50": quantile(0.5), "p99": quantile(0.99), "errors": errors}
+
+
+def _fake_pod(number: int) -> Pod:
+    """Return a pod that does not exist, whose messages are as long as those of others."""
+    name = f"fleet-w-{number}"
+    uid = f"00000000-0000-0000-0000-{number:012}"
+    ip, token = f"10.0.{number >> 8}.{number & 255}", "x" * _TOKEN_LENGTH
+    return Pod(namespace="default", job="fleet", name=name, uid=uid, ip=ip, node=f"node-{number}", token=token)
+
+
+def _report_defect(task: asyncio.Task[None]) -> None:
+    """Print a defect of an agent, which would otherwise look like a fault of the operator."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        print(f"   an agent died: {error!r}", file=sys.stderr, flush=True)
+
+
+class AgentsError(Exception):
+    """A command failed."""
+
+
+class AgentsProcess:
+    """Control the process with the agents of a job; it ends with the `async with` block."""
+
+    def __init__(self, cluster: Cluster, job: str, *, addresses: Sequence[tuple[str, int]], name: str) -> None:
+        self._options = {"cluster": cluster.name, "job": job, "addresses": list(addresses), "name": name}
+        self._process: asyncio.subprocess.Process | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._numbers = itertools.count()
+        self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
+
+    async def __aenter__(self) -> Self:
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "benchmarks.fleet.agents_process",
+            json.dumps(self._options),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": str(_ROOT)},
+        )
+        self._reader = asyncio.create_task(self._read())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._process is not None
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+        await self._process.wait()
+        if self._reader is not None:
+            self._reader.cancel()
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        assert self._process is not None
+        return self._process.pid
+
+    async def ask(self, op: str, *, seconds: float = 60.0, **fields: Any) -> dict[str, Any]:
+        """Send a command and return its answer; raises AgentsError."""
+        assert self._process is not None
+        assert self._process.stdin is not None
+        number = next(self._numbers)
+        answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._answers[number] = answer
+        command = {"id": number, "op": op, "seconds": seconds, **fields}
+        self._process.stdin.write(json.dumps(command).encode() + b"\n")
+        try:
+            async with asyncio.timeout(seconds + _ANSWER_SECONDS):
+                found = await answer
+        finally:
+            del self._answers[number]
+        if "error" in found:
+            raise AgentsError(f"{op} {fields}: {found['error']} {found.get('state', '')}")
+        return found
+
+    async def _read(self) -> None:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        async for line in self._process.stdout:
+            found = json.loads(line)
+            waiting = self._answers.get(found.pop("id"))
+            if waiting is not None and not waiting.done():
+                waiting.set_result(found)
+        for waiting in self._answers.values():
+            if not waiting.done():
+                waiting.set_result({"error": "the agents' process ended"})
+
+
+async def _serve(options: Command) -> None:
+    cluster = Cluster.connect(options["cluster"])
+    async with Kube(cluster) as kube:
+        addresses = [(ip, int(port)) for ip, port in options["addresses"]]
+        agents = Agents(kube, options["job"], addresses, options["name"])
+        following = asyncio.create_task(agents.run())
+        reader = asyncio.StreamReader()
+        await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+        pending: set[asyncio.Task[None]] = set()
+        async for line in reader:
+            command = json.loads(line)
+            task = asyncio.create_task(_carry_out(agents, command))
+            pending.add(task)
+            task.add_done_callback(pending.discard)
+        following.cancel()
+
+
+async def _carry_out(agents: Agents, command: Command) -> None:
+    try:
+        answer = await agents.answer(command)
+    except Exception as error:  # noqa: BLE001 - reported to the caller
+        state = agents.answer({"op": "state"})
+        answer = {"error": f"{type(error).__name__}: {error}", "state": await state}
+    sys.stdout.write(json.dumps({"id": command["id"], **answer}) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    asyncio.run(_serve(json.loads(sys.argv[1])))

@@ -1,0 +1,100 @@
+"""Collect the measured values of a benchmark with their goals, and write them as a table and as JSON."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.fleet.operator_process import machine
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@dataclass(slots=True)
+class Figure:
+    """A figure that was measured once or several times."""
+
+    name: str
+    nodes: int
+    unit: str
+    """`s`, `x` (ratio to the floor of the same run), `count`, `MiB`, `cores`, `/min`."""
+    values: list[float]
+    goal: float | None = None
+    """The largest median that meets the goal."""
+
+    @property
+    def median(self) -> float:
+        """Median of the values."""
+        return statistics.median(self.values)
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the goal is reached; None without one."""
+        return None if self.goal is None else self.median <= self.goal
+
+
+@dataclass(slots=True)
+class Report:
+    """All figures of one benchmark."""
+
+    benchmark: str
+    quick: bool
+    figures: list[Figure] = field(default_factory=list)
+
+    def add(
+        self,
+        name: str,
+        nodes: int,
+        unit: str,
+        value: float,
+        *,
+        goal: float | None = None,
+    ) -> None:
+        """Add a value; several calls with the same name and size add to one figure."""
+        for figure in self.figures:
+            if (figure.name, figure.nodes) == (name, nodes):
+                figure.values.append(value)
+                return
+        self.figures.append(Figure(name, nodes, unit, [value], goal))
+
+    def print(self) -> None:
+        """Print the table."""
+        table = Table(title=f"{self.benchmark} ({'quick, ' if self.quick else ''}{machine()['cores']} cores)")
+        for heading in ("figure", "nodes", "median", "lowest", "highest", "goal", ""):
+            table.add_column(heading, justify="left" if heading in ("figure", "") else "right")
+        for each in self.figures:
+            met = {True: "met", False: "missed", None: ""}[each.met]
+            goal = "" if each.goal is None else format_value(each.goal, each.unit)
+            spread = [format_value(value, each.unit) for value in (each.median, min(each.values), max(each.values))]
+            table.add_row(each.name, str(each.nodes or ""), *spread, goal, met)
+        Console(width=150).print(table)
+
+    def write(self, path: Path) -> None:
+        """Write the figures as JSON."""
+        document: dict[str, Any] = {
+            "benchmark": self.benchmark,
+            "date": datetime.now(UTC).date().isoformat(),
+            "quick": self.quick,
+            "machine": machine(),
+            "figures": [{**asdict(each), "median": each.median, "met": each.met} for each in self.figures],
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def format_value(value: float, unit: str) -> str:
+    """Format a value with its unit."""
+    if unit == "x":
+        return f"{value:.2f} x"
+    if unit == "ms":
+        return f"{value:.1f} ms"
+    if unit in ("count", "/min"):
+        return f"{value:.0f}{'' if unit == 'count' else ' /min'}"
+    return f"{value:.0f} {unit}" if value >= 100 else f"{value:.2f} {unit}"

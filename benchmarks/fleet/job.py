@@ -1,0 +1,69 @@
+"""Build the TrainingJob of the fleet benchmarks, and the pods that the operator would create for it."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
+from trainium_operator.plan.manifests.affinity import with_affinity
+from trainium_operator.plan.manifests.worker_pod import pod_template
+from trainium_operator.plan.model.observed import JobView, PlanSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+Json = dict[str, Any]
+NAME = "fleet"
+INSTANCE = "trn1.32xlarge"
+CORES = 32
+
+
+def training_job(replicas: int, *, spares: int, sizes: Sequence[int] = ()) -> Json:
+    """Build a job of `replicas` nodes whose global batch is divisible at each of `sizes` too."""
+    batch = math.lcm(replicas, *sizes)
+    return {
+        "apiVersion": "trainium.dev/v1alpha1",
+        "kind": "TrainingJob",
+        "metadata": {"name": NAME, "namespace": "default"},
+        "spec": {
+            "workers": {"replicas": replicas, "spares": spares, "accelerator": {"instanceType": INSTANCE}},
+            "parallelism": {"tensor": CORES, "sequence": True},
+            "trainer": {
+                "model": {"preset": "Llama2-7B"},
+                "data": {"source": "/data/corpus", "sequenceLength": 4096},
+                "batch": {"globalSize": batch, "microSize": 1},
+                "steps": 1_000_000,
+                "precision": "BFloat16",
+            },
+        },
+    }
+
+
+def worker_manifests(job: Json, count: int, layers: Iterable[str]) -> list[Json]:
+    """Build the pods that the operator creates where nodes carry these network topology labels, for the floor."""
+    metadata = job["metadata"]
+    view = JobView(
+        namespace=metadata["namespace"],
+        name=metadata["name"],
+        uid="00000000-0000-0000-0000-000000000000",
+        generation=1,
+        deleting=False,
+        spec=TrainingJobSpec.model_validate(job["spec"]),
+        status=TrainingJobStatus(),
+        created=0.0,
+    )
+    settings = PlanSettings(
+        image="trainium-trainer:bench",
+        coordinator="trainium-operator-coordinator.system.svc:8443",
+        topology_layers=frozenset(layers),
+    )
+    body = pod_template(view, settings)
+    near = with_affinity(body["spec"], view, settings)
+    pods = []
+    for number in range(count):
+        pod = f"{view.name}-w-{number}"
+        spec = {**near, "hostname": pod, "subdomain": view.name}
+        metadata = {**body["metadata"], "name": pod, "namespace": view.namespace}
+        pods.append({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec})
+    return pods

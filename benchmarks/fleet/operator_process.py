@@ -1,0 +1,222 @@
+"""Run the operator beside a fleet: the objects of the chart in the cluster, the operator as a process.
+
+The process has the rights that the chart grants and no others (a token of its ServiceAccount), and the arguments of
+the chart's Deployment except for addresses. Its processor time and memory are read from the kernel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import yaml
+
+if TYPE_CHECKING:
+    from benchmarks.fleet.kube import Kube
+    from trainium_devcluster.cluster import Cluster
+
+ROOT = Path(__file__).parents[2]
+NAMESPACE = "trainium-system"
+RELEASE = "trainium-operator"
+SERVICE = f"{RELEASE}-coordinator"
+SERVER_NAME = f"{SERVICE}.{NAMESPACE}.svc"
+_NOT_APPLIED = ("Deployment", "PodDisruptionBudget", "NetworkPolicy")
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+class ChartInstallation:
+    """The objects of the chart, and the arguments of operators."""
+
+    def __init__(self, cluster: Cluster, folder: Path) -> None:
+        self._cluster = cluster
+        self._folder = folder
+        self.kubeconfig = folder / "operator.kubeconfig"
+        self.arguments: list[str] = []
+
+    async def install(self, kube: Kube) -> None:
+        """Apply the chart except for the Deployment, and create credentials of the ServiceAccount."""
+        rendered = self._cluster.helm("template", RELEASE, str(ROOT / "helm/trainium-operator"), "-n", NAMESPACE)
+        documents = [each for each in yaml.safe_load_all(rendered) if each]
+        deployment = next(each for each in documents if each["kind"] == "Deployment")
+        self.arguments = deployment["spec"]["template"]["spec"]["containers"][0]["args"]
+        self._cluster.kubectl("create", "namespace", NAMESPACE)
+        kept = [each for each in documents if each["kind"] not in _NOT_APPLIED]
+        items = json.dumps({"apiVersion": "v1", "kind": "List", "items": kept})
+        self._cluster.kubectl("apply", "-n", NAMESPACE, "-f", "-", "--server-side", stdin=items)
+        self._cluster.kubectl("wait", "--for=condition=Established", "crd/trainingjobs.trainium.dev")
+        account = deployment["spec"]["template"]["spec"]["serviceAccountName"]
+        path = f"/api/v1/namespaces/{NAMESPACE}/serviceaccounts/{account}/token"
+        answer = await kube.request("POST", path, {"spec": {"expirationSeconds": 86_400}})
+        self._write_kubeconfig(answer["status"]["token"])
+
+    def _write_kubeconfig(self, token: str) -> None:
+        authority = (self._cluster.paths.pki / "ca.crt").read_bytes()
+        cluster = {
+            "server": self._cluster.ports.server,
+            "certificate-authority-data": base64.b64encode(authority).decode(),
+        }
+        content = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "clusters": [{"name": "c", "cluster": cluster}],
+            "users": [{"name": "u", "user": {"token": token}}],
+            "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u", "namespace": NAMESPACE}}],
+            "current-context": "x",
+        }
+        self.kubeconfig.write_text(yaml.safe_dump(content))
+        self.kubeconfig.chmod(0o600)
+
+    async def start(self, host: str = "127.0.0.1", port: int | None = None) -> OperatorProcess:
+        """Start an operator, which may become a standby."""
+        port = port or free_port(host)
+        log = self._folder / f"operator-{host}-{time.time_ns()}.log"
+        run = OperatorProcess(self, host, port, free_port(host), log)
+        await run.start()
+        return run
+
+
+class OperatorProcess:
+    """An operator process."""
+
+    def __init__(self, chart: ChartInstallation, host: str, port: int, metrics_port: int, log: Path) -> None:
+        self.host = host
+        self.port = port
+        self.log = log
+        self._metrics = f"http://{host}:{metrics_port}"
+        self._process: asyncio.subprocess.Process | None = None
+        replaced = ("--coordinator-port", "--metrics-port")
+        kept = [each for each in chart.arguments if not each.startswith(replaced)]
+        self._command = [sys.executable, "-m", "trainium_operator.main", *kept]
+        self._command += [f"--kubeconfig={chart.kubeconfig}", f"--namespace={NAMESPACE}", f"--bind-address={host}"]
+        self._command += [f"--coordinator-port={port}", f"--metrics-port={metrics_port}"]
+
+    async def start(self) -> None:
+        """Start the process."""
+        environment = {key: value for key, value in os.environ.items() if not key.startswith(("TRAINIUM", "KUBE"))}
+        with self.log.open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._command, env=environment, stdout=log, stderr=log
+            )
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        assert self._process is not None
+        return self._process.pid
+
+    async def until_leader(self, seconds: float = 60.0) -> None:
+        """Wait until it leads and answers agents."""
+        await self._until("trainingjob_operator_leader 1", seconds)
+
+    async def until_idle(self) -> None:
+        """Wait until it has loaded everything and is idle."""
+        before = self.cpu_seconds()
+        for _ in range(120):
+            await asyncio.sleep(0.5)
+            now = self.cpu_seconds()
+            if now - before < 0.03:
+                return
+            before = now
+
+    async def until_ready(self, seconds: float = 60.0) -> None:
+        """Wait until it could take over."""
+        async with asyncio.timeout(seconds):
+            while True:
+                with contextlib.suppress(aiohttp.ClientError, OSError):
+                    async with aiohttp.ClientSession() as session, session.get(f"{self._metrics}/readyz") as answer:
+                        if answer.status == 200:
+                            return
+                self._check()
+                await asyncio.sleep(0.1)
+
+    async def _until(self, text: str, seconds: float) -> str:
+        """Return the metrics once they contain this text."""
+        try:
+            async with asyncio.timeout(seconds):
+                while text not in (found := await self.metrics()):
+                    self._check()
+                    await asyncio.sleep(0.05)
+                return found
+        except TimeoutError:
+            raise TimeoutError(f"not within {seconds:.0f} s: {text}; log: {self.log}") from None
+
+    def _check(self) -> None:
+        assert self._process is not None
+        if self._process.returncode is not None:
+            lines = self.log.read_text(errors="replace").strip().splitlines()
+            raise RuntimeError(f"the operator ended with {self._process.returncode}: {lines[-3:]}")
+
+    async def metrics(self) -> str:
+        """Return the metrics; empty while it does not listen."""
+        try:
+            async with aiohttp.ClientSession() as session, session.get(f"{self._metrics}/metrics") as answer:
+                return await answer.text()
+        except (aiohttp.ClientError, OSError):
+            return ""
+
+    async def requests(self) -> dict[str, float]:
+        """Return the number of requests to the API server so far, by verb; raises TimeoutError where there are none."""
+        name = "trainingjob_operator_api_requests_total"
+        text = await self._until(name + "{", 30.0)
+        found: dict[str, float] = {}
+        for verb, count in re.findall(name + r'\{code="\d+",verb="(\w+)"\} ([\d.e+]+)$', text, re.MULTILINE):
+            found[verb] = found.get(verb, 0.0) + float(count)
+        return found
+
+    def cpu_seconds(self) -> float:
+        """Return the processor time so far."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / _TICKS
+
+    def peak_mib(self) -> float:
+        """Return the largest resident memory so far."""
+        return self._memory("VmHWM")
+
+    def resident_mib(self) -> float:
+        """Return the resident memory now."""
+        return self._memory("VmRSS")
+
+    def _memory(self, key: str) -> float:
+        text = Path(f"/proc/{self.pid}/status").read_text()
+        found = re.search(rf"^{key}:\s+(\d+) kB$", text, re.MULTILINE)
+        assert found is not None
+        return int(found[1]) / 1024
+
+    async def stop(self) -> None:
+        """Stop it with SIGTERM."""
+        await self._end(signal.SIGTERM)
+
+    async def kill(self) -> None:
+        """Stop it with SIGKILL."""
+        await self._end(signal.SIGKILL)
+
+    async def _end(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(number)
+        await self._process.wait()
+
+
+def free_port(host: str) -> int:
+    """Return a port that is free now."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def machine() -> dict[str, Any]:
+    """Describe the machine that the figures were measured on."""
+    model = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return {"cores": os.cpu_count(), "processor": model[1] if model else "unknown", "load": os.getloadavg()[0]}

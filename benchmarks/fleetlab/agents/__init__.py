@@ -1,1 +1,0 @@
-"""Simulated agents, by thousands to a process: what they say, over which connection, and who steers them."""

@@ -1,1 +1,0 @@
-"""The coordinator without a cluster, its floor, and its attackers."""

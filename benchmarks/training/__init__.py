@@ -1,1 +1,0 @@
-"""What checkpoints, artifacts and data add to training, on one machine."""
