@@ -59,7 +59,7 @@ trainer:
 checkpoint: {{durable: {{everySteps: 20, everySeconds: 86400, keepLast: 3}}}}
 recovery:
   rescaleAfterSeconds: 20
-  gracefulSeconds: 20
+  gracePeriodSeconds: 20
   hang: {{stepFloorSeconds: 3}}
   budgets: {{process: {{maxFailures: 1000}}, infrastructure: {{maxFailures: 1000}}}}
 """

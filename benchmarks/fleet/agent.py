@@ -35,8 +35,8 @@ from trainium_contract.wire.stream import (
     FrameReader,
     alive,
     frame,
-    share_of_pause,
-    tells_news,
+    jitter_fraction,
+    must_send_now,
 )
 
 if TYPE_CHECKING:
@@ -209,13 +209,13 @@ class Agent:
                 return
             if kind in (FrameKind.MEMBERSHIP, FrameKind.MEMBERSHIP_CHANGE):
                 self._learn(payload, change=kind == FrameKind.MEMBERSHIP_CHANGE)
-            elif kind == FrameKind.HEARD:
+            elif kind == FrameKind.HEARTBEAT_ACK:
                 self.shared.latencies.append(time.monotonic() - sent.pop(0))
-                self._detail_seconds = json.loads(payload)["detailSeconds"]
-            elif kind == FrameKind.WELCOME:
+                self._detail_seconds = json.loads(payload)["fullHeartbeatSeconds"]
+            elif kind == FrameKind.REGISTERED:
                 self._welcomed(payload)
                 welcomed.set_result(None)
-            elif kind == FrameKind.REFUSED:
+            elif kind == FrameKind.ERROR:
                 status = json.loads(payload)["status"]
                 if status == 409:
                     sent.pop(0)
@@ -245,13 +245,13 @@ class Agent:
         while not stream.closed.done():
             if not self.silent:
                 now, message = time.monotonic(), self._heartbeat()
-                must_send = tells_news(last, message)
+                must_send = must_send_now(last, message)
                 if must_send or now - last_at >= self._detail_seconds * share:
                     sent.append(now)
-                    last, last_at, share = message, now, share_of_pause(random.random(), after_news=must_send)
+                    last, last_at, share = message, now, jitter_fraction(random.random(), after_news=must_send)
                     stream.send(FrameKind.HEARTBEAT, _encoded(message))
                 else:
-                    stream.send(FrameKind.ALIVE, alive(message))
+                    stream.send(FrameKind.KEEPALIVE, alive(message))
             await self._until_next_heartbeat()
 
     def _register_request(self) -> RegisterRequest:

@@ -66,7 +66,7 @@ SPEC: dict[str, Any] = {
     "health": {"quarantine": {"enabled": False}},
     "recovery": {
         "rescaleAfterSeconds": 10,
-        "gracefulSeconds": 20,
+        "gracePeriodSeconds": 20,
         "hang": {"stepFloorSeconds": 3},
         "stragglers": {"persistSteps": 20},
         "budgets": {

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from trainium_client.errors import ClientError, ConflictError, NotFoundError
 from trainium_client.ownership import hand_over, owner_after, owners_before, says
 from trainium_contract.views.raw import mapping, text
-from trainium_contract.views.status_part import shown_status
+from trainium_contract.views.status_reader import public_status
 
 if TYPE_CHECKING:
     from trainium_client.api import Api, Json
@@ -28,7 +28,7 @@ _LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 
 def run_again(api: Api, job: Json, manifest: Json | None = None, *, seconds: float = _GONE_SECONDS) -> Json:
     """Delete a failed job and make it anew as `manifest` says, or as it is; ClientError when that cannot be."""
-    name, phase = text(mapping(job, "metadata"), "name"), shown_status(job).text("phase")
+    name, phase = text(mapping(job, "metadata"), "name"), public_status(job).text("phase")
     if phase != "Failed":
         raise ClientError(f"only a failed job can be retried, and {name} is {phase or 'not answered yet'}")
     as_it_is = manifest is None

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Mapping
 
     from trainium_contract.job import TrainingJobSpec
-    from trainium_contract.views.job import JobScreen
+    from trainium_contract.views.job import JobView
 
 __all__ = ["ClientError", "JobFailedError", "TrainingJob"]
 
@@ -90,9 +90,9 @@ class TrainingJob:
         until: str = "Completed",
         *,
         seconds: float = 24 * 3600.0,
-        told: Callable[[JobScreen], Awaitable[None] | None] | None = None,
+        told: Callable[[JobView], Awaitable[None] | None] | None = None,
         pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
-    ) -> JobScreen:
+    ) -> JobView:
         """The job once it is in that phase; `told` hears of each look at it, and may be a coroutine function.
 
         Raises JobFailedError when it fails instead, ClientError when it ends otherwise or the time is over.
@@ -109,7 +109,7 @@ class TrainingJob:
 
     async def watch(
         self, *, seconds: float = 24 * 3600.0, pause: Callable[[float], Awaitable[None]] = asyncio.sleep
-    ) -> JobScreen:
+    ) -> JobView:
         """Show the job, live, until it has ended or the time is over; several at once, each in a place of its own."""
         from trainium_client.live import Watched, curve_so_far, open_display  # noqa: PLC0415 - only watching needs it
 

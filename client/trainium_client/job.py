@@ -22,7 +22,7 @@ from trainium_client.reading import read_members, read_screen, read_story
 from trainium_client.views.log_words import said
 from trainium_contract.views.checkpoints import metrics_path
 from trainium_contract.views.events import EventView, event_views
-from trainium_contract.views.job_from_status import job_view
+from trainium_contract.views.job import build_job_view
 from trainium_contract.views.raw import mapping, text
 from trainium_contract.wire.worker_env import GROUP, KIND, VERSION
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from trainium_client.views.story import Story
     from trainium_contract.job import TrainingJobSpec
     from trainium_contract.views.curve import CurvePoint
-    from trainium_contract.views.job import ArtifactView, JobScreen
+    from trainium_contract.views.job import ArtifactView, JobView
 
 _Result = TypeVar("_Result")
 _MANAGER = "trainium-client"
@@ -52,7 +52,7 @@ class Awaited:
     seconds: float
     since: float
 
-    def is_met(self, view: JobScreen, now: float) -> bool:
+    def is_met(self, view: JobView, now: float) -> bool:
         """Whether the job is there. Raises JobFailedError or ClientError when it will not be, or not in time."""
         if view.phase == self.phase:
             return True
@@ -105,7 +105,7 @@ class TrainingJob:
         metadata = {**self.metadata, "name": self.name, "namespace": api.namespace}
         return {"apiVersion": f"{GROUP}/{VERSION}", "kind": KIND, "metadata": metadata, "spec": dict(self.spec or {})}
 
-    def status(self) -> JobScreen:
+    def status(self) -> JobView:
         """The job as `kubectl trn status` shows it."""
         return self._with(lambda api: read_screen(api, self.name, time.time()).view)
 
@@ -147,16 +147,16 @@ class TrainingJob:
 
     def artifacts(self) -> tuple[ArtifactView, ...]:
         """What the run has left for others so far: models and adapters with their paths."""
-        return self._with(lambda api: job_view(api.job(self.name), now=time.time()).artifacts)
+        return self._with(lambda api: build_job_view(api.job(self.name), now=time.time()).artifacts)
 
     def wait(
         self,
         until: str = "Completed",
         *,
         seconds: float = 24 * 3600.0,
-        told: Callable[[JobScreen], None] | None = None,
+        told: Callable[[JobView], None] | None = None,
         pause: Callable[[float], None] = time.sleep,
-    ) -> JobScreen:
+    ) -> JobView:
         """The job once it is in that phase; `told` hears of each look at it.
 
         Raises JobFailedError when it fails instead, ClientError when it ends otherwise or the time is over.
@@ -170,7 +170,7 @@ class TrainingJob:
                 return view
             pause(POLL_SECONDS)
 
-    def watch(self, *, seconds: float = 24 * 3600.0, pause: Callable[[float], None] = time.sleep) -> JobScreen:
+    def watch(self, *, seconds: float = 24 * 3600.0, pause: Callable[[float], None] = time.sleep) -> JobView:
         """Show the job, live, until it has ended or the time is over: in a notebook with its curve, else as text.
 
         Interrupted (Ctrl-C, or the notebook's stop button) it only stops to watch. Returns what it saw last.

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from trainium_contract.views.curve import CurvePoint
-    from trainium_contract.views.job import JobScreen
+    from trainium_contract.views.job import JobView
 
 
 class Display(Protocol):
     """Where a job is shown."""
 
-    def show(self, view: JobScreen, curve: Sequence[CurvePoint]) -> None:
+    def show(self, view: JobView, curve: Sequence[CurvePoint]) -> None:
         """The job as it is now."""
         ...
 
@@ -36,7 +36,7 @@ class NotebookDisplay:
         self._display = display
         self._handle: Any = None
 
-    def show(self, view: JobScreen, curve: Sequence[CurvePoint]) -> None:
+    def show(self, view: JobView, curve: Sequence[CurvePoint]) -> None:
         """See Display."""
         from trainium_contract.pages.notebook import cell_html  # noqa: PLC0415 - only notebooks need it
 
@@ -53,7 +53,7 @@ class TerminalDisplay:
     def __init__(self, live: Any) -> None:
         self._live = live
 
-    def show(self, view: JobScreen, curve: Sequence[CurvePoint]) -> None:  # noqa: ARG002 - a terminal has no curve
+    def show(self, view: JobView, curve: Sequence[CurvePoint]) -> None:  # noqa: ARG002 - a terminal has no curve
         """See Display."""
         from trainium_client.render.status import status_page  # noqa: PLC0415 - rich takes a while
 
@@ -67,7 +67,7 @@ class LineDisplay:
         self._write = write
         self._last = ""
 
-    def show(self, view: JobScreen, curve: Sequence[CurvePoint]) -> None:  # noqa: ARG002 - a line has no curve
+    def show(self, view: JobView, curve: Sequence[CurvePoint]) -> None:  # noqa: ARG002 - a line has no curve
         """See Display."""
         line = _line(view)
         if line != self._last:
@@ -84,7 +84,7 @@ class Watched:
         self._until = until
         self._curve: LiveCurve | None = None
 
-    def lacks_curve(self, view: JobScreen) -> bool:
+    def lacks_curve(self, view: JobView) -> bool:
         """Whether what came before should be read now, once: where a curve is shown, and a worker has it."""
         drawn = isinstance(self._display, NotebookDisplay)
         return drawn and self._curve is None and not view.ended and view.loss is not None
@@ -93,13 +93,13 @@ class Watched:
         """What came before."""
         self._curve = LiveCurve(begun=points)
 
-    def saw(self, view: JobScreen) -> None:
+    def saw(self, view: JobView) -> None:
         """Show how the job is now."""
         if self._curve is not None:
             self._curve.add(view.step, view.loss, view.tokens_per_second)
         self._display.show(view, self._curve.points if self._curve is not None else ())
 
-    def is_over(self, view: JobScreen, now: float) -> bool:
+    def is_over(self, view: JobView, now: float) -> bool:
         """Whether there is nothing more to see, or the time is over."""
         return view.ended or now >= self._until
 
@@ -137,7 +137,7 @@ def notebook_display() -> Callable[..., Any] | None:
     return found
 
 
-def _line(view: JobScreen) -> str:
+def _line(view: JobView) -> str:
     from trainium_client.render.status import status_line  # noqa: PLC0415 - rich takes a while
 
     return status_line(view)

@@ -12,14 +12,14 @@ from trainium_client.views.story import Story, tell
 from trainium_contract.views.advice import run_again
 from trainium_contract.views.events import event_views
 from trainium_contract.views.interruptions import InterruptionView, interruptions
-from trainium_contract.views.job_from_status import job_view
-from trainium_contract.views.status_part import shown_status
+from trainium_contract.views.job import build_job_view
+from trainium_contract.views.status_reader import public_status
 from trainium_contract.views.workers import Members, PodRow, members_view, pod_rows, workers_view
 from trainium_contract.wire.recorded_membership import recorded_membership
 
 if TYPE_CHECKING:
     from trainium_client.api import Api, Json
-    from trainium_contract.views.job import JobScreen
+    from trainium_contract.views.job import JobView
 
 
 _LOG_LINES = 5000
@@ -29,7 +29,7 @@ _LOG_LINES = 5000
 class Screen:
     """The screen of a job, and what it was made of."""
 
-    view: JobScreen
+    view: JobView
     job: Json
     members: Members | None
     pods: tuple[PodRow, ...]
@@ -54,7 +54,7 @@ def read_screen(api: Api, name: str, now: float) -> Screen:
     if isinstance(record, Missing) and record.why.startswith("you may not"):
         gaps = (*gaps, f"which pods are members: {record.why}")
     happened = () if isinstance(told, Missing) else event_views(told, uid=uid)
-    view = job_view(job, now=now, workers=workers, events=happened, not_shown=gaps)
+    view = build_job_view(job, now=now, workers=workers, events=happened, not_shown=gaps)
     return Screen(view, job, members, pods)
 
 
@@ -85,8 +85,8 @@ def decode_members(record: Json | Missing) -> Members | None:
 def read_story(api: Api, name: str, now: float, which: int | None = None) -> Story:
     """The story of an interruption, with the lines of the log that show it."""
     job = api.job(name)
-    view = job_view(job, now=now)
-    entries = interruptions(shown_status(job))
+    view = build_job_view(job, now=now)
+    entries = interruptions(public_status(job))
     if which is not None and not 0 < which <= len(entries):
         raise ClientError(f"there is no interruption {which}: `kubectl trn history {name}` lists {len(entries)}")
     chosen = entries[which - 1] if which is not None else entries[-1] if entries else None

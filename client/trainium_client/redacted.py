@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from trainium_contract.redaction import without_secrets
+from trainium_contract.redaction import redact_secrets
 
 HIDDEN = "***"
 _DROPPED = frozenset({"managedFields", "kubectl.kubernetes.io/last-applied-configuration"})
@@ -33,7 +33,7 @@ def redacted(value: Any) -> Any:
 
 def redacted_text(text: str) -> str:
     """Text without what looks like a secret."""
-    return "\n".join(without_secrets(line) for line in text.split("\n"))
+    return "\n".join(redact_secrets(line) for line in text.split("\n"))
 
 
 def _field(key: str, value: Any) -> Any:

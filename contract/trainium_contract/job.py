@@ -15,8 +15,8 @@ from typing import Annotated
 from pydantic import Field
 
 from trainium_contract.base import ContractModel
-from trainium_contract.needs.worker_needs import least_that_fits
-from trainium_contract.sizes import MAX_COMPILED, BatchShape, likely_first
+from trainium_contract.requirements.worker_requests import smallest_fitting_size
+from trainium_contract.sizes import MAX_COMPILED, BatchShape, order_by_likelihood
 from trainium_contract.spec.elasticity import ElasticitySpec
 from trainium_contract.spec.health import HealthSpec
 from trainium_contract.spec.managed_by import MAX_MANAGER
@@ -26,9 +26,9 @@ from trainium_contract.spec.scheduling import SchedulingSpec
 from trainium_contract.spec.storage import JobCheckpointSpec
 from trainium_contract.spec.workers import WorkersSpec
 from trainium_contract.status.activity import DeadlineSeconds
-from trainium_contract.status.ledger import ShownGoodput
-from trainium_contract.status.memory import IdleNodesMemory, LedgerMemory, OperatorMemory
-from trainium_contract.status.shown import ShownIdleNodes, ShownStatus
+from trainium_contract.status.internal import InternalGoodput, InternalIdleNodes, InternalStatus
+from trainium_contract.status.ledger import PublicGoodput
+from trainium_contract.status.public import PublicIdleNodes, PublicStatus
 from trainium_contract.trainer.checkpoint import CheckpointConfig
 from trainium_contract.trainer.config import TrainerSpec, TrainingConfig
 from trainium_contract.trainer.parallelism import ParallelismConfig
@@ -107,7 +107,7 @@ class TrainingJobSpec(ContractModel):
         least, accelerator = self.workers.min_replicas, self.workers.accelerator
         if least is None or least >= largest:
             return largest
-        return least_that_fits(self.training_config(), accelerator, self.batch_shape(), least, largest)
+        return smallest_fitting_size(self.training_config(), accelerator, self.batch_shape(), least, largest)
 
     def sizes_to_compile(self) -> tuple[int, ...]:
         """Numbers of nodes that graphs are compiled for ahead, the one that it starts at first, then the likely ones.
@@ -130,22 +130,22 @@ class TrainingJobSpec(ContractModel):
         if not start:
             return ()
         sizes = shape.useful_sizes(self.least_size(start), max(start, workers.max_replicas or start))
-        return (start, *likely_first({*sizes} - {start}, start))
+        return (start, *order_by_likelihood({*sizes} - {start}, start))
 
     def _start(self, shape: BatchShape) -> int:
         """The size that the job starts at; 0 for none."""
         return shape.best(self.workers.replicas, self.workers.min_replicas or 1)
 
 
-class GoodputStatus(LedgerMemory, ShownGoodput):
+class GoodputStatus(InternalGoodput, PublicGoodput):
     """Where the time went since the workers first began together, and what is needed to go on counting."""
 
 
-class IdleNodesStatus(IdleNodesMemory, ShownIdleNodes):
+class IdleNodesStatus(InternalIdleNodes, PublicIdleNodes):
     """Nodes beyond those that were asked for, and when they are asked for again."""
 
 
-class TrainingJobStatus(OperatorMemory, ShownStatus):
+class TrainingJobStatus(InternalStatus, PublicStatus):
     """What the operator observed and decided; also its memory across restarts."""
 
     idle_nodes: IdleNodesStatus = IdleNodesStatus()

@@ -25,7 +25,7 @@ _PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = (
 )
 
 
-def without_secrets(text: str) -> str:
+def redact_secrets(text: str) -> str:
     """The text with keys, tokens and passwords replaced by `***`, as far as they can be told by their form."""
     for pattern, replacement in _PATTERNS:
         text = pattern.sub(replacement, text)

@@ -49,7 +49,7 @@ def step_batch(global_size: int, micro_size: int, data_parallel: int, tolerance:
     return nearest if within else global_size
 
 
-def likely_first(sizes: Collection[int], present: int) -> tuple[int, ...]:
+def order_by_likelihood(sizes: Collection[int], present: int) -> tuple[int, ...]:
     """Sizes in the order in which a job on `present` nodes may come to need them.
 
     First those for the loss of one node, two, four, eight and so on, a rack among them; then the nearest.

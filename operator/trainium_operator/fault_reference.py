@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainium_contract.faults.causes import CAUSES
-from trainium_contract.faults.read import responses_of, verdict_of_sign
+from trainium_contract.faults.classify import classify_sign, default_responses
 from trainium_contract.faults.responses import Response
 from trainium_contract.faults.signs import (
     CLAIM_HEALTH,
@@ -74,7 +74,7 @@ def reference_text(header: str) -> str:
                     f"`{row.cause}`",
                     row.sentence,
                     row.blame.value.lower(),
-                    *_answers(responses_of(row.cause)),
+                    *_answers(default_responses(row.cause)),
                     row.budget.value if row.budget else "not counted",
                     "yes" if row.suspects_node else "",
                 )
@@ -101,7 +101,7 @@ def reference_text(header: str) -> str:
 
 
 def _meanings(signs: Iterable[Sign]) -> str:
-    found = ((sign, verdict_of_sign(sign)) for sign in signs)
+    found = ((sign, classify_sign(sign)) for sign in signs)
     return _table(
         ("sign", "meaning", "cause", "answer", "again"),
         (
@@ -113,7 +113,7 @@ def _meanings(signs: Iterable[Sign]) -> str:
 
 def _name(sign: Sign) -> str:
     """A sign as people see it."""
-    marks = (" ‡" if sign.decisive else "") + (" †" if sign.hearsay else "")
+    marks = (" ‡" if sign.decisive else "") + (" †" if sign.indirect else "")
     if sign.kind in (SignKind.EXIT_CODE, SignKind.SILENCE):
         return f"{sign.key}{marks}"
     if sign.kind is SignKind.RUNTIME_STATUS:
@@ -127,7 +127,7 @@ def _name(sign: Sign) -> str:
 
 def _answers(responses: Responses) -> tuple[str, str]:
     """First, and again where that differs."""
-    return _ANSWERS[responses.first], "" if responses.again is responses.first else _ANSWERS[responses.again]
+    return _ANSWERS[responses.first], "" if responses.repeated is responses.first else _ANSWERS[responses.repeated]
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from trainium_contract.definition.crd import custom_resource_definition, object_schema
-from trainium_contract.status.memory import memory_fields
+from trainium_contract.status.internal import internal_fields
 from trainium_operator import fault_reference
 from trainium_operator.monitoring import dashboards, reference
 
@@ -87,7 +87,7 @@ def chart_crd_text() -> str:
 def reference_text() -> str:
     """`docs/job-fields.md`: a table of every field of the spec, of what people read in the status, and of the rest."""
     parts = object_schema()["properties"]
-    status, remembered = list(_fields(parts["status"])), memory_fields()
+    status, remembered = list(_fields(parts["status"])), internal_fields()
     memory = [(path, node) for path, node in status if _is_below(path, remembered)]
     shown = [(path, node) for path, node in status if not _is_below(path, remembered)]
     tables = (

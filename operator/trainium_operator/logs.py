@@ -10,7 +10,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, TextIO
 
-from trainium_contract.wire.log_format import JsonLines, TextLines
+from trainium_contract.wire.log_format import JsonFormatter, TextFormatter
 from trainium_contract.wire.log_line import LogFormat, LogSource
 from trainium_contract.wire.worker_env import KIND
 
@@ -59,9 +59,9 @@ def configure_logs(level: str, style: str, stream: TextIO | None = None) -> None
     """Send all logs to `stream` (standard error) in one style, `json` or `text`."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(
-        JsonLines(LogSource.OPERATOR)
+        JsonFormatter(LogSource.OPERATOR)
         if style == LogFormat.JSON
-        else TextLines("%(asctime)s %(levelname)-7s %(name)s: %(message)s")
+        else TextFormatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s")
     )
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     handler.addFilter(Bounded())

@@ -14,7 +14,7 @@ import uuid
 from dataclasses import MISSING, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, get_type_hints
 
-from trainium_contract.spec.pod_template import misshapen
+from trainium_contract.spec.pod_template import describe_shape_error
 from trainium_contract.wire.worker_env import COORDINATOR_PORT
 from trainium_operator.plan.model.observed import WorkerIngress
 
@@ -271,7 +271,7 @@ def _template(text: str) -> dict[str, Any]:
     found = json.loads(text or "{}")
     if not isinstance(found, dict) or not found.keys() <= {"metadata", "spec"}:
         raise ValueError(text)
-    if not all(isinstance(part, dict) for part in found.values()) or misshapen(found):
+    if not all(isinstance(part, dict) for part in found.values()) or describe_shape_error(found):
         raise ValueError(text)
     return found
 

@@ -21,8 +21,8 @@ from trainium_contract.pages.job_page import JobReport, report_html  # noqa: E40
 from trainium_contract.views.curve import LiveCurve  # noqa: E402
 from trainium_contract.views.events import event_views  # noqa: E402
 from trainium_contract.views.interruptions import interruptions  # noqa: E402
-from trainium_contract.views.job_from_status import job_view  # noqa: E402
-from trainium_contract.views.status_part import shown_status  # noqa: E402
+from trainium_contract.views.job import build_job_view  # noqa: E402
+from trainium_contract.views.status_reader import public_status  # noqa: E402
 from trainium_contract.views.workers import pod_rows, workers_view  # noqa: E402
 
 PICTURE = ROOT / "docs/images/page.png"
@@ -36,8 +36,10 @@ def main() -> None:
     for step, loss in _STEP.findall(recorded_log()):
         curve.add(int(step), float(loss))
     members, pods = decode_members(recorded("membership")), pod_rows(recorded("pods"), NOW)
-    view = job_view(job, now=NOW, workers=workers_view(pods, members), events=event_views(recorded("events")["items"]))
-    report = JobReport(view, interruptions(shown_status(job)), members, None, curve.points, (), pods)
+    view = build_job_view(
+        job, now=NOW, workers=workers_view(pods, members), events=event_views(recorded("events")["items"])
+    )
+    report = JobReport(view, interruptions(public_status(job)), members, None, curve.points, (), pods)
     with tempfile.TemporaryDirectory() as folder, browser() as tab:
         page = Path(folder) / "page.html"
         page.write_text(report_html(report, NOW), encoding="utf-8")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 import typer
 
 from trainium_contract.exit_codes import ExitCode
-from trainium_contract.wire.log_format import format_of
+from trainium_contract.wire.log_format import choose_log_format
 from trainium_trainer import exits, log_lines, neuron_environment
 from trainium_trainer.backends.choose import refuse_what_it_cannot
 from trainium_trainer.commands import artifacts as artifact_commands
@@ -56,7 +56,7 @@ def train(
     stop = StopRequest()
     stop.listen()
     try:
-        format_of(os.environ)
+        choose_log_format(os.environ)
     except ValueError as error:
         raise exits.UserError(str(error)) from error
     settings = settle(load(config, overrides or ()), launch_of())

@@ -13,8 +13,8 @@ import time
 from typing import TYPE_CHECKING
 
 from trainium_contract.wire import worker_env
-from trainium_contract.wire.log_format import JsonLines, TextLines, format_of, moment
-from trainium_contract.wire.log_line import LAST_WORD, LogFormat, LogLevel, LogSource, log_line
+from trainium_contract.wire.log_format import JsonFormatter, TextFormatter, choose_log_format, moment
+from trainium_contract.wire.log_line import EXIT_LOGGER, LogFormat, LogLevel, LogSource, log_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -32,7 +32,7 @@ _NUMBERS = {"generation": worker_env.ENV_GENERATION, "attempt": worker_env.ENV_A
 def is_json() -> bool:
     """Whether this process's log is lines of the schema."""
     try:
-        return format_of(os.environ) is LogFormat.JSON
+        return choose_log_format(os.environ) is LogFormat.JSON
     except ValueError:
         return False
 
@@ -48,14 +48,14 @@ def place() -> Mapping[str, object]:
 
 def write_as_agent(known: Callable[[], Mapping[str, object]] = place) -> None:
     """Everything that is logged from now on goes to standard error, as the agent's."""
-    _write(JsonLines(LogSource.AGENT, known) if is_json() else TextLines(_AGENT_TEXT))
+    _write(JsonFormatter(LogSource.AGENT, known) if is_json() else TextFormatter(_AGENT_TEXT))
 
 
 def write_as_rank(rank: int) -> None:
     """Everything that is logged from now on goes to standard error, as this rank's."""
-    text = TextLines(f"%(asctime)s rank {rank} %(levelname)s %(message)s", datefmt="%H:%M:%S")
+    text = TextFormatter(f"%(asctime)s rank {rank} %(levelname)s %(message)s", datefmt="%H:%M:%S")
     known = {**place(), "rank": rank}
-    _write(JsonLines(LogSource.TRAINER, lambda: known) if is_json() else text)
+    _write(JsonFormatter(LogSource.TRAINER, lambda: known) if is_json() else text)
 
 
 def said(
@@ -63,7 +63,7 @@ def said(
     *,
     error: str = "",
     level: LogLevel = LogLevel.INFO,
-    logger: str = LAST_WORD,
+    logger: str = EXIT_LOGGER,
     source: LogSource = LogSource.TRAINER,
 ) -> str:
     """A sentence that a program writes without `logging`; as text it stands below the traceback, where there is one.

@@ -21,10 +21,10 @@ from trainium_client.commands.options import (
 )
 from trainium_client.errors import ClientError
 from trainium_client.manifest import read_job
-from trainium_contract.pages.words import plural
-from trainium_contract.views.job_from_status import job_view
+from trainium_contract.pages.formatting import plural
+from trainium_contract.views.job import build_job_view
 from trainium_contract.views.raw import mapping, text
-from trainium_contract.views.status_part import shown_status
+from trainium_contract.views.status_reader import public_status
 
 if TYPE_CHECKING:
     from trainium_client.api import Api, Json
@@ -82,7 +82,7 @@ def retry(
     api = open_api(namespace, context, kubeconfig)
     job = api.job(name)
     run_again(api, job, None if filename is None else corrected(job, read_job(filename, name), str(filename)))
-    saved = job_view(job, now=time.time()).checkpoints.durable_step is not None
+    saved = build_job_view(job, now=time.time()).checkpoints.durable_step is not None
     start = "it resumes from its newest checkpoint" if saved else "from the beginning, no checkpoint of it is known"
     sentence = f"{name} runs again; {start}; see: kubectl trn watch {name}"
     told(output, sentence, name=name, namespace=api.namespace)
@@ -105,7 +105,7 @@ def _set_suspend(api: Api, name: str, output: Format, *, yes: bool) -> None:
 
 
 def _refuse_ended(job: Json, what: str) -> None:
-    phase, name = shown_status(job).text("phase"), text(mapping(job, "metadata"), "name")
+    phase, name = public_status(job).text("phase"), text(mapping(job, "metadata"), "name")
     if phase in {"Completed", "Failed"}:
         hint = f"; run it again with: kubectl trn retry {name}" if phase == "Failed" else ""
         raise ClientError(f"{name} has {phase.lower()} and cannot be {what}{hint}")

@@ -33,7 +33,7 @@ from trainium_client.inside import ask_all
 from trainium_client.reading import decode_members
 from trainium_client.redacted import redacted, redacted_text
 from trainium_client.render.machine import as_json
-from trainium_contract.pages.words import plural, size
+from trainium_contract.pages.formatting import plural, size
 from trainium_contract.views.raw import mapping, objects, text
 
 if TYPE_CHECKING:

@@ -27,11 +27,11 @@ from trainium_client.inside import ask_all, json_lines, run_inside
 from trainium_client.reading import read_members
 from trainium_client.views.machines import MachineView, find_machine, machine_views
 from trainium_contract.exit_codes import ExitCode
-from trainium_contract.pages.words import plural
+from trainium_contract.pages.formatting import plural
 from trainium_contract.views.checkpoints import checkpoint_root, checkpoint_rows, where_kept
-from trainium_contract.views.job_from_status import job_view
+from trainium_contract.views.job import build_job_view
 from trainium_contract.views.raw import mapping, text
-from trainium_contract.views.status_part import shown_status
+from trainium_contract.views.status_reader import public_status
 from trainium_contract.views.workers import pod_rows, rank_rows
 
 ASKED_UNASKED = 64
@@ -66,11 +66,11 @@ def ranks(
     members = read_members(api, name)
     job = api.job(name)
     told: dict[str, Any] = {}
-    ended = shown_status(job).text("phase") in {"Completed", "Failed"}
+    ended = public_status(job).text("phase") in {"Completed", "Failed"}
     asks = steps if steps is not None else len(members.rows) <= ASKED_UNASKED and not ended
     if asks:
         told = ask_all([row.pod for row in members.rows], lambda pod: json_lines(run_inside(api, pod, _MONITOR)))
-    rows = rank_rows(members, told, shown_status(job), time.time())
+    rows = rank_rows(members, told, public_status(job), time.time())
 
     def page(value: Any, _now: float, width: int) -> Any:
         from trainium_client.render.tables import ranks_page  # noqa: PLC0415
@@ -137,7 +137,7 @@ def checkpoints(
     """Checkpoints that a resume could use; with a running worker also what lies on storage."""
     api = open_api(namespace, context, kubeconfig)
     job = api.job(name)
-    view = job_view(job, now=time.time())
+    view = build_job_view(job, now=time.time())
     rows, note = on_storage(api, job, verify=verify)
     if verify and rows is None:
         raise ClientError(f"the checkpoints cannot be verified: {note}")

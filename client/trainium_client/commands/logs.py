@@ -28,7 +28,7 @@ from trainium_client.reading import decode_members, read_members
 from trainium_client.views.log_words import said
 from trainium_contract.views.interruptions import interruptions
 from trainium_contract.views.raw import plain
-from trainium_contract.views.status_part import shown_status
+from trainium_contract.views.status_reader import public_status
 from trainium_contract.views.workers import pod_rows
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ def _previous(api: Api, name: str, rank: int, members: Members, printer: _Printe
     there = {row.pod for row in members.rows}
     old = [row.name for row in pod_rows(table) if row.name not in there]
     old.sort(key=lambda pod: int(pod.rpartition("-")[2]) if pod.rpartition("-")[2].isdigit() else -1, reverse=True)
-    known = holders_before(interruptions(shown_status(api.job(name))), rank, members)
+    known = holders_before(interruptions(public_status(api.job(name))), rank, members)
     # Who is gone already is not asked for; a rank that has changed hands since is found in the others.
     old = ([pod for pod in known if pod in old] + [pod for pod in old if pod not in known])[:_OLD_PODS]
     found = ask_all(old, lambda pod: api.log(pod, query={"timestamps": "true"}))
@@ -233,7 +233,7 @@ def _follow_pod(api: Api, name: str, member: MemberRow, query: dict[str, str], l
 def _next(api: Api, name: str, rank: int, current: MemberRow) -> MemberRow | None:
     """Who has the rank now; None once the job has ended or is gone, or has no such rank any more for good."""
     while True:
-        status = shown_status(api.job(name))
+        status = public_status(api.job(name))
         phase = status.text("phase")
         if phase in {"Completed", "Failed"}:
             say(f"-- the job has {'failed' if phase == 'Failed' else 'completed'}")

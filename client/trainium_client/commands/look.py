@@ -20,7 +20,7 @@ from trainium_client.commands.options import (
 from trainium_client.reading import read_screen, read_story
 from trainium_contract.views.goodput import goodput_view
 from trainium_contract.views.interruptions import interruptions
-from trainium_contract.views.status_part import shown_status
+from trainium_contract.views.status_reader import public_status
 
 
 def status(
@@ -59,7 +59,7 @@ def history(
 ) -> None:
     """The last interruptions, oldest first."""
     job = open_api(namespace, context, kubeconfig).job(name)
-    emit(output, interruptions(shown_status(job)), _history_page)
+    emit(output, interruptions(public_status(job)), _history_page)
 
 
 def goodput(
@@ -71,7 +71,7 @@ def goodput(
 ) -> None:
     """Where the time of a job went."""
     job = open_api(namespace, context, kubeconfig).job(name)
-    emit(output, goodput_view(shown_status(job), time.time()), _goodput_page)
+    emit(output, goodput_view(public_status(job), time.time()), _goodput_page)
 
 
 def sizes(

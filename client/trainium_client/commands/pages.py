@@ -20,7 +20,7 @@ from trainium_contract.pages.job_page import JobReport, live_job_html
 from trainium_contract.pages.jobs_page import job_row, live_jobs_html
 from trainium_contract.views.curve import LiveCurve
 from trainium_contract.views.interruptions import interruptions
-from trainium_contract.views.status_part import shown_status
+from trainium_contract.views.status_reader import public_status
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -118,7 +118,7 @@ class LocalPages:
             inside.curve.add(screen.view.step, screen.view.loss, screen.view.tokens_per_second)
         report = JobReport(
             screen.view,
-            interruptions(shown_status(screen.job)),
+            interruptions(public_status(screen.job)),
             screen.members,
             inside.checkpoints,
             inside.curve.points if inside.curve is not None else (),

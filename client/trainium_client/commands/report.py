@@ -22,12 +22,12 @@ from trainium_client.commands.options import (
 from trainium_client.errors import ClientError
 from trainium_client.inside import curve_inside
 from trainium_client.reading import Screen, read_screen
+from trainium_contract.pages.formatting import size
 from trainium_contract.pages.job_page import JobReport, report_html
-from trainium_contract.pages.words import size
 from trainium_contract.views.checkpoints import metrics_path, where_kept
 from trainium_contract.views.curve import CurvePoint, read_curve
 from trainium_contract.views.interruptions import interruptions
-from trainium_contract.views.status_part import shown_status
+from trainium_contract.views.status_reader import public_status
 
 if TYPE_CHECKING:
     from trainium_client.api import Api
@@ -56,7 +56,7 @@ def report(
     rows, why_not = on_storage(api, screen.job, verify=False)
     if rows is None:
         notes.append(f"checkpoints on storage: {why_not}")
-    entries = interruptions(shown_status(screen.job))
+    entries = interruptions(public_status(screen.job))
     found = JobReport(screen.view, entries, screen.members, rows, curve, tuple(notes), screen.pods)
     if output == Path(Format.JSON):
         emit(Format.JSON, found, lambda *_: None)

@@ -62,7 +62,7 @@ def watch(
             sys.stdout.write(f"{_CLEAR}{page}")
         else:
             from trainium_client.render.status import status_line  # noqa: PLC0415
-            from trainium_contract.pages.words import clock  # noqa: PLC0415
+            from trainium_contract.pages.formatting import clock  # noqa: PLC0415
 
             line = status_line(view)
             if line != shown:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from trainium_client.render.page import Column, bar, heading, labelled, listed, stacked, table, word
-from trainium_contract.pages.words import ago, clock, count, duration, figure, plural, share, shortened, size
+from trainium_contract.pages.formatting import ago, clock, count, duration, figure, plural, share, shortened, size
 from trainium_contract.program_output import telling
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from trainium_contract.views.events import EventView
     from trainium_contract.views.interruptions import InterruptionView
-    from trainium_contract.views.job import JobScreen
+    from trainium_contract.views.job import JobView
 
 _EVENTS = 5
 _NARROW = 60
@@ -23,7 +23,7 @@ _LONGEST = 300
 """Of an event, so that it fits a screen; the operator's own end with what to do within this."""
 
 
-def status_page(view: JobScreen, *, now: float, width: int) -> RenderableType:
+def status_page(view: JobView, *, now: float, width: int) -> RenderableType:
     """The screen."""
     # Alerts have rows of their own; each time that one comes again would push out what else happened.
     alerts = {each.kind for each in view.alerts}
@@ -36,7 +36,7 @@ def status_page(view: JobScreen, *, now: float, width: int) -> RenderableType:
     )
 
 
-def status_line(view: JobScreen) -> str:
+def status_line(view: JobView) -> str:
     """One line, for a log of changes."""
     parts = [view.phase or "no status"]
     parts += [view.stage] if view.stage not in {"", "Train"} else []
@@ -47,7 +47,7 @@ def status_line(view: JobScreen) -> str:
     return ", ".join(parts)
 
 
-def _rows(view: JobScreen, now: float, width: int) -> list[tuple[str, str | Text]]:
+def _rows(view: JobView, now: float, width: int) -> list[tuple[str, str | Text]]:
     checkpoints, goodput = view.checkpoints, view.goodput
     durable = "none on storage"
     if checkpoints.durable_step is not None:
@@ -71,7 +71,7 @@ def _rows(view: JobScreen, now: float, width: int) -> list[tuple[str, str | Text
     ]
 
 
-def _phase(view: JobScreen) -> Text:
+def _phase(view: JobView) -> Text:
     said = word(view.phase or "not answered yet")
     if view.stage and view.stage != "Train":
         said.append(f", {view.stage} {share(view.stage_share)}")
@@ -84,7 +84,7 @@ def _phase(view: JobScreen) -> Text:
     return said
 
 
-def _wait(view: JobScreen) -> str:
+def _wait(view: JobView) -> str:
     """What a job that has not begun waits for, where nobody needs to do anything about it."""
     pods = next((each for each in view.conditions if each.type == "PodsReady"), None)
     if pods is None:
@@ -94,7 +94,7 @@ def _wait(view: JobScreen) -> str:
     return pods.message.rstrip(" .") if pods.reason == "WaitingForWorkers" else ""
 
 
-def _progress(view: JobScreen, width: int) -> str:
+def _progress(view: JobView, width: int) -> str:
     if view.share is None:
         return f"step {view.step}" if view.step else ""
     drawn = f"{bar(view.share, 24)}  " if width >= _NARROW else ""
@@ -102,14 +102,14 @@ def _progress(view: JobScreen, width: int) -> str:
     return f"{drawn}{100 * view.share:.1f} %  step {view.step}/{view.total_steps}{eta}"
 
 
-def _speed(view: JobScreen) -> str:
+def _speed(view: JobView) -> str:
     parts = [f"loss {figure(view.loss, 5)}"] if view.loss is not None else []
     parts += [f"{count(view.tokens_per_second)} tokens/s"] if view.tokens_per_second else []
     parts += [f"{duration(view.step_seconds)} a step"] if view.step_seconds else []
     return ", ".join(parts)
 
 
-def _size(view: JobScreen) -> str:
+def _size(view: JobView) -> str:
     if not view.phase:
         return f"{view.requested} asked for"
     parts = [f"{view.size} of {view.desired or view.requested} nodes"]
@@ -121,7 +121,7 @@ def _size(view: JobScreen) -> str:
     return ", ".join(parts)
 
 
-def _workers(view: JobScreen) -> str:
+def _workers(view: JobView) -> str:
     if view.workers is None:
         return f"{view.training} train" if view.phase else ""
     members = ", ".join(f"{n} {state}" for state, n in sorted(view.workers.members.items()))
@@ -133,14 +133,14 @@ def _workers(view: JobScreen) -> str:
     return said + (f" ({', '.join(unwell[:3])}{', …' if len(unwell) > 3 else ''})" if unwell and not view.ended else "")
 
 
-def _goodput(view: JobScreen) -> str:
+def _goodput(view: JobView) -> str:
     goodput = view.goodput
     worst = [f"{cause} {duration(seconds)}" for cause, seconds in goodput.lost_seconds.items() if seconds >= 0.5][:3]
     lost = f"; lost {duration(goodput.lost)}: {', '.join(worst)}" if worst else ""
     return f"{share(goodput.ratio)} of {duration(goodput.wall_seconds)}{lost}"
 
 
-def _interrupted(view: JobScreen) -> str:
+def _interrupted(view: JobView) -> str:
     if not view.phase:
         return ""
     causes = ", ".join(f"{cause} {int(n)}" for cause, n in sorted(view.restarts_by_cause.items()))
@@ -170,11 +170,11 @@ def _events(events: tuple[EventView, ...], now: float, width: int) -> list[Rende
     return [heading("What happened last"), table(columns, rows, width)]
 
 
-def _advice(view: JobScreen) -> list[RenderableType]:
+def _advice(view: JobView) -> list[RenderableType]:
     return [heading("What to do"), listed(view.advice)] if view.advice else []
 
 
-def _not_shown(view: JobScreen) -> list[RenderableType]:
+def _not_shown(view: JobView) -> list[RenderableType]:
     return [heading("Not shown"), listed(view.not_shown, style="dim")] if view.not_shown else []
 
 

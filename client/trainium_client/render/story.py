@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from trainium_client.render.page import heading, labelled, listed, stacked
-from trainium_contract.pages.words import clock, duration, plural, shortened
+from trainium_contract.pages.formatting import clock, duration, plural, shortened
 from trainium_contract.program_output import telling
 from trainium_contract.views.interruptions import stage_words
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from trainium_client.render.page import Column, bar, heading, labelled, stacked, table, word
-from trainium_contract.pages.words import ago, clock, duration, figure, share, shortened, size
+from trainium_contract.pages.formatting import ago, clock, duration, figure, share, shortened, size
 from trainium_contract.program_output import telling
 from trainium_contract.views.interruptions import stage_words
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from trainium_contract.views.checkpoints import CheckpointRow
     from trainium_contract.views.goodput import GoodputView
     from trainium_contract.views.interruptions import InterruptionView
-    from trainium_contract.views.job import JobScreen
+    from trainium_contract.views.job import JobView
     from trainium_contract.views.workers import RankRow
 
 _BAR = 20
@@ -129,7 +129,7 @@ def ranks_page(rows: Sequence[RankRow], width: int, most: int | None) -> Rendera
 
 
 def checkpoints_page(
-    view: JobScreen, rows: Sequence[CheckpointRow] | None, note: str, *, now: float, width: int
+    view: JobView, rows: Sequence[CheckpointRow] | None, note: str, *, now: float, width: int
 ) -> RenderableType:
     """What a resume could use, and what lies on storage where a worker can look."""
     checkpoints = view.checkpoints

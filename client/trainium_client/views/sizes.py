@@ -12,7 +12,7 @@ from trainium_client.errors import ClientError
 from trainium_contract.job import TrainingJobSpec
 from trainium_contract.spec.elasticity import IdleNodes
 from trainium_contract.views.raw import mapping
-from trainium_contract.views.status_part import shown_status
+from trainium_contract.views.status_reader import public_status
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -53,7 +53,7 @@ def size_rows(job: Mapping[str, Any]) -> tuple[SizeRow, ...]:
 
     Raises ClientError when the job's specification is not one that this version knows.
     """
-    status = shown_status(job)
+    status = public_status(job)
     try:
         spec = TrainingJobSpec.model_validate(mapping(job, "spec"))
     except ValidationError as error:

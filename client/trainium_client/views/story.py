@@ -10,7 +10,7 @@ from trainium_client.views.log_words import Said, said
 from trainium_contract.program_output import is_native_frame
 from trainium_contract.views.interruptions import InterruptionView, interruptions
 from trainium_contract.views.raw import mapping, plain, seconds_of, text
-from trainium_contract.views.status_part import shown_status
+from trainium_contract.views.status_reader import public_status
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -48,7 +48,7 @@ def tell(
     job: Mapping[str, Any], *, which: int | None = None, log: str = "", log_note: str = "", advice: tuple[str, ...] = ()
 ) -> Story:
     """The story of one entry of the history (from 1; the last when not given) with the log of its pod."""
-    status, metadata = shown_status(job), mapping(job, "metadata")
+    status, metadata = public_status(job), mapping(job, "metadata")
     entries = interruptions(status)
     chosen = len(entries) if which is None else which
     entry = entries[chosen - 1] if 0 < chosen <= len(entries) else None

@@ -41,19 +41,6 @@ MAX_UNBOUNDED_TEXT = 1024
 _LIST_KEYS: dict[str, list[str]] = {"status.conditions": ["type"]}
 """Lists that are maps by a key, so that several writers can own different entries; all others are atomic."""
 
-_BEHIND: dict[str, dict[str, tuple[str, ...]]] = {
-    "status": {
-        "goodput": ("activity", "gang", "refusals"),
-        "history": ("nextPodOrdinal", "waitingSince", "leavingSince"),
-        "avoidedNodes": ("failures",),
-    },
-    "status.goodput": {
-        "accountedUntil": ("starting", "countedStep"),
-    },
-}
-"""Where the operator's memory stands among what people read, as it has since before the two were apart: field -> those
-behind it. Further ones stand at the end."""
-
 _PINNED_LISTS = "spec.trainer."
 """Below it the default of a list is stored with the job too; elsewhere (preflight checks) a later one may apply."""
 
@@ -218,8 +205,7 @@ class _Writer:
     def _object(self, node: dict[str, Any], path: str, written: dict[str, Any]) -> None:
         values = node.get("additionalProperties")
         if "properties" in node:
-            properties = _in_place(node["properties"], _BEHIND.get(path, {}))
-            children = {name: self.schema(child, f"{path}.{name}") for name, child in properties.items()}
+            children = {name: self.schema(child, f"{path}.{name}") for name, child in node["properties"].items()}
             written["properties"] = children
             if "required" in node:
                 written["required"] = node["required"]
@@ -255,13 +241,6 @@ class _Writer:
             written["maxLength"] = MAX_UNBOUNDED_TEXT
         elif "maxLength" not in node:
             raise SchemaError(f"{path}: the text has no bound; add Field(max_length=...)")
-
-
-def _in_place(properties: dict[str, Any], behind: dict[str, tuple[str, ...]]) -> dict[str, Any]:
-    """The properties in the order of the definition."""
-    moved = {name for names in behind.values() for name in names}
-    order = [each for name in properties if name not in moved for each in (name, *behind.get(name, ()))]
-    return {name: properties[name] for name in order}
 
 
 def _object_default(node: dict[str, Any], children: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """What the API server checks of `spec.recovery`, in the Common Expression Language; see `rules.py`.
 
-Invariant: what `faults.read.rule_verdict` would pass over is refused here, so that no rule is silently without effect.
+Guarantees: every rule that `faults.classify.match_rules` would skip is refused here, so no rule is silently unused.
 """
 
 from __future__ import annotations

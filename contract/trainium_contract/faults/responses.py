@@ -1,7 +1,7 @@
 """How faults are answered: the responses of each cause. No response stands anywhere else.
 
 Invariants: every cause has its responses; text never ends a job at its first appearance, because it can mislead and a
-restart in place is cheap (`of_text`).
+restart in place is cheap (`responses_for_text`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Responses:
     """What is done about a fault at first, and what when that did not help."""
 
     first: Response
-    again: Response
+    repeated: Response
     """The same cause again, without a new step in between."""
 
 
@@ -71,7 +71,7 @@ RESPONSES: dict[Cause, Responses] = {
 }
 """Of a cause when nothing more is known; a sign that says more than its cause has responses of its own (`signs`)."""
 
-RULED: dict[RuleAction, Responses] = {
+RULE_RESPONSES: dict[RuleAction, Responses] = {
     RuleAction.STOP: STOP,
     RuleAction.RESTART_IN_PLACE: RESTART,
     RuleAction.REPLACE_WORKER: NEW_WORKER,
@@ -80,12 +80,12 @@ RULED: dict[RuleAction, Responses] = {
 """Of a rule of the job."""
 
 
-def of_text(cause: Cause) -> Responses:
+def responses_for_text(cause: Cause) -> Responses:
     """Of a sign that is only text: what its cause would stop the job for is first tried once more."""
     responses = RESPONSES[cause]
     return RESTART_THEN_STOP if responses.first is Response.STOP else responses
 
 
-def of_pod(*, suspects_node: bool) -> Responses:
+def responses_for_pod(*, suspects_node: bool) -> Responses:
     """Of a pod that ended: nothing in it can restart."""
     return LEAVE_NODE if suspects_node else NEW_WORKER

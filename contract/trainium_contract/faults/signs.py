@@ -4,7 +4,7 @@ A row names its cause; blame, budget, words and answers follow from the cause (`
 where it knows more than its cause, and responses where it is answered otherwise. The order counts: of several statuses,
 and of several patterns that fit a kernel line, the first row is taken, so the most telling come first.
 Statuses are those of the Neuron runtime (nrt_status.h); kernel lines are what /dev/kmsg shows.
-Invariant: what a healthy node may report because of another one is `hearsay` and blames nobody by itself.
+Invariant: what a healthy node may report because of another one is `indirect` and blames nobody by itself.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Sign:
     """Empty: its cause's."""
     responses: Responses | None = None
     """None: its cause's."""
-    hearsay: bool = False
+    indirect: bool = False
     """A healthy node may report it because of another one, so the reporter alone is not blamed for it."""
     number: int = -1
     """The exit code, or the number of the status."""
@@ -73,15 +73,15 @@ class Sign:
 
 
 def _code(
-    number: int, cause: Cause, sentence: str, responses: Responses | None = None, *, hearsay: bool = False
+    number: int, cause: Cause, sentence: str, responses: Responses | None = None, *, indirect: bool = False
 ) -> Sign:
-    return Sign(SignKind.EXIT_CODE, str(int(number)), cause, sentence, responses, hearsay, number=number)
+    return Sign(SignKind.EXIT_CODE, str(int(number)), cause, sentence, responses, indirect, number=number)
 
 
 def _status(
-    number: int, name: str, cause: Cause, sentence: str, responses: Responses | None = None, *, hearsay: bool = False
+    number: int, name: str, cause: Cause, sentence: str, responses: Responses | None = None, *, indirect: bool = False
 ) -> Sign:
-    return Sign(SignKind.RUNTIME_STATUS, name, cause, sentence, responses, hearsay, number=number)
+    return Sign(SignKind.RUNTIME_STATUS, name, cause, sentence, responses, indirect, number=number)
 
 
 def _line(
@@ -122,7 +122,7 @@ EXIT_CODES = (
     _code(ExitCode.NUMERICAL, Cause.NUMERICAL, "non-finite loss or gradient that persisted"),
     _code(ExitCode.OUT_OF_MEMORY, Cause.MEMORY, "out of host or device memory", STOP),
     _code(ExitCode.YIELDING, Cause.YIELDED, "saved and left on request"),
-    _code(ExitCode.PEER_LOST, Cause.PEER_LOST, "collective timeout or peer lost (a victim)", hearsay=True),
+    _code(ExitCode.PEER_LOST, Cause.PEER_LOST, "collective timeout or peer lost (a victim)", indirect=True),
     _code(ExitCode.HUNG, Cause.HANG, "stood still and was ended", RESTART),
     _code(ExitCode.DEVICE_FAULT, Cause.DEVICE, "device fault reported by the runtime"),
     _code(ExitCode.STORAGE_UNAVAILABLE, Cause.STORAGE, "checkpoint storage unavailable"),
@@ -145,7 +145,7 @@ RUNTIME_STATUSES = (
     _status(
         101, "NRT_EXEC_UNIT_UNRECOVERABLE", Cause.DEVICE_REPAIRABLE, "an execution unit of the device needs a reset"
     ),
-    _status(1206, "NRT_NETWORK_PROXY_FAILURE", Cause.NETWORK, "the EFA network proxy failed", hearsay=True),
+    _status(1206, "NRT_NETWORK_PROXY_FAILURE", Cause.NETWORK, "the EFA network proxy failed", indirect=True),
     _status(1003, "NRT_EXEC_COMPLETED_WITH_NUM_ERR", Cause.NUMERICAL, "the device computed NaN; its hardware is sound"),
     _status(1002, "NRT_EXEC_BAD_INPUT", Cause.USER_CODE, "invalid input to the compiled program"),
     _status(1006, "NRT_EXEC_OOB", Cause.USER_CODE, "an access of the compiled program was out of bounds"),
@@ -167,16 +167,16 @@ RUNTIME_STATUSES = (
         "NRT_EXEC_HW_ERR_COLLECTIVES",
         Cause.PEER_LOST,
         "stuck in a collective because of another worker",
-        hearsay=True,
+        indirect=True,
     ),
-    _status(5, "NRT_TIMEOUT", Cause.RUNTIME, "an execution timed out on the device", hearsay=True),
-    _status(1100, "NRT_COLL_PENDING", Cause.PEER_LOST, "a collective was still pending", hearsay=True),
+    _status(5, "NRT_TIMEOUT", Cause.RUNTIME, "an execution timed out on the device", indirect=True),
+    _status(1100, "NRT_COLL_PENDING", Cause.PEER_LOST, "a collective was still pending", indirect=True),
     _status(3, "NRT_INVALID_HANDLE", Cause.USER_CODE, "invalid handle given to the runtime"),
     _status(7, "NRT_QUEUE_FULL", Cause.USER_CODE, "the runtime's execution queue was full"),
     _status(13, "NRT_UNINITIALIZED", Cause.USER_CODE, "the runtime was used before its start"),
     _status(14, "NRT_CLOSED", Cause.USER_CODE, "the runtime was used after its end"),
     _status(15, "NRT_QUEUE_EMPTY", Cause.USER_CODE, "the runtime's queue was empty"),
-    _status(1, "NRT_FAILURE", Cause.RUNTIME, "the runtime failed and does not say why", hearsay=True),
+    _status(1, "NRT_FAILURE", Cause.RUNTIME, "the runtime failed and does not say why", indirect=True),
 )
 """The most telling first: when the output names several, for instance 5 and 1201, the first of these counts."""
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
+from trainium_contract.pages.formatting import clock, count, duration, figure, plural, share, shortened, size
 from trainium_contract.pages.html import document, section, table
 from trainium_contract.pages.live import LIVE_SCRIPT
 from trainium_contract.pages.node_map import node_map_html
 from trainium_contract.pages.svg import BAD, COLOURS, GOOD, OTHER, WAITS, loss_chart, share_bar, squares, timeline
-from trainium_contract.pages.words import clock, count, duration, figure, plural, share, shortened, size
 from trainium_contract.pages.worker_times import worker_times_html
 from trainium_contract.program_output import telling
 from trainium_contract.views.interruptions import ranks_text, stage_words
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from trainium_contract.views.checkpoints import CheckpointRow
     from trainium_contract.views.curve import CurvePoint
     from trainium_contract.views.interruptions import InterruptionView
-    from trainium_contract.views.job import JobScreen
+    from trainium_contract.views.job import JobView
     from trainium_contract.views.workers import Members, PodRow
 
 MOST_ROWS = 2_000
@@ -42,7 +42,7 @@ _KEY = "green: runs (members, where that is known); grey: runs, no member; yello
 class JobReport:
     """What the page is made of."""
 
-    view: JobScreen
+    view: JobView
     entries: tuple[InterruptionView, ...]
     members: Members | None
     checkpoints: tuple[CheckpointRow, ...] | None
@@ -66,7 +66,7 @@ def live_job_html(report: JobReport, now: float, *, jobs: str = "") -> str:
     return document(_title(report.view), body, script=LIVE_SCRIPT)
 
 
-def _title(view: JobScreen) -> str:
+def _title(view: JobView) -> str:
     return f"{view.namespace}/{view.name}"
 
 
@@ -90,12 +90,12 @@ def _sections(report: JobReport, now: float) -> str:
     ])  # fmt: skip
 
 
-def advice_html(view: JobScreen) -> str:
+def advice_html(view: JobView) -> str:
     """What to do; nothing for nothing."""
     return "".join(f"<p class=bad>{escape(each)}</p>" for each in view.advice)
 
 
-def facts_html(view: JobScreen) -> str:
+def facts_html(view: JobView) -> str:
     """How the job is, in a few lines."""
     checkpoint = view.checkpoints.durable_step
     steps = f"step {view.step}" + (f" of {view.total_steps} ({share(view.share)})" if view.total_steps else "")
@@ -218,7 +218,7 @@ def _square(pod: PodRow, ranks: str | None) -> tuple[int, str]:
     return colour, f"{pod.name} on {pod.node or 'no node'}: {pod.state}{member}"
 
 
-def _counted(view: JobScreen) -> str:
+def _counted(view: JobView) -> str:
     if view.workers is None:
         return ""
     parts = [("members", view.workers.members), ("others", view.workers.others)]
@@ -238,7 +238,7 @@ def _checkpoints(report: JobReport) -> str:
     )
 
 
-def _results(view: JobScreen) -> str:
+def _results(view: JobView) -> str:
     artifacts = [(each.kind, str(each.step), each.path, size(each.bytes), each.digest) for each in view.artifacts]
     figures = [(each.name, figure(each.before), figure(each.after)) for each in view.evaluation]
     shown = ""
@@ -249,7 +249,7 @@ def _results(view: JobScreen) -> str:
     return shown
 
 
-def _events(view: JobScreen) -> str:
+def _events(view: JobView) -> str:
     rows = [(clock(each.at), each.reason, each.message) for each in view.events[:MOST_EVENTS]]
     return f"<h2>Events</h2>{table(('Time (UTC)', 'Reason', 'Message'), rows)}" if rows else ""
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
+from trainium_contract.pages.formatting import clock, figure, share
 from trainium_contract.pages.html import Link, document, section, table
 from trainium_contract.pages.live import LIVE_SCRIPT
-from trainium_contract.pages.words import clock, figure, share
 from trainium_contract.views.raw import mapping, text
-from trainium_contract.views.status_part import shown_status
+from trainium_contract.views.status_reader import public_status
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -41,7 +41,7 @@ class JobRow:
 
 def job_row(job: Mapping[str, Any]) -> JobRow:
     """The row of a TrainingJob as the API server holds it."""
-    metadata, status = mapping(job, "metadata"), shown_status(job)
+    metadata, status = mapping(job, "metadata"), public_status(job)
     progress = status.part("progress")
     return JobRow(
         namespace=text(metadata, "namespace"),

@@ -11,8 +11,8 @@ from collections import Counter
 from html import escape
 from typing import TYPE_CHECKING
 
+from trainium_contract.pages.formatting import plural
 from trainium_contract.pages.svg import BAD, GOOD, OTHER, WAITS, squares
-from trainium_contract.pages.words import plural
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from trainium_contract.views.curve import CurvePoint
-    from trainium_contract.views.job import JobScreen
+    from trainium_contract.views.job import JobView
 
 _RULES = (
     "dl{display:grid;grid-template-columns:max-content 1fr;gap:.1rem 1.2rem;margin:.4rem 0}", "dt{font-weight:600}",
@@ -25,7 +25,7 @@ _STYLE = "".join(f".trn-job {rule}" for rule in _RULES)
 """For what is inside of our own element: a notebook has many."""
 
 
-def cell_html(view: JobScreen, curve: Sequence[CurvePoint] = ()) -> str:
+def cell_html(view: JobView, curve: Sequence[CurvePoint] = ()) -> str:
     """The job as it is now."""
     title = f"<h3>{escape(view.namespace)}/{escape(view.name)}</h3>"
     drawn = loss_chart(curve, ())

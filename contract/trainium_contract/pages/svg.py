@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from html import escape
 from typing import TYPE_CHECKING
 
-from trainium_contract.pages.words import shortened
+from trainium_contract.pages.formatting import shortened
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

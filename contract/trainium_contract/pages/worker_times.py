@@ -5,8 +5,8 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING
 
+from trainium_contract.pages.formatting import plural
 from trainium_contract.pages.svg import BAD, GOOD, OTHER, WAITS, timeline
-from trainium_contract.pages.words import plural
 from trainium_contract.views.timeline import Was
 
 if TYPE_CHECKING:

@@ -45,7 +45,7 @@ class PreflightSpec(ContractModel):
         PreflightCheck.PAIRWISE,
     )
     """Which checks run."""
-    budget_seconds: Annotated[int, Field(ge=1, le=600)] = 60
+    timeout_seconds: Annotated[int, Field(ge=1, le=600)] = 60
     """What has not finished by then counts as passed."""
 
 

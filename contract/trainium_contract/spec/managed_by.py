@@ -7,6 +7,6 @@ MANAGER = "trainium.dev/trainium-operator"
 MAX_MANAGER = 63
 
 
-def is_ours(managed_by: object) -> bool:
+def is_managed_here(managed_by: object) -> bool:
     """Whether a value of `managedBy` leaves the job to this operator."""
     return managed_by in (None, "", MANAGER)

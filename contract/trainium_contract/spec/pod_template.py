@@ -48,13 +48,13 @@ _SHAPE = {
 _NAMES: dict[type, str] = {dict: "an object", list: "a list", str: "a text"}
 
 
-def misshapen(template: dict[str, Any]) -> str:
+def describe_shape_error(template: dict[str, Any]) -> str:
     """Which part has not the shape of a pod template's, in a sentence; empty when none is so."""
     return _differs(template, _SHAPE, "")
 
 
 def _checked(template: dict[str, Any]) -> dict[str, Any]:
-    if found := misshapen(template):
+    if found := describe_shape_error(template):
         raise ValueError(f"{found}; write it as in the template of a Deployment")
     return template
 

@@ -83,7 +83,7 @@ class RecoverySpec(ContractModel):
     rescale_after_seconds: Annotated[int, Field(ge=0, le=86_400)] = 120
     """How long to wait for a missing worker before shrinking to the best size for those that are there, and between two
     growths."""
-    graceful_seconds: Annotated[int, Field(ge=1, le=3600)] = 60
+    grace_period_seconds: Annotated[int, Field(ge=1, le=3600)] = 60
     """How long ranks may take to save and leave on a resize, a suspension or a deletion."""
     budgets: BudgetsSpec = BudgetsSpec()
     """Failures allowed before the job stops with a verdict."""

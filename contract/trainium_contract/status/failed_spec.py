@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from trainium_contract.base import StatusModel
-from trainium_contract.redaction import without_secrets
+from trainium_contract.redaction import redact_secrets
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -58,12 +58,12 @@ class FailedSpecStatus(StatusModel):
     """What differs from it, by field; empty for nothing, absent where that is not known."""
 
 
-def recorded_spec(spec: Mapping[str, Any]) -> FailedSpecStatus:
+def record_failed_spec(spec: Mapping[str, Any]) -> FailedSpecStatus:
     """The record of a spec in its wire form, from which nothing differs."""
     return FailedSpecStatus(fields=_fields(spec), changes=())
 
 
-def compared(record: FailedSpecStatus, spec: Mapping[str, Any]) -> FailedSpecStatus:
+def compare_failed_spec(record: FailedSpecStatus, spec: Mapping[str, Any]) -> FailedSpecStatus:
     """The record with what differs from it in this spec."""
     if not record.fields:
         return record
@@ -102,7 +102,7 @@ def _leaves(path: str, value: Any) -> Iterator[tuple[str, str]]:
 def _value(path: str, text: str) -> str:
     if path.startswith(_NEVER_SHOWN):
         return f"#{_digest(text)}"
-    told = without_secrets(text)
+    told = redact_secrets(text)
     return _short(told, _LONGEST_VALUE) if told == text else f"{told[:_LONGEST_VALUE]}#{_digest(text)}"
 
 

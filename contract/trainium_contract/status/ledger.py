@@ -54,7 +54,7 @@ class SizeAccount(StatusModel):
     """A whole window stands behind it."""
 
 
-class ShownGoodput(StatusModel):
+class PublicGoodput(StatusModel):
     """Where the time went since the workers first began together (definitions: docs/goodput.md)."""
 
     ratio: float = 0.0

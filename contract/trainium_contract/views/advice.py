@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from trainium_contract.views.job import ChangeView, ConditionView, JobScreen
+    from trainium_contract.views.job import ChangeView, ConditionView, JobView
 
 _MOST_CHANGES = 6
 _WAITING = {"Unschedulable", "WorkerNotStarting", "NameTaken"}
 
 
-def advise(view: JobScreen) -> tuple[str, ...]:
+def advise(view: JobView) -> tuple[str, ...]:
     """Sentences, each with what to do."""
     if view.managed_by:
         return (f"{view.managed_by} controls this job (spec.managedBy), and the operator leaves it alone: look there.",)
@@ -34,7 +34,7 @@ def advise(view: JobScreen) -> tuple[str, ...]:
     return tuple(found)
 
 
-def run_again(view: JobScreen) -> str:
+def run_again(view: JobView) -> str:
     """How a failed job gets another run: as it is, or corrected; and whether it was corrected already."""
     saved = view.checkpoints.durable_step
     start = "from the beginning, no checkpoint is on storage" if saved is None else f"from step {saved}"
@@ -65,7 +65,7 @@ def _from_to(change: ChangeView) -> str:
     return f"was {was or 'not set'}, is {now or 'not set'}"
 
 
-def _troubles(view: JobScreen) -> list[str]:
+def _troubles(view: JobView) -> list[str]:
     found: list[str] = []
     conditions = {each.type: each for each in view.conditions}
     target = conditions.get("FailureTarget")

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from trainium_contract.status.shown import ShownStatus
-    from trainium_contract.views.status_part import StatusPart
+    from trainium_contract.status.public import PublicStatus
+    from trainium_contract.views.status_reader import StatusReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class GoodputView:
         return sum(self.lost_seconds.values())
 
 
-def goodput_view(status: StatusPart[ShownStatus], now: float) -> GoodputView:
+def goodput_view(status: StatusReader[PublicStatus], now: float) -> GoodputView:
     """The ledger of a status."""
     part = status.part("goodput")
     wall, until = part.number("wallSeconds") or 0.0, part.number("accountedUntil")

@@ -9,8 +9,8 @@ from trainium_contract.views.raw import seconds_of
 
 if TYPE_CHECKING:
     from trainium_contract.status.interruptions import Interruption
-    from trainium_contract.status.shown import ShownStatus
-    from trainium_contract.views.status_part import StatusPart
+    from trainium_contract.status.public import PublicStatus
+    from trainium_contract.views.status_reader import StatusReader
 
 STAGES = ("detect", "decide", "restart", "load", "replay")
 """Stages of a recovery, in their order."""
@@ -70,7 +70,7 @@ class InterruptionView:
         return ANSWERS.get(self.rung, self.rung)
 
 
-def interruptions(status: StatusPart[ShownStatus]) -> tuple[InterruptionView, ...]:
+def interruptions(status: StatusReader[PublicStatus]) -> tuple[InterruptionView, ...]:
     """The history, oldest first."""
     return tuple(map(_entry, status.parts("history")))
 
@@ -86,12 +86,12 @@ def ranks_text(first: int, per: int) -> str:
     return f"{first}-{first + per - 1}" if per > 1 else f"{first}"
 
 
-def _rank(entry: StatusPart[Interruption]) -> int | None:
+def _rank(entry: StatusReader[Interruption]) -> int | None:
     rank = entry.whole("rank", -1)
     return None if rank < 0 else rank
 
 
-def _entry(entry: StatusPart[Interruption]) -> InterruptionView:
+def _entry(entry: StatusReader[Interruption]) -> InterruptionView:
     detected, failed = seconds_of(entry.text("time")), entry.number("failedAt")
     before, stages = entry.whole("stepBefore", -1), entry.numbers("stages")
     return InterruptionView(

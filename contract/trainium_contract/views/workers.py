@@ -12,8 +12,8 @@ from trainium_contract.views.raw import mapping, number, objects, plain, text, w
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from trainium_contract.status.shown import ShownStatus
-    from trainium_contract.views.status_part import StatusPart
+    from trainium_contract.status.public import PublicStatus
+    from trainium_contract.views.status_reader import StatusReader
 
 _CELLS = {"Name": "name", "Status": "state", "Restarts": "restarts", "Node": "node", "Age": "age"}
 _AGE, _PART_OF_AGE = re.compile(r"(?:\d{1,6}[ydhms]){1,3}"), re.compile(r"(\d+)([ydhms])")
@@ -141,7 +141,7 @@ def workers_view(rows: Sequence[PodRow], members: Members | None) -> WorkersView
 def rank_rows(
     members: Members,
     told: Mapping[str, Sequence[Mapping[str, Any]] | str],
-    status: StatusPart[ShownStatus],
+    status: StatusReader[PublicStatus],
     now: float,
 ) -> tuple[RankRow, ...]:
     """All ranks, the slowest first; `told` has what the monitor of each pod said, or why it said nothing."""

@@ -10,7 +10,7 @@ import logging
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from trainium_contract.redaction import without_secrets
+from trainium_contract.redaction import redact_secrets
 from trainium_contract.wire.log_line import LogFormat, LogLevel, log_line
 from trainium_contract.wire.worker_env import ENV_LOG_FORMAT
 
@@ -24,7 +24,7 @@ _OF_RECORD = ("namespace", "job", "pod", "node", "generation", "attempt", "rank"
 _LONGEST_LOGGER = 128
 
 
-def format_of(environment: Mapping[str, str]) -> LogFormat:
+def choose_log_format(environment: Mapping[str, str]) -> LogFormat:
     """The form that an environment asks for. Raises ValueError with a sentence."""
     given = environment.get(ENV_LOG_FORMAT) or LogFormat.TEXT
     try:
@@ -38,7 +38,7 @@ def moment(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
 
 
-class JsonLines(logging.Formatter):
+class JsonFormatter(logging.Formatter):
     """Records as lines of the schema."""
 
     def __init__(self, source: LogSource, known: Callable[[], Mapping[str, object]] = dict) -> None:
@@ -65,12 +65,12 @@ class JsonLines(logging.Formatter):
         )
 
 
-class TextLines(logging.Formatter):
+class TextFormatter(logging.Formatter):
     """Records as text, by a format of `logging`."""
 
     def format(self, record: logging.LogRecord) -> str:
         """The record, with its traceback below it."""
-        return without_secrets(super().format(record))
+        return redact_secrets(super().format(record))
 
 
 def _level(number: int) -> LogLevel:

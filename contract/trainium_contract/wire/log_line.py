@@ -14,13 +14,13 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationError
 
 from trainium_contract.base import ContractModel, Name
-from trainium_contract.redaction import without_secrets
+from trainium_contract.redaction import redact_secrets
 
 LINE_BYTES = 16_000
 """Without the end of the line; containerd and CRI-O break lines at 16 KiB."""
 MESSAGE_CHARACTERS = 4_096
 ERROR_CHARACTERS = 8_192
-LAST_WORD = "trainium.exit"
+EXIT_LOGGER = "trainium.exit"
 """Logger of the sentence with which a program says why it ends."""
 PROGRAM = "program"
 """Logger of what a program wrote without a logger of ours."""
@@ -109,7 +109,7 @@ class LogLine(ContractModel):
                 head = f"{stamp} {level} agent "
             case LogSource.TRAINER:
                 head = "" if self.rank is None else f"{clock} rank {self.rank} {level} "
-        if self.logger == LAST_WORD:
+        if self.logger == EXIT_LOGGER:
             # A program that ends says why in its last line, and nothing else in that line.
             return f"{self.error}\n{self.message}" if self.error else self.message
         return f"{head}{self.message}\n{self.error}" if self.error else f"{head}{self.message}"
@@ -170,7 +170,7 @@ def readable(text: str) -> str:
 
 def _bounded(text: str) -> str:
     """Without secrets, of what is looked at at most, and without halves of characters, which no JSON may hold."""
-    return without_secrets(text[: 2 * ERROR_CHARACTERS].encode(errors="backslashreplace").decode())
+    return redact_secrets(text[: 2 * ERROR_CHARACTERS].encode(errors="backslashreplace").decode())
 
 
 def _fields_of(refused: ValidationError) -> frozenset[str]:

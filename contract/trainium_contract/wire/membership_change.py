@@ -30,7 +30,7 @@ LARGEST_SHARE = 0.5
 """Part of the members above which the whole membership is told: it is not much longer then."""
 
 
-class UnfitChangeError(ValueError):
+class StaleChangeError(ValueError):
     """The change was made from another membership than this one; ask for the whole."""
 
 
@@ -51,7 +51,7 @@ class MembershipChange(MessageModel):
     """`digest_of` all members."""
 
 
-def change_between(old: Membership, new: Membership) -> MembershipChange | None:
+def diff_memberships(old: Membership, new: Membership) -> MembershipChange | None:
     """What to tell who knows `old`; None where the whole is told as well."""
     before = {member.node_rank: member for member in old.members}
     changed = tuple(member for member in new.members if before.get(member.node_rank) != member)
@@ -69,16 +69,16 @@ def change_between(old: Membership, new: Membership) -> MembershipChange | None:
     )
 
 
-def applied(change: MembershipChange, known: Membership | None) -> Membership:
-    """The new membership. Raises UnfitChangeError."""
+def apply_change(change: MembershipChange, known: Membership | None) -> Membership:
+    """The new membership. Raises StaleChangeError."""
     if known is None or known.generation != change.since:
         ours = f"generation {known.generation}" if known is not None else "none"
-        raise UnfitChangeError(f"a change of generation {change.since} was told, and {ours} is known")
+        raise StaleChangeError(f"a change of generation {change.since} was told, and {ours} is known")
     ranks = {member.node_rank: member for member in known.members if member.node_rank < change.size}
     ranks |= {member.node_rank: member for member in change.members}
     members = tuple(ranks[rank] for rank in sorted(ranks))
     if not members or digest_of(members) != change.digest:
-        raise UnfitChangeError(f"generation {change.generation} does not follow from what is known of {change.since}")
+        raise StaleChangeError(f"generation {change.generation} does not follow from what is known of {change.since}")
     return Membership(
         protocol=change.protocol,
         generation=change.generation,

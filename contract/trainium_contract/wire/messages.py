@@ -191,7 +191,7 @@ class Progress(MessageModel):
     """Steps of the whole run; 0 while the trainer has not told, and from one that does not tell."""
     stage: StageName = RunStage.TRAIN.value
     """The RunStage that the ranks are in."""
-    stage_done: Figure = None
+    stage_progress: Figure = None
     """Share of the stage that is over, 0 to 1; absent in Train."""
     stage_since: Time = 0.0
     """When the ranks of the present attempt came into the stage; 0 in Train."""
@@ -371,7 +371,7 @@ class HeartbeatResponse(MessageModel):
     protocol: Protocol = PROTOCOL
     generation: int = Field(ge=0, le=_LAST)
     """The current generation."""
-    detail_seconds: Time | None = None
+    full_heartbeat_seconds: Time | None = None
     """How long heartbeats may be signs of life alone while nothing but the step changes; see `wire.stream`."""
     time: Time | None = None
     """Unix seconds of the coordinator's clock. Both are told over a stream alone."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 _WORDS = re.compile(r"\(not finite on rank (\d{1,6}) alone\)")
 
 
-def told_origin(ranks: Sequence[int], world_size: int) -> str:
+def format_nonfinite_ranks(ranks: Sequence[int], world_size: int) -> str:
     """What a sentence says of the ranks whose own values were not finite; empty where they tell nothing."""
     if not ranks or len(ranks) == world_size:
         return ""
@@ -21,7 +21,7 @@ def told_origin(ranks: Sequence[int], world_size: int) -> str:
     return f" (not finite on ranks {shown}, finite on the other {world_size - len(ranks)})"
 
 
-def origin_in(message: str) -> int | None:
+def parse_nonfinite_rank(message: str) -> int | None:
     """The one rank that a failure's message puts the numbers down to; None when it names none."""
     found = _WORDS.search(message)
     return int(found.group(1)) if found else None

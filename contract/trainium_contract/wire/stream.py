@@ -6,11 +6,10 @@ It begins as HTTP, so that a coordinator of the version before answers 404: `GET
 kind, four of length, then the payload, which is JSON of the same messages that HTTP carries. The agent's first frame is
 REGISTER; nothing is answered before it.
 
-A sign of life is due each `heartbeatSeconds`: HEARTBEAT while the coordinator must see it at once, else ALIVE, whose
-payload is the newest step alone (eight bytes; training that stands still is noticed by it), and HEARTBEAT again after
-`detailSeconds` at the latest (`tells_news`).
-Each HEARTBEAT is answered in turn, by HEARD or by REFUSED with 409; every other REFUSED is the coordinator's last word.
-Frames of kinds that are not known are left out; lengths are bounded by the reader, before anything is kept.
+An agent sends one frame each `heartbeatSeconds`: HEARTBEAT while the coordinator must see it at once, else KEEPALIVE,
+whose payload is the newest step alone (eight bytes), and HEARTBEAT again after `fullHeartbeatSeconds` at the latest
+(`must_send_now`). Each HEARTBEAT is answered in turn, by HEARTBEAT_ACK or by ERROR with 409; after any other ERROR the
+coordinator closes the stream. Readers skip frames of unknown kinds and bound a length before they keep any data.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _STEP = struct.Struct("!Q")
 _ALWAYS_NEWS = attrgetter(*sorted(HeartbeatRequest.model_fields.keys() - {"progress", "timing", "protocol"}))
 _RUNNING = frozenset(
     {"step", "loss", "tokens_per_second", "samples", "memory_step", "durable_step", "updated", "productive_seconds"}
-    | {"stage_done"}
+    | {"stage_progress"}
 )
 """What of the progress runs on with the steps."""
 _STANDING = attrgetter(*sorted(Progress.model_fields.keys() - _RUNNING))
@@ -43,19 +42,19 @@ class FrameKind(IntEnum):
 
     REGISTER = 1
     """RegisterRequest."""
-    WELCOME = 2
+    REGISTERED = 2
     """RegisterResponse."""
     HEARTBEAT = 3
     """HeartbeatRequest."""
-    HEARD = 4
+    HEARTBEAT_ACK = 4
     """HeartbeatResponse."""
-    ALIVE = 5
+    KEEPALIVE = 5
     """Nothing has changed but what runs on with the steps; see `alive`."""
     MEMBERSHIP = 6
     """Membership."""
     PACKED_MEMBERSHIP = 7
     """Membership, in gzip's format."""
-    REFUSED = 8
+    ERROR = 8
     """ErrorResponse, with `status`."""
     MEMBERSHIP_CHANGE = 9
     """MembershipChange, of the generation that the agent knows; only to who asked for changes."""
@@ -80,12 +79,12 @@ def frame(kind: FrameKind, payload: bytes = b"") -> bytes:
 
 
 def alive(message: HeartbeatRequest) -> bytes:
-    """The payload of ALIVE: the newest step, nothing where there is none."""
+    """The payload of KEEPALIVE: the newest step, nothing where there is none."""
     return _STEP.pack(message.progress.step) if message.progress is not None else b""
 
 
 def step_of(payload: bytes) -> int:
-    """The newest step of an ALIVE; -1 for none."""
+    """The newest step of an KEEPALIVE; -1 for none."""
     return int(_STEP.unpack(payload)[0]) if len(payload) == _STEP.size else -1
 
 
@@ -114,16 +113,16 @@ class FrameReader:
         self._held = held[at:]
 
 
-def share_of_pause(drawn: float, *, after_news: bool) -> float:
-    """Share of `detailSeconds` until the next HEARTBEAT that nothing asks for; `drawn` from 0 to 1, anew each time.
+def jitter_fraction(drawn: float, *, after_news: bool) -> float:
+    """Return the share of `fullHeartbeatSeconds` until the next unprompted HEARTBEAT; `drawn` is random, from 0 to 1.
 
-    News comes from all agents of a job at once. Those after it are spread over the whole pause, so that the newest step
-    goes on to be heard of: silence of all of them would look like training that stands still.
+    Changes come from all agents of a job at once. The heartbeats after one are spread over the whole interval, so that
+    the coordinator keeps receiving the newest step: silence of all agents would look like a hang.
     """
     return drawn if after_news else 0.5 + drawn / 2
 
 
-def tells_news(told: HeartbeatRequest | None, now: HeartbeatRequest) -> bool:
+def must_send_now(told: HeartbeatRequest | None, now: HeartbeatRequest) -> bool:
     """Whether the coordinator must see `now` at once, when `told` is the last that was sent to it.
 
     The first step of an attempt is news: with it a recovery is over.

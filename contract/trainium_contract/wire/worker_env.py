@@ -16,7 +16,7 @@ ROLE_WORKER = "worker"
 LABEL_EXTRA = f"{GROUP}/extra"
 """On a worker beyond those that were asked for, on an idle node: it is the first to go."""
 ANNOTATION_TEMPLATE_HASH = f"{GROUP}/template-hash"
-ANNOTATION_KEPT_FROM = f"{GROUP}/kept-from"
+ANNOTATION_AVOIDED_NODES = f"{GROUP}/avoided-nodes"
 """Host names of the nodes that the pod's affinity forbids, separated by commas."""
 FIELD_MANAGER = "trainium-operator"
 

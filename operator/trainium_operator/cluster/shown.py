@@ -13,14 +13,14 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from trainium_contract.pages.formatting import clock
 from trainium_contract.pages.job_page import JobReport
 from trainium_contract.pages.jobs_page import JobRow
-from trainium_contract.pages.words import clock
 from trainium_contract.views.curve import LiveCurve
 from trainium_contract.views.events import EventView, event_views
 from trainium_contract.views.interruptions import interruptions
-from trainium_contract.views.job_from_status import job_view
-from trainium_contract.views.status_part import shown_status
+from trainium_contract.views.job import build_job_view
+from trainium_contract.views.status_reader import public_status
 from trainium_contract.views.workers import PodRow, members_view, workers_view
 from trainium_contract.wire.worker_env import KIND
 from trainium_operator.cluster.api.errors import ApiError, ForbiddenError
@@ -31,7 +31,7 @@ from trainium_operator.plan.model.observed import PodPhase
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trainium_contract.status.shown import ShownStatus
+    from trainium_contract.status.public import PublicStatus
     from trainium_contract.views.curve import CurvePoint
     from trainium_operator.cluster.api.client import Api
     from trainium_operator.cluster.cache.views import JobRecord
@@ -173,8 +173,8 @@ def _report(known: _Known, *, now: float, events: tuple[EventView, ...], notes: 
     if known.record.error:
         notes = (*notes, f"the job cannot be read: {known.record.error}")
     return JobReport(
-        view=job_view(job, now=now, workers=workers, events=events),
-        entries=interruptions(shown_status(job)),
+        view=build_job_view(job, now=now, workers=workers, events=events),
+        entries=interruptions(public_status(job)),
         members=members,
         checkpoints=None,
         curve=known.curve,
@@ -206,7 +206,7 @@ def _row(record: JobRecord) -> JobRow:
     if view is None:
         note = f"{record.elsewhere} controls it" if record.elsewhere else record.error
         return JobRow(record.namespace, record.name, note=note)
-    status: ShownStatus = view.status
+    status: PublicStatus = view.status
     return JobRow(
         namespace=record.namespace,
         name=record.name,

@@ -98,7 +98,7 @@ class Hearing:
         return HeartbeatResponse(
             protocol=message.protocol,
             generation=self.state.published(job_id),
-            detail_seconds=self.state.detail_seconds(job_id) if streamed else None,
+            full_heartbeat_seconds=self.state.full_heartbeat_seconds(job_id) if streamed else None,
             time=time.time() if streamed else None,
         )
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from trainium_contract.wire.membership_change import change_between
+from trainium_contract.wire.membership_change import diff_memberships
 from trainium_contract.wire.messages import HeartbeatRequest, WorkerPhase
 from trainium_operator.plan.model.observed import SILENCE_TOLD_SECONDS, AgentView
 
@@ -142,7 +142,7 @@ class CoordinatorState:
         job = self._job(job_id)
         if membership.generation >= job.generation:
             if job.membership is not None and membership.generation > job.generation:
-                job.change = change_between(job.membership, membership)
+                job.change = diff_memberships(job.membership, membership)
             job.membership = membership.lean()
             job.members = frozenset(member.pod_uid for member in membership.members)
             job.drop_gone()
@@ -184,7 +184,7 @@ class CoordinatorState:
         job = self._jobs.get(job_id)
         return {uid: agent.view for uid, agent in job.agents.items()} if job else {}
 
-    def detail_seconds(self, job_id: JobId) -> float:
+    def full_heartbeat_seconds(self, job_id: JobId) -> float:
         """How long an agent may give signs of life alone: the job's newest step is heard of often all the same."""
         job = self._jobs.get(job_id)
         return min(LONGEST_DETAIL_SECONDS, len(job.agents) / DETAILS_A_SECOND) if job else 0.0
@@ -353,7 +353,7 @@ def _step(heartbeat: HeartbeatRequest | None) -> int:
 
 
 def _stage_done(heartbeat: HeartbeatRequest | None) -> float | None:
-    return heartbeat.progress.stage_done if heartbeat is not None and heartbeat.progress is not None else None
+    return heartbeat.progress.stage_progress if heartbeat is not None and heartbeat.progress is not None else None
 
 
 def _results(heartbeat: HeartbeatRequest) -> tuple[object, ...]:

@@ -107,7 +107,7 @@ class Stream(asyncio.Protocol):
             status = self._answer(kind, payload)
         except Exception as error:  # noqa: BLE001 - told to whoever sent it, or logged as a defect
             status = self._refuse(error)
-        if status and kind != FrameKind.ALIVE:
+        if status and kind != FrameKind.KEEPALIVE:
             self._streams.on_message("register" if kind == FrameKind.REGISTER else "heartbeat", status)
 
     def _answer(self, kind: int, payload: bytes) -> int:
@@ -117,16 +117,16 @@ class Stream(asyncio.Protocol):
             self._protocol = welcome.protocol
             if welcome.membership is not None:
                 self.after = max(self.after, welcome.membership.generation)
-            self._send(FrameKind.WELCOME, welcome.model_dump_json(by_alias=True, exclude_none=True).encode())
+            self._send(FrameKind.REGISTERED, welcome.model_dump_json(by_alias=True, exclude_none=True).encode())
             self._streams.tell(self)
         elif self.job_id is None:
             self.end(400, "the first frame must be a registration")
             return 400
-        elif kind == FrameKind.ALIVE:
+        elif kind == FrameKind.KEEPALIVE:
             hearing.state.alive(self.job_id, self.caller.pod_uid, step_of(payload))
         elif kind == FrameKind.HEARTBEAT:
             heard = hearing.heartbeat(self.caller, payload, streamed=True)
-            self._send(FrameKind.HEARD, heard.model_dump_json(by_alias=True, exclude_none=True).encode())
+            self._send(FrameKind.HEARTBEAT_ACK, heard.model_dump_json(by_alias=True, exclude_none=True).encode())
         else:
             return 0  # of a newer agent
         return 200
@@ -172,7 +172,7 @@ class Stream(asyncio.Protocol):
 
     def _say_no(self, status: int, sentence: str, generation: int | None = None) -> None:
         refusal = ErrorResponse(error=sentence, generation=generation, status=status)
-        self._send(FrameKind.REFUSED, refusal.model_dump_json(by_alias=True, exclude_none=True).encode())
+        self._send(FrameKind.ERROR, refusal.model_dump_json(by_alias=True, exclude_none=True).encode())
 
     def _send(self, kind: FrameKind, payload: bytes) -> int:
         """In how many pieces."""

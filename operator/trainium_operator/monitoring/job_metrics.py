@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from trainium_contract.job import TrainingJobStatus
     from trainium_contract.status.interruptions import Interruption
-    from trainium_contract.status.shown import ShownStatus
+    from trainium_contract.status.public import PublicStatus
     from trainium_operator.plan.model.observed import JobView
 
 _FAULT_SECONDS = (0.1, 0.3, 1, 2, 4, 8, 15, 30, 60, 120, 300, 900)
@@ -46,7 +46,7 @@ class JobMetrics:
     ) -> None:
         """`most_named`: jobs with figures of their own."""
         self._wall_clock = wall_clock
-        self._seen: dict[str, tuple[JobView, ShownStatus]] = {}
+        self._seen: dict[str, tuple[JobView, PublicStatus]] = {}
         self._labels: dict[Gauge, set[str]] = {}
 
         def counter(name: str, text: str, *labels: str) -> Counter:
@@ -100,7 +100,7 @@ class JobMetrics:
             if _holds(status, kind) and not _holds(old, kind):
                 self._finished.labels(kind.value).inc()
         self._pods.inc(max(0, status.next_pod_ordinal - old.next_pod_ordinal))
-        self._given_back.inc(max(0, status.gang.given_back - old.gang.given_back))
+        self._given_back.inc(max(0, status.gang.releases - old.gang.releases))
         sizes = (old.membership.size, status.membership.size)
         if all(sizes) and sizes[0] != sizes[1]:
             self._resizes.labels("grow" if sizes[1] > sizes[0] else "shrink").inc()
@@ -127,7 +127,7 @@ class JobMetrics:
         self._durable_age.set(max(self._ages(running), default=0.0))
         self._set(self._workers, [item for job, status in self._seen.values() for item in workers_of(job, status)])
 
-    def _ages(self, running: list[ShownStatus]) -> Iterator[float]:
+    def _ages(self, running: list[PublicStatus]) -> Iterator[float]:
         """Since each newest durable checkpoint, or the first step where there is none."""
         for status in running:
             since = status.checkpoint.durable_time or status.start_time
@@ -167,5 +167,5 @@ def _answered(interruption: Interruption) -> bool:
     return interruption.recovered_seconds is not None or interruption.rung is Rung.STOP
 
 
-def _holds(status: ShownStatus, kind: ConditionType) -> bool:
+def _holds(status: PublicStatus, kind: ConditionType) -> bool:
     return any(each.type is kind and each.status is ConditionStatus.TRUE for each in status.conditions)

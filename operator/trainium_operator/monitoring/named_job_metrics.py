@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from prometheus_client import Metric
 
-    from trainium_contract.status.shown import ShownStatus
+    from trainium_contract.status.public import PublicStatus
     from trainium_operator.plan.model.observed import JobView
 
 MEASURES = {"strict": "ratio", "uptime": "uptime_ratio", "fleet": "fleet_ratio"}
@@ -36,7 +36,7 @@ class NamedJobMetrics(Collector):
         self,
         prefix: str,
         most: int,
-        jobs: Callable[[], Iterable[tuple[JobView, ShownStatus]]],
+        jobs: Callable[[], Iterable[tuple[JobView, PublicStatus]]],
         wall_clock: Callable[[], float],
     ) -> None:
         """`jobs()`: every job with its newest status."""
@@ -84,7 +84,7 @@ class Families:
         self.interruptions = counter("interruptions", "Interruptions by faults", "cause")
         self.all = tuple(vars(self).values())
 
-    def add(self, job: JobView, status: ShownStatus, now: float) -> None:
+    def add(self, job: JobView, status: PublicStatus, now: float) -> None:
         """One job's figures."""
         name = (job.namespace, job.name)
         holds = {each.type: each.status for each in status.conditions}
@@ -112,7 +112,7 @@ class Families:
                 self.interruptions.add_metric([*name, cause], count)
 
 
-def workers_of(job: JobView, status: ShownStatus) -> tuple[tuple[str, float], ...]:
+def workers_of(job: JobView, status: PublicStatus) -> tuple[tuple[str, float], ...]:
     """How many workers a job has, by state."""
     return (
         ("desired", status.desired),
@@ -123,6 +123,6 @@ def workers_of(job: JobView, status: ShownStatus) -> tuple[tuple[str, float], ..
     )
 
 
-def _order(item: tuple[JobView, ShownStatus]) -> tuple[bool, str, str]:
+def _order(item: tuple[JobView, PublicStatus]) -> tuple[bool, str, str]:
     job, status = item
     return status.phase in _OVER, job.namespace, job.name

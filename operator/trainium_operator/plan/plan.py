@@ -53,7 +53,7 @@ from trainium_operator.plan.view.size import decide_size
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
-    from trainium_contract.status.shown import ShownStatus
+    from trainium_contract.status.public import PublicStatus
     from trainium_operator.plan.diagnose.loss import Loss
     from trainium_operator.plan.model.observed import Observed, PlanSettings
     from trainium_operator.plan.view.facts import Facts
@@ -175,7 +175,7 @@ def _decided(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...]) 
     return decided.then(Answer(status=status, actions=keep_published(facts)))
 
 
-def _is_open(status: ShownStatus) -> bool:
+def _is_open(status: PublicStatus) -> bool:
     """Whether an interruption is open: some policies wait until none is."""
     return any(entry.recovered_seconds is None for entry in status.history)
 

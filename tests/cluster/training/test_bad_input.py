@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 
-def verdict_of(job: Job) -> str:
+def classify_exit_code(job: Job) -> str:
     """The verdict of a job that must fail; no node may be blamed for it."""
     status = job.until_phase("Failed")
     assert not status.get("avoidedNodes"), "no node is to blame"
@@ -56,13 +56,13 @@ def verdict_of(job: Job) -> str:
 def test_a_hopeless_job_fails_with_a_sentence_after_at_most_two_tries(
     new_job: Callable[..., Job], change: str, expected: str
 ) -> None:
-    assert expected in verdict_of(new_job(change=change))
+    assert expected in classify_exit_code(new_job(change=change))
 
 
 @pytest.mark.long
 def test_a_worker_that_ends_at_import_fails_within_two_tries(new_job: Callable[..., Job]) -> None:
     environment = {"OMP_NUM_THREADS": "1", "TRAINIUM_RANK_ENTRY": "no_such_module:main"}
-    verdict = verdict_of(new_job(change="workers: {replicas: 1}", environment=environment))
+    verdict = classify_exit_code(new_job(change="workers: {replicas: 1}", environment=environment))
     assert "no_such_module" in verdict
 
 

@@ -30,7 +30,7 @@ trainer:
   schedule: {warmupSteps: 5}
   monitor: {tensorboard: false, recordSamples: true}
 checkpoint: {durable: {everySteps: 20, keepLast: 3}}
-recovery: {rescaleAfterSeconds: 5, gracefulSeconds: 20}
+recovery: {rescaleAfterSeconds: 5, gracePeriodSeconds: 20}
 """
 
 PATIENCE_SECONDS = 90.0

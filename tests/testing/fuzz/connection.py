@@ -139,7 +139,7 @@ def _frames_are_sound(data: bytes) -> None:
         payload = data[at + HEAD_BYTES : at + HEAD_BYTES + length]
         promise(len(payload) == length, "a frame that is cut short")
         at += HEAD_BYTES + length
-        if kind == FrameKind.REFUSED:
+        if kind == FrameKind.ERROR:
             refusal = json.loads(payload)
             promise(refusal["status"] != 500, "a defect in the coordinator")
             promise(len(refusal["error"]) <= LONGEST_SENTENCE, f"a sentence of {len(refusal['error'])} characters")

@@ -84,7 +84,7 @@ class CoordinatorTarget:
         hello = {"frame": {"kind": FrameKind.REGISTER, "body": objects.REGISTER}}
         beat = {"frame": {"kind": FrameKind.HEARTBEAT, "body": objects.HEARTBEAT}}
         whole = {"frame": {"kind": FrameKind.HEARTBEAT, "body": full}}
-        alive = {"frame": {"kind": FrameKind.ALIVE, "raw": "\x00\x00\x00\x00\x00\x00\x00\x09"}}
+        alive = {"frame": {"kind": FrameKind.KEEPALIVE, "raw": "\x00\x00\x00\x00\x00\x00\x00\x09"}}
         asked = {"after": "0", "podUid": "uid-0", "changes": "1"}
         stream = {"request": _asked("GET", STREAM_PATH, query=asked, upgrade=UPGRADE)}
         register = {"request": _asked("POST", REGISTER_PATH, body=objects.REGISTER)}

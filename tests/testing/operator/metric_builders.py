@@ -9,7 +9,7 @@ from trainium_contract.job import GoodputStatus, TrainingJobSpec, TrainingJobSta
 from trainium_contract.status.conditions import Phase
 from trainium_contract.status.interruptions import Interruption, RestartsStatus, Rung
 from trainium_contract.status.ledger import OVERHEAD, STARTUP, StageSeconds
-from trainium_contract.status.shown import CheckpointStatus, ProgressStatus
+from trainium_contract.status.public import CheckpointStatus, ProgressStatus
 from trainium_operator.cluster.cache.namespaces import Sight
 from trainium_operator.monitoring.metrics import Metrics
 from trainium_operator.plan.fleet.memory import Machine, MachineState

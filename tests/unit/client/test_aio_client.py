@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from trainium_contract.views.job import JobScreen
+    from trainium_contract.views.job import JobView
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ async def test_waiting_ends_with_the_phase_or_the_verdict_and_leaves_the_program
     paused = asyncio.Event()
     go_on = asyncio.Event()
 
-    async def hear(view: JobScreen) -> None:
+    async def hear(view: JobView) -> None:
         looks.append(view.phase)
 
     async def pause(_seconds: float) -> None:

@@ -22,32 +22,32 @@ from trainium_client.render.tables import goodput_page, history_page, machines_p
 from trainium_client.views.machines import find_machine, machine_views
 from trainium_client.views.sizes import size_rows
 from trainium_client.views.story import MOST_LINES, tell
+from trainium_contract.pages.formatting import duration
 from trainium_contract.pages.job_page import JobReport, report_html
-from trainium_contract.pages.words import duration
 from trainium_contract.views.events import event_views
 from trainium_contract.views.interruptions import interruptions
-from trainium_contract.views.job_from_status import job_view
+from trainium_contract.views.job import build_job_view
 from trainium_contract.views.raw import plain
-from trainium_contract.views.status_part import shown_status
+from trainium_contract.views.status_reader import public_status
 from trainium_contract.views.workers import Members, members_view, pod_rows, rank_rows, workers_view
 from trainium_contract.wire.recorded_membership import LARGEST_TEXT, members_of, recorded_membership
 
 if TYPE_CHECKING:
-    from trainium_contract.views.job import JobScreen
+    from trainium_contract.views.job import JobView
 
 
-def screen(name: str = "job", **changes: Any) -> JobScreen:
+def screen(name: str = "job", **changes: Any) -> JobView:
     job = recorded(name)
     job["status"] |= changes
     workers = workers_view(pod_rows(recorded("pods")), members())
-    return job_view(job, now=NOW, workers=workers, events=event_views(recorded("events")["items"]))
+    return build_job_view(job, now=NOW, workers=workers, events=event_views(recorded("events")["items"]))
 
 
 def members() -> Members:
     return members_view(recorded_membership(recorded("membership")))
 
 
-def page(view: JobScreen, width: int = 100, *, colour: bool = False) -> str:
+def page(view: JobView, width: int = 100, *, colour: bool = False) -> str:
     return show(status_page(view, now=NOW, width=width), width=width, colour=colour)
 
 
@@ -84,13 +84,13 @@ def test_what_was_in_memory_is_not_there_when_the_pods_are_gone() -> None:
 def test_the_line_of_changes_counts_the_workers_that_are_asked_for_until_they_train() -> None:
     job = recorded("job")
     job["status"] = {"phase": "Pending", "desired": 2}
-    assert status_line(job_view(job, now=NOW)) == "Pending, step 0, 0/2 workers, 0 interruptions"
+    assert status_line(build_job_view(job, now=NOW)) == "Pending, step 0, 0/2 workers, 0 interruptions"
 
 
 def test_a_job_without_a_status_asks_for_the_operator() -> None:
     job = {key: value for key, value in recorded("job").items() if key != "status"}
 
-    view = job_view(job, now=NOW)
+    view = build_job_view(job, now=NOW)
 
     assert view.phase == ""
     assert "No operator has answered" in view.advice[0]
@@ -98,7 +98,7 @@ def test_a_job_without_a_status_asks_for_the_operator() -> None:
 
 
 def test_a_status_that_nobody_writes_any_more_is_called_old() -> None:
-    view = job_view(recorded("job"), now=NOW + 600)
+    view = build_job_view(recorded("job"), now=NOW + 600)
 
     assert view.stale
     assert "does not write" in view.advice[0]
@@ -111,7 +111,7 @@ def test_a_failed_job_says_what_was_changed_since_or_that_nothing_was_and_what_t
     def advice(generation: int = 1, **record: Any) -> str:
         job["metadata"]["generation"], job["status"]["observedGeneration"] = generation, 1
         job["status"]["failedSpec"] = record
-        return job_view(job, now=NOW).advice[-1]
+        return build_job_view(job, now=NOW).advice[-1]
 
     name = job["metadata"]["name"]
     assert advice(changes=[]).startswith("Nothing in it has changed since it failed. Run it again as it is, ")
@@ -125,11 +125,11 @@ def test_a_failed_job_says_what_was_changed_since_or_that_nothing_was_and_what_t
     assert "and 4 more" in advice(changes=[source] * 10)
     for unknown in (advice(), advice(generation=2, changes=[])):
         assert unknown.startswith("Run it again as it is, "), "nobody has compared them"
-    assert "kubectl trn retry" in page(job_view(job, now=NOW))
+    assert "kubectl trn retry" in page(build_job_view(job, now=NOW))
 
 
 def test_an_ended_or_suspended_job_is_not_called_old() -> None:
-    assert not job_view(recorded("failed"), now=NOW + 1e6).stale
+    assert not build_job_view(recorded("failed"), now=NOW + 1e6).stale
 
 
 def test_members_spares_and_pods_that_are_not_well_are_counted_apart() -> None:
@@ -158,9 +158,9 @@ def test_the_slowest_rank_comes_first_and_a_silent_worker_before_it() -> None:
     said = [{"localRank": 0, "step": 20, "step_seconds": 0.5, "phase": "TRAINING", "updated": NOW - 1}]
     behind = [{**said[0], "step": 19}]
 
-    rows = rank_rows(members(), {"llama-w-0": said, "llama-w-2": behind}, shown_status({}), NOW)
+    rows = rank_rows(members(), {"llama-w-0": said, "llama-w-2": behind}, public_status({}), NOW)
     assert [row.rank for row in rows] == [1, 0]
-    rows = rank_rows(members(), {"llama-w-0": "llama-w-0 is gone", "llama-w-2": behind}, shown_status({}), NOW)
+    rows = rank_rows(members(), {"llama-w-0": "llama-w-0 is gone", "llama-w-2": behind}, public_status({}), NOW)
     assert [(row.rank, row.note) for row in rows] == [(0, "llama-w-0 is gone"), (1, "")]
 
 
@@ -168,7 +168,7 @@ def test_a_straggler_comes_before_a_rank_with_a_longer_step() -> None:
     said = {pod: [{"localRank": 0, "step": 20, "step_seconds": 0.5}] for pod in ("llama-w-0", "llama-w-2")}
     status = {"stragglers": [{"pod": "llama-w-2", "slowdown": 2.5}]}
 
-    assert [row.rank for row in rank_rows(members(), said, shown_status({"status": status}), NOW)] == [1, 0]
+    assert [row.rank for row in rank_rows(members(), said, public_status({"status": status}), NOW)] == [1, 0]
 
 
 def test_a_rank_is_found_in_the_worker_that_has_it() -> None:
@@ -253,10 +253,10 @@ def test_the_stage_decide_is_told_as_the_wait_for_a_worker_in_the_story_and_in_t
 
     said = show(story_page(tell(job)), width=200, colour=False)
     assert f"decide (wait for a worker) {duration(41.0)}" in said
-    ledger = show(goodput_page(job_view(job, now=NOW).goodput, 100), width=100, colour=False)
+    ledger = show(goodput_page(build_job_view(job, now=NOW).goodput, 100), width=100, colour=False)
     assert re.search(r"Decide \(wait for a worker\) +41\.0", ledger)
     assert "Decide (wait for a worker): 41.0 s" in report_html(
-        JobReport(job_view(job, now=NOW), (), None, None, (), ()), NOW
+        JobReport(build_job_view(job, now=NOW), (), None, None, (), ()), NOW
     )
 
 
@@ -351,8 +351,8 @@ def test_sizes_beyond_what_was_asked_for_say_that_they_are_of_idle_nodes() -> No
 
 @pytest.mark.parametrize("width", [20, 40, 60, 80, 200])
 def test_no_page_is_wider_than_the_terminal_and_none_loses_what_matters(width: int) -> None:
-    view, entries = screen(), interruptions(shown_status(recorded("job")))
-    rows = rank_rows(members(), {}, shown_status({}), NOW)
+    view, entries = screen(), interruptions(public_status(recorded("job")))
+    rows = rank_rows(members(), {}, public_status({}), NOW)
     pages = [
         status_page(view, now=NOW, width=width),
         history_page(entries, width),
@@ -497,7 +497,7 @@ def test_a_job_that_ends_at_a_deadline_says_so_while_it_saves_and_afterwards() -
     job = recorded("job")
     entry = {"generation": 1, "time": "2026-01-01T00:00:00Z", "cause": "Yielded", "rung": "Stop", "message": said}
     job["status"] |= {"phase": "Failed", "verdict": said, "history": [entry]}
-    story = show(story_page(tell(job, advice=job_view(job, now=NOW).advice)), width=100, colour=False)
+    story = show(story_page(tell(job, advice=build_job_view(job, now=NOW).advice)), width=100, colour=False)
     assert "stopped for good" in story
     assert "active for 60 s" in story
     assert "kubectl trn retry" in story
@@ -508,13 +508,13 @@ def test_a_job_of_another_controller_sends_to_it() -> None:
     del job["status"]
     job["spec"]["managedBy"] = "kueue.x-k8s.io/multikueue"
 
-    view = job_view(job, now=NOW)
+    view = build_job_view(job, now=NOW)
 
     assert view.advice == (
         "kueue.x-k8s.io/multikueue controls this job (spec.managedBy), and the operator leaves it alone: look there.",
     )
     job["spec"]["managedBy"] = "trainium.dev/trainium-operator"
-    assert "No operator has answered" in job_view(job, now=NOW).advice[0]
+    assert "No operator has answered" in build_job_view(job, now=NOW).advice[0]
 
 
 def test_control_characters_are_taken_out_and_line_breaks_stay() -> None:

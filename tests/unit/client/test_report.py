@@ -19,9 +19,8 @@ from trainium_contract.views.checkpoints import CheckpointRow, metrics_path, whe
 from trainium_contract.views.curve import MOST_POINTS, read_curve
 from trainium_contract.views.events import event_views
 from trainium_contract.views.interruptions import interruptions
-from trainium_contract.views.job import ArtifactView, FigureView
-from trainium_contract.views.job_from_status import job_view
-from trainium_contract.views.status_part import shown_status
+from trainium_contract.views.job import ArtifactView, FigureView, build_job_view
+from trainium_contract.views.status_reader import public_status
 from trainium_contract.views.workers import MemberRow, Members
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ def lines(steps: int) -> list[str]:
 
 def full() -> JobReport:
     job = recorded("job")
-    view = job_view(job, now=NOW, events=event_views(recorded("events")["items"]))
+    view = build_job_view(job, now=NOW, events=event_views(recorded("events")["items"]))
     view = replace(
         view,
         verdict=HOSTILE,
@@ -46,7 +45,7 @@ def full() -> JobReport:
         not_shown=(HOSTILE,),
     )
     entries = tuple(
-        replace(each, message=HOSTILE, pod=HOSTILE, cause=HOSTILE) for each in interruptions(shown_status(job))
+        replace(each, message=HOSTILE, pod=HOSTILE, cause=HOSTILE) for each in interruptions(public_status(job))
     )
     members = Members(3, 32, (MemberRow(0, HOSTILE, HOSTILE), MemberRow(1, "w-1", "n-1")))
     row = CheckpointRow(HOSTILE, "committed", 254, 2**20, None, "2x1x1", NOW - 60, HOSTILE)
@@ -79,14 +78,14 @@ def test_the_page_of_a_failed_job_says_what_was_changed_since() -> None:
     job["metadata"]["generation"] = job["status"]["observedGeneration"] = 2
     change = {"field": "trainer.data.source", "was": '"/a<b>"', "now": '"/c"'}
     job["status"]["failedSpec"] = {"changes": [change]}
-    html = report_html(JobReport(job_view(job, now=NOW), (), None, None, (), ()), NOW)
+    html = report_html(JobReport(build_job_view(job, now=NOW), (), None, None, (), ()), NOW)
     assert "Changed since it failed: trainer.data.source (was &quot;/a&lt;b&gt;&quot;, is &quot;/c&quot;)" in html
 
 
 def test_a_job_that_has_only_begun_has_a_page_too() -> None:
     job = {key: value for key, value in recorded("job").items() if key != "status"}
 
-    page = Page(report_html(JobReport(job_view(job, now=NOW), (), None, None, (), ()), NOW))
+    page = Page(report_html(JobReport(build_job_view(job, now=NOW), (), None, None, (), ()), NOW))
 
     assert page.open == []
     assert "not answered yet" in page.said

@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.faults.causes import CAUSES, NO_FAULT_CAUSES, USER_CAUSES, Cause
-from trainium_contract.faults.read import (
+from trainium_contract.faults.classify import (
     budget_of,
     cause_of_claim_health,
     cause_of_condition,
     cause_of_device_taint,
     cause_of_label,
     cause_of_taint,
-    meaning_of,
-    responses_of,
-    row_of,
-    rule_verdict,
+    classify_exit,
+    classify_exit_code,
+    default_responses,
+    get_cause_row,
+    match_rules,
     severity,
     suspects_node,
-    verdict_of,
 )
 from trainium_contract.faults.rules import RecoveryRule, RuleAction
 from trainium_contract.faults.signs import (
@@ -40,12 +40,17 @@ from trainium_contract.faults.signs import (
     TAINTS,
 )
 from trainium_contract.spec.recovery import RecoverySpec
-from trainium_contract.status.memory import FailureRecord
+from trainium_contract.status.internal import FailureRecord
 from trainium_contract.wire.messages import HeartbeatRequest, KernelEvent, ProcessFailure, WorkerPhase
 from trainium_operator.plan.diagnose import failure_policy, silence
 from trainium_operator.plan.faults import failure_budgets
 from trainium_operator.plan.faults.device_signals import health_problem, taint_problem
-from trainium_operator.plan.faults.ends import cause_of_leaving, died_by_itself, meaning_of_failure, meaning_of_pod
+from trainium_operator.plan.faults.ends import (
+    cause_of_leaving,
+    classify_pod_failure,
+    died_by_itself,
+    meaning_of_failure,
+)
 from trainium_operator.plan.faults.node_rules import kernel_problem
 from trainium_operator.plan.faults.node_signals import Demand, bad_status, problems_of
 from trainium_operator.plan.model.devices import DeviceTaint
@@ -59,7 +64,7 @@ from trainium_trainer.agent.ranks.processes import RankProcess
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from trainium_contract.faults.read import Verdict
+    from trainium_contract.faults.classify import Verdict
 
 TABLE = Path(__file__).with_name("every_sign.txt")
 AT = 1000.0
@@ -128,7 +133,7 @@ def causes() -> Iterator[Cause]:
 
 
 def values_of(cause: Cause) -> tuple[str, str]:
-    return responses_of(cause).first.value, responses_of(cause).again.value
+    return default_responses(cause).first.value, default_responses(cause).repeated.value
 
 
 # --- what is made of them
@@ -136,8 +141,8 @@ def values_of(cause: Cause) -> tuple[str, str]:
 
 def told(verdict: Verdict) -> str:
     """The whole of a verdict but its sentence."""
-    again = f", then {verdict.again}" if verdict.again is not verdict.response else ""
-    return f"{verdict.cause} {verdict.blame} {verdict.response}{again}{' hearsay' if verdict.hearsay else ''}"
+    again = f", then {verdict.repeated}" if verdict.repeated is not verdict.response else ""
+    return f"{verdict.cause} {verdict.blame} {verdict.response}{again}{' indirect' if verdict.indirect else ''}"
 
 
 def agent_says(process: RankProcess, line: str = "") -> str:
@@ -193,7 +198,7 @@ def pod_says(reason: str, code: int | None, *, disrupted: bool = False) -> str:
         name="demo-w-0", uid="uid-0", ordinal=0, phase=PodPhase.FAILED, node="n", reason=reason, exit_code=code,
         disrupted=disrupted,
     )  # fmt: skip
-    verdict = meaning_of_pod(pod, ())
+    verdict = classify_pod_failure(pod, ())
     return f"{told(verdict)}{' by itself' if died_by_itself(pod) else ''}, {verdict.sentence}"
 
 
@@ -206,7 +211,7 @@ def problem_text(node: NodeView, demand: Demand | None = None) -> str:
 def cause_rows() -> Iterator[str]:
     recovery = RecoverySpec()
     for cause in causes():
-        row = row_of(cause)
+        row = get_cause_row(cause)
         first, again = values_of(cause)
         lost = FailureRecord(at=AT, cause=cause, pod="p", node="")
         marks = [
@@ -227,7 +232,7 @@ def cause_rows() -> Iterator[str]:
 def code_rows() -> Iterator[str]:
     for code in CODES:
         pod = pod_says("Error", code)
-        plain = verdict_of(code)
+        plain = classify_exit_code(code)
         assert told(plain) in operator_says(code)
         yield f"{code} | agent: {agent_says(ended(code))} | operator: {operator_says(code)} | its pod: {pod}"
         if code and code <= 128:
@@ -239,18 +244,18 @@ def status_rows() -> Iterator[str]:
         output = f"nrt_execute: status={status}"
         by_name = agent_says(ended(1, f"Failure: {name} in nrt_load()"))
         assert agent_says(ended(1, output)) == by_name
-        heard = [code for code in CODES if meaning_of(code, runtime_status=status) != verdict_of(code)]
+        heard = [code for code in CODES if classify_exit(code, runtime_status=status) != classify_exit_code(code)]
         yield f"{status} {name} | agent: {by_name} | operator: {operator_says(1, status)} | explains {codes(heard)}"
 
 
 def kernel_rows() -> Iterator[str]:
     for name, decisive in kernel_lines():
         line = LINES.get(name, name)
-        heard = [code for code in CODES if meaning_of(code, kernel=(line,)) != verdict_of(code)]
+        heard = [code for code in CODES if classify_exit(code, kernel=(line,)) != classify_exit_code(code)]
         code = 137 if 1 not in heard else 1
         problem = kernel_problem(beat(line=line), ())
         bad = "-" if problem is None else f"{problem.severity.name} {problem.cause} {problem}"
-        beside = meaning_of(code, runtime_status=5, kernel=(line,)).cause
+        beside = classify_exit(code, runtime_status=5, kernel=(line,)).cause
         yield (
             f"{name}{' (decisive)' * decisive} | agent: {agent_says(ended(code), line)} | operator: "
             f"{operator_says(code, line=line)} | explains {codes(heard)}, with status 5 {beside} | node: {bad}"
@@ -309,7 +314,7 @@ def disruption_rows() -> Iterator[str]:
         pod = PodView(
             name="p", uid="u", ordinal=0, phase=PodPhase.FAILED, exit_code=75, disrupted=True, disruption=reason
         )
-        yield f"{reason} | leaves for {cause_of_leaving(pod)} | ended: {told(meaning_of_pod(pod, ()))}"
+        yield f"{reason} | leaves for {cause_of_leaving(pod)} | ended: {told(classify_pod_failure(pod, ()))}"
 
 
 def device_rows() -> Iterator[str]:
@@ -326,7 +331,7 @@ def device_rows() -> Iterator[str]:
 def rule_rows() -> Iterator[str]:
     for cause in Cause:
         made = [
-            rule_verdict((RecoveryRule(exit_codes=(3,), cause=cause, action=action),), code=3) for action in RuleAction
+            match_rules((RecoveryRule(exit_codes=(3,), cause=cause, action=action),), code=3) for action in RuleAction
         ]
         yield f"{cause} | " + " | ".join("-" if each is None else f"{told(each)}, {each.sentence}" for each in made)
 
@@ -357,7 +362,7 @@ def test_every_sign_means_what_the_table_says() -> None:
 
 
 def test_a_code_outside_the_contract_is_a_crash() -> None:
-    assert {verdict_of(code) for code in range(256) if code not in set(ExitCode)} == {verdict_of(1)}
+    assert {classify_exit_code(code) for code in range(256) if code not in set(ExitCode)} == {classify_exit_code(1)}
 
 
 if __name__ == "__main__":

@@ -8,18 +8,18 @@ import pytest
 
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.faults.causes import CAUSES, NO_FAULT_CAUSES, USER_CAUSES, Blame, Budget, Cause
-from trainium_contract.faults.node_polarity import POLARITIES
-from trainium_contract.faults.read import (
+from trainium_contract.faults.classify import (
     budget_of,
     cause_of_condition,
     cause_of_label,
     cause_of_taint,
-    responses_of,
-    row_of,
+    classify_sign,
+    default_responses,
+    get_cause_row,
     severity,
     suspects_node,
-    verdict_of_sign,
 )
+from trainium_contract.faults.node_polarity import POLARITIES
 from trainium_contract.faults.responses import RESPONSES, Response
 from trainium_contract.faults.signs import CONDITIONS, EXIT_CODES, SIGNS, Sign
 
@@ -33,7 +33,7 @@ def test_every_cause_has_one_row() -> None:
 
 @pytest.mark.parametrize("cause", Cause)
 def test_users_errors_suspect_no_node_and_infrastructure_never_uses_the_process_budget(cause: Cause) -> None:
-    row = row_of(cause)
+    row = get_cause_row(cause)
     if row.blame is Blame.USER:
         assert not suspects_node(cause)
         assert cause in USER_CAUSES
@@ -42,15 +42,15 @@ def test_users_errors_suspect_no_node_and_infrastructure_never_uses_the_process_
     if cause in NO_FAULT_CAUSES:
         assert budget_of(cause) is None
         assert not suspects_node(cause)
-    if responses_of(cause).again is Response.REPLACE_NODE:
+    if default_responses(cause).repeated is Response.REPLACE_NODE:
         assert suspects_node(cause)
 
 
 @pytest.mark.parametrize("sign", SIGNS, ids=str)
 def test_what_a_sign_stands_for_follows_from_its_cause(sign: Sign) -> None:
-    row, verdict = row_of(sign.cause), verdict_of_sign(sign)
+    row, verdict = get_cause_row(sign.cause), classify_sign(sign)
     assert (verdict.blame, verdict.sentence) == (row.blame, sign.sentence or row.sentence)
-    if Response.REPLACE_NODE in (verdict.response, verdict.again):
+    if Response.REPLACE_NODE in (verdict.response, verdict.repeated):
         assert row.suspects_node
 
 
@@ -58,7 +58,7 @@ def test_responses_of_a_sign_say_more_than_those_of_its_cause() -> None:
     same = [
         sign.key
         for sign in SIGNS
-        if sign.responses is not None and sign.responses == verdict_of_sign(replace(sign, responses=None)).responses
+        if sign.responses is not None and sign.responses == classify_sign(replace(sign, responses=None)).responses
     ]
     assert same == [], "leave it out, it follows from the cause"
 

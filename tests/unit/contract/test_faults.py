@@ -9,19 +9,19 @@ from hypothesis import strategies as st
 
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.faults.causes import Blame, Cause
-from trainium_contract.faults.read import (
-    kernel_sign,
-    lines_near,
-    meaning_of,
-    rule_verdict,
-    status_sign,
-    verdict_of,
-    verdict_of_sign,
+from trainium_contract.faults.classify import (
+    classify_exit,
+    classify_exit_code,
+    classify_sign,
+    find_runtime_status,
+    match_kernel_line,
+    match_rules,
+    select_kernel_lines,
 )
 from trainium_contract.faults.responses import Response
 from trainium_contract.faults.rules import RecoveryRule
 from trainium_contract.faults.signs import KERNEL_LINES, RUNTIME_STATUSES
-from trainium_contract.redaction import without_secrets
+from trainium_contract.redaction import redact_secrets
 from trainium_contract.wire.messages import KernelEvent
 
 HW = "NEURON_HW_ERR={} instance-id=i-0592464924bd45322 nd-id=0 nc-id=0 serial-num=19fc action=TERMINATE_INSTANCE"
@@ -50,18 +50,18 @@ def test_each_status_of_the_runtime_has_its_cause_and_answers(
     statuses: tuple[int, ...], cause: Cause, first: Response, again: Response
 ) -> None:
     for status in statuses:
-        verdict = meaning_of(1, runtime_status=status)
-        assert (verdict.cause, verdict.response, verdict.again) == (cause, first, again), status
+        verdict = classify_exit(1, runtime_status=status)
+        assert (verdict.cause, verdict.response, verdict.repeated) == (cause, first, again), status
 
 
 def test_no_text_alone_ends_a_job_at_its_first_appearance() -> None:
     for sign in (*RUNTIME_STATUSES, *KERNEL_LINES):
-        assert verdict_of_sign(sign).response is not Response.STOP
+        assert classify_sign(sign).response is not Response.STOP
 
 
 def test_a_status_that_is_not_in_the_table_means_nothing() -> None:
-    assert status_sign(0) is None
-    assert status_sign(4711) is None
+    assert find_runtime_status(0) is None
+    assert find_runtime_status(4711) is None
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_a_status_that_is_not_in_the_table_means_nothing() -> None:
     ],
 )
 def test_kernel_lines_that_tell_of_a_fault_are_known(line: str, cause: Cause, decisive: bool) -> None:
-    sign = kernel_sign(line)
+    sign = match_kernel_line(line)
     assert sign is not None
     assert (sign.cause, sign.decisive) == (cause, decisive)
 
@@ -105,7 +105,7 @@ def test_kernel_lines_that_tell_of_a_fault_are_known(line: str, cause: Cause, de
     ],
 )
 def test_other_kernel_lines_mean_nothing(line: str) -> None:
-    assert kernel_sign(line) is None
+    assert match_kernel_line(line) is None
 
 
 @pytest.mark.parametrize(
@@ -134,13 +134,13 @@ def test_other_kernel_lines_mean_nothing(line: str) -> None:
 def test_all_signs_together_say_what_happened(
     code: int, status: int | None, kernel: tuple[str, ...], cause: Cause
 ) -> None:
-    assert meaning_of(code, runtime_status=status, kernel=kernel).cause is cause
+    assert classify_exit(code, runtime_status=status, kernel=kernel).cause is cause
 
 
 def test_only_kernel_lines_from_the_time_of_the_failure_explain_it() -> None:
     events = [KernelEvent(sequence=at, line=str(at), at=1000.0 + at) for at in (-500, -60, 0, 5, 300) if at >= 0]
-    assert lines_near(events, 1000.0) == ("0", "5")
-    assert lines_near(events, 1600.0) == ()
+    assert select_kernel_lines(events, 1000.0) == ("0", "5")
+    assert select_kernel_lines(events, 1600.0) == ()
 
 
 def rule(**fields: Any) -> RecoveryRule:
@@ -149,27 +149,27 @@ def rule(**fields: Any) -> RecoveryRule:
 
 def test_the_first_rule_that_matches_counts_and_all_its_conditions_must_hold() -> None:
     rules = (rule(exitCodes=[3], message="seat", cause="UserCode", action="Stop"), rule(exitCodes=[3]))
-    assert rule_verdict(rules, code=3, texts=("no seat",)).response is Response.STOP
-    assert rule_verdict(rules, code=3, texts=("other",)).response is Response.REPLACE_NODE
-    assert rule_verdict(rules, code=4, texts=("no seat",)) is None
-    assert "rules[1]" in rule_verdict(rules, code=3).sentence
+    assert match_rules(rules, code=3, texts=("no seat",)).response is Response.STOP
+    assert match_rules(rules, code=3, texts=("other",)).response is Response.REPLACE_NODE
+    assert match_rules(rules, code=4, texts=("no seat",)) is None
+    assert "rules[1]" in match_rules(rules, code=3).sentence
 
 
 def test_a_rule_matches_a_reason_whole_and_a_message_in_part_and_by_case() -> None:
-    assert rule_verdict((rule(reason="OOMKilled"),), reason="OOMKilled")
-    assert not rule_verdict((rule(reason="OOMKilled"),), reason="OOM")
-    assert rule_verdict((rule(message="boom"),), texts=("a", "big boom"))
-    assert not rule_verdict((rule(message="boom"),), texts=("BOOM",))
-    assert meaning_of(1, runtime_status=5, rules=(rule(reason="NRT_TIMEOUT"),)).cause is Cause.HOST
+    assert match_rules((rule(reason="OOMKilled"),), reason="OOMKilled")
+    assert not match_rules((rule(reason="OOMKilled"),), reason="OOM")
+    assert match_rules((rule(message="boom"),), texts=("a", "big boom"))
+    assert not match_rules((rule(message="boom"),), texts=("BOOM",))
+    assert classify_exit(1, runtime_status=5, rules=(rule(reason="NRT_TIMEOUT"),)).cause is Cause.HOST
 
 
 def test_a_rule_without_a_condition_and_one_whose_cause_is_no_fault_match_nothing() -> None:
-    assert rule_verdict((rule(),), code=1, reason="x", texts=("y",)) is None
-    assert rule_verdict((rule(exitCodes=[1], cause="Finished"),), code=1) is None
+    assert match_rules((rule(),), code=1, reason="x", texts=("y",)) is None
+    assert match_rules((rule(exitCodes=[1], cause="Finished"),), code=1) is None
 
 
 def test_a_rule_never_makes_a_node_suspect_of_a_users_error() -> None:
-    verdict = rule_verdict((rule(exitCodes=[1], cause="Memory"),), code=1)
+    verdict = match_rules((rule(exitCodes=[1], cause="Memory"),), code=1)
     assert (verdict.blame, verdict.response) == (Blame.USER, Response.REPLACE_WORKER)
 
 
@@ -182,12 +182,12 @@ lines = st.lists(st.one_of(st.text(max_size=80), st.sampled_from([HW.format("DMA
 def test_whatever_the_signs_are_a_users_error_suspects_no_node_and_what_stops_is_the_users(
     code: int, status: int | None, message: str, kernel: list[str]
 ) -> None:
-    verdict = meaning_of(code, runtime_status=status, message=message, kernel=kernel)
+    verdict = classify_exit(code, runtime_status=status, message=message, kernel=kernel)
     if verdict.blame is Blame.USER:
-        assert Response.REPLACE_NODE not in (verdict.response, verdict.again)
+        assert Response.REPLACE_NODE not in (verdict.response, verdict.repeated)
     if verdict.response is Response.STOP:
-        assert verdict == verdict_of(code)
-    if verdict.hearsay:
+        assert verdict == classify_exit_code(code)
+    if verdict.indirect:
         assert verdict.response is Response.RESTART_IN_PLACE
 
 
@@ -203,13 +203,13 @@ def test_secrets_are_hidden_and_everything_else_is_left_as_it_is() -> None:
         "api_key='0123456789'",
         "-----BEGIN RSA PRIVATE KEY-----\nabc",
     ):
-        assert "***" in without_secrets(f"before {secret}"), secret
+        assert "***" in redact_secrets(f"before {secret}"), secret
     plain = "step 12: loss 2.5, 1024 tokens/s; token count 17; NRT_TIMEOUT (5); /data/secret-sauce/file.parquet"
-    assert without_secrets(plain) == plain
+    assert redact_secrets(plain) == plain
 
 
 @given(st.text(max_size=3000))
 def test_hiding_secrets_makes_no_text_longer_than_its_marks_and_takes_no_time(text: str) -> None:
     began = time.perf_counter()
-    assert without_secrets(without_secrets(text)).count("\x00") == text.count("\x00") or "***" in without_secrets(text)
+    assert redact_secrets(redact_secrets(text)).count("\x00") == text.count("\x00") or "***" in redact_secrets(text)
     assert time.perf_counter() - began < 0.5

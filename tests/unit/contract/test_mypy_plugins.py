@@ -1,6 +1,6 @@
 """What mypy checks by the project's plugins, although Python itself takes any name.
 
-Which fields of a model are changed (`replaced`), and which are read of a status as JSON (`StatusPart`).
+Which fields of a model are changed (`replaced`), and which are read of a status as JSON (`StatusReader`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from trainium_contract.job import GoodputStatus
 
 ROOT = Path(__file__).parents[3]
-PLUGINS = ("mypy_replaced.py", "mypy_status_part.py")
+PLUGINS = ("mypy_replaced.py", "mypy_status_reader.py")
 _WELL = """
 from trainium_contract.job import GoodputStatus, TrainingJobStatus
 from trainium_contract.status.conditions import Phase
@@ -25,13 +25,13 @@ ledger = GoodputStatus().replaced(starting=True)
 reveal_type(status)
 """
 _READING = """
-from trainium_contract.status.shown import ShownStatus
-from trainium_contract.views.status_part import shown_status
+from trainium_contract.status.public import PublicStatus
+from trainium_contract.views.status_reader import public_status
 
-status = shown_status({})
+status = public_status({})
 reveal_type(status.part("goodput").parts("sizes"))
 reveal_type(status.part("failedSpec"))
-print(status.text("phase"), status.part("goodput").number("ratio"), ShownStatus().desired)
+print(status.text("phase"), status.part("goodput").number("ratio"), PublicStatus().desired)
 """
 _REFUSED = (
     'status.text("waitingSince")',
@@ -39,7 +39,7 @@ _REFUSED = (
     'status.part("gang")',
     'status.part("goodput").number("countedStep")',
     'status.part("goodput").parts("sizes")[0].whole("step")',
-    "ShownStatus().next_pod_ordinal",
+    "PublicStatus().next_pod_ordinal",
 )
 
 
@@ -81,8 +81,8 @@ def test_a_misspelt_field_and_a_value_of_another_type_are_errors(folder: Path) -
 def test_mypy_refuses_a_view_that_reads_the_memory_or_misspells_a_field(folder: Path) -> None:
     well = checked(_READING, folder)
     assert well.returncode == 0, well.stdout + well.stderr
-    assert "StatusPart[trainium_contract.status.ledger.SizeAccount]]" in well.stdout
-    assert "StatusPart[trainium_contract.status.failed_spec.FailedSpecStatus]" in well.stdout
+    assert "StatusReader[trainium_contract.status.ledger.SizeAccount]]" in well.stdout
+    assert "StatusReader[trainium_contract.status.failed_spec.FailedSpecStatus]" in well.stdout
     ill = checked(_READING + "\n".join(_REFUSED) + "\n", folder)
     assert ill.returncode == 1
     lines = [int(line.split(":")[1]) for line in ill.stdout.splitlines() if ": error: " in line]

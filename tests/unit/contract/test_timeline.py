@@ -14,13 +14,13 @@ from tests.testing.page.html_page import Page
 from trainium_contract.pages.job_page import JobReport, live_job_html, report_html
 from trainium_contract.pages.svg import time_marks, timeline
 from trainium_contract.views.interruptions import InterruptionView, interruptions
-from trainium_contract.views.job_from_status import job_view
-from trainium_contract.views.status_part import shown_status
+from trainium_contract.views.job import build_job_view
+from trainium_contract.views.status_reader import public_status
 from trainium_contract.views.timeline import FEW_ROWS, MOST_ROWS, Timeline, Was, timeline_of
 from trainium_contract.views.workers import MemberRow, Members, PodRow, pod_rows, workers_view
 
 BEGIN, END = 1_000.0, 11_000.0
-ENTRY = interruptions(shown_status(recorded("job")))[0]
+ENTRY = interruptions(public_status(recorded("job")))[0]
 
 
 def entry(
@@ -142,8 +142,8 @@ def test_a_table_of_kubectl_tells_since_when_a_pod_is_there() -> None:
 def test_a_page_says_who_was_what_and_what_is_not_recorded() -> None:
     job, pods = recorded("job"), pod_rows(recorded("pods"), NOW)
     who = Members(2, 1, (MemberRow(0, "llama-w-0", "node-2"), MemberRow(1, "llama-w-2", "node-1")))
-    view = job_view(job, now=NOW, workers=workers_view(pods, who))
-    report = JobReport(view, interruptions(shown_status(job)), who, None, (), (), pods)
+    view = build_job_view(job, now=NOW, workers=workers_view(pods, who))
+    report = JobReport(view, interruptions(public_status(job)), who, None, (), (), pods)
     page = Page(report_html(report, NOW))
     assert page.open == []
     for words in ("Who was what when", "llama-w-1: member of generation 1", "llama-w-2 on node-1: ranks 1",

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.testing.suite.trials import trials
-from trainium_contract.sizes import BatchShape, SizeRule, likely_first, passes, step_batch
+from trainium_contract.sizes import BatchShape, SizeRule, order_by_likelihood, passes, step_batch
 from trainium_trainer.backends.mesh import place_of
 from trainium_trainer.data.batches.loader import Loader, RankBatch, SampleMaker
 from trainium_trainer.data.batches.order import Mixture
@@ -275,15 +275,15 @@ def test_hlat_with_a_hundredth_of_tolerance_keeps_nearly_all_of_it(
 
 
 def test_the_sizes_that_losses_of_one_two_four_nodes_would_need_are_compiled_first() -> None:
-    assert likely_first(range(90, 130), 128)[:8] == (127, 126, 124, 120, 112, 96, 128, 129)
-    assert likely_first((64, 86, 128), 128) == (86, 64, 128), "the loss of up to 42 nodes wants 86"
-    assert likely_first((64, 128, 160), 86) == (64, 128, 160)
-    assert likely_first((), 4) == ()
+    assert order_by_likelihood(range(90, 130), 128)[:8] == (127, 126, 124, 120, 112, 96, 128, 129)
+    assert order_by_likelihood((64, 86, 128), 128) == (86, 64, 128), "the loss of up to 42 nodes wants 86"
+    assert order_by_likelihood((64, 128, 160), 86) == (64, 128, 160)
+    assert order_by_likelihood((), 4) == ()
 
 
 @given(st.sets(st.integers(1, 60), max_size=20), st.integers(1, 60))
 def test_every_size_is_compiled_once_and_first_the_one_for_the_loss_of_a_node(sizes: set[int], present: int) -> None:
-    order = likely_first(sizes, present)
+    order = order_by_likelihood(sizes, present)
     assert sorted(order) == sorted(sizes)
     if smaller := [size for size in sizes if size < present]:
         assert order[0] == max(smaller)

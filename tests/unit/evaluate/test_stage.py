@@ -97,7 +97,7 @@ def test_the_result_is_written_and_told(config: TrainingConfig, models: dict[str
     assert read_results(tmp_path / "progress").evaluation == result.figures
     record = read_progress(tmp_path / "progress")
     assert record is not None
-    assert (record.stage, record.stage_done) == (RunStage.EVALUATE, 1.0)
+    assert (record.stage, record.stage_progress) == (RunStage.EVALUATE, 1.0)
 
 
 def test_what_is_done_is_read_and_done_again_only_for_other_settings(

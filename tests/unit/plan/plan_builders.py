@@ -8,7 +8,7 @@ from typing import Any
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
 from trainium_contract.status.interruptions import Interruption, Rung
-from trainium_contract.status.shown import MembershipStatus
+from trainium_contract.status.public import MembershipStatus
 from trainium_contract.wire.messages import (
     HeartbeatRequest,
     Member,

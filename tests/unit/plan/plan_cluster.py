@@ -12,10 +12,10 @@ from plan_builders import CA, NOW, SETTINGS
 from plan_faults import FaultyWorld
 from plan_world import STEPS_PER_SECOND, Pod
 
-from trainium_contract.faults.read import budget_of
+from trainium_contract.faults.classify import budget_of
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
 from trainium_contract.status.interruptions import Rung
-from trainium_contract.wire.worker_env import ANNOTATION_KEPT_FROM, LABEL_EXTRA
+from trainium_contract.wire.worker_env import ANNOTATION_AVOIDED_NODES, LABEL_EXTRA
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.actions import (
     Action,
@@ -210,7 +210,8 @@ class FakeCluster(FaultyWorld):
             created=self.now,
             template_hash=manifest["metadata"]["annotations"]["trainium.dev/template-hash"],
             gang=manifest["metadata"]["annotations"].get("trainium.dev/gang", ""),
-            kept_from=frozenset(manifest["metadata"]["annotations"].get(ANNOTATION_KEPT_FROM, "").split(",")) - {""},
+            avoided_nodes=frozenset(manifest["metadata"]["annotations"].get(ANNOTATION_AVOIDED_NODES, "").split(","))
+            - {""},
             extra=LABEL_EXTRA in manifest["metadata"]["labels"],
         )
         self.pods[name] = Pod(view, manifest, self.now)

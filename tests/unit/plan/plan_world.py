@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from plan_builders import NOW
 
-from trainium_contract.faults.read import says_stop
+from trainium_contract.faults.classify import stops_job
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
 from trainium_contract.status.results import ArtifactReport
 from trainium_contract.wire.messages import (
@@ -149,7 +149,7 @@ class FakeWorld:
         for each in sorted(self.pods.values(), key=lambda each: each.view.extra):
             if each.view.node:
                 continue
-            free = self._free(taken | each.view.kept_from)
+            free = self._free(taken | each.view.avoided_nodes)
             avoided = set(self.status.avoided_nodes)
             free.sort(key=lambda name: ((name in avoided) is not self.scorns_preferences, name))
             if not free:
@@ -201,7 +201,7 @@ class FakeWorld:
     def _leaves_with(self, agent: Agent) -> int:
         """The code that an agent ends its pod with, since the coordinator knows it; 0 while it stays."""
         verdict = agent.verdict
-        if verdict is None or agent.phase is not WorkerPhase.FAILED or not says_stop(verdict.exit_code):
+        if verdict is None or agent.phase is not WorkerPhase.FAILED or not stops_job(verdict.exit_code):
             return 0
         return verdict.exit_code if self.operator_up and self.now >= verdict.at + VERDICT_SECONDS else 0
 
@@ -324,7 +324,7 @@ class FakeWorld:
             durable_step=self.committed,
             updated=self.now if agent.stage == "Train" else self.trained_at,
             stage=agent.stage,
-            stage_done=None if seconds is None else min(1.0, (self.now - agent.stage_since) / seconds),
+            stage_progress=None if seconds is None else min(1.0, (self.now - agent.stage_since) / seconds),
             stage_since=agent.stage_since,
             artifacts=(ArtifactReport(kind="Model", path="/out", step=agent.step),) if self.stages_over else (),
         )

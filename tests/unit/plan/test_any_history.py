@@ -13,7 +13,7 @@ from plan_cluster import FakeCluster
 
 from tests.testing.suite.trials import trials
 from trainium_contract.faults.causes import Cause
-from trainium_contract.faults.read import verdict_of
+from trainium_contract.faults.classify import classify_exit_code
 from trainium_contract.status.conditions import Phase
 from trainium_operator.plan.model.conditions import is_terminal
 from trainium_operator.plan.model.observed import FleetView, NodeCondition, NodeReadiness, Taint
@@ -53,7 +53,7 @@ class AnyHistory(RuleBasedStateMachine):
 
     @rule(rank=RANKS, code=st.sampled_from([139, 80]))
     def an_agent_gives_up(self, rank: int, code: int) -> None:
-        assert verdict_of(code)
+        assert classify_exit_code(code)
         self.cluster.give_up(rank, code)
 
     @rule(pick=st.integers(0, 9))

@@ -13,9 +13,9 @@ from plan_builders import NOW, planned, published, running
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import TrainingJobStatus
 from trainium_contract.status.conditions import Phase
+from trainium_contract.status.internal import FailureRecord
 from trainium_contract.status.interruptions import MAX_COUNTED_CAUSES, Interruption, RestartsStatus, Rung
-from trainium_contract.status.memory import FailureRecord
-from trainium_contract.status.shown import MembershipStatus
+from trainium_contract.status.public import MembershipStatus
 
 if TYPE_CHECKING:
     from plan_cluster import FakeCluster

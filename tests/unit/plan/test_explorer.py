@@ -12,7 +12,7 @@ from explorer.alphabet import FAULTS, MARKS, TIME, WISHES, alphabet
 from explorer.models import MODELS, trains
 from explorer.search import Explorer
 
-from trainium_contract.faults import read
+from trainium_contract.faults import classify
 from trainium_contract.faults.causes import Cause
 from trainium_operator.plan import plan as plan_module
 from trainium_operator.plan.membership import decide, generation
@@ -109,7 +109,7 @@ def test_a_restart_that_is_counted_again_and_again_is_found(monkeypatch: pytest.
 
 
 def test_a_lost_pod_that_is_put_down_to_the_program_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(read, "cause_of_pod", lambda **_pod: Cause.CRASH)
+    monkeypatch.setattr(classify, "cause_of_pod", lambda **_pod: Cause.CRASH)
     violation = broken(1, FAULTS).violation
     assert violation is not None
     assert "process budget" in violation.sentence

@@ -215,7 +215,7 @@ async def test_an_export_is_killed_more_often_than_a_step_may_be_and_goes_on_eac
     def exports(name: str, attempt: int, beyond: float) -> bool:
         beat = world.jobs.last(name)
         progress = beat.progress
-        return beat.attempt == attempt and progress.stage == "Export" and progress.stage_done > beyond
+        return beat.attempt == attempt and progress.stage == "Export" and progress.stage_progress > beyond
 
     reached = 0.0
     for attempt in range(4):

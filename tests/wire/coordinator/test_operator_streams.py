@@ -55,7 +55,7 @@ class Talker:
     async def refusal(self) -> tuple[int, str]:
         """The last word: its status and sentence, and nothing after it."""
         kind, said = await self.next()
-        assert kind == FrameKind.REFUSED
+        assert kind == FrameKind.ERROR
         assert await self.next() == (0, None)
         return said["status"], said["error"]
 
@@ -90,7 +90,7 @@ class Site(World):
         assert status == 101
         talker.send(FrameKind.REGISTER, register(pod))
         kind, welcome = await talker.next()
-        assert kind == FrameKind.WELCOME
+        assert kind == FrameKind.REGISTERED
         assert welcome["heartbeatSeconds"] == 1.0
         return talker
 
@@ -122,7 +122,7 @@ async def test_one_connection_registers_beats_and_brings_memberships(site: Site)
     talker = await site.stream()
     talker.send(FrameKind.HEARTBEAT, heartbeat(generation=0, phase="Standby"))
     kind, heard = await talker.next()
-    assert (kind, heard["generation"]) == (FrameKind.HEARD, 0)
+    assert (kind, heard["generation"]) == (FrameKind.HEARTBEAT_ACK, 0)
     assert abs(heard["time"] - time.time()) < patient(GENEROUS)
     site.state.publish(LLAMA, membership(1))
     kind, brought = await talker.next()
@@ -175,15 +175,15 @@ async def test_where_most_members_are_others_the_whole_membership_is_brought(sit
 async def test_a_sign_of_life_keeps_an_agent_heard_and_is_not_answered(site: Site) -> None:
     talker = await site.stream()
     talker.send(FrameKind.HEARTBEAT, heartbeat(generation=0, phase="Standby"))
-    assert (await talker.next())[0] == FrameKind.HEARD
+    assert (await talker.next())[0] == FrameKind.HEARTBEAT_ACK
     before = site.state.agents(LLAMA)["uid-w-0"]
-    talker.send(FrameKind.ALIVE)
+    talker.send(FrameKind.KEEPALIVE)
     talker.send(99, {"of": "a newer agent"})
     talker.send(FrameKind.HEARTBEAT, heartbeat(generation=0, phase="Standby", ready=True))
-    assert (await talker.next())[0] == FrameKind.HEARD, "of the heartbeat; nothing else was answered"
+    assert (await talker.next())[0] == FrameKind.HEARTBEAT_ACK, "of the heartbeat; nothing else was answered"
     after = site.state.agents(LLAMA)["uid-w-0"]
     assert after.heard > before.heard
-    talker.send(FrameKind.ALIVE)
+    talker.send(FrameKind.KEEPALIVE)
     for _ in range(200):
         if site.state.agents(LLAMA)["uid-w-0"].heard > after.heard:
             break
@@ -194,7 +194,7 @@ async def test_a_sign_of_life_keeps_an_agent_heard_and_is_not_answered(site: Sit
 async def test_heartbeats_may_be_the_rarer_the_more_agents_a_job_has(site: Site) -> None:
     talkers = [await site.stream(f"w-{each}") for each in range(24)]
     talkers[0].send(FrameKind.HEARTBEAT, heartbeat(generation=0, phase="Standby"))
-    assert (await talkers[0].next())[1]["detailSeconds"] == 24 / DETAILS_A_SECOND
+    assert (await talkers[0].next())[1]["fullHeartbeatSeconds"] == 24 / DETAILS_A_SECOND
     status, answer = await post(site, heartbeat(generation=0, phase="Standby"))
     assert (status, answer) == (200, {"protocol": 2, "generation": 0}), "who asks by HTTP has no stream to save"
 
@@ -216,9 +216,9 @@ async def test_an_older_generation_is_refused_and_the_stream_goes_on(site: Site)
     assert (await talker.next())[1]["generation"] == 5
     talker.send(FrameKind.HEARTBEAT, heartbeat(generation=4))
     kind, said = await talker.next()
-    assert (kind, said["status"], said["generation"]) == (FrameKind.REFUSED, 409, 5)
+    assert (kind, said["status"], said["generation"]) == (FrameKind.ERROR, 409, 5)
     talker.send(FrameKind.HEARTBEAT, heartbeat(generation=5))
-    assert (await talker.next())[0] == FrameKind.HEARD
+    assert (await talker.next())[0] == FrameKind.HEARTBEAT_ACK
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ async def test_what_is_not_the_pods_own_or_cannot_be_read_ends_the_stream_with_a
 
 
 async def test_nothing_is_taken_before_the_registration(site: Site) -> None:
-    for kind, body in ((FrameKind.ALIVE, None), (FrameKind.HEARTBEAT, heartbeat(generation=0))):
+    for kind, body in ((FrameKind.KEEPALIVE, None), (FrameKind.HEARTBEAT, heartbeat(generation=0))):
         _, talker = await site.ask()
         talker.send(kind, body)
         assert await talker.refusal() == (400, "the first frame must be a registration")
@@ -272,10 +272,10 @@ async def test_who_is_no_worker_or_speaks_for_another_gets_no_stream(site: Site)
 async def test_a_pod_that_is_gone_and_a_coordinator_that_leads_no_more_end_streams(site: Site) -> None:
     gone, led = await site.stream("w-0"), await site.stream("w-1")
     site.state.forget_pod(LLAMA, "uid-w-0")
-    gone.send(FrameKind.ALIVE)
+    gone.send(FrameKind.KEEPALIVE)
     assert (await gone.refusal())[0] == 404
     site.leading = False
-    led.send(FrameKind.ALIVE)
+    led.send(FrameKind.KEEPALIVE)
     assert await led.refusal() == (503, "not leader")
 
 

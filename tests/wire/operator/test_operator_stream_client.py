@@ -122,7 +122,7 @@ async def test_an_agent_at_rest_gives_signs_of_life_and_tells_in_full_now_and_th
         site.state.publish(LLAMA, membership(1))
         # How many of the one come before so many of the other is drawn anew each time.
         await async_until(lambda: site.frames.count(FrameKind.HEARTBEAT) >= 4, "heartbeats in full")
-        await async_until(lambda: site.frames.count(FrameKind.ALIVE) >= 4, "signs of life that say nothing else")
+        await async_until(lambda: site.frames.count(FrameKind.KEEPALIVE) >= 4, "signs of life that say nothing else")
         assert site.memberships[0].generation == 1
         assert site.frames.count(FrameKind.REGISTER) == 1
         view = site.state.agents(LLAMA)["uid-w-0"]
@@ -136,7 +136,7 @@ async def test_news_is_told_at_once_and_in_full(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(state, "DETAILS_A_SECOND", 1 / 1000.0)
     async with serving(tmp_path, monkeypatch) as site:
         site.state.publish(LLAMA, membership(1))
-        await async_until(lambda: FrameKind.ALIVE in site.frames, "it is at rest")
+        await async_until(lambda: FrameKind.KEEPALIVE in site.frames, "it is at rest")
         site.phase = WorkerPhase.FINISHED
         site.client.heartbeat_now()
         await async_until(

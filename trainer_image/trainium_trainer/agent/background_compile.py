@@ -14,7 +14,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from trainium_contract.sizes import likely_first
+from trainium_contract.sizes import order_by_likelihood
 from trainium_contract.spec.precompile import CompiledSize
 from trainium_trainer.agent.ranks.standby import StartRequest
 from trainium_trainer.agent.ranks.standby_keeper import StandbyLostError
@@ -140,7 +140,7 @@ class _Run:
         left = [*self._sizes]
         while left and not self._cancelled.is_set():
             with self._lock:
-                nodes = likely_first(left, self._present)[0]
+                nodes = order_by_likelihood(left, self._present)[0]
             began = time.monotonic()
             code = self._compile(nodes)
             if self._cancelled.is_set():

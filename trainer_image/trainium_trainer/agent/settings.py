@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from trainium_contract.spec.health import PreflightCheck
 from trainium_contract.spec.recovery import HangSpec
 from trainium_contract.wire import worker_env
-from trainium_contract.wire.log_format import format_of
+from trainium_contract.wire.log_format import choose_log_format
 from trainium_contract.wire.log_line import LogFormat
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ def settings_from(environment: Mapping[str, str]) -> AgentSettings:
 
 def _log_format(environment: Mapping[str, str]) -> LogFormat:
     try:
-        return format_of(environment)
+        return choose_log_format(environment)
     except ValueError as error:
         raise SettingsError(str(error)) from error
 

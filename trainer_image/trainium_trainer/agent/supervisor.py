@@ -18,7 +18,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from trainium_contract.exit_codes import ExitCode
-from trainium_contract.faults.read import says_stop
+from trainium_contract.faults.classify import stops_job
 from trainium_contract.spec.health import PreflightCheck
 from trainium_contract.wire.messages import HeartbeatRequest, Membership, Transition, WorkerPhase
 from trainium_trainer.agent.background_compile import BackgroundCompiler
@@ -173,7 +173,7 @@ class AgentSupervisor:
     def _on_acknowledged(self, message: HeartbeatRequest) -> None:
         if message.phase is WorkerPhase.FINISHED:
             self._take(pod.Acknowledged(message.generation))
-        elif message.phase is WorkerPhase.FAILED and message.verdict and says_stop(message.verdict.exit_code):
+        elif message.phase is WorkerPhase.FAILED and message.verdict and stops_job(message.verdict.exit_code):
             self._take(pod.VerdictTaken(message.generation))
 
     def _on_welcome(self, theirs: float, asked: float, answered: float) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trainium_contract.needs.descriptors import needed, too_small
+from trainium_contract.requirements.descriptors import explain_shortage, needed
 from trainium_contract.sizes import INSTANCES
 from trainium_contract.trainer.optimizer import ScheduleKind, WeightDecayScope
 from trainium_contract.wire.worker_env import KIND
@@ -84,7 +84,7 @@ def check(
 
 def refuse_few_files(launch: Launch) -> None:
     """Raise UserError when this machine lets a process open fewer files than the first rank of this world may need."""
-    if launch.world_size > 1 and (sentence := too_small(limit(), launch.world_size)):
+    if launch.world_size > 1 and (sentence := explain_shortage(limit(), launch.world_size)):
         raise UserError(sentence)
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from trainium_contract.needs.memory_needs import ROOM, ModelSizes, Needs, Trained, needs
-from trainium_contract.needs.worker_needs import SHARED_SHARE, setting_of
+from trainium_contract.requirements.memory_estimate import ROOM, MemoryEstimate, ModelSizes, Trained, estimate_memory
+from trainium_contract.requirements.worker_requests import SHARED_SHARE, memory_setting
 from trainium_trainer.backends.room import device_memory
 from trainium_trainer.exits import UserError
 from trainium_trainer.tuning.choice import EMBEDDING, LORA_B, is_adapter
@@ -26,7 +26,9 @@ _DIVIDED_AT_INPUT = ("o_proj", "down_proj")
 """Projections of which each tensor-parallel rank has columns; of the others it has rows."""
 
 
-def needs_of(settings: Settings, processes_per_node: int, instance_type: str = "", *, on_host: bool = True) -> Needs:
+def needs_of(
+    settings: Settings, processes_per_node: int, instance_type: str = "", *, on_host: bool = True
+) -> MemoryEstimate:
     """The numbers of a run; without the type of a Trainium instance `on_host` says whether the device is the CPU."""
     config, shape = settings.config, settings.shape
     model = ModelSizes(
@@ -39,7 +41,7 @@ def needs_of(settings: Settings, processes_per_node: int, instance_type: str = "
         vocabulary=shape.vocab_size,
         tied=shape.tie_embeddings,
     )
-    setting = setting_of(
+    setting = memory_setting(
         config,
         data_parallel=settings.dp_size,
         processes_per_node=processes_per_node,
@@ -48,7 +50,7 @@ def needs_of(settings: Settings, processes_per_node: int, instance_type: str = "
         on_host=on_host,
         trained=trained_of_rank(settings) if config.tuning.freezes else None,
     )
-    return needs(model, setting)
+    return estimate_memory(model, setting)
 
 
 def trained_of_rank(settings: Settings) -> Trained:
@@ -98,7 +100,7 @@ def told_at_start(settings: Settings, device: torch.device) -> list[str]:
     return []
 
 
-def lines(found: Needs, *, of_node: bool) -> list[str]:
+def lines(found: MemoryEstimate, *, of_node: bool) -> list[str]:
     """The numbers for a reader; those of a node where it is known how many processes it has."""
     process = (
         f"memory of a process: {_gib(found.state)} of weights, gradients and optimizer ({found.parameters:,} "
@@ -108,7 +110,7 @@ def lines(found: Needs, *, of_node: bool) -> list[str]:
     return [process, node] if of_node else [process]
 
 
-def refuse_what_does_not_fit(found: Needs, instance: Instance, instance_type: str) -> list[str]:
+def refuse_what_does_not_fit(found: MemoryEstimate, instance: Instance, instance_type: str) -> list[str]:
     """Sentences about a node that is too small. Raises UserError for a core that is."""
     if instance.core_bytes and found.device > instance.core_bytes * (1 - ROOM):
         raise UserError(_too_small(found, instance.core_bytes, f"a core of {instance_type}"))
@@ -129,7 +131,7 @@ def refuse_what_does_not_fit(found: Needs, instance: Instance, instance_type: st
     return warnings
 
 
-def _too_small(found: Needs, room: int, device: str) -> str:
+def _too_small(found: MemoryEstimate, room: int, device: str) -> str:
     return (
         f"{device} has {_gib(room)}, but a process needs {_gib(found.state)} of weights, gradients and optimizer and "
         f"about {_gib(found.activations)} of activations, with {ROOM:.0%} left for the runtime: raise "

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.wire.messages import AlertKind
-from trainium_contract.wire.nonfinite_origin import told_origin
+from trainium_contract.wire.nonfinite_origin import format_nonfinite_ranks
 from trainium_trainer.data.batches.loader import validation_batches
 from trainium_trainer.exits import NumericalError
 from trainium_trainer.loop.schedule import learning_rate
@@ -188,7 +188,7 @@ def _skip(run: Run, step: int, done: StepOutcome, skipped: int) -> None:
     """Say that a step was skipped; NumericalError when that were more in a row than the configuration bears."""
     tolerance = run.config.non_finite_tolerance
     found = f"step {step}: loss is {done.loss}, gradient norm is {done.gradient_norm}"
-    found += told_origin(done.origins, run.backend.mesh.world_size)
+    found += format_nonfinite_ranks(done.origins, run.backend.mesh.world_size)
     if done.culprits:
         found += (
             f" (not finite on this rank: {len(done.culprits)} gradients, nearest to the loss that of "

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from trainium_contract.needs.model_sizes import PRESET_SIZES
+from trainium_contract.requirements.model_sizes import PRESET_SIZES
 from trainium_contract.trainer.model import ModelPreset, RopeScalingKind
 
 

@@ -93,7 +93,7 @@ class ProgressRecord:
     """Model FLOPs utilisation (MFU), 0 to 1; NaN where the device's peak is not known."""
     goodput: float = math.nan
     """Share of the time since the first step that went into steps of the history, 0 to 1; known to rank 0."""
-    stage_done: float = 0.0
+    stage_progress: float = 0.0
     """Share of the stage that is over, 0 to 1; 0 in `Train`, whose steps tell."""
     stage_since: float = 0.0
     """Unix seconds when this process came into the stage; 0 in `Train`."""
@@ -167,7 +167,7 @@ class ProgressWriter:
             step_seconds=seconds,
             productive_seconds=record.productive_seconds + seconds,
             stage_number=RunStage.TRAIN.number,
-            stage_done=0.0,
+            stage_progress=0.0,
             stage_since=0.0,
             validation_loss=_or_nan(figures.validation_loss, record.validation_loss),
             parameter_norm=_or_nan(figures.parameter_norm, record.parameter_norm),
@@ -211,7 +211,7 @@ class ProgressWriter:
         self.record = replace(
             record,
             stage_number=stage.number,
-            stage_done=0.0 if trains or not done > 0 else min(done, 1.0),
+            stage_progress=0.0 if trains or not done > 0 else min(done, 1.0),
             stage_since=0.0 if trains else record.stage_since if record.stage is stage else time.time(),
         )
         self._write()

@@ -11,7 +11,7 @@ from datetime import datetime
 from sys import intern
 from typing import TYPE_CHECKING, Any
 
-from trainium_contract.faults.read import cause_of_claim_health
+from trainium_contract.faults.classify import cause_of_claim_health
 from trainium_contract.spec.claim import DRIVER
 from trainium_operator.cluster.cache.parts import items_of, mapping_of, text_of, whole_of
 from trainium_operator.plan.manifests.claims import CLAIM

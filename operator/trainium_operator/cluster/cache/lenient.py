@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
 from trainium_contract.status.conditions import Condition, ConditionStatus, ConditionType
-from trainium_contract.status.shown import MembershipStatus
+from trainium_contract.status.public import MembershipStatus
 from trainium_contract.wire.messages import LATEST_GENERATION
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from trainium_contract.spec.managed_by import MAX_MANAGER, is_ours
+from trainium_contract.spec.managed_by import MAX_MANAGER, is_managed_here
 from trainium_contract.wire.log_line import LINE_BYTES, readable
-from trainium_contract.wire.worker_env import ANNOTATION_KEPT_FROM, ANNOTATION_TEMPLATE_HASH, LABEL_EXTRA, LABEL_JOB
+from trainium_contract.wire.worker_env import ANNOTATION_AVOIDED_NODES, ANNOTATION_TEMPLATE_HASH, LABEL_EXTRA, LABEL_JOB
 from trainium_operator.cluster.cache.device_views import claim_template_of, device_health_of
 from trainium_operator.cluster.cache.lenient import readable_spec, readable_status
 from trainium_operator.cluster.cache.membership_record import membership_record
@@ -97,7 +97,7 @@ def job_record(raw: Json) -> JobRecord:
     metadata = raw["metadata"]
     identity = (metadata["namespace"], metadata["name"], metadata["uid"])
     manager = mapping_of(raw.get("spec")).get("managedBy")
-    if not is_ours(manager):
+    if not is_managed_here(manager):
         return JobRecord(*identity, None, elsewhere=str(manager)[:MAX_MANAGER])
     try:
         spec, unknown = readable_spec(raw.get("spec"))
@@ -155,7 +155,7 @@ def pod_view(raw: Json) -> PodView:
         unschedulable_message=text_of(scheduled.get("message"))[:LONGEST_WORDS] if unschedulable else "",
         finished=_seconds_or_none(terminated, "finishedAt"),
         template_hash=text_of(annotations.get(ANNOTATION_TEMPLATE_HASH)),
-        kept_from=frozenset(filter(None, text_of(annotations.get(ANNOTATION_KEPT_FROM)).split(","))),
+        avoided_nodes=frozenset(filter(None, text_of(annotations.get(ANNOTATION_AVOIDED_NODES)).split(","))),
         image=intern(text_of(containers[0].get("image"))) if containers else "",
         gang=text_of(annotations.get(ANNOTATION_GROUP)),
         pod_set=text_of(labels.get(LABEL_POD_SET)),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainium_contract.faults.causes import Cause
-from trainium_contract.faults.read import Verdict, kernel_sign, lines_near, verdict_of_sign
+from trainium_contract.faults.classify import Verdict, classify_sign, match_kernel_line, select_kernel_lines
 from trainium_operator.plan.faults.ends import meaning_of_failure
 
 if TYPE_CHECKING:
@@ -104,16 +104,16 @@ def _reports(facts: Facts, attempt: int) -> Iterator[_Report]:
         ]
         found = [report for report in found if report.meaning.cause is not Cause.YIELDED]
         if found:
-            yield min(found, key=lambda report: (report.meaning.hearsay, report.failure.at))
+            yield min(found, key=lambda report: (report.meaning.indirect, report.failure.at))
 
 
 def _is_ambiguous(meaning: Verdict) -> bool:
     """It may be the reporter's own fault, or another's."""
-    return meaning.hearsay and meaning.cause is not Cause.PEER_LOST
+    return meaning.indirect and meaning.cause is not Cause.PEER_LOST
 
 
 def _own_failure(reports: tuple[_Report, ...], records: dict[str, RestartRecord]) -> Culprit | None:
-    own = [report for report in reports if not report.meaning.hearsay]
+    own = [report for report in reports if not report.meaning.indirect]
     if not own:
         return None
     return _named(min(own, key=lambda report: (report.member.pod_uid not in records, report.failure.at)), records)
@@ -127,10 +127,10 @@ def _kernel_event(facts: Facts, reports: tuple[_Report, ...], records: dict[str,
         at = failed_at.get(member.pod_uid, record.failed_at if record else None)
         if at is None or not beat.kernel:
             continue
-        for line in lines_near(beat.kernel, at):
-            sign = kernel_sign(line)
+        for line in select_kernel_lines(beat.kernel, at):
+            sign = match_kernel_line(line)
             if sign is not None and sign.cause is not Cause.MEMORY:
-                sentence = verdict_of_sign(sign).sentence
+                sentence = classify_sign(sign).sentence
                 why = f"was interrupted while its node's kernel said: {line} ({sentence})"
                 return Culprit(member=member, cause=sign.cause, why=why, record=record)
     return None
@@ -141,10 +141,10 @@ def _own_account(reports: tuple[_Report, ...], records: dict[str, RestartRecord]
 
     A hang without a failure is one of all ranks alike: whoever stood still alone has one.
     """
-    hearsay = {report.member.pod_uid for report in reports}
+    indirect = {report.member.pod_uid for report in reports}
     for member, _ in facts.beats:
         record = records.get(member.pod_uid)
-        if record is None or member.pod_uid in hearsay or record.cause in _NOBODYS:
+        if record is None or member.pod_uid in indirect or record.cause in _NOBODYS:
             continue
         return Culprit(member=member, cause=record.cause, why=f"stopped ({record.cause.value})", record=record)
     return None

@@ -10,10 +10,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from trainium_contract.faults.causes import Cause
-from trainium_contract.faults.read import kernel_sign, lines_near, row_of, rule_verdict, verdict_of
+from trainium_contract.faults.classify import (
+    classify_exit_code,
+    get_cause_row,
+    match_kernel_line,
+    match_rules,
+    select_kernel_lines,
+)
 from trainium_contract.faults.responses import Response
 from trainium_contract.status.interruptions import Rung
-from trainium_contract.wire.nonfinite_origin import origin_in
+from trainium_contract.wire.nonfinite_origin import parse_nonfinite_rank
 from trainium_operator.plan.diagnose.culprits import signs_of
 from trainium_operator.plan.faults.ends import died_by_itself, meaning_of_failure
 from trainium_operator.plan.faults.failure_budgets import exhausted_budget
@@ -26,9 +32,9 @@ from trainium_operator.plan.view.progress import has_progress
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from trainium_contract.faults.read import Verdict
+    from trainium_contract.faults.classify import Verdict
     from trainium_contract.job import TrainingJobStatus
-    from trainium_contract.status.shown import ShownStatus
+    from trainium_contract.status.public import PublicStatus
     from trainium_contract.wire.messages import HeartbeatRequest, ProcessFailure
     from trainium_operator.plan.view.facts import Facts
     from trainium_operator.plan.view.workers import Worker
@@ -122,7 +128,7 @@ def _reported_by_a_process(facts: Facts) -> StopVerdict | None:
 def _of_its_origin(facts: Facts, first: _Reported, by_rank: Mapping[int, _Reported]) -> StopVerdict:
     """The verdict on the rank that the first report puts it down to: all ranks report what one has put into a sum."""
     meaning, _, failure, pod, _ = first
-    origin = origin_in(failure.message) if meaning.cause is Cause.NUMERICAL else None
+    origin = parse_nonfinite_rank(failure.message) if meaning.cause is Cause.NUMERICAL else None
     if origin is None or origin == failure.rank or facts.current is None:
         return _of_failure(*first)
     if origin in by_rank:
@@ -160,13 +166,13 @@ def _stopping(facts: Facts, beat: HeartbeatRequest) -> Iterator[tuple[ProcessFai
                 yield failure, meaning
     if beat.verdict is not None and beat.verdict.generation == beat.generation:
         meaning = meaning_of_failure(beat, beat.verdict, rules)
-        if meaning.again is Response.STOP:
+        if meaning.repeated is Response.STOP:
             yield beat.verdict, meaning
 
 
 def _of_failure(meaning: Verdict, beat: HeartbeatRequest, failure: ProcessFailure, pod: str, node: str) -> StopVerdict:
     after = f" after step {failure.step}" if failure.step > 0 else ""
-    lines = [line for line in lines_near(beat.kernel, failure.at) if kernel_sign(line) is not None]
+    lines = [line for line in select_kernel_lines(beat.kernel, failure.at) if match_kernel_line(line) is not None]
     kernel = f"; the node's kernel said: {lines[0]}" if lines else ""
     message = (
         f"{meaning.sentence}: rank {failure.rank} of pod {pod} on node {node}{after}, {signs_of(failure)}: "
@@ -177,7 +183,7 @@ def _of_failure(meaning: Verdict, beat: HeartbeatRequest, failure: ProcessFailur
 
 def _stop(meaning: Verdict, message: str, pod: str, node: str) -> StopVerdict:
     reason = _REASONS.get(meaning.cause, Reason.STOPPED_BY_RULE)
-    return _verdict(reason, meaning.cause, message, advice=row_of(meaning.cause).advice, pod=pod, node=node)
+    return _verdict(reason, meaning.cause, message, advice=get_cause_row(meaning.cause).advice, pod=pod, node=node)
 
 
 def _reported_by_a_pod(facts: Facts) -> StopVerdict | None:
@@ -186,8 +192,8 @@ def _reported_by_a_pod(facts: Facts) -> StopVerdict | None:
         pod = worker.pod
         if not _failed(worker):
             continue
-        ruled = rule_verdict(rules, code=pod.exit_code, reason=pod.reason, texts=(pod.message,))
-        meaning = ruled or (None if pod.exit_code is None else verdict_of(pod.exit_code))
+        ruled = match_rules(rules, code=pod.exit_code, reason=pod.reason, texts=(pod.message,))
+        meaning = ruled or (None if pod.exit_code is None else classify_exit_code(pod.exit_code))
         if meaning is not None and meaning.response is Response.STOP:
             code = "" if pod.exit_code is None else f" with code {pod.exit_code}"
             why = ": ".join(part for part in (pod.reason, pod.message) if part) or "no message"
@@ -222,7 +228,7 @@ def _crashes_before_any_step(facts: Facts) -> StopVerdict | None:
             f"pod {member.pod_name} on node {member.node_name}, {signs_of(failure)}: "
             f"{failure.message or 'no output'}"
         )
-        advice = row_of(Cause.USER_CODE).advice
+        advice = get_cause_row(Cause.USER_CODE).advice
         return _verdict(
             Reason.USER_ERROR, Cause.USER_CODE, message, advice=advice, pod=member.pod_name, node=member.node_name
         )
@@ -253,7 +259,7 @@ def budget_verdict(facts: Facts, status: TrainingJobStatus) -> StopVerdict | Non
     return _verdict(Reason.BUDGET_EXHAUSTED, last.cause, told, pod=last.pod, node=node)
 
 
-def _last_words(facts: Facts, status: ShownStatus, pod: str) -> tuple[str, str]:
+def _last_words(facts: Facts, status: PublicStatus, pod: str) -> tuple[str, str]:
     """Node and last words of the pod that failed last: its log goes with it, and it may never have been a member."""
     faults = [entry for entry in status.history if entry.message and entry.rung not in (Rung.RESIZE, Rung.GROW)]
     named = next((entry for entry in reversed(faults) if entry.pod == pod), None)

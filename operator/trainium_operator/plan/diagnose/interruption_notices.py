@@ -101,7 +101,7 @@ def _last_call(facts: Facts, leaving: list[tuple[Member, Worker]], since: float)
     """When the ranks must begin to save and leave."""
     taints = [taint.key for _, worker in leaving if worker.node is not None for taint in worker.node.taints]
     soonest = min((_KNOWN_SECONDS.get(key, _NEVER) for key in taints), default=_NEVER)
-    return since + max(0.0, soonest - facts.job.spec.recovery.graceful_seconds - _EXIT_MARGIN_SECONDS)
+    return since + max(0.0, soonest - facts.job.spec.recovery.grace_period_seconds - _EXIT_MARGIN_SECONDS)
 
 
 def _is_enough(facts: Facts, leaving: int) -> bool:

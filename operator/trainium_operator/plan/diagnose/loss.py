@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainium_contract.faults.read import suspects_node
+from trainium_contract.faults.classify import suspects_node
 
 if TYPE_CHECKING:
     from trainium_contract.faults.causes import Cause

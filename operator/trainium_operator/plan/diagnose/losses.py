@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainium_contract.faults.causes import Cause
-from trainium_contract.faults.read import severity
+from trainium_contract.faults.classify import severity
 from trainium_contract.faults.responses import Response
 from trainium_contract.status.conditions import Phase
 from trainium_operator.plan.diagnose.loss import Loss
@@ -18,7 +18,7 @@ from trainium_operator.plan.diagnose.not_joining import join_deadlines, not_join
 from trainium_operator.plan.diagnose.process_failures import accused, given_up_with, reported
 from trainium_operator.plan.diagnose.silence import evidence_of_loss, failed_since, take_testimony
 from trainium_operator.plan.diagnose.stragglers import slowest_to_hand_over
-from trainium_operator.plan.faults.ends import cause_of_leaving, meaning_of_pod
+from trainium_operator.plan.faults.ends import cause_of_leaving, classify_pod_failure
 from trainium_operator.plan.model.observed import SILENCE_TOLD_SECONDS, PodPhase
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def _ended(facts: Facts, member: Member, worker: Worker) -> Loss | None:
     if pod.phase not in (PodPhase.FAILED, PodPhase.SUCCEEDED):
         return None
     given_up = given_up_with(facts, worker)
-    meaning = given_up[1] if given_up else meaning_of_pod(pod, facts.job.spec.recovery.rules)
+    meaning = given_up[1] if given_up else classify_pod_failure(pod, facts.job.spec.recovery.rules)
     asked = pod.deleting and given_up is None and meaning.cause is not Cause.DEVICE
     blames = meaning.response is Response.REPLACE_NODE if given_up is None and not asked else None
     code = "" if pod.exit_code is None else f"exit code {pod.exit_code}"

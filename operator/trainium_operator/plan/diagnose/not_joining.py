@@ -57,4 +57,4 @@ def join_deadlines(facts: Facts) -> dict[int, float]:
 
 def _limit(facts: Facts) -> float:
     recovery = facts.job.spec.recovery
-    return recovery.hang.init_seconds + recovery.graceful_seconds
+    return recovery.hang.init_seconds + recovery.grace_period_seconds

@@ -10,14 +10,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainium_contract.faults.causes import Cause
-from trainium_contract.faults.read import responses_of
+from trainium_contract.faults.classify import default_responses
 from trainium_contract.faults.responses import Response
 from trainium_operator.plan.diagnose.culprits import find_culprit, reported_alone, signs_of
 from trainium_operator.plan.diagnose.loss import Loss
 from trainium_operator.plan.faults.ends import meaning_of_failure
 
 if TYPE_CHECKING:
-    from trainium_contract.faults.read import Verdict
+    from trainium_contract.faults.classify import Verdict
     from trainium_contract.wire.messages import HeartbeatRequest, Member, ProcessFailure
     from trainium_operator.plan.view.facts import Facts
     from trainium_operator.plan.view.workers import Worker
@@ -31,7 +31,7 @@ def reported(facts: Facts, member: Member, worker: Worker) -> Loss | None:
     if beat is None or not (beat.failures or beat.verdict):
         return None
     given_up = given_up_with(facts, worker)
-    if given_up is not None and not given_up[1].hearsay:
+    if given_up is not None and not given_up[1].indirect:
         return _loss(facts, member, worker, *given_up)
     broken = _broken(facts, beat)
     if broken is not None:
@@ -49,11 +49,11 @@ def accused(facts: Facts, found: list[Loss]) -> list[Loss]:
         return found
     for _, beat in facts.beats:
         failure = beat.verdict
-        if failure is None or not meaning_of_failure(beat, failure, facts.job.spec.recovery.rules).hearsay:
+        if failure is None or not meaning_of_failure(beat, failure, facts.job.spec.recovery.rules).indirect:
             continue
         culprit = find_culprit(facts, failure.attempt, all_spoke=True)
         worker = facts.workers.get(culprit.member.pod_uid) if culprit is not None else None
-        if culprit is None or worker is None or responses_of(culprit.cause).again is not Response.REPLACE_NODE:
+        if culprit is None or worker is None or default_responses(culprit.cause).repeated is not Response.REPLACE_NODE:
             return found
         message = f"pod {culprit.member.pod_name} on node {culprit.member.node_name}: {culprit.why}"
         return [
@@ -83,7 +83,7 @@ def cause_of_standstill(facts: Facts) -> Cause:
     """
     rules = facts.job.spec.recovery.rules
     verdicts = [meaning_of_failure(beat, beat.verdict, rules) for _, beat in facts.beats if beat.verdict is not None]
-    return Cause.NETWORK if verdicts and all(meaning.hearsay for meaning in verdicts) else Cause.CRASH
+    return Cause.NETWORK if verdicts and all(meaning.indirect for meaning in verdicts) else Cause.CRASH
 
 
 def _broken(facts: Facts, beat: HeartbeatRequest) -> tuple[ProcessFailure, Verdict] | None:

@@ -15,7 +15,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from trainium_contract.exit_codes import ExitCode
-from trainium_contract.faults.read import status_sign
+from trainium_contract.faults.classify import find_runtime_status
 from trainium_contract.wire.messages import WorkerPhase
 
 if TYPE_CHECKING:
@@ -92,8 +92,8 @@ def _lost_a_peer(beat: HeartbeatRequest) -> bool:
 
 def _stood_in_a_collective(failure: ProcessFailure) -> bool:
     """By its code, or by the runtime's word: it waited for others that did not come."""
-    status = status_sign(failure.runtime_status)
-    return failure.exit_code == ExitCode.PEER_LOST or (status is not None and status.hearsay)
+    status = find_runtime_status(failure.runtime_status)
+    return failure.exit_code == ExitCode.PEER_LOST or (status is not None and status.indirect)
 
 
 def _stall(facts: Facts) -> tuple[float, float | None]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.interruptions import Rung
-from trainium_contract.status.shown import StragglerStatus
+from trainium_contract.status.public import StragglerStatus
 from trainium_operator.plan.diagnose.faster_without import faster_without_one
 from trainium_operator.plan.diagnose.loss import Loss
 from trainium_operator.plan.model.actions import event

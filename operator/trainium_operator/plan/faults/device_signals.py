@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from trainium_contract.faults.classify import cause_of_claim_health, cause_of_device_taint
 from trainium_contract.faults.node_polarity import Severity
-from trainium_contract.faults.read import cause_of_claim_health, cause_of_device_taint
 from trainium_operator.plan.faults.node_signals import NodeProblem
 
 if TYPE_CHECKING:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from trainium_contract.faults import read
+from trainium_contract.faults import classify
 from trainium_contract.faults.causes import Cause
 from trainium_contract.faults.responses import Response
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from trainium_contract.faults.read import Verdict
+    from trainium_contract.faults.classify import Verdict
     from trainium_contract.faults.rules import RecoveryRule
     from trainium_contract.wire.messages import HeartbeatRequest, ProcessFailure
     from trainium_operator.plan.model.observed import PodView
@@ -22,11 +22,11 @@ def meaning_of_failure(beat: HeartbeatRequest, failure: ProcessFailure, rules: S
     """What a process's end that a heartbeat reports stands for: its code, runtime status, output and kernel lines."""
     if not rules and not beat.kernel:
         return _plain_meaning(failure.exit_code, failure.runtime_status)
-    return read.meaning_of(
+    return classify.classify_exit(
         failure.exit_code,
         runtime_status=failure.runtime_status,
         message=failure.message,
-        kernel=read.lines_near(beat.kernel, failure.at),
+        kernel=classify.select_kernel_lines(beat.kernel, failure.at),
         rules=rules,
     )
 
@@ -34,12 +34,12 @@ def meaning_of_failure(beat: HeartbeatRequest, failure: ProcessFailure, rules: S
 @lru_cache(maxsize=1024)
 def _plain_meaning(code: int, runtime_status: int | None) -> Verdict:
     """Without rules and kernel lines, as almost always: every plan asks for each failure of each of 1,000 workers."""
-    return read.meaning_of(code, runtime_status=runtime_status)
+    return classify.classify_exit(code, runtime_status=runtime_status)
 
 
-def meaning_of_pod(pod: PodView, rules: Sequence[RecoveryRule]) -> Verdict:
+def classify_pod_failure(pod: PodView, rules: Sequence[RecoveryRule]) -> Verdict:
     """What a pod in phase Failed stands for."""
-    return read.meaning_of_pod(
+    return classify.classify_pod_failure(
         reason=pod.reason,
         code=pod.exit_code,
         disrupted=pod.disrupted,
@@ -51,13 +51,13 @@ def meaning_of_pod(pod: PodView, rules: Sequence[RecoveryRule]) -> Verdict:
 
 def cause_of_leaving(pod: PodView) -> Cause:
     """Why a pod that is asked to go is."""
-    return read.cause_of_disruption(pod.disruption) if pod.disrupted else Cause.PREEMPTED
+    return classify.cause_of_disruption(pod.disruption) if pod.disrupted else Cause.PREEMPTED
 
 
 def died_by_itself(pod: PodView) -> bool:
     """Whether a Failed pod ended by its own program, not by its node, the scheduler, an eviction or a signal."""
-    by_reason = read.cause_of_pod_reason(pod.reason)
+    by_reason = classify.cause_of_pod_reason(pod.reason)
     if pod.disrupted or pod.exit_code is None or by_reason not in (None, Cause.MEMORY, Cause.USER_CODE):
         return False
     by_signal = pod.exit_code > 128 and pod.reason != "OOMKilled"
-    return not by_signal and read.verdict_of(pod.exit_code).response is not Response.RESTART_UNCOUNTED
+    return not by_signal and classify.classify_exit_code(pod.exit_code).response is not Response.RESTART_UNCOUNTED

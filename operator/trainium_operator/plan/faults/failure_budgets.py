@@ -10,16 +10,16 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from trainium_contract.faults.causes import Budget, Cause
-from trainium_contract.faults.read import budget_of, responses_of
+from trainium_contract.faults.classify import budget_of, default_responses
 from trainium_contract.faults.responses import Response
-from trainium_contract.status.memory import FailureRecord
+from trainium_contract.status.internal import FailureRecord
 from trainium_operator.plan.model.sentences import listed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from trainium_contract.spec.recovery import BudgetSpec, RecoverySpec
-    from trainium_contract.status.memory import OperatorMemory
+    from trainium_contract.status.internal import InternalStatus
 
 MAX_RECORDS = 128
 _BACKOFF_WINDOW_SECONDS = 600.0
@@ -83,7 +83,7 @@ def _incidents(records: Sequence[FailureRecord]) -> int:
 
 
 def _took_a_worker(record: FailureRecord) -> bool:
-    return bool(record.node) or responses_of(record.cause).first is not Response.RESTART_IN_PLACE
+    return bool(record.node) or default_responses(record.cause).first is not Response.RESTART_IN_PLACE
 
 
 def _summary(records: Sequence[FailureRecord]) -> str:
@@ -131,6 +131,6 @@ def _within(failures: tuple[FailureRecord, ...], budget: BudgetSpec, now: float)
     return [record for record in failures if record.at > now - budget.window_seconds]
 
 
-def has_record_of(memory: OperatorMemory, pod: str) -> bool:
+def has_record_of(memory: InternalStatus, pod: str) -> bool:
     """Whether a failure of this pod is counted already."""
     return any(record.pod == pod for record in memory.failures)

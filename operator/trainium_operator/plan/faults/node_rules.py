@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from trainium_contract.faults.classify import classify_sign, match_kernel_line, match_rules
 from trainium_contract.faults.node_polarity import Severity
-from trainium_contract.faults.read import kernel_sign, rule_verdict, verdict_of_sign
 from trainium_contract.faults.responses import Response
 from trainium_operator.plan.faults.node_signals import NodeProblem, bad_status
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from trainium_contract.faults.read import Verdict
+    from trainium_contract.faults.classify import Verdict
     from trainium_contract.faults.rules import RecoveryRule
     from trainium_contract.wire.messages import HeartbeatRequest
     from trainium_operator.plan.model.observed import NodeView
@@ -47,13 +47,13 @@ def with_rules(
 def kernel_problem(beat: HeartbeatRequest | None, rules: Sequence[RecoveryRule]) -> NodeProblem | None:
     """What the newest kernel line that is a fault by itself says about the node that an agent runs on."""
     for event in reversed(beat.kernel if beat is not None else ()):
-        sign = kernel_sign(event.line)
-        ruled = rule_verdict(rules, texts=(event.line,))
+        sign = match_kernel_line(event.line)
+        ruled = match_rules(rules, texts=(event.line,))
         if ruled is not None:
             if ruled.response is not Response.RESTART_IN_PLACE:
                 return NodeProblem(Severity.DRAIN, ruled.cause, KERNEL_LOG, ruled.sentence, event.at, event.line)
         elif sign is not None and sign.decisive:
-            sentence = verdict_of_sign(sign).sentence
+            sentence = classify_sign(sign).sentence
             return NodeProblem(Severity.FATAL, sign.cause, KERNEL_LOG, sentence, event.at, event.line)
     return None
 
@@ -73,10 +73,10 @@ def _signs(node: NodeView, rules: Sequence[RecoveryRule]) -> Iterator[tuple[Verd
     for condition in node.conditions:
         if condition.status is not bad_status(condition.type):
             continue
-        found = rule_verdict(rules, reason=condition.reason, texts=(condition.message,))
+        found = match_rules(rules, reason=condition.reason, texts=(condition.message,))
         if found is not None:
             yield found, f"condition {condition.type}", condition.reason, condition.message, condition.since
     for taint in node.taints:
-        found = rule_verdict(rules, reason=taint.key)
+        found = match_rules(rules, reason=taint.key)
         if found is not None:
             yield found, f"taint {taint.key}", taint.value or taint.effect, "", None

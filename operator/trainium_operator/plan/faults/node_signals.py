@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainium_contract.faults.causes import Cause
+from trainium_contract.faults.classify import cause_of_condition, cause_of_label, cause_of_taint
 from trainium_contract.faults.node_polarity import POLARITIES, Severity, bad_when
-from trainium_contract.faults.read import cause_of_condition, cause_of_label, cause_of_taint
 from trainium_contract.sizes import INSTANCES
 from trainium_operator.plan.model.node_labels import (
     EFA,

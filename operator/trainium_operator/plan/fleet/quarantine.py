@@ -41,7 +41,7 @@ from trainium_operator.plan.model.times import rfc3339
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from trainium_contract.status.memory import FailureRecord
+    from trainium_contract.status.internal import FailureRecord
     from trainium_operator.plan.faults.node_signals import NodeProblem
     from trainium_operator.plan.model.observed import NodeView
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.faults.causes import Cause
-from trainium_contract.faults.read import severity
+from trainium_contract.faults.classify import severity
 from trainium_contract.status.interruptions import Rung
 from trainium_operator.plan.diagnose.culprits import find_culprit, records_of
 from trainium_operator.plan.history.interruptions import HISTORY_LENGTH, open_interruption

@@ -18,7 +18,7 @@ from trainium_operator.plan.view.progress import last_step
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
-    from trainium_contract.status.shown import ShownStatus
+    from trainium_contract.status.public import PublicStatus
     from trainium_operator.plan.view.facts import Facts
 
 HISTORY_LENGTH = 10
@@ -93,7 +93,7 @@ def first_rank(facts: Facts, pod: str) -> int | None:
     return None if place is None else place * facts.current.processes_per_node
 
 
-def open_membership_entry(status: ShownStatus, generation: int) -> int | None:
+def open_membership_entry(status: PublicStatus, generation: int) -> int | None:
     """Index of the open interruption that ends, or is to end, this generation; None when there is none."""
     for index, entry in enumerate(status.history):
         ends_it = entry.generation == generation and entry.rung not in (Rung.IN_PLACE, Rung.STOP)

@@ -14,7 +14,7 @@ from trainium_operator.plan.model.sentences import listed
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
-    from trainium_contract.status.memory import FailureRecord, OperatorMemory
+    from trainium_contract.status.internal import FailureRecord, InternalStatus
     from trainium_operator.plan.diagnose.loss import Loss
     from trainium_operator.plan.view.facts import Facts
 
@@ -48,7 +48,7 @@ def note_losses(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...
     return status.replaced(failures=_with_suspects(facts, status, losses), waiting_since=facts.now)
 
 
-def _with_suspects(facts: Facts, memory: OperatorMemory, losses: tuple[Loss, ...]) -> tuple[FailureRecord, ...]:
+def _with_suspects(facts: Facts, memory: InternalStatus, losses: tuple[Loss, ...]) -> tuple[FailureRecord, ...]:
     """The failures, with the suspected nodes of all workers that were lost together: each once, as one moment."""
     names = frozenset(_names(losses))
     recovery, recorded = facts.job.spec.recovery, {record.pod for record in memory.failures if record.node}

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainium_contract.faults.read import says_stop
+from trainium_contract.faults.classify import stops_job
 from trainium_contract.job import CleanPodPolicy
 from trainium_contract.status.conditions import ConditionType, Phase
-from trainium_contract.status.failed_spec import compared, recorded_spec
+from trainium_contract.status.failed_spec import compare_failed_spec, record_failed_spec
 from trainium_contract.status.interruptions import Interruption, Rung
 from trainium_contract.wire.messages import WorkerPhase
 from trainium_operator.plan.history.interruptions import HISTORY_LENGTH, first_rank
@@ -28,7 +28,7 @@ from trainium_operator.plan.view.progress import last_step
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
     from trainium_contract.status.failed_spec import FailedSpecStatus
-    from trainium_contract.status.shown import ShownStatus
+    from trainium_contract.status.public import PublicStatus
     from trainium_contract.wire.messages import HeartbeatRequest
     from trainium_operator.plan.diagnose.failure_policy import StopVerdict
     from trainium_operator.plan.model.actions import DeletePod
@@ -75,7 +75,7 @@ def stop(facts: Facts, status: TrainingJobStatus, verdict: StopVerdict) -> Answe
         phase=Phase.FAILED,
         verdict=verdict.message,
         history=(*status.history, entry)[-HISTORY_LENGTH:],
-        failed_spec=recorded_spec(facts.job.spec.to_wire()),
+        failed_spec=record_failed_spec(facts.job.spec.to_wire()),
     )
     status = _closed(facts, status, verdict.reason)
     return Answer(status=status).then(clean_up(facts, status))
@@ -95,7 +95,7 @@ def _compared(facts: Facts, record: FailedSpecStatus | None) -> FailedSpecStatus
     """What differs from the spec that failed; of fields that this version does not know it cannot say."""
     if record is None:
         return None
-    return record.replaced(changes=None) if facts.job.unknown else compared(record, facts.job.spec.to_wire())
+    return record.replaced(changes=None) if facts.job.unknown else compare_failed_spec(record, facts.job.spec.to_wire())
 
 
 def clean_up(facts: Facts, status: TrainingJobStatus) -> Answer:
@@ -116,7 +116,7 @@ def clean_up(facts: Facts, status: TrainingJobStatus) -> Answer:
     return Answer(status=status, actions=tuple(deletions), looks=(patience,) if witnesses else ())
 
 
-def _witnesses(facts: Facts, status: ShownStatus) -> frozenset[str]:
+def _witnesses(facts: Facts, status: PublicStatus) -> frozenset[str]:
     """Pods that end by themselves with a verdict of their own, by uid: the one that the job's verdict names first."""
     named = status.history[-1].pod if status.history else ""
     ending = [
@@ -130,10 +130,10 @@ def _witnesses(facts: Facts, status: ShownStatus) -> frozenset[str]:
 def _ends_by_itself(beat: HeartbeatRequest | None) -> bool:
     if beat is None or beat.phase is not WorkerPhase.FAILED or beat.verdict is None:
         return False
-    return says_stop(beat.verdict.exit_code)
+    return stops_job(beat.verdict.exit_code)
 
 
-def _end_of_patience(facts: Facts, status: ShownStatus) -> float:
+def _end_of_patience(facts: Facts, status: PublicStatus) -> float:
     """Until when such pods may run (Unix seconds); 0 when the end lies in the future, by a clock that was set back."""
     ended = parse_rfc3339(status.completion_time)
     return 0.0 if ended is None or ended > facts.now else ended + _WITNESS_SECONDS

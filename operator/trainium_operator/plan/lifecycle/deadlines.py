@@ -26,7 +26,7 @@ from trainium_operator.plan.view.progress import has_stepped
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
-    from trainium_contract.status.shown import ShownStatus
+    from trainium_contract.status.public import PublicStatus
     from trainium_operator.plan.view.facts import Facts
 
 _ADVICE = {
@@ -37,7 +37,7 @@ _ADVICE = {
 }
 
 
-def is_ending(status: ShownStatus) -> bool:
+def is_ending(status: PublicStatus) -> bool:
     """Whether it is decided that the job ends for a deadline."""
     return is_true(status, ConditionType.FAILURE_TARGET)
 
@@ -80,12 +80,12 @@ def _activity(facts: Facts, status: TrainingJobStatus) -> ActivityStatus:
     return ActivityStatus(since=since, stepped=status.activity.stepped or has_stepped(facts))
 
 
-def _waits_for_queue(status: ShownStatus) -> bool:
+def _waits_for_queue(status: PublicStatus) -> bool:
     admitted = find_condition(status, ConditionType.ADMITTED)
     return status.membership.size == 0 and admitted is not None and admitted.reason == Reason.WAITING_FOR_QUEUE
 
 
-def _over(status: ShownStatus, reason: Reason, limit: int) -> str:
+def _over(status: PublicStatus, reason: Reason, limit: int) -> str:
     if reason is Reason.DEADLINE_EXCEEDED:
         return f"The job has been active for {limit} s, as long as activeDeadlineSeconds allows."
     kinds = (ConditionType.PODS_READY, ConditionType.ADMITTED, ConditionType.RUNNING)
@@ -99,7 +99,7 @@ def _says_why(status: ConditionStatus, message: str) -> bool:
     return status is ConditionStatus.FALSE and bool(message)
 
 
-def _verdict(status: ShownStatus) -> StopVerdict:
+def _verdict(status: PublicStatus) -> StopVerdict:
     target = find_condition(status, ConditionType.FAILURE_TARGET)
     # Edited by hand it may give any reason: the job ends all the same.
     reason = Reason.DEADLINE_EXCEEDED if target is None or target.reason not in _ADVICE else Reason(target.reason)

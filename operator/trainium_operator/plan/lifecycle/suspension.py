@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainium_contract.status.conditions import ConditionType
-from trainium_contract.status.refusals import RefusalsStatus
+from trainium_contract.status.start_failures import StartFailuresStatus
 from trainium_operator.plan.faults.failure_budgets import avoided_nodes
 from trainium_operator.plan.model.answer import Answer
 from trainium_operator.plan.model.conditions import with_condition
@@ -27,7 +27,7 @@ def release(facts: Facts, status: TrainingJobStatus) -> Answer:
     membership = status.membership.replaced(size=0)
     avoided = avoided_nodes(status.failures, facts.now, facts.settings.avoid_node_seconds)  # without those that refused
     status = status.replaced(
-        membership=membership, waiting_since=None, refusals=RefusalsStatus(), avoided_nodes=avoided
+        membership=membership, waiting_since=None, start_failures=StartFailuresStatus(), avoided_nodes=avoided
     )
     deletions = tuple(action for worker in facts.workers.values() for action in deletion(worker, force=worker.node_bad))
     return Answer(status=status, actions=deletions)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trainium_contract.needs.worker_needs import WorkerNeeds, worker_needs
+from trainium_contract.requirements.worker_requests import WorkerRequests, worker_requests
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobSpec
@@ -37,11 +37,11 @@ def with_worker_needs(spec: Json, job: TrainingJobSpec) -> Json:
     return {**spec, "containers": containers, "volumes": volumes}
 
 
-def needs_of_workers(job: TrainingJobSpec) -> WorkerNeeds | None:
+def needs_of_workers(job: TrainingJobSpec) -> WorkerRequests | None:
     """None while the spec contradicts itself, which is told elsewhere."""
     try:
         config = job.training_config()
-        return worker_needs(config, job.workers.accelerator, job.batch_shape())
+        return worker_requests(config, job.workers.accelerator, job.batch_shape())
     except ValueError:
         return None
 

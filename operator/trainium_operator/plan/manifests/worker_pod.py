@@ -84,8 +84,8 @@ def _worker_pod(job: JobView, body: Json, ordinal: int, avoided: Avoided) -> Jso
     if avoided.required or avoided.preferred:
         spec["affinity"] = _keeping_away(spec.get("affinity") or {}, avoided)
     if avoided.required:
-        kept_from = {env.ANNOTATION_KEPT_FROM: ",".join(avoided.required)}
-        metadata["annotations"] = {**metadata["annotations"], **kept_from}
+        avoided_nodes = {env.ANNOTATION_AVOIDED_NODES: ",".join(avoided.required)}
+        metadata["annotations"] = {**metadata["annotations"], **avoided_nodes}
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
 
 
@@ -162,7 +162,7 @@ def _pod_spec(job: JobView, settings: PlanSettings) -> Json:
     spec, accelerator = job.spec, job.spec.workers.accelerator
     body: Json = {
         "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": spec.recovery.graceful_seconds + _EXIT_MARGIN_SECONDS,
+        "terminationGracePeriodSeconds": spec.recovery.grace_period_seconds + _EXIT_MARGIN_SECONDS,
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "securityContext": {
@@ -309,9 +309,9 @@ def _environment(job: JobView, settings: PlanSettings) -> list[Json]:
         env.ENV_COORDINATOR: settings.coordinator,
         env.ENV_PROCESSES_PER_NODE: str(accelerator.cores()),
         env.ENV_MAX_IN_PLACE_RESTARTS: str(recovery.max_in_place_restarts),
-        env.ENV_GRACE_SECONDS: str(recovery.graceful_seconds),
+        env.ENV_GRACE_SECONDS: str(recovery.grace_period_seconds),
         env.ENV_PREFLIGHT: ",".join(job.spec.health.preflight.checks),
-        env.ENV_PREFLIGHT_SECONDS: str(job.spec.health.preflight.budget_seconds),
+        env.ENV_PREFLIGHT_SECONDS: str(job.spec.health.preflight.timeout_seconds),
         env.ENV_CONFIG: env.CONFIG_PATH,
         env.ENV_MEMORY_DIRECTORY: env.MEMORY_DIRECTORY,
         env.ENV_TOKEN_PATH: env.TOKEN_PATH,

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING
 from trainium_operator.plan.view.price import price_of_a_change
 
 if TYPE_CHECKING:
-    from trainium_contract.status.shown import ShownStatus
+    from trainium_contract.status.public import PublicStatus
     from trainium_operator.plan.view.facts import Facts
 
 _ASSUMED_SECONDS = 1200.0
 """To compile one size, while none was compiled in the background: a 7B model on trn1 takes tens of minutes."""
 
 
-def compile_seconds(facts: Facts, status: ShownStatus, size: int) -> float:
+def compile_seconds(facts: Facts, status: PublicStatus, size: int) -> float:
     """What the first step at this size takes longer for want of graphs."""
     ready = _ready(facts, status)
     if not ready or size in ready:
@@ -29,7 +29,7 @@ def compile_seconds(facts: Facts, status: ShownStatus, size: int) -> float:
     return status.compiled.seconds or _ASSUMED_SECONDS
 
 
-def size_at_hand(facts: Facts, status: ShownStatus, nodes: int) -> int:
+def size_at_hand(facts: Facts, status: PublicStatus, nodes: int) -> int:
     """The best size for so many nodes, or the best that has its graphs where compiling costs more; 0 for none."""
     best = facts.size.legal_at_most(nodes)
     if compile_seconds(facts, status, best) <= (price_of_a_change(status) or 0.0):
@@ -38,13 +38,13 @@ def size_at_hand(facts: Facts, status: ShownStatus, nodes: int) -> int:
     return max(ready, key=lambda size: (facts.size.speed(size), -size), default=best)
 
 
-def pays_at(facts: Facts, status: ShownStatus, size: int, since: float) -> float:
+def pays_at(facts: Facts, status: PublicStatus, size: int, since: float) -> float:
     """When growing from the size in force, which it has had `since`, to one without graphs pays (Unix seconds)."""
     price = compile_seconds(facts, status, size)
     speed = facts.size.speed(len(facts.members), size)
     return since + price / (1 - speed) if price and 0 < speed < 1 else since
 
 
-def _ready(facts: Facts, status: ShownStatus) -> frozenset[int]:
+def _ready(facts: Facts, status: PublicStatus) -> frozenset[int]:
     """Sizes that have their graphs; none where nobody knows."""
     return frozenset((*facts.size.compiled_first, *status.compiled.sizes))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainium_contract.status.shown import MembershipStatus
+from trainium_contract.status.public import MembershipStatus
 from trainium_contract.wire.messages import Membership, Transition
 from trainium_operator.plan.history.interruptions import open_membership_entry, replace_entry
 from trainium_operator.plan.manifests.config_maps import membership_map

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 from trainium_operator.plan.view.price import price_of_a_change
 
 if TYPE_CHECKING:
-    from trainium_contract.status.shown import ShownStatus
+    from trainium_contract.status.public import PublicStatus
     from trainium_operator.plan.view.facts import Facts
 
 
-def is_worth_growing(facts: Facts, status: ShownStatus, present: int, size: int, *, beside: float) -> bool:
+def is_worth_growing(facts: Facts, status: PublicStatus, present: int, size: int, *, beside: float) -> bool:
     """Whether growing from `present` to `size` nodes saves more time than it costs, `beside` seconds besides."""
     speed = facts.size.speed(present, size)
     step = next((each.step_seconds for each in status.goodput.sizes if each.size == present), None)

@@ -32,7 +32,7 @@ from trainium_operator.plan.view.progress import is_settled, past_steps
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
-    from trainium_contract.status.shown import ShownStatus
+    from trainium_contract.status.public import PublicStatus
     from trainium_operator.plan.diagnose.loss import Loss
     from trainium_operator.plan.view.facts import Facts
     from trainium_operator.plan.view.workers import Worker
@@ -78,7 +78,7 @@ def use_idle_nodes(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, 
     return Answer(status=status.replaced(desired=target, idle_nodes=idle), looks=looks + later)
 
 
-def _most(facts: Facts, status: ShownStatus) -> int:
+def _most(facts: Facts, status: PublicStatus) -> int:
     """The best size that the job may have; what was asked for while others wait for nodes, or it for quota."""
     takes = facts.job.spec.elasticity.idle_nodes is IdleNodes.TAKE and bool(facts.settings.extra_priority_class)
     if not takes or facts.observed.wanted_elsewhere or status.desired < facts.size.desired:
@@ -86,7 +86,7 @@ def _most(facts: Facts, status: ShownStatus) -> int:
     return max(status.desired, facts.size.most)
 
 
-def _target(facts: Facts, status: ShownStatus, room: _Room, losses: tuple[Loss, ...]) -> tuple[int, tuple[float, ...]]:
+def _target(facts: Facts, status: PublicStatus, room: _Room, losses: tuple[Loss, ...]) -> tuple[int, tuple[float, ...]]:
     """The size to work towards, and when to look again (Unix seconds)."""
     if losses:
         return room.beyond(facts, room.available), ()
@@ -100,7 +100,7 @@ def _target(facts: Facts, status: ShownStatus, room: _Room, losses: tuple[Loss, 
     return (kept, (due,)) if facts.now < due else (larger, ())
 
 
-def _due(facts: Facts, status: ShownStatus, present: int, size: int) -> float | None:
+def _due(facts: Facts, status: PublicStatus, present: int, size: int) -> float | None:
     """When to grow beyond what was asked for (Unix seconds); None when what is left does not repay it."""
     price = price_of_a_change(status) or 0.0
     if not is_worth_growing(facts, status, present, size, beside=price + compile_seconds(facts, status, size)):
@@ -127,7 +127,7 @@ def _kept(
     if idle.asked_at is not None:
         return _asking(facts, idle, min(idle.wanted, limit), bound, held)
     found = room.usable >= held > facts.job.status.idle_nodes.taken
-    idle = idle.replaced(wanted=held, in_vain=0 if found else idle.in_vain)
+    idle = idle.replaced(wanted=held, failed_requests=0 if found else idle.failed_requests)
     if held >= limit or losses or len(facts.members) < room.base or not _trains_on(facts, status):
         return idle, ()
     present = len(facts.members)
@@ -153,10 +153,10 @@ def _asking(
 
 def _in_vain(facts: Facts, idle: IdleNodesStatus, held: int) -> tuple[IdleNodesStatus, tuple[float, ...]]:
     """Keep what is there, and ask again after a pause that grows."""
-    times = idle.in_vain + 1
+    times = idle.failed_requests + 1
     pause = min(_LONGEST_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS * 2.0 ** min(times - 1, 16))
     retry_at = facts.now + pause
-    return IdleNodesStatus(wanted=held, in_vain=times, retry_at=retry_at), (retry_at,)
+    return IdleNodesStatus(wanted=held, failed_requests=times, retry_at=retry_at), (retry_at,)
 
 
 def _failed(worker: Worker) -> bool:
@@ -168,7 +168,7 @@ def _patience(facts: Facts) -> float:
     return float(facts.job.spec.recovery.rescale_after_seconds)
 
 
-def _trains_on(facts: Facts, status: ShownStatus) -> bool:
+def _trains_on(facts: Facts, status: PublicStatus) -> bool:
     """Everybody trains, no size was asked for, and steps are left."""
     finished = any(worker is not None and worker.finished for _, worker in facts.members)
     return is_settled(facts) and not finished and not is_true(status, ConditionType.RESIZING) and not past_steps(status)

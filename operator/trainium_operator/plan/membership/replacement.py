@@ -22,7 +22,7 @@ from trainium_operator.plan.view.facts import newcomers_of
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
-    from trainium_contract.status.shown import ShownStatus
+    from trainium_contract.status.public import PublicStatus
     from trainium_operator.plan.diagnose.loss import Loss
     from trainium_operator.plan.view.facts import Facts
     from trainium_operator.plan.view.workers import Worker
@@ -86,7 +86,7 @@ def _wait_until(facts: Facts, status: TrainingJobStatus, available: int, *, wait
     return deadline if facts.now < deadline else None
 
 
-def _size(facts: Facts, status: ShownStatus, available: int) -> int:
+def _size(facts: Facts, status: PublicStatus, available: int) -> int:
     """The size of the next generation; 0 when no legal one is there."""
     assert facts.current is not None
     if available >= status.desired:

@@ -29,7 +29,7 @@ from trainium_operator.plan.view.progress import is_settled
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
-    from trainium_contract.status.shown import ShownStatus
+    from trainium_contract.status.public import PublicStatus
     from trainium_operator.plan.model.conditions import AnyShown
     from trainium_operator.plan.view.facts import Facts
 
@@ -83,7 +83,7 @@ def _grown(facts: Facts, status: TrainingJobStatus, present: int, newcomers: int
     return (present, (deadline,)) if facts.now < deadline else (size, ())
 
 
-def _target(facts: Facts, status: ShownStatus, present: int, nodes: int, *, asked: bool) -> int:
+def _target(facts: Facts, status: PublicStatus, present: int, nodes: int, *, asked: bool) -> int:
     """The size to grow to with so many nodes: what was asked for, else one that has its graphs if that is growth."""
     size = nodes if nodes == status.desired else facts.size.legal_at_most(nodes)
     if asked or not compile_seconds(facts, status, size):
@@ -92,7 +92,7 @@ def _target(facts: Facts, status: ShownStatus, present: int, nodes: int, *, aske
     return at_hand if at_hand > present else size
 
 
-def _last_change(status: ShownStatus) -> float:
+def _last_change(status: PublicStatus) -> float:
     """When the size in force was taken (Unix seconds), as far as the history goes back."""
     changes = (Rung.SHRINK, Rung.GROW, Rung.RESIZE)
     taken = [entry.decided_at for entry in status.history if entry.rung in changes and entry.decided_at is not None]
@@ -119,7 +119,7 @@ def _with_entry(facts: Facts, status: TrainingJobStatus, size: int) -> TrainingJ
     )
 
 
-def _why(facts: Facts, status: ShownStatus, more: int) -> str:
+def _why(facts: Facts, status: PublicStatus, more: int) -> str:
     if facts.grant is not None and status.desired < facts.size.desired:
         return f": the queue grants {status.desired} of {facts.size.desired}"
     taken = status.idle_nodes.taken

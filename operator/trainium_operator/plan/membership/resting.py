@@ -12,14 +12,14 @@ from trainium_contract.status.interruptions import Rung
 
 if TYPE_CHECKING:
     from trainium_contract.status.interruptions import Interruption
-    from trainium_contract.status.shown import ShownStatus
+    from trainium_contract.status.public import PublicStatus
     from trainium_operator.plan.view.facts import Facts
 
 _FLAPPING_SECONDS = 3600.0
 _LONGEST_REST = 8.0
 
 
-def grows_again_at(facts: Facts, status: ShownStatus) -> float:
+def grows_again_at(facts: Facts, status: PublicStatus) -> float:
     """Until when growth that nobody asked for rests (Unix seconds).
 
     `rescaleAfterSeconds` after the last recovery or shrink, doubled for each further shrink in the last hour, up to

@@ -9,25 +9,25 @@ from trainium_operator.plan.model.sentences import sentence
 from trainium_operator.plan.model.times import rfc3339
 
 if TYPE_CHECKING:
-    from trainium_contract.status.shown import ShownStatus
+    from trainium_contract.status.public import PublicStatus
     from trainium_operator.plan.model.reasons import Reason
 
-AnyShown = TypeVar("AnyShown", bound="ShownStatus")
+AnyShown = TypeVar("AnyShown", bound="PublicStatus")
 """The status of whoever sees no more of it than what people read, sets conditions, and hands the whole of it on."""
 
 
-def find_condition(status: ShownStatus, kind: ConditionType) -> Condition | None:
+def find_condition(status: PublicStatus, kind: ConditionType) -> Condition | None:
     """The condition of that type; None when it was never set."""
     return next((condition for condition in status.conditions if condition.type is kind), None)
 
 
-def is_true(status: ShownStatus, kind: ConditionType) -> bool:
+def is_true(status: PublicStatus, kind: ConditionType) -> bool:
     """Whether the condition is there and True."""
     found = find_condition(status, kind)
     return found is not None and found.status is ConditionStatus.TRUE
 
 
-def is_terminal(status: ShownStatus) -> bool:
+def is_terminal(status: PublicStatus) -> bool:
     """Whether the job has ended; both terminal conditions are sticky."""
     return is_true(status, ConditionType.COMPLETE) or is_true(status, ConditionType.FAILED)
 

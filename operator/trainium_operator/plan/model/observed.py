@@ -97,8 +97,8 @@ class PodView:
     """When the worker container terminated."""
     template_hash: str = ""
     """Value of the annotation `worker_env.ANNOTATION_TEMPLATE_HASH`."""
-    kept_from: frozenset[str] = frozenset()
-    """Host names of the nodes that it may not be put on (`worker_env.ANNOTATION_KEPT_FROM`)."""
+    avoided_nodes: frozenset[str] = frozenset()
+    """Host names of the nodes that it may not be put on (`worker_env.ANNOTATION_AVOIDED_NODES`)."""
     image: str = ""
     """Of the worker container."""
     gang: str = ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainium_contract.redaction import without_secrets
+from trainium_contract.redaction import redact_secrets
 
 SENTENCE_LIMIT = 1000
 """Longest sentence: status fields hold 1,024 characters, an event note must stay below that."""
@@ -14,7 +14,7 @@ def sentence(text: str, limit: int = SENTENCE_LIMIT) -> str:
     Lines of a program's output stay apart, so that it shows where its last word ends and what it said before begins.
     """
     lines = (" ".join(line.split()) for line in text.splitlines())
-    line = without_secrets(" | ".join(line for line in lines if line))
+    line = redact_secrets(" | ".join(line for line in lines if line))
     if len(line) <= limit:
         return line
     tail = limit // 2

@@ -14,7 +14,7 @@ from trainium_operator.plan.model.quota import SPARES, WORKERS
 if TYPE_CHECKING:
     from typing import Any
 
-    from trainium_contract.status.shown import ShownStatus
+    from trainium_contract.status.public import PublicStatus
     from trainium_operator.plan.view.facts import Facts
 
 
@@ -24,7 +24,7 @@ def spares_of(facts: Facts) -> int:
     return wanted if facts.grant is None else min(wanted, facts.grant.spares)
 
 
-def extras_of(facts: Facts, status: ShownStatus) -> int:
+def extras_of(facts: Facts, status: PublicStatus) -> int:
     """Extras to keep beside what was asked for."""
     wanted = status.idle_nodes.wanted
     return wanted if facts.grant is None else max(0, min(wanted, facts.grant.workers - facts.size.desired))

@@ -28,7 +28,7 @@ from trainium_operator.plan.view.progress import past_steps
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
-    from trainium_contract.status.shown import ShownStatus
+    from trainium_contract.status.public import PublicStatus
     from trainium_operator.plan.model.observed import JobView
     from trainium_operator.plan.view.facts import Facts
 
@@ -84,7 +84,7 @@ def limit_disruptions(facts: Facts, status: TrainingJobStatus) -> Answer:
     return Answer(status=status, actions=(ApplyObject(manifest),), looks=looks)
 
 
-def _must_stay(facts: Facts, status: ShownStatus, judgement: _Judgement) -> int:
+def _must_stay(facts: Facts, status: PublicStatus, judgement: _Judgement) -> int:
     if facts.job.spec.suspend or facts.current is None:
         return 0
     if not judgement.allowed:
@@ -93,7 +93,7 @@ def _must_stay(facts: Facts, status: ShownStatus, judgement: _Judgement) -> int:
     return max(0, status.membership.size + spares - max(1, spares))
 
 
-def _judge(facts: Facts, status: ShownStatus) -> _Judgement:
+def _judge(facts: Facts, status: PublicStatus) -> _Judgement:
     if facts.job.spec.suspend or facts.current is None:
         return _Judgement(True, "the job holds no work that is not saved")
     recovering = [entry for entry in status.history if _is_open_fault(entry.recovered_seconds, entry.rung)]
@@ -107,7 +107,7 @@ def _is_open_fault(recovered_seconds: float | None, rung: Rung) -> bool:
     return recovered_seconds is None and rung not in (Rung.RESIZE, Rung.GROW, Rung.STOP, Rung.IN_PLACE)
 
 
-def _judge_checkpoints(facts: Facts, status: ShownStatus) -> _Judgement:
+def _judge_checkpoints(facts: Facts, status: PublicStatus) -> _Judgement:
     """Whether the newest durable checkpoint is young enough, and when it will not be."""
     limit = facts.job.spec.recovery.disruption.max_durable_age_seconds
     if not facts.job.spec.checkpoint.storage.kept:
@@ -124,7 +124,7 @@ def _judge_checkpoints(facts: Facts, status: ShownStatus) -> _Judgement:
     return _Judgement(True, young, (since + limit,))
 
 
-def _resumed(status: ShownStatus) -> float:
+def _resumed(status: PublicStatus) -> float:
     """When the job was last resumed: what it had done before was saved then."""
     found = find_condition(status, ConditionType.SUSPENDED)
     return 0.0 if found is None else _time(found.last_transition_time)

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from typing import Any
 
     from trainium_contract.job import TrainingJobStatus
-    from trainium_contract.status.memory import GangStatus
-    from trainium_contract.status.shown import ShownStatus
+    from trainium_contract.status.internal import GangStatus
+    from trainium_contract.status.public import PublicStatus
     from trainium_operator.plan.view.facts import Facts
     from trainium_operator.plan.view.workers import Worker
 
@@ -69,7 +69,7 @@ def withhold_pods(facts: Facts, status: TrainingJobStatus) -> tuple[bool, Answer
     if facts.grant is not None and facts.grant.stand is not Stand.ADMITTED:
         return True, Answer(status=status)
     if status.membership.size > 0:
-        gang = gang.replaced(holding_since=None, given_back=0, retry_at=None)
+        gang = gang.replaced(holding_since=None, releases=0, retry_at=None)
         return False, Answer(status=status.replaced(gang=gang))
     if gang.retry_at is not None and facts.now < gang.retry_at:
         return True, _give_back(facts, status, gang.retry_at)
@@ -79,9 +79,9 @@ def withhold_pods(facts: Facts, status: TrainingJobStatus) -> tuple[bool, Answer
     deadline = since + facts.job.spec.scheduling.gang_timeout_seconds
     if facts.now < deadline:
         return False, Answer(status=status.replaced(gang=gang.replaced(holding_since=since)), looks=(deadline,))
-    times = gang.given_back + 1
+    times = gang.releases + 1
     retry_at = facts.now + pause_seconds(facts.job.uid, times)
-    gang = gang.replaced(holding_since=None, given_back=times, retry_at=retry_at)
+    gang = gang.replaced(holding_since=None, releases=times, retry_at=retry_at)
     given = _give_back(facts, status.replaced(gang=gang), retry_at)
     return True, replace(given, notes=(event(Reason.GANG_TIMED_OUT, _timed_out(facts, gang), warning=True),))
 
@@ -103,12 +103,12 @@ def create_pods(facts: Facts, status: TrainingJobStatus, manifests: list[dict[st
     return Answer(status=status, actions=(ApplyGroup(group), *map(CreatePod, marked)))
 
 
-def waits_as_gang(facts: Facts, status: ShownStatus) -> bool:
+def waits_as_gang(facts: Facts, status: PublicStatus) -> bool:
     """Whether no pod that is made now gets a node before all of its group are there."""
     return status.membership.size == 0 and _group(facts) is not None
 
 
-def is_misplaced(facts: Facts, status: ShownStatus, worker: Worker) -> bool:
+def is_misplaced(facts: Facts, status: PublicStatus, worker: Worker) -> bool:
     """Whether a pod without a node waits in a group that can no longer bring it onto one."""
     pod = worker.pod
     if not pod.gang or pod.node or pod.phase is not PodPhase.PENDING or worker.agent is not None:
@@ -157,7 +157,7 @@ def _timed_out(facts: Facts, gang: GangStatus) -> str:
     limit = facts.job.spec.scheduling.gang_timeout_seconds
     return (
         f"Too few workers for any size that the job may begin at held nodes for {limit} s; they were given back "
-        f"({gang.given_back} times since it last trained). The next attempt begins at {rfc3339(gang.retry_at or 0.0)}. "
+        f"({gang.releases} times since it last trained). The next attempt begins at {rfc3339(gang.retry_at or 0.0)}. "
         "Free or add nodes, lower spec.workers.minReplicas, or raise spec.scheduling.gangTimeoutSeconds."
     )
 

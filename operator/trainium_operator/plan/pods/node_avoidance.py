@@ -18,7 +18,7 @@ from trainium_operator.plan.view.node_problems import problem_of
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
-    from trainium_contract.status.memory import OperatorMemory
+    from trainium_contract.status.internal import InternalStatus
     from trainium_operator.plan.model.observed import NodeView
 
 MOST_FORBIDDEN = 128
@@ -47,15 +47,15 @@ def released_nodes(facts: Facts) -> frozenset[str]:
     that demand.
     """
     pods = (worker.pod for worker in facts.outsiders)
-    waiting = [pod for pod in pods if pod.kept_from and pod.unschedulable_message and not pod.node]
+    waiting = [pod for pod in pods if pod.avoided_nodes and pod.unschedulable_message and not pod.node]
     if not waiting:
         return frozenset()
     bad = _bad_nodes(facts)
     if len(bad) == MOST_FORBIDDEN:
         return frozenset()  # what is not named may be bad all the same
-    kept_from = frozenset[str]().union(*(pod.kept_from for pod in waiting))
+    avoided_nodes = frozenset[str]().union(*(pod.avoided_nodes for pod in waiting))
     there = _there(facts)
-    return frozenset(name for name in kept_from - set(bad) if name in there and not _is_bad(facts, there[name]))
+    return frozenset(name for name in avoided_nodes - set(bad) if name in there and not _is_bad(facts, there[name]))
 
 
 def _there(facts: Facts) -> dict[str, NodeView]:
@@ -85,7 +85,7 @@ def _bad_nodes(facts: Facts) -> tuple[str, ...]:
     return tuple(_host_name(facts, name) for name in names)
 
 
-def _dark_nodes(facts: Facts, memory: OperatorMemory) -> frozenset[str]:
+def _dark_nodes(facts: Facts, memory: InternalStatus) -> frozenset[str]:
     """Host names of nodes that went dark a moment ago, also by this very plan.
 
     To prefer others is not enough: a scheduler that favours near neighbours may put a new pod back on the node that was

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainium_contract.status.refusals import MAX_NODES, RefusalsStatus, RefusingNode
+from trainium_contract.status.start_failures import MAX_NODES, StartFailureNode, StartFailuresStatus
 from trainium_operator.plan.model.observed import PodPhase
 from trainium_operator.plan.pods.gang_policy import waits_as_gang
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from trainium_contract.job import TrainingJobStatus
-    from trainium_contract.status.memory import OperatorMemory
+    from trainium_contract.status.internal import InternalStatus
     from trainium_operator.plan.view.facts import Facts
     from trainium_operator.plan.view.workers import Worker
 
@@ -41,9 +41,9 @@ _LARGEST_SHARE = 4
 """Of the job's nodes at most the fourth part is kept away from, and always one."""
 
 
-def note_refused(facts: Facts, memory: OperatorMemory) -> RefusalsStatus:
+def note_refused(facts: Facts, memory: InternalStatus) -> StartFailuresStatus:
     """What is remembered once the round in which pods ended so is counted, or the rounds before are forgotten."""
-    known = memory.refusals
+    known = memory.start_failures
     since = known.next_ordinal if known.next_ordinal <= memory.next_pod_ordinal else 0  # ordinals began anew
     made = [worker for worker in facts.workers.values() if worker.pod.ordinal >= since and not worker.pod.extra]
     heard = known.rounds > 0 and any(worker.agent is not None and not worker.ended for worker in made)
@@ -52,21 +52,21 @@ def note_refused(facts: Facts, memory: OperatorMemory) -> RefusalsStatus:
     rounds = 0 if heard or changed or old else max(0, known.rounds)
     nodes = () if changed else _counted(facts, known.nodes)
     if any(worker.pod.ordinal >= since and _is_refused(worker) for worker in facts.outsiders):
-        return RefusalsStatus(
+        return StartFailuresStatus(
             rounds=rounds + 1, at=facts.now, next_ordinal=memory.next_pod_ordinal, batch=_FIRST_BATCH, nodes=nodes
         )
     batch, at = (0 if changed or old else max(0, known.batch)), known.at if rounds else None
     if batch and made and all(_lives(worker, facts.now) for worker in made):
         batch = 0 if batch >= _ALL else batch * _GROWTH
         since = memory.next_pod_ordinal
-    found = RefusalsStatus(rounds=rounds, at=at, next_ordinal=since, batch=batch, nodes=nodes)
+    found = StartFailuresStatus(rounds=rounds, at=at, next_ordinal=since, batch=batch, nodes=nodes)
     told = known.rounds or known.batch or known.nodes
     return found if told else known
 
 
-def made_from(memory: OperatorMemory, now: float) -> float:
+def made_from(memory: InternalStatus, now: float) -> float:
     """When new pods may be made (Unix seconds)."""
-    known = memory.refusals
+    known = memory.start_failures
     late = known.rounds - _FREE_ROUNDS
     if known.at is None or late <= 0:
         return now
@@ -78,7 +78,7 @@ def made_at_once(facts: Facts, status: TrainingJobStatus, missing: int) -> tuple
 
     A gang waits for its last pod, so a part of it would never be heard: it is made as a whole.
     """
-    known = status.refusals
+    known = status.start_failures
     if known.batch <= 0 or waits_as_gang(facts, status):
         return missing, ()
     under_way = [
@@ -94,7 +94,7 @@ def refusing_nodes(status: TrainingJobStatus, now: float) -> tuple[str, ...]:
     """Nodes that refused twice within a while, those that refused last first: a share of the job's nodes at most."""
     nodes = [
         each
-        for each in status.refusals.nodes
+        for each in status.start_failures.nodes
         if each.times >= _REFUSALS_OF_A_NODE and now - _FORGOTTEN_SECONDS < each.at <= now
     ]
     most = max(1, min(MAX_NODES, status.desired // _LARGEST_SHARE))
@@ -106,7 +106,7 @@ def with_refusing(avoided: tuple[str, ...], status: TrainingJobStatus, now: floa
     return tuple(dict.fromkeys((*refusing_nodes(status, now), *reversed(avoided))))[:MAX_NODES][::-1]
 
 
-def _counted(facts: Facts, known: tuple[RefusingNode, ...]) -> tuple[RefusingNode, ...]:
+def _counted(facts: Facts, known: tuple[StartFailureNode, ...]) -> tuple[StartFailureNode, ...]:
     """Who refused how often: a pod once, at the moment that its node said so."""
     nodes = {each.node: each for each in known if facts.now - _FORGOTTEN_SECONDS < each.at <= facts.now}
     for worker in sorted(facts.outsiders, key=lambda worker: worker.pod.ordinal):
@@ -116,11 +116,11 @@ def _counted(facts: Facts, known: tuple[RefusingNode, ...]) -> tuple[RefusingNod
             continue
         if before is None or before.ordinal < pod.ordinal:
             times = 1 if before is None else min(before.times + 1, 1000)
-            nodes[pod.node] = RefusingNode(node=pod.node, times=times, at=facts.now, ordinal=pod.ordinal)
+            nodes[pod.node] = StartFailureNode(node=pod.node, times=times, at=facts.now, ordinal=pod.ordinal)
     return tuple(_newest(nodes.values()))
 
 
-def _newest(nodes: Iterable[RefusingNode]) -> list[RefusingNode]:
+def _newest(nodes: Iterable[StartFailureNode]) -> list[StartFailureNode]:
     """So many as are kept: those that refused often, then those that refused last."""
     return sorted(sorted(nodes, key=lambda each: (-each.times, -each.at, each.node))[:MAX_NODES], key=lambda e: e.node)
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from trainium_contract.faults.causes import Cause
-from trainium_contract.faults.read import budget_of, suspects_node
+from trainium_contract.faults.classify import budget_of, suspects_node
 from trainium_contract.faults.responses import Response
 from trainium_contract.wire.messages import WorkerPhase
 from trainium_operator.plan.diagnose.failure_policy import START_ATTEMPTS, start_failures
 from trainium_operator.plan.diagnose.node_health import members_to_move
-from trainium_operator.plan.faults.ends import died_by_itself, meaning_of_failure, meaning_of_pod
+from trainium_operator.plan.faults.ends import classify_pod_failure, died_by_itself, meaning_of_failure
 from trainium_operator.plan.faults.failure_budgets import avoided_nodes, backoff_until, has_record_of, record_failure
 from trainium_operator.plan.manifests.worker_pod import Avoided, is_outdated, template_hash, worker_pods
 from trainium_operator.plan.model import names
@@ -35,8 +35,8 @@ from trainium_operator.plan.view.progress import is_settled
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
-    from trainium_contract.status.memory import FailureRecord, OperatorMemory
-    from trainium_contract.status.shown import ShownStatus
+    from trainium_contract.status.internal import FailureRecord, InternalStatus
+    from trainium_contract.status.public import PublicStatus
     from trainium_operator.plan.diagnose.loss import Loss
     from trainium_operator.plan.model.actions import DeletePod, EventIntent
     from trainium_operator.plan.view.facts import Facts
@@ -58,7 +58,7 @@ def _converged(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...]
             deletions += deletion(loss.worker, force=loss.force)
     outsiders, answer = _sort_outsiders(facts, status)
     answer = Answer(status=status, actions=tuple(deletions)).then(answer)
-    status = answer.status.replaced(refusals=note_refused(facts, answer.status))
+    status = answer.status.replaced(start_failures=note_refused(facts, answer.status))
     # Failures that this very plan has counted: their nodes must not get the replacements.
     avoid = avoided_nodes(status.failures, facts.now, facts.settings.avoid_node_seconds)
     status = status.replaced(avoided_nodes=with_refusing(avoid, status, facts.now))
@@ -79,7 +79,7 @@ def _converged(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...]
     return answer.then(Answer(status=status, actions=surplus))
 
 
-def _is_left(facts: Facts, status: ShownStatus) -> bool:
+def _is_left(facts: Facts, status: PublicStatus) -> bool:
     """Whether the generation in force is about to be left."""
     return facts.current is not None and status.membership.generation > facts.current.generation
 
@@ -111,7 +111,7 @@ def _sort_outsiders(facts: Facts, status: TrainingJobStatus) -> tuple[list[Worke
     return usable, Answer(status=status, actions=tuple(deletions), notes=tuple(notes))
 
 
-def _has_left(facts: Facts, status: ShownStatus, worker: Worker) -> bool:
+def _has_left(facts: Facts, status: PublicStatus, worker: Worker) -> bool:
     """Whether an outsider on a bad node runs no process of a generation any more, or never did."""
     beat = worker.heartbeat
     idle = beat is None or beat.phase is WorkerPhase.STANDBY
@@ -127,7 +127,7 @@ def _outdated(worker: Worker, wanted: str) -> bool:
 def _waits_in_vain(worker: Worker, released: frozenset[str]) -> bool:
     """It finds no node, and was told to keep away from one that may be used again."""
     pod = worker.pod
-    return pod.phase is PodPhase.PENDING and bool(pod.unschedulable_message) and bool(pod.kept_from & released)
+    return pod.phase is PodPhase.PENDING and bool(pod.unschedulable_message) and bool(pod.avoided_nodes & released)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ class _Failure:
     note: str
 
 
-def _failure_of(facts: Facts, memory: OperatorMemory, worker: Worker) -> _Failure | None:
+def _failure_of(facts: Facts, memory: InternalStatus, worker: Worker) -> _Failure | None:
     failed = worker.pod.phase is PodPhase.FAILED
     if not (failed or worker.gave_up) or has_record_of(memory, worker.pod.name):
         return None
@@ -153,10 +153,10 @@ def _failure_of(facts: Facts, memory: OperatorMemory, worker: Worker) -> _Failur
 def _was_asked_to_go(facts: Facts, worker: Worker) -> bool:
     """It ended because somebody deleted it, a user or a plan of ours; a broken device it would have found anyway."""
     pod = worker.pod
-    return pod.deleting and meaning_of_pod(pod, facts.job.spec.recovery.rules).cause is not Cause.DEVICE
+    return pod.deleting and classify_pod_failure(pod, facts.job.spec.recovery.rules).cause is not Cause.DEVICE
 
 
-def _counted(facts: Facts, memory: OperatorMemory, failure: _Failure) -> tuple[FailureRecord, ...]:
+def _counted(facts: Facts, memory: InternalStatus, failure: _Failure) -> tuple[FailureRecord, ...]:
     recovery = facts.job.spec.recovery
     return record_failure(
         memory.failures, at=facts.now, cause=failure.cause, pod=failure.pod, node=failure.node, recovery=recovery
@@ -165,7 +165,7 @@ def _counted(facts: Facts, memory: OperatorMemory, failure: _Failure) -> tuple[F
 
 def _ended(facts: Facts, worker: Worker) -> _Failure:
     pod = worker.pod
-    found = meaning_of_pod(pod, facts.job.spec.recovery.rules).cause
+    found = classify_pod_failure(pod, facts.job.spec.recovery.rules).cause
     return _Failure(
         cause=found if budget_of(found) is None else Cause.POD_LOST,
         pod=pod.name,
@@ -215,7 +215,7 @@ def _create(facts: Facts, status: TrainingJobStatus, missing: int, extras: int) 
     return create_pods(facts, status, manifests)
 
 
-def _surplus(facts: Facts, status: ShownStatus, outsiders: list[Worker], surplus: int) -> tuple[DeletePod, ...]:
+def _surplus(facts: Facts, status: PublicStatus, outsiders: list[Worker], surplus: int) -> tuple[DeletePod, ...]:
     """Those that never ran go at once; others only when the generation in force trains, so that none still saves."""
     steady = facts.current is None or (is_settled(facts) and not _is_left(facts, status))
     at_size = facts.current is None or len(facts.current.members) == status.desired

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from trainium_contract.job import TrainingJobStatus
-    from trainium_contract.status.shown import ShownStatus
+    from trainium_contract.status.public import PublicStatus
     from trainium_operator.plan.model.actions import QuotaAction
     from trainium_operator.plan.model.quota import QuotaView, WorkloadView
     from trainium_operator.plan.view.facts import Facts
@@ -54,7 +54,7 @@ def keep_quota(facts: Facts, status: TrainingJobStatus) -> Answer:
     return Answer(status=status, actions=(*_steps(facts, quota, grant, extras), *_ready(quota, status)))
 
 
-def end_quota(facts: Facts, status: ShownStatus) -> tuple[QuotaAction, ...]:
+def end_quota(facts: Facts, status: PublicStatus) -> tuple[QuotaAction, ...]:
     """Tell Kueue that the job has ended, once none of its pods runs; what was never admitted is deleted."""
     quota = facts.observed.quota
     if quota is None or _pods(facts):
@@ -127,7 +127,7 @@ def _too_many(facts: Facts, held: list[WorkloadView], unneeded: int, grant: Gran
             return
 
 
-def _ready(quota: QuotaView, status: ShownStatus) -> Iterator[QuotaAction]:
+def _ready(quota: QuotaView, status: PublicStatus) -> Iterator[QuotaAction]:
     """That pods are ready, which a Kueue may wait for; from then on recovery is this operator's business."""
     if status.membership.size == 0:
         return

@@ -17,7 +17,7 @@ from trainium_operator.plan.model.times import parse_rfc3339
 from trainium_operator.plan.view.progress import past_steps
 
 if TYPE_CHECKING:
-    from trainium_contract.status.shown import ShownStatus
+    from trainium_contract.status.public import PublicStatus
     from trainium_operator.plan.model.conditions import AnyShown
     from trainium_operator.plan.view.facts import Facts
 
@@ -45,7 +45,7 @@ def judge_checkpoints(facts: Facts, status: AnyShown) -> tuple[AnyShown, tuple[f
     return status, looks
 
 
-def _overdue(facts: Facts, status: ShownStatus) -> tuple[str, tuple[float, ...]]:
+def _overdue(facts: Facts, status: PublicStatus) -> tuple[str, tuple[float, ...]]:
     """What to say about commits that do not come, empty when they do; and when to look again (Unix seconds)."""
     durable, looks = facts.job.spec.checkpoint.durable, list[float]()
     since = _since(facts, status)
@@ -68,7 +68,7 @@ def _overdue(facts: Facts, status: ShownStatus) -> tuple[str, tuple[float, ...]]
     return "", tuple(looks)
 
 
-def _since(facts: Facts, status: ShownStatus) -> float | None:
+def _since(facts: Facts, status: PublicStatus) -> float | None:
     """When saves last ended, or training last began; None before the first step."""
     times = [parse_rfc3339(status.start_time), parse_rfc3339(status.checkpoint.durable_time)]
     running = find_condition(facts.job.status, ConditionType.RUNNING)

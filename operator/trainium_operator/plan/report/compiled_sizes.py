@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainium_contract.sizes import MAX_COMPILED
-from trainium_contract.status.shown import CompiledStatus
+from trainium_contract.status.public import CompiledStatus
 from trainium_operator.plan.view.progress import newest_progress
 
 if TYPE_CHECKING:

@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from trainium_contract.status.interruptions import Interruption
-    from trainium_contract.status.shown import ShownStatus
+    from trainium_contract.status.public import PublicStatus
     from trainium_operator.plan.model.actions import EventIntent
 
 
 _QUEUED = frozenset({Reason.WAITING_FOR_QUEUE, Reason.EVICTED})
 
 
-def announce(old: ShownStatus, new: ShownStatus) -> tuple[EventIntent, ...]:
+def announce(old: PublicStatus, new: PublicStatus) -> tuple[EventIntent, ...]:
     """The events that follow from the difference."""
     notes: list[EventIntent] = []
     known = {_identity(entry): entry for entry in old.history}
@@ -53,7 +53,7 @@ def _began(entry: Interruption) -> Iterator[EventIntent]:
     )
 
 
-def _ended(old: ShownStatus, entry: Interruption) -> Iterator[EventIntent]:
+def _ended(old: PublicStatus, entry: Interruption) -> Iterator[EventIntent]:
     lost = "" if entry.steps_lost is None else f", {counted(entry.steps_lost, 'step')} lost"
     yield event(
         Reason.RESIZED if entry.rung in (Rung.RESIZE, Rung.GROW) else Reason.RECOVERED,
@@ -70,7 +70,7 @@ def _ended(old: ShownStatus, entry: Interruption) -> Iterator[EventIntent]:
         )
 
 
-def _transitions(old: ShownStatus, new: ShownStatus) -> Iterator[EventIntent]:
+def _transitions(old: PublicStatus, new: PublicStatus) -> Iterator[EventIntent]:
     for kind, reason, warning in (
         (ConditionType.ADMITTED, Reason.ADMITTED, False),
         (ConditionType.COMPLETE, Reason.COMPLETED, False),

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from trainium_contract.job import TrainingJobStatus
+    from trainium_contract.status.public import PublicStatus
     from trainium_contract.status.results import ArtifactReport, EvaluationFigure
-    from trainium_contract.status.shown import ShownStatus
     from trainium_contract.wire.messages import Progress
     from trainium_operator.plan.view.facts import Facts
 
@@ -33,7 +33,7 @@ def note_results(facts: Facts, status: TrainingJobStatus, reports: list[Progress
     newest = newest_progress(facts)
     if newest is None:
         return status
-    done = None if newest.training or newest.stage_done is None else min(max(newest.stage_done, 0.0), 1.0)
+    done = None if newest.training or newest.stage_progress is None else min(max(newest.stage_progress, 0.0), 1.0)
     return status.replaced(stage=newest.stage, stage_progress=None if done is None else round(done, 2))
 
 
@@ -49,7 +49,7 @@ def total_steps(facts: Facts, newest: Progress) -> int:
     return newest.total_steps or facts.job.status.progress.total_steps or given
 
 
-def doing(status: ShownStatus) -> str:
+def doing(status: PublicStatus) -> str:
     """What the workers do, as a participle."""
     return _DOING.get(status.stage, "training")
 

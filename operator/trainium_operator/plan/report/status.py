@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.status.conditions import ConditionType, Phase
 from trainium_contract.status.interruptions import Interruption, Rung
-from trainium_contract.status.shown import AlertStatus, CheckpointStatus, MembershipStatus, ProgressStatus
+from trainium_contract.status.public import AlertStatus, CheckpointStatus, MembershipStatus, ProgressStatus
 from trainium_contract.wire.messages import AlertKind, Progress, WorkerPhase
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.answer import Answer
@@ -27,7 +27,7 @@ from trainium_operator.plan.view.progress import is_settled
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
-    from trainium_contract.status.shown import ShownStatus
+    from trainium_contract.status.public import PublicStatus
     from trainium_contract.wire.messages import HeartbeatRequest, Member
     from trainium_operator.plan.model.conditions import AnyShown
     from trainium_operator.plan.view.facts import Facts
@@ -69,7 +69,7 @@ def _counts(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
     )
 
 
-def _worth(facts: Facts, status: ShownStatus) -> MembershipStatus:
+def _worth(facts: Facts, status: PublicStatus) -> MembershipStatus:
     """What the size in force is worth, and how many warm workers it leaves out beside the spares."""
     size, reserve = status.membership.size, status.membership.reserve
     if facts.current is not None and facts.current.generation == status.membership.generation:
@@ -173,13 +173,13 @@ def _missing(facts: Facts, status: TrainingJobStatus) -> tuple[Reason, str]:
         return Reason.WORKER_NOT_STARTING, f"{pod.name} on node {pod.node}: {pod.reason} {pod.message}"
     if (begins := made_from(status, facts.now)) > facts.now:
         return Reason.WORKER_NOT_STARTING, (
-            f"Pods ended before their agent was heard, {status.refusals.rounds} times in a row (the events "
+            f"Pods ended before their agent was heard, {status.start_failures.rounds} times in a row (the events "
             f"WorkerFailed say why); the next are made at {rfc3339(begins)}{_kept_away(facts, status)}"
         )
-    if status.refusals.batch > 0:
+    if status.start_failures.batch > 0:
         return Reason.WORKER_NOT_STARTING, (
             f"Pods ended before their agent was heard (the events WorkerFailed say why): the next are made "
-            f"{status.refusals.batch} at a time until they live{_kept_away(facts, status)}"
+            f"{status.start_failures.batch} at a time until they live{_kept_away(facts, status)}"
         )
     return Reason.WAITING_FOR_WORKERS, ""
 
@@ -224,7 +224,7 @@ def _resizing(facts: Facts, status: AnyShown) -> AnyShown:
     return with_condition(status, kind, False, Reason.CAPACITY_MISSING, message, now=facts.now)
 
 
-def _phase(facts: Facts, status: ShownStatus) -> Phase:
+def _phase(facts: Facts, status: PublicStatus) -> Phase:
     if is_true(status, ConditionType.FAILURE_TARGET):
         return Phase.STOPPING
     if facts.job.spec.suspend:
@@ -238,5 +238,5 @@ def _phase(facts: Facts, status: ShownStatus) -> Phase:
     return Phase.RUNNING if is_true(status, ConditionType.RUNNING) else Phase.STARTING
 
 
-def _open_entries(status: ShownStatus) -> list[Interruption]:
+def _open_entries(status: PublicStatus) -> list[Interruption]:
     return [entry for entry in status.history if entry.recovered_seconds is None and entry.rung is not Rung.STOP]

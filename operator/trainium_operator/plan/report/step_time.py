@@ -10,8 +10,8 @@ from __future__ import annotations
 from statistics import median
 from typing import TYPE_CHECKING
 
+from trainium_contract.status.internal import WINDOW, StepWindow
 from trainium_contract.status.ledger import MAX_SIZES, SizeAccount
-from trainium_contract.status.memory import WINDOW, StepWindow
 from trainium_operator.plan.view.progress import newest_progress
 
 if TYPE_CHECKING:

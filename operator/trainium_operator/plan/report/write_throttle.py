@@ -11,7 +11,7 @@ from trainium_operator.plan.model.times import parse_rfc3339
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
     from trainium_contract.status.conditions import Condition
-    from trainium_contract.status.shown import ShownStatus
+    from trainium_contract.status.public import PublicStatus
     from trainium_operator.plan.view.facts import Facts
 
 
@@ -52,7 +52,7 @@ def _says_all_is_well(condition: Condition) -> bool:
     return condition.type is ConditionType.NODES_HEALTHY and condition.reason == Reason.NODES_HEALTHY.value
 
 
-def only_progress_differs(old: ShownStatus, new: ShownStatus) -> bool:
+def only_progress_differs(old: PublicStatus, new: PublicStatus) -> bool:
     """Whether a status write could wait: nothing but progress, checkpoints and goodput has changed."""
     same = len(old.history) == len(new.history)
     history = zip(old.history, new.history, strict=True) if same else ()

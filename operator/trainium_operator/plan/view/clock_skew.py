@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from trainium_contract.status.refusals import RefusalsStatus
+from trainium_contract.status.start_failures import StartFailuresStatus
 from trainium_operator.plan.model.times import parse_rfc3339, rfc3339
 
 if TYPE_CHECKING:
@@ -63,9 +63,9 @@ def _with_present_pauses(status: TrainingJobStatus, now: float) -> TrainingJobSt
         idle = idle.replaced(retry_at=now)
     same = gang is status.gang and idle is status.idle_nodes
     status = status if same else status.replaced(gang=gang, idle_nodes=idle)
-    if _late(status.refusals.at, now):
+    if _late(status.start_failures.at, now):
         # A pause that is counted from now in each plan would never end.
-        status = status.replaced(refusals=RefusalsStatus(next_ordinal=status.refusals.next_ordinal))
+        status = status.replaced(start_failures=StartFailuresStatus(next_ordinal=status.start_failures.next_ordinal))
     return status
 
 

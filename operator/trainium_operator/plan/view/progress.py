@@ -8,7 +8,7 @@ from trainium_contract.status.results import RunStage
 from trainium_contract.wire.messages import Progress, WorkerPhase
 
 if TYPE_CHECKING:
-    from trainium_contract.status.shown import ShownStatus
+    from trainium_contract.status.public import PublicStatus
     from trainium_operator.plan.view.facts import Facts
 
 
@@ -52,6 +52,6 @@ def is_settled(facts: Facts) -> bool:
     return training == len(facts.current.members)
 
 
-def past_steps(status: ShownStatus) -> bool:
+def past_steps(status: PublicStatus) -> bool:
     """Whether the run is in a stage after its steps."""
     return status.stage not in ("", RunStage.TRAIN)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainium_contract.needs.worker_needs import does_not_fit
+from trainium_contract.requirements.worker_requests import explain_misfit
 from trainium_contract.sizes import SizeRule
 from trainium_contract.spec.elasticity import IdleNodes
 from trainium_operator.plan.model.reasons import Reason
@@ -83,7 +83,7 @@ def decide_size(spec: TrainingJobSpec) -> SizeDecision:
             message=_none_legal(smallest, requested, shape),
             shape=shape,
         )
-    too_large = does_not_fit(spec.training_config(), workers.accelerator, shape, desired)
+    too_large = explain_misfit(spec.training_config(), workers.accelerator, shape, desired)
     if too_large:
         message = sentence(too_large)
         return SizeDecision(desired=0, floor=0, reason=Reason.INVALID_SPEC, message=message, shape=shape)

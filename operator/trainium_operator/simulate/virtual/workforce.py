@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trainium_contract.wire.messages import HeartbeatRequest, RegisterRequest, WorkerPhase
-from trainium_contract.wire.worker_env import ANNOTATION_KEPT_FROM, ANNOTATION_TEMPLATE_HASH, LABEL_EXTRA
+from trainium_contract.wire.worker_env import ANNOTATION_AVOIDED_NODES, ANNOTATION_TEMPLATE_HASH, LABEL_EXTRA
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.observed import AgentView, PodPhase, PodView
 
@@ -119,7 +119,7 @@ class Workforce:
         assert ordinal is not None
         assert name not in self.pods, f"{name} is used twice"
         self._uids += 1
-        kept_from = frozenset(annotations.get(ANNOTATION_KEPT_FROM, "").split(",")) - {""}
+        avoided_nodes = frozenset(annotations.get(ANNOTATION_AVOIDED_NODES, "").split(",")) - {""}
         view = PodView(
             name=name,
             uid=f"uid-{self._uids}",
@@ -127,7 +127,7 @@ class Workforce:
             phase=PodPhase.PENDING,
             created=self._timeline.now,
             template_hash=annotations[ANNOTATION_TEMPLATE_HASH],
-            kept_from=kept_from,
+            avoided_nodes=avoided_nodes,
             extra=LABEL_EXTRA in metadata["labels"],
         )
         self.pods[name] = Pod(view, avoided=frozenset(avoided))
@@ -175,8 +175,8 @@ class Workforce:
             return
         free = [slot for slot in self._nodes.slots if slot.number not in self._taken and slot.up and slot.takes_pods]
         for pod in sorted(waiting, key=lambda each: each.view.extra):
-            kept_from = pod.view.kept_from
-            open_to = [slot for slot in free if slot.name not in kept_from] if kept_from else free
+            avoided_nodes = pod.view.avoided_nodes
+            open_to = [slot for slot in free if slot.name not in avoided_nodes] if avoided_nodes else free
             if not open_to:
                 if not pod.view.unschedulable_message:
                     pod.view = replace(pod.view, unschedulable_message=_NOWHERE)
@@ -196,7 +196,7 @@ class Workforce:
         """A pod that was asked for takes the node of an extra; called when it first finds no node."""
         for other in list(self.pods.values()):
             slot = other.slot
-            if slot is not None and slot.takes_pods and slot.name not in pod.view.kept_from and self.preempt(slot):
+            if slot is not None and slot.takes_pods and slot.name not in pod.view.avoided_nodes and self.preempt(slot):
                 return
 
     def preempt(self, slot: Slot) -> bool:

@@ -53,7 +53,7 @@ class Ranks:
             productive_seconds=1.0,
             total_steps=100,
             stage=stage,
-            stage_done=done,
+            stage_progress=done,
             stage_since=0.0 if stage is RunStage.TRAIN else 2000.0 + attempt,
         )
 
@@ -152,7 +152,12 @@ def test_stage_total_and_results_are_passed_on(ranks: Ranks, tmp_path: Path) -> 
     report.follow([tmp_path / "g1-r0"])
     ranks.at(3)
     progress = report.heartbeat().progress
-    assert (progress.total_steps, progress.stage, progress.stage_done, progress.training) == (100, "Train", None, True)
+    assert (progress.total_steps, progress.stage, progress.stage_progress, progress.training) == (
+        100,
+        "Train",
+        None,
+        True,
+    )
     assert (progress.artifacts, progress.evaluation) == ((), ())
     artifact = ArtifactReport(kind="Model", path="/out", step=100, bytes=7, digest="ab")
     figures = (EvaluationFigure(name="accuracy", before=0.5, after=0.75),)
@@ -161,7 +166,7 @@ def test_stage_total_and_results_are_passed_on(ranks: Ranks, tmp_path: Path) -> 
     writer.evaluation(figures)
     ranks.at(100, stage=RunStage.EVALUATE, done=0.5)
     progress = report.heartbeat().progress
-    assert (progress.stage, progress.stage_done, progress.stage_since) == ("Evaluate", 0.5, 2000.0)
+    assert (progress.stage, progress.stage_progress, progress.stage_since) == ("Evaluate", 0.5, 2000.0)
     assert (progress.artifacts, progress.evaluation, progress.training) == ((artifact,), figures, False)
     writer.close()
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from trainium_contract.faults.causes import Cause
-from trainium_contract.wire.membership_change import MembershipChange, change_between
+from trainium_contract.wire.membership_change import MembershipChange, diff_memberships
 from trainium_contract.wire.messages import (
     ErrorResponse,
     HeartbeatRequest,
@@ -88,7 +88,7 @@ CONFLICT = encoded(ErrorResponse(error="generation 2 is over", status=409))
 
 async def test_a_registration_is_answered_with_a_welcome_whatever_comes_before_it() -> None:
     welcome = RegisterResponse(heartbeat_seconds=3.0, time=7.0)
-    stream, writer = connected(frame(FrameKind.HEARD, b"{}"), frame(FrameKind.WELCOME, encoded(welcome)))
+    stream, writer = connected(frame(FrameKind.HEARTBEAT_ACK, b"{}"), frame(FrameKind.REGISTERED, encoded(welcome)))
     assert await stream.register(REQUEST, 5.0) == welcome
     assert head_of(writer.sent[:HEAD_BYTES])[0] == FrameKind.REGISTER
     assert not writer.aborted
@@ -97,10 +97,10 @@ async def test_a_registration_is_answered_with_a_welcome_whatever_comes_before_i
 @pytest.mark.parametrize(
     ("said", "sentence"),
     [
-        ((frame(FrameKind.REFUSED, REFUSAL),), "the coordinator answered 403: the pod is gone"),
-        ((frame(FrameKind.REFUSED, b"no JSON"),), "refused with something that is not understood"),
-        ((frame(FrameKind.WELCOME, b"no JSON"),), r"was not answered \(ValidationError\)"),
-        ((frame(FrameKind.WELCOME)[:3],), "the coordinator closed the stream"),
+        ((frame(FrameKind.ERROR, REFUSAL),), "the coordinator answered 403: the pod is gone"),
+        ((frame(FrameKind.ERROR, b"no JSON"),), "refused with something that is not understood"),
+        ((frame(FrameKind.REGISTERED, b"no JSON"),), r"was not answered \(ValidationError\)"),
+        ((frame(FrameKind.REGISTERED)[:3],), "the coordinator closed the stream"),
         ((frame(FrameKind.PACKED_MEMBERSHIP, b"no gzip"),), "the connection broke"),
         ((b"\x02\xff\xff\xff\xff",), "a frame of 4294967295 bytes"),
     ],
@@ -125,7 +125,7 @@ async def test_a_connection_that_breaks_while_we_speak_is_one_sentence() -> None
     stream, writer = connected()
     writer.broken = True
     with pytest.raises(StreamEndedError, match=r"the connection broke \(reset by peer\)"):
-        await stream.send(FrameKind.ALIVE, b"")
+        await stream.send(FrameKind.KEEPALIVE, b"")
 
 
 async def test_a_packed_membership_comes_unpacked() -> None:
@@ -171,7 +171,7 @@ class Ears:
         return str(caught.value)
 
 
-HEARD = frame(FrameKind.HEARD, encoded(HeartbeatResponse(generation=3, detail_seconds=9.0)))
+HEARD = frame(FrameKind.HEARTBEAT_ACK, encoded(HeartbeatResponse(generation=3, full_heartbeat_seconds=9.0)))
 
 
 async def test_each_answer_acknowledges_the_oldest_heartbeat_and_one_too_many_does_no_harm() -> None:
@@ -189,7 +189,7 @@ async def test_a_membership_is_passed_on_and_a_kind_of_a_later_version_is_passed
 
 
 async def test_a_change_is_passed_on_as_one() -> None:
-    change = change_between(MEMBERSHIP, MEMBERSHIP.replaced(generation=4, processes_per_node=2))
+    change = diff_memberships(MEMBERSHIP, MEMBERSHIP.replaced(generation=4, processes_per_node=2))
     assert change is not None
     ears = Ears(frame(FrameKind.MEMBERSHIP_CHANGE, encoded(change)))
     await ears.listen()
@@ -197,7 +197,7 @@ async def test_a_change_is_passed_on_as_one() -> None:
 
 
 async def test_a_heartbeat_of_a_generation_that_is_over_is_answered_but_not_acknowledged() -> None:
-    ears = Ears(frame(FrameKind.REFUSED, CONFLICT), HEARD, frame(FrameKind.REFUSED, CONFLICT))
+    ears = Ears(frame(FrameKind.ERROR, CONFLICT), HEARD, frame(FrameKind.ERROR, CONFLICT))
     ears.tell()
     ears.tell()
     assert await ears.listen() == "the coordinator closed the stream"
@@ -207,7 +207,7 @@ async def test_a_heartbeat_of_a_generation_that_is_over_is_answered_but_not_ackn
 @pytest.mark.parametrize(
     ("said", "sentence"),
     [
-        (frame(FrameKind.REFUSED, REFUSAL), "the coordinator answered 403: the pod is gone"),
+        (frame(FrameKind.ERROR, REFUSAL), "the coordinator answered 403: the pod is gone"),
         (frame(FrameKind.MEMBERSHIP, b"{}"), "validation error"),
     ],
 )

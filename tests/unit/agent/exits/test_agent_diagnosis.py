@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from trainium_contract.faults.causes import Cause
-from trainium_contract.faults.read import verdict_of
+from trainium_contract.faults.classify import classify_exit_code
 from trainium_contract.faults.responses import Response
 from trainium_trainer.agent.exits.diagnosis import Signs, describe_exit
 from trainium_trainer.agent.ranks.output import Tail
@@ -143,7 +143,7 @@ def test_frames_of_cpp_leave_the_room_to_the_lines_of_python() -> None:
     assert text.startswith("RuntimeError: Connection reset\nTraceback")
     assert "train.py" in text
     assert "c10d" not in text
-    assert describe_exit(ended(1, native)) == verdict_of(1).sentence
+    assert describe_exit(ended(1, native)) == classify_exit_code(1).sentence
 
 
 def test_of_a_process_that_was_killed_the_newest_lines_are_told_in_their_order() -> None:

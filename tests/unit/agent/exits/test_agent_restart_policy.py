@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainium_contract.faults.causes import Cause
-from trainium_contract.faults.read import Verdict, meaning_of, verdict_of_sign
+from trainium_contract.faults.classify import Verdict, classify_exit, classify_sign
 from trainium_contract.faults.signs import RUNTIME_STATUSES, Sign
 from trainium_trainer.agent.exits.restart_policy import Decision, GenerationState, after_yield, judge
 
@@ -128,7 +128,7 @@ def test_the_shared_state_survives_its_text_and_unknown_fields(state: Generation
 
 
 def meaning(status: int) -> Verdict:
-    return meaning_of(1, runtime_status=status)
+    return classify_exit(1, runtime_status=status)
 
 
 def test_a_users_error_by_text_alone_is_restarted_once_and_is_a_verdict_when_it_repeats() -> None:
@@ -162,9 +162,9 @@ def test_a_broken_device_withdraws_at_once_and_the_others_go_on() -> None:
 
 @given(states, st.sampled_from(RUNTIME_STATUSES), st.booleans())
 def test_a_victim_never_withdraws_whatever_came_before(state: GenerationState, sign: Sign, seen: bool) -> None:
-    verdict = verdict_of_sign(sign)
+    verdict = classify_sign(sign)
     judgement = judge(1, state.attempt, 5, state, 3, verdict=verdict, seen_before=False)
-    if verdict.hearsay:
+    if verdict.indirect:
         assert judgement.decision is not Decision.WITHDRAW
 
 

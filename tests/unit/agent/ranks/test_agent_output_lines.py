@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainium_contract.wire.log_line import LAST_WORD, LINE_BYTES, LogFormat, log_line, read_log_line
+from trainium_contract.wire.log_line import EXIT_LOGGER, LINE_BYTES, LogFormat, log_line, read_log_line
 from trainium_trainer.agent.exits.diagnosis import describe_exit
 from trainium_trainer.agent.ranks.output import Tail
 from trainium_trainer.agent.ranks.output_lines import Speaker, form_of
@@ -116,7 +116,7 @@ def test_the_diagnosis_of_an_end_is_the_same_in_both_forms(code: int) -> None:
     as_json = [
         *(of_a_rank(step, level="info") for step in steps),
         printed,
-        of_a_rank("KeyError: 1 (the sentence)", error=trace, logger=LAST_WORD),
+        of_a_rank("KeyError: 1 (the sentence)", error=trace, logger=EXIT_LOGGER),
     ]
     one = ended(SETTINGS, code, *as_text, b"KeyError: 1 (the sentence)")
     other = ended(JSON, code, *as_json)

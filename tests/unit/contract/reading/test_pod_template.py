@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from tests.testing.fuzz.objects import TEMPLATE
-from trainium_contract.spec.pod_template import misshapen
+from trainium_contract.spec.pod_template import describe_shape_error
 from trainium_contract.spec.workers import WorkersSpec
 
 
@@ -29,7 +29,7 @@ from trainium_contract.spec.workers import WorkersSpec
     ],
 )
 def test_what_has_another_shape_is_told_with_its_place(template: dict[str, Any], sentence: str) -> None:
-    assert misshapen(template) == sentence
+    assert describe_shape_error(template) == sentence
     with pytest.raises(ValidationError, match="write it as in the template of a Deployment"):
         WorkersSpec(template=template)
 

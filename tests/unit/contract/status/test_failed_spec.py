@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
-from trainium_contract.status.failed_spec import MAX_CHANGES, MAX_FIELDS, compared, recorded_spec
+from trainium_contract.status.failed_spec import MAX_CHANGES, MAX_FIELDS, compare_failed_spec, record_failed_spec
 
 PLAIN = st.none() | st.booleans() | st.integers(-9, 9) | st.text(max_size=200)
 SPECS: st.SearchStrategy[dict[str, Any]] = st.dictionaries(
@@ -19,7 +19,7 @@ SPECS: st.SearchStrategy[dict[str, Any]] = st.dictionaries(
 
 
 def changes(was: dict[str, Any], now: dict[str, Any]) -> list[tuple[str, str, str]]:
-    found = compared(recorded_spec(was), now).changes
+    found = compare_failed_spec(record_failed_spec(was), now).changes
     assert found is not None
     return [(each.field, each.was, each.now) for each in found]
 
@@ -39,7 +39,7 @@ def test_a_secret_and_a_value_of_a_template_are_never_kept_and_a_change_of_them_
     def template(value: str) -> dict[str, Any]:
         return {"workers": {"template": {"spec": {"containers": [{"env": [{"name": "PASSWORD", "value": value}]}]}}}}
 
-    record = recorded_spec(template("swordfish"))
+    record = record_failed_spec(template("swordfish"))
     assert "swordfish" not in str(record.to_wire())
     [(field, was, now)] = changes(template("swordfish"), template("mackerel"))
     assert field == "workers.template.spec.containers[0].env[0].value"
@@ -53,7 +53,7 @@ def test_a_secret_and_a_value_of_a_template_are_never_kept_and_a_change_of_them_
 def test_a_spec_of_any_size_is_kept_within_bounds_and_its_last_field_still_counts() -> None:
     was = {"workers": {f"{at:04}": "x" * 5000 for at in range(2000)}}
     now = {"workers": {**was["workers"], "1999": "y"}}
-    record = recorded_spec(was)
+    record = record_failed_spec(was)
     assert len(record.fields) == MAX_FIELDS
     assert len(str(record.to_wire())) < 80_000
     assert [field for field, _, _ in changes(was, now)] == ["…"]
@@ -64,16 +64,16 @@ def test_a_spec_of_any_size_is_kept_within_bounds_and_its_last_field_still_count
 
 @given(SPECS)
 def test_any_spec_can_be_recorded_written_and_read_and_does_not_differ_from_itself(spec: dict[str, Any]) -> None:
-    record = recorded_spec(spec)
+    record = record_failed_spec(spec)
     status = TrainingJobStatus(failed_spec=record)
     assert TrainingJobStatus.model_validate(status.to_wire()) == status
-    assert compared(record, spec).changes == ()
+    assert compare_failed_spec(record, spec).changes == ()
 
 
 def test_without_a_record_nothing_is_said_to_be_unchanged() -> None:
-    empty = recorded_spec({}).replaced(changes=None)
-    assert compared(empty, {"a": 1}).changes is None
+    empty = record_failed_spec({}).replaced(changes=None)
+    assert compare_failed_spec(empty, {"a": 1}).changes is None
 
 
 def test_the_record_of_a_usual_job_is_small() -> None:
-    assert len(str(recorded_spec(TrainingJobSpec().to_wire()).to_wire())) < 12_000
+    assert len(str(record_failed_spec(TrainingJobSpec().to_wire()).to_wire())) < 12_000

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from trainium_contract.wire.log_format import JsonLines, TextLines, format_of, moment
+from trainium_contract.wire.log_format import JsonFormatter, TextFormatter, choose_log_format, moment
 from trainium_contract.wire.log_line import (
     ERROR_CHARACTERS,
-    LAST_WORD,
+    EXIT_LOGGER,
     LINE_BYTES,
     MESSAGE_CHARACTERS,
     LogFormat,
@@ -99,7 +99,7 @@ def test_a_long_line_is_cut_at_the_end_of_its_message_and_at_the_beginning_of_it
 def test_no_secret_is_written_in_either_form() -> None:
     about = record("token %s, key %s", TOKEN, "AKIA" + "A" * 16, secret=TOKEN, job=f"job-{TOKEN}"[:3])
     about.exc_info = (ValueError, ValueError(f"password={TOKEN}"), None)
-    for formatter in (JsonLines(LogSource.OPERATOR), TextLines("%(message)s")):
+    for formatter in (JsonFormatter(LogSource.OPERATOR), TextFormatter("%(message)s")):
         written = formatter.format(about)
         assert TOKEN not in written
         assert "AKIA" not in written
@@ -107,7 +107,9 @@ def test_no_secret_is_written_in_either_form() -> None:
 
 
 def test_a_record_brings_what_it_is_about_and_its_own_word_wins_over_the_program_s() -> None:
-    formatter = JsonLines(LogSource.AGENT, lambda: {"namespace": "team", "job": "llama", "generation": 2, "rank": 0})
+    formatter = JsonFormatter(
+        LogSource.AGENT, lambda: {"namespace": "team", "job": "llama", "generation": 2, "rank": 0}
+    )
     line = formatter.line(record("%d of %d", 1, 2, level=logging.WARNING, rank=7, attempt=1, token="no"))
     assert line.to_wire() == {
         "time": line.time, "level": "warning", "source": "agent", "logger": "a.b", "message": "1 of 2",
@@ -127,8 +129,8 @@ def test_a_record_brings_what_it_is_about_and_its_own_word_wins_over_the_program
         ({"source": "operator", "logger": "x"}, "2026-11-24 08:09:10,123 INFO    x: said"),
         ({"source": "output", "rank": 3}, "said"),
         ({"rank": 3, "error": "Traceback\nE: e"}, "08:09:10 rank 3 INFO said\nTraceback\nE: e"),
-        ({"rank": 3, "logger": LAST_WORD, "error": "Traceback\nE: e"}, "Traceback\nE: e\nsaid"),
-        ({"rank": 3, "logger": LAST_WORD}, "said"),
+        ({"rank": 3, "logger": EXIT_LOGGER, "error": "Traceback\nE: e"}, "Traceback\nE: e\nsaid"),
+        ({"rank": 3, "logger": EXIT_LOGGER}, "said"),
     ],
 )
 def test_a_line_reads_as_the_program_would_have_written_it_as_text(fields: dict[str, Any], text: str) -> None:
@@ -138,11 +140,11 @@ def test_a_line_reads_as_the_program_would_have_written_it_as_text(fields: dict[
 
 
 def test_the_form_is_chosen_by_one_variable_and_a_wrong_word_gets_a_sentence() -> None:
-    assert format_of({}) is LogFormat.TEXT
-    assert format_of({"TRAINIUM_LOG_FORMAT": ""}) is LogFormat.TEXT
-    assert format_of({"TRAINIUM_LOG_FORMAT": "Json"}) is LogFormat.JSON
+    assert choose_log_format({}) is LogFormat.TEXT
+    assert choose_log_format({"TRAINIUM_LOG_FORMAT": ""}) is LogFormat.TEXT
+    assert choose_log_format({"TRAINIUM_LOG_FORMAT": "Json"}) is LogFormat.JSON
     with pytest.raises(ValueError, match="TRAINIUM_LOG_FORMAT='xml' must be text or json"):
-        format_of({"TRAINIUM_LOG_FORMAT": "xml"})
+        choose_log_format({"TRAINIUM_LOG_FORMAT": "xml"})
 
 
 def test_a_time_is_told_in_utc() -> None:

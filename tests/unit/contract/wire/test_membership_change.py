@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from trainium_contract.faults.causes import Cause
 from trainium_contract.wire.membership_change import (
     MembershipChange,
-    UnfitChangeError,
-    applied,
-    change_between,
+    StaleChangeError,
+    apply_change,
+    diff_memberships,
 )
 from trainium_contract.wire.messages import Member, Membership, Transition
 
@@ -45,9 +45,9 @@ def test_a_change_that_is_applied_to_what_it_was_made_from_gives_the_new_members
     before: list[int], after: list[int], cause: Cause, processes: int
 ) -> None:
     old, new = membership(7, *before), membership(8, *after, cause=cause, processes=processes)
-    change = change_between(old, new)
+    change = diff_memberships(old, new)
     if change is not None:
-        assert applied(told(change), old) == new
+        assert apply_change(told(change), old) == new
     else:
         assert sum(left != right for left, right in zip(old.members, new.members, strict=False)) > 0
 
@@ -63,26 +63,26 @@ def test_a_change_that_is_applied_to_what_it_was_made_from_gives_the_new_members
     ids=["one is replaced", "smaller", "larger", "one of two"],
 )
 def test_only_ranks_with_another_member_are_told(before: range, after: tuple[int, ...], ranks: list[int]) -> None:
-    change = change_between(membership(1, *before), membership(2, *after))
+    change = diff_memberships(membership(1, *before), membership(2, *after))
     assert change is not None
     assert [member.node_rank for member in change.members] == ranks
 
 
 def test_the_replacement_of_one_of_a_thousand_is_a_few_hundred_bytes() -> None:
-    change = change_between(membership(1, *range(1000)), membership(2, *range(999), 5000))
+    change = diff_memberships(membership(1, *range(1000)), membership(2, *range(999), 5000))
     assert change is not None
     assert len(change.model_dump_json(by_alias=True, exclude_none=True)) < 500
 
 
 def test_where_most_members_are_others_the_whole_is_told() -> None:
-    assert change_between(membership(1, 0, 1, 2), membership(2, 0, 5, 6)) is None
-    assert change_between(membership(1, 0), membership(2, *range(10))) is None
+    assert diff_memberships(membership(1, 0, 1, 2), membership(2, 0, 5, 6)) is None
+    assert diff_memberships(membership(1, 0), membership(2, *range(10))) is None
 
 
 def test_a_member_with_the_same_pod_and_another_port_is_told() -> None:
     old = membership(1, 0, 1)
     moved = old.members[1].replaced(rendezvous_port=29501)
-    change = change_between(old, old.replaced(generation=2, members=(old.members[0], moved)))
+    change = diff_memberships(old, old.replaced(generation=2, members=(old.members[0], moved)))
     assert change is not None
     assert change.members == (moved,)
 
@@ -97,22 +97,22 @@ def test_a_member_with_the_same_pod_and_another_port_is_told() -> None:
     ],
 )
 def test_a_change_of_something_else_is_refused(known: Membership | None, sentence: str) -> None:
-    change = change_between(membership(4, 0, 1, 2), membership(5, 0, 1, 2, 3))
+    change = diff_memberships(membership(4, 0, 1, 2), membership(5, 0, 1, 2, 3))
     assert change is not None
-    with pytest.raises(UnfitChangeError, match=sentence):
-        applied(change, known)
+    with pytest.raises(StaleChangeError, match=sentence):
+        apply_change(change, known)
 
 
 def test_a_rank_that_nobody_has_is_refused() -> None:
-    change = change_between(membership(4, 0, 1, 2, 3), membership(5, 0, 1, 2))
+    change = diff_memberships(membership(4, 0, 1, 2, 3), membership(5, 0, 1, 2))
     assert change is not None
-    with pytest.raises(UnfitChangeError, match="does not follow"):
-        applied(change.replaced(size=0), membership(4, 0, 1, 2, 3))
+    with pytest.raises(StaleChangeError, match="does not follow"):
+        apply_change(change.replaced(size=0), membership(4, 0, 1, 2, 3))
 
 
 def test_what_a_later_version_knows_of_a_member_is_no_part_of_the_digest() -> None:
-    change = change_between(membership(1, 0, 1), membership(2, 0, 3))
+    change = diff_memberships(membership(1, 0, 1), membership(2, 0, 3))
     assert change is not None
     said = change.to_wire()
     said["members"][0]["ofALaterVersion"] = True
-    assert applied(MembershipChange.model_validate(said), membership(1, 0, 1)) == membership(2, 0, 3)
+    assert apply_change(MembershipChange.model_validate(said), membership(1, 0, 1)) == membership(2, 0, 3)

@@ -18,8 +18,8 @@ from trainium_contract.wire.stream import (
     FrameTooLongError,
     frame,
     head_of,
-    share_of_pause,
-    tells_news,
+    jitter_fraction,
+    must_send_now,
 )
 
 
@@ -83,21 +83,21 @@ STEP_10: dict[str, Any] = STEP_9 | {"step": 10, "loss": 1.9, "memory_step": 10, 
         (beat(STEP_9), beat(STEP_9 | {"notice": "a damaged checkpoint was stepped over"}), True),
         (beat(STEP_9), beat(STEP_9 | {"alerts": (Alert(kind="LossSpike", step=9),)}), True),
         (beat(STEP_9), beat(STEP_9 | {"stage": "Export"}), True),
-        (beat(STEP_9 | {"stage": "Export"}), beat(STEP_9 | {"stage": "Export", "stage_done": 0.5}), False),
+        (beat(STEP_9 | {"stage": "Export"}), beat(STEP_9 | {"stage": "Export", "stage_progress": 0.5}), False),
     ],
 )
 def test_only_what_runs_on_with_the_steps_may_wait(
     told: HeartbeatRequest | None, now: HeartbeatRequest, news: bool
 ) -> None:
-    assert tells_news(told, now) is news
+    assert must_send_now(told, now) is news
 
 
 def test_after_news_of_all_agents_the_newest_step_goes_on_to_be_heard_of() -> None:
     """A job of 128 that told everything at once: no second of the pause passes without some of them."""
-    pauses = sorted(10.0 * share_of_pause(number / 128, after_news=True) for number in range(128))
+    pauses = sorted(10.0 * jitter_fraction(number / 128, after_news=True) for number in range(128))
     assert max(later - before for before, later in pairwise(pauses)) < 1.0
     assert pauses[0] == 0.0
-    assert [share_of_pause(drawn, after_news=False) for drawn in (0.0, 1.0)] == [0.5, 1.0]
+    assert [jitter_fraction(drawn, after_news=False) for drawn in (0.0, 1.0)] == [0.5, 1.0]
 
 
 @pytest.mark.parametrize("cause", [[], {}, ["Crash"], 1, None])

@@ -81,9 +81,9 @@ def test_the_given_object_is_not_changed() -> None:
 
 
 def test_numbers_that_json_cannot_carry_are_left_out_of_a_status() -> None:
-    raw = {"goodput": {"ratio": float("inf")}, "gang": {"holdingSince": float("nan"), "givenBack": 2}}
+    raw = {"goodput": {"ratio": float("inf")}, "gang": {"holdingSince": float("nan"), "releases": 2}}
     status = readable_status(raw, "team/llama")
-    assert (status.goodput.ratio, status.gang.holding_since, status.gang.given_back) == (0.0, None, 2)
+    assert (status.goodput.ratio, status.gang.holding_since, status.gang.releases) == (0.0, None, 2)
 
 
 def test_an_end_that_the_job_has_not_come_to_is_left_out_so_that_there_is_room_for_what_is_written() -> None:

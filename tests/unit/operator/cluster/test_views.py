@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.testing.fuzz.promises import is_of_its_type
 from trainium_contract.faults.causes import Cause
 from trainium_contract.wire.messages import LATEST_GENERATION, Member, Membership, Transition
-from trainium_contract.wire.worker_env import ANNOTATION_KEPT_FROM, ANNOTATION_TEMPLATE_HASH, LABEL_JOB
+from trainium_contract.wire.worker_env import ANNOTATION_AVOIDED_NODES, ANNOTATION_TEMPLATE_HASH, LABEL_JOB
 from trainium_operator.cluster.cache.membership_record import LARGEST_TEXT, membership_of
 from trainium_operator.cluster.cache.views import (
     LONGEST_REASON_OF_A_POD,
@@ -174,7 +174,7 @@ def test_a_pod_of_which_any_part_is_of_another_type_is_read_without_that_part(wr
             ],
             "initContainerStatuses": [{"name": wrong, "state": {"terminated": {"exitCode": 3, "reason": wrong}}}],
         },
-        annotations={ANNOTATION_TEMPLATE_HASH: wrong, ANNOTATION_KEPT_FROM: wrong},
+        annotations={ANNOTATION_TEMPLATE_HASH: wrong, ANNOTATION_AVOIDED_NODES: wrong},
     )  # fmt: skip
     whole["spec"] = {"nodeName": wrong, "containers": [{"name": "worker", "image": wrong}]}
     is_of_its_type(pod_view(whole))

@@ -149,10 +149,10 @@ def test_a_plan_sees_stages_and_results_at_once_and_the_progress_of_a_stage_as_t
     artifact = ArtifactReport(kind="Model", path="/out", step=10)
     told()
     assert told() == (False, False)
-    assert told(stage="Export", stage_done=0.0) == (True, True)
-    assert told(stage="Export", stage_done=0.5) == (False, True)
-    assert told(stage="Export", stage_done=0.5) == (False, False)
-    assert told(stage="Export", stage_done=0.5, artifacts=(artifact,)) == (True, False)
+    assert told(stage="Export", stage_progress=0.0) == (True, True)
+    assert told(stage="Export", stage_progress=0.5) == (False, True)
+    assert told(stage="Export", stage_progress=0.5) == (False, False)
+    assert told(stage="Export", stage_progress=0.5, artifacts=(artifact,)) == (True, False)
     view = state.agents(JOB)["a"]
     assert view.step_seconds is None, "no step was made"
 

@@ -13,10 +13,10 @@ from trainium_contract.faults.causes import Cause
 from trainium_contract.job import GoodputStatus, TrainingJobStatus
 from trainium_contract.spec.health import PreflightCheck
 from trainium_contract.status.conditions import Phase
+from trainium_contract.status.internal import GangStatus
 from trainium_contract.status.interruptions import Interruption, Rung
 from trainium_contract.status.ledger import OVERHEAD, STARTUP, StageSeconds
-from trainium_contract.status.memory import GangStatus
-from trainium_contract.status.shown import CheckpointStatus, MembershipStatus
+from trainium_contract.status.public import CheckpointStatus, MembershipStatus
 from trainium_contract.wire.messages import CheckResult, HeartbeatRequest, StuckRank, TrainerPhase, WorkerPhase
 from trainium_operator.monitoring.metrics import Metrics
 from trainium_operator.plan.fleet.memory import Machine, MachineState

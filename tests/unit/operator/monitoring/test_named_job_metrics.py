@@ -8,7 +8,7 @@ from tests.testing.operator.metric_builders import NOW, figures, view
 from trainium_contract.job import GoodputStatus, TrainingJobStatus
 from trainium_contract.status.conditions import Condition, ConditionStatus, ConditionType, Phase
 from trainium_contract.status.interruptions import RestartsStatus
-from trainium_contract.status.shown import CheckpointStatus, ProgressStatus
+from trainium_contract.status.public import CheckpointStatus, ProgressStatus
 from trainium_operator.monitoring.metrics import Metrics
 from trainium_operator.plan.model.times import rfc3339
 

@@ -22,7 +22,7 @@ from plan_builders import (
 )
 
 from trainium_contract.faults.causes import USER_CAUSES, Budget, Cause
-from trainium_contract.faults.read import budget_of
+from trainium_contract.faults.classify import budget_of
 from trainium_contract.status.conditions import Phase
 from trainium_contract.status.interruptions import Rung
 from trainium_contract.wire.messages import KernelEvent, WorkerPhase

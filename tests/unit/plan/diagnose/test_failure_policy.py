@@ -23,7 +23,7 @@ from trainium_contract.job import TrainingJobStatus
 from trainium_contract.status.conditions import ConditionType, Phase
 from trainium_contract.status.interruptions import Rung
 from trainium_contract.wire.messages import WorkerPhase
-from trainium_contract.wire.nonfinite_origin import told_origin
+from trainium_contract.wire.nonfinite_origin import format_nonfinite_ranks
 from trainium_operator.plan.model.conditions import find_condition
 from trainium_operator.plan.model.observed import PodPhase
 
@@ -57,7 +57,7 @@ def test_a_verdict_names_cause_output_pod_node_and_what_to_do(code: Any, reason:
 
 @pytest.mark.parametrize("heard", [(0, 1, 2, 3), (0, 1), (1,)])
 def test_numbers_that_one_rank_put_into_a_sum_are_put_on_its_pod_whoever_reports_first(heard: tuple[int, ...]) -> None:
-    found = f"step 7: loss is nan, gradient norm is nan{told_origin((2,), 4)}, 1 such in a row"
+    found = f"step 7: loss is nan, gradient norm is nan{format_nonfinite_ranks((2,), 4)}, 1 such in a row"
 
     def reports(rank: int) -> Any:
         verdict = failure(65, rank=rank, message=found, at=NOW - 3 + rank)
@@ -164,7 +164,7 @@ def test_new_pods_back_off_when_workers_keep_failing() -> None:
     seen = running(4)
     from plan_builders import NOW, without
 
-    from trainium_contract.status.memory import FailureRecord
+    from trainium_contract.status.internal import FailureRecord
 
     records = tuple(
         FailureRecord(at=NOW - 21 + 5 * at, cause=Cause.POD_LOST, pod=f"demo-w-{90 + at}") for at in range(5)

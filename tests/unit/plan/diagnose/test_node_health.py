@@ -27,9 +27,9 @@ from plan_builders import (
 from trainium_contract.faults.causes import Cause
 from trainium_contract.spec.health import PreflightCheck
 from trainium_contract.status.conditions import ConditionStatus, ConditionType
-from trainium_contract.status.memory import FailureRecord
+from trainium_contract.status.internal import FailureRecord
 from trainium_contract.wire.messages import CheckResult, Transition, WorkerPhase
-from trainium_contract.wire.worker_env import ANNOTATION_KEPT_FROM
+from trainium_contract.wire.worker_env import ANNOTATION_AVOIDED_NODES
 from trainium_operator.plan.model.actions import CreatePod, Plan
 from trainium_operator.plan.model.conditions import find_condition
 from trainium_operator.plan.model.observed import FleetView, NodeCondition, NodeReadiness, NodeView, Observed, PodPhase
@@ -237,7 +237,7 @@ def test_nodes_in_quarantine_get_no_new_pod_and_their_spares_are_replaced() -> N
 
 def test_a_pod_that_finds_no_node_is_made_again_when_one_that_it_keeps_away_from_is_released() -> None:
     waits = {"phase": PodPhase.PENDING, "node": "", "unschedulable_message": "0/5 nodes are available"}
-    seen = with_pod(running(4, spares=1), pod(4, kept_from=frozenset({"node-4"}), **waits))
+    seen = with_pod(running(4, spares=1), pod(4, avoided_nodes=frozenset({"node-4"}), **waits))
     seen = replace(seen, agents={uid: each for uid, each in seen.agents.items() if uid != "uid-4"})
 
     assert deleted(planned(seen)) == {"demo-w-4": None}
@@ -254,25 +254,25 @@ def test_a_pod_that_finds_no_node_is_made_anew_once_however_many_dark_nodes_came
         for number in (3, 4)
     )
     waits = {"phase": PodPhase.PENDING, "node": "", "unschedulable_message": "0/5 nodes are available"}
-    seen = with_pod(running(4, spares=1), pod(4, kept_from=frozenset({"node-4"}), **waits))
+    seen = with_pod(running(4, spares=1), pod(4, avoided_nodes=frozenset({"node-4"}), **waits))
     seen = replace(seen, agents={uid: each for uid, each in seen.agents.items() if uid != "uid-4"})
     seen = replace(seen, job=replace(seen.job, status=seen.job.status.replaced(failures=lost)))
 
     result = planned(seen)
     assert deleted(result) == {"demo-w-4": None}
     made = next(action.manifest for action in result.actions if isinstance(action, CreatePod))
-    kept_from = frozenset(made["metadata"]["annotations"].get(ANNOTATION_KEPT_FROM, "").split(",")) - {""}
+    avoided_nodes = frozenset(made["metadata"]["annotations"].get(ANNOTATION_AVOIDED_NODES, "").split(",")) - {""}
 
     ordinal = int(made["metadata"]["name"].rpartition("-")[2])
     pods = tuple(each for each in seen.pods if each.ordinal != 4)
-    then = replace(seen, pods=(*pods, pod(ordinal, kept_from=kept_from, **waits)), now=NOW + 1.0)
+    then = replace(seen, pods=(*pods, pod(ordinal, avoided_nodes=avoided_nodes, **waits)), now=NOW + 1.0)
     again = planned(replace(then, job=replace(then.job, status=result.status)))
-    assert deleted(again) == {}, f"made anew, kept from {kept_from}"
+    assert deleted(again) == {}, f"made anew, kept from {avoided_nodes}"
 
 
 def test_a_waiting_pod_is_not_made_again_for_a_node_that_is_still_bad() -> None:
     waits = {"phase": PodPhase.PENDING, "node": "", "unschedulable_message": "0/5 nodes are available"}
-    seen = with_pod(running(4, spares=1), pod(4, kept_from=frozenset({"node-4"}), **waits))
+    seen = with_pod(running(4, spares=1), pod(4, avoided_nodes=frozenset({"node-4"}), **waits))
     seen = replace(seen, agents={uid: each for uid, each in seen.agents.items() if uid != "uid-4"})
     broken = NodeCondition("AcceleratedHardwareReady", NodeReadiness.FALSE, "NeuronDMAError")
     still = replace(seen, nodes={**seen.nodes, "node-4": NodeView(name="node-4", conditions=(broken,))})
@@ -285,7 +285,7 @@ def test_pods_say_which_nodes_they_keep_away_from() -> None:
     fleet = FleetView(quarantined=frozenset({"node-4", "node-77"}))
     result = planned(replace(running(spares=1), fleet=fleet))
     made = next(action.manifest for action in result.actions if isinstance(action, CreatePod))
-    assert made["metadata"]["annotations"][ANNOTATION_KEPT_FROM] == "node-4,node-77"
+    assert made["metadata"]["annotations"][ANNOTATION_AVOIDED_NODES] == "node-4,node-77"
 
 
 def test_a_job_may_choose_not_to_heed_the_quarantine() -> None:

@@ -12,7 +12,7 @@ from plan_builders import NOW, agent, deleted, newest, planned, published, ranks
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.interruptions import Interruption, Rung
-from trainium_contract.status.shown import StragglerStatus
+from trainium_contract.status.public import StragglerStatus
 from trainium_contract.wire.messages import StepTiming, Transition, WorkerPhase
 from trainium_operator.plan.model.observed import FleetView
 from trainium_operator.plan.model.reasons import Reason

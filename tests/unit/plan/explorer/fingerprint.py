@@ -99,8 +99,8 @@ class _Relative:
             self.age(status.leaving_since),
             self.age(status.activity.since) if self.has_deadline() else None,
             status.activity.stepped,
-            (status.refusals.rounds, self.age(status.refusals.at), status.refusals.batch),
-            tuple((self.nodes.get(each.node), each.times, self.age(each.at)) for each in status.refusals.nodes),
+            (status.start_failures.rounds, self.age(status.start_failures.at), status.start_failures.batch),
+            tuple((self.nodes.get(each.node), each.times, self.age(each.at)) for each in status.start_failures.nodes),
             bool(status.start_time),
             bool(status.progress.step),
         )
@@ -108,7 +108,7 @@ class _Relative:
     def idle(self) -> tuple[Any, ...]:
         idle = self.cluster.status.idle_nodes
         retry = None if idle.retry_at is None else max(0, round(idle.retry_at - self.cluster.now))
-        return (idle.taken, idle.wanted, self.age(idle.asked_at), idle.in_vain, retry)
+        return (idle.taken, idle.wanted, self.age(idle.asked_at), idle.failed_requests, retry)
 
     def has_deadline(self) -> bool:
         spec = self.cluster.spec

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainium_contract.faults.causes import Budget
-from trainium_contract.faults.read import budget_of
+from trainium_contract.faults.classify import budget_of
 from trainium_contract.status.conditions import ConditionType, Phase
 from trainium_operator.plan.model.conditions import is_terminal, is_true
 

@@ -11,7 +11,7 @@ from plan_builders import pod
 from trainium_contract.faults.causes import Cause
 from trainium_contract.faults.responses import Response
 from trainium_contract.faults.rules import RecoveryRule
-from trainium_operator.plan.faults.ends import died_by_itself, meaning_of_pod
+from trainium_operator.plan.faults.ends import classify_pod_failure, died_by_itself
 from trainium_operator.plan.model.observed import PodPhase
 
 
@@ -35,7 +35,7 @@ def failed(**changes: Any) -> Any:
     ],
 )
 def test_failed_pods_have_causes(changes: dict[str, Any], cause: Cause) -> None:
-    assert meaning_of_pod(failed(**changes), ()).cause is cause
+    assert classify_pod_failure(failed(**changes), ()).cause is cause
 
 
 def test_a_container_that_cannot_start_ended_by_its_own_fault() -> None:
@@ -45,4 +45,4 @@ def test_a_container_that_cannot_start_ended_by_its_own_fault() -> None:
 
 def test_a_rule_of_the_job_says_what_a_pods_end_means() -> None:
     rule = RecoveryRule.model_validate({"reason": "OOMKilled", "cause": "UserCode", "action": "Stop"})
-    assert meaning_of_pod(failed(reason="OOMKilled", exit_code=137), (rule,)).response is Response.STOP
+    assert classify_pod_failure(failed(reason="OOMKilled", exit_code=137), (rule,)).response is Response.STOP

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from plan_builders import NOW, failure, planned, pod, restart, running, spec, training
 
 from trainium_contract.faults.causes import Budget, Cause
-from trainium_contract.faults.read import budget_of
+from trainium_contract.faults.classify import budget_of
 from trainium_contract.spec.recovery import RecoverySpec
 from trainium_contract.status.conditions import Phase
+from trainium_contract.status.internal import FailureRecord
 from trainium_contract.status.interruptions import Interruption, Rung
-from trainium_contract.status.memory import FailureRecord
 from trainium_operator.plan.faults.failure_budgets import (
     MAX_RECORDS,
     avoided_nodes,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from plan_builders import NOW
 
 from trainium_contract.faults.causes import Cause
-from trainium_contract.status.memory import FailureRecord
+from trainium_contract.status.internal import FailureRecord
 from trainium_operator.plan.fleet.memory import MOST_MACHINES, Machine, MachineState, Memory, Strike, bounded, struck
 from trainium_operator.plan.fleet.quarantine import FleetObserved, FleetPlan, JobRecords, TaintNode, plan_fleet
 from trainium_operator.plan.model.breaker import cap_of

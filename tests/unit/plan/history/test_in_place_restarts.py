@@ -8,7 +8,7 @@ from trainium_contract.faults.causes import Cause
 from trainium_contract.spec.health import PreflightCheck
 from trainium_contract.status.conditions import Phase
 from trainium_contract.status.interruptions import Rung
-from trainium_contract.status.shown import MembershipStatus
+from trainium_contract.status.public import MembershipStatus
 from trainium_contract.wire.messages import CheckResult, Transition, WorkerPhase
 from trainium_operator.plan.faults.failure_budgets import record_failure
 

@@ -11,7 +11,7 @@ from plan_cluster import FakeCluster
 
 from trainium_contract.job import TrainingJobStatus
 from trainium_contract.status.conditions import Condition, ConditionStatus, ConditionType, Phase
-from trainium_contract.status.shown import MembershipStatus
+from trainium_contract.status.public import MembershipStatus
 from trainium_contract.wire.messages import ProcessFailure, WorkerPhase
 from trainium_operator.plan.model.actions import DeleteJob
 from trainium_operator.plan.model.conditions import is_terminal

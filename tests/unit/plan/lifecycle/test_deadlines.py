@@ -13,7 +13,7 @@ from trainium_contract.faults.causes import Cause
 from trainium_contract.status.activity import ActivityStatus
 from trainium_contract.status.conditions import Condition, ConditionStatus, ConditionType, Phase
 from trainium_contract.status.interruptions import Rung
-from trainium_contract.status.shown import MembershipStatus
+from trainium_contract.status.public import MembershipStatus
 from trainium_contract.wire.messages import Progress, WorkerPhase
 from trainium_operator.plan.model.conditions import find_condition, is_true
 from trainium_operator.plan.model.observed import NodeReadiness

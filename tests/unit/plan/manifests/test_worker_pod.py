@@ -6,7 +6,7 @@ import pytest
 from plan_builders import NOW, SETTINGS, job, observed, planned, spec
 
 from trainium_contract.job import TrainingJobStatus
-from trainium_contract.status.memory import FailureRecord
+from trainium_contract.status.internal import FailureRecord
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_contract.wire import worker_env as env
 from trainium_contract.wire.log_line import LogFormat

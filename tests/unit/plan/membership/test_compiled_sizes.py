@@ -12,7 +12,7 @@ from trainium_contract.sizes import MAX_COMPILED
 from trainium_contract.spec.precompile import CompiledSize
 from trainium_contract.status.conditions import ConditionType, Phase
 from trainium_contract.status.interruptions import Rung
-from trainium_contract.status.shown import CompiledStatus
+from trainium_contract.status.public import CompiledStatus
 from trainium_operator.plan.model.conditions import is_true
 
 REST = 30

@@ -128,7 +128,7 @@ def test_a_spare_on_a_suspected_node_is_used_last() -> None:
 
 
 def failure_on(node: str) -> Any:
-    from trainium_contract.status.memory import FailureRecord
+    from trainium_contract.status.internal import FailureRecord
 
     return FailureRecord(at=NOW - 60, cause=Cause.DEVICE, node=node, pod="demo-w-9")
 

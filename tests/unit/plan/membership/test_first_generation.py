@@ -22,7 +22,7 @@ from plan_builders import (
 
 from trainium_contract.job import TrainingJobStatus
 from trainium_contract.status.conditions import Phase
-from trainium_contract.status.shown import MembershipStatus
+from trainium_contract.status.public import MembershipStatus
 from trainium_contract.wire.messages import Transition, WorkerPhase
 from trainium_operator.plan.model.observed import PodPhase
 

@@ -9,7 +9,7 @@ import pytest
 from plan_builders import NOW, agent, facts_of, interruption, membership, newest, planned, running, without
 
 from trainium_contract.status.interruptions import Rung
-from trainium_contract.status.shown import MembershipStatus
+from trainium_contract.status.public import MembershipStatus
 from trainium_operator.plan.membership.generation import adopt_recorded, keep_published, next_generation
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from trainium_contract.job import GoodputStatus, IdleNodesStatus, TrainingJobSta
 from trainium_contract.status.conditions import ConditionType
 from trainium_contract.status.interruptions import Rung
 from trainium_contract.status.ledger import SizeAccount
-from trainium_contract.status.shown import CompiledStatus, MembershipStatus, ProgressStatus
+from trainium_contract.status.public import CompiledStatus, MembershipStatus, ProgressStatus
 from trainium_contract.wire.messages import Transition, WorkerPhase
 from trainium_operator.plan.membership.generation import Decision
 from trainium_operator.plan.membership.resize import note_request, resize

@@ -94,7 +94,7 @@ def test_where_fewer_nodes_are_idle_the_best_size_for_them_is_taken_and_the_rest
     assert size(cluster) == 4
     cluster.run(REST + 30)
     assert len(extras(cluster)) == 2, "those that find no node go again"
-    assert cluster.status.idle_nodes.in_vain == 1
+    assert cluster.status.idle_nodes.failed_requests == 1
     assert cluster.status.idle_nodes.retry_at is not None
 
 

@@ -25,7 +25,7 @@ from trainium_contract.faults.causes import Cause
 from trainium_contract.spec.health import PreflightCheck
 from trainium_contract.status.conditions import Phase
 from trainium_contract.status.interruptions import Interruption, Rung
-from trainium_contract.status.shown import CompiledStatus, MembershipStatus
+from trainium_contract.status.public import CompiledStatus, MembershipStatus
 from trainium_contract.wire.messages import CheckResult, Transition, WorkerPhase
 from trainium_operator.plan.diagnose.loss import Loss
 from trainium_operator.plan.membership.decide import decide_generation

@@ -20,7 +20,7 @@ from plan_builders import (
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.conditions import ConditionType, Phase
 from trainium_contract.status.interruptions import Rung
-from trainium_contract.status.shown import MembershipStatus
+from trainium_contract.status.public import MembershipStatus
 from trainium_contract.wire.messages import Transition, WorkerPhase
 from trainium_operator.plan.model.conditions import find_condition, is_true
 from trainium_operator.plan.model.observed import PodPhase

@@ -13,7 +13,7 @@ from trainium_contract.job import GoodputStatus, IdleNodesStatus, TrainingJobSta
 from trainium_contract.status.conditions import ConditionType
 from trainium_contract.status.interruptions import Rung
 from trainium_contract.status.ledger import SizeAccount
-from trainium_contract.status.shown import CompiledStatus, ProgressStatus
+from trainium_contract.status.public import CompiledStatus, ProgressStatus
 from trainium_contract.wire.messages import WorkerPhase
 from trainium_operator.plan.diagnose.loss import Loss
 from trainium_operator.plan.membership.idle_nodes import use_idle_nodes
@@ -83,7 +83,7 @@ def test_a_job_that_trains_asks_for_as_many_extras_as_it_may_have_and_waits_for_
 @pytest.mark.parametrize(
     ("seen", "status"),
     [
-        (job(most=2), asked(in_vain=3, retry_at=NOW + 5)),
+        (job(most=2), asked(failed_requests=3, retry_at=NOW + 5)),
         (job(), asked(wanted=2).replaced(desired=1)),  # a queue grants less than was asked for
         (job(wanted_elsewhere=2), asked(wanted=2, asked_at=NOW - 5)),
         (job(most=4, extras=2), asked(TrainingJobStatus(desired=0)).replaced(desired=0)),
@@ -263,7 +263,7 @@ def test_of_the_extras_only_as_many_count_as_a_queue_grants(granted: int, size: 
 
 
 def test_extras_that_got_their_nodes_are_no_longer_waited_for() -> None:
-    answer = look(job(extras=2), asked(priced(100.0), wanted=2, asked_at=NOW - 5, in_vain=3))
+    answer = look(job(extras=2), asked(priced(100.0), wanted=2, asked_at=NOW - 5, failed_requests=3))
     assert (answer.status.idle_nodes.wanted, answer.status.idle_nodes.asked_at) == (2, None)
 
 
@@ -272,10 +272,10 @@ def test_extras_wait_for_a_node_for_as_long_as_the_job_waits_for_what_it_needs(s
     answer = look(job(extras=1, waiting=1), asked(priced(1000.0), wanted=2, asked_at=NOW - since))
     idle = answer.status.idle_nodes
     if waits:
-        assert (idle.wanted, idle.asked_at, idle.in_vain) == (2, NOW - since, 0)
+        assert (idle.wanted, idle.asked_at, idle.failed_requests) == (2, NOW - since, 0)
         assert NOW - since + REST in answer.looks
     else:
-        assert (idle.wanted, idle.asked_at, idle.in_vain) == (1, None, 1), "the one that has a node stays"
+        assert (idle.wanted, idle.asked_at, idle.failed_requests) == (1, None, 1), "the one that has a node stays"
         assert idle.retry_at == NOW + 60
 
 
@@ -286,8 +286,8 @@ def test_extras_that_are_waited_for_are_no_more_than_the_job_may_have() -> None:
 
 @pytest.mark.parametrize(("times", "pause"), [(0, 60), (1, 120), (2, 240), (3, 480), (4, 600), (5, 600), (5000, 600)])
 def test_the_pause_after_extras_that_found_no_node_doubles_up_to_ten_minutes(times: int, pause: int) -> None:
-    answer = look(job(waiting=2), asked(wanted=2, asked_at=NOW - REST, in_vain=times))
-    assert answer.status.idle_nodes == IdleNodesStatus(wanted=0, in_vain=times + 1, retry_at=NOW + pause)
+    answer = look(job(waiting=2), asked(wanted=2, asked_at=NOW - REST, failed_requests=times))
+    assert answer.status.idle_nodes == IdleNodesStatus(wanted=0, failed_requests=times + 1, retry_at=NOW + pause)
     assert answer.looks == (NOW + pause,)
 
 
@@ -303,7 +303,7 @@ def gave_up(seen: Observed) -> Observed:
 
 
 @pytest.mark.parametrize(
-    ("seen", "in_vain"),
+    ("seen", "failed_requests"),
     [
         (broken(phase=PodPhase.FAILED), 1),
         (gave_up(broken()), 1),
@@ -313,12 +313,12 @@ def gave_up(seen: Observed) -> Observed:
         (replace(job(), pods=(*job().pods, pod(2, phase=PodPhase.FAILED))), 0),  # a spare
     ],
 )
-def test_an_extra_that_failed_is_like_one_that_found_no_node(seen: Observed, in_vain: int) -> None:
-    assert look(seen).status.idle_nodes.in_vain == in_vain
+def test_an_extra_that_failed_is_like_one_that_found_no_node(seen: Observed, failed_requests: int) -> None:
+    assert look(seen).status.idle_nodes.failed_requests == failed_requests
 
 
 @pytest.mark.parametrize(
-    ("seen", "before", "in_vain"),
+    ("seen", "before", "failed_requests"),
     [
         (job(extras=2), 0, 0),
         (job(extras=1), 0, 0),
@@ -327,16 +327,23 @@ def test_an_extra_that_failed_is_like_one_that_found_no_node(seen: Observed, in_
         (job(extras=1, waiting=1), 0, 0),
     ],
 )
-def test_the_pauses_begin_anew_when_extras_were_found_that_can_join(seen: Observed, before: int, in_vain: int) -> None:
-    kept = asked(priced(1000.0), in_vain=3, retry_at=NOW + 5)
+def test_the_pauses_begin_anew_when_extras_were_found_that_can_join(
+    seen: Observed, before: int, failed_requests: int
+) -> None:
+    kept = asked(priced(1000.0), failed_requests=3, retry_at=NOW + 5)
     status = seen.job.status.replaced(idle_nodes=IdleNodesStatus(taken=before))
     seen = replace(seen, job=replace(seen.job, status=status))
-    assert look(seen, kept).status.idle_nodes.in_vain == in_vain
+    assert look(seen, kept).status.idle_nodes.failed_requests == failed_requests
 
 
 def test_an_extra_that_cannot_join_yet_says_nothing_about_the_pauses() -> None:
     starting = {2: agent(2, ready=False)}
-    assert look(job(extras=1, agents=starting), asked(in_vain=3, retry_at=NOW + 5)).status.idle_nodes.in_vain == 3
+    assert (
+        look(
+            job(extras=1, agents=starting), asked(failed_requests=3, retry_at=NOW + 5)
+        ).status.idle_nodes.failed_requests
+        == 3
+    )
 
 
 def test_extras_that_would_save_no_pass_are_given_back() -> None:

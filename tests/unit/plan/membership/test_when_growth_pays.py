@@ -11,7 +11,7 @@ from trainium_contract.faults.causes import Cause
 from trainium_contract.job import GoodputStatus, TrainingJobStatus
 from trainium_contract.status.interruptions import Interruption, Rung
 from trainium_contract.status.ledger import SizeAccount
-from trainium_contract.status.shown import CompiledStatus, ProgressStatus
+from trainium_contract.status.public import CompiledStatus, ProgressStatus
 from trainium_operator.plan.membership.compiled_size import compile_seconds, pays_at, size_at_hand
 from trainium_operator.plan.membership.growth_gain import is_worth_growing
 from trainium_operator.plan.membership.resting import grows_again_at

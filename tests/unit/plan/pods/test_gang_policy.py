@@ -11,7 +11,7 @@ from plan_cluster import FakeCluster
 
 from trainium_contract.job import TrainingJobStatus
 from trainium_contract.status.conditions import ConditionType, Phase
-from trainium_contract.status.memory import GangStatus
+from trainium_contract.status.internal import GangStatus
 from trainium_operator.plan.model.actions import ApplyGroup, CreatePod, Plan
 from trainium_operator.plan.model.conditions import find_condition
 from trainium_operator.plan.model.observed import GangApi, Observed, PodPhase
@@ -160,7 +160,7 @@ def test_a_partial_gang_gives_its_nodes_back_after_the_time_out() -> None:
     result = planned(partial(3, since=NOW - 600))
     assert set(deleted(result)) == {f"demo-w-{at}" for at in range(4)}
     assert created(result) == []
-    assert result.status.gang.given_back == 1
+    assert result.status.gang.releases == 1
     assert result.status.gang.retry_at == NOW + pause_seconds("job-uid", 1)
     assert admitted(result) == ("False", "GangTimedOut")
     assert [event.reason for event in result.events if event.reason == "GangTimedOut"] == ["GangTimedOut"]
@@ -243,11 +243,11 @@ def test_a_job_that_lacks_a_node_gives_back_pauses_tries_again_and_starts_when_t
     assert len(cluster.pods) == 4
     cluster.run(45)
     assert cluster.pods == {}
-    assert cluster.status.gang.given_back == 1
+    assert cluster.status.gang.releases == 1
     cluster.run(50)
     assert len(cluster.pods) == 4, "another attempt"
     cluster.run(200)
-    assert cluster.status.gang.given_back >= 2
+    assert cluster.status.gang.releases >= 2
     cluster.nodes["node-3"] = replace(cluster.nodes["node-0"], name="node-3")
     cluster.run(200)
     assert cluster.status.phase in (Phase.RUNNING, Phase.COMPLETED)

@@ -9,7 +9,7 @@ from plan_builders import spec
 from plan_cluster import FakeCluster
 
 from trainium_contract.status.conditions import ConditionType, Phase
-from trainium_contract.status.refusals import RefusalsStatus
+from trainium_contract.status.start_failures import StartFailuresStatus
 from trainium_operator.plan.model.conditions import find_condition
 from trainium_operator.plan.model.observed import PodPhase
 from trainium_operator.plan.pods.refused_pods import made_from
@@ -88,15 +88,15 @@ def test_the_wait_ends_with_a_pod_that_is_heard_and_begins_anew_after_it() -> No
     cluster = job()
     cluster.reason = "OutOfcpu"
     cluster.run(20, TICK)
-    assert cluster.status.refusals.rounds > 2
+    assert cluster.status.start_failures.rounds > 2
     cluster.reason = ""
     cluster.run(60, TICK)
     assert cluster.status.phase is Phase.RUNNING
-    assert cluster.status.refusals.rounds == 0
+    assert cluster.status.start_failures.rounds == 0
     cluster.reason = "OutOfcpu"
     assert cluster.kill_pod(cluster.members()[0].view.name)
     cluster.run(4, TICK)
-    assert cluster.status.refusals.rounds in (1, 2), "the rounds before are forgotten"
+    assert cluster.status.start_failures.rounds in (1, 2), "the rounds before are forgotten"
 
 
 @pytest.mark.parametrize("answer", ["the job is corrected", "it is suspended and resumed"])
@@ -104,7 +104,7 @@ def test_the_wait_ends_when_a_person_does_something_about_it(answer: str) -> Non
     cluster = job()
     cluster.reason = "CreateContainerConfigError"
     cluster.run(60, TICK)
-    rounds = cluster.status.refusals.rounds
+    rounds = cluster.status.start_failures.rounds
     assert rounds > 4
     cluster.reason = ""
     if answer == "the job is corrected":
@@ -133,14 +133,14 @@ def test_a_batch_of_which_many_are_refused_one_after_the_other_is_one_round() ->
     cluster = job(replicas=8, nodes=24)
     cluster.reason = "OutOfcpu"
     cluster.run(60, TICK)
-    assert cluster.status.refusals.rounds == 6
+    assert cluster.status.start_failures.rounds == 6
     assert len(cluster.made) == 8 + 5 * 4, "a few of each batch after the first: it was 48"
 
 
 def test_what_was_edited_or_comes_from_a_clock_that_was_set_back_never_waits_for_long() -> None:
     status = trained().status
     for rounds, at in ((10**9, 10.0), (3, 10**12), (-5, 10.0), (10**9, None)):
-        edited = status.replaced(refusals=RefusalsStatus(rounds=rounds, at=at))
+        edited = status.replaced(start_failures=StartFailuresStatus(rounds=rounds, at=at))
         assert made_from(edited, 100.0) <= 400.0
 
 
@@ -185,7 +185,7 @@ def test_a_node_that_refuses_twice_is_kept_away_from_and_named(bad: int) -> None
     assert cluster.status.phase is Phase.RUNNING
     assert len(cluster.made) <= 8 + 4 * bad
     assert set(cluster.status.avoided_nodes) == cluster.bad
-    assert {each.node: each.times for each in cluster.status.refusals.nodes} == dict.fromkeys(cluster.bad, 2)
+    assert {each.node: each.times for each in cluster.status.start_failures.nodes} == dict.fromkeys(cluster.bad, 2)
     cluster.run(700, 10.0)
     assert cluster.status.avoided_nodes == (), "it is forgotten"
 

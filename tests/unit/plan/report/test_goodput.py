@@ -16,10 +16,10 @@ from tests.testing.suite.trials import trials
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import GoodputStatus, TrainingJobStatus
 from trainium_contract.sizes import BatchShape, SizeRule
+from trainium_contract.status.internal import WINDOW, StepWindow
 from trainium_contract.status.interruptions import Interruption, Rung
 from trainium_contract.status.ledger import MAX_SIZES, OVERHEAD, STARTUP, SizeAccount
-from trainium_contract.status.memory import WINDOW, StepWindow
-from trainium_contract.status.shown import MembershipStatus
+from trainium_contract.status.public import MembershipStatus
 from trainium_contract.wire.messages import Progress, WorkerPhase
 from trainium_operator.plan.model.observed import PodPhase
 from trainium_operator.plan.model.times import rfc3339

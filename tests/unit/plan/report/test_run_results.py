@@ -267,19 +267,19 @@ def test_an_evaluation_is_told_once_with_what_was_before() -> None:
 
 
 def test_a_stage_is_written_at_once_and_its_progress_like_that_of_steps() -> None:
-    seen = written(telling(running(4), stage="Export", stage_done=0.1, stage_since=NOW + 50))
+    seen = written(telling(running(4), stage="Export", stage_progress=0.1, stage_since=NOW + 50))
     assert (seen.job.status.stage, seen.job.status.stage_progress) == ("Export", 0.1)
-    moved = telling(seen, now=NOW + 62, stage="Export", stage_done=0.4, stage_since=NOW + 50)
+    moved = telling(seen, now=NOW + 62, stage="Export", stage_progress=0.4, stage_since=NOW + 50)
     result = planned(moved)
     assert result.status == seen.job.status, "not yet"
     assert result.requeue_after is not None
     assert planned(replace(moved, now=NOW + 90)).status.stage_progress == 0.4
-    other = planned(telling(seen, now=NOW + 62, stage="Evaluate", stage_done=0.0, stage_since=NOW + 61))
+    other = planned(telling(seen, now=NOW + 62, stage="Evaluate", stage_progress=0.0, stage_since=NOW + 61))
     assert other.status.stage == "Evaluate"
 
 
 def test_a_stage_of_a_newer_trainer_shows_and_is_no_step() -> None:
-    seen = written(telling(running(4), stage="Distil", stage_done=7.0, stage_since=NOW + 50))
+    seen = written(telling(running(4), stage="Distil", stage_progress=7.0, stage_since=NOW + 50))
     assert (seen.job.status.stage, seen.job.status.stage_progress) == ("Distil", 1.0)
     assert planned(telling(seen, now=NOW + 100, stage="Distil")).status.goodput.stage_seconds["Distil"] > 30
 

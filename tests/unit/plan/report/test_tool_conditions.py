@@ -7,7 +7,7 @@ from plan_builders import NOW, job, observed, planned, running, training
 
 from trainium_contract.job import TrainingJobStatus
 from trainium_contract.status.conditions import ConditionStatus, ConditionType, Phase
-from trainium_contract.status.shown import CheckpointStatus
+from trainium_contract.status.public import CheckpointStatus
 from trainium_operator.plan.model.conditions import find_condition, with_condition
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.report.tool_conditions import tell_tools

@@ -9,10 +9,10 @@ from plan_builders import NOW, created, interruption, job, observed, planned, ru
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import GoodputStatus, IdleNodesStatus, TrainingJobStatus
+from trainium_contract.status.internal import FailureRecord, GangStatus
 from trainium_contract.status.interruptions import Rung
-from trainium_contract.status.memory import FailureRecord, GangStatus
-from trainium_contract.status.refusals import RefusalsStatus
-from trainium_contract.status.shown import ProgressStatus
+from trainium_contract.status.public import ProgressStatus
+from trainium_contract.status.start_failures import StartFailuresStatus
 from trainium_operator.plan.membership import idle_nodes
 from trainium_operator.plan.model.times import rfc3339
 from trainium_operator.plan.pods import gang_policy
@@ -79,7 +79,9 @@ def test_a_job_whose_nodes_were_given_back_by_a_clock_that_was_ahead_gets_its_po
 
 def test_a_job_whose_pods_were_refused_by_a_clock_that_was_ahead_gets_its_pods() -> None:
     def refused(at: float) -> TrainingJobStatus:
-        return TrainingJobStatus(observed_generation=job().generation, refusals=RefusalsStatus(rounds=9, at=at))
+        return TrainingJobStatus(
+            observed_generation=job().generation, start_failures=StartFailuresStatus(rounds=9, at=at)
+        )
 
     assert created(planned(observed(job(status=refused(NOW - 1))))) == []
     assert len(created(planned(observed(job(status=refused(NOW + 3600)))))) == 4

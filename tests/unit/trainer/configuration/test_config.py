@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from trainium_contract.exit_codes import ExitCode
-from trainium_contract.needs.memory_needs import Needs
+from trainium_contract.requirements.memory_estimate import MemoryEstimate
 from trainium_contract.sizes import INSTANCES
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer import cli
@@ -265,7 +265,7 @@ def test_check_refuses_a_job_that_is_too_large_for_its_cores_and_says_the_number
 
 def test_too_little_shared_memory_on_a_node_is_told_with_what_is_switched_off() -> None:
     gib = 1 << 30
-    found = Needs(10**9, 2 * gib, gib, shared_memory=20 * gib, host=40 * gib)
+    found = MemoryEstimate(10**9, 2 * gib, gib, shared_memory=20 * gib, host=40 * gib)
     small = INSTANCES["trn1.2xlarge"]
     first, second = refuse_what_does_not_fit(found, small, "trn1.2xlarge")
     assert first.startswith(

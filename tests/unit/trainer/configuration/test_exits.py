@@ -10,7 +10,7 @@ import torch
 from torch import distributed as dist
 
 from trainium_contract.exit_codes import ExitCode
-from trainium_contract.wire.log_line import LAST_WORD, read_log_line
+from trainium_contract.wire.log_line import EXIT_LOGGER, read_log_line
 from trainium_trainer import exits
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def test_as_a_line_of_the_schema_the_sentence_has_its_traceback_with_it(
     (text,) = capsys.readouterr().err.splitlines()
     line = read_log_line(text)
     assert line is not None
-    assert (line.message, line.level, line.logger, line.rank) == ("KeyError: 'missing'", "error", LAST_WORD, 3)
+    assert (line.message, line.level, line.logger, line.rank) == ("KeyError: 'missing'", "error", EXIT_LOGGER, 3)
     assert line.error is not None
     assert line.error.startswith("Traceback")
     assert exits.report(exits.UserError("steps is 0")) == 64

@@ -14,7 +14,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainium_contract.needs import descriptors
+from trainium_contract.requirements import descriptors
 from trainium_devcluster.ports import reserved_port
 
 if TYPE_CHECKING:
@@ -37,9 +37,9 @@ def test_the_need_grows_with_the_world_and_only_the_first_of_all_needs_much(worl
 
 def test_a_limit_that_is_enough_or_absent_is_not_spoken_of() -> None:
     least = descriptors.needed(4096, 128)
-    assert not descriptors.too_small(least, 4096, 128)
-    assert not descriptors.too_small(-1, 4096, 128)
-    assert f"{least:,} are needed with 4,096 training processes" in descriptors.too_small(least - 1, 4096, 128)
+    assert not descriptors.explain_shortage(least, 4096, 128)
+    assert not descriptors.explain_shortage(-1, 4096, 128)
+    assert f"{least:,} are needed with 4,096 training processes" in descriptors.explain_shortage(least - 1, 4096, 128)
 
 
 def limited(soft: int, hard: int) -> Callable[[], None]:

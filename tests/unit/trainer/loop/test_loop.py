@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from trainium_contract.wire.nonfinite_origin import origin_in
+from trainium_contract.wire.nonfinite_origin import parse_nonfinite_rank
 from trainium_trainer.agent.linux.proc import handles
 from trainium_trainer.checkpoint.root.late_step_check import LATE_SECONDS
 from trainium_trainer.loop.stop import patience
@@ -220,7 +220,7 @@ def test_numbers_of_one_rank_that_spoil_the_sum_of_all_are_put_down_to_it_by_all
     for rank in range(3):
         last = job.log(rank).splitlines()[-1]
         assert last.startswith("step 3: loss is nan"), last
-        assert origin_in(last) == 2, last
+        assert parse_nonfinite_rank(last) == 2, last
 
 
 def test_tolerated_steps_are_skipped_and_told(launch: Launcher, tmp_path: Path) -> None:

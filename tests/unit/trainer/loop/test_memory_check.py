@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from trainium_contract.needs.memory_needs import Trained
+from trainium_contract.requirements.memory_estimate import Trained
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer.backends.replicated import ReplicatedStore
 from trainium_trainer.backends.room import device_memory

@@ -115,13 +115,13 @@ def test_stages_after_the_last_step_are_recorded_and_a_step_ends_them(tmp_path: 
     writer.stage(RunStage.EXPORT, 0.25)
     found = read_progress(tmp_path / "r0")
     assert found == writer.record
-    assert (found.total_steps, found.stage, found.stage_done) == (11, RunStage.EXPORT, 0.25)
+    assert (found.total_steps, found.stage, found.stage_progress) == (11, RunStage.EXPORT, 0.25)
     assert found.stage_since == began > 0, "the stage began once"
     for odd, told in ((float("nan"), 0.0), (-1.0, 0.0), (7.0, 1.0)):
         writer.stage(RunStage.EVALUATE, odd)
-        assert writer.record.stage_done == told
+        assert writer.record.stage_progress == told
     step_done(writer, 13)
-    assert (writer.record.stage, writer.record.stage_done, writer.record.stage_since) == (RunStage.TRAIN, 0.0, 0.0)
+    assert (writer.record.stage, writer.record.stage_progress, writer.record.stage_since) == (RunStage.TRAIN, 0.0, 0.0)
     writer.close()
 
 

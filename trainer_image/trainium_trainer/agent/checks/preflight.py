@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainium_contract.exit_codes import ExitCode
-from trainium_contract.needs.descriptors import too_small
+from trainium_contract.requirements.descriptors import explain_shortage
 from trainium_contract.spec.health import PreflightCheck
 from trainium_contract.wire.messages import CheckResult
 from trainium_trainer.agent.checks.neuron_versions import driver_version, mismatch, runtime_version
@@ -155,7 +155,7 @@ def _config(path: Path) -> Iterator[PreflightFinding]:
 
 def _open_files(nodes: int, processes: int) -> Iterator[PreflightFinding]:
     """Any worker may become the first, which everybody connects to, so each needs the limit that the first does."""
-    sentence = too_small(limit(), nodes * processes, nodes) if nodes else ""
+    sentence = explain_shortage(limit(), nodes * processes, nodes) if nodes else ""
     if sentence:
         yield PreflightFinding(ExitCode.USER_ERROR, f"Too few open files: {sentence}.")
 

@@ -15,7 +15,7 @@ import time
 from typing import TYPE_CHECKING
 
 from trainium_contract.wire import messages
-from trainium_contract.wire.membership_change import UnfitChangeError, applied
+from trainium_contract.wire.membership_change import StaleChangeError, apply_change
 from trainium_contract.wire.messages import (
     HeartbeatRequest,
     HeartbeatResponse,
@@ -279,8 +279,8 @@ class CoordinatorClient:
         if change.generation <= self._known_generation:
             return
         try:
-            self._learn(applied(change, self._known))
-        except UnfitChangeError as error:
+            self._learn(apply_change(change, self._known))
+        except StaleChangeError as error:
             self._reads_changes = False
             raise CoordinatorUnavailableError(f"{error}; asking for the whole") from error
 

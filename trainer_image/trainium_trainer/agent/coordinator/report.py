@@ -60,7 +60,7 @@ class ReportedProgress(Protocol):
     updated: float
     productive_seconds: float
     total_steps: int
-    stage_done: float
+    stage_progress: float
     stage_since: float
 
     @property
@@ -316,7 +316,7 @@ class PodReport:
             alerts=_alerts(beside),
             total_steps=max(record.total_steps, 0),
             stage=record.stage.value,
-            stage_done=None if record.stage is RunStage.TRAIN else round(_finite(record.stage_done) or 0.0, 4),
+            stage_progress=None if record.stage is RunStage.TRAIN else round(_finite(record.stage_progress) or 0.0, 4),
             stage_since=max(_finite(record.stage_since) or 0.0, 0.0),
             artifacts=results.artifacts,
             evaluation=results.evaluation,
@@ -329,7 +329,7 @@ class PodReport:
                 )
         if record.step > 0 or record.resume_step > 0:
             self._best_step = max(self._best_step, record.step, record.resume_step)
-            stage = 0.0 if record.stage is RunStage.TRAIN else record.stage.number + record.stage_done
+            stage = 0.0 if record.stage is RunStage.TRAIN else record.stage.number + record.stage_progress
             self._reached = max(self._reached, self._best_step + stage)
         training = self._phase is WorkerPhase.LOADING and record.phase.name == "TRAINING"
         if training:

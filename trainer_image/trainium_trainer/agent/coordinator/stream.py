@@ -91,9 +91,9 @@ class Stream:
         await self.send(FrameKind.REGISTER, request)
         while True:
             kind, payload = await self.receive()
-            if kind == FrameKind.WELCOME:
+            if kind == FrameKind.REGISTERED:
                 return RegisterResponse.model_validate_json(payload)
-            if kind == FrameKind.REFUSED:
+            if kind == FrameKind.ERROR:
                 raise StreamEndedError(said(refusal_of(payload)))
 
     async def send(self, kind: FrameKind, message: BaseModel | bytes) -> None:

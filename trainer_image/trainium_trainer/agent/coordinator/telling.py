@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from trainium_contract.wire.membership_change import MembershipChange
 from trainium_contract.wire.messages import HeartbeatRequest, HeartbeatResponse, Membership
-from trainium_contract.wire.stream import FrameKind, alive, share_of_pause, tells_news
+from trainium_contract.wire.stream import FrameKind, alive, jitter_fraction, must_send_now
 from trainium_trainer.agent.coordinator.requests import REQUEST_SECONDS, CoordinatorUnavailableError
 from trainium_trainer.agent.coordinator.stream import StreamEndedError, refusal_of, said
 
@@ -77,14 +77,14 @@ class Telling:
             self._give_up_on_the_silent(now)
             try:
                 async with asyncio.timeout(REQUEST_SECONDS):
-                    news = tells_news(told, message)
+                    news = must_send_now(told, message)
                     if news or now - told_at >= self._detail_seconds * share:
                         self._unanswered.append(_Sent(message, now, time.time()))
                         told, told_at = message, now
-                        share = share_of_pause(random.random(), after_news=news)  # noqa: S311
+                        share = jitter_fraction(random.random(), after_news=news)  # noqa: S311
                         await self._stream.send(FrameKind.HEARTBEAT, message)
                     else:
-                        await self._stream.send(FrameKind.ALIVE, alive(message))
+                        await self._stream.send(FrameKind.KEEPALIVE, alive(message))
             except (StreamEndedError, TimeoutError) as error:
                 raise CoordinatorUnavailableError(str(error) or "the coordinator takes nothing any more") from error
             try:
@@ -111,14 +111,14 @@ class Telling:
             self._on_membership(Membership.model_validate_json(payload))
         elif kind == FrameKind.MEMBERSHIP_CHANGE:
             self._on_change(MembershipChange.model_validate_json(payload))
-        elif kind == FrameKind.HEARD:
+        elif kind == FrameKind.HEARTBEAT_ACK:
             answer = HeartbeatResponse.model_validate_json(payload)
-            self._detail_seconds = answer.detail_seconds or 0.0
+            self._detail_seconds = answer.full_heartbeat_seconds or 0.0
             self._on_answer()
             if self._unanswered:
                 sent = self._unanswered.popleft()
                 self._on_acknowledged(sent.message, answer, sent.asked)
-        elif kind == FrameKind.REFUSED:
+        elif kind == FrameKind.ERROR:
             refusal = refusal_of(payload)
             if refusal.status != _CONFLICT:
                 raise StreamEndedError(said(refusal))

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 from pydantic import TypeAdapter, ValidationError
 
 from trainium_contract.faults.causes import Blame, Cause
-from trainium_contract.faults.read import lines_near, meaning_of, verdict_of
+from trainium_contract.faults.classify import classify_exit, classify_exit_code, select_kernel_lines
 from trainium_contract.faults.responses import Response
 from trainium_contract.faults.rules import RecoveryRule
 from trainium_contract.program_output import says_why
-from trainium_contract.redaction import without_secrets
+from trainium_contract.redaction import redact_secrets
 from trainium_trainer.agent.exits.kernel_log import KernelEvents
 from trainium_trainer.agent.ranks.runtime_status import named
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from trainium_contract.faults.read import Verdict
+    from trainium_contract.faults.classify import Verdict
     from trainium_trainer.agent.ranks.processes import RankProcess
     from trainium_trainer.agent.ranks.runtime_status import RuntimeWord
 
@@ -65,15 +65,15 @@ def describe_exit(process: RankProcess) -> str:
     after it has driven it out of the last lines; what the code means where the output does not tell.
     """
     code = process.exit_code or 0
-    output = _why_first(code, without_secrets(process.output.text(4 * MESSAGE_CHARACTERS)))
+    output = _why_first(code, redact_secrets(process.output.text(4 * MESSAGE_CHARACTERS)))
     word = last_word(process)
     heads = []
     if code > _SIGNAL_BASE:
         heads.append(f"killed by signal {code - _SIGNAL_BASE}")
     elif not output:
-        heads.append(verdict_of(code).sentence)
+        heads.append(classify_exit_code(code).sentence)
     if word is not None and word.line not in output[: MESSAGE_CHARACTERS // 2]:
-        heads.append(without_secrets(named(word))[:_WORD_CHARACTERS])
+        heads.append(redact_secrets(named(word))[:_WORD_CHARACTERS])
     head = "\n".join(heads)
     room = MESSAGE_CHARACTERS - len(head) - (1 if head else 0)
     return "\n".join(part for part in (head, _shortened(code, output, room)) if part)
@@ -104,7 +104,7 @@ def _whole_lines(cut: str) -> str:
 def weight(verdict: Verdict) -> tuple[bool, bool, bool]:
     """Of several exits at the same moment the one with the greatest weight decides."""
     replaces = verdict.response in (Response.REPLACE_NODE, Response.REPLACE_WORKER)
-    return verdict.response is Response.STOP, replaces, not verdict.hearsay
+    return verdict.response is Response.STOP, replaces, not verdict.indirect
 
 
 class Signs:
@@ -122,17 +122,17 @@ class Signs:
         at = process.ended_at
         seen = any(cause is verdict.cause and at - before < _MEMORY_SECONDS for before, cause in self._earlier)
         self._earlier.append((at, verdict.cause))
-        return Diagnosis(verdict, seen and verdict.blame is Blame.NODE and not verdict.hearsay)
+        return Diagnosis(verdict, seen and verdict.blame is Blame.NODE and not verdict.indirect)
 
     def meaning(self, process: RankProcess) -> Verdict:
         """What the end of this process stands for."""
         process.output.complete.wait(_LAST_WORDS_SECONDS)  # the last lines are on their way through a pipe
         word = last_word(process)
-        return meaning_of(
+        return classify_exit(
             process.exit_code or 0,
             runtime_status=word.status if word is not None else None,
             message=describe_exit(process),
-            kernel=lines_near(self.kernel.newest, process.ended_at),
+            kernel=select_kernel_lines(self.kernel.newest, process.ended_at),
             rules=self._rules(),
         )
 

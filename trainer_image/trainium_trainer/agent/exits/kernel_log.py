@@ -18,9 +18,9 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from trainium_contract.faults.read import kernel_sign, verdict_of_sign
+from trainium_contract.faults.classify import classify_sign, match_kernel_line
 from trainium_contract.faults.signs import KERNEL_LINES
-from trainium_contract.redaction import without_secrets
+from trainium_contract.redaction import redact_secrets
 from trainium_contract.wire.messages import KernelEvent
 
 if TYPE_CHECKING:
@@ -54,21 +54,21 @@ class KernelEvents:
 
     def take(self, line: str, at: float) -> bool:
         """Take down a line if it reports a fault and is no repetition; `at` in Unix seconds. Whether it did."""
-        sign = kernel_sign(line)
+        sign = match_kernel_line(line)
         if sign is None:
             return False
         with self._lock:
             if abs(at - self._last.get(sign.key, float("-inf"))) < _SAME_SECONDS:
                 return False
             self._last[sign.key] = at
-            event = KernelEvent(sequence=self._next, line=without_secrets(line)[:_LINE_CHARACTERS], at=at)
+            event = KernelEvent(sequence=self._next, line=redact_secrets(line)[:_LINE_CHARACTERS], at=at)
             self._next += 1
             kept = [known for known in self._events if known[0] != sign.key]
             kept.append((sign.key, event))
             if len(kept) > _KEPT:
                 kept.remove(max(kept, key=lambda known: _IMPORTANCE[known[0]]))
             self._events = kept
-        _log.error("the kernel says (%s): %s", verdict_of_sign(sign).sentence, event.line)
+        _log.error("the kernel says (%s): %s", classify_sign(sign).sentence, event.line)
         self._on_event()
         return True
 

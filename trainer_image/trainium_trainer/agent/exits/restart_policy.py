@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 
 from trainium_contract.faults.causes import Blame, Cause
-from trainium_contract.faults.read import Verdict, verdict_of
+from trainium_contract.faults.classify import Verdict, classify_exit_code
 from trainium_contract.faults.responses import Response
 
 _FIRST_BACKOFF_SECONDS = 1.0
@@ -105,8 +105,8 @@ def judge(
     `verdict` is what all signs of the exit together mean (default: what its code means), `seen_before` whether this
     node has failed for the same cause before.
     """
-    verdict = verdict or verdict_of(code)
-    response = verdict.again if seen_before or _repeats(verdict, attempt, best_step, state) else verdict.response
+    verdict = verdict or classify_exit_code(code)
+    response = verdict.repeated if seen_before or _repeats(verdict, attempt, best_step, state) else verdict.response
     if response is Response.STOP:
         return RestartJudgement(Decision.GIVE_UP, replace(state, stopped=code))
     best = max(best_step, state.best_step)

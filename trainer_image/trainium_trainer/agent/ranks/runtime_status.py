@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from trainium_contract.faults.read import status_sign
+from trainium_contract.faults.classify import find_runtime_status
 from trainium_contract.faults.signs import RUNTIME_STATUSES
 
 _SHORTLY_SECONDS = 180.0
@@ -80,6 +80,6 @@ class RuntimeWords:
 
 def named(word: RuntimeWord) -> str:
     """`NRT_TIMEOUT (5): <the line>`, for people."""
-    sign = status_sign(word.status)
+    sign = find_runtime_status(word.status)
     assert sign is not None
     return f"{sign.key} ({sign.number}): {word.line}"

@@ -14,7 +14,7 @@ from pydantic import Field
 from trainium_contract.base import StatusModel
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.activity import ActivityStatus
-from trainium_contract.status.refusals import RefusalsStatus
+from trainium_contract.status.start_failures import StartFailuresStatus
 
 WINDOW = 15
 """Samples of the step time in one window."""
@@ -25,7 +25,7 @@ class GangStatus(StatusModel):
 
     holding_since: float | None = None
     """Unix seconds since when some workers hold nodes that do not suffice to begin."""
-    given_back: int = 0
+    releases: int = 0
     """How often a partial gang gave its nodes back since the job last trained."""
     retry_at: float | None = None
     """Unix seconds until which no worker is made after nodes were given back."""
@@ -44,12 +44,12 @@ class FailureRecord(StatusModel):
     """Node that new workers keep away from because of it; empty when no node is suspected."""
 
 
-class IdleNodesMemory(StatusModel):
+class InternalIdleNodes(StatusModel):
     """Of `status.idleNodes`: when idle nodes are asked for again."""
 
     asked_at: float | None = None
     """Unix seconds since when some of them wait for a node; absent while none does."""
-    in_vain: Annotated[int, Field(ge=0)] = 0
+    failed_requests: Annotated[int, Field(ge=0)] = 0
     """How often in a row some of them found no node."""
     retry_at: float | None = None
     """Unix seconds before which no more are asked for."""
@@ -68,7 +68,7 @@ class StepWindow(StatusModel):
     """Seconds per step."""
 
 
-class LedgerMemory(StatusModel):
+class InternalGoodput(StatusModel):
     """Of `status.goodput`: what is needed to go on counting."""
 
     starting: bool = True
@@ -83,14 +83,14 @@ class LedgerMemory(StatusModel):
     """Step times from which the reference follows."""
 
 
-class OperatorMemory(StatusModel):
+class InternalStatus(StatusModel):
     """What the operator remembers of a job, beside what it remembers within `goodput` and `idleNodes`."""
 
     activity: ActivityStatus = ActivityStatus()
     """Since when the job has been active, for its deadlines."""
     gang: GangStatus = GangStatus()
     """How the workers are brought onto nodes together."""
-    refusals: RefusalsStatus = RefusalsStatus()
+    start_failures: StartFailuresStatus = StartFailuresStatus()
     """Worker pods that ended before anybody was in them."""
     next_pod_ordinal: int = 0
     """Ordinal of the next pod; raised before the pod is created, so no name is ever used twice."""
@@ -102,11 +102,15 @@ class OperatorMemory(StatusModel):
     """Counted failures within the largest budget window, oldest first."""
 
 
-_WITHIN: dict[str, type[StatusModel]] = {"": OperatorMemory, "goodput.": LedgerMemory, "idleNodes.": IdleNodesMemory}
+_WITHIN: dict[str, type[StatusModel]] = {
+    "": InternalStatus,
+    "goodput.": InternalGoodput,
+    "idleNodes.": InternalIdleNodes,
+}
 """Where below `status` each part stands."""
 
 
-def memory_fields() -> frozenset[str]:
+def internal_fields() -> frozenset[str]:
     """Paths below `status`, as they are on the wire, of all that is remembered; what is below one of them is too."""
     return frozenset(
         f"{place}{field.alias or name}" for place, part in _WITHIN.items() for name, field in part.model_fields.items()

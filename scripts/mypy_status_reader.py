@@ -1,5 +1,5 @@
 # ruff: noqa: INP001 - a script
-"""A mypy plugin that types `part.text("field")` of a `StatusPart[Model]`: only names of the model's fields on the wire.
+"""A mypy plugin that types `part.text("field")` of a `StatusReader[Model]`: only wire names of the model's fields.
 
 `part.part("field")` and `part.parts("field")` are of the model that the field has. Python has no way to say either.
 Invariant: without the plugin the code means the same and is only checked less. Named in `[tool.mypy]`.
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mypy.plugin import MethodContext, MethodSigContext
     from mypy.types import FunctionLike, Type
 
-_PART = "trainium_contract.views.status_part.StatusPart."
+_PART = "trainium_contract.views.status_reader.StatusReader."
 _BASE = "trainium_contract.base.ContractModel"
 _NAME = "field"
 

@@ -48,7 +48,7 @@ def needed(world_size: int, nodes: int = 1) -> int:
     return max(needed_by_first_rank(world_size), needed_by_first_agent(world_size, nodes))
 
 
-def too_small(limit: int, world_size: int, nodes: int = 1) -> str:
+def explain_shortage(limit: int, world_size: int, nodes: int = 1) -> str:
     """One sentence when a hard limit (negative: none) is not enough for the world; empty when it is."""
     least = needed(world_size, nodes)
     if limit < 0 or limit >= least:

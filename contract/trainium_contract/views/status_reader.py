@@ -1,7 +1,7 @@
 """The status of a job as JSON, read as leniently as `raw.py` does, but only what people are shown of it.
 
-A part knows the model that its fields are from, and mypy refuses any other name (`scripts/mypy_status_part.py`), so
-that no view, page or command reads the operator's memory (`status/memory.py`), and none misspells a field. Invariant:
+A part knows the model that its fields are from, and mypy refuses any other name (`scripts/mypy_status_reader.py`), so
+that no view, page or command reads the operator's memory (`status/internal.py`), and none misspells a field. Invariant:
 without that plugin the code means the same and is only checked less.
 """
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from trainium_contract.base import MessageModel
-    from trainium_contract.status.shown import ShownStatus
+    from trainium_contract.status.public import PublicStatus
 
 _M = TypeVar("_M", bound="MessageModel")
 
 
-class StatusPart(Generic[_M]):
+class StatusReader(Generic[_M]):
     """A part of a status whose fields are those of a model; `field` is a name on the wire."""
 
     __slots__ = ("_raw",)
@@ -57,15 +57,15 @@ class StatusPart(Generic[_M]):
         """Whether there is a list, be it empty."""
         return isinstance(self._raw.get(field), list)
 
-    def part(self, field: str) -> StatusPart[Any]:
+    def part(self, field: str) -> StatusReader[Any]:
         """An object, empty when there is none; mypy knows of which model."""
-        return StatusPart(mapping(self._raw, field))
+        return StatusReader(mapping(self._raw, field))
 
-    def parts(self, field: str) -> list[StatusPart[Any]]:
+    def parts(self, field: str) -> list[StatusReader[Any]]:
         """The objects of a list; mypy knows of which model."""
-        return [StatusPart(each) for each in objects(self._raw, field)]
+        return [StatusReader(each) for each in objects(self._raw, field)]
 
 
-def shown_status(job: Mapping[str, Any]) -> StatusPart[ShownStatus]:
+def public_status(job: Mapping[str, Any]) -> StatusReader[PublicStatus]:
     """What people are shown of a TrainingJob as the API server holds it."""
-    return StatusPart(mapping(job, "status"))
+    return StatusReader(mapping(job, "status"))

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainium_contract.job import TrainingJobSpec
-from trainium_contract.needs.model_sizes import PRESET_SIZES, sizes_of
-from trainium_contract.needs.worker_needs import WorkerNeeds, does_not_fit, worker_needs
+from trainium_contract.requirements.model_sizes import PRESET_SIZES, sizes_of
+from trainium_contract.requirements.worker_requests import WorkerRequests, explain_misfit, worker_requests
 from trainium_contract.sizes import SizeRule
 from trainium_contract.trainer.model import ModelConfig, ModelPreset
 
@@ -23,12 +23,12 @@ def spec(accelerator: dict[str, Any] | None = None, *, replicas: int = 4, tensor
     return TrainingJobSpec.model_validate({"workers": workers, "parallelism": {"tensor": tensor}, "trainer": given})
 
 
-def asked(job: TrainingJobSpec) -> WorkerNeeds:
-    return worker_needs(job.training_config(), job.workers.accelerator, job.batch_shape())
+def asked(job: TrainingJobSpec) -> WorkerRequests:
+    return worker_requests(job.training_config(), job.workers.accelerator, job.batch_shape())
 
 
 def refusal(job: TrainingJobSpec, nodes: int = 4) -> str:
-    return does_not_fit(job.training_config(), job.workers.accelerator, job.batch_shape(), nodes)
+    return explain_misfit(job.training_config(), job.workers.accelerator, job.batch_shape(), nodes)
 
 
 HLAT = {"model": {"preset": "Llama2-7B"}, "precision": "BFloat16"}

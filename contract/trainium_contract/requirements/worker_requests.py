@@ -1,7 +1,7 @@
 """PURE. What a worker pod asks of its node, and whether the instance type can hold the job at all.
 
 A known instance type is taken as a whole, or by its share of devices: a worker asks for what its processes, snapshots
-and saves take (`memory_needs`), at most 85 % of that share, so that what the node keeps for itself never shuts it out.
+and saves take (`memory_estimate`), at most 85 % of that share, so that the reserve of the node never excludes it.
 Of any other node nothing is known: a worker asks for little there, and gets what is free.
 
 Invariants: what is asked for never keeps a pod from a node that would do; it grows with model and processes; nothing is
@@ -15,8 +15,14 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from trainium_contract.needs.memory_needs import Layouts, MemorySetting, Needs, Trained, needs
-from trainium_contract.needs.model_sizes import sizes_of
+from trainium_contract.requirements.memory_estimate import (
+    Layouts,
+    MemoryEstimate,
+    MemorySetting,
+    Trained,
+    estimate_memory,
+)
+from trainium_contract.requirements.model_sizes import sizes_of
 from trainium_contract.spec.workers import Device
 from trainium_contract.trainer.parallelism import BackendChoice
 
@@ -40,7 +46,7 @@ _OTHER_SHARED = _GIB
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerNeeds:
+class WorkerRequests:
     """What a worker pod asks for."""
 
     memory: int
@@ -51,7 +57,7 @@ class WorkerNeeds:
     """Bytes that /dev/shm may take; None where neither the node nor the model is known."""
 
 
-def setting_of(
+def memory_setting(
     config: TrainingConfig,
     *,
     data_parallel: int,
@@ -84,7 +90,9 @@ def setting_of(
     )
 
 
-def needs_at(config: TrainingConfig, accelerator: AcceleratorSpec, shape: BatchShape, nodes: int) -> Needs | None:
+def needs_at(
+    config: TrainingConfig, accelerator: AcceleratorSpec, shape: BatchShape, nodes: int
+) -> MemoryEstimate | None:
     """What a node needs where the job trains on `nodes`; None for an illegal size, and where only a worker knows it.
 
     Only a worker knows a model that a file describes, and what is frozen of one.
@@ -92,7 +100,7 @@ def needs_at(config: TrainingConfig, accelerator: AcceleratorSpec, shape: BatchS
     model = sizes_of(config.model)
     if model is None or config.tuning.freezes or not shape.passes(nodes):
         return None
-    setting = setting_of(
+    setting = memory_setting(
         config,
         data_parallel=shape.data_parallel(nodes),
         processes_per_node=shape.cores_per_node,
@@ -100,10 +108,10 @@ def needs_at(config: TrainingConfig, accelerator: AcceleratorSpec, shape: BatchS
         instance_type=accelerator.instance_type or "",
         on_host=accelerator.device is Device.CPU,
     )
-    return needs(model, setting)
+    return estimate_memory(model, setting)
 
 
-def worker_needs(config: TrainingConfig, accelerator: AcceleratorSpec, shape: BatchShape) -> WorkerNeeds:
+def worker_requests(config: TrainingConfig, accelerator: AcceleratorSpec, shape: BatchShape) -> WorkerRequests:
     """What a worker pod asks for: enough for any size, since a pod stays when the job grows or shrinks."""
     processes, share = shape.cores_per_node, _share(accelerator)
     room = share.host_bytes
@@ -112,20 +120,20 @@ def worker_needs(config: TrainingConfig, accelerator: AcceleratorSpec, shape: Ba
     known = [found for nodes in sizes if (found := needs_at(config, accelerator, shape, nodes)) is not None]
     if room:
         memory = max((found.host for found in known), default=processes * _GIB)
-        return WorkerNeeds(
+        return WorkerRequests(
             memory=min(memory, int(room * _LARGEST_SHARE)),
             milli_cpu=min(1000 * (processes + 1), int(1000 * share.vcpus * _LARGEST_SHARE)),  # one for the agent
             shared_memory=int(room * SHARED_SHARE),
         )
     shared = max((found.shared_memory for found in known), default=None)
-    return WorkerNeeds(
+    return WorkerRequests(
         memory=processes * _LEAST_PROCESS,
         milli_cpu=processes * _LEAST_CPU,
         shared_memory=None if shared is None else shared + shared // 8 + _OTHER_SHARED,
     )
 
 
-def does_not_fit(config: TrainingConfig, accelerator: AcceleratorSpec, shape: BatchShape, nodes: int) -> str:
+def explain_misfit(config: TrainingConfig, accelerator: AcceleratorSpec, shape: BatchShape, nodes: int) -> str:
     """Why the type of instance cannot hold the job at this size, without a full stop; empty where it can, or may.
 
     Weights, gradients and optimizer alone must fit a core: without that no rank starts.
@@ -144,7 +152,7 @@ def does_not_fit(config: TrainingConfig, accelerator: AcceleratorSpec, shape: Ba
     )
 
 
-def least_that_fits(
+def smallest_fitting_size(
     config: TrainingConfig, accelerator: AcceleratorSpec, shape: BatchShape, smallest: int, largest: int
 ) -> int:
     """The fewest nodes that an elastic job may shrink to: `smallest`, or more where a node of so few holds too much.
@@ -153,7 +161,7 @@ def least_that_fits(
     """
 
     def fits(nodes: int) -> bool:
-        return not does_not_fit(config, accelerator, shape, nodes)
+        return not explain_misfit(config, accelerator, shape, nodes)
 
     least = next(filter(shape.is_legal, range(smallest, largest + 1)), largest)
     if fits(least):

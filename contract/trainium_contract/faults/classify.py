@@ -13,7 +13,15 @@ from typing import Protocol
 
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.faults.causes import CAUSES, NO_FAULT_CAUSES, USER_CAUSES, Blame, Budget, Cause, CauseRow
-from trainium_contract.faults.responses import NEW_WORKER, RESPONSES, RULED, Response, Responses, of_pod, of_text
+from trainium_contract.faults.responses import (
+    NEW_WORKER,
+    RESPONSES,
+    RULE_RESPONSES,
+    Response,
+    Responses,
+    responses_for_pod,
+    responses_for_text,
+)
 from trainium_contract.faults.rules import RecoveryRule
 from trainium_contract.faults.signs import (
     ANY_OTHER_CODE,
@@ -45,7 +53,7 @@ class Verdict:
     blame: Blame
     responses: Responses
     sentence: str
-    hearsay: bool = False
+    indirect: bool = False
     """A healthy node may report it because of another one, so the reporter alone is not blamed for it."""
 
     @property
@@ -54,9 +62,9 @@ class Verdict:
         return self.responses.first
 
     @property
-    def again(self) -> Response:
+    def repeated(self) -> Response:
         """What to do when that did not help: the same cause again, without a new step in between."""
-        return self.responses.again
+        return self.responses.repeated
 
 
 class LineAt(Protocol):
@@ -77,12 +85,12 @@ _ROWS = {row.cause: row for row in CAUSES}
 _SEVERITY = {row.cause: index for index, row in enumerate(CAUSES)}
 
 
-def row_of(cause: Cause) -> CauseRow:
+def get_cause_row(cause: Cause) -> CauseRow:
     """Blame, budget and words of a cause."""
     return _ROWS[cause]
 
 
-def responses_of(cause: Cause) -> Responses:
+def default_responses(cause: Cause) -> Responses:
     """How a cause is answered when nothing more is known."""
     return RESPONSES[cause]
 
@@ -116,33 +124,33 @@ _TEXTS = (SignKind.RUNTIME_STATUS, SignKind.KERNEL_LINE)
 
 
 @cache
-def verdict_of_sign(sign: Sign) -> Verdict:
+def classify_sign(sign: Sign) -> Verdict:
     """What one sign stands for by itself."""
     row = _ROWS[sign.cause]
-    responses = sign.responses or (of_text(sign.cause) if sign.kind in _TEXTS else RESPONSES[sign.cause])
-    return Verdict(sign.cause, row.blame, responses, sign.sentence or row.sentence, sign.hearsay)
+    responses = sign.responses or (responses_for_text(sign.cause) if sign.kind in _TEXTS else RESPONSES[sign.cause])
+    return Verdict(sign.cause, row.blame, responses, sign.sentence or row.sentence, sign.indirect)
 
 
-_BY_CODE = {sign.number: verdict_of_sign(sign) for sign in EXIT_CODES}
-_CRASH = verdict_of_sign(ANY_OTHER_CODE)
+_BY_CODE = {sign.number: classify_sign(sign) for sign in EXIT_CODES}
+_CRASH = classify_sign(ANY_OTHER_CODE)
 
 
-def verdict_of(code: int) -> Verdict:
+def classify_exit_code(code: int) -> Verdict:
     """The verdict of an exit code; codes outside the contract (137, 139, 1, ...) are a crash."""
     return _BY_CODE.get(code, _CRASH)
 
 
-def says_stop(code: int) -> bool:
+def stops_job(code: int) -> bool:
     """Whether this exit code by itself ends the job: of a rank or of its pod, whoever hears of it first."""
-    return verdict_of(code).response is Response.STOP
+    return classify_exit_code(code).response is Response.STOP
 
 
-def status_sign(status: int | None) -> Sign | None:
+def find_runtime_status(status: int | None) -> Sign | None:
     """The row of a runtime status; None for 0 and for what is not in the table."""
     return None if status is None else _STATUSES.get(status)
 
 
-def kernel_sign(line: str) -> Sign | None:
+def match_kernel_line(line: str) -> Sign | None:
     """The row that a kernel line belongs to; None for lines that report no fault."""
     text = line[:_LONGEST_LINE]
     return next((sign for sign in KERNEL_LINES if sign.pattern is not None and sign.pattern.search(text)), None)
@@ -201,11 +209,11 @@ def cause_of_pod(*, reason: str, code: int | None, disrupted: bool, disruption: 
     by_reason = cause_of_pod_reason(reason)
     if by_reason is not None:
         return by_reason
-    cause = Cause.POD_LOST if code is None else verdict_of(code).cause
+    cause = Cause.POD_LOST if code is None else classify_exit_code(code).cause
     return Cause.POD_LOST if cause is Cause.CRASH else cause
 
 
-def meaning_of_pod(
+def classify_pod_failure(
     *,
     reason: str,
     code: int | None,
@@ -215,24 +223,24 @@ def meaning_of_pod(
     rules: Sequence[RecoveryRule] = (),
 ) -> Verdict:
     """What a pod in phase Failed stands for: a rule of the job, else its reason, else the code of its container."""
-    ruled = rule_verdict(rules, code=code, reason=reason, texts=(message,))
+    ruled = match_rules(rules, code=code, reason=reason, texts=(message,))
     if ruled is not None:
         return ruled
     row = _ROWS[cause_of_pod(reason=reason, code=code, disrupted=disrupted, disruption=disruption)]
-    by_code = None if code is None else verdict_of(code)
+    by_code = None if code is None else classify_exit_code(code)
     if by_code is not None and by_code.cause is row.cause:
         return by_code
-    return Verdict(row.cause, row.blame, of_pod(suspects_node=row.suspects_node), row.sentence)
+    return Verdict(row.cause, row.blame, responses_for_pod(suspects_node=row.suspects_node), row.sentence)
 
 
-def lines_near(events: Iterable[LineAt], at: float) -> tuple[str, ...]:
+def select_kernel_lines(events: Iterable[LineAt], at: float) -> tuple[str, ...]:
     """Kernel lines that may explain a failure at `at` (Unix seconds of the same machine)."""
     return tuple(
         event.line for event in events if at - _KERNEL_BEFORE_SECONDS <= event.at <= at + _KERNEL_AFTER_SECONDS
     )
 
 
-def meaning_of(
+def classify_exit(
     code: int,
     *,
     runtime_status: int | None = None,
@@ -246,26 +254,26 @@ def meaning_of(
     error in the kernel's log, then a code that the process chose on purpose, then the runtime's status, then a kernel
     line that explains it, then the code.
     """
-    status = status_sign(runtime_status)
-    ruled = rule_verdict(rules, code=code, reason=status.key if status else "", texts=(message, *kernel))
+    status = find_runtime_status(runtime_status)
+    ruled = match_rules(rules, code=code, reason=status.key if status else "", texts=(message, *kernel))
     if ruled is not None:
         return ruled
-    by_code = verdict_of(code)
+    by_code = classify_exit_code(code)
     if code in (ExitCode.USER_ERROR, ExitCode.OUT_OF_MEMORY, ExitCode.YIELDING, ExitCode.FINISHED):
         return by_code
-    lines = [sign for sign in map(kernel_sign, kernel) if sign is not None]
+    lines = [sign for sign in map(match_kernel_line, kernel) if sign is not None]
     decisive = next((sign for sign in lines if sign.decisive), None)
     if decisive is not None:
-        return verdict_of_sign(decisive)
+        return classify_sign(decisive)
     if status is not None and _may_refine(code, status.cause):
-        return verdict_of_sign(status)
-    explained = [verdict_of_sign(sign) for sign in lines if _explains(code, sign.cause)]
+        return classify_sign(status)
+    explained = [classify_sign(sign) for sign in lines if _explains(code, sign.cause)]
     return min(explained, key=lambda found: found.cause is not Cause.MEMORY, default=by_code)
 
 
 def _may_refine(code: int, found: Cause) -> bool:
     """Whether a runtime status says more than the code."""
-    if verdict_of(code).cause is Cause.CRASH:
+    if classify_exit_code(code).cause is Cause.CRASH:
         return True
     on_device = found in (Cause.DEVICE, Cause.DEVICE_REPAIRABLE)
     if code == ExitCode.DEVICE_FAULT:
@@ -281,10 +289,10 @@ def _explains(code: int, found: Cause) -> bool:
         return code == _KILLED
     if code == ExitCode.STORAGE_UNAVAILABLE:
         return False
-    return verdict_of(code).cause in (Cause.CRASH, Cause.PEER_LOST, Cause.HANG)
+    return classify_exit_code(code).cause in (Cause.CRASH, Cause.PEER_LOST, Cause.HANG)
 
 
-def rule_verdict(
+def match_rules(
     rules: Sequence[RecoveryRule], *, code: int | None = None, reason: str = "", texts: Sequence[str] = ()
 ) -> Verdict | None:
     """What the first rule that matches makes of a failure; None when none does.
@@ -306,7 +314,7 @@ def rule_verdict(
 
 
 def _ruled(rule: RecoveryRule, index: int) -> Verdict:
-    responses = RULED[rule.action]
+    responses = RULE_RESPONSES[rule.action]
     leaves = responses.first is Response.REPLACE_NODE
     if rule.cause in USER_CAUSES:
         blame, responses = Blame.USER, NEW_WORKER if leaves else responses

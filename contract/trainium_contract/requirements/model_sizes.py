@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from trainium_contract.needs.memory_needs import ModelSizes
+from trainium_contract.requirements.memory_estimate import ModelSizes
 from trainium_contract.trainer.model import ModelPreset
 
 if TYPE_CHECKING:

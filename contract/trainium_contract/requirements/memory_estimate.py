@@ -82,7 +82,7 @@ class MemorySetting:
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
+class MemoryEstimate:
     """Bytes."""
 
     parameters: int
@@ -101,7 +101,7 @@ class Needs:
         return self.state + self.activations
 
 
-def needs(model: ModelSizes, setting: MemorySetting) -> Needs:
+def estimate_memory(model: ModelSizes, setting: MemorySetting) -> MemoryEstimate:
     """What a rank and its node need."""
     number = parameters_of_rank(model, setting)
     sharded = setting.mode is not DataParallelMode.REPLICATED
@@ -122,7 +122,7 @@ def needs(model: ModelSizes, setting: MemorySetting) -> Needs:
     host = shared + processes * (_PROCESS + copies * shard)
     if setting.on_host:
         host += processes * (state + activations)
-    return Needs(trained + frozen, state, activations, shared, host)
+    return MemoryEstimate(trained + frozen, state, activations, shared, host)
 
 
 def parameters_of_rank(model: ModelSizes, setting: MemorySetting) -> int:

@@ -1,6 +1,6 @@
 """What people read in the status of a job, and tools for them; what the operator alone needs is in `memory.py`.
 
-Client, pages and views are typed against this part (`views/status_part.py`). The operator reads much of it back as
+Client, pages and views are typed against this part (`views/status_reader.py`). The operator reads much of it back as
 well: its words to people are also its decisions.
 """
 
@@ -15,11 +15,11 @@ from trainium_contract.sizes import MAX_COMPILED
 from trainium_contract.status.conditions import Condition, Phase
 from trainium_contract.status.failed_spec import FailedSpecStatus
 from trainium_contract.status.interruptions import Interruption, RestartsStatus
-from trainium_contract.status.ledger import ShownGoodput
+from trainium_contract.status.ledger import PublicGoodput
 from trainium_contract.status.results import MAX_ARTIFACTS, MAX_FIGURES, ArtifactReport, EvaluationFigure, StageName
 
 
-class ShownIdleNodes(StatusModel):
+class PublicIdleNodes(StatusModel):
     """Nodes beyond those that were asked for; with `elasticity.idleNodes: Take`."""
 
     taken: Annotated[int, Field(ge=0)] = 0
@@ -116,7 +116,7 @@ class StragglerStatus(StatusModel):
     """It has been so for `recovery.stragglers.persistSteps`."""
 
 
-class ShownStatus(StatusModel):
+class PublicStatus(StatusModel):
     """What people read of a job: what it does, how far it is, what became of it."""
 
     observed_generation: int = 0
@@ -133,7 +133,7 @@ class ShownStatus(StatusModel):
     """Warm workers outside the membership."""
     desired: int = 0
     """Size that the operator is working towards: of the requested nodes as many as save a pass, and idle ones."""
-    idle_nodes: ShownIdleNodes = ShownIdleNodes()
+    idle_nodes: PublicIdleNodes = PublicIdleNodes()
     """Nodes beyond those that were asked for."""
     selector: Annotated[str, Field(max_length=512)] = ""
     """Label selector of the worker pods (scale subresource)."""
@@ -157,7 +157,7 @@ class ShownStatus(StatusModel):
     """Interruptions since the job began; never reset."""
     compiled: CompiledStatus = CompiledStatus()
     """Sizes whose graphs are there; with `spec.precompile`."""
-    goodput: ShownGoodput = ShownGoodput()
+    goodput: PublicGoodput = PublicGoodput()
     """Where the time went since the workers first began together."""
     history: Annotated[tuple[Interruption, ...], Field(max_length=10)] = ()
     """The last interruptions, oldest first."""

@@ -11,7 +11,7 @@ from trainium_contract.base import StatusModel
 MAX_NODES = 32
 
 
-class RefusingNode(StatusModel):
+class StartFailureNode(StatusModel):
     """A node on which worker pods ended before a container of them ran."""
 
     node: Annotated[str, Field(max_length=253)]
@@ -24,7 +24,7 @@ class RefusingNode(StatusModel):
     """Ordinal of the newest pod that is counted."""
 
 
-class RefusalsStatus(StatusModel):
+class StartFailuresStatus(StatusModel):
     """Pods that ended before their agent was heard, time after time: the pause before the next ones grows."""
 
     rounds: int = 0
@@ -35,5 +35,5 @@ class RefusalsStatus(StatusModel):
     """Ordinal from which on pods were made after it, or after the last batch that lives."""
     batch: int = 0
     """Pods that are made at once since then: 4, and four times as many after each batch that lives; 0 for all."""
-    nodes: Annotated[tuple[RefusingNode, ...], Field(max_length=MAX_NODES)] = ()
+    nodes: Annotated[tuple[StartFailureNode, ...], Field(max_length=MAX_NODES)] = ()
     """Nodes that refused; new workers keep away from those that did so twice, a quarter of the job's size at most."""

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from trainium_contract.needs.memory_needs import (
+from trainium_contract.requirements.memory_estimate import (
     KEPT_FILES,
     OWN_FILES,
     Layouts,
     MemorySetting,
     ModelSizes,
     Trained,
-    needs,
+    estimate_memory,
     parameters_of_rank,
 )
 from trainium_contract.trainer.parallelism import DataParallelMode, Precision, Recompute
@@ -62,11 +62,11 @@ def test_the_bytes_of_a_parameter_are_those_of_the_documented_table(
 ) -> None:
     number = parameters_of_rank(MODEL, SETTING)
     for mode, expected in zip(MODES, bytes_each, strict=True):
-        found = needs(MODEL, replace(SETTING, mode=mode, precision=precision))
+        found = estimate_memory(MODEL, replace(SETTING, mode=mode, precision=precision))
         assert found.state / number == pytest.approx(expected, rel=1e-6), mode
     divided = replace(SETTING, mode=DataParallelMode.SHARDED_OPTIMIZER, precision=precision)
     for setting in (replace(divided, micro_batches=4), replace(divided, layouts=Layouts.NXD)):
-        assert needs(MODEL, setting).state / number == pytest.approx(accumulating, rel=1e-6)
+        assert estimate_memory(MODEL, setting).state / number == pytest.approx(accumulating, rel=1e-6)
 
 
 def test_one_rank_holds_the_whole_model_and_repeated_heads_are_counted() -> None:
@@ -80,20 +80,23 @@ def test_one_rank_holds_the_whole_model_and_repeated_heads_are_counted() -> None
 def test_snapshots_take_three_files_of_each_shard_of_a_node_and_two_of_a_buddys() -> None:
     assert (OWN_FILES, KEPT_FILES) == (memory_tier._OWN_FILES, memory_tier._KEPT_FILES)
     state = 12 * parameters_of_rank(MODEL, SETTING)
-    assert needs(MODEL, SETTING).shared_memory == 3 * state, "replicas of a node share one shard"
-    assert needs(MODEL, replace(SETTING, snapshots=False)).shared_memory == 0
+    assert estimate_memory(MODEL, SETTING).shared_memory == 3 * state, "replicas of a node share one shard"
+    assert estimate_memory(MODEL, replace(SETTING, snapshots=False)).shared_memory == 0
     sharded = replace(SETTING, mode=DataParallelMode.FULLY_SHARDED)
-    assert needs(MODEL, sharded).shared_memory == pytest.approx(3 * state, rel=1e-6), "one node has no buddy"
+    assert estimate_memory(MODEL, sharded).shared_memory == pytest.approx(3 * state, rel=1e-6), "one node has no buddy"
     two = replace(sharded, processes_per_node=4)
-    assert needs(MODEL, two).shared_memory == pytest.approx(5 * state / 2, rel=1e-6)
-    assert needs(MODEL, replace(two, buddies=False)).shared_memory == pytest.approx(3 * state / 2, rel=1e-6)
+    assert estimate_memory(MODEL, two).shared_memory == pytest.approx(5 * state / 2, rel=1e-6)
+    assert estimate_memory(MODEL, replace(two, buddies=False)).shared_memory == pytest.approx(3 * state / 2, rel=1e-6)
 
 
 def test_recomputing_and_dividing_the_sequence_take_less_and_longer_samples_more() -> None:
     kept = replace(SETTING, recompute=Recompute.NONE, tensor=8)
-    assert needs(MODEL, replace(kept, recompute=Recompute.FULL)).activations < needs(MODEL, kept).activations
-    assert needs(MODEL, replace(kept, sequence=True)).activations < needs(MODEL, kept).activations
-    assert needs(MODEL, replace(kept, length=256)).activations > needs(MODEL, kept).activations
+    assert (
+        estimate_memory(MODEL, replace(kept, recompute=Recompute.FULL)).activations
+        < estimate_memory(MODEL, kept).activations
+    )
+    assert estimate_memory(MODEL, replace(kept, sequence=True)).activations < estimate_memory(MODEL, kept).activations
+    assert estimate_memory(MODEL, replace(kept, length=256)).activations > estimate_memory(MODEL, kept).activations
 
 
 @pytest.mark.parametrize(
@@ -105,18 +108,18 @@ def test_frozen_weights_have_no_gradient_and_no_moments_and_are_in_no_snapshot(
 ) -> None:
     number, tuned = parameters_of_rank(MODEL, SETTING), Trained(weights=1000, adapters=5000)
     setting = replace(SETTING, precision=precision, trained=tuned)
-    found, kept = needs(MODEL, setting), 2 if precision.keeps_half else 4
+    found, kept = estimate_memory(MODEL, setting), 2 if precision.keeps_half else 4
     assert found.state == (number - 1000) * used + 6000 * each
     assert found.shared_memory == 3 * 3 * kept * 6000
     assert found.parameters == number + 5000
-    divided = needs(MODEL, replace(setting, mode=DataParallelMode.FULLY_SHARDED))
+    divided = estimate_memory(MODEL, replace(setting, mode=DataParallelMode.FULLY_SHARDED))
     assert divided.state == pytest.approx(found.state / N, rel=1e-3)
-    gathered = needs(MODEL, replace(setting, mode=DataParallelMode.SHARDED_OPTIMIZER))
+    gathered = estimate_memory(MODEL, replace(setting, mode=DataParallelMode.SHARDED_OPTIMIZER))
     assert gathered.state == pytest.approx(number * used * (1 + 1 / N), rel=1e-3)
-    nxd = needs(MODEL, replace(setting, mode=DataParallelMode.FULLY_SHARDED, layouts=Layouts.NXD))
+    nxd = estimate_memory(MODEL, replace(setting, mode=DataParallelMode.FULLY_SHARDED, layouts=Layouts.NXD))
     assert nxd.state == pytest.approx(number * used, rel=1e-3), "NxD divides no frozen weight over the replicas"
 
 
 def test_training_all_weights_by_name_needs_what_training_all_needs() -> None:
     number = parameters_of_rank(MODEL, SETTING)
-    assert needs(MODEL, replace(SETTING, trained=Trained(number, 0))) == needs(MODEL, SETTING)
+    assert estimate_memory(MODEL, replace(SETTING, trained=Trained(number, 0))) == estimate_memory(MODEL, SETTING)
