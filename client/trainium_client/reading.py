@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 from trainium_client.api import Missing
 from trainium_client.errors import ClientError
 from trainium_client.views.story import Story, tell
-from trainium_contract.views.advice import run_again
 from trainium_contract.views.events import event_views
 from trainium_contract.views.interruptions import InterruptionView, interruptions
-from trainium_contract.views.job import build_job_view
+from trainium_contract.views.job import build_job_view, run_again
 from trainium_contract.views.status_reader import public_status
 from trainium_contract.views.workers import Members, PodRow, members_view, pod_rows, workers_view
 from trainium_contract.wire.recorded_membership import recorded_membership
