@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlencode
 
 from trainium_contract.faults.causes import Cause
-from trainium_contract.wire.membership_change import MembershipChange, applied
+from trainium_contract.wire.membership_change import MembershipChange, apply_change
 from trainium_contract.wire.messages import (
     HeartbeatRequest,
     Membership,
@@ -115,7 +115,7 @@ class Job:
         if found is None:
             if change:
                 difference = MembershipChange.model_validate_json(body)
-                whole = applied(difference, self._memberships.get(difference.since))
+                whole = apply_change(difference, self._memberships.get(difference.since))
             else:
                 whole = Membership.model_validate_json(body)
             found = whole.generation, frozenset(member.pod_uid for member in whole.members)
