@@ -1,6 +1,6 @@
 """What the end of a training process stands for, all signs of this pod together: the agent's side of the fault table.
 
-Code, runtime status, kernel lines and the job's rules are read as the operator reads them (`faults.classify`). Invariants:
+Code, runtime status, kernel lines and rules are read as the operator reads them (`faults.classify`). Invariants:
 rules are read anew for each failure, so a change reaches pods that run; rules that cannot be read are as good as none,
 because training must heal without them; nothing here waits longer than a moment.
 """
