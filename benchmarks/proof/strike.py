@@ -179,7 +179,7 @@ def _in_commit(fuse: Fuse, dice: random.Random) -> None:
 
         setattr(PosixStorage, method, access)
 
-    for method in dice.choice((("write",), ("create",), ("write", "create"), ("remove_file", "remove_folder"))):
+    for method in dice.choice((("write",), ("create",), ("write", "create"), ("remove_file", "remove_files"))):
         around(method)
 
 

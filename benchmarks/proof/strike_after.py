@@ -46,7 +46,7 @@ def in_export(fuse: Fuse, dice: random.Random) -> None:
     elif place == "small":
         _around("write", fuse, lambda name: not name.startswith("evaluation"))
     else:
-        _around("remove_folder", fuse, lambda _: True)
+        _around("remove_files", fuse, lambda _: True)
 
 
 def in_evaluation(fuse: Fuse, dice: random.Random) -> None:

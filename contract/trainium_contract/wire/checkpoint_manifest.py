@@ -21,6 +21,8 @@ from pydantic import Field
 from trainium_contract.base import ContractModel, MessageModel
 
 MANIFEST_NAME = "manifest.json"
+INDEX_NAME = "index.json"
+"""Says how the tensors are divided."""
 COMMIT_NAME = "COMMITTED"
 SET_ASIDE_NAME = "SET-ASIDE"
 """Instead of `COMMITTED`: a person took the checkpoint out of use; its files stay and are never removed for room."""
@@ -36,6 +38,7 @@ BLOCK_BYTES = 8 << 20
 """Files are hashed in blocks of this size, so that a part of a file can be verified and blocks hashed in parallel."""
 
 _STEP = re.compile(r"^step-(\d{1,15})$")
+_WRITTEN = re.compile(r"shard-\d{5,}\.safetensors|blocks-\d{5,}\.json|index\.json|manifest\.json")
 _MILESTONE = re.compile(r"^milestone-(\d{1,15})$")
 
 
@@ -144,6 +147,21 @@ def milestone_of(folder: str) -> int | None:
     """Step of a milestone folder's name; None for any other name."""
     match = _MILESTONE.match(folder)
     return int(match.group(1)) if match else None
+
+
+def shard_name(rank: int) -> str:
+    """Return the name of a rank's file."""
+    return f"shard-{rank:05d}.safetensors"
+
+
+def blocks_name(first: int) -> str:
+    """Return the name of the file with the digests of some ranks' files, of which this rank is the first."""
+    return f"blocks-{first:05d}.json"
+
+
+def is_written_name(name: str) -> bool:
+    """Return whether a file in an attempt's folder has a name that ranks give."""
+    return _WRITTEN.fullmatch(name) is not None
 
 
 def block_digest(pieces: Iterable[bytes | memoryview]) -> str:

@@ -113,9 +113,9 @@ class Counted:
         self._world.streams.append(name)
         self._inner.write_stream(name, counted(), size)
 
-    def remove_folder(self, name: str) -> None:
-        self._world.change(f"remove {name}")
-        self._inner.remove_folder(name)
+    def remove_files(self, folder: str, should_remove: Callable[[str], bool]) -> None:
+        self._world.change(f"remove {folder}")
+        self._inner.remove_files(folder, should_remove)
 
 
 class World:

@@ -262,7 +262,7 @@ class _Writer:
 
     def _tidy(self) -> None:
         with suppress(OSError):  # an untidy folder is complete all the same
-            self._storage.remove_folder(UNFINISHED)
+            self._storage.remove_files(UNFINISHED, lambda name: name.endswith(".json"))
             self._storage.remove_drafts()
 
     def _kept(self, action: Callable[[], T]) -> T:

@@ -78,7 +78,7 @@ def list_checkpoints(storage: Storage, *, verify: bool = False, retry: Retry | N
     told = {name: (CheckpointState.DAMAGED, problem) for name, problem in found.damaged.items()}
     told |= {name: (CheckpointState.OTHER_VERSION, problem) for name, problem in found.newer.items()}
     told |= {name: (CheckpointState.SET_ASIDE, _reason(storage, name)) for name in found.set_aside}
-    told |= {name: (CheckpointState.UNCOMMITTED, "") for name in found.leftovers if "/" not in name}
+    told |= dict.fromkeys(found.uncommitted, (CheckpointState.UNCOMMITTED, ""))
     for name, (state, problem) in told.items():
         step, milestone = step_of(name), milestone_of(name)
         kind = CheckpointKind.STATE if milestone is None else CheckpointKind.WEIGHTS

@@ -25,7 +25,7 @@ from trainium_trainer.checkpoint.errors import StorageError, TooSlowError
 from trainium_trainer.checkpoint.format.flat_buffer import BufferLayout
 from trainium_trainer.checkpoint.interfaces import Position, ResumeSource
 from trainium_trainer.checkpoint.memory.claims import Moment, ShardKey
-from trainium_trainer.checkpoint.memory.memory_tier import MemoryTier
+from trainium_trainer.checkpoint.memory.memory_tier import MemoryTier, directory_of_run
 from trainium_trainer.checkpoint.resume.resume import ResumeOutcome, Resumption
 from trainium_trainer.checkpoint.root.acquisition import Entrance
 from trainium_trainer.checkpoint.root.commit import FenceToken
@@ -97,7 +97,9 @@ class CheckpointManager:
         self._retry = outside.retry
         self._clock = outside.clock
         self._after_milestone = after_milestone
-        self._memory_directory = memory_directory if config.memory.every_steps else None
+        self._memory_directory: Path | None = None
+        if memory_directory is not None and config.memory.every_steps:
+            self._memory_directory = directory_of_run(memory_directory, start.name or self._storage.location)
         self._memory: MemoryTier | None = None
         self._durable: DurableTier | None = None
         self._token = FenceToken(start.generation, start.name, "")
@@ -200,12 +202,27 @@ class CheckpointManager:
         """
         self._snapshot(position)
         self.before_update()
-        if memory_ends or not self._memory_is_safe or self._mesh.dp_mode.is_sharded:
-            self.finish(position)
+        is_in_memory = self._memory_is_safe and not memory_ends
+        if is_in_memory and not self._mesh.dp_mode.is_sharded:
+            return
+        self._tier().hurried.set()
+        try:
+            self._finish(position, retries=0)
+        except TooSlowError:
+            raise
+        except StorageError as error:
+            if not is_in_memory:
+                raise
+            self._report(f"{error}; step {position.step} is in memory only")
 
     def finish(self, position: Position) -> None:
         """Commit `position` durably and return when it is safe; all ranks together. Raises like `after_step`."""
+        self._finish(position, retries=None)
+
+    def _finish(self, position: Position, *, retries: int | None) -> None:
+        """Commit `position` durably; `retries`: failed saves of it that are repeated, None: as the policy allows."""
         tier = self._tier()
+        started = 0
         while True:
             try:
                 tier.wait()
@@ -216,10 +233,13 @@ class CheckpointManager:
                 if missing is Save.NOTHING:
                     return
                 self._save(position, missing)
+                started += 1
             except TooSlowError:
                 raise
             except StorageError as error:
                 self._report(self._policy.failed(error, tier.committed_step, self._clock()))
+                if retries is not None and started > retries:
+                    raise
 
     def close(self) -> None:
         """Stop the memory tier's thread; a durable save under way is left behind. May be called again."""

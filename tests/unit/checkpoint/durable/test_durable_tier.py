@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from checkpoint_world import HookedStorage, Run, SlowStorage, position, solo
+from checkpoint_world import SOLO, HookedStorage, Run, SlowStorage, position, solo
 from safetensors import safe_open
 
 from trainium_contract.exit_codes import ExitCode
+from trainium_contract.trainer.parallelism import DataParallelMode
 from trainium_trainer.checkpoint.durable.save_policy import Save
 from trainium_trainer.checkpoint.errors import StaleGenerationError, StorageError, UnusableCheckpointError
-from trainium_trainer.checkpoint.root import commit as commits
-from trainium_trainer.checkpoint.root.commit import FenceToken
 from trainium_trainer.checkpoint.storage.posix import PosixStorage
 from trainium_trainer.checkpoint.storage.protocol import Retry
 from trainium_trainer.exits import code_of
@@ -325,6 +324,8 @@ def test_nothing_is_removed_before_the_next_commit(tmp_path: Path) -> None:
 
 def test_leftovers_of_saves_that_never_ended_are_removed(tmp_path: Path) -> None:
     trained(tmp_path, 1)
+    fence = json.loads((tmp_path / "GENERATION").read_bytes())
+    (tmp_path / "GENERATION").write_text(json.dumps(fence | {"attempts": [*fence["attempts"], "g0-other", "g1-abc"]}))
     for name in ("step-1/g0-other", "step-9/g1-abc"):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "shard-00000.safetensors").write_text("half")
@@ -379,13 +380,6 @@ def test_a_store_that_fails_does_not_hold_up_a_step_that_took_long(tmp_path: Pat
     (tmp_path / "GENERATION").unlink()
     (tmp_path / "GENERATION").mkdir()
     run.manager.check_owner(time.monotonic() - 60)
-
-
-def test_a_bare_number_is_a_fence_too(tmp_path: Path) -> None:
-    (tmp_path / "GENERATION").write_text("5\n")
-    assert commits.read_fence(PosixStorage(tmp_path)) == FenceToken(5, "", "")
-    with pytest.raises(StaleGenerationError):
-        solo(tmp_path, generation=4)
 
 
 def test_a_folder_that_cannot_be_written_is_a_clear_sentence(tmp_path: Path) -> None:
@@ -470,8 +464,8 @@ def test_training_goes_on_while_saves_fail_and_says_so_until_it_is_too_much(tmp_
 
     assert save_is_due_after(300)
     assert not save_is_due_after(1)  # the failure is heard of here
-    assert run.manager.warnings[0].startswith("a save failed, training goes on (1 in a row, there is no durable")
-    assert "the store is full" in run.manager.warnings[0]
+    assert run.manager.warnings[0].startswith(f"checkpoint storage {tmp_path}: No space left on device: the store")
+    assert "(saves failed in a row: 1, there is no durable" in run.manager.warnings[0]
     assert not save_is_due_after(58)
     assert save_is_due_after(3)
     storage.failures = 0
@@ -485,7 +479,7 @@ def test_training_goes_on_while_saves_fail_and_says_so_until_it_is_too_much(tmp_
     assert save_is_due_after(60)
     for failures in (1, 2):
         assert not save_is_due_after(1)
-        assert f"({failures} in a row" in run.manager.warnings[-1]
+        assert f"in a row: {failures}, " in run.manager.warnings[-1]
         assert save_is_due_after(61)
     with pytest.raises(StorageError, match=r"3 saves in a row have failed; the newest durable checkpoint is step 6"):
         run.advance()
@@ -508,7 +502,30 @@ def test_the_last_save_is_tried_as_often_as_failures_are_borne(tmp_path: Path) -
     run = solo(tmp_path, storage=FullStorage(tmp_path, 2), durable={"failureTolerance": 2}).to(3)
     run.manager.finish(position(3))
     assert run.manager.durable_step == 3
-    assert [warning[:13] for warning in run.manager.warnings] == ["a save failed", "a save failed", "saving works "]
+    beginnings = [warning[:18] for warning in run.manager.warnings]
+    assert beginnings == ["checkpoint storage", "checkpoint storage", "saving works again"]
+
+
+@pytest.mark.parametrize("memory_ends", [False, True])
+def test_a_rank_that_leaves_does_not_wait_for_room_on_a_full_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory_ends: bool
+) -> None:
+    storage = FullStorage(tmp_path / "root", 99)
+    patient = Retry(delays=(3600.0, 3600.0))
+    run = solo(tmp_path / "root", tmp_path / "memory", storage=storage, retry=patient, durable={"failureTolerance": 9})
+    run.settle()
+    monkeypatch.setattr(SOLO, "dp_mode", DataParallelMode.FULLY_SHARDED)
+    run.to(3, save_at=(3,))  # a save of an earlier step waits for room already
+    run.advance(save=False)
+    if memory_ends:
+        with pytest.raises(StorageError, match="the store is full"):
+            run.manager.yield_(position(4), memory_ends=True)
+    else:
+        run.manager.yield_(position(4))
+        assert run.manager.memory_step == 4
+        assert run.manager.warnings[-1].startswith(f"checkpoint storage {tmp_path / 'root'}: ")
+        assert run.manager.warnings[-1].endswith("step 4 is in memory only")
+    assert storage.failures >= 95, "each save is tried once"
 
 
 def test_milestones_hold_the_weights_alone_and_are_never_removed(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from checkpoint_world import SOLO, State, position, solo
 from trainium_trainer.checkpoint.errors import StaleGenerationError
 from trainium_trainer.checkpoint.format.flat_buffer import BufferLayout, checksum
 from trainium_trainer.checkpoint.memory.claims import Moment, ShardKey
-from trainium_trainer.checkpoint.memory.memory_tier import MemoryTier
+from trainium_trainer.checkpoint.memory.memory_tier import MemoryTier, directory_of_run
 from trainium_trainer.checkpoint.root.run_settings import settings_digest
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.timeout(180)
 
 
 def snapshots(memory: Any) -> list[Path]:
-    return sorted(memory.glob("*.snapshot"), key=lambda path: path.stat().st_mtime_ns)
+    return sorted(memory.rglob("*.snapshot"), key=lambda path: path.stat().st_mtime_ns)
 
 
 def newest(memory: Any, step: int) -> Path:
@@ -61,7 +61,7 @@ def test_three_files_rotate_and_the_newest_two_are_always_whole(tmp_path: Path) 
     assert len(snapshots(tmp_path / "memory")) == 3
     state = State(SOLO)
     tier = MemoryTier(
-        tmp_path / "memory",
+        directory_of_run(tmp_path / "memory", str(tmp_path / "root")),
         key=ShardKey(0, 1),
         layout=BufferLayout.of(state.local_tensors()),
         generation=1,
@@ -147,9 +147,9 @@ def test_a_newer_generation_reads_older_snapshots_and_stops_their_writer(tmp_pat
 
 
 def test_snapshots_of_other_settings_are_not_used(tmp_path: Path) -> None:
-    run = solo(tmp_path / "root", tmp_path / "memory").to(4)
+    run = solo(tmp_path / "root", tmp_path / "memory", run="one").to(4)
     run.manager.close()
-    other = solo(tmp_path / "other", tmp_path / "memory", settings="two")
+    other = solo(tmp_path / "other", tmp_path / "memory", run="one", settings="two")
     assert other.resumed is None
     assert any("other settings" in warning for warning in other.manager.warnings)
     other.manager.close()
@@ -157,7 +157,7 @@ def test_snapshots_of_other_settings_are_not_used(tmp_path: Path) -> None:
 
 def test_leftovers_of_another_layout_are_removed(tmp_path: Path) -> None:
     state = State(SOLO)
-    memory = tmp_path / "memory"
+    memory = directory_of_run(tmp_path / "memory", str(tmp_path / "root"))
     for key in (ShardKey(1, 2, 0, 2), ShardKey(0, 4)):
         tier = MemoryTier(
             memory,
@@ -171,7 +171,7 @@ def test_leftovers_of_another_layout_are_removed(tmp_path: Path) -> None:
         assert tier.open_slots()
         tier.stage(Moment(position(2), 1, "old"), state.local_tensors())
         tier.close()
-    run = solo(tmp_path / "root", memory, generation=2).to(1)
+    run = solo(tmp_path / "root", tmp_path / "memory", generation=2).to(1)
     run.manager.close()
     assert run.resumed is None
     assert {path.name.split("-")[1] for path in snapshots(memory)} == {"t0of1"}

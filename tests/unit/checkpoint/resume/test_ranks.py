@@ -94,7 +94,7 @@ def test_a_rank_without_a_snapshot_gets_it_from_a_peer_also_at_another_size(
 def test_ranks_that_share_a_node_share_one_snapshot(world: Callable[..., list[dict[str, Any]]], tmp_path: Path) -> None:
     node = tmp_path / "node"
     world(2, report_after, tmp_path / "root", [node, node], 4, {})
-    assert len(list(node.glob("*.snapshot"))) == 3
+    assert len(list(node.rglob("*.snapshot"))) == 3
     reports = world(2, report_after, tmp_path / "root", [node, node], 5, {})
     assert_right(reports, 4)
     assert [report["source"] for report in reports] == ["memory", "memory"]
@@ -107,7 +107,7 @@ def test_the_newest_step_that_every_shard_has_is_resumed(
     root, nodes = tmp_path / "root", memories(tmp_path, 2)
     settings = {"buddies": buddies}
     world(2, report_after, root, nodes, 5, settings, mode="FullySharded")
-    for path in nodes[1].glob("*-d1of2-*.snapshot"):
+    for path in nodes[1].rglob("*-d1of2-*.snapshot"):
         data = bytearray(path.read_bytes())
         if b'"step": 5,' in bytes(data[:200]):
             data[4200] ^= 1
@@ -129,7 +129,7 @@ def test_sharded_ranks_that_changed_places_exchange_their_snapshots(
     assert_right(reports, 5)
     # The other node has a copy already, if there are copies.
     assert [report["source"] for report in reports] == (["memory"] * 2 if buddies else ["peer"] * 2)
-    assert [len(list(node.glob("*.snapshot"))) for node in nodes] == [3 + 2 * buddies] * 2
+    assert [len(list(node.rglob("*.snapshot"))) for node in nodes] == [3 + 2 * buddies] * 2
 
 
 def test_a_lost_shard_without_a_copy_means_the_durable_tier(
@@ -160,7 +160,7 @@ def test_the_shard_of_a_lost_node_comes_from_its_buddy(
         assert [report["source"] for report in reports] == ["peer" if r == lost else "memory" for r in range(size)]
         assert [report["warnings"] for report in reports] == [[]] * size
     # Three files of the own shard and two of another's, on each node.
-    assert [len(list(node.glob("*.snapshot"))) for node in nodes] == [5] * size
+    assert [len(list(node.rglob("*.snapshot"))) for node in nodes] == [5] * size
 
 
 def test_a_damaged_copy_on_a_node_of_two_ranks_turns_all_ranks_to_the_step_before(
@@ -170,7 +170,7 @@ def test_a_damaged_copy_on_a_node_of_two_ranks_turns_all_ranks_to_the_step_befor
     both = [nodes[0], nodes[0], nodes[1], nodes[1]]
     reports = world(4, report_after, root, both, 5, {}, mode="FullySharded")
     assert [report["guarded"] for report in reports] == [5] * 4
-    (copy,) = (path for path in nodes[0].glob("*-d2of4-*") if step_in(path) == 5)
+    (copy,) = (path for path in nodes[0].rglob("*-d2of4-*") if step_in(path) == 5)
     data = bytearray(copy.read_bytes())
     data[-1] ^= 1
     copy.write_bytes(data)
@@ -231,7 +231,7 @@ def test_tensor_parallel_replicas_resume_from_memory_and_peers(
     reports = world(4, report_after, root, [nodes[0], nodes[0], tmp_path / "new", tmp_path / "new"], 4, {}, tp=2)
     assert_right(reports, 3)
     assert [report["source"] for report in reports] == ["memory", "memory", "peer", "peer"]
-    assert len(list(nodes[0].iterdir())) == 2 * 3 + 2
+    assert len(list(nodes[0].rglob("*"))) == 1 + 2 * 3 + 2
 
 
 @pytest.mark.parametrize("sizes", [[3, 0], [0, 100_000, 7], [1, 2, 3, 4], [5, 0, 1, 70_000, 2]])

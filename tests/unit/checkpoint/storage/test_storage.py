@@ -78,7 +78,7 @@ def test_what_is_not_there_is_said_so(storage: Storage) -> None:
     with pytest.raises(DamagedFileError, match="step-1/shard is missing"):
         read_part(storage, "step-1/shard", 0, memoryview(bytearray(3)), Retry(()))
     storage.remove_file("step-1/shard")
-    storage.remove_folder("step-1")
+    storage.remove_files("step-1", lambda _: True)
 
 
 def test_a_small_file_is_replaced_by_write_and_never_by_create(storage: Storage) -> None:
@@ -126,14 +126,16 @@ def test_lists_are_complete_however_many_pages_they_have(storage: Storage) -> No
     assert all(entry.modified > 0 for entry in entries if not entry.is_folder)
 
 
-def test_a_folder_is_removed_with_all_that_is_in_it_and_nothing_else(storage: Storage) -> None:
+def test_files_are_removed_by_name_and_folders_when_they_are_empty(storage: Storage) -> None:
     storage.prepare()
-    for name in (*(f"step-1/a/{number}" for number in range(7)), "step-1/COMMITTED", "step-10/COMMITTED"):
+    for name in ("step-1/a/0", "step-1/a/1", "step-1/a/b/1", "step-1/COMMITTED", "step-10/a/1", "step-2/a/1"):
         storage.write(name, b"x")
     storage.remove_file("step-1/COMMITTED")
     assert [entry.name for entry in storage.list("step-1")] == ["a"]
-    storage.remove_folder("step-1")
-    assert [entry.name for entry in storage.list("")] == ["step-10"]
+    storage.remove_files("step-1/a", lambda name: name == "1")
+    assert [entry.name for entry in storage.list("step-1/a")] == ["0", "b"]
+    storage.remove_files("step-2/a", lambda _: True)
+    assert [entry.name for entry in storage.list("")] == ["step-1", "step-10"]
 
 
 def test_a_long_file_appears_whole_and_one_that_fails_half_way_changes_nothing(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -23,14 +24,15 @@ from trainium_trainer.checkpoint.durable.file_digests import Said, folded
 from trainium_trainer.checkpoint.durable.save_plan import Planner
 from trainium_trainer.checkpoint.durable.save_policy import Save
 from trainium_trainer.checkpoint.durable.staging import Staging, flatten
-from trainium_trainer.checkpoint.errors import DamagedFileError, StorageError, TooSlowError
+from trainium_trainer.checkpoint.errors import DamagedFileError, StorageError, TooSlowError, is_transient
 from trainium_trainer.checkpoint.format.contents import Contents
 from trainium_trainer.checkpoint.format.live_state import box_of, local_of
 from trainium_trainer.checkpoint.format.shards import write_digests, write_shard, write_tables
 from trainium_trainer.checkpoint.root.commit import prepare_commit, publish
 from trainium_trainer.checkpoint.root.metrics_copy import send_records
-from trainium_trainer.checkpoint.root.survey import prune
+from trainium_trainer.checkpoint.root.survey import prune, remove_attempts
 from trainium_trainer.models.state_dict import parameter_of
+from trainium_trainer.write_access import FULL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -64,7 +66,11 @@ class DurableTier:
         after_milestone: AfterMilestone | None = None,
     ) -> None:
         self._state, self._mesh, self._group = session.state, session.mesh, session.group
-        self._storage, self._retry = session.storage, session.retry
+        self._storage = session.storage
+        self.hurried = threading.Event()
+        """Set when the process has been asked to leave: nothing waits for room on a full store any more."""
+        self._sleep = session.retry.sleep
+        self._retry = replace(session.retry, sleep=self._pause, is_worth_it=self._is_worth_retrying)
         self._config, self._config_digest = session.config, session.config_digest
         self._settings = dict(session.settings)
         self._token = token
@@ -95,9 +101,8 @@ class DurableTier:
             self._staging = Staging(live)
             self._plan(live)
             if self._mesh.rank == 0:
-                for name in leftovers:
-                    with contextlib.suppress(OSError):  # an untidy folder is no reason to stop training
-                        self._storage.remove_folder(name)
+                with contextlib.suppress(OSError):  # leftovers are no reason to stop training
+                    remove_attempts(self._storage, leftovers)
 
         self._run(work, "prepare")
 
@@ -140,6 +145,17 @@ class DurableTier:
                 raise self._too_slow()
             self._thread = None
         self.poll()
+
+    def _pause(self, seconds: float) -> None:
+        """Sleep, but end the pause that is under way when the process is asked to leave."""
+        if self.hurried.is_set() or self._sleep is not time.sleep:
+            self._sleep(seconds)
+        else:
+            self.hurried.wait(seconds)
+
+    def _is_worth_retrying(self, error: OSError) -> bool:
+        # A full store does not get room within the seconds that a leaving process has.
+        return is_transient(error) and not (self.hurried.is_set() and error.errno in FULL)
 
     def _seconds_left(self) -> float:
         return self._started + self._config.durable.save_timeout_seconds - time.monotonic()
@@ -214,7 +230,7 @@ class DurableTier:
         except BaseException:
             if self._mesh.rank == 0 and self._published != attempt:
                 with contextlib.suppress(OSError):
-                    self._storage.remove_folder(attempt)
+                    remove_attempts(self._storage, [attempt])
             raise
 
     def _commit(self, position: Position, folder: str, kind: CheckpointKind, said: list[Said]) -> None:

@@ -80,14 +80,17 @@ class SavePolicy:
         return failures
 
     def failed(self, error: StorageError, newest: int, now: float) -> str:
-        """The sentence to report while training goes on; StorageError when too many saves in a row have failed."""
+        """Count a failure; return the sentence to report while training goes on, the store's own error first.
+
+        StorageError when too many saves in a row have failed.
+        """
         self.failures += 1
         self.saved_at = now
         safe = f"the newest durable checkpoint is step {newest}" if newest >= 0 else "there is no durable checkpoint"
         if self.failures > self.durable.failure_tolerance:
             more = f" ({self.failures} saves in a row have failed; {safe})" if self.failures > 1 else ""
             raise StorageError(f"{error}{more}") from error
-        return f"a save failed, training goes on ({self.failures} in a row, {safe}): {error}"
+        return f"{error}; training goes on without this save (saves failed in a row: {self.failures}, {safe})"
 
     def _interval_is_over(self, step: int, now: float) -> bool:
         every = self.durable

@@ -17,17 +17,14 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from trainium_contract.wire.checkpoint_manifest import BLOCK_BYTES, digest_of
+from trainium_contract.wire.checkpoint_manifest import BLOCK_BYTES, INDEX_NAME, blocks_name, digest_of, shard_name
 from trainium_trainer.checkpoint.dividing.cuts import Box
 from trainium_trainer.checkpoint.dividing.scheme import ITEM_BYTES, Scheme
 from trainium_trainer.checkpoint.errors import DamagedFileError
 from trainium_trainer.checkpoint.format.shards import (
     INDEX_FORMAT,
-    INDEX_NAME,
     SAFETENSORS_TYPES,
-    blocks_name,
     header_of,
-    shard_name,
 )
 from trainium_trainer.checkpoint.storage.protocol import read_small
 

@@ -25,7 +25,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainium_contract.wire.checkpoint_manifest import BLOCK_BYTES, ManifestFile, block_digest, digest_of
+from trainium_contract.wire.checkpoint_manifest import (
+    BLOCK_BYTES,
+    INDEX_NAME,
+    ManifestFile,
+    block_digest,
+    blocks_name,
+    digest_of,
+    shard_name,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,7 +42,6 @@ if TYPE_CHECKING:
     from trainium_trainer.checkpoint.dividing.scheme import Item, Scheme
     from trainium_trainer.checkpoint.storage.protocol import Retry, Storage
 
-INDEX_NAME = "index.json"
 INDEX_FORMAT = 3
 SAFETENSORS_TYPES = {
     torch.float64: "F64",
@@ -86,16 +93,6 @@ class WrittenTable:
     """Place, size and digest of each file."""
     values: int
     """Numbers of the tensors in its files."""
-
-
-def shard_name(rank: int) -> str:
-    """The file of a rank."""
-    return f"shard-{rank:05d}.safetensors"
-
-
-def blocks_name(first: int) -> str:
-    """The file with the digests of the files of some ranks, of which this is the first."""
-    return f"blocks-{first:05d}.json"
 
 
 def write_shard(

@@ -14,6 +14,7 @@ newer than the resumed step belong to an abandoned history and are removed at re
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import secrets
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -48,6 +49,11 @@ _KEPT_FILES = 2
 _STORE_ID = "STORE_ID"
 _COPY_PATIENCE_SECONDS = 60.0
 """A step waits so long for a copy; a copy takes less than a step unless the network is ill."""
+
+
+def directory_of_run(volume: Path, run: str) -> Path:
+    """Return the directory of a run's snapshots: runs that share a volume never see or remove each other's."""
+    return volume / f"run-{hashlib.sha256(run.encode()).hexdigest()[:16]}"
 
 
 class MemoryTier:

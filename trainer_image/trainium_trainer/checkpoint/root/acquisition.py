@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainium_trainer.checkpoint.errors import StorageError
+from trainium_trainer.checkpoint.errors import StorageError, UnusableCheckpointError
 from trainium_trainer.checkpoint.root.commit import check_fence, claim_fence, read_fence, refuse_newer
-from trainium_trainer.checkpoint.root.survey import survey
+from trainium_trainer.checkpoint.root.survey import nested_root, survey
 from trainium_trainer.checkpoint.storage.protocol import Retry
 
 if TYPE_CHECKING:
@@ -50,7 +50,12 @@ class Entrance:
         """
         where, problem = self._storage.location, None
         self._retry.run(self._storage.prepare, where)
-        if not self._retry.run(self._owner.held, where) or self._is_strange():
+        if not self._retry.run(self._owner.held, where) or self._is_other_run():
+            if (other := nested_root(self._storage)) is not None:
+                raise UnusableCheckpointError(
+                    f"{where} and {other}, which holds the checkpoints of a run, lie one in the other: choose a "
+                    "checkpoint.path (of a job checkpoint.storage.subPath) beside it"
+                )
             refuse(self._retry.run(lambda: survey(self._storage), where))
             self._retry.run(self._owner.take, where)
         try:
@@ -75,10 +80,10 @@ class Entrance:
         else:
             refuse_newer(self._storage, self._token)
 
-    def _is_strange(self) -> bool:
-        """Whether the fence is of another run, or of one that does not say which."""
+    def _is_other_run(self) -> bool:
+        """Return whether the fence is not provably of this run."""
         fence = self._retry.run(lambda: read_fence(self._storage), self._storage.location)
-        return fence is not None and (not fence.run or fence.run != self._token.run)
+        return fence is None or not fence.run or fence.run != self._token.run
 
     def _claim(self, retry: Retry) -> None:
         retry.run(lambda: claim_fence(self._storage, self._token), self._storage.location)

@@ -1,7 +1,9 @@
 """The commit rule of durable checkpoints: who may commit below a root, and how a written attempt becomes a checkpoint.
 
-Layout below the root: `GENERATION` is the fence; `step-<n>/g<generation>-<session>/` is where the ranks of one session
-write; `step-<n>/COMMITTED` makes it count (`trainium_contract.wire.checkpoint_manifest`).
+Layout below the root (`trainium_contract.wire.checkpoint_manifest`):
+- `GENERATION` is the fence; it lists the attempts of all starts that have held it;
+- `step-<n>/g<generation>-<session>/` is an attempt: the folder in which the ranks of one session write;
+- `step-<n>/COMMITTED` commits an attempt.
 
 Invariants: `COMMITTED` is written last, is created and never replaced unless the checkpoint it stands for was found
 damaged, and names the digest of the manifest; only the session that claimed the fence last commits.
@@ -46,24 +48,44 @@ class FenceToken:
         return f"g{self.generation}-{self.session}"
 
 
-def read_fence(storage: Storage) -> FenceToken | None:
-    """The fence; also a bare number is understood."""
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """The contents of `GENERATION`."""
+
+    token: FenceToken
+    attempts: frozenset[str] = frozenset()
+    """Names of the folders that starts which held the fence may have written: these and no others are ever removed."""
+
+
+def read_fence_record(storage: Storage) -> Fence | None:
+    """Return the fence with its attempts; None when there is none or it cannot be parsed."""
     data = read_small(storage, GENERATION_FENCE_NAME)
-    if data is None:
-        return None
+    return None if data is None else parse_fence(data)
+
+
+def parse_fence(data: bytes) -> Fence | None:
+    """Return the fence in the contents of `GENERATION`; None when it cannot be parsed."""
     try:
         raw = json.loads(data)
-        if isinstance(raw, int):
-            return FenceToken(raw, "", "")
-        return FenceToken(int(raw["generation"]), str(raw.get("run", "")), str(raw.get("session", "")))
-    except (ValueError, KeyError, TypeError):
+        token = FenceToken(int(raw["generation"]), str(raw.get("run", "")), str(raw.get("session", "")))
+        return Fence(token, frozenset(map(str, raw.get("attempts", ()))))
+    except (ValueError, KeyError, TypeError, AttributeError):
         return None
+
+
+def read_fence(storage: Storage) -> FenceToken | None:
+    """Return the token that may commit; None when there is none or it cannot be parsed."""
+    record = read_fence_record(storage)
+    return None if record is None else record.token
 
 
 def claim_fence(storage: Storage, token: FenceToken) -> None:
     """Make `token` the one that may commit; StaleGenerationError when this run has a newer generation already."""
     refuse_newer(storage, token)
-    text = json.dumps({"generation": token.generation, "run": token.run, "session": token.session})
+    record = read_fence_record(storage)
+    earlier = frozenset[str]() if record is None else record.attempts
+    fields = {"generation": token.generation, "run": token.run, "session": token.session}
+    text = json.dumps(fields | {"attempts": sorted(earlier | {token.attempt})})
     storage.write(GENERATION_FENCE_NAME, text.encode())
 
 

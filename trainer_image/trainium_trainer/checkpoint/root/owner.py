@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from trainium_trainer.checkpoint.storage.protocol import Storage
 
-_NAME = re.compile(rf"^{OWNER_PREFIX}([1-9]\d{{0,5}})$")
+OWNER_NAME = re.compile(rf"^{OWNER_PREFIX}([1-9]\d{{0,5}})$")
 _REMEMBERED = 256
 """Earlier owners that a record names."""
 
@@ -149,7 +149,7 @@ class OwnerRecords:
         return may_enter(found.owner, self._me, self._take_over, self._storage.location)
 
     def _newest(self) -> Holder:
-        entries = (_NAME.match(entry.name) for entry in self._storage.list("") if not entry.is_folder)
+        entries = (OWNER_NAME.match(entry.name) for entry in self._storage.list("") if not entry.is_folder)
         number = max((int(match.group(1)) for match in entries if match), default=0)
         if not number:
             return Holder()

@@ -1,13 +1,19 @@
 """What is below a root of durable checkpoints: which are committed, whole, damaged, left over; retention.
 
-Invariants: a survey reads receipts, manifests and sizes, no contents; a checkpoint is removed only when enough newer
-good ones are there, its receipt first, so that a removal cut short leaves a leftover and not a damaged checkpoint;
-milestones, what was set aside and what a newer version wrote are never removed.
+Guarantees:
+- A survey reads receipts, manifests and sizes, no contents.
+- A checkpoint is removed only when enough newer good ones exist, its receipt first, so that an interrupted removal
+  leaves a leftover and not a damaged checkpoint.
+- Only files of attempts that the fence records are removed, by name. Everything else below the root stays: other roots,
+  users' files, milestones, what was set aside and what a newer version wrote.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import re
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -18,6 +24,7 @@ from trainium_contract.wire.checkpoint_manifest import (
     BLOCK_BYTES,
     COMMIT_NAME,
     FORMAT_VERSION,
+    GENERATION_FENCE_NAME,
     MANIFEST_NAME,
     READABLE_VERSIONS,
     SET_ASIDE_NAME,
@@ -27,19 +34,23 @@ from trainium_contract.wire.checkpoint_manifest import (
     block_digest,
     file_digest,
     folder_name,
+    is_written_name,
     milestone_of,
     step_of,
 )
 from trainium_trainer.checkpoint.errors import DamagedFileError
-from trainium_trainer.checkpoint.root.commit import read_commit
+from trainium_trainer.checkpoint.root.commit import parse_fence, read_commit, read_fence_record
+from trainium_trainer.checkpoint.root.owner import OWNER_NAME
 from trainium_trainer.checkpoint.storage.protocol import read_part, read_small
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from trainium_trainer.checkpoint.storage.protocol import Retry, Storage
+    from trainium_trainer.checkpoint.storage.protocol import Entry, Retry, Storage
 
 _VERIFY_THREADS = 4
+_ATTEMPT = re.compile(r"g\d+-[0-9a-f]+")
+_SEARCHED_FOLDERS = 1_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,17 +86,20 @@ class Survey:
     newer: dict[str, str] = field(default_factory=dict)
     """Folder of a checkpoint that a newer version wrote -> a sentence."""
     set_aside: list[str] = field(default_factory=list)
+    uncommitted: list[str] = field(default_factory=list)
+    """Folders of checkpoints without a receipt."""
     leftovers: list[str] = field(default_factory=list)
-    """Folders, relative to the root, of saves that never ended."""
+    """Attempts, relative to the root, that starts of this root wrote and never committed."""
 
 
 def survey(storage: Storage) -> Survey:
     """Read what is below the root."""
     found = Survey()
+    record = read_fence_record(storage)
+    ours = frozenset[str]() if record is None else record.attempts
     for entry in storage.list(""):
-        step, milestone = step_of(entry.name), milestone_of(entry.name)
-        if entry.is_folder and (step is not None or milestone is not None):
-            _look_into(storage, entry.name, found)
+        if entry.is_folder and _is_checkpoint_name(entry.name):
+            _inspect_folder(storage, entry.name, ours, found)
     found.committed.sort(key=lambda item: item.step, reverse=True)
     found.milestones.sort(key=lambda item: item.step, reverse=True)
     return found
@@ -115,25 +129,85 @@ def prune(storage: Storage, keep_last: int, known_bad: Iterable[str], newest: in
     if len(good) < keep_last:
         return []
     present = {item.step for item in found.committed} | {step for name in found.damaged if (step := step_of(name))}
-    doomed = sorted(step for step in present if step < good[keep_last - 1])
-    for step in doomed:
-        storage.remove_file(f"{folder_name(step)}/{COMMIT_NAME}")
-        storage.remove_folder(folder_name(step))
-    return doomed
+    outdated = sorted(step for step in present if step < good[keep_last - 1])
+    return [step for step in outdated if _remove_checkpoint(storage, folder_name(step))]
 
 
-def _look_into(storage: Storage, name: str, found: Survey) -> None:
+def remove_attempts(storage: Storage, attempts: Iterable[str]) -> None:
+    """Remove the files that ranks wrote into folders of attempts, and folders that are empty then."""
+    for attempt in attempts:
+        storage.remove_files(attempt, is_written_name)
+
+
+def nested_root(storage: Storage) -> str | None:
+    """Return the location of another root inside or around this one; None when there is none.
+
+    The search stops after some folders: it names a mistake early, and no removal depends on it.
+    """
+    for parent in storage.parents():
+        with contextlib.suppress(OSError):  # no permission to look there
+            if _is_root(storage=parent, entries=parent.list("")):
+                return parent.location
+    pending = deque([""])
+    for _ in range(_SEARCHED_FOLDERS):
+        if not pending:
+            break
+        folder = pending.popleft()
+        with contextlib.suppress(OSError):
+            entries = storage.list(folder)
+            if folder and _is_root(storage, entries, folder):
+                return f"{storage.location}/{folder}"
+            inside = (entry.name for entry in entries if entry.is_folder and not _ATTEMPT.fullmatch(entry.name))
+            pending.extend(f"{folder}/{name}".lstrip("/") for name in inside)
+    return None
+
+
+def _is_root(storage: Storage, entries: Iterable[Entry], folder: str = "") -> bool:
+    """Return whether a folder with these entries is the root of some run."""
+    names = {entry.name for entry in entries if not entry.is_folder}
+    if any(OWNER_NAME.match(name) for name in names):
+        return True
+    return (
+        GENERATION_FENCE_NAME in names
+        and parse_fence(storage.read(f"{folder}/{GENERATION_FENCE_NAME}".lstrip("/"))) is not None
+    )
+
+
+def _is_checkpoint_name(name: str) -> bool:
+    return step_of(name) is not None or milestone_of(name) is not None
+
+
+def _remove_checkpoint(storage: Storage, folder: str) -> bool:
+    """Remove a checkpoint that starts of this root wrote; False when none of its attempts is theirs."""
+    record = read_fence_record(storage)
+    ours = frozenset[str]() if record is None else record.attempts
+    attempts = [entry.name for entry in storage.list(folder) if entry.is_folder and entry.name in ours]
+    with contextlib.suppress(ValueError):  # a receipt that cannot be parsed is removed with an attempt of ours
+        receipt = read_commit(storage, folder)
+        if receipt is not None and receipt.folder not in ours:
+            return False
+    if attempts:
+        storage.remove_file(f"{folder}/{COMMIT_NAME}")
+        remove_attempts(storage, (f"{folder}/{name}" for name in attempts))
+    return bool(attempts)
+
+
+def _inspect_folder(storage: Storage, name: str, ours: frozenset[str], found: Survey) -> None:
+    inside = storage.list(name)
+    if _is_root(storage, inside, name):
+        return
     try:
         receipt = read_commit(storage, name)
     except ValueError as error:
         found.damaged[name] = str(error)
         return
-    inside = storage.list(name)
+    written = [entry.name for entry in inside if entry.is_folder and entry.name in ours]
     if receipt is None:
         if any(entry.name == SET_ASIDE_NAME for entry in inside):
             found.set_aside.append(name)
         else:
-            found.leftovers.append(name)
+            found.uncommitted.append(name)
+            found.leftovers += [f"{name}/{attempt}" for attempt in written]
         return
     if receipt.format_version not in READABLE_VERSIONS:
         age = "a newer" if receipt.format_version > FORMAT_VERSION else "an older"
@@ -142,7 +216,7 @@ def _look_into(storage: Storage, name: str, found: Survey) -> None:
             f"{FORMAT_VERSION})"
         )
         return
-    found.leftovers += [f"{name}/{each.name}" for each in inside if each.is_folder and each.name != receipt.folder]
+    found.leftovers += [f"{name}/{attempt}" for attempt in written if attempt != receipt.folder]
     outcome = _inspect(storage, name, receipt)
     if isinstance(outcome, str):
         found.damaged[name] = outcome

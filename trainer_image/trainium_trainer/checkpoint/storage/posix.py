@@ -12,7 +12,6 @@ import errno
 import os
 import re
 import secrets
-import shutil
 from typing import TYPE_CHECKING
 
 from trainium_trainer.checkpoint.errors import DamagedFileError
@@ -20,7 +19,7 @@ from trainium_trainer.checkpoint.storage.protocol import Entry
 from trainium_trainer.checkpoint.storage.writeback import send_to_device
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from io import FileIO
     from pathlib import Path
 
@@ -119,18 +118,28 @@ class PosixStorage:
         """Remove a file."""
         (self._root / name).unlink(missing_ok=True)
 
-    def remove_folder(self, name: str) -> None:
-        """Remove a folder, and those above it that are empty then: like in an object store they are nothing."""
-        path = self._root / name
-        with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(path)
-        for parent in path.parents:
-            if parent == self._root:
+    def remove_files(self, folder: str, should_remove: Callable[[str], bool]) -> None:
+        """Unlink files and drafts, then the folder and its parents below the root as far as they are empty."""
+        path = self._root / folder
+        with contextlib.suppress(FileNotFoundError), os.scandir(path) as scan:
+            for item in scan:
+                if not item.is_dir(follow_symlinks=False) and (
+                    should_remove(item.name) or _DRAFT_NAME.fullmatch(item.name)
+                ):
+                    (path / item.name).unlink(missing_ok=True)
+        for each in (path, *path.parents):
+            if each == self._root:
                 break
             try:
-                parent.rmdir()
-            except OSError:  # not empty, or gone
+                each.rmdir()
+            except FileNotFoundError:
+                continue
+            except OSError:  # not empty
                 break
+
+    def parents(self) -> Iterator[PosixStorage]:
+        """Yield the folders around the root, the nearest first."""
+        return (PosixStorage(parent) for parent in self._root.absolute().parents)
 
     def remove_drafts(self) -> None:
         """Remove the drafts directly in the root; a file of the user's whose name only begins like theirs stays."""

@@ -75,8 +75,15 @@ class Storage(Protocol):
         """Remove a file; nothing happens when it does not exist."""
         ...
 
-    def remove_folder(self, name: str) -> None:
-        """Remove a folder and all in it; nothing happens when it does not exist."""
+    def remove_files(self, folder: str, should_remove: Callable[[str], bool]) -> None:
+        """Remove the files directly in a folder whose names `should_remove` accepts, and folders that are empty then.
+
+        Drafts that killed writers left in the folder are removed too. Everything else in the folder stays.
+        """
+        ...
+
+    def parents(self) -> Iterable[Storage]:
+        """Return the folders around the root, the nearest first."""
         ...
 
     def remove_drafts(self) -> None:
@@ -99,6 +106,8 @@ class Retry:
     delays: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
     """Seconds before each further try: a store that fails five times in a row costs time and nothing else."""
     sleep: Callable[[float], None] = time.sleep
+    is_worth_it: Callable[[OSError], bool] = is_transient
+    """Whether another try may help."""
 
     def run(self, action: Callable[[], T], where: str) -> T:
         """The action's result; StorageError with a sentence when it fails for good."""
@@ -106,7 +115,7 @@ class Retry:
             try:
                 return action()
             except OSError as error:
-                if not is_transient(error):
+                if not self.is_worth_it(error):
                     raise storage_error(error, where) from error
                 self.sleep(delay)
         try:

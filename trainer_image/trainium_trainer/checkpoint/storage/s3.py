@@ -24,7 +24,7 @@ from trainium_trainer.checkpoint.storage.protocol import S3_SCHEME, Entry
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from obstore.store import S3Store
 
@@ -55,7 +55,8 @@ class S3Storage:
     """A bucket's prefix; thread-safe."""
 
     def __init__(self, bucket: str, prefix: str, limits: Limits | None = None) -> None:
-        limits = limits or Limits()
+        self._bucket, self._prefix = bucket, prefix
+        self._limits = limits = limits or Limits()
         try:
             from obstore.store import S3Store  # noqa: PLC0415 - an optional package
         except ImportError as error:
@@ -149,11 +150,21 @@ class S3Storage:
         with _translated(name):
             self._store.delete(name)
 
-    def remove_folder(self, name: str) -> None:
-        """Delete all objects below a prefix."""
-        with _translated(name):
-            for metas in self._store.list(name, chunk_size=_DELETES_AT_ONCE):
-                self._store.delete([meta["path"] for meta in metas])
+    def remove_files(self, folder: str, should_remove: Callable[[str], bool]) -> None:
+        """Delete the objects directly below a prefix whose names are ours; there are no drafts and no folders."""
+        names = [
+            f"{folder}/{each.name}" for each in self.list(folder) if not each.is_folder and should_remove(each.name)
+        ]
+        with _translated(folder):
+            for start in range(0, len(names), _DELETES_AT_ONCE):
+                self._store.delete(names[start : start + _DELETES_AT_ONCE])
+
+    def parents(self) -> Iterator[S3Storage]:
+        """Yield the prefixes around this one, the nearest first, the whole bucket last."""
+        prefix = self._prefix
+        while prefix:
+            prefix = prefix.rpartition("/")[0]
+            yield S3Storage(self._bucket, prefix, self._limits)
 
     def remove_drafts(self) -> None:
         """Nothing: an object that was not written to its end is not there."""

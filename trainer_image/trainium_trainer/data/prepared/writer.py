@@ -20,6 +20,7 @@ import numpy as np
 
 from trainium_trainer.data.prepared.columns import column_of
 from trainium_trainer.data.prepared.prepared import INDEX_FILE, MANIFEST_FILE, PreparedManifest, Shard
+from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -56,10 +57,15 @@ class PartialFolder:
     """A prepared folder in the making."""
 
     def __init__(self, folder: Path, key: str) -> None:
-        """Open what a killed predecessor left, when it was made from the same; else an empty one."""
+        """Open what a killed predecessor left, when it was made from the same; else an empty one.
+
+        UserError when there is a folder of that name that no predecessor made.
+        """
         self.folder = folder
         self.path = folder.with_name(folder.name + ".partial")
         plan = self.path / _PLAN
+        if not plan.exists() and self.path.exists() and {each.name for each in self.path.iterdir()} - {f"{_PLAN}.tmp"}:
+            raise UserError(f"{self.path}: is there already and is no unfinished prepared data: choose another folder")
         if not plan.exists() or json.loads(plan.read_text(encoding="utf-8")) != key:
             shutil.rmtree(self.path, ignore_errors=True)
             self.path.mkdir(parents=True)

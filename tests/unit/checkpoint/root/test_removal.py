@@ -1,0 +1,120 @@
+"""Nothing is removed that the run did not write, and roots of two runs never lie one in the other."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+from checkpoint_world import solo
+
+from tests.testing.trainer.s3_server import S3Server
+from trainium_trainer.checkpoint.errors import UnusableCheckpointError
+from trainium_trainer.checkpoint.root.owner import JobIdentity
+from trainium_trainer.checkpoint.root.survey import survey
+from trainium_trainer.checkpoint.storage.opening import open_storage
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from trainium_trainer.checkpoint.storage.protocol import Storage
+
+pytestmark = pytest.mark.timeout(180)
+
+ALPHA = JobIdentity("cluster-1", "team-a", "alpha", "uid-alpha")
+BETA = JobIdentity("cluster-1", "team-b", "beta", "uid-beta")
+
+
+@pytest.fixture(params=["posix", "s3"])
+def top(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    if request.param == "posix":
+        yield str(tmp_path / "top")
+        return
+    with S3Server() as server:
+        for name, value in server.environment().items():
+            monkeypatch.setenv(name, value)
+        server.make_bucket("bucket")
+        yield "s3://bucket/top"
+
+
+def contents(storage: Storage, folder: str = "") -> dict[str, bytes]:
+    found = {}
+    for entry in storage.list(folder):
+        name = f"{folder}/{entry.name}".lstrip("/")
+        found |= contents(storage, name) if entry.is_folder else {name: storage.read(name)}
+    return found
+
+
+def train(root: str, job: JobIdentity, *steps: int, keep_last: int = 1) -> None:
+    run = solo(root, job=job, run=job.uid, durable={"keepLast": keep_last}).settle()
+    for step in steps:
+        run.to(step, save_at=(step,)).settle()
+    run.manager.close()
+
+
+@pytest.mark.parametrize(("first", "second"), [("a/step-40", "a"), ("a", "a/step-40"), ("a/b/c", "a"), ("a", "a/b/c")])
+def test_a_root_inside_or_around_the_root_of_another_job_is_refused_by_name(top: str, first: str, second: str) -> None:
+    train(f"{top}/{first}", ALPHA, 1)
+    before = contents(open_storage(top))
+    with pytest.raises(UnusableCheckpointError, match=f"{top}/{second} and {top}/{first}, .* lie one in the other"):
+        solo(f"{top}/{second}", job=BETA, run=BETA.uid)
+    assert contents(open_storage(top)) == before
+
+
+def test_roots_beside_each_other_are_two_runs(top: str) -> None:
+    train(f"{top}/a", ALPHA, 1)
+    train(f"{top}/ab", BETA, 1)
+    assert [len(survey(open_storage(f"{top}/{name}")).committed) for name in ("a", "ab")] == [1, 1]
+
+
+def test_a_run_never_removes_a_root_that_appeared_inside_its_own(top: str) -> None:
+    train(f"{top}/a", ALPHA, 1)
+    # On a volume of which it sees a part alone, the other job cannot see what is around it.
+    train(f"{top}/elsewhere", BETA, 1, 2)
+    inner, elsewhere = open_storage(f"{top}/a/step-2"), open_storage(f"{top}/elsewhere")
+    for name, data in contents(elsewhere).items():
+        inner.write(name, data)
+    before = contents(inner)
+    train(f"{top}/a", ALPHA, 3, 4)
+    assert contents(inner) == before
+    assert [each.step for each in survey(open_storage(f"{top}/a")).committed] == [4]
+
+
+def test_files_that_no_start_of_the_run_wrote_stay_where_they_are(top: str) -> None:
+    root = f"{top}/a"
+    train(root, ALPHA, 1)
+    storage = open_storage(root)
+    theirs = {
+        "step-1/notes.txt": b"keep",
+        "step-2/notes.txt": b"keep",
+        "step-2/g1-0123456789ab/shard-00000.safetensors": b"of nobody that the fence knows",
+        "notes/readme": b"keep",
+    }
+    (ours,) = {name.split("/")[1] for name in contents(storage) if name.startswith("step-1/g")}
+    leftovers = {f"step-2/{ours}/shard-00000.safetensors": b"half", f"step-2/{ours}/index.json": b"{}"}
+    theirs[f"step-2/{ours}/readme"] = b"keep"
+    for name, data in (theirs | leftovers).items():
+        storage.write(name, data)
+    train(root, ALPHA, 3, 4)
+    left = contents(storage)
+    assert {name: left.get(name) for name in theirs} == theirs
+    assert not leftovers.keys() & left.keys()
+    assert [each.step for each in survey(storage).committed] == [4]
+
+
+def test_the_fence_names_every_start_that_held_it(tmp_path: Path) -> None:
+    for _ in range(3):
+        train(str(tmp_path), ALPHA)
+    assert len(json.loads((tmp_path / "GENERATION").read_bytes())["attempts"]) == 3
+
+
+def test_runs_that_share_a_memory_volume_keep_their_snapshots(tmp_path: Path) -> None:
+    memory = tmp_path / "memory"
+    for job in (ALPHA, BETA):
+        run = solo(tmp_path / job.name, memory, job=job, run=job.uid).to(3).settle()
+        run.manager.close()
+    again = solo(tmp_path / "alpha", memory, job=ALPHA, run=ALPHA.uid)
+    assert again.report()["source"] == "memory"
+    assert again.report()["step"] == 3
+    again.manager.close()
