@@ -22,6 +22,8 @@ class Phase(StrEnum):
     SUSPENDED = "Suspended"
     STOPPING = "Stopping"
     """Saves, and ends as Failed."""
+    TERMINATING = "Terminating"
+    """It is being deleted, and something holds it."""
     COMPLETED = "Completed"
     FAILED = "Failed"
 

@@ -17,12 +17,19 @@ from trainium_operator.plan.history.in_place_restarts import take_restarts
 from trainium_operator.plan.history.interruptions import with_sound_counts
 from trainium_operator.plan.history.lost_members import note_losses
 from trainium_operator.plan.history.recovered import close_abandoned, close_lapsed, close_recovered
-from trainium_operator.plan.lifecycle.completion import all_finished, clean_up, complete, note_change, stop
+from trainium_operator.plan.lifecycle.completion import (
+    all_finished,
+    clean_up,
+    complete,
+    note_change,
+    stop,
+    termination_status,
+)
 from trainium_operator.plan.lifecycle.deadlines import end, is_ending, watch_deadlines
 from trainium_operator.plan.lifecycle.suspension import release, stay_active, suspend
 from trainium_operator.plan.lifecycle.ttl_after_finished import expire
 from trainium_operator.plan.membership.decide import decide_generation
-from trainium_operator.plan.membership.generation import adopt_recorded, begin_generation, keep_published
+from trainium_operator.plan.membership.generation import begin_generation, keep_published
 from trainium_operator.plan.membership.idle_nodes import use_idle_nodes
 from trainium_operator.plan.membership.resize import note_request
 from trainium_operator.plan.model.actions import Plan
@@ -44,7 +51,7 @@ from trainium_operator.plan.report.status import summarise
 from trainium_operator.plan.report.template_drift import note_drift
 from trainium_operator.plan.report.tool_conditions import tell_tools
 from trainium_operator.plan.report.write_throttle import write_due
-from trainium_operator.plan.view.clock_skew import in_the_present
+from trainium_operator.plan.view.corrected_status import correct_status
 from trainium_operator.plan.view.facts import sort_facts
 from trainium_operator.plan.view.grant import Stand
 from trainium_operator.plan.view.image_of_run import with_image_of_run
@@ -66,11 +73,12 @@ def plan(observed: Observed, settings: PlanSettings) -> Plan:
     job = observed.job
     if job.deleting:
         # Owner references delete the children; agents save on SIGTERM.
-        return Plan(status=job.status)
-    observed = in_the_present(observed)
+        return Plan(status=termination_status(observed))
+    size = decide_size(job.spec)
+    observed = correct_status(observed, size)
     job = observed.job
     settings = with_image_of_run(observed, settings)
-    facts = sort_facts(observed, settings, decide_size(job.spec))
+    facts = sort_facts(observed, settings, size)
     if is_terminal(job.status):
         ended = clean_up(facts, job.status).then(Answer(status=job.status, actions=end_quota(facts, job.status)))
         return _sealed(facts, ended.then(note_change(facts)))
@@ -144,7 +152,7 @@ def _begun(facts: Facts, diagnosis: Diagnosis) -> Answer:
     legal = size.desired > 0 and size.reason in (Reason.AS_REQUESTED, Reason.NODES_IN_RESERVE)
     status = with_sound_counts(status).replaced(observed_generation=facts.job.generation)
     status = with_condition(status, ConditionType.SIZE_LEGAL, legal, size.reason, size.message, now=facts.now)
-    status = note_compiled(facts, adopt_recorded(facts, status))
+    status = note_compiled(facts, status)
     desired = _within_quota(facts) or status.desired
     status = note_nodes(facts, note_request(facts, status, desired))
     avoided = avoided_nodes(status.failures, facts.now, facts.settings.avoid_node_seconds)

@@ -111,6 +111,7 @@ def job_record(raw: Json) -> JobRecord:
             status=readable_status(raw.get("status"), f"{metadata['namespace']}/{metadata['name']}"),
             created=_seconds_or_none(metadata, "creationTimestamp") or 0.0,
             resource_version=metadata["resourceVersion"],
+            finalizers=tuple(filter(None, map(text_of, metadata.get("finalizers") or ()))),
             unknown=unknown,
         )
     except ValidationError as error:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from trainium_contract.faults.causes import Cause
 from trainium_contract.status.interruptions import Interruption, Rung
 from trainium_contract.wire.messages import WorkerPhase
 from trainium_operator.plan.history.interruptions import replace_entry
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from trainium_contract.job import TrainingJobStatus
-    from trainium_contract.wire.messages import RestartRecord
+    from trainium_contract.wire.messages import Progress, RestartRecord
     from trainium_operator.plan.view.facts import Facts
 
 
@@ -29,6 +30,8 @@ class _Resumption:
     at: float
     resume_step: int | None
     step_before: int
+    stopped_at: float = 0.0
+    """When the ranks of a planned change stopped, as far as they trained on after it was decided; 0 for not known."""
 
 
 def close_recovered(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
@@ -73,9 +76,11 @@ def close_abandoned(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatu
 
 def _closed(entry: Interruption, resumed: _Resumption, now: float) -> Interruption:
     failed_at = entry.failed_at if entry.failed_at is not None else now
+    failed_at = max(failed_at, min(resumed.stopped_at, resumed.at, now))
     step_before = max(entry.step_before, resumed.step_before)
     lost = None if resumed.resume_step is None else max(0, step_before - resumed.resume_step)
     return entry.replaced(
+        failed_at=entry.failed_at if entry.failed_at is None else failed_at,
         recovered_seconds=round(min(max(0.0, resumed.at - failed_at), max(0.0, now - failed_at)), 3),
         step_before=step_before,
         resume_step=resumed.resume_step,
@@ -122,13 +127,42 @@ def _observed(facts: Facts, entry: Interruption) -> _Resumption | None:
         # After a graceful change the ranks resume past the step that was known when it was decided.
         if progress.step > max(entry.step_before, progress.resume_step or 0):
             told = tells_time(beat) and progress.updated > (entry.failed_at or 0.0)
-            at = progress.updated if told else facts.now
-            return _Resumption(at=at, resume_step=progress.resume_step, step_before=-1)
+            at = _first_new_step(entry, progress) if told else facts.now
+            stopped_at = _stopped_at(facts, entry, progress)
+            return _Resumption(at=at, resume_step=progress.resume_step, step_before=-1, stopped_at=stopped_at)
         if not progress.training and progress.step >= entry.step_before:
             told = tells_time(beat) and progress.stage_since > (entry.failed_at or 0.0)
             at = progress.stage_since if told else facts.now
             return _Resumption(at=at, resume_step=progress.resume_step, step_before=-1)
     return None
+
+
+def _first_new_step(entry: Interruption, progress: Progress) -> float:
+    """Return when the first new step ended: a plan that was late, as the API server was, sees only a later one.
+
+    The steps since the ranks had loaded are taken to be equally long.
+    """
+    resumed = progress.resume_step or 0
+    first, made = max(entry.step_before, resumed) + 1 - resumed, progress.step - resumed
+    began = max(progress.loaded, entry.failed_at or 0.0)
+    if not progress.loaded or made <= first or progress.updated <= began:
+        return progress.updated
+    return began + (progress.updated - began) * first / made
+
+
+def _stopped_at(facts: Facts, entry: Interruption, progress: Progress) -> float:
+    """Return when the ranks stopped: steps that they made after a planned change was decided were not lost."""
+    if entry.rung not in (Rung.RESIZE, Rung.GROW) and entry.cause not in (Cause.PREEMPTED, Cause.STRAGGLER):
+        return 0.0
+    size = next((each for each in facts.job.status.goodput.sizes if each.size == len(facts.members)), None)
+    seconds = next(
+        (each for _, beat in facts.beats if beat.timing and (each := beat.timing.step_seconds)),
+        size.step_seconds if size is not None else None,
+    )
+    made = (progress.resume_step or 0) - entry.step_before
+    if entry.failed_at is None or entry.step_before < 0 or made <= 0 or not seconds:
+        return 0.0
+    return min(entry.failed_at + made * seconds, progress.started or progress.updated)
 
 
 def _past_steps(facts: Facts) -> bool:

@@ -19,10 +19,12 @@ from trainium_contract.wire.messages import WorkerPhase
 from trainium_operator.plan.history.interruptions import HISTORY_LENGTH, first_rank
 from trainium_operator.plan.model.actions import event
 from trainium_operator.plan.model.answer import Answer
-from trainium_operator.plan.model.conditions import is_true, with_condition
+from trainium_operator.plan.model.conditions import is_terminal, is_true, with_condition
 from trainium_operator.plan.model.reasons import Reason
+from trainium_operator.plan.model.sentences import counted
 from trainium_operator.plan.model.times import parse_rfc3339, rfc3339
 from trainium_operator.plan.pods.deletion import deletion
+from trainium_operator.plan.report.tool_conditions import tell_tools
 from trainium_operator.plan.view.progress import last_step
 
 if TYPE_CHECKING:
@@ -32,12 +34,19 @@ if TYPE_CHECKING:
     from trainium_contract.wire.messages import HeartbeatRequest
     from trainium_operator.plan.diagnose.failure_policy import StopVerdict
     from trainium_operator.plan.model.actions import DeletePod
+    from trainium_operator.plan.model.observed import Observed
     from trainium_operator.plan.view.facts import Facts
 
 _WITNESSES = 3
 """Pods of a failed job that may end by themselves."""
 _WITNESS_SECONDS = 15.0
 """For an agent to end with its verdict, and for its kubelet to say so; one of an older version does not end."""
+
+
+_HOLDERS = {
+    "foregroundDeletion": "its dependents, which are deleted first (foregroundDeletion)",
+    "orphan": "its dependents, which are kept (orphan)",
+}
 
 
 def all_finished(facts: Facts) -> bool:
@@ -81,6 +90,23 @@ def stop(facts: Facts, status: TrainingJobStatus, verdict: StopVerdict) -> Answe
     return Answer(status=status).then(clean_up(facts, status))
 
 
+def termination_status(observed: Observed) -> TrainingJobStatus:
+    """Return the status of a job that is being deleted and still exists: what holds it, and no worker that is gone."""
+    job, present = observed.job, {pod.uid for pod in observed.pods}
+    if is_terminal(job.status):
+        return job.status
+    held = [_HOLDERS.get(name, f"finalizer {name}") for name in job.finalizers]
+    if observed.pods:
+        held.append(f"{counted(len(observed.pods), 'pod')} of it {'is' if len(observed.pods) == 1 else 'are'} left")
+    message = f"the job is being deleted; it waits for: {', '.join(held) or 'the API server'}"
+    status = job.status.replaced(phase=Phase.TERMINATING)
+    for kind in (ConditionType.RUNNING, ConditionType.RECOVERING, ConditionType.RESIZING):
+        status = with_condition(status, kind, False, Reason.TERMINATING, message, now=observed.now)
+    beats = [agent.heartbeat for uid, agent in observed.agents.items() if uid in present and agent.heartbeat]
+    training = sum(beat.phase is WorkerPhase.TRAINING for beat in beats)
+    return tell_tools(status.replaced(ready_replicas=training, spares=0), observed.now)
+
+
 def note_change(facts: Facts) -> Answer:
     """An ended job whose spec was changed: nothing starts, and whoever changed it hears what does."""
     status = facts.job.status.replaced(observed_generation=facts.job.generation)
@@ -108,23 +134,34 @@ def clean_up(facts: Facts, status: TrainingJobStatus) -> Answer:
     completed = is_true(status, ConditionType.COMPLETE)
     patience = 0.0 if completed or policy is CleanPodPolicy.ALL else _end_of_patience(facts, status)
     witnesses = _witnesses(facts, status) if facts.now < patience else frozenset[str]()
+    named = "" if completed else _named(status)
     deletions: list[DeletePod] = []
     for uid, worker in facts.workers.items():
         ending = uid in witnesses or (completed and uid in facts.member_uids and not worker.node_bad)
-        if policy is CleanPodPolicy.ALL if worker.ended else not ending:
+        if worker.ended:  # a sidecar that never ends must not hold the node; the log of the failure is worth one
+            kept = worker.pod.name == named and not worker.node_bad
+            goes = policy is CleanPodPolicy.ALL or (worker.holds_node and not kept)
+        else:
+            goes = not ending
+        if goes:
             deletions += deletion(worker, force=worker.node_bad)
     return Answer(status=status, actions=tuple(deletions), looks=(patience,) if witnesses else ())
 
 
 def _witnesses(facts: Facts, status: PublicStatus) -> frozenset[str]:
     """Pods that end by themselves with a verdict of their own, by uid: the one that the job's verdict names first."""
-    named = status.history[-1].pod if status.history else ""
+    named = _named(status)
     ending = [
         worker.pod
         for worker in facts.workers.values()
         if not (worker.ended or worker.pod.deleting or worker.node_bad) and _ends_by_itself(worker.heartbeat)
     ]
     return frozenset(pod.uid for pod in sorted(ending, key=lambda pod: (pod.name != named, pod.ordinal))[:_WITNESSES])
+
+
+def _named(status: PublicStatus) -> str:
+    """The pod that the verdict of a failed job names; empty for none."""
+    return status.history[-1].pod if status.history else ""
 
 
 def _ends_by_itself(beat: HeartbeatRequest | None) -> bool:

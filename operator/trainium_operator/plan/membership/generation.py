@@ -101,19 +101,6 @@ def keep_published(facts: Facts) -> tuple[PublishMembership, ...]:
     return (PublishMembership(membership=current, manifest=manifest, replaces=current.generation),)
 
 
-def adopt_recorded(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
-    """The status brought up to a recorded generation that it does not know, as after a lost or edited status."""
-    current = facts.current
-    if current is None or current.generation <= status.membership.generation:
-        return status
-    size = len(current.members)
-    return status.replaced(
-        membership=MembershipStatus(
-            generation=current.generation, attempt=0, size=size, data_parallel=facts.size.data_parallel(size)
-        )
-    )
-
-
 def next_generation(facts: Facts) -> int:
     """The number of the next generation; a number that was decided on but never recorded is taken again."""
     recorded = facts.observed.membership.generation if facts.observed.membership else 0

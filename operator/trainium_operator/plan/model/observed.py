@@ -41,6 +41,8 @@ class JobView:
     status: TrainingJobStatus
     created: float
     resource_version: str = ""
+    finalizers: tuple[str, ...] = ()
+    """What a job that is being deleted waits for."""
     unknown: tuple[str, ...] = ()
     """Places in the spec that a newer version wrote and this one left out: what runs is not brought in line with it."""
 

@@ -55,6 +55,7 @@ class Reason(StrEnum):
     # For tools
     PROGRESSING = "Progressing"
     STOPPING = "Stopping"
+    TERMINATING = "Terminating"
     # The end
     COMPLETED = "Completed"
     USER_ERROR = "UserError"

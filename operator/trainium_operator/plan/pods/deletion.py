@@ -25,5 +25,5 @@ def ended_last(actions: tuple[Action, ...], workers: Iterable[Worker]) -> tuple[
 
     Such a pod holds no device, so nothing waits for its deletion: where a whole gang has failed, new pods come first.
     """
-    ended = {worker.pod.uid for worker in workers if worker.ended}
+    ended = {worker.pod.uid for worker in workers if not worker.holds_node}
     return tuple(sorted(actions, key=lambda each: isinstance(each, DeletePod) and each.uid in ended))

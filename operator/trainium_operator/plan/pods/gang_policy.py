@@ -180,6 +180,6 @@ def _is_partial(facts: Facts) -> bool:
 
 def _give_back(facts: Facts, status: TrainingJobStatus, retry_at: float) -> Answer:
     """Delete every worker that holds a node or could; the wait for missing ones begins anew with the next attempt."""
-    workers = (worker for worker in facts.workers.values() if not worker.ended)
+    workers = (worker for worker in facts.workers.values() if worker.holds_node)
     deletions = tuple(action for worker in workers for action in deletion(worker, force=worker.node_bad))
     return Answer(status=status.replaced(waiting_since=None), actions=deletions, looks=(retry_at,))

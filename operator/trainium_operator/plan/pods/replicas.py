@@ -17,7 +17,13 @@ from trainium_contract.wire.messages import WorkerPhase
 from trainium_operator.plan.diagnose.failure_policy import START_ATTEMPTS, start_failures
 from trainium_operator.plan.diagnose.node_health import members_to_move
 from trainium_operator.plan.faults.ends import classify_pod_failure, died_by_itself, meaning_of_failure
-from trainium_operator.plan.faults.failure_budgets import avoided_nodes, backoff_until, has_record_of, record_failure
+from trainium_operator.plan.faults.failure_budgets import (
+    avoided_nodes,
+    backoff_until,
+    exhausted_budget,
+    has_record_of,
+    record_failure,
+)
 from trainium_operator.plan.manifests.worker_pod import Avoided, is_outdated, template_hash, worker_pods
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.actions import event
@@ -86,7 +92,7 @@ def _is_left(facts: Facts, status: PublicStatus) -> bool:
 
 def _sort_outsiders(facts: Facts, status: TrainingJobStatus) -> tuple[list[Worker], Answer]:
     """Outsiders that count; the others are deleted, except the evidence of workers that do not start."""
-    evidence = start_failures(facts)[-START_ATTEMPTS:]
+    evidence = _kept_for_logs(facts)
     usable: list[Worker] = []
     deletions: list[DeletePod] = []
     notes: list[EventIntent] = []
@@ -107,8 +113,18 @@ def _sort_outsiders(facts: Facts, status: TrainingJobStatus) -> tuple[list[Worke
             if failure.node or not worker.pod.extra:  # a job does not end for want of what it need not have
                 status = status.replaced(failures=_counted(facts, status, failure))
             notes.append(event(Reason.WORKER_FAILED, failure.note, warning=True, pod=worker.pod.name))
-        deletions += deletion(worker, force=worker.node_bad and (worker.pod.deleting or not worker.ended))
+            if exhausted_budget(status.failures, facts.job.spec.recovery, facts.now) is not None:
+                continue  # the next plan ends the job and names this pod, and its log says why
+        deletions += deletion(worker, force=worker.node_bad and (worker.pod.deleting or worker.holds_node))
     return usable, Answer(status=status, actions=tuple(deletions), notes=tuple(notes))
+
+
+def _kept_for_logs(facts: Facts) -> tuple[Worker, ...]:
+    """The newest workers that failed before any step, but none that keeps the next attempt from a node."""
+    failed = start_failures(facts)[-START_ATTEMPTS:]
+    if any(worker.pod.unschedulable_message for worker in facts.outsiders):
+        return tuple(worker for worker in failed if not worker.holds_node)
+    return failed
 
 
 def _has_left(facts: Facts, status: PublicStatus, worker: Worker) -> bool:

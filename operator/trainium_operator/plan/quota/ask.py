@@ -72,7 +72,7 @@ def end_quota(facts: Facts, status: PublicStatus) -> tuple[QuotaAction, ...]:
 
 def _pods(facts: Facts) -> int:
     """Pods that use quota, also those that are leaving."""
-    return sum(not worker.ended for worker in facts.workers.values())
+    return sum(worker.holds_node for worker in facts.workers.values())
 
 
 def _dropped(workloads: tuple[WorkloadView, ...]) -> tuple[DropQuota, ...]:

@@ -1,8 +1,12 @@
 """Policy: whether durable checkpoints can be relied on: storage answers, and saves end about as often as they are due.
 
 A store that refuses makes the processes end (81); one that merely stands still stops nothing, because saves run in the
-background, so it is noticed by the commits that do not come. Invariants: nothing is overdue while the job does not
-make steps; a commit ends the alarm; the sentence stays the same while the alarm lasts.
+background, so it is noticed by the commits that do not come.
+
+Guarantees:
+- Nothing becomes overdue while the job does not make steps.
+- A commit alone ends the alarm: neither a recovery nor a moment in which the job does not run does.
+- The sentence gives the ranks' own error where they report one, and stays the same while the alarm lasts.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainium_contract.faults.causes import Cause
-from trainium_contract.status.conditions import ConditionType
+from trainium_contract.status.conditions import ConditionStatus, ConditionType
 from trainium_operator.plan.model.conditions import find_condition, is_true, with_condition
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.model.times import parse_rfc3339
@@ -24,6 +28,9 @@ if TYPE_CHECKING:
 OVERDUE_INTERVALS = 3
 """Saves that may fail to come before it is said: one may be skipped while another is still being written."""
 SHORTEST_OVERDUE_SECONDS = 10.0
+_ALARMS = (Reason.CHECKPOINT_OVERDUE, Reason.STORAGE_UNAVAILABLE)
+_OF_STORE = "checkpoint storage"
+"""How each sentence of the trainer about its store begins."""
 
 
 def judge_checkpoints(facts: Facts, status: AnyShown) -> tuple[AnyShown, tuple[float, ...]]:
@@ -36,6 +43,8 @@ def judge_checkpoints(facts: Facts, status: AnyShown) -> tuple[AnyShown, tuple[f
     overdue, looks = _overdue(facts, status)
     if overdue:
         return with_condition(status, kind, False, Reason.CHECKPOINT_OVERDUE, overdue, now=now), looks
+    if _lasts(facts, status):
+        return status, looks
     if status.checkpoint.durable_step >= 0:
         message = "durable checkpoints are committed"
         return with_condition(status, kind, True, Reason.COMMITTED, message, now=now), looks
@@ -43,6 +52,29 @@ def judge_checkpoints(facts: Facts, status: AnyShown) -> tuple[AnyShown, tuple[f
         message = "no durable checkpoint is known yet"
         return with_condition(status, kind, None, Reason.NOTHING_COMMITTED, message, now=now), looks
     return status, looks
+
+
+def _lasts(facts: Facts, status: PublicStatus) -> bool:
+    """Return whether there is an alarm, and no commit since it began."""
+    alarm, durable = find_condition(status, ConditionType.CHECKPOINT_HEALTHY), facts.job.spec.checkpoint.durable
+    if alarm is None or alarm.reason not in _ALARMS or alarm.status is not ConditionStatus.FALSE:
+        return False
+    if durable.every_seconds is None and durable.every_steps is None:
+        return False  # no commit is to come
+    if status.checkpoint.durable_step > facts.job.status.checkpoint.durable_step:
+        return False
+    began, committed = parse_rfc3339(alarm.last_transition_time), parse_rfc3339(status.checkpoint.durable_time)
+    return began is None or committed is None or committed <= began
+
+
+def _own_error(facts: Facts, status: PublicStatus) -> str:
+    """Return what the ranks report about the store since the newest commit; empty where they report nothing."""
+    since = parse_rfc3339(status.checkpoint.durable_time) or 0.0
+    for entry in reversed(status.history):
+        if entry.cause is Cause.STORAGE and entry.message and (entry.failed_at or 0.0) > since:
+            return entry.message
+    notices = (beat.progress.notice for _, beat in facts.beats if beat.progress is not None)
+    return next((notice for notice in notices if notice.startswith(_OF_STORE)), "")
 
 
 def _overdue(facts: Facts, status: PublicStatus) -> tuple[str, tuple[float, ...]]:
@@ -53,7 +85,7 @@ def _overdue(facts: Facts, status: PublicStatus) -> tuple[str, tuple[float, ...]
         return "", ()
     step = max(status.checkpoint.durable_step, 0)
     newest = f"step {step}" if status.checkpoint.durable_step >= 0 else "none"
-    tail = "storage stands still, or is too slow for this interval"
+    tail = _own_error(facts, status) or "storage stands still, or is too slow for this interval"
     if durable.every_seconds is not None:
         due = since + max(SHORTEST_OVERDUE_SECONDS, OVERDUE_INTERVALS * durable.every_seconds)
         if facts.now >= due:

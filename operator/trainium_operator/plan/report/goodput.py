@@ -105,7 +105,7 @@ def _adopted(goodput: GoodputStatus, size: int, step: int) -> GoodputStatus:
 
 def _held_nodes(facts: Facts) -> int:
     """Nodes that this job's pods hold, spares included, and those that are quarantined for what it saw there."""
-    held = {worker.pod.node for worker in facts.workers.values() if worker.pod.node and not worker.ended}
+    held = {worker.pod.node for worker in facts.workers.values() if worker.pod.node and worker.holds_node}
     return len(held | (facts.observed.fleet.quarantined & set(facts.job.status.avoided_nodes)))
 
 

@@ -120,8 +120,10 @@ def _newest_checkpoints(facts: Facts, old: CheckpointStatus, reports: list[Progr
     """In memory: the step that every member holds. Durable: committed steps never go back."""
     complete = facts.current is not None and len(reports) == len(facts.current.members)
     memory = min(report.memory_step for report in reports) if complete else old.memory_step
-    durable = max(old.durable_step, *(report.durable_step for report in reports))
-    since = rfc3339(facts.now) if durable > old.durable_step else old.durable_time
+    total = total_steps(facts, reports[0])
+    known = old.durable_step if not total or old.durable_step <= total else -1
+    durable = max(known, *(report.durable_step for report in reports))
+    since = rfc3339(facts.now) if durable > known else old.durable_time
     notices = [report.notice for report in reports if report.notice]
     notice = notices[0] if notices else old.notice
     return CheckpointStatus(memory_step=memory, durable_step=durable, durable_time=since, notice=notice)

@@ -23,6 +23,7 @@ _NOT_READY: dict[Phase, Reason] = {
     Phase.SUSPENDING: Reason.SUSPENDING,
     Phase.SUSPENDED: Reason.SUSPENDED,
     Phase.STOPPING: Reason.STOPPING,
+    Phase.TERMINATING: Reason.TERMINATING,
 }
 _NEEDS_A_PERSON = frozenset(
     {Reason.NO_LEGAL_SIZE, Reason.INVALID_SPEC, Reason.GANG_API_MISSING, Reason.DEVICE_API_MISSING, Reason.NAME_TAKEN}

@@ -19,6 +19,8 @@ def write_due(facts: Facts, old: TrainingJobStatus, status: TrainingJobStatus) -
     """When the status may be written: one that only brings progress or counts waits a while after the last one."""
     if status == old:
         return 0.0
+    if status.progress.step < old.progress.step:
+        return 0.0  # training went back, or somebody else wrote the step
     if only_progress_differs(old, status):
         written = max(parse_rfc3339(old.progress.updated) or 0.0, old.goodput.accounted_until or 0.0)
         return written + facts.status_interval

@@ -30,6 +30,7 @@ _JOINABLE = (
 _SPARE_SILENCE_FACTOR = 10.0
 _WRITTEN_OFF = frozenset({"node.kubernetes.io/out-of-service", "node.cloudprovider.kubernetes.io/shutdown"})
 """Set by a person after a power loss, and by the cloud's controller for an instance that was stopped."""
+_ENDED = (PodPhase.SUCCEEDED, PodPhase.FAILED)
 _IN_CONTACT = Contact()
 _MISSING_FRACTION = 0.1
 """Of the members that may still be missing, but always one, when the others' calls end the waiting."""
@@ -40,6 +41,7 @@ class Worker:
     """One worker pod that exists in the API; without slots, because what is asked of each again and again is kept."""
 
     pod: PodView
+    """Its phase is that of the worker container once that has terminated: a sidecar may run on for ever."""
     agent: AgentView | None
     node: NodeView | None
     """None when it is not scheduled, and when its node is gone."""
@@ -49,6 +51,8 @@ class Worker:
     """Silence in seconds from which on it matters."""
     contact: Contact = _IN_CONTACT
     """Whether what the control plane and its port say against it counts."""
+    holds_node: bool = True
+    """Some container of its pod runs, or may still start: its node and its devices are not free."""
 
     @property
     def heartbeat(self) -> HeartbeatRequest | None:
@@ -89,8 +93,8 @@ class Worker:
 
     @property
     def ended(self) -> bool:
-        """The pod has terminated."""
-        return self.pod.phase in (PodPhase.SUCCEEDED, PodPhase.FAILED)
+        """The worker container has terminated, whatever else runs in its pod."""
+        return self.pod.phase in _ENDED
 
     @property
     def never_ran(self) -> bool:
@@ -149,13 +153,24 @@ def workers_of(observed: Observed, settings: PlanSettings) -> dict[str, Worker]:
         agent = observed.agents.get(pod.uid)
         heard = agent.heard if agent is not None and agent.heard >= observed.coordinator_since else expected
         workers[pod.uid] = Worker(
-            pod=pod,
+            pod=_as_its_worker(pod),
+            holds_node=pod.phase not in _ENDED,
             agent=agent,
             node=observed.nodes.get(pod.node),
             silent_seconds=max(0.0, observed.now - heard),
             timeout=timeout,
         )
     return workers
+
+
+def _as_its_worker(pod: PodView) -> PodView:
+    """The pod with the phase of its worker container, where other containers hide it."""
+    if pod.exit_code is None or pod.phase is PodPhase.SUCCEEDED:
+        return pod
+    if pod.phase is PodPhase.FAILED:  # by another container, or by the kubelet, which names its own reason
+        hidden = pod.exit_code == 0 and pod.reason == "Completed" and not pod.disrupted
+        return replace(pod, phase=PodPhase.SUCCEEDED) if hidden else pod
+    return replace(pod, phase=PodPhase.FAILED if pod.exit_code or pod.disrupted else PodPhase.SUCCEEDED)
 
 
 def with_contact(workers: dict[str, Worker], contact: Contact) -> dict[str, Worker]:

@@ -2,9 +2,23 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from plan_builders import NOW, agent, failure, newest, planned, published, ranks, restart, running, training, without
+from plan_builders import (
+    NOW,
+    agent,
+    failure,
+    interruption,
+    newest,
+    planned,
+    published,
+    ranks,
+    restart,
+    running,
+    training,
+    without,
+)
 
 from trainium_contract.faults.causes import Cause
+from trainium_contract.job import TrainingJobStatus
 from trainium_contract.spec.health import PreflightCheck
 from trainium_contract.status.conditions import Phase
 from trainium_contract.status.interruptions import Rung
@@ -153,15 +167,19 @@ def test_unavailable_storage_raises_an_alarm_and_uses_no_budget() -> None:
 
 def test_attempts_of_an_older_generation_are_nobodys_business() -> None:
     seen = restarted({"failures": (failure(137),)})
-    status = seen.job.status.model_copy(update={"membership": MembershipStatus(generation=2, size=4)})
-    result = planned(replace(seen, job=replace(seen.job, status=status)))
-    assert result.status.history == ()
+    result = planned(replace(seen, job=replace(seen.job, status=decided_on(seen.job.status, size=4))))
+    assert [each.rung for each in result.status.history] == [Rung.REPLACE]
+
+
+def decided_on(status: TrainingJobStatus, *, size: int) -> TrainingJobStatus:
+    """The status with a decision on generation 2 that is not recorded yet."""
+    entry = interruption(Rung.REPLACE, ago=1, took=None, step_before=10**6)
+    return status.replaced(membership=MembershipStatus(generation=2, size=size), history=(entry,))
 
 
 def test_a_generation_that_was_decided_and_never_recorded_is_finished_by_the_members_that_are_there() -> None:
     seen = running(4)
-    status = seen.job.status.model_copy(update={"membership": MembershipStatus(generation=2, size=3)})
-    decided = replace(seen, job=replace(seen.job, status=status))
+    decided = replace(seen, job=replace(seen.job, status=decided_on(seen.job.status, size=3)))
     new = published(planned(decided))
     assert new is not None
     assert (new.generation, new.transition, ranks(new)) == (2, Transition.GRACEFUL, ranks(seen.membership))

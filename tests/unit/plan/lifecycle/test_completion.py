@@ -240,7 +240,70 @@ def test_a_job_that_is_being_deleted_is_left_alone_at_any_moment() -> None:
         result = planned(replace(moment, job=replace(moment.job, deleting=True)))
         assert result.actions == ()
         assert result.events == ()
-        assert result.status == moment.job.status
+        ended_before = is_terminal(moment.job.status)
+        assert result.status.phase is (moment.job.status.phase if ended_before else Phase.TERMINATING)
+
+
+def test_a_job_that_a_finalizer_holds_while_it_is_deleted_names_it_and_counts_only_workers_that_are_there() -> None:
+    held = replace(running(2).job, deleting=True, finalizers=("example.com/backup", "foregroundDeletion"))
+    for pods, ready, left in ((running(2).pods, 2, "2 pods of it are left"), ((), 0, "")):
+        status = planned(replace(running(2), pods=pods, job=held)).status
+        assert (status.phase, status.ready_replicas) == (Phase.TERMINATING, ready)
+        conditions = {each.type: each for each in status.conditions}
+        found = conditions[ConditionType.RUNNING]
+        assert (found.status, found.reason) == (ConditionStatus.FALSE, "Terminating")
+        assert "finalizer example.com/backup" in found.message
+        assert "foregroundDeletion" in found.message
+        assert left in found.message
+        assert conditions[ConditionType.READY].reason == "Terminating"
+        again = planned(replace(running(2), pods=pods, job=replace(held, status=status))).status
+        assert again == status
+
+
+def sidecars(codes: dict[int, int | None], **job_spec: Any) -> Any:
+    """Workers in whose pods a sidecar runs on; those with a code have ended."""
+    seen = running(len(codes), job_spec=spec(workers={"replicas": len(codes)}, **job_spec))
+    pods = tuple(
+        pod(at, exit_code=code, reason="" if code is None else "Error" if code else "Completed")
+        for at, code in codes.items()
+    )
+    return replace(seen, pods=pods)
+
+
+@pytest.mark.parametrize("policy", ["Running", "All"])
+def test_a_completed_job_frees_the_nodes_on_which_sidecars_run_on(policy: str) -> None:
+    seen = sidecars({0: 0, 1: 0}, cleanPodPolicy=policy)
+    result = planned(seen)
+    assert result.status.phase is Phase.COMPLETED
+    assert set(deleted(result)) == {"demo-w-0", "demo-w-1"}
+
+
+def test_of_a_failed_job_the_pod_that_failed_is_kept_for_its_log_though_a_sidecar_runs_in_it() -> None:
+    result = planned(sidecars({0: None, 1: 64, 2: 64}))
+    assert result.status.phase is Phase.FAILED
+    assert result.status.history[-1].pod == "demo-w-1"
+    assert set(deleted(result)) == {"demo-w-0", "demo-w-2"}
+    gone = planned(sidecars({0: None, 1: 64, 2: 64}, cleanPodPolicy="All"))
+    assert set(deleted(gone)) == {"demo-w-0", "demo-w-1", "demo-w-2"}
+
+
+def test_a_member_whose_container_ended_is_lost_at_once_whatever_runs_on_in_its_pod() -> None:
+    result = planned(sidecars({0: None, 1: None, 2: 1}))
+    assert [each.pod for each in result.status.history] == ["demo-w-2"]
+    assert set(deleted(result)) == {"demo-w-2"}
+
+
+def test_the_pod_whose_failure_uses_up_a_budget_is_kept_until_the_job_has_failed() -> None:
+    members = {at: agent(at) for at in range(2)}
+    budgets = {"budgets": {"infrastructure": {"maxFailures": 0}, "process": {"maxFailures": 0}}}
+    seen = running(2, job_spec=spec(workers={"replicas": 2}, recovery=budgets), agents=members)
+    failed = pod(5, phase=PodPhase.FAILED, reason="CreateContainerError", node="node-5")
+    seen = replace(seen, pods=(*seen.pods, failed))
+    first = planned(seen)
+    assert "demo-w-5" not in deleted(first)
+    second = planned(replace(seen, job=replace(seen.job, status=first.status)))
+    assert (second.status.phase, second.status.history[-1].pod) == (Phase.FAILED, "demo-w-5")
+    assert "demo-w-5" not in deleted(second)
 
 
 def moments() -> list[tuple[str, Any]]:

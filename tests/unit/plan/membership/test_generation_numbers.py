@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from plan_builders import NOW, agent, facts_of, interruption, membership, newest, planned, running, without
 
 from trainium_contract.status.interruptions import Rung
 from trainium_contract.status.public import MembershipStatus
-from trainium_operator.plan.membership.generation import adopt_recorded, keep_published, next_generation
+from trainium_operator.plan.membership.generation import keep_published, next_generation
 
 if TYPE_CHECKING:
     from trainium_operator.plan.model.observed import Observed
@@ -41,15 +41,6 @@ def job(*, recorded: int = 3, published: int = 3, known: int = 3, seen: int = 3)
 )
 def test_the_next_number_is_beyond_all_that_anybody_has_seen(numbers: dict[str, int], following: int) -> None:
     assert next_generation(facts_of(job(**numbers))) == following
-
-
-@pytest.mark.parametrize(("known", "adopted"), [(2, True), (3, False), (4, False)])
-def test_a_recorded_generation_that_the_status_does_not_know_is_taken_over_by_it(known: int, adopted: bool) -> None:
-    facts = facts_of(job(known=known))
-    before = facts.job.status.replaced(membership=MembershipStatus(generation=known, attempt=2, size=2))
-    after = adopt_recorded(facts, before)
-    expected: Any = MembershipStatus(generation=3, attempt=0, size=4, data_parallel=4) if adopted else before.membership
-    assert after.membership == expected
 
 
 @pytest.mark.parametrize(("published", "again"), [(2, True), (3, False), (4, False)])

@@ -3,13 +3,15 @@
 from dataclasses import replace
 from typing import Any
 
-from plan_builders import NOW, planned, running, training
+from plan_builders import NOW, agent, interruption, planned, running, training
 
+from trainium_contract.faults.causes import Cause
 from trainium_contract.spec.storage import JobCheckpointSpec
 from trainium_contract.status.conditions import ConditionStatus, ConditionType
+from trainium_contract.status.interruptions import Rung
 from trainium_contract.trainer.checkpoint import DurableTierConfig
-from trainium_contract.wire.messages import Progress
-from trainium_operator.plan.model.conditions import find_condition
+from trainium_contract.wire.messages import Progress, WorkerPhase
+from trainium_operator.plan.model.conditions import find_condition, is_true
 
 
 def healthy(status: Any) -> tuple[str, str]:
@@ -78,3 +80,50 @@ def test_a_commit_ends_the_alarm_and_its_sentence_stays_while_it_lasts() -> None
         first, ConditionType.CHECKPOINT_HEALTHY
     )
     assert healthy(planned(later(seen, 30, step=90, durable_step=90)).status)[0] == "True"
+
+
+def test_neither_a_moment_without_training_nor_a_recovery_ends_the_alarm_but_a_commit_does() -> None:
+    seen = saving(every_seconds=60)
+    seen = replace(seen, job=replace(seen.job, status=planned(later(seen, 181)).status))
+    joining = {f"uid-{at}": agent(at, WorkerPhase.JOINING, generation=1, silent=-182) for at in range(2)}
+    entry = interruption(Rung.IN_PLACE, ago=-182, took=None, failed_at=NOW + 181)
+    status = seen.job.status.replaced(history=(entry,))
+    restarting = replace(seen, now=NOW + 182, agents=joining, job=replace(seen.job, status=status))
+    during = planned(restarting).status
+    assert not is_true(during, ConditionType.RUNNING)
+    assert healthy(during) == ("False", "CheckpointOverdue")
+    seen = replace(seen, job=replace(seen.job, status=during))
+    after = planned(later(seen, 190, step=25)).status
+    assert is_true(after, ConditionType.RUNNING)
+    assert healthy(after) == ("False", "CheckpointOverdue")
+    seen = replace(seen, job=replace(seen.job, status=after))
+    assert healthy(planned(later(seen, 200, step=30, durable_step=30)).status) == ("True", "Committed")
+
+
+def test_storage_that_refused_is_unhealthy_until_a_commit_also_when_training_goes_on() -> None:
+    seen = saving(every_seconds=60)
+    text = "/data: Permission denied"
+    entry = interruption(
+        Rung.IN_PLACE, ago=0, took=None, failed_at=NOW + 1, cause=Cause.STORAGE, message=text, step_before=1000
+    )
+    status = planned(replace(seen, job=replace(seen.job, status=seen.job.status.replaced(history=(entry,))))).status
+    assert healthy(status) == ("False", "StorageUnavailable")
+    status = status.replaced(history=(entry.replaced(recovered_seconds=3.0),))
+    seen = replace(seen, job=replace(seen.job, status=status))
+    again = planned(later(seen, 20, step=25)).status
+    assert healthy(again) == ("False", "StorageUnavailable")
+    seen = replace(seen, job=replace(seen.job, status=again))
+    overdue = planned(later(seen, 400, step=90)).status
+    assert healthy(overdue) == ("False", "CheckpointOverdue")
+    found = find_condition(overdue, ConditionType.CHECKPOINT_HEALTHY)
+    assert found is not None
+    assert "Permission denied" in found.message
+    assert "too slow" not in found.message
+
+
+def test_the_sentence_of_an_alarm_is_what_the_ranks_report() -> None:
+    error = "checkpoint storage /data: [Errno 28] No space left on device; training goes on, and saves as soon as"
+    result = planned(later(saving(every_seconds=60), 181, notice=error))
+    found = find_condition(result.status, ConditionType.CHECKPOINT_HEALTHY)
+    assert found is not None
+    assert "No space left on device" in found.message

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_builders import NOW, planned, pod, running, spec, training
+from plan_builders import NOW, interruption, planned, pod, running, spec, training
 from plan_cluster import FakeCluster
 
 from tests.testing.suite.trials import trials
@@ -20,7 +20,7 @@ from trainium_contract.status.internal import WINDOW, StepWindow
 from trainium_contract.status.interruptions import Interruption, Rung
 from trainium_contract.status.ledger import MAX_SIZES, OVERHEAD, STARTUP, SizeAccount
 from trainium_contract.status.public import MembershipStatus
-from trainium_contract.wire.messages import Progress, WorkerPhase
+from trainium_contract.wire.messages import Progress, StepTiming, WorkerPhase
 from trainium_operator.plan.model.observed import PodPhase
 from trainium_operator.plan.model.times import rfc3339
 from trainium_operator.plan.report.step_time import reference_seconds
@@ -108,6 +108,30 @@ def test_productive_and_lost_time_are_the_wall_time_whatever_happens(story: list
         assert after.wall_seconds >= before.wall_seconds
         assert after.counted_step <= cluster.best_step
         assert sum(each.steps for each in after.sizes) <= cluster.best_step
+
+
+def test_a_resize_is_charged_what_the_ranks_measured_however_late_the_operator_could_write() -> None:
+    """Decided 40 s ago; the API server stood still, so the ranks trained on, stopped for 5 s, and trained again."""
+    entry = interruption(
+        Rung.RESIZE, ago=0, took=None, failed_at=NOW - 40, cause=Cause.RESIZE, detected_seconds=0.0, step_before=100
+    )
+    # 17 more steps of a second, then 5 s until the first new step, and 18 s in which nobody could write that down.
+    progress = Progress(step=136, resume_step=117, updated=NOW, started=NOW - 20, loaded=NOW - 19)
+    seen = steady(136, history=(entry,), membership=MembershipStatus(generation=2, size=4))
+    timing = StepTiming(steps=20, step_seconds=1.0, own_seconds=1.0)
+    changes = {"generation": 2, "progress": progress, "timing": timing}
+    agents = {
+        uid: replace(each, heartbeat=each.heartbeat.model_copy(update=changes))
+        for uid, each in seen.agents.items()
+        if each.heartbeat is not None
+    }
+    assert seen.membership is not None
+    moved = seen.membership.model_copy(update={"generation": 2})
+    status = after(replace(seen, agents=agents, membership=moved, published=2))
+    closed = status.history[-1]
+    assert closed.recovered_seconds == pytest.approx(5.0)
+    assert status.goodput.lost_seconds[Cause.RESIZE.value] <= 5.0
+    assert closed.steps_lost == 0
 
 
 def test_an_undisturbed_run_loses_only_its_start() -> None:
@@ -278,7 +302,7 @@ def test_the_stages_follow_what_the_agents_report() -> None:
         decided_at=NOW - 15,
         step_before=100,
     )
-    progress = Progress(step=104, resume_step=98, updated=NOW - 1, started=NOW - 12, loaded=NOW - 9)
+    progress = Progress(step=101, resume_step=98, updated=NOW - 1, started=NOW - 12, loaded=NOW - 9)
     seen = steady(104, history=(entry,), membership=MembershipStatus(generation=2, size=4))
     agents = {
         uid: replace(each, heartbeat=each.heartbeat.model_copy(update={"generation": 2, "progress": progress}))

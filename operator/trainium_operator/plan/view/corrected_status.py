@@ -1,0 +1,137 @@
+"""Policy: correct what the operator knows better than the status before any other policy reads it.
+
+An operator whose clock was ahead, another manager or a person may have written it. A time in the future counts as now:
+else a deadline would wait, and a back-off and a throttle hold, until the clock has caught up, which may be hours. The
+membership is the recorded one, unless a newer one was decided on.
+
+Guarantees:
+- A corrected status is written at once, whatever else is throttled.
+- The status that this operator wrote last needs no correction.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from trainium_contract.status.public import MembershipStatus
+from trainium_contract.status.start_failures import StartFailuresStatus
+from trainium_operator.plan.model.conditions import is_terminal
+from trainium_operator.plan.model.times import parse_rfc3339, rfc3339
+
+if TYPE_CHECKING:
+    from trainium_contract.job import TrainingJobStatus
+    from trainium_contract.status.interruptions import Interruption
+    from trainium_contract.status.public import PublicStatus
+    from trainium_contract.wire.messages import Membership
+    from trainium_operator.plan.model.observed import Observed
+    from trainium_operator.plan.view.size import SizeDecision
+
+_TOLERANCE_SECONDS = 2.0
+_LONGEST_PAUSE_SECONDS = 900.0
+"""No policy puts off longer than this what it tries again: a later time was not written by this clock."""
+
+
+def correct_status(observed: Observed, size: SizeDecision) -> Observed:
+    """Return the observation with a corrected status."""
+    job = observed.job
+    status = _with_recorded_membership(_present(job.status, observed.now), observed, size)
+    return observed if status is job.status else replace(observed, job=replace(job, status=status))
+
+
+def _with_recorded_membership(status: TrainingJobStatus, observed: Observed, size: SizeDecision) -> TrainingJobStatus:
+    recorded, known = observed.membership, status.membership
+    if recorded is None or is_terminal(status):
+        return status
+    newer = known.generation > recorded.generation
+    if (newer or known.size == 0) and not _members_remain(observed, recorded):
+        return status
+    if newer and not _is_nobodys_decision(status, observed, recorded):
+        return status
+    attempt, count = 0, len(recorded.members)
+    if known.generation == recorded.generation:
+        attempts = _attempts(observed, recorded)
+        attempt = min(known.attempt, max(attempts)) if len(attempts) == count else known.attempt
+    if (known.generation, known.attempt, known.size) == (recorded.generation, attempt, count):
+        return status
+    parallel = size.data_parallel(count)
+    return status.replaced(
+        membership=MembershipStatus(generation=recorded.generation, attempt=attempt, size=count, data_parallel=parallel)
+    )
+
+
+def _members_remain(observed: Observed, recorded: Membership) -> bool:
+    """Return whether every member still has its pod: the plan that gives a generation up deletes all of them."""
+    present = {pod.uid for pod in observed.pods if not pod.deleting}
+    return all(member.pod_uid in present for member in recorded.members)
+
+
+def _is_nobodys_decision(status: PublicStatus, observed: Observed, recorded: Membership) -> bool:
+    """Return whether no operator decided on the newer generation that the status names, and no agent is in it.
+
+    A decision is in the history, dated, in the same write as the number.
+    """
+    if any(
+        entry.generation == recorded.generation and entry.decided_at is not None and entry.recovered_seconds is None
+        for entry in status.history
+    ):
+        return False
+    seen = (agent.heartbeat.generation for agent in observed.agents.values() if agent.heartbeat is not None)
+    return max((observed.published, *seen)) <= recorded.generation
+
+
+def _attempts(observed: Observed, recorded: Membership) -> list[int]:
+    """Return the attempts that members of the recorded generation report."""
+    agents = (observed.agents.get(member.pod_uid) for member in recorded.members)
+    beats = (agent.heartbeat for agent in agents if agent is not None)
+    return [beat.attempt for beat in beats if beat is not None and beat.generation == recorded.generation]
+
+
+def _present(status: TrainingJobStatus, now: float) -> TrainingJobStatus:
+    """The status with such times replaced; the same object when there are none."""
+    present = status
+    if _late(status.waiting_since, now):
+        present = present.replaced(waiting_since=now)
+    if _late(status.leaving_since, now):
+        present = present.replaced(leaving_since=now)
+    if _late(status.activity.since, now):
+        present = present.replaced(activity=status.activity.replaced(since=now))
+    if any(_late(record.at, now) for record in status.failures):
+        failures = (record.replaced(at=now) if _late(record.at, now) else record for record in status.failures)
+        present = present.replaced(failures=tuple(failures))
+    if any(_late(entry.failed_at, now) or _late(entry.decided_at, now) for entry in status.history):
+        present = present.replaced(history=tuple(_present_entry(entry, now) for entry in status.history))
+    if _late(status.goodput.accounted_until, now):
+        present = present.replaced(goodput=status.goodput.replaced(accounted_until=now))
+    if _late(parse_rfc3339(status.progress.updated), now):
+        present = present.replaced(progress=status.progress.replaced(updated=rfc3339(now)))
+    return _with_present_pauses(present, now)
+
+
+def _with_present_pauses(status: TrainingJobStatus, now: float) -> TrainingJobStatus:
+    """What waits in turns: since when, and until when it is not asked for again."""
+    gang, idle = status.gang, status.idle_nodes
+    if _late(gang.holding_since, now):
+        gang = gang.replaced(holding_since=now)
+    if _late(gang.retry_at, now + _LONGEST_PAUSE_SECONDS):
+        gang = gang.replaced(retry_at=now)
+    if _late(idle.asked_at, now):
+        idle = idle.replaced(asked_at=now)
+    if _late(idle.retry_at, now + _LONGEST_PAUSE_SECONDS):
+        idle = idle.replaced(retry_at=now)
+    same = gang is status.gang and idle is status.idle_nodes
+    status = status if same else status.replaced(gang=gang, idle_nodes=idle)
+    if _late(status.start_failures.at, now):
+        # A pause that is counted from now in each plan would never end.
+        status = status.replaced(start_failures=StartFailuresStatus(next_ordinal=status.start_failures.next_ordinal))
+    return status
+
+
+def _present_entry(entry: Interruption, now: float) -> Interruption:
+    if _late(entry.failed_at, now):
+        entry = entry.replaced(failed_at=now)
+    return entry.replaced(decided_at=now) if _late(entry.decided_at, now) else entry
+
+
+def _late(at: float | None, now: float) -> bool:
+    return at is not None and at > now + _TOLERANCE_SECONDS

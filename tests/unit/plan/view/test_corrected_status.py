@@ -1,0 +1,146 @@
+"""A status that somebody else wrote is corrected before a policy reads it: times of the future, and the membership."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from plan_builders import NOW, created, interruption, job, observed, planned, published, running, without
+
+from trainium_contract.faults.causes import Cause
+from trainium_contract.job import GoodputStatus, IdleNodesStatus, TrainingJobStatus
+from trainium_contract.status.internal import FailureRecord, GangStatus
+from trainium_contract.status.interruptions import Rung
+from trainium_contract.status.public import MembershipStatus, ProgressStatus
+from trainium_contract.status.start_failures import StartFailuresStatus
+from trainium_operator.plan.membership import idle_nodes
+from trainium_operator.plan.model.times import rfc3339
+from trainium_operator.plan.pods import gang_policy
+from trainium_operator.plan.view.corrected_status import correct_status
+from trainium_operator.plan.view.size import decide_size
+
+if TYPE_CHECKING:
+    from trainium_operator.plan.model.observed import Observed
+
+
+def written(at: float) -> TrainingJobStatus:
+    """A status in which every time is this one."""
+    entry = interruption(Rung.REPLACE, ago=0.0, failed_at=at, decided_at=at)
+    return TrainingJobStatus(
+        waiting_since=at,
+        leaving_since=at,
+        failures=(FailureRecord(cause=Cause.CRASH, at=at), FailureRecord(cause=Cause.CRASH, at=NOW - 50)),
+        history=(interruption(Rung.GROW, ago=500), entry),
+        goodput=GoodputStatus(accounted_until=at),
+        progress=ProgressStatus(updated=rfc3339(at)),
+        idle_nodes=IdleNodesStatus(wanted=1, asked_at=at),
+        gang=GangStatus(holding_since=at),
+    )
+
+
+def corrected(seen: Observed) -> TrainingJobStatus:
+    return correct_status(seen, decide_size(seen.job.spec)).job.status
+
+
+def seen(status: TrainingJobStatus) -> TrainingJobStatus:
+    base = replace(running(4), membership=None)
+    return corrected(replace(base, job=replace(base.job, status=status)))
+
+
+@pytest.mark.parametrize("ahead", [3.0, 3600.0, 1e8])
+def test_every_time_of_the_future_counts_as_now(ahead: float) -> None:
+    assert seen(written(NOW + ahead)) == written(NOW)
+
+
+@pytest.mark.parametrize("ahead", [2.0, 0.0, -3600.0])
+def test_a_time_of_the_past_and_one_that_rounding_explains_stay_and_cost_nothing(ahead: float) -> None:
+    status = written(NOW + ahead)
+    assert seen(status) is status
+
+
+def test_of_an_interruption_the_time_that_is_late_alone_is_mended() -> None:
+    entry = interruption(Rung.REPLACE, ago=100, decided_at=NOW + 100)
+    mended = seen(TrainingJobStatus(history=(entry,))).history[0]
+    assert (mended.failed_at, mended.decided_at) == (entry.failed_at, NOW)
+
+
+def pausing(until: float) -> TrainingJobStatus:
+    return TrainingJobStatus(idle_nodes=IdleNodesStatus(retry_at=until), gang=GangStatus(given_back=9, retry_at=until))
+
+
+def test_a_pause_is_over_that_no_policy_would_have_begun() -> None:
+    for longest in (
+        idle_nodes._LONGEST_PAUSE_SECONDS,
+        max(gang_policy.pause_seconds(f"job-{at}", 40) for at in range(500)),
+    ):
+        status = pausing(NOW + longest)
+        assert seen(status) is status
+    assert seen(pausing(NOW + 3600)) == pausing(NOW)
+
+
+def test_a_job_whose_nodes_were_given_back_by_a_clock_that_was_ahead_gets_its_pods() -> None:
+    waits = observed(job(status=pausing(NOW + 60)))
+    assert created(planned(waits)) == []
+    ahead = observed(job(status=pausing(NOW + 3600)))
+    assert len(created(planned(ahead))) == 4
+
+
+def test_a_job_whose_pods_were_refused_by_a_clock_that_was_ahead_gets_its_pods() -> None:
+    def refused(at: float) -> TrainingJobStatus:
+        return TrainingJobStatus(
+            observed_generation=job().generation, start_failures=StartFailuresStatus(rounds=9, at=at)
+        )
+
+    assert created(planned(observed(job(status=refused(NOW - 1))))) == []
+    assert len(created(planned(observed(job(status=refused(NOW + 3600)))))) == 4
+
+
+RECORDED = MembershipStatus(generation=1, attempt=0, size=4, data_parallel=4)
+
+
+def with_membership(membership: MembershipStatus, *missing: int, **status: Any) -> Observed:
+    base = without(running(4), *missing)
+    return replace(base, job=replace(base.job, status=base.job.status.replaced(membership=membership, **status)))
+
+
+@pytest.mark.parametrize(
+    "edited",
+    [
+        MembershipStatus(generation=1, size=1, data_parallel=1),
+        MembershipStatus(generation=77, size=1),
+        MembershipStatus(generation=2, size=4),
+        MembershipStatus(generation=0, size=4),
+        MembershipStatus(generation=1, attempt=50, size=4),
+        MembershipStatus(generation=1, size=0),
+        MembershipStatus(),
+    ],
+    ids=lambda each: f"generation {each.generation} of {each.size}, attempt {each.attempt}",
+)
+def test_a_membership_that_nobody_decided_on_is_replaced_by_the_recorded_one_at_once(edited: MembershipStatus) -> None:
+    changed = with_membership(edited)
+    assert corrected(changed) == changed.job.status.replaced(membership=RECORDED)
+    result = planned(changed)
+    assert (result.status.membership.generation, result.status.membership.size) == (1, 4)
+    assert published(result) is None, "training goes on in the generation in force"
+
+
+def test_a_decision_that_was_never_recorded_and_a_generation_that_was_given_up_are_kept() -> None:
+    decided = interruption(Rung.REPLACE, ago=5, took=None, decided_at=NOW - 4)
+    next_one = MembershipStatus(generation=2, size=4, data_parallel=4)
+    waiting = with_membership(next_one, history=(decided,))
+    assert corrected(waiting) is waiting.job.status
+    resumed = with_membership(next_one, 0, 1, 2, 3)
+    assert corrected(resumed) is resumed.job.status, "the first generation after a suspension is in no history"
+    given_up = with_membership(MembershipStatus(generation=1, size=0), 2)
+    assert corrected(given_up) is given_up.job.status
+
+
+def test_a_step_and_a_checkpoint_that_the_run_has_not_reached_are_written_again_at_once() -> None:
+    seen = running(2)
+    seen = replace(seen, job=replace(seen.job, status=planned(seen).status))
+    progress = seen.job.status.progress.replaced(step=10**6, updated=rfc3339(NOW))
+    checkpoint = seen.job.status.checkpoint.replaced(durable_step=10**6)
+    edited = seen.job.status.replaced(progress=progress, checkpoint=checkpoint)
+    status = planned(replace(seen, job=replace(seen.job, status=edited))).status
+    assert (status.progress.step, status.checkpoint.durable_step) == (20, 10)
