@@ -18,6 +18,8 @@ LABEL_EXTRA = f"{GROUP}/extra"
 ANNOTATION_TEMPLATE_HASH = f"{GROUP}/template-hash"
 ANNOTATION_AVOIDED_NODES = f"{GROUP}/avoided-nodes"
 """Host names of the nodes that the pod's affinity forbids, separated by commas."""
+ANNOTATION_IMAGE = f"{GROUP}/image"
+"""Image that the operator asked for: an admission policy may have rewritten that of the container."""
 FIELD_MANAGER = "trainium-operator"
 
 TOKEN_AUDIENCE = f"{GROUP}/coordinator"

@@ -16,13 +16,20 @@ from pydantic import ValidationError
 
 from trainium_contract.spec.managed_by import MAX_MANAGER, is_managed_here
 from trainium_contract.wire.log_line import LINE_BYTES, readable
-from trainium_contract.wire.worker_env import ANNOTATION_AVOIDED_NODES, ANNOTATION_TEMPLATE_HASH, LABEL_EXTRA, LABEL_JOB
+from trainium_contract.wire.worker_env import (
+    ANNOTATION_IMAGE,
+    ANNOTATION_AVOIDED_NODES,
+    ANNOTATION_TEMPLATE_HASH,
+    LABEL_EXTRA,
+    LABEL_JOB,
+)
 from trainium_operator.cluster.cache.device_views import claim_template_of, device_health_of
 from trainium_operator.cluster.cache.lenient import readable_spec, readable_status
 from trainium_operator.cluster.cache.membership_record import membership_record
 from trainium_operator.cluster.cache.parts import items_of, mapping_of, name_of, text_of, whole_of
 from trainium_operator.plan.faults.node_signals import bad_status
 from trainium_operator.plan.manifests.gang_groups import ANNOTATION_GROUP
+from trainium_operator.plan.manifests.requests import WORKER_CONTAINER
 from trainium_operator.plan.manifests.workloads import LABEL_POD_SET
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.job_id import JobId
@@ -133,9 +140,10 @@ def pod_view(raw: Json) -> PodView:
     conditions = {text_of(each.get("type")): each for each in _items(status.get("conditions"), "condition")}
     scheduled, disruption = conditions.get("PodScheduled", {}), conditions.get("DisruptionTarget", {})
     unschedulable = scheduled.get("status") == "False" and scheduled.get("reason") == "Unschedulable"
-    containers = _items(spec.get("containers"), "container")
-    terminated, waiting = _worker_states(containers, status)
-    reason, message = _most_telling(status, terminated, waiting)
+    worker = _state_of_worker(status)
+    terminated = mapping_of(worker.get("terminated"))
+    init = InitState() if worker.get("running") or terminated else _init_state(spec, status)
+    reason, message = _most_telling(status, scheduled, worker, init)
     phase, node = text_of(status.get("phase")), name_of(spec.get("nodeName"))
     return PodView(
         name=metadata["name"],
@@ -157,7 +165,10 @@ def pod_view(raw: Json) -> PodView:
         finished=_seconds_or_none(terminated, "finishedAt"),
         template_hash=text_of(annotations.get(ANNOTATION_TEMPLATE_HASH)),
         avoided_nodes=frozenset(filter(None, text_of(annotations.get(ANNOTATION_AVOIDED_NODES)).split(","))),
-        image=intern(text_of(containers[0].get("image"))) if containers else "",
+        image=intern(text_of(annotations.get(ANNOTATION_IMAGE))),
+        init_container=init.name,
+        init_since=init.since,
+        init_exit_code=init.exit_code,
         gang=text_of(annotations.get(ANNOTATION_GROUP)),
         pod_set=text_of(labels.get(LABEL_POD_SET)),
         extra=LABEL_EXTRA in labels,
@@ -256,27 +267,55 @@ def seconds(timestamp: Any) -> float | None:
     return datetime.fromisoformat(timestamp).timestamp() if timestamp else None
 
 
-def _worker_states(containers: list[Json], status: Json) -> tuple[Json, Json]:
-    """Terminated and waiting state of the worker container, the first of the spec; empty when not in that state."""
-    first = text_of(containers[0].get("name")) if containers else ""
+def _state_of_worker(status: Json) -> Json:
+    """Return the state of the worker container, wherever admission put it; empty when it has none."""
     statuses = _items(status.get("containerStatuses"), "container status")
-    state = next((mapping_of(each.get("state")) for each in statuses if each.get("name") == first), {})
-    return mapping_of(state.get("terminated")), mapping_of(state.get("waiting"))
+    return next((mapping_of(each.get("state")) for each in statuses if each.get("name") == WORKER_CONTAINER), {})
 
 
-def _most_telling(status: Json, terminated: Json, waiting: Json) -> tuple[str, str]:
-    """Reason and message; init containers count while they are what holds the pod up or ended it."""
+@dataclass(frozen=True, slots=True)
+class InitState:
+    """The init container that holds the worker back: it runs, waits or has failed."""
+
+    name: str = ""
+    since: float | None = None
+    exit_code: int | None = None
+    reason: str = ""
+    message: str = ""
+
+
+def _init_state(spec: Json, status: Json) -> InitState:
+    """Return the first init container that holds the worker back. A sidecar (restartPolicy Always) fails no pod."""
+    sidecars = {
+        text_of(each.get("name"))
+        for each in _items(spec.get("initContainers"), "container")
+        if each.get("restartPolicy") == "Always"
+    }
+    for container in _items(status.get("initContainerStatuses"), "container status"):
+        state, name = mapping_of(container.get("state")), text_of(container.get("name"))[:LONGEST_REASON]
+        ended, held = mapping_of(state.get("terminated")), mapping_of(state.get("waiting"))
+        running = state.get("running")
+        code = whole_of(ended.get("exitCode"))
+        if name not in sidecars and code not in (None, 0):
+            message = f"init container {name} ended with exit code {code}: {text_of(ended.get('message'))}"
+            reason = text_of(ended.get("reason")) or "Error"
+            return InitState(name, exit_code=code, reason=reason, message=message.removesuffix(": "))
+        if (reason := text_of(held.get("reason"))) not in ("", "PodInitializing"):
+            return InitState(name, reason=reason, message=f"init container {name}: {text_of(held.get('message'))}")
+        if running is not None and (name not in sidecars or container.get("started") is not True):
+            return InitState(name, since=_seconds_or_none(mapping_of(running), "startedAt"))
+    return InitState()
+
+
+def _most_telling(status: Json, scheduled: Json, worker: Json, init: InitState) -> tuple[str, str]:
+    """Return reason and message of the pod, of the worker, or of what holds the worker back."""
     if reason := text_of(status.get("reason")):
         return reason, text_of(status.get("message"))
-    for container in _items(status.get("initContainerStatuses"), "container status"):
-        state, name = mapping_of(container.get("state")), text_of(container.get("name"))
-        ended = mapping_of(state.get("terminated"))
-        if ended.get("exitCode", 0) != 0:
-            return text_of(ended.get("reason")) or "Error", f"init container {name}: {text_of(ended.get('message'))}"
-        held = mapping_of(state.get("waiting"))
-        if (reason := text_of(held.get("reason"))) not in ("", "PodInitializing"):
-            return reason, f"init container {name}: {text_of(held.get('message'))}"
-    for state in (terminated, waiting):
+    if init.reason:
+        return init.reason, init.message
+    for state in (mapping_of(worker.get("terminated")), mapping_of(worker.get("waiting"))):
         if reason := text_of(state.get("reason")):
             return reason, text_of(state.get("message"))
+    if scheduled.get("status") == "False" and scheduled.get("reason") == "SchedulingGated":
+        return "SchedulingGated", text_of(scheduled.get("message"))
     return "", ""

@@ -103,16 +103,24 @@ def pod_template(job: JobView, settings: PlanSettings, *, asks: bool = True) -> 
         },
         "spec": _pod_spec(job, settings),
     }
-    ours = merge_template(ours, _named(dict(settings.worker_template)))
-    merged = merge_template(ours, _named(job.spec.workers.template))
+    ours = merge_template(ours, named_worker(dict(settings.worker_template)))
+    merged = merge_template(ours, named_worker(job.spec.workers.template))
     metadata, spec = merged.get("metadata") or {}, merged.get("spec") or {}
     plain = _body(job, metadata, spec)
     revision = f"{TEMPLATE_REVISION}-" if TEMPLATE_REVISION else ""
     # What the operator works out by itself is no part of the digest: no pod is outdated for it, in any version's eyes.
     digest = revision + content_hash(plain)
     body = _body(job, metadata, with_worker_needs(spec, job.spec)) if asks else plain
+    if "initContainers" in body["spec"]:
+        body["spec"] = {**body["spec"], "initContainers": [*map(_with_log_as_message, body["spec"]["initContainers"])]}
     body["metadata"]["annotations"][env.ANNOTATION_TEMPLATE_HASH] = digest
+    body["metadata"]["annotations"][env.ANNOTATION_IMAGE] = job.spec.image or settings.image
     return body
+
+
+def _with_log_as_message(container: Json) -> Json:
+    """Return the container with the end of its log as the message of its failure: its pod is deleted, and its log."""
+    return {"terminationMessagePolicy": "FallbackToLogsOnError", **container}
 
 
 def _body(job: JobView, metadata: Json, spec: Json) -> Json:
@@ -150,10 +158,12 @@ def _revision(digest: str) -> str:
     return digest.partition("-")[0] if "-" in digest else ""
 
 
-def _named(template: Json) -> Json:
-    """The template with its only container, if it has no name, taken for the worker's."""
+def named_worker(template: Json) -> Json:
+    """Return the template with its only container, if it has no name, named as the worker's."""
     containers = (template.get("spec") or {}).get("containers")
-    if not isinstance(containers, list) or len(containers) != 1 or "name" in containers[0]:
+    if not isinstance(containers, list) or len(containers) != 1:
+        return template
+    if not isinstance(containers[0], dict) or "name" in containers[0]:
         return template
     return {**template, "spec": {**template["spec"], "containers": [{"name": WORKER_CONTAINER, **containers[0]}]}}
 

@@ -102,7 +102,13 @@ class PodView:
     avoided_nodes: frozenset[str] = frozenset()
     """Host names of the nodes that it may not be put on (`worker_env.ANNOTATION_AVOIDED_NODES`)."""
     image: str = ""
-    """Of the worker container."""
+    """Value of the annotation `worker_env.ANNOTATION_IMAGE`: what was asked for, whatever admission made of it."""
+    init_container: str = ""
+    """Init container that runs now, or that ended the pod."""
+    init_since: float | None = None
+    """When that one started, while it runs."""
+    init_exit_code: int | None = None
+    """Of the init container that ended the pod."""
     gang: str = ""
     """Value of the annotation `gang_groups.ANNOTATION_GROUP`: the group that it was made for."""
     pod_set: str = ""

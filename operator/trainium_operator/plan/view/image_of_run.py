@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from trainium_operator.plan.manifests.requests import WORKER_CONTAINER
+from trainium_operator.plan.manifests.worker_pod import named_worker
 from trainium_operator.plan.model.observed import PodPhase
 
 if TYPE_CHECKING:
@@ -29,7 +31,8 @@ def with_image_of_run(observed: Observed, settings: PlanSettings) -> PlanSetting
 
 
 def _names_image(spec: TrainingJobSpec) -> bool:
-    """Whether the job says which image, in the field for it or in its template."""
-    containers = (spec.workers.template.get("spec") or {}).get("containers")
+    """Whether the job names the worker's image, in the field for it or in its template."""
+    containers = (named_worker(spec.workers.template).get("spec") or {}).get("containers")
     listed = containers if isinstance(containers, list) else []
-    return bool(spec.image) or any(isinstance(each, dict) and each.get("image") for each in listed)
+    worker = (each for each in listed if isinstance(each, dict) and each.get("name") == WORKER_CONTAINER)
+    return bool(spec.image) or any(each.get("image") for each in worker)

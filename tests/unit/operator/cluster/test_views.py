@@ -15,7 +15,12 @@ from hypothesis import strategies as st
 from tests.testing.fuzz.promises import is_of_its_type
 from trainium_contract.faults.causes import Cause
 from trainium_contract.wire.messages import LATEST_GENERATION, Member, Membership, Transition
-from trainium_contract.wire.worker_env import ANNOTATION_AVOIDED_NODES, ANNOTATION_TEMPLATE_HASH, LABEL_JOB
+from trainium_contract.wire.worker_env import (
+    ANNOTATION_IMAGE,
+    ANNOTATION_AVOIDED_NODES,
+    ANNOTATION_TEMPLATE_HASH,
+    LABEL_JOB,
+)
 from trainium_operator.cluster.cache.membership_record import LARGEST_TEXT, membership_of
 from trainium_operator.cluster.cache.views import (
     LONGEST_REASON_OF_A_POD,
@@ -93,13 +98,75 @@ def test_the_worker_is_found_by_name_whatever_the_order_of_statuses() -> None:
         (
             {"initContainerStatuses": [ended("prepare", message="no disk")], "containerStatuses": []},
             "Error",
-            "init container prepare: no disk",
+            "init container prepare ended with exit code 1: no disk",
         ),
     ],
 )
 def test_the_most_telling_reason(status: dict[str, Any], reason: str, message: str) -> None:
     view = pod_view(pod(status))
     assert (view.reason, view.message) == (reason, message)
+
+
+def state(name: str, **found: Any) -> dict[str, Any]:
+    return {"name": name, "state": found}
+
+
+PROXY = state("mesh-proxy", running={"startedAt": CREATED})
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_container_that_admission_adds_is_never_taken_for_the_worker(first: bool) -> None:
+    killed = ended(exitCode=137, reason="OOMKilled", finishedAt=CREATED)
+    raw = pod({"phase": "Running", "containerStatuses": [PROXY, killed] if first else [killed, PROXY]})
+    ours, others = (
+        {"name": "worker", "image": "mirror/trainer@sha256:0"},
+        {"name": "mesh-proxy", "image": "mesh/proxy:1"},
+    )
+    raw["spec"]["containers"] = [others, ours] if first else [ours, others]
+    raw["metadata"]["annotations"] = {ANNOTATION_IMAGE: "trainer:1"}
+    view = pod_view(raw)
+    assert (view.exit_code, view.reason, view.image) == (137, "OOMKilled", "trainer:1")
+
+
+SIDECAR = {"initContainers": [{"name": "mesh", "restartPolicy": "Always"}, {"name": "fetch"}]}
+RUNS = state("worker", running={"startedAt": CREATED})
+WAITS = state("worker", waiting={"reason": "PodInitializing"})
+
+
+@pytest.mark.parametrize(
+    ("inits", "worker", "reason", "held_by", "code"),
+    [
+        pytest.param([ended("mesh", exitCode=137)], ended(reason="OOMKilled"), "OOMKilled", "", None, id="both ended"),
+        pytest.param([ended("mesh", exitCode=2)], RUNS, "", "", None, id="a sidecar ended, the worker runs"),
+        pytest.param([ended("mesh", exitCode=2)], WAITS, "PodInitializing", "", None, id="a sidecar ends first"),
+        pytest.param(
+            [state("mesh", waiting={"reason": "CrashLoopBackOff"})], WAITS, "CrashLoopBackOff", "mesh", None, id="loops"
+        ),
+        pytest.param([ended("fetch", exitCode=7)], WAITS, "Error", "fetch", 7, id="an init container failed"),
+        pytest.param(
+            [{**state("mesh", running={}), "started": True}, state("fetch", running={"startedAt": CREATED})],
+            WAITS,
+            "PodInitializing",
+            "fetch",
+            None,
+            id="an init container hangs",
+        ),
+        pytest.param([state("mesh", running={})], WAITS, "PodInitializing", "mesh", None, id="a sidecar is not ready"),
+    ],
+)
+def test_a_sidecar_never_hides_the_worker_and_an_init_container_is_named_while_it_holds_it_back(
+    inits: list[Any], worker: Any, reason: str, held_by: str, code: int | None
+) -> None:
+    raw = pod({"phase": "Pending", "initContainerStatuses": inits, "containerStatuses": [PROXY, worker]})
+    raw["spec"] |= SIDECAR
+    view = pod_view(raw)
+    assert (view.reason, view.init_container, view.init_exit_code) == (reason, held_by, code)
+
+
+def test_a_pod_whose_scheduling_is_gated_says_so() -> None:
+    gated = {"type": "PodScheduled", "status": "False", "reason": "SchedulingGated", "message": "blocked"}
+    view = pod_view(pod({"phase": "Pending", "conditions": [gated]}))
+    assert (view.reason, view.message, view.unschedulable_message) == ("SchedulingGated", "blocked", "")
 
 
 def test_disruption_deletion_and_lack_of_room_are_seen() -> None:

