@@ -47,6 +47,7 @@ from trainium_operator.cluster.fleet.fleet_reconciler import FleetMeter, FleetRe
 from trainium_operator.cluster.lease import LeaseElector, LeaseTimes
 from trainium_operator.cluster.queue.observe import Caches, Observer, enqueue_on_change
 from trainium_operator.cluster.queue.pace import Pace
+from trainium_operator.cluster.queue.pod_warnings import PodWarnings
 from trainium_operator.cluster.queue.waiting_gangs import WaitingGangs
 from trainium_operator.cluster.queue.work_queue import WorkQueue
 from trainium_operator.cluster.reconciler import Reconciler
@@ -196,12 +197,13 @@ class Runtime:
             owners=lambda: self.release.owners_of(CONFIG_MAPS),
         )
         refusals, policies = Refusals(clock), PolicyWrites(clock)
+        warnings = PodWarnings(self.api, self.caches.pods, clock)
         observer = Observer(
             self.caches,
             self.state,
             ca_bundle=lambda: self.keeper.ca_bundle,
-            creations_from=refusals.until,
-            in_the_way=refusals.in_the_way,
+            refusals=refusals,
+            warnings=warnings,
             policy_refusal=policies.refusal,
             wall_clock=clock,
             fleet=self.fleet.current,
@@ -225,6 +227,7 @@ class Runtime:
             recorder=self.recorder,
             meter=FleetMeter(self.metrics, self.fleet),
             pace=self.pace,
+            warnings=warnings,
         )
         enqueue_on_change(self.caches, self.queue, self.pace)
         self.caches.namespaces.listen(self._enqueue_all_of)

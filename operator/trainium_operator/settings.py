@@ -180,6 +180,7 @@ class Settings:
                 self.https_port not in {self.metrics_port, self.coordinator_port} - {0} or not self.serves_readers,
                 "another port than --metrics-port and --coordinator-port",
             ),
+            ("--taint-nodes", self.taint_nodes, self.watch_nodes or not self.taint_nodes, "given with --watch-nodes"),
             ("--named-jobs", self.named_jobs, 0 <= self.named_jobs <= MOST_NAMED_JOBS, f"from 0 to {MOST_NAMED_JOBS}"),
             (
                 "--watch-namespaces",

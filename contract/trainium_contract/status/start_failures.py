@@ -9,6 +9,7 @@ from pydantic import Field
 from trainium_contract.base import StatusModel
 
 MAX_NODES = 32
+MAX_MESSAGE = 512
 
 
 class StartFailureNode(StatusModel):
@@ -35,5 +36,7 @@ class StartFailuresStatus(StatusModel):
     """Ordinal from which on pods were made after it, or after the last batch that lives."""
     batch: int = 0
     """Pods that are made at once since then: 4, and four times as many after each batch that lives; 0 for all."""
+    message: Annotated[str, Field(max_length=MAX_MESSAGE)] = ""
+    """How the newest ended."""
     nodes: Annotated[tuple[StartFailureNode, ...], Field(max_length=MAX_NODES)] = ()
     """Nodes that refused; new workers keep away from those that did so twice, a quarter of the job's size at most."""

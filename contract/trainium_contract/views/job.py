@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from trainium_contract.views.workers import WorkersView
 
 _MOST_CHANGES = 6
-_WAITING = {"Unschedulable", "WorkerNotStarting", "NameTaken"}
+_WAITING = {"Unschedulable", "WorkerNotStarting", "NameTaken", "CreationRefused"}
 STALE_SECONDS = 120.0
 """Nobody has written of a job that trains for so long: six times the longest interval of the operator."""
 

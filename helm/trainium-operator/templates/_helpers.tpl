@@ -90,6 +90,14 @@ authorization:
 {{- end }}
 {{- end }}
 
+{{- /* Values that contradict each other are refused before anything is installed; the operator checks them too. */}}
+{{- define "trainium-operator.taintNodes" -}}
+{{- if and .Values.quarantine.taintNodes (not .Values.watchNodes) }}
+{{- fail "quarantine.taintNodes needs watchNodes: the operator taints only nodes that it watches. Set watchNodes=true, or quarantine.taintNodes=false: then only the pods of TrainingJobs avoid bad nodes" }}
+{{- end -}}
+{{ .Values.quarantine.taintNodes }}
+{{- end }}
+
 {{- define "trainium-operator.coordinator" -}}
 {{ include "trainium-operator.fullname" . }}-coordinator
 {{- end }}

@@ -26,8 +26,6 @@ class Scope(StrEnum):
 
     READERS = "Readers"
     """Resources without a namespace, only where something is served to readers over HTTPS: a ClusterRole of its own."""
-    PAGES = "Pages"
-    """In every namespace whose jobs are served, only where `--ui` is on."""
     KUEUE = "Kueue"
     """In every namespace whose jobs are served, only where `--kueue` is on."""
     KUEUE_CLUSTER = "KueueCluster"
@@ -141,7 +139,9 @@ RIGHTS: tuple[Right, ...] = (
         Scope.DRA_CLUSTER,
     ),
     Right("events.k8s.io", "events", ("create", "patch"), "what happened to a job, with series"),
-    Right("", "events", ("list",), "events about a job, for its page", Scope.PAGES),
+    Right(
+        "", "events", ("list",), "why a pod that has a node does not start, and what happened to a job, for its page"
+    ),
     Right("", "nodes", ("get", "list", "watch"), "lost and unhealthy nodes", Scope.CLUSTER),
     Right(
         "",

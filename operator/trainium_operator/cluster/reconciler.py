@@ -14,7 +14,7 @@ import random
 from typing import TYPE_CHECKING, Protocol
 
 from trainium_operator.cluster.api.errors import ApiError, UnavailableError
-from trainium_operator.cluster.execute.events import Note, reference_to
+from trainium_operator.cluster.execute.events import Note, reference_to, write_failed
 from trainium_operator.cluster.queue.work_queue import ClosedError
 from trainium_operator.plan.model.reasons import Reason
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from trainium_operator.cluster.execute.executor import Executor
     from trainium_operator.cluster.queue.observe import Caches, Observer
     from trainium_operator.cluster.queue.pace import Pace
+    from trainium_operator.cluster.queue.pod_warnings import PodWarnings
     from trainium_operator.cluster.queue.work_queue import WorkQueue
     from trainium_operator.plan.model.actions import Plan
     from trainium_operator.plan.model.observed import JobView, Observed
@@ -69,6 +70,7 @@ class Reconciler:
         recorder: EventRecorder,
         meter: Meter,
         pace: Pace,
+        warnings: PodWarnings,
     ) -> None:
         self._queue = queue
         self._caches = caches
@@ -78,6 +80,7 @@ class Reconciler:
         self._recorder = recorder
         self._meter = meter
         self._pace = pace
+        self._warnings = warnings
         self._written: dict[Key, float] = {}
         """When this process last wrote a job's status, by the clock of plans."""
         self._started: dict[Key, float] = {}
@@ -157,6 +160,7 @@ class Reconciler:
             self._unreadable(key, record)
             return
         self._tell_unknown(key, record, record.view.unknown)
+        await self._warnings.refresh(record.view)
         loop = asyncio.get_running_loop()
         async with self._planning:
             began = loop.time()
@@ -174,8 +178,9 @@ class Reconciler:
         if not self._exists(key, record):
             return
         self._meter.planned(record.view, plan.status)
-        if plan.requeue_after is not None:
-            self._queue.put_after(key, max(0.01, plan.requeue_after))
+        pauses = (plan.requeue_after, self._warnings.next_in(record.view))
+        if (pause := min((each for each in pauses if each is not None), default=None)) is not None:
+            self._queue.put_after(key, max(0.01, pause))
 
     def _exists(self, key: Key, record: JobRecord) -> bool:
         """Whether the job was not deleted meanwhile: what is kept of it would never be forgotten."""
@@ -197,7 +202,7 @@ class Reconciler:
         record = self._caches.jobs.store.get(key)
         if record is None or delay < TELL_FROM_DELAY or isinstance(error, UnavailableError):
             return
-        self._tell(record, Reason.WRITE_FAILED, str(error))
+        self._recorder.record(write_failed(record, str(error)))
 
     def _unreadable(self, key: Key, record: JobRecord) -> None:
         sentence = f"this operator cannot read the job ({record.error}); apply it again with the installed CRD"

@@ -198,12 +198,10 @@ def test_others_rights_may_be_asked_about_only_where_readers_are_served_over_htt
     assert only(named, "ClusterRoleBinding", f"{NAME}-metrics-reader")["subjects"] == [{"kind": "User", "name": "ann"}]
 
 
-def test_pages_of_jobs_bring_a_right_a_service_and_its_name_in_the_certificate_and_no_right_to_metrics(
+def test_pages_of_jobs_bring_a_service_and_its_name_in_the_certificate_and_no_right_to_metrics(
     api: Api,
 ) -> None:
-    assert f"{NAME}-ui" not in [each["metadata"]["name"] for each in rendered(api)]
     documents = rendered(api, "ui.enabled=true,networkPolicy.create=true,networkPolicy.uiFrom[0].podSelector.a=b")
-    assert granted(only(documents, "ClusterRole", f"{NAME}-ui")) == used(Scope.PAGES)
     assert granted(only(documents, "ClusterRole", f"{NAME}-readers")) == used(Scope.READERS)
     assert f"{NAME}-metrics-reader" not in [each["metadata"]["name"] for each in documents]
     (container,) = only(documents, "Deployment", NAME)["spec"]["template"]["spec"]["containers"]
@@ -216,8 +214,7 @@ def test_pages_of_jobs_bring_a_right_a_service_and_its_name_in_the_certificate_a
     assert opened == [({"metrics"}, None), ({"https"}, [{"podSelector": {"a": "b"}}])]
 
     few = rendered(api, "ui.enabled=true,watchNamespaces={training},https.issuer.name=ca")
-    assert granted(only(few, "Role", f"{NAME}-jobs")) == used(*OF_JOBS, Scope.PAGES)
-    assert f"{NAME}-ui" not in [each["metadata"]["name"] for each in few if each["kind"] == "ClusterRole"]
+    assert granted(only(few, "Role", f"{NAME}-jobs")) == used(*OF_JOBS)
     assert f"{NAME}-ui.system.svc" in only(few, "Certificate", f"{NAME}-https")["spec"]["dnsNames"]
 
 
@@ -408,6 +405,7 @@ def test_the_definition_is_kept_and_can_be_left_out(api: Api) -> None:
         ("watchNamespaces={a,B}", "does not match pattern"),
         ("commonLabels.cost=a b", "does not match pattern"),
         ("lease.durationSeconds=2", "minimum: got 2, want 3"),
+        ("quarantine.taintNodes=true,watchNodes=false", "quarantine.taintNodes needs watchNodes"),
         ("lease.durationSeconds=12", "lease.renewDeadlineSeconds must be at most four fifths of lease.durationSeconds"),
         (
             "lease.retrySeconds=6",

@@ -56,6 +56,7 @@ def test_the_pod_tells_its_namespace_and_address() -> None:
         (["--lease-retry", "0"], "--lease-retry must be from 0.2 seconds to half"),
         (["--log-level", "loud"], "--log-level must be one of debug, info"),
         (["--workers", "many"], "invalid int value: 'many'"),
+        (["--taint-nodes=true", "--watch-nodes=false"], "--taint-nodes must be given with --watch-nodes"),
         (["--watch-namespaces", "ml,Research"], "--watch-namespaces must be at most 50 names of namespaces"),
         (["--watch-namespaces", ",".join(f"n{at}" for at in range(51))], "at most 50 names of namespaces"),
         (["--job-network-policy", "true"], "--operator-labels must be key=value, separated by commas, and given with"),

@@ -17,8 +17,8 @@ from pydantic import ValidationError
 from trainium_contract.spec.managed_by import MAX_MANAGER, is_managed_here
 from trainium_contract.wire.log_line import LINE_BYTES, readable
 from trainium_contract.wire.worker_env import (
-    ANNOTATION_IMAGE,
     ANNOTATION_AVOIDED_NODES,
+    ANNOTATION_IMAGE,
     ANNOTATION_TEMPLATE_HASH,
     LABEL_EXTRA,
     LABEL_JOB,

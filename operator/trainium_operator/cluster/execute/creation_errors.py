@@ -9,8 +9,10 @@ ordinals of pods.
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+
+from trainium_operator.cluster.api.resources import PODS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -27,6 +29,7 @@ PLACES = 32
 class _Pause:
     until: float
     seconds: float
+    sentence: str
 
 
 class Refusals:
@@ -41,6 +44,11 @@ class Refusals:
     def until(self, job_uid: str) -> float:
         """When something may be created for the job again; 0 when nothing was refused."""
         return max((pause.until for pause in self._pauses.get(job_uid, {}).values()), default=0.0)
+
+    def sentence(self, job_uid: str) -> str:
+        """Return why the API server refuses what the job needs, of pods first; empty when nothing was refused."""
+        places = self._pauses.get(job_uid, {})
+        return next((places[place].sentence for place in sorted(places, key=lambda place: place != PODS.kind)), "")
 
     def in_the_way(self, job_uid: str) -> Mapping[str, str]:
         """Objects of others that bear a name that the job needs: `Kind/name` -> a sentence."""
@@ -60,15 +68,15 @@ class Refusals:
         if known is not None and place in known:
             del known[place]
 
-    def refused(self, job_uid: str, place: str) -> float:
-        """A creation was refused; several of one moment count once. The length of the pause in seconds."""
+    def refused(self, job_uid: str, place: str, sentence: str) -> float:
+        """Record that a creation was refused; several of one moment count once. Return the pause in seconds."""
         places, now = self._pauses.setdefault(job_uid, {}), self._clock()
         known = places.pop(place, None)
         if known is None or now >= known.until:
             seconds = FIRST_SECONDS if known is None else min(LONGEST_SECONDS, 2.0 * known.seconds)
-            known = _Pause(now + seconds, seconds)
+            known = _Pause(now + seconds, seconds, "")
             self._pauses.move_to_end(job_uid)
-        places[place] = known
+        places[place] = replace(known, sentence=sentence)
         while len(places) > PLACES:
             del places[next(iter(places))]
         while len(self._pauses) > REMEMBERED:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import re
 from collections import OrderedDict
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -18,11 +19,13 @@ from typing import TYPE_CHECKING
 from trainium_operator.cluster.api.errors import AlreadyExistsError, ApiError, NotFoundError
 from trainium_operator.cluster.api.resources import EVENTS, JOBS
 from trainium_operator.plan.model.actions import EventKind, EventType
+from trainium_operator.plan.model.reasons import Reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from trainium_operator.cluster.api.client import Api, Json
+    from trainium_operator.cluster.cache.views import JobRecord
     from trainium_operator.plan.model.actions import EventIntent
     from trainium_operator.plan.model.observed import JobView
 
@@ -37,6 +40,7 @@ REFILL_SECONDS = 6.0
 QUEUED = 1_000
 REMEMBERED = 4_096
 LONGEST_NOTE = 1_023
+_NUMBER = re.compile(r"\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +54,13 @@ class Note:
     action: str = "Reconcile"
     warning: bool = False
     related: Mapping[str, str] | None = None
+    ignores_numbers: bool = False
+    """Texts that differ only in numbers, for instance in the ordinal of a pod, are one series."""
 
     def identity(self) -> tuple[str, str, str]:
-        """What makes two notes the same event."""
-        return self.regarding.get("uid", ""), self.reason, self.text
+        """Return what makes two notes the same event."""
+        text = _NUMBER.sub("0", self.text) if self.ignores_numbers else self.text
+        return self.regarding.get("uid", ""), self.reason, text
 
 
 def note_of(job: JobView, intent: EventIntent) -> Note:
@@ -70,6 +77,18 @@ def note_of(job: JobView, intent: EventIntent) -> Note:
         text=intent.note,
         warning=intent.type is EventType.WARNING,
         related=related,
+    )
+
+
+def write_failed(job: JobView | JobRecord, text: str) -> Note:
+    """Return the Event of a write that the API server refused."""
+    return Note(
+        job.namespace,
+        reference_to(job.namespace, job.name, job.uid),
+        Reason.WRITE_FAILED.value,
+        text,
+        warning=True,
+        ignores_numbers=True,
     )
 
 

@@ -12,6 +12,7 @@ not a thousand, and nobody waits for the slowest of a batch; deletions that come
 from __future__ import annotations
 
 import asyncio
+import re
 from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Protocol
@@ -40,7 +41,7 @@ from trainium_operator.cluster.cache.ownership import controlling_job
 from trainium_operator.cluster.execute.creation_errors import Refusals
 from trainium_operator.cluster.execute.deletion_limit import Destruction, HeldBackError
 from trainium_operator.cluster.execute.device_writes import drop_template
-from trainium_operator.cluster.execute.events import Note, note_of, reference_to
+from trainium_operator.cluster.execute.events import note_of, write_failed
 from trainium_operator.cluster.execute.membership_writes import MembershipWrites
 from trainium_operator.cluster.execute.merge_patch import exactly
 from trainium_operator.cluster.execute.policy_writes import PolicyWrites
@@ -61,7 +62,6 @@ from trainium_operator.plan.model.actions import (
     PublishMembership,
     TellQuota,
 )
-from trainium_operator.plan.model.reasons import Reason
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Sequence
@@ -81,6 +81,9 @@ TELL_FROM_PAUSE = 2.0
 """Pause in seconds from which on refused creations show as an event."""
 BESIDE_A_START = 8
 """Deletions at a time of what has ended: they come behind the new pods, and take their time to bind and start."""
+LONGEST_REFUSAL = 1024
+_FORBIDDEN = re.compile(r'^(?:[A-Z]+ \S+: HTTP \d+: )?(?:\w+ "[^"]*" is (?:forbidden|invalid): )?')
+"""Request and object, which come before the reason itself."""
 _APPLIED = (CONFIG_MAPS, DISRUPTION_BUDGETS, NETWORK_POLICIES, TEMPLATES)
 
 
@@ -165,7 +168,7 @@ class Executor:
                 await work
             except ApiError as error:
                 if _is_refusal(error):
-                    pauses.append(self._refusals.refused(job.uid, place))
+                    pauses.append(self._refusals.refused(job.uid, place, refusal_of(job, str(error))))
                 raise
             self._refusals.accepted(job.uid, place)
 
@@ -173,10 +176,7 @@ class Executor:
             await all_of(at(place, work) for place, work in works)
         except ApiError as error:
             if _is_refusal(error) and max(pauses) >= TELL_FROM_PAUSE:
-                regarding = reference_to(job.namespace, job.name, job.uid)
-                self._recorder.record(
-                    Note(job.namespace, regarding, Reason.WRITE_FAILED.value, text=str(error), warning=True)
-                )
+                self._recorder.record(write_failed(job, str(error)))
             raise
 
     async def _write_status(self, job: JobView, plan: Plan) -> None:
@@ -354,6 +354,12 @@ def _place(action: Action) -> str:
     """Where it writes: `Kind/name` of its object, else what it does."""
     manifest: Json | None = getattr(action, "manifest", None)
     return type(action).__name__ if manifest is None else f"{manifest['kind']}/{manifest['metadata']['name']}"
+
+
+def refusal_of(job: JobView, text: str) -> str:
+    """Return why the API server refused, without the names of single pods, so that each try gives the same sentence."""
+    text = _FORBIDDEN.sub("", text)
+    return re.sub(rf"\b{re.escape(job.name)}-w-\d+\b", f"{job.name}-w-N", text)[:LONGEST_REFUSAL]
 
 
 def _is_refusal(error: ApiError) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from trainium_operator.cluster.cache.reflector import Reflector
+from trainium_operator.cluster.execute.creation_errors import Refusals
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.node_labels import LABEL_INSTANCE_TYPE
 from trainium_operator.plan.model.observed import (
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from trainium_operator.cluster.cache.store import Entry, Key
     from trainium_operator.cluster.cache.views import ChildRecord, JobRecord
     from trainium_operator.cluster.queue.pace import Pace
+    from trainium_operator.cluster.queue.pod_warnings import PodWarnings
     from trainium_operator.cluster.queue.waiting_gangs import WaitingGangs
     from trainium_operator.cluster.queue.work_queue import WorkQueue
     from trainium_operator.plan.model.job_id import JobId
@@ -119,14 +121,14 @@ class Observer:
         *,
         ca_bundle: Callable[[], str],
         wall_clock: Callable[[], float],
-        creations_from: Callable[[str], float] = lambda _uid: 0.0,
-        in_the_way: Callable[[str], Mapping[str, str]] = lambda _uid: {},
+        refusals: Refusals | None = None,
+        warnings: PodWarnings | None = None,
         policy_refusal: Callable[[str], PolicyRefusal | None] = lambda _uid: None,
         fleet: Callable[[], FleetView] = FleetView,
         gangs: WaitingGangs | None = None,
     ) -> None:
-        self._creations_from = creations_from
-        self._in_the_way = in_the_way
+        self._refusals = refusals or Refusals(wall_clock)
+        self._warnings = warnings
         self._policy_refusal = policy_refusal
         self._caches = caches
         self._agents = agents
@@ -153,6 +155,8 @@ class Observer:
             for (_, name), record in lister.store.owned_by(job.id).items()
         }
         membership = caches.membership_of(job)
+        if self._warnings is not None:
+            pods = self._warnings.applied_to(job, pods)
         return Observed(
             job=job,
             pods=pods,
@@ -165,8 +169,9 @@ class Observer:
             # Agents whose pods were not known could not be heard either: their silence counts anew.
             coordinator_since=max(self._agents.since, caches.namespaces.open_since(job.namespace)),
             now=self._wall_clock(),
-            creations_from=self._creations_from(job.uid),
-            in_the_way=self._in_the_way(job.uid),
+            creations_from=self._refusals.until(job.uid),
+            creation_refusal=self._refusals.sentence(job.uid),
+            in_the_way=self._refusals.in_the_way(job.uid),
             policies_known=caches.network_policies is not None and caches.network_policies.answered,
             policy_refusal=self._policy_refusal(job.uid),
             fleet=self._fleet().seen_from(job.namespace),

@@ -106,6 +106,7 @@ def plan_fleet(observed: FleetObserved) -> FleetPlan:
     before = observed.memory or _first_memory(observed)
     memory = aged(before, observed.now)
     fleet = _SortedNodes(observed, memory)
+    memory = _with_present_names(observed, fleet, memory)
     frozen = _breaker(len(fleet.unusable()), fleet.size)
     memory = _take_faults(observed, fleet, memory, blame=not frozen)
     if not frozen:
@@ -198,6 +199,16 @@ def _breaker(bad: int, fleet: int) -> str:
         f"{bad} of {fleet} nodes are bad at once, more than {CAP:.0%}: no worker is moved away from a node and no node "
         "is put in quarantine until fewer are; workers that are lost for certain are replaced"
     )
+
+
+def _with_present_names(observed: FleetObserved, fleet: _SortedNodes, memory: Memory) -> Memory:
+    """Return the memory with the name of the node that each machine has now, where it came back under another one."""
+    renamed = {
+        machine: replace(entry, node=min(names))
+        for machine, entry in memory.machines.items()
+        if entry.node not in observed.nodes and (names := fleet.names_of(frozenset({machine})))
+    }
+    return replace(memory, machines={**memory.machines, **renamed}) if renamed else memory
 
 
 def _first_memory(observed: FleetObserved) -> Memory:

@@ -320,6 +320,8 @@ class Observed:
     now: float
     creations_from: float = 0.0
     """Nothing may be created before: the API server refused the last creation (Unix seconds)."""
+    creation_refusal: str = ""
+    """Why the API server refused the last creation; empty once it was accepted."""
     in_the_way: Mapping[str, str] = field(default_factory=dict)
     """Objects of others that bear a name that the job needs: `Kind/name` -> a sentence."""
     policies_known: bool = False

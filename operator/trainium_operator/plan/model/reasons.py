@@ -17,6 +17,7 @@ class Reason(StrEnum):
     # Workers
     ALL_READY = "AllReady"
     WAITING_FOR_WORKERS = "WaitingForWorkers"
+    CREATION_REFUSED = "CreationRefused"
     UNSCHEDULABLE = "Unschedulable"
     WORKER_NOT_STARTING = "WorkerNotStarting"
     WORKER_FAILED = "WorkerFailed"

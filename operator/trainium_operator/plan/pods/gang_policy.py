@@ -30,6 +30,7 @@ from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.model.times import rfc3339
 from trainium_operator.plan.pods.deletion import deletion
 from trainium_operator.plan.pods.device_claims import cannot_claim
+from trainium_operator.plan.view.facts import creation_refused
 from trainium_operator.plan.view.grant import Stand
 from trainium_operator.plan.view.quota_sizes import needed_workers
 
@@ -134,7 +135,7 @@ def _admission(facts: Facts, status: TrainingJobStatus) -> tuple[bool, Reason, s
         return True, Reason.ADMITTED, "the workers have their nodes"
     if facts.job.spec.suspend:
         return False, Reason.SUSPENDED, ""
-    if (missing := cannot_claim(facts)) is not None:
+    if (missing := creation_refused(facts) or cannot_claim(facts)) is not None:
         return False, *missing
     if gang.retry_at is not None and facts.now < gang.retry_at:
         return False, Reason.GANG_TIMED_OUT, _timed_out(facts, gang)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainium_contract.status.start_failures import MAX_NODES, StartFailureNode, StartFailuresStatus
+from trainium_contract.status.start_failures import MAX_MESSAGE, MAX_NODES, StartFailureNode, StartFailuresStatus
 from trainium_operator.plan.model.observed import PodPhase
 from trainium_operator.plan.pods.gang_policy import waits_as_gang
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from trainium_contract.job import TrainingJobStatus
     from trainium_contract.status.internal import InternalStatus
+    from trainium_operator.plan.model.observed import PodView
     from trainium_operator.plan.view.facts import Facts
     from trainium_operator.plan.view.workers import Worker
 
@@ -51,15 +52,23 @@ def note_refused(facts: Facts, memory: InternalStatus) -> StartFailuresStatus:
     old = known.at is not None and facts.now >= known.at + _FORGOTTEN_SECONDS
     rounds = 0 if heard or changed or old else max(0, known.rounds)
     nodes = () if changed else _counted(facts, known.nodes)
-    if any(worker.pod.ordinal >= since and _is_refused(worker) for worker in facts.outsiders):
+    refused = [worker.pod for worker in facts.outsiders if worker.pod.ordinal >= since and _is_refused(worker)]
+    if refused:
+        last = max(refused, key=lambda pod: pod.ordinal)
         return StartFailuresStatus(
-            rounds=rounds + 1, at=facts.now, next_ordinal=memory.next_pod_ordinal, batch=_FIRST_BATCH, nodes=nodes
+            rounds=rounds + 1,
+            at=facts.now,
+            next_ordinal=memory.next_pod_ordinal,
+            batch=_FIRST_BATCH,
+            message=_end_of(last)[:MAX_MESSAGE],
+            nodes=nodes,
         )
     batch, at = (0 if changed or old else max(0, known.batch)), known.at if rounds else None
     if batch and made and all(_lives(worker, facts.now) for worker in made):
         batch = 0 if batch >= _ALL else batch * _GROWTH
         since = memory.next_pod_ordinal
-    found = StartFailuresStatus(rounds=rounds, at=at, next_ordinal=since, batch=batch, nodes=nodes)
+    message = known.message if rounds or batch else ""
+    found = StartFailuresStatus(rounds=rounds, at=at, next_ordinal=since, batch=batch, message=message, nodes=nodes)
     told = known.rounds or known.batch or known.nodes
     return found if told else known
 
@@ -112,12 +121,19 @@ def _counted(facts: Facts, known: tuple[StartFailureNode, ...]) -> tuple[StartFa
     for worker in sorted(facts.outsiders, key=lambda worker: worker.pod.ordinal):
         pod = worker.pod
         before = nodes.get(pod.node)
-        if not pod.node or pod.exit_code is not None or not _is_refused(worker):
+        ran = pod.exit_code is not None or pod.init_exit_code is not None
+        if not pod.node or ran or not _is_refused(worker):
             continue
         if before is None or before.ordinal < pod.ordinal:
             times = 1 if before is None else min(before.times + 1, 1000)
             nodes[pod.node] = StartFailureNode(node=pod.node, times=times, at=facts.now, ordinal=pod.ordinal)
     return tuple(_newest(nodes.values()))
+
+
+def _end_of(pod: PodView) -> str:
+    place = f"{pod.name} on node {pod.node}" if pod.node else pod.name
+    code = "" if pod.exit_code is None else f" with exit code {pod.exit_code}"
+    return f"{place} ended{code} ({pod.reason or 'Error'}): {pod.message or 'no message'}"
 
 
 def _newest(nodes: Iterable[StartFailureNode]) -> list[StartFailureNode]:

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from trainium_contract.status.public import PublicStatus
     from trainium_operator.plan.diagnose.loss import Loss
     from trainium_operator.plan.model.actions import DeletePod, EventIntent
+    from trainium_operator.plan.model.observed import PodView
     from trainium_operator.plan.view.facts import Facts
     from trainium_operator.plan.view.workers import Worker
 
@@ -186,11 +187,15 @@ def _ended(facts: Facts, worker: Worker) -> _Failure:
         cause=found if budget_of(found) is None else Cause.POD_LOST,
         pod=pod.name,
         node=pod.node if died_by_itself(pod) else "",
-        note=(
-            f"Pod {pod.name} on node {pod.node} ended before it could join "
-            f"({found.value}, exit code {pod.exit_code}): {pod.message or pod.reason}"
-        ),
+        note=f"Pod {pod.name} on node {pod.node} ended before it could join{_how(pod, found)}",
     )
+
+
+def _how(pod: PodView, cause: Cause) -> str:
+    if pod.init_exit_code is not None:
+        return f": {pod.message}"
+    code = "" if pod.exit_code is None else f", exit code {pod.exit_code}"
+    return f" ({cause.value}{code}): {pod.message or pod.reason}"
 
 
 def _unfit(facts: Facts, worker: Worker) -> _Failure | None:

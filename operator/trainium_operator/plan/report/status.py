@@ -8,6 +8,7 @@ from trainium_contract.status.conditions import ConditionType, Phase
 from trainium_contract.status.interruptions import Interruption, Rung
 from trainium_contract.status.public import AlertStatus, CheckpointStatus, MembershipStatus, ProgressStatus
 from trainium_contract.wire.messages import AlertKind, Progress, WorkerPhase
+from trainium_operator.plan.manifests.worker_pod import PRECOMPILE_CONTAINER
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.answer import Answer
 from trainium_operator.plan.model.conditions import is_true, with_condition
@@ -22,7 +23,7 @@ from trainium_operator.plan.pods.refused_pods import made_from, refusing_nodes
 from trainium_operator.plan.report.checkpoint_health import judge_checkpoints
 from trainium_operator.plan.report.goodput import account
 from trainium_operator.plan.report.run_results import doing, note_results, total_steps
-from trainium_operator.plan.view.facts import beats_of
+from trainium_operator.plan.view.facts import beats_of, creation_refused
 from trainium_operator.plan.view.progress import is_settled
 
 if TYPE_CHECKING:
@@ -30,9 +31,12 @@ if TYPE_CHECKING:
     from trainium_contract.status.public import PublicStatus
     from trainium_contract.wire.messages import HeartbeatRequest, Member
     from trainium_operator.plan.model.conditions import AnyShown
+    from trainium_operator.plan.model.observed import PodView
     from trainium_operator.plan.view.facts import Facts
 
 _ALERTS = frozenset(AlertKind)
+SLOW_INIT_SECONDS = 120.0
+"""An init container of the user's that runs for longer is reported as what keeps the worker from starting."""
 
 
 def summarise(facts: Facts, status: TrainingJobStatus) -> Answer:
@@ -47,7 +51,14 @@ def summarise(facts: Facts, status: TrainingJobStatus) -> Answer:
     status = _recovering(facts, status)
     status = _resizing(facts, status)
     status, looks = judge_checkpoints(facts, status)
+    looks = (*looks, *_slow_inits_at(facts))
     return Answer(status=status.replaced(phase=_phase(facts, status)), looks=looks)
+
+
+def _slow_inits_at(facts: Facts) -> tuple[float, ...]:
+    """Return when init containers that run now have run for too long."""
+    starts = (worker.pod.init_since for worker in facts.workers.values())
+    return tuple(at + SLOW_INIT_SECONDS for at in starts if at is not None and at + SLOW_INIT_SECONDS > facts.now)
 
 
 def _hears_again(facts: Facts) -> bool:
@@ -155,6 +166,8 @@ def _missing(facts: Facts, status: TrainingJobStatus) -> tuple[Reason, str]:
     taken = [text for place, text in sorted(facts.observed.in_the_way.items()) if not place.startswith(f"{BUDGET}/")]
     if taken:
         return Reason.NAME_TAKEN, taken[0]
+    if (refused := creation_refused(facts)) is not None:
+        return refused
     if (unclaimed := cannot_claim(facts)) is not None:
         return unclaimed
     unschedulable = [worker.pod for worker in facts.workers.values() if worker.pod.unschedulable_message]
@@ -172,18 +185,47 @@ def _missing(facts: Facts, status: TrainingJobStatus) -> tuple[Reason, str]:
     troubled = [pod for pod in waiting if pod.reason not in STARTING_REASONS]
     if troubled:
         pod = troubled[-1]
-        return Reason.WORKER_NOT_STARTING, f"{pod.name} on node {pod.node}: {pod.reason} {pod.message}"
+        return Reason.WORKER_NOT_STARTING, f"{_place(pod)}: {pod.reason} {pod.message}"
     if (begins := made_from(status, facts.now)) > facts.now:
         return Reason.WORKER_NOT_STARTING, (
-            f"Pods ended before their agent was heard, {status.start_failures.rounds} times in a row (the events "
-            f"WorkerFailed say why); the next are made at {rfc3339(begins)}{_kept_away(facts, status)}"
+            f"Pods ended before their agent was heard, {status.start_failures.rounds} times in a row"
+            f"{_last_end(status)}; the next are created at {rfc3339(begins)}{_kept_away(facts, status)}"
         )
     if status.start_failures.batch > 0:
         return Reason.WORKER_NOT_STARTING, (
-            f"Pods ended before their agent was heard (the events WorkerFailed say why): the next are made "
-            f"{status.start_failures.batch} at a time until they live{_kept_away(facts, status)}"
+            f"Pods ended before their agent was heard{_last_end(status)}; the next are created "
+            f"{status.start_failures.batch} at a time until they run{_kept_away(facts, status)}"
         )
-    return Reason.WAITING_FOR_WORKERS, ""
+    return _held_by_init_containers(facts) or (Reason.WAITING_FOR_WORKERS, "")
+
+
+def _place(pod: PodView) -> str:
+    return f"{pod.name} on node {pod.node}" if pod.node else pod.name
+
+
+def _last_end(status: TrainingJobStatus) -> str:
+    """Return how the last of them ended, for the status of an operator that has not seen it."""
+    return f"; the last one: {status.start_failures.message}" if status.start_failures.message else ""
+
+
+def _held_by_init_containers(facts: Facts) -> tuple[Reason, str] | None:
+    """Return which init container runs; after `SLOW_INIT_SECONDS` it is a problem, unless it is the operator's."""
+    held = [
+        worker.pod
+        for worker in facts.workers.values()
+        if worker.pod.init_container and worker.pod.phase is PodPhase.PENDING
+    ]
+    if not held:
+        return None
+    pod = min(held, key=lambda pod: (pod.init_since or facts.now, pod.ordinal))
+    seconds = facts.now - (pod.init_since or facts.now)
+    text = f"{_place(pod)}: init container {pod.init_container} is running"
+    if pod.init_container == PRECOMPILE_CONTAINER or seconds < SLOW_INIT_SECONDS:
+        return Reason.WAITING_FOR_WORKERS, text
+    return Reason.WORKER_NOT_STARTING, (
+        f"{text} for more than {SLOW_INIT_SECONDS // 60:.0f} minutes, and the worker waits for it: "
+        f"kubectl logs {pod.name} -c {pod.init_container} -n {facts.job.namespace}"
+    )
 
 
 def _kept_away(facts: Facts, status: TrainingJobStatus) -> str:

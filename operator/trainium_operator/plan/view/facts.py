@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from trainium_contract.faults.causes import Cause
 from trainium_contract.faults.node_polarity import Severity
 from trainium_operator.plan.model.observed import SILENCE_TOLD_SECONDS
+from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.view.grant import granted
 from trainium_operator.plan.view.node_problems import troubles_of
 from trainium_operator.plan.view.workers import Worker, any_broke_off, contact_of, with_contact, workers_of
@@ -153,3 +154,13 @@ def quarantined_nodes(facts: Facts) -> frozenset[str]:
     """Nodes in quarantine, as far as this job heeds it."""
     fleet = facts.observed.fleet
     return fleet.quarantined if facts.job.spec.health.quarantine.enabled and not fleet.frozen else frozenset()
+
+
+def creation_refused(facts: Facts) -> tuple[Reason, str] | None:
+    """Return why the API server creates nothing for the job now; None when it does, or when a name is taken."""
+    if not facts.observed.creation_refusal or facts.observed.in_the_way:
+        return None
+    return Reason.CREATION_REFUSED, (
+        f"The API server refuses to create what the job needs: {facts.observed.creation_refusal.rstrip('. ')}. Correct "
+        "what it names; the operator tries again by itself, at least once a minute"
+    )

@@ -16,8 +16,8 @@ from tests.testing.fuzz.promises import is_of_its_type
 from trainium_contract.faults.causes import Cause
 from trainium_contract.wire.messages import LATEST_GENERATION, Member, Membership, Transition
 from trainium_contract.wire.worker_env import (
-    ANNOTATION_IMAGE,
     ANNOTATION_AVOIDED_NODES,
+    ANNOTATION_IMAGE,
     ANNOTATION_TEMPLATE_HASH,
     LABEL_JOB,
 )

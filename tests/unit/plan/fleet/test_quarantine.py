@@ -71,6 +71,19 @@ class Fleet:
         return entry.state if entry else None
 
 
+def test_a_machine_that_is_back_under_another_name_is_remembered_under_that_name() -> None:
+    fleet = Fleet()
+    fleet.fail("node-3")
+    fleet.plan()
+    del fleet.nodes["node-3"]
+    fleet.wait(10)
+    assert fleet.memory is not None
+    assert fleet.memory.machines["aws:///i-3"].node == "node-3", "it is gone, and that was its last name"
+    fleet.nodes["ip-10-0-0-9"] = NodeView(name="ip-10-0-0-9", provider_id="aws:///i-3")
+    assert fleet.wait(10).view.quarantined == {"ip-10-0-0-9"}
+    assert fleet.memory.machines["aws:///i-3"].node == "ip-10-0-0-9"
+
+
 def test_a_broken_device_puts_the_node_in_quarantine_for_an_hour_and_on_probation_for_a_day() -> None:
     fleet = Fleet()
     fleet.fail("node-3")

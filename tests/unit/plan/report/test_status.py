@@ -7,7 +7,9 @@ from plan_builders import (
     SETTINGS,
     agent,
     deleted,
+    job,
     membership,
+    observed,
     planned,
     pod,
     restart,
@@ -19,15 +21,17 @@ from plan_builders import (
 )
 
 from trainium_contract.faults.causes import Cause
-from trainium_contract.job import GoodputStatus
+from trainium_contract.job import GoodputStatus, TrainingJobStatus
 from trainium_contract.status.conditions import ConditionStatus, ConditionType, Phase
 from trainium_contract.status.interruptions import Interruption, Rung
 from trainium_contract.status.public import MembershipStatus
 from trainium_contract.wire.messages import Alert, AlertKind, Progress, WorkerPhase
+from trainium_operator.plan.manifests.worker_pod import PRECOMPILE_CONTAINER
 from trainium_operator.plan.model.conditions import find_condition, is_true
 from trainium_operator.plan.model.observed import PodPhase
 from trainium_operator.plan.model.sentences import sentence
 from trainium_operator.plan.model.times import rfc3339
+from trainium_operator.plan.report.status import SLOW_INIT_SECONDS
 
 
 def with_status(seen: Any, status: Any = None, **fields: Any) -> Any:
@@ -37,6 +41,53 @@ def with_status(seen: Any, status: Any = None, **fields: Any) -> Any:
 def written(seen: Any) -> Any:
     """The same after its plan's status was written."""
     return with_status(seen, planned(seen).status)
+
+
+def starting(*pods: Any, **observed_fields: Any) -> Any:
+    one = job(spec(), status=TrainingJobStatus(desired=4, next_pod_ordinal=4))
+    return replace(observed(one, pods, {}), **observed_fields)
+
+
+def conditions_of(seen: Any) -> dict[str, Any]:
+    return {each.type: each for each in planned(seen).status.conditions}
+
+
+def test_what_the_api_server_refuses_to_create_is_what_pods_and_admission_wait_for() -> None:
+    found = conditions_of(starting(creation_refusal="exceeded quota: team.", creations_from=NOW + 60))
+    for kind in (ConditionType.PODS_READY, ConditionType.ADMITTED):
+        assert found[kind].reason == "CreationRefused"
+        assert "exceeded quota: team. Correct what it names" in found[kind].message
+
+
+@pytest.mark.parametrize(
+    ("name", "seconds", "reason", "words"),
+    [
+        ("fetch", SLOW_INIT_SECONDS - 1, "WaitingForWorkers", "init container fetch is running"),
+        ("fetch", SLOW_INIT_SECONDS, "WorkerNotStarting", "kubectl logs demo-w-0 -c fetch -n"),
+        (PRECOMPILE_CONTAINER, 3600.0, "WaitingForWorkers", "init container precompile is running"),
+    ],
+)
+def test_an_init_container_that_holds_a_worker_back_is_named(
+    name: str, seconds: float, reason: str, words: str
+) -> None:
+    held = pod(0, phase=PodPhase.PENDING, reason="PodInitializing")
+    seen = starting(replace(held, init_container=name, init_since=NOW - seconds))
+    condition = conditions_of(seen)[ConditionType.PODS_READY]
+    assert condition.reason == reason
+    assert words in condition.message
+
+
+def test_an_init_container_that_fails_is_told_with_its_code_and_blames_no_node() -> None:
+    message = "init container fetch ended with exit code 7: no route to the bucket"
+    failed = replace(
+        pod(0, phase=PodPhase.FAILED, reason="Error", message=message), init_container="fetch", init_exit_code=7
+    )
+    result = planned(starting(failed))
+    assert message in find_condition(result.status, ConditionType.PODS_READY).message
+    (note,) = [each.note for each in result.events if each.reason == "WorkerFailed"]
+    assert note.endswith(f"ended before it could join: {message}")
+    assert not result.status.start_failures.nodes
+    assert not result.status.avoided_nodes
 
 
 def test_a_training_job_says_at_which_step_how_fast_and_what_is_saved() -> None:

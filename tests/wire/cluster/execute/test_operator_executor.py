@@ -183,6 +183,36 @@ def test_several_that_are_refused_at_once_are_told_once_and_each_has_its_pause()
     scenario(run)
 
 
+def test_a_quota_that_is_used_up_is_one_event_and_one_sentence_whatever_the_pods_are_called() -> None:
+    async def run(world: World) -> None:
+        tries = iter(range(7, 99))
+
+        def full(method: str, path: str) -> Any:
+            if method != "POST" or not path.endswith("pods"):
+                return None
+            at = next(tries)
+            return refuse(
+                403, "Forbidden", f'pods "j-w-{at}" is forbidden: exceeded quota: team, used: cpu={at}; j-w-{at}'
+            )
+
+        writer = asyncio.create_task(world.recorder.run())
+        world.cluster.faults.append(full)
+        for _ in range(5):
+            with pytest.raises(ForbiddenError):
+                await world.do(*world.pods(2))
+            world.now += 60.0
+        await settle()
+        (event,) = [raw for key, raw in world.cluster.objects.items() if key[0] == EVENTS.plural]
+        assert "exceeded quota: team" in event["note"]
+        assert world.refusals.sentence(world.job.uid) == "exceeded quota: team, used: cpu=11; j-w-N"
+        world.cluster.faults.clear()
+        await world.do(*world.pods(2))
+        assert world.refusals.sentence(world.job.uid) == ""
+        writer.cancel()
+
+    scenario(run)
+
+
 def test_an_edit_at_any_depth_is_undone_when_the_object_is_brought_in_line() -> None:
     async def run(world: World) -> None:
         ingress = WorkerIngress(operator_namespace="system", operator_labels={"app": "operator"}, rules=())

@@ -1,0 +1,144 @@
+"""Pods that admission policies of others change, and creations, volumes and init containers that others refuse."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.testing.suite.patience import until
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tests.testing.cluster.jobs import Job
+    from tests.testing.cluster.sites import Site
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+
+PROXY = (
+    'Object.spec.containers{name: "mesh-proxy", image: "mesh/proxy:1", '
+    'command: ["python3", "-c", "import time; time.sleep(1000000)"]}'
+)
+SIDECAR = (
+    'Object.spec.initContainers{name: "mesh-proxy", image: "mesh/proxy:1", restartPolicy: "Always", '
+    'command: ["python3", "-c", "import time; time.sleep(1000000)"]}'
+)
+IMAGE = "/spec/containers/0/image"
+PATCHES = {
+    "first": f'JSONPatch{{op: "add", path: "/spec/containers/0", value: {PROXY}}}',
+    "last": f'JSONPatch{{op: "add", path: "/spec/containers/-", value: {PROXY}}}',
+    "native": f'JSONPatch{{op: "add", path: "/spec/initContainers", value: [{SIDECAR}]}}',
+    "mirror": f'JSONPatch{{op: "replace", path: "{IMAGE}", value: "mirror.example.com/" + '
+    "object.spec.containers[0].image}",
+}
+
+
+@pytest.fixture
+def changed_pods(operator: Site, namespace: str) -> Iterator[Callable[[str], None]]:
+    """Install a policy that changes each new pod of the namespace."""
+    kinds = ("mutatingadmissionpolicy", "mutatingadmissionpolicybinding")
+
+    def install(name: str) -> None:
+        rules = [{"apiGroups": [""], "apiVersions": ["v1"], "operations": ["CREATE"], "resources": ["pods"]}]
+        policy = {
+            "matchConstraints": {
+                "resourceRules": rules,
+                "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": namespace}},
+            },
+            "failurePolicy": "Fail",
+            "reinvocationPolicy": "Never",
+            "mutations": [{"patchType": "JSONPatch", "jsonPatch": {"expression": f"[{PATCHES[name]}]"}}],
+        }
+        meta = {"apiVersion": "admissionregistration.k8s.io/v1", "metadata": {"name": namespace}}
+        for body in (
+            {**meta, "kind": "MutatingAdmissionPolicy", "spec": policy},
+            {**meta, "kind": "MutatingAdmissionPolicyBinding", "spec": {"policyName": namespace}},
+        ):
+            operator.kubectl("apply", "-f", "-", stdin=json.dumps(body))
+        probe = ("run", "probe", "-n", namespace, "--image=probe", "--dry-run=server", "-o", "json")
+
+        def is_changed() -> bool:
+            spec = json.loads(operator.kubectl(*probe))["spec"]
+            return bool(spec.get("initContainers") or len(spec["containers"]) > 1 or "mirror" in str(spec))
+
+        until(is_changed, "the policy is in force", pause=0.2)
+
+    yield install
+    for kind in kinds:
+        operator.kubectl("delete", kind, namespace, "--ignore-not-found")
+
+
+def worker_images(job: Job) -> set[str]:
+    return {each["image"] for pod in job.pods() for each in pod["spec"]["containers"] if each["name"] == "worker"}
+
+
+@pytest.mark.parametrize(
+    "change", ["first", pytest.param("last", marks=pytest.mark.long), pytest.param("native", marks=pytest.mark.long)]
+)
+def test_a_lost_worker_behind_a_proxy_is_replaced_by_one_of_the_same_image(
+    changed_pods: Callable[[str], None], new_job: Callable[..., Job], change: str
+) -> None:
+    changed_pods(change)
+    job = new_job(change="trainer: {steps: 100000}")
+    job.until_step(3)
+    (image,) = worker_images(job)
+    job.site.kubectl("delete", "pod", job.members()[0]["podName"], "-n", job.namespace, "--wait=false")
+    status = job.until_recovered()
+    assert worker_images(job) == {image}
+    assert not status.get("outdatedPods")
+    assert not [text for text in job.events() if "TemplateChanged" in text]
+
+
+def test_images_that_admission_rewrites_make_no_pod_outdated(
+    changed_pods: Callable[[str], None], new_job: Callable[..., Job]
+) -> None:
+    changed_pods("mirror")
+    job = new_job(change="workers: {replicas: 1, spares: 1}\ntrainer: {steps: 100000}")
+    job.until_step(3)
+    job.until("the spare is warm", lambda status: status.get("spares") == 1)
+    uids = job.uids()
+    status = job.until_step(30)
+    assert all(image.startswith("mirror.example.com/") for image in worker_images(job))
+    assert job.uids() == uids
+    assert not status.get("outdatedPods")
+
+
+def pods_ready(status: dict[str, Any]) -> str:
+    found = [each for each in status.get("conditions", []) if each["type"] == "PodsReady"]
+    return f"{found[0]['reason']}: {found[0]['message']}" if found else ""
+
+
+FAILS = "{name: fetch, image: x, command: [python3, -c, 'import sys; print(\"no route\"); sys.exit(7)']}"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        pytest.param(
+            "workers: {template: {spec: {volumes: [{name: shared-cache, secret: {secretName: not-there}}]}}}",
+            "FailedMount",
+            id="a volume of a missing Secret",
+        ),
+        pytest.param(
+            f"workers: {{template: {{spec: {{initContainers: [{FAILS}]}}}}}}",
+            "init container fetch ended with exit code 7: no route",
+            id="an init container that fails",
+        ),
+        pytest.param(
+            "workers: {template: {spec: {serviceAccountName: not-there}}}",
+            "CreationRefused: 0 of 2 workers are registered. The API server refuses to create what the job needs: "
+            "error looking up service account",
+            id="a service account that is missing",
+        ),
+    ],
+)
+def test_what_keeps_workers_from_starting_is_in_the_condition(
+    new_job: Callable[..., Job], change: str, words: str
+) -> None:
+    job = new_job(change=change)
+    status = job.until(words, lambda status: words in pods_ready(status))
+    assert not status.get("avoidedNodes")
+    refused = [text for text in job.events() if "WriteFailed" in text]
+    assert len(refused) <= 1
