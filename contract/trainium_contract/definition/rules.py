@@ -4,7 +4,7 @@ Each rule refuses a write with a sentence that says what to change, at the field
 only bounded fields (the API server estimates its cost), needs nothing newer than Kubernetes 1.30, and agrees with
 `sizes.BatchShape`, from which it is tested. A job's size is judged when the job is created, and again when parallelism,
 batch or accelerator change; a later size alone (`kubectl scale`, an autoscaler) is floored to a legal one by the
-operator instead (docs/decisions/0002-illegal-sizes.md).
+operator instead (docs/decisions/0084-any-size.md).
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 STAGES = ("detect", "decide", "restart", "load", "replay")
 """Stages of a recovery, in their order."""
 _MEANT = {"decide": "wait for a worker"}
-"""What a stage is, where its name in the status says too little (docs/decisions/0116-decide-is-the-wait.md)."""
+"""What a stage is, where its name in the status says too little (docs/goodput.md, Lost time)."""
 ANSWERS = {
     "InPlace": "processes restarted in place, pods kept",
     "Spare": "a warm spare took the rank",

@@ -27,7 +27,7 @@ _TIMEOUT = timedelta(minutes=30)
 """Also bounds how long ranks wait for one that is still tokenising; hangs are found by the operator, long before."""
 _GROUP_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "neuron": "cpu:gloo,neuron:neuron"}
 ENV_LAZY_CONNECTIONS = "TORCH_GLOO_LAZY_INIT"
-"""Torch's own switch; without it every gloo group connects each rank to each other when it is made (decision 0075)."""
+"""Torch's own switch; without it every gloo group connects each rank to each other when it is made (docs/scale.md)."""
 WHERE_NEURON = "https://awsdocs-neuron.readthedocs-hosted.com (setup for PyTorch)"
 
 
