@@ -20,7 +20,7 @@ from trainium_contract.wire.worker_env import LABEL_JOB
 from trainium_devcluster.cluster import Cluster
 from trainium_devcluster.fleet.fake_nodes import FleetShape
 from trainium_operator.cluster.cache.membership_record import membership_of
-from trainium_operator.plan.model.node_labels import LAYERS
+from trainium_operator.plan.model.names import LAYERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable

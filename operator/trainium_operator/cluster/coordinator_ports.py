@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from trainium_operator.cluster.api.resources import Resource
     from trainium_operator.cluster.cache.store import IndexedCache
     from trainium_operator.cluster.cache.views import JobRecord
-    from trainium_operator.plan.model.job_id import JobId
+    from trainium_operator.plan.model.names import JobId
     from trainium_operator.plan.model.observed import PodView
 
 

@@ -20,7 +20,7 @@ from trainium_operator.entrance.tokens import bearer_of, claims_of, digest_of, e
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from trainium_operator.plan.model.job_id import JobId
+    from trainium_operator.plan.model.names import JobId
 
 _POD_NAME = "authentication.kubernetes.io/pod-name"
 _POD_UID = "authentication.kubernetes.io/pod-uid"

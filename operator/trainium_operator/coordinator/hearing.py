@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from trainium_contract.wire.messages import Membership
     from trainium_operator.coordinator.authentication import Authenticator, Caller
     from trainium_operator.coordinator.state import CoordinatorState
-    from trainium_operator.plan.model.job_id import JobId
+    from trainium_operator.plan.model.names import JobId
 
 logger = logging.getLogger(__name__)
 LARGEST_WELCOME = 64

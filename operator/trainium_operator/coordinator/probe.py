@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from trainium_operator.coordinator.state import CoordinatorState, Doubt
-    from trainium_operator.plan.model.job_id import JobId
+    from trainium_operator.plan.model.names import JobId
 
 logger = logging.getLogger(__name__)
 _INTERVAL_SECONDS = 0.5

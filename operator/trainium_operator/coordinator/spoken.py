@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from trainium_contract.base import MessageModel
     from trainium_contract.wire.membership_change import MembershipChange
     from trainium_contract.wire.messages import Membership
-    from trainium_operator.plan.model.job_id import JobId
+    from trainium_operator.plan.model.names import JobId
 
 SMALLEST_PACKED = 2048
 _REMEMBERED = 512

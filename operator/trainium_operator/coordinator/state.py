@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from trainium_contract.wire.membership_change import MembershipChange
     from trainium_contract.wire.messages import Membership, RegisterRequest
-    from trainium_operator.plan.model.job_id import JobId
+    from trainium_operator.plan.model.names import JobId
 
 _telling = attrgetter(*sorted(HeartbeatRequest.model_fields.keys() - {"progress", "timing", "protocol"}))
 """What a plan should see at once when it changes; a thousand times a second, so not spelt out in Python."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from trainium_operator.coordinator.authentication import Caller
     from trainium_operator.coordinator.hearing import Hearing
     from trainium_operator.coordinator.spoken import Phrasebook
-    from trainium_operator.plan.model.job_id import JobId
+    from trainium_operator.plan.model.names import JobId
 
 logger = logging.getLogger(__name__)
 

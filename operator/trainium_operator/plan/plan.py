@@ -9,31 +9,28 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainium_contract.status.conditions import ConditionType
-from trainium_operator.plan.diagnose.diagnosis import Diagnosis, diagnose
 from trainium_operator.plan.diagnose.failure_policy import budget_verdict, reach_verdict
+from trainium_operator.plan.diagnose.losses import Diagnosis, diagnose
 from trainium_operator.plan.diagnose.stragglers import find_stragglers
 from trainium_operator.plan.faults.failure_budgets import avoided_nodes
 from trainium_operator.plan.history.in_place_restarts import take_restarts
-from trainium_operator.plan.history.interruptions import with_sound_counts
-from trainium_operator.plan.history.lost_members import note_losses
+from trainium_operator.plan.history.interruptions import note_losses, with_sound_counts
 from trainium_operator.plan.history.recovered import close_abandoned, close_lapsed, close_recovered
 from trainium_operator.plan.lifecycle.completion import (
     all_finished,
     clean_up,
     complete,
+    expire,
     note_change,
     stop,
     termination_status,
 )
 from trainium_operator.plan.lifecycle.deadlines import end, is_ending, watch_deadlines
 from trainium_operator.plan.lifecycle.suspension import release, stay_active, suspend
-from trainium_operator.plan.lifecycle.ttl_after_finished import expire
-from trainium_operator.plan.membership.decide import decide_generation
+from trainium_operator.plan.membership.decide import decide_generation, note_request
 from trainium_operator.plan.membership.generation import begin_generation, keep_published
 from trainium_operator.plan.membership.idle_nodes import use_idle_nodes
-from trainium_operator.plan.membership.resize import note_request
-from trainium_operator.plan.model.actions import Plan
-from trainium_operator.plan.model.answer import Answer
+from trainium_operator.plan.model.actions import Answer, Plan
 from trainium_operator.plan.model.conditions import is_terminal, with_condition
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.pods.configuration import converge_configuration
@@ -73,7 +70,8 @@ def plan(observed: Observed, settings: PlanSettings) -> Plan:
     job = observed.job
     if job.deleting:
         # Owner references delete the children; agents save on SIGTERM.
-        return Plan(status=termination_status(observed))
+        ended = is_terminal(job.status)
+        return Plan(status=job.status if ended else tell_tools(termination_status(observed), observed.now))
     size = decide_size(job.spec)
     observed = correct_status(observed, size)
     job = observed.job

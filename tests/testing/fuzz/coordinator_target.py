@@ -38,7 +38,7 @@ from trainium_operator.coordinator.server import LARGEST_BODY, CoordinatorServer
 from trainium_operator.entrance.door import Visit
 from trainium_operator.monitoring.metrics import Metrics
 from trainium_operator.plan.manifests.config_maps import membership_map
-from trainium_operator.plan.model.job_id import JobId
+from trainium_operator.plan.model.names import JobId
 
 if TYPE_CHECKING:
     import ssl

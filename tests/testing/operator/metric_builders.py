@@ -14,7 +14,7 @@ from trainium_operator.cluster.cache.namespaces import Sight
 from trainium_operator.monitoring.metrics import Metrics
 from trainium_operator.plan.fleet.memory import Machine, MachineState
 from trainium_operator.plan.model.observed import JobView, NodeCondition, NodeReadiness, NodeView
-from trainium_operator.plan.model.times import rfc3339
+from trainium_operator.plan.model.text import rfc3339
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

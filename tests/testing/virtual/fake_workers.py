@@ -34,7 +34,7 @@ from trainium_contract.wire.messages import (
 from trainium_contract.wire.worker_env import LABEL_EXTRA
 from trainium_operator.cluster.api.resources import NODES, PODS
 from trainium_operator.coordinator.state import NotRegisteredError, OldGenerationError
-from trainium_operator.plan.model.job_id import JobId
+from trainium_operator.plan.model.names import JobId
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

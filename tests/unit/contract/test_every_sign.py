@@ -42,7 +42,7 @@ from trainium_contract.faults.signs import (
 from trainium_contract.spec.recovery import RecoverySpec
 from trainium_contract.status.internal import FailureRecord
 from trainium_contract.wire.messages import HeartbeatRequest, KernelEvent, ProcessFailure, WorkerPhase
-from trainium_operator.plan.diagnose import failure_policy, silence
+from trainium_operator.plan.diagnose import failure_policy, losses
 from trainium_operator.plan.faults import failure_budgets
 from trainium_operator.plan.faults.device_signals import health_problem, taint_problem
 from trainium_operator.plan.faults.ends import (
@@ -51,8 +51,7 @@ from trainium_operator.plan.faults.ends import (
     died_by_itself,
     meaning_of_failure,
 )
-from trainium_operator.plan.faults.node_rules import kernel_problem
-from trainium_operator.plan.faults.node_signals import Demand, bad_status, problems_of
+from trainium_operator.plan.faults.node_signals import Demand, bad_status, kernel_problem, problems_of
 from trainium_operator.plan.model.devices import DeviceTaint
 from trainium_operator.plan.model.observed import NodeCondition, NodeReadiness, NodeView, PodPhase, PodView, Taint
 from trainium_operator.plan.model.reasons import Reason
@@ -189,7 +188,7 @@ def operator_says(code: int, status: int | None = None, line: str = "") -> str:
         sequence=0, generation=1, attempt=0, rank=0, exit_code=code, runtime_status=status, at=AT, message="m"
     )
     verdict = meaning_of_failure(beat(failure, line), failure, ())
-    waited = " waited" if silence._stood_in_a_collective(failure) else ""
+    waited = " waited" if losses._stood_in_a_collective(failure) else ""
     return f"{told(verdict)}{waited} | {verdict.sentence}"
 
 

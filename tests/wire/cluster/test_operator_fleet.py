@@ -15,7 +15,7 @@ from trainium_operator.cluster.api.resources import CONFIG_MAPS, JOBS, NODES, PO
 from trainium_operator.cluster.fleet.fleet_reconciler import LOOK_SECONDS, FleetReconciler
 from trainium_operator.cluster.fleet.fleet_record import decode
 from trainium_operator.plan.fleet.memory import MachineState
-from trainium_operator.plan.model.node_labels import TAINT_QUARANTINED
+from trainium_operator.plan.model.names import TAINT_QUARANTINED
 from trainium_operator.runtime import make_caches
 from trainium_operator.settings import Settings
 

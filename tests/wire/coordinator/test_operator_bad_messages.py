@@ -22,7 +22,7 @@ from trainium_operator.coordinator.authentication import Caller
 from trainium_operator.coordinator.server import LARGEST_BODY, CoordinatorServer
 from trainium_operator.coordinator.state import CoordinatorState
 from trainium_operator.entrance.errors import RefusedError, UnauthenticatedError
-from trainium_operator.plan.model.job_id import JobId
+from trainium_operator.plan.model.names import JobId
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -14,7 +14,7 @@ import pytest
 from trainium_operator.coordinator.authentication import Caller
 from trainium_operator.coordinator.server import CoordinatorServer
 from trainium_operator.coordinator.state import CoordinatorState
-from trainium_operator.plan.model.job_id import JobId
+from trainium_operator.plan.model.names import JobId
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -37,7 +37,7 @@ from trainium_operator.entrance import door, guests, reception
 from trainium_operator.entrance.reception import FREE_REFUSALS
 from trainium_operator.entrance.review_desk import AT_ONCE, STRANGERS_AT_ONCE
 from trainium_operator.main import LEASE_CONNECTIONS
-from trainium_operator.plan.model.job_id import JobId
+from trainium_operator.plan.model.names import JobId
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable

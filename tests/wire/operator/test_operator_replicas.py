@@ -11,7 +11,7 @@ from tests.testing.virtual.fake_workers import lose_node
 from tests.testing.virtual.operator_process import until
 from tests.testing.virtual.replicas import World, world
 from trainium_operator.cluster.api.resources import JOBS, LEASES, NODES
-from trainium_operator.plan.model.job_id import JobId
+from trainium_operator.plan.model.names import JobId
 
 
 def now() -> float:

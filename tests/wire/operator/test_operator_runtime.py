@@ -16,7 +16,7 @@ from tests.testing.virtual.fake_workers import Workers, lose_node
 from tests.testing.virtual.operator_process import OperatorProcess, training_job, until, wall_clock
 from trainium_operator import handlers
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, EVENTS, JOBS, NODES, PODS
-from trainium_operator.plan.model.job_id import JobId
+from trainium_operator.plan.model.names import JobId
 from trainium_operator.readers.exposition import Exposition
 from trainium_operator.readers.health import HealthServer
 from trainium_operator.runtime import DEAF_SECONDS, plan_settings

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from trainium_operator.cluster.api.errors import ApiError, ForbiddenError, NotFoundError
 from trainium_operator.cluster.api.resources import NAMESPACES, TEMPLATES, WORKLOADS
-from trainium_operator.plan.model.node_labels import LAYERS
+from trainium_operator.plan.model.names import LAYERS
 from trainium_operator.plan.model.observed import GangApi
 
 if TYPE_CHECKING:

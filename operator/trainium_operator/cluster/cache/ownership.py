@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.wire.worker_env import GROUP, KIND, LABEL_JOB
 from trainium_operator.cluster.cache.parts import mapping_of
-from trainium_operator.plan.model.job_id import JobId
+from trainium_operator.plan.model.names import JobId
 
 if TYPE_CHECKING:
     from trainium_operator.cluster.api.client import Json

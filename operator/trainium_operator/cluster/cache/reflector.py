@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from trainium_operator.cluster.api.client import Api, Json
     from trainium_operator.cluster.api.resources import Resource
-    from trainium_operator.plan.model.job_id import JobId
+    from trainium_operator.plan.model.names import JobId
 
 V = TypeVar("V")
 logger = logging.getLogger(__name__)

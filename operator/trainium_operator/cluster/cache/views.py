@@ -32,8 +32,7 @@ from trainium_operator.plan.manifests.gang_groups import ANNOTATION_GROUP
 from trainium_operator.plan.manifests.requests import WORKER_CONTAINER
 from trainium_operator.plan.manifests.workloads import LABEL_POD_SET
 from trainium_operator.plan.model import names
-from trainium_operator.plan.model.job_id import JobId
-from trainium_operator.plan.model.node_labels import LABELS_READ, RESOURCES_READ
+from trainium_operator.plan.model.names import LABELS_READ, RESOURCES_READ, JobId
 from trainium_operator.plan.model.observed import (
     JobView,
     NodeCondition,

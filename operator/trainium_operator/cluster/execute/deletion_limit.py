@@ -1,7 +1,7 @@
 """How many pods may be deleted without asking their nodes, by all plans together: the last bound, whatever the cause.
 
 Such a deletion cannot be taken back: what the worker holds in memory is gone. Plans have bounds of their own
-(`plan/view/contact.py`, the fleet's breaker); this one holds when a plan is wrong, and for all jobs together.
+(`plan/view/workers.py`, the fleet's breaker); this one holds when a plan is wrong, and for all jobs together.
 Invariant: within any `WINDOW_SECONDS` no more than `LEAST` pods or `PART` of all worker pods, whichever is more.
 """
 

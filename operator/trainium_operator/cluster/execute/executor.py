@@ -74,7 +74,7 @@ if TYPE_CHECKING:
     from trainium_operator.cluster.execute.events import EventRecorder
     from trainium_operator.cluster.queue.observe import Caches
     from trainium_operator.plan.model.actions import Action, Plan
-    from trainium_operator.plan.model.job_id import JobId
+    from trainium_operator.plan.model.names import JobId
     from trainium_operator.plan.model.observed import JobView
 
 TELL_FROM_PAUSE = 2.0

@@ -16,7 +16,7 @@ from trainium_operator.cluster.api.resources import CONFIG_MAPS, NODES
 from trainium_operator.cluster.fleet import fleet_record
 from trainium_operator.plan.fleet.memory import Memory
 from trainium_operator.plan.fleet.quarantine import FleetObserved, JobRecords, plan_fleet
-from trainium_operator.plan.model.node_labels import TAINT_QUARANTINED
+from trainium_operator.plan.model.names import TAINT_QUARANTINED
 from trainium_operator.plan.model.observed import FleetView, NodeView
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from yaml.composer import Composer
 from trainium_contract.faults.causes import Cause
 from trainium_operator.cluster.cache.parts import LONGEST_NAME
 from trainium_operator.plan.fleet.memory import MOST_STRIKES, Machine, MachineState, Memory, Strike
-from trainium_operator.plan.model.times import parse_rfc3339, rfc3339
+from trainium_operator.plan.model.text import parse_rfc3339, rfc3339
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

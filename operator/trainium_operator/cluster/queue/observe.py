@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 from trainium_operator.cluster.cache.reflector import Reflector
 from trainium_operator.cluster.execute.creation_errors import Refusals
 from trainium_operator.plan.model import names
-from trainium_operator.plan.model.node_labels import LABEL_INSTANCE_TYPE
+from trainium_operator.plan.model.names import LABEL_INSTANCE_TYPE
 from trainium_operator.plan.model.observed import (
     STARTING_REASONS,
     FleetView,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from trainium_operator.cluster.queue.pod_warnings import PodWarnings
     from trainium_operator.cluster.queue.waiting_gangs import WaitingGangs
     from trainium_operator.cluster.queue.work_queue import WorkQueue
-    from trainium_operator.plan.model.job_id import JobId
+    from trainium_operator.plan.model.names import JobId
     from trainium_operator.plan.model.observed import AgentView, JobView, PodView, PolicyRefusal
     from trainium_operator.plan.model.quota import WorkloadView
 

@@ -20,13 +20,13 @@ from trainium_contract.faults.classify import (
 from trainium_contract.faults.responses import Response
 from trainium_contract.status.interruptions import Rung
 from trainium_contract.wire.nonfinite_origin import parse_nonfinite_rank
-from trainium_operator.plan.diagnose.culprits import signs_of
+from trainium_operator.plan.diagnose.process_failures import signs_of
 from trainium_operator.plan.faults.ends import died_by_itself, meaning_of_failure
 from trainium_operator.plan.faults.failure_budgets import exhausted_budget
-from trainium_operator.plan.faults.node_rules import stopping_sign
+from trainium_operator.plan.faults.node_signals import stopping_sign
 from trainium_operator.plan.model.observed import PodPhase
 from trainium_operator.plan.model.reasons import Reason
-from trainium_operator.plan.model.sentences import sentence
+from trainium_operator.plan.model.text import sentence
 from trainium_operator.plan.view.progress import has_progress
 
 if TYPE_CHECKING:

@@ -1,31 +1,271 @@
-"""Policy: which members are lost, why, since when, and when to look again.
+"""Find the members that failed, why and since when, and when to look again.
 
-Invariants: loss is derived anew from what is there, so it survives a restart of the operator; a worker that merely
-restarts its processes in place is not lost; nothing is attributed to the node of a user's error.
+A silent member has failed only when something else reports so too. The witnesses are the members that still report:
+they wait for the silent one, they lost a peer, or they have made no step for longer than their steps take. Its node may
+also report it, by not being ready, and the port of its agent, by refusing connections (`coordinator.probe`), which is
+certain enough not to wait for the time-out. When every member is silent at once the fault is more likely on this side,
+and only nodes and ports count.
+
+A member that answers but does not join its generation counts as hung after the limit of a start. A member on a bad node
+hands its rank over while it still answers, as soon as another worker is warm. Members on nodes that are about to leave
+train on until somebody can take their rank, the wait for capacity is over, or the notice nearly is.
+
+Guarantees:
+- A failure is derived from what is there, so it survives a restart of the operator.
+- A worker that restarts its processes in place has not failed; no node is blamed for a user's error.
+- A failure is never dated later than the silence begins; silence is measured by the operator's clock.
+- Only members that have joined accuse one that has not, by the time since the operator first saw them wait.
+- While the fleet is frozen (`FleetView.frozen`) no problem of a node counts for more than a preference.
+- While a member has failed or the generation does not train, no notice is acted on before its last moment.
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass, replace
+from statistics import median
 from typing import TYPE_CHECKING
 
+from trainium_contract.exit_codes import ExitCode
 from trainium_contract.faults.causes import Cause
-from trainium_contract.faults.classify import severity
+from trainium_contract.faults.classify import find_runtime_status, severity
+from trainium_contract.faults.node_polarity import Severity
 from trainium_contract.faults.responses import Response
 from trainium_contract.status.conditions import Phase
+from trainium_contract.wire.messages import WorkerPhase
 from trainium_operator.plan.diagnose.loss import Loss
-from trainium_operator.plan.diagnose.node_health import hand_overs, unhealthy
-from trainium_operator.plan.diagnose.not_joining import join_deadlines, not_joined
 from trainium_operator.plan.diagnose.process_failures import accused, given_up_with, reported
-from trainium_operator.plan.diagnose.silence import evidence_of_loss, failed_since, take_testimony
 from trainium_operator.plan.diagnose.stragglers import slowest_to_hand_over
 from trainium_operator.plan.faults.ends import cause_of_leaving, classify_pod_failure
+from trainium_operator.plan.model.actions import event
 from trainium_operator.plan.model.observed import SILENCE_TOLD_SECONDS, PodPhase
+from trainium_operator.plan.model.reasons import Reason
+from trainium_operator.plan.model.text import listed
+from trainium_operator.plan.view.facts import newcomers_of
+from trainium_operator.plan.view.progress import is_settled
 
 if TYPE_CHECKING:
-    from trainium_contract.wire.messages import Member
-    from trainium_operator.plan.diagnose.silence import Testimony
+    from collections.abc import Iterator
+
+    from trainium_contract.wire.messages import HeartbeatRequest, Member, ProcessFailure
+    from trainium_operator.plan.faults.node_signals import NodeProblem
+    from trainium_operator.plan.model.actions import EventIntent
     from trainium_operator.plan.view.facts import Facts
     from trainium_operator.plan.view.workers import Worker
+
+
+_STALL_STEPS = 3.0
+_STALL_FRACTION = 0.75
+"""A step may have ended up to a heartbeat after the loss; the rest of the time-out must pass without another."""
+_SEEN_FRACTION = 0.5
+"""Of that time, before which no word of a witness says anything; agents speak several times in the rest of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Testimony:
+    """What the members that still report say, taken once per plan."""
+
+    witnesses: bool
+    """Whether there are any."""
+    awaited: frozenset[int]
+    """Node ranks that they wait for."""
+    lost_a_peer: bool
+    stalls_at: float | None
+    """When, without another step, training counts as stalled (Unix seconds); None while no step time is known."""
+    seen_to_stall: bool = False
+    """Whether a witness was heard well after the newest step. Who was cut off with all others tells of none either."""
+
+    def stalled(self, now: float) -> bool:
+        """Whether training stands still, as somebody says who would know."""
+        return self.stalls_at is not None and now >= self.stalls_at and self.seen_to_stall
+
+
+def take_testimony(facts: Facts) -> Testimony:
+    """Hear the witnesses."""
+    heard = {member.pod_uid for member, worker in facts.members if worker is not None and not worker.silent}
+    beats = [beat for member, beat in facts.beats if member.pod_uid in heard]
+    progressed, stalls_at = _stall(facts)
+    newest = max((facts.observed.agents[uid].heard for uid in heard if uid in facts.observed.agents), default=0.0)
+    return Testimony(
+        witnesses=bool(beats),
+        awaited=frozenset(rank for beat in beats for rank in beat.waiting_for),
+        lost_a_peer=any(_lost_a_peer(beat) for beat in beats),
+        stalls_at=stalls_at,
+        seen_to_stall=stalls_at is not None and newest >= progressed + _SEEN_FRACTION * (stalls_at - progressed),
+    )
+
+
+def evidence_of_loss(testimony: Testimony, member: Member, worker: Worker, now: float) -> str | None:
+    """Why a silent member is believed to be lost, as the end of a sentence; None while nothing says so."""
+    if worker.refuses:
+        return "nobody listens on its agent's port any more"
+    if worker.node_bad:
+        return f"its node {worker.pod.node} is not ready"
+    if not testimony.witnesses:
+        return None
+    if member.node_rank in testimony.awaited:
+        return "the other workers wait for it"
+    if testimony.lost_a_peer:
+        return "another worker lost its connection to a peer"
+    if testimony.stalled(now):
+        return "no worker has made a step since"
+    return None
+
+
+def _lost_a_peer(beat: HeartbeatRequest) -> bool:
+    return beat.phase is not WorkerPhase.TRAINING and any(
+        _stood_in_a_collective(failure)
+        and failure.generation == beat.generation
+        and failure.attempt >= beat.attempt - 1
+        for failure in beat.failures
+    )
+
+
+def _stood_in_a_collective(failure: ProcessFailure) -> bool:
+    """By its code, or by the runtime's word: it waited for others that did not come."""
+    status = find_runtime_status(failure.runtime_status)
+    return failure.exit_code == ExitCode.PEER_LOST or (status is not None and status.indirect)
+
+
+def _stall(facts: Facts) -> tuple[float, float | None]:
+    """When the newest step was seen, and when without another training counts as stalled; None for never.
+
+    Steps before the first one after a fault do not count: they belong to what went before. After the last: never.
+    """
+    if any(beat.progress is not None and not beat.progress.training for _, beat in facts.beats):
+        return 0.0, None
+    if any(entry.recovered_seconds is None for entry in facts.job.status.history):
+        return 0.0, None
+    agents = [facts.observed.agents[member.pod_uid] for member, _ in facts.beats]
+    known = [
+        (agent.progressed, agent.step_seconds)
+        for agent in agents
+        if agent.progressed is not None and agent.step_seconds is not None
+    ]
+    if not known:
+        return 0.0, None
+    timeout = facts.job.spec.recovery.heartbeat_timeout_seconds
+    # All step together; seen through heartbeats a step of theirs may look twice as long to some.
+    typical = median(seconds for _, seconds in known)
+    progressed = max(at for at, _ in known)
+    return progressed, progressed + max(_STALL_FRACTION * timeout, _STALL_STEPS * typical)
+
+
+def failed_since(facts: Facts, worker: Worker | None) -> float:
+    """When a worker that is silent or gone failed: when it was last heard, else when the others last made a step."""
+    silent_since = facts.now if worker is None else facts.now - worker.silent_seconds
+    if worker is not None and worker.agent is not None and worker.agent.heard >= facts.observed.coordinator_since:
+        return silent_since
+    # All step together, so nobody has made a step since one of them was lost; after the last step none tells.
+    reports = [beat.progress for _, beat in facts.beats if beat.progress is not None]
+    if any(not report.training for report in reports):
+        return silent_since
+    steps = [report.updated for report in reports if report.updated]
+    return min(silent_since, max(steps)) if steps else silent_since
+
+
+def not_joined(facts: Facts, member: Member, worker: Worker, join_by: float | None) -> Loss | None:
+    """The others have waited for it too long: it had to join by `join_by`, see `join_deadlines`."""
+    if join_by is None or facts.now < join_by:
+        return None
+    seconds = facts.now - join_by + _limit(facts)
+    return Loss(
+        member=member,
+        worker=worker,
+        cause=Cause.HANG,
+        failed_at=facts.now - seconds,
+        message=(
+            f"pod {worker.pod.name} on node {worker.pod.node} answers, but the others have waited {seconds:.0f} s "
+            "for it to join them"
+        ),
+    )
+
+
+def join_deadlines(facts: Facts) -> dict[int, float]:
+    """When each member that others wait for will count as hung unless it joins: Unix seconds by rank."""
+    if not facts.job.spec.recovery.hang.enabled:
+        return {}
+    limit = _limit(facts)
+    deadlines: dict[int, float] = {}
+    for other, beat in facts.beats:
+        since = facts.observed.agents[other.pod_uid].joining_since
+        if since is None or beat.phase is not WorkerPhase.JOINING:
+            continue
+        for rank in beat.waiting_for:
+            if rank != other.node_rank:
+                deadlines[rank] = min(since + limit, deadlines.get(rank, math.inf))
+    return deadlines
+
+
+def _limit(facts: Facts) -> float:
+    recovery = facts.job.spec.recovery
+    return recovery.hang.init_seconds + recovery.grace_period_seconds
+
+
+def unhealthy(facts: Facts, testimony: Testimony, member: Member, worker: Worker) -> Loss | None:
+    """A member whose node is broken for good; it saves if it can, and nobody waits for a replacement."""
+    problem = facts.troubles.get(worker.pod.uid)
+    if problem is None or problem.severity is not Severity.FATAL:
+        return None
+    return _loss(facts, member, worker, problem, saves=_trains(facts, testimony, worker))
+
+
+def hand_overs(facts: Facts, testimony: Testimony, found: list[Loss]) -> list[Loss]:
+    """The losses with what the candidates that are free can take over from members on bad nodes.
+
+    A member on a broken node that is handed over this way keeps its pod until its rank is elsewhere.
+    """
+    lost = {loss.member.pod_uid: loss for loss in found}
+    fatal = [loss for loss in found if _is_fatal(facts, loss)]
+    free = len(facts.candidates) - len(found)
+    if free >= 0:
+        found = [replace(loss, stays=loss.saves) if loss in fatal else loss for loss in found]
+    for member, worker in members_to_move(facts):
+        if free <= 0:
+            break
+        if member.pod_uid not in lost and not worker.silent and not worker.node_bad:
+            saves = is_settled(facts) and _trains(facts, testimony, worker)
+            problem = facts.troubles[worker.pod.uid]
+            found.append(replace(_loss(facts, member, worker, problem, saves=saves), stays=saves))
+            free -= 1
+    return found
+
+
+def members_to_move(facts: Facts) -> Iterator[tuple[Member, Worker]]:
+    """Members that train on while somebody to take their rank is made ready, by rank."""
+    for member, worker in facts.members:
+        problem = facts.troubles.get(member.pod_uid)
+        if worker is not None and problem is not None and problem.severity is Severity.DRAIN and worker.alive:
+            yield member, worker
+
+
+def _loss(facts: Facts, member: Member, worker: Worker, problem: NodeProblem, *, saves: bool) -> Loss:
+    message = f"node {worker.pod.node} of pod {worker.pod.name} is bad: {problem}"
+    if problem.message:
+        message += f": {problem.message}"
+    began = problem.since if problem.severity is Severity.FATAL else None  # the others train on until now
+    return Loss(
+        member=member,
+        worker=worker,
+        cause=problem.cause,
+        failed_at=began if began is not None and worker.pod.created <= began <= facts.now else facts.now,
+        message=message,
+        force=worker.node_bad,
+        saves=saves,
+    )
+
+
+def _is_fatal(facts: Facts, loss: Loss) -> bool:
+    problem = facts.troubles.get(loss.member.pod_uid)
+    return loss.worker is not None and loss.saves and problem is not None and problem.severity is Severity.FATAL
+
+
+def _trains(facts: Facts, testimony: Testimony, worker: Worker) -> bool:
+    """It answers and makes steps, so it can save before it leaves."""
+    beat = worker.heartbeat
+    if beat is None or worker.silent or worker.node_bad or beat.phase is not WorkerPhase.TRAINING:
+        return False
+    return not testimony.stalled(facts.now)
 
 
 def find_losses(facts: Facts) -> tuple[tuple[Loss, ...], tuple[float, ...]]:
@@ -178,3 +418,121 @@ def _next_look(facts: Facts, testimony: Testimony, worker: Worker) -> float:
         return max(deadline, facts.now)
     stalled = testimony.stalls_at
     return stalled if stalled is not None and stalled > facts.now else facts.now + facts.settings.heartbeat_seconds
+
+
+_KNOWN_SECONDS = {"aws-node-termination-handler/spot-itn": 120.0}
+"""Taint -> time between the notice and the end of the node; others end when the last pod has been evicted."""
+_EXIT_MARGIN_SECONDS = 10.0
+"""Between the end of the ranks' grace and the end of the node."""
+_NEVER = float("inf")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Notices:
+    """What the notices in force ask for."""
+
+    departures: tuple[Loss, ...] = ()
+    """Members that give up their ranks now although nobody takes them."""
+    since: float | None = None
+    """Since when the oldest one stands (Unix seconds); None when nobody is about to leave."""
+    looks: tuple[float, ...] = ()
+    """When to look again (Unix seconds)."""
+    notes: tuple[EventIntent, ...] = ()
+
+
+def heed_notices(facts: Facts, losses: tuple[Loss, ...]) -> Notices:
+    """Which members, besides the lost ones, leave now, and when the others must."""
+    lost = {loss.member.pod_uid for loss in losses}
+    leaving = [each for each in _leaving_members(facts) if each[0].pod_uid not in lost]
+    if not leaving:
+        return Notices()
+    known = facts.job.status.leaving_since
+    since = facts.now if known is None else known
+    last_call = _last_call(facts, leaving, since)
+    # Who has more than was asked for gives the node up at once.
+    beyond = len(facts.members) - len(leaving) >= facts.job.status.desired - facts.job.status.idle_nodes.taken
+    shrink_at = min(since + (0.0 if beyond else facts.job.spec.recovery.rescale_after_seconds), last_call)
+    departures: tuple[Loss, ...] = ()
+    if any(worker is not None and worker.finished for _, worker in facts.members):
+        pass  # the run ends; nobody takes a rank any more
+    elif not losses and is_settled(facts) and facts.now >= shrink_at and _is_enough(facts, len(leaving)):
+        departures = tuple(_departure(facts, each, stays=True) for each in leaving)
+    elif facts.now >= last_call:
+        departures = tuple(_departure(facts, each, stays=False) for each in leaving)
+    return Notices(
+        departures=departures,
+        since=since,
+        looks=tuple(at for at in (shrink_at, last_call) if facts.now < at < _NEVER),
+        notes=(_told(facts, leaving),) if known is None else (),
+    )
+
+
+def _leaving_members(facts: Facts) -> list[tuple[Member, Worker]]:
+    """Members whose nodes are not bad, but on their way out."""
+    moving = members_to_move(facts)
+    return [
+        each for each in moving if facts.troubles[each[0].pod_uid].cause is Cause.PREEMPTED and not each[1].finished
+    ]
+
+
+def _told(facts: Facts, leaving: list[tuple[Member, Worker]]) -> EventIntent:
+    """Told once, when the first notice comes."""
+    member = leaving[0][0]
+    names = listed(tuple(each.pod_name for each, _ in leaving))
+    return event(
+        Reason.INTERRUPTION_NOTICE,
+        f"Node {member.node_name} is about to leave: {facts.troubles[member.pod_uid]}; {names} trains on until another "
+        "worker can take the rank.",
+        warning=True,
+        node=member.node_name,
+    )
+
+
+def _last_call(facts: Facts, leaving: list[tuple[Member, Worker]], since: float) -> float:
+    """When the ranks must begin to save and leave."""
+    taints = [taint.key for _, worker in leaving if worker.node is not None for taint in worker.node.taints]
+    soonest = min((_KNOWN_SECONDS.get(key, _NEVER) for key in taints), default=_NEVER)
+    return since + max(0.0, soonest - facts.job.spec.recovery.grace_period_seconds - _EXIT_MARGIN_SECONDS)
+
+
+def _is_enough(facts: Facts, leaving: int) -> bool:
+    """Whether those who stay, and the newcomers, are enough for a legal size."""
+    return facts.size.legal_at_most(len(facts.members) - leaving + len(newcomers_of(facts))) > 0
+
+
+def _departure(facts: Facts, each: tuple[Member, Worker], *, stays: bool) -> Loss:
+    member, worker = each
+    return Loss(
+        member=member,
+        worker=worker,
+        cause=Cause.PREEMPTED,
+        failed_at=facts.now,
+        message=f"node {worker.pod.node} of pod {worker.pod.name} is about to leave: {facts.troubles[member.pod_uid]}",
+        saves=not worker.silent and not worker.node_bad and worker.agent is not None,
+        stays=stays,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """What is wrong with the members of the generation in force."""
+
+    losses: tuple[Loss, ...]
+    """Those that cannot go on or leave now, the most telling cause first."""
+    leaving_since: float | None
+    """Since when a notice stands that a member's node will leave (Unix seconds); None for none."""
+    looks: tuple[float, ...]
+    """When to look again (Unix seconds)."""
+    notes: tuple[EventIntent, ...]
+
+
+def diagnose(facts: Facts) -> Diagnosis:
+    """Look at every member once."""
+    losses, looks = find_losses(facts)
+    notices = heed_notices(facts, losses)
+    return Diagnosis(
+        losses=losses + notices.departures,
+        leaving_since=notices.since,
+        looks=looks + notices.looks,
+        notes=notices.notes,
+    )

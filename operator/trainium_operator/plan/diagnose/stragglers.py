@@ -1,12 +1,14 @@
-"""Policy: members slower than the others are always reported, and handed over when that costs nothing but a spare.
+"""Report members that are slower than the others, and replace one when a spare is free or training is faster so.
 
-Where no spare is free and the others are faster without it (`faster_without`), it is left out.
+The pace of a member is its own work in a step, without the wait for its peers, compared with the median member's. All
+ranks wait for the slowest at each step, so without it a step takes as much less as its own work exceeds that of the
+next slowest, at the best size for one node less.
 
-A member's pace is its own work in a step, without the wait for its peers, so that those who wait for a slow one do not
-look slow. It is held against the median member's. Invariants: nobody is evicted before it has been slow for
-`persistSteps`, for a load that all members bear, while an interruption is open or while nodes may not be acted on; one
-at a time; a member counts as slow until it is clearly not (hysteresis);
-differences too small to matter count never.
+Guarantees:
+- No member is replaced before it has been slow for `persistSteps`, for a load that all members bear, while an
+  interruption is open or while nodes may not be acted on; one at a time.
+- A member counts as slow until it is clearly not (hysteresis); differences too small to matter never count.
+- Fewer nodes must be clearly faster by what the ranks measure, and repay the change in the steps that are left.
 """
 
 from __future__ import annotations
@@ -17,13 +19,11 @@ from typing import TYPE_CHECKING
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.interruptions import Rung
 from trainium_contract.status.public import StragglerStatus
-from trainium_operator.plan.diagnose.faster_without import faster_without_one
 from trainium_operator.plan.diagnose.loss import Loss
-from trainium_operator.plan.model.actions import event
-from trainium_operator.plan.model.answer import Answer
+from trainium_operator.plan.model.actions import Answer, event
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.view.facts import is_second_choice
-from trainium_operator.plan.view.progress import is_settled, last_step
+from trainium_operator.plan.view.progress import is_settled, last_step, price_of_a_change
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from trainium_contract.spec.recovery import StragglerSpec
     from trainium_operator.plan.model.actions import EventIntent
     from trainium_operator.plan.view.facts import Facts
+
 
 _LISTED = 8
 _FEWEST_STEPS = 3
@@ -161,3 +162,31 @@ def _sentence(entry: StragglerStatus, step: int) -> str:
         f"Pod {entry.pod} on node {entry.node} needs {entry.slowdown:g} times as long for its own work in a step as "
         f"the median worker, for {step - entry.since_step} steps"
     )
+
+
+_CLEARLY = 1.05
+"""So many times as fast it must be without it."""
+
+
+def faster_without_one(facts: Facts) -> bool:
+    """Whether the job is faster on fewer nodes than on all of them with the slowest one."""
+    status, present = facts.job.status, len(facts.members)
+    size = facts.size.legal_at_most(present - 1)
+    speed = facts.size.speed(size, present)
+    timings = [beat.timing for _, beat in facts.beats if beat.timing is not None]
+    if not speed or len(timings) < max(2, present) or not _has_graphs(facts, size):
+        return False
+    second, slowest = sorted(timing.own_seconds for timing in timings)[-2:]
+    step = max(timing.step_seconds for timing in timings)
+    without = max(0.0, step - (slowest - second)) / speed
+    if without * _CLEARLY > step:
+        return False
+    price, total = price_of_a_change(status), status.progress.total_steps
+    if price is None or not total:
+        return True
+    return max(0, total - status.progress.step) * (step - without) > 2 * price
+
+
+def _has_graphs(facts: Facts, size: int) -> bool:
+    known = (*facts.size.compiled_first, *facts.job.status.compiled.sizes)
+    return not facts.job.spec.precompile.enabled or size in known

@@ -13,7 +13,7 @@ from trainium_contract.faults.causes import Budget, Cause
 from trainium_contract.faults.classify import budget_of, default_responses
 from trainium_contract.faults.responses import Response
 from trainium_contract.status.internal import FailureRecord
-from trainium_operator.plan.model.sentences import listed
+from trainium_operator.plan.model.text import listed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

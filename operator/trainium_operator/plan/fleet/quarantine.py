@@ -33,10 +33,9 @@ from trainium_operator.plan.fleet.memory import (
     struck,
 )
 from trainium_operator.plan.model.breaker import CAP, cap_of
-from trainium_operator.plan.model.node_labels import LABEL_INSTANCE_TYPE, NEURON, TAINT_QUARANTINED
+from trainium_operator.plan.model.names import LABEL_INSTANCE_TYPE, NEURON, TAINT_QUARANTINED
 from trainium_operator.plan.model.observed import FleetView, NodeReadiness, Taint
-from trainium_operator.plan.model.sentences import listed
-from trainium_operator.plan.model.times import rfc3339
+from trainium_operator.plan.model.text import listed, rfc3339
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

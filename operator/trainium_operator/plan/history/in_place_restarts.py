@@ -12,15 +12,15 @@ from trainium_contract.exit_codes import ExitCode
 from trainium_contract.faults.causes import Cause
 from trainium_contract.faults.classify import severity
 from trainium_contract.status.interruptions import Rung
-from trainium_operator.plan.diagnose.culprits import find_culprit, records_of
+from trainium_operator.plan.diagnose.process_failures import find_culprit, records_of
 from trainium_operator.plan.history.interruptions import HISTORY_LENGTH, open_interruption
-from trainium_operator.plan.model.answer import Answer
+from trainium_operator.plan.model.actions import Answer
 from trainium_operator.plan.view.node_problems import tells_time
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
     from trainium_contract.wire.messages import RestartRecord
-    from trainium_operator.plan.diagnose.culprits import Culprit
+    from trainium_operator.plan.diagnose.process_failures import Culprit
     from trainium_operator.plan.view.facts import Facts
 
 

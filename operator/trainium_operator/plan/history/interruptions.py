@@ -1,8 +1,9 @@
-"""The history of interruptions: opened when one is detected, closed at the first new step, each exactly once.
+"""Open an interruption when members fail, and count it.
 
-Invariants: each generation has at most one entry that ends it (further losses join it) and one per restart in place. An
-entry is counted when it is opened and never again, in the same status write. The counts by cause are what is counted;
-their sum is the total, also after a hand has edited either.
+Guarantees:
+- Each generation has at most one entry that ends it, which further failures join, and one per restart in place.
+- An entry is counted in the status write that opens it and never again, however many members failed.
+- The counts by cause are authoritative; their sum is the total, also after an edit of either.
 """
 
 from __future__ import annotations
@@ -12,14 +13,16 @@ from typing import TYPE_CHECKING
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.interruptions import MAX_COUNTED_CAUSES, Interruption, Rung
 from trainium_operator.plan.faults.failure_budgets import is_recorded, record_failure
-from trainium_operator.plan.model.sentences import sentence
-from trainium_operator.plan.model.times import rfc3339
+from trainium_operator.plan.model.text import listed, rfc3339, sentence
 from trainium_operator.plan.view.progress import last_step
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
+    from trainium_contract.status.internal import FailureRecord, InternalStatus
     from trainium_contract.status.public import PublicStatus
+    from trainium_operator.plan.diagnose.loss import Loss
     from trainium_operator.plan.view.facts import Facts
+
 
 HISTORY_LENGTH = 10
 _CAUSES = frozenset(cause.value for cause in Cause)
@@ -106,3 +109,51 @@ def replace_entry(status: TrainingJobStatus, index: int, entry: Interruption) ->
     """The status with a changed entry in the place of the one at `index`."""
     history = status.history
     return status.replaced(history=(*history[:index], entry, *history[index + 1 :]))
+
+
+MOST_SUSPECTS = 16
+"""Workers lost at once whose nodes are remembered: enough for a rack's power, and the record stays small."""
+
+
+def note_losses(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...]) -> TrainingJobStatus:
+    """Open the interruption of the generation in force, unless it is open already or its successor is decided."""
+    if not losses or facts.current is None:
+        return status
+    generation = facts.current.generation
+    if open_membership_entry(status, generation) is not None:
+        return status.replaced(failures=_with_suspects(facts, status, losses))
+    if status.membership.generation != generation:
+        return status
+    first = losses[0]
+    others = "" if len(losses) == 1 else f"; {len(losses)} workers: {listed(_names(losses))}"
+    status = open_interruption(
+        facts,
+        status,
+        cause=first.cause,
+        rung=Rung.REPLACE,
+        failed_at=first.failed_at,
+        attempt=status.membership.attempt,
+        pod=first.member.pod_name,
+        node=first.member.node_name,
+        suspect=first.suspect,
+        message=first.message + others,
+    )
+    return status.replaced(failures=_with_suspects(facts, status, losses), waiting_since=facts.now)
+
+
+def _with_suspects(facts: Facts, memory: InternalStatus, losses: tuple[Loss, ...]) -> tuple[FailureRecord, ...]:
+    """The failures, with the suspected nodes of all workers that were lost together: each once, as one moment."""
+    names = frozenset(_names(losses))
+    recovery, recorded = facts.job.spec.recovery, {record.pod for record in memory.failures if record.node}
+    failures = memory.failures
+    for loss in losses[:MOST_SUSPECTS]:
+        pod = loss.member.pod_name
+        if loss.suspect and pod not in recorded and is_recorded(loss.cause, recovery):
+            moments = [record.at for record in failures if record.node and record.pod in names]
+            at = min(moments, default=facts.now)
+            failures = record_failure(failures, at=at, cause=loss.cause, pod=pod, node=loss.suspect, recovery=recovery)
+    return failures
+
+
+def _names(losses: tuple[Loss, ...]) -> tuple[str, ...]:
+    return tuple(loss.member.pod_name for loss in losses)

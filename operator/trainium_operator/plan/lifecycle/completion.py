@@ -1,9 +1,12 @@
-"""Policy: the two ends of a job, complete and failed. Both are sticky and release what the job no longer needs.
+"""Complete a job, fail it, clean up its pods, delete it after its TTL, and report what holds a deleted one.
 
-Invariants: a job is complete only when every member finished; a terminal condition never changes back; nothing that may
-still write is killed when a job completes. Pods that tell what happened are kept for their logs unless the job says
-otherwise: those that have ended, and of a failed job a few whose agents end by themselves with the verdict. Who does
-not end in time is deleted, so nothing runs on.
+Guarantees:
+- A job is complete only when every member finished; a terminal condition never changes back.
+- Nothing that may still write is killed when a job completes. Pods that show what happened are kept for their logs
+  unless the job says otherwise: those that have ended, and of a failed job the one that the verdict names and a few
+  whose agents end by themselves with the verdict. A pod that does not end in time is deleted.
+- A sidecar keeps no node after the end of the job, except in the pod of the failure.
+- Only the incarnation and version of the job that this plan observed are deleted.
 """
 
 from __future__ import annotations
@@ -17,14 +20,11 @@ from trainium_contract.status.failed_spec import compare_failed_spec, record_fai
 from trainium_contract.status.interruptions import Interruption, Rung
 from trainium_contract.wire.messages import WorkerPhase
 from trainium_operator.plan.history.interruptions import HISTORY_LENGTH, first_rank
-from trainium_operator.plan.model.actions import event
-from trainium_operator.plan.model.answer import Answer
-from trainium_operator.plan.model.conditions import is_terminal, is_true, with_condition
+from trainium_operator.plan.model.actions import Answer, DeleteJob, event
+from trainium_operator.plan.model.conditions import is_true, with_condition
 from trainium_operator.plan.model.reasons import Reason
-from trainium_operator.plan.model.sentences import counted
-from trainium_operator.plan.model.times import parse_rfc3339, rfc3339
+from trainium_operator.plan.model.text import counted, parse_rfc3339, rfc3339
 from trainium_operator.plan.pods.deletion import deletion
-from trainium_operator.plan.report.tool_conditions import tell_tools
 from trainium_operator.plan.view.progress import last_step
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from trainium_operator.plan.model.actions import DeletePod
     from trainium_operator.plan.model.observed import Observed
     from trainium_operator.plan.view.facts import Facts
+
 
 _WITNESSES = 3
 """Pods of a failed job that may end by themselves."""
@@ -93,8 +94,6 @@ def stop(facts: Facts, status: TrainingJobStatus, verdict: StopVerdict) -> Answe
 def termination_status(observed: Observed) -> TrainingJobStatus:
     """Return the status of a job that is being deleted and still exists: what holds it, and no worker that is gone."""
     job, present = observed.job, {pod.uid for pod in observed.pods}
-    if is_terminal(job.status):
-        return job.status
     held = [_HOLDERS.get(name, f"finalizer {name}") for name in job.finalizers]
     if observed.pods:
         held.append(f"{counted(len(observed.pods), 'pod')} of it {'is' if len(observed.pods) == 1 else 'are'} left")
@@ -104,7 +103,7 @@ def termination_status(observed: Observed) -> TrainingJobStatus:
         status = with_condition(status, kind, False, Reason.TERMINATING, message, now=observed.now)
     beats = [agent.heartbeat for uid, agent in observed.agents.items() if uid in present and agent.heartbeat]
     training = sum(beat.phase is WorkerPhase.TRAINING for beat in beats)
-    return tell_tools(status.replaced(ready_replicas=training, spares=0), observed.now)
+    return status.replaced(ready_replicas=training, spares=0)
 
 
 def note_change(facts: Facts) -> Answer:
@@ -187,3 +186,20 @@ def _closed(facts: Facts, status: TrainingJobStatus, reason: Reason) -> Training
         waiting_since=None,
         goodput=status.goodput.replaced(accounted_until=None),
     )
+
+
+def expire(facts: Facts, status: TrainingJobStatus) -> Answer:
+    """Ask for the deletion of an ended job when it is due, else for a look at that time."""
+    ttl = facts.job.spec.ttl_seconds_after_finished
+    if ttl is None:
+        return Answer(status=status)
+    ended = parse_rfc3339(status.completion_time)
+    if ended is None:
+        # Lost, or edited by hand: the time begins anew rather than the job going at once.
+        status = status.replaced(completion_time=rfc3339(facts.now))
+        ended = facts.now
+    # A time from the future (a clock that was set back) delays the deletion by no more than the whole time.
+    due = min(ended, facts.now) + ttl
+    if facts.now < due or status != facts.job.status:
+        return Answer(status=status, looks=(max(due, facts.now),))
+    return Answer(status=status, actions=(DeleteJob(facts.job.uid, facts.job.resource_version),))

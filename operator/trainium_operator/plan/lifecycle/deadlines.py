@@ -17,10 +17,10 @@ from trainium_contract.status.activity import ActivityStatus
 from trainium_contract.status.conditions import ConditionStatus, ConditionType, Phase
 from trainium_operator.plan.diagnose.failure_policy import StopVerdict
 from trainium_operator.plan.lifecycle.completion import stop
-from trainium_operator.plan.model.answer import Answer
+from trainium_operator.plan.model.actions import Answer
 from trainium_operator.plan.model.conditions import find_condition, is_true, with_condition
 from trainium_operator.plan.model.reasons import Reason
-from trainium_operator.plan.model.sentences import sentence
+from trainium_operator.plan.model.text import sentence
 from trainium_operator.plan.pods.deletion import deletion
 from trainium_operator.plan.view.progress import has_stepped
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from trainium_contract.status.conditions import ConditionType
 from trainium_contract.status.start_failures import StartFailuresStatus
 from trainium_operator.plan.faults.failure_budgets import avoided_nodes
-from trainium_operator.plan.model.answer import Answer
+from trainium_operator.plan.model.actions import Answer
 from trainium_operator.plan.model.conditions import with_condition
 from trainium_operator.plan.model.reasons import Reason
-from trainium_operator.plan.model.sentences import counted
+from trainium_operator.plan.model.text import counted
 from trainium_operator.plan.pods.deletion import deletion
 
 if TYPE_CHECKING:

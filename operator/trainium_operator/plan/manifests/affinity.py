@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainium_contract.spec.scheduling import Topology
 from trainium_operator.plan.model import names
-from trainium_operator.plan.model.node_labels import LAYERS
+from trainium_operator.plan.model.names import LAYERS
 
 if TYPE_CHECKING:
     from trainium_operator.plan.model.observed import JobView, PlanSettings

@@ -1,7 +1,16 @@
-"""Who trains next: the first generation, one without the lost, the same again, or one of another size.
+"""Decide who trains next: the first generation, one without the failed members, the same again, or one of another size.
 
-Invariants: the first policy that wants a new generation gets it; since when the job waits for workers that it lacks is
-written here alone, but for its beginning with a loss (`history.lost_members`) and its end with the job's pods.
+The first generation begins when enough workers are warm; an elastic job that lacks some begins smaller after
+`rescaleAfterSeconds`. A failed member is replaced by a warm spare, else by a new pod, else (elastic jobs, after a wait)
+the job shrinks. A job that had to shrink grows back when all workers are there; a size that a user requests is taken at
+once. A generation that was decided on and never recorded, because the operator died between the two writes, is finished
+by the members that are there once each of them was heard.
+
+Guarantees:
+- The first policy that wants a new generation gets it. This module alone writes `waitingSince`, except for its start
+  with a failure (`history.interruptions`) and its end with the job's pods.
+- Survivors keep their ranks at the same size, and stay as they are while a replacement is pending.
+- A size is never below the job's floor nor illegal. Shrinking removes extras first, then the highest ranks.
 """
 
 from __future__ import annotations
@@ -9,16 +18,250 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from trainium_operator.plan.membership.first_generation import form_first_generation
+from trainium_contract.faults.causes import Cause
+from trainium_contract.status.conditions import ConditionType
+from trainium_contract.status.interruptions import Rung
+from trainium_contract.wire.messages import Transition, WorkerPhase
+from trainium_operator.plan.diagnose.process_failures import cause_of_standstill
+from trainium_operator.plan.history.interruptions import open_interruption, open_membership_entry, replace_entry
 from trainium_operator.plan.membership.generation import Decision, NewGeneration
-from trainium_operator.plan.membership.replacement import replace_lost, restart_stopped
-from trainium_operator.plan.membership.resize import resize
-from trainium_operator.plan.membership.unfinished_generation import finish_decided
+from trainium_operator.plan.membership.growth import (
+    compile_seconds,
+    grows_again_at,
+    is_worth_growing,
+    makes_do_at,
+    pays_at,
+    size_at_hand,
+)
+from trainium_operator.plan.membership.ranks import assign_ranks, first_order, member_of, surroundings_of
+from trainium_operator.plan.model.conditions import is_true, with_condition
+from trainium_operator.plan.model.reasons import Reason
+from trainium_operator.plan.model.text import counted
+from trainium_operator.plan.view.extras import joining, staying
+from trainium_operator.plan.view.facts import newcomers_of, sound_newcomers
+from trainium_operator.plan.view.progress import is_settled
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
+    from trainium_contract.status.public import PublicStatus
     from trainium_operator.plan.diagnose.loss import Loss
+    from trainium_operator.plan.model.conditions import AnyShown
     from trainium_operator.plan.view.facts import Facts
+    from trainium_operator.plan.view.workers import Worker
+
+
+def form_first_generation(facts: Facts, status: TrainingJobStatus) -> Decision:
+    """Form it at the desired size, or after `rescaleAfterSeconds` at the largest legal size that is there."""
+    ready = facts.candidates
+    size = status.desired
+    if len(ready) < size:
+        deadline = makes_do_at(facts, status)
+        if facts.now < deadline:
+            return Decision(status=status, looks=(deadline,))
+        size = size_at_hand(facts, status, len(ready))
+    if size == 0:
+        return Decision(status=status)
+    ordered = first_order(ready, size, surroundings_of(facts))
+    members = tuple(member_of(worker, rank) for rank, worker in enumerate(ordered))
+    new = NewGeneration(members=members, transition=Transition.IMMEDIATE, cause=Cause.RESIZE)
+    return Decision(status=status, new=new)
+
+
+_CREATION_ROUNDING = 1.0
+"""Kubernetes cuts creation times to whole seconds: a pod made right after the failure may look older than it."""
+
+
+def replace_lost(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...]) -> Decision:
+    """The next generation without the lost members; none while too few workers are there."""
+    assert facts.current is not None
+    lost = {loss.member.pod_uid for loss in losses}
+    survivors = tuple(member for member in facts.current.members if member.pod_uid not in lost)
+    newcomers = newcomers_of(facts)
+    available = len(survivors) + len(newcomers)
+    deadline = _wait_until(facts, status, available, waited=all(loss.stays or not loss.missed for loss in losses))
+    if deadline is not None:
+        return Decision(status=status, looks=(deadline,))
+    size = _size(facts, status, available)
+    if size == 0:
+        return Decision(status=status)
+    members = assign_ranks(staying(facts, survivors, size), newcomers, size, surroundings_of(facts))
+    used = {member.pod_uid for member in members}
+    joined = tuple(worker for worker in newcomers if worker.pod.uid in used)
+    saving = all(loss.saves for loss in losses if loss.cause is not Cause.FINISHED)
+    new = NewGeneration(
+        members=members,
+        transition=Transition.GRACEFUL if saving else Transition.IMMEDIATE,
+        cause=losses[0].cause,
+    )
+    return Decision(status=_with_rung(facts, status, size, joined), new=new)
+
+
+def restart_stopped(facts: Facts, status: TrainingJobStatus) -> Decision:
+    """The same members again, when all of them stopped and none of them says that it is the one that failed."""
+    assert facts.current is not None
+    beats = facts.beats
+    if len(beats) < len(facts.current.members) or any(beat.phase is not WorkerPhase.FAILED for _, beat in beats):
+        return Decision(status=status)
+    cause = cause_of_standstill(facts)
+    status = open_interruption(
+        facts,
+        status,
+        cause=cause,
+        rung=Rung.REPLACE,
+        failed_at=facts.now,
+        attempt=status.membership.attempt,
+        message="all workers stopped, and none reported a failure of its own; they start again",
+    )
+    new = NewGeneration(members=facts.current.members, transition=Transition.IMMEDIATE, cause=cause)
+    return Decision(status=status, new=new)
+
+
+def _wait_until(facts: Facts, status: TrainingJobStatus, available: int, *, waited: bool) -> float | None:
+    """Until when a replacement is awaited (Unix seconds); None when enough are there, or there was a wait already."""
+    assert facts.current is not None
+    if available >= min(status.desired, len(facts.current.members)) or waited:
+        return None
+    deadline = makes_do_at(facts, status)
+    return deadline if facts.now < deadline else None
+
+
+def _size(facts: Facts, status: PublicStatus, available: int) -> int:
+    """The size of the next generation; 0 when no legal one is there."""
+    assert facts.current is not None
+    if available >= status.desired:
+        return status.desired
+    return size_at_hand(facts, status, min(available, len(facts.current.members)))
+
+
+def _with_rung(facts: Facts, status: TrainingJobStatus, size: int, joined: tuple[Worker, ...]) -> TrainingJobStatus:
+    """The status whose open interruption tells how it was answered."""
+    assert facts.current is not None
+    index = open_membership_entry(status, facts.current.generation)
+    if index is None:
+        return status
+    entry = status.history[index]
+    # A pod that was made because of a notice is no spare, although it was there before the rank was handed over.
+    failed_at = min(entry.failed_at or facts.now, facts.job.status.leaving_since or facts.now)
+    if size < len(facts.current.members):
+        rung = Rung.SHRINK
+    elif joined and all(worker.pod.created + _CREATION_ROUNDING <= failed_at for worker in joined):
+        rung = Rung.SPARE
+    else:
+        rung = Rung.REPLACE
+    return replace_entry(status, index, entry.replaced(rung=rung, pods_replaced=len(joined)))
+
+
+def note_request(facts: Facts, status: AnyShown, desired: int) -> AnyShown:
+    """Remember that the user changed the size; until it is reached, a change of size is theirs."""
+    if facts.current is None or status.desired == 0 or status.desired - status.idle_nodes.taken == desired:
+        return status
+    message = f"from {len(facts.current.members)} to {counted(desired, 'node')}"
+    return with_condition(status, ConditionType.RESIZING, True, Reason.SIZE_REQUESTED, message, now=facts.now)
+
+
+def resize(facts: Facts, status: TrainingJobStatus) -> Decision:
+    """The next generation at another size; none when it fits, or not yet."""
+    assert facts.current is not None
+    present, desired = len(facts.current.members), status.desired
+    if any(worker is not None and worker.finished for _, worker in facts.members):
+        return Decision(status=status)
+    if present == desired:
+        return Decision(status=status)
+    asked = is_true(status, ConditionType.RESIZING)
+    newcomers = newcomers_of(facts) if asked else sound_newcomers(facts)
+    size, looks = (desired, ()) if present > desired else _grown(facts, status, present, len(newcomers))
+    if size == present:
+        return Decision(status=status, looks=looks)
+    survivors = staying(facts, facts.current.members, size)
+    joined = joining(facts, survivors, newcomers, size, desired - status.idle_nodes.taken)
+    members = assign_ranks(survivors, joined, size, surroundings_of(facts))
+    new = NewGeneration(members=members, transition=Transition.GRACEFUL, cause=Cause.RESIZE)
+    return Decision(status=_with_entry(facts, status, size), new=new, looks=looks)
+
+
+def _grown(facts: Facts, status: TrainingJobStatus, present: int, newcomers: int) -> tuple[int, tuple[float, ...]]:
+    """The size to grow to now, `present` when not yet; and when to look again (Unix seconds)."""
+    if newcomers == 0 or not is_settled(facts):
+        return present, ()
+    resting = 0.0 if is_true(status, ConditionType.RESIZING) else grows_again_at(facts, status)
+    if facts.now < resting:
+        return present, (resting,)
+    asked = is_true(status, ConditionType.RESIZING)
+    size = _target(facts, status, present, min(status.desired, present + newcomers), asked=asked)
+    price = compile_seconds(facts, status, size)
+    if size <= present or not (asked or is_worth_growing(facts, status, present, size, beside=price)):
+        return present, ()
+    paying = facts.now if asked else pays_at(facts, status, size, _last_change(status))
+    if facts.now < paying:
+        return present, (paying,)
+    if size == status.desired:
+        return size, ()
+    deadline = makes_do_at(facts, status)
+    return (present, (deadline,)) if facts.now < deadline else (size, ())
+
+
+def _target(facts: Facts, status: PublicStatus, present: int, nodes: int, *, asked: bool) -> int:
+    """The size to grow to with so many nodes: what was asked for, else one that has its graphs if that is growth."""
+    size = nodes if nodes == status.desired else facts.size.legal_at_most(nodes)
+    if asked or not compile_seconds(facts, status, size):
+        return size
+    at_hand = size_at_hand(facts, status, nodes)
+    return at_hand if at_hand > present else size
+
+
+def _last_change(status: PublicStatus) -> float:
+    """When the size in force was taken (Unix seconds), as far as the history goes back."""
+    changes = (Rung.SHRINK, Rung.GROW, Rung.RESIZE)
+    taken = [entry.decided_at for entry in status.history if entry.rung in changes and entry.decided_at is not None]
+    return max(taken, default=0.0)
+
+
+def _with_entry(facts: Facts, status: TrainingJobStatus, size: int) -> TrainingJobStatus:
+    """The status with the entry of this change of size, unless the generation in force is being left already."""
+    assert facts.current is not None
+    present = len(facts.current.members)
+    if open_membership_entry(status, facts.current.generation) is not None:
+        return status
+    if status.membership.generation != facts.current.generation:
+        return status
+    requested = is_true(status, ConditionType.RESIZING)
+    return open_interruption(
+        facts,
+        status,
+        cause=Cause.RESIZE if requested else Cause.CAPACITY,
+        rung=Rung.RESIZE if requested or size < present else Rung.GROW,
+        failed_at=facts.now,
+        attempt=status.membership.attempt,
+        message=f"from {present} to {counted(size, 'node')}{_why(facts, status, size - present)}",
+    )
+
+
+def _why(facts: Facts, status: PublicStatus, more: int) -> str:
+    if facts.grant is not None and status.desired < facts.size.desired:
+        return f": the queue grants {status.desired} of {facts.size.desired}"
+    taken = status.idle_nodes.taken
+    if more > 0 and taken:
+        return f": {taken} that were idle, beyond the {status.desired - taken} asked for"
+    if more < 0 and facts.observed.wanted_elsewhere:
+        return f": {-more} that were idle are given back, other jobs wait for {facts.observed.wanted_elsewhere}"
+    return ""
+
+
+def finish_decided(facts: Facts, status: TrainingJobStatus) -> Decision:
+    """The same members again, under the number that the status names, where one was left undone."""
+    current = facts.current
+    if current is None or status.membership.generation <= current.generation:
+        return Decision(status=status)
+    if not all(_works(worker) for _, worker in facts.members):
+        return Decision(status=status)
+    index = open_membership_entry(status, current.generation)
+    cause = Cause.RESIZE if index is None else status.history[index].cause
+    new = NewGeneration(members=current.members, transition=Transition.GRACEFUL, cause=cause)
+    return Decision(status=status, new=new)
+
+
+def _works(worker: Worker | None) -> bool:
+    return worker is not None and worker.warm and not worker.finished
 
 
 def decide_generation(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...]) -> Decision:

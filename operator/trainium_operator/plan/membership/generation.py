@@ -14,10 +14,9 @@ from trainium_contract.status.public import MembershipStatus
 from trainium_contract.wire.messages import Membership, Transition
 from trainium_operator.plan.history.interruptions import open_membership_entry, replace_entry
 from trainium_operator.plan.manifests.config_maps import membership_map
-from trainium_operator.plan.model.actions import PublishMembership, event
-from trainium_operator.plan.model.answer import Answer
+from trainium_operator.plan.model.actions import Answer, PublishMembership, event
 from trainium_operator.plan.model.reasons import Reason
-from trainium_operator.plan.model.sentences import counted
+from trainium_operator.plan.model.text import counted
 
 if TYPE_CHECKING:
     from trainium_contract.faults.causes import Cause

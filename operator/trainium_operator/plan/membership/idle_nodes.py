@@ -19,16 +19,13 @@ from typing import TYPE_CHECKING
 from trainium_contract.job import IdleNodesStatus
 from trainium_contract.spec.elasticity import IdleNodes
 from trainium_contract.status.conditions import ConditionType
-from trainium_operator.plan.membership.compiled_size import compile_seconds
-from trainium_operator.plan.membership.growth_gain import is_worth_growing
-from trainium_operator.plan.membership.resting import grows_again_at
-from trainium_operator.plan.model.answer import Answer
+from trainium_operator.plan.membership.growth import compile_seconds, grows_again_at, is_worth_growing
+from trainium_operator.plan.model.actions import Answer
 from trainium_operator.plan.model.conditions import is_true
 from trainium_operator.plan.model.observed import PodPhase
 from trainium_operator.plan.view.extras import extras_alive, extras_usable
 from trainium_operator.plan.view.facts import sound_newcomers
-from trainium_operator.plan.view.price import price_of_a_change
-from trainium_operator.plan.view.progress import is_settled, past_steps
+from trainium_operator.plan.view.progress import is_settled, past_steps, price_of_a_change
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus

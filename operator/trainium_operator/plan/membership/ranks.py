@@ -1,26 +1,55 @@
-"""Policy: who gets which node rank. Survivors keep theirs; a newcomer takes a lost one; as few as possible move.
+"""Assign node ranks: survivors keep theirs, a newcomer takes a free one, and as few as possible move.
 
-Neighbouring ranks are near each other in the network: a first generation is ordered by place, and of several newcomers
-the one nearest to the lost rank's neighbours takes it.
+Neighbouring ranks are near each other in the network. A place is the path from the widest domain to the node: network
+layers (the higher the number the nearer), zone, host name; two nodes are the nearer the longer their common prefix. A
+missing label is an empty step of the path, so clusters without labels keep the order of ordinals.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainium_contract.wire.messages import Member
+from trainium_operator.plan.model.names import LABEL_HOST, LABEL_ZONE, LAYERS
 from trainium_operator.plan.view.facts import is_second_choice
-from trainium_operator.plan.view.topology import nearest_first, place_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from trainium_operator.plan.model.observed import NodeView
     from trainium_operator.plan.view.facts import Facts
-    from trainium_operator.plan.view.topology import Place
     from trainium_operator.plan.view.workers import Worker
+
+
+Json = dict[str, Any]
+Place = tuple[str, ...]
+
+
+def place_of(name: str, node: NodeView | None) -> Place:
+    """The place of a node; of one that is not known, only its name."""
+    labels = node.labels if node is not None else {}
+    return (*(labels.get(layer, "") for layer in LAYERS), labels.get(LABEL_ZONE, ""), labels.get(LABEL_HOST, name))
+
+
+def nearest_first(workers: Sequence[Worker], nodes: Mapping[str, NodeView]) -> list[Worker]:
+    """Workers in domains that hold many of them first, domain by domain; within the nearest one, oldest first.
+
+    So any beginning of the list is spread over few domains, and what is left over is scattered anyway.
+    """
+    placed = [(place_of(worker.pod.node, nodes.get(worker.pod.node)), worker) for worker in workers]
+    return [worker for _, worker in _flattened(placed, 0)]
+
+
+def _flattened(placed: list[tuple[Place, Worker]], depth: int) -> list[tuple[Place, Worker]]:
+    if depth > len(LAYERS):  # below the layers and the zone there are only single nodes
+        return sorted(placed, key=lambda item: item[1].pod.ordinal)
+    domains: dict[str, list[tuple[Place, Worker]]] = {}
+    for item in placed:
+        domains.setdefault(item[0][depth], []).append(item)
+    order = sorted(domains, key=lambda name: (-len(domains[name]), name))
+    return [item for name in order for item in _flattened(domains[name], depth + 1)]
 
 
 @dataclass(frozen=True, slots=True)

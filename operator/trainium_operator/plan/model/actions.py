@@ -1,21 +1,21 @@
-"""What a plan asks for (`Plan`): a status, actions, events. Plain frozen data.
+"""Define what a plan asks for (`Plan`) and what each policy returns (`PolicyResult`): a status, actions, events.
 
-Who obeys must hold to these rules:
+Plain frozen data. `plan.plan` alone joins the results of policies. Whoever executes a plan follows these rules:
 
 * The executor writes `Plan.status` first, when it differs from the observed one and with the observed
   `resource_version` as precondition, then the actions in order, then the events. When a write fails it stops, and the
-  job is planned anew. A crash between any two writes is harmless: the next plan goes on from what it finds.
+  job is planned again. A crash between any two writes only delays: the next plan continues from what it finds.
 * Pods are created with their deterministic names; "already exists" counts as done. Pods are deleted with their uid as
   precondition; "not found" and "another uid" count as done.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from trainium_operator.plan.model.sentences import sentence
+from trainium_operator.plan.model.text import sentence
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
@@ -186,3 +186,28 @@ class Plan:
     events: tuple[EventIntent, ...] = ()
     requeue_after: float | None = field(default=None)
     """Seconds after which the job must be planned again even when nothing changes; None: not by time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """A status, and what is asked for besides."""
+
+    status: TrainingJobStatus
+    actions: tuple[Action, ...] = ()
+    """In order."""
+    notes: tuple[EventIntent, ...] = ()
+    looks: tuple[float, ...] = ()
+    """When the job must be looked at again (Unix seconds)."""
+
+    def then(self, after: Answer) -> Answer:
+        """This answer and the one of a policy that was asked with its status."""
+        return Answer(
+            status=after.status,
+            actions=self.actions + after.actions,
+            notes=self.notes + after.notes,
+            looks=self.looks + after.looks,
+        )
+
+    def having(self, status: TrainingJobStatus) -> Answer:
+        """This answer with another status."""
+        return replace(self, status=status)

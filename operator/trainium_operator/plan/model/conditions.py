@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeVar
 
 from trainium_contract.status.conditions import Condition, ConditionStatus, ConditionType
-from trainium_operator.plan.model.sentences import sentence
-from trainium_operator.plan.model.times import rfc3339
+from trainium_operator.plan.model.text import rfc3339, sentence
 
 if TYPE_CHECKING:
     from trainium_contract.status.public import PublicStatus

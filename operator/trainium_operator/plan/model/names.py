@@ -1,10 +1,15 @@
-"""Names and labels of the objects that belong to one TrainingJob.
+"""Define how a job is identified, the names and labels of its objects, and the node labels that plans read.
 
-Invariants: every name follows from the job's name (and a pod's ordinal), so that a repeated write hits the same object;
-an ordinal is never used twice, so neither is a pod's name.
+Guarantees:
+- Every name follows from the job's name (and a pod's ordinal), so that a repeated write hits the same object.
+- An ordinal is never used twice, so neither is a pod's name.
+- No object is found by a uid alone: whoever may create an object writes its ownerReferences and can copy any uid into
+  them, and the namespace is the one part that the API server vouches for.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from trainium_contract.wire.worker_env import FIELD_MANAGER, GROUP, LABEL_JOB, LABEL_ROLE, ROLE_WORKER
 
@@ -78,3 +83,41 @@ def object_labels(job: str, component: str) -> dict[str, str]:
         "app.kubernetes.io/managed-by": FIELD_MANAGER,
         LABEL_JOB: job,
     }
+
+
+LABEL_INSTANCE_TYPE = "node.kubernetes.io/instance-type"
+LABEL_HOST = "kubernetes.io/hostname"
+LABEL_ZONE = "topology.kubernetes.io/zone"
+LABEL_HYPERPOD_HEALTH = "sagemaker.amazonaws.com/node-health-status"
+LABEL_HYPERPOD_DEEP_CHECK = "sagemaker.amazonaws.com/deep-health-check-status"
+LAYERS = tuple(f"topology.k8s.aws/network-node-layer-{number}" for number in (1, 2, 3, 4))
+"""Labels of EC2's network topology on EKS nodes, from the widest domain to the nearest."""
+LABELS_READ = frozenset(
+    {
+        LABEL_INSTANCE_TYPE,
+        LABEL_HOST,
+        LABEL_HYPERPOD_HEALTH,
+        LABEL_HYPERPOD_DEEP_CHECK,
+        LABEL_ZONE,
+        *LAYERS,
+        "topology.k8s.aws/ultraserver-id",
+    }
+)
+"""Labels of a node that plans read; a change of any other is nobody's business."""
+NEURON, EFA = "aws.amazon.com/neuron", "vpc.amazonaws.com/efa"
+RESOURCES_READ = frozenset({NEURON, EFA, "nvidia.com/gpu"})
+TAINT_QUARANTINED = f"{GROUP}/quarantined"
+"""Our own taint; it follows from the fleet's memory and is never a reason for it."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class JobId:
+    """One incarnation of a TrainingJob. Raises ValueError when a part is missing."""
+
+    namespace: str
+    name: str
+    uid: str
+
+    def __post_init__(self) -> None:
+        if not (self.namespace and self.name and self.uid):
+            raise ValueError(f"a job is known by namespace, name and uid, not by {self}")

@@ -15,7 +15,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from trainium_contract.wire.log_line import LogFormat
-from trainium_operator.plan.model.job_id import JobId
+from trainium_operator.plan.model.names import JobId
 from trainium_operator.plan.model.optional_api import ApiState
 
 if TYPE_CHECKING:

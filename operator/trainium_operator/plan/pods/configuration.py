@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from trainium_operator.plan.manifests.config_maps import config_map
 from trainium_operator.plan.model import names
-from trainium_operator.plan.model.actions import ApplyObject
-from trainium_operator.plan.model.answer import Answer
+from trainium_operator.plan.model.actions import Answer, ApplyObject
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus

@@ -9,8 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainium_operator.plan.manifests.claims import claim_template
-from trainium_operator.plan.model.actions import ApplyObject, DropTemplate
-from trainium_operator.plan.model.answer import Answer
+from trainium_operator.plan.model.actions import Answer, ApplyObject, DropTemplate
 from trainium_operator.plan.model.optional_api import ApiState
 from trainium_operator.plan.model.reasons import Reason
 

@@ -19,11 +19,10 @@ from trainium_contract.status.conditions import ConditionType
 from trainium_contract.status.interruptions import Rung
 from trainium_operator.plan.manifests.owned_object import owned_object
 from trainium_operator.plan.model import names
-from trainium_operator.plan.model.actions import ApplyObject
-from trainium_operator.plan.model.answer import Answer
+from trainium_operator.plan.model.actions import Answer, ApplyObject
 from trainium_operator.plan.model.conditions import find_condition, is_terminal, with_condition
 from trainium_operator.plan.model.reasons import Reason
-from trainium_operator.plan.model.times import parse_rfc3339, rfc3339
+from trainium_operator.plan.model.text import parse_rfc3339, rfc3339
 from trainium_operator.plan.view.progress import past_steps
 
 if TYPE_CHECKING:

@@ -21,13 +21,12 @@ from trainium_contract.spec.scheduling import Gang
 from trainium_contract.status.conditions import ConditionType
 from trainium_operator.plan.manifests.affinity import with_affinity
 from trainium_operator.plan.manifests.gang_groups import group_object, mark
-from trainium_operator.plan.model.actions import ApplyGroup, CreatePod, event
-from trainium_operator.plan.model.answer import Answer
+from trainium_operator.plan.model.actions import Answer, ApplyGroup, CreatePod, event
 from trainium_operator.plan.model.conditions import with_condition
 from trainium_operator.plan.model.observed import GangApi, PodPhase
 from trainium_operator.plan.model.optional_api import ApiState
 from trainium_operator.plan.model.reasons import Reason
-from trainium_operator.plan.model.times import rfc3339
+from trainium_operator.plan.model.text import rfc3339
 from trainium_operator.plan.pods.deletion import deletion
 from trainium_operator.plan.pods.device_claims import cannot_claim
 from trainium_operator.plan.view.facts import creation_refused

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 from trainium_contract.status.conditions import ConditionType
 from trainium_operator.plan.manifests.network_policy import KIND, network_policy, on_host_network
 from trainium_operator.plan.model import names
-from trainium_operator.plan.model.actions import ApplyPolicy, event
-from trainium_operator.plan.model.answer import Answer
+from trainium_operator.plan.model.actions import Answer, ApplyPolicy, event
 from trainium_operator.plan.model.conditions import find_condition, is_terminal, is_true, with_condition
 from trainium_operator.plan.model.reasons import Reason
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.faults.node_polarity import Severity
-from trainium_operator.plan.model.node_labels import LABEL_HOST
+from trainium_operator.plan.model.names import LABEL_HOST
 from trainium_operator.plan.pods.refused_pods import refusing_nodes
 from trainium_operator.plan.view.facts import Facts, quarantined_nodes
 from trainium_operator.plan.view.node_problems import problem_of

@@ -15,7 +15,7 @@ from trainium_contract.faults.classify import budget_of, suspects_node
 from trainium_contract.faults.responses import Response
 from trainium_contract.wire.messages import WorkerPhase
 from trainium_operator.plan.diagnose.failure_policy import START_ATTEMPTS, start_failures
-from trainium_operator.plan.diagnose.node_health import members_to_move
+from trainium_operator.plan.diagnose.losses import members_to_move
 from trainium_operator.plan.faults.ends import classify_pod_failure, died_by_itself, meaning_of_failure
 from trainium_operator.plan.faults.failure_budgets import (
     avoided_nodes,
@@ -26,8 +26,7 @@ from trainium_operator.plan.faults.failure_budgets import (
 )
 from trainium_operator.plan.manifests.worker_pod import Avoided, is_outdated, template_hash, worker_pods
 from trainium_operator.plan.model import names
-from trainium_operator.plan.model.actions import event
-from trainium_operator.plan.model.answer import Answer
+from trainium_operator.plan.model.actions import Answer, event
 from trainium_operator.plan.model.observed import PodPhase
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.pods.admitted_places import extras_of, in_places, spares_of

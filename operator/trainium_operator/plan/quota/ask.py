@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 from trainium_contract.status.conditions import ConditionType
 from trainium_operator.plan.manifests.workloads import workload
 from trainium_operator.plan.model import names
-from trainium_operator.plan.model.actions import AskQuota, DropQuota, TellQuota
-from trainium_operator.plan.model.answer import Answer
+from trainium_operator.plan.model.actions import Answer, AskQuota, DropQuota, TellQuota
 from trainium_operator.plan.model.conditions import is_true
 from trainium_operator.plan.model.quota import WORKERS, Said, WorkloadCondition
 from trainium_operator.plan.view.grant import Stand, needed, steps

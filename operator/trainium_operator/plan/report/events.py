@@ -9,7 +9,7 @@ from trainium_contract.status.interruptions import Rung
 from trainium_operator.plan.model.actions import event
 from trainium_operator.plan.model.conditions import find_condition, is_true
 from trainium_operator.plan.model.reasons import Reason
-from trainium_operator.plan.model.sentences import counted
+from trainium_operator.plan.model.text import counted
 from trainium_operator.plan.report.run_results import artifact_sentence, evaluation_sentence, place_of
 
 if TYPE_CHECKING:

@@ -1,11 +1,15 @@
-"""The ledger: where the time of a job went, by the definitions of docs/goodput.md.
+"""Account where the time of a job went, by the definitions of docs/goodput.md.
 
 Wall time runs while a generation is in force. Productive are the steps of the final history at the reference step time
 (`step_time`). The time of an interruption, from the failure to the first new step less that step's reference time, is
-lost to its cause and stages; time before the first step is start-up; what is left over is overhead. Time in the stages
-after the last step (Export, Evaluate) is set aside, less what faults took of it. Invariants:
-productive and lost seconds together are the wall time; overlapping interruptions lose their time once; all follows from
-the status and the observation: another operator goes on where the last one stopped, a repeated plan adds nothing.
+lost to its cause and stages; time before the first step is start-up; the rest is overhead. Time in the stages after the
+last step (Export, Evaluate) is set aside, less what faults took of it.
+
+Guarantees:
+- Productive and lost seconds together are the wall time; overlapping interruptions lose their time once.
+- The ends of an interruption's stages never go back; what is not known belongs to the stage before it.
+- Everything follows from the status and the observation: another operator continues where the last one stopped, and a
+  repeated plan adds nothing.
 """
 
 from __future__ import annotations
@@ -14,13 +18,58 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.status.interruptions import Interruption, Rung
 from trainium_contract.status.ledger import OVERHEAD, STARTUP, StageSeconds
-from trainium_operator.plan.report.interruption_stages import STAGES, split
 from trainium_operator.plan.report.step_time import count_steps, productive, reference_seconds, sample_step_time
 from trainium_operator.plan.view.progress import newest_progress, past_steps
 
 if TYPE_CHECKING:
     from trainium_contract.job import GoodputStatus, TrainingJobStatus
     from trainium_operator.plan.view.facts import Facts
+
+
+STAGES = ("detect", "decide", "restart", "load", "replay")
+"""In order; fields of `StageSeconds`."""
+
+
+def split(facts: Facts, entry: Interruption, start: float, end: float) -> StageSeconds:
+    """The seconds from `start` to `end` (Unix seconds), which lie in this interruption, by stage."""
+    seconds, at = {}, start
+    for stage, ended in zip(STAGES, (*_ends(facts, entry, end), end), strict=True):
+        until = min(max(at, ended), end)
+        seconds[stage] = round(until - at, 3)
+        at = until
+    return StageSeconds(**seconds)
+
+
+def _ends(facts: Facts, entry: Interruption, end: float) -> tuple[float, float, float, float]:
+    """When the first four stages ended; `end` for one that has not, or of which nothing is known."""
+    failed_at = entry.failed_at if entry.failed_at is not None else end
+    detected = failed_at + (entry.detected_seconds or 0.0)
+    decided = detected if entry.rung is Rung.IN_PLACE else entry.decided_at
+    if decided is None:
+        return detected, end, end, end
+    started, loaded = _reported(facts, entry)
+    return detected, decided, started or loaded or end, loaded or end
+
+
+def _reported(facts: Facts, entry: Interruption) -> tuple[float, float]:
+    """When the slowest member's processes were up, and had loaded, in a later attempt; 0 while not all have said so.
+
+    Of an interruption that is over, whoever has said it counts: the heartbeat that ended it was the first of several.
+    """
+    later = [
+        beat.progress
+        for _, beat in facts.beats
+        if beat.progress is not None and (beat.generation, beat.attempt) > (entry.generation, entry.attempt)
+    ]
+    over = entry.recovered_seconds is not None
+    if not over and len(later) < len(facts.members):
+        return 0.0, 0.0
+    return _last([each.started for each in later], over=over), _last([each.loaded for each in later], over=over)
+
+
+def _last(told: list[float], *, over: bool) -> float:
+    return max(told, default=0.0) if over or all(told) else 0.0
+
 
 _MOST_STAGES = 8
 _DOWN = ("Detect", "Decide", "Restart", "Load", STARTUP)

@@ -8,7 +8,7 @@ from trainium_contract.faults.node_polarity import Severity
 from trainium_contract.status.conditions import ConditionType
 from trainium_operator.plan.model.conditions import with_condition
 from trainium_operator.plan.model.reasons import Reason
-from trainium_operator.plan.model.times import rfc3339
+from trainium_operator.plan.model.text import rfc3339
 
 if TYPE_CHECKING:
     from trainium_operator.plan.faults.node_signals import NodeProblem

@@ -10,12 +10,11 @@ from trainium_contract.status.public import AlertStatus, CheckpointStatus, Membe
 from trainium_contract.wire.messages import AlertKind, Progress, WorkerPhase
 from trainium_operator.plan.manifests.worker_pod import PRECOMPILE_CONTAINER
 from trainium_operator.plan.model import names
-from trainium_operator.plan.model.answer import Answer
+from trainium_operator.plan.model.actions import Answer
 from trainium_operator.plan.model.conditions import is_true, with_condition
 from trainium_operator.plan.model.observed import STARTING_REASONS, PodPhase
 from trainium_operator.plan.model.reasons import Reason
-from trainium_operator.plan.model.sentences import counted, listed
-from trainium_operator.plan.model.times import rfc3339
+from trainium_operator.plan.model.text import counted, listed, rfc3339
 from trainium_operator.plan.pods.device_claims import cannot_claim, free_devices
 from trainium_operator.plan.pods.disruption_budget import KIND as BUDGET
 from trainium_operator.plan.pods.gang_policy import note_admission

@@ -10,8 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainium_operator.plan.manifests.worker_pod import is_outdated, template_hash
-from trainium_operator.plan.model.actions import event
-from trainium_operator.plan.model.answer import Answer
+from trainium_operator.plan.model.actions import Answer, event
 from trainium_operator.plan.model.reasons import Reason
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.status.conditions import ConditionType
 from trainium_operator.plan.model.reasons import Reason
-from trainium_operator.plan.model.times import parse_rfc3339
+from trainium_operator.plan.model.text import parse_rfc3339
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus

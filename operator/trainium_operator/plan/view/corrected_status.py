@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from trainium_contract.status.public import MembershipStatus
 from trainium_contract.status.start_failures import StartFailuresStatus
 from trainium_operator.plan.model.conditions import is_terminal
-from trainium_operator.plan.model.times import parse_rfc3339, rfc3339
+from trainium_operator.plan.model.text import parse_rfc3339, rfc3339
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus

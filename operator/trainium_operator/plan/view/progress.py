@@ -1,9 +1,10 @@
-"""How far the run has come, read from the members' newest heartbeats and the status."""
+"""Read how far the run has come, and what a change of the membership costs, from heartbeats and the status."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from trainium_contract.status.interruptions import Rung
 from trainium_contract.status.results import RunStage
 from trainium_contract.wire.messages import Progress, WorkerPhase
 
@@ -55,3 +56,15 @@ def is_settled(facts: Facts) -> bool:
 def past_steps(status: PublicStatus) -> bool:
     """Whether the run is in a stage after its steps."""
     return status.stage not in ("", RunStage.TRAIN)
+
+
+_NO_CHANGE = (Rung.IN_PLACE, Rung.STOP)
+
+
+def price_of_a_change(status: PublicStatus) -> float | None:
+    """Seconds from the newest decision on a membership to its first new step; None where none was measured."""
+    for entry in reversed(status.history):
+        if entry.rung not in _NO_CHANGE and entry.recovered_seconds is not None and entry.decided_at is not None:
+            waited = max(0.0, entry.decided_at - (entry.failed_at or entry.decided_at))
+            return max(0.0, entry.recovered_seconds - waited)
+    return None

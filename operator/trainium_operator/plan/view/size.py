@@ -14,7 +14,7 @@ from trainium_contract.requirements.worker_requests import explain_misfit
 from trainium_contract.sizes import SizeRule
 from trainium_contract.spec.elasticity import IdleNodes
 from trainium_operator.plan.model.reasons import Reason
-from trainium_operator.plan.model.sentences import counted, sentence
+from trainium_operator.plan.model.text import counted, sentence
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobSpec

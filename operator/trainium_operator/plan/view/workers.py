@@ -1,7 +1,16 @@
-"""What can be said of one worker: its pod, its agent and its node, seen together.
+"""Combine a worker's pod, its agent and its node, and judge whether the silence of many workers counts.
 
-Invariants: silence is measured by the operator's clock only, and only since the coordinator has been there long enough
-for agents to find it; a worker whose pod is being deleted, has ended or has lost its node is never counted as alive.
+A partition and the failure of a zone look alike from here. The node controller of Kubernetes stops evicting when too
+much of a cluster is unreachable at once; so does this operator. Above the bound no worker is replaced because of what
+the control plane reports (a node that is not ready, or not there), nor because of its port when as many ports refuse.
+Two signals still count: members that report and wait for the silent ones, because training does not progress anyway,
+and a person or the cloud that declares a node out of service.
+
+Guarantees:
+- Silence is measured by the operator's clock, and only since agents have had time to find the coordinator.
+- A worker whose pod is being deleted, has ended or whose node is gone never counts as alive.
+- One worker may always be replaced, so the failure of one node is answered at once, but none while the fleet is frozen:
+  many jobs of one worker each must not be replaced one by one.
 """
 
 from __future__ import annotations
@@ -10,15 +19,42 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from trainium_contract.wire.messages import WorkerPhase
+from trainium_operator.plan.model.breaker import cap_of
 from trainium_operator.plan.model.cached_property import cached_property
 from trainium_operator.plan.model.observed import SILENCE_TOLD_SECONDS, NodeReadiness, PodPhase
-from trainium_operator.plan.view.contact import Contact, judge_contact
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from trainium_contract.wire.messages import HeartbeatRequest
     from trainium_operator.plan.model.observed import AgentView, NodeView, Observed, PlanSettings, PodView
+
+
+@dataclass(frozen=True, slots=True)
+class Contact:
+    """The judgement."""
+
+    lost: str = ""
+    """Why silence says nothing now, as a sentence; empty while it does."""
+    ports_believed: bool = True
+    """Whether a port that refuses still says that its agent is gone."""
+
+
+def judge_contact(*, running: int, silent: int, refusing: int, frozen: str) -> Contact:
+    """From counts of workers; `frozen` is why nothing may be done to nodes (`FleetView`)."""
+    bound = cap_of(running)
+    if silent == 0 or (silent <= bound and not frozen):
+        return Contact()
+    why = f"while {frozen}" if frozen else "more than fail by chance"
+    return Contact(
+        lost=(
+            f"{silent} of {running} workers are silent at once, {why}: none of their pods is deleted unless workers "
+            "that still report wait for them. If their machines are gone, delete their nodes or taint them "
+            "node.kubernetes.io/out-of-service"
+        ),
+        ports_believed=refusing <= bound,
+    )
+
 
 _JOINABLE = (
     WorkerPhase.JOINING,

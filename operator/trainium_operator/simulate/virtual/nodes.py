@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from trainium_operator.plan.model.node_labels import LABEL_HOST, LABEL_INSTANCE_TYPE, LAYERS
+from trainium_operator.plan.model.names import LABEL_HOST, LABEL_INSTANCE_TYPE, LAYERS
 from trainium_operator.plan.model.observed import NodeCondition, NodeReadiness, NodeView, Taint
 
 if TYPE_CHECKING:

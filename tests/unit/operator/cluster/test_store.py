@@ -6,7 +6,7 @@ from typing import Any
 from trainium_operator.cluster.api.resources import PODS
 from trainium_operator.cluster.cache.reflector import Lister
 from trainium_operator.cluster.cache.store import Entry, IndexedCache
-from trainium_operator.plan.model.job_id import JobId
+from trainium_operator.plan.model.names import JobId
 
 KEY = ("ns", "pod")
 OWNER = JobId("ns", "job", "job-uid")

@@ -18,7 +18,7 @@ from trainium_contract.wire.messages import (
     WorkerPhase,
 )
 from trainium_operator.coordinator.state import CoordinatorState
-from trainium_operator.plan.model.job_id import JobId
+from trainium_operator.plan.model.names import JobId
 
 JOB = JobId("ns", "job", "job-uid")
 

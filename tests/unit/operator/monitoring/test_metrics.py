@@ -21,7 +21,7 @@ from trainium_contract.wire.messages import CheckResult, HeartbeatRequest, Stuck
 from trainium_operator.monitoring.metrics import Metrics
 from trainium_operator.plan.fleet.memory import Machine, MachineState
 from trainium_operator.plan.model.observed import NodeCondition, NodeReadiness, NodeView, Taint
-from trainium_operator.plan.model.times import rfc3339
+from trainium_operator.plan.model.text import rfc3339
 
 MOST_SERIES = 1_500
 """Of one operator, whatever happens: about as many as one node exporter has."""

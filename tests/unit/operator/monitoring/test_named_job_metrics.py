@@ -10,7 +10,7 @@ from trainium_contract.status.conditions import Condition, ConditionStatus, Cond
 from trainium_contract.status.interruptions import RestartsStatus
 from trainium_contract.status.public import CheckpointStatus, ProgressStatus
 from trainium_operator.monitoring.metrics import Metrics
-from trainium_operator.plan.model.times import rfc3339
+from trainium_operator.plan.model.text import rfc3339
 
 if TYPE_CHECKING:
     from typing import Any

@@ -11,8 +11,7 @@ from trainium_contract.faults.causes import Cause
 from trainium_contract.faults.node_polarity import Severity
 from trainium_contract.faults.rules import RecoveryRule, RuleAction
 from trainium_contract.wire.messages import KernelEvent
-from trainium_operator.plan.faults.node_rules import kernel_problem, stopping_sign, with_rules
-from trainium_operator.plan.faults.node_signals import NodeProblem
+from trainium_operator.plan.faults.node_signals import NodeProblem, kernel_problem, stopping_sign, with_rules
 from trainium_operator.plan.model.observed import NodeCondition, NodeReadiness, NodeView, Taint
 
 BAD_DISK = NodeCondition("DiskPressure", NodeReadiness.TRUE, "ScratchFull", "no space on /scratch", since=7.0)

@@ -11,7 +11,7 @@ from plan_builders import NOW
 from trainium_contract.faults.causes import Cause
 from trainium_contract.faults.node_polarity import Severity
 from trainium_operator.plan.faults.node_signals import Demand, problems_of, tolerates
-from trainium_operator.plan.model.node_labels import (
+from trainium_operator.plan.model.names import (
     EFA,
     LABEL_HYPERPOD_DEEP_CHECK,
     LABEL_HYPERPOD_HEALTH,

@@ -16,7 +16,7 @@ from trainium_contract.wire.messages import ProcessFailure, WorkerPhase
 from trainium_operator.plan.model.actions import DeleteJob
 from trainium_operator.plan.model.conditions import is_terminal
 from trainium_operator.plan.model.observed import NodeReadiness, PodPhase
-from trainium_operator.plan.model.times import rfc3339
+from trainium_operator.plan.model.text import rfc3339
 
 
 def ended(kind: ConditionType = ConditionType.COMPLETE, *, ago: float = 100, **job_spec: Any) -> Any:

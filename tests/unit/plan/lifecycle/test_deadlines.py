@@ -18,7 +18,7 @@ from trainium_contract.wire.messages import Progress, WorkerPhase
 from trainium_operator.plan.model.conditions import find_condition, is_true
 from trainium_operator.plan.model.observed import NodeReadiness
 from trainium_operator.plan.model.reasons import Reason
-from trainium_operator.plan.model.times import rfc3339
+from trainium_operator.plan.model.text import rfc3339
 
 LIMIT = 40
 

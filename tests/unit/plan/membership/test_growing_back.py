@@ -15,9 +15,8 @@ from trainium_contract.status.interruptions import Rung
 from trainium_contract.status.ledger import SizeAccount
 from trainium_contract.status.public import CompiledStatus, MembershipStatus, ProgressStatus
 from trainium_contract.wire.messages import Transition, WorkerPhase
+from trainium_operator.plan.membership.decide import finish_decided, note_request, resize
 from trainium_operator.plan.membership.generation import Decision
-from trainium_operator.plan.membership.resize import note_request, resize
-from trainium_operator.plan.membership.unfinished_generation import finish_decided
 from trainium_operator.plan.model.conditions import find_condition, with_condition
 from trainium_operator.plan.model.observed import Observed, PodPhase
 from trainium_operator.plan.model.reasons import Reason

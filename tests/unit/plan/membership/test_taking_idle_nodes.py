@@ -23,7 +23,7 @@ from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.view.grant import Grant, Stand
 
 if TYPE_CHECKING:
-    from trainium_operator.plan.model.answer import Answer
+    from trainium_operator.plan.model.actions import Answer
 
 REST = 30
 HEARD = NOW - 50

@@ -12,9 +12,13 @@ from trainium_contract.job import GoodputStatus, TrainingJobStatus
 from trainium_contract.status.interruptions import Interruption, Rung
 from trainium_contract.status.ledger import SizeAccount
 from trainium_contract.status.public import CompiledStatus, ProgressStatus
-from trainium_operator.plan.membership.compiled_size import compile_seconds, pays_at, size_at_hand
-from trainium_operator.plan.membership.growth_gain import is_worth_growing
-from trainium_operator.plan.membership.resting import grows_again_at
+from trainium_operator.plan.membership.growth import (
+    compile_seconds,
+    grows_again_at,
+    is_worth_growing,
+    pays_at,
+    size_at_hand,
+)
 
 if TYPE_CHECKING:
     from trainium_operator.plan.view.facts import Facts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainium_operator.plan.model.sentences import SENTENCE_LIMIT, listed, sentence
+from trainium_operator.plan.model.text import SENTENCE_LIMIT, listed, sentence
 
 
 @pytest.mark.parametrize("limit", [SENTENCE_LIMIT, 101, 20])

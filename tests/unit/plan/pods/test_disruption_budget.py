@@ -13,7 +13,7 @@ from trainium_contract.status.conditions import Condition, ConditionStatus, Cond
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.actions import ApplyObject
 from trainium_operator.plan.model.conditions import find_condition, is_true
-from trainium_operator.plan.model.times import rfc3339
+from trainium_operator.plan.model.text import rfc3339
 from trainium_operator.plan.pods import disruption_budget
 
 STORAGE = {"storage": {"hostPath": {"path": "/fsx"}}}

@@ -22,7 +22,7 @@ from trainium_contract.status.ledger import MAX_SIZES, OVERHEAD, STARTUP, SizeAc
 from trainium_contract.status.public import MembershipStatus
 from trainium_contract.wire.messages import Progress, StepTiming, WorkerPhase
 from trainium_operator.plan.model.observed import PodPhase
-from trainium_operator.plan.model.times import rfc3339
+from trainium_operator.plan.model.text import rfc3339
 from trainium_operator.plan.report.step_time import reference_seconds
 
 if TYPE_CHECKING:

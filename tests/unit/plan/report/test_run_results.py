@@ -19,7 +19,7 @@ from trainium_contract.status.ledger import OVERHEAD, STARTUP
 from trainium_contract.status.results import MAX_ARTIFACTS, ArtifactReport, EvaluationFigure
 from trainium_contract.wire.messages import Progress, WorkerPhase
 from trainium_operator.plan.model.conditions import find_condition
-from trainium_operator.plan.model.times import rfc3339
+from trainium_operator.plan.model.text import rfc3339
 
 if TYPE_CHECKING:
     from trainium_contract.job import GoodputStatus

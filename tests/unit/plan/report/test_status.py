@@ -29,8 +29,7 @@ from trainium_contract.wire.messages import Alert, AlertKind, Progress, WorkerPh
 from trainium_operator.plan.manifests.worker_pod import PRECOMPILE_CONTAINER
 from trainium_operator.plan.model.conditions import find_condition, is_true
 from trainium_operator.plan.model.observed import PodPhase
-from trainium_operator.plan.model.sentences import sentence
-from trainium_operator.plan.model.times import rfc3339
+from trainium_operator.plan.model.text import rfc3339, sentence
 from trainium_operator.plan.report.status import SLOW_INIT_SECONDS
 
 

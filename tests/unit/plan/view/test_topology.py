@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 from plan_builders import NOW, SETTINGS, agent, job, membership, observed, pod, published, ranks, running, spec
 
 from trainium_contract.job import TrainingJobStatus
-from trainium_operator.plan.membership.ranks import Surroundings, assign_ranks, first_order
+from trainium_operator.plan.membership.ranks import Surroundings, assign_ranks, first_order, nearest_first, place_of
 from trainium_operator.plan.model.actions import CreatePod
-from trainium_operator.plan.model.node_labels import LAYERS
+from trainium_operator.plan.model.names import LAYERS
 from trainium_operator.plan.model.observed import NodeView, Observed
 from trainium_operator.plan.plan import plan
-from trainium_operator.plan.view.topology import nearest_first, place_of
 from trainium_operator.plan.view.workers import workers_of
 
 

@@ -19,7 +19,7 @@ from trainium_operator.cluster.cache.discovery import (
     serves_claims,
     serves_kueue,
 )
-from trainium_operator.plan.model.node_labels import LAYERS
+from trainium_operator.plan.model.names import LAYERS
 from trainium_operator.plan.model.observed import GangApi
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from trainium_operator.runtime import make_caches
 from trainium_operator.settings import Settings
 
 if TYPE_CHECKING:
-    from trainium_operator.plan.model.job_id import JobId
+    from trainium_operator.plan.model.names import JobId
     from trainium_operator.plan.model.observed import JobView
 
 

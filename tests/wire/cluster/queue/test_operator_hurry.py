@@ -14,8 +14,7 @@ from trainium_operator.cluster.cache.views import ChildRecord
 from trainium_operator.cluster.queue.observe import enqueue_on_change
 from trainium_operator.cluster.queue.pace import LONGEST_PAUSE, LONGEST_UNHURRIED_PAUSE, Pace
 from trainium_operator.cluster.queue.work_queue import WorkQueue
-from trainium_operator.plan.model.job_id import JobId
-from trainium_operator.plan.model.names import membership_name
+from trainium_operator.plan.model.names import JobId, membership_name
 from trainium_operator.plan.model.observed import PodPhase, PodView
 from trainium_operator.runtime import make_caches
 from trainium_operator.settings import Settings

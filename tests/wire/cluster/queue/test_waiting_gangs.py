@@ -9,7 +9,7 @@ from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
 from trainium_operator.cluster.cache.store import Entry
 from trainium_operator.cluster.cache.views import JobRecord
 from trainium_operator.cluster.queue.waiting_gangs import WaitingGangs
-from trainium_operator.plan.model.job_id import JobId
+from trainium_operator.plan.model.names import JobId
 from trainium_operator.plan.model.observed import JobView, PodPhase, PodView
 from trainium_operator.runtime import make_caches
 from trainium_operator.settings import Settings

@@ -1,6 +1,8 @@
-"""Bounded text for status, conditions and events, without secrets."""
+"""Format text for status, conditions and events: bounded, on one line, without secrets; and RFC 3339 times."""
 
 from __future__ import annotations
+
+from datetime import UTC, datetime
 
 from trainium_contract.redaction import redact_secrets
 
@@ -30,3 +32,16 @@ def listed(names: tuple[str, ...], most: int = 3) -> str:
     """`a, b, c and 4 more`."""
     shown = ", ".join(names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+
+
+def rfc3339(seconds: float) -> str:
+    """The time as `2026-01-31T12:00:00Z`, rounded down."""
+    return datetime.fromtimestamp(int(seconds), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def parse_rfc3339(text: str) -> float | None:
+    """Unix seconds of such a text; None for an empty or foreign one."""
+    try:
+        return datetime.strptime(text, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=UTC).timestamp()
+    except ValueError:
+        return None

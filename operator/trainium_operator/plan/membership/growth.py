@@ -1,0 +1,97 @@
+"""Decide when growth that nobody requested pays, and which size to take until then.
+
+A size whose graphs are not compiled costs its compilation. How long the job will stay at a size is unknown, so this is
+the ski rental problem: the job takes the fastest compiled size, and leaves it for a faster one when the time lost by
+waiting equals the cost of compiling. So no more than twice the least is lost. Growth must save more time in the steps
+that are left than the newest change of the membership took, and waits `rescaleAfterSeconds` after a recovery or a
+shrink, doubled for each further shrink in the last hour: capacity that comes and goes must not flap.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainium_contract.faults.causes import Cause
+from trainium_contract.status.interruptions import Rung
+from trainium_operator.plan.view.progress import price_of_a_change
+
+if TYPE_CHECKING:
+    from trainium_contract.status.internal import InternalStatus
+    from trainium_contract.status.interruptions import Interruption
+    from trainium_contract.status.public import PublicStatus
+    from trainium_operator.plan.view.facts import Facts
+
+
+_ASSUMED_SECONDS = 1200.0
+"""To compile one size, while none was compiled in the background: a 7B model on trn1 takes tens of minutes."""
+
+
+def compile_seconds(facts: Facts, status: PublicStatus, size: int) -> float:
+    """What the first step at this size takes longer for want of graphs."""
+    ready = _ready(facts, status)
+    if not ready or size in ready:
+        return 0.0
+    return status.compiled.seconds or _ASSUMED_SECONDS
+
+
+def size_at_hand(facts: Facts, status: PublicStatus, nodes: int) -> int:
+    """The best size for so many nodes, or the best that has its graphs where compiling costs more; 0 for none."""
+    best = facts.size.legal_at_most(nodes)
+    if compile_seconds(facts, status, best) <= (price_of_a_change(status) or 0.0):
+        return best
+    ready = [size for size in _ready(facts, status) if facts.size.floor <= size < best and facts.size.passes(size)]
+    return max(ready, key=lambda size: (facts.size.speed(size), -size), default=best)
+
+
+def pays_at(facts: Facts, status: PublicStatus, size: int, since: float) -> float:
+    """When growing from the size in force, which it has had `since`, to one without graphs pays (Unix seconds)."""
+    price = compile_seconds(facts, status, size)
+    speed = facts.size.speed(len(facts.members), size)
+    return since + price / (1 - speed) if price and 0 < speed < 1 else since
+
+
+def _ready(facts: Facts, status: PublicStatus) -> frozenset[int]:
+    """Sizes that have their graphs; none where nobody knows."""
+    return frozenset((*facts.size.compiled_first, *status.compiled.sizes))
+
+
+def is_worth_growing(facts: Facts, status: PublicStatus, present: int, size: int, *, beside: float) -> bool:
+    """Whether growing from `present` to `size` nodes saves more time than it costs, `beside` seconds besides."""
+    speed = facts.size.speed(present, size)
+    step = next((each.step_seconds for each in status.goodput.sizes if each.size == present), None)
+    price, total = price_of_a_change(status), status.progress.total_steps
+    if step is None or price is None or not total or not speed:
+        return True
+    left = max(0, total - status.progress.step)
+    return left * step * (1 - speed) > price + beside
+
+
+_FLAPPING_SECONDS = 3600.0
+_LONGEST_REST = 8.0
+
+
+def grows_again_at(facts: Facts, status: PublicStatus) -> float:
+    """Until when growth that nobody asked for rests (Unix seconds).
+
+    `rescaleAfterSeconds` after the last recovery or shrink, doubled for each further shrink in the last hour, up to
+    eightfold.
+    """
+    faults = [entry for entry in status.history if _counts(entry)]
+    ends = [(entry.failed_at or 0.0) + (entry.recovered_seconds or 0.0) for entry in faults]
+    shrinks = sum(
+        entry.rung in (Rung.SHRINK, Rung.RESIZE) and end > facts.now - _FLAPPING_SECONDS
+        for entry, end in zip(faults, ends, strict=True)
+    )
+    factor = min(_LONGEST_REST, 2.0 ** max(0, shrinks - 1))
+    return max(ends, default=0.0) + facts.job.spec.recovery.rescale_after_seconds * factor
+
+
+def _counts(entry: Interruption) -> bool:
+    if entry.rung is Rung.RESIZE:
+        return entry.cause is Cause.CAPACITY  # given back; the other ones were asked for by a person or a queue
+    return entry.rung not in (Rung.GROW, Rung.STOP)
+
+
+def makes_do_at(facts: Facts, memory: InternalStatus) -> float:
+    """When the job makes do with the workers that are there (Unix seconds)."""
+    return (memory.waiting_since or facts.now) + facts.job.spec.recovery.rescale_after_seconds
