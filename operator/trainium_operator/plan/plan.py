@@ -70,8 +70,9 @@ def plan(observed: Observed, settings: PlanSettings) -> Plan:
     job = observed.job
     if job.deleting:
         # Owner references delete the children; agents save on SIGTERM.
-        ended = is_terminal(job.status)
-        return Plan(status=job.status if ended else tell_tools(termination_status(observed), observed.now))
+        if is_terminal(job.status):
+            return Plan(status=job.status)
+        return Plan(status=tell_tools(termination_status(observed), observed.now))
     size = decide_size(job.spec)
     observed = correct_status(observed, size)
     job = observed.job
