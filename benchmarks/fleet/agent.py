@@ -225,7 +225,7 @@ class Agent:
         stream = StreamConnection(handle)
         try:
             async with asyncio.timeout(_REQUEST_SECONDS):
-                await stream.open(endpoint, headers, {"podUid": self.pod.uid, "after": self.known, "changes": 1})
+                await stream.open(endpoint, headers, {"podUid": self.pod.uid, "after": self.known})
                 if not stream.closed.done():
                     stream.send(FrameKind.REGISTER, _encoded(self._register_request()))
                     ends: set[asyncio.Future[Any]] = {welcomed, stream.closed}

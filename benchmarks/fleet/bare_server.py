@@ -27,11 +27,11 @@ _HOST = "127.0.0.3"
 _LONGEST_FRAME = 1 << 20
 _UPGRADED = f"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: {UPGRADE}\r\n\r\n".encode()
 _REGISTERED = frame(
-    FrameKind.REGISTERED, RegisterResponse(heartbeat_seconds=1.0).model_dump_json(by_alias=True).encode()
+    FrameKind.REGISTERED, RegisterResponse(heartbeat_seconds=1.0, time=1.0).model_dump_json(by_alias=True).encode()
 )
 _ACKNOWLEDGED = frame(
     FrameKind.HEARTBEAT_ACK,
-    HeartbeatResponse(generation=0, full_heartbeat_seconds=0.0).model_dump_json(by_alias=True).encode(),
+    HeartbeatResponse(generation=0, full_heartbeat_seconds=0.0, time=1.0).model_dump_json(by_alias=True).encode(),
 )
 
 

@@ -17,14 +17,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trainium_contract.wire.messages import MEMBERSHIP_PATH
+from trainium_contract.wire.stream import STREAM_PATH
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 _ANSWER_SECONDS = 5.0
 _PAUSE_SECONDS = 1.0
-_ASKED = MEMBERSHIP_PATH.format(namespace="none", job="none")
 _MOST = 200
 """Characters of somebody's answer."""
 
@@ -127,7 +126,7 @@ def _replica(installed: Installed, address: str, trust: ssl.SSLContext) -> Repli
         connection = http.client.HTTPSConnection(address, installed.coordinator_port, timeout=_ANSWER_SECONDS)
         plain = socket.create_connection((address, installed.coordinator_port), _ANSWER_SECONDS)
         with plain, trust.wrap_socket(plain, server_hostname=installed.service) as connection.sock:
-            status, text = _get(connection, _ASKED)
+            status, text = _get(connection, STREAM_PATH)
     except ssl.SSLCertVerificationError as error:
         return Replica(address, problem=f"shows a certificate that the release does not trust ({error.verify_message})")
     except (OSError, http.client.HTTPException) as error:

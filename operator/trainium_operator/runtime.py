@@ -116,6 +116,7 @@ class Runtime:
         clock = SteadyClock(wall_clock, asyncio.get_running_loop().time)
         self.caches = make_caches(self.api, settings, clock, on_change=self._apis_changed)
         self.state = CoordinatorState(clock)
+        self._stopped = False
         self.recorder = EventRecorder(self.api, identity, wall_clock=wall_clock)
         lease_api = Api(lease_transport or transport, on_request=self._on_request)
         times = LeaseTimes.of(
@@ -261,7 +262,7 @@ class Runtime:
                 return
 
     def _begin_serving(self) -> None:
-        if self.state.closed:  # stopped meanwhile
+        if self._stopped:
             return
         for entry in self.caches.jobs.store.snapshot().values():
             view = entry.view.view
@@ -272,7 +273,7 @@ class Runtime:
         self.serving.set()
 
     def _begin_leading(self) -> None:
-        if self.state.closed:  # stopped meanwhile
+        if self._stopped:
             return
         self.leading.set()
         self.metrics.leader.set(1)
@@ -280,11 +281,11 @@ class Runtime:
 
     def stop_leading(self) -> None:
         """Answer no agent and start no plan any more, for good."""
+        self._stopped = True
         self.serving.clear()
         self.leading.clear()
         self.metrics.leader.set(0)
         self.queue.close()
-        self.state.close()
 
     def enqueue_all(self) -> None:
         """Have every job planned."""

@@ -80,7 +80,6 @@ def apply_change(change: MembershipChange, known: Membership | None) -> Membersh
     if not members or digest_of(members) != change.digest:
         raise StaleChangeError(f"generation {change.generation} does not follow from what is known of {change.since}")
     return Membership(
-        protocol=change.protocol,
         generation=change.generation,
         transition=change.transition,
         cause=change.cause,

@@ -1,9 +1,7 @@
 """Messages between the agents (one per worker pod) and the coordinator in the operator.
 
-Every message carries `protocol`. A side writes `PROTOCOL` and reads `PROTOCOL` and `PREVIOUS_PROTOCOL`; readers ignore
-unknown fields, and fields that were added within a protocol have defaults. Protocol 1 heartbeats had no `restarts` and
-no `waitingFor`; both default to empty, so reading them needs no translation, and a coordinator answers in the protocol
-that it was asked in.
+They are sent over the agent's stream (`wire.stream`). Every message carries `protocol`, and a reader refuses any other
+than `PROTOCOL`. Readers ignore unknown fields, and a field that is added within a protocol has a default.
 Times are Unix seconds of the sender's clock; nothing is decided by comparing clocks of two machines.
 Everything is bounded: lists, texts and numbers, so that what one agent says can neither fill the coordinator's memory
 nor make a status that the API server refuses. A loss that is not a number is told as none.
@@ -33,17 +31,11 @@ from trainium_contract.status.results import (
 )
 
 PROTOCOL = 2
-PREVIOUS_PROTOCOL = 1
-REGISTER_PATH = "/v1/register"
-HEARTBEAT_PATH = "/v1/heartbeat"
-MEMBERSHIP_PATH = "/v1/jobs/{namespace}/{job}/membership"
-"""Long poll: query `after`, `podUid`, `timeoutSeconds`; 200 with a Membership, or 204."""
 
 
 def _known(protocol: int) -> int:
-    if protocol not in (PROTOCOL, PREVIOUS_PROTOCOL):
-        msg = f"protocol {protocol} is not supported; this side speaks {PREVIOUS_PROTOCOL} and {PROTOCOL}"
-        raise ValueError(msg)
+    if protocol != PROTOCOL:
+        raise ValueError(f"protocol {protocol} is not supported; this version supports protocol {PROTOCOL}")
     return protocol
 
 
@@ -100,8 +92,6 @@ class Member(MessageModel):
     node_rank: int = Field(ge=0, le=_LAST)
     rendezvous_port: int = Field(ge=1, le=65535)
     """Port on `podIp` that this worker's agent reserved for the store, should it hold node rank 0."""
-    seals: bool = False
-    """Its agent can seal what it writes into that store; all do when all can."""
 
 
 class Membership(MessageModel):
@@ -315,8 +305,6 @@ class RegisterRequest(MessageModel):
     node_name: Name
     rendezvous_port: int = Field(ge=1, le=65535)
     agent_version: str = Field(max_length=64)
-    seals: bool = False
-    """This agent can seal what it writes into the agents' store."""
 
 
 class RegisterResponse(MessageModel):
@@ -326,8 +314,8 @@ class RegisterResponse(MessageModel):
     heartbeat_seconds: Time = 1.0
     membership: Membership | None = None
     """The current generation, whether or not the pod is in it."""
-    time: Time = 0.0
-    """Unix seconds of the coordinator's clock; 0 from one that does not tell."""
+    time: Time
+    """Unix seconds of the coordinator's clock."""
 
 
 class HeartbeatRequest(MessageModel):
@@ -366,23 +354,23 @@ class HeartbeatRequest(MessageModel):
 
 
 class HeartbeatResponse(MessageModel):
-    """What an agent should know; membership itself comes over the stream, or is the answer to a long poll."""
+    """The coordinator's answer to a heartbeat; a membership is a frame by itself."""
 
     protocol: Protocol = PROTOCOL
     generation: int = Field(ge=0, le=_LAST)
     """The current generation."""
-    full_heartbeat_seconds: Time | None = None
-    """How long heartbeats may be signs of life alone while nothing but the step changes; see `wire.stream`."""
-    time: Time | None = None
-    """Unix seconds of the coordinator's clock. Both are told over a stream alone."""
+    full_heartbeat_seconds: Time
+    """How long an agent may send ALIVE instead of a heartbeat while nothing but the step changes; see `wire.stream`."""
+    time: Time
+    """Unix seconds of the coordinator's clock."""
 
 
 class ErrorResponse(MessageModel):
-    """Body of every answer that is not a success."""
+    """Why a request or a frame was refused."""
 
     error: str
     """One sentence."""
     generation: Ordinal | None = None
     """The current generation, with 409."""
     status: Ordinal | None = None
-    """What HTTP says in its status, where there is none."""
+    """The HTTP status, for a refusal over the stream."""

@@ -1,9 +1,8 @@
 """An agent's stream: register, heartbeats and memberships over one connection, for as long as it lasts.
 
-It begins as HTTP, so that a coordinator of the version before answers 404: `GET STREAM_PATH` with the agent's token,
-`Connection: Upgrade` and `Upgrade: UPGRADE`, query `podUid`, `after` (the generation that the agent knows) and
-`changes` (1 where it reads MEMBERSHIP_CHANGE), answered with 101. From then on both sides send frames: one byte of
-kind, four of length, then the payload, which is JSON of the same messages that HTTP carries. The agent's first frame is
+It starts as HTTP: `GET STREAM_PATH` with the agent's token, `Connection: Upgrade` and `Upgrade: UPGRADE`, query
+`podUid` and `after` (the generation that the agent has; 0 for none), answered with 101. From then on both sides send
+frames: one byte of kind, four of length, then the payload, which is a message as JSON. The agent's first frame is
 REGISTER; nothing is answered before it.
 
 An agent sends one frame each `heartbeatSeconds`: HEARTBEAT while the coordinator must see it at once, else KEEPALIVE,
@@ -57,7 +56,7 @@ class FrameKind(IntEnum):
     ERROR = 8
     """ErrorResponse, with `status`."""
     MEMBERSHIP_CHANGE = 9
-    """MembershipChange, of the generation that the agent knows; only to who asked for changes."""
+    """MembershipChange, from the generation that the agent has."""
 
 
 class FrameTooLongError(ValueError):

@@ -1,4 +1,4 @@
-"""What agents say is taken, and answered: the same by HTTP and by a stream.
+"""What agents say is taken, and answered.
 
 Invariants: a message counts for the pod whose token was shown and for no other; whatever is refused is refused in one
 sentence.
@@ -13,21 +13,13 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from trainium_contract.wire.messages import (
-    PREVIOUS_PROTOCOL,
-    PROTOCOL,
-    HeartbeatRequest,
-    HeartbeatResponse,
-    RegisterRequest,
-    RegisterResponse,
-)
+from trainium_contract.wire.messages import HeartbeatRequest, HeartbeatResponse, RegisterRequest, RegisterResponse
 from trainium_operator.coordinator.reading import read_message
 from trainium_operator.coordinator.state import FutureGenerationError, NotRegisteredError, OldGenerationError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trainium_contract.wire.messages import Membership
     from trainium_operator.coordinator.authentication import Authenticator, Caller
     from trainium_operator.coordinator.state import CoordinatorState
     from trainium_operator.plan.model.names import JobId
@@ -79,14 +71,13 @@ class Hearing:
             self._notify(message.namespace, message.job, True)
         membership = self.state.membership(job_id)
         answer = RegisterResponse(
-            protocol=message.protocol,
             heartbeat_seconds=self._heartbeat_seconds,
-            membership=spoken(membership, message.protocol) if _is_small(membership) else None,
+            membership=membership if membership and len(membership.members) <= LARGEST_WELCOME else None,
             time=time.time(),
         )
         return job_id, answer
 
-    def heartbeat(self, caller: Caller, body: bytes, *, streamed: bool = False) -> HeartbeatResponse:
+    def heartbeat(self, caller: Caller, body: bytes) -> HeartbeatResponse:
         """What an agent does. Raises what `objection` knows."""
         message = read_message(HeartbeatRequest, body)
         job_id = self._job_of(caller, message)
@@ -96,10 +87,9 @@ class Hearing:
         if taken.matters or taken.progressed:
             self._notify(message.namespace, message.job, taken.matters)
         return HeartbeatResponse(
-            protocol=message.protocol,
             generation=self.state.published(job_id),
-            full_heartbeat_seconds=self.state.full_heartbeat_seconds(job_id) if streamed else None,
-            time=time.time() if streamed else None,
+            full_heartbeat_seconds=self.state.full_heartbeat_seconds(job_id),
+            time=time.time(),
         )
 
     def _job_of(self, caller: Caller, message: RegisterRequest | HeartbeatRequest) -> JobId:
@@ -127,20 +117,9 @@ def objection(error: Exception) -> Objection | None:
             return None
 
 
-def spoken(membership: Membership | None, protocol: int) -> Membership | None:
-    """The membership in the protocol that the agent speaks; both have the same fields."""
-    return membership.replaced(protocol=protocol) if membership is not None else None
-
-
-def _is_small(membership: Membership | None) -> bool:
-    return membership is None or len(membership.members) <= LARGEST_WELCOME
-
-
 def _sentence(error: Exception) -> str:
     if not isinstance(error, ValidationError):
         return str(error)
     first = error.errors(include_url=False, include_input=False)[0]
     where = ".".join(str(part) for part in first["loc"])
-    protocols = f"{PREVIOUS_PROTOCOL} and {PROTOCOL}"
-    hint = f" (this coordinator speaks protocols {protocols})" if "protocol" in where else ""
-    return f"the message is not valid: {where or 'body'}: {first['msg']}{hint}"[:1024]
+    return f"the message is not valid: {where or 'body'}: {first['msg']}"[:1024]

@@ -1,26 +1,24 @@
-"""The HTTPS server that agents call: streams, and what those of the version before ask for, request by request.
+"""The HTTPS server on which agents open their streams.
 
-Invariants: nothing is answered but 503 unless this process leads and its caches are in sync (a registration waits a
-moment where that is due, so that agents are there when the lead is taken over); every message is
-authenticated before it is believed, and its sender is a worker before its body is read; bodies, waits and connections
-are bounded in size, number and time; every refusal is one sentence (`ErrorResponse`).
+Invariants: nothing is answered but 503 unless this process leads and its caches are in sync (a request for a stream
+waits a moment where that is due, so that agents are there when the lead is taken over); the sender of a stream is
+authenticated, and is a worker, before a frame of it is read; frames, waits and connections are bounded in size, number
+and time; every refusal is one sentence (`ErrorResponse`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import time
 from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from trainium_contract.wire.messages import HEARTBEAT_PATH, MEMBERSHIP_PATH, REGISTER_PATH, ErrorResponse
+from trainium_contract.wire.messages import ErrorResponse
 from trainium_contract.wire.stream import STREAM_PATH, UPGRADE
 from trainium_operator.coordinator.hearing import BadMessageError, Hearing, objection
 from trainium_operator.coordinator.spoken import Phrasebook
-from trainium_operator.coordinator.state import FutureGenerationError
 from trainium_operator.coordinator.streams import LONGEST_SECONDS, Stream, Streams
 from trainium_operator.entrance.door import BROKEN
 from trainium_operator.entrance.errors import RefusedError
@@ -38,15 +36,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LARGEST_BODY = 832 * 1024
+LONGEST_FRAME = 832 * 1024
 """Above the largest heartbeat that the contract allows, every character of its texts escaped."""
-BODY_SECONDS = 5.0
-"""Until a body that was begun is there; agents wait for an answer for 3 s."""
-LONGEST_POLL = 60.0
-SHORTEST_POLL = 0.5
-"""A poll is held for this share of the time that it asks for, or longer."""
 DUE_SECONDS = 2.5
-"""How long a registration waits for a lead that is due; shorter than agents wait for an answer."""
+"""How long a request for a stream waits for a lead that is due; shorter than agents wait for an answer."""
 _JSON = "application/json"
 
 
@@ -78,7 +71,7 @@ class CoordinatorServer:
         )
         self._phrasebook = Phrasebook()
         self.streams = Streams(
-            self._hearing, self._phrasebook, is_serving=is_serving, on_message=on_message, longest_frame=LARGEST_BODY
+            self._hearing, self._phrasebook, is_serving=is_serving, on_message=on_message, longest_frame=LONGEST_FRAME
         )
         self._sweeping: asyncio.Task[None] | None = None
         self.reception = Reception(
@@ -87,18 +80,11 @@ class CoordinatorServer:
 
     async def start(self, host: str, port: int, context: ssl.SSLContext | None) -> int:
         """Listen; returns the port, which matters when 0 was asked for. Raises OSError."""
-        routes = (
-            web.post(REGISTER_PATH, self._register),
-            web.post(HEARTBEAT_PATH, self._heartbeat),
-            web.get(MEMBERSHIP_PATH, self._membership),
-            web.get(STREAM_PATH, self._stream),
-        )
         self._sweeping = asyncio.create_task(self.streams.run())
-        return await self.reception.open(routes, host, port, context, largest_body=LARGEST_BODY)
+        return await self.reception.open((web.get(STREAM_PATH, self._stream),), host, port, context)
 
     async def stop(self) -> None:
-        """End long polls and streams with 503 and close."""
-        self._state.close()
+        """End streams with 503 and close."""
         self.streams.close()
         if self._sweeping is not None:
             self._sweeping.cancel()
@@ -110,24 +96,9 @@ class CoordinatorServer:
         self.reception.proved(request, caller.pod_uid)
         return caller
 
-    async def _body(self, request: web.Request) -> bytes:
-        try:
-            async with asyncio.timeout(BODY_SECONDS):
-                return await request.read()
-        except TimeoutError:
-            raise web.HTTPRequestTimeout(reason=f"the body was not there within {BODY_SECONDS:g} s") from None
-
-    async def _register(self, request: web.Request) -> web.StreamResponse:
-        caller = await self._sender(request)
-        return _json(200, self._hearing.register(caller, await self._body(request))[1])
-
-    async def _heartbeat(self, request: web.Request) -> web.StreamResponse:
-        caller = await self._sender(request)
-        return _json(200, self._hearing.heartbeat(caller, await self._body(request)))
-
     async def _stream(self, request: web.Request) -> web.StreamResponse:
         caller = await self._sender(request)
-        after, changes = _number(request.query, "after", 0), request.query.get("changes") == "1"
+        after = _number(request.query, "after", 0)
         if request.query.get("podUid", "") != caller.pod_uid:
             raise RefusedError(f"the token was issued to pod {caller.pod_name}, and this stream speaks for another pod")
         if request.headers.get("Upgrade", "").lower() != UPGRADE:
@@ -136,35 +107,7 @@ class CoordinatorServer:
         left = expires - time.time() if expires is not None else 0.0
         seconds = min(LONGEST_SECONDS, left) if left > 0.0 else LONGEST_SECONDS  # over: it is our clock that is wrong
         ends = asyncio.get_running_loop().time() + seconds
-        return Upgrade(
-            UPGRADE, lambda gone: Stream(self.streams, caller, after=after, changes=changes, ends=ends, left=gone)
-        )
-
-    async def _membership(self, request: web.Request) -> web.StreamResponse:
-        caller = await self._sender(request)
-        pod_uid = request.query.get("podUid", "")
-        after = _number(request.query, "after", 0)
-        longest = min(LONGEST_POLL, float(_number(request.query, "timeoutSeconds", 30)))
-        # Those who heard of a generation together must not all ask again together.
-        seconds = longest * random.uniform(SHORTEST_POLL, 1.0)  # noqa: S311 - spreads load, no secret
-        job_id = self._authenticator.check(
-            caller,
-            namespace=request.match_info["namespace"],
-            job=request.match_info["job"],
-            pod_name=None,
-            pod_uid=pod_uid,
-        )
-        protocol = self._state.heard(job_id, pod_uid).registration.protocol
-        with self.reception.while_connected(request):
-            membership = await self._state.newer_membership(job_id, after, seconds)
-        if self._state.closed or not self._is_serving():
-            return _refusal(503, "the coordinator is shutting down; try the next address", headers=RETRY_AFTER)
-        if membership is None:
-            return web.Response(status=204)
-        spoken = self._phrasebook.say(job_id, membership, protocol)
-        if spoken.packed is not None and "gzip" in request.headers.get("Accept-Encoding", ""):
-            return web.Response(body=spoken.packed, content_type=_JSON, headers={"Content-Encoding": "gzip"})
-        return web.Response(body=spoken.plain, content_type=_JSON)
+        return Upgrade(UPGRADE, lambda gone: Stream(self.streams, caller, after=after, ends=ends, left=gone))
 
     async def _answered(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -176,8 +119,6 @@ class CoordinatorServer:
         except Exception as error:
             found = objection(error)
             if found is not None:
-                if isinstance(error, FutureGenerationError):
-                    logger.warning("refused %s: %s", request.path, error)
                 return _refusal(found.status, found.sentence, generation=found.generation)
             refusal = refusal_of(error)
             if refusal is None:
@@ -191,8 +132,8 @@ class CoordinatorServer:
             return _refusal(refusal.status, refusal.sentence, headers=refusal.headers)
 
     async def _serves_soon(self, request: web.Request) -> bool:
-        """Hold a registration while the lead is due; whether it was taken over meanwhile."""
-        due = self._until_serving() if request.path in (REGISTER_PATH, STREAM_PATH) else None
+        """Hold a request for a stream while the lead is due; whether it was taken over meanwhile."""
+        due = self._until_serving() if request.path == STREAM_PATH else None
         if due is None:
             return False
         try:

@@ -1,8 +1,7 @@
 """Memberships as agents get them: encoded once, however many agents ask.
 
 A membership of 1,000 nodes is 200 kB of JSON, and a thousand agents are told of it at the same moment. So its bytes are
-made once per protocol, when the first one asks, and once more packed, which makes a fifth of it: for streams, and for
-agents that say by HTTP that they can unpack (`Accept-Encoding: gzip`). Most agents know the one before and are told
+made once, when the first one asks, and packed, which makes a fifth of it. Most agents know the one before and are told
 the change alone.
 """
 
@@ -24,19 +23,18 @@ _REMEMBERED = 512
 
 @dataclass(slots=True)
 class Spoken:
-    """One membership in one protocol."""
+    """One membership."""
 
     membership: Membership
-    _protocol: int
     _plain: bytes | None = field(default=None, repr=False)
     _packed: bytes | None = field(default=None, repr=False)
     _change: bytes | None = field(default=None, repr=False)
 
     @property
     def plain(self) -> bytes:
-        """JSON; both protocols have the same fields."""
+        """JSON."""
         if self._plain is None:
-            self._plain = _encoded(self.membership.replaced(protocol=self._protocol))
+            self._plain = _encoded(self.membership)
         return self._plain
 
     @property
@@ -49,7 +47,7 @@ class Spoken:
     def changed(self, change: MembershipChange) -> bytes:
         """What leads to it from the membership before it; there is one such change."""
         if self._change is None:
-            self._change = _encoded(change.replaced(protocol=self._protocol))
+            self._change = _encoded(change)
         return self._change
 
 
@@ -57,15 +55,14 @@ class Phrasebook:
     """The newest memberships of all jobs, encoded."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[JobId, int], Spoken] = {}
+        self._known: dict[JobId, Spoken] = {}
 
-    def say(self, job_id: JobId, membership: Membership, protocol: int) -> Spoken:
-        """The membership in the protocol that the agent speaks."""
-        key = (job_id, protocol)
-        found = self._known.pop(key, None)
+    def say(self, job_id: JobId, membership: Membership) -> Spoken:
+        """The membership, encoded."""
+        found = self._known.pop(job_id, None)
         if found is None or found.membership is not membership:
-            found = Spoken(membership, protocol)
-        self._known[key] = found  # last in order: the one that was not asked for longest is forgotten first
+            found = Spoken(membership)
+        self._known[job_id] = found  # last in order: the one that was not asked for longest is forgotten first
         if len(self._known) > _REMEMBERED:
             del self._known[next(iter(self._known))]
         return found

@@ -7,7 +7,6 @@ Times are Unix seconds of the injected clock.
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING
@@ -104,7 +103,6 @@ class _Job:
         """Pod uids of the membership."""
         self.agents: dict[str, _Agent] = {}
         self.gone: set[str] = set()
-        self.changed = asyncio.Event()
 
     def drop_gone(self) -> None:
         for pod_uid in self.gone - self.members:
@@ -123,19 +121,12 @@ class CoordinatorState:
         self.since = wall_clock()
         self._wall_clock = wall_clock
         self._jobs: dict[JobId, _Job] = {}
-        self._closed = False
         self.on_publish: Callable[[JobId], None] = lambda _job_id: None
         """Told after each membership that is served anew."""
 
     def begin(self) -> None:
         """Agents are answered from now on."""
         self.since = self._wall_clock()
-
-    def close(self) -> None:
-        """End all long polls."""
-        self._closed = True
-        for job in self._jobs.values():
-            job.changed.set()
 
     def publish(self, job_id: JobId, membership: Membership) -> None:
         """Serve this membership, unless a newer one is served already."""
@@ -146,16 +137,11 @@ class CoordinatorState:
             job.membership = membership.lean()
             job.members = frozenset(member.pod_uid for member in membership.members)
             job.drop_gone()
-            # Waiters hold the old event; those who come later wait for the next change.
-            job.changed.set()
-            job.changed = asyncio.Event()
             self.on_publish(job_id)
 
     def forget_job(self, job_id: JobId) -> None:
         """The job is gone."""
-        job = self._jobs.pop(job_id, None)
-        if job is not None:
-            job.changed.set()
+        self._jobs.pop(job_id, None)
 
     def forget_pod(self, job_id: JobId, pod_uid: str) -> None:
         """The pod is gone; what a member of the current generation said last stays until the next generation."""
@@ -319,26 +305,6 @@ class CoordinatorState:
         agent.step = _step(request)
         news = old is None or first_step or _differs(old, request) or _results(old) != _results(request)
         return Accepted(matters=news, progressed=moved, before=old)
-
-    async def newer_membership(self, job_id: JobId, after: int, seconds: float) -> Membership | None:
-        """The membership once its generation is above `after`; None when that takes longer, or we are closing."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + seconds
-        job = self._job(job_id)
-        while not self._closed and self._jobs.get(job_id) is job:
-            if job.membership is not None and job.generation > after:
-                return job.membership
-            try:
-                async with asyncio.timeout_at(deadline):
-                    await job.changed.wait()
-            except TimeoutError:
-                return None
-        return None
-
-    @property
-    def closed(self) -> bool:
-        """Whether long polls have been ended for good."""
-        return self._closed
 
     def _is_outsider(self, job: _Job, request: HeartbeatRequest) -> bool:
         """A spare lives in no generation, so its number does not matter."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from trainium_contract.wire.messages import ErrorResponse
 from trainium_contract.wire.stream import FrameKind, FrameReader, FrameTooLongError, frame, step_of
 from trainium_operator.coordinator.hearing import objection
+from trainium_operator.coordinator.state import FutureGenerationError
 from trainium_operator.entrance.errors import RefusedError
 
 if TYPE_CHECKING:
@@ -47,30 +48,24 @@ class Stream(asyncio.Protocol):
 
     __slots__ = (
         "_left",
-        "_protocol",
         "_reader",
         "_streams",
         "_transport",
         "after",
         "caller",
-        "changes",
         "ends",
         "heard",
         "job_id",
     )
 
-    def __init__(
-        self, streams: Streams, caller: Caller, *, after: int, changes: bool, ends: float, left: Callable[[], None]
-    ) -> None:
-        """`after`: the generation that the agent knows; `changes`: it reads them; `ends`: of the loop's clock."""
+    def __init__(self, streams: Streams, caller: Caller, *, after: int, ends: float, left: Callable[[], None]) -> None:
+        """`after`: the generation that the agent has; `ends`: of the loop's clock."""
         self.caller = caller
         self.after = after
-        self.changes = changes
         self.ends = ends
         self.heard = asyncio.get_running_loop().time()
         self.job_id: JobId | None = None
         """Known from its registration on."""
-        self._protocol = 0
         self._streams = streams
         self._left = left
         self._reader = FrameReader(streams.longest_frame)
@@ -114,7 +109,6 @@ class Stream(asyncio.Protocol):
         hearing = self._streams.hearing
         if kind == FrameKind.REGISTER:
             self.job_id, welcome = hearing.register(self.caller, payload)
-            self._protocol = welcome.protocol
             if welcome.membership is not None:
                 self.after = max(self.after, welcome.membership.generation)
             self._send(FrameKind.REGISTERED, welcome.model_dump_json(by_alias=True, exclude_none=True).encode())
@@ -125,7 +119,7 @@ class Stream(asyncio.Protocol):
         elif kind == FrameKind.KEEPALIVE:
             hearing.state.alive(self.job_id, self.caller.pod_uid, step_of(payload))
         elif kind == FrameKind.HEARTBEAT:
-            heard = hearing.heartbeat(self.caller, payload, streamed=True)
+            heard = hearing.heartbeat(self.caller, payload)
             self._send(FrameKind.HEARTBEAT_ACK, heard.model_dump_json(by_alias=True, exclude_none=True).encode())
         else:
             return 0  # of a newer agent
@@ -133,6 +127,8 @@ class Stream(asyncio.Protocol):
 
     def _refuse(self, error: Exception) -> int:
         found = objection(error)
+        if isinstance(error, FutureGenerationError):
+            logger.warning("refused %s: %s", self.caller.pod_name, error)
         if found is not None and found.status == 409:
             self._say_no(found.status, found.sentence, found.generation)
             return found.status
@@ -163,8 +159,8 @@ class Stream(asyncio.Protocol):
         if self.job_id is None or self._transport is None or membership.generation <= self.after:
             return 0
         before, self.after = self.after, membership.generation
-        said = self._streams.phrasebook.say(self.job_id, membership, self._protocol)
-        if self.changes and change is not None and (change.since, change.generation) == (before, self.after):
+        said = self._streams.phrasebook.say(self.job_id, membership)
+        if change is not None and (change.since, change.generation) == (before, self.after):
             return self._send(FrameKind.MEMBERSHIP_CHANGE, said.changed(change))
         if said.packed is not None:
             return self._send(FrameKind.PACKED_MEMBERSHIP, said.packed)

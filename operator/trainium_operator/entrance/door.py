@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -22,7 +21,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 if TYPE_CHECKING:
     import ssl
     from asyncio import Protocol
-    from collections.abc import Callable, Coroutine, Iterator
+    from collections.abc import Callable, Coroutine
 
     from trainium_operator.entrance.guests import Guest, Guests
 
@@ -64,25 +63,12 @@ _log.addFilter(_OneLine())
 class Visit(web.RequestHandler):
     """aiohttp's connection, which says when it is over."""
 
-    __slots__ = ("_guests", "_waiter_for_news", "guest")
+    __slots__ = ("_guests", "guest")
 
     def __init__(self, server: web.Server, guests: Guests, guest: Guest) -> None:
         super().__init__(server, loop=asyncio.get_running_loop(), logger=_log, **_LIMITS)
         self.guest = guest
         self._guests = guests
-        self._waiter_for_news: asyncio.Task[Any] | None = None
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """What the task that answers waits for meanwhile is given up when the connection is closed.
-
-        Else who comes, asks for what takes a minute, and goes, would have left a minute's worth of such tasks behind.
-        """
-        self._waiter_for_news = asyncio.current_task()
-        try:
-            yield
-        finally:
-            self._waiter_for_news = None
 
     def hand_over(self, protocol: Protocol) -> None:
         """From now on the connection, and the guest who holds it, are this protocol's; it must say when they leave."""
@@ -103,8 +89,6 @@ class Visit(web.RequestHandler):
         """See asyncio.Protocol."""
         self._guests.left(self.guest)
         super().connection_lost(exc)
-        if self._waiter_for_news is not None:
-            self._waiter_for_news.cancel()
 
 
 class Door:

@@ -7,7 +7,6 @@ again and again waits for it, can send nothing meanwhile, and has to come anew.
 from __future__ import annotations
 
 import asyncio
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -20,7 +19,6 @@ from trainium_operator.entrance.guests import Guests
 if TYPE_CHECKING:
     import ssl
     from collections.abc import Awaitable, Callable, Iterable
-    from contextlib import AbstractContextManager
 
     from trainium_operator.entrance.guests import Guest
 
@@ -99,17 +97,9 @@ class Reception:
         self._door = Door(self.guests)
         self._runner: web.AppRunner | None = None
 
-    async def open(
-        self,
-        routes: Iterable[web.RouteDef],
-        host: str,
-        port: int,
-        context: ssl.SSLContext | None,
-        *,
-        largest_body: int = 1024,
-    ) -> int:
+    async def open(self, routes: Iterable[web.RouteDef], host: str, port: int, context: ssl.SSLContext | None) -> int:
         """Listen; returns the port, which matters when 0 was asked for. Raises OSError."""
-        application = web.Application(client_max_size=largest_body, middlewares=[self._receive])
+        application = web.Application(client_max_size=1024, middlewares=[self._receive])
         application.router.add_routes(routes)
         self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=SHUTDOWN_SECONDS)
         await self._runner.setup()
@@ -132,11 +122,6 @@ class Reception:
         """The request brought a valid token of this holder: its connection is no stranger's any more."""
         if isinstance(request.protocol, Visit):
             self.guests.proved(request.protocol.guest, holder)
-
-    @staticmethod
-    def while_connected(request: web.Request) -> AbstractContextManager[None]:
-        """For a wait within an answer: it ends with the connection that is waited for over."""
-        return request.protocol.waiting() if isinstance(request.protocol, Visit) else nullcontext()
 
     @staticmethod
     def is_new_to_refusals(request: web.Request) -> bool:

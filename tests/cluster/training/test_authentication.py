@@ -17,38 +17,57 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 CALL = """
-import json, os, random, socket, ssl, sys, time, urllib.error, urllib.request
-addresses_of = socket.getaddrinfo
-def in_any_order(*arguments, **options):
-    found = addresses_of(*arguments, **options)
-    return random.sample(found, len(found))
-socket.getaddrinfo = in_any_order  # the name may have the addresses of all replicas, of which urllib takes the first
-LIMIT, path, change = float(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+import json, os, random, socket, ssl, struct, sys, time
+LIMIT, change = float(sys.argv[1]), json.loads(sys.argv[2])
 own = os.environ.get("TRAINIUM_TOKEN_PATH", "/var/run/secrets/trainium.dev/token")
-token = sys.argv[4] if len(sys.argv) > 4 else open(own).read()
-body = {"protocol": 2, "namespace": os.environ["TRAINIUM_NAMESPACE"], "job": os.environ["TRAINIUM_JOB"],
-        "podName": os.environ["TRAINIUM_POD_NAME"], "podUid": os.environ["TRAINIUM_POD_UID"], **change}
+token = sys.argv[3] if len(sys.argv) > 3 else open(own).read()
+us = {"protocol": 2, "namespace": os.environ["TRAINIUM_NAMESPACE"], "job": os.environ["TRAINIUM_JOB"],
+      "podName": os.environ["TRAINIUM_POD_NAME"], "podUid": os.environ["TRAINIUM_POD_UID"], **change}
+about = {"podIp": os.environ["POD_IP"], "nodeName": os.environ["TRAINIUM_NODE_NAME"], "rendezvousPort": 1,
+         "agentVersion": "1"}
 context = ssl.create_default_context(cafile=os.environ.get("TRAINIUM_CA_PATH", "/etc/trainium/ca.crt"))
-request = urllib.request.Request("https://" + os.environ["TRAINIUM_COORDINATOR"] + path, json.dumps(body).encode(),
-                                 {"Authorization": "Bearer " + token, "Content-Type": "application/json"})
-def call():
-    try:
-        with urllib.request.urlopen(request, context=context, timeout=LIMIT) as answer:
-            return answer.status, json.load(answer)
-    except urllib.error.HTTPError as error:
-        return error.code, json.load(error)
+host, _, port = os.environ["TRAINIUM_COORDINATOR"].partition(",")[0].rpartition(":")
+REGISTER, WELCOME, HEARTBEAT, HEARD, REFUSED = 1, 2, 3, 4, 8
+def exchange(stream, kind, body):
+    data = json.dumps(body).encode()
+    stream.write(struct.pack("!BI", kind, len(data)) + data)
+    stream.flush()
+    while True:
+        kind, length = struct.unpack("!BI", stream.read(5))
+        answer = stream.read(length)
+        if kind in (WELCOME, HEARD, REFUSED):
+            answer = json.loads(answer)
+            return answer.get("status", 200), answer
+def call(address):
+    with context.wrap_socket(socket.create_connection(address[:2], LIMIT), server_hostname=host) as connection:
+        stream = connection.makefile("rwb")
+        head = f"GET /v1/stream?after=0&podUid={os.environ['TRAINIUM_POD_UID']} HTTP/1.1\\r\\nHost: {host}\\r\\n"
+        head += f"Authorization: Bearer {token}\\r\\nConnection: Upgrade\\r\\nUpgrade: trainium-agent\\r\\n\\r\\n"
+        stream.write(head.encode())
+        stream.flush()
+        status, length = int(stream.readline().split()[1]), 0
+        while line := stream.readline().strip():
+            key, _, value = line.lower().partition(b": ")
+            length = int(value) if key == b"content-length" else length
+        if status != 101:
+            return status, json.loads(stream.read(length))
+        status, answer = exchange(stream, REGISTER, {**us, **about})
+        return (status, answer) if status != 200 else exchange(stream, HEARTBEAT, {"phase": "Training", **us})
 deadline = time.monotonic() + LIMIT * 3
-# The name leads to any replica, and one that does not lead says so: try again with a new connection, as agents do.
-while (answer := call())[0] == 503 and time.monotonic() < deadline:
+# The name has the addresses of all replicas, and one that does not lead answers 503.
+while time.monotonic() < deadline:
+    answer = call(random.choice(socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM))[4])
+    if answer[0] != 503:
+        break
     time.sleep(0.05)
 print(json.dumps(answer))
 """
 
 
-def call(job: Job, path: str, change: dict[str, Any], *token: str) -> tuple[int, dict[str, Any]]:
-    """One request to the coordinator from inside a worker pod, with its own token or another."""
+def call(job: Job, change: dict[str, Any], *token: str) -> tuple[int, dict[str, Any]]:
+    """Register and send a heartbeat from inside a worker pod, with its token or another; the first refusal."""
     pod = job.members()[0]["podName"]
-    status, body = json.loads(job.inside(pod, "python", "-c", CALL, str(patient(10)), path, json.dumps(change), *token))
+    status, body = json.loads(job.inside(pod, "python", "-c", CALL, str(patient(10)), json.dumps(change), *token))
     return status, body
 
 
@@ -60,15 +79,15 @@ def test_a_token_of_another_job_or_for_another_audience_is_refused(new_job: Call
     other.until_step(1)
     member = other.members()[0]
     theirs = {"job": "other", "podName": member["podName"], "podUid": member["podUid"]}
-    beat = {"generation": 1, "phase": "Training", **theirs}
+    beat = {"generation": 1, **theirs}
 
-    status, body = call(mine, "/v1/heartbeat", beat)
+    status, body = call(mine, beat)
 
     assert status == 403, body
     assert body["error"]
 
     token = mine.site.kubectl("create", "token", "default", "-n", mine.namespace).strip()
-    status, _ = call(mine, "/v1/heartbeat", {"generation": 1, "phase": "Training"}, token)
+    status, _ = call(mine, {"generation": 1}, token)
 
     assert status == 401
 
@@ -83,7 +102,7 @@ def test_a_heartbeat_of_an_old_generation_is_refused_and_told_the_current_one(ne
     job.until_recovered()
     current = job.status()["membership"]["generation"]
 
-    status, body = call(job, "/v1/heartbeat", {"generation": current - 1, "phase": "Training"})
+    status, body = call(job, {"generation": current - 1})
 
     assert status == 409, body
     assert body["generation"] == current

@@ -22,8 +22,6 @@ from tests.testing.fuzz.schemas import edges, everything
 from tests.testing.fuzz.world import NOW, World
 from trainium_contract.faults.causes import Cause
 from trainium_contract.wire.messages import (
-    HEARTBEAT_PATH,
-    REGISTER_PATH,
     HeartbeatRequest,
     Member,
     Membership,
@@ -34,7 +32,7 @@ from trainium_contract.wire.stream import STREAM_PATH, UPGRADE, FrameKind
 from trainium_contract.wire.worker_env import TOKEN_AUDIENCE
 from trainium_operator.cluster.coordinator_ports import WorkerPods
 from trainium_operator.coordinator.authentication import Authenticator
-from trainium_operator.coordinator.server import LARGEST_BODY, CoordinatorServer
+from trainium_operator.coordinator.server import LONGEST_FRAME, CoordinatorServer
 from trainium_operator.entrance.door import Visit
 from trainium_operator.monitoring.metrics import Metrics
 from trainium_operator.plan.manifests.config_maps import membership_map
@@ -50,7 +48,6 @@ if TYPE_CHECKING:
 Json = dict[str, Any]
 
 JOB = JobId("team", "llama", objects.JOB_UID)
-POLL = "/v1/jobs/team/llama/membership"
 PODS = 3
 MOST_CONNECTIONS, MOST_SENDS = 8, 24
 LONGEST_PAUSE = 120.0
@@ -79,27 +76,28 @@ class CoordinatorTarget:
         self._played = 0
 
     def seeds(self) -> list[Any]:
-        """What agents of this version and the one before say, and what strangers send."""
+        """What agents say, and what strangers send."""
         full = {**everything(HeartbeatRequest.model_json_schema(by_alias=True)), **objects.HEARTBEAT}
         hello = {"frame": {"kind": FrameKind.REGISTER, "body": objects.REGISTER}}
         beat = {"frame": {"kind": FrameKind.HEARTBEAT, "body": objects.HEARTBEAT}}
         whole = {"frame": {"kind": FrameKind.HEARTBEAT, "body": full}}
         alive = {"frame": {"kind": FrameKind.KEEPALIVE, "raw": "\x00\x00\x00\x00\x00\x00\x00\x09"}}
-        asked = {"after": "0", "podUid": "uid-0", "changes": "1"}
+        asked = {"after": "0", "podUid": "uid-0"}
         stream = {"request": _asked("GET", STREAM_PATH, query=asked, upgrade=UPGRADE)}
-        register = {"request": _asked("POST", REGISTER_PATH, body=objects.REGISTER)}
-        heartbeat = {"request": _asked("POST", HEARTBEAT_PATH, body=objects.HEARTBEAT)}
-        poll = {"request": _asked("GET", POLL, query={"after": "0", "podUid": "uid-0", "timeoutSeconds": "30"})}
+        posted = {"request": _asked("POST", STREAM_PATH, body=objects.REGISTER)}
         verdict = {**objects.HEARTBEAT, "phase": "Failed", "verdict": full["failures"][0], "failures": full["failures"]}
         return [
             {
                 "plan": True,
                 "talks": [{"from": "10.0.0.1", "sends": [stream, hello, beat, alive, whole, {"pause": 31}, alive]}],
             },
-            {"talks": [{"from": "10.0.0.1", "sends": [register, heartbeat, poll]}]},
+            {"talks": [{"from": "10.0.0.1", "sends": [posted, stream]}]},
             {
                 "talks": [
-                    {"from": "10.0.0.1", "sends": [register, {"request": _asked("POST", HEARTBEAT_PATH, body=verdict)}]}
+                    {
+                        "from": "10.0.0.1",
+                        "sends": [stream, hello, {"frame": {"kind": FrameKind.HEARTBEAT, "body": verdict}}],
+                    }
                 ]
             },
             {"talks": [{"from": "10.0.0.9", "sends": [{"raw": "GET / HTTP/1.1\r\nHost: a\r\n\r\n"}, {"pause": 20}]}]},
@@ -114,7 +112,7 @@ class CoordinatorTarget:
                     {"from": "10.0.0.2", "stalled": True, "sends": [_claimed({"exp": NOW + 60})]},
                 ],
             },
-            {"leads": False, "talks": [{"from": "::1", "sends": [register]}]},
+            {"leads": False, "talks": [{"from": "::1", "sends": [stream]}]},
         ]
 
     def values(self) -> dict[str, list[Any]]:
@@ -122,12 +120,12 @@ class CoordinatorTarget:
         found = edges(HeartbeatRequest.model_json_schema(by_alias=True))
         for key, values in edges(RegisterRequest.model_json_schema(by_alias=True)).items():
             found.setdefault(key, []).extend(values)
-        found["path"] = [REGISTER_PATH, HEARTBEAT_PATH, POLL, STREAM_PATH, "/v1/jobs/%00/%2e%2e/membership", "*", "//"]
+        found["path"] = [STREAM_PATH, "/v1/%00/%2e%2e/stream", "*", "//"]
         found["method"] = ["GET", "POST", "PUT", "HEAD", "OPTIONS", "CONNECT", "TRACE", "PRI", "get"]
         found["plan"] = [True]
         found["token"] = ["uid-0", "uid-1", "uid-2", "uid-9", ""]
         found["kind"] = [*map(int, FrameKind), 0, 10, 255]
-        found["length"] = [0, 1, LARGEST_BODY, LARGEST_BODY + 1, 2**32 - 1]
+        found["length"] = [0, 1, LONGEST_FRAME, LONGEST_FRAME + 1, 2**32 - 1]
         found["Content-Encoding"] = ["gzip", "deflate", "br"]
         found["Transfer-Encoding"] = ["chunked", "gzip, chunked", "identity"]
         found["Expect"] = ["100-continue"]
@@ -172,7 +170,12 @@ def _asked(method: str, path: str, *, query: Json | None = None, body: Any = Non
 def _claimed(claims: Json) -> Json:
     """A request with a token that says much of itself."""
     pod = {"kubernetes.io": {"namespace": "team", "pod": {"name": "llama-w-1", "uid": "uid-1"}}}
-    return {"request": {**_asked("POST", REGISTER_PATH, body={}), "claims": {**pod, **claims}}}
+    return {
+        "request": {
+            **_asked("GET", STREAM_PATH, query={"podUid": "uid-1"}, upgrade=UPGRADE),
+            "claims": {**pod, **claims},
+        }
+    }
 
 
 def _train(world: World, generation: int) -> None:
@@ -291,11 +294,11 @@ class _Front:
         pieces = _whole(send.get("pieces"), 1)
         if "request" in send:
             data = self._request(send["request"]) if isinstance(send["request"], dict) else b""
-            talk.send(data[: 2 * LARGEST_BODY], pieces)
+            talk.send(data[: 2 * LONGEST_FRAME], pieces)
         elif "frame" in send:
-            talk.send(_frame(send["frame"])[: 2 * LARGEST_BODY], pieces)
+            talk.send(_frame(send["frame"])[: 2 * LONGEST_FRAME], pieces)
         elif "raw" in send:
-            talk.send(_text(send["raw"]).encode("latin-1", "replace")[: 2 * LARGEST_BODY], pieces)
+            talk.send(_text(send["raw"]).encode("latin-1", "replace")[: 2 * LONGEST_FRAME], pieces)
         elif "pause" in send:
             seconds = min(LONGEST_PAUSE, max(0.0, float(_whole(send["pause"], 1))))
             self._world.now += seconds
@@ -355,7 +358,7 @@ class _Front:
         for uid, view in agents.items():
             promise(view.registration.pod_uid == uid, "one pod speaks for another")
             said = view.heartbeat
-            promise(said is None or len(said.model_dump_json()) <= LARGEST_BODY, "more is kept than may be sent")
+            promise(said is None or len(said.model_dump_json()) <= LONGEST_FRAME, "more is kept than may be sent")
 
 
 def _body(asked: Json) -> bytes:

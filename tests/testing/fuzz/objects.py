@@ -24,7 +24,7 @@ MACHINE: Json = {
 }
 REGISTER: Json = {
     "protocol": 2, "namespace": "team", "job": "llama", "podName": "llama-w-0", "podUid": "uid-0", "nodeName": "n",
-    "podIp": "10.0.0.1", "rendezvousPort": 29400, "agentVersion": "1", "seals": True,
+    "podIp": "10.0.0.1", "rendezvousPort": 29400, "agentVersion": "1",
 }  # fmt: skip
 HEARTBEAT: Json = {
     "namespace": "team", "job": "llama", "podName": "llama-w-0", "podUid": "uid-0", "generation": 1,

@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+from tests.testing.operator.stream_client import SWITCHING, StreamClient
 from trainium_contract.faults.causes import Cause
 from trainium_contract.wire.messages import Member, Membership, Transition
+from trainium_contract.wire.stream import FrameKind
 from trainium_contract.wire.worker_env import TOKEN_AUDIENCE
 from trainium_operator.coordinator.authentication import Authenticator
 from trainium_operator.coordinator.server import CoordinatorServer
@@ -16,8 +18,7 @@ from trainium_operator.plan.model.names import JobId
 
 if TYPE_CHECKING:
     import asyncio
-
-    import aiohttp
+    import ssl
 
 LLAMA = JobId("team", "llama", "job-uid")
 JOB = {"namespace": "team", "job": "llama"}
@@ -79,8 +80,10 @@ class World:
             notify=lambda *note: self.notes.append(note),
             until_serving=lambda: self.due.wait() if self.due is not None else None,
         )
-        self.base = ""
-        self.session: aiohttp.ClientSession
+        self.port = 0
+        self.trust: ssl.SSLContext | None = None
+        """Of the streams that `send` opens; none without TLS."""
+        self._streams: dict[tuple[str, str | None], StreamClient] = {}
 
     def job_of(self, namespace: str, pod_name: str, pod_uid: str) -> JobId | None:
         return LLAMA if pod_uid == f"uid-{pod_name}" and pod_name.startswith("w-") else None
@@ -98,14 +101,31 @@ class World:
         user = {"username": "system:serviceaccount:team:default", "extra": extra}
         return {"authenticated": True, "audiences": [TOKEN_AUDIENCE], "user": user}
 
-    async def post(self, path: str, body: Any, pod: str = "w-0", token: str | None = None) -> tuple[int, Any]:
-        headers = {"Authorization": f"Bearer {token or f'token-of-{pod}'}"}
-        async with self.session.post(self.base + path, json=body, headers=headers) as response:
-            return response.status, await response.json()
+    async def start(self, context: ssl.SSLContext | None = None) -> None:
+        self.port = await self.server.start("127.0.0.1", 0, context)
 
-    async def poll(self, after: int, pod: str = "w-0", seconds: int = 5) -> tuple[int, Any]:
-        query = {"after": str(after), "podUid": f"uid-{pod}", "timeoutSeconds": str(seconds)}
-        headers = {"Authorization": f"Bearer token-of-{pod}"}
-        url = f"{self.base}/v1/jobs/team/llama/membership"
-        async with self.session.get(url, params=query, headers=headers) as response:
-            return response.status, (await response.json() if response.status != 204 else None)
+    async def stop(self) -> None:
+        await self.server.stop()
+        for stream in self._streams.values():
+            stream.close()
+
+    async def send(self, kind: FrameKind, body: Any, pod: str = "w-0", token: str | None = None) -> tuple[int, Any]:
+        """Send a frame over the pod's stream; the status and content of its answer.
+
+        A stream is opened where there is none, or where the coordinator has closed it.
+        """
+        stream = self._streams.get((pod, token))
+        if stream is None or stream.status != SWITCHING or stream.reader.at_eof():
+            stream = await StreamClient.open(self.port, pod, trust=self.trust, token=token)
+            self._streams[pod, token] = stream
+        status, answer = await stream.exchange(kind, body)
+        if status not in (200, 409):
+            stream.close()
+            self._streams.pop((pod, token))
+        return status, answer
+
+    async def register(self, pod: str = "w-0") -> Any:
+        """Register the pod; the coordinator's welcome."""
+        status, welcome = await self.send(FrameKind.REGISTER, register(pod), pod)
+        assert status == 200
+        return welcome

@@ -261,7 +261,7 @@ class Workers:
 
     def _checks(self, agent: Agent) -> tuple[CheckResult, ...]:
         apart = self.clocks_off.get(agent.node, 0.0)
-        detail = f"The node's clock is {apart:.1f} s ahead of the coordinator's; see to its NTP." if apart else ""
+        detail = f"The node's clock is {apart:.1f} s ahead of the coordinator's; check its NTP." if apart else ""
         return (CheckResult(check=PreflightCheck.CLOCK, passed=not apart, seconds=0.0, detail=detail),)
 
     def kill_pod(self, name: str, namespace: str = "default") -> None:

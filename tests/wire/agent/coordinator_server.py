@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 import ssl
+import time
 
 import trustme
-from aiohttp import web
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.wire import messages as m
+from trainium_contract.wire.stream import HEAD_BYTES, FrameKind, frame, head_of
 
 
 class Authority:
@@ -52,7 +55,6 @@ class Jobs:
                 node_name=self.registered[pod].node_name,
                 node_rank=rank,
                 rendezvous_port=self.registered[pod].rendezvous_port,
-                seals=self.registered[pod].seals,
             )
             for rank, pod in enumerate(pods)
         ]
@@ -78,78 +80,106 @@ class Server:
 
     def __init__(self, jobs: Jobs, ip: str, authority: Authority) -> None:
         self.jobs, self.ip, self.authority = jobs, ip, authority
-        self.leader = True
         self.port = 0
-        self._runner: web.AppRunner | None = None
+        self._leads = True
+        self._server: asyncio.Server | None = None
+        self._streams: set[asyncio.Task] = set()
+
+    @property
+    def leader(self) -> bool:
+        return self._leads
+
+    @leader.setter
+    def leader(self, leads: bool) -> None:
+        """One that no longer leads ends its streams."""
+        self._leads = leads
+        if not leads:
+            self.end_streams()
+
+    def end_streams(self) -> None:
+        for stream in self._streams:
+            stream.cancel()
 
     async def start(self) -> None:
-        app = web.Application()
-        app.router.add_post(m.REGISTER_PATH, self._register)
-        app.router.add_post(m.HEARTBEAT_PATH, self._heartbeat)
-        app.router.add_get(m.MEMBERSHIP_PATH, self._membership)
-        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await self._runner.setup()
-        site = web.TCPSite(
-            self._runner,
-            self.ip,
-            self.port,
-            ssl_context=self.authority.server(self.ip),
-            reuse_address=True,
+        self._server = await asyncio.start_server(
+            self._connected, self.ip, self.port, ssl=self.authority.server(self.ip), reuse_address=True
         )
-        await site.start()
-        self.port = self._runner.addresses[0][1]
+        self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
-        if self._runner is not None:
-            await self._runner.cleanup()
-            self._runner = None
+        if self._server is not None:
+            self._server.close()
+            self.end_streams()
+            await asyncio.gather(*self._streams, return_exceptions=True)
+            self._server = None
 
-    def _refuse(self, request: web.Request) -> web.Response | None:
-        status = 0
-        if not self.leader:
-            status, error = 503, "not leader"
-        elif request.headers.get("Authorization") != f"Bearer {self.jobs.token}":
-            status, error = 401, "the token is not valid"
-        if not status:
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        self._streams.add(task)
+        try:
+            await self._stream(reader, writer)
+        except (OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            pass
+        finally:
+            self._streams.discard(task)
+            writer.transport.abort()
+
+    async def _stream(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        if refusal := self._refusal(head):
+            status, body = refusal[0], json.dumps({"error": refusal[1]})
+            writer.write(f"HTTP/1.1 {status} X\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
+            await writer.drain()
+            return
+        writer.write(b"HTTP/1.1 101 Switching Protocols\r\n\r\n")
+        publishing = asyncio.create_task(self._send_memberships(writer, int(re.search(r"after=(\d+)", head)[1])))
+        try:
+            while True:
+                kind, length = head_of(await reader.readexactly(HEAD_BYTES))
+                self._receive(writer, kind, await reader.readexactly(length))
+        finally:
+            publishing.cancel()
+
+    def _refusal(self, head: str) -> tuple[int, str] | None:
+        if not self._leads:
+            found = 503, "not leader"
+        elif f"Authorization: Bearer {self.jobs.token}\r\n" not in head:
+            found = 401, "the token is not valid"
+        else:
             return None
-        self.jobs.refused.append((self.ip, status))
-        return answer(m.ErrorResponse(error=error), status)
+        self.jobs.refused.append((self.ip, found[0]))
+        return found
 
-    async def _register(self, request: web.Request) -> web.Response:
-        if refusal := self._refuse(request):
-            return refusal
-        body = m.RegisterRequest.model_validate(await request.json())
-        self.jobs.registered[body.pod_name] = body
-        self.jobs.registrations.append((body.pod_name, self.ip))
-        return answer(
-            m.RegisterResponse(heartbeat_seconds=self.jobs.heartbeat_seconds, membership=self.jobs.membership)
-        )
+    def _receive(self, writer: asyncio.StreamWriter, kind: int, payload: bytes) -> None:
+        jobs = self.jobs
+        current = jobs.membership.generation if jobs.membership else 0
+        if kind == FrameKind.REGISTER:
+            body = m.RegisterRequest.model_validate_json(payload)
+            jobs.registered[body.pod_name] = body
+            jobs.registrations.append((body.pod_name, self.ip))
+            welcome = m.RegisterResponse(
+                heartbeat_seconds=jobs.heartbeat_seconds, membership=jobs.membership, time=time.time()
+            )
+            send(writer, FrameKind.REGISTERED, welcome)
+        elif kind == FrameKind.HEARTBEAT:
+            body = m.HeartbeatRequest.model_validate_json(payload)
+            if body.generation < current:
+                refusal = m.ErrorResponse(error="older generation", generation=current, status=409)
+                send(writer, FrameKind.ERROR, refusal)
+                return
+            jobs.heartbeats.setdefault(body.pod_name, []).append(body)
+            answer = m.HeartbeatResponse(generation=current, full_heartbeat_seconds=0.0, time=time.time())
+            send(writer, FrameKind.HEARTBEAT_ACK, answer)
 
-    async def _heartbeat(self, request: web.Request) -> web.Response:
-        if refusal := self._refuse(request):
-            return refusal
-        body = m.HeartbeatRequest.model_validate(await request.json())
-        current = self.jobs.membership.generation if self.jobs.membership else 0
-        if body.generation < current:
-            return answer(m.ErrorResponse(error="older generation", generation=current), 409)
-        self.jobs.heartbeats.setdefault(body.pod_name, []).append(body)
-        return answer(m.HeartbeatResponse(generation=current))
-
-    async def _membership(self, request: web.Request) -> web.Response:
-        if refusal := self._refuse(request):
-            return refusal
-        after = int(request.query["after"])
-
-        def newer() -> bool:
-            return self.jobs.membership is not None and self.jobs.membership.generation > after
-
+    async def _send_memberships(self, writer: asyncio.StreamWriter, after: int) -> None:
         async with self.jobs.changed:
-            try:
-                await asyncio.wait_for(self.jobs.changed.wait_for(newer), float(request.query["timeoutSeconds"]))
-            except TimeoutError:
-                return web.Response(status=204)
-        return answer(self.jobs.membership)
+            while True:
+                membership = self.jobs.membership
+                if membership is not None and membership.generation > after:
+                    after = membership.generation
+                    send(writer, FrameKind.MEMBERSHIP, membership)
+                await self.jobs.changed.wait()
 
 
-def answer(message: m.MessageModel, status: int = 200) -> web.Response:
-    return web.json_response(message.to_wire(), status=status)
+def send(writer: asyncio.StreamWriter, kind: FrameKind, message: m.MessageModel) -> None:
+    writer.write(frame(kind, message.model_dump_json(by_alias=True, exclude_none=True).encode()))

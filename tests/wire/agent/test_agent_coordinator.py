@@ -49,6 +49,8 @@ async def test_a_refused_token_is_one_line_in_the_log_and_is_tried_again(world: 
     world.start("a")
     await world.ready("a")
     world.jobs.token = "token-2"
+    world.servers[0].end_streams()
+    world.servers[0].end_streams()
     await world.until(lambda: len(world.jobs.refused) >= 4, "refused several times")
     assert world.agents["a"].log.count("refused this pod's token") <= 2
     world.token.write_text("token-2\n")

@@ -2,107 +2,49 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import time
 from typing import TYPE_CHECKING, Any
 
-import aiohttp
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from tests.testing.operator import coordinator_world
+from tests.testing.operator.coordinator_world import LLAMA, World, membership, register
 from tests.testing.suite.trials import trials
-from trainium_contract.faults.causes import Cause
 from trainium_contract.job import TrainingJobStatus
 from trainium_contract.status.results import MAX_ARTIFACTS, MAX_FIGURES
-from trainium_contract.wire.messages import HeartbeatRequest, Member, Membership, Transition
-from trainium_operator.coordinator.authentication import Caller
-from trainium_operator.coordinator.server import LARGEST_BODY, CoordinatorServer
-from trainium_operator.coordinator.state import CoordinatorState
-from trainium_operator.entrance.errors import RefusedError, UnauthenticatedError
-from trainium_operator.plan.model.names import JobId
+from trainium_contract.wire.messages import HeartbeatRequest
+from trainium_contract.wire.stream import FrameKind
+from trainium_operator.coordinator.server import LONGEST_FRAME
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-JOB = {"namespace": "team", "job": "llama"}
-LLAMA = JobId("team", "llama", "job-uid")
+    from trainium_operator.plan.model.observed import AgentView
+
 LONGEST = "\U0001f525" * 1024
 """The worst that a text can be on the wire: twelve bytes a character."""
-
-
-class Door:
-    """Lets in whoever presents the token `key-of-<pod>` for a pod of job `llama`."""
-
-    async def identify(self, authorization: str, _source: str = "") -> Caller:
-        pod = authorization.removeprefix("Bearer key-of-")
-        if pod == authorization:
-            raise UnauthenticatedError("no valid token")
-        return Caller("team", pod, f"uid-{pod}")
-
-    def check(self, caller: Caller, *, namespace: str, job: str, pod_name: str | None, pod_uid: str) -> JobId:
-        if (namespace, job, pod_uid) != ("team", "llama", caller.pod_uid) or pod_name not in (None, caller.pod_name):
-            raise RefusedError("the token was issued to another pod")
-        return LLAMA
-
-
-class World:
-    def __init__(self) -> None:
-        self.state = CoordinatorState(time.time)
-        self.notes: list[tuple[str, str, bool]] = []
-        self.server = CoordinatorServer(
-            self.state,
-            Door(),
-            is_serving=lambda: True,
-            notify=lambda *note: self.notes.append(note),  # type: ignore[arg-type]
-        )
-        self.base = ""
-        self.session: aiohttp.ClientSession
-
-    async def post(self, path: str, body: Any, pod: str = "w-0") -> tuple[int, Any]:
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        headers = {"Authorization": f"Bearer key-of-{pod}", "Content-Type": "application/json"}
-        async with self.session.post(self.base + path, data=data, headers=headers) as response:
-            return response.status, await response.json()
-
-    def agent(self) -> Any:
-        return self.state.agents(LLAMA)["uid-w-0"]
 
 
 @pytest.fixture
 async def world() -> AsyncIterator[World]:
     made = World()
-    made.base = f"http://127.0.0.1:{await made.server.start('127.0.0.1', 0, None)}"
-    async with aiohttp.ClientSession() as made.session:
-        await made.post("/v1/register", register())
-        made.state.publish(LLAMA, membership(7))
-        made.notes.clear()
-        yield made
-        await made.server.stop()
+    await made.start()
+    await made.register()
+    made.state.publish(LLAMA, membership(7, "w-0"))
+    made.notes.clear()
+    yield made
+    await made.stop()
 
 
-def membership(generation: int) -> Membership:
-    member = Member(
-        pod_uid="uid-w-0", pod_name="w-0", pod_ip="127.0.0.2", node_name="n", node_rank=0, rendezvous_port=29500
-    )
-    return Membership(
-        generation=generation,
-        transition=Transition.IMMEDIATE,
-        cause=Cause.RESIZE,
-        members=(member,),
-        processes_per_node=1,
-    )
-
-
-def register(**changes: Any) -> dict[str, Any]:
-    ours = {"podName": "w-0", "podUid": "uid-w-0", "podIp": "127.0.0.2", "nodeName": "n", "rendezvousPort": 29500}
-    return {**JOB, "protocol": 2, **ours, "agentVersion": "1", **changes}
+def agent(world: World) -> AgentView:
+    return world.state.agents(LLAMA)["uid-w-0"]
 
 
 def heartbeat(**changes: Any) -> dict[str, Any]:
-    return {**JOB, "podName": "w-0", "podUid": "uid-w-0", "generation": 7, "phase": "Training", **changes}
+    return coordinator_world.heartbeat(**{"generation": 7, **changes})
 
 
 def failure(**changes: Any) -> dict[str, Any]:
@@ -138,12 +80,12 @@ def failure(**changes: Any) -> dict[str, Any]:
     ids=lambda body: (body if isinstance(body, bytes) else json.dumps(body).encode())[:60].decode(errors="replace"),
 )
 async def test_what_cannot_be_read_gets_a_sentence_and_changes_nothing(world: World, body: Any) -> None:
-    before = world.agent()
-    status, answer = await world.post("/v1/heartbeat", body)
+    before = agent(world)
+    status, answer = await world.send(FrameKind.HEARTBEAT, body)
     assert status == 400
     assert answer["error"].startswith("the message is not valid")
     assert len(answer["error"]) <= 1024
-    assert world.agent() == before
+    assert agent(world) == before
     assert world.notes == []
 
 
@@ -151,32 +93,16 @@ async def test_what_cannot_be_read_gets_a_sentence_and_changes_nothing(world: Wo
     "changes", [{"podIp": "not an address"}, {"podIp": "1" * 60_000}, {"agentVersion": "v" * 65}, {"nodeName": ""}]
 )
 async def test_a_registration_that_would_spoil_the_membership_is_refused(world: World, changes: Any) -> None:
-    status, answer = await world.post("/v1/register", register(**changes))
+    status, answer = await world.send(FrameKind.REGISTER, register(**changes))
     assert (status, answer["error"][:24]) == (400, "the message is not valid")
-    assert world.agent().registration.pod_ip == "127.0.0.2"
+    assert agent(world).registration.pod_ip == "127.0.0.2"
 
 
 async def test_another_job_another_pod_and_no_token_are_turned_away(world: World) -> None:
-    assert (await world.post("/v1/heartbeat", heartbeat(job="other")))[0] == 403
-    assert (await world.post("/v1/heartbeat", heartbeat(), pod="w-1"))[0] == 403
-    headers = {"Authorization": "Basic nobody"}
-    async with world.session.post(world.base + "/v1/heartbeat", json=heartbeat(), headers=headers) as response:
-        assert response.status == 401
-
-
-async def test_the_body_of_a_caller_without_a_token_is_not_even_read(world: World) -> None:
-    async def endless() -> AsyncIterator[bytes]:
-        for _ in range(10_000):
-            yield b"x" * 65_536
-            await asyncio.sleep(0)
-
-    url, sent = world.base + "/v1/heartbeat", endless()
-    async with aiohttp.ClientSession() as stranger:
-        try:
-            async with stranger.post(url, data=sent, headers={"Authorization": "Bearer no"}) as response:
-                assert response.status == 401
-        except aiohttp.ClientConnectionError:
-            pass  # the connection was closed while we were still sending
+    await world.register("w-1")
+    assert (await world.send(FrameKind.HEARTBEAT, heartbeat(job="other")))[0] == 403
+    assert (await world.send(FrameKind.HEARTBEAT, heartbeat(), pod="w-1"))[0] == 403
+    assert (await world.send(FrameKind.HEARTBEAT, heartbeat(), token="forged"))[0] == 401
 
 
 async def test_the_largest_heartbeat_of_the_contract_fits_and_a_larger_body_does_not(world: World) -> None:
@@ -196,39 +122,39 @@ async def test_the_largest_heartbeat_of_the_contract_fits_and_a_larger_body_does
         },
     )
     HeartbeatRequest.model_validate(largest)
-    assert (await world.post("/v1/heartbeat", largest))[0] == 200
-    assert (await world.post("/v1/heartbeat", heartbeat(x="y" * LARGEST_BODY)))[0] == 413
+    assert (await world.send(FrameKind.HEARTBEAT, largest))[0] == 200
+    assert (await world.send(FrameKind.HEARTBEAT, heartbeat(x="y" * LONGEST_FRAME)))[0] == 413
 
 
 async def test_a_loss_that_is_not_a_number_is_told_as_none_and_the_status_stays_json(world: World) -> None:
     body = heartbeat(progress={"step": 3, "loss": float("nan"), "tokensPerSecond": float("inf")})
-    assert (await world.post("/v1/heartbeat", body))[0] == 200
-    progress = world.agent().heartbeat.progress
+    assert (await world.send(FrameKind.HEARTBEAT, body))[0] == 200
+    progress = agent(world).heartbeat.progress
     assert (progress.step, progress.loss, progress.tokens_per_second) == (3, None, None)
 
 
 async def test_a_generation_from_nowhere_is_refused_with_a_sentence(world: World) -> None:
-    status, answer = await world.post("/v1/heartbeat", heartbeat(generation=2**31 - 1))
+    status, answer = await world.send(FrameKind.HEARTBEAT, heartbeat(generation=2**31 - 1))
     assert status == 400
     assert answer["error"] == "generation 2147483647 cannot be: generation 7 is current"
-    assert world.agent().heartbeat is None
+    assert agent(world).heartbeat is None
 
 
 async def test_a_heartbeat_that_was_overtaken_is_a_sign_of_life_and_nothing_more(world: World) -> None:
-    await world.post("/v1/heartbeat", heartbeat(attempt=2, progress={"step": 9}))
-    heard = world.agent().heard
+    await world.send(FrameKind.HEARTBEAT, heartbeat(attempt=2, progress={"step": 9}))
+    heard = agent(world).heard
     world.notes.clear()
-    assert (await world.post("/v1/heartbeat", heartbeat(attempt=1, phase="Failed", verdict=failure())))[0] == 200
-    assert world.agent().heartbeat.attempt == 2
-    assert world.agent().heartbeat.verdict is None
-    assert world.agent().heard >= heard
+    assert (await world.send(FrameKind.HEARTBEAT, heartbeat(attempt=1, phase="Failed", verdict=failure())))[0] == 200
+    assert agent(world).heartbeat.attempt == 2
+    assert agent(world).heartbeat.verdict is None
+    assert agent(world).heard >= heard
     assert world.notes == []
 
 
 async def test_a_flood_of_replayed_messages_takes_no_more_memory(world: World) -> None:
     for step in range(300):
-        assert (await world.post("/v1/heartbeat", heartbeat(progress={"step": step})))[0] == 200
-        assert (await world.post("/v1/register", register()))[0] == 200
+        assert (await world.send(FrameKind.HEARTBEAT, heartbeat(progress={"step": step})))[0] == 200
+        assert (await world.send(FrameKind.REGISTER, register()))[0] == 200
     assert world.state.agent_count() == 1
 
 

@@ -19,11 +19,8 @@ from trainium_operator.plan.model.names import JobId
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-HEAD = b"POST /v1/heartbeat HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer key\r\nContent-Type: application/json\r\n"
-POLL = (
-    b"GET /v1/membership/team/llama?podUid=uid-w-0&generation=0 HTTP/1.1\r\nHost: x\r\n"
-    b"Authorization: Bearer key\r\n\r\n"
-)
+HEAD = b"GET /v1/stream?podUid=uid-w-0 HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer key\r\n"
+STREAM = HEAD + b"Connection: Upgrade\r\nUpgrade: trainium-agent\r\n\r\n"
 BROKEN = {
     "before a word": b"",
     "in the head": HEAD[:40],
@@ -31,7 +28,9 @@ BROKEN = {
     "in a chunk": HEAD + b"Transfer-Encoding: chunked\r\n\r\n40\r\n{",
     "with a chunk that has no length": HEAD + b"Transfer-Encoding: chunked\r\n\r\nxyz\r\n{}",
     "with words that are no request": b"\x16\x03\x01\x02\x00 hello\r\n\r\n",
-    "in a long poll": POLL,
+    "after the request for a stream": STREAM,
+    "in the head of a frame": STREAM + b"\x01\x00",
+    "in a frame": STREAM + b"\x01\x00\x00\x01\x00{",
 }
 
 

@@ -23,7 +23,10 @@ from aiohttp import web
 
 from tests.testing.api.fake_http import FakeServer
 from tests.testing.api.fake_kubernetes import FakeCluster
+from tests.testing.operator.coordinator_world import LLAMA, heartbeat, register
+from tests.testing.operator.stream_client import SWITCHING, StreamClient
 from tests.testing.suite.patience import async_until
+from trainium_contract.wire.stream import STREAM_PATH, FrameKind
 from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.api.resources import LEASES, TOKEN_REVIEWS
 from trainium_operator.cluster.api.transport import connect
@@ -37,15 +40,15 @@ from trainium_operator.entrance import door, guests, reception
 from trainium_operator.entrance.reception import FREE_REFUSALS
 from trainium_operator.entrance.review_desk import AT_ONCE, STRANGERS_AT_ONCE
 from trainium_operator.main import LEASE_CONNECTIONS
-from trainium_operator.plan.model.names import JobId
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
     from pathlib import Path
 
+    from trainium_operator.plan.model.names import JobId
+
     Review = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 
-LLAMA = JobId("team", "llama", "job-uid")
 AGENTS = 12
 GENEROUS = 60.0
 
@@ -55,10 +58,6 @@ def token(pod: str, uid: str) -> str:
     said = {"kubernetes.io": {"namespace": "team", "pod": {"name": pod, "uid": uid}}}
     payload = base64.urlsafe_b64encode(json.dumps(said).encode()).decode().rstrip("=")
     return f"header.{payload}.{pod}"
-
-
-def message(pod: str, **more: Any) -> dict[str, Any]:
-    return {"namespace": "team", "job": "llama", "protocol": 2, "podName": pod, "podUid": f"uid-{pod}", **more}
 
 
 class ApiServer(FakeServer):
@@ -116,37 +115,53 @@ class World:
         return LLAMA if pod_name.startswith("w-") and pod_uid == f"uid-{pod_name}" else None
 
     @asynccontextmanager
-    async def session(self, address: str = "127.0.0.1") -> AsyncIterator[aiohttp.ClientSession]:
-        """Connections that come from this address."""
-        connector = aiohttp.TCPConnector(ssl=self.trust, limit=0, local_addr=(address, 0))
-        async with aiohttp.ClientSession(connector=connector) as session:
-            yield session
+    async def agents(self, address: str = "127.0.0.1") -> AsyncIterator[Agents]:
+        """Streams of all agents that come from this address."""
+        agents = Agents(self, address)
+        try:
+            yield agents
+        finally:
+            for stream in agents.streams:
+                stream.close()
 
-    async def post(self, session: aiohttp.ClientSession, path: str, body: Any, bearer: str) -> int:
-        headers = {"Authorization": f"Bearer {bearer}"}
-        async with session.post(self.url + path, json=body, headers=headers) as response:
-            await response.read()
-            return response.status
+    async def ask(self, pod: str, address: str = "127.0.0.1") -> StreamClient:
+        """A request for a stream with this pod's token."""
+        return await StreamClient.open(self.port, pod, trust=self.trust, token=token(pod, f"uid-{pod}"), source=address)
 
-    async def beat(self, session: aiohttp.ClientSession) -> list[int]:
-        """One heartbeat of each agent."""
-        pods = [f"w-{number}" for number in range(AGENTS)]
-        sent = (
-            self.post(session, "/v1/heartbeat", message(pod, generation=0, phase="Standby"), token(pod, f"uid-{pod}"))
-            for pod in pods
-        )
-        return await asyncio.gather(*sent)
+    @asynccontextmanager
+    async def hostile(self) -> AsyncIterator[Callable[[str, str], Awaitable[int]]]:
+        """`get(path, token)` from another address, over as few connections as possible; the status."""
+        connector = aiohttp.TCPConnector(ssl=self.trust, limit=0, local_addr=("127.0.0.9", 0))
+        async with aiohttp.ClientSession(self.url, connector=connector) as session:
 
-    async def register(self, session: aiohttp.ClientSession) -> list[int]:
-        about = {"podIp": "127.0.0.1", "nodeName": "n", "rendezvousPort": 29500, "agentVersion": "1"}
-        sent = (
-            self.post(session, "/v1/register", message(f"w-{each}", **about), token(f"w-{each}", f"uid-w-{each}"))
-            for each in range(AGENTS)
-        )
-        return await asyncio.gather(*sent)
+            async def get(path: str, bearer: str) -> int:
+                headers = {"Authorization": f"Bearer {bearer}"}
+                async with session.get(path, params={"podUid": "uid-w-99"}, headers=headers) as response:
+                    await response.read()
+                    return response.status
 
-    def open_connections(self) -> int:
-        return self.server.reception.connections
+            yield get
+
+
+class Agents:
+    """The workers' ends of their streams."""
+
+    def __init__(self, world: World, address: str) -> None:
+        self._world, self._address = world, address
+        self.streams: list[StreamClient] = []
+
+    async def register(self) -> set[int]:
+        """The statuses of all answers."""
+        self.streams = await asyncio.gather(*(self._world.ask(f"w-{each}", self._address) for each in range(AGENTS)))
+        return await self._exchange(FrameKind.REGISTER, register)
+
+    async def beat(self) -> set[int]:
+        """One heartbeat of each; the statuses of all answers."""
+        return await self._exchange(FrameKind.HEARTBEAT, lambda pod: heartbeat(pod, generation=0, phase="Standby"))
+
+    async def _exchange(self, kind: FrameKind, body_of: Callable[[str], Any]) -> set[int]:
+        sent = (stream.exchange(kind, body_of(f"w-{each}")) for each, stream in enumerate(self.streams))
+        return {status for status, _ in await asyncio.gather(*sent)}
 
 
 @asynccontextmanager
@@ -188,14 +203,14 @@ async def leading(folder: Path) -> AsyncIterator[World]:
 
 
 async def test_thousands_of_bad_tokens_neither_keep_agents_waiting_nor_cost_the_lease(tmp_path: Path) -> None:
-    async with leading(tmp_path) as world, world.session() as agents, world.session("127.0.0.9") as hostile:
-        assert set(await world.register(agents)) == {200}
+    async with leading(tmp_path) as world, world.agents() as agents, world.hostile() as get:
+        assert await agents.register() == {200}
         number = count()
 
         async def flood() -> None:
             while True:
                 try:
-                    await world.post(hostile, "/v1/heartbeat", {}, f"bad-{next(number)}")
+                    await get(STREAM_PATH, f"bad-{next(number)}")
                 except (aiohttp.ClientError, OSError):
                     await asyncio.sleep(0.05)
 
@@ -203,7 +218,7 @@ async def test_thousands_of_bad_tokens_neither_keep_agents_waiting_nor_cost_the_
         before, world.most_in_hand = world.api.renewals, 0
         answers: set[int] = set()
         while world.api.renewals < before + 2 or next(number) < 2_000:
-            answers |= set(await world.beat(agents))
+            answers |= await agents.beat()
         for each in floods:
             each.cancel()
         await asyncio.gather(*floods, return_exceptions=True)
@@ -211,37 +226,37 @@ async def test_thousands_of_bad_tokens_neither_keep_agents_waiting_nor_cost_the_
         assert world.most_in_hand == STRANGERS_AT_ONCE
         assert world.elector.leading
         assert world.elector.may_act()
-        async with world.session("127.0.0.3") as late:
-            assert set(await world.register(late)) == {200}, "new workers are asked about before strangers"
+        async with world.agents("127.0.0.3") as late:
+            assert await late.register() == {200}, "new workers are asked about before strangers"
 
 
 async def test_a_source_of_bad_tokens_is_asked_about_no_more_and_others_are(tmp_path: Path) -> None:
-    async with leading(tmp_path) as world, world.session() as agents, world.session("127.0.0.9") as hostile:
+    async with leading(tmp_path) as world, world.agents() as agents, world.hostile() as get:
         world.api.hangs = False
-        answers = [await world.post(hostile, "/v1/heartbeat", {}, f"bad-{each}") for each in range(12)]
+        answers = [await get(STREAM_PATH, f"bad-{each}") for each in range(12)]
         assert answers == [401] * 10 + [429] * 2
         assert world.api.asked == 10
-        assert set(await world.register(agents)) == {200}
+        assert await agents.register() == {200}
         world.api.asked = 0
-        assert set(await world.beat(agents)) == {200}
+        assert await agents.beat() == {200}
         assert world.api.asked == 0, "what is known of agents outlives the flood"
 
 
-@pytest.mark.parametrize("path", ["/v1/heartbeat", "/v1/register", "/anything"])
+@pytest.mark.parametrize("path", [STREAM_PATH, "/anything"])
 async def test_a_connection_that_is_refused_again_and_again_waits_and_fills_no_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, path: str
 ) -> None:
     """The same bad token over and over, or one of a pod that is no worker: both are remembered, so cost no review."""
     monkeypatch.setattr(reception, "FLOOD_SECONDS", GENEROUS)
-    async with leading(tmp_path) as world, world.session() as agents, world.session("127.0.0.9") as hostile:
-        assert set(await world.register(agents)) == {200}
+    async with leading(tmp_path) as world, world.agents() as agents, world.hostile() as get:
+        assert await agents.register() == {200}
         monkeypatch.setattr(World, "job_of", lambda _world, _namespace, pod, _uid: None if pod == "w-99" else LLAMA)
         bearer = token("w-99", "uid-w-99")
         for _ in range(FREE_REFUSALS):
-            assert await world.post(hostile, path, {}, bearer) in (403, 404)
-        late = asyncio.create_task(world.post(hostile, path, {}, bearer))
+            assert await get(path, bearer) in (403, 404)
+        late = asyncio.ensure_future(get(path, bearer))
         for _ in range(10):
-            assert set(await world.beat(agents)) == {200}
+            assert await agents.beat() == {200}
         assert not late.done()
         late.cancel()
         assert sum("refused /v1" in record.message for record in caplog.records) <= FREE_REFUSALS
@@ -253,8 +268,8 @@ async def test_connections_that_say_nothing_or_never_end_are_bounded_and_closed(
     monkeypatch.setattr(guests, "MOST_STRANGERS", 100)
     monkeypatch.setattr(guests, "STRANGER_SECONDS", 3.0)
     monkeypatch.setattr(door, "HANDSHAKE_SECONDS", 3.0)
-    async with leading(tmp_path) as world, world.session() as agents:
-        assert set(await world.register(agents)) == {200}
+    async with leading(tmp_path) as world, world.agents() as agents:
+        assert await agents.register() == {200}
         writers = []
         for kind in range(250):
             _, writer = await asyncio.open_connection(
@@ -262,13 +277,13 @@ async def test_connections_that_say_nothing_or_never_end_are_bounded_and_closed(
                 server_hostname="localhost" if kind % 2 else None,
             )  # fmt: skip
             if kind % 2:
-                writer.write(b"POST /v1/heartbeat HTTP/1.1\r\nHost: x\r\nContent-Length: 700000\r\n")
+                writer.write(b"GET /v1/stream HTTP/1.1\r\nHost: x\r\nContent-Length: 700000\r\n")
             writers.append(writer)
         assert world.server.reception.guests.strangers <= 100
-        assert set(await world.beat(agents)) == {200}
+        assert await agents.beat() == {200}
         await async_until(lambda: world.server.reception.guests.strangers == 0, "strangers are closed")
-        assert world.open_connections() <= 2 * AGENTS
-        assert set(await world.beat(agents)) == {200}
+        assert world.server.reception.connections == 0
+        assert await agents.beat() == {200}
         for writer in writers:
             writer.transport.abort()
 
@@ -279,7 +294,7 @@ async def test_a_body_is_read_only_once_its_sender_is_known_to_be_a_worker(tmp_p
         reader, writer = await asyncio.open_connection(
             "127.0.0.1", world.port, ssl=world.trust, server_hostname="localhost"
         )
-        head = "POST /v1/heartbeat HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer bad\r\nContent-Length: 700000\r\n\r\n"
+        head = "GET /v1/stream HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer bad\r\nContent-Length: 700000\r\n\r\n"
         writer.write(head.encode())  # and the body never comes
         assert (await reader.readline()).split()[1] == b"401"
         writer.transport.abort()
@@ -291,12 +306,10 @@ async def test_reviews_of_many_workers_are_bounded_and_all_are_answered(
     monkeypatch.setattr(door, "HANDSHAKE_SECONDS", GENEROUS)
     monkeypatch.setattr(guests, "STRANGER_SECONDS", GENEROUS)
     async with leading(tmp_path) as world:
-        async with world.session() as agents:
-            sent = (
-                world.post(agents, "/v1/heartbeat", message(f"w-{each}"), token(f"w-{each}", f"uid-w-{each}"))
-                for each in range(300)
-            )
-            assert set(await asyncio.gather(*sent)) == {400}, "known, and then the message is read"
+        streams = await asyncio.gather(*(world.ask(f"w-{each}") for each in range(300)))
+        assert {stream.status for stream in streams} == {SWITCHING}
+        for stream in streams:
+            stream.close()
         assert 1 < world.most_in_hand <= AT_ONCE
         assert world.api.asked == 300
 
@@ -332,8 +345,8 @@ async def test_those_who_come_all_at_once_are_let_in_a_few_at_a_time(
         begun[turn] += 1
         return shake(protocol)
 
-    async with leading(tmp_path) as world, world.session() as agents:
-        assert set(await world.register(agents)) == {200}
+    async with leading(tmp_path) as world, world.agents() as agents:
+        assert await agents.register() == {200}
         monkeypatch.setattr(sslproto.SSLProtocol, "_do_handshake", counted)
         loop, ended = asyncio.get_running_loop(), False
 

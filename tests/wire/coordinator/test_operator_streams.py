@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import gzip
 import json
 import ssl
 import time
@@ -14,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.testing.operator.coordinator_world import LLAMA, World, heartbeat, membership, register
+from tests.testing.operator.stream_client import SWITCHING, StreamClient
 from tests.testing.suite.patience import patient
-from trainium_contract.wire.stream import STREAM_PATH, UPGRADE, FrameKind, FrameReader, frame
+from trainium_contract.wire.stream import FrameKind, frame
 from trainium_operator.coordinator import streams
 from trainium_operator.coordinator.certificates import renewed, server_names
-from trainium_operator.coordinator.server import LARGEST_BODY
+from trainium_operator.coordinator.server import LONGEST_FRAME
 from trainium_operator.coordinator.state import DETAILS_A_SECOND
 from trainium_operator.entrance.tls import ServerTls
 
@@ -28,66 +28,21 @@ if TYPE_CHECKING:
 GENEROUS = 20.0
 
 
-class Talker:
-    """One end of a stream, by hand."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.reader, self.writer = reader, writer
-        self._frames = FrameReader(1 << 24)
-        self._come: list[tuple[int, bytes]] = []
-
-    def send(self, kind: int, body: Any = None) -> None:
-        self.writer.write(frame(kind, b"" if body is None else json.dumps(body).encode()))  # type: ignore[arg-type]
-
-    async def next(self) -> tuple[int, Any]:
-        """Kind and what it says; (0, None) at the end."""
-        async with asyncio.timeout(patient(GENEROUS)):
-            while not self._come:
-                data = await self.reader.read(1 << 16)
-                if not data:
-                    return 0, None
-                self._come += self._frames.frames(data)
-        kind, payload = self._come.pop(0)
-        if kind == FrameKind.PACKED_MEMBERSHIP:
-            payload = gzip.decompress(payload)
-        return kind, json.loads(payload)
-
-    async def refusal(self) -> tuple[int, str]:
-        """The last word: its status and sentence, and nothing after it."""
-        kind, said = await self.next()
-        assert kind == FrameKind.ERROR
-        assert await self.next() == (0, None)
-        return said["status"], said["error"]
-
-
 class Site(World):
-    port: int
-    trust: ssl.SSLContext
-
     def __init__(self) -> None:
         super().__init__()
-        self.opened: list[asyncio.StreamWriter] = []
+        self.opened: list[StreamClient] = []
 
-    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.port, ssl=self.trust, server_hostname="x")
-        self.opened.append(writer)
-        return reader, writer
+    async def ask(self, pod: str = "w-0", *, after: int = 0, **headers: str) -> StreamClient:
+        """A connection on which a stream was requested."""
+        client = await StreamClient.open(self.port, pod, trust=self.trust, after=after, **headers)
+        self.opened.append(client)
+        return client
 
-    async def ask(self, pod: str = "w-0", *, after: int = 0, more: str = "", **headers: str) -> tuple[int, Talker]:
-        """What a request for a stream is answered with, and the connection."""
-        reader, writer = await self.connect()
-        fields = {
-            "Host": "x", "Connection": "Upgrade", "Upgrade": UPGRADE, "Authorization": f"Bearer token-of-{pod}",
-        } | headers  # fmt: skip
-        lines = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
-        writer.write(f"GET {STREAM_PATH}?podUid=uid-{pod}&after={after}{more} HTTP/1.1\r\n{lines}\r\n".encode())
-        head = await reader.readuntil(b"\r\n\r\n")
-        return int(head[9:12]), Talker(reader, writer)
-
-    async def stream(self, pod: str = "w-0", *, after: int = 0, more: str = "") -> Talker:
-        """One that is open and registered; `more` of the query."""
-        status, talker = await self.ask(pod, after=after, more=more)
-        assert status == 101
+    async def stream(self, pod: str = "w-0", *, after: int = 0) -> StreamClient:
+        """An open stream over which the pod has registered."""
+        talker = await self.ask(pod, after=after)
+        assert talker.status == SWITCHING
         talker.send(FrameKind.REGISTER, register(pod))
         kind, welcome = await talker.next()
         assert kind == FrameKind.REGISTERED
@@ -108,13 +63,13 @@ async def serving() -> AsyncIterator[Site]:
     tls.load(material.server_cert, material.server_key)
     site.trust = ssl.create_default_context(cadata=material.ca_bundle.decode())
     site.trust.check_hostname = False
-    site.port = await site.server.start("127.0.0.1", 0, tls.context)
+    await site.start(tls.context)
     try:
         yield site
     finally:
-        await site.server.stop()
-        for writer in site.opened:
-            writer.transport.abort()
+        await site.stop()
+        for client in site.opened:
+            client.close()
         await asyncio.sleep(0)
 
 
@@ -139,18 +94,14 @@ async def test_what_an_agent_knows_is_not_brought_again_and_large_memberships_co
     assert (await behind.next())[1]["generation"] == (await abreast.next())[1]["generation"] == 4
 
 
-async def test_who_reads_changes_and_knows_the_generation_before_is_told_what_is_another(site: Site) -> None:
+async def test_an_agent_that_has_the_generation_before_receives_the_change_alone(site: Site) -> None:
     pods = [f"w-{each}" for each in range(200)]
     site.state.publish(LLAMA, membership(3, *pods))
-    abreast, before = await site.stream("w-0", after=3, more="&changes=1"), await site.stream("w-1", after=3)
+    abreast = await site.stream("w-0", after=3)
     site.state.publish(LLAMA, membership(4, *pods[:-1], "w-900"))
-    late, behind = (
-        await site.stream("w-2", after=3, more="&changes=1"),
-        await site.stream("w-3", after=2, more="&changes=1"),
-    )
+    late, behind = await site.stream("w-2", after=3), await site.stream("w-3", after=2)
     for talker, told in (
         (abreast, FrameKind.MEMBERSHIP_CHANGE),
-        (before, FrameKind.PACKED_MEMBERSHIP),
         (late, FrameKind.MEMBERSHIP_CHANGE),
         (behind, FrameKind.PACKED_MEMBERSHIP),
     ):
@@ -164,7 +115,7 @@ async def test_who_reads_changes_and_knows_the_generation_before_is_told_what_is
 
 async def test_where_most_members_are_others_the_whole_membership_is_brought(site: Site) -> None:
     site.state.publish(LLAMA, membership(1))
-    talker = await site.stream(after=1, more="&changes=1")
+    talker = await site.stream(after=1)
     site.state.publish(LLAMA, membership(2, "w-5", "w-6"))
     assert (await talker.next())[0] == FrameKind.MEMBERSHIP
     site.state.publish(LLAMA, membership(2, "w-5", "w-6"))
@@ -195,19 +146,6 @@ async def test_heartbeats_may_be_the_rarer_the_more_agents_a_job_has(site: Site)
     talkers = [await site.stream(f"w-{each}") for each in range(24)]
     talkers[0].send(FrameKind.HEARTBEAT, heartbeat(generation=0, phase="Standby"))
     assert (await talkers[0].next())[1]["fullHeartbeatSeconds"] == 24 / DETAILS_A_SECOND
-    status, answer = await post(site, heartbeat(generation=0, phase="Standby"))
-    assert (status, answer) == (200, {"protocol": 2, "generation": 0}), "who asks by HTTP has no stream to save"
-
-
-async def post(site: Site, body: Any) -> tuple[int, Any]:
-    reader, writer = await site.connect()
-    sent = json.dumps(body)
-    writer.write(
-        f"POST /v1/heartbeat HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer token-of-w-0\r\n"
-        f"Content-Length: {len(sent)}\r\nConnection: close\r\n\r\n{sent}".encode()
-    )
-    head, _, answer = (await reader.read()).partition(b"\r\n\r\n")
-    return int(head[9:12]), json.loads(answer)
 
 
 async def test_an_older_generation_is_refused_and_the_stream_goes_on(site: Site) -> None:
@@ -235,24 +173,24 @@ async def test_what_is_not_the_pods_own_or_cannot_be_read_ends_the_stream_with_a
 ) -> None:
     talker = await site.stream()
     talker.send(kind, body)
-    assert (await talker.refusal())[0] == status
+    assert (await talker.last_refusal())[0] == status
     again = await site.stream()
     again.send(kind, body)
-    assert sentence in (await again.refusal())[1]
+    assert sentence in (await again.last_refusal())[1]
 
 
 async def test_nothing_is_taken_before_the_registration(site: Site) -> None:
     for kind, body in ((FrameKind.KEEPALIVE, None), (FrameKind.HEARTBEAT, heartbeat(generation=0))):
-        _, talker = await site.ask()
+        talker = await site.ask()
         talker.send(kind, body)
-        assert await talker.refusal() == (400, "the first frame must be a registration")
+        assert await talker.last_refusal() == (400, "the first frame must be a registration")
     assert site.state.agent_count() == 0
 
 
 async def test_a_frame_that_is_too_long_is_refused_by_its_first_bytes(site: Site) -> None:
     talker = await site.stream()
-    talker.writer.write(bytes([FrameKind.HEARTBEAT]) + (LARGEST_BODY + 1).to_bytes(4, "big"))
-    assert (await talker.refusal())[0] == 413
+    talker.writer.write(bytes([FrameKind.HEARTBEAT]) + (LONGEST_FRAME + 1).to_bytes(4, "big"))
+    assert (await talker.last_refusal())[0] == 413
 
 
 async def test_who_is_no_worker_or_speaks_for_another_gets_no_stream(site: Site) -> None:
@@ -262,21 +200,19 @@ async def test_who_is_no_worker_or_speaks_for_another_gets_no_stream(site: Site)
         ("w-0", {"Authorization": "Bearer token-of-w-1"}, 403),
         ("w-0", {"Upgrade": "websocket"}, 426),
     ):
-        status, talker = await site.ask(pod, **headers)
-        assert status == expected
-        talker.writer.transport.abort()
+        assert (await site.ask(pod, **headers)).status == expected
     site.leading = False
-    assert (await site.ask())[0] == 503
+    assert (await site.ask()).status == 503
 
 
 async def test_a_pod_that_is_gone_and_a_coordinator_that_leads_no_more_end_streams(site: Site) -> None:
     gone, led = await site.stream("w-0"), await site.stream("w-1")
     site.state.forget_pod(LLAMA, "uid-w-0")
     gone.send(FrameKind.KEEPALIVE)
-    assert (await gone.refusal())[0] == 404
+    assert (await gone.last_refusal())[0] == 404
     site.leading = False
     led.send(FrameKind.KEEPALIVE)
-    assert await led.refusal() == (503, "not leader")
+    assert await led.last_refusal() == (503, "not leader")
 
 
 async def test_streams_end_with_their_time_and_when_nothing_comes(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,7 +223,7 @@ async def test_streams_end_with_their_time_and_when_nothing_comes(site: Site, mo
         else:
             each.heard -= streams.SILENT_SECONDS + 1
     site.server.streams.sweep()
-    assert await old.refusal() == (401, "this stream is over; open another")
+    assert await old.last_refusal() == (401, "this stream is over; open another")
     assert await silent.next() == (0, None)
 
 
@@ -297,8 +233,7 @@ async def test_a_stream_does_not_outlive_its_token(site: Site) -> None:
 
     site.server._authenticator._review = review  # type: ignore[attr-defined]
     said = base64.urlsafe_b64encode(json.dumps({"exp": time.time() + 60}).encode()).decode().rstrip("=")
-    status, _ = await site.ask(Authorization=f"Bearer head.{said}.sign")
-    assert status == 101
+    assert (await site.ask(Authorization=f"Bearer head.{said}.sign")).status == SWITCHING
     (opened,) = site.server.streams.opened
     assert opened.ends - asyncio.get_running_loop().time() <= 60
 
@@ -331,11 +266,11 @@ async def test_the_last_word_is_said_once_whatever_comes_after_it(site: Site) ->
     site.state.publish(LLAMA, membership(1))
     await asyncio.sleep(0)
     talker.writer.transport.resume_reading()  # type: ignore[attr-defined]
-    assert await talker.refusal() == (503, "the coordinator is shutting down; try the next address")
+    assert await talker.last_refusal() == (503, "the coordinator is shutting down; try the next address")
 
 
 async def test_a_coordinator_that_stops_sends_streams_on(site: Site) -> None:
     talker = await site.stream()
     stopping = asyncio.create_task(site.server.stop())
-    assert (await talker.refusal())[0] == 503
+    assert (await talker.last_refusal())[0] == 503
     await stopping

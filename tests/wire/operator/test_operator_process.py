@@ -160,10 +160,9 @@ async def test_it_leads_serves_agents_sees_jobs_by_kopf_and_leaves_in_order(tmp_
         await async_until(lambda: "late-w-1" in cluster.names(PODS), operator.log, 20)
         bundle = cluster.get(SECRETS, "system", SECRET)["data"]["ca.crt"]
         trust = ssl.create_default_context(cadata=base64.b64decode(bundle).decode())
-        async with aiohttp.ClientSession() as session:
-            url = f"https://127.0.0.1:{port}/v1/register"
-            async with session.post(url, json={}, ssl=trust) as response:
-                assert response.status == 401
+        url = f"https://127.0.0.1:{port}/v1/stream"
+        async with aiohttp.ClientSession() as session, session.get(url, ssl=trust) as response:
+            assert response.status == 401
         jobs = {key[2]: raw for key, raw in cluster.objects.items() if key[0] == JOBS.plural}
         assert all("finalizers" not in raw["metadata"] for raw in jobs.values())
         assert all("annotations" not in raw["metadata"] for raw in jobs.values())

@@ -102,7 +102,7 @@ async def serving(folder: Path, patch: pytest.MonkeyPatch) -> AsyncIterator[Site
         heartbeat=site.heartbeat,
         on_membership=site.memberships.append,
         on_acknowledged=site.acknowledged.append,
-        on_welcome=site.welcomed,
+        on_coordinator_time=site.welcomed,
     )
     running = asyncio.create_task(site.client.run())
     try:
@@ -186,12 +186,12 @@ async def test_a_change_that_does_not_fit_is_not_followed_and_the_whole_is_asked
     async with serving(tmp_path, monkeypatch) as site:
         site.state.publish(LLAMA, membership(1, "w-0", "w-1", "w-2"))
         await async_until(lambda: bool(site.memberships), "it knows the first generation")
-        site.client._known = membership(1, "w-0", "w-8", "w-9")
+        site.client._newest = membership(1, "w-0", "w-8", "w-9")
         for generation in (2, 3):
             site.state.publish(LLAMA, membership(generation, "w-0", "w-1", f"w-{generation + 1}"))
             await async_until(lambda g=generation: site.memberships[-1].generation == g, "the whole")  # type: ignore[misc]
         assert site.memberships[1:] == [membership(2, "w-0", "w-1", "w-3"), membership(3, "w-0", "w-1", "w-4")]
-        assert site.answers.count(FrameKind.MEMBERSHIP_CHANGE) == 1, "it asks for no more of them"
+        assert site.answers.count(FrameKind.MEMBERSHIP_CHANGE) == 2, "one that does not fit, one that does"
 
 
 async def test_a_stream_is_opened_anew_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,16 +220,6 @@ async def test_a_coordinator_that_answers_no_heartbeat_is_given_up(
         assert not site.acknowledged
         deaf = False
         await async_until(lambda: bool(site.acknowledged), "it is heard")
-
-
-async def test_an_agent_asks_request_by_request_where_the_coordinator_knows_no_streams(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("trainium_operator.coordinator.server.STREAM_PATH", "/v1/of-a-later-version")
-    async with serving(tmp_path, monkeypatch) as site:
-        site.state.publish(LLAMA, membership(1))
-        await async_until(lambda: len(site.acknowledged) >= 2 and bool(site.memberships), "it talks by HTTP")
-        assert site.frames == []
 
 
 async def test_a_certificate_of_somebody_else_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from trainium_contract.spec.health import PreflightCheck
 from trainium_contract.wire.messages import HeartbeatRequest, Membership, Transition, WorkerPhase
 from trainium_trainer.agent.background_compile import BackgroundCompiler
 from trainium_trainer.agent.checks.node_checks import NodeChecks
-from trainium_trainer.agent.checks.preflight import clock_result
+from trainium_trainer.agent.checks.preflight import compare_clocks
 from trainium_trainer.agent.coordinator.client import CoordinatorClient
 from trainium_trainer.agent.coordinator.report import PodReport, ReadProgress
 from trainium_trainer.agent.exits.kernel_log import KernelLog
@@ -54,7 +54,7 @@ _TRAINING_SECONDS = 0.5
 _FORSAKEN_SECONDS = 300.0
 _LAST_KILL_SECONDS = 5.0
 _SLACK_SECONDS = 5.0
-_LAST_WORD_SECONDS = 2.0
+_FLUSH_SECONDS = 2.0
 """For telling the coordinator what was saved last; out of the margin between grace and kill."""
 _INTERNAL_ERROR = 70
 
@@ -91,7 +91,7 @@ class AgentSupervisor:
             heartbeat=self._report.heartbeat,
             on_membership=self._on_membership,
             on_acknowledged=self._on_acknowledged,
-            on_welcome=self._on_welcome,
+            on_coordinator_time=self._on_coordinator_time,
         )
         self._calibration = Calibration()
         self._pod = pod.Pod(settings.check_seconds)
@@ -122,7 +122,7 @@ class AgentSupervisor:
         try:
             code = await self._exit
             if self._pod.terminating:
-                await self._client.say_last(_LAST_WORD_SECONDS)
+                await self._client.flush(_FLUSH_SECONDS)
             return code
         finally:
             for task in tasks:
@@ -176,9 +176,11 @@ class AgentSupervisor:
         elif message.phase is WorkerPhase.FAILED and message.verdict and stops_job(message.verdict.exit_code):
             self._take(pod.VerdictTaken(message.generation))
 
-    def _on_welcome(self, theirs: float, asked: float, answered: float) -> None:
-        result = clock_result(theirs, asked, answered) if PreflightCheck.CLOCK in self._settings.checks else None
-        if result is None or (result.passed and self._clock_passed):
+    def _on_coordinator_time(self, theirs: float, asked: float, answered: float) -> None:
+        if PreflightCheck.CLOCK not in self._settings.checks:
+            return
+        result = compare_clocks(theirs, asked, answered)
+        if result.passed and self._clock_passed:
             return
         if not result.passed and self._clock_passed is not False:
             _log.warning("%s", result.detail)

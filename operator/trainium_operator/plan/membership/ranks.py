@@ -146,5 +146,4 @@ def member_of(worker: Worker, rank: int = 0) -> Member:
         node_name=worker.pod.node,
         node_rank=rank,
         rendezvous_port=registration.rendezvous_port,
-        seals=registration.seals,
     )

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from trainium_trainer.agent.coordinator import names
-from trainium_trainer.agent.coordinator.requests import Address, Coordinator, CoordinatorUnavailableError
+from trainium_trainer.agent.coordinator import connection
+from trainium_trainer.agent.coordinator.connection import Address, Connector, CoordinatorUnavailableError
 from trainium_trainer.agent.settings import Endpoint
 
 if TYPE_CHECKING:
@@ -39,60 +39,54 @@ class Resolver:
 @pytest.fixture
 def resolver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Resolver]:
     found = Resolver()
-    monkeypatch.setattr(names.socket, "getaddrinfo", found)
+    monkeypatch.setattr(connection.socket, "getaddrinfo", found)
     yield found
     found.goes_on.set()
 
 
 @pytest.fixture
-def coordinator() -> Coordinator:
-    return Coordinator(SimpleNamespace(coordinator=(Endpoint(NAME, 8443),)))
+def connector() -> Connector:
+    return Connector(SimpleNamespace(coordinator=(Endpoint(NAME, 8443),)))
 
 
-async def test_all_addresses_of_the_coordinators_name_are_used_once(
-    resolver: Resolver, coordinator: Coordinator
-) -> None:
-    assert await coordinator.addresses() == [Address(NAME, "10.0.0.1", 8443), Address(NAME, "10.0.0.2", 8443)]
+async def test_all_addresses_of_the_coordinators_name_are_used_once(resolver: Resolver, connector: Connector) -> None:
+    assert await connector.addresses() == [Address(NAME, "10.0.0.1", 8443), Address(NAME, "10.0.0.2", 8443)]
     assert resolver.asked == 1
 
 
-async def test_a_name_that_does_not_resolve_is_a_sentence(resolver: Resolver, coordinator: Coordinator) -> None:
+async def test_a_name_that_does_not_resolve_is_a_sentence(resolver: Resolver, connector: Connector) -> None:
     resolver.answer = None
     with pytest.raises(CoordinatorUnavailableError, match=r"coordinator\.svc does not resolve"):
-        await coordinator.addresses()
+        await connector.addresses()
 
 
 async def test_what_can_be_no_name_is_a_sentence_too() -> None:
-    coordinator = Coordinator(SimpleNamespace(coordinator=(Endpoint("." * 300, 8443),)))
+    connector = Connector(SimpleNamespace(coordinator=(Endpoint("." * 300, 8443),)))
     with pytest.raises(CoordinatorUnavailableError, match="does not resolve"):
-        await coordinator.addresses()
+        await connector.addresses()
 
 
 async def test_a_name_that_no_longer_resolves_has_the_addresses_that_it_had_last(
-    resolver: Resolver, coordinator: Coordinator
+    resolver: Resolver, connector: Connector
 ) -> None:
-    before = await coordinator.addresses()
+    before = await connector.addresses()
     resolver.answer = None
-    assert await coordinator.addresses() == before
+    assert await connector.addresses() == before
     resolver.answer = ["10.0.0.3"]
-    assert [address.ip for address in await coordinator.addresses()] == ["10.0.0.3"]
+    assert [address.ip for address in await connector.addresses()] == ["10.0.0.3"]
 
 
 async def test_under_a_silent_name_server_the_known_addresses_serve_and_one_lookup_waits(
-    resolver: Resolver, coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+    resolver: Resolver, connector: Connector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(names, "PATIENCE_SECONDS", 0.01)
-    before = await coordinator.addresses()
+    monkeypatch.setattr(connection, "LOOKUP_SECONDS", 0.01)
+    before = await connector.addresses()
     resolver.goes_on.clear()
     resolver.answer = ["10.0.0.3"]
     for _ in range(3):
-        assert await coordinator.addresses() == before
+        assert await connector.addresses() == before
     assert resolver.asked == 2
-    monkeypatch.setattr(names, "PATIENCE_SECONDS", 30)
+    monkeypatch.setattr(connection, "LOOKUP_SECONDS", 30)
     resolver.goes_on.set()
-    assert [address.ip for address in await coordinator.addresses()] == ["10.0.0.3"]
+    assert [address.ip for address in await connector.addresses()] == ["10.0.0.3"]
     assert resolver.asked == 2
-
-
-def test_an_ipv6_address_is_bracketed() -> None:
-    assert Address("name", "fd00::1", 8443).url("/v1/register") == "https://[fd00::1]:8443/v1/register"

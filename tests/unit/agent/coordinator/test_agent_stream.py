@@ -22,11 +22,11 @@ from trainium_contract.wire.messages import (
     WorkerPhase,
 )
 from trainium_contract.wire.stream import HEAD_BYTES, FrameKind, frame, head_of
+from trainium_trainer.agent.coordinator import session as session_module
 from trainium_trainer.agent.coordinator import stream as stream_module
-from trainium_trainer.agent.coordinator import telling as telling_module
-from trainium_trainer.agent.coordinator.requests import CoordinatorUnavailableError
+from trainium_trainer.agent.coordinator.connection import CoordinatorUnavailableError
+from trainium_trainer.agent.coordinator.session import Session
 from trainium_trainer.agent.coordinator.stream import Stream, StreamEndedError
-from trainium_trainer.agent.coordinator.telling import Telling
 
 MEMBERSHIP = Membership(
     generation=3,
@@ -143,7 +143,7 @@ class Ears:
         self.changes: list[MembershipChange] = []
         self.answers = 0
         self.stream, self.writer = connected(*said, ended=ended)
-        self.telling = Telling(
+        self.session = Session(
             self.stream,
             self.heartbeat,
             asyncio.Event(),
@@ -163,15 +163,15 @@ class Ears:
 
     def tell(self) -> None:
         """A heartbeat is on its way."""
-        self.telling._unanswered.append(telling_module._Sent(self.heartbeat(), 0.0, 0.0))
+        self.session._unanswered.append(session_module._Sent(self.heartbeat(), 0.0, 0.0))
 
     async def listen(self) -> str:
         with pytest.raises(CoordinatorUnavailableError) as caught:
-            await self.telling.listen()
+            await self.session.receive_frames()
         return str(caught.value)
 
 
-HEARD = frame(FrameKind.HEARTBEAT_ACK, encoded(HeartbeatResponse(generation=3, full_heartbeat_seconds=9.0)))
+HEARD = frame(FrameKind.HEARTBEAT_ACK, encoded(HeartbeatResponse(generation=3, full_heartbeat_seconds=9.0, time=1.0)))
 
 
 async def test_each_answer_acknowledges_the_oldest_heartbeat_and_one_too_many_does_no_harm() -> None:
@@ -179,7 +179,7 @@ async def test_each_answer_acknowledges_the_oldest_heartbeat_and_one_too_many_do
     ears.tell()
     assert await ears.listen() == "the coordinator closed the stream"
     assert (len(ears.acknowledged), ears.answers) == (1, 2)
-    assert ears.telling._detail_seconds == 9.0
+    assert ears.session._detail_seconds == 9.0
 
 
 async def test_a_membership_is_passed_on_and_a_kind_of_a_later_version_is_passed_over() -> None:
@@ -219,14 +219,14 @@ async def test_a_coordinator_that_answers_no_heartbeat_is_given_up(monkeypatch: 
     ears = Ears(ended=False)
     ears.tell()  # at monotonic time 0: long ago
     with pytest.raises(CoordinatorUnavailableError, match="a heartbeat was not answered within"):
-        await ears.telling.beat(1.0)
+        await ears.session.send_heartbeats(1.0)
 
 
 async def test_a_heartbeat_that_cannot_be_sent_ends_the_stream() -> None:
     ears = Ears(ended=False)
     ears.writer.broken = True
     with pytest.raises(CoordinatorUnavailableError, match="reset by peer"):
-        await ears.telling.beat(1.0)
+        await ears.session.send_heartbeats(1.0)
 
 
 @pytest.mark.parametrize(

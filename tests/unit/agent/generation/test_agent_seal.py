@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from datetime import timedelta
 
@@ -19,9 +18,7 @@ from trainium_trainer.agent.generation.generation_store import GenerationStore, 
 from trainium_trainer.agent.generation.seal import LONGEST_VALUE, ForgedValueError, Seal
 
 
-def membership_at(
-    port: int = 1, *, generation: int = 1, seals: tuple[bool, ...] = (True, True), uid: str = "uid"
-) -> Membership:
+def membership_at(port: int = 1, *, generation: int = 1, uid: str = "uid") -> Membership:
     members = tuple(
         Member(
             pod_uid=f"{uid}-{rank}",
@@ -30,9 +27,8 @@ def membership_at(
             node_name=f"node-{rank}",
             node_rank=rank,
             rendezvous_port=port,
-            seals=each,
         )
-        for rank, each in enumerate(seals)
+        for rank in range(2)
     )
     return Membership(
         generation=generation,
@@ -104,17 +100,9 @@ def test_a_sealed_value_counts_for_its_own_name_and_generation_only(server: TCPS
         Seal(membership_at(uid="other")).open(ours.key(0, "port"), sealed)
 
 
-def test_nobody_seals_while_an_agent_of_an_older_version_is_among_them(server: TCPStore) -> None:
-    ours = connected(membership_at(server.port, seals=(True, False)))
-    ours.begin(GenerationState(attempt=3))
-    assert json.loads(stranger(server).get(ours.key("state")))["attempt"] == 3
-    assert ours.state().attempt == 3
-
-
 def test_a_value_beyond_all_bounds_is_not_read() -> None:
-    for seals in ((True,), (False,)):
-        with pytest.raises(ForgedValueError, match="longer than anything"):
-            Seal(membership_at(seals=seals)).open("state", b"x" * (LONGEST_VALUE + 1))
+    with pytest.raises(ForgedValueError, match="longer than anything"):
+        Seal(membership_at()).open("state", b"x" * (LONGEST_VALUE + 1))
 
 
 @given(name=st.text(max_size=40), value=st.text(max_size=200), at=st.integers(0, 250), to=st.characters(codec="utf-8"))
@@ -127,9 +115,3 @@ def test_any_change_of_a_sealed_value_is_noticed(name: str, value: str, at: int,
     if changed != sealed:
         with pytest.raises(ForgedValueError):
             seal.open(name, changed.encode())
-
-
-def test_an_agent_of_an_older_version_reads_a_membership_with_seals_and_is_read_without() -> None:
-    wire = membership_at().model_dump(mode="json", by_alias=True)
-    assert wire["members"][0].pop("seals") is True
-    assert not Membership.model_validate(wire).members[0].seals

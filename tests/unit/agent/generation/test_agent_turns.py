@@ -36,7 +36,6 @@ def membership_at(port: int, nodes: int = 3) -> Membership:
             node_name=f"node-{rank}",
             node_rank=rank,
             rendezvous_port=port,
-            seals=True,
         )
         for rank in range(nodes)
     )

@@ -216,17 +216,15 @@ def supervisor(loop: Any = None, *, checks: Any = (PreflightCheck.CLOCK,)) -> An
 def test_a_clock_that_is_wrong_is_told_once_and_again_when_it_is_right(caplog: pytest.LogCaptureFixture) -> None:
     made = supervisor()
     for theirs in (1000.0, 2000.0, 2000.0, 1000.0, 1000.0):
-        made._on_welcome(theirs, 1000.0, 1000.1)
+        made._on_coordinator_time(theirs, 1000.0, 1000.1)
     assert [check.passed for check in made._report.checks] == [True, False, False, True]
     assert caplog.text.count("The node's clock is") == 1
 
 
-def test_a_clock_is_not_compared_where_nobody_asked_for_it_or_the_coordinator_does_not_tell() -> None:
+def test_a_clock_is_not_compared_where_the_check_is_off() -> None:
     made = supervisor(checks=())
-    made._on_welcome(5000.0, 1000.0, 1000.1)
-    untold = supervisor()
-    untold._on_welcome(0.0, 1000.0, 1000.1)
-    assert made._report.checks == untold._report.checks == []
+    made._on_coordinator_time(5000.0, 1000.0, 1000.1)
+    assert made._report.checks == []
 
 
 def test_a_node_that_fails_its_checks_is_given_up_with_what_was_found() -> None:

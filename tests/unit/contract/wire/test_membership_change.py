@@ -22,7 +22,7 @@ def membership(generation: int, *pods: int, cause: Cause = Cause.RESIZE, process
     members = tuple(
         Member(
             pod_uid=f"uid-{pod}", pod_name=f"w-{pod}", pod_ip=f"10.0.{pod >> 8}.{pod & 255}", node_name=f"n-{pod}",
-            node_rank=rank, rendezvous_port=29500, seals=pod % 2 == 0,
+            node_rank=rank, rendezvous_port=29500,
         )
         for rank, pod in enumerate(pods)
     )  # fmt: skip

@@ -1,11 +1,9 @@
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
 
-from tests.testing.suite.virtual_time import run_virtual, settle
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.results import ArtifactReport
 from trainium_contract.wire.messages import (
@@ -183,28 +181,3 @@ def test_what_a_lost_member_said_last_stays_until_the_next_generation(state: Coo
     assert set(state.agents(JOB)) == {"a", "b"}
     state.publish(JOB, membership(2, "a"))
     assert set(state.agents(JOB)) == {"a"}
-
-
-def test_a_job_that_is_deleted_ends_the_long_polls_of_its_agents(state: CoordinatorState) -> None:
-    async def scenario() -> None:
-        waiting = asyncio.create_task(state.newer_membership(JOB, 0, 60))
-        await settle()
-        state.forget_job(JOB)
-        await settle()
-        assert waiting.done()
-        assert waiting.result() is None
-
-    run_virtual(scenario())
-
-
-def test_many_waiters_get_one_publication(state: CoordinatorState) -> None:
-    async def scenario() -> None:
-        waiting = [asyncio.create_task(state.newer_membership(JOB, 1, 60)) for _ in range(100)]
-        await settle()
-        state.publish(JOB, membership(1))
-        await settle()
-        assert not any(task.done() for task in waiting)
-        state.publish(JOB, membership(2))
-        assert {(await task).generation for task in waiting} == {2}
-
-    run_virtual(scenario())

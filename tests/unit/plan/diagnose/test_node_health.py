@@ -71,13 +71,13 @@ def test_a_clock_that_is_wrong_is_told_with_its_node_and_costs_nothing_but_the_p
         check=PreflightCheck.CLOCK,
         passed=False,
         seconds=0.1,
-        detail="The node's clock is 3600.0 s ahead of the coordinator's; see to its NTP.",
+        detail="The node's clock is 3600.0 s ahead of the coordinator's; check its NTP.",
     )
     result = planned(running(4, spares=1, agents={1: training(1, checks=(wrong,))}))
     condition = find_condition(result.status, ConditionType.NODES_HEALTHY)
     assert condition is not None
     assert condition.status is ConditionStatus.FALSE
-    assert "node-1: check Clock (The node's clock is 3600.0 s ahead of the coordinator's; see to its NTP)" in (
+    assert "node-1: check Clock (The node's clock is 3600.0 s ahead of the coordinator's; check its NTP)" in (
         condition.message
     )
     assert "other nodes are preferred" in condition.message

@@ -75,16 +75,14 @@ def results(settings: AgentSettings, findings: Iterable[PreflightFinding], secon
     )
 
 
-def clock_result(theirs: float, asked: float, answered: float) -> CheckResult | None:
-    """How far the coordinator's clock is from ours, which was read before and after; None when it does not tell."""
-    if not theirs > 0:
-        return None
-    doubt = max(0.0, (answered - asked) / 2)
-    apart = theirs - (asked + doubt)
-    passed = abs(apart) <= CLOCK_SECONDS + doubt
-    where = "behind" if apart > 0 else "ahead of"
-    detail = "" if passed else f"The node's clock is {abs(apart):.1f} s {where} the coordinator's; see to its NTP."
-    return CheckResult(check=PreflightCheck.CLOCK, passed=passed, seconds=round(answered - asked, 3), detail=detail)
+def compare_clocks(theirs: float, sent: float, answered: float) -> CheckResult:
+    """Compare the coordinator's clock with ours, which was read before and after."""
+    uncertainty = max(0.0, (answered - sent) / 2)
+    difference = theirs - (sent + uncertainty)
+    passed = abs(difference) <= CLOCK_SECONDS + uncertainty
+    where = "behind" if difference > 0 else "ahead of"
+    detail = "" if passed else f"The node's clock is {abs(difference):.1f} s {where} the coordinator's; check its NTP."
+    return CheckResult(check=PreflightCheck.CLOCK, passed=passed, seconds=round(answered - sent, 3), detail=detail)
 
 
 def _memory_directory(directory: Path) -> Iterator[PreflightFinding]:

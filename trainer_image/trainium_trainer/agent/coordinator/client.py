@@ -1,8 +1,11 @@
-"""The agent's side of the coordinator's wire: registration, memberships, heartbeats, over a stream where there is one.
+"""Keeps the agent registered with the coordinator and exchanges heartbeats and memberships with it over a stream.
 
-Invariants: training never waits for the coordinator; whatever goes wrong is retried for ever with jittered back-off, at
-every address of the coordinator's name in turn, since only the leader answers; after every loss the agent registers
-again, which is idempotent; token and certificate authority are read again whenever they may have changed.
+Guarantees:
+- Training never waits for the coordinator.
+- Every failure is retried for ever with jittered back-off, at every address of the coordinator's name in turn, because
+  only the leader answers.
+- The agent registers again with each stream; a registration is idempotent.
+- Token and certificate authority are read again whenever they may have changed.
 """
 
 from __future__ import annotations
@@ -14,46 +17,34 @@ import random
 import time
 from typing import TYPE_CHECKING
 
-from trainium_contract.wire import messages
 from trainium_contract.wire.membership_change import StaleChangeError, apply_change
-from trainium_contract.wire.messages import (
-    HeartbeatRequest,
-    HeartbeatResponse,
-    Membership,
-    RegisterRequest,
-    RegisterResponse,
-)
-from trainium_trainer.agent.coordinator.requests import (
-    REQUEST_SECONDS,
-    Address,
-    Coordinator,
-    CoordinatorUnavailableError,
-    OlderGeneration,
-)
+from trainium_contract.wire.messages import RegisterRequest
+from trainium_trainer.agent.coordinator.connection import REQUEST_SECONDS, Connector, CoordinatorUnavailableError
+from trainium_trainer.agent.coordinator.session import Session
 from trainium_trainer.agent.coordinator.stream import StreamEndedError
-from trainium_trainer.agent.coordinator.telling import BURST_SECONDS, SPREAD, Telling
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
     from trainium_contract.wire.membership_change import MembershipChange
+    from trainium_contract.wire.messages import HeartbeatRequest, HeartbeatResponse, Membership, RegisterResponse
+    from trainium_trainer.agent.coordinator.connection import Address
     from trainium_trainer.agent.coordinator.stream import Stream
     from trainium_trainer.agent.settings import AgentSettings
 
 _log = logging.getLogger(__name__)
-_POLL_SECONDS = 25.0
 _STREAM_SECONDS = (240.0, 300.0)
-"""Until a stream is opened anew, with the token of then; the coordinator ends it after 600."""
+"""Until a stream is replaced, so that its token is renewed; the coordinator ends it after 600."""
 _FIRST_BACKOFF_SECONDS = 0.1
 _LONGEST_BACKOFF_SECONDS = 3.0
 _STABLE_SECONDS = 5.0
 _LOG_INTERVAL_SECONDS = 30.0
 CLOCK_CHECK_SECONDS = 60.0
-"""Between two looks at how far the clocks are apart."""
+"""Between two comparisons of the clocks."""
 
 
 class CoordinatorClient:
-    """Keeps the agent in touch with whoever leads, for ever."""
+    """Stays connected to the leading coordinator until it is cancelled."""
 
     def __init__(
         self,
@@ -64,18 +55,18 @@ class CoordinatorClient:
         heartbeat: Callable[[], HeartbeatRequest],
         on_membership: Callable[[Membership], None],
         on_acknowledged: Callable[[HeartbeatRequest], None],
-        on_welcome: Callable[[float, float, float], None] = lambda _theirs, _asked, _answered: None,
+        on_coordinator_time: Callable[[float, float, float], None] = lambda _theirs, _asked, _answered: None,
     ) -> None:
-        """`on_welcome(the coordinator's time or 0, our time before and after)` follows each registration.
+        """`on_coordinator_time(the coordinator's time, our time before and after)` follows each registration.
 
-        It comes again now and then, because a clock may be set wrong later.
+        It is repeated every `CLOCK_CHECK_SECONDS`, because a clock may be set wrong later.
         """
         self._settings = settings
-        self._coordinator = Coordinator(settings)
+        self._connector = Connector(settings)
         self._heartbeat = heartbeat
         self._on_membership = on_membership
         self._on_acknowledged = on_acknowledged
-        self._on_welcome = on_welcome
+        self._on_coordinator_time = on_coordinator_time
         self._register = RegisterRequest(
             namespace=settings.namespace,
             job=settings.job,
@@ -85,219 +76,142 @@ class CoordinatorClient:
             node_name=settings.node_name,
             rendezvous_port=rendezvous_port,
             agent_version=version,
-            seals=True,
         )
-        self._membership_path = messages.MEMBERSHIP_PATH.format(namespace=settings.namespace, job=settings.job)
-        self._known: Membership | None = None
-        """The newest."""
-        self._reads_changes = True
-        self._news = asyncio.Event()
-        self._poll_again = asyncio.Event()
-        self._first: Address | None = None
+        self._newest: Membership | None = None
+        self._needs_whole_membership = False
+        self._send_now = asyncio.Event()
+        self._session: Session | None = None
+        self._preferred: Address | None = None
         self._logged: dict[str, float] = {}
-        self._clock_due = time.monotonic() + CLOCK_CHECK_SECONDS
+        self._next_clock_check = time.monotonic() + CLOCK_CHECK_SECONDS
         self.answered_at = time.monotonic()
         """Monotonic time of the last successful exchange."""
 
     def heartbeat_now(self) -> None:
-        """Send the next heartbeat at once; to be called in the loop's thread."""
-        self._news.set()
+        """Send the next heartbeat at once; call it in the event loop's thread."""
+        self._send_now.set()
 
     async def run(self) -> None:
-        """Register, poll and beat until cancelled."""
+        """Register and exchange messages until cancelled."""
         backoff = _FIRST_BACKOFF_SECONDS
-        try:
-            while True:
-                began = time.monotonic()
-                try:
-                    await self._stay(*await self._registered())
-                except CoordinatorUnavailableError as error:
-                    self._complain(str(error))
-                    self._first = None
-                if time.monotonic() - began > _STABLE_SECONDS:
-                    backoff = _FIRST_BACKOFF_SECONDS
-                await asyncio.sleep(backoff * random.uniform(0.5, 1.0))  # noqa: S311 - spreads retries
-                backoff = min(backoff * 2, _LONGEST_BACKOFF_SECONDS)
-        finally:
-            await self._coordinator.close()
+        while True:
+            started = time.monotonic()
+            try:
+                await self._serve(*await self._connect())
+            except CoordinatorUnavailableError as error:
+                self._log_unavailable(str(error))
+                self._preferred = None
+            if time.monotonic() - started > _STABLE_SECONDS:
+                backoff = _FIRST_BACKOFF_SECONDS
+            await asyncio.sleep(backoff * random.uniform(0.5, 1.0))  # noqa: S311 - spreads retries
+            backoff = min(backoff * 2, _LONGEST_BACKOFF_SECONDS)
 
-    async def say_last(self, seconds: float) -> None:
-        """One last heartbeat to the coordinator that was talked to, for no longer than this."""
-        if self._first is None:
-            return
-        with contextlib.suppress(CoordinatorUnavailableError, OlderGeneration, TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._coordinator.request(
-                    self._first, messages.HEARTBEAT_PATH, HeartbeatResponse, body=self._heartbeat()
-                )
+    async def flush(self, seconds: float) -> None:
+        """Send a last heartbeat over the open stream, if any, and wait at most `seconds` for its answer."""
+        if self._session is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self._session.flush()
 
-    async def _registered(self) -> tuple[Address, Stream | None, RegisterResponse]:
-        """Register with the first address that answers as the leader; without a stream where it knows none."""
-        addresses = await self._coordinator.addresses()
+    async def _connect(self) -> tuple[Stream, RegisterResponse]:
+        """Register with the first address that answers as the leader. Raises CoordinatorUnavailableError."""
+        addresses = await self._connector.addresses()
         random.shuffle(addresses)
-        if self._first in addresses:
-            addresses.sort(key=lambda address: address != self._first)
+        if self._preferred in addresses:
+            addresses.sort(key=lambda address: address != self._preferred)
         sentence = ""
         for address in addresses:
-            # The second try is for a certificate authority that was rotated since the first.
+            # The second attempt is for a certificate authority that was rotated since the first.
             for _ in range(2):
-                asked = time.time()
+                sent_at = time.time()
                 try:
-                    stream, welcome = await self._introduced(address)
-                except (CoordinatorUnavailableError, OlderGeneration) as error:
+                    stream, welcome = await self._open(address)
+                except CoordinatorUnavailableError as error:
                     sentence = str(error)
                     if "does not verify" not in sentence:
                         break
                 else:
                     self._answered()
-                    self._on_welcome(welcome.time, asked, time.time())
-                    if address != self._first:
+                    self._on_coordinator_time(welcome.time, sent_at, time.time())
+                    if address != self._preferred:
                         _log.info("registered with the coordinator at %s:%d", address.ip, address.port)
-                    return address, stream, welcome
+                    self._preferred = address
+                    return stream, welcome
         raise CoordinatorUnavailableError(sentence)
 
-    async def _introduced(self, address: Address) -> tuple[Stream | None, RegisterResponse]:
-        query = {"podUid": self._settings.pod_uid, "after": str(self._known_generation)}
-        if self._reads_changes:
-            query["changes"] = "1"
-        stream = await self._coordinator.stream(address, query)
-        if stream is not None:
-            try:
-                return stream, await stream.register(self._register, REQUEST_SECONDS)
-            except StreamEndedError as error:
-                raise CoordinatorUnavailableError(f"{address.host} at {address.ip}:{address.port}: {error}") from error
-        welcome = await self._coordinator.request(
-            address, messages.REGISTER_PATH, RegisterResponse, body=self._register
-        )
-        if welcome is None:
-            raise CoordinatorUnavailableError(f"{address.host} at {address.ip} answered a registration with nothing")
-        return None, welcome
+    async def _open(self, address: Address) -> tuple[Stream, RegisterResponse]:
+        after = 0 if self._needs_whole_membership else self._generation
+        stream = await self._connector.open_stream(address, {"podUid": self._settings.pod_uid, "after": str(after)})
+        try:
+            return stream, await stream.register(self._register, REQUEST_SECONDS)
+        except StreamEndedError as error:
+            raise CoordinatorUnavailableError(f"{address}: {error}") from error
 
-    async def _stay(self, address: Address, stream: Stream | None, welcome: RegisterResponse) -> None:
-        """Poll and beat at one address until it fails, or the stream is old. Raises CoordinatorUnavailableError."""
-        self._first = address
+    async def _serve(self, stream: Stream, welcome: RegisterResponse) -> None:
+        """Exchange messages until the stream fails or is old. Raises CoordinatorUnavailableError."""
         if welcome.membership is not None:
-            self._learn(welcome.membership)
-        if stream is None:
-            await _first_of(self._beat(address, welcome.heartbeat_seconds), self._poll(address))
-            return
-        telling = Telling(
+            self._receive_membership(welcome.membership)
+        self._session = Session(
             stream,
             self._heartbeat,
-            self._news,
-            on_acknowledged=self._heard,
-            on_membership=self._learn,
-            on_change=self._follow,
+            self._send_now,
+            on_acknowledged=self._acknowledged,
+            on_membership=self._receive_membership,
+            on_change=self._receive_change,
             on_answer=self._answered,
         )
         try:
             async with asyncio.timeout(random.uniform(*_STREAM_SECONDS)):  # noqa: S311 - spreads load
-                await _first_of(telling.beat(welcome.heartbeat_seconds), telling.listen())
+                await _run_until_one_ends(
+                    self._session.send_heartbeats(welcome.heartbeat_seconds), self._session.receive_frames()
+                )
         except TimeoutError:
             return
         finally:
+            self._session = None
             stream.close()
 
-    def _heard(self, message: HeartbeatRequest, answer: HeartbeatResponse, asked: float) -> None:
-        """A heartbeat was taken; the coordinator's clock comes with that."""
+    def _acknowledged(self, message: HeartbeatRequest, answer: HeartbeatResponse, sent_at: float) -> None:
         self._on_acknowledged(message)
-        if time.monotonic() > self._clock_due:
-            self._clock_due = time.monotonic() + CLOCK_CHECK_SECONDS
-            self._on_welcome(answer.time or 0.0, asked, time.time())
-
-    async def _beat(self, address: Address, seconds: float) -> None:
-        clock_due = time.monotonic() + CLOCK_CHECK_SECONDS
-        while True:
-            self._news.clear()
-            message = self._heartbeat()
-            asked = time.time()
-            try:
-                answer = await self._coordinator.request(
-                    address, messages.HEARTBEAT_PATH, HeartbeatResponse, body=message
-                )
-            except OlderGeneration:
-                self._answered()
-                self._poll_again.set()
-            else:
-                self._answered()
-                self._on_acknowledged(message)
-                if time.monotonic() > clock_due:
-                    clock_due = time.monotonic() + CLOCK_CHECK_SECONDS
-                    self._on_welcome(self._coordinator.date, asked, time.time())
-                if answer is not None and answer.generation > self._known_generation:
-                    self._poll_again.set()
-            try:
-                await asyncio.wait_for(self._news.wait(), seconds * random.uniform(*SPREAD))  # noqa: S311
-            except TimeoutError:
-                continue
-            await asyncio.sleep(min(BURST_SECONDS, seconds))
-
-    async def _poll(self, address: Address) -> None:
-        while True:
-            self._poll_again.clear()
-            poll = asyncio.create_task(self._ask_membership(address))
-            again = asyncio.create_task(self._poll_again.wait())
-            try:
-                await asyncio.wait({poll, again}, return_when=asyncio.FIRST_COMPLETED)
-                if again.done() and not poll.done():
-                    # A heartbeat says that there is news which this poll has not brought: ask anew, soon.
-                    await asyncio.wait({poll}, timeout=0.5)
-                if poll.done():
-                    membership = poll.result()
-                    if membership is not None:
-                        self._learn(membership)
-            finally:
-                for task in (poll, again):
-                    task.cancel()
-                await asyncio.gather(poll, again, return_exceptions=True)
-
-    async def _ask_membership(self, address: Address) -> Membership | None:
-        query = {
-            "after": str(self._known_generation),
-            "podUid": self._settings.pod_uid,
-            "timeoutSeconds": f"{_POLL_SECONDS:.0f}",
-        }
-        try:
-            return await self._coordinator.request(
-                address, self._membership_path, Membership, query=query, seconds=_POLL_SECONDS + REQUEST_SECONDS
-            )
-        except OlderGeneration as error:
-            raise CoordinatorUnavailableError(str(error)) from error
+        if time.monotonic() > self._next_clock_check:
+            self._next_clock_check = time.monotonic() + CLOCK_CHECK_SECONDS
+            self._on_coordinator_time(answer.time, sent_at, time.time())
 
     @property
-    def _known_generation(self) -> int:
-        return self._known.generation if self._known is not None else 0
+    def _generation(self) -> int:
+        return self._newest.generation if self._newest is not None else 0
 
-    def _learn(self, membership: Membership) -> None:
+    def _receive_membership(self, membership: Membership) -> None:
         self._answered()
-        if membership.generation > self._known_generation:
-            self._known = membership
+        self._needs_whole_membership = False
+        if membership.generation > self._generation:
+            self._newest = membership
             self._on_membership(membership)
 
-    def _follow(self, change: MembershipChange) -> None:
-        """Raises CoordinatorUnavailableError where it does not fit: the next stream brings the whole, and any later."""
-        if change.generation <= self._known_generation:
+    def _receive_change(self, change: MembershipChange) -> None:
+        """Apply the change. Raises CoordinatorUnavailableError where it does not fit: the next stream asks for all."""
+        if change.generation <= self._generation:
             return
         try:
-            self._learn(apply_change(change, self._known))
+            self._receive_membership(apply_change(change, self._newest))
         except StaleChangeError as error:
-            self._reads_changes = False
-            raise CoordinatorUnavailableError(f"{error}; asking for the whole") from error
+            self._needs_whole_membership = True
+            raise CoordinatorUnavailableError(f"{error}; requesting the whole membership") from error
 
     def _answered(self) -> None:
         self.answered_at = time.monotonic()
 
-    def _complain(self, sentence: str) -> None:
+    def _log_unavailable(self, sentence: str) -> None:
         """Log a sentence, the same one at most once in 30 s."""
         now = time.monotonic()
         if now - self._logged.get(sentence, -_LOG_INTERVAL_SECONDS) >= _LOG_INTERVAL_SECONDS:
             self._logged = {sentence: now, **{k: v for k, v in self._logged.items() if now - v < _LOG_INTERVAL_SECONDS}}
-            _log.warning("no coordinator: %s; training goes on, trying again", sentence)
+            _log.warning("no coordinator: %s; training continues, retrying", sentence)
 
 
-async def _first_of(*works: Coroutine[None, None, None]) -> None:
-    """Until one of them ends, with its error."""
-    tasks = [asyncio.create_task(work) for work in works]
+async def _run_until_one_ends(*coroutines: Coroutine[None, None, None]) -> None:
+    """Run all until the first one ends, raise its error and cancel the others."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:

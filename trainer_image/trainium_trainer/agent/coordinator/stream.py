@@ -1,4 +1,4 @@
-"""The agent's end of a stream (`trainium_contract.wire.stream`): a connection, frames in and out."""
+"""Sends and receives frames over the agent's stream (`trainium_contract.wire.stream`)."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _LONGEST_HEAD = 16 * 1024
 _LONGEST_REFUSAL = 64 * 1024
 _LONGEST_FRAME = 64 * 1024 * 1024
 """A membership of 100,000 workers."""
-_FAREWELL_SECONDS = 2.0
+_TLS_SHUTDOWN_SECONDS = 2.0
 
 
 class StreamRefusedError(Exception):
-    """The coordinator answered with something else than a stream."""
+    """The coordinator answered the request with something other than a stream."""
 
     def __init__(self, status: int, body: str) -> None:
         super().__init__(f"a stream was answered with {status}")
@@ -33,11 +33,11 @@ class StreamRefusedError(Exception):
 
 
 class StreamEndedError(ConnectionError):
-    """The coordinator's last word, or what broke the connection; one sentence."""
+    """The coordinator ended the stream, or the connection broke; the text is one sentence."""
 
 
 class Stream:
-    """One stream that is open; `close` it."""
+    """One open stream; the caller closes it."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -45,9 +45,9 @@ class Stream:
 
     @classmethod
     async def open(cls, where: tuple[str, int], context: ssl.SSLContext, name: str, request: str) -> Stream:
-        """Connect and ask. Raises StreamRefusedError, OSError, ValueError."""
+        """Connect and send the request. Raises StreamRefusedError, OSError, ValueError."""
         reader, writer = await asyncio.open_connection(
-            *where, ssl=context, server_hostname=name, limit=_LONGEST_HEAD, ssl_shutdown_timeout=_FAREWELL_SECONDS
+            *where, ssl=context, server_hostname=name, limit=_LONGEST_HEAD, ssl_shutdown_timeout=_TLS_SHUTDOWN_SECONDS
         )
         stream = cls(reader, writer)
         try:
@@ -76,7 +76,7 @@ class Stream:
         raise StreamRefusedError(status, body.decode(errors="replace"))
 
     async def register(self, request: RegisterRequest, seconds: float) -> RegisterResponse:
-        """Introduce ourselves. Raises StreamEndedError, after which the stream is closed."""
+        """Register this agent. Raises StreamEndedError, after which the stream is closed."""
         try:
             async with asyncio.timeout(seconds):
                 return await self._welcome(request)
@@ -94,10 +94,10 @@ class Stream:
             if kind == FrameKind.REGISTERED:
                 return RegisterResponse.model_validate_json(payload)
             if kind == FrameKind.ERROR:
-                raise StreamEndedError(said(refusal_of(payload)))
+                raise StreamEndedError(format_refusal(parse_refusal(payload)))
 
     async def send(self, kind: FrameKind, message: BaseModel | bytes) -> None:
-        """Raises StreamEndedError."""
+        """Send one frame. Raises StreamEndedError."""
         payload = (
             message
             if isinstance(message, bytes)
@@ -110,7 +110,7 @@ class Stream:
             raise StreamEndedError(f"the connection broke ({error or type(error).__name__})") from error
 
     async def receive(self) -> tuple[int, bytes]:
-        """The next frame; a membership comes unpacked. Raises StreamEndedError."""
+        """Return the next frame; a packed membership is unpacked. Raises StreamEndedError."""
         try:
             kind, length = head_of(await self._reader.readexactly(HEAD_BYTES))
             if length > _LONGEST_FRAME:
@@ -125,18 +125,18 @@ class Stream:
         return kind, payload
 
     def close(self) -> None:
-        """At once."""
+        """Close the connection at once."""
         self._writer.transport.abort()
 
 
-def refusal_of(payload: bytes) -> ErrorResponse:
-    """What the coordinator refused. Raises StreamEndedError when that cannot be read."""
+def parse_refusal(payload: bytes) -> ErrorResponse:
+    """Parse a refusal. Raises StreamEndedError when it is malformed."""
     try:
         return ErrorResponse.model_validate_json(payload)
     except ValidationError as error:
         raise StreamEndedError("the coordinator refused with something that is not understood") from error
 
 
-def said(refusal: ErrorResponse) -> str:
-    """A refusal as the end of a sentence."""
+def format_refusal(refusal: ErrorResponse) -> str:
+    """Return a refusal as the end of a sentence."""
     return f"the coordinator answered {refusal.status}: {refusal.error}"
