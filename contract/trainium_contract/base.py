@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.alias_generators import to_camel
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-LATER = "later"
-"""Mark of a field whose default the definition does not store, see `later`."""
+DERIVED = "derived"
+"""Mark of a field whose default the definition does not store, see `derived`."""
+MATCHING = "matching"
+"""Key of a JSON schema under which `Matching` keeps its pattern and its sentence."""
 _given: dict[frozenset[str], set[str]] = {}
 _MOST_GIVEN = 512
 """Whoever sends more different sets of fields than that has his noted for each message."""
@@ -43,6 +48,11 @@ class ContractModel(BaseModel):
         object.__setattr__(copied, "__pydantic_private__", None)
         return copied
 
+    def fit_default(self, field: str, value: Any) -> None:
+        """Set a field that was not given; for validators of the model."""
+        if field not in self.model_fields_set:
+            self.__dict__[field] = value
+
     def lean(self) -> Self:
         """The same, to be kept for long: which fields were given is noted once for all models that bring the same.
 
@@ -62,14 +72,39 @@ class ContractModel(BaseModel):
         return self
 
 
-def later(default: Any, **bounds: Any) -> Any:
-    """The default of a field of the spec that came after the first version, and its bounds.
+def derived(default: Any, **bounds: Any) -> Any:
+    """Declare a field whose default gives way to what other fields of the same file say, and its bounds.
 
-    A version from before knows no such field: it can neither begin a job that has one nor read a configuration that
-    does. So the field is stored, and written into the trainer's configuration, only where it says something else than
-    its default, which stands for what that version does and never changes.
+    Guarantees:
+    - The definition does not store the default, so a reader can tell that the field was not given.
+    - A value that equals the default is not written to the wire.
     """
-    return Field(default, exclude_if=lambda value: value == default, json_schema_extra={LATER: True}, **bounds)
+    return Field(default, exclude_if=lambda value: value == default, json_schema_extra={DERIVED: True}, **bounds)
+
+
+@dataclass(frozen=True, slots=True)
+class Matching:
+    """Annotation of a text that must match a regular expression; `sentence` tells a person how to write it.
+
+    The definition carries the sentence as a rule, because a schema's `pattern` is refused with the bare expression.
+    """
+
+    pattern: str
+    """In the syntax that Python and RE2 share; it must match the whole text."""
+    sentence: str
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Validate the text after its type and length."""
+        return core_schema.no_info_after_validator_function(self._validate, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """Carry pattern and sentence to `definition/crd.py`."""
+        return {**handler(schema), MATCHING: {"pattern": self.pattern, "sentence": self.sentence}}
+
+    def _validate(self, text: str) -> str:
+        if re.fullmatch(self.pattern, text) is None:
+            raise PydanticCustomError("text_form", "{sentence}", {"sentence": self.sentence})
+        return text
 
 
 class MessageModel(ContractModel):

@@ -14,10 +14,9 @@ an operator of another version can report to it: the API server refuses the whol
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
-from trainium_contract.base import LATER
+from trainium_contract.base import DERIVED, MATCHING
 from trainium_contract.definition.activity_rules import ACTIVITY_RULES, CONTROLLER_RULES
 from trainium_contract.definition.cel import Rule
 from trainium_contract.definition.claim_rules import CLAIM_RULES
@@ -183,9 +182,7 @@ class _Writer:
         written |= {key: node[key] for key in _KEPT if key in node}
         _exclusive(node, written)
         written["description"] += _range(node)
-        if node.get(LATER):  # what is not stored has nothing else that tells it
-            written["description"] += f" Default: {json.dumps(node['default'])}."
-        stored = self._strict and not node.get(LATER) and node.get("type") not in {"object", "array"}
+        stored = self._strict and not node.get(DERIVED) and node.get("type") not in {"object", "array"}
         if stored and node.get("default") is not None:
             written["default"] = node["default"]
         return written
@@ -226,7 +223,7 @@ class _Writer:
             raise SchemaError(f"{path}: the list has no bound; add Field(max_length=...)")
         described = {"description": f"An entry of {path.rsplit('.', 1)[1]}."} | node["items"]
         written["items"] = self.schema(described, f"{path}[]")
-        if self._strict and not node.get(LATER) and path.startswith(_PINNED_LISTS) and node.get("default"):
+        if self._strict and not node.get(DERIVED) and path.startswith(_PINNED_LISTS) and node.get("default"):
             written["default"] = node["default"]
         keys = _LIST_KEYS.get(path)
         written["x-kubernetes-list-type"] = "map" if keys else "atomic"
@@ -241,6 +238,9 @@ class _Writer:
             written["maxLength"] = MAX_UNBOUNDED_TEXT
         elif "maxLength" not in node:
             raise SchemaError(f"{path}: the text has no bound; add Field(max_length=...)")
+        if MATCHING in node:
+            pattern, sentence = node[MATCHING]["pattern"], node[MATCHING]["sentence"]
+            written["x-kubernetes-validations"] = [Rule(f"self.matches(r'^(?:{pattern})$')", sentence).to_schema()]
 
 
 def _object_default(node: dict[str, Any], children: dict[str, Any]) -> dict[str, Any]:

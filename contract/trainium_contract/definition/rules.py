@@ -11,7 +11,9 @@ from __future__ import annotations
 
 from trainium_contract.definition.cel import RefusalReason, Rule, said
 from trainium_contract.definition.size_expressions import (
+    GLOBAL_BATCH,
     JUDGED_BEFORE,
+    MICRO_BATCH,
     MODEL_PARALLEL,
     NODES,
     OUT_OF_BOUNDS,
@@ -36,6 +38,8 @@ ON_NXD = (
 """Beginning of a rule about what backend Nxd cannot do; Auto takes it on trn1, where TorchNeuron does not run."""
 _STEPS_FOLLOW = "self.trainer.epochs > 0.0 || has(self.trainer.schedule.warmupRatio)"
 """Beginning of a rule about steps that only the data tell: the trainer judges them when it has read its data."""
+_WARMUP = "self.trainer.schedule.?warmupSteps.orValue(0)"
+"""0 where it is not given: the trainer then fits it to the run."""
 
 
 _SUSPEND_INSTEAD = (
@@ -71,7 +75,7 @@ SPEC_RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
-        "!has(self.elasticity.idleNodes) || self.elasticity.idleNodes == 'Leave' || has(self.workers.maxReplicas)",
+        "self.elasticity.idleNodes == 'Leave' || has(self.workers.maxReplicas)",
         "elasticity.idleNodes Take needs workers.maxReplicas: say to how many nodes the job may grow",
         ".elasticity.idleNodes",
     ),
@@ -99,31 +103,30 @@ SPEC_RULES: tuple[Rule, ...] = (
             "by that x microSize %s: change replicas or trainer.batch, or set elasticity.sizes to Any",
             NODES,
             f"{NODES} * c / {MODEL_PARALLEL}",
-            "self.trainer.batch.globalSize",
-            "self.trainer.batch.microSize",
+            GLOBAL_BATCH,
+            MICRO_BATCH,
         ),
         optional_old=True,
     ),
     Rule(
-        f"{OUT_OF_BOUNDS} || self.trainer.batch.microSize <= self.trainer.batch.globalSize",
+        f"{OUT_OF_BOUNDS} || {MICRO_BATCH} <= {GLOBAL_BATCH}",
         "trainer.batch.microSize must not be above trainer.batch.globalSize",
         ".trainer.batch.microSize",
         said(
             "trainer.batch.microSize %s is above trainer.batch.globalSize %s: every pass of every rank would be partly "
             "empty; lower microSize or raise globalSize",
-            "self.trainer.batch.microSize",
-            "self.trainer.batch.globalSize",
+            MICRO_BATCH,
+            GLOBAL_BATCH,
         ),
     ),
     Rule(
-        "!has(self.trainer.batch.tolerance) || self.trainer.batch.tolerance == 0.0 || self.elasticity.sizes == 'Any'",
+        "self.trainer.batch.tolerance == 0.0 || self.elasticity.sizes == 'Any'",
         "trainer.batch.tolerance must be 0 with elasticity.sizes Even, which allows no size at which the global batch "
         "does not come out even: leave tolerance out, or set elasticity.sizes to Any",
         ".trainer.batch.tolerance",
     ),
     Rule(
-        "!has(self.trainer.batch.tolerance) || self.trainer.batch.tolerance == 0.0 || "
-        "self.trainer.data.tokenization != 'Online'",
+        "self.trainer.batch.tolerance == 0.0 || self.trainer.data.tokenization != 'Online'",
         "trainer.batch.tolerance must be 0 with trainer.data.tokenization Online, where each row of the global batch "
         "is a stream of its own: set tokenization to Ahead, or leave tolerance out",
         ".trainer.batch.tolerance",
@@ -237,13 +240,13 @@ SPEC_RULES: tuple[Rule, ...] = (
         ".trainer.model.hiddenSize",
     ),
     Rule(
-        f"{_STEPS_FOLLOW} || self.trainer.schedule.warmupSteps <= self.trainer.steps",
+        f"{_STEPS_FOLLOW} || {_WARMUP} <= self.trainer.steps",
         "trainer.schedule.warmupSteps must not be above trainer.steps",
         ".trainer.schedule.warmupSteps",
         said(
             "trainer.schedule.warmupSteps %s is above trainer.steps %s: the warm-up must end within the run; lower "
             "warmupSteps or raise steps",
-            "self.trainer.schedule.warmupSteps",
+            _WARMUP,
             "self.trainer.steps",
         ),
     ),
@@ -255,7 +258,7 @@ SPEC_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         f"""{_STEPS_FOLLOW} || !has(self.trainer.schedule.decaySteps)
-        || self.trainer.schedule.warmupSteps + self.trainer.schedule.decaySteps <= self.trainer.steps""",
+        || {_WARMUP} + self.trainer.schedule.decaySteps <= self.trainer.steps""",
         "trainer.schedule.warmupSteps and decaySteps must together not be above trainer.steps",
         ".trainer.schedule.decaySteps",
     ),

@@ -15,6 +15,9 @@ _CORES = (
     f"{_CORES_OF}[?self.workers.accelerator.?instanceType.orValue('')].orValue(1))"
 )
 NODES = "self.workers.replicas"
+MICRO_BATCH = "self.trainer.batch.microSize"
+GLOBAL_BATCH = f"self.trainer.batch.?globalSize.orValue({MICRO_BATCH} > 8 ? {MICRO_BATCH} : 8)"
+"""As `BatchConfig` derives it where it is not given."""
 MODEL_PARALLEL = "(self.parallelism.tensor * self.parallelism.pipeline)"
 
 
@@ -28,7 +31,7 @@ def fills(nodes: str) -> str:
 
     Fails at run time unless `divides` holds.
     """
-    whole = f"self.trainer.batch.globalSize % ({nodes} * c / {MODEL_PARALLEL} * self.trainer.batch.microSize) == 0"
+    whole = f"{GLOBAL_BATCH} % ({nodes} * c / {MODEL_PARALLEL} * {MICRO_BATCH}) == 0"
     return f"(self.elasticity.sizes == 'Any' || {whole})"
 
 
@@ -52,7 +55,7 @@ def said_of_size(text: str, *values: str) -> str:
 
 # Refused already, replicas by a rule of its own; a rule that divided by them would add a second, useless sentence.
 OUT_OF_BOUNDS = f"""
-{NODES} < 1 || {MODEL_PARALLEL} < 1 || self.trainer.batch.globalSize < 1 || self.trainer.batch.microSize < 1
+{NODES} < 1 || {MODEL_PARALLEL} < 1 || {GLOBAL_BATCH} < 1 || {MICRO_BATCH} < 1
 || self.workers.accelerator.?coresPerNode.orValue(1) < 1"""
 SMALLEST = "self.workers.?minReplicas.orValue(1)"
 
@@ -67,10 +70,10 @@ def _in_range(degree: str) -> str:
 _UNIT = "(k * m / c)"
 _SOME_MULTIPLE = some_below("c", 1, "k", f"k * m % c == 0 && n / {_UNIT} * {_UNIT} >= s")
 """k data-parallel ranks fill whole nodes, so every multiple of that many nodes is legal."""
-_ROWS = "self.trainer.batch.globalSize / self.trainer.batch.microSize"
+_ROWS = f"{GLOBAL_BATCH} / {MICRO_BATCH}"
 _MOST_ROWS = 1 << 20
 _DIVISOR_OF_ROWS = some_below("q", 2, "d", f"q % d == 0 && ({_in_range('d')} || {_in_range('q / d')})")
-_SOME_DIVISOR = f"""(self.trainer.batch.globalSize % self.trainer.batch.microSize == 0
+_SOME_DIVISOR = f"""({GLOBAL_BATCH} % {MICRO_BATCH} == 0
 && {bound("q", _ROWS, f"q > {_MOST_ROWS} || {_DIVISOR_OF_ROWS}")})"""
 """The data-parallel degree is a divisor of the micro-batches. Beyond a million of them the operator says it."""
 _SOME_SIZE = f"(self.elasticity.sizes == 'Any' ? {_SOME_MULTIPLE} : {_SOME_DIVISOR})"
@@ -79,7 +82,7 @@ SOME_SIZE_IS_LEGAL = f"{_legal(NODES)} || {_SEARCH}"
 _DECIDING = (
     "parallelism.tensor",
     "parallelism.pipeline",
-    "trainer.batch.globalSize",
+    "trainer.batch.?globalSize",
     "trainer.batch.microSize",
     "elasticity.sizes",
     "workers.accelerator",

@@ -35,11 +35,11 @@ def figure(value: float | None, digits: int = 4) -> str:
 
 
 def count(value: float) -> str:
-    """12.3k, 4.5M."""
+    """Format a count for people: 0.4, 420, 12.3k, 4.5M."""
     for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= size:
             return f"{value / (1e3 if unit == 'k' else size):.3g}{unit}"
-    return f"{value:.0f}"
+    return f"{value:.0f}" if abs(value) >= 10 or value == 0 else f"{value:.2g}"
 
 
 def share(value: float | None) -> str:

@@ -51,12 +51,13 @@ def sizes_of(model: ModelConfig) -> ModelSizes | None:
     base = PRESET_SIZES[model.preset]
     hidden, heads = model.hidden_size or base.hidden, model.num_attention_heads or base.heads
     given = model.hidden_size is not None or model.num_attention_heads is not None
+    usual = base.key_value_heads if heads % base.key_value_heads == 0 else heads
     return ModelSizes(
         hidden=hidden,
         intermediate=model.intermediate_size or base.intermediate,
         layers=model.num_layers or base.layers,
         heads=heads,
-        key_value_heads=model.num_key_value_heads or base.key_value_heads,
+        key_value_heads=model.num_key_value_heads or usual,
         head_width=model.head_dim or (max(1, hidden // heads) if given else base.head_width),
         vocabulary=model.vocab_size or base.vocabulary or USUAL_VOCABULARY,
         tied=base.tied if model.tie_embeddings is None else model.tie_embeddings,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from trainium_contract.base import ContractModel, later
+from trainium_contract.base import ContractModel
 from trainium_contract.sizes import SizeRule
 
 
@@ -24,6 +24,6 @@ class ElasticitySpec(ContractModel):
     sizes: SizeRule = SizeRule.ANY
     """Any: every number of nodes whose processes are whole model-parallel groups. Even: only those at which
     trainer.batch.globalSize is divisible by data-parallel degree x microSize."""
-    idle_nodes: IdleNodes = later(IdleNodes.LEAVE)
+    idle_nodes: IdleNodes = IdleNodes.LEAVE
     """Take: train on idle nodes too, beyond workers.replicas and up to workers.maxReplicas, while they save a pass, and
     give them back, saved, to whoever needs them."""

@@ -6,19 +6,30 @@ from typing import Annotated
 
 from pydantic import Field
 
-from trainium_contract.base import ContractModel
+from trainium_contract.base import ContractModel, Matching
 from trainium_contract.trainer.checkpoint import DurableTierConfig, JobLabel, MemoryTierConfig, Milestones
 
-_SEGMENT = r"([^/.][^/]*|\.[^/.][^/]*|\.\.[^/]+)"
-"""A part of a path that is neither `.` nor `..`; neither Go's expressions nor pydantic's can look ahead."""
-_BELOW = rf"^{_SEGMENT}(/+{_SEGMENT})*/*$"
-"""A relative path that leads nowhere else but down."""
+_ANY, _NO_DOT = r"[^/\s\x00-\x1f\x7f]", r"[^/.\s\x00-\x1f\x7f]"
+_SEGMENT = rf"({_NO_DOT}{_ANY}*|\.{_NO_DOT}{_ANY}*|\.\.{_ANY}+)"
+"""A part of a path that is neither `.` nor `..`: RE2 cannot look ahead."""
+SubPath = Annotated[
+    str,
+    Field(max_length=512),
+    Matching(
+        rf"{_SEGMENT}(/+{_SEGMENT})*/*",
+        "write names of folders separated by /, for instance runs/llama: no / at the start, no . or .. as a name, and "
+        "no blanks",
+    ),
+]
+"""A relative path that leads nowhere but down."""
 
 
 class HostPathStorageSpec(ContractModel):
     """A folder on every node: one machine, or a shared mount such as FSx at the same path."""
 
-    path: Annotated[str, Field(pattern=r"^/", max_length=1024)]
+    path: Annotated[
+        str, Field(max_length=1024), Matching(r"/[^\x00]*", "write an absolute path, for instance /shared/checkpoints")
+    ]
     """Absolute path. A kubelet creates a missing one for root: make it writable for the workers' user (1000)."""
 
 
@@ -32,7 +43,15 @@ class ClaimStorageSpec(ContractModel):
 class S3StorageSpec(ContractModel):
     """A prefix of an S3 bucket; the workers' service account (`workers.template`) must have a role that may use it."""
 
-    path: Annotated[str, Field(pattern=r"^s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[^/]+)*$", max_length=1024)]
+    path: Annotated[
+        str,
+        Field(max_length=1024),
+        Matching(
+            r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[^/]+)*",
+            "write s3://bucket or s3://bucket/prefix: a bucket has 3 to 63 small letters, digits, dots and hyphens, "
+            "a prefix no / at its end",
+        ),
+    ]
     """`s3://bucket` or `s3://bucket/prefix`; the job's checkpoints are in `subPath` below it."""
 
 
@@ -50,8 +69,8 @@ class StorageSpec(ContractModel):
     """A claim, for instance FSx for Lustre."""
     s3: S3StorageSpec | None = None
     """A bucket."""
-    sub_path: Annotated[str, Field(max_length=512, pattern=_BELOW)] | None = None
-    """Folder below the volume's root, without `.` and `..`; omitted: the job's namespace and name."""
+    sub_path: SubPath | None = None
+    """Folder below the volume's root, without `.`, `..` and blanks; omitted: the job's namespace and name."""
     take_over: JobLabel | None = None
     """`namespace/name` of the job that the folder belongs to and that is over: this job goes on with its checkpoints.
     A job that still runs ends then. Not needed for a job that is made again under its own name."""

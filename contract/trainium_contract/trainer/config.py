@@ -11,11 +11,11 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from trainium_contract.base import ContractModel, later
+from trainium_contract.base import ContractModel, derived
 from trainium_contract.sizes import BatchShape, SizeRule
 from trainium_contract.trainer.artifacts import ArtifactsConfig
 from trainium_contract.trainer.checkpoint import CheckpointConfig
-from trainium_contract.trainer.data import DataConfig, Tokenization
+from trainium_contract.trainer.data import SMALLEST_VOCABULARY, DataConfig, Tokenization
 from trainium_contract.trainer.evaluate import EvaluateConfig
 from trainium_contract.trainer.examples import DataFormat
 from trainium_contract.trainer.model import ModelConfig
@@ -40,14 +40,19 @@ Path = Annotated[str, Field(min_length=1, max_length=1024)]
 class BatchConfig(ContractModel):
     """Batch sizes in samples; the global batch is the same at every job size, but for what `tolerance` allows."""
 
-    global_size: PositiveInt = 8
-    """Samples of one optimizer step over all data-parallel ranks."""
+    global_size: int = derived(8, ge=1, le=2**31 - 1)
+    """Samples of one optimizer step over all data-parallel ranks. Omitted: 8, or microSize where that is larger."""
     micro_size: PositiveInt = 1
     """Samples of one forward and backward pass of one data-parallel rank."""
-    tolerance: float = later(0.0, ge=0, le=0.5)
+    tolerance: Annotated[float, Field(ge=0, le=0.5)] = 0.0
     """Share of globalSize by which the batch of a step may differ, so that every rank's passes are full: a step then
     takes the nearest number of samples that comes out even at the present size. `steps`, epochs and the schedule
     still count globalSize samples each, and a run ends with the same sample. 0: always globalSize."""
+
+    @model_validator(mode="after")
+    def _fit_defaults(self) -> Self:
+        self.fit_default("global_size", max(self.global_size, self.micro_size))
+        return self
 
 
 class TrainerSpec(ContractModel):
@@ -94,6 +99,20 @@ class TrainerSpec(ContractModel):
     """What is recorded; may change while the job runs."""
     neuron: NeuronConfig = NeuronConfig()
     """Compiler and runtime of Neuron devices; without effect on others."""
+
+    @model_validator(mode="after")
+    def _fit_defaults(self) -> Self:
+        """Fit what was not given to what was, so that no default makes a file invalid."""
+        if not self.epochs and self.schedule.warmup_ratio is None:
+            self.__dict__["schedule"] = self.schedule.fitted(self.steps)
+        data, vocabulary, positions = self.data, self.model.vocab_size, self.model.max_positions
+        if vocabulary is not None and "vocab_size" not in data.tokenizer.model_fields_set:
+            fitting = max(SMALLEST_VOCABULARY, min(data.tokenizer.vocab_size, vocabulary))
+            data = data.replaced(tokenizer=data.tokenizer.replaced(vocab_size=fitting))
+        if positions is not None and "sequence_length" not in data.model_fields_set:
+            data = data.replaced(sequence_length=min(data.sequence_length, positions))
+        self.__dict__["data"] = data
+        return self
 
 
 class TrainingConfig(TrainerSpec):

@@ -11,9 +11,11 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from trainium_contract.base import ContractModel
+from trainium_contract.base import ContractModel, derived
 from trainium_contract.trainer.examples import DataFormat, ExamplesConfig
 
+SMALLEST_VOCABULARY = 300
+"""Entries of a trained tokenizer: 256 bytes, the special tokens, and a few pairs."""
 _Path = Annotated[str, Field(min_length=1, max_length=1024)]
 _Column = Annotated[str, Field(min_length=1, max_length=128)]
 _Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
@@ -25,8 +27,9 @@ class TokenizerConfig(ContractModel):
     path: _Path | None = None
     """A `tokenizer.json` or a folder that holds one; omitted: the one of prepared data, else a byte-level BPE is
     trained on the data and cached."""
-    vocab_size: Annotated[int, Field(ge=300, le=200_000)] = 2048
-    """Vocabulary of the trained BPE; a tokenizer given by `path` has its own."""
+    vocab_size: int = derived(2048, ge=SMALLEST_VOCABULARY, le=200_000)
+    """Vocabulary of the trained BPE; a tokenizer given by `path` has its own. Omitted: 2048, or model.vocabSize where
+    that is smaller."""
 
 
 class SourceConfig(ContractModel):
@@ -111,8 +114,8 @@ class DataConfig(ContractModel):
     """Where token ids come from."""
     bos: BosToken = BosToken.AUTO
     """Whether each document or example begins with the tokenizer's BOS token."""
-    sequence_length: Annotated[int, Field(ge=8, le=1_048_576)] = 128
-    """Tokens of one sample."""
+    sequence_length: int = derived(128, ge=8, le=1_048_576)
+    """Tokens of one sample. Omitted: 128, or model.maxPositions where that is smaller."""
     mask_documents: bool = False
     """Let tokens attend to their own document only, with positions that start at 0 in each, and expect nobody to guess
     the first token of the next document."""

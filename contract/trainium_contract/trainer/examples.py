@@ -10,12 +10,20 @@ from typing import Annotated
 
 from pydantic import Field
 
-from trainium_contract.base import ContractModel
+from trainium_contract.base import ContractModel, Matching
 
 _Path = Annotated[str, Field(min_length=1, max_length=1024)]
 _Column = Annotated[str, Field(min_length=1, max_length=128)]
 _Word = Annotated[str, Field(min_length=1, max_length=128)]
 _Template = Annotated[str, Field(min_length=1, max_length=8192)]
+
+_Function = Annotated[
+    str,
+    Field(min_length=3, max_length=1024),
+    Matching(
+        r".+:[A-Za-z_][A-Za-z0-9_]*", "write module:name or /path/file.py:name, for instance my_package.records:read"
+    ),
+]
 
 
 class DataFormat(StrEnum):
@@ -94,7 +102,7 @@ class ExamplesConfig(ContractModel):
     """Format Chat."""
     classification: ClassificationConfig = ClassificationConfig()
     """Format Classification."""
-    function: Annotated[str, Field(min_length=3, max_length=1024, pattern=r"^.+:[A-Za-z_][A-Za-z0-9_]*$")] | None = None
+    function: _Function | None = None
     """Format Function: `module:name` or `/path/file.py:name`, called with each record; it returns a dictionary with
     `prompt` and `completion`, or with `messages`, or None to leave the record out. The file's bytes are part of what
     the samples depend on; files that it imports are not."""

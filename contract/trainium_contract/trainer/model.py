@@ -7,7 +7,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from trainium_contract.base import ContractModel
+from trainium_contract.base import ContractModel, derived
 
 _PositiveInt = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
@@ -45,16 +45,19 @@ class RopeScaling(ContractModel):
     """`Llama3`, `Linear`, or `Unscaled` to switch off what the preset or the file has."""
     factor: Annotated[float, Field(ge=1, le=1024)] = 8.0
     """By how much low frequencies are divided; a ratio."""
-    low_frequency_factor: Annotated[float, Field(gt=0, le=1024)] = 1.0
+    low_frequency_factor: float = derived(1.0, gt=0, lt=1024)
     """Waves longer than originalMaxPositions over this are divided by the whole factor; a ratio, less than
-    highFrequencyFactor, `Llama3` only."""
-    high_frequency_factor: Annotated[float, Field(gt=0, le=1024)] = 4.0
-    """Waves shorter than originalMaxPositions over this are kept; a ratio, `Llama3` only."""
+    highFrequencyFactor, `Llama3` only. Omitted: 1, or a quarter of a highFrequencyFactor below 4."""
+    high_frequency_factor: float = derived(4.0, gt=0, le=1024)
+    """Waves shorter than originalMaxPositions over this are kept; a ratio, `Llama3` only. Omitted: 4, or four times a
+    lowFrequencyFactor above 1."""
     original_max_positions: Annotated[int, Field(ge=1, le=2**31 - 1)] = 8192
     """Longest sequence before scaling, tokens; `Llama3` only."""
 
     @model_validator(mode="after")
     def _low_is_below_high(self) -> Self:
+        self.fit_default("low_frequency_factor", min(1.0, self.high_frequency_factor / 4))
+        self.fit_default("high_frequency_factor", min(1024.0, max(4.0, self.low_frequency_factor * 4)))
         if self.low_frequency_factor >= self.high_frequency_factor:
             msg = (
                 f"model.ropeScaling.lowFrequencyFactor is {self.low_frequency_factor} but highFrequencyFactor is "
@@ -88,7 +91,8 @@ class ModelConfig(ContractModel):
     num_attention_heads: _PositiveInt | None = None
     """Query heads; divisible by numKeyValueHeads and by the tensor-parallel degree."""
     num_key_value_heads: _PositiveInt | None = None
-    """Key/value heads (GQA); divisible by the tensor-parallel degree, or a divisor of it: then ranks share a head."""
+    """Key/value heads (GQA); divisible by the tensor-parallel degree, or a divisor of it: then ranks share a head.
+    Omitted: those of the preset or of the file, or numAttentionHeads where those do not divide it."""
     head_dim: Annotated[int, Field(ge=2, le=8192)] | None = None
     """Width of one attention head, an even number. Omitted: hiddenSize over numAttentionHeads, or the file's."""
     rope_theta: Annotated[float, Field(gt=0)] | None = None

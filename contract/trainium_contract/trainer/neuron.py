@@ -12,9 +12,13 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from trainium_contract.base import ContractModel
+from trainium_contract.base import ContractModel, Matching
 
-CompilerFlag = Annotated[str, Field(min_length=2, max_length=512, pattern=r"^-.*$")]
+CompilerFlag = Annotated[
+    str,
+    Field(min_length=2, max_length=512),
+    Matching(r"-.*", "write one option as it stands on a command line, for instance --enable-saturate-infinity"),
+]
 """One option of neuronx-cc as it stands on a command line, for instance `--enable-saturate-infinity`."""
 
 _TYPED_FLAGS = {

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from trainium_contract.base import ContractModel
+from trainium_contract.base import ContractModel, derived
 
 
 class WeightDecayScope(StrEnum):
@@ -56,8 +56,9 @@ class ScheduleConfig(ContractModel):
 
     kind: ScheduleKind = ScheduleKind.COSINE
     """`Cosine`, `Linear`, `Constant` or `WarmupStableDecay`."""
-    warmup_steps: Annotated[int, Field(ge=0)] = 10
-    """Steps of linear warm-up from 0 to the peak; not above trainer.steps."""
+    warmup_steps: int = derived(10, ge=0)
+    """Steps of linear warm-up from 0 to the peak; not above trainer.steps. Omitted: 10, or as many as the run and
+    decaySteps leave."""
     warmup_ratio: Annotated[float, Field(gt=0, le=1)] | None = None
     """The warm-up as a share of all steps, rounded up; when given, warmupSteps is not looked at."""
     decay_steps: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
@@ -66,3 +67,9 @@ class ScheduleConfig(ContractModel):
     last step; omitted: a tenth of trainer.steps, at least 1."""
     final_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
     """The floor, as a fraction of the peak."""
+
+    def fitted(self, steps: int) -> ScheduleConfig:
+        """Return the schedule of a run of so many steps: a warm-up that was not given is shortened to fit."""
+        if "warmup_steps" in self.model_fields_set:
+            return self
+        return self.replaced(warmup_steps=min(self.warmup_steps, max(0, steps - (self.decay_steps or 0))))

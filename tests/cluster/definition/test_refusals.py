@@ -165,9 +165,14 @@ BAD_AT_CREATION = {
     # Storage.
     "checkpoint: {storage: {}}": "give exactly one of hostPath, persistentVolumeClaim and s3",
     "checkpoint: {storage: {hostPath: {path: /a}, persistentVolumeClaim: {claimName: b}}}": "give exactly one of",
-    "checkpoint: {storage: {hostPath: {path: a}}}": "spec.checkpoint.storage.hostPath.path in body should match",
+    "checkpoint: {storage: {hostPath: {path: a}}}": "write an absolute path",
+    "checkpoint: {storage: {hostPath: {path: /a}, subPath: ' '}}": "write names of folders separated by /",
+    "checkpoint: {storage: {hostPath: {path: /a}, subPath: 'a b'}}": "write names of folders",
+    "checkpoint: {storage: {hostPath: {path: /a}, subPath: a/..}}": "write names of folders",
+    "checkpoint: {storage: {hostPath: {path: /a}, takeOver: llama}}": "write namespace/name",
+    "trainer: {neuron: {extraCompilerFlags: [O1]}}": "write one option as it stands on a command line",
     "checkpoint: {storage: {hostPath: {path: /a}, s3: {path: 's3://bucket/a'}}}": "give exactly one of",
-    "checkpoint: {storage: {s3: {path: 's3://Bucket'}}}": "spec.checkpoint.storage.s3.path in body should match",
+    "checkpoint: {storage: {s3: {path: 's3://Bucket'}}}": "write s3://bucket or s3://bucket/prefix",
     # The model and the schedule.
     "{trainer: {model: {numAttentionHeads: 6}}, parallelism: {tensor: 4}, elasticity: {sizes: Even}}": (
         "numAttentionHeads 6 is not divisible by parallelism.tensor 4: each rank of the tensor group holds whole heads"
@@ -187,8 +192,8 @@ BAD_AT_CREATION = {
         "numKeyValueHeads 6 neither is divisible by parallelism.tensor 4 nor divides it"
     ),
     "trainer: {model: {preset: Small, path: /model}}": "preset and trainer.model.path both name a shape",
-    "trainer: {model: {ropeScaling: {lowFrequencyFactor: 4}}}": "must be less than highFrequencyFactor",
-    "trainer: {schedule: {decaySteps: 95}}": "warmupSteps and decaySteps must together not be above trainer.steps",
+    "trainer: {model: {ropeScaling: {lowFrequencyFactor: 4, highFrequencyFactor: 4}}}": "must be less than",
+    "trainer: {schedule: {warmupSteps: 10, decaySteps: 95}}": "must together not be above trainer.steps",
     "trainer: {data: {validation: {everySteps: 5}}}": "data.validation needs either fraction or source",
     # Fine-tuning.
     "trainer: {model: {weights: /base, preset: Llama3-8B}}": (
@@ -203,7 +208,7 @@ BAD_AT_CREATION = {
     "trainer: {model: {weights: /base}, artifacts: {kinds: [Model, Adapter]}}": "leave Adapter out",
     "trainer: {model: {weights: /base}, tuning: {method: lora}}": 'supported values: "Full", "LoRA"',
     "trainer: {data: {format: Function}}": "examples.function is not given: name module:function",
-    "trainer: {data: {format: Function, examples: {function: read}}}": "examples.function in body should match",
+    "trainer: {data: {format: Function, examples: {function: read}}}": "write module:name",
     "trainer: {evaluate: {enabled: true}}": "no examples are held back: give trainer.data.validation",
     "trainer: {epochs: -1}": "spec.trainer.epochs in body should be greater than or equal to 0",
     "trainer: {schedule: {warmupRatio: 0}}": "warmupRatio in body should be greater than 0",
@@ -221,7 +226,7 @@ BAD_AT_CREATION = {
     ),
     "recovery: {rules: [{message: x, cause: Cosmic, action: Stop}]}": "Unsupported value",
     "recovery: {budgets: {byCause: {Hangs: {maxFailures: 3}}}}": "a key of byCause is not the cause of a fault",
-    "trainer: {steps: 5}": "warmupSteps 10 is above trainer.steps 5: the warm-up must end within the run",
+    "trainer: {steps: 5, schedule: {warmupSteps: 10}}": "warmupSteps 10 is above trainer.steps 5: the warm-up must",
 }
 
 
@@ -255,6 +260,10 @@ def test_a_name_that_makes_no_host_name_is_refused(defined: Api, name: str, sent
         "checkpoint: {storage: {persistentVolumeClaim: {claimName: fsx}, subPath: runs/one}}",
         "checkpoint: {storage: {s3: {path: 's3://bucket/runs'}}, milestones: {everyTokens: 50000000000}}",
         "trainer: {schedule: {warmupSteps: 100}}",
+        "trainer: {steps: 3}",
+        "trainer: {batch: {microSize: 16, globalSize: null}}",
+        "trainer: {schedule: {decaySteps: 95}}",
+        "trainer: {model: {ropeScaling: {lowFrequencyFactor: 4}}}",
         "trainer: {epochs: 3, steps: 1}",
         "trainer: {epochs: 0.5, schedule: {decaySteps: 100000}}",
         "trainer: {steps: 5, schedule: {warmupRatio: 0.03}}",

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import pytest
 from pydantic import Field
 
-from trainium_contract.base import ContractModel, later
+from trainium_contract.base import ContractModel, derived
 from trainium_contract.definition.crd import SchemaError, custom_resource_definition, model_schema, object_schema
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
 
@@ -66,32 +66,32 @@ def test_every_text_list_and_map_of_the_spec_and_status_is_bounded(path: str, no
         assert "maxProperties" in node
 
 
-def test_a_field_that_came_later_is_stored_and_written_only_where_it_says_something() -> None:
+def test_a_derived_default_is_neither_stored_nor_written() -> None:
     class Batch(ContractModel):
         """Sizes."""
 
         size: int = 8
         """First."""
-        tolerance: float = later(0.0, ge=0, le=0.5)
-        """Later."""
+        tolerance: float = derived(0.0, ge=0, le=0.5)
+        """Of its own."""
 
     schema = model_schema(Batch, "spec.batch", strict=True)
     assert "default" in schema["properties"]["size"]
     found = schema["properties"]["tolerance"]
     assert "default" not in found
-    assert found["description"] == "Later. Range: 0 to 0.5. Default: 0.0."
+    assert found["description"] == "Of its own. Range: 0 to 0.5."
     assert Batch().tolerance == 0.0
     assert Batch.model_validate({"tolerance": 0.0}).to_wire() == {"size": 8}
     assert Batch(tolerance=0.1).to_wire() == {"size": 8, "tolerance": 0.1}
-    assert not model_schema(Later, "spec.later", strict=True).get("default"), "nor is an object of such fields"
+    assert not model_schema(Derived, "spec.derived", strict=True).get("default"), "nor is an object of such fields"
 
 
-class Later(ContractModel):
-    """All of it came later."""
+class Derived(ContractModel):
+    """All of it is derived."""
 
-    names: tuple[Annotated[str, Field(max_length=9)], ...] = later((), max_length=4)
+    names: tuple[Annotated[str, Field(max_length=9)], ...] = derived((), max_length=4)
     """Names."""
-    speed: int = later(3)
+    speed: int = derived(3)
     """Speed."""
 
 

@@ -228,18 +228,17 @@ def test_the_70b_example_divides_its_weights_over_half_a_node_and_keeps_hlats_nu
     assert (spec.workers.replicas * cores, spec.parallelism.tensor) == (4096, cores // 2)
 
 
-@pytest.mark.parametrize("example", ["hlat-7b.yaml", "hlat-70b.yaml", "llama3-8b-trn2.yaml"])
-@pytest.mark.parametrize("backend", [BackendChoice.NATIVE, BackendChoice.NXD])
-def test_an_example_that_trains_all_weights_fits_its_cores_on_either_backend(
-    example: str, backend: BackendChoice, tmp_path: Path
-) -> None:
-    accelerator, settings = spec_of(example).workers.accelerator, settled(example, tmp_path)
-    settings = replace(settings, config=settings.config.model_copy(update={"backend": backend}))
-    found = needs_of(settings, accelerator.cores(), accelerator.instance_type or "")
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_the_true_shape_of_an_example_fits_its_cores_at_each_of_its_sizes(example: str, tmp_path: Path) -> None:
+    accelerator = spec_of(example).workers.accelerator
     instance = accelerator.instance()
-    assert instance is not None
-    assert found is not None
-    assert refuse_what_does_not_fit(found, instance, "the instance") == []
+    for nodes in legal_sizes(spec_of(example)) if instance is not None else ():
+        settings = settled(example, tmp_path, nodes)
+        for backend in BackendChoice:
+            each = replace(settings, config=settings.config.model_copy(update={"backend": backend}))
+            found = needs_of(each, accelerator.cores(), accelerator.instance_type or "")
+            assert found is not None
+            assert refuse_what_does_not_fit(found, instance, "the instance") == []
 
 
 def test_the_70b_example_would_not_fit_the_cores_of_trn1(tmp_path: Path) -> None:

@@ -196,7 +196,8 @@ def with_steps(config: TrainingConfig, epoch_samples: int | None) -> TrainingCon
                 "data.tokenization to Ahead, or give steps"
             )
         steps = math.ceil(config.epochs * epoch_samples / config.batch.global_size)
-    ratio, warmup = config.schedule.warmup_ratio, config.schedule.warmup_steps
+    schedule = config.schedule.fitted(steps)
+    ratio, warmup = schedule.warmup_ratio, schedule.warmup_steps
     if ratio is not None:
         warmup = math.ceil(ratio * steps)
     if warmup > steps:
@@ -204,7 +205,7 @@ def with_steps(config: TrainingConfig, epoch_samples: int | None) -> TrainingCon
             f"schedule.warmupSteps is {warmup}, but {config.epochs:g} epochs are {steps} steps: lower it, or give "
             "schedule.warmupRatio"
         )
-    schedule = config.schedule.model_copy(update={"warmup_steps": warmup})
+    schedule = schedule.replaced(warmup_steps=warmup)
     return config.model_copy(update={"steps": steps, "schedule": schedule})
 
 

@@ -36,6 +36,9 @@ def resolve_shape(model: ModelConfig, tokenizer_vocabulary: int, *, tensor: int 
         base = read_shape(Path(model.path).expanduser())
     given = {name: value for name, value in model if name not in _NOT_SHAPE and value is not None}
     shape = replace(base, **given)
+    alone = model.num_attention_heads is not None and model.num_key_value_heads is None
+    if alone and shape.num_attention_heads % shape.num_key_value_heads:
+        shape = replace(shape, num_key_value_heads=shape.num_attention_heads)
     if model.head_dim is None and {"hidden_size", "num_attention_heads"} & given.keys():
         _divides("model.hiddenSize", shape.hidden_size, "model.numAttentionHeads", shape.num_attention_heads)
         shape = replace(shape, head_dim=shape.hidden_size // shape.num_attention_heads)

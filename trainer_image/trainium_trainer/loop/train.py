@@ -133,7 +133,9 @@ def loop(run: Run) -> ExitCode:
         warned = report_warnings(manager, run.progress, warned)
         if run.backend.mesh.rank == 0 and (last or totals.stop or now - last_line >= _SECONDS_BETWEEN_LINES):
             last_line = now
-            _log.info("step %d/%d: loss %.4f, %.0f tokens/s", step, steps, done.loss, figures.tokens_per_second)
+            rate = figures.tokens_per_second or 0.0
+            digits = 0 if rate >= 10 else 2
+            _log.info("step %d/%d: loss %.4f, %.*f tokens/s", step, steps, done.loss, digits, rate)
         if totals.stop and not last:
             return _leave(run, memory_ends=totals.memory_ends)
     run.stop.agreed()

@@ -68,14 +68,14 @@ def test_overrides_win_and_take_numbers_as_people_write_them(tmp_path: Path) -> 
         ({"model": {"initialStd": 2}}, None, "model.initialStd is 2: use a number greater than 0 and at most 1"),
         ({"model": {"ropeScaling": {"factr": 2}}}, None, "model.ropeScaling.factr is not a field: did you mean factor"),
         (
-            {"model": {"ropeScaling": {"lowFrequencyFactor": 4}}},
+            {"model": {"ropeScaling": {"lowFrequencyFactor": 4, "highFrequencyFactor": 4}}},
             None,
             "model.ropeScaling.lowFrequencyFactor is 4.0 but highFrequencyFactor is 4.0: the low one must be",
         ),
         ({"model": {"preset": "Llama2-7B", "path": "x"}}, None, "both name a shape, leave one of them out"),
         ({"model": {"path": "x" * 1025}}, None, "model.path has 1025 characters: use at most 1024"),
         (
-            {"steps": 20, "schedule": {"decaySteps": 11}},
+            {"steps": 20, "schedule": {"warmupSteps": 10, "decaySteps": 11}},
             None,
             "schedule.warmupSteps 10 and schedule.decaySteps 11 are together more than the 20 steps",
         ),
@@ -89,7 +89,7 @@ def test_overrides_win_and_take_numbers_as_people_write_them(tmp_path: Path) -> 
         ({"data": {"validation": {"samples": 5}}}, None, "data.validation needs either fraction or source"),
         ({"data": {"validation": {"fraction": 0.1, "source": "v.txt"}}}, None, "give exactly one of them"),
         ({"monitor": {"tensorboard": "perhaps"}}, None, "which is neither true nor false"),
-        ({"steps": 5}, None, "schedule.warmupSteps is 10 but steps is 5"),
+        ({"steps": 5, "schedule": {"warmupSteps": 10}}, None, "schedule.warmupSteps is 10 but steps is 5"),
         ({"batch": {"tolerance": 0.6}}, None, "batch.tolerance is 0.6: use a number of at least 0 and at most 0.5"),
         ({"batch": {"tolerance": -0.1}}, None, "batch.tolerance is -0.1: use a number of at least 0 and at most 0.5"),
         (
@@ -135,12 +135,16 @@ def test_a_missing_file_is_refused_in_a_sentence(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "size", "sentence"),
     [
-        (["model.vocabSize=100"], 1, "the tokenizer has 2048 entries: set model.vocabSize to at least 2048"),
+        (["model.vocabSize=100"], 1, "the tokenizer has 300 entries: set model.vocabSize to at least 300"),
         (["model.hiddenSize=97"], 1, "model.hiddenSize is 97, which is not divisible by model.numAttentionHeads 4"),
         (["model.hiddenSize=100"], 1, "heads of width 25"),
         (["model.headDim=25"], 1, "model.headDim is 25, but the rotary embedding needs an even width"),
         (["model.path=/none"], 1, "model.path /none: there is no config.json that can be read"),
-        (["model.maxPositions=64"], 1, "data.sequenceLength is 128 but the model is meant for at most 64 positions"),
+        (
+            ["model.maxPositions=64", "data.sequenceLength=128"],
+            1,
+            "data.sequenceLength is 128 but the model is meant for at most 64 positions",
+        ),
         (["model.numKeyValueHeads=3"], 1, "model.numAttentionHeads is 4, which is not divisible"),
         (
             ["parallelism.tensor=4", "model.numKeyValueHeads=6", "model.numAttentionHeads=12"],
@@ -372,8 +376,10 @@ def test_epochs_of_unknown_length_and_a_warm_up_longer_than_the_run_are_refused(
     config = TrainingConfig.model_validate({"epochs": 1, "batch": {"globalSize": 8}})
     with pytest.raises(UserError, match=r"set data.tokenization to Ahead, or give steps"):
         with_steps(config, None)
-    with pytest.raises(UserError, match=r"warmupSteps is 10, but 1 epochs are 5 steps"):
-        with_steps(config, 40)
+    assert with_steps(config, 40).schedule.warmup_steps == 5, "what was not given fits the run"
+    longer = TrainingConfig.model_validate({"epochs": 1, "batch": {"globalSize": 8}, "schedule": {"warmupSteps": 9}})
+    with pytest.raises(UserError, match=r"warmupSteps is 9, but 1 epochs are 5 steps"):
+        with_steps(longer, 40)
 
 
 def test_check_says_what_is_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

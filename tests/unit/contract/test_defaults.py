@@ -1,0 +1,74 @@
+"""A default never makes a valid file invalid: what one field says alone is accepted, whatever the others default to."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from trainium_contract.base import ContractModel
+from trainium_contract.requirements.model_sizes import sizes_of
+from trainium_contract.trainer.config import TrainerSpec, TrainingConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+LARGE = 2**31 - 1
+DECIDED_TOGETHER = {
+    "schedule.decaySteps": "no default allows a decay that is longer than the run",
+    "data.validation": "the file says twice, or not at all, where the validation data come from",
+}
+
+
+def bounds(model: type[ContractModel], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every number of the file, alone, at each end of its range."""
+    for name, field in model.model_fields.items():
+        place = f"{path}{field.alias or name}"
+        kinds = [field.annotation, *getattr(field.annotation, "__args__", ())]
+        for kind in kinds:
+            if isinstance(kind, type) and issubclass(kind, ContractModel):
+                yield from bounds(kind, f"{place}.")
+        whole, limits = int in kinds, {}
+        for meta in [*field.metadata, *(meta for kind in kinds for meta in getattr(kind, "__metadata__", ()))]:
+            for each in getattr(meta, "metadata", [meta]):
+                limits |= {key: getattr(each, key) for key in ("ge", "gt", "le", "lt") if hasattr(each, key)}
+        near = 1 if whole else 1e-3
+        if "ge" in limits or "gt" in limits:
+            yield place, limits["ge"] if "ge" in limits else limits["gt"] + near
+        if "le" in limits or "lt" in limits:
+            yield place, limits["le"] if "le" in limits else limits["lt"] - near
+
+
+def file_with(place: str, value: Any) -> dict[str, Any]:
+    *parents, name = place.split(".")
+    found: dict[str, Any] = {name: value}
+    for parent in reversed(parents):
+        found = {parent: found}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [each for each in bounds(TrainerSpec) if not each[0].startswith(tuple(DECIDED_TOGETHER))]
+    + [("schedule.decaySteps", 95), ("steps", 3), ("batch.microSize", 16), ("model.vocabSize", 512)],
+)
+def test_a_number_alone_is_accepted_at_each_end_of_its_range(place: str, value: Any) -> None:
+    config = TrainingConfig.model_validate(file_with(place, value))
+    assert TrainingConfig.model_validate(config.to_wire()) == config, "what the operator writes reads as the same"
+
+
+def test_defaults_give_way_to_what_was_given_and_given_values_stay() -> None:
+    config = TrainingConfig.model_validate({
+        "steps": 3, "batch": {"microSize": 16}, "model": {"vocabSize": 512, "maxPositions": 64, "numAttentionHeads": 3},
+    })  # fmt: skip
+    assert (config.schedule.warmup_steps, config.batch.global_size) == (3, 16)
+    assert (config.data.tokenizer.vocab_size, config.data.sequence_length) == (512, 64)
+    sizes = sizes_of(config.model)
+    assert sizes is not None
+    assert (sizes.heads, sizes.key_value_heads) == (3, 3)
+    for refused in (
+        {"steps": 3, "schedule": {"warmupSteps": 10}},
+        {"steps": 3, "schedule": {"decaySteps": 4}},
+    ):
+        with pytest.raises(ValueError, match=r"warm-up must end within the run|together more than"):
+            TrainingConfig.model_validate(refused)
