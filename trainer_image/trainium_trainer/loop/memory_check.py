@@ -84,16 +84,17 @@ def _is_divided(name: str, dimensions: int) -> bool:
 
 
 def told_at_start(settings: Settings, device: torch.device) -> list[str]:
-    """Sentences about this rank's device, where its memory is known. Raises UserError when the state is too large.
+    """Return warnings about this rank's device, where its memory is known. Raises UserError when the job cannot fit.
 
-    Activations are an estimate, so they are told of; /dev/shm is reserved, or snapshots are switched off, by the memory
-    tier itself.
+    A Neuron core is held to what `check` refuses for its instance type. On a GPU, whose allocator frees what it can,
+    the estimate of activations only warns. The memory tier itself reserves /dev/shm, or switches snapshots off.
     """
     room = device_memory(device)
     if not room:
         return []
     found = needs_of(settings, settings.launch.local_world_size, on_host=False)
-    if found.state > room:
+    usable = room if device.type == "cuda" else room * (1 - ROOM) - found.activations
+    if found.state > usable:
         raise UserError(_too_small(found, room, f"the device {device}"))
     if found.device > room * (1 - ROOM):
         return [_too_small(found, room, f"the device {device}")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from trainium_contract.requirements.memory_estimate import Trained
+from trainium_contract.sizes import Instance
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer.backends.replicated import ReplicatedStore
 from trainium_trainer.backends.room import device_memory
@@ -17,7 +19,7 @@ from trainium_trainer.configuration.config import Settings
 from trainium_trainer.configuration.model_shape import resolve_shape
 from trainium_trainer.exits import UserError
 from trainium_trainer.loop import memory_check
-from trainium_trainer.loop.memory_check import needs_of, told_at_start, trained_of_rank
+from trainium_trainer.loop.memory_check import needs_of, refuse_what_does_not_fit, told_at_start, trained_of_rank
 from trainium_trainer.models.llama import Llama
 from trainium_trainer.tuning.apply import apply_tuning
 from trainium_trainer.tuning.choice import choose, parameter_sizes
@@ -76,9 +78,9 @@ def test_patterns_count_for_the_stage_that_holds_most_of_them() -> None:
 def test_a_device_that_is_too_small_is_refused_before_the_model_is_built_and_a_narrow_one_is_told_of(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    settings, device = settings_of(LORA), torch.device("cpu")
+    settings, device = settings_of(LORA), torch.device("cuda")
     found = needs_of(settings, 1, on_host=False)
-    assert told_at_start(settings, device) == [], "nobody knows how much a CPU may take"
+    assert told_at_start(settings, torch.device("cpu")) == [], "nobody knows how much a CPU may take"
 
     def with_room(room: int) -> list[str]:
         monkeypatch.setattr(memory_check, "device_memory", lambda _: room)
@@ -86,9 +88,16 @@ def test_a_device_that_is_too_small_is_refused_before_the_model_is_built_and_a_n
 
     assert with_room(2 * found.device) == []
     (told,) = with_room(found.state + 1)
-    assert "the device cpu has 0.0 GiB, but a process needs" in told
+    assert "the device cuda has 0.0 GiB, but a process needs" in told
     with pytest.raises(UserError, match=r"raise parallelism\.tensor or recompute"):
         with_room(found.state - 1)
+    core: Any = SimpleNamespace(type="neuron")
+    for room, refused in ((found.device * 10 // 9 + 2, False), (found.device * 10 // 9 - 2, True)):
+        instance = Instance(devices=1, cores=1, efa=0, core_bytes=room)
+        monkeypatch.setattr(memory_check, "device_memory", lambda _, room=room: room)
+        for attempt in (lambda: told_at_start(settings, core), lambda: refuse_what_does_not_fit(found, instance, "x")):
+            with pytest.raises(UserError) if refused else nullcontext():
+                attempt()
 
 
 @pytest.mark.parametrize(
