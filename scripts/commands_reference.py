@@ -18,7 +18,7 @@ from trainium_client.commands.main import app as client
 from trainium_devcluster.cli import app as devcluster
 from trainium_operator.check import app as check
 from trainium_operator.settings import PREFIX, Settings
-from trainium_operator.simulate.command import app as simulate
+from trainium_simulator.command import app as simulate
 from trainium_trainer.cli import app as trainer
 
 PAGE = Path("docs/commands.md")

@@ -26,7 +26,7 @@ from benchmarks.soak.places import KERNEL_LOG, Places
 from benchmarks.soak.play import Played, Player
 from benchmarks.soak.result import SoakResult
 from tests.testing.cluster import sites
-from trainium_operator.simulate.virtual.failures import OF_THE_CLUSTER
+from trainium_simulator.virtual.failures import OF_THE_CLUSTER
 
 if TYPE_CHECKING:
     from benchmarks.faults.patient import Patient

@@ -12,17 +12,17 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.soak.course import MODEL, spec
-from trainium_operator.simulate.virtual.failures import FaultClass
-from trainium_operator.simulate.virtual.schedule import DAY
-from trainium_operator.simulate.virtual.world import Setting, World
+from trainium_simulator.virtual.failures import FaultClass
+from trainium_simulator.virtual.schedule import DAY
+from trainium_simulator.virtual.world import Setting, World
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from benchmarks.soak.course import Course
-    from trainium_operator.simulate.stages import StageTimes
-    from trainium_operator.simulate.virtual.outcome import SimulationResult
-    from trainium_operator.simulate.virtual.schedule import Fault
+    from trainium_simulator.stages import StageTimes
+    from trainium_simulator.virtual.outcome import SimulationResult
+    from trainium_simulator.virtual.schedule import Fault
 
 GOODPUT_ALLOWED = 0.10
 MEDIAN_ALLOWED = 0.20

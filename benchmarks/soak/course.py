@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainium_contract.job import TrainingJobSpec
-from trainium_operator.simulate.virtual.failures import OF_THE_CLUSTER, FailureModel, FaultClass, Mix
-from trainium_operator.simulate.virtual.schedule import DAY, Fault, draw
+from trainium_simulator.virtual.failures import OF_THE_CLUSTER, FailureModel, FaultClass, Mix
+from trainium_simulator.virtual.schedule import DAY, Fault, draw
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

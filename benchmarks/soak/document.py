@@ -21,8 +21,8 @@ from benchmarks.soak.compare import (
     simulated,
 )
 from benchmarks.soak.course import MODEL, Course, course
-from trainium_operator.simulate.stages import StageTimes, learn_stages
-from trainium_operator.simulate.virtual.failures import FaultClass
+from trainium_simulator.stages import StageTimes, learn_stages
+from trainium_simulator.virtual.failures import FaultClass
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -19,7 +19,7 @@ from tests.testing.cluster.installed import NAMESPACE as OPERATOR_NAMESPACE
 from tests.testing.suite.patience import NotInTimeError
 from trainium_devcluster.errors import ClusterError
 from trainium_devcluster.state import MARKER, NodeSpec
-from trainium_operator.simulate.virtual.nodes import NOTICE
+from trainium_simulator.virtual.nodes import NOTICE
 
 if TYPE_CHECKING:
     import signal

@@ -16,15 +16,15 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from benchmarks.soak.course import MODEL, NODES
-from trainium_operator.simulate.virtual.failures import FaultClass
-from trainium_operator.simulate.virtual.world import CONDEMNED_SECONDS
+from trainium_simulator.virtual.failures import FaultClass
+from trainium_simulator.virtual.world import CONDEMNED_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from benchmarks.soak.course import Course
     from benchmarks.soak.places import Place, Places
-    from trainium_operator.simulate.virtual.schedule import Fault
+    from trainium_simulator.virtual.schedule import Fault
 
 _STEPS_STAND_STILL_SECONDS = 2.5
 

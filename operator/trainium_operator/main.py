@@ -43,9 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run until told to stop; the exit code is 0 then, and 1 after a failure. `simulate` and `check` have their own."""
     given = sys.argv[1:] if arguments is None else arguments
     if given[:1] == ["simulate"]:
-        from trainium_operator.simulate.command import main as simulate  # noqa: PLC0415 - the operator never needs it
-
-        sys.exit(simulate(given[1:]))
+        sys.exit(_simulate(given[1:]))
     if given[:1] == ["check"]:
         from trainium_operator.check import main as check  # noqa: PLC0415 - nor this
 
@@ -55,6 +53,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     use_one_heap()
     use_little_memory_per_connection()
     sys.exit(asyncio.run(operate(settings)))
+
+
+def _simulate(arguments: Sequence[str]) -> int:
+    """Run the simulator, which is a distribution of its own: the operator never needs it."""
+    try:
+        from trainium_simulator.command import main as simulate  # noqa: PLC0415 - the image does not have it
+    except ModuleNotFoundError as error:
+        if error.name != "trainium_simulator":
+            raise
+        sys.exit("the simulator is not installed here: pip install trainium_simulator-*.whl")
+    return simulate(arguments)
 
 
 async def operate(settings: Settings) -> int:

@@ -61,6 +61,6 @@ def find_program() -> str:
     if found is None:
         raise ClientError(
             f"{_PROGRAM} is not installed here, and it does the simulation; install it from the same release: "
-            "pip install trainium_operator-*.whl trainium_contract-*.whl"
+            "pip install trainium_simulator-*.whl trainium_operator-*.whl trainium_contract-*.whl"
         )
     return found

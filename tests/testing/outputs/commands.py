@@ -24,7 +24,7 @@ from trainium_client.commands import simulate as simulating
 from trainium_client.commands.ui_server import UiServer
 from trainium_devcluster import cli as devcluster
 from trainium_devcluster import cluster as devcluster_parts
-from trainium_operator.simulate.command import main as simulate
+from trainium_simulator.command import main as simulate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -23,9 +23,9 @@ from benchmarks.soak.curve import samples_of, wrong_curve, wrong_samples
 from benchmarks.soak.document import BEGIN, END, compare, learned, write_document
 from benchmarks.soak.leaks import LEAST_LOOKS, wrong_growth, wrong_job_files, wrong_leftovers
 from benchmarks.soak.result import SoakResult
-from trainium_operator.simulate.stages import StageTimes
-from trainium_operator.simulate.virtual.failures import OF_THE_CLUSTER, FaultClass
-from trainium_operator.simulate.virtual.schedule import Fault
+from trainium_simulator.stages import StageTimes
+from trainium_simulator.virtual.failures import OF_THE_CLUSTER, FaultClass
+from trainium_simulator.virtual.schedule import Fault
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -23,7 +23,7 @@ from tests.testing.suite.loopback_http import LoopbackServer
 from tests.testing.suite.patience import patient
 from trainium_client.commands.main import app
 from trainium_contract.wire.log_line import LogSource, read_log_line
-from trainium_operator.simulate.command import app as simulate
+from trainium_simulator.command import app as simulate
 
 ROOT = Path(__file__).parents[3]
 SHOWN = [(page, command) for page in PAGES for command in commands((ROOT / page).read_text(encoding="utf-8"))]

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
     from conftest import Wheel
 
-NAMES = ("trainium-client", "trainium-contract", "trainium-devcluster", "trainium-operator", "trainium-trainer")
+NAMES = (
+    "trainium-client", "trainium-contract", "trainium-devcluster", "trainium-operator", "trainium-simulator",
+    "trainium-trainer",
+)  # fmt: skip
 OF_THE_IMAGE = {"trainium-trainer": {"neuronx_distributed", "torch_neuronx", "torch_xla"}}
 """Modules of the vendor's images, which no index has: `backends/choose.py` asks before `backends/nxd` is imported."""
 PROGRAMS_OF = {"trainium-devcluster": {"trainium-operator", "trainium-trainer"}}

@@ -19,7 +19,7 @@ HELD = {
     "trainium-client": ("trainium_client", {"commands", "render", "views"}, {"py.typed"}),
     "trainium-contract": (
         "trainium_contract",
-        {"definition", "faults", "needs", "pages", "spec", "status", "trainer", "views", "wire"},
+        {"definition", "faults", "pages", "requirements", "spec", "status", "trainer", "views", "wire"},
         {"py.typed"},
     ),
     "trainium-devcluster": (
@@ -29,9 +29,10 @@ HELD = {
     ),
     "trainium-operator": (
         "trainium_operator",
-        {"cluster", "coordinator", "entrance", "monitoring", "plan", "readers", "simulate"},
+        {"cluster", "coordinator", "entrance", "monitoring", "plan", "readers"},
         {"py.typed"},
     ),
+    "trainium-simulator": ("trainium_simulator", {"virtual"}, {"py.typed"}),
     "trainium-trainer": (
         "trainium_trainer",
         {
@@ -51,6 +52,7 @@ PROGRAMS = {
     "trainium-contract": {},
     "trainium-devcluster": {"trainium-devcluster": "trainium_devcluster.cli:main"},
     "trainium-operator": {"trainium-operator": "trainium_operator.main:main"},
+    "trainium-simulator": {},
     "trainium-trainer": {
         "trainium-agent": "trainium_trainer.agent.main:main",
         "trainium-trainer": "trainium_trainer.cli:main",
@@ -61,7 +63,7 @@ PROGRAMS = {
 def test_there_is_a_wheel_for_each_room(wheels: dict[str, Wheel]) -> None:
     assert set(wheels) == set(HELD) == set(PROGRAMS)
     assert {wheel.room.name for wheel in wheels.values()} == {
-        "client", "contract", "devcluster", "operator", "trainer_image",
+        "client", "contract", "devcluster", "operator", "simulator", "trainer_image",
     }  # fmt: skip
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from trainium_contract.job import TrainingJobSpec
-from trainium_operator.simulate.stages import StageTimes
-from trainium_operator.simulate.virtual.failures import FailureModel, FaultClass, Mix
-from trainium_operator.simulate.virtual.schedule import Fault
-from trainium_operator.simulate.virtual.world import Setting, World
+from trainium_simulator.stages import StageTimes
+from trainium_simulator.virtual.failures import FailureModel, FaultClass, Mix
+from trainium_simulator.virtual.schedule import Fault
+from trainium_simulator.virtual.world import Setting, World
 
 if TYPE_CHECKING:
-    from trainium_operator.simulate.virtual.outcome import Recovery, SimulationResult
+    from trainium_simulator.virtual.outcome import Recovery, SimulationResult
 
 HOUR = 3600.0
 DAY = 24 * HOUR

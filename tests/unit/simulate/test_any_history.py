@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from simulate_builders import DAY, FaultClass, Mix, fault, live, spec
 
 from tests.testing.suite.trials import trials
-from trainium_operator.simulate.stages import StageTimes
-from trainium_operator.simulate.study import Case, simulate, study
-from trainium_operator.simulate.virtual.failures import SHARES, FailureModel
-from trainium_operator.simulate.virtual.schedule import Fault, draw
+from trainium_simulator.stages import StageTimes
+from trainium_simulator.study import Case, simulate, study
+from trainium_simulator.virtual.failures import SHARES, FailureModel
+from trainium_simulator.virtual.schedule import Fault, draw
 
 KINDS = st.sampled_from(list(FaultClass))
 FAULTS = st.lists(

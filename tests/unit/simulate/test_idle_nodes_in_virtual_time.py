@@ -9,14 +9,14 @@ from simulate_builders import DAY, HOUR, FaultClass, Mix, fault, spec
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.interruptions import Rung
-from trainium_operator.simulate.stages import StageTimes
-from trainium_operator.simulate.study import Case, study
-from trainium_operator.simulate.virtual.failures import FailureModel
-from trainium_operator.simulate.virtual.schedule import Fault, draw
-from trainium_operator.simulate.virtual.world import Setting, World
+from trainium_simulator.stages import StageTimes
+from trainium_simulator.study import Case, study
+from trainium_simulator.virtual.failures import FailureModel
+from trainium_simulator.virtual.schedule import Fault, draw
+from trainium_simulator.virtual.world import Setting, World
 
 if TYPE_CHECKING:
-    from trainium_operator.simulate.virtual.outcome import SimulationResult
+    from trainium_simulator.virtual.outcome import SimulationResult
 
 TAKES: dict[str, Any] = {"elasticity": {"idleNodes": "Take"}, "recovery": {"rescaleAfterSeconds": 60}}
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from simulate_builders import HOUR, FaultClass, fault, live, spec
 
-from trainium_operator.simulate.interval import Rollbacks, best_interval, loss, losses, present_interval
-from trainium_operator.simulate.stages import StageTimes
+from trainium_simulator.interval import Rollbacks, best_interval, loss, losses, present_interval
+from trainium_simulator.stages import StageTimes
 
 STAGES = StageTimes(save_stall_seconds=0.5, save_seconds=20.0)
 DIVIDED = {"trainer": {"dataParallel": "FullySharded"}, "checkpoint": {"memory": {"buddies": 0}}}

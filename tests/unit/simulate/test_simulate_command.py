@@ -9,12 +9,12 @@ import pytest
 import yaml
 
 from trainium_contract.exit_codes import ExitCode
-from trainium_operator.simulate.command import main, parse_counts, parse_rates
-from trainium_operator.simulate.errors import InputError
-from trainium_operator.simulate.job import make_spec, read_job
-from trainium_operator.simulate.stages import StageTimes, learn_stages, read_stages
-from trainium_operator.simulate.virtual.failures import FailureModel
-from trainium_operator.simulate.virtual.schedule import read_trace
+from trainium_simulator.command import main, parse_counts, parse_rates
+from trainium_simulator.errors import InputError
+from trainium_simulator.job import make_spec, read_job
+from trainium_simulator.stages import StageTimes, learn_stages, read_stages
+from trainium_simulator.virtual.failures import FailureModel
+from trainium_simulator.virtual.schedule import read_trace
 
 JOB = {
     "apiVersion": "trainium.dev/v1alpha1",

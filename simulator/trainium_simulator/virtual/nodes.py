@@ -13,7 +13,7 @@ from trainium_operator.plan.model.names import LABEL_HOST, LABEL_INSTANCE_TYPE, 
 from trainium_operator.plan.model.observed import NodeCondition, NodeReadiness, NodeView, Taint
 
 if TYPE_CHECKING:
-    from trainium_operator.simulate.virtual.failures import FailureModel
+    from trainium_simulator.virtual.failures import FailureModel
 
 NOTICE = "aws-node-termination-handler/scheduled-maintenance"
 _KEEP_AWAY = frozenset({"NoSchedule", "NoExecute"})

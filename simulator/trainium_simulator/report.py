@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from trainium_contract.views.interruptions import stage_words
-from trainium_operator.simulate.interval import USUAL_INTERVALS, best_interval, loss, losses, present_interval
-from trainium_operator.simulate.study import MONTH, bought
-from trainium_operator.simulate.virtual.failures import mix_of
+from trainium_simulator.interval import USUAL_INTERVALS, best_interval, loss, losses, present_interval
+from trainium_simulator.study import MONTH, bought
+from trainium_simulator.virtual.failures import mix_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from rich.console import Console
 
-    from trainium_operator.simulate.interval import IntervalLoss
-    from trainium_operator.simulate.study import Estimate, Result
+    from trainium_simulator.interval import IntervalLoss
+    from trainium_simulator.study import Estimate, Result
 
 _ROWS = 6
 _LEAST = 0.00005

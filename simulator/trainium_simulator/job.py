@@ -10,8 +10,8 @@ from pydantic import ValidationError
 
 from trainium_contract.job import TrainingJobSpec
 from trainium_operator.plan.view.size import decide_size
-from trainium_operator.simulate.errors import InputError, told
-from trainium_operator.simulate.stages import read_yaml
+from trainium_simulator.errors import InputError, told
+from trainium_simulator.stages import read_yaml
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
     from trainium_contract.job import TrainingJobSpec
-    from trainium_operator.simulate.stages import StageTimes
+    from trainium_simulator.stages import StageTimes
 
 _ROUNDING = 1e-6
 

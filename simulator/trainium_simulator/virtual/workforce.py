@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
     from trainium_contract.spec.precompile import CompiledSize
     from trainium_contract.wire.messages import ProcessFailure, Progress, RestartRecord, StepTiming
-    from trainium_operator.simulate.stages import StageTimes
-    from trainium_operator.simulate.virtual.nodes import Nodes, Slot
-    from trainium_operator.simulate.virtual.timeline import EventClock
+    from trainium_simulator.stages import StageTimes
+    from trainium_simulator.virtual.nodes import Nodes, Slot
+    from trainium_simulator.virtual.timeline import EventClock
 
 NAMESPACE, JOB = "default", "simulated"
 HALF_A_HEARTBEAT = 0.5

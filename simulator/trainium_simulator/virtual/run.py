@@ -12,18 +12,18 @@ from trainium_contract.exit_codes import ExitCode
 from trainium_contract.faults.causes import Cause
 from trainium_contract.wire.messages import ProcessFailure, Progress, RestartRecord, StepTiming, Transition, WorkerPhase
 from trainium_operator.plan.model.observed import SILENCE_TOLD_SECONDS
-from trainium_operator.simulate.virtual.training import State, Training
-from trainium_operator.simulate.virtual.workforce import HALF_A_HEARTBEAT, Ranks
+from trainium_simulator.virtual.training import State, Training
+from trainium_simulator.virtual.workforce import HALF_A_HEARTBEAT, Ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from trainium_contract.job import TrainingJobSpec
     from trainium_contract.wire.messages import Membership
-    from trainium_operator.simulate.stages import StageTimes
-    from trainium_operator.simulate.virtual.nodes import Slot
-    from trainium_operator.simulate.virtual.timeline import EventClock
-    from trainium_operator.simulate.virtual.workforce import Agent, Pod, Workforce
+    from trainium_simulator.stages import StageTimes
+    from trainium_simulator.virtual.nodes import Slot
+    from trainium_simulator.virtual.timeline import EventClock
+    from trainium_simulator.virtual.workforce import Agent, Pod, Workforce
 
 _NEWEST = 8
 _UNCORRECTABLE = 1202

@@ -13,14 +13,14 @@ import random
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from trainium_operator.simulate.errors import InputError
-from trainium_operator.simulate.virtual.failures import OF_MACHINES, OF_THE_CLUSTER, SHARES, FaultClass, Mix, mix_of
+from trainium_simulator.errors import InputError
+from trainium_simulator.virtual.failures import OF_MACHINES, OF_THE_CLUSTER, SHARES, FaultClass, Mix, mix_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from trainium_operator.simulate.virtual.failures import FailureModel
+    from trainium_simulator.virtual.failures import FailureModel
 
 DAY = 86_400.0
 _COLUMNS = ("seconds", "class", "node", "lasts")

@@ -13,18 +13,18 @@ from dataclasses import dataclass
 from statistics import NormalDist, mean, median, stdev
 from typing import TYPE_CHECKING, TypeVar
 
-from trainium_operator.simulate.interval import Rollbacks
-from trainium_operator.simulate.virtual.schedule import DAY, draw
-from trainium_operator.simulate.virtual.world import Setting, World
+from trainium_simulator.interval import Rollbacks
+from trainium_simulator.virtual.schedule import DAY, draw
+from trainium_simulator.virtual.world import Setting, World
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from trainium_contract.job import TrainingJobSpec
-    from trainium_operator.simulate.stages import StageTimes
-    from trainium_operator.simulate.virtual.failures import FailureModel, Mix
-    from trainium_operator.simulate.virtual.outcome import Recovery, SimulationResult
-    from trainium_operator.simulate.virtual.schedule import Fault
+    from trainium_simulator.stages import StageTimes
+    from trainium_simulator.virtual.failures import FailureModel, Mix
+    from trainium_simulator.virtual.outcome import Recovery, SimulationResult
+    from trainium_simulator.virtual.schedule import Fault
 
 HOUR = 3600.0
 MONTH = 30 * DAY

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from trainium_operator.simulate.virtual.schedule import DAY
-from trainium_operator.simulate.virtual.timeline import EPOCH
+from trainium_simulator.virtual.schedule import DAY
+from trainium_simulator.virtual.timeline import EPOCH
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from trainium_contract.job import GoodputStatus
     from trainium_contract.status.interruptions import Interruption
-    from trainium_operator.simulate.virtual.failures import FaultClass
+    from trainium_simulator.virtual.failures import FaultClass
 
 _DOWN = ("Detect", "Decide", "Restart", "Load", "Startup")
 PERSON = "Person"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from trainium_operator.simulate.errors import InputError
+from trainium_simulator.errors import InputError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from trainium_operator.simulate.study import Result
+    from trainium_simulator.study import Result
 
 
 def draw_picture(path: Path, results: Sequence[Result]) -> None:

@@ -19,9 +19,9 @@ from trainium_operator.plan.model.actions import ApplyObject, CreatePod, DeleteP
 from trainium_operator.plan.model.conditions import is_terminal
 from trainium_operator.plan.model.observed import FleetView, JobView, Observed, PlanSettings
 from trainium_operator.plan.plan import plan
-from trainium_operator.simulate.virtual.timeline import EPOCH
-from trainium_operator.simulate.virtual.training import State
-from trainium_operator.simulate.virtual.workforce import JOB, NAMESPACE
+from trainium_simulator.virtual.timeline import EPOCH
+from trainium_simulator.virtual.training import State
+from trainium_simulator.virtual.workforce import JOB, NAMESPACE
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobSpec
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from trainium_operator.plan.fleet.memory import Memory
     from trainium_operator.plan.model.actions import Action
     from trainium_operator.plan.model.observed import AgentView
-    from trainium_operator.simulate.virtual.nodes import Nodes
-    from trainium_operator.simulate.virtual.run import Run
-    from trainium_operator.simulate.virtual.timeline import EventClock
-    from trainium_operator.simulate.virtual.workforce import Workforce
+    from trainium_simulator.virtual.nodes import Nodes
+    from trainium_simulator.virtual.run import Run
+    from trainium_simulator.virtual.timeline import EventClock
+    from trainium_simulator.virtual.workforce import Workforce
 
 _NEVER = 1e12
 _EVENT_SECONDS = 0.02

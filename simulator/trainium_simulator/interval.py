@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from trainium_contract.job import TrainingJobSpec
-    from trainium_operator.simulate.stages import StageTimes
+    from trainium_simulator.stages import StageTimes
 
 USUAL_INTERVALS = (60.0, 300.0, 900.0, 3600.0, 14400.0)
 """Seconds; what people choose between."""

@@ -17,7 +17,7 @@ from trainium_contract.base import ContractModel
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import TrainingJobStatus
 from trainium_contract.status.interruptions import Interruption, Rung
-from trainium_operator.simulate.errors import InputError, told
+from trainium_simulator.errors import InputError, told
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

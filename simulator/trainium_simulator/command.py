@@ -21,14 +21,14 @@ from rich.progress import Progress
 
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.spec.workers import MAX_NODES
-from trainium_operator.simulate.errors import InputError, told
-from trainium_operator.simulate.job import make_spec, parse_variation, read_job
-from trainium_operator.simulate.picture import draw_picture
-from trainium_operator.simulate.report import document, show
-from trainium_operator.simulate.stages import StageTimes, learn_stages, read_stages, read_yaml
-from trainium_operator.simulate.study import Case, study
-from trainium_operator.simulate.virtual.failures import FailureModel, Mix
-from trainium_operator.simulate.virtual.schedule import read_trace
+from trainium_simulator.errors import InputError, told
+from trainium_simulator.job import make_spec, parse_variation, read_job
+from trainium_simulator.picture import draw_picture
+from trainium_simulator.report import document, show
+from trainium_simulator.stages import StageTimes, learn_stages, read_stages, read_yaml
+from trainium_simulator.study import Case, study
+from trainium_simulator.virtual.failures import FailureModel, Mix
+from trainium_simulator.virtual.schedule import read_trace
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
