@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-_WORDS = re.compile(r"\(not finite on rank (\d{1,6}) alone\)")
+_WORDS = re.compile(r"\(not finite on ranks? (\d{1,6})(?: alone\)|[, ])")
 
 
 def format_nonfinite_ranks(ranks: Sequence[int], world_size: int) -> str:
@@ -22,6 +22,6 @@ def format_nonfinite_ranks(ranks: Sequence[int], world_size: int) -> str:
 
 
 def parse_nonfinite_rank(message: str) -> int | None:
-    """The one rank that a failure's message puts the numbers down to; None when it names none."""
+    """Return the first rank that a failure's message attributes the numbers to; None when it names none."""
     found = _WORDS.search(message)
     return int(found.group(1)) if found else None

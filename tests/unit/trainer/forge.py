@@ -47,21 +47,33 @@ def start(order: dict[str, Any]) -> list[int]:
             from trainium_trainer.cli import main
 
             if str(rank) == os.environ.get("FORGE_BROKEN_RANK"):
-                break_from(int(os.environ["FORGE_BROKEN_STEP"]))
+                break_from(int(os.environ["FORGE_BROKEN_STEP"]), os.environ.get("FORGE_BROKEN_PART", "loss"))
             main(order["argv"])
         pids.append(pid)
     return pids
 
 
-def break_from(step: int) -> None:
-    """This rank's device computes nonsense from a step on."""
+def break_from(step: int, part: str) -> None:
+    """This rank's device computes nonsense from a step on: the loss, the first layer forward, or backward."""
     from trainium_trainer.backends.native import NativeBackend
+    from trainium_trainer.models.llama import Block
 
-    sound, taken = NativeBackend.totals, [0]
+    sound, block, taken = NativeBackend.totals, Block.forward, [0]
+
+    def forward(self: Block, x: Any, *rest: Any) -> Any:
+        if taken[0] + 1 == step:
+            if part == "forward":
+                x = x * float("nan")
+            elif part == "backward" and x.requires_grad:
+                x = x.view_as(x)  # a pipeline reuses its tensors
+                x.register_hook(lambda gradient: gradient * float("nan"))
+        return block(self, x, *rest)
+
+    Block.forward = forward  # type: ignore[method-assign]
 
     def totals(self: NativeBackend, **words: Any) -> Any:
         taken[0] += 1
-        if taken[0] >= step:
+        if taken[0] >= step and part == "loss":
             self._losses[-1] = self._losses[-1] * float("nan")
         return sound(self, **words)
 

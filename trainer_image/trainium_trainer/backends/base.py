@@ -78,11 +78,11 @@ class StepOutcome:
     gradient_norm: float
     """Norm of the mean loss's gradient over all ranks, before clipping."""
     culprits: tuple[str, ...] = ()
-    """Where the loss was finite and the norm was not: the parameters with such a gradient on this rank, from input to
-    output; empty where a backend does not look."""
+    """Where the loss was finite and the norm was not: the parameters with such a gradient that this rank has, from
+    input to output; empty where a backend does not look."""
     origins: tuple[int, ...] = ()
-    """Where the loss was not finite: the ranks whose own part of it was not, ascending; empty where a backend does not
-    look."""
+    """Where loss or norm were not finite: the ranks whose own loss or gradients were not before they were summed with
+    those of other ranks, ascending; empty where that cannot be known."""
 
     @property
     def applied(self) -> bool:

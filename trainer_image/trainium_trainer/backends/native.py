@@ -20,7 +20,7 @@ from trainium_trainer.backends.adamw import Rounding, adamw
 from trainium_trainer.backends.base import StepOutcome, StepTotals
 from trainium_trainer.backends.compiled import compile_layers
 from trainium_trainer.backends.device import join_process_group, pick_device, use_device
-from trainium_trainer.backends.mesh import make_mesh
+from trainium_trainer.backends.mesh import make_mesh, place_of
 from trainium_trainer.backends.recompute import apply_recompute
 from trainium_trainer.backends.replicated import ReplicatedStore
 from trainium_trainer.backends.store import box, cut, is_dtensor, local_of
@@ -68,6 +68,9 @@ class NativeBackend:
         self._pipeline: Pipeline | None = None
         self._waiting: list[MicroBatch] = []
         self._losses: list[Tensor] = []
+        self._stage_outputs: dict[int, list[Tensor]] = {}
+        self._stage_gradients: dict[int, list[Tensor]] = {}
+        """By number of the stage: sums of what it passed on, which show where numbers are not finite."""
         self._tokens = 0
         self._loss_sum = math.nan
 
@@ -122,8 +125,8 @@ class NativeBackend:
         from trainium_trainer.models.stages import LlamaStage  # noqa: PLC0415 - only a pipeline has them
 
         total = self._config.parallelism.stages_per_rank * self.mesh.pp_size
-        return [
-            LlamaStage(
+        stages = {
+            number: LlamaStage(
                 self._shape,
                 stage=number,
                 num_stages=total,
@@ -131,7 +134,10 @@ class NativeBackend:
                 between=self._between(),
             )
             for number in range(self.mesh.pp_rank, total, self.mesh.pp_size)
-        ]
+        }
+        for number, stage in stages.items():
+            self._watch(number, stage)
+        return list(stages.values())
 
     def _between(self) -> torch.dtype:
         """Type of the residual stream: autocast leaves it in float32."""
@@ -269,23 +275,74 @@ class NativeBackend:
         elif self._alone:  # numbers mean nothing there, and the update is to be compiled
             self._update(learning_rate=learning_rate, gradient_scale=1.0)
         elif math.isfinite(loss):
-            outcome = replace(outcome, culprits=self._culprits())
+            outcome = replace(outcome, culprits=self._nonfinite_parameters(), origins=self._origins(backward=True))
         else:
-            outcome = replace(outcome, origins=self._origins())
+            outcome = replace(outcome, origins=self._origins(backward=False))
         self._store.forget()
+        self._stage_outputs.clear()
+        self._stage_gradients.clear()
         return outcome
 
-    def _origins(self) -> tuple[int, ...]:
-        """Ranks whose own loss is not finite; asked when the sum, which all ranks have, is not. Collective."""
-        found = torch.zeros(self.mesh.world_size, dtype=torch.int32)
-        found[self.mesh.rank] = not math.isfinite(self._own_loss)
-        if self.mesh.world_size > 1:
-            with self._pulse.peers:
-                dist.all_reduce(found)
-        return tuple(found.nonzero().flatten().tolist())
+    def _origins(self, *, backward: bool) -> tuple[int, ...]:
+        """Return the ranks whose own numbers were not finite before they were summed with those of others. Collective.
 
-    def _culprits(self) -> tuple[str, ...]:
-        """Names of parameters whose gradient on this rank is not finite, from input to output."""
+        In a pipeline numbers that are not finite reach all later stages forward and all earlier ones backward, so only
+        the first or the last stage with such numbers counts.
+        """
+        mesh = self.mesh
+        mark = self._last_nonfinite_backward() if backward else self._first_nonfinite_forward()
+        marks = torch.zeros(mesh.world_size, dtype=torch.int32)
+        marks[mesh.rank] = mark
+        if mesh.world_size > 1:
+            with self._pulse.peers:
+                dist.all_reduce(marks)
+        by_share: dict[int, list[tuple[int, int]]] = {}
+        for rank, found in enumerate(marks.tolist()):
+            if found:
+                _, share, _ = place_of(rank, dp_size=mesh.dp_size, tp_size=mesh.tp_size)
+                by_share.setdefault(share, []).append((found, rank))
+        choose = max if backward else min
+        wanted = {share: choose(found)[0] for share, found in by_share.items()}
+        return tuple(
+            sorted(rank for share, found in by_share.items() for stage, rank in found if stage == wanted[share])
+        )
+
+    def _first_nonfinite_forward(self) -> int:
+        """Return 1 plus the number of this rank's first stage that gave no finite numbers; 0 for none."""
+        stages = [number for number, sums in self._stage_outputs.items() if not torch.stack(sums).isfinite().all()]
+        if not math.isfinite(self._own_loss):
+            stages.append(self._config.parallelism.stages_per_rank * self.mesh.pp_size - 1)
+        return 1 + min(stages) if stages else 0
+
+    def _last_nonfinite_backward(self) -> int:
+        """Return 1 plus the number of this rank's last stage with gradients that are not finite; 0 for none."""
+        stages = [number for number, sums in self._stage_gradients.items() if not torch.stack(sums).isfinite().all()]
+        if not self._store.has_finite_own_gradients():
+            stages.append(self.mesh.pp_rank)
+        return 1 + max(stages) if stages else 0
+
+    def _watch(self, number: int, stage: LlamaStage) -> None:
+        """Have sums recorded of what a stage passes on, forward and backward."""
+
+        def record(sums: dict[int, list[Tensor]], value: Tensor) -> None:
+            sums.setdefault(number, []).append(local_of(value).sum(dtype=torch.float32))
+
+        def before(_: Any, given: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+            if stage.is_first or not torch.is_grad_enabled():
+                return None
+            view = given[0].view_as(given[0])  # the pipeline reuses its tensors, and a hook stays with its tensor
+            view.register_hook(lambda gradient: record(self._stage_gradients, gradient))  # type: ignore[no-untyped-call]
+            return (view, *given[1:])
+
+        def after(_: Any, __: Any, output: Tensor) -> None:
+            if not stage.is_last and torch.is_grad_enabled():
+                record(self._stage_outputs, output)
+
+        stage.register_forward_pre_hook(before)
+        stage.register_forward_hook(after)
+
+    def _nonfinite_parameters(self) -> tuple[str, ...]:
+        """Return the names of parameters whose summed gradient is not finite, from input to output."""
         return tuple(name for name in self._trained() if not self._store.gradient(name).isfinite().all())
 
     def _trained(self) -> list[str]:

@@ -76,6 +76,8 @@ class ReplicatedStore:
         self._passes = [0] * len(self._entries)
         self._next_bucket = 0
         self._works: list[Work] = []
+        self._own_sums: list[Tensor] = []
+        """Of each bucket, before it is reduced."""
 
     def _adopt(self, models: Sequence[Llama], device: torch.device) -> None:
         """Make every trained parameter a view of the flat buffer, with its gradient in place; the others get memory."""
@@ -151,6 +153,8 @@ class ReplicatedStore:
     def _launch(self) -> None:
         start, end = self._bounds[self._next_bucket]
         self._next_bucket += 1
+        # A sum is not finite when one of its values is not: afterwards every rank has the values of all.
+        self._own_sums.append(self._gradients[start:end].sum())
         work = torch.distributed.all_reduce(self._gradients[start:end], group=self._dp, async_op=True)
         self._works.append(work)
 
@@ -166,6 +170,11 @@ class ReplicatedStore:
         for work in self._works:
             work.wait()
         self._works.clear()
+
+    def has_finite_own_gradients(self) -> bool:
+        """See `StateStore.has_finite_own_gradients`."""
+        sums = self._own_sums or [self._gradients.sum()]
+        return bool(torch.stack(sums).isfinite().all())
 
     def square_sums(self) -> tuple[float, float]:
         """Sums of squares of divided and of repeated gradients, over fixed stretches."""
@@ -216,6 +225,7 @@ class ReplicatedStore:
     def forget(self) -> None:
         """Set the gradients to zero; they keep their memory."""
         self._gradients.zero_()
+        self._own_sums.clear()
 
     def after_evaluation(self) -> None:
         """Nothing was gathered for it."""

@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 from trainium_contract.trainer.parallelism import DataParallelMode, Precision
 from trainium_trainer.backends.adamw import Slot
@@ -23,7 +25,7 @@ from trainium_trainer.models.state_dict import StateKind, state_name
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from torch import Tensor, nn
+    from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
     from trainium_trainer.models.llama import Llama
@@ -51,6 +53,17 @@ def apply_sharding(model: Llama, mesh: DeviceMesh, precision: Precision, mode: D
             # Sums, not means: the loop divides by the valid tokens of the whole batch.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+class _WatchedReduceScatter(DefaultReduceScatter):
+    """FSDP's reduction, which first sums this rank's gradients up: one value that is not finite shows in the sum."""
+
+    def __init__(self, sums: list[Tensor]) -> None:
+        self._sums = sums
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *given: Any, **named: Any) -> Any:
+        self._sums.append(input_tensor.sum(dtype=torch.float32))
+        return super().__call__(output_tensor, input_tensor, *given, **named)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +103,13 @@ class ShardedStore:
         `once`: gather and reduce once a step, and hold what is gathered in between.
         """
         self._roots = [model for model in models if isinstance(model, FSDPModule)] if once else []
+        self._own_sums: list[Tensor] = []
+        """Of this step's reductions, before they happen."""
         for model in models:
             model.to_empty(device=device)
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_custom_reduce_scatter(_WatchedReduceScatter(self._own_sums))
         self._models = models
         self._frozen = [
             (name, parameter.shape, local_of(parameter), _cuts(parameter, dp, tp))
@@ -144,6 +162,11 @@ class ShardedStore:
         repeated = [values(entry) for entry in counted if not entry.divided]
         return square_sum(divided), square_sum(repeated)
 
+    def has_finite_own_gradients(self) -> bool:
+        """See `StateStore.has_finite_own_gradients`."""
+        sums = self._own_sums or [entry.sum().sum() for entry in self._entries]
+        return bool(torch.stack(sums).isfinite().all())
+
     def gradient(self, name: str) -> Tensor:
         """See `Store.gradient`."""
         return next(entry.sum() for entry in self._entries if entry.name == name)
@@ -163,6 +186,7 @@ class ShardedStore:
 
     def forget(self) -> None:
         """Free the gradients."""
+        self._own_sums.clear()
         for entry in self._entries:
             entry.parameter.grad = None
             if entry.gradient is not None:

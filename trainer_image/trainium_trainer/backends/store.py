@@ -36,6 +36,10 @@ class StateStore(Protocol):
         """Finish the sum of the gradients over the data-parallel ranks. Collective."""
         ...
 
+    def has_finite_own_gradients(self) -> bool:
+        """Return whether this rank's gradients were finite before they were summed with those of other ranks."""
+        ...
+
     def square_sums(self) -> tuple[float, float]:
         """Sums of squared gradients on this rank: of what tensor parallelism divides, and of what it repeats.
 

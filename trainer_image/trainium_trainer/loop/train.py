@@ -193,8 +193,7 @@ def _skip(run: Run, step: int, done: StepOutcome, skipped: int) -> None:
     found += format_nonfinite_ranks(done.origins, run.backend.mesh.world_size)
     if done.culprits:
         found += (
-            f" (not finite on this rank: {len(done.culprits)} gradients, nearest to the loss that of "
-            f"{done.culprits[-1]})"
+            f" (gradients that are not finite: {len(done.culprits)}, nearest to the loss that of {done.culprits[-1]})"
         )
     if skipped > tolerance:
         raise NumericalError(

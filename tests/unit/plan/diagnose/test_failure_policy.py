@@ -56,8 +56,11 @@ def test_a_verdict_names_cause_output_pod_node_and_what_to_do(code: Any, reason:
 
 
 @pytest.mark.parametrize("heard", [(0, 1, 2, 3), (0, 1), (1,)])
-def test_numbers_that_one_rank_put_into_a_sum_are_put_on_its_pod_whoever_reports_first(heard: tuple[int, ...]) -> None:
-    found = f"step 7: loss is nan, gradient norm is nan{format_nonfinite_ranks((2,), 4)}, 1 such in a row"
+@pytest.mark.parametrize("origins", [(2,), (2, 3)])
+def test_numbers_that_one_rank_put_into_a_sum_are_put_on_its_pod_whoever_reports_first(
+    heard: tuple[int, ...], origins: tuple[int, ...]
+) -> None:
+    found = f"step 7: loss is nan, gradient norm is nan{format_nonfinite_ranks(origins, 4)}, 1 such in a row"
 
     def reports(rank: int) -> Any:
         verdict = failure(65, rank=rank, message=found, at=NOW - 3 + rank)

@@ -223,6 +223,41 @@ def test_numbers_of_one_rank_that_spoil_the_sum_of_all_are_put_down_to_it_by_all
         assert parse_nonfinite_rank(last) == 2, last
 
 
+PIPELINE = ["parallelism.pipeline=2", "batch.globalSize=8", "batch.microSize=1"]
+TENSOR = ["parallelism.tensor=2", "batch.globalSize=8"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks", "broken", "named"),
+    [
+        (["batch.globalSize=12"], 3, 2, "rank 2 alone"),
+        (["batch.globalSize=12", "dataParallel=FullySharded"], 3, 2, "rank 2 alone"),
+        (["batch.globalSize=12", "dataParallel=ShardedOptimizer"], 3, 2, "rank 2 alone"),
+        (["batch.globalSize=12", "precision=BFloat16Stochastic"], 3, 2, "rank 2 alone"),
+        # Ranks 0 and 1 have the first stage, ranks 2 and 3 the last one.
+        (PIPELINE, 4, 1, "rank 1 alone"),
+        (PIPELINE, 4, 3, "rank 3 alone"),
+        ([*PIPELINE, "dataParallel=FullySharded"], 4, 3, "rank 3 alone"),
+        ([*PIPELINE, "parallelism.stagesPerRank=2", "model.numLayers=4"], 4, 1, "rank 1 alone"),
+        (TENSOR, 4, 3, "ranks 2, 3, finite on the other 2"),
+    ],
+)
+@pytest.mark.parametrize("part", ["forward", "backward"])
+def test_numbers_of_one_rank_are_attributed_to_it_wherever_they_began(
+    launch: Launcher, tmp_path: Path, overrides: list[str], ranks: int, broken: int, named: str, part: str
+) -> None:
+    progress = tmp_path / "r0"
+    job = launch(
+        ranks, "run", [*overrides, "nonFiniteTolerance=1", "steps=4"], FORGE_BROKEN_RANK=str(broken),
+        FORGE_BROKEN_STEP="2", FORGE_BROKEN_PART=part, TRAINIUM_PROGRESS_FILE=str(progress),
+    )  # fmt: skip
+    assert job.wait(90) == [0] * ranks, job.log()
+    alert = json.loads(alerts_path(progress).read_text())["StepSkipped"]
+    assert alert["message"].startswith(f"step 2: loss is {'nan' if part == 'forward' else ''}")
+    assert f"(not finite on {named})" in alert["message"]
+    assert parse_nonfinite_rank(alert["message"]) == int(named.split()[1].strip(","))
+
+
 def test_tolerated_steps_are_skipped_and_told(launch: Launcher, tmp_path: Path) -> None:
     progress = tmp_path / "r0"
     overrides = ["model.ropeTheta=1e-300", "nonFiniteTolerance=2"]
@@ -241,9 +276,7 @@ def test_a_gradient_that_is_not_finite_is_named(launch: Launcher, overrides: lis
     job = launch(1, "run", ["model.initialStd=1e-30", "model.normEps=1e-38", *overrides])
     assert job.wait() == [65]
     last = job.log().splitlines()[-1]
-    assert re.match(
-        r"step 1: loss is 5\.\d+, gradient norm is (nan|inf) \(not finite on this rank: \d+ gradients", last
-    )
+    assert re.match(r"step 1: loss is 5\.\d+, gradient norm is (nan|inf) \(gradients that are not finite: \d+", last)
     assert re.search(r"nearest to the loss that of model\.layers\.\d\.\S+\), 1 such in a row", last)
 
 

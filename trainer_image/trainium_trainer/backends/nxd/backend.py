@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -221,7 +222,10 @@ class NxdBackend:
     def step(self, *, tokens: int, learning_rate: float, clip_norm: float) -> StepOutcome:
         """See `Backend.step`."""
         with self._pulse.work_with_collectives:
-            self._summands.add_up(self._store.gradients())
+            gradients = self._store.gradients()
+            finite = torch.stack([torch.isfinite(gradient).all() for gradient in gradients]).all()
+            own_loss = self._loss.clone()
+            self._summands.add_up(gradients)
             number, betas = int(self.state.step) + 1, self._config.optimizer
             numbers = torch.tensor(
                 [
@@ -232,16 +236,27 @@ class NxdBackend:
                     math.sqrt(1.0 - betas.beta2**number),
                 ]
             ).to(self._device.device)
-            self._store.step(lambda squares: self._decide(squares, numbers))
+            self._store.step(lambda squares: self._decide(squares, numbers, own_loss, finite))
             self._store.forget()
             self._loss.zero_()
             self._device.sync()  # launches; `_note`, given to it by `_decide`, then waits for loss and norm
-        loss, norm = self._noted
+        loss, norm, own, own_finite = self._noted
         outcome = StepOutcome(loss / tokens if tokens else math.nan, norm)
+        if not outcome.applied:
+            is_finite = bool(own_finite) if math.isfinite(loss) else math.isfinite(own)
+            outcome = replace(outcome, origins=self._nonfinite_ranks(is_finite=is_finite))
         self.state.step += outcome.applied
         return outcome
 
-    def _decide(self, squares: Tensor, numbers: Tensor) -> Controls:
+    def _nonfinite_ranks(self, *, is_finite: bool) -> tuple[int, ...]:
+        """Return the ranks that pass False. Collective."""
+        found = torch.zeros(self.mesh.world_size, dtype=torch.int32)
+        found[self.mesh.rank] = not is_finite
+        with self._pulse.peers:
+            dist.all_reduce(found, group=self._groups.host)
+        return tuple(found.nonzero().flatten().tolist())
+
+    def _decide(self, squares: Tensor, numbers: Tensor, own_loss: Tensor, own_finite: Tensor) -> Controls:
         """Sum loss and norm over the ranks, and say what the update has to do, all on the device."""
         learning_rate, per_token, clip_norm, correction, root_correction = numbers.unbind()
         loss = self._loss.clone()
@@ -249,7 +264,7 @@ class NxdBackend:
         scale = per_token * self.mesh.dp_size  # gradients are means over the data-parallel ranks
         norm = self._norm(squares) * scale
         finite = torch.isfinite(loss) & torch.isfinite(norm) & torch.isfinite(per_token)
-        self._device.after_sync(self._note, torch.stack([loss, norm]))
+        self._device.after_sync(self._note, torch.stack([loss, norm, own_loss, own_finite.to(loss.dtype)]))
         return Controls(
             learning_rate=learning_rate,
             gradient_scale=scale * torch.clamp(clip_norm / (norm + 1e-6), max=1.0),
