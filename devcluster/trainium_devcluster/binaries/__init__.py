@@ -6,6 +6,7 @@ from trainium_devcluster.binaries.catalog import (
     FLEET_PROGRAMS,
     JOBSET_PROGRAMS,
     KUEUE_PROGRAMS,
+    S3_PROGRAMS,
     Program,
 )
 
@@ -14,6 +15,7 @@ __all__ = [
     "FLEET_PROGRAMS",
     "JOBSET_PROGRAMS",
     "KUEUE_PROGRAMS",
+    "S3_PROGRAMS",
     "Binaries",
     "Program",
     "ensure_binaries",

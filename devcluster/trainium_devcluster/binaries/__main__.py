@@ -1,4 +1,4 @@
-"""`python -m trainium_devcluster.binaries [--fleet] [--kueue] [--helm]`: what `trainium-devcluster binaries` does."""
+"""The module run by `python -m trainium_devcluster.binaries`: `trainium-devcluster binaries` without packages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainium_devcluster.errors import ClusterError
 def main() -> int:
     """Prepare, and print the folder; an error of ours is one sentence."""
     parser = argparse.ArgumentParser(prog="python -m trainium_devcluster.binaries", description=prepare.__doc__)
-    for option in ("fleet", "kueue", "helm"):
+    for option in ("fleet", "kueue", "s3", "helm"):
         parser.add_argument(f"--{option}", action="store_true")
     try:
         sys.stdout.write(f"{prepare(**vars(parser.parse_args()))}\n")

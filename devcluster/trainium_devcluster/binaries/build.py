@@ -21,6 +21,7 @@ from trainium_devcluster.binaries.catalog import (
     JOBSET_VERSION,
     KUBERNETES_VERSION,
     KUEUE_VERSION,
+    VERSITYGW_VERSION,
     Program,
 )
 from trainium_devcluster.binaries.toolchain import Go, find_go
@@ -106,6 +107,14 @@ SOURCES: tuple[Source, ...] = (
         programs=(Program.JOBSET,),
         variables=(("sigs.k8s.io/jobset/pkg/version.GitVersion", f"v{JOBSET_VERSION}"),),
         files=("sigs.k8s.io/jobset", "config/components"),
+    ),
+    Source(
+        label="versitygw",
+        folder="versitygw",
+        package="github.com/versity/versitygw/cmd/versitygw",
+        file="versitygw",
+        programs=(Program.VERSITYGW,),
+        variables=(("main.Version", f"v{VERSITYGW_VERSION}"),),
     ),
 )
 

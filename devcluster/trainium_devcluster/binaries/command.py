@@ -10,20 +10,21 @@ from typing import TYPE_CHECKING
 
 from trainium_devcluster.binaries import interrupts
 from trainium_devcluster.binaries.cache import ensure_binaries
-from trainium_devcluster.binaries.catalog import CLUSTER_PROGRAMS, FLEET_PROGRAMS, KUEUE_PROGRAMS, Program
+from trainium_devcluster.binaries.catalog import CLUSTER_PROGRAMS, FLEET_PROGRAMS, KUEUE_PROGRAMS, S3_PROGRAMS, Program
 from trainium_devcluster.errors import ClusterError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
-def prepare(*, fleet: bool = False, kueue: bool = False, helm: bool = False) -> Path:
+def prepare(*, fleet: bool = False, kueue: bool = False, s3: bool = False, helm: bool = False) -> Path:
     """Fill the cache and return the folder of the cluster's programs, those first; raises ClusterError.
 
-    `fleet`, `kueue`: also theirs. `helm`: of the cluster's programs only that one.
+    `fleet`, `kueue`, `s3`: also theirs. `helm`: of the cluster's programs only that one.
     """
     sets = [frozenset({Program.HELM}) if helm else CLUSTER_PROGRAMS]
-    sets += [programs for programs, wanted in ((FLEET_PROGRAMS, fleet), (KUEUE_PROGRAMS, kueue)) if wanted]
+    optional = ((FLEET_PROGRAMS, fleet), (KUEUE_PROGRAMS, kueue), (S3_PROGRAMS, s3))
+    sets += [programs for programs, wanted in optional if wanted]
     try:
         with interrupts.heard():
             folders = [ensure_binaries(programs=programs).folder for programs in sets]

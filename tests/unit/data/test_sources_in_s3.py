@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.testing.trainer.data_files import END, FORMATS, TEXTS, config, decoded, json_lines, opened
+from tests.testing.trainer.s3_gateway import S3Gateway, serving
 from tests.testing.trainer.s3_server import Fault, S3Server
 from trainium_contract.exit_codes import ExitCode
 from trainium_trainer import exits
@@ -37,15 +38,24 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
         files.s3.cache_clear()
 
 
-def put(server: S3Server, tmp_path: Path, *names: str) -> None:
+@pytest.fixture
+def gateway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Gateway]:
+    (tmp_path / "s3").mkdir()
+    with serving(tmp_path / "s3", monkeypatch) as running:
+        files.s3.cache_clear()
+        yield running
+        files.s3.cache_clear()
+
+
+def put(server: S3Server | S3Gateway, tmp_path: Path, *names: str) -> None:
     for name in names:
         FORMATS[name](tmp_path / name)
         server.put("bucket", f"data/{name}", (tmp_path / name).read_bytes())
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_format_is_read_from_s3(server: S3Server, tmp_path: Path, name: str) -> None:
-    put(server, tmp_path, name)
+def test_every_format_is_read_from_s3(gateway: S3Gateway, tmp_path: Path, name: str) -> None:
+    put(gateway, tmp_path, name)
     opened = open_source(f"s3://bucket/data/{name}", "text")
     blocks = opened.blocks(300)
     assert opened.named(blocks[0]) == f"s3://bucket/data/{name}"
@@ -53,7 +63,11 @@ def test_every_format_is_read_from_s3(server: S3Server, tmp_path: Path, name: st
     assert [piece.text for piece in pieces if isinstance(piece, TextPiece)] == TEXTS
 
 
-def test_a_prefix_and_a_pattern_name_objects_in_the_order_of_their_names(server: S3Server, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["server", "gateway"])
+def test_a_prefix_and_a_pattern_name_objects_in_the_order_of_their_names(
+    request: pytest.FixtureRequest, kind: str
+) -> None:
+    server = request.getfixturevalue(kind)
     for name in ("b.jsonl", "a.jsonl", "inner/c.jsonl", "inner/readme.md", "_SUCCESS", "d.txt"):
         server.put("bucket", f"data/{name}", json_lines([f"this is {name}"]))
 
@@ -71,10 +85,12 @@ def test_a_prefix_and_a_pattern_name_objects_in_the_order_of_their_names(server:
 
 
 @pytest.mark.parametrize("source", ["s3://bucket/tuning/", "s3://bucket/tuning/d.jsonl", "s3://bucket/tuning/*.jsonl"])
-def test_examples_and_the_template_beside_them_are_read_from_s3(server: S3Server, tmp_path: Path, source: str) -> None:
+def test_examples_and_the_template_beside_them_are_read_from_s3(
+    gateway: S3Gateway, tmp_path: Path, source: str
+) -> None:
     rows = [{"question": f"what is {number}", "answer": f"it is {number}"} for number in range(30)]
-    server.put("bucket", "tuning/d.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
-    server.put("bucket", "tuning/template.json", b'{"prompt": "Q: {question}\\nA:", "completion": " {answer}"}')
+    gateway.put("bucket", "tuning/d.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
+    gateway.put("bucket", "tuning/template.json", b'{"prompt": "Q: {question}\\nA:", "completion": " {answer}"}')
     held = {"fraction": 0.2, "split": "Tail"}
     given = config(tmp_path, source, format="Instruction", sequence_length=64, validation=held)
     assert opened(given).report.examples == 30
@@ -115,12 +131,12 @@ def test_a_store_that_goes_on_failing_ends_with_the_storage_code(
 
 
 def test_what_the_user_must_correct_is_refused_at_once(
-    server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gateway: S3Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put(server, tmp_path, "d.jsonl")
+    put(gateway, tmp_path, "d.jsonl")
     with pytest.raises(UserError, match=r"s3://nowhere/data: .*correct"):
         opened(config(tmp_path, "s3://nowhere/data"))
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIDOFSOMEBODYELSE00")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "of somebody else")
     files.s3.cache_clear()
     with pytest.raises(UserError, match=r"cannot be read .*: correct or replace it"):
         opened(config(tmp_path, "s3://bucket/data"))

@@ -175,12 +175,9 @@ def test_a_result_in_s3_is_measured_and_written_there(
 ) -> None:
     from pathlib import Path
 
-    from tests.testing.trainer.s3_server import S3Server
+    from tests.testing.trainer.s3_gateway import serving
 
-    with S3Server(page_size=2) as server:
-        server.make_bucket("bucket")
-        for name, value in server.environment().items():
-            monkeypatch.setenv(name, value)
+    with serving(tmp_path, monkeypatch) as server:
         for file in Path(models["tuned"]).iterdir():
             server.put("bucket", f"run/model/{file.name}", file.read_bytes())
         remote = run_evaluation(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 from checkpoint_world import solo
 
-from tests.testing.trainer.s3_server import S3Server
+from tests.testing.trainer.s3_gateway import serving
 from trainium_contract.exit_codes import ExitCode
 from trainium_trainer import cli
 from trainium_trainer.checkpoint import inspect
@@ -34,14 +34,11 @@ def root(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
         (tmp_path / "step-9" / "g1-a" / "shard-00000.safetensors").write_text("half")
         yield str(tmp_path)
         return
-    with S3Server(page_size=3) as server:
-        server.make_bucket("bucket")
-        for name, value in server.environment().items():
-            monkeypatch.setenv(name, value)
+    with serving(tmp_path, monkeypatch) as server:
         _train("s3://bucket/run")
-        objects = server.objects["bucket"]
+        objects = server.objects("bucket")
         (key,) = (key for key in objects if key.startswith("run/step-2/") and key.endswith("shard-00000.safetensors"))
-        objects[key] = _flipped(objects[key])
+        server.put("bucket", key, _flipped(objects[key]))
         server.put("bucket", "run/step-9/g1-a/shard-00000.safetensors", b"half")
         yield "s3://bucket/run"
 
@@ -101,10 +98,7 @@ def test_a_save_that_ends_between_the_look_and_the_repair_counts(tmp_path: Path)
 
 def test_metrics_of_a_run_in_s3_are_beside_its_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = b'{"step":1}\n{"step":2}\n'
-    with S3Server() as server:
-        server.make_bucket("bucket")
-        for name, value in server.environment().items():
-            monkeypatch.setenv(name, value)
+    with serving(tmp_path, monkeypatch):
         first, second = tmp_path / "first", tmp_path / "second"
         run = solo("s3://bucket/run", records=first).settle()
         first.mkdir()

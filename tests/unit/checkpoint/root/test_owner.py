@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from checkpoint_world import HookedStorage, solo
 
-from tests.testing.trainer.s3_server import S3Server
+from tests.testing.trainer.s3_gateway import serving
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.wire.checkpoint_manifest import GENERATION_FENCE_NAME
 from trainium_trainer.checkpoint.errors import StaleGenerationError
@@ -39,10 +39,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     if request.param == "posix":
         yield PosixStorage(tmp_path / "root")
         return
-    with S3Server() as server:
-        for name, value in server.environment().items():
-            monkeypatch.setenv(name, value)
-        server.make_bucket("bucket")
+    with serving(tmp_path, monkeypatch):
         yield S3Storage("bucket", "runs/one", Limits(request_seconds=5.0))
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 from checkpoint_world import solo
 
-from tests.testing.trainer.s3_server import S3Server
+from tests.testing.trainer.s3_gateway import serving
 from trainium_trainer.checkpoint.errors import UnusableCheckpointError
 from trainium_trainer.checkpoint.root.owner import JobIdentity
 from trainium_trainer.checkpoint.root.survey import survey
@@ -31,10 +31,7 @@ def top(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
     if request.param == "posix":
         yield str(tmp_path / "top")
         return
-    with S3Server() as server:
-        for name, value in server.environment().items():
-            monkeypatch.setenv(name, value)
-        server.make_bucket("bucket")
+    with serving(tmp_path, monkeypatch):
         yield "s3://bucket/top"
 
 

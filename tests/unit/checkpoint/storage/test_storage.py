@@ -1,4 +1,4 @@
-"""The stores: what both must do, on a real folder and on a real S3 over loopback, and what S3 must bear."""
+"""The stores: what both must do, on a real folder and on real S3 over loopback, and what S3 must bear."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.testing.trainer.s3_gateway import S3Gateway, serving
 from tests.testing.trainer.s3_server import ACCESS_KEY, SECRET_KEY, Fault, S3Server
 from trainium_contract.exit_codes import ExitCode
 from trainium_trainer.checkpoint.errors import DamagedFileError, StorageError
@@ -37,11 +38,18 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
         yield server
 
 
-@pytest.fixture(params=["posix", "s3"])
+@pytest.fixture
+def gateway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Gateway]:
+    with serving(tmp_path, monkeypatch) as server:
+        yield server
+
+
+@pytest.fixture(params=["posix", "gateway"])
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+    """A folder, and a bucket of a real server; `s3`, which gives short pages, is asked for by name."""
     if request.param == "posix":
         return PosixStorage(tmp_path / "root")
-    request.getfixturevalue("s3")
+    request.getfixturevalue(request.param)
     return S3Storage.of("s3://bucket/some/run", QUICK)
 
 
@@ -112,6 +120,7 @@ def test_of_many_who_create_one_file_one_succeeds(storage: Storage) -> None:
     assert storage.read("COMMITTED") == str(won[0]).encode()
 
 
+@pytest.mark.parametrize("storage", ["posix", "gateway", "s3"], indirect=True)
 def test_lists_are_complete_however_many_pages_they_have(storage: Storage) -> None:
     storage.prepare()
     for number in range(10):
@@ -233,23 +242,38 @@ def test_a_commit_whose_answer_was_lost_is_recognised(s3: S3Server) -> None:
 @pytest.mark.parametrize(
     ("change", "path", "sentence"),
     [
-        ({"AWS_ACCESS_KEY_ID": "AKIDSOMEBODYELSE0000"}, "s3://bucket/run", "InvalidAccessKeyId.*write permission"),
+        ({"AWS_SECRET_ACCESS_KEY": "of-somebody-else"}, "s3://bucket/run", "SignatureDoesNotMatch.*write permission"),
         ({}, "s3://no-such-bucket/run", "the bucket does not exist: make the bucket"),
         ({"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}, "s3://bucket/run", "cannot be reached: check the store"),
     ],
 )
 def test_what_cannot_work_is_a_sentence_without_credentials(
-    s3: S3Server, monkeypatch: pytest.MonkeyPatch, caplog: Any, change: dict[str, str], path: str, sentence: str
+    gateway: S3Gateway, monkeypatch: pytest.MonkeyPatch, caplog: Any, change: dict[str, str], path: str, sentence: str
 ) -> None:
     for name, value in change.items():
         monkeypatch.setenv(name, value)
     with caplog.at_level("DEBUG"), pytest.raises(StorageError, match=sentence) as caught:
         Retry(()).run(S3Storage.of(path, QUICK).prepare, path)
     said = f"{caught.value!r} {caught.value.__cause__!r} {caplog.text}"
-    assert not any(secret in said for secret in (ACCESS_KEY, SECRET_KEY, "AKIDSOMEBODYELSE0000", "Signature"))
+    assert not any(secret in said for secret in (ACCESS_KEY, SECRET_KEY, "of-somebody-else", "Signature="))
 
 
-def test_paths_name_their_store(tmp_path: Path, s3: S3Server) -> None:
+def test_a_large_file_is_whole_on_a_real_server_and_one_that_fails_half_way_is_not_there(gateway: S3Gateway) -> None:
+    storage = S3Storage.of("s3://bucket/run", replace(QUICK, request_seconds=20))
+    data = os.urandom(40 << 20)
+
+    def broken() -> Iterator[memoryview]:
+        yield from pieces(data, 8 << 20)
+        raise OSError(errno.EIO, "the disk that it is read from")
+
+    with pytest.raises(OSError, match="the disk that it is read from"):
+        storage.write_stream("shard", broken(), len(data) + 1)
+    assert gateway.objects("bucket") == {}
+    storage.write_stream("shard", pieces(data, 8 << 20), len(data))
+    assert gateway.objects("bucket") == {"run/shard": data}
+
+
+def test_paths_name_their_store(tmp_path: Path, gateway: S3Gateway) -> None:
     assert open_storage(str(tmp_path)).location == str(tmp_path)
     assert open_storage("s3://bucket/a/b/").location == "s3://bucket/a/b"
     for path, sentence in (("gs://bucket/x", "no store 'gs'"), ("s3://Not_A_Bucket/x", "is not a bucket's name")):
