@@ -17,7 +17,7 @@ from trainium_contract.wire.worker_env import KIND
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-OF_OTHERS = ("trainium_operator.coordinator.server", "trainium_operator.entrance.door.http")
+OF_OTHERS = ("trainium_operator.coordinator.server", "trainium_operator.http.listener.http")
 """Loggers that tell of requests and connections, each of which costs its sender nothing."""
 MOST_LINES = 60
 """Of one such logger within a minute."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
 
     from trainium_operator.cluster.api.transport import KubernetesTransport
-    from trainium_operator.readers.server import ReadersServer
+    from trainium_operator.endpoints.servers import EndpointServer
     from trainium_operator.runtime import Runtime
     from trainium_operator.settings import Settings
 
@@ -184,7 +184,7 @@ class RuntimeSupervisor:
         port = await runtime.coordinator.start(host, runtime.settings.coordinator_port, runtime.keeper.tls.context)
         logger.info("agents are served on port %d", port)
 
-    async def _serve_readers(self, readers: ReadersServer, host: str) -> None:
+    async def _serve_readers(self, readers: EndpointServer, host: str) -> None:
         """Listen as soon as there is a certificate."""
         runtime = self._runtime
         tls = runtime.keeper.tls if runtime.mounted is None else runtime.mounted.tls

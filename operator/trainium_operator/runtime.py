@@ -37,7 +37,6 @@ from trainium_operator.cluster.cache.reflector import Lister, Reflector
 from trainium_operator.cluster.cache.store import IndexedCache
 from trainium_operator.cluster.cache.views import child_record, job_record, node_view, pod_view
 from trainium_operator.cluster.coordinator_ports import KubernetesSecret, Reviewer, WorkerPods
-from trainium_operator.cluster.execute.creation_errors import Refusals
 from trainium_operator.cluster.execute.deletion_limit import Destruction
 from trainium_operator.cluster.execute.events import EventRecorder
 from trainium_operator.cluster.execute.executor import Executor
@@ -45,6 +44,7 @@ from trainium_operator.cluster.execute.policy_writes import PolicyWrites
 from trainium_operator.cluster.execute.undeclared_fields import UndeclaredFields
 from trainium_operator.cluster.fleet.fleet_reconciler import FleetMeter, FleetReconciler
 from trainium_operator.cluster.lease import LeaseElector, LeaseTimes
+from trainium_operator.cluster.queue.creation_backoff import CreationBackoff
 from trainium_operator.cluster.queue.observe import Caches, Observer, enqueue_on_change
 from trainium_operator.cluster.queue.pace import Pace
 from trainium_operator.cluster.queue.pod_warnings import PodWarnings
@@ -59,14 +59,12 @@ from trainium_operator.coordinator.certificates import server_names
 from trainium_operator.coordinator.probe import Prober
 from trainium_operator.coordinator.server import CoordinatorServer
 from trainium_operator.coordinator.state import CoordinatorState
-from trainium_operator.entrance.mounted_certificate import MountedCertificate
+from trainium_operator.endpoints.access import Access
+from trainium_operator.endpoints.servers import EndpointServer, Exposition, ProbeServer
+from trainium_operator.http.tls import CertificateFolder
 from trainium_operator.monitoring.metrics import Metrics
 from trainium_operator.plan.model.observed import PlanSettings
 from trainium_operator.plan.plan import plan
-from trainium_operator.readers.access import Access
-from trainium_operator.readers.exposition import Exposition
-from trainium_operator.readers.health import HealthServer
-from trainium_operator.readers.server import ReadersServer
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -167,16 +165,16 @@ class Runtime:
             self.state, is_serving=self.leading.is_set, notify=self._notify, address_of=self._address_of
         )
         exposition = Exposition(self._exposition, clock)
-        self.health = HealthServer(
+        self.health = ProbeServer(
             live=self.live_problem, ready=self.ready_problem, metrics=None if settings.secure_metrics else exposition
         )
-        self.mounted = MountedCertificate(settings.https_certificate) if settings.https_certificate else None
+        self.mounted = CertificateFolder(settings.https_certificate) if settings.https_certificate else None
         """The certificate of the HTTPS port, where it is not the coordinator's."""
         self.shown = Shown(self.api, self.caches, clock) if settings.ui else None
-        self.readers: ReadersServer | None = None
+        self.readers: EndpointServer | None = None
         if settings.serves_readers:
             access = Access(token_reviewer.review, Reviewer(self.api, ACCESS_REVIEWS).review, wall_clock=clock)
-            self.readers = ReadersServer(
+            self.readers = EndpointServer(
                 access,
                 exposition if settings.secure_metrics else None,
                 jobs=self.shown,
@@ -197,13 +195,13 @@ class Runtime:
             on_change=self.enqueue_all,
             owners=lambda: self.release.owners_of(CONFIG_MAPS),
         )
-        refusals, policies = Refusals(clock), PolicyWrites(clock)
+        creation_backoff, policies = CreationBackoff(clock), PolicyWrites(clock)
         warnings = PodWarnings(self.api, self.caches.pods, clock)
         observer = Observer(
             self.caches,
             self.state,
             ca_bundle=lambda: self.keeper.ca_bundle,
-            refusals=refusals,
+            creation_backoff=creation_backoff,
             warnings=warnings,
             policy_refusal=policies.refusal,
             wall_clock=clock,
@@ -220,7 +218,7 @@ class Runtime:
                 self.caches,
                 self.recorder,
                 self.state,
-                refusals,
+                creation_backoff,
                 Destruction(clock),
                 UndeclaredFields(clock),
                 policies,

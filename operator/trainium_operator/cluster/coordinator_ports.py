@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from trainium_operator.cluster.api.errors import ApiError, ConflictError, ForbiddenError, NotFoundError
 from trainium_operator.cluster.api.resources import SECRETS
 from trainium_operator.coordinator.certificate_keeper import SecretConflictError, SecretUnavailableError
-from trainium_operator.entrance.errors import ReviewUnavailableError
+from trainium_operator.http.errors import ReviewUnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

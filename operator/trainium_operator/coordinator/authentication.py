@@ -2,7 +2,7 @@
 
 Invariants: a token counts only for our audience, only for the pod that it was issued to (name and uid are in it), and
 only for the job whose pod that is in our own cache; so an agent can speak for nobody else, and a token that was stolen
-from one job opens no other. How long an answer counts: `entrance/reviews.py`. Tokens are never logged.
+from one job opens no other. How long an answer counts: `http/reviews.py`. Tokens are never logged.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from trainium_contract.wire.worker_env import TOKEN_AUDIENCE
-from trainium_operator.entrance.errors import RefusedError, UnauthenticatedError
-from trainium_operator.entrance.review_desk import Lane, ReviewDesk
-from trainium_operator.entrance.reviews import Question, Reviews, Yes
-from trainium_operator.entrance.tokens import bearer_of, claims_of, digest_of, expiry_of
+from trainium_operator.http.errors import RefusedError, UnauthenticatedError
+from trainium_operator.http.reviews import Accepted, ClientKey, ReviewCache, ReviewRequest, TokenReviewQueue
+from trainium_operator.http.tokens import bearer_token, token_digest, unverified_claims, unverified_expiry
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -56,7 +55,7 @@ class Authenticator:
     ) -> None:
         self._review = review
         self._pods = pods
-        self._reviews: Reviews[Caller] = Reviews(ReviewDesk(wall_clock), wall_clock)
+        self._reviews: ReviewCache[Caller] = ReviewCache(TokenReviewQueue(wall_clock), wall_clock)
 
     async def admit(
         self,
@@ -101,29 +100,29 @@ class Authenticator:
         return owner
 
     async def _caller(self, authorization: str, source: str) -> Caller:
-        token = bearer_of(authorization)
+        token = bearer_token(authorization)
         if not token:
             raise UnauthenticatedError("send the pod's projected token as `Authorization: Bearer <token>`")
-        question = Question(digest_of(token), partial(self._lane, token, source), partial(self._ask, token))
+        question = ReviewRequest(token_digest(token), partial(self._client, token, source), partial(self._ask, token))
         caller = await self._reviews.answer(question)
         if caller is None:
             raise UnauthenticatedError(f"the token is not valid (any more) for audience {TOKEN_AUDIENCE}")
         return caller
 
-    def _lane(self, token: str, source: str) -> Lane:
+    def _client(self, token: str, source: str) -> ClientKey:
         """By what the token says of itself, which nobody has checked yet: it decides on the order alone."""
-        said = claims_of(token).get("kubernetes.io")
+        said = unverified_claims(token).get("kubernetes.io")
         pod = said.get("pod") if isinstance(said, dict) else None
         if not isinstance(said, dict) or not isinstance(pod, dict):
-            return Lane(source)
+            return ClientKey(source)
         namespace, name, uid = said.get("namespace"), pod.get("name"), pod.get("uid")
         if not (isinstance(namespace, str) and isinstance(name, str) and isinstance(uid, str)):
-            return Lane(source)
-        return Lane(source, uid if self._pods.job_of(namespace, name, uid) is not None else "")
+            return ClientKey(source)
+        return ClientKey(source, uid if self._pods.job_of(namespace, name, uid) is not None else "")
 
-    async def _ask(self, token: str) -> Yes[Caller] | None:
+    async def _ask(self, token: str) -> Accepted[Caller] | None:
         caller = _caller_of(await self._review({"token": token, "audiences": [TOKEN_AUDIENCE]}))
-        return Yes(caller, expiry_of(token)) if caller is not None else None
+        return Accepted(caller, unverified_expiry(token)) if caller is not None else None
 
 
 def _caller_of(status: dict[str, Any]) -> Caller | None:

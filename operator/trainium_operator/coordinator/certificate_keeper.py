@@ -12,7 +12,7 @@ import logging
 from typing import TYPE_CHECKING, Protocol
 
 from trainium_operator.coordinator.certificates import Material, UnusableMaterialError, renewed
-from trainium_operator.entrance.tls import ServerTls, UnusableCertificateError
+from trainium_operator.http.tls import ServerTls, UnusableCertificateError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

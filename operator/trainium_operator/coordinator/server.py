@@ -20,10 +20,10 @@ from trainium_contract.wire.stream import STREAM_PATH, UPGRADE
 from trainium_operator.coordinator.hearing import BadMessageError, Hearing, objection
 from trainium_operator.coordinator.spoken import Phrasebook
 from trainium_operator.coordinator.streams import LONGEST_SECONDS, Stream, Streams
-from trainium_operator.entrance.door import BROKEN
-from trainium_operator.entrance.errors import RefusedError
-from trainium_operator.entrance.reception import RETRY_AFTER, Reception, Upgrade, refusal_of
-from trainium_operator.entrance.tokens import bearer_of, expiry_of
+from trainium_operator.http.errors import RefusedError
+from trainium_operator.http.listener import BROKEN
+from trainium_operator.http.server import RETRY_AFTER, HttpServer, Upgrade, error_response
+from trainium_operator.http.tokens import bearer_token, unverified_expiry
 
 if TYPE_CHECKING:
     import ssl
@@ -74,26 +74,26 @@ class CoordinatorServer:
             self._hearing, self._phrasebook, is_serving=is_serving, on_message=on_message, longest_frame=LONGEST_FRAME
         )
         self._sweeping: asyncio.Task[None] | None = None
-        self.reception = Reception(
+        self.http = HttpServer(
             self._answered, on_answer=lambda path, status: on_message(path.rpartition("/")[2], status)
         )
 
     async def start(self, host: str, port: int, context: ssl.SSLContext | None) -> int:
         """Listen; returns the port, which matters when 0 was asked for. Raises OSError."""
         self._sweeping = asyncio.create_task(self.streams.run())
-        return await self.reception.open((web.get(STREAM_PATH, self._stream),), host, port, context)
+        return await self.http.open((web.get(STREAM_PATH, self._stream),), host, port, context)
 
     async def stop(self) -> None:
         """End streams with 503 and close."""
         self.streams.close()
         if self._sweeping is not None:
             self._sweeping.cancel()
-        await self.reception.close()
+        await self.http.close()
 
     async def _sender(self, request: web.Request) -> Caller:
         """The worker pod that sent the request, by its token alone."""
         caller = await self._authenticator.identify(request.headers.get("Authorization", ""), request.remote or "")
-        self.reception.proved(request, caller.pod_uid)
+        self.http.authenticated(request, caller.pod_uid)
         return caller
 
     async def _stream(self, request: web.Request) -> web.StreamResponse:
@@ -103,7 +103,7 @@ class CoordinatorServer:
             raise RefusedError(f"the token was issued to pod {caller.pod_name}, and this stream speaks for another pod")
         if request.headers.get("Upgrade", "").lower() != UPGRADE:
             return _refusal(426, f"ask for `Upgrade: {UPGRADE}`", headers={"Upgrade": UPGRADE})
-        expires = expiry_of(bearer_of(request.headers.get("Authorization", "")))
+        expires = unverified_expiry(bearer_token(request.headers.get("Authorization", "")))
         left = expires - time.time() if expires is not None else 0.0
         seconds = min(LONGEST_SECONDS, left) if left > 0.0 else LONGEST_SECONDS  # over: it is our clock that is wrong
         ends = asyncio.get_running_loop().time() + seconds
@@ -120,11 +120,11 @@ class CoordinatorServer:
             found = objection(error)
             if found is not None:
                 return _refusal(found.status, found.sentence, generation=found.generation)
-            refusal = refusal_of(error)
+            refusal = error_response(error)
             if refusal is None:
                 logger.exception("answering %s failed", request.path)
                 return _refusal(500, "defect in the coordinator; its log has the details")
-            if isinstance(error, RefusedError) and self.reception.is_new_to_refusals(request):
+            if isinstance(error, RefusedError) and self.http.should_log_refusal(request):
                 logger.warning("refused %s: %s", request.path, error)
             if isinstance(error, BROKEN):
                 broke = type(error).__name__

@@ -16,7 +16,7 @@ from trainium_contract.wire.messages import ErrorResponse
 from trainium_contract.wire.stream import FrameKind, FrameReader, FrameTooLongError, frame, step_of
 from trainium_operator.coordinator.hearing import objection
 from trainium_operator.coordinator.state import FutureGenerationError
-from trainium_operator.entrance.errors import RefusedError
+from trainium_operator.http.errors import RefusedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -22,14 +22,13 @@ PROXY = (
     'command: ["python3", "-c", "import time; time.sleep(1000000)"]}'
 )
 SIDECAR = (
-    'Object.spec.initContainers{name: "mesh-proxy", image: "mesh/proxy:1", restartPolicy: "Always", '
-    'command: ["python3", "-c", "import time; time.sleep(1000000)"]}'
+    'Object{spec: Object.spec{initContainers: [Object.spec.initContainers{name: "mesh-proxy", image: "mesh/proxy:1", '
+    'restartPolicy: "Always", command: ["python3", "-c", "import time; time.sleep(1000000)"]}]}}'
 )
 IMAGE = "/spec/containers/0/image"
 PATCHES = {
     "first": f'JSONPatch{{op: "add", path: "/spec/containers/0", value: {PROXY}}}',
     "last": f'JSONPatch{{op: "add", path: "/spec/containers/-", value: {PROXY}}}',
-    "native": f'JSONPatch{{op: "add", path: "/spec/initContainers", value: [{SIDECAR}]}}',
     "mirror": f'JSONPatch{{op: "replace", path: "{IMAGE}", value: "mirror.example.com/" + '
     "object.spec.containers[0].image}",
 }
@@ -49,7 +48,11 @@ def changed_pods(operator: Site, namespace: str) -> Iterator[Callable[[str], Non
             },
             "failurePolicy": "Fail",
             "reinvocationPolicy": "Never",
-            "mutations": [{"patchType": "JSONPatch", "jsonPatch": {"expression": f"[{PATCHES[name]}]"}}],
+            "mutations": [
+                {"patchType": "ApplyConfiguration", "applyConfiguration": {"expression": SIDECAR}}
+                if name == "native"
+                else {"patchType": "JSONPatch", "jsonPatch": {"expression": f"[{PATCHES[name]}]"}}
+            ],
         }
         meta = {"apiVersion": "admissionregistration.k8s.io/v1", "metadata": {"name": namespace}}
         for body in (

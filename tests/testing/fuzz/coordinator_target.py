@@ -33,7 +33,7 @@ from trainium_contract.wire.worker_env import TOKEN_AUDIENCE
 from trainium_operator.cluster.coordinator_ports import WorkerPods
 from trainium_operator.coordinator.authentication import Authenticator
 from trainium_operator.coordinator.server import LONGEST_FRAME, CoordinatorServer
-from trainium_operator.entrance.door import Visit
+from trainium_operator.http.listener import TrackedConnection
 from trainium_operator.monitoring.metrics import Metrics
 from trainium_operator.plan.manifests.config_maps import membership_map
 from trainium_operator.plan.model.names import JobId
@@ -224,8 +224,8 @@ def _membership(generation: int) -> Membership:
     )
 
 
-class _Ajar:
-    """A door without a socket: connections are brought in by hand."""
+class _OpenListener:
+    """A listener without a socket: tests add connections."""
 
     def __init__(self) -> None:
         self.server: web.Server | None = None
@@ -234,7 +234,7 @@ class _Ajar:
         self.server = server
         return 0
 
-    async def shut(self) -> None:
+    async def close(self) -> None:
         return
 
 
@@ -256,8 +256,8 @@ class _Front:
             on_message=_METRICS.message,
             on_news=_METRICS.said,
         )
-        self._door = _Ajar()
-        self._server.reception._door = self._door  # type: ignore[assignment]
+        self._listener = _OpenListener()
+        self._server.http._listener = self._listener  # type: ignore[assignment]
 
     async def open(self) -> None:
         await self._server.start("", 0, None)
@@ -268,22 +268,22 @@ class _Front:
             talk.transport.hang_up()
         await asyncio.sleep(_PLENTY)
         promise(not self._server.streams.opened, "a stream is left open")
-        promise(self._server.reception.guests.strangers == 0, "a stranger is still counted")
-        promise(self._server.reception.connections == 0, "a connection is left open")
+        promise(self._server.http.limiter.anonymous == 0, "a stranger is still counted")
+        promise(self._server.http.connections == 0, "a connection is left open")
         await self._server.stop()
 
     async def talk(self, each: Json) -> None:
         """One connection; a stranger's address is counted as at the real door."""
-        guests = self._server.reception.guests
+        limiter = self._server.http.limiter
         source = (_text(each.get("from")) or "10.0.0.1")[:LONGEST_ADDRESS]
         transport = Transport(source, stalled=each.get("stalled") is True)
-        guest = guests.came(source, transport.abort)
-        if guest is None:
+        client = limiter.opened(source, transport.abort)
+        if client is None:
             return
         talk = Talk(transport)
         self._talks.append(talk)
-        assert self._door.server is not None
-        transport.open(Visit(self._door.server, guests, guest))
+        assert self._listener.server is not None
+        transport.open(TrackedConnection(self._listener.server, limiter, client))
         sends = each.get("sends")
         for send in sends[:MOST_SENDS] if isinstance(sends, list) else ():
             if isinstance(send, dict):

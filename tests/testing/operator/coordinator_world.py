@@ -13,7 +13,7 @@ from trainium_contract.wire.worker_env import TOKEN_AUDIENCE
 from trainium_operator.coordinator.authentication import Authenticator
 from trainium_operator.coordinator.server import CoordinatorServer
 from trainium_operator.coordinator.state import CoordinatorState
-from trainium_operator.entrance.errors import ReviewUnavailableError
+from trainium_operator.http.errors import ReviewUnavailableError
 from trainium_operator.plan.model.names import JobId
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import pytest
 
 from trainium_contract.wire.log_line import LogFormat
 from trainium_operator.coordinator import server
-from trainium_operator.entrance import door
+from trainium_operator.http import listener
 from trainium_operator.logs import MOST_LINES, OF_OTHERS, Bounded, configure_logs
 from trainium_operator.runtime import plan_settings
 from trainium_operator.settings import Settings, parse_settings, process_identity
@@ -192,7 +192,7 @@ def test_lines_that_others_can_have_written_are_bounded_by_the_minute_and_counte
 
 
 def test_the_bounded_lines_are_those_of_the_coordinator_and_of_the_entrance(lines: io.StringIO) -> None:
-    assert {server.logger.name, door._log.name} == set(OF_OTHERS)
+    assert {server.logger.name, listener._log.name} == set(OF_OTHERS)
     for _ in range(200):
         server.logger.warning("refused")
     assert len(lines.getvalue().splitlines()) == MOST_LINES

@@ -29,7 +29,7 @@ HELD = {
     ),
     "trainium-operator": (
         "trainium_operator",
-        {"cluster", "coordinator", "entrance", "monitoring", "plan", "readers"},
+        {"cluster", "coordinator", "endpoints", "http", "monitoring", "plan"},
         {"py.typed"},
     ),
     "trainium-simulator": ("trainium_simulator", {"virtual"}, {"py.typed"}),

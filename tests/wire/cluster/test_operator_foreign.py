@@ -16,7 +16,7 @@ from tests.testing.virtual.fake_workers import Workers
 from tests.testing.virtual.operator_process import OperatorProcess, training_job, until, wall_clock
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, DISRUPTION_BUDGETS, EVENTS, JOBS, PODS
 from trainium_operator.cluster.coordinator_ports import WorkerPods
-from trainium_operator.entrance.errors import RefusedError
+from trainium_operator.http.errors import RefusedError
 from trainium_operator.plan.model import names
 
 if TYPE_CHECKING:

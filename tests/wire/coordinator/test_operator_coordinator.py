@@ -14,7 +14,7 @@ from tests.testing.operator.coordinator_world import LLAMA, World, heartbeat, me
 from trainium_contract.wire.stream import FrameKind
 from trainium_operator.coordinator.certificates import renewed
 from trainium_operator.coordinator.server import LONGEST_FRAME
-from trainium_operator.entrance.tls import ServerTls
+from trainium_operator.http.tls import ServerTls
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

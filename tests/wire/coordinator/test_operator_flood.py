@@ -36,9 +36,9 @@ from trainium_operator.coordinator.authentication import Authenticator
 from trainium_operator.coordinator.certificates import renewed, server_names
 from trainium_operator.coordinator.server import CoordinatorServer
 from trainium_operator.coordinator.state import CoordinatorState
-from trainium_operator.entrance import door, guests, reception
-from trainium_operator.entrance.reception import FREE_REFUSALS
-from trainium_operator.entrance.review_desk import AT_ONCE, STRANGERS_AT_ONCE
+from trainium_operator.http import limiter, listener, server
+from trainium_operator.http.reviews import ANONYMOUS_AT_ONCE, AT_ONCE
+from trainium_operator.http.server import FREE_REFUSALS
 from trainium_operator.main import LEASE_CONNECTIONS
 
 if TYPE_CHECKING:
@@ -223,7 +223,7 @@ async def test_thousands_of_bad_tokens_neither_keep_agents_waiting_nor_cost_the_
             each.cancel()
         await asyncio.gather(*floods, return_exceptions=True)
         assert answers == {200}
-        assert world.most_in_hand == STRANGERS_AT_ONCE
+        assert world.most_in_hand == ANONYMOUS_AT_ONCE
         assert world.elector.leading
         assert world.elector.may_act()
         async with world.agents("127.0.0.3") as late:
@@ -247,7 +247,7 @@ async def test_a_connection_that_is_refused_again_and_again_waits_and_fills_no_l
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, path: str
 ) -> None:
     """The same bad token over and over, or one of a pod that is no worker: both are remembered, so cost no review."""
-    monkeypatch.setattr(reception, "FLOOD_SECONDS", GENEROUS)
+    monkeypatch.setattr(server, "FLOOD_SECONDS", GENEROUS)
     async with leading(tmp_path) as world, world.agents() as agents, world.hostile() as get:
         assert await agents.register() == {200}
         monkeypatch.setattr(World, "job_of", lambda _world, _namespace, pod, _uid: None if pod == "w-99" else LLAMA)
@@ -265,9 +265,9 @@ async def test_a_connection_that_is_refused_again_and_again_waits_and_fills_no_l
 async def test_connections_that_say_nothing_or_never_end_are_bounded_and_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guests, "MOST_STRANGERS", 100)
-    monkeypatch.setattr(guests, "STRANGER_SECONDS", 3.0)
-    monkeypatch.setattr(door, "HANDSHAKE_SECONDS", 3.0)
+    monkeypatch.setattr(limiter, "MAX_ANONYMOUS", 100)
+    monkeypatch.setattr(limiter, "ANONYMOUS_SECONDS", 3.0)
+    monkeypatch.setattr(listener, "HANDSHAKE_SECONDS", 3.0)
     async with leading(tmp_path) as world, world.agents() as agents:
         assert await agents.register() == {200}
         writers = []
@@ -279,10 +279,10 @@ async def test_connections_that_say_nothing_or_never_end_are_bounded_and_closed(
             if kind % 2:
                 writer.write(b"GET /v1/stream HTTP/1.1\r\nHost: x\r\nContent-Length: 700000\r\n")
             writers.append(writer)
-        assert world.server.reception.guests.strangers <= 100
+        assert world.server.http.limiter.anonymous <= 100
         assert await agents.beat() == {200}
-        await async_until(lambda: world.server.reception.guests.strangers == 0, "strangers are closed")
-        assert world.server.reception.connections == 0
+        await async_until(lambda: world.server.http.limiter.anonymous == 0, "strangers are closed")
+        assert world.server.http.connections == 0
         assert await agents.beat() == {200}
         for writer in writers:
             writer.transport.abort()
@@ -303,8 +303,8 @@ async def test_a_body_is_read_only_once_its_sender_is_known_to_be_a_worker(tmp_p
 async def test_reviews_of_many_workers_are_bounded_and_all_are_answered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(door, "HANDSHAKE_SECONDS", GENEROUS)
-    monkeypatch.setattr(guests, "STRANGER_SECONDS", GENEROUS)
+    monkeypatch.setattr(listener, "HANDSHAKE_SECONDS", GENEROUS)
+    monkeypatch.setattr(limiter, "ANONYMOUS_SECONDS", GENEROUS)
     async with leading(tmp_path) as world:
         streams = await asyncio.gather(*(world.ask(f"w-{each}") for each in range(300)))
         assert {stream.status for stream in streams} == {SWITCHING}
@@ -353,7 +353,7 @@ async def test_those_who_come_all_at_once_are_let_in_a_few_at_a_time(
         def next_turn() -> None:
             nonlocal turn
             turn = next(turns)
-            strangers.append(world.server.reception.guests.strangers)
+            strangers.append(world.server.http.limiter.anonymous)
             if not ended:
                 loop.call_soon(next_turn)
 
@@ -365,8 +365,8 @@ async def test_those_who_come_all_at_once_are_let_in_a_few_at_a_time(
         await async_until(lambda: begun.total() >= crowd, "all of them are answered")
         ended = True
         await asyncio.sleep(0)
-        assert max(later - before for before, later in pairwise(strangers)) <= door.IN_A_TURN
-        assert max(begun.values()) <= 2 * door.IN_A_TURN, "those that begin, and those that end"
+        assert max(later - before for before, later in pairwise(strangers)) <= listener.ACCEPTED_AT_ONCE
+        assert max(begun.values()) <= 2 * listener.ACCEPTED_AT_ONCE, "those that begin, and those that end"
         for each in people:
             each.close()
 

@@ -20,7 +20,7 @@ from trainium_operator.coordinator import streams
 from trainium_operator.coordinator.certificates import renewed, server_names
 from trainium_operator.coordinator.server import LONGEST_FRAME
 from trainium_operator.coordinator.state import DETAILS_A_SECOND
-from trainium_operator.entrance.tls import ServerTls
+from trainium_operator.http.tls import ServerTls
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -82,7 +82,7 @@ async def test_one_connection_registers_beats_and_brings_memberships(site: Site)
     site.state.publish(LLAMA, membership(1))
     kind, brought = await talker.next()
     assert (kind, brought["generation"], len(brought["members"])) == (FrameKind.MEMBERSHIP, 1, 2)
-    assert site.server.reception.connections == 0, "nothing of HTTP is kept for it"
+    assert site.server.http.connections == 0, "nothing of HTTP is kept for it"
 
 
 async def test_what_an_agent_knows_is_not_brought_again_and_large_memberships_come_packed(site: Site) -> None:

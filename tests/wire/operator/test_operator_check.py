@@ -13,8 +13,8 @@ from tests.testing.operator.coordinator_world import World
 from trainium_operator import main as operator_main
 from trainium_operator.check import CheckVerdict, Installed, Replica, look, until_it_works, verdict
 from trainium_operator.coordinator.certificates import renewed
-from trainium_operator.entrance.tls import ServerTls
-from trainium_operator.readers.health import HealthServer
+from trainium_operator.endpoints.servers import ProbeServer
+from trainium_operator.http.tls import ServerTls
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,7 +26,7 @@ class OneReplica:
     def __init__(self, folder: Path) -> None:
         self.world = World()
         self.problem = ""
-        self.health = HealthServer(live=lambda: "", ready=lambda: self.problem)
+        self.health = ProbeServer(live=lambda: "", ready=lambda: self.problem)
         self.authority = folder / "ca.crt"
 
     async def start(self) -> Installed:

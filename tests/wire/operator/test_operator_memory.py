@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from tests.testing.suite.patience import async_until
 from trainium_operator import memory
 from trainium_operator.coordinator.certificates import renewed
-from trainium_operator.entrance.tls import ServerTls
+from trainium_operator.http.tls import ServerTls
 from trainium_operator.memory import TLS_BUFFER, use_little_memory_per_connection
 
 if TYPE_CHECKING:

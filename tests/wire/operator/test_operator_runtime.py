@@ -16,9 +16,8 @@ from tests.testing.virtual.fake_workers import Workers, lose_node
 from tests.testing.virtual.operator_process import OperatorProcess, training_job, until, wall_clock
 from trainium_operator import handlers
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, EVENTS, JOBS, NODES, PODS
+from trainium_operator.endpoints.servers import Exposition, ProbeServer
 from trainium_operator.plan.model.names import JobId
-from trainium_operator.readers.exposition import Exposition
-from trainium_operator.readers.health import HealthServer
 from trainium_operator.runtime import DEAF_SECONDS, plan_settings
 from trainium_operator.settings import Settings
 
@@ -69,7 +68,7 @@ async def test_kopf_starts_under_a_user_id_that_has_no_name(monkeypatch: pytest.
 async def test_probes_and_metrics_are_served() -> None:
     problem = ""
     metrics = Exposition(lambda: b"x 1\n", lambda: 0.0)
-    server = HealthServer(live=lambda: problem, ready=lambda: "pods are not listed yet", metrics=metrics)
+    server = ProbeServer(live=lambda: problem, ready=lambda: "pods are not listed yet", metrics=metrics)
     port = await server.start("127.0.0.1", 0)
     async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session:
         async with session.get("/livez") as response:

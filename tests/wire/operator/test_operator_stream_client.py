@@ -14,7 +14,7 @@ from trainium_contract.wire.messages import HeartbeatRequest, Progress, WorkerPh
 from trainium_contract.wire.stream import FrameKind
 from trainium_operator.coordinator import state, streams
 from trainium_operator.coordinator.certificates import renewed
-from trainium_operator.entrance.tls import ServerTls
+from trainium_operator.http.tls import ServerTls
 from trainium_trainer.agent.coordinator import client as client_module
 from trainium_trainer.agent.coordinator.client import CoordinatorClient
 from trainium_trainer.agent.settings import AgentSettings, Endpoint
@@ -128,7 +128,7 @@ async def test_an_agent_at_rest_gives_signs_of_life_and_tells_in_full_now_and_th
         view = site.state.agents(LLAMA)["uid-w-0"]
         assert view.heartbeat is not None
         assert view.heartbeat.progress is not None
-        assert site.server.reception.connections == 0, "one connection, and it is the stream's"
+        assert site.server.http.connections == 0, "one connection, and it is the stream's"
         assert site.acknowledged
 
 

@@ -239,7 +239,7 @@ class Reflector(Lister[V]):
                 group.create_task(self._keep(scope))
 
     async def _keep(self, scope: _Scope) -> None:
-        failures, refusals = 0, 0
+        failures, creation_backoff = 0, 0
         relist_at = 0.0
         while True:
             loop = asyncio.get_running_loop()
@@ -253,12 +253,12 @@ class Reflector(Lister[V]):
                     failures = 0
                 elif loop.time() - started < 1.0:
                     failures += 1  # a server that closes every stream at once must not be hammered
-                refusals = 0
+                creation_backoff = 0
             except GoneError:
                 scope.version = ""
             except ForbiddenError as error:
-                refusals += 1
-                failures = refusals  # a list that succeeds before each refused watch does not shorten the pause
+                creation_backoff += 1
+                failures = creation_backoff  # a list that succeeds before each refused watch does not shorten the pause
                 scope.version = ""
                 self._refused(scope, error)
             except ApiError as error:

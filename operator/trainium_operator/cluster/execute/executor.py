@@ -38,7 +38,6 @@ from trainium_operator.cluster.api.resources import (
     resource_of,
 )
 from trainium_operator.cluster.cache.ownership import controlling_job
-from trainium_operator.cluster.execute.creation_errors import Refusals
 from trainium_operator.cluster.execute.deletion_limit import Destruction, HeldBackError
 from trainium_operator.cluster.execute.device_writes import drop_template
 from trainium_operator.cluster.execute.events import note_of, write_failed
@@ -49,6 +48,7 @@ from trainium_operator.cluster.execute.quota_writes import drop_quota, tell_quot
 from trainium_operator.cluster.execute.side_by_side import all_of, growing
 from trainium_operator.cluster.execute.undeclared_fields import UndeclaredFields
 from trainium_operator.cluster.execute.write_slots import OF_ONE, Slots
+from trainium_operator.cluster.queue.creation_backoff import CreationBackoff
 from trainium_operator.plan.model.actions import (
     ApplyGroup,
     ApplyObject,
@@ -104,7 +104,7 @@ class Executor:
         caches: Caches,
         recorder: EventRecorder,
         publisher: Publisher,
-        refusals: Refusals | None = None,
+        creation_backoff: CreationBackoff | None = None,
         destruction: Destruction | None = None,
         undeclared: UndeclaredFields | None = None,
         policies: PolicyWrites | None = None,
@@ -112,7 +112,7 @@ class Executor:
         self._undeclared = undeclared or UndeclaredFields(lambda: 0.0)
         self._destruction = destruction or Destruction(lambda: 0.0)
         self._policies = policies or PolicyWrites(lambda: 0.0)
-        self._refusals = refusals or Refusals(lambda: 0.0)
+        self._creation_backoff = creation_backoff or CreationBackoff(lambda: 0.0)
         self._api = api
         self._caches = caches
         self._recorder = recorder
@@ -168,9 +168,9 @@ class Executor:
                 await work
             except ApiError as error:
                 if _is_refusal(error):
-                    pauses.append(self._refusals.refused(job.uid, place, refusal_of(job, str(error))))
+                    pauses.append(self._creation_backoff.record_refusal(job.uid, place, refusal_of(job, str(error))))
                 raise
-            self._refusals.accepted(job.uid, place)
+            self._creation_backoff.record_success(job.uid, place)
 
         try:
             await all_of(at(place, work) for place, work in works)
@@ -268,7 +268,7 @@ class Executor:
         place = f"{resource.kind}/{name}"
         owner = controlling_job(current)
         if owner == job.id:
-            self._refusals.cleared(job.uid, place)
+            self._creation_backoff.clear_name_conflict(job.uid, place)
             return
         if owner is not None and (owner.namespace, owner.name) == (job.namespace, job.name):
             raise ConflictError(f"{place} belongs to an earlier job of this name; waiting until it is gone", status=409)
@@ -277,7 +277,7 @@ class Executor:
             "job another name"
         )
         if resource not in (PODS, NETWORK_POLICIES):  # the next try gives a pod another name, and no policy is needed
-            self._refusals.met(job.uid, place, sentence)
+            self._creation_backoff.record_name_conflict(job.uid, place, sentence)
         raise NotOursError(sentence, status=409)
 
     async def _delete_job(self, job: JobView, action: DeleteJob) -> None:

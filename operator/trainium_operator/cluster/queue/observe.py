@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from trainium_operator.cluster.cache.reflector import Reflector
-from trainium_operator.cluster.execute.creation_errors import Refusals
+from trainium_operator.cluster.queue.creation_backoff import CreationBackoff
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.names import LABEL_INSTANCE_TYPE
 from trainium_operator.plan.model.observed import (
@@ -121,13 +121,13 @@ class Observer:
         *,
         ca_bundle: Callable[[], str],
         wall_clock: Callable[[], float],
-        refusals: Refusals | None = None,
+        creation_backoff: CreationBackoff | None = None,
         warnings: PodWarnings | None = None,
         policy_refusal: Callable[[str], PolicyRefusal | None] = lambda _uid: None,
         fleet: Callable[[], FleetView] = FleetView,
         gangs: WaitingGangs | None = None,
     ) -> None:
-        self._refusals = refusals or Refusals(wall_clock)
+        self._creation_backoff = creation_backoff or CreationBackoff(wall_clock)
         self._warnings = warnings
         self._policy_refusal = policy_refusal
         self._caches = caches
@@ -169,9 +169,9 @@ class Observer:
             # Agents whose pods were not known could not be heard either: their silence counts anew.
             coordinator_since=max(self._agents.since, caches.namespaces.open_since(job.namespace)),
             now=self._wall_clock(),
-            creations_from=self._refusals.until(job.uid),
-            creation_refusal=self._refusals.sentence(job.uid),
-            in_the_way=self._refusals.in_the_way(job.uid),
+            creations_from=self._creation_backoff.blocked_until(job.uid),
+            creation_refusal=self._creation_backoff.refusal(job.uid),
+            in_the_way=self._creation_backoff.name_conflicts(job.uid),
             policies_known=caches.network_policies is not None and caches.network_policies.answered,
             policy_refusal=self._policy_refusal(job.uid),
             fleet=self._fleet().seen_from(job.namespace),

@@ -9,7 +9,7 @@ import pytest
 
 from trainium_contract.wire.worker_env import TOKEN_AUDIENCE
 from trainium_operator.coordinator.authentication import Authenticator
-from trainium_operator.entrance.errors import RefusedError, ReviewUnavailableError, UnauthenticatedError
+from trainium_operator.http.errors import RefusedError, ReviewUnavailableError, UnauthenticatedError
 from trainium_operator.plan.model.names import JobId
 
 JOB_A = JobId("team", "job-a", "uid-a")

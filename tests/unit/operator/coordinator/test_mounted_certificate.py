@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 from trainium_operator.coordinator.certificates import renewed
-from trainium_operator.entrance.mounted_certificate import MountedCertificate
+from trainium_operator.http.tls import CertificateFolder
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,7 +30,7 @@ async def test_a_changed_certificate_serves_new_connections_and_a_half_changed_o
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     first, second = (renewed(None, ("localhost",), time.time()) for _ in range(2))
-    mounted = MountedCertificate(str(tmp_path))
+    mounted = CertificateFolder(str(tmp_path))
     await mounted.refresh()
     assert not mounted.tls.loaded.is_set()
     assert "tls.crt" in caplog.text
@@ -58,9 +58,9 @@ async def test_a_changed_certificate_serves_new_connections_and_a_half_changed_o
 
 
 async def test_it_looks_again_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainium_operator.entrance.mounted_certificate.CHECK_SECONDS", 0.01)
+    monkeypatch.setattr("trainium_operator.http.tls.CHECK_SECONDS", 0.01)
     material = renewed(None, ("localhost",), time.time())
-    mounted = MountedCertificate(str(tmp_path))
+    mounted = CertificateFolder(str(tmp_path))
     task = asyncio.create_task(mounted.run())
     write(tmp_path, b"", b"")
     await asyncio.sleep(0.05)

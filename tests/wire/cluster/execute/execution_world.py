@@ -11,9 +11,9 @@ from trainium_contract.faults.causes import Cause
 from trainium_contract.wire.messages import Member, Membership, Transition
 from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.api.resources import JOBS
-from trainium_operator.cluster.execute.creation_errors import Refusals
 from trainium_operator.cluster.execute.events import EventRecorder
 from trainium_operator.cluster.execute.executor import Executor
+from trainium_operator.cluster.queue.creation_backoff import CreationBackoff
 from trainium_operator.plan.manifests.config_maps import membership_map
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.actions import (
@@ -38,8 +38,8 @@ class World:
         self.recorder = EventRecorder(api, "i", wall_clock=lambda: 1.7e9)
         self.published: list[int] = []
         self.now = 1000.0
-        self.refusals = Refusals(lambda: self.now)
-        self.executor = Executor(api, self.caches, self.recorder, self, self.refusals)
+        self.creation_backoff = CreationBackoff(lambda: self.now)
+        self.executor = Executor(api, self.caches, self.recorder, self, self.creation_backoff)
 
     def publish(self, job: JobId, membership: Membership) -> None:
         assert job == self.job.id

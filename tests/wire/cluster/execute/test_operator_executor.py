@@ -142,18 +142,18 @@ def test_another_object_that_is_written_says_nothing_about_a_quota_of_pods(writt
         for pause in (1.0, 2.0, 4.0, 8.0):
             with pytest.raises(ForbiddenError):
                 await world.do(*world.pods(2))
-            assert world.refusals.until(job.uid) == world.now + pause
+            assert world.creation_backoff.blocked_until(job.uid) == world.now + pause
             other = (
                 budget(job, int(pause))
                 if "budget" in written
                 else membership_map(job, world.publication(1, 0).membership)
             )
             await world.do(ApplyObject(other))
-            assert world.refusals.until(job.uid) == world.now + pause
+            assert world.creation_backoff.blocked_until(job.uid) == world.now + pause
             world.now += pause
         world.cluster.faults.clear()
         await world.do(*world.pods(2))
-        assert world.refusals.until(job.uid) == 0.0
+        assert world.creation_backoff.blocked_until(job.uid) == 0.0
 
     scenario(run)
 
@@ -175,9 +175,9 @@ def test_several_that_are_refused_at_once_are_told_once_and_each_has_its_pause()
         assert event["reason"] == "WriteFailed"
         world.cluster.faults.clear()
         await world.do(*maps[:2])
-        assert world.refusals.until(world.job.uid) == world.now, "of the third"
+        assert world.creation_backoff.blocked_until(world.job.uid) == world.now, "of the third"
         await world.do(maps[2])
-        assert world.refusals.until(world.job.uid) == 0.0
+        assert world.creation_backoff.blocked_until(world.job.uid) == 0.0
         writer.cancel()
 
     scenario(run)
@@ -204,10 +204,10 @@ def test_a_quota_that_is_used_up_is_one_event_and_one_sentence_whatever_the_pods
         await settle()
         (event,) = [raw for key, raw in world.cluster.objects.items() if key[0] == EVENTS.plural]
         assert "exceeded quota: team" in event["note"]
-        assert world.refusals.sentence(world.job.uid) == "exceeded quota: team, used: cpu=11; j-w-N"
+        assert world.creation_backoff.refusal(world.job.uid) == "exceeded quota: team, used: cpu=11; j-w-N"
         world.cluster.faults.clear()
         await world.do(*world.pods(2))
-        assert world.refusals.sentence(world.job.uid) == ""
+        assert world.creation_backoff.refusal(world.job.uid) == ""
         writer.cancel()
 
     scenario(run)

@@ -14,17 +14,16 @@ from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.api.resources import ACCESS_REVIEWS, TOKEN_REVIEWS
 from trainium_operator.cluster.coordinator_ports import Reviewer
 from trainium_operator.coordinator.certificates import renewed, server_names
-from trainium_operator.entrance.tls import ServerTls
-from trainium_operator.readers.access import Access
-from trainium_operator.readers.exposition import Exposition
-from trainium_operator.readers.server import ReadersServer
+from trainium_operator.endpoints.access import Access
+from trainium_operator.endpoints.servers import EndpointServer, Exposition
+from trainium_operator.http.tls import ServerTls
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
     from tests.testing.api.fake_kubernetes import FakeCluster
     from trainium_operator.cluster.api.transport import Transport
-    from trainium_operator.readers.pages import Jobs
+    from trainium_operator.endpoints.pages import Jobs
 
     Review = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 
@@ -55,7 +54,7 @@ class ReadersWorld:
         self.made = 0
         self.in_hand = 0
         self.most_in_hand = 0
-        self.server: ReadersServer
+        self.server: EndpointServer
         self.port = 0
         self.trust: ssl.SSLContext
 
@@ -108,7 +107,7 @@ async def readers_world(
     tokens, rights = (world.counted(Reviewer(api, kind).review) for kind in (TOKEN_REVIEWS, ACCESS_REVIEWS))
     access = Access(tokens, rights, wall_clock=lambda: world.now)
     exposition = Exposition(world.exposition, lambda: world.now)
-    world.server = ReadersServer(
+    world.server = EndpointServer(
         access,
         exposition,
         jobs=jobs(world) if jobs is not None else None,

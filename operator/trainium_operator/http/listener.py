@@ -1,9 +1,11 @@
-"""A listening socket: connections are counted before the first byte of TLS is read.
+"""A listening socket that counts connections before it reads the first byte of TLS.
 
-Invariants: in one turn of the loop `IN_A_TURN` connections are accepted and as many handshakes begun, however many want
-to come, so who is in waits for no more; a handshake takes `HANDSHAKE_SECONDS` at most, and as long may pass before its
-first byte; request lines, headers and their number are bounded while they are read; nothing that comes is unpacked;
-errors of strangers reach no log.
+Guarantees:
+- In one iteration of the event loop `ACCEPTED_AT_ONCE` connections are accepted and as many handshakes start, so that a
+  flood does not delay connections that are open.
+- A handshake takes `HANDSHAKE_SECONDS` at most, and as long may pass before its first byte.
+- Request lines, headers and their number are bounded while they are read. Compressed bodies are never unpacked.
+- Errors that anonymous clients cause reach no log.
 """
 
 from __future__ import annotations
@@ -23,12 +25,12 @@ if TYPE_CHECKING:
     from asyncio import Protocol
     from collections.abc import Callable, Coroutine
 
-    from trainium_operator.entrance.guests import Guest, Guests
+    from trainium_operator.http.limiter import ClientConnection, ConnectionLimiter
 
 HANDSHAKE_SECONDS = 10.0
 BACKLOG = 1024
-IN_A_TURN = 16
-"""Handshakes take about 0.5 ms each; and where turns are long, as while a plan is made, more than one must get on."""
+ACCEPTED_AT_ONCE = 16
+"""A handshake takes about 0.5 ms; where iterations are long, as during a plan, more than one has to proceed."""
 NO_FILE_SECONDS = 0.1
 """Pause when no connection can be accepted, as when no file descriptor is left."""
 _LIMITS: dict[str, Any] = {
@@ -43,14 +45,14 @@ _LIMITS: dict[str, Any] = {
 
 
 BROKEN = (ConnectionError, ClientError, HttpProcessingError, web.RequestPayloadError)
-"""What a connection that breaks, or brings no request, raises."""
+"""Errors of a connection that breaks, or that sends no request."""
 
 
 class _OneLine(logging.Filter):
-    """What aiohttp has to say of a connection that broke, without its traceback: any worker can break one."""
+    """Drops the traceback of a broken connection from aiohttp's log lines: any worker can break one."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Make it a line; nothing is left out."""
+        """Reduce the record to a line; no record is dropped."""
         if record.exc_info and isinstance(record.exc_info[1], BROKEN):
             record.exc_info, record.levelno, record.levelname = None, logging.INFO, "INFO"
         return True
@@ -60,46 +62,46 @@ _log = logging.getLogger(f"{__name__}.http")
 _log.addFilter(_OneLine())
 
 
-class Visit(web.RequestHandler):
-    """aiohttp's connection, which says when it is over."""
+class TrackedConnection(web.RequestHandler):
+    """aiohttp's connection, which reports its end to the limiter."""
 
-    __slots__ = ("_guests", "guest")
+    __slots__ = ("_limiter", "client")
 
-    def __init__(self, server: web.Server, guests: Guests, guest: Guest) -> None:
+    def __init__(self, server: web.Server, limiter: ConnectionLimiter, client: ClientConnection) -> None:
         super().__init__(server, loop=asyncio.get_running_loop(), logger=_log, **_LIMITS)
-        self.guest = guest
-        self._guests = guests
+        self.client = client
+        self._limiter = limiter
 
-    def hand_over(self, protocol: Protocol) -> None:
-        """From now on the connection, and the guest who holds it, are this protocol's; it must say when they leave."""
+    def switch_protocol(self, protocol: Protocol) -> None:
+        """Pass the connection to this protocol, which must call `closed_callback` at its end."""
         transport = self.transport
         if transport is None:
             raise ConnectionResetError
         self.transport = None
-        self.force_close()  # the loop over requests ends; nothing is closed, since there is nothing here any more
+        self.force_close()  # the loop over requests ends; without a transport nothing is closed
         transport.set_protocol(protocol)
         protocol.connection_made(transport)
         asyncio.get_running_loop().call_soon(super().connection_lost, None)
 
-    def leaver(self) -> Callable[[], None]:
-        """To be called when the connection that was handed over is closed; keeps nothing of HTTP alive."""
-        return partial(self._guests.left, self.guest)
+    def closed_callback(self) -> Callable[[], None]:
+        """Return what must be called when a switched connection is closed; it keeps nothing of HTTP alive."""
+        return partial(self._limiter.closed, self.client)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         """See asyncio.Protocol."""
-        self._guests.left(self.guest)
+        self._limiter.closed(self.client)
         super().connection_lost(exc)
 
 
-class Door:
-    """`open`, then `shut`."""
+class LimitedListener:
+    """`open`, then `close`."""
 
-    def __init__(self, guests: Guests) -> None:
-        self._guests = guests
+    def __init__(self, limiter: ConnectionLimiter) -> None:
+        self._limiter = limiter
         self._listener: socket.socket | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._turns = asyncio.Semaphore(IN_A_TURN)
-        """Of those whose handshake may begin: most of its work is the answer to its first bytes."""
+        self._handshakes = asyncio.Semaphore(ACCEPTED_AT_ONCE)
+        """Handshakes that may start: most of the work is the answer to the first bytes."""
 
     def open(self, server: web.Server, host: str, port: int, context: ssl.SSLContext | None) -> int:
         """Listen; returns the port. Raises OSError."""
@@ -110,8 +112,8 @@ class Door:
         bound: int = self._listener.getsockname()[1]
         return bound
 
-    async def shut(self) -> None:
-        """Accept nothing more; connections that are open stay so."""
+    async def close(self) -> None:
+        """Accept nothing more; open connections stay open."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -127,62 +129,62 @@ class Door:
     async def _accept(self, listener: socket.socket, server: web.Server, context: ssl.SSLContext | None) -> None:
         loop = asyncio.get_running_loop()
         for number in count(1):
-            await self._guests.room()
-            if number % IN_A_TURN == 0:
-                await asyncio.sleep(0)  # what is there already is accepted without a pause otherwise
+            await self._limiter.wait_for_capacity()
+            if number % ACCEPTED_AT_ONCE == 0:
+                await asyncio.sleep(0)  # waiting connections are accepted without a pause otherwise
             try:
                 connection, address = await loop.sock_accept(listener)
             except OSError:
                 await asyncio.sleep(NO_FILE_SECONDS)
                 continue
-            guest = self._guests.came(address[0], connection.close)
-            if guest is None:
+            client = self._limiter.opened(address[0], connection.close)
+            if client is None:
                 connection.close()
                 continue
-            greeting = self._spawn(self._greet(connection, guest, server, context))
-            guest.close = partial(_cancel, greeting)
+            handshake = self._spawn(self._handshake(connection, client, server, context))
+            client.close = partial(_cancel, handshake)
 
-    async def _greet(
-        self, connection: socket.socket, guest: Guest, server: web.Server, context: ssl.SSLContext | None
+    async def _handshake(
+        self, connection: socket.socket, client: ClientConnection, server: web.Server, context: ssl.SSLContext | None
     ) -> None:
         try:
             if context is not None:
-                await _first_byte(connection)
-                async with self._turns:
+                await _wait_for_first_byte(connection)
+                async with self._handshakes:
                     await asyncio.sleep(0)
             transport, _ = await asyncio.get_running_loop().connect_accepted_socket(
-                lambda: Visit(server, self._guests, guest),
+                lambda: TrackedConnection(server, self._limiter, client),
                 connection,
                 ssl=context,
                 ssl_handshake_timeout=HANDSHAKE_SECONDS if context is not None else None,
             )
         except (OSError, TimeoutError):
-            self._guests.left(guest)
+            self._limiter.closed(client)
             connection.close()
         except asyncio.CancelledError:
-            self._guests.left(guest)
+            self._limiter.closed(client)
             connection.close()
             raise
         else:
-            guest.close = transport.abort
+            client.close = transport.abort
 
 
-async def _first_byte(connection: socket.socket) -> None:
-    """Wait until something has come. Raises TimeoutError."""
+async def _wait_for_first_byte(connection: socket.socket) -> None:
+    """Wait until a byte can be read. Raises TimeoutError."""
     loop = asyncio.get_running_loop()
-    come: asyncio.Future[None] = loop.create_future()
+    readable: asyncio.Future[None] = loop.create_future()
     descriptor = connection.fileno()
-    loop.add_reader(descriptor, _set, come)
+    loop.add_reader(descriptor, _set, readable)
     try:
         async with asyncio.timeout(HANDSHAKE_SECONDS):
-            await come
+            await readable
     finally:
         loop.remove_reader(descriptor)
 
 
-def _set(come: asyncio.Future[None]) -> None:
-    if not come.done():
-        come.set_result(None)
+def _set(readable: asyncio.Future[None]) -> None:
+    if not readable.done():
+        readable.set_result(None)
 
 
 def _cancel(task: asyncio.Task[None]) -> None:

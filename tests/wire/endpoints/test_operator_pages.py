@@ -10,7 +10,7 @@ import pytest
 
 from tests.testing.api.fake_kubernetes import FakeCluster, refuse
 from tests.testing.api.recorded_jobs import NOW, recorded
-from tests.testing.operator.readers import ReadersWorld, readers_world
+from tests.testing.operator.endpoints import ReadersWorld, readers_world
 from tests.testing.page.html_page import Page
 from tests.testing.virtual.operator_process import OperatorProcess
 from trainium_contract.pages.live import HEADERS

@@ -1,4 +1,4 @@
-"""`/ui`: jobs as pages for a browser, of which everybody sees what the API server would let them read.
+"""Serve `/ui`: jobs as pages for a browser; each user sees what the API server lets them read.
 
 Invariants: a list needs the right to list TrainingJobs there, a page that to get the job; of pods, membership and
 events it shows what its reader may list or get, and names what it leaves out. It changes nothing. A page is made at
@@ -20,8 +20,8 @@ from trainium_contract.pages.job_page import live_job_html
 from trainium_contract.pages.jobs_page import live_jobs_html, which_namespace_html
 from trainium_contract.pages.live import HEADERS
 from trainium_contract.wire.worker_env import GROUP, PLURAL
-from trainium_operator.entrance.errors import RefusedError
-from trainium_operator.readers.access import ReadObjects
+from trainium_operator.endpoints.access import ObjectAttributes
+from trainium_operator.http.errors import RefusedError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from trainium_contract.pages.job_page import JobReport
     from trainium_contract.pages.jobs_page import JobRow
     from trainium_contract.views.events import EventView
-    from trainium_operator.readers.access import Deed
+    from trainium_operator.endpoints.access import ResourceAttributes
 
-    Admit = Callable[[web.Request, Deed], Awaitable["Ask"]]
-    Ask = Callable[[Deed], Awaitable[bool]]
+    Admit = Callable[[web.Request, ResourceAttributes], Awaitable["Ask"]]
+    Ask = Callable[[ResourceAttributes], Awaitable[bool]]
 
 ROOT = "/ui"
 FRESH_SECONDS = 2.0
@@ -42,40 +42,40 @@ _PACKING = 1
 
 
 class Jobs(Protocol):
-    """What is known of jobs, whoever may see it (`cluster/shown.py`)."""
+    """The data of pages, before authorisation (`cluster/shown.py`)."""
 
     def rows(self, namespace: str) -> list[JobRow]:
-        """The jobs of a namespace; empty: of all."""
+        """Return the jobs of a namespace; of all when it is empty."""
         ...
 
     def report(self, namespace: str, name: str, *, pods: bool, members: bool) -> Callable[..., JobReport] | None:
-        """What makes a report, with `now`, `events` and `notes`, in any thread; None: there is no such job."""
+        """Return a function that creates a report, with `now`, `events` and `notes`; None without job."""
         ...
 
     async def events(self, namespace: str, name: str) -> tuple[EventView, ...] | str:
-        """Events about a job, or why they are not known."""
+        """Return events about a job, or why they are not known."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class _Made:
+class _RenderedPage:
     at: float
     packed: bytes
 
 
 class Pages:
-    """Handlers; `admit(request, deed)` raises, or answers what else this user may do. `clock` in Unix seconds."""
+    """Handlers; `admit(request, attributes)` raises, or answers what else this user may do. `clock` in Unix seconds."""
 
     def __init__(self, jobs: Jobs, admit: Admit, clock: Callable[[], float]) -> None:
         self._jobs = jobs
         self._admit = admit
         self._clock = clock
-        self._made: dict[tuple[object, ...], _Made] = {}
+        self._created: dict[tuple[object, ...], _RenderedPage] = {}
         """No older than `FRESH_SECONDS`."""
-        self._making = asyncio.Lock()
+        self._render_lock = asyncio.Lock()
 
     def routes(self) -> list[web.RouteDef]:
-        """GET only."""
+        """Return the routes; GET only."""
         return [
             web.get(ROOT, self._all),
             web.get(f"{ROOT}/{{namespace}}", self._namespace),
@@ -96,20 +96,20 @@ class Pages:
         return await self._list(request, _valid(request.match_info["namespace"]))
 
     async def _list(self, request: web.Request, namespace: str) -> web.StreamResponse:
-        await self._admit(request, ReadObjects(PLURAL, namespace, group=GROUP))
+        await self._admit(request, ObjectAttributes(PLURAL, namespace, group=GROUP))
         where = f"namespace {namespace}" if namespace else "all namespaces"
         rows, now = self._jobs.rows(namespace), self._clock()
         return await self._answer(request, (namespace,), partial(live_jobs_html, rows, now, where=where, root=ROOT))
 
     async def _job(self, request: web.Request) -> web.StreamResponse:
         namespace, name = (_valid(request.match_info[each]) for each in ("namespace", "name"))
-        may = await self._admit(request, ReadObjects(PLURAL, namespace, name, group=GROUP))
+        may = await self._admit(request, ObjectAttributes(PLURAL, namespace, name, group=GROUP))
         needs = {
-            "workers": ReadObjects("pods", namespace),
-            "who trains": ReadObjects("configmaps", namespace, f"{name}-membership"),
-            "events": ReadObjects("events", namespace),
+            "workers": ObjectAttributes("pods", namespace),
+            "who trains": ObjectAttributes("configmaps", namespace, f"{name}-membership"),
+            "events": ObjectAttributes("events", namespace),
         }
-        given = dict(zip(needs, await asyncio.gather(*(may(deed) for deed in needs.values())), strict=True))
+        given = dict(zip(needs, await asyncio.gather(*(may(attributes) for attributes in needs.values())), strict=True))
         notes = [f"{part}: you may not {needs[part]}" for part, allowed in given.items() if not allowed]
         report = self._jobs.report(namespace, name, pods=given["workers"], members=given["who trains"])
         if report is None:
@@ -127,14 +127,14 @@ class Pages:
     async def _answer(
         self, request: web.Request, what: tuple[object, ...], make: Callable[[], str]
     ) -> web.StreamResponse:
-        """`what` tells apart pages, and what may be seen of them."""
-        async with self._making:
+        """Return the page; `what` identifies it and the parts that the user may see."""
+        async with self._render_lock:
             now = self._clock()
-            self._made = {key: made for key, made in self._made.items() if 0 <= now - made.at < FRESH_SECONDS}
-            if what not in self._made:
+            self._created = {key: made for key, made in self._created.items() if 0 <= now - made.at < FRESH_SECONDS}
+            if what not in self._created:
                 packed = await asyncio.to_thread(lambda: gzip.compress(make().encode(), _PACKING))
-                self._made[what] = _Made(now, packed)
-            body = self._made[what].packed
+                self._created[what] = _RenderedPage(now, packed)
+            body = self._created[what].packed
         headers = {**HEADERS, "Content-Type": "text/html; charset=utf-8", "Vary": "Accept-Encoding"}
         if "gzip" in request.headers.get("Accept-Encoding", ""):
             return web.Response(body=body, headers={**headers, "Content-Encoding": "gzip"})
@@ -142,7 +142,7 @@ class Pages:
 
 
 def _valid(name: str) -> str:
-    """A name as Kubernetes allows it; what is none is not there."""
+    """Return the name if Kubernetes allows it. Raises HTTPNotFound."""
     if not _NAME.fullmatch(name):
         raise web.HTTPNotFound(reason="there is no such page: /ui, /ui/NAMESPACE and /ui/NAMESPACE/NAME are there")
     return name

@@ -14,17 +14,16 @@ from aiohttp import web
 
 from tests.testing.api.fake_http import FakeServer
 from tests.testing.api.fake_kubernetes import FakeCluster
-from tests.testing.operator.readers import PROMETHEUS, USER, readers_world
+from tests.testing.operator.endpoints import PROMETHEUS, USER, readers_world
 from tests.testing.suite.patience import async_until
 from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.api.transport import connect
 from trainium_operator.cluster.lease import LeaseElector
-from trainium_operator.entrance import door, guests
+from trainium_operator.endpoints import access, servers
+from trainium_operator.endpoints.servers import Exposition, ProbeServer
+from trainium_operator.http import limiter, listener
 from trainium_operator.main import LEASE_CONNECTIONS
 from trainium_operator.monitoring.metrics import Metrics
-from trainium_operator.readers import access, server
-from trainium_operator.readers.exposition import Exposition
-from trainium_operator.readers.health import HealthServer
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -178,7 +177,7 @@ async def test_a_flood_of_bad_tokens_costs_neither_the_lease_nor_a_scrape_nor_a_
         for each in floods:
             each.cancel()
         await asyncio.gather(*floods, return_exceptions=True)
-        assert in_hand == access.STRANGERS_AT_ONCE
+        assert in_hand == access.ANONYMOUS_AT_ONCE
         assert answers == {200}
         assert elector.may_act()
         assert not holding.done()
@@ -206,7 +205,7 @@ async def test_tokens_that_come_at_once_count_like_those_that_come_one_by_one() 
     async with readers_world(FakeCluster()) as world, world.session("127.0.0.9") as hostile:
         answers = await asyncio.gather(*(world.get(hostile, f"bad-{number}") for number in range(60)))
         assert {status for status, _ in answers} == {401, 429}
-        assert 10 <= len(world.reviews) < 10 + access.STRANGERS_AT_ONCE
+        assert 10 <= len(world.reviews) < 10 + access.ANONYMOUS_AT_ONCE
 
 
 async def test_a_valid_token_without_the_right_moves_nobody_ahead() -> None:
@@ -219,27 +218,27 @@ async def test_a_valid_token_without_the_right_moves_nobody_ahead() -> None:
         for number in range(12):
             async with world.session("127.0.0.9") as each:
                 answers.append((await world.get(each, f"tenant-{number}"))[0])
-                assert world.server.reception.guests.strangers > 0
+                assert world.server.http.limiter.anonymous > 0
         assert answers == [403] * 10 + [429] * 2
 
 
 async def test_connections_that_say_nothing_are_bounded_and_closed_and_a_known_reader_stays(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(server, "MOST_STRANGERS", 50)
-    monkeypatch.setattr(guests, "STRANGER_SECONDS", 3.0)
-    monkeypatch.setattr(door, "HANDSHAKE_SECONDS", 3.0)
+    monkeypatch.setattr(servers, "MAX_ANONYMOUS", 50)
+    monkeypatch.setattr(limiter, "ANONYMOUS_SECONDS", 3.0)
+    monkeypatch.setattr(listener, "HANDSHAKE_SECONDS", 3.0)
     async with readers_world(FakeCluster()) as world, world.session() as prometheus:
         assert (await world.get(prometheus, "good"))[0] == 200
         writers = []
         for _ in range(120):
             _, writer = await asyncio.open_connection("127.0.0.1", world.port, local_addr=("127.0.0.9", 0))
             writers.append(writer)
-        strangers = world.server.reception.guests
-        assert strangers.strangers <= 50
+        connections = world.server.http.limiter
+        assert connections.anonymous <= 50
         assert (await world.get(prometheus, "good"))[0] == 200
-        await async_until(lambda: strangers.strangers == 0, "strangers are closed")
-        assert world.server.reception.connections == 1
+        await async_until(lambda: connections.anonymous == 0, "strangers are closed")
+        assert world.server.http.connections == 1
         for writer in writers:
             writer.transport.abort()
 
@@ -247,23 +246,23 @@ async def test_connections_that_say_nothing_are_bounded_and_closed_and_a_known_r
 async def test_connections_to_the_plain_port_are_bounded_too_and_probes_get_through(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(guests, "STRANGER_SECONDS", 3.0)
-    health = HealthServer(live=lambda: "", ready=lambda: "", metrics=Exposition(lambda: b"", lambda: 0.0))
+    monkeypatch.setattr(limiter, "ANONYMOUS_SECONDS", 3.0)
+    health = ProbeServer(live=lambda: "", ready=lambda: "", metrics=Exposition(lambda: b"", lambda: 0.0))
     port = await health.start("0.0.0.0", 0)
     writers = []
     for _ in range(300):
         _, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=("127.0.0.9", 0))
         writers.append(writer)
-    assert health._reception.guests.strangers <= 256
+    assert health._http.limiter.anonymous <= 256
     for writer in writers:
         writer.close()
-    monkeypatch.setattr(guests, "WINDOW_SECONDS", GENEROUS)
-    for _ in range(guests.MOST_IN_VAIN):
+    monkeypatch.setattr(limiter, "WINDOW_SECONDS", GENEROUS)
+    for _ in range(limiter.MAX_FAILED):
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.transport.abort()
     async with aiohttp.ClientSession() as session, session.get(f"http://127.0.0.1:{port}/livez") as response:
         assert response.status == 200
-    await async_until(lambda: health._reception.guests.strangers == 0, "strangers are closed")
+    await async_until(lambda: health._http.limiter.anonymous == 0, "strangers are closed")
     await health.stop()
 
 

@@ -1,0 +1,1 @@
+"""Probes, metrics and pages of jobs, for readers whom the API server authorises."""

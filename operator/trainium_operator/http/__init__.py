@@ -1,0 +1,1 @@
+"""Listening sockets, limits of connections, tokens and their reviews, certificates."""

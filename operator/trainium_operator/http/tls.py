@@ -1,0 +1,114 @@
+"""Serve TLS with a certificate that changes while the server runs.
+
+Guarantees:
+- The context is the same object for the life of the process: a new certificate serves new connections and leaves the
+  others alone.
+- A chain and a key that do not belong together are never loaded; until they do, the last valid pair serves.
+- Keys are never written to a file system.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import ssl
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+logger = logging.getLogger(__name__)
+
+CHECK_SECONDS = 10.0
+"""A kubelet takes about a minute to update a mounted Secret."""
+LARGEST_FILE = 1024 * 1024
+"""A Secret cannot hold more."""
+
+
+class UnusableCertificateError(ValueError):
+    """Not a certificate, not a key, or not of each other."""
+
+
+class ServerTls:
+    """A TLS context whose certificate can be replaced."""
+
+    def __init__(self) -> None:
+        self.context = _context()
+        self.loaded = asyncio.Event()
+        """A certificate is in `context`."""
+
+    def load(self, certificate: bytes, key: bytes) -> None:
+        """Serve with this chain and key, PEM. Raises UnusableCertificateError and keeps the last pair."""
+        with _memory_file(certificate) as chain_path, _memory_file(key) as key_path:
+            for context in (_context(), self.context):  # the first is a trial: a failure leaves a context half loaded
+                try:
+                    context.load_cert_chain(chain_path, key_path, password="")
+                except (ssl.SSLError, ValueError) as error:
+                    raise UnusableCertificateError(f"certificate and key cannot be used ({error})") from error
+        self.loaded.set()
+
+
+def _context() -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.num_tickets = 0  # agents connect once: two tickets each would cost a quarter of a handshake
+    return context
+
+
+@contextlib.contextmanager
+def _memory_file(content: bytes) -> Iterator[str]:
+    """Yield a path at which `ssl` can read this; in memory, so it works on a read-only file system too."""
+    descriptor = os.memfd_create("tls", os.MFD_CLOEXEC)
+    try:
+        os.write(descriptor, content)
+        yield f"/proc/self/fd/{descriptor}"
+    finally:
+        os.close(descriptor)
+
+
+class CertificateFolder:
+    """Serves the pair in a mounted Secret of type `kubernetes.io/tls`, as cert-manager writes it."""
+
+    def __init__(self, folder: str) -> None:
+        self.tls = ServerTls()
+        self._folder = Path(folder)
+        self._held: tuple[bytes, bytes] | None = None
+        self._warned = ""
+
+    async def run(self) -> None:
+        """Refresh periodically until cancelled."""
+        while True:
+            await self.refresh()
+            await asyncio.sleep(CHECK_SECONDS)
+
+    async def refresh(self) -> None:
+        """Load the pair in the folder if it is another valid one; read off the loop, bounded."""
+        try:
+            found = await asyncio.to_thread(_read, self._folder)
+            if found == self._held:
+                return
+            self.tls.load(*found)
+        except (OSError, UnusableCertificateError) as error:
+            self._warn_once(f"{self._folder}: {error}; a pair tls.crt and tls.key is needed there")
+            return
+        logger.info("serving with the certificate in %s", self._folder)
+        self._held, self._warned = found, ""
+
+    def _warn_once(self, problem: str) -> None:
+        """Log the problem unless it is the last one."""
+        if problem != self._warned:
+            logger.warning("certificate: %s", problem)
+        self._warned = problem
+
+
+def _read(folder: Path) -> tuple[bytes, bytes]:
+    """Return chain and key. Raises OSError."""
+    return _bounded(folder / "tls.crt"), _bounded(folder / "tls.key")
+
+
+def _bounded(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(LARGEST_FILE)

@@ -1,1 +1,0 @@
-"""What kubelets, Prometheus and people read from the operator; none of it changes anything."""
