@@ -117,7 +117,7 @@ parity: setup  ## Loss curves and exported models against transformers, in every
 learn: setup  ## Ten minutes of training against n-grams on Python's documentation: docs/learning.md (ARGS="--minutes 1")
 	@$(BIN)/python -m benchmarks.learn $(ARGS)
 
-soak: binaries  ## Real training through random faults for hours, leaks looked for, beside the simulator (ARGS="--minutes 40 --seed 1")
+soak: binaries  ## Real training through random faults for hours, then a search for leaks (ARGS="--minutes 40 --seed 1")
 	@$(BIN)/python -m benchmarks.soak $(ARGS)
 
 proof: setup  ## Kills at 200 seeded points of training and checkpoints: docs/recovery-proof.md (ARGS="--uneven", "--tuning --points 10")

@@ -1,12 +1,6 @@
-"""The fault table: every row of faults that needs no accelerator, injected into real training and timed.
+"""Inject every fault that needs no accelerator into real training, time the recovery and check it.
 
-`python -m benchmarks.faults` (`make faults`) plays the rows and writes `docs/fault-table.md` from `results/`. A row
-is a name, what is injected, what is expected and a function that plays it; one file per family of rows. The clusters
-are those of the tests (`tests.testing.cluster`), so the same rows run on the development cluster and on others.
+`python -m benchmarks.faults` (`make faults`) runs the rows and writes `docs/fault-table.md` from `results/`. A row has
+a name, the fault, what is injected, what is expected, and a function that runs it; there is one file per family of
+rows. The clusters are those of the tests (`tests.testing.cluster`), so rows run on the development cluster and others.
 """
-
-from __future__ import annotations
-
-from pathlib import Path
-
-ROOT = Path(__file__).parents[2]

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.faults`: play rows of the fault table, keep their results, write the document."""
+"""Run rows of the fault table, save their results and write the page."""
 
 from __future__ import annotations
 
@@ -9,56 +9,49 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from benchmarks.faults import ROOT
 from benchmarks.faults.document import write_document
+from benchmarks.faults.environment import NODES, FaultEnvironment, RowSkippedError
 from benchmarks.faults.record import FaultRun, RowResult, Where
 from benchmarks.faults.row import Row, Session
-from benchmarks.faults.stage import NODES, SkipRowError, Stage
-from benchmarks.faults.table import ROWS
+from benchmarks.faults.rows import ROWS
 from tests.testing.cluster.sites import open_site
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
 HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
 _STARTED = time.monotonic()
 
 
-def say(sentence: str) -> None:
-    """A line of progress."""
+def log(sentence: str) -> None:
+    """Print progress."""
     print(f"[{time.monotonic() - _STARTED:6.1f} s] {sentence}", flush=True)
 
 
 def main() -> int:
-    """Play, print, write; 1 when a row failed."""
+    """Run rows; return 1 if a row failed."""
     options = _options()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # clusters that are not ours are left tidy
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that existing clusters are cleaned up
     rows = _chosen(options)
     out: Path = options.out
     results: Path = options.results
     if not options.resume:
-        forget(_file(results, row, options) for row in rows)
+        for row in rows:
+            _file(results, row, options).unlink(missing_ok=True)
     waiting = [row for row in rows if not _is_done(results, row, options)]
-    say(f"{len(waiting)} rows to play, {len(rows) - len(waiting)} are done; seed {options.seed}")
-    virtual = [row for row in waiting if row.where is Where.VIRTUAL]
-    real = [row for row in waiting if row.where is not Where.VIRTUAL]
-    for row in virtual:
-        _play(None, row, options, results)
-    if real:
+    log(f"{len(waiting)} rows to run, {len(rows) - len(waiting)} are done; seed {options.seed}")
+    if waiting:
         from tests.testing.cluster import sites  # noqa: PLC0415 - the number of nodes is the table's own
 
         sites.NODES = NODES
-        with open_site(options.cluster) as site, Stage(site, out, say) as stage:
-            for row in real:
-                _play(stage, row, options, results)
+        with open_site(options.cluster) as site, FaultEnvironment(site, out, log) as env:
+            for row in waiting:
+                _run(env, row, options, results)
     if options.document is not None:
         write_document(results, options.document)
-        say(f"wrote {options.document}")
+        log(f"wrote {options.document}")
     everything = [RowResult.load(_file(results, row, options)) for row in rows if _file(results, row, options).exists()]
     failed = [result.name for result in everything if not result.passed and not result.skipped]
-    say(f"{sum(result.passed for result in everything)} rows passed; failed: {failed or 'none'}")
+    log(f"{sum(result.passed for result in everything)} rows passed; failed: {failed or 'none'}")
     return 1 if failed else 0
 
 
@@ -66,10 +59,10 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.faults", description=__doc__)
     parser.add_argument("--rows", default="", help="for instance 1,4b,25 (25a and 25b); by default all")
     parser.add_argument("--runs", type=int, default=30, help="runs of each row (rows that take long: fewer)")
-    parser.add_argument("--seed", type=int, default=1, help="chooses ranks, nodes and moments")
-    parser.add_argument("--resume", action="store_true", help="add the runs that are missing; else play them anew")
+    parser.add_argument("--seed", type=int, default=1, help="chooses ranks, nodes and times")
+    parser.add_argument("--resume", action="store_true", help="add missing runs instead of running all again")
     parser.add_argument("--cluster", choices=("local", "existing"), default="local", help="as for the tests")
-    parser.add_argument("--out", type=Path, default=ROOT / "out" / "faults", help="folder of what runs leave behind")
+    parser.add_argument("--out", type=Path, default=ROOT / "out" / "faults", help="folder for diagnostics")
     parser.add_argument(
         "--results", type=Path, default=HERE / "results", help="folder of the figures, kept with the code"
     )
@@ -87,12 +80,6 @@ def _chosen(options: argparse.Namespace) -> list[Row]:
     return [row for row in rows if row.kubelet] if options.cluster == "existing" else rows
 
 
-def forget(files: Iterable[Path]) -> None:
-    """Remove the results of rows that are played anew; rows that were not asked for keep theirs."""
-    for path in files:
-        path.unlink(missing_ok=True)
-
-
 def _suffix(options: argparse.Namespace) -> str:
     return "-kubelet" if options.cluster == "existing" else "-local"
 
@@ -102,11 +89,11 @@ def _file(results: Path, row: Row, options: argparse.Namespace) -> Path:
 
 
 def _wanted(row: Row, options: argparse.Namespace) -> int:
-    return min(int(options.runs), row.most)
+    return min(int(options.runs), row.max_runs)
 
 
 def _known(results: Path, row: Row, options: argparse.Namespace) -> RowResult | None:
-    """What earlier runs with the same seed gave, where they are to be kept."""
+    """Return the result of earlier runs with the same seed, if runs are resumed."""
     path = _file(results, row, options)
     if not options.resume or not path.exists():
         return None
@@ -119,26 +106,26 @@ def _is_done(results: Path, row: Row, options: argparse.Namespace) -> bool:
     return known is not None and len(known.outcomes) >= _wanted(row, options)
 
 
-def _play(stage: Stage | None, row: Row, options: argparse.Namespace, results: Path) -> None:
+def _run(env: FaultEnvironment, row: Row, options: argparse.Namespace, results: Path) -> None:
     runs = _wanted(row, options)
-    where = Where.KUBELET if options.cluster == "existing" and row.where is Where.REAL else row.where
+    where = Where.KUBELET if options.cluster == "existing" else Where.REAL
     known = _known(results, row, options) or RowResult(row.name, where, options.seed)
     session = Session(row.name, options.seed, range(len(known.outcomes), runs))
-    say(f"row {row.name}: {row.fault}, {len(session.runs)} run{'s' if len(session.runs) > 1 else ''}")
+    log(f"row {row.name}: {row.fault}, {len(session.runs)} run{'s' if len(session.runs) > 1 else ''}")
     began = time.monotonic()
     outcomes: list[FaultRun] = []
     skipped = ""
     try:
-        for outcome in row.play(stage, session):  # type: ignore[arg-type]  # rows in virtual time need no stage
+        for outcome in row.run(env, session):
             outcomes.append(outcome)
-            say(f"  {row.name}.{outcome.run} {_line(outcome)}")
-    except SkipRowError as reason:
+            log(f"  {row.name}.{outcome.run} {_line(outcome)}")
+    except RowSkippedError as reason:
         skipped = str(reason)
-        say(f"  not run: {skipped}")
-    except Exception as error:  # noqa: BLE001 - a row that breaks must not cost the others
-        session.blame([f"the row broke off: {type(error).__name__}: {error}"])
+        log(f"  not run: {skipped}")
+    except Exception as error:  # noqa: BLE001 - one row must not cost the others
+        session.add_errors([f"the row ended with an error: {type(error).__name__}: {error}"])
     for sentence in session.wrong:
-        say(f"  {row.name} WRONG: {sentence}")
+        log(f"  {row.name} WRONG: {sentence}")
     replace(
         known,
         outcomes=(*known.outcomes, *outcomes),

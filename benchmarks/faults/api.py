@@ -1,7 +1,9 @@
-"""A quick client of any cluster's API: JSON over one `kubectl proxy`, so that looking ten times a second costs little.
+"""Access the API of any cluster as JSON over one `kubectl proxy`, so that polling ten times a second costs little.
 
-Invariants: a request either gives the parsed answer or raises `ApiError` with the server's sentence; the proxy, and
-with it this client, outlives an API server that goes away and comes back; connections are per thread.
+Guarantees:
+- A request returns the parsed answer, or raises `ApiError` with the message of the server.
+- The client survives a restart of the API server.
+- Each thread has its own connection.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ _TIMEOUT = 20.0
 
 
 class ApiError(RuntimeError):
-    """The API server refused or did not answer; `code` is the HTTP status, 0 when there was none."""
+    """The API server refused a request or did not answer; `code` is the HTTP status, 0 without one."""
 
     def __init__(self, message: str, code: int = 0) -> None:
         super().__init__(message)
@@ -31,7 +33,7 @@ class ApiError(RuntimeError):
 
 
 class Api:
-    """Reads and writes objects as parsed JSON."""
+    """Read and write objects as parsed JSON."""
 
     def __init__(self, site: Site) -> None:
         self._process = subprocess.Popen(
@@ -41,7 +43,7 @@ class Api:
         line = self._process.stdout.readline()
         address = line.rpartition(" ")[2].strip()
         if ":" not in address:
-            raise ApiError(f"kubectl proxy did not start: {line.strip() or 'it said nothing'}")
+            raise ApiError(f"kubectl proxy did not start: {line.strip() or 'no output'}")
         self._port = int(address.rpartition(":")[2])
         self._local = threading.local()
 
@@ -55,11 +57,11 @@ class Api:
             self._process.stdout.close()
 
     def get(self, path: str) -> Json:
-        """An object or a list."""
+        """Return an object or a list."""
         return self._call("GET", path)
 
     def find(self, path: str) -> Json | None:
-        """An object; None when it does not exist."""
+        """Return an object, or None if it does not exist."""
         try:
             return self.get(path)
         except ApiError as error:
@@ -68,19 +70,15 @@ class Api:
             raise
 
     def patch(self, path: str, change: Json) -> Json:
-        """Merge a change into an object."""
+        """Apply a merge patch."""
         return self._call("PATCH", path, change, "application/merge-patch+json")
 
     def create(self, path: str, body: Json) -> Json:
-        """POST an object."""
+        """Create an object."""
         return self._call("POST", path, body)
 
-    def replace(self, path: str, body: Json) -> Json:
-        """PUT an object."""
-        return self._call("PUT", path, body)
-
     def delete(self, path: str, options: Json | None = None) -> None:
-        """Delete an object; nothing happens when it is not there."""
+        """Delete an object, if it exists."""
         try:
             self._call("DELETE", path, options)
         except ApiError as error:

@@ -1,8 +1,9 @@
-"""The document: all results that lie in the folder, as a table that a person reads.
+"""Write the results of all rows as a page.
 
-Invariants: the document is made from results alone, so it can be written again at any time; a row without a result
-keeps the line that it has in the document, marked as older, or is in it as not run; a row that fails is in it with its
-sentences.
+Guarantees:
+- The page depends on the results alone, so it can be written again at any time.
+- A row without a result keeps its line of the former page, marked as older, or is listed as not run.
+- A row that fails is listed with its deviations.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from benchmarks.faults.record import RowResult, Spread, Where
-from benchmarks.faults.table import ROWS
+from benchmarks.faults.rows import ROWS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -21,30 +22,43 @@ if TYPE_CHECKING:
 
 HEAD = """# The fault table
 
-Every fault of the table that needs no accelerator, injected on purpose, timed and judged. Made by
+Every fault that needs no accelerator, injected on purpose, timed and checked. Written by
 
 ```sh
-make faults                       # all rows; ARGS="--rows 1,5 --runs 3" plays these anew, ARGS=--resume goes on
+make faults                       # all rows; ARGS="--rows 1,5 --runs 3" for some, ARGS=--resume for missing runs
 make faults CLUSTER=existing      # the rows in which a kubelet decides, on the cluster of KUBECONFIG
 ```
 
-How to read it. *Detect* and *first new step* are seconds from the moment of the fault, to its detection and to the
-end of the first step that had not been done before it: median, 95th percentile and greatest of the runs. Steps take
-0.15 s here (a tiny model, three workers and a spare that share this machine), so the figures are those of the
-machinery, not of a model's start-up. Of a row that ends the job, *detect* is the time to its verdict. *Lost* is the
-greatest number of steps computed again. *Blame* counts the runs in which the history names the expected cause,
-answer, pod and node, and in which nobody else is suspected. A row passes when every run was as expected, and when the
-loss curve of the job, with all its faults, equals that of an undisturbed run (bit for bit at the same size, 1e-5
-across sizes) and every sample was seen once. What failed is said below the table. A row marked
-*older* was measured at an earlier state of the code and has not been played since.
+- *Detect* and *first new step*: seconds from the fault until it is detected, and until the end of the first step that
+  was not done before. Median, 95th percentile and maximum of the runs.
+- Steps take 0.15 s (a tiny model, three workers and a spare that share a machine). The figures are those of the
+  machinery, not of the start of a model.
+- If a row ends the job, *detect* is the time until its verdict.
+- *Lost*: the largest number of steps that were computed again.
+- *Blame*: runs in which the history has the expected cause, rung, pod and node, and no other node is suspected.
+- A row passes if every run is as expected, the loss curve of the job equals that of an undisturbed run (bit for bit
+  at one size, within 1e-5 across sizes), and every sample was seen once. Deviations are listed below the table.
+- *Older*: measured at an earlier state of the code.
 """
 
 PLACES = """
 *Real processes*: etcd, API server, scheduler, controller manager, the operator and training processes of the
-development cluster. *Virtual time*: the operator's own code against a fake API server, with workers that are played,
-so that half an hour passes in a second; its times are virtual. *Genuine kubelet*: real processes on a Kubernetes with
-genuine kubelets and containerd. Seeds choose who is hit and when.
+development cluster. *Genuine kubelet*: real processes on a Kubernetes with genuine kubelets and containerd. Seeds
+choose what is hit and when.
 """
+
+VIRTUAL = """
+Faults that last minutes or hours run with each change, in virtual time, as tests in `tests/wire/operator`:
+
+| fault | test |
+|---|---|
+| operator killed at each of its writes | `test_operator_killed.py` |
+| no operator for 30 minutes | `test_operator_replicas.py` |
+| no API server for 10 minutes; errors, conflicts, broken watches | `test_operator_outage.py` |
+| operator cut off from all nodes, from a zone; stale leases | `test_operator_partition.py` |
+| wrong clocks, loaded hosts, idle capacity, uneven sizes, repeat offenders | `test_operator_misleading_signs.py` |
+
+Rows 7, 9, 10 and 11 need devices, or links that can be degraded; they are not run."""
 
 _KUBELETS = "\n## On genuine kubelets\n"
 _OLDER = " (older)"
@@ -52,7 +66,7 @@ _CELLS = 10
 
 
 def write_document(results: Path, path: Path) -> None:
-    """Write the table from what lies in the folder."""
+    """Write the page from the results in a folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     former = path.read_text() if path.exists() else ""
     path.write_text("\n".join(_lines(results, former)) + "\n")
@@ -63,7 +77,7 @@ def _lines(results: Path, former: str) -> Iterator[str]:
     found = {path.stem: RowResult.load(path) for path in sorted(results.glob("*.json"))}
     local = [(row, found.get(f"{row.number:02d}{row.part}-local")) for row in ROWS]
     kubelet = [(row, found.get(f"{row.number:02d}{row.part}-kubelet")) for row in ROWS if row.kubelet]
-    yield f"Made {_about([result for _, result in (*local, *kubelet) if result is not None])}.\n"
+    yield f"Run {_about([result for _, result in (*local, *kubelet) if result is not None])}.\n"
     here, _, there = former.partition(_KUBELETS)
     yield from _table(local, here)
     if there or any(result is not None for _, result in kubelet):
@@ -71,15 +85,15 @@ def _lines(results: Path, former: str) -> Iterator[str]:
         yield from _table(kubelet, there)
     failing = [(row, result) for row, result in (*local, *kubelet) if result is not None and _sentences(result)]
     if failing:
-        yield "\n## What is not as expected\n"
+        yield "\n## Deviations\n"
         for row, result in failing:
             yield from _failure(row, result)
-    yield "\n## What is injected, and by what it is judged\n"
-    yield "| # | injected | expected | judged by |"
+    yield "\n## What is injected and how it is checked\n"
+    yield "| # | injected | expected | checked by |"
     yield "|---|---|---|---|"
     for row in ROWS:
         yield f"| {row.name} | {row.injected} | {row.expected} | {row.judged} |"
-    yield "\nRows 7, 9, 10 and 11 need devices, or links that can be spoilt; they are not played here."
+    yield VIRTUAL
 
 
 def _table(rows: Iterable[tuple[Row, RowResult | None]], former: str) -> Iterator[str]:
@@ -91,7 +105,7 @@ def _table(rows: Iterable[tuple[Row, RowResult | None]], former: str) -> Iterato
 
 
 def _older_line(row: Row, former: str) -> str:
-    """The line of an earlier table, with what it found or why it was not run."""
+    """Return the line of the former page, with its figures or the reason why the row did not run."""
     for line in former.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if cells[0] != row.name or len(cells) != _CELLS or cells[-1] == "not run yet":
@@ -102,11 +116,11 @@ def _older_line(row: Row, former: str) -> str:
 
 
 def table_line(row: Row, result: RowResult | None) -> str:
-    """One row as a line of the table."""
+    """Return the line of a row."""
     if result is None or result.skipped:
         why = "not run yet" if result is None else f"not run: {result.skipped}"
-        return f"| {row.name} | {row.fault} | {row.where.value} | 0 | | | | | | {why} |"
-    right, judged = result.blamed_right
+        return f"| {row.name} | {row.fault} | {Where.REAL.value} | 0 | | | | | | {why} |"
+    right, judged = result.blamed_correctly
     lost = [outcome.steps_lost for outcome in result.outcomes if outcome.steps_lost is not None]
     failures = result.failures
     bad = f"**FAILS**{f' {failures} of {len(result.outcomes)}' if failures else ''}"
@@ -143,7 +157,7 @@ def _failure(row: Row, result: RowResult) -> Iterator[str]:
 
 
 def _shortened(sentence: str) -> str:
-    """One line, without what makes every run's sentence another one."""
+    """Return the sentence as one line of limited length."""
     text = " ".join(sentence.split()).replace("|", "/")
     return text if len(text) <= 400 else f"{text[:400]} …"
 

@@ -1,8 +1,8 @@
-"""What a run of a row found, and the arithmetic of the table.
+"""Record the results of runs and rows, and summarize them.
 
-Invariants: a run without a sentence in `wrong` passed; a row passes when it has runs and all of them passed and
-nothing is wrong with the row as a whole; percentiles are of the runs that have the figure (nearest rank), so a p95 is
-always a value that was measured.
+Guarantees:
+- A run passes if `wrong` is empty. A row passes if it has runs, all of them passed, and its own `wrong` is empty.
+- Percentiles (nearest rank) are of the runs that have the figure, so each of them is a measured value.
 """
 
 from __future__ import annotations
@@ -19,38 +19,35 @@ if TYPE_CHECKING:
 
 
 class Where(StrEnum):
-    """What a row ran on."""
+    """Kind of processes that a row runs on."""
 
     REAL = "real processes"
     """The development cluster, the real operator, real training processes on CPU."""
-    VIRTUAL = "virtual time"
-    """The real operator's code against a fake API server, with agents that are played."""
     KUBELET = "genuine kubelet"
     """Real processes on a cluster with genuine kubelets."""
-    NONE = "not run"
 
 
 @dataclass(frozen=True, slots=True)
 class FaultRun:
-    """One run of one row; seconds from the moment of the fault."""
+    """Result of a run; seconds since the fault."""
 
     run: int
     detect: float | None = None
-    """Of a row that ends the job: to its verdict."""
+    """Seconds until the fault is detected, or until the verdict of a row that ends the job."""
     recover: float | None = None
-    """To the end of the first new step."""
+    """Seconds until the end of the first new step."""
     steps_lost: int | None = None
     blame: bool | None = None
-    """Whether cause, rung, pod and node are the expected ones; None where the row blames nobody and expects nothing."""
+    """Whether cause, rung, pod and node are the expected ones; None where nothing is expected."""
     wrong: tuple[str, ...] = ()
-    """A sentence for each thing that was not as expected."""
+    """A sentence for each deviation."""
     note: str = ""
-    """What distinguishes this run, for instance which pod was hit."""
+    """What distinguishes this run, for instance the pod."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowResult:
-    """All runs of one row."""
+    """Results of all runs of a row."""
 
     name: str
     """Number and part."""
@@ -58,34 +55,34 @@ class RowResult:
     seed: int
     outcomes: tuple[FaultRun, ...] = ()
     wrong: tuple[str, ...] = ()
-    """What is wrong with the row as a whole, for instance a curve that differs."""
+    """Deviations of the row as a whole, for instance of the loss curve."""
     skipped: str = ""
-    """Why it did not run; empty when it did."""
+    """Reason why the row did not run; empty if it did."""
     seconds: float = 0.0
-    """How long the runs took together."""
+    """Duration of all runs."""
     asked: int = 0
-    """Runs that were asked for."""
+    """Number of requested runs."""
     commits: tuple[str, ...] = ()
-    """States of the code that the runs were made at."""
+    """Commits at which the runs were made."""
 
     @property
     def passed(self) -> bool:
-        """Whether everything was as expected."""
+        """Whether all runs were as expected."""
         return bool(self.outcomes) and not self.wrong and not any(outcome.wrong for outcome in self.outcomes)
 
     @property
     def failures(self) -> int:
-        """Runs in which something was not as expected."""
+        """Number of runs with a deviation."""
         return sum(bool(outcome.wrong) for outcome in self.outcomes)
 
     @property
-    def blamed_right(self) -> tuple[int, int]:
-        """Runs with the right blame, and runs that could be judged."""
+    def blamed_correctly(self) -> tuple[int, int]:
+        """Number of runs with the expected blame, and of runs that expect one."""
         judged = [outcome.blame for outcome in self.outcomes if outcome.blame is not None]
         return sum(judged), len(judged)
 
     def save(self, path: Path) -> None:
-        """Write it as JSON."""
+        """Write the result as JSON."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(asdict(self), indent=1) + "\n")
 
@@ -101,7 +98,7 @@ class RowResult:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Median, 95th percentile and greatest of some measurements."""
+    """Median, 95th percentile and maximum of measurements."""
 
     p50: float
     p95: float
@@ -109,7 +106,7 @@ class Spread:
 
     @staticmethod
     def of(values: Iterable[float | None]) -> Spread | None:
-        """None when nothing was measured."""
+        """Summarize values; None without any."""
         known = sorted(value for value in values if value is not None)
         if not known:
             return None
@@ -117,18 +114,18 @@ class Spread:
 
 
 def _percentile(ordered: list[float], share: float) -> float:
-    """Nearest rank: the smallest value that at least this share of the values does not exceed."""
+    """Return the smallest value that at least this share of the values does not exceed."""
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
 @dataclass
 class Findings:
-    """Sentences about what was not as expected, gathered during a run."""
+    """Deviations that are found during a run."""
 
     wrong: list[str] = field(default_factory=list)
 
-    def expect(self, truth: object, sentence: str) -> bool:
-        """Note the sentence unless it is true; returns whether it is."""
-        if not truth:
+    def expect(self, condition: object, sentence: str) -> bool:
+        """Add the sentence unless the condition is true; return whether it is."""
+        if not condition:
             self.wrong.append(sentence)
-        return bool(truth)
+        return bool(condition)

@@ -1,6 +1,6 @@
-"""The soak: real training on a development cluster through random faults for hours, beside the simulator's own hours.
+"""Train on a development cluster through random faults for hours, and look for leaks.
 
-`python -m benchmarks.soak` (`make soak`) draws a schedule with the simulator's dice and plays it against real ones.
-It looks for leftovers (curve, samples, pods, files, processes, memory, sockets). Then the simulator plays the same
-schedule with the stages that the first half of the job's ledger shows, and both are written beside each other.
+`python -m benchmarks.soak` (`make soak`) draws a schedule of faults from a seed and injects it into a job. Then it
+compares the loss curve and the samples with those of an undisturbed run, and checks what remains (pods, other objects,
+files, processes, shared memory, sockets) and what grew in long-lived processes.
 """

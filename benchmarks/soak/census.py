@@ -1,7 +1,8 @@
-"""What there is: processes with their memory, files and sockets, shared memory, files on disk, objects of the job.
+"""Count processes with their memory, files and sockets, shared memory, files on disk and objects of the job.
 
-Invariants: only what belongs to this cluster is counted (a mark in the environment of each process of a node, and the
-family of the supervisor); a process that ends while it is looked at is left out.
+Guarantees:
+- Only what belongs to this cluster is counted: processes with its marker in the environment, and child processes.
+- A process that ends meanwhile is left out.
 """
 
 from __future__ import annotations
@@ -9,18 +10,18 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import psutil
 
 from benchmarks.faults.api import ApiError
-from benchmarks.faults.stage import NAMESPACE
+from benchmarks.faults.environment import NAMESPACE
 from trainium_devcluster.state import MARKER
 
 if TYPE_CHECKING:
-    from benchmarks.faults.stage import Stage
+    from benchmarks.faults.environment import FaultEnvironment
 
 _SHARED_MEMORY = Path("/dev/shm")
 _KINDS = (
@@ -33,7 +34,7 @@ _KINDS = (
     "apis/coordination.k8s.io/v1/namespaces/{}/leases",
     "apis/resource.k8s.io/v1/namespaces/{}/resourceclaims",
 )
-_KEPT = ("kube-root-ca.crt",)
+_IGNORED = ("kube-root-ca.crt",)
 _NAMES = {
     "trainium-operator": "operator",
     "trainium_operator": "operator",
@@ -46,15 +47,15 @@ _NAMES = {
     "kube-scheduler": "scheduler",
 }
 OURS = frozenset({"operator", "agent", "node runtime", "supervisor"})
-"""Whose growth is a fault of ours."""
+"""Roles whose growth is a defect of this project."""
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One process."""
+    """A process and what it holds."""
 
     pid: int
-    began: float
+    started: float
     role: str
     megabytes: float
     files: int
@@ -64,34 +65,30 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class Census:
-    """One look."""
+    """All counts at a time."""
 
     at: float
     """Unix seconds."""
     processes: tuple[Process, ...]
     shared_memory: int
-    """Entries of /dev/shm of this machine that the trainer or torch may have made."""
+    """Entries of /dev/shm that the trainer or torch may have created."""
     node_files: int
     """Files in the folders of the nodes."""
     job_files: int
     objects: dict[str, int] = field(default_factory=dict)
-    """Of the job's namespace, by kind; empty while the API server is away."""
+    """Objects in the namespace of the job, by kind; empty while there is no API server."""
 
     def roles(self) -> dict[str, int]:
-        """Processes by role."""
+        """Return the number of processes by role."""
         counted: dict[str, int] = {}
         for process in self.processes:
             counted[process.role] = counted.get(process.role, 0) + 1
         return dict(sorted(counted.items()))
 
-    def document(self) -> dict[str, Any]:
-        """As JSON."""
-        return asdict(self)
 
-
-def take_census(stage: Stage, folder: Path | None) -> Census:
-    """Look now; `folder`: of the job, when it has one."""
-    cluster = stage.site.cluster
+def take_census(env: FaultEnvironment, folder: Path | None) -> Census:
+    """Count now; `folder` is that of the job, if there is one."""
+    cluster = env.site.cluster
     assert cluster is not None
     return Census(
         at=time.time(),
@@ -99,7 +96,7 @@ def take_census(stage: Stage, folder: Path | None) -> Census:
         shared_memory=_entries(_SHARED_MEMORY),
         node_files=_files(cluster.paths.root / "nodes"),
         job_files=0 if folder is None else _files(folder),
-        objects=_objects(stage),
+        objects=_objects(env),
     )
 
 
@@ -117,7 +114,7 @@ def _processes(mark: bytes) -> list[Process]:
                 found.append(
                     Process(
                         pid=process.pid,
-                        began=process.create_time(),
+                        started=process.create_time(),
                         role=role_of(process.cmdline()),
                         megabytes=round(process.memory_info().rss / 1e6, 1),
                         files=files,
@@ -129,7 +126,7 @@ def _processes(mark: bytes) -> list[Process]:
 
 
 def role_of(command: list[str]) -> str:
-    """What a process is, by its program: that of a Python process is its module, or its script."""
+    """Return the role of a process by its program; that of a Python process is its module or script."""
     words = [word for word in command if word]
     if not words:
         return "nameless"
@@ -141,7 +138,7 @@ def role_of(command: list[str]) -> str:
 
 
 def _descriptors(pid: int) -> tuple[int, int]:
-    """Open files, and how many of them are sockets."""
+    """Return the number of open files, and of sockets among them."""
     files = sockets = 0
     for entry in os.scandir(f"/proc/{pid}/fd"):
         files += 1
@@ -163,12 +160,12 @@ def _files(folder: Path) -> int:
     return count
 
 
-def _objects(stage: Stage) -> dict[str, int]:
+def _objects(env: FaultEnvironment) -> dict[str, int]:
     counted: dict[str, int] = {}
     for kind in _KINDS:
         try:
-            items = stage.api.get("/" + kind.format(NAMESPACE))["items"]
+            items = env.api.get("/" + kind.format(NAMESPACE))["items"]
         except (ApiError, OSError):
             return {}
-        counted[kind.rpartition("/")[2]] = sum(item["metadata"]["name"] not in _KEPT for item in items)
+        counted[kind.rpartition("/")[2]] = sum(item["metadata"]["name"] not in _IGNORED for item in items)
     return counted

@@ -1,9 +1,10 @@
-"""What is left over: after the job against before it, and what grew in those that lived through it.
+"""Find leaks: what remains after the job, and what grows in processes that live long.
 
-Invariants: pure; a process is compared with itself (pid and when it began); growth is that of the median of its last
-quarter over that of its second, so that warming up and a single look weigh nothing. Files, sockets and threads that
-another process with the same task had from its second quarter on are no growth: the agent of a spare that becomes the
-one which holds the generation's store has that one's connections from then on.
+Guarantees:
+- A process is compared with itself (pid and start time).
+- Growth is the median of the last quarter over that of the second one, so warming up does not count.
+- Files, sockets and threads that another process of the same role had in its second quarter are no growth: an agent that
+  becomes the host of the generation's store gets that agent's connections.
 """
 
 from __future__ import annotations
@@ -20,21 +21,21 @@ if TYPE_CHECKING:
 
     from benchmarks.soak.census import Census, Process
 
-LEAST_LOOKS = 16
-"""Of a process whose growth is judged."""
+MIN_SAMPLES = 16
+"""Number of samples of a process that is checked for growth."""
 MORE_MEGABYTES = 16.0
 MORE_SHARE = 0.15
 MORE_DESCRIPTORS = 8
 MORE_FILES = 40
-"""Of a node's or the job's files, logs and markers of single pods among them."""
+"""Allowed growth of the files of nodes or of the job, which include logs of single pods."""
 
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """What one process has more than before."""
+    """Growth of a process: its second and its last quarter."""
 
     role: str
-    looks: int
+    samples: int
     minutes: float
     megabytes: tuple[float, float]
     files: tuple[float, float]
@@ -42,16 +43,16 @@ class Growth:
     threads: tuple[float, float]
 
 
-def growths(looks: Sequence[Census]) -> list[Growth]:
-    """Of each process that was there for long, the longest-lived first."""
+def growths(samples: Sequence[Census]) -> list[Growth]:
+    """Return the growth of each long-lived process, the longest-lived first."""
     lives: dict[tuple[int, float, str], list[tuple[float, Process]]] = defaultdict(list)
-    for look in looks:
-        for process in look.processes:
-            lives[process.pid, process.began, process.role].append((look.at, process))
+    for sample in samples:
+        for process in sample.processes:
+            lives[process.pid, process.started, process.role].append((sample.at, process))
     found = [
         Growth(
             role=role,
-            looks=len(life),
+            samples=len(life),
             minutes=round((life[-1][0] - life[0][0]) / 60, 1),
             megabytes=_ends([each.megabytes for _, each in life]),
             files=_ends([each.files for _, each in life]),
@@ -59,7 +60,7 @@ def growths(looks: Sequence[Census]) -> list[Growth]:
             threads=_ends([each.threads for _, each in life]),
         )
         for (_, _, role), life in lives.items()
-        if len(life) >= LEAST_LOOKS
+        if len(life) >= MIN_SAMPLES
     ]
     return sorted(found, key=lambda each: -each.minutes)
 
@@ -69,9 +70,9 @@ def _ends(values: Sequence[float]) -> tuple[float, float]:
     return median(values[quarter : 2 * quarter]), median(values[-quarter:])
 
 
-def wrong_growth(looks: Sequence[Census]) -> Iterator[str]:
-    """What grew, as sentences; of the programs of Kubernetes nothing is judged."""
-    found = growths(looks)
+def find_growth(samples: Sequence[Census]) -> Iterator[str]:
+    """Yield a sentence for each process that grew; programs of Kubernetes are not checked."""
+    found = growths(samples)
     for each in found:
         if each.role not in OURS:
             continue
@@ -86,17 +87,17 @@ def wrong_growth(looks: Sequence[Census]) -> Iterator[str]:
                 yield f"a process ({each.role}) had {first:.0f} open {what}, later {last:.0f}"
 
 
-def wrong_leftovers(before: Census, after: Census) -> Iterator[str]:
-    """What the job left behind, as sentences: `before` it was made, `after` it was deleted."""
+def find_leftovers(before: Census, after: Census) -> Iterator[str]:
+    """Yield a sentence for everything that remains after the job and was not there before."""
     for role in sorted({*before.roles(), *after.roles()}):
         first, last = before.roles().get(role, 0), after.roles().get(role, 0)
         if last > first:
             yield f"{last - first} more processes ({role}) than before the job"
     for kind, count in after.objects.items():
         if count > before.objects.get(kind, 0):
-            yield f"{count - before.objects.get(kind, 0)} {kind} are left"
+            yield f"{count - before.objects.get(kind, 0)} {kind} remain"
     if after.shared_memory > before.shared_memory:
-        yield f"{after.shared_memory - before.shared_memory} entries of /dev/shm are left"
+        yield f"{after.shared_memory - before.shared_memory} entries of /dev/shm remain"
     if after.node_files > before.node_files + MORE_FILES:
         yield f"{after.node_files - before.node_files} more files in the folders of the nodes"
     for role in sorted(OURS & set(before.roles()) & set(after.roles())):
@@ -105,10 +106,10 @@ def wrong_leftovers(before: Census, after: Census) -> Iterator[str]:
             yield f"a process ({role}) has {last} sockets, before the job at most {first}"
 
 
-def wrong_job_files(looks: Sequence[Census]) -> Iterator[str]:
-    """Files of the job must not become more and more: what is kept of checkpoints is bounded."""
-    counts = [look.job_files for look in looks if look.job_files]
-    if len(counts) < LEAST_LOOKS:
+def find_job_files(samples: Sequence[Census]) -> Iterator[str]:
+    """Yield a sentence if the folder of the job grows: the number of checkpoints is bounded."""
+    counts = [sample.job_files for sample in samples if sample.job_files]
+    if len(counts) < MIN_SAMPLES:
         return
     before, after = _ends(counts)
     if after - before > MORE_FILES:

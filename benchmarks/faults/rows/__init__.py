@@ -1,1 +1,8 @@
-"""Rows of the fault table, by what goes wrong."""
+"""Collect all rows, in the order of their numbers."""
+
+from __future__ import annotations
+
+from benchmarks.faults.rows import control, endings, machines, nodes, pods, processes, storage
+
+_FAMILIES = (processes, pods, nodes, endings, storage, control, machines)
+ROWS = tuple(sorted((row for family in _FAMILIES for row in family.ROWS), key=lambda row: (row.number, row.part)))

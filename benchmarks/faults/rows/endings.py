@@ -1,188 +1,179 @@
-"""Rows that end the job with a verdict, and the one in which start-up is cut short again and again."""
+"""Rows that end the job with a verdict, that apply limits and rules of the job, and of a start that is interrupted."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import shutil
 import time
 from typing import TYPE_CHECKING
 
+from benchmarks.faults.environment import FaultEnvironment, RowSkippedError
 from benchmarks.faults.record import FaultRun, Findings
-from benchmarks.faults.row import EXPECTED_ERRORS, Row, Session
-from benchmarks.faults.stage import SkipRowError
+from benchmarks.faults.recovery import Run, expect_in_place, expect_node_lost
+from benchmarks.faults.row import Row
 from tests.testing.suite.patience import Deadline
 from trainium_devcluster.errors import ClusterError
 
 if TYPE_CHECKING:
-    import random
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
-    from benchmarks.faults.patient import Json, Patient
-    from benchmarks.faults.stage import Stage
-    from trainium_devcluster.faults import Faults
+    from benchmarks.faults.target import Json, TargetJob
 
 SMALL = "workers: {replicas: 2}"
 NO_IMAGE = "registry.invalid/no-such-image:1"
-STARTS_CUT_SHORT = 6
-IMPORT_ERROR = {"TRAINIUM_RANK_ENTRY": "no_such_module:main"}
+INTERRUPTED_STARTS = 6
+EMPTY_CACHE = "empty"
+ALLOWED_CRASHES = 2
+AVOID_CODE, STOP_CODE = 42, 43
 
 
-def _verdicts(
-    stage: Stage,
-    session: Session,
-    name: str,
-    inject: Callable[[Patient, random.Random], float] | None,
-    reason: str,
-    says: str,
-    environment: dict[str, str] | None = None,
-    *,
-    tries: int = 1,
-) -> Iterator[FaultRun]:
-    """A fresh job for each run: it must end with this verdict, once, and blame no node."""
-    for run in session.runs:
-        try:
-            with stage.job(name, SMALL, environment=environment) as patient:
-                if inject is None:
-                    # The fault is there from the beginning: its moment is when both workers run.
-                    patient.until("running workers", lambda: _all_run(patient), 120)
-                    moment = time.time()
-                else:
-                    patient.settle(3, seconds=120)
-                    moment = inject(patient, session.random(run))
-                patient.until("a verdict", lambda: patient.status().get("phase") == "Failed", 90)
-                yield _judged(patient, run, moment, reason, says, tries)
-        except EXPECTED_ERRORS as error:
-            yield FaultRun(run=run, wrong=(str(error),))
-
-
-def _all_run(patient: Patient) -> bool:
-    pods = patient.pods()
+def _all_run(target: TargetJob) -> bool:
+    pods = target.pods()
     return len(pods) == 2 and all(pod["status"].get("phase") == "Running" for pod in pods)
 
 
-def _judged(patient: Patient, run: int, moment: float, reason: str, says: str, tries: int) -> FaultRun:
-    ended = time.time()
-    status = patient.status()
-    found = Findings()
-    failed = patient.condition("Failed")
-    blame = found.expect(failed.get("reason") == reason, f"the verdict is {failed.get('reason')}, expected {reason}")
+def _verdict(run: Run, moment: float, reason: str, text: str, *, restarts: int = 1) -> FaultRun:
+    """Wait for this verdict, which must blame no node."""
+    target, found = run.target, Findings()
+    target.until("verdict", lambda: target.status().get("phase") == "Failed", 90)
+    detect = round(time.time() - moment, 3)
+    status, failed = target.status(), target.condition("Failed")
     verdict = status.get("verdict", "")
-    blame &= found.expect(says in verdict, f"the verdict does not report {says!r}: {verdict[:200]!r}")
+    blame = found.expect(failed.get("reason") == reason, f"the verdict is {failed.get('reason')}, expected {reason}")
+    blame &= found.expect(text in verdict, f"the verdict does not contain {text!r}: {verdict[:200]!r}")
     blame &= found.expect(not status.get("avoidedNodes"), f"nodes are suspected: {status.get('avoidedNodes')}")
     total = status.get("restarts", {}).get("total", 0)
-    found.expect(total <= tries, f"it was tried again {total} times, expected at most {tries}")
-    return FaultRun(
-        run=run,
-        detect=round(ended - moment, 3),
-        steps_lost=0,
-        blame=blame,
-        wrong=tuple(found.wrong),
-        note=verdict[:80],
+    found.expect(total <= restarts, f"{total} restarts, expected at most {restarts}")
+    return run.result(found, detect=detect, steps_lost=0, blame=blame, note=verdict[:80])
+
+
+def _inject(run: Run, what: str) -> float:
+    run.target.until_stable(3, seconds=120)
+    pod = run.rng.choice(run.target.members())["podName"]
+    return run.target.inject(what, pod, sticky=what == "nan")
+
+
+def _not_a_number(run: Run) -> FaultRun:
+    return _verdict(run, _inject(run, "nan"), "NumericalError", "nan")
+
+
+def _out_of_memory(run: Run) -> FaultRun:
+    return _verdict(run, _inject(run, "oom"), "OutOfMemory", "memory")
+
+
+def _import_error(run: Run) -> FaultRun:
+    run.target.until("running workers", lambda: _all_run(run.target), 120)
+    return _verdict(run, time.time(), "UserError", "no_such_module", restarts=2)
+
+
+def _exhaust_budget(run: Run) -> FaultRun:
+    """Kill a rank as often as the budget allows, then once more."""
+    target, wrong = run.target, list[str]()
+    for _ in range(ALLOWED_CRASHES):
+        target.until_stable(3, seconds=120)
+        pod = run.random_member()["podName"]
+        act, expect = (lambda pod=pod: target.signal(pod, "KILL")), expect_in_place("Crash", pod)
+        wrong += run.inject(act, expect).wrong
+    target.until_stable(3)
+    moment = target.signal(run.random_member()["podName"], "KILL")
+    result = _verdict(run, moment, "BudgetExhausted", "maxFailures", restarts=ALLOWED_CRASHES)
+    return run.result(Findings([*wrong, *result.wrong]), detect=result.detect, blame=result.blame, note=result.note)
+
+
+def _apply_rules(run: Run) -> FaultRun:
+    """Exit with a code whose rule avoids the node, then with one whose rule stops the job."""
+    target = run.target
+    target.until_stable(3, seconds=120)
+    member = run.random_member()
+    pod, node = member["podName"], member["nodeName"]
+    expect = expect_node_lost(node, causes=frozenset({"Host"}), pod=pod)
+    avoided = run.command("exit", expect, pod, code=AVOID_CODE)
+    found = Findings(list(avoided.wrong))
+    members = [member["nodeName"] for member in target.members()]
+    found.expect(node not in members, f"a rank is on {node}, which the rule avoids")
+    target.until_stable(3)
+    target.clear_failures()
+    target.inject("exit", run.random_member()["podName"], code=STOP_CODE)
+    stopped = _verdict(run, time.time(), "UserError", str(STOP_CODE))
+    return run.result(
+        Findings([*found.wrong, *stopped.wrong]),
+        detect=avoided.detect,
+        recover=avoided.recover,
+        steps_lost=avoided.steps_lost,
+        blame=avoided.blame and stopped.blame,
+        note=stopped.note,
     )
 
 
-def _nan(stage: Stage, session: Session) -> Iterator[FaultRun]:
-    def inject(patient: Patient, dice: random.Random) -> float:
-        pod = dice.choice(patient.members())["podName"]
-        patient.order("nan", pod, sticky=True)
-        return patient.obeyed(pod)
+def _missing_image(run: Run) -> FaultRun:
+    """Start with an image that cannot be pulled: no verdict, but a condition; the corrected image starts the pods."""
+    target, right, applied = run.target, run.env.site.settings["chartValues"]["trainerImage"], time.time()
 
-    yield from _verdicts(stage, session, "nan", inject, "NumericalError", "nan")
+    def not_starting() -> Json:
+        condition = target.condition("PodsReady")
+        return condition if condition.get("reason") == "WorkerNotStarting" else {}
 
-
-def _import_error(stage: Stage, session: Session) -> Iterator[FaultRun]:
-    yield from _verdicts(stage, session, "import", None, "UserError", "no_such_module", IMPORT_ERROR, tries=2)
-
-
-def _out_of_memory(stage: Stage, session: Session) -> Iterator[FaultRun]:
-    def inject(patient: Patient, dice: random.Random) -> float:
-        pod = dice.choice(patient.members())["podName"]
-        patient.order("oom", pod)
-        return patient.obeyed(pod)
-
-    yield from _verdicts(stage, session, "oom", inject, "OutOfMemory", "memory")
+    condition = target.until("reason", not_starting, 120)
+    found, detect, message = Findings(), round(time.time() - applied, 3), condition.get("message", "")
+    blame = found.expect(NO_IMAGE.partition(":")[0] in message, f"the image is not named: {message!r}")
+    found.expect(target.status().get("phase") != "Failed", "the job was stopped")
+    moment = time.time()
+    target.patch({"spec": {"image": right}})
+    target.until_step(1, 180)
+    recover = round(target.records()[1]["time"] - moment, 3)
+    return run.result(found, detect=detect, recover=recover, steps_lost=0, blame=blame, note=message[:80])
 
 
-def _no_image(stage: Stage, session: Session) -> Iterator[FaultRun]:
-    """An image that cannot be pulled is no verdict: it is said, and the corrected one reaches the waiting pods."""
-    if stage.local:
-        raise SkipRowError("the development cluster pulls no images")
-    right = stage.site.settings["chartValues"]["trainerImage"]
-    for run in session.runs:
-        try:
-            with stage.job("image", f"image: {NO_IMAGE}") as patient:
-                applied = time.time()
-                condition = patient.until("a reason", functools.partial(_not_starting, patient), 120)
-                found = Findings()
-                told = time.time() - applied
-                message = condition.get("message", "")
-                blame = found.expect(NO_IMAGE.partition(":")[0] in message, f"the image is not named: {message!r}")
-                found.expect(patient.status().get("phase") != "Failed", "the job was stopped")
-                moment = time.time()
-                patient.patch({"spec": {"image": right}})
-                patient.until_step(1, 180)
-                first = patient.records()[1]["time"]
-                yield FaultRun(
-                    run, round(told, 3), round(first - moment, 3), 0, blame, tuple(found.wrong), message[:80]
-                )
-        except EXPECTED_ERRORS as error:
-            yield FaultRun(run=run, wrong=(str(error),))
+def _require_images(env: FaultEnvironment) -> None:
+    if env.local:
+        raise RowSkippedError("the development cluster pulls no images")
 
 
-def _not_starting(patient: Patient) -> Json:
-    condition = patient.condition("PodsReady")
-    return condition if condition.get("reason") == "WorkerNotStarting" else {}
+@contextlib.contextmanager
+def _empty_cache(env: FaultEnvironment) -> Iterator[None]:
+    folder = env.site.shared / "cache" / EMPTY_CACHE
+    folder.mkdir(mode=0o777)
+    folder.chmod(0o777)
+    try:
+        yield
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-def _interrupted_starts(stage: Stage, session: Session) -> Iterator[FaultRun]:
-    """The only cache that start-up fills on CPU is the tokenised text: kill the ranks while they fill it."""
-    faults = stage.faults
-    for run in session.runs:
-        folder = stage.site.shared / "cache" / f"interrupted-{session.seed}-{time.time_ns() // 1_000_000}"
-        folder.mkdir(mode=0o777)
-        folder.chmod(0o777)
-        change = f"{SMALL}\ntrainer: {{data: {{cacheDirectory: /cache/{folder.name}}}}}"
-        try:
-            with stage.job("interrupted", change) as patient:
-                yield _interrupt(stage, faults, patient, run, session.random(run))
-        except EXPECTED_ERRORS as error:
-            yield FaultRun(run=run, wrong=(str(error),))
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _interrupt(stage: Stage, faults: Faults, patient: Patient, run: int, dice: random.Random) -> FaultRun:
-    patient.until("running workers", lambda: _all_run(patient), 120)
-    hits = 0
-    deadline = Deadline(60)
-    while hits < STARTS_CUT_SHORT and not deadline.is_over():
-        time.sleep(dice.uniform(0.2, 1.0))
-        for pod in patient.pods():
-            # While it warms up, the standby is what tokenises.
+def _interrupt_start(run: Run) -> FaultRun:
+    """Kill ranks while they fill the only cache that a start on a CPU has, that of tokenized text."""
+    env, target = run.env, run.target
+    target.until("running workers", lambda: _all_run(target), 120)
+    kills, deadline = 0, Deadline(60)
+    while kills < INTERRUPTED_STARTS and not deadline.is_over():
+        time.sleep(run.rng.uniform(0.2, 1.0))
+        for pod in target.pods():
+            # While the pod warms up, the standby process tokenizes.
             for title in ("trainium-rank", "trainium-standby"):
                 with contextlib.suppress(ClusterError):
-                    faults.kill_container(patient.job.namespace, pod["metadata"]["name"], match=title)
-                    hits += 1
+                    env.faults.kill_container(target.job.namespace, pod["metadata"]["name"], match=title)
+                    kills += 1
     moment = time.time()
-    patient.until_step(5, 120)
-    ended = patient.records()[1]["time"]
+    target.until_step(5, 120)
     found = Findings()
-    found.expect(hits > 0, "no process was hit")
-    found.expect(not stage.check_curve(patient, 2), "the curve or the samples differ: a cache was poisoned")
-    return FaultRun(run, recover=round(ended - moment, 3), steps_lost=0, wrong=tuple(found.wrong), note=f"{hits} kills")
+    found.expect(kills > 0, "no process was killed")
+    found.expect(not env.check_curve(target, 2), "the curve or the samples differ: the cache is damaged")
+    recover = round(target.records()[1]["time"] - moment, 3)
+    return run.result(found, recover=recover, steps_lost=0, note=f"{kills} kills")
 
 
 ROWS = (
     Row(
         number=12,
         fault="NaN loss",
-        injected="the loss of one rank made NaN, and of every later step",
-        expected="stopped with verdict NumericalError; no restart loop, no node blamed",
-        judged="condition Failed, its reason and sentence; no suspected node; at most 1 restart",
-        play=_nan,
-        most=5,
-        kubelet=True,
+        injected="the loss of one rank set to NaN, and that of every later step",
+        expected="stops with verdict NumericalError; no restart loop, no node blamed",
+        judged="condition Failed, its reason and message; no suspected node; at most 1 restart",
+        play=_not_a_number,
+        spares=0,
+        spec=SMALL,
+        own_job=True,
+        max_runs=5,
     ),
     Row(
         number=13,
@@ -191,37 +182,77 @@ ROWS = (
         expected="two tries at most, verdict UserError that names the module; no node blamed",
         judged="as row 12; at most 2 restarts. Time counts from when the workers run",
         play=_import_error,
-        most=5,
-        kubelet=True,
+        spares=0,
+        spec=SMALL,
+        variables={"TRAINIUM_RANK_ENTRY": "no_such_module:main"},
+        own_job=True,
+        max_runs=5,
     ),
     Row(
         number=13,
         part="b",
         fault="image that cannot be pulled",
-        injected="a job whose image does not exist; corrected once the status reports it",
-        expected="status names the image, nothing is stopped; the corrected image reaches the pods that wait",
+        injected="a job whose image does not exist; corrected when the status reports it",
+        expected="the status names the image, nothing is stopped; the corrected image reaches the waiting pods",
         judged="PodsReady False, WorkerNotStarting (as detection, from the start); first step after the correction",
-        play=_no_image,
-        most=3,
-        kubelet=True,
+        play=_missing_image,
+        require=_require_images,
+        spares=0,
+        spec=f"image: {NO_IMAGE}",
+        own_job=True,
+        max_runs=3,
     ),
     Row(
         number=14,
         fault="out of memory",
         injected="a tensor of a petabyte in one rank's step",
-        expected="stopped with verdict OutOfMemory; no node blamed",
+        expected="stops with verdict OutOfMemory; no node blamed",
         judged="as row 12",
         play=_out_of_memory,
-        most=5,
-        kubelet=True,
+        spares=0,
+        spec=SMALL,
+        own_job=True,
+        max_runs=5,
     ),
     Row(
         number=33,
         fault="restart storm while caches are filled",
         injected="ranks and standbys killed six times while they start, the token cache empty (CPU compiles nothing)",
-        expected="the cache is never half-written: training begins and sees the right samples",
+        expected="the cache is never half-written: training starts and sees the right samples",
         judged="curve and samples of the first steps",
-        play=_interrupted_starts,
-        most=3,
+        play=_interrupt_start,
+        require=lambda env: env.faults,
+        spares=0,
+        within=_empty_cache,
+        spec=f"{SMALL}\ntrainer: {{data: {{cacheDirectory: /cache/{EMPTY_CACHE}}}}}",
+        own_job=True,
+        max_runs=3,
+        kubelet=False,
+    ),
+    Row(
+        number=43,
+        fault="budget of process failures exhausted",
+        injected=f"SIGKILL of a rank {ALLOWED_CRASHES + 1} times, where {ALLOWED_CRASHES} failures are allowed",
+        expected=f"{ALLOWED_CRASHES} restarts in place, then verdict BudgetExhausted; no node blamed",
+        judged="history as row 1; condition Failed, its reason and message; no suspected node",
+        play=_exhaust_budget,
+        spec=f"recovery: {{budgets: {{process: {{maxFailures: {ALLOWED_CRASHES}}}}}}}",
+        own_job=True,
+        max_runs=5,
+    ),
+    Row(
+        number=44,
+        fault="exit codes with rules of the job",
+        injected=f"exit code {AVOID_CODE} of a rank (rule: Host, AvoidNode), then {STOP_CODE} (rule: UserCode, Stop)",
+        expected="the spare takes the first rank and its node is avoided; the second stops the job",
+        judged="history: Host, Spare or Replace, that pod and node; then condition Failed, reason UserError",
+        play=_apply_rules,
+        spares=2,
+        spec=(
+            f"recovery: {{rules: [{{exitCodes: [{AVOID_CODE}], cause: Host, action: AvoidNode}}, "
+            f"{{exitCodes: [{STOP_CODE}], cause: UserCode, action: Stop}}]}}"
+        ),
+        own_job=True,
+        max_runs=5,
     ),
 )

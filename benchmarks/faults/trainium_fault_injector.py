@@ -1,11 +1,9 @@
-"""The trainer with a place to hurt it: what the workers of the fault table run in place of the plain entry point.
+"""Run the trainer with a fault injector, in place of the plain entry point, in the workers of the fault table.
 
-It paces the steps, so that a small model has steps of a steady length, and it carries out orders that lie as files in
-`TRAINIUM_FAULTS_DIR`: `do-POD` for the ranks of one pod, `do-all` for all. An order is taken once unless it says
-`sticky`. Everything else is the trainer as it is: what is not ordered does not happen. The file is copied to where the
-workers can import it, so it imports nothing of this folder.
-
-Invariant: losses are those of the plain trainer, since nothing but waiting is added to a step without an order.
+It paces the steps, so that a small model has steps of a steady length, and executes commands that are files in
+`TRAINIUM_FAULTS_DIR`: `do-POD` for the ranks of one pod, `do-all` for all. A command is executed once unless it is
+`sticky`. The file is copied to a folder that workers import from, so it imports nothing of this package. Losses are
+those of the plain trainer, since a step without a command is only delayed.
 """
 
 from __future__ import annotations
@@ -21,13 +19,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from trainium_trainer.backends.native import NativeBackend
     from trainium_trainer.data.batches.loader import MicroBatch
 
 FOLDER = Path(os.environ.get("TRAINIUM_FAULTS_DIR", "/nonexistent"))
 PACE = float(os.environ.get("TRAINIUM_FAULTS_PACE", "0"))
 PASS_PACE = float(os.environ.get("TRAINIUM_FAULTS_PASS_PACE", "0"))
-"""Seconds of each micro-batch, so that steps are longer where there are more of them."""
+"""Seconds of each micro-batch, so that a step with more of them is longer."""
 POD = os.environ.get("TRAINIUM_POD_NAME", "")
 NODE = os.environ.get("TRAINIUM_NODE_NAME", "")
 _FOREVER = 10_000_000.0
@@ -36,7 +36,7 @@ _STATE = {"rank": False, "mute": False}
 
 
 def main(argv: list[str]) -> Any:
-    """What the agent calls in each training process."""
+    """Run the trainer; the agent calls this in each training process."""
     from trainium_trainer import cli  # noqa: PLC0415 - the warm standby has it already
 
     _STATE["rank"] = True
@@ -45,61 +45,61 @@ def main(argv: list[str]) -> Any:
         draft = FOLDER / f".{name}.{os.getpid()}"
         draft.write_text(str(os.getpid()))
         draft.rename(FOLDER / name)
-    _pace_and_obey()
+    _pace_steps()
     _stall_storage()
     return cli.main(argv)
 
 
-def order(*, step: int | None = None, kinds: frozenset[str]) -> dict[str, Any] | None:
-    """The order of one of these kinds that is due for this process, taken unless it is sticky."""
+def next_command(step: int) -> dict[str, Any] | None:
+    """Return the command for this process at this step, and remove it unless it is sticky."""
     for name in (f"do-{POD}", "do-all"):
         path = FOLDER / name
         try:
             found: dict[str, Any] = json.loads(path.read_text())
         except (OSError, ValueError):
             continue
-        if found["what"] not in kinds or (step is not None and step < int(found.get("step", 0))):
+        if step < int(found.get("step", 0)):
             continue
         if not found.get("sticky"):
             with contextlib.suppress(OSError):
                 path.rename(FOLDER / f"done-{name}")
         with contextlib.suppress(OSError):
-            (FOLDER / f"struck-{POD}").write_text(f"{time.time():.3f}")
+            (FOLDER / f"injected-{POD}").write_text(f"{time.time():.3f}")
         return found
     return None
 
 
-def _pace_and_obey() -> None:
+def _pace_steps() -> None:
     from trainium_trainer.backends.native import NativeBackend  # noqa: PLC0415 - as above
 
     accumulate = NativeBackend.accumulate
     last_end = [time.monotonic()]
-    begun: list[float] = []
+    starts: list[float] = []
 
     def paced(self: NativeBackend, batch: MicroBatch, *, last: bool) -> None:
-        begun.append(time.monotonic())
+        starts.append(time.monotonic())
         accumulate(self, batch, last=last)
         if last:
-            # From the step's own beginning: from the last one's end a rank that was late once would look slow for ever.
-            own_end = begun[0] + len(begun) * PASS_PACE * _slowness()
-            with self._pulse.work:  # a longer computation, for all who look at this process
-                _obey(self)
+            # Relative to the start of this step: to the end of the last one, a rank that was late once would stay late.
+            own_end = starts[0] + len(starts) * PASS_PACE * _slowness()
+            with self._pulse.work:  # to observers, this is a longer computation
+                _execute_command(self)
                 time.sleep(max(0.0, last_end[0] + PACE - time.monotonic(), own_end - time.monotonic()))
             last_end[0] = time.monotonic()
-            begun.clear()
+            starts.clear()
 
     NativeBackend.accumulate = paced  # type: ignore[method-assign]
 
 
 def _slowness() -> float:
-    """How many times as long as elsewhere a step takes on this node: what the file `straggle-NODE` says, else 1."""
+    """Return the factor by which steps are longer on this node: the content of `straggle-NODE`, else 1."""
     with contextlib.suppress(OSError, ValueError):
         return float((FOLDER / f"straggle-{NODE}").read_text())
     return 1.0
 
 
 def _mute_collectives() -> None:
-    """A node whose collectives send nothing: in a rank that was told so, and in a test of pairs on the same pod."""
+    """Patch collectives so that a muted rank, and a pairwise test on its pod, send nothing."""
     from torch import distributed  # noqa: PLC0415 - slow
 
     all_reduce = distributed.all_reduce
@@ -120,55 +120,50 @@ def _is_mute() -> bool:
     return False
 
 
-def _obey(backend: NativeBackend) -> None:
-    found = order(step=int(backend.state.step) + 1, kinds=frozenset(_DEEDS))
+def _execute_command(backend: NativeBackend) -> None:
+    found = next_command(int(backend.state.step) + 1)
     if found is not None:
-        sys.stderr.write(f"saboteur: {found}\n")
-        _DEEDS[found["what"]](backend)
+        sys.stderr.write(f"fault injector: {found}\n")
+        _FAULTS[found["what"]](backend, found)
 
 
-def _fall_silent(_: Any) -> None:
-    _STATE["mute"] = True  # it waits in the next collective like all others, and sends nothing
+def _mute(_: NativeBackend, __: dict[str, Any]) -> None:
+    _STATE["mute"] = True  # it waits in the next collective like the others, and sends nothing
 
 
-def _not_a_number(backend: NativeBackend) -> None:
-    backend._losses[-1] = backend._losses[-1] * float("nan")  # noqa: SLF001 - what a sample with a bad value does
+def _not_a_number(backend: NativeBackend, _: dict[str, Any]) -> None:
+    backend._losses[-1] = backend._losses[-1] * float("nan")  # noqa: SLF001 - as a sample with a bad value does
 
 
-def _out_of_memory(_: Any) -> None:
+def _out_of_memory(_: NativeBackend, __: dict[str, Any]) -> None:
     import torch  # noqa: PLC0415 - as above
 
     torch.empty(1 << 50)
 
 
-def _sleep_for_ever(_: Any) -> None:
-    time.sleep(_FOREVER)
-
-
-def _fault_in_collective(_: Any) -> None:
-    def strike() -> None:
+def _fault_in_collective(_: NativeBackend, __: dict[str, Any]) -> None:
+    def read_null() -> None:
         time.sleep(PACE + 0.005)  # the main thread is in the next collective by then
         ctypes.string_at(0)
 
-    threading.Thread(target=strike, daemon=True).start()
+    threading.Thread(target=read_null, daemon=True).start()
 
 
-def _crash(_: Any) -> None:
-    os._exit(1)
+def _exit(_: NativeBackend, command: dict[str, Any]) -> None:
+    os._exit(int(command["code"]))
 
 
-_DEEDS = {
+_FAULTS: dict[str, Callable[[NativeBackend, dict[str, Any]], None]] = {
     "nan": _not_a_number,
     "oom": _out_of_memory,
-    "sleep": _sleep_for_ever,
     "segv": _fault_in_collective,
-    "exit": _crash,
-    "mute": _fall_silent,
+    "exit": _exit,
+    "mute": _mute,
 }
 
 
 def _stall_storage() -> None:
-    """A store that hangs: writes and reads of checkpoints wait while the file `stall` is there."""
+    """Patch storage: reads and writes of checkpoints block while the file `stall` exists."""
     from trainium_trainer.checkpoint.storage.posix import PosixStorage  # noqa: PLC0415 - as above
 
     def wait() -> None:
@@ -193,9 +188,9 @@ def _stall_storage() -> None:
 
 
 def _prepare() -> None:
-    """The standby imports this module in its warm-up: be as warm as the plain entry point."""
+    """Warm up as the plain entry point does: the standby process imports this module."""
     kernel_log = os.environ.get("TRAINIUM_KERNEL_LOG")
-    if kernel_log:  # stands for /dev/kmsg, which is always there
+    if kernel_log:  # replaces /dev/kmsg, which always exists
         with contextlib.suppress(OSError):
             Path(kernel_log).touch()
     with contextlib.suppress(Exception):

@@ -1,0 +1,327 @@
+"""Provide a cluster with the operator, jobs with a fault injector, node faults, and the reference curves.
+
+Guarantees:
+- Every job trains the same model on the same data, so there is one reference curve for each size.
+- A faulty node is replaced before the next run, so that no run inherits what the fleet remembers of it.
+- Leftovers of a row are removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import yaml
+
+from benchmarks.curves import check_batches, compare_losses, read_losses, read_samples
+from benchmarks.faults.api import Api, ApiError
+from benchmarks.faults.operator_pods import OperatorPods
+from benchmarks.faults.target import TargetJob
+from tests.testing.cluster.access import ROOT
+from tests.testing.cluster.installed import NAMESPACE as OPERATOR_NAMESPACE
+from tests.testing.cluster.installed import RELEASE, install_operator, make_namespace
+from tests.testing.cluster.jobs import Job, merged
+from tests.testing.suite import patience
+from trainium_devcluster.state import NodeSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tests.testing.cluster.sites import Site
+    from trainium_devcluster.faults import Faults
+
+Json = dict[str, Any]
+NAMESPACE = "fault-table"
+STEPS = 2400
+BATCH = 12
+PACE_SECONDS = 0.15
+"""Length of a step; a model as small as this one needs 20 ms."""
+NODES = 7
+"""Three for members, two for spares, and two idle ones; the operator has a node of its own."""
+FULL_SIZE_NODES = 6
+"""Nodes for three members, two spares and the operator; on fewer a job has two members and one spare."""
+HERE = Path(__file__).parent
+SPEC = f"""
+workers: {{accelerator: {{device: cpu}}}}
+trainer:
+  model: {{preset: Tiny}}
+  data: {{sequenceLength: 32, tokenizer: {{vocabSize: 512}}, cacheDirectory: /cache}}
+  batch: {{globalSize: {BATCH}, microSize: 2}}
+  steps: {STEPS}
+  schedule: {{warmupSteps: 20}}
+  monitor: {{tensorboard: false, recordSamples: true}}
+checkpoint: {{durable: {{everySteps: 20, everySeconds: 86400, keepLast: 3}}}}
+recovery:
+  rescaleAfterSeconds: 20
+  gracePeriodSeconds: 20
+  hang: {{stepFloorSeconds: 3}}
+  budgets: {{process: {{maxFailures: 1000}}, infrastructure: {{maxFailures: 1000}}}}
+"""
+_FEW_STEPS = 500
+"""Length of the reference curve unless a row needs more."""
+_CURVE_PARTS = ("models", "data", "backends", "loop")
+
+
+class RowSkippedError(Exception):
+    """The row cannot run on this cluster; the message has the reason."""
+
+
+class FaultEnvironment:
+    """A cluster for all rows."""
+
+    def __init__(self, site: Site, out: Path, log: Callable[[str], None]) -> None:
+        self.site = site
+        self.out = out
+        self.log = log
+        self.api = Api(site)
+        self.operator = OperatorPods(site, self.api)
+        self._full_size = self.local or len(site.worker_nodes()) >= FULL_SIZE_NODES
+        self._references: dict[str, dict[int, float]] = {}
+        self._numbers = itertools.count(int(time.time()) % 1_000_000)
+
+    def __enter__(self) -> Self:
+        faults = self.site.shared / "cache" / "faults"
+        for folder in (faults.parent, faults, faults / "lib"):
+            folder.mkdir(mode=0o777, exist_ok=True)
+            folder.chmod(0o777)
+        shutil.copy(HERE / "trainium_fault_injector.py", faults / "lib")
+        install_operator(self.site, {"statusIntervalSeconds": 1, "replicas": 1})
+        self.log("the operator is installed")
+        make_namespace(self.site, NAMESPACE)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.api.__exit__()
+
+    @property
+    def local(self) -> bool:
+        """Whether this is the development cluster, where all faults can be injected."""
+        return self.site.cluster is not None
+
+    @property
+    def size(self) -> int:
+        """Number of members of a job; a small cluster keeps a node for a spare."""
+        return 3 if self._full_size else 2
+
+    def spares(self, wanted: int) -> int:
+        """Return the number of spares that the cluster has nodes for."""
+        return wanted if self._full_size else min(wanted, 1)
+
+    def require_full_size(self) -> None:
+        """Raise RowSkippedError on a cluster without nodes for three members and two spares."""
+        if not self._full_size:
+            raise RowSkippedError(f"{FULL_SIZE_NODES} nodes are needed")
+
+    @contextlib.contextmanager
+    def job(
+        self, name: str, *changes: str, environment: dict[str, str] | None = None, pace: float = PACE_SECONDS
+    ) -> Iterator[TargetJob]:
+        """Run a job with a fault injector, and remove it at the end."""
+        unique = f"{name}-{next(self._numbers)}"
+        commands = self.site.shared / "cache" / "faults" / f"{NAMESPACE}-{unique}"
+        commands.mkdir(mode=0o777)
+        commands.chmod(0o777)
+        variables = {
+            "PYTHONPATH": "/cache/faults/lib",
+            "TRAINIUM_RANK_ENTRY": "trainium_fault_injector:main",
+            "TRAINIUM_FAULTS_DIR": f"/cache/faults/{commands.name}",
+            "TRAINIUM_FAULTS_PACE": f"{pace:g}",
+        }
+        job = Job(
+            self.site,
+            NAMESPACE,
+            unique,
+            merged_yaml(SPEC, f"workers: {{replicas: {self.size}}}", *changes),
+            environment=variables | (environment or {}),
+        )
+        spares = int(job.manifest["spec"]["workers"].get("spares", 0))
+        target = TargetJob(self.site, self.api, job, commands, spares)
+        job.apply()
+        try:
+            yield target
+        finally:
+            target.remove()
+            shutil.rmtree(job.folder, ignore_errors=True)
+
+    def reference(self, size: int, steps: int, batch: int = BATCH) -> dict[int, float]:
+        """Return step -> loss of an undisturbed job at this size and global batch, for at least `steps` steps.
+
+        The curve is computed once for a state of the trainer's code.
+        """
+        name = f"reference-{size}" if batch == BATCH else f"reference-{size}-{batch}"
+        path = self.out / f"{name}-{curve_digest()}.json"
+        known = self._references.get(path.name) or _losses_of(path)
+        if len(known) < steps:
+            wanted = _FEW_STEPS if steps <= _FEW_STEPS else STEPS
+            self.log(f"an undisturbed run of {wanted} steps at size {size}, to compare the curves with")
+            trainer = f"{{monitor: {{recordSamples: false}}, batch: {{globalSize: {batch}}}}}"
+            change = f"workers: {{replicas: {size}}}\ntrainer: {trainer}"
+            with self.job(name, change, pace=0.0) as target:
+                target.until_step(wanted, 900)
+                known = read_losses(target.job.folder)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(known))
+        self._references[path.name] = known
+        return known
+
+    def check_curve(self, target: TargetJob, size: int, tolerance: float = 0.0, batch: int = BATCH) -> list[str]:
+        """Return a sentence for each deviation of the curve and of the samples of a job."""
+        losses = read_losses(target.job.folder)
+        reference = self.reference(size, max(losses, default=0), batch)
+        samples = read_samples(target.job.folder)
+        recorded = max(0, max(samples, default=0) - 2)  # the newest steps may not be recorded by every rank yet
+        return [*compare_losses(losses, reference, tolerance), *check_batches(samples, recorded, batch)]
+
+    def save_diagnostics(self, target: TargetJob, name: str) -> None:
+        """Save objects, events and logs of a run that got stuck."""
+        folder = self.out / "stuck" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        namespace = target.job.namespace
+        inside = ("-n", namespace)
+        commands = {
+            "job.yaml": ("get", "trainingjob", target.job.name, *inside, "-o", "yaml"),
+            "pods.txt": ("get", "pods,configmaps,poddisruptionbudgets", *inside, "-o", "wide"),
+            "nodes.txt": ("get", "nodes", "-o", "wide"),
+            "events.txt": ("get", "events", *inside, "--sort-by=.metadata.creationTimestamp"),
+            "operator.log": ("logs", "-n", OPERATOR_NAMESPACE, f"deployment/{RELEASE}", "--tail=400"),
+        }
+        with contextlib.suppress(ApiError):
+            names = [pod["metadata"]["name"] for pod in target.pods()]
+            commands |= {f"{pod}.log": ("logs", pod, *inside, "--tail=400") for pod in names}
+        for file, command in commands.items():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                done = self.site.run("kubectl", *command, seconds=20)
+                (folder / file).write_text(done.stdout + done.stderr)
+
+    def replace_node(self, node: str) -> None:
+        """Replace a faulty node by a new one; on an existing cluster, power it on."""
+        cluster = self.site.cluster
+        if cluster is None:
+            if node in self.site.powerless:
+                self.site.power_on(node)
+            return
+        with contextlib.suppress(Exception):
+            cluster.faults.thaw_node(node)
+        cluster.add_node(NodeSpec(name=f"node-{next(self._numbers)}", cpu="4", memory="8Gi"), wait=False)
+        with contextlib.suppress(Exception):
+            cluster.faults.kill_node(node)
+        cluster.supervisor({"op": "forget-node", "node": node})
+        self.api.delete(f"/api/v1/nodes/{node}")
+
+    def cordoned(self) -> list[str]:
+        """Return the cordoned nodes."""
+        nodes = self.api.get("/api/v1/nodes")["items"]
+        return [node["metadata"]["name"] for node in nodes if node["spec"].get("unschedulable")]
+
+    def release_nodes(self) -> None:
+        """Delete the fleet's memory of bad machines, so that rows are independent."""
+        self.api.delete(f"/api/v1/namespaces/{OPERATOR_NAMESPACE}/configmaps/{RELEASE}-quarantine")
+
+    def taint(self, node: str, key: str, effect: str) -> None:
+        """Taint a node, as a termination handler does."""
+        self.site.kubectl("taint", "node", node, f"{key}=fault-table:{effect}", "--overwrite")
+
+    def untaint(self, node: str, key: str) -> None:
+        """Remove a taint, if the node has it."""
+        self.site.run("kubectl", "taint", "node", node, f"{key}-")
+
+    def set_unhealthy(self, node: str, *, bad: bool = True) -> None:
+        """Set the condition of a health monitor on a Node object, or remove it."""
+        kind, reason = "NeuronHealth", "NeuronHasError_HBM_UNCORRECTABLE_ERROR"
+        if self.site.cluster is not None and bad:
+            self.site.cluster.faults.set_condition(node, kind, "True", reason)
+        elif self.site.cluster is not None:
+            self.site.cluster.faults.clear_condition(node, kind)
+        else:
+            condition = {"status": "True", "reason": reason} if bad else {"$patch": "delete"}
+            change = json.dumps({"status": {"conditions": [{"type": kind, **condition}]}})
+            self.site.kubectl("patch", "node", node, "--subresource=status", "--type=strategic", "-p", change)
+
+    def partition(self, node: str, *, on: bool = True) -> None:
+        """Cut a node off from the API and its peers, or reconnect it; raises RowSkippedError if it cannot."""
+        if self.site.cluster is not None:
+            faults = self.site.cluster.faults
+            (faults.partition_node if on else faults.heal_node)(node)
+            return
+        command = self.site.settings.get("cutOff" if on else "mend")
+        if not command:
+            raise RowSkippedError("the site's settings have no cutOff and mend commands")
+        subprocess.run(command.format(node=node), shell=True, check=True, timeout=patience.patient(60))
+
+    @property
+    def faults(self) -> Faults:
+        """Fault controls of the development cluster; raises RowSkippedError elsewhere."""
+        if self.site.cluster is None:
+            raise RowSkippedError("needs the development cluster")
+        return self.site.cluster.faults
+
+    def kill_agent(self, namespace: str, pod: str, node: str) -> None:
+        """Send SIGKILL to the main process of a worker, from outside its container."""
+        if self.site.cluster is not None:
+            self.site.cluster.faults.kill_container(namespace, pod)
+            return
+        shell = self.site.settings.get("nodeShell")
+        if not shell:
+            raise RowSkippedError("the site's settings have no nodeShell command")
+        command = f"{shell.format(node=node)} pkill -9 -o -f trainium-agent"
+        subprocess.run(command, shell=True, check=True, timeout=patience.patient(60))
+
+    def require_name_servers(self) -> None:
+        """Raise RowSkippedError where name servers cannot be stopped."""
+        if self.site.cluster is not None:
+            raise RowSkippedError("the development cluster has no name server; test_name_server.py has one")
+        if not {"dnsStop", "dnsGo"} <= self.site.settings.keys():
+            raise RowSkippedError("the site's settings have no dnsStop and dnsGo commands")
+
+    @contextlib.contextmanager
+    def silenced_name_servers(self) -> Iterator[None]:
+        """Stop all name servers of the cluster, after `require_name_servers`."""
+        stop, go = (self.site.settings.get(key, "") for key in ("dnsStop", "dnsGo"))
+        try:
+            subprocess.run(stop, shell=True, check=True, timeout=patience.patient(60))
+            yield
+        finally:
+            # A name server that its kubelet has restarted meanwhile needs no signal.
+            subprocess.run(go, shell=True, check=False, timeout=patience.patient(60))
+
+    def move_operator_off(self, node: str) -> bool:
+        """Move the operator off a node that is about to fail; return whether it had to move."""
+        if all(pod["spec"].get("nodeName") != node for pod in self.operator.pods()):
+            return False
+        with self.site.cordoned(node):
+            self.operator.kill()
+            time.sleep(1)
+            self.operator.until_stable(90)
+        return True
+
+
+def merged_yaml(*parts: str) -> str:
+    """Merge mappings in order and return them as YAML."""
+    result: dict[str, Any] = {}
+    for part in parts:
+        result = merged(result, yaml.safe_load(part) or {})
+    return str(yaml.safe_dump(result))
+
+
+def _losses_of(path: Path) -> dict[int, float]:
+    if not path.exists():
+        return {}
+    return {int(step): loss for step, loss in json.loads(path.read_text()).items()}
+
+
+def curve_digest() -> str:
+    """Return a digest of the code that determines the loss curve."""
+    package = ROOT / "trainer_image" / "trainium_trainer"
+    digest = hashlib.sha256(SPEC.encode())
+    for part in _CURVE_PARTS:
+        path = package / part
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            digest.update(file.read_bytes())
+    return digest.hexdigest()[:12]

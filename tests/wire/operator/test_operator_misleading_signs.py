@@ -1,0 +1,276 @@
+"""Run the operator in virtual time through signs that mislead and capacity that comes and goes, with seeded moments."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import logging
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.testing.api.fake_kubernetes import FakeCluster
+from tests.testing.suite.virtual_time import run_virtual
+from tests.testing.virtual.fake_workers import Workers, lose_node, readiness
+from tests.testing.virtual.operator_process import OperatorProcess, training_job, until, wall_clock
+from trainium_contract.wire.messages import StepTiming
+from trainium_contract.wire.recorded_membership import recorded_text
+from trainium_operator.cluster.api.resources import CONFIG_MAPS, EVENTS, JOBS, NODES, PODS
+from trainium_operator.settings import Settings
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+Json = dict[str, Any]
+NAME = "llama"
+HOUR = 3600.0
+SEEDS = (1, 2)
+REASONS = ("NeuronHasError_HBM_UNCORRECTABLE_ERROR", "NeuronHasError_SRAM_UNCORRECTABLE_ERROR")
+SMALL_BATCH = {"recovery": {"rescaleAfterSeconds": 30}, "trainer": {"batch": {"globalSize": 8, "microSize": 1}}}
+
+
+class World:
+    """One job on a fake cluster with an operator."""
+
+    def __init__(self, *, nodes: int, steps: int, change: Json | None = None, **workers: Any) -> None:
+        self.cluster = FakeCluster(wall_clock)
+        self.cluster.graceful_pods = True
+        self.workers = Workers(self.cluster, nodes=nodes, total_steps=steps)
+        job = training_job(NAME, **({"replicas": 2, "spares": 1} | workers))
+        job["spec"] |= change or {}
+        job["spec"]["trainer"]["steps"] = steps
+        self.cluster.add(JOBS, job)
+        self.process = OperatorProcess(self.cluster, settings=Settings(extra_priority_class="idle-nodes"))
+        self.workers.operator = self.process
+
+    def status(self) -> Json:
+        status: Json = self.cluster.get(JOBS, "default", NAME).get("status") or {}
+        return status
+
+    def history(self) -> list[Json]:
+        return list(self.status().get("history") or [])
+
+    def membership(self) -> Json:
+        recorded: Json = json.loads(recorded_text(self.cluster.get(CONFIG_MAPS, "default", f"{NAME}-membership")))
+        return recorded
+
+    def members(self) -> list[Json]:
+        return list(self.membership()["members"])
+
+    def pod_uids(self) -> set[str]:
+        return {self.cluster.get(PODS, "default", name)["metadata"]["uid"] for name in self.cluster.names(PODS)}
+
+    def spare_nodes(self) -> list[str]:
+        """Nodes of the ready spares, in the order in which they are taken."""
+        members = {member["podUid"] for member in self.members()}
+        agents = sorted(self.workers.agents.values(), key=lambda agent: int(agent.name.rpartition("-")[2]))
+        return [agent.node for agent in agents if agent.uid not in members]
+
+    def nodes_healthy(self) -> Json:
+        conditions = self.status().get("conditions") or []
+        return next((each for each in conditions if each["type"] == "NodesHealthy"), {})
+
+    def waiting_events(self) -> int:
+        notes = (str(raw["note"]) for key, raw in self.cluster.objects.items() if key[0] == EVENTS.plural)
+        return sum("it waits for a processor, as the others do" in note for note in notes)
+
+    async def until_step(self, step: int) -> None:
+        await until(lambda: self.workers.step >= step, 240, f"step {step}")
+
+    async def until_size(self, size: int, seconds: float = 240) -> None:
+        def trains() -> bool:
+            status = self.status()
+            return status.get("phase") == "Running" and status.get("membership", {}).get("size") == size
+
+        await until(trains, seconds, f"{size} nodes")
+
+    async def until_completed(self) -> None:
+        await until(lambda: self.status().get("phase") == "Completed", 600, "the job completes")
+
+
+def run(make: Callable[[], World], scenario: Callable[[World], Awaitable[None]]) -> None:
+    async def play() -> None:
+        world = make()
+        workers = asyncio.create_task(world.workers.run())
+        await world.process.start()
+        try:
+            await scenario(world)
+        finally:
+            workers.cancel()
+            await asyncio.gather(workers, return_exceptions=True)
+            await world.process.kill()
+
+    logging.disable(logging.CRITICAL)
+    try:
+        run_virtual(play())
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_idle_capacity_that_comes_and_goes_every_minute_costs_no_step_and_blames_nobody(seed: int) -> None:
+    phase = random.Random(seed).uniform(0, 60)
+
+    async def scenario(world: World) -> None:
+        await world.until_size(4)
+        await asyncio.sleep(phase)
+        start = world.workers.step
+        for minute in range(60):
+            if minute % 2:
+                world.workers.taken_nodes.clear()
+            else:
+                assert sum(world.workers.take_node(f"node-{number}") for number in range(4)) == 2
+            await asyncio.sleep(60)
+            assert world.status()["membership"]["size"] >= 2
+        assert world.workers.step - start > 0.9 * HOUR
+        world.workers.taken_nodes.clear()
+        await world.until_size(4, 600)
+        assert world.status()["membership"]["generation"] <= 40
+        assert not world.status().get("failures")
+        assert {entry["cause"] for entry in world.history()} <= {"Capacity", "Preempted"}
+        assert all((entry.get("stepsLost") or 0) == 0 for entry in world.history())
+
+    change = {**SMALL_BATCH, "elasticity": {"idleNodes": "Take"}}
+    run(lambda: World(nodes=4, steps=100_000, change=change, spares=0, maxReplicas=4), scenario)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_job_without_spares_shrinks_to_uneven_sizes_and_grows_back(seed: int) -> None:
+    rng = random.Random(seed)
+    first, second = rng.randrange(4), rng.randrange(3)
+
+    async def scenario(world: World) -> None:
+        await world.until_size(4)
+        await world.until_step(10)
+        lost = [world.members()[first]["nodeName"]]
+        lose_node(world.workers, lost[0])
+        await world.until_size(3)
+        assert world.status()["membership"]["passes"] == 3, "8 samples on 3 nodes take 3 passes"
+        await asyncio.sleep(20)
+        lost.append(world.members()[second]["nodeName"])
+        lose_node(world.workers, lost[1])
+        await world.until_size(2)
+        await asyncio.sleep(20)
+        world.workers.lost_nodes.clear()
+        readiness(world.workers, "True", lost)
+        await world.until_size(4, 1200)
+        rungs = [entry["rung"] for entry in world.history()]
+        assert rungs[:2] == ["Shrink", "Shrink"]
+        assert set(rungs[2:]) == {"Grow"}
+
+    run(lambda: World(nodes=4, steps=100_000, change=SMALL_BATCH, replicas=4, spares=0, minReplicas=1), scenario)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_clock_that_is_an_hour_off_is_reported_avoided_and_in_no_figure(seed: int) -> None:
+    rng = random.Random(seed)
+    offset, rank = rng.choice((-HOUR, HOUR)), rng.randrange(2)
+
+    async def scenario(world: World) -> None:
+        await world.until_step(10)
+        await asyncio.sleep(5)
+        spares = world.spare_nodes()
+        wrong = [world.members()[rank]["nodeName"], spares[0]]
+        world.workers.clocks_off = dict.fromkeys(wrong, offset)
+
+        def reported() -> bool:
+            message = str(world.nodes_healthy().get("message", ""))
+            return all(f"{node}: check Clock" in message for node in wrong)
+
+        await until(reported, 30, "the clocks are reported")
+        await asyncio.sleep(60)
+        assert not world.history(), "a wrong clock interrupted training"
+        world.workers.crash_process(NAME, rank)
+        await asyncio.sleep(20)
+        world.workers.kill_pod(world.members()[1 - rank]["podName"])
+        await until(lambda: world.membership()["generation"] == 2, 60, "a spare has the rank")
+        assert spares[0] not in {member["nodeName"] for member in world.members()}
+        await world.until_completed()
+        assert [entry["rung"] for entry in world.history()] == ["InPlace", "Spare"]
+        assert all(entry["recoveredSeconds"] < 60 for entry in world.history())
+        assert sum((world.status().get("goodput", {}).get("lostSeconds") or {}).values()) < 120
+
+    run(lambda: World(nodes=5, replicas=2, spares=2, steps=400), scenario)
+
+
+def timing(own: float, *, wait: float) -> StepTiming:
+    return StepTiming(steps=15, step_seconds=1.0, own_seconds=own, cpu_wait=wait)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_stragglers_that_wait_for_a_loaded_host_stay_and_a_slow_node_is_replaced(seed: int) -> None:
+    victims = random.Random(seed).sample(range(4), 2)
+
+    async def scenario(world: World) -> None:
+        await world.until_step(10)
+        nodes = [member["nodeName"] for member in world.members()]
+        spare = world.spare_nodes()[0]
+        # Each rank works 0.2 s in a step; the rest is the wait for a processor of the host that all share.
+        loaded = {node: timing(0.4, wait=0.5) for node in nodes}
+        world.workers.timings = loaded | {nodes[rank]: timing(1.0, wait=0.8) for rank in victims}
+        await until(lambda: world.waiting_events() == 2, 120, "both are reported as waiting for a processor")
+        before = world.pod_uids()
+        await asyncio.sleep(300)
+        assert world.pod_uids() == before
+        assert not world.history()
+        # The host is idle now and one node is slow by itself: the answer above was not for want of a spare.
+        idle = dict.fromkeys((*nodes, spare), timing(0.2, wait=0.0))
+        world.workers.timings = idle | {nodes[victims[0]]: timing(1.0, wait=0.0)}
+        await until(lambda: world.membership()["generation"] == 2, 120, "the slow node is replaced")
+        await world.until_completed()
+        assert [(entry["cause"], entry["rung"]) for entry in world.history()] == [("Straggler", "Spare")]
+
+    change = {"recovery": {"stragglers": {"slowdown": 1.5, "persistSteps": 20, "evict": True}}}
+    run(lambda: World(nodes=6, replicas=4, spares=1, steps=1400, change=change), scenario)
+
+
+def equip(raw: Json, machine: str) -> None:
+    raw["spec"]["providerID"] = machine
+    raw["status"]["capacity"] = raw["status"]["allocatable"] = {"aws.amazon.com/neuron": "16"}
+
+
+def test_a_machine_that_fails_three_times_in_a_day_is_quarantined_for_good_under_any_node_name() -> None:
+    rng = random.Random(1)
+
+    async def scenario(world: World) -> None:
+        machines = {
+            name: f"aws:///us-east-1a/i-{number:017x}" for number, name in enumerate(world.cluster.names(NODES, ""))
+        }
+        for name, machine in machines.items():
+            world.cluster.change(NODES, "", name, functools.partial(equip, machine=machine))
+        await world.until_step(10)
+        node = world.members()[rng.randrange(2)]["nodeName"]
+        machine = machines[node]
+        for fault in range(3):
+            condition = {"type": "NeuronHealth", "status": "True", "reason": rng.choice(REASONS)}
+            condition["lastTransitionTime"] = world.cluster.now
+            world.cluster.change(NODES, "", node, lambda raw, bad=condition: raw["status"]["conditions"].append(bad))
+            await asyncio.sleep(30)
+            assert node not in [member["nodeName"] for member in world.members()], f"after fault {fault + 1}"
+            lose_node(world.workers, node)
+            world.cluster.remove(NODES, "", node)
+            world.workers.lost_nodes.discard(node)
+            node = f"node-{50 + fault}"
+            ready = {"type": "Ready", "status": "True", "lastTransitionTime": world.cluster.now}
+            raw: Json = {"metadata": {"name": node}, "spec": {}, "status": {"conditions": [ready]}}
+            equip(raw, machine)
+            world.cluster.add(NODES, raw)
+            await asyncio.sleep(rng.uniform(610, 900))
+        await asyncio.sleep(300)
+        (memory,) = (
+            text
+            for name in world.cluster.names(CONFIG_MAPS, "system")
+            for text in (world.cluster.get(CONFIG_MAPS, "system", name).get("data") or {}).values()
+            if machine in text and "state:" in text
+        )
+        assert "Permanent" in memory
+        known = set(world.cluster.names(PODS))
+        world.workers.kill_pod(world.members()[0]["podName"])
+        await until(lambda: bool(set(world.cluster.names(PODS)) - known), 60, "a new pod")
+        (new,) = set(world.cluster.names(PODS)) - known
+        affinity = world.cluster.get(PODS, "default", new)["spec"].get("affinity") or {}
+        assert node in json.dumps(affinity.get("nodeAffinity") or {})
+
+    run(lambda: World(nodes=8, steps=100_000), scenario)
