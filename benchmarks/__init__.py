@@ -1,1 +1,1 @@
-"""What things cost and how long they take, as ratios to a floor: `python -m benchmarks.run`, and one room a subject."""
+"""Measure what things cost, as ratios to a floor (`python -m benchmarks.run`), and prove recovery and parity."""

@@ -1,8 +1,8 @@
-"""Holds measured figures to checked-in thresholds: `make bench-check`. Not a part of `make test`.
+"""Compare measured figures with thresholds (`make bench-check`); the nightly workflow runs it.
 
 thresholds.json has for each figure the mean and spread of the runs that it comes from, who measured them where, and the
 limit: the mean and three spreads, at least a quarter above the mean, at least the goal where the goal is met.
-`python -m benchmarks.check --record` writes it anew from the files in out/bench.
+`python -m benchmarks.check --record` writes it again from the files in out/bench.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ THRESHOLDS = FOLDER / "thresholds.json"
 OUT = FOLDER.parent / "out/bench"
 NAMES = ("fleet", "coordinator")
 STEADY_UNITS = ("x", "count", "/min", "MiB")
-"""What does not depend on the machine; of the other figures only those with a goal are held to a threshold."""
+"""Units of figures that do not depend on the machine; others have a threshold only if they have a goal."""
 Json = dict[str, Any]
 
 
 def main() -> int:
-    """Check, or record."""
+    """Check figures, or record thresholds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--record", action="store_true", help="take the figures in out/bench as thresholds")
+    parser.add_argument("--record", action="store_true", help="record the figures in out/bench as thresholds")
     parser.add_argument("--folder", type=Path, default=OUT)
     parser.add_argument("--thresholds", type=Path, default=THRESHOLDS)
     options = parser.parse_args()
@@ -48,7 +48,7 @@ def main() -> int:
 
 
 def thresholds_of(report: Json) -> list[Json]:
-    """One threshold for each figure that can be held to one."""
+    """Return a threshold for each figure that can have one."""
     found = []
     for figure in report["figures"]:
         if figure["name"].startswith("floor") or (figure["unit"] not in STEADY_UNITS and figure["goal"] is None):
@@ -74,7 +74,7 @@ def thresholds_of(report: Json) -> list[Json]:
 
 
 def judge(wanted: list[Json], reports: list[Json]) -> int:
-    """Print the comparison; 1 when a figure is above its limit, or is missing from a size that was measured."""
+    """Print the comparison; return 1 if a figure is above its limit, or missing at a measured size."""
     measured = {
         (report["benchmark"], figure["name"], figure["nodes"]): figure
         for report in reports

@@ -136,8 +136,8 @@ def _training_speed(report: Json) -> str:
     for name, state in report["peers"].items():
         versions = ", ".join(f"{part} {text}" for part, text in state.items() if part not in {"missing", "unable"})
         reason = state.get("missing") or state.get("unable")
-        said = [text for text in (versions, f"not measured: {reason}" if reason else "") if text]
-        lines.append(f"- {name}: {'; '.join(said)}.")
+        details = [text for text in (versions, f"not measured: {reason}" if reason else "") if text]
+        lines.append(f"- {name}: {'; '.join(details)}.")
     lines += [
         "",
         "| mode | processes | tokens/s | transformers.Trainer | ratio | best steps | peak memory of a process, ratio |",

@@ -20,7 +20,7 @@ MODULES = {
 
 
 def main() -> int:
-    """Run the named benchmarks, by default all; the worst exit code."""
+    """Run the named benchmarks, by default all; return the worst exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of {', '.join(MODULES)}; by default all")
     parser.add_argument("--quick", action="store_true", help="small fleets and models, fewer rounds")

@@ -90,7 +90,7 @@ class OperatorPods:
         self._site.kubectl("rollout", "status", *deployment, limit, seconds=seconds + 10)
 
     def _await_agents(self) -> None:
-        """Wait until every worker has registered: the operator does not miss an agent that it never heard from."""
+        """Wait until every worker has registered: the operator does not miss an agent that never connected."""
         workers = self._api.get("/api/v1/pods?labelSelector=trainium.dev/role%3Dworker")["items"]
         wanted = sum(pod["status"].get("phase") == "Running" for pod in workers)
 

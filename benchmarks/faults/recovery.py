@@ -121,7 +121,7 @@ class Run:
         blame = self._check_blame(before, first, expect, found)
         resumed = min(entry.get("resumeStep", completed) for entry in entries)
         lost = max(0, completed - resumed, *(entry.get("stepsLost") or 0 for entry in entries))
-        found.expect(lost <= expect.steps_lost, f"{lost} steps were lost, expected at most {expect.steps_lost}")
+        found.expect(lost <= expect.steps_lost, f"{lost} steps lost, expected at most {expect.steps_lost}")
         found.expect(
             len(entries) <= expect.interruptions,
             f"one fault made {len(entries)} interruptions: {', '.join(e['cause'] + '/' + e['rung'] for e in entries)}",

@@ -75,7 +75,7 @@ class Row:
     expected: str
     judged: str
     """How the result is checked."""
-    play: Callable[[Run], FaultRun]
+    run_once: Callable[[Run], FaultRun]
     require: Callable[[FaultEnvironment], object] | None = None
     """Raises RowSkippedError on a cluster on which the row cannot run."""
     within: Callable[[FaultEnvironment], AbstractContextManager[None]] | None = None
@@ -122,7 +122,7 @@ class Row:
             env.release_nodes()
             with self._job(env) as target:
                 try:
-                    return self.play(Run(env, target, run, session.random(run)))
+                    return self.run_once(Run(env, target, run, session.random(run)))
                 except EXPECTED_ERRORS:
                     env.save_diagnostics(target, f"{session.name}-{run}")
                     raise
@@ -150,7 +150,7 @@ class Row:
                     try:
                         target.clear_failures()
                         env.release_nodes()
-                        result = self.play(Run(env, target, run, session.random(run)))
+                        result = self.run_once(Run(env, target, run, session.random(run)))
                     except EXPECTED_ERRORS as error:
                         env.save_diagnostics(target, f"{session.name}-{run}")
                         yield FaultRun(run=run, wrong=(str(error),))

@@ -1,1 +1,1 @@
-"""Proof that it learns: `python -m benchmarks.learn`."""
+"""Show that a model learns: `python -m benchmarks.learn`."""

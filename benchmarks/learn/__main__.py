@@ -1,4 +1,4 @@
-"""`python -m benchmarks.learn`: train on Python's documentation and compare with n-grams; JSON, page and picture.
+"""Train on Python's documentation and compare with n-grams; write JSON, page and picture.
 
 Measures the speed of this machine first and trains as many steps as fit `--minutes`. Ends with 1 when the validation
 loss is not below that of the yardstick, or no longer falls.
@@ -33,10 +33,10 @@ from trainium_trainer.data.opening import open_data
 ROOT = Path(__file__).parents[2]
 ORDERS = (1, 2, 3, 5)
 MEASUREMENTS = 10
-"""Validations of the run, at equal distances."""
+"""Number of validations of the run."""
 TRIAL_STEPS = 24
 YARDSTICKS = {"cpu": 2, "cuda": 3}
-"""Order of the n-grams that must be beaten on each kind of device."""
+"""Order of the n-grams to beat, by device."""
 BASE: dict[str, Any] = {
     "model": {
         "numLayers": 4,
@@ -68,11 +68,11 @@ CUDA: dict[str, Any] = {
     "batch": {"globalSize": 32, "microSize": 32},
     "optimizer": {"learningRate": 1.5e-3, "beta2": 0.99, "weightDecay": 0.3},
 }
-"""What differs on a CUDA device."""
+"""Settings that differ on a CUDA device."""
 
 
 def main() -> int:
-    """Train, measure, write the documents."""
+    """Train, measure and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10.0, help="length of the training (default %(default)s)")
     parser.add_argument("--steps", type=int, default=0, help="so many steps, however long they take")
@@ -127,7 +127,7 @@ def main() -> int:
 
 
 def write_config(settings: dict[str, Any], out: Path, steps: int) -> Path:
-    """The YAML file of a run of `steps` steps: a twentieth of warm-up, the last two fifths of decay."""
+    """Write the YAML file of a run of `steps` steps: 5 % warm-up, 40 % decay at the end."""
     content = json.loads(json.dumps(settings))
     content["steps"] = steps
     content["data"]["cacheDirectory"] = str(out / "cache")
@@ -140,7 +140,7 @@ def write_config(settings: dict[str, Any], out: Path, steps: int) -> Path:
 
 
 def yardsticks(file: Path) -> tuple[dict[int, float], dict[str, int]]:
-    """Losses of n-grams on the tokens that the run is validated on, and how many tokens there are.
+    """Return the losses of n-grams on the validation tokens, and the number of tokens.
 
     The n-grams look back as far as they want; the model only to the beginning of its sample.
     """
@@ -158,14 +158,14 @@ def yardsticks(file: Path) -> tuple[dict[int, float], dict[str, int]]:
 
 
 def last_speed(metrics: Path) -> float:
-    """Tokens per second over the newest half of a trial, whose first steps are slower."""
+    """Return the tokens per second over the second half of a trial, whose first steps are slower."""
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     half = lines[len(lines) // 2 :]
     return float((half[-1]["tokens"] - half[0]["tokens"]) / sum(line["seconds"] for line in half[1:]))
 
 
 def curve(lines: list[dict[str, Any]]) -> list[dict[str, float]]:
-    """Time since the first step, tokens and losses wherever the validation loss was measured."""
+    """Return time since the first step, tokens and losses of each validation."""
     began = lines[0]["time"] - lines[0]["seconds"]
     found, since = [], 0
     for number, line in enumerate(lines):
@@ -186,7 +186,7 @@ def curve(lines: list[dict[str, Any]]) -> list[dict[str, float]]:
 
 
 def passed(report: dict[str, Any]) -> bool:
-    """Whether the last validation loss is below the yardstick's, and the lowest one."""
+    """Return whether the last validation loss is the lowest one and below the baseline's."""
     losses = [point["validation"] for point in report["curve"]]
     return bool(losses[-1] < report["nGrams"][str(report["yardstick"])] and losses[-1] == min(losses) < losses[-2])
 

@@ -1,4 +1,4 @@
-"""docs/learning.md and its picture, from the results alone."""
+"""Write docs/learning.md and its picture from the results."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ validations, {processorSeconds:.0f} s of the processors' time.
 
 
 def write(report: dict[str, Any], page: Path, picture: Path) -> None:
-    """Write both."""
+    """Write the page and the picture."""
     picture.parent.mkdir(parents=True, exist_ok=True)
     page.write_text(_page(report))
     _draw(report, picture)
 
 
 def sentence(report: dict[str, Any]) -> str:
-    """What came out of it."""
+    """Return a sentence about the result."""
     last, before = report["curve"][-1]["validation"], report["curve"][-2]["validation"]
     order = str(report["yardstick"])
     found = (

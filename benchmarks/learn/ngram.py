@@ -1,4 +1,4 @@
-"""Interpolated Kneser-Ney n-gram models over token ids: the yardstick of a language model that has learned something.
+"""Implement interpolated Kneser-Ney n-gram models over token ids, as a baseline for a language model.
 
 Kneser and Ney 1995, in the interpolated form of Chen and Goodman 1998 with one discount per order, n1 / (n1 + 2 n2):
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Order:
-    """Counts of one order; k-grams and histories are numbers in base `vocabulary`, sorted."""
+    """Counts of an order; k-grams and histories are sorted numbers in base `vocabulary`."""
 
     grams: Ids
     counts: Ids
@@ -35,7 +35,7 @@ class _Order:
 
 
 class KneserNey:
-    """One model; `order` tokens are looked at together, and must fit 63 bits."""
+    """An n-gram model; `order` token ids together must fit in 63 bits."""
 
     def __init__(self, tokens: Ids, *, order: int, vocabulary: int) -> None:
         """Count the n-grams of a text, [tokens] ids below `vocabulary`."""
@@ -52,7 +52,7 @@ class KneserNey:
             grams, counts = np.unique(grams % vocabulary ** (size - 1), return_counts=True)
 
     def probabilities(self, tokens: Ids) -> NDArray[np.float64]:
-        """Of every token of a text but the first, given up to `order` - 1 before it."""
+        """Return the probability of each token but the first, given up to `order` - 1 tokens before it."""
         tokens = tokens.astype(np.int64)
         probability = np.full(len(tokens) - 1, 1.0 / self._vocabulary)
         for size, order in zip(range(1, self.order + 1), reversed(self._orders), strict=True):
@@ -68,12 +68,12 @@ class KneserNey:
         return probability
 
     def loss(self, tokens: Ids) -> float:
-        """Mean negative logarithm of those probabilities, nats per token."""
+        """Return the mean negative logarithm of these probabilities, nats per token."""
         return float(-np.log(self.probabilities(tokens)).mean())
 
 
 def _windows(tokens: Ids, size: int, vocabulary: int) -> Ids:
-    """All stretches of `size` tokens as numbers in base `vocabulary`, the oldest token first."""
+    """Return all n-grams of `size` tokens as numbers in base `vocabulary`, the oldest token first."""
     count = len(tokens) - size + 1
     grams = np.zeros(max(count, 0), np.int64)
     for place in range(size):
@@ -95,6 +95,6 @@ def _order(grams: Ids, counts: Ids, vocabulary: int) -> _Order:
 
 
 def _look_up(keys: Ids, known: Ids, values: Ids) -> Ids:
-    """The value of each key, 0 for one that is not known."""
+    """Return the value of each key, 0 for an unknown one."""
     places = np.minimum(np.searchsorted(known, keys), len(known) - 1)
     return np.where(known[places] == keys, values[places], 0)

@@ -1,1 +1,1 @@
-"""Loss curves and exported models against `transformers` and torch's AdamW, row by row."""
+"""Compare loss curves and exported models with `transformers` and torch's AdamW, row by row."""

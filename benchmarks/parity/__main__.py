@@ -1,6 +1,6 @@
-"""`python -m benchmarks.parity`: run the references and all rows, write JSON, docs/parity.md and its picture.
+"""Run the references and all rows; write JSON, docs/parity.md and its picture (`python -m benchmarks.parity`).
 
-Ends with 1 when a row fails, and says which. Takes about 20 s per row on one core. Rows that were not run again keep
+Exits with 1 if a row fails, and prints it. Takes about 20 s per row on one core. Rows that were not run again keep
 what the JSON file has of them, if steps and versions are the same.
 """
 
@@ -37,7 +37,7 @@ R = TypeVar("R", reference.Reference, tuned.Tuned)
 
 
 def main() -> int:
-    """Measure what was asked for and write the documents."""
+    """Run the requested rows and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=BASE["steps"], help="steps of every run (default %(default)s)")
     parser.add_argument("--rows", default="", help="only rows whose name contains this")
@@ -70,7 +70,7 @@ def main() -> int:
 
 
 def _begun(options: argparse.Namespace) -> dict[str, Any]:
-    """The report without results, or with those of the runs before, of as many steps."""
+    """Return a report with the results of earlier runs of as many steps."""
     report: dict[str, Any] = {
         "benchmark": "parity",
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__, "peft": peft.__version__},
@@ -93,7 +93,7 @@ def _begun(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _verdict(report: dict[str, Any], names: set[str]) -> int:
-    """Say which of the rows of these names failed; 1 when one did."""
+    """Print the failed rows among these; return 1 if there are any."""
     run = [row for row in report["rows"] if row["name"] in names]
     failed = [row["name"] for row in run if not row["passed"]]
     tuned_now = {row["settings"] for row in run}
@@ -108,11 +108,11 @@ def _verdict(report: dict[str, Any], names: set[str]) -> int:
 
 
 Measured = tuple[list[float], list[dict[str, Any]], float | None]
-"""Losses of a reference, its rows, and the difference of a run that begins with the adapter that peft saved."""
+"""Reference losses, rows, and the difference of a run that starts from the adapter that peft saved."""
 
 
 def _pretrained(settings: Settings, rows: list[Row], options: argparse.Namespace) -> Measured:
-    """A reference that trains from random weights, and its rows."""
+    """Run a reference of pretraining and its rows."""
     file = write_config(settings, options.out, options.steps)
     against = _told(settings, reference.train_reference, configuration.load(file))
     judged = [_judged(row, options.out, lambda row, folder: _judge(row, file, against, folder)) for row in rows]
@@ -120,7 +120,7 @@ def _pretrained(settings: Settings, rows: list[Row], options: argparse.Namespace
 
 
 def _tuned(settings: Settings, rows: list[Row], options: argparse.Namespace) -> Measured:
-    """A reference that tunes a model, and its rows."""
+    """Run a reference of fine-tuning and its rows."""
     assert settings.base is not None
     begin = material.base_model(settings.base, options.out)
     made = getattr(material, settings.records)(options.out / f"{settings.records}.jsonl") if settings.records else None
@@ -137,7 +137,7 @@ def _tuned(settings: Settings, rows: list[Row], options: argparse.Namespace) -> 
 
 
 def _told(settings: Settings, train: Callable[[TrainingConfig], R], config: TrainingConfig) -> R:
-    """A reference run, with a line about it."""
+    """Run a reference and print a line."""
     began = time.monotonic()
     against = train(config)
     _say(f"reference {settings.name}: loss {against.losses[-1]:.4f}, {time.monotonic() - began:.0f} s")
@@ -145,7 +145,7 @@ def _told(settings: Settings, train: Callable[[TrainingConfig], R], config: Trai
 
 
 def _judged(row: Row, out: Path, judge: Callable[[Row, Path], dict[str, Any]]) -> dict[str, Any]:
-    """What is known of a row, with a line about it; its folder is gone afterwards."""
+    """Run a row in a temporary folder and print a line."""
     result: dict[str, Any] = {
         "name": row.name,
         "settings": row.settings.name,
@@ -164,17 +164,17 @@ def _judged(row: Row, out: Path, judge: Callable[[Row, Path], dict[str, Any]]) -
         return result | {"passed": False, "problem": str(error)}
     shutil.rmtree(folder)
     compared = ("exportedLogits", "trainedNumbers", "mergedLogits", "trainedLogits")
-    said = "".join(f", {name} {result[name]:.1e}" for name in compared if name in result)
-    said += f", accuracy {result['accuracy']:.3f}" if "accuracy" in result else ""
+    details = "".join(f", {name} {result[name]:.1e}" for name in compared if name in result)
+    details += f", accuracy {result['accuracy']:.3f}" if "accuracy" in result else ""
     _say(
         f"{row.name}: loss {result['loss']:.4f}, greatest difference {result['greatestDifference']:.1e} at step "
-        f"{result['step']}{said}, {'passed' if result['passed'] else 'FAILED'}, {result['seconds']:.0f} s"
+        f"{result['step']}{details}, {'passed' if result['passed'] else 'FAILED'}, {result['seconds']:.0f} s"
     )
     return result
 
 
 def _judge(row: Row, file: Path, against: reference.Reference, folder: Path) -> dict[str, Any]:
-    """Run one row of pretraining and compare its curve and its exported model. Raises RunFailedError."""
+    """Run a row of pretraining; compare its curve and its exported model. Raises RunFailedError."""
     began = time.monotonic()
     losses = run_trainer(file, row.set_options, ranks=row.ranks, folder=folder)
     differences = [abs(own - other) / other for own, other in zip(losses, against.losses, strict=True)]

@@ -1,4 +1,4 @@
-"""docs/parity.md and its picture, from the results alone."""
+"""Write docs/parity.md and its picture from the results."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ library.
 
 
 def write(report: dict[str, Any], page: Path, picture: Path) -> None:
-    """Write both; a row that failed is in them with its problem."""
+    """Write the page and the picture; a failed row is listed with its error."""
     page.parent.mkdir(parents=True, exist_ok=True)
     picture.parent.mkdir(parents=True, exist_ok=True)
     page.write_text(_page(report))
@@ -80,7 +80,7 @@ def _differences(adapters: dict[str, float]) -> str:
 
 
 def _tables(report: dict[str, Any], group: str) -> list[str]:
-    """One table for the settings of each name that has rows."""
+    """Yield a table for the settings of each name that has rows."""
     found = []
     for name, about in report[group].items():
         rows = [row for row in report["rows"] if row["settings"] == name]
@@ -119,7 +119,7 @@ _COLUMNS = {
         "accuracy": "accuracy",
     },
 }
-"""Headings and fields of what the two kinds of runs are compared by; one that no row of a table has is left out."""
+"""Headings and fields of the comparisons; a column without a value is omitted."""
 
 _PRETRAINING_END = """*Difference* is the greatest relative difference of a step's loss from the reference's, with the \
 step at which it was found. *Export* is the greatest difference between a logit of our model and that of the exported \

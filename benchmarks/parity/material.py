@@ -1,4 +1,4 @@
-"""What fine-tuning begins with, made here: base models that `transformers` trained for a while, and records.
+"""Create the inputs of fine-tuning: base models that `transformers` trains for a while, and records.
 
 Invariant: all follows from the seeds and from the Python that runs this; nothing is downloaded.
 """
@@ -114,7 +114,7 @@ _LONGEST = 160  # characters of an answer
 
 
 def base_model(settings: Settings, out: Path) -> Path:
-    """A Hugging Face folder with a tokenizer: the settings' model after a short training by `transformers`."""
+    """Create a Hugging Face folder with a tokenizer: the model of the settings, trained briefly by `transformers`."""
     folder = out / "bases" / settings.name.lower().replace(" ", "-")
     if (folder / "tokenizer.json").exists():
         return folder
@@ -129,19 +129,19 @@ def base_model(settings: Settings, out: Path) -> Path:
 
 
 def instructions(file: Path) -> Path:
-    """Dolly's fields: what functions and classes of the standard library do, in the words of their docstrings."""
+    """Create records with Dolly's fields from docstrings of the standard library."""
     rows = [
-        {"instruction": f"What does {name} do?", "context": signature, "response": said}
-        for name, signature, said, _ in _documented()
+        {"instruction": f"What does {name} do?", "context": signature, "response": text}
+        for name, signature, text, _ in _documented()
     ]
     return _write(file, rows)
 
 
 def questions(file: Path) -> Path:
-    """QNLI's fields: whether a sentence is of a function (1) or of a class (0)."""
+    """Create records with QNLI's fields: whether a sentence describes a function (1) or a class (0)."""
     rows = [
-        {"question": f"Is {name.rpartition('.')[2]} a function?", "sentence": said, "label": int(not is_class)}
-        for name, _, said, is_class in _documented()
+        {"question": f"Is {name.rpartition('.')[2]} a function?", "sentence": text, "label": int(not is_class)}
+        for name, _, text, is_class in _documented()
     ]
     return _write(file, rows)
 
@@ -154,23 +154,23 @@ def _write(file: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def _documented() -> list[tuple[str, str, str, bool]]:
-    """Name, signature, first sentence of the docstring and whether it is a class, in order of names."""
+    """Return name, signature, first sentence and whether it is a class, sorted by name."""
     found: dict[str, tuple[str, str, str, bool]] = {}
     for module_name in MODULES:
         module = importlib.import_module(module_name)
         for leaf, value in vars(module).items():
             if leaf.startswith("_") or not (inspect.isfunction(value) or inspect.isclass(value)):
                 continue
-            said = " ".join((inspect.getdoc(value) or "").split("\n\n")[0].split()).partition(". ")[0]
-            if not 10 < len(said) <= _LONGEST:
+            text = " ".join((inspect.getdoc(value) or "").split("\n\n")[0].split()).partition(". ")[0]
+            if not 10 < len(text) <= _LONGEST:
                 continue
             signature = _signature(value) if len(leaf) % 2 else ""
-            found[f"{module_name}.{leaf}"] = (f"{module_name}.{leaf}", signature, said, inspect.isclass(value))
+            found[f"{module_name}.{leaf}"] = (f"{module_name}.{leaf}", signature, text, inspect.isclass(value))
     return [found[name] for name in sorted(found)]
 
 
 def _signature(value: Any) -> str:
-    """The names of its parameters; empty where they are not known."""
+    """Return the names of its parameters; empty where they are unknown."""
     try:
         return ", ".join(inspect.signature(value).parameters)[:_LONGEST]
     except (TypeError, ValueError):

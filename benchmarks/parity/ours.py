@@ -1,4 +1,4 @@
-"""Runs of the trainer as its users start it: one process per rank, a YAML file, `--set`; and what they left."""
+"""Run the trainer as users do (one process per rank, a YAML file, `--set`), and read its results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class RunFailedError(Exception):
-    """A rank ended with a code that is not 0; the message has the end of its log."""
+    """A rank failed; the message has the end of its log."""
 
 
 def run_trainer(config: Path, overrides: Sequence[str], *, ranks: int, folder: Path) -> list[float]:
@@ -52,14 +52,14 @@ def run_trainer(config: Path, overrides: Sequence[str], *, ranks: int, folder: P
             process.kill()
     if any(codes):
         rank = next(rank for rank, code in enumerate(codes) if code)
-        said = (folder / f"rank-{rank}.log").read_text().splitlines()
-        raise RunFailedError(f"rank {rank} ended with {codes[rank]}: {' / '.join(said[-3:])}")
+        lines = (folder / f"rank-{rank}.log").read_text().splitlines()
+        raise RunFailedError(f"rank {rank} ended with {codes[rank]}: {' / '.join(lines[-3:])}")
     lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
     return [record["loss"] for record in map(json.loads, lines) if "loss" in record]
 
 
 def export_newest(folder: Path, shape: ModelShape) -> tuple[Path, Llama]:
-    """The newest checkpoint below a run's folder as a Hugging Face folder, and as a model of ours."""
+    """Export the newest checkpoint as a Hugging Face folder, and load it as a model of the trainer."""
     export(str(folder / "run"), folder / "exported", precision=ArtifactPrecision.FLOAT32)
     model = Llama(shape)
     model.load_state_dict(load_file(folder / "exported" / "model.safetensors"), strict=not shape.tie_embeddings)

@@ -1,4 +1,4 @@
-"""The reference of pretraining, in one process: `transformers`' LlamaForCausalLM and its loss, torch's AdamW.
+"""Train the reference of pretraining in one process: `transformers`' LlamaForCausalLM and its loss, torch's AdamW.
 
 Nothing of the trainer computes here: it gives the initial weights, the samples of each step and the shape, and the
 learning rate is written down a second time.
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A finished reference run."""
+    """Result of a reference run."""
 
     losses: list[float]
     model: LlamaForCausalLM
 
 
 def shape_of(config: TrainingConfig) -> ModelShape:
-    """The model that a configuration describes."""
+    """Return the model shape that a configuration describes."""
     alone = Launch(
         rank=0,
         local_rank=0,
@@ -81,12 +81,12 @@ def train_reference(config: TrainingConfig) -> Reference:
 
 
 def batches(config: TrainingConfig) -> Iterator[tuple[Tensor, Tensor]]:
-    """Inputs and next tokens, each [samples, sequence], of one whole global batch after another."""
+    """Yield inputs and next tokens, each [samples, sequence], of one global batch after another."""
     return ((batch.inputs, batch.labels) for batch in micro_batches(config))
 
 
 def micro_batches(config: TrainingConfig) -> Iterator[MicroBatch]:
-    """One whole global batch after another."""
+    """Yield one global batch after another."""
     size = config.batch.global_size
     share = Share(global_size=size, micro_size=size, dp_rank=0, dp_size=1)
     loader = open_loader(open_data(config.data, size), share)
@@ -99,12 +99,12 @@ def micro_batches(config: TrainingConfig) -> Iterator[MicroBatch]:
 
 
 def _known(config: dict[str, Any]) -> dict[str, Any]:
-    """Without the fields that say what the file is, and those of older versions."""
+    """Return a configuration without the fields that name its kind and version."""
     return {key: value for key, value in config.items() if key not in ("architectures", "rope_theta", "rope_scaling")}
 
 
 def optimizer_of(model: nn.Module, config: TrainingConfig) -> torch.optim.AdamW:
-    """Torch's, with the settings of the configuration, on all that is trained of a model."""
+    """Create torch's optimizer with the settings of the configuration, for all trained parameters."""
     settings = config.optimizer
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups: list[dict[str, Any]] = [{"params": trained}]
@@ -123,7 +123,7 @@ def optimizer_of(model: nn.Module, config: TrainingConfig) -> torch.optim.AdamW:
 
 
 def rate_of(config: TrainingConfig, step: int) -> float:
-    """The learning rate of step `step` (from 0)."""
+    """Return the learning rate of step `step` (from 0)."""
     schedule, peak, number = config.schedule, config.optimizer.learning_rate, step + 1
     if number <= schedule.warmup_steps:
         return peak * number / schedule.warmup_steps
@@ -137,7 +137,7 @@ def rate_of(config: TrainingConfig, step: int) -> float:
 
 
 def exported_logits(folder: Path, tokens: Tensor) -> Tensor:
-    """Logits that `transformers` computes from an exported folder."""
+    """Compute the logits of an exported folder with `transformers`."""
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         logits: Tensor = model(tokens).logits

@@ -1,4 +1,4 @@
-"""What is compared: settings with a reference run each, and layouts whose curve must be the reference's.
+"""Define the comparisons of pretraining: settings with a reference run each, and layouts.
 
 Add a row to have another layout judged; nothing else knows the rows. Those of fine-tuning are in `tuning_rows`.
 """
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 TOLERANCE = 1e-4
-"""Largest relative difference of the losses of a step, in float32."""
+"""Allowed relative difference of the losses of a step, in float32."""
 LOGITS_TOLERANCE = 1e-3
-"""Largest difference of two logits of one model in two programs, in units of the logits' standard deviation."""
+"""Allowed difference of logits, in units of their standard deviation."""
 
 BASE: dict[str, Any] = {
     "steps": 200,
@@ -40,26 +40,26 @@ BASE: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What is trained; the reference trains it in one process."""
+    """Settings of a training run."""
 
     name: str
     about: str
     overrides: dict[str, Any] = field(default_factory=dict)
     base: Settings | None = None
-    """Of fine-tuning: the settings whose model, trained for a while, it begins with."""
+    """Settings whose model is the base of a fine-tuning run."""
     records: str = ""
-    """Of fine-tuning: the function of `material` that makes its examples; empty: running text."""
+    """Function of `material` that creates the examples of a fine-tuning run; empty for text."""
 
     @property
     def slug(self) -> str:
-        """Names the settings in files and on the command line."""
+        """Name of the settings in files and on the command line."""
         return self.name.lower().replace(" ", "-").replace(",", "")
 
 
 def write_config(
     settings: Settings, out: Path, steps: int, begin: Path | None = None, data: Path | None = None
 ) -> Path:
-    """The YAML file of all runs of these settings, which begin with the model in `begin` and read `data`."""
+    """Write the YAML file of these settings, for runs that start from the model in `begin` and read `data`."""
     content: dict[str, Any] = json.loads(json.dumps(BASE))
     content["steps"] = steps
     content["data"]["cacheDirectory"] = str(out / "cache")
@@ -99,25 +99,25 @@ SETTINGS = (HLAT, LLAMA31)
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One run of the trainer."""
+    """A run of the trainer."""
 
     settings: Settings
     data: int = 1
     tensor: int = 1
     pipeline: int = 1
     accumulation: int = 1
-    """Passes of a step; where data x accumulation does not divide the batch some of their rows are empty."""
+    """Micro-batches of a step; some rows are empty where data x accumulation does not divide the batch."""
     overrides: tuple[str, ...] = ()
-    """Further `--set` of the run."""
+    """Additional `--set` options."""
 
     @property
     def ranks(self) -> int:
-        """Processes of the run."""
+        """Number of processes."""
         return self.data * self.tensor * self.pipeline
 
     @property
     def name(self) -> str:
-        """Names the row in files and on the command line."""
+        """Name of the row in files and on the command line."""
         parts = [f"dp{self.data}", f"tp{self.tensor}", f"pp{self.pipeline}"]
         parts += [f"accumulation{self.accumulation}"] if self.accumulation > 1 else []
         parts += [override.rpartition(".")[2].replace("=", "-").lower() for override in self.overrides]
@@ -125,7 +125,7 @@ class Row:
 
     @property
     def set_options(self) -> list[str]:
-        """All that the row changes in the settings."""
+        """Return the `--set` options of the row."""
         micro = -(-BASE["batch"]["globalSize"] // (self.data * self.accumulation))
         degrees = [f"parallelism.tensor={self.tensor}", f"parallelism.pipeline={self.pipeline}"]
         return [f"batch.microSize={micro}", *degrees, *self.overrides]

@@ -1,4 +1,4 @@
-"""Rows of fine-tuning: what is asked of a reference run once, and how a run of the trainer is held to it."""
+"""Compare runs of fine-tuning with a reference run."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """What a reference run of fine-tuning gave."""
+    """Results of a reference run of fine-tuning."""
 
     losses: list[float]
     numbers: dict[str, Tensor]
-    """What was trained, by name."""
+    """Trained parameters by name."""
     logits: Tensor
-    """Of the tokens below, by the tuned model, with peft's adapter merged by peft."""
+    """Logits of these tokens by the tuned model, with the adapter merged by peft."""
     tokens: Tensor
-    """[samples, sequence] of the first step."""
+    """Tokens of the first step, [samples, sequence]."""
     accuracy: float | None
-    """Share of the held-out answers whose first token is the likeliest; None where nothing is held out."""
+    """Share of held-out answers whose first token is the likeliest; None without held-out answers."""
     adapter: Path | None
-    """What peft saved."""
+    """Folder of the adapter that peft saved."""
 
 
 def reference_run(config: TrainingConfig, out: Path) -> Tuned:
-    """Train by the libraries and keep what rows are compared with."""
+    """Train with the libraries and return the results."""
     run: TunedReference = tune_reference(config, out / "reference")
     adapter: Path | None = None
     if isinstance(run.model, PeftModel):
@@ -62,7 +62,7 @@ def reference_run(config: TrainingConfig, out: Path) -> Tuned:
 
 
 def judge(row: Row, file: Path, against: Tuned, folder: Path) -> dict[str, Any]:
-    """Run one row in `folder` and compare its curve, its trained numbers and what it left behind.
+    """Run a row in `folder` and compare its curve, its trained parameters and its artifacts.
 
     Raises RunFailedError.
     """
@@ -95,7 +95,7 @@ def judge(row: Row, file: Path, against: Tuned, folder: Path) -> dict[str, Any]:
 
 
 def begins_with_theirs(file: Path, against: Tuned, folder: Path) -> float:
-    """Relative difference of the loss of a first step that begins with peft's own adapter from peft's loss on it.
+    """Return the relative difference between the first loss with peft's own adapter and peft's loss.
 
     Raises RunFailedError.
     """
@@ -115,18 +115,18 @@ def begins_with_theirs(file: Path, against: Tuned, folder: Path) -> float:
 
 
 def left_behind(folder: Path) -> dict[str, Path]:
-    """The artifacts of the run below `folder`: `model`, and `adapter` where there is one."""
+    """Write the artifacts of the run below `folder`: `model`, and `adapter` if there is one."""
     return {path.name: path for path in (folder / "run" / "artifacts").glob("*/*") if path.is_dir()}
 
 
 def merged_by_peft(base: Path, adapter: Path, tokens: Tensor) -> Tensor:
-    """Logits of an adapter that peft loads and merges."""
+    """Compute the logits of an adapter that peft loads and merges."""
     adapted = PeftModel.from_pretrained(_loaded(base), str(adapter))
     return _logits(adapted.merge_and_unload(), tokens)
 
 
 def trained_numbers(folder: Path) -> dict[str, Tensor]:
-    """The weights in the newest checkpoint of the run below `folder`, by parameter."""
+    """Return the weights in the newest checkpoint below `folder`, by parameter."""
     root = str(folder / "run")
     storage = open_storage(root)
     contents = Contents(storage, choose(storage, root, None, milestones=False), Retry())
@@ -135,7 +135,7 @@ def trained_numbers(folder: Path) -> dict[str, Tensor]:
 
 
 def accuracy_of(model: nn.Module, config: TrainingConfig) -> float | None:
-    """Share of the held-out examples whose answer's first token the model finds likeliest."""
+    """Return the share of held-out examples whose first answer token is the model's likeliest."""
     data = open_data(config.data, config.batch.global_size)
     if data.validation is None:
         return None

@@ -1,4 +1,4 @@
-"""The reference of fine-tuning: `transformers.Trainer`, with `peft` where adapters are trained, in one process.
+"""Run the reference of fine-tuning in one process: `transformers.Trainer`, with `peft` for adapters.
 
 Nothing of the trainer computes here. It gives the samples of each step and the values that the adapter begins with;
 learning rate and optimizer are those of `reference`.
@@ -31,18 +31,18 @@ if TYPE_CHECKING:
 
 Sample = dict[str, "Tensor"]
 _NAMES = ("base_model.model.", ".default", ".base_layer")
-"""What peft adds to the names of parameters."""
+"""Prefixes that peft adds to the names of parameters."""
 
 
 @dataclass(frozen=True, slots=True)
 class TunedReference:
-    """A finished reference run."""
+    """Result of a reference run."""
 
     losses: list[float]
     model: LlamaForCausalLM | PeftModel
 
     def trained(self) -> dict[str, Tensor]:
-        """What was trained, under the names that it has in a base or an adapter."""
+        """Return the trained parameters, by their names in a base or an adapter."""
         return {
             plain_name(name): parameter.detach()
             for name, parameter in self.model.named_parameters()
@@ -50,7 +50,7 @@ class TunedReference:
         }
 
     def merged(self) -> LlamaForCausalLM:
-        """The model as one uses it; ends the use of this value."""
+        """Return the merged model; this object must not be used afterwards."""
         whole = self.model.merge_and_unload() if isinstance(self.model, PeftModel) else self.model
         model: LlamaForCausalLM = whole
         model.train(mode=False)
@@ -84,13 +84,13 @@ def tune_reference(config: TrainingConfig, folder: Path) -> TunedReference:
 
 @torch.no_grad()
 def loss_on(model: nn.Module, batch: MicroBatch) -> float:
-    """The mean loss of a model on one batch."""
+    """Return the mean loss of a model on a batch."""
     fields = torch.utils.data.default_collate(_samples(batch))
     return float(model(**fields, num_items_in_batch=batch.valid_tokens).loss)
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without what peft adds."""
+    """Return the name of a parameter without peft's prefixes."""
     for added in _NAMES:
         name = name.replace(added, "")
     return name
@@ -108,7 +108,7 @@ class _Samples(Dataset[Sample]):
 
 
 class _Trainer(transformers.Trainer):
-    """Takes samples in their order and keeps the loss of every step, which its log would round."""
+    """Use samples in their order and keep the exact loss of every step."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -119,14 +119,14 @@ class _Trainer(transformers.Trainer):
         return SequentialSampler(samples)
 
     def compute_loss(self, *args: Any, **options: Any) -> Any:
-        """As the library's, which divides by the valid tokens of the batch."""
+        """Compute the library's loss, which is divided by the valid tokens of the batch."""
         loss: Any = super().compute_loss(*args, **options)
         self.losses.append(loss.item())
         return loss
 
 
 def _samples(batch: MicroBatch) -> list[Sample]:
-    """The fields that LlamaForCausalLM takes; what hides documents from each other is a mask of [1, places, places]."""
+    """Return the arguments of LlamaForCausalLM, with a mask of [1, positions, positions] that separates documents."""
     found = []
     for row in range(len(batch.inputs)):
         labels = batch.labels[row]
@@ -141,7 +141,7 @@ def _samples(batch: MicroBatch) -> list[Sample]:
 
 
 def _model(config: TrainingConfig) -> LlamaForCausalLM | PeftModel:
-    """The base, with peft's adapter where one is trained."""
+    """Load the base, with peft's adapter if one is trained."""
     assert config.model.weights is not None
     model = LlamaForCausalLM.from_pretrained(config.model.weights, dtype=torch.float32, attn_implementation="sdpa")
     tuning = config.tuning
@@ -164,7 +164,7 @@ def _model(config: TrainingConfig) -> LlamaForCausalLM | PeftModel:
 
 @torch.no_grad()
 def _begin(model: nn.Module, seed: int) -> None:
-    """Give the adapter the values that the trainer's begins with."""
+    """Set the adapter to the initial values of the trainer's adapter."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             parameter.copy_(initial_adapter(plain_name(name), parameter.shape, seed))

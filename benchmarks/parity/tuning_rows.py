@@ -1,4 +1,4 @@
-"""What is compared of fine-tuning: settings, each with a run of `transformers.Trainer` and peft, and layouts.
+"""Define the comparisons of fine-tuning: settings, each with a run of `transformers.Trainer` and peft, and layouts.
 
 Each begins with a model that `transformers` trained for a while, and trains running text or examples.
 """
@@ -8,9 +8,9 @@ from __future__ import annotations
 from benchmarks.parity.rows import HLAT, LLAMA31, Row, Settings
 
 ADAPTER_TOLERANCE = 1e-4
-"""Largest difference of two trained numbers."""
+"""Allowed difference of two trained numbers."""
 MERGED_TOLERANCE = 1e-5
-"""Largest difference of two logits of one trained adapter, merged here and by peft."""
+"""Allowed difference of two logits of an adapter that is merged here and by peft."""
 
 _RATE = {"optimizer.learningRate": 1e-3}
 _EXAMPLES = {"data.format": "Instruction", "data.sequenceLength": 128}

@@ -1,1 +1,1 @@
-"""The recovery proof: real ranks of a small model, killed at chosen points, must end on the reference curve."""
+"""Kill real ranks of a small model at chosen points; each run must end on the reference curve."""

@@ -1,9 +1,9 @@
-"""`make proof`: kills real ranks at seeded points until so many were struck, and writes what became of them.
+"""Kill real ranks at seeded points until enough of them were killed, and write the results (`make proof`).
 
     python -m benchmarks.proof [--uneven | --tuning] [--points 200] [--seed 0] [--json FILE] [--document FILE]
                                 [--folder DIR]
 
-A point counts when a rank died there. A trial that fails leaves its folder (logs, metrics, checkpoints) where it is.
+A point counts if a rank was killed there. A trial that fails keeps its folder (logs, metrics, checkpoints).
 """
 
 from __future__ import annotations
@@ -16,19 +16,18 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.proof.document import placed, section, summary
-from benchmarks.proof.families import trial
-from benchmarks.proof.stage import Stage
-from benchmarks.proof.suites import PRETRAINING, TUNING, UNEVEN
+from benchmarks.proof.document import replace_section, section, summary
+from benchmarks.proof.runner import Runner
+from benchmarks.proof.suites import PRETRAINING, TUNING, UNEVEN, trial
 
 if TYPE_CHECKING:
-    from benchmarks.proof.judge import Verdict
+    from benchmarks.proof.checks import TrialResult
 
 ROOT = Path(__file__).parents[2]
 
 
 def main() -> int:
-    """Play, judge, write; 1 when a promise was broken."""
+    """Run trials and write the results; return 1 if one failed."""
     parser = argparse.ArgumentParser(prog="benchmarks.proof", description=__doc__.splitlines()[0] if __doc__ else "")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--uneven", action="store_true", help="pretraining at sizes that leave slots of the batch empty")
@@ -42,34 +41,34 @@ def main() -> int:
     suite = UNEVEN if options.uneven else TUNING if options.tuning else PRETRAINING
     points = options.points or (200 if suite is PRETRAINING else 100)
     began = time.time()
-    verdicts: list[Verdict] = []
+    results: list[TrialResult] = []
     folder = options.folder or Path(tempfile.mkdtemp(prefix="recovery-proof-"))
-    with Stage(folder, suite) as stage:
+    with Runner(folder, suite) as runner:
         seed = options.seed
-        while sum(verdict.struck for verdict in verdicts) < points:
-            verdicts.append(stage.play(trial(seed, suite)))
+        while sum(result.killed for result in results) < points:
+            results.append(runner.run(trial(seed, suite)))
             seed += 1
-            _tell(verdicts[-1], sum(verdict.struck for verdict in verdicts), points)
-    report = summary(verdicts, suite, options.seed, time.time() - began)
+            _log(results[-1], sum(result.killed for result in results), points)
+    report = summary(results, suite, options.seed, time.time() - began)
     file = options.json or ROOT / "out/bench" / f"recovery_proof{'' if suite is PRETRAINING else f'_{suite.name}'}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(report, indent=2) + "\n")
     part = section(report, suite)
     if options.document:
         known = options.document.read_text() if options.document.exists() else ""
-        options.document.write_text(placed(known, part, suite))
+        options.document.write_text(replace_section(known, part, suite))
     print(part)
     return 1 if report["wrong"] else 0
 
 
-def _tell(verdict: Verdict, struck: int, wanted: int) -> None:
-    lives = ", ".join(
-        f"{life.layout} from {life.resumed} to {life.completed}{f' ({life.point})' if life.struck else ''}"
-        for life in verdict.lives
+def _log(result: TrialResult, killed: int, wanted: int) -> None:
+    attempts = ", ".join(
+        f"{each.layout} from {each.resumed} to {each.completed}{f' ({each.point})' if each.killed else ''}"
+        for each in result.attempts
     )
-    wrong = "".join(f"\n    WRONG: {text}" for text in verdict.wrong)
-    lost = [each.steps for each in verdict.lost]
-    line = f"{struck:>4}/{wanted} seed {verdict.seed} {verdict.family}: {lives}; lost {lost}"
+    wrong = "".join(f"\n    WRONG: {text}" for text in result.wrong)
+    lost = [each.steps for each in result.lost]
+    line = f"{killed:>4}/{wanted} seed {result.seed} {result.family}: {attempts}; lost {lost}"
     print(line + wrong, file=sys.stderr, flush=True)
 
 

@@ -3,8 +3,8 @@
 Guarantees:
 - A process is compared with itself (pid and start time).
 - Growth is the median of the last quarter over that of the second one, so warming up does not count.
-- Files, sockets and threads that another process of the same role had in its second quarter are no growth: an agent that
-  becomes the host of the generation's store gets that agent's connections.
+- Files, sockets and threads that another process of the same role had in its second quarter are no growth: an agent
+  that becomes the host of the generation's store gets that agent's connections.
 """
 
 from __future__ import annotations

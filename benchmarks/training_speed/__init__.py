@@ -1,1 +1,1 @@
-"""Speed and memory of the trainer beside `transformers.Trainer`: `python -m benchmarks.training_speed`."""
+"""Compare speed and memory of the trainer with `transformers.Trainer`: `python -m benchmarks.training_speed`."""

@@ -1,4 +1,4 @@
-"""Speed, memory and start of the trainer beside its peers: `python -m benchmarks.training_speed`.
+"""Compare speed, memory and start of the trainer with peers: `python -m benchmarks.training_speed`.
 
     python -m benchmarks.training_speed [--peer-python VENV/bin/python] [--modes plain,sharded] [--ranks 1 2] [--quick]
 
@@ -67,7 +67,7 @@ SHAPES: dict[str, dict[str, int]] = {
 
 
 GOALS = {"cpu": 1.1, "cuda": 1.0}
-"""Tokens per second over those of the peer, on each device."""
+"""Goal for the tokens per second over those of the peer, by device."""
 MEMORY_GOAL = 1.0
 QUICK = {
     "hiddenSize": 64,
@@ -77,11 +77,11 @@ QUICK = {
     "numKeyValueHeads": 2,
     "vocabSize": 512,
 }
-"""So small that the figures mean nothing: whether it all runs."""
+"""A task that only shows that everything runs; its figures have no meaning."""
 
 
 def main() -> int:
-    """Run, print the table, write the file."""
+    """Run the benchmark, print the table and write the file."""
     options = _options()
     unknown = set(options.modes.split(",")) - set(MODES)
     if unknown:
@@ -158,7 +158,7 @@ def _options() -> argparse.Namespace:
 
 
 def _start(task: Task, rounds: int, peer_python: str | None) -> dict[str, Any]:
-    """Start-up of `task.ranks` processes; prints a line."""
+    """Measure the start of `task.ranks` processes and print a line."""
     try:
         found = measure_start(task, rounds, peer_python)
     except RunFailedError as error:
@@ -170,7 +170,7 @@ def _start(task: Task, rounds: int, peer_python: str | None) -> dict[str, Any]:
 
 
 def _row(mode: str, task: Task, options: argparse.Namespace, peer_python: str | None) -> dict[str, Any]:
-    """Both trainers in turn; prints a line as soon as it is known."""
+    """Run both trainers in turn and print a line."""
     row: dict[str, Any] = {"mode": mode, "ranks": task.ranks, "tokensPerStep": task.tokens}
     found: dict[str, list[Result]] = {"ours": [], "peer": []}
     try:

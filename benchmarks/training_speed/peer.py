@@ -1,4 +1,4 @@
-"""One rank of `transformers.Trainer` (with accelerate) on a Llama of given shape: the peer of the speed benchmark.
+"""Run a rank of `transformers.Trainer` (with accelerate) on a Llama of given shape, as the peer of the benchmark.
 
 Run by `benchmarks.training_speed` in an environment that has transformers and accelerate; it imports nothing from
 here. The task is a JSON object in the environment variable TASK; rank 0 prints when each step ended as one JSON line.
@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 
 
 class Samples(Dataset[dict[str, torch.Tensor]]):
-    """Random token ids; labels are the ids, which the model shifts."""
+    """A data set of random token ids; labels are the ids, which the model shifts."""
 
     def __init__(self, count: int, length: int, vocabulary: int) -> None:
         self._ids = torch.randint(0, vocabulary, (count, length), generator=torch.Generator().manual_seed(0))
@@ -31,20 +31,20 @@ class Samples(Dataset[dict[str, torch.Tensor]]):
 
 
 class Clock(transformers.TrainerCallback):
-    """When each optimizer step was done, seconds since the epoch."""
+    """Times of the optimizer steps, seconds since the epoch."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """An optimizer step is done."""
+        """Record the time of an optimizer step."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self.ends.append(time.time())
 
 
 def _model(task: dict[str, Any]) -> torch.nn.Module:
-    """Of random weights, or from a folder; with an adapter where one is to be trained."""
+    """Create the model with random weights or from a folder, with an adapter if one is trained."""
     if "weights" not in task:
         options: dict[str, Any] = {**task["model"], "attn_implementation": "sdpa", "use_cache": False}
         return transformers.LlamaForCausalLM(transformers.LlamaConfig(**options))
@@ -59,7 +59,7 @@ def _model(task: dict[str, Any]) -> torch.nn.Module:
 
 
 def main() -> None:
-    """Train, and say how long the steps took."""
+    """Train, and print the seconds of the steps."""
     task: dict[str, Any] = json.loads(os.environ["TASK"])
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers.set_seed(0)

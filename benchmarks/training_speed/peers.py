@@ -1,4 +1,4 @@
-"""Which peers can be measured: asked of the interpreter that has them, in its own words when it says no."""
+"""Find out which peers can be measured with the given interpreter."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SECONDS = 120.0
 
 
 def state_of_peers(python: str, device: str) -> dict[str, dict[str, str]]:
-    """For each peer its versions, and under `missing` or `unable` why it is not measured."""
+    """Return the versions of each peer, or under `missing` or `unable` why it is not measured."""
     every = sorted({name for names in _NEEDED.values() for name in names})
     asked = subprocess.run(
         [python, "-c", _VERSIONS, *every], capture_output=True, text=True, timeout=_SECONDS, check=True
@@ -45,7 +45,7 @@ def state_of_peers(python: str, device: str) -> dict[str, dict[str, str]]:
 
 
 def _why_not_torchtitan(python: str, device: str) -> str:
-    """What it says when it is started here."""
+    """Return the error of torchtitan on this machine."""
     if device != "cpu":
         return "this benchmark has no run of it on a device"
     tried = subprocess.run(

@@ -1,4 +1,4 @@
-"""Runs of one task by either trainer: processes per rank, seconds of the steps, and the most memory that they took."""
+"""Run a task with either trainer; measure the seconds of steps and the peak memory."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 
 _WORDS = 40_000
 WARM_STEPS = 3
-"""Steps at the beginning that are not counted: the first allocate, and compile where something compiles."""
+"""Number of first steps that are not counted: they allocate and compile."""
 THREADS = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "TOKENIZERS_PARALLELISM": "false"}
-"""The same for every process of both trainers."""
+"""Environment of every process of both trainers."""
 _POLL_SECONDS = 0.02
 
 
 class RunFailedError(Exception):
-    """A rank ended with a code that is not 0; the message has the end of its log."""
+    """A rank failed; the message has the end of its log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What both trainers do."""
+    """Task of both trainers."""
 
     ranks: int
     device: str
@@ -53,51 +53,51 @@ class Task:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step."""
+        """Number of tokens of a step."""
         return self.ranks * self.micro * self.accumulation * self.length
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What one run came to."""
+    """Measurements of a run."""
 
     seconds: tuple[float, ...]
-    """Of the counted steps; may be empty in a run that is only started."""
+    """Seconds of the counted steps; empty for a run that is only started."""
     host_bytes: int
-    """The largest resident set of a rank."""
+    """Largest resident set of a rank."""
     device_bytes: int
-    """Most device memory of rank 0; 0 on a CPU."""
+    """Peak device memory of rank 0; 0 on a CPU."""
     start_seconds: float
-    """From before the processes were made to the end of the first step."""
+    """Seconds from the creation of the processes to the end of the first step."""
     processor_seconds: float
-    """Of all ranks together, from their start to their end."""
+    """Processor seconds of all ranks."""
 
     def speed(self, tokens: int) -> float:
-        """Tokens per second of the median step."""
+        """Return the tokens per second of the median step."""
         return tokens / statistics.median(self.seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class Used:
-    """What processes took of the machine."""
+    """Resources that processes used."""
 
     host_bytes: int
-    """The largest resident set of one."""
+    """Largest resident set of a process."""
     processor_seconds: float
-    """Of all together."""
+    """Processor seconds of all processes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """All ranks of a run have ended with 0."""
+    """Result of ranks that all succeeded."""
 
     began: float
-    """When the first was made, seconds since the epoch."""
+    """Start of the first process, seconds since the epoch."""
     used: Used
 
 
 def text_file(folder: Path) -> Path:
-    """Random words to train on."""
+    """Write a file of random words."""
     choose = random.Random(0)
     letters = "abcdefghijklmnopqrstuvwxyz"
     words = ["".join(choose.choices(letters, k=choose.randint(2, 9))) for _ in range(3000)]
@@ -107,7 +107,7 @@ def text_file(folder: Path) -> Path:
 
 
 def write_config(task: Task, folder: Path, text: Path) -> Path:
-    """The configuration of one run of this repository's trainer, into `folder`."""
+    """Write the configuration of a run of this repository's trainer into `folder`."""
     config: dict[str, Any] = {
         "steps": task.steps,
         "batch": {"globalSize": task.ranks * task.micro * task.accumulation, "microSize": task.micro},
@@ -133,7 +133,7 @@ def write_config(task: Task, folder: Path, text: Path) -> Path:
 
 
 def run_ours(task: Task, folder: Path, text: Path, overrides: Sequence[str] = ()) -> Result:
-    """One run of this repository's trainer. Raises RunFailedError."""
+    """Run this repository's trainer. Raises RunFailedError."""
     argv = [sys.executable, "-m", "trainium_trainer", "train", "--config", str(write_config(task, folder, text))]
     for override in overrides:
         argv += ["--set", override]
@@ -141,7 +141,7 @@ def run_ours(task: Task, folder: Path, text: Path, overrides: Sequence[str] = ()
 
 
 def result_of(folder: Path, ended: Ended) -> Result:
-    """What a run of this repository's trainer in `folder` wrote down."""
+    """Read the measurements of a run of this repository's trainer in `folder`."""
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "loss" in line]
     seconds = tuple(line["seconds"] for line in steps[WARM_STEPS:])
@@ -154,7 +154,7 @@ def _result(seconds: tuple[float, ...], ended: Ended, device_bytes: int, first_s
 
 
 def run_peer(task: Task, folder: Path, python: str) -> Result:
-    """One run of `transformers.Trainer`. Raises RunFailedError."""
+    """Run `transformers.Trainer`. Raises RunFailedError."""
     model = task.model
     described = {
         "folder": str(folder / "run"),
@@ -183,7 +183,7 @@ def run_peer(task: Task, folder: Path, python: str) -> Result:
 
 
 def peer_result(folder: Path, ended: Ended) -> Result:
-    """What a run of the peer in `folder` wrote down."""
+    """Read the measurements of a run of the peer in `folder`."""
     told = json.loads((folder / "rank-0.log").read_text().splitlines()[-1])
     ends: list[float] = told["ends"]
     seconds = [end - begin for begin, end in itertools.pairwise(ends)]
@@ -192,7 +192,7 @@ def peer_result(folder: Path, ended: Ended) -> Result:
 
 
 def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """What a launcher says to a rank, over loopback."""
+    """Return the environment of a rank, over loopback."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -222,7 +222,7 @@ def run_ranks(argv: list[str], ranks: int, folder: Path, environment: dict[str, 
 
 
 def wait_for(pids: dict[int, int], folder: Path) -> Used:
-    """Wait for child processes (pid to rank); what they took.
+    """Wait for child processes (pid to rank) and return their resources.
 
     Raises RunFailedError as soon as one fails, once the others have been killed.
     """

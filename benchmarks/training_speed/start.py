@@ -1,4 +1,4 @@
-"""Time from start to the end of the first step: cold, and from the agent's standby process.
+"""Measure the time from start to the end of the first step: cold, and from the agent's standby process.
 
 Tokenised data are there in every case: the peer is given token ids.
 """
@@ -43,7 +43,7 @@ _POLL_SECONDS = 0.05
 
 
 def measure_start(task: Task, rounds: int, peer_python: str | None) -> dict[str, Any]:
-    """Median seconds of each way to start `task.ranks` processes, in turn. Raises RunFailedError."""
+    """Measure the median seconds of each way to start `task.ranks` processes. Raises RunFailedError."""
     short = replace(task, steps=2)
     seconds: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory(prefix="start-") as scratch:
@@ -71,7 +71,7 @@ def _folder(scratch: str, name: str) -> Path:
 
 
 def _run_from_standby(task: Task, folder: Path, text: Path) -> Result:
-    """As the agent does it: the clock starts when a warm standby is asked for the ranks."""
+    """Start ranks from a warm standby process, as the agent does; return the seconds until the first step."""
     kernel.adopt_orphans()  # the standby's ranks become children of this process
     file = write_config(task, folder, text)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

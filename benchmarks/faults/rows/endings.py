@@ -76,7 +76,7 @@ def _exhaust_budget(run: Run) -> FaultRun:
         wrong += run.inject(act, expect).wrong
     target.until_stable(3)
     moment = target.signal(run.random_member()["podName"], "KILL")
-    result = _verdict(run, moment, "BudgetExhausted", "maxFailures", restarts=ALLOWED_CRASHES)
+    result = _verdict(run, moment, "BudgetExhausted", "budgets.process", restarts=ALLOWED_CRASHES + 1)
     return run.result(Findings([*wrong, *result.wrong]), detect=result.detect, blame=result.blame, note=result.note)
 
 
@@ -169,7 +169,7 @@ ROWS = (
         injected="the loss of one rank set to NaN, and that of every later step",
         expected="stops with verdict NumericalError; no restart loop, no node blamed",
         judged="condition Failed, its reason and message; no suspected node; at most 1 restart",
-        play=_not_a_number,
+        run_once=_not_a_number,
         spares=0,
         spec=SMALL,
         own_job=True,
@@ -181,7 +181,7 @@ ROWS = (
         injected="an entry point whose module does not exist",
         expected="two tries at most, verdict UserError that names the module; no node blamed",
         judged="as row 12; at most 2 restarts. Time counts from when the workers run",
-        play=_import_error,
+        run_once=_import_error,
         spares=0,
         spec=SMALL,
         variables={"TRAINIUM_RANK_ENTRY": "no_such_module:main"},
@@ -195,7 +195,7 @@ ROWS = (
         injected="a job whose image does not exist; corrected when the status reports it",
         expected="the status names the image, nothing is stopped; the corrected image reaches the waiting pods",
         judged="PodsReady False, WorkerNotStarting (as detection, from the start); first step after the correction",
-        play=_missing_image,
+        run_once=_missing_image,
         require=_require_images,
         spares=0,
         spec=f"image: {NO_IMAGE}",
@@ -208,7 +208,7 @@ ROWS = (
         injected="a tensor of a petabyte in one rank's step",
         expected="stops with verdict OutOfMemory; no node blamed",
         judged="as row 12",
-        play=_out_of_memory,
+        run_once=_out_of_memory,
         spares=0,
         spec=SMALL,
         own_job=True,
@@ -220,7 +220,7 @@ ROWS = (
         injected="ranks and standbys killed six times while they start, the token cache empty (CPU compiles nothing)",
         expected="the cache is never half-written: training starts and sees the right samples",
         judged="curve and samples of the first steps",
-        play=_interrupt_start,
+        run_once=_interrupt_start,
         require=lambda env: env.faults,
         spares=0,
         within=_empty_cache,
@@ -235,7 +235,7 @@ ROWS = (
         injected=f"SIGKILL of a rank {ALLOWED_CRASHES + 1} times, where {ALLOWED_CRASHES} failures are allowed",
         expected=f"{ALLOWED_CRASHES} restarts in place, then verdict BudgetExhausted; no node blamed",
         judged="history as row 1; condition Failed, its reason and message; no suspected node",
-        play=_exhaust_budget,
+        run_once=_exhaust_budget,
         spec=f"recovery: {{budgets: {{process: {{maxFailures: {ALLOWED_CRASHES}}}}}}}",
         own_job=True,
         max_runs=5,
@@ -246,7 +246,7 @@ ROWS = (
         injected=f"exit code {AVOID_CODE} of a rank (rule: Host, AvoidNode), then {STOP_CODE} (rule: UserCode, Stop)",
         expected="the spare takes the first rank and its node is avoided; the second stops the job",
         judged="history: Host, Spare or Replace, that pod and node; then condition Failed, reason UserError",
-        play=_apply_rules,
+        run_once=_apply_rules,
         spares=2,
         spec=(
             f"recovery: {{rules: [{{exitCodes: [{AVOID_CODE}], cause: Host, action: AvoidNode}}, "

@@ -158,7 +158,7 @@ def _partition_node(run: Run) -> FaultRun:
         right = found.expect(named == ("NodeLost", pod, node), f"the last entry names {named}")
         return found.expect(last["rung"] in SPARE_OR_REPLACE, f"the last rung is {last['rung']}") and right
 
-    # Sockets that open behind the partition live until they are found (0.02 s), so the node is heard now and then.
+    # Sockets that open behind the partition live until they are found (0.02 s), so some heartbeats of the node arrive.
     # Until it is silent for good, the agents may restart in place.
     expect = replace(
         expect_node_lost(node),
@@ -223,7 +223,7 @@ ROWS = (
         injected="the node's processes killed (7 of 10) or frozen (3 of 10), without a change in the API",
         expected="the spare is active before the node is NotReady; at most 1 step lost; the node suspected",
         judged="history: NodeLost, Spare or Replace, that pod and node, suspected; detected within 40 s; curve",
-        play=_fail_node,
+        run_once=_fail_node,
         spares=2,
     ),
     Row(
@@ -232,7 +232,7 @@ ROWS = (
         injected="`NEURON_HW_ERR=...` in the kernel log that the agent reads",
         expected="the rank goes to the spare, the node is suspected; 0 or 1 step lost",
         judged="history: Device, Spare or Replace, that pod and node; curve",
-        play=_write_kernel_line,
+        run_once=_write_kernel_line,
         spares=2,
         variables={"TRAINIUM_KERNEL_LOG": KERNEL_LOG},
     ),
@@ -242,7 +242,7 @@ ROWS = (
         injected="two of three nodes of a fully sharded job lose their power (no copies on buddies yet)",
         expected="resumes from the newest committed checkpoint (one each 10 steps); at most 20 steps lost",
         judged="history: NodeLost, Spare or Replace, one of the two named; curve within 1e-5 of the replicated one",
-        play=lambda run: _fail_two_nodes(run, steps_lost=20),
+        run_once=lambda run: _fail_two_nodes(run, steps_lost=20),
         require=FaultEnvironment.require_full_size,
         spares=2,
         spec="trainer: {dataParallel: FullySharded}\ncheckpoint: {durable: {everySteps: 10}}",
@@ -255,7 +255,7 @@ ROWS = (
         injected="two of three nodes of a replicated job lose their power: the third holds the whole state",
         expected="resumes from its memory; at most 1 step lost",
         judged="history: NodeLost, Spare or Replace, one of the two named; curve",
-        play=lambda run: _fail_two_nodes(run, steps_lost=1),
+        run_once=lambda run: _fail_two_nodes(run, steps_lost=1),
         require=FaultEnvironment.require_full_size,
         spares=2,
         max_runs=10,
@@ -266,7 +266,7 @@ ROWS = (
         injected="idle nodes cordoned, a member's node loses its power; capacity returns afterwards",
         expected="shrinks to 2 of 3 after `rescaleAfterSeconds` (3 here), grows back; at most 1 step lost",
         judged="history: NodeLost, Shrink, that node; size 2, later 3; curve within 1e-5; samples",
-        play=_fail_without_capacity,
+        run_once=_fail_without_capacity,
         spares=0,
         spec="workers: {minReplicas: 1}\nrecovery: {rescaleAfterSeconds: 3}",
         tolerance=1e-5,
@@ -279,7 +279,7 @@ ROWS = (
         injected="4 nodes, global batch 8: two nodes lose their power one after the other; both return later",
         expected="4 -> 3 -> 2 -> 4 nodes with 2, 3, 4 and 2 passes a step; at most 1 step lost each time",
         judged="history: NodeLost, Shrink, that node; sizes and passes; curve within 1e-5; samples",
-        play=_shrink_to_uneven_sizes,
+        run_once=_shrink_to_uneven_sizes,
         require=_require_four_nodes,
         spares=0,
         spec=(
@@ -296,7 +296,7 @@ ROWS = (
         injected="as row 5, always the node of rank 0, which hosts the store",
         expected="another host is chosen; at most 1 step lost",
         judged="as row 5",
-        play=_fail_store_host,
+        run_once=_fail_store_host,
         spares=2,
         max_runs=10,
     ),
@@ -306,7 +306,7 @@ ROWS = (
         injected="a node is cut off from the API and its peers, and reconnected after the recovery",
         expected="when the node is NotReady at the latest, the spare has its rank; before, restarts in place",
         judged="history: last NodeLost, that pod and node; its worker is no member afterwards; curve, samples",
-        play=_partition_node,
+        run_once=_partition_node,
         require=_require_partitions,
         spares=2,
         max_runs=3,
@@ -317,7 +317,7 @@ ROWS = (
         injected="NeuronHealth=True on three of seven nodes, two of them with a member",
         expected="the circuit breaker opens: in the status, at most a fifth of the nodes (1) is left, none cordoned",
         judged="condition NodesHealthy (its reason, as detection); uids; nodes; curve",
-        play=_report_many_nodes,
+        run_once=_report_many_nodes,
         require=FaultEnvironment.require_full_size,
         spares=2,
         max_runs=5,

@@ -74,7 +74,7 @@ ROWS = (
         injected="`kill -9` of a random training process at a random time",
         expected="all ranks restart in place, pods keep their uid; at most 1 step lost",
         judged="history: cause Crash, rung InPlace, that pod, no node suspected; uids; curve bit for bit",
-        play=kill_rank,
+        run_once=kill_rank,
     ),
     Row(
         number=2,
@@ -82,7 +82,7 @@ ROWS = (
         injected="`kill -STOP` of a training process; step floor of the hang limit 3 s (default 15)",
         expected="found by its agent, stacks dumped, restart in place; at most 1 step lost",
         judged="as row 1, with cause Hang and the stopped rank's pod; its node gets a strike",
-        play=_stop_rank,
+        run_once=_stop_rank,
     ),
     Row(
         number=3,
@@ -90,7 +90,7 @@ ROWS = (
         injected="a read of address 0 in a thread while the main thread is in an all-reduce",
         expected="as row 1; the peers, whose collective failed, are not blamed",
         judged="as row 1",
-        play=_segmentation_fault,
+        run_once=_segmentation_fault,
     ),
     Row(
         number=8,
@@ -98,7 +98,7 @@ ROWS = (
         injected="one node's all-reduces send nothing, while its rank seems to wait like the others",
         expected="restart in place; stuck again: nodes tested in pairs, the spare takes the culprit's rank; 1 step",
         judged="history: Hang, InPlace; last that pod, Spare or Replace; only that node suspected; curve bit for bit",
-        play=_mute_node,
+        run_once=_mute_node,
         max_runs=3,
     ),
     Row(
@@ -107,6 +107,6 @@ ROWS = (
         injected="SIGKILL of a rank, and 0.1 to 0.8 s later SIGKILL of another (or the same) one",
         expected="restarts again, no deadlock; at most 1 step lost",
         judged="causes Crash, rung InPlace, no pod replaced, stable training afterwards; curve bit for bit",
-        play=_kill_during_recovery,
+        run_once=_kill_during_recovery,
     ),
 )

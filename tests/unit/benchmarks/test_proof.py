@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from benchmarks.proof import leavings
-from benchmarks.proof.document import placed, section, summary
-from benchmarks.proof.families import Suite, trial
-from benchmarks.proof.judge import Lost, Played, Verdict, judge_loss, not_once_an_epoch
-from benchmarks.proof.stage import stepped
-from benchmarks.proof.strike import Point
-from benchmarks.proof.suites import PRETRAINING, TUNING, UNEVEN
+from benchmarks.proof import artifact_checks
+from benchmarks.proof.checks import AttemptResult, StepsLost, TrialResult, check_steps_lost, find_epoch_error
+from benchmarks.proof.document import replace_section, section, summary
+from benchmarks.proof.kill_points import Point
+from benchmarks.proof.runner import layouts_with_steps
+from benchmarks.proof.suites import PRETRAINING, TUNING, UNEVEN, Suite, trial
 from tests.testing.trainer.base_models import save_base
 from trainium_contract.trainer.artifacts import ArtifactKind, ArtifactPrecision
 from trainium_contract.trainer.tuning import TuningConfig
@@ -33,7 +32,7 @@ from trainium_trainer.weights import BaseWeights
 ROOT = Path(__file__).parents[3]
 
 if TYPE_CHECKING:
-    from benchmarks.proof.leavings import Leavings
+    from benchmarks.proof.artifact_checks import ArtifactSnapshot
 
 SUITES = pytest.mark.parametrize("suite", [PRETRAINING, UNEVEN, TUNING], ids=lambda suite: suite.name)
 EVALUATION = {"examples": 2, "answerTokens": 4, "figures": [{"name": "perplexity", "before": 9.0, "after": 8.0}]}
@@ -52,10 +51,10 @@ def test_a_seed_always_gives_the_same_trial_and_only_its_last_life_ends_by_itsel
     for seed in range(80):
         made = trial(seed, suite)
         assert made == trial(seed, suite)
-        *struck, last = made.lives
-        assert last.strike is None
-        assert {made.point, Point.STEP} >= {life.strike.point for life in struck if life.strike is not None}
-        final = struck[-1].strike
+        *killed, last = made.attempts
+        assert last.kill is None
+        assert {made.point, Point.STEP} >= {attempt.kill.point for attempt in killed if attempt.kill is not None}
+        final = killed[-1].kill
         assert final is not None
         assert final.point is made.point
 
@@ -99,7 +98,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
         settings={},
     )
     step = folder / "step"
-    for name, kind in leavings.FOLDERS.items():
+    for name, kind in artifact_checks.FOLDERS.items():
         largest = 8192 if kind is ArtifactKind.MODEL else None
         blueprint = making.blueprint(kind, ArtifactPrecision.FLOAT32, largest)
         write_artifact(blueprint, open_storage(str(step / name)), Alone(), retry=Retry())
@@ -114,37 +113,37 @@ def step(written: Path, tmp_path: Path) -> Path:
 
 
 def test_what_is_whole_looks_complete_and_differs_in_nothing(written: Path, step: Path) -> None:
-    assert leavings.complete(step).keys() == {"adapter", "model"}
-    assert leavings.half_written(step) == []
-    assert leavings.differences(leavings.read(step), leavings.read(written)) == []
-    assert len(leavings.settled(step)) > 3
+    assert artifact_checks.complete(step).keys() == {"adapter", "model"}
+    assert artifact_checks.find_incomplete(step) == []
+    assert artifact_checks.differences(artifact_checks.read(step), artifact_checks.read(written)) == []
+    assert len(artifact_checks.complete_files(step)) > 3
 
 
 @pytest.mark.parametrize("file", ["model/config.json", "model/model-00002-of-*", "adapter/adapter_model.safetensors"])
 def test_a_file_that_is_cut_short_in_what_looks_complete_is_found(step: Path, file: str) -> None:
     (path,) = step.glob(file)
     path.write_bytes(path.read_bytes()[:-1])
-    assert leavings.half_written(step)
+    assert artifact_checks.find_incomplete(step)
 
 
 def test_a_missing_manifest_beside_the_file_that_counts_is_found(step: Path) -> None:
     (step / "model" / "artifact.json").unlink()
-    assert leavings.half_written(step)
+    assert artifact_checks.find_incomplete(step)
 
 
 def test_a_folder_without_the_file_that_counts_is_not_taken_for_whole(step: Path) -> None:
     (step / "model" / "config.json").unlink()
     next(step.glob("model/model-00001-of-*")).write_bytes(b"")
-    assert leavings.half_written(step) == []
-    assert leavings.complete(step).keys() == {"adapter"}
+    assert artifact_checks.find_incomplete(step) == []
+    assert artifact_checks.complete(step).keys() == {"adapter"}
 
 
 def test_a_result_that_is_cut_short_is_found(step: Path) -> None:
     (step / "evaluation.json").write_text("{")
-    assert leavings.half_written(step)
+    assert artifact_checks.find_incomplete(step)
 
 
-def nudged(left: Leavings, by: float) -> Leavings:
+def nudged(left: ArtifactSnapshot, by: float) -> ArtifactSnapshot:
     """The same but for one number of each tensor."""
     tensors = {name: tensor.clone() for name, tensor in left.tensors.items()}
     for tensor in tensors.values():
@@ -153,41 +152,43 @@ def nudged(left: Leavings, by: float) -> Leavings:
 
 
 def test_one_other_bit_is_a_difference_unless_sizes_changed(written: Path) -> None:
-    known = leavings.read(written)
-    assert leavings.differences(nudged(known, 1e-5), known)
-    assert leavings.differences(nudged(known, 1e-5), known, 1e-4) == []
-    assert leavings.differences(nudged(known, 1e-3), known, 1e-4)
+    known = artifact_checks.read(written)
+    assert artifact_checks.differences(nudged(known, 1e-5), known)
+    assert artifact_checks.differences(nudged(known, 1e-5), known, 1e-4) == []
+    assert artifact_checks.differences(nudged(known, 1e-3), known, 1e-4)
 
 
 def test_a_file_too_many_is_a_difference_a_draft_among_them(written: Path, step: Path) -> None:
     (step / "model" / ".draft-00").write_bytes(b"half of it")
-    known = leavings.read(written)
-    assert leavings.differences(leavings.read(step), known) == ["the files are others: ['model/.draft-00']"]
-    assert leavings.differences(leavings.read(step), known, 1e-4)
+    known = artifact_checks.read(written)
+    assert artifact_checks.differences(artifact_checks.read(step), known) == [
+        "the files are others: ['model/.draft-00']"
+    ]
+    assert artifact_checks.differences(artifact_checks.read(step), known, 1e-4)
 
 
 def test_the_number_of_files_may_be_another_but_files_of_one_name_are_the_same_to_the_byte(
     written: Path, step: Path
 ) -> None:
-    known = leavings.read(written)
+    known = artifact_checks.read(written)
     divided = {name.replace("-of-0", "-of-9"): digest for name, digest in known.files.items()}
     index = {"model/model.safetensors.index.json": "another"}
-    assert leavings.differences(replace(known, files=divided | index), known) == []
-    (found,) = leavings.differences(replace(known, files=known.files | index), known)
+    assert artifact_checks.differences(replace(known, files=divided | index), known) == []
+    (found,) = artifact_checks.differences(replace(known, files=known.files | index), known)
     assert found == "model/model.safetensors.index.json is not the same to the byte"
     (step / "adapter" / "adapter_config.json").write_text("{}")
-    config = leavings.read(step).files["adapter/adapter_config.json"]
+    config = artifact_checks.read(step).files["adapter/adapter_config.json"]
     changed = replace(known, files=divided | index | {"adapter/adapter_config.json": config})
-    assert leavings.differences(changed, known) == ["adapter/adapter_config.json is not the same to the byte"]
+    assert artifact_checks.differences(changed, known) == ["adapter/adapter_config.json is not the same to the byte"]
 
 
 def test_other_figures_are_a_difference(written: Path) -> None:
-    known = leavings.read(written)
+    known = artifact_checks.read(written)
     figure = {"name": "perplexity", "before": 9.0, "after": 8.001}
     found = replace(known, measured=known.measured | {"figures": [figure]})
-    assert leavings.differences(found, known)
-    assert leavings.differences(found, known, 1e-4) == ["perplexity after is 8.001, not 8.0"]
-    assert leavings.differences(found, known, 1e-3) == []
+    assert artifact_checks.differences(found, known)
+    assert artifact_checks.differences(found, known, 1e-4) == ["perplexity after is 8.001, not 8.0"]
+    assert artifact_checks.differences(found, known, 1e-3) == []
 
 
 def epochs(size: int) -> dict[int, list[int]]:
@@ -200,65 +201,65 @@ def epochs(size: int) -> dict[int, list[int]]:
 
 
 def test_an_example_that_is_seen_twice_or_never_in_an_epoch_is_found() -> None:
-    assert not_once_an_epoch(epochs(31), TUNING) is None
+    assert find_epoch_error(epochs(31), TUNING) is None
     twice = epochs(31)
     twice[5] = [*twice[5], 0]
-    assert "steps 4 to 6" in (not_once_an_epoch(twice, TUNING) or "")
+    assert "steps 4 to 6" in (find_epoch_error(twice, TUNING) or "")
     never = epochs(31)
     never[1] = never[1][1:]
-    assert "steps 1 to 3" in (not_once_an_epoch(never, TUNING) or "")
-    assert "nothing is masked" in (not_once_an_epoch(epochs(36), TUNING) or "")
+    assert "steps 1 to 3" in (find_epoch_error(never, TUNING) or "")
+    assert "nothing is masked" in (find_epoch_error(epochs(36), TUNING) or "")
 
 
-def life(resumed: int, completed: int, point: str = "", *, struck: bool = False) -> Played:
-    return Played("dp 2", point, struck, completed, resumed, committed=12)
+def attempt(resumed: int, completed: int, point: str = "", *, killed: bool = False) -> AttemptResult:
+    return AttemptResult("dp 2", point, killed, completed, resumed, committed=12)
 
 
 def test_a_kill_after_the_last_step_may_cost_no_step() -> None:
-    verdict = Verdict(0, "process")
-    before = life(0, 15, "export", struck=True)
-    judge_loss(before, life(15, 15), "export", verdict, allowed=0)
-    assert verdict.lost == [Lost("export", 0)]
-    assert not verdict.wrong
-    judge_loss(before, life(12, 15), "export", verdict, allowed=0)
-    assert verdict.lost[-1] == Lost("export", 3)
-    assert verdict.wrong
+    result = TrialResult(0, "process")
+    before = attempt(0, 15, "export", killed=True)
+    check_steps_lost(before, attempt(15, 15), "export", result, allowed=0)
+    assert result.lost == [StepsLost("export", 0)]
+    assert not result.wrong
+    check_steps_lost(before, attempt(12, 15), "export", result, allowed=0)
+    assert result.lost[-1] == StepsLost("export", 3)
+    assert result.wrong
 
 
 def test_only_sizes_that_made_steps_decide_whether_every_bit_counts() -> None:
     made = next(each for each in (trial(seed, TUNING) for seed in range(99)) if each.family.name == "resize")
-    four, two, three = (each.layout for each in made.lives[-3:])
-    made = replace(made, lives=made.lives[-3:])
-    late = [life(0, 15, "export", struck=True), life(15, 15, "export", struck=True), life(15, 15)]
-    assert stepped(made, Verdict(0, "resize", lives=late)) == {four}
-    early = [life(0, 5, "step", struck=True), life(-1, -1, "load", struck=True), life(5, 15)]
-    assert stepped(made, Verdict(0, "resize", lives=early)) == {four, three}
-    unseen = [life(0, 0, "step", struck=True), life(1, 4, "step", struck=True), life(4, 15)]
-    assert stepped(made, Verdict(0, "resize", lives=unseen)) == {four, two, three}
+    four, two, three = (each.layout for each in made.attempts[-3:])
+    made = replace(made, attempts=made.attempts[-3:])
+    late = [attempt(0, 15, "export", killed=True), attempt(15, 15, "export", killed=True), attempt(15, 15)]
+    assert layouts_with_steps(made, TrialResult(0, "resize", attempts=late)) == {four}
+    early = [attempt(0, 5, "step", killed=True), attempt(-1, -1, "load", killed=True), attempt(5, 15)]
+    assert layouts_with_steps(made, TrialResult(0, "resize", attempts=early)) == {four, three}
+    unseen = [attempt(0, 0, "step", killed=True), attempt(1, 4, "step", killed=True), attempt(4, 15)]
+    assert layouts_with_steps(made, TrialResult(0, "resize", attempts=unseen)) == {four, two, three}
 
 
 def test_no_size_of_the_uneven_suite_divides_its_batch_and_one_leaves_a_rank_without_any_sample() -> None:
-    sizes = {layout.dp for family in UNEVEN.families for layout in family.lives}
+    sizes = {layout.dp for family in UNEVEN.families for layout in family.attempts}
     assert all(UNEVEN.global_batch % dp for dp in sizes)
     assert max(sizes) > UNEVEN.global_batch
 
 
 def test_each_suite_has_its_own_part_of_the_page_and_leaves_the_others_alone() -> None:
-    verdict = Verdict(0, "process", [Lost("step", 1)], [life(0, 5, "step", struck=True), life(4, 15)])
-    tuning = section(summary([verdict], TUNING, 0, 1.0), TUNING)
-    pretraining = section(summary([verdict], PRETRAINING, 0, 1.0), PRETRAINING)
+    result = TrialResult(0, "process", [StepsLost("step", 1)], [attempt(0, 5, "step", killed=True), attempt(4, 15)])
+    tuning = section(summary([result], TUNING, 0, 1.0), TUNING)
+    pretraining = section(summary([result], PRETRAINING, 0, 1.0), PRETRAINING)
     assert "| 1 step | 1: 1 / 1.0 | - |" in tuning
     assert "1 kills in 1 runs" in pretraining
-    uneven = section(summary([verdict], UNEVEN, 0, 1.0), UNEVEN)
+    uneven = section(summary([result], UNEVEN, 0, 1.0), UNEVEN)
     parts = [(pretraining, PRETRAINING), (uneven, UNEVEN), (tuning, TUNING)]
     pages = set()
     for order in permutations(parts):
         page = ""
         for part, suite in order:
-            page = placed(page, part, suite)
+            page = replace_section(page, part, suite)
         pages.add(page)
     assert len(pages) == 1
     known = (ROOT / "docs/recovery-proof.md").read_text()
-    renewed = placed(known, tuning, TUNING)
+    renewed = replace_section(known, tuning, TUNING)
     assert renewed.startswith(known.partition("## Fine-tuning")[0].strip())
-    assert placed(renewed, tuning, TUNING) == renewed
+    assert replace_section(renewed, tuning, TUNING) == renewed

@@ -1,4 +1,4 @@
-"""What a run leaves behind for others: read, held against another run's, and looked at while it is not complete."""
+"""Read the artifacts of a run, compare them with those of another run, and find incomplete ones."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ if TYPE_CHECKING:
 FOLDERS = {"adapter": ArtifactKind.ADAPTER, "model": ArtifactKind.MODEL}
 RESULT, RESULT_TABLE = "evaluation.json", "evaluation.md"
 _MEASURED = ("examples", "answerTokens", "figures", "answers")
-"""What an evaluation found, without where it was found."""
+"""Fields of an evaluation that do not depend on paths."""
 
 
 @dataclass(frozen=True, slots=True)
-class Leavings:
-    """The artifacts of one step and their evaluation."""
+class ArtifactSnapshot:
+    """Artifacts of a step and their evaluation."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    """By artifact and name."""
+    """Tensors by artifact and name."""
     files: dict[str, str] = field(default_factory=dict)
-    """SHA-256 of every file but cards, manifests and results, by path; of the files of tensors, too."""
+    """SHA-256 of every file except cards, manifests and results, by path."""
     measured: dict[str, Any] = field(default_factory=dict)
-    """What the evaluation found."""
+    """Results of the evaluation."""
 
 
-def read(step: Path) -> Leavings:
-    """What lies in the folder of a step. Raises OSError, ValueError."""
+def read(step: Path) -> ArtifactSnapshot:
+    """Read the folder of a step. Raises OSError, ValueError."""
     tensors: dict[str, Tensor] = {}
     for file in step.rglob("*.safetensors"):
         tensors |= {f"{file.parent.name}/{name}": tensor for name, tensor in load_file(file).items()}
@@ -53,11 +53,11 @@ def read(step: Path) -> Leavings:
         if path.is_file() and path.name not in (CARD_NAME, MANIFEST_NAME, RESULT, RESULT_TABLE)
     }
     result = json.loads((step / RESULT).read_text())
-    return Leavings(tensors, files, {name: result.get(name) for name in _MEASURED})
+    return ArtifactSnapshot(tensors, files, {name: result.get(name) for name in _MEASURED})
 
 
-def differences(found: Leavings, known: Leavings, close: float = 0.0) -> list[str]:
-    """How artifacts differ from those of an undisturbed run; `close` is what is borne, relative, 0 for no bit."""
+def differences(found: ArtifactSnapshot, known: ArtifactSnapshot, close: float = 0.0) -> list[str]:
+    """Return the differences to the artifacts of an undisturbed run; `close` is a relative tolerance."""
     wrong = []
     if found.tensors.keys() != known.tensors.keys():
         wrong.append(f"the tensors are others: {sorted(found.tensors.keys() ^ known.tensors.keys())}")
@@ -77,8 +77,8 @@ def differences(found: Leavings, known: Leavings, close: float = 0.0) -> list[st
     return wrong + _figures_differ(found.measured, known.measured, close)
 
 
-def _beside_tensors(left: Leavings) -> dict[str, str]:
-    """The files that hold no tensors and do not follow from how those are divided."""
+def _beside_tensors(left: ArtifactSnapshot) -> dict[str, str]:
+    """Return the files that do not depend on how tensors are divided."""
     return {name: digest for name, digest in left.files.items() if ".safetensors" not in name}
 
 
@@ -93,7 +93,7 @@ def _figures_differ(found: dict[str, Any], known: dict[str, Any], close: float) 
 
 
 def complete(step: Path) -> dict[str, ArtifactManifest]:
-    """The artifacts that a program would take for whole, by folder; ValueError when one is not. See `half_written`."""
+    """Return the artifacts that look complete, by folder. Raises ValueError for an invalid manifest."""
     found = {}
     for name, kind in FOLDERS.items():
         folder = step / name
@@ -102,15 +102,15 @@ def complete(step: Path) -> dict[str, ArtifactManifest]:
     return found
 
 
-def half_written(step: Path) -> list[str]:
-    """What looks complete and is not: files of an artifact that counts, and the result of an evaluation."""
+def find_incomplete(step: Path) -> list[str]:
+    """Return a sentence for each file that is damaged although its artifact or evaluation looks complete."""
     wrong = []
     try:
         for name, manifest in complete(step).items():
             for file in manifest.files:
                 data = (step / name / file.name).read_bytes()
                 if (len(data), sha256(data).hexdigest()) != (file.size, file.digest):
-                    wrong.append(f"{name}/{file.name} is not what its artifact says")
+                    wrong.append(f"{name}/{file.name} does not match its manifest")
         if (step / RESULT).exists():
             json.loads((step / RESULT).read_text())
     except (OSError, ValueError) as error:
@@ -118,8 +118,8 @@ def half_written(step: Path) -> list[str]:
     return wrong
 
 
-def settled(step: Path) -> dict[Path, int]:
-    """The data files that are whole, and when each was written: a later start has no reason to write them again."""
+def complete_files(step: Path) -> dict[Path, int]:
+    """Return the complete data files and when each was written; a later start must not write them again."""
     names = [step / name / file.name for name, manifest in complete(step).items() for file in manifest.files]
     for receipt in step.glob(f"*/{UNFINISHED}/*.safetensors.json"):
         file = receipt.parent.parent / ArtifactFile.model_validate_json(receipt.read_bytes()).name

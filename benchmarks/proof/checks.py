@@ -1,4 +1,4 @@
-"""Holds what a trial left to what an undisturbed run leaves."""
+"""Compare the result of a trial with that of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from safetensors.torch import load_file
 
-from benchmarks.proof import leavings
-from benchmarks.proof.strike_after import ARTIFACTS
+from benchmarks.proof import artifact_checks
+from benchmarks.proof.kill_points import ARTIFACTS
 from trainium_contract.wire.checkpoint_manifest import folder_name
 from trainium_trainer.artifacts.manifest import UNFINISHED
 from trainium_trainer.artifacts.peft_format import parameter_name
@@ -23,140 +23,144 @@ from trainium_trainer.monitor.progress import read_results
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from benchmarks.proof.families import Suite
+    from benchmarks.proof.suites import Suite
 
 _CLOSE = 1e-5
-"""Relative difference of losses at different sizes; sums are taken in another order."""
+"""Allowed relative difference of losses across sizes, where sums have another order."""
 _CLOSE_WEIGHTS = 1e-4
-"""The same of what was trained."""
+"""Allowed relative difference of trained weights across sizes."""
 
 
 @dataclass(slots=True)
-class Played:
-    """What became of one life."""
+class AttemptResult:
+    """Result of an attempt."""
 
     layout: str
     point: str
-    """Where it was to be struck; empty for a life that was to end by itself."""
-    struck: bool
+    """Point of the kill; empty for an attempt that ends by itself."""
+    killed: bool
     completed: int
-    """Newest step that any rank had completed."""
+    """Newest step that any rank completed."""
     resumed: int
-    """Step that it went on from."""
+    """Step that the attempt resumed from."""
     committed: int
-    """Newest step committed when it ended; -1 for none."""
+    """Newest committed step at its end; -1 for none."""
 
 
 @dataclass(slots=True)
-class Lost:
-    """What one kill cost."""
+class StepsLost:
+    """Steps that a kill cost."""
 
     point: str
     steps: int
 
 
 @dataclass(slots=True)
-class Verdict:
-    """The outcome of one trial."""
+class TrialResult:
+    """Result of a trial."""
 
     seed: int
     family: str
-    lost: list[Lost] = field(default_factory=list)
-    lives: list[Played] = field(default_factory=list)
+    lost: list[StepsLost] = field(default_factory=list)
+    attempts: list[AttemptResult] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     waited: int = 0
-    """Ranks that did not notice in a minute that another one was dead, and were ended, as their agent ends them."""
+    """Number of ranks that waited for a killed one for a minute and were terminated, as their agent does."""
 
     @property
-    def struck(self) -> int:
-        """Ranks that died where they should."""
-        return sum(life.struck for life in self.lives)
+    def killed(self) -> int:
+        """Number of ranks that were killed at their point."""
+        return sum(attempt.killed for attempt in self.attempts)
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What a run leaves that nobody disturbs."""
+    """Result of an undisturbed run."""
 
     losses: dict[int, float]
     samples: dict[int, list[int]]
-    """By step, sorted."""
-    left: leavings.Leavings
+    """Sorted samples by step."""
+    left: artifact_checks.ArtifactSnapshot
 
     @staticmethod
     def read(root: Path, suite: Suite) -> Reference:
-        """Of the run below `root`. Raises ValueError where the proof itself would prove nothing."""
+        """Read the run below `root`. Raises ValueError where the suite would prove nothing."""
         samples = samples_of(root)
-        if suite.tunes and (problem := not_once_an_epoch(samples, suite)):
+        if suite.tunes and (problem := find_epoch_error(samples, suite)):
             raise ValueError(f"the undisturbed run: {problem}")
-        left = leavings.read(artifacts_of(root, suite)) if suite.tunes else leavings.Leavings()
+        left = artifact_checks.read(artifacts_of(root, suite)) if suite.tunes else artifact_checks.ArtifactSnapshot()
         return Reference(dict(curve_of(root)), samples, left)
 
 
-def judge_loss(before: Played, after: Played, point: str, verdict: Verdict, *, allowed: int) -> None:
-    """What the kill cost that ended `before`; `after` may have been killed before it knew its step."""
-    if after.resumed < 0 or not before.struck:
+def check_steps_lost(
+    before: AttemptResult, after: AttemptResult, point: str, result: TrialResult, *, allowed: int
+) -> None:
+    """Check the steps that the kill of `before` cost; `after` may have been killed before it resumed."""
+    if after.resumed < 0 or not before.killed:
         return
     lost = before.completed - after.resumed
-    verdict.lost.append(Lost(point, lost))
+    result.lost.append(StepsLost(point, lost))
     if lost > allowed:
-        verdict.wrong.append(
+        result.wrong.append(
             f"{lost} steps lost, {allowed} allowed: {before.completed} completed, {before.committed} committed, "
             f"resumed from {after.resumed}"
         )
 
 
-def judge_end(root: Path, verdict: Verdict, reference: Reference, suite: Suite, *, exact: bool) -> None:
-    """The curve, the samples, the checkpoints and what was left behind; `exact` where all steps were at one size."""
+def check_end(root: Path, result: TrialResult, reference: Reference, suite: Suite, *, exact: bool) -> None:
+    """Check curve, samples, checkpoints and artifacts; `exact` if all steps were made at one size."""
     curve = curve_of(root)
     if [step for step, _ in curve] != list(range(1, suite.steps + 1)):
-        verdict.wrong.append(f"metrics.jsonl has the steps {[step for step, _ in curve]}")
+        result.wrong.append(f"metrics.jsonl has the steps {[step for step, _ in curve]}")
     for step, loss in curve:
         known = reference.losses.get(step, float("nan"))
         if not abs(loss - known) <= (0.0 if exact else _CLOSE * abs(known)):
-            verdict.wrong.append(f"loss of step {step} is {loss}, in an undisturbed run {known}")
+            result.wrong.append(f"loss of step {step} is {loss}, in an undisturbed run {known}")
             break
     if samples_of(root) != reference.samples:
-        verdict.wrong.append("not every sample was seen exactly once, in its step")
+        result.wrong.append("not every sample was seen exactly once, in its step")
     storage = PosixStorage(root)
     found = survey(storage)
     broken = [*found.damaged, *(item.folder for item in found.committed if verify(storage, item, Retry()))]
     if broken:
-        verdict.wrong.append(f"committed checkpoints are not whole: {broken}")
+        result.wrong.append(f"committed checkpoints are not whole: {broken}")
     if suite.tunes:
         folder = artifacts_of(root, suite)
-        verdict.wrong += leavings.half_written(folder)
+        result.wrong += artifact_checks.find_incomplete(folder)
         try:
-            left = leavings.read(folder)
+            left = artifact_checks.read(folder)
         except (OSError, ValueError) as error:
-            verdict.wrong.append(f"what was left behind cannot be read: {error}")
+            result.wrong.append(f"what was left behind cannot be read: {error}")
         else:
-            verdict.wrong += leavings.differences(left, reference.left, 0.0 if exact else _CLOSE_WEIGHTS)
+            result.wrong += artifact_checks.differences(left, reference.left, 0.0 if exact else _CLOSE_WEIGHTS)
 
 
-def judge_milestones(root: Path, verdict: Verdict) -> None:
-    """Each milestone has its artifacts, with its own numbers."""
+def check_milestones(root: Path, result: TrialResult) -> None:
+    """Check that each milestone has artifacts of its own weights."""
     storage = PosixStorage(root)
     for milestone in survey(storage).milestones:
         step = root / ARTIFACTS / folder_name(milestone.step)
-        if leavings.complete(step).keys() != leavings.FOLDERS.keys() or list(step.glob(f"*/{UNFINISHED}")):
-            verdict.wrong.append(f"the artifacts of the milestone of step {milestone.step} are not complete")
+        if artifact_checks.complete(step).keys() != artifact_checks.FOLDERS.keys() or list(
+            step.glob(f"*/{UNFINISHED}")
+        ):
+            result.wrong.append(f"the artifacts of the milestone of step {milestone.step} are not complete")
             continue
         contents = Contents(storage, milestone, Retry())
         for name, tensor in load_file(step / "adapter" / "adapter_model.safetensors").items():
             if not tensor.equal(contents.read(state_name(StateKind.WEIGHT, parameter_name(name)))):
-                verdict.wrong.append(f"{name} of milestone {milestone.step} is not that of its checkpoint")
+                result.wrong.append(f"{name} of milestone {milestone.step} is not that of its checkpoint")
 
 
-def judge_told(root: Path, progress: Path, verdict: Verdict, suite: Suite) -> None:
-    """What the first rank of the last life told its agent of artifacts and evaluation."""
+def check_reported(root: Path, progress: Path, result: TrialResult, suite: Suite) -> None:
+    """Check the artifacts and the evaluation that the first rank reported to its agent."""
     told = read_results(progress)
-    known = {manifest.digest for manifest in leavings.complete(artifacts_of(root, suite)).values()}
+    known = {manifest.digest for manifest in artifact_checks.complete(artifacts_of(root, suite)).values()}
     if {each.digest for each in told.artifacts if each.step == suite.steps} != known or not told.evaluation:
-        verdict.wrong.append(f"the agent was told of {told}")
+        result.wrong.append(f"the agent was told of {told}")
 
 
 def artifacts_of(root: Path, suite: Suite) -> Path:
-    """Where the artifacts of the last step are."""
+    """Return the folder of the artifacts of the last step."""
     return root / ARTIFACTS / folder_name(suite.steps)
 
 
@@ -175,8 +179,8 @@ def samples_of(root: Path) -> dict[int, list[int]]:
     return {step: sorted(samples) for step, samples in sorted(found.items())}
 
 
-def not_once_an_epoch(samples: dict[int, list[int]], suite: Suite) -> str | None:
-    """What is wrong when not every example is seen once in every epoch, the last batch of each filled up."""
+def find_epoch_error(samples: dict[int, list[int]], suite: Suite) -> str | None:
+    """Return an error if an epoch does not contain every example exactly once, else None."""
     seen = [one for step in sorted(samples) for one in samples[step]]
     size = len(set(seen))
     steps = -(-size // suite.global_batch)

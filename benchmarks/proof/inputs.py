@@ -1,5 +1,5 @@
 # ruff: noqa: PLC0415 - a base is made only where one is tuned
-"""What the runs of a proof are made of: a text, or a base with examples; and the configuration of one life."""
+"""Create the inputs of all runs (a text, or a base model and examples), and the configuration of an attempt."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from benchmarks.proof.families import Family, Layout, Suite
+    from benchmarks.proof.suites import Family, Layout, Suite
 
 _WORDS = ("gradient", "loss", "step", "batch", "token", "shard", "rank", "node", "mesh", "state", "tensor", "warm")
 _VOCABULARY = 320
 _EXAMPLES = 40
 _EPOCHS = 5
 _MILESTONE_TOKENS = 200
-"""Of answers: those of a few steps."""
+"""Tokens of answers between milestones, those of a few steps."""
 _MODEL = {"numLayers": 2, "hiddenSize": 32, "intermediateSize": 64}
 
 
-class Material:
-    """Files that all runs of a suite read, made once."""
+class Inputs:
+    """Files that all runs of a suite read."""
 
     def __init__(self, folder: Path, suite: Suite) -> None:
-        """Make them below `folder`."""
+        """Create the files below `folder`."""
         self._suite = suite
         self._text = folder / "text.txt"
         self._cache = folder / "cache"
         self._base = folder / "base"
         self._examples = folder / "sums.jsonl"
-        dice = random.Random(0)
-        self._text.write_text("".join(" ".join(dice.choices(_WORDS, k=12)) + ".\n" for _ in range(60)))
+        rng = random.Random(0)
+        self._text.write_text("".join(" ".join(rng.choices(_WORDS, k=12)) + ".\n" for _ in range(60)))
         if suite.tunes:
             records = [{"instruction": f"Add {n} and {n + 3}.", "response": str(2 * n + 3)} for n in range(_EXAMPLES)]
             self._examples.write_text("".join(json.dumps(record) + "\n" for record in records))
             self._make_base()
 
     def config(self, family: Family, layout: Layout, root: Path) -> dict[str, Any]:
-        """The configuration of a life whose checkpoints are below `root`."""
+        """Return the configuration of an attempt whose checkpoints are below `root`."""
         suite = self._suite
         common: dict[str, Any] = {
             "dataParallel": layout.mode.value,
@@ -68,7 +68,7 @@ class Material:
         return {"steps": self._suite.steps, "data": data, "model": _MODEL}
 
     def _tuning(self, family: Family) -> dict[str, Any]:
-        """Epochs of fewer examples than fill their batches, a part of them held back."""
+        """Return a configuration whose epochs end with an incomplete batch, with validation."""
         data = {
             "source": str(self._examples),
             "format": "Instruction",

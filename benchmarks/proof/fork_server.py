@@ -1,5 +1,5 @@
 # ruff: noqa: PLC0415 - the trainer is imported by the forked rank; the answers are printed
-"""A process with the trainer already imported that forks ranks on request, as a worker's agent does.
+"""Fork ranks on request from a process that has imported the trainer, as a worker's agent does.
 
 Reads one JSON object per line from stdin: {"ranks": [{"environment", "log"}, ...], "argv"} starts a rank for each entry
 and answers {"pids"}; {"wait": pids, "seconds"} answers {"codes"}, where a rank that had to be killed has null. Once one
@@ -20,13 +20,13 @@ from typing import Any
 _PR_SET_PDEATHSIG = 1
 _GRACE_SECONDS = 60.0
 _SMALLEST = 1 << 14
-"""Bytes of a model's file below which it is not divided: so that each rank has a file of the small model to write."""
+"""Minimum size of a model's file in bytes, so that each rank writes a file of the small model."""
 
 
-def start(order: dict[str, Any]) -> list[int]:
-    """Fork the ranks."""
+def start(request: dict[str, Any]) -> list[int]:
+    """Fork the ranks and return their pids."""
     pids = []
-    for entry in order["ranks"]:
+    for entry in request["ranks"]:
         pid = os.fork()
         if pid == 0:
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # no rank outlives an aborted proof
@@ -34,18 +34,18 @@ def start(order: dict[str, Any]) -> list[int]:
             os.dup2(log, 1)
             os.dup2(log, 2)
             os.environ.update(entry["environment"])
-            from benchmarks.proof import strike
+            from benchmarks.proof import kill_points
             from trainium_trainer.cli import main
 
-            if text := os.environ.get(strike.VARIABLE):
-                strike.arm(text)
-            main(order["argv"])
+            if text := os.environ.get(kill_points.VARIABLE):
+                kill_points.arm(text)
+            main(request["argv"])
         pids.append(pid)
     return pids
 
 
 def wait(pids: list[int], seconds: float) -> list[int | None]:
-    """Exit codes; after the first that is not 0 the others have a few seconds left."""
+    """Return the exit codes; after the first one that is not 0, the other ranks have a minute."""
     deadline = time.monotonic() + seconds
     codes: dict[int, int] = {}
     while len(codes) < len(pids) and time.monotonic() < deadline:
@@ -65,7 +65,7 @@ def wait(pids: list[int], seconds: float) -> list[int | None]:
 
 
 def serve() -> None:
-    """Answer until stdin ends."""
+    """Answer requests until stdin ends."""
     from trainium_trainer.artifacts import layout
     from trainium_trainer.warm import warm
 
@@ -74,8 +74,8 @@ def serve() -> None:
         importlib.import_module(name)
     layout.SMALLEST = _SMALLEST
     for line in sys.stdin:
-        order = json.loads(line)
-        answer = {"codes": wait(order["wait"], order["seconds"])} if "wait" in order else {"pids": start(order)}
+        request = json.loads(line)
+        answer = {"codes": wait(request["wait"], request["seconds"])} if "wait" in request else {"pids": start(request)}
         print(json.dumps(answer), flush=True)
 
 

@@ -1,0 +1,337 @@
+# ruff: noqa: PLC0415, SLF001 - what is patched is private, and imported by the rank that is to die
+"""Let a rank kill itself (SIGKILL, without cleanup) at a chosen point of its work.
+
+A forked rank calls `arm` with what `TRAINIUM_PROOF` says: the point, how many times the rank passes it first, and how
+far into it. Points are real calls of the trainer; before, in the middle of, and after them a kill leaves different
+things behind. What is patched is only when the rank dies, never what it does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import threading
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+VARIABLE = "TRAINIUM_PROOF"
+
+
+class Point(StrEnum):
+    """Point at which a rank is killed."""
+
+    STEP = "step"
+    """Anywhere in a training step: forward, backward, reduction, update."""
+    STAGING = "staging"
+    """While the state is copied into a snapshot or for a durable save, or while a snapshot is committed or sent."""
+    WRITING = "writing"
+    """While a file of a durable checkpoint is written."""
+    COMMIT = "commit"
+    """Around manifest, receipt and the removal of older checkpoints (on the first rank)."""
+    LOAD = "load"
+    """While the state is restored by a run that was killed before."""
+    EXPORT = "export"
+    """While artifacts are written: in a data file, around a small one, in the merge, in a gather."""
+    EVALUATE = "evaluate"
+    """While artifacts are evaluated: around the questions, the result, the table in the cards."""
+
+    @property
+    def follows_training(self) -> bool:
+        """Whether it lies after the last step, so that no step may be lost."""
+        return self in (Point.EXPORT, Point.EVALUATE)
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """The kill of a rank."""
+
+    point: Point
+    passes: int
+    """Number of times that the rank passes the point before."""
+    fraction: float
+    """Position within the point, 0 to 1."""
+    seed: int
+
+    def to_text(self) -> str:
+        """Return the kill as the value of an environment variable."""
+        return json.dumps(asdict(self))
+
+
+def arm(text: str) -> None:
+    """Patch this process for the kill that `Kill.to_text` describes."""
+    raw = json.loads(text)
+    kill = Kill(Point(raw["point"]), raw["passes"], raw["fraction"], raw["seed"])
+    _PATCHES[kill.point](PassCounter(kill.passes, kill.fraction), random.Random(kill.seed))
+
+
+def die() -> NoReturn:
+    """Kill this process."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise SystemExit("not reached")
+
+
+class PassCounter:
+    """Count passes of a point, and report once that the chosen one is reached."""
+
+    def __init__(self, passes: int, fraction: float) -> None:
+        self.fraction = fraction
+        self._left = passes
+
+    def is_reached(self) -> bool:
+        """Count a pass; return whether it is the chosen one."""
+        self._left -= 1
+        return self._left == -1
+
+    def around(self, call: Callable[[], Any], middle: Callable[[], None] | None = None) -> Any:
+        """Make a call, or die before it, in its middle (`middle` does half of it), or after it."""
+        if not self.is_reached():
+            return call()
+        if self.fraction < 1 / 3:
+            die()
+        if self.fraction < 2 / 3 and middle is not None:
+            middle()
+            die()
+        call()
+        die()
+
+
+def cut(pieces: Iterable[memoryview], left: int) -> Iterator[memoryview]:
+    """Yield the first `left` bytes of some pieces, then die."""
+    for piece in pieces:
+        if len(piece) >= left:
+            yield piece[:left]
+            die()
+        left -= len(piece)
+        yield piece
+    die()
+
+
+def _in_step(passes: PassCounter, _: random.Random) -> None:
+    from trainium_trainer.monitor.progress import ProgressWriter
+
+    writer: Any = ProgressWriter  # what is patched takes any arguments
+    done = writer.step_done
+
+    def step_done(self: Any, *given: Any, seconds: float) -> None:
+        done(self, *given, seconds=seconds)
+        if passes.is_reached():
+            threading.Timer(passes.fraction * 1.2 * seconds, die).start()
+
+    writer.step_done = step_done
+
+
+def _in_staging(passes: PassCounter, rng: random.Random) -> None:
+    from trainium_trainer.checkpoint.durable import staging
+    from trainium_trainer.checkpoint.memory import buddy, memory_tier, snapshot
+
+    def halved(copy: Any) -> Any:
+        def copy_all(targets: list[Any], sources: list[Any]) -> None:
+            half = len(targets) // 2
+            passes.around(lambda: copy(targets, sources), lambda: copy(targets[:half], sources[:half]))
+
+        return copy_all
+
+    place = rng.choice(("copy", "copy", "seal", "send"))
+    # Always: without a memory tier nothing is sealed or sent.
+    staging.copy_all = halved(staging.copy_all)  # type: ignore[attr-defined]
+    if place == "copy":
+        memory_tier.copy_all = halved(memory_tier.copy_all)  # type: ignore[attr-defined]
+    elif place == "seal":
+        seal = snapshot.SnapshotFile.seal
+        snapshot.SnapshotFile.seal = lambda *given: passes.around(lambda: seal(*given))  # type: ignore[method-assign]
+    else:
+        send, seal = buddy.Sender.send, snapshot.SnapshotFile.seal
+        if rng.random() < 0.5:  # where nothing is sent, at the seal
+            buddy.Sender.send = lambda *given: passes.around(lambda: send(*given))  # type: ignore[method-assign]
+        snapshot.SnapshotFile.seal = lambda *given: passes.around(lambda: seal(*given))  # type: ignore[method-assign]
+
+
+def _in_writing(passes: PassCounter, _: random.Random) -> None:
+    from trainium_trainer.checkpoint.storage.posix import PosixStorage
+
+    write = PosixStorage.write_stream
+
+    def write_stream(self: Any, name: str, pieces: Any, size: int) -> None:
+        write(self, name, cut(pieces, int(passes.fraction * size)) if passes.is_reached() else pieces, size)
+
+    PosixStorage.write_stream = write_stream  # type: ignore[method-assign]
+
+
+def _in_commit(passes: PassCounter, rng: random.Random) -> None:
+    from trainium_trainer.checkpoint.storage.posix import PosixStorage
+
+    def around(method: str) -> None:
+        original = getattr(PosixStorage, method)
+
+        def access(self: Any, name: str, *rest: Any) -> Any:
+            if not name.startswith("step-"):
+                return original(self, name, *rest)
+            return passes.around(lambda: original(self, name, *rest), lambda: half(self, method, name))
+
+        setattr(PosixStorage, method, access)
+
+    for method in rng.choice((("write",), ("create",), ("write", "create"), ("remove_file", "remove_files"))):
+        around(method)
+
+
+def half(storage: Any, method: str, name: str) -> None:
+    """Do half of what a method of `PosixStorage` does: write a draft, or remove one file of a folder."""
+    if method in ("write", "create"):
+        storage._draft(name, b"half of it")
+        return
+    inside = sorted(path for path in (storage._root / name).rglob("*") if path.is_file())
+    for path in inside[:1]:
+        path.unlink()
+
+
+def _in_load(passes: PassCounter, rng: random.Random) -> None:
+    from trainium_trainer.checkpoint.format import contents
+    from trainium_trainer.checkpoint.resume import resume as imported
+
+    resume: Any = imported  # it calls these names, and gives them to nobody
+    place = rng.choice(("gather", "copy"))
+    if place == "gather":
+        deal = resume.deal
+        resume.deal = lambda *given: passes.around(lambda: deal(*given))
+        return
+    copy, read = resume.copy_all, contents.Contents._read_extent
+
+    def copy_all(targets: list[Any], sources: list[Any]) -> None:
+        half = len(targets) // 2
+        passes.around(lambda: copy(targets, sources), lambda: copy(targets[:half], sources[:half]))
+
+    resume.copy_all = copy_all
+    contents.Contents._read_extent = lambda *given: passes.around(lambda: read(*given))  # type: ignore[method-assign]
+
+
+ARTIFACTS = "artifacts"
+"""Folder of the artifacts in the folder of a run."""
+_EXPORT = {"file": 1, "merge": 3, "gather": 8}
+"""Places, and the maximum number of passes before the kill."""
+_EXPORT_FIRST = {"file": 4, "merge": 8, "gather": 8, "small": 18, "small ": 18, "tidy": 1}
+_EVALUATE = {"load": 1, "take": 1, "gather": 5}
+_EVALUATE_FIRST = {**_EVALUATE, "result": 3, "result ": 3}
+
+
+def _in_export(passes: PassCounter, rng: random.Random) -> None:
+    """Die in a data file, in the merge of a weight, around a small file or the last removal, or in a gather."""
+    from trainium_trainer.artifacts.result import Result
+
+    place, passes = _drawn(_EXPORT_FIRST if _is_first() else _EXPORT, passes, rng)
+    if place == "file":
+        _in_data_file(passes)
+    elif place == "merge":
+        result: Any = Result  # what is patched takes any arguments
+        rows = result.rows
+
+        def merged(self: Any, name: str, *rest: Any) -> Any:
+            beside = f"{name.removesuffix('.weight')}.lora_B.weight"
+            return passes.around(lambda: rows(self, name, *rest)) if beside in self._names else rows(self, name, *rest)
+
+        result.rows = merged
+    elif place == "gather":
+        _in_gather(passes, lambda: True)
+    elif place == "small":
+        _around("write", passes, lambda name: not name.startswith("evaluation"))
+    else:
+        _around("remove_files", passes, lambda _: True)
+
+
+def _in_evaluation(passes: PassCounter, rng: random.Random) -> None:
+    """Die around the loading of a model, its questions, a gather, or a file of the result."""
+    from trainium_trainer.evaluate import compare as imported
+    from trainium_trainer.evaluate import stage
+
+    compare: Any = imported  # it calls these names, and gives them to nobody
+    place, passes = _drawn(_EVALUATE_FIRST if _is_first() else _EVALUATE, passes, rng)
+    begun: list[bool] = []
+    evaluate = stage.evaluate_artifacts
+
+    def evaluate_artifacts(*given: Any, **named: Any) -> Any:
+        begun.append(True)
+        return evaluate(*given, **named)
+
+    stage.evaluate_artifacts = evaluate_artifacts
+    if place == "load":
+        load = compare.load
+        compare.load = lambda *given, **named: passes.around(lambda: load(*given, **named))
+    elif place == "take":
+        take = compare.take
+
+        def taken(model: Any, exam: Any, mine: Any, *rest: Any, **named: Any) -> Any:
+            mine = list(mine)
+            some = mine[: len(mine) // 2]
+            return passes.around(
+                lambda: take(model, exam, mine, *rest, **named), lambda: _done(take(model, exam, some, *rest, **named))
+            )
+
+        compare.take = taken
+    elif place == "gather":
+        _in_gather(passes, lambda: bool(begun))
+    else:
+        _around("write", passes, lambda _: bool(begun))
+
+
+def _is_first() -> bool:
+    return os.environ["RANK"] == "0"
+
+
+def _drawn(places: dict[str, int], passes: PassCounter, rng: random.Random) -> tuple[str, PassCounter]:
+    """Draw a place and its number of passes; a name with a trailing blank is the same place."""
+    place = rng.choice(tuple(places))
+    return place.strip(), PassCounter(rng.randint(0, places[place]), passes.fraction)
+
+
+def _in_data_file(passes: PassCounter) -> None:
+    from trainium_trainer.checkpoint.storage.posix import PosixStorage
+
+    write = PosixStorage.write_stream
+
+    def write_stream(self: Any, name: str, pieces: Any, size: int) -> None:
+        is_reached = ARTIFACTS in self._root.parts and passes.is_reached()
+        write(self, name, cut(pieces, int(passes.fraction * size)) if is_reached else pieces, size)
+
+    PosixStorage.write_stream = write_stream  # type: ignore[method-assign]
+
+
+def _in_gather(passes: PassCounter, counts: Callable[[], bool]) -> None:
+    from trainium_trainer.peers import Peers
+
+    gather = Peers.gather
+    Peers.gather = lambda self, value: (  # type: ignore[method-assign]
+        passes.around(lambda: gather(self, value)) if counts() else gather(self, value)
+    )
+
+
+def _around(method: str, passes: PassCounter, counts: Callable[[str], bool]) -> None:
+    from trainium_trainer.checkpoint.storage.posix import PosixStorage
+
+    original = getattr(PosixStorage, method)
+
+    def access(self: Any, name: str, *rest: Any) -> Any:
+        if ARTIFACTS not in self._root.parts or not counts(name):
+            return original(self, name, *rest)
+        return passes.around(lambda: original(self, name, *rest), lambda: half(self, method, name))
+
+    setattr(PosixStorage, method, access)
+
+
+def _done(_: object) -> None:
+    """Discard a result."""
+
+
+_PATCHES: dict[Point, Callable[[PassCounter, random.Random], None]] = {
+    Point.STEP: _in_step,
+    Point.STAGING: _in_staging,
+    Point.WRITING: _in_writing,
+    Point.COMMIT: _in_commit,
+    Point.LOAD: _in_load,
+    Point.EXPORT: _in_export,
+    Point.EVALUATE: _in_evaluation,
+}

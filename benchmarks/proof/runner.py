@@ -1,0 +1,240 @@
+"""Run trials with real ranks and compare them with an undisturbed run."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import yaml
+
+from benchmarks.proof import artifact_checks
+from benchmarks.proof.checks import (
+    AttemptResult,
+    Reference,
+    TrialResult,
+    check_end,
+    check_milestones,
+    check_reported,
+    check_steps_lost,
+)
+from benchmarks.proof.inputs import Inputs
+from benchmarks.proof.kill_points import ARTIFACTS, VARIABLE
+from benchmarks.proof.suites import Attempt, Layout
+from trainium_devcluster.ports import reserved_port
+from trainium_trainer.checkpoint.root.survey import survey
+from trainium_trainer.checkpoint.storage.posix import PosixStorage
+from trainium_trainer.monitor.progress import read_progress
+
+if TYPE_CHECKING:
+    from benchmarks.proof.suites import Family, Suite, Trial
+
+_ATTEMPT_SECONDS = 1200.0
+_KILLED = -9
+_NODES_BORNE = 2
+"""Number of failed nodes, before copies are recreated, that may lose a shard with its copy."""
+_TUNING = (
+    "trainium_trainer.loop.after_training",
+    "trainium_trainer.evaluate.stage",
+    "transformers.models.llama.modeling_llama",
+)
+"""Modules that the forking process imports."""
+
+
+class Runner:
+    """Run trials in a folder, with a forking process; a context manager."""
+
+    def __init__(self, folder: Path, suite: Suite) -> None:
+        self._folder = folder
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._suite = suite
+        self._inputs = Inputs(folder, suite)
+        self._references: dict[Layout, Reference] = {}
+
+    def __enter__(self) -> Self:
+        root = str(Path(__file__).parents[2])
+        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+        self._server = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.proof.fork_server", *(_TUNING if self._suite.tunes else ())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": path},
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.communicate()
+        if not list(self._folder.glob("trial-*")):  # those that failed stay
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def run(self, trial: Trial) -> TrialResult:
+        """Run a trial and check it."""
+        folder = self._folder / f"trial-{trial.seed}"
+        folder.mkdir()
+        result = TrialResult(trial.seed, trial.family.name)
+        nodes = [folder / f"node-{number}" for number in range(max(attempt.layout.ranks for attempt in trial.attempts))]
+        before: AttemptResult | None = None
+        point, lost_nodes = "", 0
+        complete_files: dict[Path, int] = {}
+        for number, attempt in enumerate(trial.attempts):
+            codes = self._run_attempt(folder, trial.family, attempt, nodes, number)
+            attempt_result = self._read_attempt(
+                folder, attempt, number, killed=attempt.rank is not None and codes[attempt.rank] == _KILLED
+            )
+            result.attempts.append(attempt_result)
+            if before is not None:
+                in_memory = trial.family.memory and (lost_nodes < _NODES_BORNE or trial.attempts[0].layout.is_whole)
+                allowed = 1 if in_memory else before.completed - max(before.committed, 0)
+                # While artifacts of a milestone are written, steps go on.
+                follows = result.attempts[-2].killed and trial.attempts[number - 1].follows_training
+                follows = follows and not trial.family.milestones
+                check_steps_lost(before, attempt_result, point, result, allowed=0 if follows else allowed)
+            if attempt_result.resumed >= 0:
+                lost_nodes = 0
+            self._check_codes(folder, attempt, number, codes, result)
+            if self._suite.tunes:
+                self._check_artifacts(folder, complete_files, result)
+            if attempt_result.killed:
+                point = attempt_result.point
+                if trial.family.node_is_lost and attempt.rank is not None:
+                    shutil.rmtree(nodes[attempt.rank], ignore_errors=True)
+                    nodes[attempt.rank] = folder / f"node-{attempt.rank}-after-{number}"
+                    lost_nodes += 1
+                elif trial.family.through_nxd and attempt_result.committed >= 0:
+                    self._convert(folder, number, result)
+            # Where a rank died while it loaded, what counts is the step from before.
+            before = attempt_result if attempt_result.completed >= 0 or before is None else before
+        self._check_end(folder, trial, result)
+        if not result.wrong:
+            shutil.rmtree(folder)
+        return result
+
+    def _check_codes(
+        self, folder: Path, attempt: Attempt, number: int, codes: list[int | None], result: TrialResult
+    ) -> None:
+        """Check that an attempt without a kill succeeds; in others, count ranks that wait for the killed one."""
+        if not result.attempts[-1].killed:
+            if codes != [0] * attempt.layout.ranks:
+                result.wrong.append(f"attempt {number} ended with {codes}: {self._tail(folder, number)}")
+        else:
+            result.waited += codes.count(None)
+
+    def _check_artifacts(self, folder: Path, complete_files: dict[Path, int], result: TrialResult) -> None:
+        """Check that no incomplete artifact looks complete, and no complete file was written again."""
+        for step in sorted((folder / "run" / ARTIFACTS).glob("step-*")):
+            if wrong := artifact_checks.find_incomplete(step):
+                result.wrong += [f"{step.name}: {each}" for each in wrong]
+                continue
+            now = artifact_checks.complete_files(step)
+            again = [
+                str(path) for path, at in complete_files.items() if path.is_relative_to(step) and now.get(path) != at
+            ]
+            if again:
+                result.wrong.append(f"complete and yet written again: {again}")
+            complete_files.update(now)
+
+    def _check_end(self, folder: Path, trial: Trial, result: TrialResult) -> None:
+        sizes = layouts_with_steps(trial, result)
+        exact = len(sizes) == 1
+        layout = next(iter(sizes)) if exact else Layout(1)
+        check_end(folder / "run", result, self.reference(layout), self._suite, exact=exact)
+        if self._suite.tunes:
+            progress = folder / f"progress-{len(trial.attempts) - 1}-0"
+            check_reported(folder / "run", progress, result, self._suite)
+            check_milestones(folder / "run", result)
+
+    def _run_attempt(
+        self, folder: Path, family: Family, attempt: Attempt, nodes: list[Path], number: int
+    ) -> list[int | None]:
+        layout = attempt.layout
+        config = self._inputs.config(family, layout, folder / "run")
+        file = folder / f"trainer-{number}.yaml"
+        file.write_text(yaml.safe_dump(config))
+        first_port = str(reserved_port())
+        ranks = []
+        for rank in range(layout.ranks):
+            environment = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(layout.ranks),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": first_port,
+                "TRAINIUM_GENERATION": str(number + 1),
+                "TRAINIUM_PROGRESS_FILE": str(folder / f"progress-{number}-{rank}"),
+                "TRAINIUM_MEMORY_DIR": str(nodes[rank]),
+                VARIABLE: attempt.kill.to_text() if attempt.kill is not None and rank == attempt.rank else "",
+            }
+            ranks.append({"environment": environment, "log": str(folder / f"log-{number}-{rank}")})
+        pids = self._ask(ranks=ranks, argv=["train", "--config", str(file)])["pids"]
+        codes: list[int | None] = self._ask(wait=pids, seconds=_ATTEMPT_SECONDS)["codes"]
+        return codes
+
+    def _read_attempt(self, folder: Path, attempt: Attempt, number: int, *, killed: bool) -> AttemptResult:
+        records = [read_progress(folder / f"progress-{number}-{rank}") for rank in range(attempt.layout.ranks)]
+        known = [record for record in records if record is not None]
+        found = survey(PosixStorage(folder / "run"))
+        return AttemptResult(
+            layout=attempt.layout.name,
+            point=attempt.kill.point.value if attempt.kill is not None else "",
+            killed=killed,
+            completed=max((record.step for record in known), default=-1),
+            resumed=max((record.resume_step for record in known), default=-1),
+            committed=found.committed[0].step if found.committed else -1,
+        )
+
+    def _convert(self, folder: Path, number: int, result: TrialResult) -> None:
+        """Convert the newest checkpoint to NxD's layout and back, into a new root with its metrics and records."""
+        root, old, tag = folder / "run", folder / f"run-{number}", folder / f"tag-{number}"
+        root.rename(old)
+        config = ["--config", str(folder / f"trainer-{number}.yaml")]
+        for argv in (
+            ["convert", "to-nxd", str(old), str(tag), "--tensor", "2", "--zero1", "3", *config],
+            ["convert", "from-nxd", str(tag), str(root), *config],
+        ):
+            pids = self._ask(ranks=[{"environment": {}, "log": str(folder / f"log-{number}-convert")}], argv=argv)
+            codes = self._ask(wait=pids["pids"], seconds=_ATTEMPT_SECONDS)["codes"]
+            if codes != [0]:
+                result.wrong.append(f"{' '.join(argv[:2])} ended with {codes}: {self._tail(folder, number)}")
+        root.mkdir(exist_ok=True)
+        for path in (old / "metrics.jsonl", *old.glob("samples-*.jsonl")):
+            shutil.copy(path, root)
+
+    def reference(self, layout: Layout) -> Reference:
+        """Return the result of an undisturbed run."""
+        if layout not in self._references:
+            folder = self._folder / f"reference-{len(self._references)}"
+            folder.mkdir()
+            nodes = [folder / f"node-{number}" for number in range(layout.ranks)]
+            codes = self._run_attempt(folder, self._suite.families[0], Attempt(layout, None, None), nodes, 0)
+            if codes != [0] * layout.ranks:
+                raise RuntimeError(f"the undisturbed run at {layout.name} ended with {codes}: {self._tail(folder, 0)}")
+            self._references[layout] = Reference.read(folder / "run", self._suite)
+        return self._references[layout]
+
+    def _ask(self, **order: Any) -> dict[str, Any]:
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        self._server.stdin.write(json.dumps(order) + "\n")
+        self._server.stdin.flush()
+        answer: dict[str, Any] = json.loads(self._server.stdout.readline())
+        return answer
+
+    @staticmethod
+    def _tail(folder: Path, number: int) -> str:
+        lines = [path.read_text().splitlines()[-1:] for path in sorted(folder.glob(f"log-{number}-*"))]
+        return " | ".join(line for tail in lines for line in tail)
+
+
+def layouts_with_steps(trial: Trial, result: TrialResult) -> set[Layout]:
+    """Return the layouts in which steps of the history may have been made."""
+    found = set()
+    for number, (attempt, attempt_result) in enumerate(zip(trial.attempts, result.attempts, strict=True)):
+        later = [each.resumed for each in result.attempts[number + 1 :] if each.resumed >= 0]
+        if attempt_result.resumed >= 0 and max([attempt_result.completed, *later[:1]]) > attempt_result.resumed:
+            found.add(attempt.layout)
+    return found
