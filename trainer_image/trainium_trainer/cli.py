@@ -59,18 +59,21 @@ def train(
         choose_log_format(os.environ)
     except ValueError as error:
         raise exits.UserError(str(error)) from error
-    settings = settle(load(config, overrides or ()), launch_of())
-    refuse_what_it_cannot(settings)
-    log_lines.write_as_rank(settings.launch.rank)
-    check.refuse_few_files(settings.launch)
-    if settings.launch.rank == 0:
-        for sentence in check.without_effect(settings.config):
-            logging.getLogger("trainium.config").warning("%s", sentence)
-    neuron_environment.apply(settings.config)  # before a device library is imported
-    seed.fill(settings)
-    from trainium_trainer.loop.train import train as train_now  # noqa: PLC0415 - torch, only for a sound configuration
+    launch = launch_of()
+    with exits.blaming_storage(restarted=launch.is_restart):
+        settings = settle(load(config, overrides or ()), launch)
+        refuse_what_it_cannot(settings)
+        log_lines.write_as_rank(launch.rank)
+        check.refuse_few_files(launch)
+        if launch.rank == 0:
+            for sentence in check.without_effect(settings.config):
+                logging.getLogger("trainium.config").warning("%s", sentence)
+        neuron_environment.apply(settings.config)  # before a device library is imported
+        seed.fill(settings)
+        from trainium_trainer.loop.train import train as train_now  # noqa: PLC0415 - torch, for a valid configuration
 
-    raise typer.Exit(train_now(settings, stop))
+        code = train_now(settings, stop)
+    raise typer.Exit(code)
 
 
 inspect.register(app)

@@ -12,11 +12,14 @@ import os
 import sys
 import traceback
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.wire.log_line import LogLevel, LogSource
 from trainium_trainer import log_lines
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 TERMINATION_LOG = Path("/dev/termination-log")
 _TERMINATION_LIMIT = 4096
@@ -56,6 +59,10 @@ class UserError(TrainerError):
     code = ExitCode.USER_ERROR
 
 
+class UnreadableError(UserError):
+    """A file that the configuration names cannot be read (64; 81 where this run has read it before)."""
+
+
 class NumericalError(TrainerError):
     """A non-finite loss or gradient that persisted (65)."""
 
@@ -72,6 +79,20 @@ class StorageError(TrainerError):
     """Checkpoint storage cannot be read or written (81)."""
 
     code = ExitCode.STORAGE_UNAVAILABLE
+
+
+@contextlib.contextmanager
+def blaming_storage(*, restarted: bool) -> Iterator[None]:
+    """Raise StorageError in place of UserError for a file that an earlier process of this run has read."""
+    try:
+        yield
+    except UserError as error:
+        cause = error.__cause__
+        while cause is not None and not isinstance(cause, OSError):
+            cause = cause.__cause__
+        if restarted and (cause is not None or isinstance(error, UnreadableError)):
+            raise StorageError(f"{error} (this run has read it before, so look at the storage first)") from error
+        raise
 
 
 def code_of(error: BaseException) -> int:

@@ -130,9 +130,9 @@ class DataConfig(ContractModel):
     process while training (omitted: 1)."""
     prefetch_steps: Annotated[int, Field(ge=1, le=1000)] = 4
     """Steps whose samples are made ready ahead of the training step."""
-    max_bad_lines: Annotated[int, Field(ge=0, le=2**31 - 1)] = 100
-    """Lines and rows that are not UTF-8, not JSON or without text which are skipped and counted before it is an error;
-    counted for all of the data, online for each training process."""
+    max_bad_lines: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    """Lines, rows and records that may be skipped because they cannot be used, in each source, online in each training
+    process; omitted: 100, and at most 1 % of the records of a source."""
     cache_directory: _Path | None = None
     """Where tokenizer and tokenised text are cached; omitted: the user's cache folder, on a worker the node's."""
 

@@ -11,13 +11,15 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from trainium_trainer.data.examples.forms.chat import after_answer
-from trainium_trainer.data.tokens.special_tokens import template_of
 from trainium_trainer.data.tokens.tokenizer import (
     TOKENIZER_FILE,
-    end_of_document,
+    end_name_of,
     known_end,
     load_tokenizer,
+    template_of,
     vocabulary_in,
+    vocabulary_of,
+    write_tokenizer,
 )
 from trainium_trainer.exits import UserError
 from trainium_trainer.models.huggingface import CONFIG_NAME, to_config
@@ -135,23 +137,24 @@ def tokenizer_files(base: WeightsSource | None, tokenizer: Path | None, max_posi
             wanted = (*TOKENIZER_NAMES, *(_OTHER_FORMS if same else ()))
             files = {name: base.read(name) for name in wanted if name in sizes} | files
     if tokenizer is not None and TOKENIZER_CONFIG not in files:
-        loaded = load_tokenizer(tokenizer)
         settings = {
             "tokenizer_class": "PreTrainedTokenizerFast",
-            "eos_token": loaded.id_to_token(end_of_document(loaded, tokenizer)),
+            "eos_token": end_name_of(tokenizer),
             "model_max_length": max_positions,
         }
         files[TOKENIZER_CONFIG] = _json(settings)
+    if tokenizer is not None:  # with the tokens that only the files beside it add
+        files[TOKENIZER_FILE] = write_tokenizer(tokenizer)[TOKENIZER_FILE].encode()
     return files
 
 
 def check_tokenizer(tokenizer: Path, vocabulary: int) -> None:
     """Raise UserError unless the tokenizer has at most `vocabulary` entries and says how a document ends."""
-    loaded = load_tokenizer(tokenizer)
-    end_of_document(loaded, tokenizer)
-    if loaded.get_vocab_size() > vocabulary:
+    load_tokenizer(tokenizer)
+    end_name_of(tokenizer)
+    if (entries := vocabulary_of(tokenizer)) > vocabulary:
         raise UserError(
-            f"{tokenizer}: has {loaded.get_vocab_size()} entries, but the model has {vocabulary}: name the tokenizer "
+            f"{tokenizer}: has {entries} entries, but the model has {vocabulary}: name the tokenizer "
             "that the model was trained with"
         )
 

@@ -70,6 +70,10 @@ def check(
     absent = missing(settings.config)
     if absent and not elsewhere:
         raise UserError(absent[0])
+    if not tokenizer and not absent:
+        from trainium_trainer.data.opening import refuse_unusable  # noqa: PLC0415 - numpy, only for what is here
+
+        refuse_unusable(settings.config.data)
     if not elsewhere:
         refuse_few_files(launch)
     warnings = [*([tokenizer] if tokenizer else ()), *absent, *without_effect(settings.config)]

@@ -5,6 +5,7 @@ Invariants: nothing here imports torch; the progress is drawn on stderr, the res
 
 from __future__ import annotations
 
+import tempfile
 import time
 from pathlib import Path  # noqa: TC003 - typer reads annotations
 from typing import TYPE_CHECKING, Annotated, Self
@@ -47,7 +48,10 @@ def prepare_data(
     workers: Annotated[
         int | None, typer.Option(help="Tokenising processes; omitted: one for each core, at most 16.")
     ] = None,
-    max_bad_lines: Annotated[int, typer.Option(help="Lines that may be skipped before it is an error.")] = 100,
+    max_bad_lines: Annotated[
+        int | None,
+        typer.Option(help="Lines that may be skipped before it is an error; omitted: 100, and 1 % of records."),
+    ] = None,
 ) -> None:
     """Tokenise text, or encode examples, ahead of a run; a killed command is continued by the next.
 
@@ -89,9 +93,11 @@ def _prepare_for(file: Path, overrides: Sequence[str]) -> None:
     from trainium_trainer.configuration.config import load  # noqa: PLC0415 - as above
     from trainium_trainer.data.batches.samples import Samples  # noqa: PLC0415
     from trainium_trainer.data.opening import open_data  # noqa: PLC0415
-    from trainium_trainer.data.prepared.cache import cache_directory  # noqa: PLC0415
+    from trainium_trainer.data.prepared.cache import cache_directory, usable  # noqa: PLC0415
 
     config = load(file, overrides)
+    with usable(cache_directory(config.data)) as cache:  # a run may do without its cache, its preparation may not
+        tempfile.TemporaryFile(dir=cache).close()
     bar = _Bar("documents" if config.data.format is DataFormat.TEXT else "examples")
     with bar:
         data = open_data(
@@ -111,7 +117,7 @@ def _prepare_for(file: Path, overrides: Sequence[str]) -> None:
     typer.echo(f"{cache_directory(config.data)}: {what}{speed}")
 
 
-def _checked(tokenizer: Path | None, vocab_size: int, field: str, workers: int | None, bad: int) -> DataConfig:
+def _checked(tokenizer: Path | None, vocab_size: int, field: str, workers: int | None, bad: int | None) -> DataConfig:
     """The bounds of the configuration hold here too."""
     given = {"path": str(tokenizer) if tokenizer else None, "vocab_size": vocab_size}
     try:

@@ -6,7 +6,7 @@ imports torch but for data that are tokenised while training.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _BAR = 40
 _LEARNED = "bold green"
 _OPEN, _CLOSE = "⟦", "⟧"
+_BORDER = "│"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,26 +39,46 @@ class Shown:
     learned: Sequence[bool]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Look:
+    """How samples are printed."""
+
+    tokenizer: Tokenizer = field(kw_only=False)
+    colour: bool = field(kw_only=False)
+    borders: bool
+    ids: bool
+
+
 def show_data(
     config: ConfigFile = DEFAULT_CONFIG,
     samples: Annotated[int, typer.Option(min=0, help="How many samples to show.")] = 3,
     first: Annotated[int, typer.Option(min=0, help="Position of the first of them in the run.")] = 0,
     overrides: Overrides = None,
+    *,
+    borders: Annotated[bool, typer.Option("--borders", help="Put a line between tokens.")] = False,
+    ids: Annotated[bool, typer.Option("--ids", help="Print the ids of the tokens too.")] = False,
 ) -> None:
     """Print samples as the model will see them, with counts and a histogram of lengths."""
     from rich.console import Console  # noqa: PLC0415 - only for this command
+    from rich.text import Text  # noqa: PLC0415
 
     from trainium_trainer.configuration.config import load  # noqa: PLC0415
     from trainium_trainer.data.opening import open_data  # noqa: PLC0415
-    from trainium_trainer.data.tokens.tokenizer import load_tokenizer  # noqa: PLC0415
+    from trainium_trainer.data.tokens.tokenizer import difference_from_transformers, load_tokenizer  # noqa: PLC0415
 
     given = load(config, overrides or ())
     data = open_data(given.data, given.batch.global_size, epochs=given.epochs, steps_differ=given.batch.tolerance > 0)
     console = Console(highlight=False)
     tokenizer = load_tokenizer(data.tokenizer)
+    look = _Look(tokenizer, console.is_terminal and not console.no_color, borders=borders, ids=ids)
+    seen = ""
     for number, shown in enumerate(_samples(given, data, first, samples), start=first):
-        _print_sample(console, tokenizer, number, shown, given.data.sequence_length)
+        _print_sample(console, look, number, shown, given.data.sequence_length)
+        if shown and not seen:
+            seen = str(tokenizer.decode(list(shown[0].ids), skip_special_tokens=False))
     _print_summary(console, given, data)
+    if difference := difference_from_transformers(data.tokenizer, seen):
+        console.print(Text(f"\nwarning: {difference}", "yellow"), soft_wrap=True)
 
 
 def _samples(config: TrainingConfig, data: Data, first: int, count: int) -> Iterator[list[Shown] | None]:
@@ -96,7 +117,7 @@ def _streamed(config: TrainingConfig, data: Data, first: int, count: int) -> Ite
         loader.close()
 
 
-def _print_sample(console: Console, tokenizer: Tokenizer, number: int, shown: list[Shown] | None, length: int) -> None:
+def _print_sample(console: Console, look: _Look, number: int, shown: list[Shown] | None, length: int) -> None:
     from rich.text import Text  # noqa: PLC0415 - as above
 
     if shown is None:
@@ -110,24 +131,29 @@ def _print_sample(console: Console, tokenizer: Tokenizer, number: int, shown: li
     for index, one in enumerate(shown):
         if index:
             console.print(Text(f"── example {index + 1} of this sample, which does not see the one before ──", "dim"))
-        console.print(_coloured(tokenizer, one, colour=console.is_terminal and not console.no_color), soft_wrap=True)
+        console.print(_coloured(look, one), soft_wrap=True)
+        if look.ids:
+            console.print(Text(f"ids: {' '.join(map(str, one.ids))}", "dim"), soft_wrap=True)
     console.print()
 
 
-def _coloured(tokenizer: Tokenizer, shown: Shown, *, colour: bool) -> Text:
-    """The decoded text; what is learned is coloured, or between brackets."""
+def _coloured(look: _Look, shown: Shown) -> Text:
+    """Return the decoded text; what is learned is coloured, or between brackets."""
     from rich.text import Text  # noqa: PLC0415 - as above
 
     text, before, start = Text(), "", 0
     ids, learned = list(shown.ids), list(shown.learned)
     while start < len(ids):
         end = start + 1
-        while end < len(ids) and learned[end] == learned[start]:
+        while end < len(ids) and learned[end] == learned[start] and not look.borders:
             end += 1
         # Decoded from the beginning each time: many tokenizers drop the blank that a text begins with.
-        now = str(tokenizer.decode(ids[:end], skip_special_tokens=False))
-        piece, before, start, is_learned = now[len(before) :], now, end, learned[start]
-        if colour:
+        now = str(look.tokenizer.decode(ids[:end], skip_special_tokens=False))
+        piece, before, is_learned = now[len(before) :], now, learned[start]
+        if look.borders and start:
+            text.append(_BORDER, "dim")
+        start = end
+        if look.colour:
             text.append(piece, _LEARNED if is_learned else "")
         else:
             text.append(f"{_OPEN}{piece}{_CLOSE}" if is_learned else piece)
@@ -167,13 +193,14 @@ def _counts(config: TrainingConfig, report: DataReport) -> list[tuple[str, str]]
         ("left out", f"{report.left_out:,} by data.examples.function"),
         ("skipped", f"{report.skipped:,} that cannot be used"),
         ("dropped", f"{report.dropped:,} longer than {report.sequence_length:,} tokens"),
+        ("not used", ", ".join(f"{name} ({count:,})" for name, count in report.unused.items()) or "0"),
         ("cut", f"{report.cut:,} (tooLong: {examples.too_long})"),
         ("held back", f"{report.held_back:,}"),
         ("examples", f"{report.examples - report.held_back:,} to train on"),
         ("sequences", f"{report.sequences:,}{', packed' if examples.packing else ''}"),
         ("positions", f"{report.used:.1%} used"),
     ]
-    zero = {"filtered", "left out", "skipped", "held back"}  # worth a line only when there are some
+    zero = {"filtered", "left out", "skipped", "held back", "not used"}  # worth a line only when there are some
     return [(name, value) for name, value in lines if name not in zero or not value.startswith("0")]
 
 

@@ -26,8 +26,8 @@ from trainium_contract.wire.worker_env import KIND
 from trainium_trainer.checkpoint.root.owner import NOBODY, JobIdentity
 from trainium_trainer.checkpoint.root.run_settings import INITIALIZATION
 from trainium_trainer.configuration.model_shape import check_parallelism, resolve_shape
-from trainium_trainer.data.prepared.cache import vocabulary_of_data
-from trainium_trainer.data.tokens.tokenizer import TOKENIZER_FILE
+from trainium_trainer.data.prepared.cache import has_prepared_sources, vocabulary_of_data
+from trainium_trainer.data.tokens.tokenizer import TOKENIZER_FILE, conversion_of
 from trainium_trainer.exits import UserError
 from trainium_trainer.models.shapes import INITIAL_VERSION, ModelShape
 from trainium_trainer.tuning.choice import Choice, choose, refuse_untrained_rows
@@ -56,6 +56,11 @@ class Launch:
     """Whom the checkpoints belong to; outside of the operator nobody."""
     alone: bool = False
     """No other rank exists, whatever the world's size: collectives move nothing (compilation)."""
+
+    @property
+    def is_restart(self) -> bool:
+        """Return whether a process before this one ran with the same configuration."""
+        return self.attempt > 0 or self.generation > 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,14 +157,26 @@ def parse(document: dict[str, Any], overrides: Sequence[str], source: str) -> Tr
 
 
 def _with_tokenizer(config: TrainingConfig) -> TrainingConfig:
-    """The tokenizer of the model to begin with, where none is named and its folder has one."""
-    folder = config.model.weights
-    if folder is None or config.data.tokenizer.path is not None or is_address(folder):
+    """Return the configuration with the tokenizer of the initial model, where none is named.
+
+    No tokenizer is ever trained for an initial model: its embedding would not fit. Raises UserError.
+    """
+    location = config.model.weights
+    if location is None or config.data.tokenizer.path is not None or has_prepared_sources(config.data):
         return config
-    path = Path(folder).expanduser() / TOKENIZER_FILE
-    if not path.is_file():
+    if is_address(location):
+        raise UserError(
+            f"model.weights is {location}, whose tokenizer is not read from there: give data.tokenizer.path"
+        )
+    folder = Path(location).expanduser()
+    if not folder.is_dir():  # reported as the model's folder
         return config
-    tokenizer = config.data.tokenizer.model_copy(update={"path": str(path.parent)})
+    if not (folder / TOKENIZER_FILE).is_file():
+        way_out = conversion_of(folder) or (
+            f"has no {TOKENIZER_FILE}: copy the model's tokenizer there, or name it in data.tokenizer.path"
+        )
+        raise UserError(f"model.weights {location}: {way_out}")
+    tokenizer = config.data.tokenizer.model_copy(update={"path": str(folder)})
     return config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": tokenizer})})
 
 
@@ -171,10 +188,6 @@ def check_tuning(config: TrainingConfig, shape: ModelShape) -> Choice:
         raise UserError(
             "tuning freezes weights, but model.weights is not given, so they would be random: give the model to begin "
             "with, or leave tuning out"
-        )
-    if location is not None and is_address(location) and config.data.tokenizer.path is None:
-        raise UserError(
-            f"model.weights is {location}, whose tokenizer is not read from there: give data.tokenizer.path"
         )
     if location is not None and tuning.freezes:
         from trainium_trainer.weights import shape_of  # noqa: PLC0415 - only who begins with a model

@@ -16,8 +16,9 @@ from trainium_contract.trainer.examples import DataFormat
 from trainium_trainer.data.batches.order import Mixture
 from trainium_trainer.data.batches.samples import SampleRules, Samples, TextPart, ValidationSet, refuse_weights
 from trainium_trainer.data.examples.opening import open_examples
+from trainium_trainer.data.examples.recipe import recipe_of
 from trainium_trainer.data.online.streams import open_streams, wants_streams
-from trainium_trainer.data.prepared.cache import cache_directory, prepared_folder, usable
+from trainium_trainer.data.prepared.cache import prepared_folder, sources_of, with_cache
 from trainium_trainer.data.prepared.origins import (
     Origin,
     TextTokenizer,
@@ -28,8 +29,16 @@ from trainium_trainer.data.prepared.origins import (
     tokens_of,
 )
 from trainium_trainer.data.prepared.prepared import Prepared, Selection, Stretch
+from trainium_trainer.data.sources.files import S3
+from trainium_trainer.data.tokens.bos import beginning_of_documents
 from trainium_trainer.data.tokens.encoding import SourceSpec
-from trainium_trainer.data.tokens.tokenizer import digest_of, end_of_document_of, load_tokenizer, vocabulary_of
+from trainium_trainer.data.tokens.tokenizer import (
+    digest_of,
+    end_of_document_of,
+    load_tokenizer,
+    tokenizer_file,
+    vocabulary_of,
+)
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
@@ -81,15 +90,15 @@ def open_data(
     and nothing is tokenised while training, where a step is one sample of each stream. `progress` is told of a long
     build in place of the log.
 
-    Raises UserError for unusable data or a cache folder that can never be written, StorageError for a store that is
-    full or fails.
+    Where the cache folder cannot be used, what it does not have is made again on this node's disk. Raises UserError for
+    unusable data, StorageError for a store that is full or fails.
     """
     filled = 1 if steps_differ else global_size
     if config.format is not DataFormat.TEXT:
-        with usable(cache_directory(config)) as cache:
-            made = open_examples(config, cache, filled, epochs=epochs, progress=progress)
+        made = with_cache(config, lambda cache: open_examples(config, cache, filled, epochs=epochs, progress=progress))
         return Data(made.training, made.validation, made.identity, made.tokenizer, made.report)
-    with usable(cache_directory(config)) as cache:
+
+    def open_text(cache: Path) -> Data:
         origins = origins_of(config, cache)
         texts = text_tokenizer(config, origins, cache)
         tokenizer = texts.file
@@ -110,7 +119,27 @@ def open_data(
             if batch is not None:
                 facts["epochs"] = batch
         validation = _validation(config, origins, held, rules, texts, cache)
-    return Data(training, validation, _identity(config, facts, origins, tokenizer), tokenizer)
+        return Data(training, validation, _identity(config, facts, origins, tokenizer), tokenizer)
+
+    return with_cache(config, open_text)
+
+
+def refuse_unusable(config: DataConfig) -> None:
+    """Raise UserError for what opening the data refuses before it reads a record; nothing is made or imported."""
+    if config.tokenizer.path is None:
+        return
+    file = tokenizer_file(config.tokenizer)
+    if config.format is DataFormat.TEXT:
+        end_of_document_of(file)
+        beginning_of_documents(config.bos, file)
+        return
+    for name, _, _ in sources_of(config):
+        if not name.startswith(S3):
+            recipe = recipe_of(config, name, file)
+            if config.format is DataFormat.FUNCTION:
+                recipe.key_of_function()
+            else:
+                recipe.maker(())
 
 
 def text_prompt_ids(config: DataConfig, texts: Sequence[str]) -> list[tuple[int, ...]]:
@@ -121,8 +150,7 @@ def text_prompt_ids(config: DataConfig, texts: Sequence[str]) -> list[tuple[int,
     """
     if config.bos is BosToken.AUTO:
         return [()] * len(texts)
-    with usable(cache_directory(config)) as cache:
-        known = text_tokenizer(config, origins_of(config, cache), cache)
+    known = with_cache(config, lambda cache: text_tokenizer(config, origins_of(config, cache), cache))
     tokenizer = load_tokenizer(known.file)
     tokenizer.encode_special_tokens = False  # whoever writes a prompt may write them
     encoded = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)

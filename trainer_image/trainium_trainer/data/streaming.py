@@ -16,8 +16,8 @@ from trainium_trainer.data.batches.samples import TextSample
 from trainium_trainer.data.online.block_counts import BlockCounts
 from trainium_trainer.data.online.lanes import Rows, install_lanes, rows_of
 from trainium_trainer.data.online.streams import Streams
+from trainium_trainer.data.sources.documents import refuse_skipped
 from trainium_trainer.data.workers.pool import Workers
-from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -85,11 +85,7 @@ class StreamMaker:
         if self._skipped == 0:
             _log.warning("data.source %s: skipped", skipped[0].sentence())
         self._skipped += len(skipped)
-        if self._skipped > self._streams.max_bad_lines:
-            raise UserError(
-                f"data.source {skipped[-1].sentence()} (more such lines than data.maxBadLines "
-                f"{self._streams.max_bad_lines} lets pass)"
-            )
+        refuse_skipped(self._skipped, skipped[-1], self._streams.max_bad_lines)
 
     def close(self) -> None:
         """End the processes."""

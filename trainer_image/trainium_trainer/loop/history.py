@@ -9,6 +9,8 @@ import contextlib
 import logging
 from typing import TYPE_CHECKING
 
+from torch import distributed as dist
+
 from trainium_trainer.exits import StorageError
 from trainium_trainer.loop.schedule import learning_rate
 from trainium_trainer.monitor.efficiency import flops_per_token, peak_flops
@@ -44,7 +46,7 @@ class History:
         self._progress.notice(sentence)
 
     def open(self, settings: Settings, course: Course, position: Position, data: Data, mesh: Mesh) -> Watch:
-        """Make the files the history up to `position`, on rank 0; the monitors after it."""
+        """Make the files the history up to `position`, on rank 0; the monitors after it. Collective."""
         config, past = settings.config, Past()
         if mesh.rank == 0:
             with self._tolerant():
@@ -52,10 +54,20 @@ class History:
             with self._tolerant():
                 past = read_past(self._root, rules_of(config.monitor), self.aside, last=position.step)
         watch = _watch(settings, past, mesh)
+        waiting = self._samples_aside(mesh, position.step) if config.monitor.record_samples else {}
         if mesh.rank == 0:
             with self._tolerant():
-                self._mend(config, course, position, data, watch)
+                self._mend(config, course, position, data, watch, waiting)
         return watch
+
+    def _samples_aside(self, mesh: Mesh, step: int) -> dict[str, list[int]]:
+        """Return, on rank 0, the samples of a step that wait on any node. Collective."""
+        mine = Recorder.samples_aside(step, self.aside)
+        if mesh.world_size == 1:
+            return mine
+        gathered: list[dict[str, list[int]]] | None = [{} for _ in range(mesh.world_size)] if mesh.rank == 0 else None
+        dist.gather_object(mine, gathered, dst=0, group=mesh.world)
+        return {name: samples for found in gathered or () for name, samples in found.items()}
 
     @contextlib.contextmanager
     def _tolerant(self) -> Iterator[None]:
@@ -64,7 +76,15 @@ class History:
         except StorageError as error:
             self.tell(f"{error}; training goes on without the earlier history")
 
-    def _mend(self, config: TrainingConfig, course: Course, position: Position, data: Data, watch: Watch) -> None:
+    def _mend(
+        self,
+        config: TrainingConfig,
+        course: Course,
+        position: Position,
+        data: Data,
+        watch: Watch,
+        waiting: dict[str, list[int]],
+    ) -> None:
         """Write what a rank that was lost right after the resumed step did not get to write of it."""
         if position.loss is None or position.grad_norm is None:
             return
@@ -82,7 +102,7 @@ class History:
             Recorder.mend(self._root, figures, self.aside)
         if config.monitor.record_samples:
             numbers = data.training.numbers(position.samples - batch, batch)
-            Recorder.mend_samples(self._root, position.step, numbers, self.aside)
+            Recorder.mend_samples(self._root, position.step, numbers, self.aside, waiting)
 
 
 def _watch(settings: Settings, past: Past, mesh: Mesh) -> Watch:

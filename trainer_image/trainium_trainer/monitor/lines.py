@@ -20,7 +20,7 @@ from trainium_trainer.exits import StorageError
 from trainium_trainer.write_access import FORBIDDEN, FULL, what_forbids
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
 ROOM_BYTES = 4 << 20
@@ -141,11 +141,13 @@ class LineWriter:
         *,
         aside: Path | None = None,
         last: int | None = None,
+        earlier: Sequence[bytes] | None = None,
         tell: Callable[[str], None] = _silent,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`aside`: a folder on the node; `last`: the newest step of the history, later lines are dropped in both.
 
+        `earlier`: the lines in `aside` that are still to be written; by default all.
         `tell` gets a sentence when the file begins to take no lines, and when it takes them again.
         """
         self._path = path
@@ -160,7 +162,7 @@ class LineWriter:
         self._again_at = 0.0
         self._descriptor: int | None = None
         self._last = last
-        for line in kept_aside(path, aside, last=last):
+        for line in kept_aside(path, aside, last=last) if earlier is None else earlier:
             self._keep(line)
         self._keep_file()
         self._flush()

@@ -64,9 +64,9 @@ class ScalarWriter:
         name = f"events.out.tfevents.{now:.6f}.{socket.gethostname()}.{os.getpid()}"
         self._file = (folder / name).open("ab")
         self._record(_event(now) + _bytes_field(3, b"brain.Event:2"))
-        if resume_step:
-            # SessionLog START (field 7, status 1) at the first step to come: later events of older files are dropped.
-            self._record(_event(now, resume_step + 1) + _bytes_field(7, b"\x08\x01"))
+        # SessionLog START (field 7, status 1) at the first step to come: later events of older files are dropped, also
+        # where a run that was killed before its first checkpoint begins again.
+        self._record(_event(now, resume_step + 1) + _bytes_field(7, b"\x08\x01"))
         self._file.flush()
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:

@@ -14,11 +14,12 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from trainium_trainer.monitor.lines import LineWriter, forget_after, kept_aside, newest_lines, unwritable
+from trainium_trainer.exits import StorageError
+from trainium_trainer.monitor.lines import LineWriter, forget_after, kept_aside, newest_lines, step_of, unwritable
 from trainium_trainer.monitor.tensorboard import ScalarWriter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from trainium_trainer.monitor.figures import StepFigures
@@ -30,6 +31,34 @@ _TENSORBOARD_PAUSE_SECONDS = 30.0
 
 def _nobody(_: str) -> None:
     """Is told."""
+
+
+def _unrecorded_metrics(path: Path, aside: Path | None, last: int) -> list[bytes]:
+    """Return the lines on this node of steps after those in the file: another node may have written them since."""
+    kept = kept_aside(path, aside, last=last)
+    with contextlib.suppress(StorageError):
+        newest = newest_lines(path, 1) if kept else []
+        return [line for line in kept if not newest or (step_of(line) or 0) > newest[-1]["step"]]
+    return kept
+
+
+def _unrecorded_samples(root: Path, path: Path, aside: Path | None, last: int) -> list[bytes]:
+    """Return the lines on this node without samples that were mended while this node was away."""
+    kept = [json.loads(line) for line in kept_aside(path, aside, last=last)]
+    mended: dict[int, Counter[int]] = {}
+    if kept:
+        with contextlib.suppress(OSError), (root / "samples-0.jsonl").open(encoding="utf-8") as file:
+            for line in file:
+                if '"mended"' in line and line.endswith("\n"):
+                    one = json.loads(line)
+                    mended.setdefault(one["step"], Counter()).update(one["samples"])
+    found = []
+    for one in kept:
+        if one.get("mended") or one["step"] not in mended:
+            found.append(one)
+        elif left := list((Counter(one["samples"]) - mended[one["step"]]).elements()):
+            found.append(one | {"samples": left})
+    return [(json.dumps(one, separators=(",", ":")) + "\n").encode() for one in found]
 
 
 class Recorder:
@@ -55,10 +84,13 @@ class Recorder:
         self._tell = tell
         self._metrics = self._samples = None
         if rank == 0:
-            self._metrics = LineWriter(root / METRICS_NAME, aside=aside, last=resume_step, tell=tell)
+            path = root / METRICS_NAME
+            earlier = _unrecorded_metrics(path, aside, resume_step)
+            self._metrics = LineWriter(path, aside=aside, last=resume_step, earlier=earlier, tell=tell)
         if record_samples and dp_rank is not None:
             path = root / f"samples-{dp_rank}.jsonl"
-            self._samples = LineWriter(path, aside=aside, last=resume_step, tell=tell)
+            earlier = _unrecorded_samples(root, path, aside, resume_step)
+            self._samples = LineWriter(path, aside=aside, last=resume_step, earlier=earlier, tell=tell)
         self._tensorboard_folder = root / TENSORBOARD_NAME if rank == 0 and tensorboard else None
         self._tensorboard: ScalarWriter | None = None
         self._tensorboard_again_at = 0.0
@@ -94,21 +126,38 @@ class Recorder:
         writer.close()
 
     @staticmethod
-    def mend_samples(root: Path, step: int, samples: Sequence[int], aside: Path | None = None) -> None:
-        """Append those of the resumed step's samples that nobody recorded. Raises StorageError.
+    def samples_aside(step: int, aside: Path | None) -> dict[str, list[int]]:
+        """Return the samples of a step that wait on this node, by the file that they are for and their line."""
+        found = {}
+        for path in sorted(aside.glob("samples-*.jsonl")) if aside is not None else ():
+            for line in kept_aside(path, aside, last=step):
+                if step_of(line) == step:
+                    found[f"{path.name} {line.decode()}"] = list(json.loads(line)["samples"])
+        return found
+
+    @staticmethod
+    def mend_samples(
+        root: Path,
+        step: int,
+        samples: Sequence[int],
+        aside: Path | None = None,
+        waiting: Mapping[str, Sequence[int]] | None = None,
+    ) -> None:
+        """Append those of the resumed step's samples that no rank has recorded. Raises StorageError.
 
         A step that is in the state has summed all ranks' samples, whether or not each of them got to record its own. A
-        sample may be there twice, where one pass over the data ends and the next begins.
+        sample may be there twice, where one pass over the data ends and the next begins. `waiting`: what waits on the
+        nodes of all ranks (`samples_aside`); by default what waits on this node.
         """
         # Two: a rank's own line, and after it that of an earlier resume at this very step.
-        paths = list(root.glob("samples-*.jsonl"))
-        lines = [line for path in paths for line in newest_lines(path, 2)]
-        lines += [json.loads(line) for path in paths for line in kept_aside(path, aside, last=step)]
+        lines = [line for path in root.glob("samples-*.jsonl") for line in newest_lines(path, 2)]
         recorded = Counter(one for line in lines if line["step"] == step for one in line["samples"])
+        for one in (Recorder.samples_aside(step, aside) if waiting is None else waiting).values():
+            recorded.update(one)
         missing = list((Counter(samples) - recorded).elements())
         if missing:
             writer = LineWriter(root / "samples-0.jsonl", aside=aside, last=step)
-            writer.write({"step": step, "samples": missing})
+            writer.write({"step": step, "samples": missing, "mended": True})
             writer.close()
 
     def samples(self, step: int, samples: Sequence[int]) -> None:

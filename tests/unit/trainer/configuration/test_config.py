@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.testing.trainer.example_files import write_tokenizer
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.requirements.memory_estimate import MemoryEstimate
 from trainium_contract.sizes import INSTANCES
@@ -389,6 +390,12 @@ def test_check_says_what_is_trained(tmp_path: Path, capsys: pytest.CaptureFixtur
     (tmp_path / "base" / "config.json").write_text(json.dumps(shape))
     tuning = {"method": "LoRA", "lora": {"rank": 4, "alpha": 8}}
     config = {"model": {"weights": str(tmp_path / "base")}, "tuning": tuning, "epochs": 3}
+    assert cli.run(["check", "--config", str(write(tmp_path, config))]) == 64
+    assert "has no tokenizer.json: copy the model's tokenizer there, or name it in" in capsys.readouterr().err
+    (tmp_path / "base" / "tokenizer.model").write_bytes(b"")
+    assert cli.run(["check", "--config", str(write(tmp_path, config))]) == 64
+    assert "has tokenizer.model but no tokenizer.json: convert it once with transformers" in capsys.readouterr().err
+    write_tokenizer(tmp_path / "base", specials=("<|endoftext|>",), bos=False)
     assert cli.run(["check", "--config", str(write(tmp_path, config))]) == 0
     said = capsys.readouterr().out
     assert "tuning: LoRA of rank 4 on 4 layers, scale 2; 2,048 of 344,384 parameters (0.59%) are trained" in said

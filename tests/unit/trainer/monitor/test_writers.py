@@ -9,6 +9,7 @@ import pytest
 
 from trainium_trainer.monitor.figures import StepFigures
 from trainium_trainer.monitor.lines import first_line, newest_lines
+from trainium_trainer.monitor.tensorboard import ScalarWriter
 from trainium_trainer.monitor.writers import METRICS_NAME, Recorder
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def test_samples_of_the_resumed_step_that_nobody_recorded_are_added_once(tmp_pat
 
     Recorder.mend_samples(tmp_path, 3, (6, 7))
 
-    assert lines(tmp_path / "samples-0.jsonl")[-1] == {"step": 3, "samples": [6]}
+    assert lines(tmp_path / "samples-0.jsonl")[-1] == {"step": 3, "samples": [6], "mended": True}
     assert len(lines(tmp_path / "samples-1.jsonl")) == 2
 
 
@@ -80,7 +81,10 @@ def test_a_step_that_is_resumed_twice_is_mended_once(tmp_path: Path) -> None:
     for _ in range(3):
         Recorder.mend_samples(tmp_path, 3, (4, 5, 6, 7))
 
-    assert lines(tmp_path / "samples-0.jsonl") == [{"step": 3, "samples": [4, 5]}, {"step": 3, "samples": [6, 7]}]
+    assert lines(tmp_path / "samples-0.jsonl") == [
+        {"step": 3, "samples": [4, 5]},
+        {"step": 3, "samples": [6, 7], "mended": True},
+    ]
 
 
 def test_a_run_without_files_gets_no_history_that_it_does_not_have(tmp_path: Path) -> None:
@@ -94,3 +98,58 @@ def test_the_newest_lines_come_oldest_first(tmp_path: Path, count: int) -> None:
 
     assert [line["step"] for line in newest_lines(tmp_path / METRICS_NAME, count)] == [1, 2, 3][-count:]
     assert first_line(tmp_path / METRICS_NAME)["step"] == 1
+
+
+def recorder(root: Path, dp_rank: int, step: int, aside: Path) -> Recorder:
+    return Recorder(
+        root, rank=dp_rank, dp_rank=dp_rank, tensorboard=False, record_samples=True, resume_step=step, aside=aside
+    )
+
+
+def recorded(root: Path, step: int) -> list[int]:
+    found = [line for path in root.glob("samples-*.jsonl") for line in lines(path) if line["step"] == step]
+    return sorted(one for line in found for one in line["samples"])
+
+
+def aside_of_rank_1(tmp_path: Path) -> Path:
+    folder = tmp_path / "node-1"
+    folder.mkdir()
+    write(folder / "samples-1.jsonl", [{"step": 3, "samples": [6, 7]}])
+    write(tmp_path / "samples-0.jsonl", [{"step": 3, "samples": [4, 5]}])
+    return folder
+
+
+def test_what_waits_on_the_node_of_another_rank_is_not_mended(tmp_path: Path) -> None:
+    theirs, mine = aside_of_rank_1(tmp_path), tmp_path / "node-0"
+    Recorder.mend_samples(tmp_path, 3, (4, 5, 6, 7), mine, Recorder.samples_aside(3, theirs))
+    recorder(tmp_path, 1, 3, theirs).close()
+    assert recorded(tmp_path, 3) == [4, 5, 6, 7]
+
+
+def test_what_was_mended_while_a_node_was_away_is_not_written_when_it_is_back(tmp_path: Path) -> None:
+    theirs, mine = aside_of_rank_1(tmp_path), tmp_path / "node-0"
+    Recorder.mend_samples(tmp_path, 3, (4, 5, 6, 7), mine, {})
+    recorder(tmp_path, 1, 5, theirs).close()
+    assert recorded(tmp_path, 3) == [4, 5, 6, 7]
+    assert not list(theirs.iterdir())
+
+
+def test_metrics_that_another_node_has_written_since_are_not_written_again(tmp_path: Path) -> None:
+    aside = tmp_path / "node-0"
+    aside.mkdir()
+    write(aside / METRICS_NAME, [record(2), record(3), record(4)])
+    write(tmp_path / METRICS_NAME, [record(1), record(2), record(3) | {"seconds": 9.0}])
+    recorder(tmp_path, 0, 5, aside).close()
+    assert [line["step"] for line in lines(tmp_path / METRICS_NAME)] == [1, 2, 3, 4]
+
+
+def test_a_curve_has_each_step_once_after_a_kill_before_the_first_checkpoint(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for steps in (2, 3):
+        writer = ScalarWriter(tmp_path, resume_step=0)
+        for step in range(1, steps + 1):
+            writer.write(step, {"loss": float(steps)})
+        writer.close()
+    curve = EventAccumulator(str(tmp_path)).Reload().Scalars("loss")
+    assert [(point.step, point.value) for point in curve] == [(1, 3.0), (2, 3.0), (3, 3.0)]

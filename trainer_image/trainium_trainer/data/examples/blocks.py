@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from trainium_trainer.data.examples.encode import TextEncoder
-from trainium_trainer.data.examples.forms.example import BadRecordError
+from trainium_trainer.data.examples.forms.example import BadRecordError, without_nulls
 from trainium_trainer.data.examples.forms.filter import Filter
 from trainium_trainer.data.examples.too_long import fitted
-from trainium_trainer.data.sources.documents import Skipped
+from trainium_trainer.data.sources.documents import Record, Skipped
 from trainium_trainer.data.sources.files import reading
 
 if TYPE_CHECKING:
@@ -28,9 +28,11 @@ if TYPE_CHECKING:
     from trainium_trainer.data.examples.forms.making import ExampleMaker
     from trainium_trainer.data.examples.recipe import Recipe
     from trainium_trainer.data.examples.too_long import Encoded
-    from trainium_trainer.data.sources.documents import DocumentSource, FileBlock, Record
+    from trainium_trainer.data.sources.documents import DocumentSource, FileBlock
 
 _AT_ONCE = 256
+_UNUSED = 32
+"""Names of unused fields that are counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,8 @@ class Counts:
     """What became of records."""
 
     records: int = 0
+    unreadable: int = 0
+    """Lines and rows that are no records."""
     filtered: int = 0
     """By data.examples.where."""
     left_out: int = 0
@@ -57,16 +61,21 @@ class Counts:
     """Tokens of the shortest example that was dropped."""
     found: dict[str, dict[str, None]] = field(default_factory=dict)
     """Some values of the fields that data.examples.where asks for."""
+    unused: dict[str, int] = field(default_factory=dict)
+    """Records that hold what no example depends on, by its name."""
 
     def add(self, other: Counts) -> None:
         """Take another's numbers too."""
-        for name in ("records", "filtered", "left_out", "cut", "dropped"):
+        for name in ("records", "unreadable", "filtered", "left_out", "cut", "dropped"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         known = [length for length in (self.shortest_dropped, other.shortest_dropped) if length]
         self.shortest_dropped = min(known, default=0)
         for name, values in other.found.items():
             seen = self.found.setdefault(name, {})
             seen |= dict.fromkeys(list(values)[: 8 - len(seen)])
+        for name, number in other.unused.items():
+            if name in self.unused or len(self.unused) < _UNUSED:
+                self.unused[name] = self.unused.get(name, 0) + number
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,16 +147,22 @@ class ExampleEncoder:
     ) -> Iterator[tuple[Example, int]]:
         chosen = Filter(self._recipe.config.where)
         counts.found = chosen.found
-        for item in items:
+        listed = list(items)
+        known = fields_of(listed)
+        for item in listed:
             if isinstance(item, Skipped):
                 skipped.append(item)
+                counts.unreadable += 1
                 continue
             counts.records += 1
-            if not chosen(item.fields):
+            for name in self.maker.unused(item.fields):
+                if item.fields.get(name, ...) is not None and name not in self._recipe.config.where:
+                    counts.unused[name] = counts.unused.get(name, 0) + 1
+            if not chosen(known | item.fields if item.fields else {}):
                 counts.filtered += 1
                 continue
             try:
-                example = self.maker.example(item)
+                example = self._example(item, known)
             except BadRecordError as error:
                 skipped.append(item.skipped(str(error)))
                 continue
@@ -156,10 +171,24 @@ class ExampleEncoder:
                 continue
             yield example, hash_of(item.fields)
 
+    def _example(self, record: Record, known: dict[str, None]) -> Example | None:
+        """Build an example; a field that other records have is null, as it is in a table. Raises BadRecordError."""
+        if record.fields and len(record.fields) < len(known):
+            try:
+                return self.maker.example(replace(record, fields=known | record.fields))
+            except BadRecordError:
+                pass  # the next line names the field that is missing
+        return self.maker.example(record)
+
+
+def fields_of(items: Iterable[Record | Skipped]) -> dict[str, None]:
+    """Return the names of the fields that records of a block have."""
+    return dict.fromkeys(name for item in items if isinstance(item, Record) for name in item.fields)
+
 
 def hash_of(fields: Mapping[str, Any]) -> int:
-    """64 bits that name a record, whatever the order of its fields."""
-    text = json.dumps(fields, sort_keys=True, default=str)
+    """Return 64 bits that name a record, whatever the order of its fields and whether missing ones are null."""
+    text = json.dumps(without_nulls(fields), sort_keys=True, default=str)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 

@@ -13,6 +13,7 @@ from trainium_trainer.data.examples.forms.filter import nothing_left
 from trainium_trainer.data.examples.store import ExamplesManifest, Writer, read_manifest
 from trainium_trainer.data.prepared.build import BuildProgress, processes
 from trainium_trainer.data.prepared.writer import locked
+from trainium_trainer.data.sources.documents import refuse_skipped, refuse_skipped_share
 from trainium_trainer.data.tokens.encoding import list_blocks
 from trainium_trainer.data.workers.pool import Workers
 from trainium_trainer.exits import UserError
@@ -41,8 +42,11 @@ def build_examples(
             manifest = read_manifest(folder)
             if manifest is None:
                 manifest = _make(folder, recipe, key, workers, progress)
-    if manifest.skipped > recipe.max_bad_lines:
-        raise _too_many(recipe, manifest.sentences[0])
+    if manifest.skipped:
+        first, limit = manifest.sentences[0], recipe.max_bad_lines
+        refuse_skipped(manifest.skipped, first, limit, "records")
+        records = manifest.counts.records + manifest.counts.unreadable
+        refuse_skipped_share(recipe.source, manifest.skipped, records, first, limit)
     return manifest
 
 
@@ -75,9 +79,8 @@ def _fill(
     done = total - sum(block.size for block in left)
     _tell(progress, writer, done, total)
     for block, encoded in zip(left, pool.map(encode_block, [(block,) for block in left]), strict=True):
-        over = writer.manifest.skipped + len(encoded.skipped) - recipe.max_bad_lines
-        if over > 0:
-            raise _too_many(recipe, encoded.skipped[-over].sentence())
+        for number, skipped in enumerate(encoded.skipped, start=writer.manifest.skipped + 1):
+            refuse_skipped(number, skipped, recipe.max_bad_lines, "records")
         writer.add(encoded)
         done += block.size
         _tell(progress, writer, done, total)
@@ -86,12 +89,6 @@ def _fill(
 def _tell(progress: Callable[[BuildProgress], None], writer: Writer, done: int, total: int) -> None:
     made = writer.manifest
     progress(BuildProgress(done, total, made.examples, made.tokens, made.skipped, writer.resumed_tokens))
-
-
-def _too_many(recipe: Recipe, sentence: str) -> UserError:
-    return UserError(
-        f"data.source {sentence} (more such records than data.maxBadLines {recipe.max_bad_lines} lets pass)"
-    )
 
 
 def _empty(recipe: Recipe, made: ExamplesManifest) -> UserError:

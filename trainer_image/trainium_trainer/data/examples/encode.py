@@ -1,12 +1,15 @@
-"""From the text of an example to tokens, and which of them are learned.
+"""Turn the text of an example into tokens, and mark those that are learned.
 
-Invariants: the tokens of a prompt in training are those that it has when an answer is generated to it; a text begins
-as `data.bos` says; an answer that no chat template ends
-ends with the tokenizer's EOS, which is learned.
+Guarantees:
+- The tokens before the last answer are those that the prompt has when it is encoded alone, to be answered.
+- Every token that holds a character of an answer is learned, as in the assistant mask of `transformers`.
+- A text begins as `data.bos` demands.
+- An answer that no chat template ends, ends with the tokenizer's EOS token, which is learned.
 """
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -14,7 +17,7 @@ import numpy as np
 from trainium_contract.trainer.examples import LossOn
 from trainium_trainer.data.examples.too_long import Encoded
 from trainium_trainer.data.tokens.bos import beginning_of
-from trainium_trainer.data.tokens.tokenizer import end_of_document, load_tokenizer, vocabulary_of
+from trainium_trainer.data.tokens.tokenizer import end_of_document_of, load_tokenizer, vocabulary_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
     from trainium_contract.trainer.data import BosToken
     from trainium_trainer.data.examples.forms.example import Example
     from trainium_trainer.data.examples.forms.fields import Guard
-    from trainium_trainer.data.tokens.special_tokens import Special
+    from trainium_trainer.data.tokens.tokenizer import Special
 
 Places: TypeAlias = "NDArray[np.int64]"
 
@@ -37,6 +40,7 @@ class TextEncoder:
     def __init__(self, file: Path, special: Special, bos: BosToken) -> None:
         """Load a `tokenizer.json`. Raises UserError."""
         self.vocabulary = vocabulary_of(file)
+        self._file = file
         self._tokenizer = load_tokenizer(file)
         self._tokenizer.encode_special_tokens = False
         added = self._tokenizer.get_added_tokens_decoder().items()
@@ -44,7 +48,7 @@ class TextEncoder:
         self.specials = tuple(sorted(token.content for _, token in added if token.special))
         eos = special.token("eos_token")
         end = self._tokenizer.token_to_id(eos) if eos is not None else None
-        self.end: int = end if end is not None else end_of_document(self._tokenizer, file)
+        self.end: int = end if end is not None else end_of_document_of(file)
         self.padding = padding_of(self._tokenizer, special, self.end)
         self._beginning = beginning_of(self._tokenizer, file, special, bos)
 
@@ -76,8 +80,8 @@ class TextEncoder:
         return len(answer) - len(ending)
 
     def _pair(self, example: Example, prompt: list[int], whole: list[int], guard: Guard) -> Encoded:
-        if whole[: len(prompt)] != prompt:  # a token reaches over the boundary, or depends on what follows it
-            whole = prompt + self._ids([example.answer], guard)[0]
+        if whole[: len(prompt)] != prompt:  # a token reaches over the border, or depends on what follows it
+            whole = prompt + self._with_places(example.answer, guard, continuing=True)[0].tolist()
         ids, frame = self._beginning.begun(whole)
         answer = max(0, len(prompt) + len(ids) - len(whole))
         if not ids or ids[-1] != self.end:
@@ -87,29 +91,39 @@ class TextEncoder:
 
     def _conversation(self, example: Example, guard: Guard) -> Encoded:
         written, starts, ends = self._with_places(example.text, guard)
+        prompt, *places = self._with_places(example.prompt, guard)
+        if not np.array_equal(written[: len(prompt)], prompt):  # as for a pair
+            border = len(example.prompt)
+            rest, *more = self._with_places(example.text[border:], guard, continuing=True)
+            written = np.concatenate([prompt, rest])
+            starts, ends = (np.concatenate([a, b + border]) for a, b in zip(places, more, strict=True))
         begun, frame = self._beginning.begun(written.tolist(), framed=True)
-        ids = np.array(begun, np.int64)
-        starts, ends = (_moved(places, len(ids) - len(written)) for places in (starts, ends))
+        ids, by = np.array(begun, np.int64), len(begun) - len(written)
+        starts, ends = _moved(starts, by), _moved(ends, by)
         trained = np.zeros(len(ids), bool)
         for start, end in example.answers:
-            trained |= (starts >= start) & (ends <= end) & (ends > starts)
-        answer = int(np.searchsorted(starts, example.answers[-1][0]))
-        return Encoded(ids, trained, answer, frame)
+            trained |= (starts < end) & (ends > start) & (ends > starts)
+        return Encoded(ids, trained, max(0, len(prompt) + by), frame)
 
     def _ids(self, texts: Sequence[str], guard: Guard) -> list[list[int]]:
         if not any(map(guard.marked, texts)):
             return [one.ids for one in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
         return [self._with_places(text, guard)[0].tolist() for text in texts]
 
-    def _with_places(self, text: str, guard: Guard) -> tuple[Places, Places, Places]:
-        """Tokens, and where each begins and ends in the text."""
+    @cached_property
+    def _continuation(self) -> Tokenizer:
+        return load_tokenizer(self._file, continuing=True)
+
+    def _with_places(self, text: str, guard: Guard, *, continuing: bool = False) -> tuple[Places, Places, Places]:
+        """Return tokens, and where each begins and ends in the text, which may be `continuing` another."""
         ids: list[int] = []
         places: list[tuple[int, int]] = []
         at = 0
         for piece, plain in guard.pieces(text):
-            self._tokenizer.encode_special_tokens = plain
-            encoding = self._tokenizer.encode(piece, add_special_tokens=False)
-            self._tokenizer.encode_special_tokens = False
+            tokenizer = self._continuation if continuing or at else self._tokenizer
+            tokenizer.encode_special_tokens = plain
+            encoding = tokenizer.encode(piece, add_special_tokens=False)
+            tokenizer.encode_special_tokens = False
             ids += encoding.ids
             # What stands for one character is one place, whatever it says.
             places += [(at, at + 1)] * len(encoding.ids) if plain else [(at + a, at + b) for a, b in encoding.offsets]

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from trainium_contract.trainer.examples import DataFormat, LossOn
 from trainium_trainer.data.examples.blocks import Counts, ExampleEncoder
+from trainium_trainer.data.examples.build import BLOCK_BYTES
 from trainium_trainer.data.examples.forms.example import BadRecordError, answered
 from trainium_trainer.data.examples.opening import tokenizer_of, validation_sources
 from trainium_trainer.data.examples.recipe import recipe_of
-from trainium_trainer.data.prepared.cache import cache_directory, sources_of, usable
+from trainium_trainer.data.prepared.cache import sources_of, with_cache
 from trainium_trainer.data.sources.files import reading
 from trainium_trainer.exits import UserError
 
@@ -68,8 +69,7 @@ def held_out(config: DataConfig, most: int | None = None) -> HeldOut:
     _refuse_text(config)
     if config.validation is None:
         raise UserError("data.validation is not given, so no example is held back: give it a fraction or a source")
-    with usable(cache_directory(config)) as cache:
-        sources = validation_sources(config, tokenizer_of(config, cache), cache)
+    sources = with_cache(config, lambda cache: validation_sources(config, tokenizer_of(config, cache), cache))
     encoders = [ExampleEncoder(source.recipe) for source in sources]
     found = itertools.chain.from_iterable(
         _of_source(source, encoder) for source, encoder in zip(sources, encoders, strict=True)
@@ -112,8 +112,7 @@ def prompt_ids_of(config: DataConfig, given: dict[str, Any] | str) -> tuple[int,
 def prompts_of(config: DataConfig, given: Sequence[dict[str, Any] | str]) -> list[tuple[str, tuple[int, ...]]]:
     """Text and tokens of several prompts, see `prompt_of`. Raises UserError."""
     _refuse_text(config)
-    with usable(cache_directory(config)) as cache:
-        tokenizer = tokenizer_of(config, cache)
+    tokenizer = with_cache(config, lambda cache: tokenizer_of(config, cache))
     encoder = ExampleEncoder(recipe_of(config, sources_of(config)[0][0], tokenizer))
     return [_prompt(encoder, one) for one in given]
 
@@ -136,7 +135,10 @@ def _refuse_text(config: DataConfig) -> None:
 def _of_source(source: ExampleSource, encoder: ExampleEncoder) -> Iterator[HeldOutExample]:
     """The examples of a source that are held back: its records are read again, and counted as when they were stored."""
     guard = encoder.maker.guard
-    made = encoder.encode(_records(source), Counts(), [], [])
+    opened = source.recipe.spec.open()
+    made = itertools.chain.from_iterable(
+        encoder.encode(_read(opened, block), Counts(), [], []) for block in opened.blocks(BLOCK_BYTES)
+    )
     for one, held in zip(made, source.held, strict=False):
         if held and one.encoded.answer < len(one.encoded.ids):
             yield _shown(one, guard, encoder.texts)
@@ -156,12 +158,6 @@ def _shown(one: Made, guard: Guard, texts: TextEncoder) -> HeldOutExample:
         answer_ids=tuple(ids[answer:end].tolist()),
         label=example.label,
     )
-
-
-def _records(source: ExampleSource) -> Iterator[Record | Skipped]:
-    opened = source.recipe.spec.open()
-    for block in opened.blocks(1 << 20):
-        yield from _read(opened, block)
 
 
 def _read(opened: Records, block: FileBlock) -> list[Record | Skipped]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -188,6 +189,9 @@ def _stored(
     if manifest.skipped:
         first = manifest.sentences[0]
         _log.warning("data.source %s: skipped %d records, the first: %s", recipe.source, manifest.skipped, first)
+    if unused := manifest.counts.unused:
+        shown = ", ".join(f"{name} ({count:,} records)" for name, count in unused.items())
+        _log.info("data.source %s: not used: %s", recipe.source, shown)
     return StoredExamples(folder)
 
 
@@ -234,4 +238,5 @@ def _report(config: DataConfig, sources: Sequence[ExampleSource], parts: Sequenc
         tokens=sum(int(part.used.sum()) for part in parts),
         sequence_length=config.sequence_length,
         lengths=np.concatenate([source.stored.before for source in sources]),
+        unused=dict(sum((Counter(one.counts.unused) for one in made), Counter())),
     )

@@ -18,14 +18,15 @@ from trainium_trainer.data.examples.forms.function import digest_of_function
 from trainium_trainer.data.examples.forms.instruction import Templates, templates_of
 from trainium_trainer.data.examples.forms.making import ExampleMaker
 from trainium_trainer.data.tokens.encoding import SourceSpec
-from trainium_trainer.data.tokens.special_tokens import Special, special_of
-from trainium_trainer.data.tokens.tokenizer import digest_of
+from trainium_trainer.data.tokens.tokenizer import Special, digest_of, special_of
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
     from trainium_contract.trainer.data import DataConfig
 
 FORMAT = 1
+_VERSION = 2
+"""Of the way in which examples are made: stored ones of another are made again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class Recipe:
     tokenizer: str | None
     """The `tokenizer.json`; None while one is still to be trained on the examples."""
     sequence_length: int
-    max_bad_lines: int
+    max_bad_lines: int | None
     bos: BosToken = BosToken.AUTO
 
     @property
@@ -64,7 +65,7 @@ class Recipe:
         config, form = self.config, self.format
         chats = form in (DataFormat.CHAT, DataFormat.FUNCTION)
         parts: dict[str, Any] = {
-            "version": FORMAT,
+            "version": _VERSION,
             "source": self.spec.open().identity(memo),
             "format": form,
             "tokenizer": digest_of(Path(self.tokenizer)) if self.tokenizer is not None else None,
@@ -72,9 +73,7 @@ class Recipe:
             "template": [self.templates.prompt, self.templates.completion] if form is DataFormat.INSTRUCTION else None,
             "chat": [self.chat_template, config.chat.messages_field] if chats else None,
             "classification": config.classification.to_wire() if form is DataFormat.CLASSIFICATION else None,
-            "function": digest_of_function(config.function)
-            if config.function and form is DataFormat.FUNCTION
-            else None,
+            "function": self.key_of_function(),
             "where": config.where,
             "loss": config.loss,
             "tooLong": config.too_long,
@@ -83,6 +82,13 @@ class Recipe:
         if self.bos is not BosToken.AUTO:
             parts["bos"] = self.bos
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+    def key_of_function(self) -> str | None:
+        """Return the digest of the user's function; None for other formats. Raises UserError."""
+        if self.format is not DataFormat.FUNCTION:
+            return None
+        assert self.config.function is not None
+        return digest_of_function(self.config.function)
 
 
 def recipe_of(config: DataConfig, source: str, tokenizer: Path | None) -> Recipe:

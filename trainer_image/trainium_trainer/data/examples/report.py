@@ -37,6 +37,8 @@ class DataReport:
     sequence_length: int
     lengths: NDArray[Any]
     """Tokens of each example before it was cut or dropped."""
+    unused: dict[str, int]
+    """Records that hold what no example depends on, by its name."""
 
     @property
     def used(self) -> float:

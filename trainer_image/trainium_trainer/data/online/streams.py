@@ -21,7 +21,7 @@ from trainium_trainer.data.prepared.origins import held_back_of
 from trainium_trainer.data.prepared.prepared import Prepared, Selection, Stretch
 from trainium_trainer.data.prepared.writer import locked
 from trainium_trainer.data.tokens.encoding import list_blocks
-from trainium_trainer.data.tokens.tokenizer import digest_of
+from trainium_trainer.data.tokens.tokenizer import digest_of, end_facts
 from trainium_trainer.data.workers.pool import Workers
 from trainium_trainer.exits import UserError
 
@@ -46,7 +46,7 @@ class Streams:
     plan: LanePlan
     rules: SampleRules
     workers: int
-    max_bad_lines: int
+    max_bad_lines: int | None
     identity: str
     """Digest of what the tokens of a block depend on."""
 
@@ -137,6 +137,7 @@ def open_streams(
         "tokenizer": digest_of(tokenizer.file),
         "format": _FORMAT,
     }
+    known |= end_facts(tokenizer.file)
     if begins := tokenizer.beginning.facts():
         known["bos"] = begins
     identity = hashlib.sha256(json.dumps(known).encode()).hexdigest()

@@ -18,10 +18,10 @@ import numpy as np
 from trainium_contract.trainer.data import BosToken
 from trainium_trainer.data.prepared.prepared import FORMAT, PreparedManifest, is_prepared, read_manifest
 from trainium_trainer.data.prepared.writer import PartialFolder, durable, locked
-from trainium_trainer.data.sources.documents import FileBlock
+from trainium_trainer.data.sources.documents import FileBlock, refuse_skipped, refuse_skipped_share
 from trainium_trainer.data.tokens.bos import AS_IT_IS, BosPrefix
 from trainium_trainer.data.tokens.encoding import encode, held_back, install, list_blocks, token_type
-from trainium_trainer.data.tokens.tokenizer import TOKENIZER_FILE, digest_of, vocabulary_of
+from trainium_trainer.data.tokens.tokenizer import TOKENIZER_FILE, digest_of, end_facts, vocabulary_of, write_tokenizer
 from trainium_trainer.data.workers.pool import Workers
 from trainium_trainer.exits import UserError
 
@@ -55,7 +55,7 @@ class PreparedRecipe:
 
     specs: tuple[SourceSpec, ...]
     tokenizer: Path
-    max_bad_lines: int
+    max_bad_lines: int | None
     held_back: HeldBack | None = None
     beginning: BosPrefix = AS_IT_IS
 
@@ -72,6 +72,8 @@ class PreparedRecipe:
             parts.append([held.fraction, held.enough, held.first, Path(held.table).name])
         if facts := self.beginning.facts():
             parts.append({"bos": facts})
+        if end := end_facts(self.tokenizer):
+            parts.append(end)
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
@@ -103,18 +105,21 @@ def build(
     shard_tokens: int = _SHARD_TOKENS,
 ) -> PreparedManifest:
     """Make `folder`, unless it is there. Raises UserError, StorageError, WorkerError, OSError."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with locked(folder.with_name(f".{folder.name}.lock")):
-        if is_prepared(folder):
-            manifest = read_manifest(folder)
-            if manifest.key != key:
-                raise UserError(f"{folder}: holds other prepared data: choose another folder, or remove this one")
-        elif folder.exists():
-            raise UserError(f"{folder}: is there already and is not prepared data: choose another folder")
-        else:
-            manifest = _make(PartialFolder(folder, key), recipe, key, workers, progress, shard_tokens)
-    if manifest.skipped > recipe.max_bad_lines:
-        raise _too_many(recipe, manifest.examples[0])
+    if not is_prepared(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with locked(folder.with_name(f".{folder.name}.lock")):
+            if not is_prepared(folder):
+                if folder.exists():
+                    raise UserError(f"{folder}: is there already and is not prepared data: choose another folder")
+                _make(PartialFolder(folder, key), recipe, key, workers, progress, shard_tokens)
+    manifest = read_manifest(folder)
+    if manifest.key != key:
+        raise UserError(f"{folder}: holds other prepared data: choose another folder, or remove this one")
+    if manifest.skipped:
+        first, limit = manifest.examples[0], recipe.max_bad_lines
+        refuse_skipped(manifest.skipped, first, limit)
+        if recipe.held_back is None and not any(spec.open().has_lines for spec in recipe.specs):
+            refuse_skipped_share(recipe.name, manifest.skipped, manifest.documents + manifest.skipped, first, limit)
     return manifest
 
 
@@ -127,7 +132,8 @@ def _make(
     shard_tokens: int,
 ) -> PreparedManifest:
     tokenizer = partial.path / TOKENIZER_FILE
-    durable(tokenizer, recipe.tokenizer.read_text(encoding="utf-8"))
+    for name, text in write_tokenizer(recipe.tokenizer).items():
+        durable(partial.path / name, text)
     vocabulary = vocabulary_of(tokenizer)
     prepare = (install, (recipe.specs, str(tokenizer), recipe.beginning))
     with Workers(1, prepare) as pool:
@@ -218,20 +224,15 @@ def _write(
         used = True
         done += 1
         for block in encoded:
-            over = skipped + len(block.skipped) - recipe.max_bad_lines
-            if over > 0:
-                raise _too_many(recipe, block.skipped[-over].sentence())
-            skipped += len(block.skipped)
+            for one in block.skipped:
+                skipped += 1
+                refuse_skipped(skipped, one, recipe.max_bad_lines)
             writer.add(block)
         if writer.tokens >= shard_tokens:
             partial.take(writer, done)
             writer, used = partial.writer(dtype, end), False
     if used:
         partial.take(writer, done)
-
-
-def _too_many(recipe: PreparedRecipe, sentence: str) -> UserError:
-    return UserError(f"data.source {sentence} (more such lines than data.maxBadLines {recipe.max_bad_lines} lets pass)")
 
 
 def _publish(partial: PartialFolder, recipe: PreparedRecipe, key: str, vocabulary: int, end: int) -> PreparedManifest:

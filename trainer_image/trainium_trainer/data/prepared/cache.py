@@ -9,25 +9,29 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import logging
 import os
 import shutil
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from trainium_trainer.data.prepared.prepared import KIND, MANIFEST_FILE, is_prepared, read_manifest
 from trainium_trainer.data.prepared.writer import locked
 from trainium_trainer.data.sources.files import S3, reading, s3
-from trainium_trainer.data.tokens.tokenizer import TOKENIZER_FILE, tokenizer_file, vocabulary_of
-from trainium_trainer.exits import StorageError, UserError
+from trainium_trainer.data.tokens.tokenizer import CONFIG_FILE, TOKENIZER_FILE, tokenizer_file, vocabulary_of
+from trainium_trainer.exits import StorageError, TrainerError, UserError
 from trainium_trainer.write_access import FORBIDDEN, FULL, what_forbids
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from trainium_contract.trainer.data import DataConfig
 
+T = TypeVar("T")
+
+_log = logging.getLogger("trainium.data")
 _NOT_A_FOLDER = frozenset({errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG})
 _COPIED_AT_ONCE = 16 << 20
 
@@ -39,17 +43,52 @@ def cache_directory(config: DataConfig) -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111 - Path.home() may raise
     if os.access(base, os.W_OK) or os.access(Path(base).parent, os.W_OK):
         return Path(base) / "trainium-trainer"
+    return _temporary()
+
+
+def with_cache(config: DataConfig, work: Callable[[Path], T]) -> T:
+    """Do some work with the cache folder, or with one on this node's disk where the cache cannot be used.
+
+    What the cache has is read, also where nothing can be written. Raises UserError for a cache that is no folder, and
+    what the work raises.
+    """
+    cache = cache_directory(config)
+    try:
+        with usable(cache):
+            return work(cache)
+    except (UserError, StorageError) as error:
+        cause, other = error.__cause__, _temporary()
+        if not isinstance(error, _CacheError) or getattr(cause, "errno", None) in _NOT_A_FOLDER or other == cache:
+            raise
+        _log.warning("%s; it is only a cache: what is not in it is made again in %s", error, other)
+    with usable(other):
+        return work(other)
+
+
+class _CacheError(TrainerError):
+    """Says that the cache is at fault."""
+
+
+class _ForbiddenCacheError(_CacheError, UserError):
+    """The cache cannot be written until somebody changes that."""
+
+
+class _FailingCacheError(_CacheError, StorageError):
+    """The cache is full or fails."""
+
+
+def _temporary() -> Path:
     return Path(tempfile.gettempdir()) / f"trainium-trainer-{os.getuid()}"
 
 
 @contextmanager
 def usable(cache: Path) -> Iterator[Path]:
-    """Make the cache folder, and turn what the file system says into a sentence about it."""
+    """Create the cache folder, and turn what the file system reports into a sentence about it."""
     try:
         cache.mkdir(parents=True, exist_ok=True)
         yield cache
     except OSError as error:
-        kind = UserError if error.errno in FORBIDDEN | _NOT_A_FOLDER else StorageError
+        kind = _ForbiddenCacheError if error.errno in FORBIDDEN | _NOT_A_FOLDER else _FailingCacheError
         if error.errno in FORBIDDEN:
             advice = f"{what_forbids(error.errno)}, or "
         elif error.errno in FULL:
@@ -83,6 +122,17 @@ def vocabulary_of_data(config: DataConfig) -> int:
     return config.tokenizer.vocab_size
 
 
+def has_prepared_sources(config: DataConfig) -> bool:
+    """Return whether a source has its tokenizer with it; asks S3 only for data in S3.
+
+    Raises UserError, StorageError.
+    """
+    return any(
+        _remote_manifest(name) is not None if name.startswith(S3) else is_prepared(Path(name).expanduser())
+        for name, _, _ in sources_of(config)
+    )
+
+
 def prepared_folder(name: str, cache: Path) -> Path | None:
     """The folder of prepared data that a source names, None when it names something else."""
     if not name.startswith(S3):
@@ -95,7 +145,7 @@ def prepared_folder(name: str, cache: Path) -> Path | None:
 def _remote_manifest(name: str) -> bytes | None:
     from pyarrow import fs  # noqa: PLC0415 - only data in S3 pays for it
 
-    path = f"{name.removeprefix(S3).rstrip('/')}/{MANIFEST_FILE}"
+    path = _key_of(name, MANIFEST_FILE)
 
     def text() -> bytes | None:
         if s3().get_file_info(path).type != fs.FileType.File:
@@ -125,13 +175,19 @@ def _mirrored(name: str, manifest: bytes, cache: Path) -> Path:
             target = partial / file
             if not target.exists() or target.stat().st_size != size:
                 reading(f"{name.rstrip('/')}/{file}", lambda file=file, target=target: _copy(name, file, target))  # type: ignore[misc]
+        if reading(name, lambda: s3().get_file_info(_key_of(name, CONFIG_FILE)).is_file):
+            reading(f"{name.rstrip('/')}/{CONFIG_FILE}", lambda: _copy(name, CONFIG_FILE, partial / CONFIG_FILE))
         (partial / MANIFEST_FILE).write_bytes(manifest)
         partial.rename(folder)
     return folder
 
 
+def _key_of(name: str, file: str) -> str:
+    return f"{name.removeprefix(S3).rstrip('/')}/{file}"
+
+
 def _copy(name: str, file: str, target: Path) -> None:
     temporary = target.with_name(target.name + ".tmp")
-    with s3().open_input_stream(f"{name.removeprefix(S3).rstrip('/')}/{file}") as stream, temporary.open("wb") as copy:
+    with s3().open_input_stream(_key_of(name, file)) as stream, temporary.open("wb") as copy:
         shutil.copyfileobj(stream, copy, _COPIED_AT_ONCE)
     temporary.replace(target)

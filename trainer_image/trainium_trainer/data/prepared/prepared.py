@@ -13,6 +13,7 @@ before anything is read from it.
 from __future__ import annotations
 
 import functools
+import io
 import json
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -22,10 +23,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from trainium_trainer.data.prepared.columns import numbers_of
-from trainium_trainer.data.sources.whole_files import whole_file
+from trainium_trainer.data.sources.files import remember
 from trainium_trainer.data.tokens.encoding import held_back
 from trainium_trainer.data.tokens.tokenizer import TOKENIZER_FILE
-from trainium_trainer.exits import UserError
+from trainium_trainer.exits import UnreadableError, UserError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -188,7 +189,7 @@ class Prepared:
             size = None
         if size != shard.bytes:
             found = "is missing" if size is None else f"has {size} bytes, not {shard.bytes}"
-            raise UserError(f"data.source {file}: {found}: copy it again, or prepare the data again")
+            raise UnreadableError(f"data.source {file}: {found}: copy it again, or prepare the data again")
 
     def _open_shard(self, number: int) -> Any:
         import pyarrow as pa  # noqa: PLC0415 - as above
@@ -243,8 +244,9 @@ class Selection:
                 return counts
         counts = np.array([self._select(index)[1].sum() for index in range(number)], np.int64)
         if note is not None:
-            with whole_file(note) as stream:
-                np.save(stream, counts)
+            content = io.BytesIO()
+            np.save(content, counts)
+            remember(note, content.getvalue())
         return counts
 
     def _select(self, number: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from trainium_trainer.exits import UserError
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
@@ -84,6 +86,28 @@ class Skipped:
         return count
 
 
+DEFAULT_LIMIT = 100
+_DEFAULT_SHARE = 0.01
+
+
+def refuse_skipped(skipped: int, newest: Skipped | str, limit: int | None, unit: str = "lines") -> None:
+    """Raise UserError when more lines were skipped than `data.maxBadLines` allows; `newest` is the last of them."""
+    most = DEFAULT_LIMIT if limit is None else limit
+    if skipped > most:
+        sentence = newest if isinstance(newest, str) else newest.sentence()
+        raise UserError(f"data.source {sentence} (more such {unit} than data.maxBadLines {most} lets pass)")
+
+
+def refuse_skipped_share(source: str, skipped: int, records: int, first: str, limit: int | None) -> None:
+    """Raise UserError when more than 1 % of the records were skipped and `data.maxBadLines` does not allow them."""
+    if limit is None and skipped > _DEFAULT_SHARE * records:
+        raise UserError(
+            f"data.source {source}: {skipped:,} of its {records:,} records cannot be used, more than "
+            f"{_DEFAULT_SHARE:.0%}, the first: {first} (correct them, or set data.maxBadLines to how many may be "
+            "skipped)"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Record:
     """A row of a table or an object of JSON, as a whole."""
@@ -122,6 +146,11 @@ class DocumentSource(Protocol):
     @property
     def divisible(self) -> bool:
         """Whether there can be many blocks."""
+        ...
+
+    @property
+    def has_lines(self) -> bool:
+        """Whether it is text of lines, which are no documents."""
         ...
 
     def identity(self, memo: Path | None) -> str:

@@ -7,6 +7,7 @@ then raises StorageError; what the user can correct (no such file, no permission
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fnmatch
 import functools
@@ -14,13 +15,13 @@ import glob
 import hashlib
 import io
 import os
+import secrets
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar, cast
 
-from trainium_trainer.data.sources.whole_files import whole_file
-from trainium_trainer.exits import StorageError, UserError
+from trainium_trainer.exits import StorageError, UnreadableError, UserError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -99,8 +100,7 @@ class DataFile:
             return note.read_text(encoding="ascii")
         digest = reading(self.shown, self._digest)
         if note is not None:
-            with whole_file(note) as stream:
-                stream.write(digest.encode())
+            remember(note, digest.encode())
         return digest
 
     def _digest(self) -> str:
@@ -112,6 +112,21 @@ class DataFile:
                 stream.seek(number * (self.size - _PROBE) // (_PROBES - 1))
                 total.update(stream.read(_PROBE))
             return total.hexdigest()
+
+
+def remember(note: Path, content: bytes) -> None:
+    """Write a note of the cache as a whole, without a lock; it is not written where the cache cannot be.
+
+    Neither a process's number nor an object's place in memory tells writers apart: pods count their processes alike,
+    and ranks are forks of one process.
+    """
+    draft = note.with_name(f".{note.name}.{secrets.token_hex(8)}")
+    with contextlib.suppress(OSError):
+        try:
+            draft.write_bytes(content)
+            draft.replace(note)
+        finally:
+            draft.unlink(missing_ok=True)
 
 
 def reading(what: str, action: Callable[[], T]) -> T:
@@ -141,9 +156,9 @@ def is_transient(error: OSError) -> bool:
     return "AWS Error" in text and not any(code in text for code in _USERS_TEXTS)
 
 
-def refusal(what: str, error: OSError) -> UserError:
-    """The sentence for a file that the user has to correct."""
-    return UserError(f"data.source {what}: cannot be read ({reason_of(error)}): correct or replace it")
+def refusal(what: str, error: OSError) -> UnreadableError:
+    """Return the sentence for a file that the user has to correct."""
+    return UnreadableError(f"data.source {what}: cannot be read ({reason_of(error)}): correct or replace it")
 
 
 def reason_of(error: BaseException) -> str:
@@ -188,7 +203,7 @@ def _find_local(name: str) -> list[DataFile]:
     if path.is_dir():
         files = [file for file in path.rglob("*") if _counts(file.relative_to(path).parts) and file.is_file()]
         if not files:
-            raise UserError(f"data.source {name}: the folder holds no {_listed()} file: put text into it")
+            raise UnreadableError(f"data.source {name}: the folder holds no {_listed()} file: put text into it")
         return [_local(file, path) for file in files]
     if path.exists():
         return [_local(_known(path, name), path.parent)]
@@ -196,10 +211,10 @@ def _find_local(name: str) -> list[DataFile]:
         matches = [Path(match) for match in glob.glob(str(path), recursive=True)]  # noqa: PTH207 - any pattern
         files = [match for match in matches if match.is_file() and match.name.endswith(SUFFIXES)]
         if not files:
-            raise UserError(f"data.source {name}: no {_listed()} file matches: correct the pattern")
+            raise UnreadableError(f"data.source {name}: no {_listed()} file matches: correct the pattern")
         root = Path(os.path.commonpath([file.parent for file in files]))
         return [_local(file, root) for file in files]
-    raise UserError(f"data.source {name}: there is no such file or folder: correct the path or mount the data")
+    raise UnreadableError(f"data.source {name}: there is no such file or folder: correct the path or mount the data")
 
 
 def _local(file: Path, root: Path) -> DataFile:
@@ -233,7 +248,9 @@ def _find_remote(name: str) -> list[DataFile]:
             relative = "/".join(parts) or info.base_name
             files.append(DataFile(info.path, info.size, str(info.mtime_ns), relative, remote=True))
     if not files:
-        raise UserError(f"data.source {name}: there is no {_listed()} object: correct bucket, prefix or credentials")
+        raise UnreadableError(
+            f"data.source {name}: there is no {_listed()} object: correct bucket, prefix or credentials"
+        )
     if files[0].path == path:
         _known(Path(path), name)
     return files

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from trainium_trainer.data.sources.documents import FileBlock, Record, TextPiece
-from trainium_trainer.exits import UserError
+from trainium_trainer.data.sources.documents import FileBlock, Record, Skipped, TextPiece
+from trainium_trainer.exits import UnreadableError, UserError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,6 +23,7 @@ class HubDataset:
     text_field: str
     size: int = 0
     divisible: bool = False
+    has_lines: bool = False
 
     def identity(self, memo: Path | None) -> str:  # noqa: ARG002 - other sources need it
         """The name: asking for a fingerprint would load the data set at every start."""
@@ -35,7 +37,7 @@ class HubDataset:
         """The data set."""
         return self.name
 
-    def read(self, block: FileBlock) -> Iterator[TextPiece]:  # noqa: ARG002 - as above
+    def read(self, block: FileBlock) -> Iterator[TextPiece | Skipped]:  # noqa: ARG002 - as above
         """The texts of the training split."""
         rows = self._rows()
         if self.text_field not in rows.column_names:
@@ -43,10 +45,13 @@ class HubDataset:
             raise UserError(
                 f"data.source {self.name}: no column {self.text_field!r} (columns: {columns}): set data.textField"
             )
-        for batch in rows.select_columns([self.text_field]).iter(1000):
-            for value in batch[self.text_field]:
-                if isinstance(value, str):
-                    yield TextPiece(value)
+        batches = rows.select_columns([self.text_field]).iter(1000)
+        values = itertools.chain.from_iterable(batch[self.text_field] for batch in batches)
+        for number, value in enumerate(values, start=1):
+            if isinstance(value, str):
+                yield TextPiece(value)
+            else:
+                yield Skipped(_Rows(self.name), f"no text under {self.text_field!r}", number, unit="row")
 
     def records(self, block: FileBlock) -> Iterator[Record]:  # noqa: ARG002 - as above
         """The rows of the training split."""
@@ -61,7 +66,7 @@ class HubDataset:
         try:
             return datasets.load_dataset(name, configuration or None, split="train")
         except Exception as error:
-            raise UserError(
+            raise UnreadableError(
                 f"data.source {self.name}: neither a local file or folder nor a data set that could be loaded "
                 f"({type(error).__name__}: {' '.join(str(error).split())[:200]}): correct the name or use a local file"
             ) from error

@@ -35,6 +35,7 @@ class PythonDocs:
 
     size = 0
     divisible = False
+    has_lines = True
 
     def blocks(self, target: int) -> list[FileBlock]:  # noqa: ARG002 - other sources need it
         """One."""

@@ -59,6 +59,11 @@ class Files:
         """Compressed text is one stretch from beginning to end."""
         return all(file.compression is None for file in self.files)
 
+    @property
+    def has_lines(self) -> bool:
+        """Return whether there is text of lines, which are no documents."""
+        return any(file.format == ".txt" for file in self.files)
+
     def identity(self, memo: Path | None) -> str:
         """Digest of names, contents and the column."""
         total = hashlib.sha256(self.text_field.encode())

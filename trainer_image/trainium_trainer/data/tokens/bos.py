@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainium_contract.trainer.data import BosToken
-from trainium_trainer.data.tokens.special_tokens import special_of
-from trainium_trainer.data.tokens.tokenizer import end_of_document, load_tokenizer
+from trainium_trainer.data.tokens.tokenizer import end_of_document_of, load_tokenizer, special_of
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
     from tokenizers import Tokenizer
 
-    from trainium_trainer.data.tokens.special_tokens import Special
+    from trainium_trainer.data.tokens.tokenizer import Special
 
 _PROBE = "a"
 
@@ -78,7 +77,7 @@ def beginning_of_documents(rule: BosToken, file: Path) -> BosPrefix:
     tokenizer = load_tokenizer(file)
     tokenizer.encode_special_tokens = False
     beginning = beginning_of(tokenizer, file, special_of(file), rule)
-    if rule is BosToken.ALWAYS and end_of_document(tokenizer, file) in beginning.tokens:
+    if rule is BosToken.ALWAYS and end_of_document_of(file) in beginning.tokens:
         raise UserError(
             f"data.bos is Always, but the BOS token of the tokenizer {file} also ends documents, so that one stands "
             "before every document but the first already: set data.bos to Auto"

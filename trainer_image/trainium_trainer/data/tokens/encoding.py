@@ -18,7 +18,7 @@ from trainium_trainer.data.sources.documents import Skipped, TextPiece
 from trainium_trainer.data.sources.files import reading
 from trainium_trainer.data.sources.resolve import open_source
 from trainium_trainer.data.tokens.bos import AS_IT_IS, BosPrefix
-from trainium_trainer.data.tokens.tokenizer import end_of_document, load_tokenizer, vocabulary_of
+from trainium_trainer.data.tokens.tokenizer import end_of_document_of, load_tokenizer, vocabulary_of
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class DocumentEncoder:
         self.vocabulary = vocabulary_of(file)
         self.dtype = token_type(self.vocabulary)
         self._tokenizer = load_tokenizer(file)
-        self.end = end_of_document(self._tokenizer, file)
+        self.end = end_of_document_of(file)
         self._beginning = beginning
 
     def encode(self, source: DocumentSource, block: FileBlock) -> list[TokenBlock]:

@@ -1,105 +1,154 @@
-"""Format Chat: messages through the tokenizer's chat template, in a sandbox.
+"""Build examples from messages with the tokenizer's chat template, in a sandbox.
 
-Invariants: the template sees what it sees in transformers, but no clock, so that an example does not depend on the day;
-what the assistant says is found by the template's own generation markers, or, without them, by putting the conversation
-together up to each answer: its end-of-turn token belongs to it, blanks after that do not.
+Guarantees:
+- The template gets what `transformers` gives it, tools included, but no clock: an example is the same on every day.
+- Rows of JSON lines and of Parquet, which fills missing keys with null, give the same conversation.
+- The assistant's messages are found by the template's own generation markers or, without them, by rendering the
+  conversation up to each answer. The token that ends a turn belongs to the answer, blanks after that do not.
+- An error of a template is one sentence with the template's line.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import traceback
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from trainium_trainer.data.examples.forms.example import BadRecordError, Example
-from trainium_trainer.data.examples.forms.fields import Guard, as_text, known_fields
+from trainium_trainer.data.examples.forms.example import BadRecordError, Example, without_nulls
+from trainium_trainer.data.examples.forms.fields import Guard, known_fields
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
-    from trainium_trainer.data.tokens.special_tokens import Special
+    from trainium_trainer.data.tokens.tokenizer import Special
 
 _ASSISTANT = "assistant"
+_TOOLS = "tools"
+_WEIGHT = "weight"
 _OPEN, _CLOSE = "\U000ffff0", "\U000ffff1"
 _MARKED = re.compile(f"{_OPEN}(.*?){_CLOSE}", re.DOTALL)
+_FREE_CONTENT = frozenset({"tool", "ipython", "function"})
+"""Roles whose content may be any value, which the template writes as it likes."""
 
 
 class Chat:
-    """Makes examples from lists of messages."""
+    """Builds examples from lists of messages."""
 
     def __init__(self, template: str, special: Special, guard: Guard, field: str, where: str) -> None:
         """Compile the template. Raises UserError."""
-        from jinja2 import TemplateError  # noqa: PLC0415 - only chats pay for it
-
         self._guard = guard
         self.field = field
+        self._where = where
+        self._words = frozenset(re.findall(r"\w+", template))
         self._variables = dict(special.tokens)
         try:
             self._template = _environment().from_string(template)
-        except TemplateError as error:
+        except Exception as error:
             line = getattr(error, "lineno", None)
             at = f" line {line}" if line else ""
             raise UserError(f"{where}{at}: is no chat template ({error}): correct it") from error
 
     def example(self, record: Mapping[str, Any]) -> Example:
-        """The example of a record. Raises BadRecordError."""
-        return self.example_of(self._messages(record))
-
-    def example_of(self, messages: Sequence[Mapping[str, Any]]) -> Example:
-        """The example of a conversation. Raises BadRecordError."""
-        said = [number for number, message in enumerate(messages) if message["role"] == _ASSISTANT]
-        if not said:
-            raise BadRecordError("no message is the assistant's, so there is nothing to learn: add its answer")
-        if any(
-            not as_text(messages[number].get("content")).strip() and not messages[number].get("tool_calls")
-            for number in said
-        ):
+        """Build the example of a record. Raises BadRecordError."""
+        messages, tools = self._messages(record), self._tools(record)
+        said = [number for number, one in enumerate(messages) if one["role"] == _ASSISTANT]
+        learned = [number for number in said if messages[number].get(_WEIGHT) != 0]
+        if not learned:
+            found = "no message is the assistant's" if not said else "all of the assistant's messages have the weight 0"
+            raise BadRecordError(f"{found}, so there is nothing to learn: add its answer")
+        if any(not _has_answer(messages[number]) for number in learned):
             raise BadRecordError("the answer is empty: give the assistant's message a content")
-        marked = self._render(messages, prompt=False)
+        marked = self._render(messages, tools, prompt=False)
         text = marked.replace(_OPEN, "").replace(_CLOSE, "")
         if _OPEN in marked:
             answers = list(_marked(marked))
+            for number in said:
+                if number not in learned:
+                    start, end = self._stretch(messages, tools, number, text)
+                    answers = [answer for answer in answers if answer[1] <= start or answer[0] >= end]
         else:
-            answers = [self._stretch(messages, number, text) for number in said]
+            answers = [self._stretch(messages, tools, number, text) for number in learned]
         answers = [(start, end) for start, end in answers if start < end]
         if not answers:
             raise BadRecordError("the chat template leaves nothing of the assistant's messages: correct the template")
         return Example(text, tuple(answers), framed=True)
 
     def prompt(self, record: Mapping[str, Any]) -> str:
-        """What comes before the last answer, or all when there is none yet. Raises BadRecordError."""
+        """Return what comes before the last answer, or all when there is none yet. Raises BadRecordError."""
         messages = self._messages(record)
         if messages[-1]["role"] == _ASSISTANT:
             messages = messages[:-1]
-        return self._render(messages, prompt=True).replace(_OPEN, "").replace(_CLOSE, "")
+        return self._render(messages, self._tools(record), prompt=True).replace(_OPEN, "").replace(_CLOSE, "")
+
+    def unused(self, record: Mapping[str, Any]) -> Iterator[str]:
+        """Yield what a record holds that no example depends on."""
+        used = {self.field} | ({_TOOLS} & self._words)
+        yield from (name for name in record if name not in used)
+        messages = _from_json(record.get(self.field))
+        if isinstance(messages, list):
+            held = [one for one in messages if isinstance(one, dict)]
+            names = dict.fromkeys(name for one in held for name, value in one.items() if value is not None)
+            known = {"role", "content", _WEIGHT} | self._words
+            yield from (f"{self.field}[].{name}" for name in names if name not in known)
 
     def _messages(self, record: Mapping[str, Any]) -> list[dict[str, Any]]:
-        if self.field not in record:
+        if record.get(self.field) is None:
             raise BadRecordError(
                 f"has no field {self.field!r}, which data.examples.chat.messagesField names "
                 f"({known_fields(record, self.field)})"
             )
-        messages = record[self.field]
-        if isinstance(messages, str):  # in a table that has only text
-            try:
-                messages = json.loads(messages)
-            except ValueError:
-                messages = None
-        whole = isinstance(messages, list) and all(isinstance(one, dict) and "role" in one for one in messages)
+        messages = _from_json(record[self.field])
+        whole = isinstance(messages, list) and all(isinstance(one, dict) and one.get("role") for one in messages)
         if not whole or not messages:
             raise BadRecordError(f"the field {self.field!r} is no list of messages with `role` and `content`")
-        return [
-            one | ({"content": self._guard.hide(one["content"])} if isinstance(one.get("content"), str) else {})
-            for one in messages
-        ]
+        return [self._message(one) for one in messages]
 
-    def _stretch(self, messages: Sequence[Mapping[str, Any]], number: int, text: str) -> tuple[int, int]:
-        """Where the answer that is message `number` stands in the whole."""
-        before = self._render(messages[:number], prompt=True)
-        after = self._render(messages[: number + 1], prompt=False)
+    def _message(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a message as the template gets it: content is a text or null, and nothing else is null."""
+        message: dict[str, Any] = self._hidden(without_nulls(given)) | {"role": given["role"]}
+        content = message.get("content")
+        if isinstance(content, list) and all(isinstance(part, dict) and "type" in part for part in content):
+            other = next((part["type"] for part in content if part["type"] != "text"), None)
+            if other is not None:
+                raise BadRecordError(f"the content has a part of type {other!r}, which a model of text cannot read")
+            content = "".join(str(part.get("text", "")) for part in content)
+        if content is not None and not isinstance(content, str) and message["role"] not in _FREE_CONTENT:
+            raise BadRecordError(
+                f"the content of the {message['role']}'s message is neither text nor a list of parts with `type` and "
+                "`text`: write it as text"
+            )
+        return message | {"content": content}
+
+    def _hidden(self, value: Any) -> Any:
+        """Return a value whose texts have marks in place of special tokens."""
+        if isinstance(value, dict):
+            return {key: self._hidden(each) for key, each in value.items()}
+        if isinstance(value, list):
+            return [self._hidden(each) for each in value]
+        return self._guard.hide(value) if isinstance(value, str) else value
+
+    def _tools(self, record: Mapping[str, Any]) -> list[Any] | None:
+        """Return the tools that the assistant may call. Raises BadRecordError."""
+        given = record.get(_TOOLS)
+        if given is None or given in ("", []):
+            return None
+        tools = _from_json(given)
+        if not isinstance(tools, list):
+            raise BadRecordError(f"the field {_TOOLS!r} is no list of tools: correct it, or leave it out")
+        tools = [_from_json(tool) for tool in tools]
+        return list(self._hidden(tools if isinstance(given, str) else without_nulls(tools)))
+
+    def _stretch(self, messages: Sequence[Mapping[str, Any]], tools: Any, number: int, text: str) -> tuple[int, int]:
+        """Return where the answer that is message `number` lies in the whole."""
+
+        def render(count: int, *, prompt: bool) -> str:
+            return self._render(messages[:count], tools, prompt=prompt).replace(_OPEN, "").replace(_CLOSE, "")
+
+        before, after = render(number, prompt=True), render(number + 1, prompt=False)
         if not after.startswith(before):
-            before = self._render(messages[:number], prompt=False)
+            before = render(number, prompt=False)
         if not after.startswith(before) or not text.startswith(after):
             raise BadRecordError(
                 "the chat template changes what stands before an answer once it is given, so that the answer cannot be "
@@ -108,30 +157,53 @@ class Chat:
             )
         return len(before), max(len(before), len(after.rstrip()))
 
-    def _render(self, messages: Sequence[Mapping[str, Any]], *, prompt: bool) -> str:
-        from jinja2 import TemplateError  # noqa: PLC0415 - as above
-
+    def _render(self, messages: Sequence[Mapping[str, Any]], tools: Any, *, prompt: bool) -> str:
         try:
-            text: str = self._template.render(messages=messages, add_generation_prompt=prompt, **self._variables)
-        except (TemplateError, TypeError) as error:
-            raise BadRecordError(f"the chat template refuses the messages ({error})") from error
+            text: str = self._template.render(
+                messages=messages, tools=tools, documents=None, add_generation_prompt=prompt, **self._variables
+            )
+        except Exception as error:  # a user's template may raise anything
+            raise BadRecordError(f"the chat template refuses the messages ({_reason(error, self._where)}") from error
         return text
 
 
-def after_answer(template: str, tokens: Mapping[str, str]) -> str:
-    """What a template puts after what the assistant said, blanks before it left out: its end of a turn comes first.
+def _from_json(value: Any) -> Any:
+    """Return a value, or what it is as JSON: in a table that has only text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        return None
 
-    Nothing where the template cannot be read or refuses a plain question with its answer. `tokens`: special tokens by
+
+def _has_answer(message: Mapping[str, Any]) -> bool:
+    return bool((message["content"] or "").strip() or message.get("tool_calls"))
+
+
+def _reason(error: Exception, where: str) -> str:
+    """Return what a template raised, and its line."""
+    from jinja2 import TemplateError  # noqa: PLC0415 - only chats pay for it
+
+    kind = "" if isinstance(error, (TemplateError, TypeError)) else f"{type(error).__name__}: "
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<template>"]
+    return f"{kind}{error})" + (f" in line {lines[-1]} of {where}" if lines else "")
+
+
+def after_answer(template: str, tokens: Mapping[str, str]) -> str:
+    """Return what a template writes after an answer, without blanks before it: the end of the turn comes first.
+
+    Empty where the template cannot be read or refuses a plain question with its answer. `tokens`: special tokens by
     name, as `eos_token`.
     """
-    from jinja2 import TemplateError  # noqa: PLC0415 - as above
-
     messages = [{"role": "user", "content": "question"}, {"role": _ASSISTANT, "content": _OPEN}]
     try:
         text: str = (
-            _environment().from_string(template).render(messages=messages, add_generation_prompt=False, **tokens)
+            _environment()
+            .from_string(template)
+            .render(messages=messages, tools=None, documents=None, add_generation_prompt=False, **tokens)
         )
-    except (TemplateError, TypeError):
+    except Exception:  # noqa: BLE001 - a template may raise anything
         return ""
     return text.rpartition(_OPEN)[2].replace(_CLOSE, "").lstrip() if _OPEN in text else ""
 

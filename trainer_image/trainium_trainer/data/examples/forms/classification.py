@@ -39,6 +39,11 @@ class Classification:
         """The prompt alone. Raises BadRecordError."""
         return self._prompt.render(record, self._guard)
 
+    @property
+    def fields(self) -> frozenset[str]:
+        """Fields that an example depends on."""
+        return frozenset((*self._prompt.fields, self._config.label_field))
+
     def prompt_fields(self) -> tuple[str, ...]:
         """What a record must have for a prompt."""
         return self._prompt.fields

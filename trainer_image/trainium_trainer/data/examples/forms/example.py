@@ -7,6 +7,7 @@ that text, so that the tokenizer alone decides where tokens begin.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 class BadRecordError(Exception):
@@ -35,6 +36,13 @@ class Example:
         """The last answer."""
         start, end = self.answers[-1]
         return self.text[start:end]
+
+
+def without_nulls(value: Any) -> Any:
+    """Return a value without the keys of its dictionaries that are null, as tables fill in keys that are missing."""
+    if isinstance(value, dict):
+        return {key: without_nulls(each) for key, each in value.items() if each is not None}
+    return [without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def answered(prompt: str, answer: str, label: str | None = None) -> Example:

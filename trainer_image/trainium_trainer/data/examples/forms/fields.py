@@ -72,6 +72,9 @@ class Template:
 
     def render(self, record: Mapping[str, Any], guard: Guard) -> str:
         """The text for a record. Raises BadRecordError when a field is not there."""
+        if self.fields and all(record.get(field, "") is None for field in self.fields):
+            names = " and ".join(map(repr, self.fields))
+            raise BadRecordError(f"has nothing under {names}, which {self.where} names: give it a value")
         text = []
         for literal, field in self.parts:
             text.append(literal)

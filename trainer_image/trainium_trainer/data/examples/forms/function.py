@@ -51,7 +51,7 @@ def load_function(reference: str) -> Callable[..., Any]:
             spec.loader.exec_module(module)
         else:
             module = importlib.import_module(place)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(f"{_where(reference)}: cannot be imported: {_told(error, file)}") from error
     found = getattr(module, name, None)
     if not callable(found):
@@ -73,7 +73,7 @@ class Caller:
         at = f" for {record.skipped('').where()}" if record is not None else ""
         try:
             result = self._function(dict(fields))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise UserError(f"{_where(self._reference)}: raised {_told(error, self._file)}{at}: correct it") from error
         if result is None:
             return None
@@ -109,7 +109,7 @@ def _file_of(place: str, reference: str) -> Path:
     return Path(spec.origin)
 
 
-def _told(error: Exception, file: Path) -> str:
+def _told(error: BaseException, file: Path) -> str:
     """What was raised, and the last line of the user's file on the way there."""
     kind = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}".rstrip(": ")
     if isinstance(error, SyntaxError):

@@ -54,6 +54,11 @@ class Instruction:
         """The prompt alone. Raises BadRecordError."""
         return self._template(record).render(record, self._guard)
 
+    @property
+    def fields(self) -> frozenset[str]:
+        """Fields that an example depends on."""
+        return frozenset((*self._prompt.fields, *self._completion.fields))
+
     def prompt_fields(self) -> tuple[str, ...]:
         """What a record must have for a prompt."""
         return (self._short or self._prompt).fields

@@ -14,12 +14,12 @@ from trainium_trainer.data.examples.forms.instruction import Instruction
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from trainium_contract.trainer.examples import ChatConfig, ExamplesConfig
     from trainium_trainer.data.examples.forms.instruction import Templates
     from trainium_trainer.data.sources.documents import Record
-    from trainium_trainer.data.tokens.special_tokens import Special
+    from trainium_trainer.data.tokens.tokenizer import Special
 
 _MESSAGES = "messages"
 
@@ -85,6 +85,13 @@ class ExampleMaker:
         if _MESSAGES in result:
             return self._chatting().example(result)
         return answered(result["prompt"], result["completion"])
+
+    def unused(self, record: Mapping[str, Any]) -> Iterator[str]:
+        """Yield what a record holds that no example depends on; a function may use all of it."""
+        if isinstance(self._form, Chat) and self._caller is None:
+            yield from self._form.unused(record)
+        elif isinstance(self._form, (Instruction, Classification)):
+            yield from (name for name in record if name not in self._form.fields)
 
     def prompt(self, fields: Mapping[str, Any]) -> tuple[str, bool]:
         """The prompt for a record without an answer, and whether it has its own beginning.

@@ -27,7 +27,7 @@ def read_column(file: DataFile, block: FileBlock, field: str) -> Iterator[TextPi
     """The documents of a block: one in each row of a column of texts or of lists of token ids."""
     with _refusing(file):
         for row, batch, note in _batches(file, block, field):
-            for item in _documents(file, batch.column(0), row):
+            for item in _documents(file, batch.column(0), row, field):
                 yield Skipped(file, f"{item.reason}{note}", item.number) if isinstance(item, Skipped) else item
 
 
@@ -42,12 +42,12 @@ def read_rows(file: DataFile, block: FileBlock) -> Iterator[Record | Skipped]:
 
 def _records(file: DataFile, batch: Any, first: int) -> Iterator[Record | Skipped]:
     try:
-        for number, fields in enumerate(batch.to_pylist(), start=first):
+        for number, fields in enumerate(batch.to_pylist(maps_as_pydicts="lossy"), start=first):
             yield Record(fields, file, number)
     except UnicodeDecodeError:
         for number in range(batch.num_rows):
             try:
-                (fields,) = batch.slice(number, 1).to_pylist()
+                (fields,) = batch.slice(number, 1).to_pylist(maps_as_pydicts="lossy")
                 yield Record(fields, file, first + number)
             except UnicodeDecodeError as error:
                 yield Skipped(file, f"not UTF-8 text at byte {error.start} of it", first + number)
@@ -94,36 +94,37 @@ def _checked_column(file: DataFile, schema: Any, field: str) -> None:
         )
 
 
-def _documents(file: DataFile, column: Any, first: int) -> Iterator[TextPiece | Skipped]:
-    """The values of an array, whose first one is row number `first`; nulls are nothing."""
+def _documents(file: DataFile, column: Any, first: int, field: str) -> Iterator[TextPiece | Skipped]:
+    """Yield the values of an array, whose first one is row number `first`."""
     from pyarrow import types  # noqa: PLC0415 - as above
 
+    missing = f"no text under {field!r}: it is null"
     if types.is_list(column.type) or types.is_large_list(column.type):
-        for value in column:
+        for number, value in enumerate(column, start=first):
             if value.is_valid:
                 yield TextPiece("", ids=value.values.to_numpy(zero_copy_only=False))
+            else:
+                yield Skipped(file, missing, number)
         return
     for start in range(0, len(column), _ROWS):
         part = column.slice(start, _ROWS)
         try:
             values = part.to_pylist()
         except UnicodeDecodeError:
-            yield from _one_by_one(file, part, first + start)
+            yield from _one_by_one(file, part, first + start, missing)
             continue
-        for value in values:
-            if value is not None:
-                yield TextPiece(value)
+        for number, value in enumerate(values, start=first + start):
+            yield TextPiece(value) if value is not None else Skipped(file, missing, number)
 
 
-def _one_by_one(file: DataFile, column: Any, first: int) -> Iterator[TextPiece | Skipped]:
+def _one_by_one(file: DataFile, column: Any, first: int, missing: str) -> Iterator[TextPiece | Skipped]:
     for number, value in enumerate(column, start=first):
         try:
             text = value.as_py()
         except UnicodeDecodeError as error:
             yield Skipped(file, f"not UTF-8 text at byte {error.start} of it", number)
             continue
-        if text is not None:
-            yield TextPiece(text)
+        yield TextPiece(text) if text is not None else Skipped(file, missing, number)
 
 
 def _broken(file: DataFile, kind: str, error: BaseException) -> UserError:

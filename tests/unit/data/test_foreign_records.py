@@ -1,0 +1,341 @@
+"""Records, templates and tokenizers as other programs write them, beside what `transformers` makes of the same."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+from tokenizers import Tokenizer, decoders, models, normalizers
+from transformers import AutoTokenizer
+
+from tests.testing.trainer.example_files import CHAT, EOS, config, opened, texts, write_records, write_tokenizer
+from trainium_contract.trainer.data import TokenizerConfig
+from trainium_trainer import cli
+from trainium_trainer.data.examples.held_out import held_out, prompts_of
+from trainium_trainer.data.opening import open_data
+from trainium_trainer.data.prepared import cache as cache_module
+from trainium_trainer.exits import StorageError, UnreadableError, UserError, blaming_storage
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+BLANK = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}{{ 'user: ' + m['content'] + ' ' }}{% else %}"
+    "{{ 'model: ' + m['content'] + eos_token }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ 'model: ' }}"
+    "{% endif %}"
+)
+MARKED = BLANK.replace(
+    "m['content'] + eos_token }}", "'' }}{% generation %}{{ m['content'] + eos_token }}{% endgeneration %}"
+)
+TOOLS = "{% if tools %}{{ tools | tojson }}\n{% endif %}" + CHAT.replace(
+    "message['content'] | trim", "(message.tool_calls | tojson if message.tool_calls else message['content'] | trim)"
+)
+ONE = [{"role": "user", "content": "is a rank a mesh"}, {"role": "assistant", "content": "rank"}]
+TWO = [*ONE, {"role": "user", "content": "and a token"}, {"role": "assistant", "content": "token"}]
+CALL = [{"type": "function", "function": {"name": "rank", "arguments": {"mesh": "a"}}}]
+ASKED: list[dict[str, Any]] = [
+    {"role": "user", "content": "which rank"},
+    {"role": "assistant", "content": None, "tool_calls": CALL},
+    {"role": "tool", "content": "3"},
+    {"role": "assistant", "content": "the third"},
+]
+TOOL = {"type": "function", "function": {"name": "rank", "parameters": {"type": "object"}}}
+
+
+def chat(tmp_path: Path, rows: list[dict[str, Any]], template: str = CHAT, form: str = "Chat", **more: Any) -> Any:
+    (tmp_path / "chat.jinja").write_text(template)
+    examples = {"chat": {"template": str(tmp_path / "chat.jinja")}}
+    return config(
+        tmp_path, write_records(tmp_path / "d.jsonl", rows), format=form, examples=examples, sequence_length=256, **more
+    )
+
+
+def write_prepending(folder: Path) -> None:
+    """A tokenizer that puts a blank before a text, as Llama 2's does."""
+    write_tokenizer(folder)
+    whole = json.loads((folder / "tokenizer.json").read_text())
+    specials = [token["content"] for token in whole["added_tokens"]]
+    letters = [chr(code) for code in range(32, 127)] + ["▁", "▁r", "▁ra", "▁ran", "▁rank", "\n"]
+    vocabulary = {text: number for number, text in enumerate(dict.fromkeys([*specials, *letters]))}
+    merges = [("▁", "r"), ("▁r", "a"), ("▁ra", "n"), ("▁ran", "k")]
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer.add_special_tokens(specials)
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def first(data: Any) -> tuple[list[int], list[bool]]:
+    ids, trained = data.sources[0].stored.example(0)
+    return ids.tolist(), trained.tolist()
+
+
+@pytest.mark.parametrize("write", [write_tokenizer, write_prepending])
+@pytest.mark.parametrize("template", [BLANK, MARKED, CHAT])
+@pytest.mark.parametrize("talk", [ONE, TWO])
+def test_a_conversation_has_the_prompt_of_transformers_and_learns_all_of_its_answers(
+    tmp_path: Path, write: Any, template: str, talk: list[dict[str, Any]]
+) -> None:
+    write(tmp_path / "tokenizer")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    made: dict[str, Any] = {"chat_template": template, "tokenize": True, "return_dict": True}
+    asked = theirs.apply_chat_template(talk[:-1], add_generation_prompt=True, **made)["input_ids"]
+    whole = theirs.apply_chat_template(talk, return_assistant_tokens_mask=template is MARKED, **made)
+
+    given = chat(tmp_path, [{"messages": talk}], template)
+    ids, trained = first(opened(given))
+
+    assert ids[: len(asked)] == asked
+    assert prompts_of(given, [{"messages": talk[:-1]}])[0][1] == tuple(asked)
+    assert trained[len(asked) :] == [True] * (len(ids) - len(asked)), "the last answer and its end"
+    if ids == whole["input_ids"] and template is MARKED:
+        assert trained == [bool(one) for one in whole["assistant_masks"]]
+    (shown,) = texts(opened(given))
+    assert (
+        shown[1]
+        .replace(" ", "")
+        .endswith(f"{talk[-1]['content']}{EOS}".replace(" ", "") if template is not CHAT else "")
+    )
+    assert shown[1].count(talk[1]["content"]) == 1
+
+
+def test_an_answer_after_a_border_gets_no_blank_that_its_record_does_not_have(tmp_path: Path) -> None:
+    write_prepending(tmp_path / "tokenizer")
+    template = {"prompt": "{q} ", "completion": "{a}"}
+    source = write_records(tmp_path / "d.jsonl", [{"q": "which", "a": "rank"}])
+    assert texts(opened(config(tmp_path, source, examples={"template": template})))[0][0].endswith(f"which rank{EOS}")
+
+
+def test_tokens_that_only_the_settings_add_are_tokens_as_in_transformers(tmp_path: Path) -> None:
+    folder = tmp_path / "tokenizer"
+    write_tokenizer(folder, specials=("<|begin|>", "<|endoftext|>", "<|pad|>"))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    plain = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False, "special": True}
+    added = {str(420 + number): {"content": text} | plain for number, text in enumerate(("<|im_start|>", "<|im_end|>"))}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"added_tokens_decoder": added}))
+    template = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' }}{% endfor %}"
+    theirs = AutoTokenizer.from_pretrained(folder)
+    expected = theirs.apply_chat_template(ONE, chat_template=template, tokenize=True, return_dict=True)["input_ids"]
+    ids, _ = first(opened(chat(tmp_path, [{"messages": ONE}], template)))
+    assert ids == expected
+    assert ids.count(theirs.convert_tokens_to_ids("<|im_start|>")) == 2
+
+
+def same_in_both(tmp_path: Path, rows: list[dict[str, Any]], given: Any) -> list[tuple[str, str]]:
+    """The examples of rows as lines of JSON, which are those of the rows in Parquet."""
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "d.parquet")
+    lines, table = opened(given), opened(given.model_copy(update={"source": str(tmp_path / "d.parquet")}))
+    assert texts(table) == texts(lines)
+    assert [source.held.tolist() for source in table.sources] == [source.held.tolist() for source in lines.sources]
+    return texts(lines)
+
+
+def test_chats_with_tools_are_the_same_from_parquet_which_fills_in_nulls(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "tokenizer")
+    rows = [
+        {"messages": ASKED, "tools": json.dumps([TOOL])},
+        {"messages": [{"role": "user", "content": "a mesh"}, {"role": "assistant", "content": "no"}], "tools": None},
+        {"messages": ONE},
+    ]
+    given = chat(tmp_path, rows, TOOLS, validation={"fraction": 0.3, "split": "Tail"})
+    shown = same_in_both(tmp_path, rows, given)
+    assert len(shown) == 3
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    rendered = theirs.apply_chat_template(ASKED, tools=[TOOL], chat_template=TOOLS, tokenize=False)
+    assert shown[0][0] == rendered
+    assert shown[0][1].count("rank") == 1, "the call is learned too"
+
+
+def test_instructions_are_the_same_from_parquet_with_fields_that_rows_leave_out(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "tokenizer")
+    rows: list[dict[str, Any]] = [
+        {"q": "why", "hint": "net", "a": "so"},
+        {"q": "what", "a": "that"},
+        {"a": "nothing was asked"},
+        {"q": "not answered", "hint": "x"},
+    ]
+    template = {"prompt": "{q} {hint}\n", "completion": "{a}"}
+    source = write_records(tmp_path / "d.jsonl", rows)
+    given = config(tmp_path, source, examples={"template": template}, max_bad_lines=2)
+    assert len(same_in_both(tmp_path, rows, given)) == 2
+
+
+def test_tool_arguments_in_a_map_are_an_object(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "tokenizer")
+    arguments = pa.struct({"name": pa.string(), "arguments": pa.map_(pa.string(), pa.string())})
+    message = pa.struct({"role": pa.string(), "content": pa.string(), "tool_calls": pa.list_(arguments)})
+    row = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"x": "1"}}]},
+    ]
+    table = pa.table({"messages": pa.array([row], pa.list_(message))})
+    parquet.write_table(table, tmp_path / "m.parquet")
+    given = chat(tmp_path, [{"messages": row}], TOOLS)
+    assert texts(opened(given.model_copy(update={"source": str(tmp_path / "m.parquet")}))) == texts(opened(given))
+
+
+@pytest.mark.parametrize("form", ["Chat", "Text"])
+def test_a_run_that_would_skip_more_than_a_hundredth_stops_unless_it_may(tmp_path: Path, form: str) -> None:
+    write_tokenizer(tmp_path / "tokenizer", specials=("<|begin|>", "<|endoftext|>", "<|pad|>"))
+    bad = {"messages": [], "text": None}
+    rows: list[dict[str, Any]] = [{"messages": ONE, "text": "a rank of a mesh"}] * 60 + [bad]
+    given = chat(tmp_path, rows, form=form)
+    sentence = r"1 of its 61 records cannot be used, more than 1%, the first: .*d.jsonl line 61: .*set data.maxBadLines"
+    with pytest.raises(UserError, match=sentence):
+        open_data(given, 1)
+    assert open_data(given.model_copy(update={"max_bad_lines": 1}), 1)
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "d.parquet")
+    with pytest.raises(UserError, match=r"1 of its 61 records cannot be used, more than 1%.*d.parquet row 61: "):
+        open_data(given.model_copy(update={"source": str(tmp_path / "d.parquet")}), 1)
+    write_records(tmp_path / "d.jsonl", [*rows[:-1] * 2, bad])
+    assert open_data(given, 1), "1 of 121"
+
+
+@pytest.mark.parametrize("template", [CHAT, MARKED])
+def test_an_answer_of_weight_0_is_read_and_not_learned(tmp_path: Path, template: str) -> None:
+    write_tokenizer(tmp_path / "tokenizer")
+    wrong = [{**TWO[0]}, {**TWO[1], "weight": 0}, *TWO[2:]]
+    (shown,) = texts(opened(chat(tmp_path, [{"messages": wrong}], template)))
+    assert shown[1].startswith("token")
+    with pytest.raises(UserError, match="all of the assistant's messages have the weight 0"):
+        opened(chat(tmp_path, [{"messages": wrong[:2]}], template))
+
+
+def test_content_in_parts_is_the_text_of_the_parts(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "tokenizer")
+    parts = [{"role": one["role"], "content": [{"type": "text", "text": one["content"]}]} for one in TWO]
+    assert texts(opened(chat(tmp_path, [{"messages": parts}]))) == texts(opened(chat(tmp_path, [{"messages": TWO}])))
+    parts[0]["content"] = [{"type": "image", "url": "x"}]
+    with pytest.raises(UserError, match=r"line 1: the content has a part of type 'image', which a model of text"):
+        opened(chat(tmp_path, [{"messages": parts}]))
+
+
+def test_what_a_record_holds_and_no_example_uses_is_named_with_a_count(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_tokenizer(tmp_path / "tokenizer")
+    rows = [{"messages": [{**one, "mood": "glad"} for one in ONE], "id": 1, "tools": [TOOL]}, {"messages": ONE}]
+    given = chat(tmp_path, rows)
+    assert opened(given).report.unused == {"id": 1, "tools": 1, "messages[].mood": 1}
+    (tmp_path / "run.yaml").write_text(json.dumps({"data": given.to_wire()}))
+    shown = ["show-data", "--config", str(tmp_path / "run.yaml"), "--set", "batch.globalSize=1", "--samples", "1"]
+    assert cli.run([*shown, "--ids", "--borders"]) == 0
+    said = capsys.readouterr().out
+    assert "not used    id (1), tools (1), messages[].mood (1)" in said
+    assert "│" in said
+    assert "ids: " in said
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("\n{{ 1 // (messages | length - 2) }}", "ZeroDivisionError: integer division or modulo by zero) in line 2 of"),
+        ("{{ messages[0].content.index('absent') }}", "ValueError: substring not found) in line 1 of"),
+        ("{{ messages[0].content + 1 }}", 'can only concatenate str (not "int") to str) in line 1 of'),
+    ],
+)
+def test_whatever_a_template_raises_is_one_sentence(tmp_path: Path, template: str, reason: str) -> None:
+    write_tokenizer(tmp_path / "tokenizer")
+    with pytest.raises(UserError) as refused:
+        opened(chat(tmp_path, [{"messages": ONE}], template))
+    assert f"d.jsonl line 1: the chat template refuses the messages ({reason}" in str(refused.value)
+    assert "chat.jinja" in str(refused.value)
+
+
+def test_a_function_that_leaves_the_program_is_one_sentence(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "tokenizer")
+    (tmp_path / "mine.py").write_text("import sys\ndef examples(record):\n    sys.exit(3)\n")
+    source = write_records(tmp_path / "d.jsonl", [{"q": 1}])
+    given = config(tmp_path, source, format="Function", examples={"function": f"{tmp_path}/mine.py:examples"})
+    with pytest.raises(UserError, match=r"raised SystemExit: 3 \(.*mine.py line 3\) for .*d.jsonl line 1"):
+        opened(given)
+
+
+def test_documents_end_with_the_folders_eos_token_where_the_vocabulary_has_no_usual_one(tmp_path: Path) -> None:
+    folder = tmp_path / "tokenizer"
+    write_tokenizer(folder, specials=("<|begin|>", "<|stop|>", "<|pad|>"))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings |= {"eos_token": None, "bos_token": None, "pad_token": None}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    source = write_records(tmp_path / "d.jsonl", [{"text": "a rank of a mesh " * 20}] * 3)
+    run: dict[str, Any] = {"source": str(source), "tokenizer": {"path": str(folder)}, "cacheDirectory": f"{tmp_path}/c"}
+    (tmp_path / "run.yaml").write_text(json.dumps({"data": run}))
+    assert cli.run(["check", "--config", str(tmp_path / "run.yaml")]) == 64
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "<|stop|>"}))
+    assert cli.run(["check", "--config", str(tmp_path / "run.yaml")]) == 0
+    assert cli.run(["show-data", "--config", str(tmp_path / "run.yaml")]) == 0
+    target = str(tmp_path / "prepared")
+    assert cli.run(["prepare-data", "--source", str(source), "--tokenizer", str(folder), "--output", target]) == 0
+    assert cli.run(["show-data", "--config", str(tmp_path / "run.yaml"), "--set", f"data.source={target}",
+                    "--set", "data.tokenizer={}"]) == 0  # fmt: skip
+
+
+# ---- the cache is only a cache --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def unwritable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache in which nothing can be written, whoever tries, and a temporary folder of this test."""
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(cache_module, "_temporary", lambda: tmp_path / "temporary")
+    (tmp_path / "cache").mkdir(exist_ok=True)
+    opening, making = type(tmp_path).open, type(tmp_path).mkdir
+
+    def refuse(path: Path) -> None:
+        if path.is_relative_to(tmp_path / "cache"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    def opened(path: Path, mode: str = "r", *arguments: Any, **more: Any) -> Any:
+        if set(mode) & set("wax+"):
+            refuse(path)
+        return opening(path, mode, *arguments, **more)
+
+    def made(path: Path, *arguments: Any, **more: Any) -> None:
+        if not path.exists():
+            refuse(path)
+        making(path, *arguments, **more)
+
+    monkeypatch.setattr(type(tmp_path), "open", opened)
+    monkeypatch.setattr(type(tmp_path), "mkdir", made)
+    return tmp_path / "cache"
+
+
+@pytest.mark.parametrize("form", ["Chat", "Text"])
+def test_a_cache_that_cannot_be_written_is_read_and_what_it_lacks_is_made_elsewhere(
+    tmp_path: Path, form: str, caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest
+) -> None:
+    write_tokenizer(tmp_path / "tokenizer", specials=("<|begin|>", "<|endoftext|>", "<|pad|>"))
+    rows = [{"messages": ONE, "text": "a rank of a mesh " * 30}] * 9
+    given = chat(tmp_path, rows, form=form, validation={"fraction": 0.5, "split": "Tail"})
+    before = open_data(given, 1).identity
+    request.getfixturevalue("unwritable")
+    assert open_data(given, 1).identity == before
+    assert not caplog.records, "all of it was there"
+    other = given.model_copy(update={"sequence_length": 128, "tokenizer": TokenizerConfig()})
+    assert open_data(other, 1).identity
+    assert "cannot be used (Permission denied)" in caplog.text
+    assert "it is only a cache: what is not in it is made again in" in caplog.text
+    assert list((tmp_path / "temporary").iterdir())
+
+
+@pytest.mark.parametrize(("restarted", "kind"), [(False, UnreadableError), (True, StorageError)])
+def test_data_that_are_gone_are_storages_fault_only_where_this_run_has_read_them(
+    tmp_path: Path, *, restarted: bool, kind: type[Exception]
+) -> None:
+    write_tokenizer(tmp_path / "tokenizer")
+    with pytest.raises(kind, match=r"data.source .*gone: there is no such file"), blaming_storage(restarted=restarted):
+        open_data(config(tmp_path, tmp_path / "gone"), 1)
+    with pytest.raises(UserError, match="holds no example"), blaming_storage(restarted=restarted):
+        open_data(chat(tmp_path, [{"messages": []}]), 1)
+
+
+def test_held_out_prompts_are_those_of_the_border(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "tokenizer")
+    given = chat(tmp_path, [{"messages": TWO}] * 4, BLANK, validation={"fraction": 0.5, "split": "Tail"})
+    asked = prompts_of(given, [{"messages": TWO[:-1]}])[0][1]
+    assert {one.prompt_ids for one in held_out(given).examples} == {asked}
