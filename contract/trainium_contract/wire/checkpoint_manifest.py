@@ -31,9 +31,7 @@ GENERATION_FENCE_NAME = "GENERATION"
 OWNER_PREFIX = "OWNER-"
 """`OWNER-<n>` says which job the folder belongs to; of several the largest number counts."""
 FORMAT_VERSION = 3
-"""What is written."""
-READABLE_VERSIONS = frozenset({2, 3})
-"""What is read. 2: the index lists every part of every tensor; 3: it says how the tensors are divided."""
+"""The version that is written and read."""
 BLOCK_BYTES = 8 << 20
 """Files are hashed in blocks of this size, so that a part of a file can be verified and blocks hashed in parallel."""
 

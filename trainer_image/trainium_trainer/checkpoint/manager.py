@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -32,7 +32,7 @@ from trainium_trainer.checkpoint.root.commit import FenceToken
 from trainium_trainer.checkpoint.root.late_step_check import Ownership
 from trainium_trainer.checkpoint.root.metrics_copy import fetch_records
 from trainium_trainer.checkpoint.root.owner import OwnerRecords
-from trainium_trainer.checkpoint.root.run_settings import as_begun, settings_digest
+from trainium_trainer.checkpoint.root.run_identity import settings_digest
 from trainium_trainer.checkpoint.session import Session
 from trainium_trainer.checkpoint.storage.opening import open_storage
 from trainium_trainer.checkpoint.storage.protocol import Retry
@@ -332,8 +332,6 @@ class CheckpointManager:
             self._completed = outcome.position.step
             if outcome.source in (ResumeSource.MEMORY, ResumeSource.PEER):
                 self.memory_step = outcome.position.step
-            if outcome.recorded is not None:
-                session = replace(session, settings=as_begun(session.settings, outcome.recorded))
         self._policy.started(max(outcome.durable_step, 0), self._clock())
         self._policy.milestone_tokens = outcome.milestone_tokens
         self._durable = DurableTier(

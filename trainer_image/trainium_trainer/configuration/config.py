@@ -24,17 +24,17 @@ from trainium_contract.trainer.tuning import TuningConfig
 from trainium_contract.wire import worker_env
 from trainium_contract.wire.worker_env import KIND
 from trainium_trainer.checkpoint.root.owner import NOBODY, JobIdentity
-from trainium_trainer.checkpoint.root.run_settings import INITIALIZATION
 from trainium_trainer.configuration.model_shape import check_parallelism, resolve_shape
 from trainium_trainer.data.prepared.cache import has_prepared_sources, vocabulary_of_data
 from trainium_trainer.data.tokens.tokenizer import TOKENIZER_FILE, conversion_of
 from trainium_trainer.exits import UserError
-from trainium_trainer.models.shapes import INITIAL_VERSION, ModelShape
 from trainium_trainer.tuning.choice import Choice, choose, refuse_untrained_rows
 from trainium_trainer.validation_errors import explain, first_problem
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from trainium_trainer.models.shapes import ModelShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +111,6 @@ class Settings:
             "dataSeed": self.config.data.seed,
             "globalBatch": self.config.batch.global_size,
             "seed": self.config.seed,
-            **({} if weights else {INITIALIZATION: INITIAL_VERSION}),
         }
 
 

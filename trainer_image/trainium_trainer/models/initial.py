@@ -4,9 +4,6 @@ A weight is drawn in tiles, each from a generator of its own, so that a rank dra
 and finds the same numbers at every layout. Invariants: numbers follow from seed, place of the parameter in the model,
 and place in the weight, never from its size (rows that pad a vocabulary move nothing); no two tiles of a model have the
 same seed, of which torch's generator uses 32 bits.
-
-That is version 2 (`shapes.INITIAL_VERSION`, decision 0076); in version 1 each weight was one stream
-(`llama.initial_weight`).
 """
 
 from __future__ import annotations

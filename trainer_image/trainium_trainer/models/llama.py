@@ -7,8 +7,6 @@ depend on seed and parameter name only.
 
 from __future__ import annotations
 
-import hashlib
-import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -209,18 +207,3 @@ class Llama(nn.Module):
         # Other libraries' projections, which may stand in its place, take nothing else.
         logits: Tensor = self.lm_head(hidden, context) if isinstance(self.lm_head, Linear) else self.lm_head(hidden)
         return logits
-
-
-def initial_weight(name: str, size: torch.Size, *, seed: int, num_layers: int, std: float = 0.02) -> Tensor:
-    """Version 1 of a parameter's initial value (version 2 is `models.initial`): what older runs began with.
-
-    Its whole: normal(0, std), residual outputs scaled by 1/sqrt(2 layers), norms 1. Each parameter is one stream of a
-    generator of its own.
-    """
-    if len(size) == 1:
-        return torch.ones(size)
-    if name.endswith(RESIDUAL_OUTPUTS):
-        std /= math.sqrt(2 * num_layers)
-    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-    return torch.empty(size).normal_(0.0, std, generator=generator)

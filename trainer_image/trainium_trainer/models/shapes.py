@@ -23,10 +23,6 @@ class RopeStretch:
     original_max_positions: int = 0
 
 
-INITIAL_VERSION = 2
-"""How a fresh start draws its weights: `models.initial`."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """Every number that defines a Llama model."""

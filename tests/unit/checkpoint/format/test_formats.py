@@ -1,4 +1,4 @@
-"""Checkpoints of the format before this one, and what a reader of this one reads and refuses."""
+"""What a reader of a checkpoint reads and refuses."""
 
 from __future__ import annotations
 
@@ -7,19 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from checkpoint_scenarios import report_after
-from checkpoint_world import SHAPES, SOLO, State, solo
-from old_format import write_old
+from checkpoint_world import SOLO, State, solo
 
-from trainium_contract.wire.checkpoint_manifest import BLOCK_BYTES, ManifestFile, digest_of
-from trainium_trainer import cli
+from trainium_contract.wire.checkpoint_manifest import BLOCK_BYTES, Manifest, ManifestFile, digest_of
 from trainium_trainer.checkpoint.dividing.cuts import Axis, Cut, Grid
 from trainium_trainer.checkpoint.dividing.scheme import Divided, Scheme
 from trainium_trainer.checkpoint.durable import durable_tier
 from trainium_trainer.checkpoint.errors import DamagedFileError
 from trainium_trainer.checkpoint.format.contents import Contents
 from trainium_trainer.checkpoint.format.shards import write_shard, write_tables
-from trainium_trainer.checkpoint.root.run_settings import settings_digest
 from trainium_trainer.checkpoint.root.survey import Committed, survey
 from trainium_trainer.checkpoint.storage.posix import PosixStorage
 from trainium_trainer.checkpoint.storage.protocol import Retry
@@ -32,74 +28,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.timeout(180)
 
 RETRY = Retry(())
-
-
-def old_checkpoint(root: Path, step: int) -> None:
-    """As two ranks wrote it: what is divided by rows in two parts, the rest dealt."""
-    ranks: list[list[tuple[str, tuple[int, ...], torch.Tensor]]] = [[], []]
-    state = State(SOLO)
-    state.become(step)
-    shapes = {name: tuple(value.shape) for name, value in state.tensors.items()}
-    for number, (name, value) in enumerate(state.tensors.items()):
-        if value.dim() == 2:
-            half = 7
-            ranks[0].append((name, (0, 0), value[:half].clone()))
-            ranks[1].append((name, (half, 0), value[half:].clone()))
-        else:
-            ranks[number % 2].append((name, (0,) * value.dim(), value))
-    settings = {"model": "one"}
-    write_old(root, step, ranks, shapes, config_digest=settings_digest(settings), settings=settings)
-
-
-def test_a_checkpoint_of_the_format_before_is_resumed_and_the_next_one_is_of_this(tmp_path: Path) -> None:
-    old_checkpoint(tmp_path, 4)
-    run = solo(tmp_path)
-    assert (run.resumed.step, run.wrong, run.manager.warnings) == (4, [], [])
-    run.to(6, save_at=(6,)).settle()
-    formats = {
-        step: json.loads(next(tmp_path.glob(f"step-{step}/*/index.json")).read_text())["format"] for step in (4, 6)
-    }
-    assert formats == {4: 2, 6: 3}
-    assert solo(tmp_path).resumed.step == 6
-
-
-@pytest.mark.parametrize(("size", "tp", "mode"), [(3, 1, "FullySharded"), (4, 2, "FullySharded"), (2, 2, "Replicated")])
-def test_a_checkpoint_of_the_format_before_is_resumed_at_any_size(
-    world: Callable[..., list[dict[str, Any]]], tmp_path: Path, size: int, tp: int, mode: str
-) -> None:
-    root = tmp_path / "root"
-    old_checkpoint(root, 4)
-    for report in world(size, report_after, root, None, 4, {}, tp=tp, mode=mode):
-        assert (report["step"], report["wrong"], report["source"]) == (4, [], "durable")
-
-
-def test_a_checkpoint_of_the_format_before_is_verified_and_its_damage_is_found(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    old_checkpoint(tmp_path, 4)
-    old_checkpoint(tmp_path, 5)
-    path = next(tmp_path.glob("step-5/*/shard-00001.safetensors"))
-    data = bytearray(path.read_bytes())
-    data[-3] ^= 1
-    path.write_bytes(data)
-    assert cli.run(["inspect", str(tmp_path), "--json", "--verify"]) != 0
-    states = {row["step"]: row["state"] for row in json.loads(capsys.readouterr().out)}
-    assert states == {4: "verified", 5: "damaged"}
-    run = solo(tmp_path)
-    assert (run.resumed.step, run.wrong) == (4, [])
-
-
-def test_boxes_of_the_format_before_are_read_across_its_parts(tmp_path: Path) -> None:
-    old_checkpoint(tmp_path, 4)
-    storage = PosixStorage(tmp_path)
-    contents = Contents(storage, survey(storage).committed[0].for_readers(), RETRY)
-    state = State(SOLO)
-    state.become(4)
-    assert set(contents.tensors) == {*SHAPES, "optimizer.step"}
-    target = torch.empty(4, 3)
-    contents.fill(contents.wanted("model.wide", (5, 2), target))
-    assert torch.equal(target, state.tensors["model.wide"][5:9, 2:5])
-    assert torch.equal(contents.read("optimizer.wide"), state.tensors["optimizer.wide"])
 
 
 class CountingStorage(PosixStorage):
@@ -139,9 +67,10 @@ def written_by_many(root: Path, ranks: int, rows: int = 2) -> tuple[Committed, d
 
     files = {rank: write_shard(storage, "step-1/a", rank, scheme.file(rank), box, RETRY) for rank in range(ranks)}
     entries = write_tables(storage, "step-1/a", scheme, {r: f for r, f in files.items() if f is not None}, RETRY)
-    old_checkpoint(root / "other", 1)
-    (other,) = survey(PosixStorage(root / "other")).committed
-    manifest = other.manifest.model_copy(update={"files": tuple(entries)})
+    manifest = Manifest(
+        step=1, samples=8, tokens=1000, generation=1, world_size=ranks, data_parallel=ranks, tensor_parallel=1,
+        config_digest="", created=1.0, files=tuple(entries),
+    )  # fmt: skip
     return Committed(1, "step-1/a", manifest), whole
 
 
@@ -225,7 +154,7 @@ def test_tables_that_do_not_fit_the_files_are_damage(
 
 
 def test_another_state_is_not_loaded(tmp_path: Path) -> None:
-    old_checkpoint(tmp_path, 4)
+    solo(tmp_path).to(4, save_at=(4,)).settle().manager.close()
     storage = PosixStorage(tmp_path)
     (checkpoint,) = survey(storage).committed
     state = State(SOLO)

@@ -14,7 +14,7 @@ from trainium_trainer.checkpoint.errors import StaleGenerationError
 from trainium_trainer.checkpoint.format.flat_buffer import BufferLayout, checksum
 from trainium_trainer.checkpoint.memory.claims import Moment, ShardKey
 from trainium_trainer.checkpoint.memory.memory_tier import MemoryTier, directory_of_run
-from trainium_trainer.checkpoint.root.run_settings import settings_digest
+from trainium_trainer.checkpoint.root.run_identity import settings_digest
 
 if TYPE_CHECKING:
     from collections.abc import Callable

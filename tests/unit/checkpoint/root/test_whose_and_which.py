@@ -13,8 +13,7 @@ from trainium_trainer.checkpoint.root.acquisition import Entrance
 from trainium_trainer.checkpoint.root.commit import FenceToken, Receipt, claim_fence, publish, read_fence
 from trainium_trainer.checkpoint.root.metrics_copy import fetch_records, send_records
 from trainium_trainer.checkpoint.root.owner import NOBODY, JobIdentity, OwnerRecords
-from trainium_trainer.checkpoint.root.run_identity import refuse_foreign
-from trainium_trainer.checkpoint.root.run_settings import differences
+from trainium_trainer.checkpoint.root.run_identity import differences, refuse_foreign
 from trainium_trainer.checkpoint.root.selection import choose
 from trainium_trainer.checkpoint.root.survey import Committed, Survey, survey
 from trainium_trainer.checkpoint.storage.posix import PosixStorage

@@ -13,7 +13,8 @@ from trainium_trainer.backends import adamw as own
 from trainium_trainer.backends import replicated
 from trainium_trainer.backends.replicated import ReplicatedStore
 from trainium_trainer.configuration.model_shape import resolve_shape
-from trainium_trainer.models.llama import Llama, initial_weight
+from trainium_trainer.models.initial import initial_whole
+from trainium_trainer.models.llama import Llama
 from trainium_trainer.models.loss import loss_sum
 
 
@@ -33,9 +34,9 @@ def test_updates_equal_those_of_torch(
     store = ReplicatedStore([model], torch.device("cpu"), None, 0)
     with torch.no_grad():
         for name, parameter in plain.named_parameters():
-            parameter.copy_(initial_weight(name, parameter.shape, seed=0, num_layers=2))
+            parameter.copy_(initial_whole(name, parameter.shape, seed=0, shape=shape))
         for name, size, local, _ in store.parameters():
-            local.copy_(initial_weight(name, size, seed=0, num_layers=2))
+            local.copy_(initial_whole(name, size, seed=0, shape=shape))
     vectors = [parameter for parameter in plain.parameters() if parameter.ndim == 1]
     matrices = [parameter for parameter in plain.parameters() if parameter.ndim == 2]
     groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors}]

@@ -12,7 +12,8 @@ from trainium_contract.trainer.model import ModelConfig
 from trainium_trainer.backends import replicated
 from trainium_trainer.backends.replicated import ReplicatedStore
 from trainium_trainer.configuration.model_shape import resolve_shape
-from trainium_trainer.models.llama import Llama, initial_weight
+from trainium_trainer.models.initial import initial_whole
+from trainium_trainer.models.llama import Llama
 from trainium_trainer.models.loss import loss_sum
 
 if TYPE_CHECKING:
@@ -45,9 +46,9 @@ def test_buckets_are_reduced_in_order_during_the_last_backward_pass(
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
     with torch.no_grad():
         for name, parameter in plain.named_parameters():
-            parameter.copy_(initial_weight(name, parameter.shape, seed=0, num_layers=2))
+            parameter.copy_(initial_whole(name, parameter.shape, seed=0, shape=shape))
         for name, size, local, _ in store.parameters():
-            local.copy_(initial_weight(name, size, seed=0, num_layers=2))
+            local.copy_(initial_whole(name, size, seed=0, shape=shape))
     tokens = torch.randint(0, 64, (2, 3, 10), generator=torch.Generator().manual_seed(0))
     for number, micro_batch in enumerate(tokens):
         store.expect(int(number == 1))

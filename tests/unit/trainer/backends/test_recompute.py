@@ -13,7 +13,8 @@ from trainium_contract.trainer.config import ModelConfig
 from trainium_contract.trainer.parallelism import Recompute
 from trainium_trainer.backends.recompute import apply_recompute
 from trainium_trainer.configuration.model_shape import resolve_shape
-from trainium_trainer.models.llama import Llama, initial_weight
+from trainium_trainer.models.initial import initial_whole
+from trainium_trainer.models.llama import Llama
 from trainium_trainer.models.loss import loss_sum
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def build(mode: Recompute) -> Llama:
     model = Llama(shape)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(initial_weight(name, parameter.shape, seed=0, num_layers=2))
+            parameter.copy_(initial_whole(name, parameter.shape, seed=0, shape=shape))
     apply_recompute(model, mode)
     return model
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from hypothesis import strategies as st
 
 from tests.testing.suite.trials import trials
 from trainium_contract.trainer.model import ModelConfig
-from trainium_trainer.checkpoint.root.run_settings import as_begun, differences, settings_digest
 from trainium_trainer.configuration.model_shape import resolve_shape
 from trainium_trainer.models import initial
 from trainium_trainer.models.initial import initial_box, initial_whole
@@ -96,13 +94,3 @@ def test_a_rank_draws_its_share_and_no_more(monkeypatch: pytest.MonkeyPatch) -> 
     initial_box(name, (0, 31 * share), (256, share), seed=0, shape=shape)
     numbers = len(drawn) * initial.TILE[0] * initial.TILE[1]
     assert numbers <= 256 * (share + initial.TILE[1])
-
-
-def test_a_run_that_began_with_the_first_version_goes_on_and_says_so() -> None:
-    before: dict[str, Any] = {"seed": 1, "model": {"layers": 2}}
-    now = {**before, "initialization": 2}
-    assert settings_digest(before) == settings_digest(now)
-    assert differences(before, now) == ""
-    assert as_begun(now, before)["initialization"] == 1
-    assert as_begun(now, now)["initialization"] == 2
-    assert as_begun(before, now) == before, "a run that begins with a model draws nothing"

@@ -12,7 +12,7 @@ import torch
 
 from trainium_contract.trainer.model import ModelConfig
 from trainium_trainer.configuration.model_shape import resolve_shape
-from trainium_trainer.models.llama import Llama, initial_weight
+from trainium_trainer.models.llama import Llama
 from trainium_trainer.models.loss import IGNORED_LABEL, loss_sum
 
 if TYPE_CHECKING:
@@ -117,18 +117,3 @@ def test_the_loss_is_a_sum_that_leaves_out_ignored_labels() -> None:
     labels = torch.tensor([[2, IGNORED_LABEL, 6]])
     expected = -torch.log_softmax(logits[0], -1)[[0, 2], [2, 6]].sum()
     torch.testing.assert_close(loss_sum(logits, labels), expected)
-
-
-def test_initial_weights_depend_on_seed_and_name_and_have_the_scale_of_hlat() -> None:
-    size = torch.Size((400, 300))
-    make = {
-        (seed, name): initial_weight(name, size, seed=seed, num_layers=8)
-        for seed in (0, 1)
-        for name in ("a.q_proj.weight", "a.o_proj.weight", "a.down_proj.weight")
-    }
-    assert len({value.sum().item() for value in make.values()}) == 6
-    assert torch.equal(make[0, "a.q_proj.weight"], initial_weight("a.q_proj.weight", size, seed=0, num_layers=8))
-    assert make[0, "a.q_proj.weight"].std().item() == pytest.approx(0.02, rel=0.02)
-    assert make[0, "a.o_proj.weight"].std().item() == pytest.approx(0.005, rel=0.02)
-    assert make[0, "a.down_proj.weight"].std().item() == pytest.approx(0.005, rel=0.02)
-    assert torch.equal(initial_weight("norm.weight", torch.Size((3,)), seed=0, num_layers=8), torch.ones(3))

@@ -1,11 +1,11 @@
-"""Where the tensors of a checkpoint lie: by the scheme that its index holds, or by a list of all parts, as of old.
+"""Where the tensors of a checkpoint lie, by the scheme that its index holds.
 
-Format 3 says how the tensors are divided; where a part lies is derived from that, for the files that are asked for and
-no others. The derivation is held against the digest of each file's own header. Format 2 lists every part of every
-tensor and every digest in one file; it is read as long as there are such checkpoints.
+The index describes how tensors are divided. Where a part lies is derived from that, for the files that are asked for
+and no others, and compared with the digest of each file's header.
 
-Invariants: what is read here is verified by the manifest before it is used; at format 3 what is parsed does not grow
-with the number of ranks that wrote, but with the files that are read.
+Guarantees:
+- What is read here is verified by the manifest before it is used.
+- What is parsed grows with the files that are read, not with the number of ranks that wrote.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import json
 from array import array
 from bisect import bisect_right
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from trainium_contract.wire.checkpoint_manifest import BLOCK_BYTES, INDEX_NAME, blocks_name, digest_of, shard_name
 from trainium_trainer.checkpoint.dividing.cuts import Box
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from trainium_trainer.checkpoint.storage.protocol import Retry, Storage
 
 TORCH_TYPES = {name: dtype for dtype, name in SAFETENSORS_TYPES.items()}
-LISTED_FORMAT = 2
 _DIGEST = 64
 """Characters of a block's digest."""
 
@@ -63,25 +62,8 @@ class StoredTensor:
     shape: tuple[int, ...]
 
 
-class Index(Protocol):
-    """Where what lies."""
-
-    @property
-    def tensors(self) -> Mapping[str, StoredTensor]:
-        """All tensors by name."""
-        ...
-
-    def parts(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator[WrittenBox]:
-        """The written parts of a tensor that share values with a box. DamagedFileError, StorageError."""
-        ...
-
-    def blocks(self, file: str) -> tuple[int, list[str]]:
-        """Size of a file of one of the parts, and the digests of its blocks."""
-        ...
-
-
 def open_index(storage: Storage, checkpoint: Committed, retry: Retry) -> Index:
-    """The index of a checkpoint of any readable format. DamagedFileError when it is not what was written."""
+    """Read the index of a checkpoint. DamagedFileError when it is not what was written."""
     digests = {file.name: file.digest for file in checkpoint.manifest.files}
 
     def read(name: str) -> dict[str, Any]:
@@ -98,18 +80,16 @@ def open_index(storage: Storage, checkpoint: Committed, retry: Retry) -> Index:
     path = f"{checkpoint.folder}/{INDEX_NAME}"
     raw = read(INDEX_NAME)
     try:
-        if raw["blockBytes"] != BLOCK_BYTES or raw["format"] not in (LISTED_FORMAT, INDEX_FORMAT):
+        if raw["blockBytes"] != BLOCK_BYTES or raw["format"] != INDEX_FORMAT:
             raise DamagedFileError(f"{path} is of another format")
-        if raw["format"] == LISTED_FORMAT:
-            return ListedIndex(raw)
-        return DividedIndex(checkpoint.folder, Scheme.from_json(raw), list(digests), read)
+        return Index(checkpoint.folder, Scheme.from_json(raw), list(digests), read)
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise DamagedFileError(f"{path} is not an index") from error
 
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """A file of the divided format; small, because one reader may need those of 4,096 ranks."""
+    """A file; small, because one reader may need those of 4,096 ranks."""
 
     starts: array[int]
     """Of each tensor's box in it, by the tensor's number; 0 where it has none."""
@@ -117,8 +97,8 @@ class _File:
     blocks: list[str]
 
 
-class DividedIndex:
-    """Format 3."""
+class Index:
+    """The places of all tensors of a checkpoint."""
 
     def __init__(self, folder: str, scheme: Scheme, names: list[str], read: Callable[[str], dict[str, Any]]) -> None:
         """`names`: at least those of the tables in the folder; `read` gives a verified table."""
@@ -135,14 +115,14 @@ class DividedIndex:
         }
 
     def parts(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator[WrittenBox]:
-        """See `Index.parts`."""
+        """Yield the written parts of a tensor that share values with a box. DamagedFileError, StorageError."""
         for box, rank in self._scheme.writers(name, Box(offsets, sizes)):
             start = self._file(rank).starts[self._numbers[name]]
             length = box.volume * ITEM_BYTES[self._scheme.tensors[name].dtype]
             yield WrittenBox(box.offsets, box.sizes, shard_name(rank), start, length)
 
     def blocks(self, file: str) -> tuple[int, list[str]]:
-        """See `Index.blocks`."""
+        """Return the size of a file of one of the parts, and the digests of its blocks."""
         found = self._files[file]
         return found.size, found.blocks
 
@@ -174,32 +154,3 @@ class DividedIndex:
         if first not in self._tables:
             self._tables[first] = self._read(blocks_name(first))
         return self._tables[first]
-
-
-class ListedIndex:
-    """Format 2."""
-
-    def __init__(self, raw: Mapping[str, Any]) -> None:
-        self.tensors: Mapping[str, StoredTensor] = {
-            name: StoredTensor(TORCH_TYPES[entry["dtype"]], tuple(entry["shape"]))
-            for name, entry in raw["tensors"].items()
-        }
-        self._parts = {name: [_part(part) for part in entry["parts"]] for name, entry in raw["tensors"].items()}
-        self._files: dict[str, tuple[int, list[str]]] = {
-            name: (entry["size"], entry["blocks"]) for name, entry in raw["files"].items()
-        }
-
-    def parts(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator[WrittenBox]:
-        """See `Index.parts`."""
-        for part in self._parts[name]:
-            edges = zip(offsets, sizes, part.offsets, part.sizes, strict=True)
-            if all(max(low, theirs) < min(low + size, theirs + length) for low, size, theirs, length in edges):
-                yield part
-
-    def blocks(self, file: str) -> tuple[int, list[str]]:
-        """See `Index.blocks`."""
-        return self._files[file]
-
-
-def _part(raw: Mapping[str, Any]) -> WrittenBox:
-    return WrittenBox(tuple(raw["offsets"]), tuple(raw["sizes"]), raw["file"], raw["start"], raw["bytes"])

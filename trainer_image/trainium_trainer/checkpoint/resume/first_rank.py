@@ -257,11 +257,6 @@ class Council:
 
     # ---- small parts ------------------------------------------------------------------------------------------------
 
-    @property
-    def newest(self) -> Committed | None:
-        """The newest checkpoint below the root, good or not."""
-        return self._committed[max(self._committed)] if self._committed else None
-
     def _good_steps(self) -> list[int]:
         return [step for step in self._committed if folder_name(step) not in self._bad]
 

@@ -11,7 +11,7 @@ there (each snapshot is told of once), and whether it is whole. A rank hears wha
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from trainium_trainer.checkpoint.resume.first_rank import Check, Council, Done, 
 from trainium_trainer.checkpoint.root.run_identity import refuse_foreign
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from trainium_trainer.checkpoint.interfaces import Position
     from trainium_trainer.checkpoint.memory.claims import Claim, ShardKey
@@ -61,8 +61,6 @@ class ResumeOutcome:
     """On the first rank all, else the first of them."""
     fenced: bool = True
     """The first rank has the fence; else its first save that can claims it."""
-    recorded: Mapping[str, Any] | None = None
-    """On the first rank: the settings of the newest checkpoint below the root, None without one."""
 
 
 class Resumption:
@@ -261,5 +259,4 @@ class Resumption:
             leftovers=council.leftovers,
             warnings=tuple(warnings),
             fenced=agreed.fenced,
-            recorded=council.newest.manifest.settings if council.newest is not None else None,
         )

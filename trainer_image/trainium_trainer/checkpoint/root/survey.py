@@ -26,7 +26,6 @@ from trainium_contract.wire.checkpoint_manifest import (
     FORMAT_VERSION,
     GENERATION_FENCE_NAME,
     MANIFEST_NAME,
-    READABLE_VERSIONS,
     SET_ASIDE_NAME,
     Commit,
     Manifest,
@@ -209,7 +208,7 @@ def _inspect_folder(storage: Storage, name: str, ours: frozenset[str], found: Su
             found.uncommitted.append(name)
             found.leftovers += [f"{name}/{attempt}" for attempt in written]
         return
-    if receipt.format_version not in READABLE_VERSIONS:
+    if receipt.format_version != FORMAT_VERSION:
         age = "a newer" if receipt.format_version > FORMAT_VERSION else "an older"
         found.newer[name] = (
             f"{name} was written by {age} version of this trainer (format {receipt.format_version}, this one has "
