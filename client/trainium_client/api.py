@@ -188,6 +188,9 @@ class Api:
 
     def _unknown(self, name: str) -> str:
         said = f"there is no TrainingJob {name!r} in namespace {self.namespace}"
+        elsewhere = self._namespaces_of(name)
+        if elsewhere:
+            return f"{said}; there is one in namespace {' and '.join(elsewhere[:3])}: give it with -n"
         try:
             known = sorted(str(job["metadata"]["name"]) for job in self.jobs())
         except ClientError:
@@ -196,9 +199,18 @@ class Api:
         if near:
             return f"{said}; did you mean {' or '.join(near)}?"
         if not known:
-            return f"{said}, nor any other; give the namespace with -n"
+            return f"{said}, which has no TrainingJobs; give the namespace with -n"
         more = ", …" if len(known) > 5 else ""
         return f"{said}; there are {', '.join(known[:5])}{more}"
+
+    def _namespaces_of(self, name: str) -> list[str]:
+        """Return the namespaces that have a job of this name, as far as they may be listed."""
+        asked, query = Asked("list", f"{PLURAL}.{GROUP}"), {"fieldSelector": f"metadata.name={name}"}
+        try:
+            found = self.call("GET", asked, f"/apis/{GROUP}/{VERSION}/{PLURAL}", query=query)
+        except ClientError:
+            return []
+        return sorted({str(job["metadata"].get("namespace")) for job in _items(found)} - {self.namespace})
 
 
 def _items(found: Json) -> list[Json]:

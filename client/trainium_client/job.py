@@ -11,15 +11,15 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from trainium_client.again import corrected, run_again
 from trainium_client.api import Api, Missing
 from trainium_client.connection import Connection
 from trainium_client.errors import ClientError, NotFoundError
-from trainium_client.inside import curve_inside
 from trainium_client.kubeconfig import find_access
 from trainium_client.manifest import read_job
-from trainium_client.reading import read_members, read_screen, read_story
-from trainium_client.views.log_words import said
+from trainium_client.pod_exec import read_curve_in_pod
+from trainium_client.read import read_interruption, read_members, read_screen
+from trainium_client.retry import correct_manifest, retry_job
+from trainium_client.views.log_lines import parse_log_line
 from trainium_contract.views.checkpoints import metrics_path
 from trainium_contract.views.events import EventView, event_views
 from trainium_contract.views.job import build_job_view
@@ -29,7 +29,7 @@ from trainium_contract.wire.worker_env import GROUP, KIND, VERSION
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from trainium_client.views.story import Story
+    from trainium_client.views.interruption_report import InterruptionReport
     from trainium_contract.job import TrainingJobSpec
     from trainium_contract.views.curve import CurvePoint
     from trainium_contract.views.job import ArtifactView, JobView
@@ -109,9 +109,9 @@ class TrainingJob:
         """The job as `kubectl trn status` shows it."""
         return self._with(lambda api: read_screen(api, self.name, time.time()).view)
 
-    def why(self, entry: int | None = None) -> Story:
+    def why(self, entry: int | None = None) -> InterruptionReport:
         """The last interruption, or the verdict, with the lines of the log that show it."""
-        return self._with(lambda api: read_story(api, self.name, time.time(), entry))
+        return self._with(lambda api: read_interruption(api, self.name, time.time(), entry))
 
     def events(self) -> tuple[EventView, ...]:
         """What happened, the newest first."""
@@ -131,7 +131,7 @@ class TrainingJob:
                 raise ClientError(f"there is no rank {rank} of {self.name}")
             query = {"timestamps": "true", **({} if tail is None else {"tailLines": str(tail)})}
             lines = str(_there(api.log(member.pod, query=query))).splitlines()
-            words = [said(line.partition(" ")[2]) for line in lines]
+            words = [parse_log_line(line.partition(" ")[2]) for line in lines]
             return [line for each in words if each.rank == rank for line in each.text.split("\n")]
 
         return self._with(read)
@@ -141,7 +141,7 @@ class TrainingJob:
 
         def read(api: Api) -> tuple[CurvePoint, ...]:
             first = read_members(api, self.name).rows[0]
-            return curve_inside(api, first.pod, metrics_path(api.job(self.name)))
+            return read_curve_in_pod(api, first.pod, metrics_path(api.job(self.name)))
 
         return self._with(read)
 
@@ -209,7 +209,7 @@ class TrainingJob:
 
         def start(api: Api) -> None:
             job = api.job(self.name)
-            run_again(api, job, None if self.spec is None else corrected(job, self._manifest(api), "the spec"))
+            retry_job(api, job, None if self.spec is None else correct_manifest(job, self._manifest(api), "the spec"))
 
         self._with(start)
 

@@ -60,10 +60,10 @@ def hand_over(api: Api, made: Json, entries: Entries) -> Json:
     return found
 
 
-def says(found: Any, wanted: Any) -> bool:
+def contains(found: Any, wanted: Any) -> bool:
     """Whether an object says all that is wanted; it may say more, as defaults."""
     if isinstance(wanted, dict):
-        return isinstance(found, dict) and all(says(found.get(key), each) for key, each in wanted.items())
+        return isinstance(found, dict) and all(contains(found.get(key), each) for key, each in wanted.items())
     return bool(found == wanted)
 
 

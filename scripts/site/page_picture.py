@@ -16,7 +16,7 @@ sys.path.insert(0, str(ROOT))
 
 from tests.testing.api.recorded_jobs import NOW, recorded, recorded_log  # noqa: E402
 from tests.testing.page.browser import browser  # noqa: E402 - after the path
-from trainium_client.reading import decode_members  # noqa: E402
+from trainium_client.read import decode_members  # noqa: E402
 from trainium_contract.pages.job_page import JobReport, report_html  # noqa: E402
 from trainium_contract.views.curve import LiveCurve  # noqa: E402
 from trainium_contract.views.events import event_views  # noqa: E402

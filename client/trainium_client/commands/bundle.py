@@ -18,20 +18,11 @@ from trainium_client.commands.inspect import (
     OperatorNamespace,
     Quarantine,
 )
-from trainium_client.commands.options import (
-    Context,
-    Format,
-    JobName,
-    Kubeconfig,
-    Namespace,
-    Output,
-    open_api,
-    told,
-)
+from trainium_client.commands.options import JobName, Session
 from trainium_client.errors import ClientError
-from trainium_client.inside import ask_all
-from trainium_client.reading import decode_members
-from trainium_client.redacted import redacted, redacted_text
+from trainium_client.pod_exec import for_each_pod
+from trainium_client.read import decode_members
+from trainium_client.redact import redacted, redacted_text
 from trainium_client.render.machine import as_json
 from trainium_contract.pages.formatting import plural, size
 from trainium_contract.views.raw import mapping, objects, text
@@ -51,17 +42,14 @@ publish.
 
 
 def support_bundle(
+    session: Session,
     name: JobName,
     file: Annotated[Path | None, typer.Option("--file", "-f", help="Archive; has a default.")] = None,
-    namespace: Namespace = None,
     operator_namespace: OperatorNamespace = DEFAULT_NAMESPACE,
     quarantine: Quarantine = DEFAULT_QUARANTINE,
-    context: Context = None,
-    kubeconfig: Kubeconfig = None,
-    output: Output = Format.TEXT,
 ) -> None:
     """Everything for a bug report, in one archive; secrets are left out."""
-    api = open_api(namespace, context, kubeconfig)
+    api = session.open()
     operator = Api(api.connection, operator_namespace)
     job = api.job(name)  # an unknown job leaves no archive behind
     parts = {"README.txt": _ABOUT, "job.json": _json(job)}
@@ -77,7 +65,7 @@ def support_bundle(
     written = path.stat().st_size
     lacks = f"{plural(len(missing), 'thing')} could not be read (missing.txt)" if missing else "nothing is missing"
     sentence = f"{path}: {len(parts)} files, {size(written)}; {lacks}"
-    told(output, sentence, file=str(path), bytes=written, files=sorted(parts), missing=missing)
+    session.report(sentence, file=str(path), bytes=written, files=sorted(parts), missing=missing)
 
 
 def _take_job(api: Api, name: str, parts: dict[str, str], missing: list[str]) -> None:
@@ -144,7 +132,7 @@ def _take_logs(
     api: Api, pods: list[str], container: str, parts: dict[str, str], missing: list[str], folder: str = "logs"
 ) -> None:
     query = {"timestamps": "true", "tailLines": _LOG_LINES}
-    found = ask_all(pods, lambda pod: api.log(pod, query=query, container=container))
+    found = for_each_pod(pods, lambda pod: api.log(pod, query=query, container=container))
     for pod, log in found.items():
         if isinstance(log, Missing):
             missing.append(f"log of {pod}: {log.why}")

@@ -10,29 +10,18 @@ from typing import Annotated, Any
 import typer
 
 from trainium_client.api import JSON_PATCH, Api, Asked, Json, Missing
-from trainium_client.commands.options import (
-    Context,
-    Format,
-    JobName,
-    Kubeconfig,
-    Namespace,
-    Output,
-    emit,
-    open_api,
-    say,
-    told,
-)
+from trainium_client.commands.options import Format, JobName, Session, notify
 from trainium_client.errors import ClientError, NotFoundError
-from trainium_client.inside import ask_all, json_lines, run_inside
-from trainium_client.reading import read_members
+from trainium_client.pod_exec import for_each_pod, json_lines, run_in_pod
+from trainium_client.read import read_members
 from trainium_client.views.machines import MachineView, find_machine, machine_views
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.pages.formatting import plural
 from trainium_contract.views.checkpoints import checkpoint_root, checkpoint_rows, where_kept
 from trainium_contract.views.job import build_job_view
-from trainium_contract.views.raw import mapping, text
+from trainium_contract.views.raw import mapping, objects, text
 from trainium_contract.views.status_reader import public_status
-from trainium_contract.views.workers import pod_rows, rank_rows
+from trainium_contract.views.workers import metadata_name, pod_rows, rank_rows
 
 ASKED_UNASKED = 64
 """Workers that are asked for their steps without being told to: more of them take the API server's time."""
@@ -51,25 +40,22 @@ DEFAULT_QUARANTINE = "trainium-operator-quarantine"
 
 
 def ranks(
+    session: Session,
     name: JobName,
     steps: Annotated[
         bool | None, typer.Option("--steps/--no-steps", help=f"Ask each worker; default: up to {ASKED_UNASKED}.")
     ] = None,
     every: Annotated[bool, typer.Option("--all", help=f"Show all ranks, not the {_SHOWN} slowest.")] = False,
-    namespace: Namespace = None,
-    context: Context = None,
-    kubeconfig: Kubeconfig = None,
-    output: Output = Format.TEXT,
 ) -> None:
     """Rank -> pod -> node -> step, the slowest first."""
-    api = open_api(namespace, context, kubeconfig)
+    api = session.open()
     members = read_members(api, name)
     job = api.job(name)
     told: dict[str, Any] = {}
     ended = public_status(job).text("phase") in {"Completed", "Failed"}
     asks = steps if steps is not None else len(members.rows) <= ASKED_UNASKED and not ended
     if asks:
-        told = ask_all([row.pod for row in members.rows], lambda pod: json_lines(run_inside(api, pod, _MONITOR)))
+        told = for_each_pod([row.pod for row in members.rows], lambda pod: json_lines(run_in_pod(api, pod, _MONITOR)))
     rows = rank_rows(members, told, public_status(job), time.time())
 
     def page(value: Any, _now: float, width: int) -> Any:
@@ -77,22 +63,19 @@ def ranks(
 
         return ranks_page(value, width, None if every else _SHOWN)
 
-    emit(output, rows, page)
-    if not asks and steps is None and output is Format.TEXT:
-        say("the job has ended, so nobody was asked for a step" if ended
+    session.emit(rows, page)
+    if not asks and steps is None and session.output is Format.TEXT:
+        notify("the job has ended, so nobody was asked for a step" if ended
             else f"{len(members.rows)} workers were not asked for their steps; --steps asks them")  # fmt: skip
 
 
 def stacks(
+    session: Session,
     name: JobName,
     rank: Annotated[int | None, typer.Option("--rank", min=0, help="Only the worker of this rank.")] = None,
-    namespace: Namespace = None,
-    context: Context = None,
-    kubeconfig: Kubeconfig = None,
-    output: Output = Format.TEXT,
 ) -> None:
     """What every rank executes now: Python stacks, asked for by a signal; training goes on."""
-    api = open_api(namespace, context, kubeconfig)
+    api = session.open()
     members = read_members(api, name)
     wanted = members.rows
     if rank is not None:
@@ -100,7 +83,7 @@ def stacks(
         if row is None:
             raise ClientError(f"there is no rank {rank}: {name} has ranks 0 to {members.ranks - 1}")
         wanted = (row,)
-    told = ask_all([row.pod for row in wanted], lambda pod: json_lines(run_inside(api, pod, _STACKS)))
+    told = for_each_pod([row.pod for row in wanted], lambda pod: json_lines(run_in_pod(api, pod, _STACKS)))
     found: list[dict[str, Any]] = []
     for row in wanted:
         said = told[row.pod]
@@ -111,7 +94,7 @@ def stacks(
             number = row.rank * members.processes_per_node + int(each.get("localRank", 0))
             if rank is None or number == rank:
                 found.append({"pod": row.pod, "node": row.node, "rank": number, **each})
-    if output is Format.JSON:
+    if session.output is Format.JSON:
         sys.stdout.write(json.dumps(found, indent=2) + "\n")
         return
     for each in found:
@@ -127,15 +110,12 @@ def _current_first(stack: str) -> str:
 
 
 def checkpoints(
+    session: Session,
     name: JobName,
     verify: Annotated[bool, typer.Option("--verify", help="Read every file and compare its digest.")] = False,
-    namespace: Namespace = None,
-    context: Context = None,
-    kubeconfig: Kubeconfig = None,
-    output: Output = Format.TEXT,
 ) -> None:
     """Checkpoints that a resume could use; with a running worker also what lies on storage."""
-    api = open_api(namespace, context, kubeconfig)
+    api = session.open()
     job = api.job(name)
     view = build_job_view(job, now=time.time())
     rows, note = on_storage(api, job, verify=verify)
@@ -147,7 +127,7 @@ def checkpoints(
 
         return checkpoints_page(view, rows, note, now=now, width=width)
 
-    emit(output, {"known": view.checkpoints, "storage": rows, "note": note}, page)
+    session.emit({"known": view.checkpoints, "storage": rows, "note": note}, page)
     if verify and any(each.problem for each in rows or ()):
         raise ClientError("a checkpoint is damaged; set it aside with `trainium-trainer inspect --repair`")
 
@@ -167,7 +147,7 @@ def on_storage(api: Api, job: Json, *, verify: bool) -> tuple[Any, str]:
     command += ["--verify"] if verify else []
     try:
         seconds = _VERIFY_SECONDS if verify else _LOOK_SECONDS
-        printed = run_inside(api, running[0], command, seconds=seconds, accepted=(0, ExitCode.USER_ERROR))
+        printed = run_in_pod(api, running[0], command, seconds=seconds, accepted=(0, ExitCode.USER_ERROR))
     except ClientError as error:
         return None, str(error)
     rows = checkpoint_rows(printed.out.decode(errors="replace"))
@@ -175,45 +155,41 @@ def on_storage(api: Api, job: Json, *, verify: bool) -> tuple[Any, str]:
 
 
 def nodes(
+    session: Session,
     operator_namespace: OperatorNamespace = DEFAULT_NAMESPACE,
     quarantine: Quarantine = DEFAULT_QUARANTINE,
-    context: Context = None,
-    kubeconfig: Kubeconfig = None,
-    output: Output = Format.TEXT,
 ) -> None:
     """Machines that faults were attributed to: state, how long, and the evidence."""
-    api = open_api(operator_namespace, context, kubeconfig)
+    api = session.open(operator_namespace)
 
     def page(value: Any, now: float, width: int) -> Any:
         from trainium_client.render.tables import machines_page  # noqa: PLC0415
 
         return machines_page(value, now, width)
 
-    emit(output, read_machines(api, quarantine), page)
+    session.emit(read_machines(api, quarantine), page)
 
 
 def release(
+    session: Session,
     node: Annotated[str, typer.Argument(metavar="NODE", help="Node or machine, as `nodes` lists them.")],
     operator_namespace: OperatorNamespace = DEFAULT_NAMESPACE,
     quarantine: Quarantine = DEFAULT_QUARANTINE,
-    context: Context = None,
-    kubeconfig: Kubeconfig = None,
-    output: Output = Format.TEXT,
 ) -> None:
     """Take a machine out of quarantine; what was held against it does not count again."""
-    api = open_api(operator_namespace, context, kubeconfig)
+    api = session.open(operator_namespace)
     machines = read_machines(api, quarantine)
     found = find_machine(machines, node)
     if found is None:
-        known = ", ".join(each.node or each.key for each in machines) or "none"
-        raise NotFoundError(f"nothing is held against {node}; remembered: {known}")
+        known = ", ".join(each.renamed or each.node or each.key for each in machines) or "none"
+        raise NotFoundError(f"no fault was attributed to {node}; recorded machines: {known}")
     key = found.key.replace("~", "~0").replace("/", "~1")
     asked = Asked("patch", "configmaps", operator_namespace, quarantine)
     path = f"/api/v1/namespaces/{operator_namespace}/configmaps/{quarantine}"
     api.call("PATCH", asked, path, body=[{"op": "remove", "path": f"/data/{key}"}], content_type=JSON_PATCH)
-    machine = found.node or found.key
+    machine = found.renamed or found.node or found.key
     sentence = f"{machine} is released ({found.state}, {plural(len(found.strikes), 'strike')})"
-    told(output, f"{sentence}; the operator reads it within 15 seconds", machine=machine, was=found)
+    session.report(f"{sentence}; the operator reads it within 15 seconds", machine=machine, was=found)
 
 
 def read_machines(api: Api, quarantine: str) -> tuple[MachineView, ...]:
@@ -223,9 +199,11 @@ def read_machines(api: Api, quarantine: str) -> tuple[MachineView, ...]:
     if isinstance(found, Missing):
         if found.why.startswith("you may not"):
             raise ClientError(found.why)
-        say(f"there is no ConfigMap {quarantine} in namespace {api.namespace} (--operator-namespace, --quarantine)")
+        notify(f"there is no ConfigMap {quarantine} in namespace {api.namespace} (--operator-namespace, --quarantine)")
         return ()
-    table = api.readable(Asked("list", "nodes"), "/api/v1/nodes", query={"includeObject": "None"},
-                         accept="application/json;as=Table;v=v1;g=meta.k8s.io")  # fmt: skip
-    names = None if isinstance(table, Missing) else [row.name for row in pod_rows(table)]
-    return machine_views(found, names)
+    listed = api.readable(Asked("list", "nodes"), "/api/v1/nodes")
+    if isinstance(listed, Missing):
+        return machine_views(found, None)
+    return machine_views(
+        found, {metadata_name(each): text(mapping(each, "spec"), "providerID") for each in objects(listed, "items")}
+    )

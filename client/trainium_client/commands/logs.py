@@ -12,20 +12,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trainium_client.api import Api, Missing
-from trainium_client.commands.options import (
-    Context,
-    Format,
-    JobName,
-    Kubeconfig,
-    Namespace,
-    Output,
-    open_api,
-    say,
-)
+from trainium_client.commands.options import Format, JobName, Session, notify
 from trainium_client.errors import ClientError
-from trainium_client.inside import ask_all
-from trainium_client.reading import decode_members, read_members
-from trainium_client.views.log_words import said
+from trainium_client.pod_exec import for_each_pod
+from trainium_client.read import decode_members, read_members
+from trainium_client.views.log_lines import parse_log_line
 from trainium_contract.views.interruptions import interruptions
 from trainium_contract.views.raw import plain
 from trainium_contract.views.status_reader import public_status
@@ -34,7 +25,7 @@ from trainium_contract.views.workers import pod_rows
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from trainium_client.views.log_words import Said
+    from trainium_client.views.log_lines import PodLogLine
     from trainium_contract.views.interruptions import InterruptionView
     from trainium_contract.views.workers import MemberRow, Members
 
@@ -59,6 +50,7 @@ def split_line(raw: bytes) -> Line:
 
 
 def logs(
+    session: Session,
     name: JobName,
     rank: Annotated[int, typer.Option("--rank", min=0, help="Which rank.")] = 0,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on, into its next pod as well.")] = False,
@@ -66,18 +58,14 @@ def logs(
     every: Annotated[bool, typer.Option("--all", help="All lines of its pod: other ranks and the agent too.")] = False,
     tail: Annotated[int, typer.Option("--tail", min=-1, help="Only the last lines of the pod; -1 for all.")] = -1,
     timestamps: Annotated[bool, typer.Option("--timestamps", help="Write the time before each line.")] = False,
-    namespace: Namespace = None,
-    context: Context = None,
-    kubeconfig: Kubeconfig = None,
-    output: Output = Format.TEXT,
 ) -> None:
     """What one rank writes, followed across restarts and pods."""
-    api = open_api(namespace, context, kubeconfig)
+    api = session.open()
     members = read_members(api, name)
     member = members.of_rank(rank)
     if member is None:
         raise ClientError(f"there is no rank {rank}: {name} has ranks 0 to {members.ranks - 1}")
-    form = _json_line if output is Format.JSON else _stamped if timestamps else _bare
+    form = _json_line if session.output is Format.JSON else _stamped if timestamps else _bare
     printer = _Printer(rank, form, every=every)
     if previous:
         _previous(api, name, rank, members, printer)
@@ -92,14 +80,14 @@ def logs(
 class _Printer:
     """Writes the lines of one rank."""
 
-    def __init__(self, rank: int, form: Callable[[str, Said, str, str], str], *, every: bool) -> None:
+    def __init__(self, rank: int, form: Callable[[str, PodLogLine, str, str], str], *, every: bool) -> None:
         """`form(stamp, said, words, pod)`: what is written of a line; `words`: those of `said` that were asked for."""
         self.rank, self._form, self._every = rank, form, every
         self._safe = sys.stdout.isatty()
 
     def write(self, line: Line, pod: str) -> bool:
         """Whether it was a line of the rank."""
-        each = said(line.words)
+        each = parse_log_line(line.words)
         if not self._every and each.rank != self.rank:
             return False
         words = each.shown if self._every else each.text
@@ -109,15 +97,15 @@ class _Printer:
         return True
 
 
-def _bare(_: str, __: Said, words: str, ___: str) -> str:
+def _bare(_: str, __: PodLogLine, words: str, ___: str) -> str:
     return words
 
 
-def _stamped(stamp: str, _: Said, words: str, __: str) -> str:
+def _stamped(stamp: str, _: PodLogLine, words: str, __: str) -> str:
     return "\n".join(f"{stamp} {line}" for line in words.split("\n"))
 
 
-def _json_line(stamp: str, each: Said, _: str, pod: str) -> str:
+def _json_line(stamp: str, each: PodLogLine, _: str, pod: str) -> str:
     """A line of JSON lines: without the rank's mark, so that `rank` alone says whose it is; null of the agent's own.
 
     `record` is the pod's own line, where the log of the pod is JSON.
@@ -161,12 +149,12 @@ def _previous(api: Api, name: str, rank: int, members: Members, printer: _Printe
     known = holders_before(interruptions(public_status(api.job(name))), rank, members)
     # Who is gone already is not asked for; a rank that has changed hands since is found in the others.
     old = ([pod for pod in known if pod in old] + [pod for pod in old if pod not in known])[:_OLD_PODS]
-    found = ask_all(old, lambda pod: api.log(pod, query={"timestamps": "true"}))
+    found = for_each_pod(old, lambda pod: api.log(pod, query={"timestamps": "true"}))
     for pod in old:
         log = found[pod]
         lines = [] if not isinstance(log, str) else [split_line(line.encode()) for line in log.splitlines()]
         if sum(printer.write(line, pod) for line in lines):
-            say(f"-- that was {pod}")
+            notify(f"-- that was {pod}")
             return
     if known:
         raise ClientError(
@@ -191,7 +179,7 @@ def _follow(api: Api, name: str, member: MemberRow, printer: _Printer, tail: int
         if succeeding is None:
             return
         if succeeding.pod != current.pod:
-            say(f"-- rank {rank} is now in {succeeding.pod} on {succeeding.node}")
+            notify(f"-- rank {rank} is now in {succeeding.pod} on {succeeding.node}")
             last, tail = "", -1
         current = succeeding
 
@@ -236,7 +224,7 @@ def _next(api: Api, name: str, rank: int, current: MemberRow) -> MemberRow | Non
         status = public_status(api.job(name))
         phase = status.text("phase")
         if phase in {"Completed", "Failed"}:
-            say(f"-- the job has {'failed' if phase == 'Failed' else 'completed'}")
+            notify(f"-- the job has {'failed' if phase == 'Failed' else 'completed'}")
             return None
         members = decode_members(api.membership(name))
         row = members.of_rank(rank) if members else None
@@ -245,7 +233,7 @@ def _next(api: Api, name: str, rank: int, current: MemberRow) -> MemberRow | Non
                 time.sleep(_POLL_SECONDS)
             return row
         if members is not None and members.rows:
-            say(f"-- there is no rank {rank} at this size ({members.ranks} ranks); waiting for it")
+            notify(f"-- there is no rank {rank} at this size ({members.ranks} ranks); waiting for it")
         time.sleep(_POLL_SECONDS)
 
 

@@ -1,42 +1,48 @@
 """`kubectl trn`: the command line.
 
-Invariants: results go to standard output, words to the person to standard error; an error is one sentence; exit codes
-are kubectl's: 0, or 1 for whatever went wrong.
+Guarantees:
+- Results go to standard output, messages to the person to standard error.
+- An error is one sentence.
+- Exit codes are kubectl's: 0, or 1 for any error.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import sys
 
 import typer
 
-from trainium_client.commands import act, bundle, inspect, logs, look, report, simulate, ui, watch
-from trainium_client.commands.options import close_connections
+from trainium_client.commands import bundle, change, inspect, logs, report, show, simulate, ui, watch
+from trainium_client.commands.options import close_connections, with_session
 from trainium_client.errors import ClientError
 
 app = typer.Typer(
     name="kubectl trn",
-    help="Look at TrainingJobs and act on them. Needs a kubeconfig and nothing else.",
+    help="Show TrainingJobs and change them. Needs a kubeconfig and nothing else.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for _command in (
-    look.status, watch.watch, look.why, logs.logs, inspect.ranks, inspect.stacks, inspect.checkpoints, look.goodput,
-    look.history, look.sizes, inspect.nodes, inspect.release, act.suspend, act.resume, act.scale, act.retry,
+    show.status, watch.watch, show.why, logs.logs, inspect.ranks, inspect.stacks, inspect.checkpoints, show.goodput,
+    show.history, show.sizes, inspect.nodes, inspect.release, change.suspend, change.resume, change.scale, change.retry,
 ):  # fmt: skip
-    app.command()(_command)
-app.command()(report.report)
-app.command()(ui.ui)
-app.command(context_settings={"ignore_unknown_options": True})(simulate.simulate)
-app.command("support-bundle")(bundle.support_bundle)
+    app.command()(with_session(_command))
+app.command()(with_session(report.report, output=False))
+app.command()(with_session(ui.ui))
+app.command(context_settings={"ignore_unknown_options": True})(with_session(simulate.simulate, output=False))
+app.command("support-bundle")(with_session(bundle.support_bundle))
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line."""
     code = 0
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode shows a question mark
     try:
         found = app(arguments, prog_name="kubectl trn", standalone_mode=False)
         sys.stdout.flush()
@@ -44,11 +50,12 @@ def main(arguments: list[str] | None = None) -> None:
     except ClientError as error:
         code = _fail(str(error))
     except BrokenPipeError:
-        # The reader of our output left; Python would complain again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 1
+        code = _discard_output()
     except (KeyboardInterrupt, typer.Abort):
         code = 130
+    except OSError as error:
+        _discard_output()
+        code = _fail(f"cannot write the output: {error.strerror or error}")
     except Exception as error:
         # Wrong usage is the parser's own class, which differs between its versions.
         if not hasattr(error, "format_message"):
@@ -59,8 +66,16 @@ def main(arguments: list[str] | None = None) -> None:
     sys.exit(code)
 
 
+def _discard_output() -> int:
+    """Send what is left of the output nowhere: Python would fail again when it flushes at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 1
+
+
 def _fail(sentence: str) -> int:
-    sys.stderr.write(f"error: {sentence}\n")
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"error: {sentence}\n")
+        sys.stderr.flush()
     return 1
 
 

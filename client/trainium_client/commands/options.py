@@ -1,14 +1,16 @@
-"""What every command takes, and how it prints."""
+"""Provide the options that every command takes, and the ways to print a result."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 import shutil
 import sys
 import time
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec, TypeVar, get_type_hints
 
 import typer
 
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 _UNBOUNDED = 400
 """Width of what goes into a file or a pipe: nothing is cut there."""
 _opened: list[Connection] = []
+_Given = ParamSpec("_Given")
+_Result = TypeVar("_Result")
 
 
 class Format(StrEnum):
@@ -32,7 +36,7 @@ class Format(StrEnum):
 
 
 def complete_jobs(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Names of jobs, for the shell; nothing where they cannot be read."""
+    """Return names of jobs for the shell; none where they cannot be read."""
     try:
         given = ctx.params
         api = open_api(given.get("namespace"), given.get("context"), given.get("kubeconfig"), seconds=3.0)
@@ -43,14 +47,79 @@ def complete_jobs(ctx: typer.Context, incomplete: str) -> list[str]:
 
 
 JobName = Annotated[str, typer.Argument(metavar="NAME", help="The TrainingJob.", autocompletion=complete_jobs)]
-Namespace = Annotated[str | None, typer.Option("--namespace", "-n", help="Namespace; default: that of the context.")]
-Context = Annotated[str | None, typer.Option("--context", help="Context of the kubeconfig.")]
-Kubeconfig = Annotated[str | None, typer.Option("--kubeconfig", help="Kubeconfig file.")]
-Output = Annotated[Format, typer.Option("--output", "-o", help="text or json.")]
+_OPTIONS: dict[str, tuple[Any, Any]] = {
+    "namespace": (
+        Annotated[str | None, typer.Option("--namespace", "-n", help="Namespace; default: that of the context.")],
+        None,
+    ),
+    "context": (Annotated[str | None, typer.Option("--context", help="Context of the kubeconfig.")], None),
+    "kubeconfig": (Annotated[str | None, typer.Option("--kubeconfig", help="Kubeconfig file.")], None),
+    "output": (Annotated[Format, typer.Option("--output", "-o", help="text or json.")], Format.TEXT),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """The cluster that a command was given, and how it prints."""
+
+    namespace: str | None
+    context: str | None
+    kubeconfig: str | None
+    output: Format = Format.TEXT
+
+    def open(self, namespace: str | None = None) -> Api:
+        """Connect to the API server; in another namespace than the one that was given, if named."""
+        return open_api(namespace or self.namespace, self.context, self.kubeconfig)
+
+    def emit(self, value: Any, page: Callable[[Any, float, int], Any]) -> None:
+        """Print a value: as JSON, or as the page that `page` renders with the time and the width."""
+        if self.output is Format.JSON:
+            from trainium_client.render.machine import as_json  # noqa: PLC0415 - each form loads what it needs
+
+            sys.stdout.write(as_json(value))
+        else:
+            from trainium_client.render.page import show  # noqa: PLC0415 - rich takes a fifth of a command's time
+
+            here = terminal()
+            sys.stdout.write(show(page(value, time.time(), here.width), width=here.width, colour=here.colour))
+        sys.stdout.flush()
+
+    def report(self, sentence: str, **facts: Any) -> None:
+        """Print what a command did: a sentence to the person, or the same with facts as JSON."""
+        if self.output is Format.TEXT:
+            notify(sentence)
+            return
+        from trainium_client.render.machine import as_json, camel  # noqa: PLC0415 - each form loads what it needs
+
+        sys.stdout.write(as_json({"message": sentence, **{camel(name): fact for name, fact in facts.items()}}))
+        sys.stdout.flush()
+
+
+def with_session(
+    command: Callable[Concatenate[Session, _Given], _Result], *, output: bool = True
+) -> Callable[..., _Result]:
+    """Give a command the options of `Session` in place of its first parameter; without `output` its own `-o`."""
+    own = inspect.signature(command)
+    hints = get_type_hints(command, include_extras=True)
+    names = [name for name in _OPTIONS if output or name != "output"]
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    common = [inspect.Parameter(name, kind, default=_OPTIONS[name][1], annotation=_OPTIONS[name][0]) for name in names]
+    kept = [each.replace(annotation=hints[each.name]) for each in list(own.parameters.values())[1:]]
+
+    @functools.wraps(command)
+    def run(**given: Any) -> _Result:
+        session = Session(**{name: given.pop(name) for name in names})
+        return command(session, **given)  # type: ignore[call-arg]
+
+    parameters = [*kept, *common]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {each.name: each.annotation for each in parameters}
+    del run.__wrapped__  # typer would read the hints of the command itself
+    return run
 
 
 def open_api(namespace: str | None, context: str | None, kubeconfig: str | None, *, seconds: float = 30.0) -> Api:
-    """The API server that the options name."""
+    """Connect to the API server that the options name."""
     access = find_access(kubeconfig, context, os.environ)
     connection = Connection(access, seconds=seconds)
     _opened.append(connection)
@@ -58,7 +127,7 @@ def open_api(namespace: str | None, context: str | None, kubeconfig: str | None,
 
 
 def close_connections() -> None:
-    """At the end of a command."""
+    """Close what this process has opened."""
     while _opened:
         _opened.pop().close()
 
@@ -73,7 +142,7 @@ class Terminal:
 
 
 def terminal() -> Terminal:
-    """What standard output is."""
+    """Inspect standard output."""
     interactive = sys.stdout.isatty()
     colour = interactive and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     columns = os.environ.get("COLUMNS", "")
@@ -83,32 +152,7 @@ def terminal() -> Terminal:
     return Terminal(width, colour, interactive)
 
 
-def emit(output: Format, value: Any, page: Callable[[Any, float, int], Any]) -> None:
-    """Print a value: as JSON, or as the page that `page` makes of it with the time and the width."""
-    if output is Format.JSON:
-        from trainium_client.render.machine import as_json  # noqa: PLC0415 - each form loads what it needs
-
-        sys.stdout.write(as_json(value))
-    else:
-        from trainium_client.render.page import show  # noqa: PLC0415 - rich takes a fifth of a command's time
-
-        here = terminal()
-        sys.stdout.write(show(page(value, time.time(), here.width), width=here.width, colour=here.colour))
-    sys.stdout.flush()
-
-
-def told(output: Format, sentence: str, **facts: Any) -> None:
-    """What a command did: a sentence to the person, or the same with facts of snake_case names as JSON."""
-    if output is Format.TEXT:
-        say(sentence)
-        return
-    from trainium_client.render.machine import as_json, camel  # noqa: PLC0415 - each form loads what it needs
-
-    sys.stdout.write(as_json({"message": sentence, **{camel(name): fact for name, fact in facts.items()}}))
-    sys.stdout.flush()
-
-
-def say(sentence: str) -> None:
-    """A sentence to the person, beside the output."""
+def notify(sentence: str) -> None:
+    """Print a sentence to the person, beside the output."""
     sys.stderr.write(f"{sentence}\n")
     sys.stderr.flush()

@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from trainium_client.commands.inspect import on_storage
-from trainium_client.commands.options import (
-    Context,
-    Format,
-    JobName,
-    Kubeconfig,
-    Namespace,
-    emit,
-    open_api,
-    say,
-)
+from trainium_client.commands.options import Format, JobName, Session, notify
 from trainium_client.errors import ClientError
-from trainium_client.inside import curve_inside
-from trainium_client.reading import Screen, read_screen
+from trainium_client.pod_exec import read_curve_in_pod
+from trainium_client.read import Screen, read_screen
 from trainium_contract.pages.formatting import size
 from trainium_contract.pages.job_page import JobReport, report_html
 from trainium_contract.views.checkpoints import metrics_path, where_kept
@@ -34,6 +26,7 @@ if TYPE_CHECKING:
 
 
 def report(
+    session: Session,
     name: JobName,
     output: Annotated[
         Path | None,
@@ -44,12 +37,9 @@ def report(
     metrics: Annotated[
         Path | None, typer.Option("--metrics", help="metrics.jsonl of the run; default: read in the worker of rank 0.")
     ] = None,
-    namespace: Namespace = None,
-    context: Context = None,
-    kubeconfig: Kubeconfig = None,
 ) -> None:
     """One self-contained page: loss, interruptions, where the time went, workers, checkpoints, artifacts."""
-    api, now = open_api(namespace, context, kubeconfig), time.time()
+    api, now = session.open(), time.time()
     screen = read_screen(api, name, now)
     notes: list[str] = []
     curve = read_curve_of(api, screen, metrics, notes)
@@ -59,7 +49,7 @@ def report(
     entries = interruptions(public_status(screen.job))
     found = JobReport(screen.view, entries, screen.members, rows, curve, tuple(notes), screen.pods)
     if output == Path(Format.JSON):
-        emit(Format.JSON, found, lambda *_: None)
+        replace(session, output=Format.JSON).emit(found, lambda *_: None)
         return
     page = report_html(found, now)
     path = output or Path(f"{name}.html")
@@ -67,7 +57,7 @@ def report(
         path.write_text(page, encoding="utf-8")
     except OSError as error:
         raise ClientError(f"cannot write {path}: {error.strerror or error}") from error
-    say(f"{path}: {size(len(page.encode()))}" + "".join(f"\nnot in it: {each}" for each in notes))
+    notify(f"{path}: {size(len(page.encode()))}" + "".join(f"\nnot in it: {each}" for each in notes))
 
 
 def read_curve_of(api: Api, screen: Screen, metrics: Path | None, notes: list[str]) -> tuple[CurvePoint, ...]:
@@ -87,7 +77,7 @@ def read_curve_of(api: Api, screen: Screen, metrics: Path | None, notes: list[st
         )
         return ()
     try:
-        return curve_inside(api, screen.members.rows[0].pod, metrics_path(screen.job))
+        return read_curve_in_pod(api, screen.members.rows[0].pod, metrics_path(screen.job))
     except ClientError as error:
         notes.append(f"loss curve: {error}; give --metrics FILE")
         return ()

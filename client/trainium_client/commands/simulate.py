@@ -16,13 +16,14 @@ from typing import Annotated
 
 import typer
 
-from trainium_client.commands.options import Context, Kubeconfig, Namespace, complete_jobs, open_api
+from trainium_client.commands.options import Session, complete_jobs
 from trainium_client.errors import ClientError
 
 _PROGRAM = "trainium-operator"
 
 
 def simulate(
+    session: Session,
     words: Annotated[
         list[str] | None,
         typer.Argument(
@@ -35,9 +36,6 @@ def simulate(
     learn: Annotated[
         bool, typer.Option("--learn", help="Take the times of the stages from the job's history.")
     ] = False,
-    namespace: Namespace = None,
-    context: Context = None,
-    kubeconfig: Kubeconfig = None,
 ) -> int:
     """What goodput a job will have and what each spare buys (options: trainium-operator simulate --help)."""
     program = find_program()
@@ -48,7 +46,7 @@ def simulate(
     with tempfile.TemporaryDirectory() as folder:
         manifest = filename or Path(folder) / f"{name}.json"
         if name is not None:
-            manifest.write_text(json.dumps(open_api(namespace, context, kubeconfig).job(name)), encoding="utf-8")
+            manifest.write_text(json.dumps(session.open().job(name)), encoding="utf-8")
         learning = ["--learn-from", str(manifest)] if learn else []
         done = subprocess.run([program, "simulate", str(manifest), *learning, *options], check=False)
     return 1 if done.returncode else 0

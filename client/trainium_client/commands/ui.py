@@ -8,19 +8,11 @@ from typing import Annotated
 
 import typer
 
-from trainium_client.commands.options import (
-    Context,
-    Format,
-    Kubeconfig,
-    Namespace,
-    Output,
-    complete_jobs,
-    open_api,
-    told,
-)
+from trainium_client.commands.options import Session, complete_jobs
 
 
 def ui(
+    session: Session,
     name: Annotated[
         str | None,
         typer.Argument(metavar="[NAME]", help="The TrainingJob; default: a list.", autocompletion=complete_jobs),
@@ -28,10 +20,6 @@ def ui(
     everywhere: Annotated[bool, typer.Option("--all-namespaces", "-A", help="List jobs of all namespaces.")] = False,
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port on this machine; 0: any.")] = 0,
     show: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the browser.")] = True,
-    namespace: Namespace = None,
-    context: Context = None,
-    kubeconfig: Kubeconfig = None,
-    output: Output = Format.TEXT,
 ) -> None:
     """Jobs in the browser, live and read-only, with your own rights; until Ctrl-C."""
     # Imported here: the other commands do without, and start sooner.
@@ -40,14 +28,14 @@ def ui(
     from trainium_client.commands.pages import LocalPages  # noqa: PLC0415
     from trainium_client.commands.ui_server import UiServer  # noqa: PLC0415
 
-    first = open_api(namespace, context, kubeconfig)
+    first = session.open()
     if name is not None:
         first.job(name)  # what cannot be read is told here and not in the browser
     secret = secrets.token_urlsafe(24)
     where = "" if everywhere and name is None else f"/{first.namespace}" + (f"/{name}" if name else "")
-    pages = LocalPages(lambda: open_api(namespace, context, kubeconfig), f"/{secret}")
+    pages = LocalPages(session.open, f"/{secret}")
     server = UiServer(pages, secret, where, port)
-    told(output, f"{server.url}\nserved to this machine until Ctrl-C", url=server.url)
+    session.report(f"{server.url}\nserved to this machine until Ctrl-C", url=server.url)
     if show:
         threading.Thread(target=webbrowser.open, args=(server.once,), daemon=True).start()
     try:

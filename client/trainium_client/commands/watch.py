@@ -8,18 +8,9 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from trainium_client.commands.options import (
-    Context,
-    Format,
-    JobName,
-    Kubeconfig,
-    Namespace,
-    Output,
-    open_api,
-    terminal,
-)
+from trainium_client.commands.options import Format, JobName, Session, terminal
 from trainium_client.errors import NoClusterError
-from trainium_client.reading import read_screen
+from trainium_client.read import read_screen
 from trainium_contract.wire.worker_env import GROUP, PLURAL, VERSION
 
 if TYPE_CHECKING:
@@ -32,14 +23,11 @@ _CLEAR = "\x1b[H\x1b[J"
 
 
 def watch(
+    session: Session,
     name: JobName,
-    namespace: Namespace = None,
-    context: Context = None,
-    kubeconfig: Kubeconfig = None,
-    output: Output = Format.TEXT,
 ) -> None:
     """The screen of `status`, live, until the job has ended."""
-    api = open_api(namespace, context, kubeconfig)
+    api = session.open()
     shown, changed = "", threading.Event()
     version = str(api.job(name)["metadata"].get("resourceVersion") or "")
     threading.Thread(target=_tell_changes, args=(api, name, version, changed), daemon=True).start()
@@ -48,7 +36,7 @@ def watch(
         changed.clear()
         now = time.time()
         view = read_screen(api, name, now).view
-        if output is Format.JSON:
+        if session.output is Format.JSON:
             from trainium_client.render.machine import to_wire  # noqa: PLC0415
 
             line = json.dumps(to_wire(view), ensure_ascii=False)
@@ -70,7 +58,7 @@ def watch(
             shown = line
         sys.stdout.flush()
         if view.ended:
-            if view.phase == "Failed" and output is Format.TEXT and not here.interactive:
+            if view.phase == "Failed" and session.output is Format.TEXT and not here.interactive:
                 sys.stdout.write("".join(f"- {each}\n" for each in view.advice))
             return
         time.sleep(_FASTEST_SECONDS)

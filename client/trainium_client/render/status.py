@@ -40,7 +40,7 @@ def status_line(view: JobView) -> str:
     """One line, for a log of changes."""
     parts = [view.phase or "no status"]
     parts += [view.stage] if view.stage not in {"", "Train"} else []
-    parts += [f"step {view.step}/{view.total_steps}" if view.total_steps else f"step {view.step}"]
+    parts += [(f"step {view.step}/{view.total_steps}" if view.total_steps else f"step {view.step}") + _step_age(view)]
     parts += [f"loss {figure(view.loss)}"] if view.loss is not None else []
     size = view.size or view.desired or view.requested
     parts += [f"{view.training}/{size} workers", plural(view.restarts, "interruption")]
@@ -96,10 +96,14 @@ def _wait(view: JobView) -> str:
 
 def _progress(view: JobView, width: int) -> str:
     if view.share is None:
-        return f"step {view.step}" if view.step else ""
+        return f"step {view.step}{_step_age(view)}" if view.step else ""
     drawn = f"{bar(view.share, 24)}  " if width >= _NARROW else ""
     eta = f", {duration(view.eta_seconds)} left" if view.eta_seconds is not None else ""
-    return f"{drawn}{100 * view.share:.1f} %  step {view.step}/{view.total_steps}{eta}"
+    return f"{drawn}{100 * view.share:.1f} %  step {view.step}/{view.total_steps}{_step_age(view)}{eta}"
+
+
+def _step_age(view: JobView) -> str:
+    return f" ({ago(view.step_age_seconds)})" if view.step_is_old else ""
 
 
 def _speed(view: JobView) -> str:

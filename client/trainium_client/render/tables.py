@@ -152,6 +152,12 @@ def checkpoints_page(
     return stacked(known, heading("On storage"), table(columns, cells, width), Text(note, "dim") if note else None)
 
 
+def _node(machine: MachineView) -> str:
+    if machine.renamed:
+        return f"{machine.renamed} (was {machine.node})"
+    return machine.node + (" (gone)" if machine.present is False else "") or machine.key
+
+
 def machines_page(machines: Sequence[MachineView], now: float, width: int) -> RenderableType:
     """Machines that are remembered, with why."""
     if not machines:
@@ -159,7 +165,7 @@ def machines_page(machines: Sequence[MachineView], now: float, width: int) -> Re
     columns = (Column("NODE", 9), Column("STATE", 8), Column("FOR", 7, right=True), Column("STRIKES", 6, right=True),
                Column("MACHINE", 2), Column("EVIDENCE", 5, fold=True))  # fmt: skip
     rows = [
-        (each.node + (" (gone)" if each.present is False else "") or each.key, word(each.state),
+        (_node(each), word(each.state),
          duration(max(0.0, each.until - now)) if each.until is not None else "-", str(len(each.strikes)), each.machine,
          "; ".join(f"{strike.cause} {clock(strike.at)[5:16]} by {strike.by}" for strike in reversed(each.strikes[-3:])))
         for each in machines

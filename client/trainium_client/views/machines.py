@@ -40,11 +40,16 @@ class MachineView:
     strikes: tuple[StrikeView, ...]
     """Oldest first."""
     present: bool | None = None
-    """A node of that name is there; None where nodes could not be listed."""
+    """Whether a node of that name, or of that machine, is there; None where nodes could not be listed."""
+    renamed: str = ""
+    """Name of the node that the machine is now, where it came back under another one."""
 
 
-def machine_views(config_map: Mapping[str, Any], nodes: Sequence[str] | None) -> tuple[MachineView, ...]:
-    """The machines, those that are kept away from first; entries that cannot be read are shown by their key."""
+def machine_views(config_map: Mapping[str, Any], nodes: Mapping[str, str] | None) -> tuple[MachineView, ...]:
+    """Return the machines, those that workers avoid first; entries that cannot be read are shown by their key.
+
+    `nodes` has the machine (`spec.providerID`) of each node by its name, empty where it is not known.
+    """
     data = mapping(config_map, "data")
     found = [_machine(str(key), value, nodes) for key, value in data.items() if key not in _NO_MACHINES]
     order = ("Permanent", "Quarantined", "Probation", "Watched")
@@ -53,11 +58,12 @@ def machine_views(config_map: Mapping[str, Any], nodes: Sequence[str] | None) ->
 
 
 def find_machine(machines: Sequence[MachineView], name: str) -> MachineView | None:
-    """By node, machine or key."""
-    return next((each for each in machines if name in {each.node, each.machine, each.key}), None)
+    """Find a machine by its node, the name of its node now, itself or its key."""
+    exact = (each for each in machines if name in {each.renamed or each.node, each.machine, each.key})
+    return next(exact, None) or next((each for each in machines if name == each.node), None)
 
 
-def _machine(key: str, value: Any, nodes: Sequence[str] | None) -> MachineView:
+def _machine(key: str, value: Any, nodes: Mapping[str, str] | None) -> MachineView:
     try:
         entry = yaml.safe_load(value) if isinstance(value, str) else None
     except (yaml.YAMLError, ValueError, RecursionError):
@@ -66,15 +72,19 @@ def _machine(key: str, value: Any, nodes: Sequence[str] | None) -> MachineView:
         return MachineView(plain(key), plain(key), "", "Unreadable", None, 0, ())
     node = plain(str(entry.get("node") or ""))
     strikes = entry.get("strikes")
+    machine = plain(str(entry.get("machine") or key))
+    now = {} if nodes is None else {known: name for name, known in nodes.items() if known}
+    there = now.get(machine, node if nodes is not None and not nodes.get(node) and node in nodes else "")
     return MachineView(
         key=key,
-        machine=plain(str(entry.get("machine") or key)),
+        machine=machine,
         node=node,
         state=plain(str(entry.get("state") or "Watched")),
         until=_time(entry.get("until")),
         quarantines=entry["quarantines"] if isinstance(entry.get("quarantines"), int) else 0,
         strikes=tuple(_strike(plain(str(line))) for line in strikes) if isinstance(strikes, list) else (),
-        present=None if nodes is None or not node else node in nodes,
+        present=None if nodes is None or not node else bool(there),
+        renamed=there if there != node else "",
     )
 
 

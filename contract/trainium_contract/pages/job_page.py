@@ -96,12 +96,13 @@ def advice_html(view: JobView) -> str:
 
 
 def facts_html(view: JobView) -> str:
-    """How the job is, in a few lines."""
+    """Render how the job is, in a few lines."""
     checkpoint = view.checkpoints.durable_step
     steps = f"step {view.step}" + (f" of {view.total_steps} ({share(view.share)})" if view.total_steps else "")
+    old = f", reported at {clock(view.step_reported_at)} UTC" if view.step_is_old else ""
     facts = [
         ("Phase", view.phase or "not answered yet"),
-        ("Progress", steps + (f", {duration(view.eta_seconds)} left" if view.eta_seconds is not None else "")),
+        ("Progress", steps + old + (f", {duration(view.eta_seconds)} left" if view.eta_seconds is not None else "")),
         ("Loss", figure(view.loss, 5)),
         ("Speed", f"{count(view.tokens_per_second)} tokens/s" if view.tokens_per_second else ""),
         ("Size", f"{view.size} of {view.desired or view.requested} nodes, {plural(view.spares, 'spare')}"),

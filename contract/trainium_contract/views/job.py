@@ -111,6 +111,9 @@ class JobView:
     ended_at: float | None
     """Unix seconds when it completed or failed."""
     step: int
+    step_reported_at: float | None
+    """Unix seconds; None where that is not known."""
+    step_age_seconds: float | None
     total_steps: int
     share: float | None
     """Of the steps, 0 to 1."""
@@ -155,6 +158,12 @@ class JobView:
         return self.phase in {"Completed", "Failed"}
 
     @property
+    def step_is_old(self) -> bool:
+        """Whether a job that should train has reported no step for long, so that a reader needs the step's age."""
+        expected = not self.ended and self.phase not in {"", "Suspended"} and not self.managed_by
+        return expected and self.step > 0 and (self.step_age_seconds or 0.0) > STALE_SECONDS
+
+    @property
     def stale(self) -> bool:
         """A job that trains and of which nobody has written for long."""
         written = self.written_seconds_ago
@@ -189,6 +198,8 @@ def build_job_view(
         started_at=seconds_of(status.text("startTime")),
         ended_at=seconds_of(status.text("completionTime")),
         step=step,
+        step_reported_at=seconds_of(progress.text("updated")),
+        step_age_seconds=_since(progress.text("updated"), now),
         total_steps=total,
         share=min(1.0, step / total) if total > 0 else None,
         eta_seconds=_eta(status, goodput, total - step),
@@ -319,7 +330,8 @@ def advise(view: JobView) -> tuple[str, ...]:
     if not view.phase:
         return (
             (
-                "No operator has answered this job yet. If that lasts for more than a minute it does not run: "
+                "No operator has answered this job yet. If that lasts for more than a minute, it does not run, or does "
+                f"not watch namespace {view.namespace} (its setting watchNamespaces): "
                 "kubectl get pods -A -l app.kubernetes.io/name=trainium-operator"
             ),
         )
@@ -327,7 +339,7 @@ def advise(view: JobView) -> tuple[str, ...]:
         return (
             f"{view.verdict or 'The job failed; it gave no verdict.'}",
             f"What led to it: kubectl trn why {view.name}",
-            run_again(view),
+            advise_retry(view),
         )
     found = list(_troubles(view))
     if view.phase == "Suspended":
@@ -335,7 +347,7 @@ def advise(view: JobView) -> tuple[str, ...]:
     return tuple(found)
 
 
-def run_again(view: JobView) -> str:
+def advise_retry(view: JobView) -> str:
     """How a failed job gets another run: as it is, or corrected; and whether it was corrected already."""
     saved = view.checkpoints.durable_step
     start = "from the beginning, no checkpoint is on storage" if saved is None else f"from step {saved}"
@@ -374,7 +386,8 @@ def _troubles(view: JobView) -> list[str]:
         found.append(f"{target.message} Its workers save and leave, then it fails.")
     if view.stale and view.written_seconds_ago is not None:
         found.append(
-            f"What is shown is {view.written_seconds_ago:.0f} s old: the operator does not write. Look at it: "
+            f"What is shown is {view.written_seconds_ago:.0f} s old: the operator does not write. Check that it runs, "
+            f"and that its setting watchNamespaces includes {view.namespace}: "
             "kubectl get pods -A -l app.kubernetes.io/name=trainium-operator (training goes on without it)"
         )
     pods = conditions.get("PodsReady")

@@ -10,9 +10,9 @@ from unittest.mock import patch
 
 import pytest
 
-from trainium_client.again import corrected, run_again
 from trainium_client.commands.options import open_api
 from trainium_client.errors import ClientError
+from trainium_client.retry import correct_manifest, retry_job
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -62,7 +62,7 @@ def test_server_side_apply_after_a_retry_changes_and_takes_out_without_a_conflic
     defined: Api, client: Client, tool: tuple[str, ...]
 ) -> None:
     assert applied(defined, written(seed=7), *tool) == ""
-    made = run_again(client, failed(defined, client))
+    made = retry_job(client, failed(defined, client))
     owners = [(each["manager"], each["operation"]) for each in made["metadata"]["managedFields"]]
     assert owners == [(tool[0].partition("=")[2] if tool else "kubectl", "Apply")]
 
@@ -76,7 +76,7 @@ def test_server_side_apply_after_a_corrected_retry_finds_the_job_as_its_own(defi
     assert applied(defined, written(seed=7)) == ""
     job = failed(defined, client)
     right = written(data={"source": "/there.txt"})
-    made = run_again(client, job, corrected(job, right, "the file"))
+    made = retry_job(client, job, correct_manifest(job, right, "the file"))
     assert made["spec"]["trainer"]["data"]["source"] == "/there.txt"
 
     assert applied(defined, right) == "", "the same again"
@@ -89,7 +89,7 @@ def test_server_side_apply_after_a_corrected_retry_finds_the_job_as_its_own(defi
 def test_who_scaled_a_job_is_still_asked_after_a_retry(defined: Api, client: Client) -> None:
     assert applied(defined, written()) == ""
     client.scale_job(NAME, 6)
-    made = run_again(client, failed(defined, client))
+    made = retry_job(client, failed(defined, client))
     assert made["spec"]["workers"]["replicas"] == 6
     assert "conflict" in applied(defined, written()), "as it would have been without the retry"
 
@@ -98,13 +98,13 @@ def test_a_job_that_was_applied_by_the_client_may_be_applied_by_the_server_after
     defined: Api, client: Client
 ) -> None:
     assert defined.refusal(written(seed=7)) == ""
-    run_again(client, failed(defined, client))
+    retry_job(client, failed(defined, client))
     failed(defined, client)
     assert applied(defined, written(steps=50)) == ""
     assert (trainer(client)["steps"], trainer(client).get("seed", 0)) == (50, 0)
 
     job = failed(defined, client)
-    run_again(client, job, corrected(job, written(steps=60, seed=8), "the file"))
+    retry_job(client, job, correct_manifest(job, written(steps=60, seed=8), "the file"))
     failed(defined, client)
     assert applied(defined, written(steps=70)) == ""
     assert (trainer(client)["steps"], trainer(client).get("seed", 0)) == (70, 0)
@@ -120,10 +120,10 @@ def test_a_tool_that_makes_the_job_anew_first_keeps_it_and_a_correction_says_so(
 
     with patch.object(client, "delete_job", and_made_anew):
         job = failed(defined, client)
-        assert run_again(client, job)["metadata"]["uid"] == client.job(NAME)["metadata"]["uid"]
+        assert retry_job(client, job)["metadata"]["uid"] == client.job(NAME)["metadata"]["uid"]
         job = failed(defined, client)
         with pytest.raises(ClientError, match="made anew by argocd-controller"):
-            run_again(client, job, corrected(job, written(steps=50), "the file"))
+            retry_job(client, job, correct_manifest(job, written(steps=50), "the file"))
         job = failed(defined, client)
-        run_again(client, job, corrected(job, written(), "the file"))
+        retry_job(client, job, correct_manifest(job, written(), "the file"))
     assert trainer(client)["steps"] == 100

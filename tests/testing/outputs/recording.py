@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from tests.testing.api.recorded_jobs import RECORDED, ApiServer
-from trainium_client import inside
+from trainium_client import pod_exec
 from trainium_client.commands import inspect, logs
 from trainium_client.commands.main import main
 from trainium_client.connection import Answer, Connection, LineStream
-from trainium_client.inside import Output
+from trainium_client.pod_exec import Output
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -175,7 +175,7 @@ def _where(arguments: Sequence[str], namespace: str) -> tuple[str, ...]:
 @contextlib.contextmanager
 def _listening(to: Recording, times: list[float]) -> Iterator[None]:
     ask, follow = Connection.request, LineStream.lines
-    run, stream = inside.run_inside, Connection.stream
+    run, stream = pod_exec.run_in_pod, Connection.stream
     paths: dict[int, str] = {}
 
     def request(self: Connection, method: str, path: str, **more: Any) -> Answer:
@@ -217,7 +217,7 @@ def _listening(to: Recording, times: list[float]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _programs(run: Callable[..., Output]) -> Iterator[None]:
-    with mock.patch.object(inside, "run_inside", run), mock.patch.object(inspect, "run_inside", run):
+    with mock.patch.object(pod_exec, "run_in_pod", run), mock.patch.object(inspect, "run_in_pod", run):
         yield
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,11 +21,10 @@ from tests.testing.api.recorded_jobs import (
     recorded_log_as_json,
 )
 from trainium_client.commands.complete import candidates
-from trainium_client.commands.main import main
+from trainium_client.commands.main import app, main
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 Run = tuple[int, str, str]
 
@@ -425,7 +425,55 @@ def test_releasing_a_machine_takes_its_entry_out(trn: Callable[..., Run], server
     code, _, err = trn("release", "node-3")
     assert (code, "node-3 is released" in err) == (0, True)
     assert server.requests[-1][2] == [{"op": "remove", "path": "/data/aws.a.i-0"}]
-    assert "nothing is held against node-4; remembered: node-3" in trn("release", "node-4")[2]
+    assert "no fault was attributed to node-4; recorded machines: node-3" in trn("release", "node-4")[2]
+
+
+def test_a_machine_that_is_back_under_another_name_is_shown_and_released_by_it(
+    trn: Callable[..., Run], server: ApiServer
+) -> None:
+    path = "/api/v1/namespaces/trainium-system/configmaps/trainium-operator-quarantine"
+    entry = "machine: aws:///a/i-0\nnode: node-3\nstate: Permanent\n"
+    server.answers[path] = {"data": {"aws.a.i-0": entry}}
+
+    def listed(**nodes: str) -> None:
+        items = [{"metadata": {"name": name}, "spec": {"providerID": machine}} for name, machine in nodes.items()]
+        server.answers["/api/v1/nodes"] = {"items": items}
+
+    listed(other="aws:///a/i-1")
+    assert "node-3 (gone)" in trn("nodes")[1]
+    listed(**{"node-3": "aws:///a/i-1"})
+    assert "node-3 (gone)" in trn("nodes")[1], "another machine has its name"
+    listed(**{"node-9": "aws:///a/i-0", "node-3": "aws:///a/i-1"})
+    assert "node-9 (was node-3)" in trn("nodes")[1]
+    code, _, err = trn("release", "node-9")
+    assert (code, "node-9 is released" in err) == (0, True)
+    assert server.requests[-1][2] == [{"op": "remove", "path": "/data/aws.a.i-0"}]
+
+
+def test_every_command_that_reads_the_cluster_takes_a_namespace_and_a_context(trn: Callable[..., Run]) -> None:
+    for command in app.registered_commands:
+        name = str(command.name or getattr(command.callback, "__name__", ""))
+        code, out, _ = trn(name, "--help")
+        assert code == 0
+        assert all(option in out for option in ("--namespace", "-n", "--context", "--kubeconfig")), name
+
+
+def test_a_job_of_another_namespace_is_named_with_its_namespace(trn: Callable[..., Run], server: ApiServer) -> None:
+    everywhere = "/apis/trainium.dev/v1alpha1/trainingjobs"
+    server.answers[everywhere] = {"items": [{"metadata": {"name": "elsewhere", "namespace": "team-b"}}]}
+    error = trn("status", "elsewhere")[2]
+    assert "there is no TrainingJob 'elsewhere' in namespace team; there is one in namespace team-b" in error
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_output_to_a_full_disk_is_one_sentence(server: ApiServer, form: str) -> None:
+    command = [sys.executable, "-m", "trainium_client.commands.main", "status", "llama", "-o", form, "--kubeconfig"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [*command, str(server.kubeconfig)], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert done.returncode == 1
+    assert done.stderr == "error: cannot write the output: No space left on device\n"
 
 
 def test_a_reader_that_leaves_early_is_no_error_of_ours(server: ApiServer) -> None:

@@ -15,7 +15,7 @@ import pytest
 from tests.testing.api.recorded_jobs import JOBS, ApiServer, recorded_answers
 from trainium_client.commands import inspect, simulate
 from trainium_client.commands.main import app, main
-from trainium_client.inside import Output
+from trainium_client.pod_exec import Output
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -115,7 +115,7 @@ def test_the_thread_that_trains_is_shown_before_those_that_wait(trn: Callable[..
     waits = 'Thread 0x1 (most recent call first):\n  File "thread.py", line 81 in _worker'
     trains = 'Current thread 0x2 (most recent call first):\n  File "train.py", line 89 in loop'
     said = Output(json.dumps({"localRank": 0, "stack": f"{waits}\n\n{trains}\n"}).encode(), b"")
-    with mock.patch.object(inspect, "run_inside", return_value=said):
+    with mock.patch.object(inspect, "run_in_pod", return_value=said):
         code, out, _ = trn("stacks", "llama", "--rank", "1")
         told = json.loads(trn("stacks", "llama", "--rank", "1", "-o", "json")[1])
 

@@ -14,14 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.testing.api.recorded_jobs import NOW, recorded, recorded_log
+from trainium_client.render.interruption import interruption_page
 from trainium_client.render.machine import as_json
 from trainium_client.render.page import show
 from trainium_client.render.status import status_line, status_page
-from trainium_client.render.story import story_page
 from trainium_client.render.tables import goodput_page, history_page, machines_page, ranks_page, sizes_page
+from trainium_client.views.interruption_report import MOST_LINES, explain_interruption
 from trainium_client.views.machines import find_machine, machine_views
 from trainium_client.views.sizes import size_rows
-from trainium_client.views.story import MOST_LINES, tell
 from trainium_contract.pages.formatting import duration
 from trainium_contract.pages.job_page import JobReport, report_html
 from trainium_contract.views.events import event_views
@@ -180,13 +180,13 @@ def test_a_rank_is_found_in_the_worker_that_has_it() -> None:
 
 
 def test_the_story_of_a_crash_shows_who_what_and_the_line_of_the_agent() -> None:
-    story = tell(recorded("job"), log=recorded_log())
+    story = explain_interruption(recorded("job"), log=recorded_log())
 
     assert story.entry is not None
     assert (story.entry.cause, story.entry.pod, story.number) == ("Crash", "llama-w-0", 3)
     assert any("rank 0 ended with code 137" in line for line in story.log_lines)
     assert len(story.log_lines) <= MOST_LINES
-    said = show(story_page(story), width=100, colour=False)
+    said = show(interruption_page(story), width=100, colour=False)
     assert f"restart {duration(story.entry.stages['restart'])}" in said
     assert "processes restarted in place, pods kept" in said
 
@@ -203,7 +203,7 @@ def story_of(message: str, *, rung: str, log: str) -> str:
     job = recorded("job")
     last = job["status"]["history"][-1]
     last |= {"message": message, "rung": rung}
-    return show(story_page(tell(job, log=log)), width=110, colour=False)
+    return show(interruption_page(explain_interruption(job, log=log)), width=110, colour=False)
 
 
 def test_the_story_of_the_end_tells_the_verdict_to_its_last_word_although_the_log_follows() -> None:
@@ -232,17 +232,19 @@ def test_lines_of_python_are_shown_and_frames_of_cpp_are_not() -> None:
     native += [f"frame #{number}: c10::Error::Error(std::string) + 0x8 (0x7 in libc10.so)" for number in range(20)]
     log = "".join(f"{end} [rank 0] {line}\n" for line in [*python, *native])
 
-    shown = tell(recorded("job"), log=log).log_lines
+    shown = explain_interruption(recorded("job"), log=log).log_lines
 
     assert list(shown) == [f"[rank 0] {line}" for line in python]
 
 
 def test_a_line_that_is_broken_goes_on_behind_its_mark() -> None:
     job = recorded("failed")
-    said = show(story_page(tell(job, advice=("word " * 40,))), width=60, colour=False)
+    said = show(interruption_page(explain_interruption(job, advice=("word " * 40,))), width=60, colour=False)
     assert re.search(r"^- word .*\n  word ", said, re.MULTILINE)
     log = recorded_log()
-    lines = show(story_page(tell(recorded("job"), log=log)), width=60, colour=False).partition(" at that time\n")[2]
+    lines = show(interruption_page(explain_interruption(recorded("job"), log=log)), width=60, colour=False).partition(
+        " at that time\n"
+    )[2]
     assert all(line.startswith("  ") for line in lines.splitlines())
 
 
@@ -251,7 +253,7 @@ def test_the_stage_decide_is_told_as_the_wait_for_a_worker_in_the_story_and_in_t
     job["status"]["history"][-1]["stages"]["decide"] = 41.0
     job["status"]["goodput"]["lostByStage"]["Decide"] = 41.0
 
-    said = show(story_page(tell(job)), width=200, colour=False)
+    said = show(interruption_page(explain_interruption(job)), width=200, colour=False)
     assert f"decide (wait for a worker) {duration(41.0)}" in said
     ledger = show(goodput_page(build_job_view(job, now=NOW).goodput, 100), width=100, colour=False)
     assert re.search(r"Decide \(wait for a worker\) +41\.0", ledger)
@@ -261,7 +263,7 @@ def test_the_stage_decide_is_told_as_the_wait_for_a_worker_in_the_story_and_in_t
 
 
 def test_the_story_of_an_earlier_interruption_is_told_by_its_number() -> None:
-    story = tell(recorded("job"), which=2, log_note="llama-w-1 is gone, and its log with it")
+    story = explain_interruption(recorded("job"), which=2, log_note="llama-w-1 is gone, and its log with it")
 
     assert story.entry is not None
     assert story.entry.cause == "Preempted"
@@ -270,18 +272,20 @@ def test_the_story_of_an_earlier_interruption_is_told_by_its_number() -> None:
 
 
 def test_the_story_of_a_failed_job_is_its_verdict() -> None:
-    story = tell(recorded("failed"))
+    story = explain_interruption(recorded("failed"))
 
     assert story.entry is not None
     assert story.entry.stopped
-    assert "stopped for good" in show(story_page(story), width=100, colour=False)
+    assert "stopped for good" in show(interruption_page(story), width=100, colour=False)
 
 
 def test_a_job_that_nothing_interrupted_says_so() -> None:
     job = recorded("job")
     job["status"]["history"] = []
 
-    assert "nothing has interrupted this job" in show(story_page(tell(job)), width=100, colour=False)
+    assert "nothing has interrupted this job" in show(
+        interruption_page(explain_interruption(job)), width=100, colour=False
+    )
 
 
 def test_machines_are_shown_with_their_evidence_and_found_by_node_or_key() -> None:
@@ -291,7 +295,7 @@ def test_machines_are_shown_with_their_evidence_and_found_by_node_or_key() -> No
     )
     data = {"about": "…", "accounted": "{}", "aws.us-west-2a.i-0abc": entry, "odd": "- 1", "worse": ": :"}
 
-    machines = machine_views({"data": data}, ["ip-10-0-0-1"])
+    machines = machine_views({"data": data}, {"ip-10-0-0-1": ""})
 
     assert machines[0].state == "Quarantined"
     assert machines[0].strikes[0].cause == "Device"
@@ -359,7 +363,7 @@ def test_no_page_is_wider_than_the_terminal_and_none_loses_what_matters(width: i
         goodput_page(view.goodput, width),
         sizes_page(size_rows(recorded("job")), width),
         ranks_page(rows, width, None),
-        story_page(tell(recorded("job"), log=recorded_log())),
+        interruption_page(explain_interruption(recorded("job"), log=recorded_log())),
     ]
 
     shown = [show(each, width=width, colour=False) for each in pages]
@@ -400,7 +404,7 @@ def test_a_status_of_another_version_is_shown_as_far_as_it_can_be_read(field: st
     assert page(view, 60)
     json.loads(as_json(view))
     assert status_line(view)
-    tell({**recorded("job"), "status": {**recorded("job")["status"], field: value}}, log=recorded_log())
+    explain_interruption({**recorded("job"), "status": {**recorded("job")["status"], field: value}}, log=recorded_log())
 
 
 def test_json_has_camel_case_keys_and_all_that_the_screen_has() -> None:
@@ -497,7 +501,11 @@ def test_a_job_that_ends_at_a_deadline_says_so_while_it_saves_and_afterwards() -
     job = recorded("job")
     entry = {"generation": 1, "time": "2026-01-01T00:00:00Z", "cause": "Yielded", "rung": "Stop", "message": said}
     job["status"] |= {"phase": "Failed", "verdict": said, "history": [entry]}
-    story = show(story_page(tell(job, advice=build_job_view(job, now=NOW).advice)), width=100, colour=False)
+    story = show(
+        interruption_page(explain_interruption(job, advice=build_job_view(job, now=NOW).advice)),
+        width=100,
+        colour=False,
+    )
     assert "stopped for good" in story
     assert "active for 60 s" in story
     assert "kubectl trn retry" in story

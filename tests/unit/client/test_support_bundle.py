@@ -10,7 +10,7 @@ import pytest
 
 from tests.testing.api.recorded_jobs import CORE, JOBS, ApiServer, recorded, recorded_answers
 from trainium_client.commands.main import main
-from trainium_client.redacted import redacted
+from trainium_client.redact import redacted
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -56,7 +56,7 @@ def test_in_a_pipe_each_change_is_a_line_until_the_job_has_ended(
     last = job(server).watch(pause=Steps(server).pause)
     lines = capsys.readouterr().out.splitlines()
     assert last.phase == "Completed"
-    assert [line.split()[2] for line in lines] == ["263/4000,", "273/4000,", "283/4000,", "293/4000,"]
+    assert [line.split()[2].rstrip(",") for line in lines] == ["263/4000", "273/4000", "283/4000", "293/4000"]
 
 
 async def test_the_awaited_one_shows_the_same(server: ApiServer, capsys: pytest.CaptureFixture[str]) -> None:

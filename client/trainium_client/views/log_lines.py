@@ -14,7 +14,7 @@ _MARK = re.compile(r"\[rank (\d{1,7})\] ")
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class PodLogLine:
     """One line of the log; `text` has several where a traceback belongs to it."""
 
     rank: int | None
@@ -27,17 +27,17 @@ class Said:
     """The line itself, where it is of the schema."""
 
 
-def said(words: str) -> Said:
+def parse_log_line(words: str) -> PodLogLine:
     """What a line of a pod's log says; `words` are without the time stamp of the kubelet."""
     return (_of_the_schema(words) if words.startswith("{") else None) or _as_text(words)
 
 
-def _as_text(words: str) -> Said:
+def _as_text(words: str) -> PodLogLine:
     mark = _MARK.match(words)
-    return Said(None, words, words) if mark is None else Said(int(mark[1]), words[mark.end() :], words)
+    return PodLogLine(None, words, words) if mark is None else PodLogLine(int(mark[1]), words[mark.end() :], words)
 
 
-def _of_the_schema(words: str) -> Said | None:
+def _of_the_schema(words: str) -> PodLogLine | None:
     from trainium_contract.wire.log_line import PROGRAM, LogSource, read_log_line  # noqa: PLC0415 - a slow import
 
     read = read_log_line(words)
@@ -47,4 +47,4 @@ def _of_the_schema(words: str) -> Said | None:
     label = f"rank {read.rank}" if read.rank is not None else read.logger
     marked = read.source is LogSource.TRAINER or (read.source is LogSource.OUTPUT and label != PROGRAM)
     shown = "\n".join(f"[{label}] {line}" for line in text.split("\n")) if marked else text
-    return Said(read.rank, text, shown, json.loads(words))
+    return PodLogLine(read.rank, text, shown, json.loads(words))

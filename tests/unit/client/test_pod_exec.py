@@ -16,8 +16,8 @@ import pytest
 from trainium_client.api import Api
 from trainium_client.connection import Connection
 from trainium_client.errors import ClientError, ForbiddenError
-from trainium_client.inside import curve_inside, json_lines, run_inside
 from trainium_client.kubeconfig import Access
+from trainium_client.pod_exec import json_lines, read_curve_in_pod, run_in_pod
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -75,7 +75,7 @@ def worker(*said: tuple[int, bytes], status: Any = SUCCESS, code: int = 101) -> 
 
 def test_what_a_program_prints_comes_back_by_channel() -> None:
     with worker((1, b'{"step": 1}\nnoise\n'), (2, b"warning"), (1, b'{"step": 2}\n')) as api:
-        output = run_inside(api, "w-0", ("cat", "/etc/hosts"))
+        output = run_in_pod(api, "w-0", ("cat", "/etc/hosts"))
 
     assert output.error == b"warning"
     assert json_lines(output) == [{"step": 1}, {"step": 2}]
@@ -89,9 +89,9 @@ def test_a_program_that_fails_is_its_last_words_unless_its_code_is_expected() ->
         worker((2, b"first\nno such file\n"), status=failed) as api,
         pytest.raises(ClientError, match="w-0: no such file"),
     ):
-        run_inside(api, "w-0", ("cat", "/etc/hosts"))
+        run_in_pod(api, "w-0", ("cat", "/etc/hosts"))
     with worker((1, b"[]"), status=failed) as api:
-        assert run_inside(api, "w-0", ("cat", "/etc/hosts"), accepted=(0, 64)).out == b"[]"
+        assert run_in_pod(api, "w-0", ("cat", "/etc/hosts"), accepted=(0, 64)).out == b"[]"
 
 
 def test_a_program_that_ends_with_a_line_of_the_schema_is_told_by_its_sentence() -> None:
@@ -106,18 +106,18 @@ def test_a_program_that_ends_with_a_line_of_the_schema_is_told_by_its_sentence()
     failed = {"status": "Failure", "details": {"causes": [{"reason": "ExitCode", "message": "64"}]}}
     ended = worker((2, f"{json.dumps(line | {'error': 'Traceback'})}\n".encode()), status=failed)
     with ended as api, pytest.raises(ClientError, match=r"^w-0: no such folder$"):
-        run_inside(api, "w-0", ("cat", "/etc/hosts"))
+        run_in_pod(api, "w-0", ("cat", "/etc/hosts"))
 
 
 def test_too_much_output_and_a_missing_right_are_sentences() -> None:
     with worker((1, b"x" * 200)) as api, pytest.raises(ClientError, match="prints more than 100 bytes"):
-        run_inside(api, "w-0", ("cat", "/etc/hosts"), most=100)
+        run_in_pod(api, "w-0", ("cat", "/etc/hosts"), most=100)
     with worker(code=403) as api, pytest.raises(ForbiddenError, match="create pods/exec in namespace team"):
-        run_inside(api, "w-0", ("cat", "/etc/hosts"))
+        run_in_pod(api, "w-0", ("cat", "/etc/hosts"))
 
 
 def test_a_curve_is_read_in_a_worker_and_lines_that_are_no_step_are_left_out() -> None:
     with worker((1, b'{"step": 1, "loss": 5.5}\nnoise\n{"step": 2, "loss": 5.25, "tokensPerSecond": 10}\n')) as api:
-        points = curve_inside(api, "w-0", "/etc/hosts")
+        points = read_curve_in_pod(api, "w-0", "/etc/hosts")
 
     assert [(point.step, point.loss, point.tokens_per_second) for point in points] == [(1, 5.5, None), (2, 5.25, 10)]

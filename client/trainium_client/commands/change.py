@@ -8,87 +8,67 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trainium_client.again import corrected, run_again
-from trainium_client.commands.options import (
-    Context,
-    Format,
-    JobName,
-    Kubeconfig,
-    Namespace,
-    Output,
-    open_api,
-    told,
-)
+from trainium_client.commands.options import JobName, Session
 from trainium_client.errors import ClientError
 from trainium_client.manifest import read_job
+from trainium_client.retry import correct_manifest, retry_job
 from trainium_contract.pages.formatting import plural
 from trainium_contract.views.job import build_job_view
 from trainium_contract.views.raw import mapping, text
 from trainium_contract.views.status_reader import public_status
 
 if TYPE_CHECKING:
-    from trainium_client.api import Api, Json
+    from trainium_client.api import Json
 
 
 def suspend(
+    session: Session,
     name: JobName,
-    namespace: Namespace = None,
-    context: Context = None,
-    kubeconfig: Kubeconfig = None,
-    output: Output = Format.TEXT,
 ) -> None:
     """Save, give all nodes back, and wait for `resume`."""
-    _set_suspend(open_api(namespace, context, kubeconfig), name, output, yes=True)
+    _set_suspend(session, name, yes=True)
 
 
 def resume(
+    session: Session,
     name: JobName,
-    namespace: Namespace = None,
-    context: Context = None,
-    kubeconfig: Kubeconfig = None,
-    output: Output = Format.TEXT,
 ) -> None:
     """Go on from the newest checkpoint."""
-    _set_suspend(open_api(namespace, context, kubeconfig), name, output, yes=False)
+    _set_suspend(session, name, yes=False)
 
 
 def scale(
+    session: Session,
     name: JobName,
     size: Annotated[int, typer.Argument(help="Nodes; those that would save no pass of a step stay warm in reserve.")],
-    namespace: Namespace = None,
-    context: Context = None,
-    kubeconfig: Kubeconfig = None,
-    output: Output = Format.TEXT,
 ) -> None:
     """Change the number of nodes while the job trains."""
-    api = open_api(namespace, context, kubeconfig)
+    api = session.open()
     _refuse_ended(api.job(name), "scaled")
     api.scale_job(name, size)
     sentence = f"{name} is asked to train on {plural(size, 'node')}; see: kubectl trn watch {name}"
-    told(output, sentence, name=name, namespace=api.namespace, nodes=size)
+    session.report(sentence, name=name, namespace=api.namespace, nodes=size)
 
 
 def retry(
+    session: Session,
     name: JobName,
     filename: Annotated[
         Path | None, typer.Option("--filename", "-f", help="The corrected job; default: as the cluster has it.")
     ] = None,
-    namespace: Namespace = None,
-    context: Context = None,
-    kubeconfig: Kubeconfig = None,
-    output: Output = Format.TEXT,
 ) -> None:
     """Run a failed job again, from its newest checkpoint: it is deleted and made anew, as it is or as the file says."""
-    api = open_api(namespace, context, kubeconfig)
+    api = session.open()
     job = api.job(name)
-    run_again(api, job, None if filename is None else corrected(job, read_job(filename, name), str(filename)))
+    retry_job(api, job, None if filename is None else correct_manifest(job, read_job(filename, name), str(filename)))
     saved = build_job_view(job, now=time.time()).checkpoints.durable_step is not None
     start = "it resumes from its newest checkpoint" if saved else "from the beginning, no checkpoint of it is known"
     sentence = f"{name} runs again; {start}; see: kubectl trn watch {name}"
-    told(output, sentence, name=name, namespace=api.namespace)
+    session.report(sentence, name=name, namespace=api.namespace)
 
 
-def _set_suspend(api: Api, name: str, output: Format, *, yes: bool) -> None:
+def _set_suspend(session: Session, name: str, *, yes: bool) -> None:
+    api = session.open()
     job = api.job(name)
     _refuse_ended(job, "suspended" if yes else "resumed")
     changed = (mapping(job, "spec").get("suspend") is True) is not yes
@@ -101,7 +81,7 @@ def _set_suspend(api: Api, name: str, output: Format, *, yes: bool) -> None:
         )
     else:
         sentence = f"{name} is {'suspended' if yes else 'not suspended'} already"
-    told(output, sentence, name=name, namespace=api.namespace, suspend=yes, changed=changed)
+    session.report(sentence, name=name, namespace=api.namespace, suspend=yes, changed=changed)
 
 
 def _refuse_ended(job: Json, what: str) -> None:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from trainium_client.api import Missing
 from trainium_client.errors import ClientError
-from trainium_client.views.story import Story, tell
+from trainium_client.views.interruption_report import InterruptionReport, explain_interruption
 from trainium_contract.views.events import event_views
 from trainium_contract.views.interruptions import InterruptionView, interruptions
-from trainium_contract.views.job import build_job_view, run_again
+from trainium_contract.views.job import advise_retry, build_job_view
 from trainium_contract.views.status_reader import public_status
 from trainium_contract.views.workers import Members, PodRow, members_view, pod_rows, workers_view
 from trainium_contract.wire.recorded_membership import recorded_membership
@@ -81,7 +81,7 @@ def decode_members(record: Json | Missing) -> Members | None:
         return None
 
 
-def read_story(api: Api, name: str, now: float, which: int | None = None) -> Story:
+def read_interruption(api: Api, name: str, now: float, which: int | None = None) -> InterruptionReport:
     """The story of an interruption, with the lines of the log that show it."""
     job = api.job(name)
     view = build_job_view(job, now=now)
@@ -90,9 +90,10 @@ def read_story(api: Api, name: str, now: float, which: int | None = None) -> Sto
         raise ClientError(f"there is no interruption {which}: `kubectl trn history {name}` lists {len(entries)}")
     chosen = entries[which - 1] if which is not None else entries[-1] if entries else None
     log, note = _log_of(api, chosen)
-    # The story of the end tells the verdict itself.
-    told = view.phase == "Failed" and (chosen is None or chosen.stopped)
-    return tell(job, which=which, log=log, log_note=note, advice=(run_again(view),) if told else view.advice)
+    # The report of the end has the verdict itself.
+    failed = view.phase == "Failed" and (chosen is None or chosen.stopped)
+    advice = (advise_retry(view),) if failed else view.advice
+    return explain_interruption(job, which=which, log=log, log_note=note, advice=advice)
 
 
 def _log_of(api: Api, entry: InterruptionView | None) -> tuple[str, str]:

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainium_client.views.log_words import Said, said
+from trainium_client.views.log_lines import PodLogLine, parse_log_line
 from trainium_contract.program_output import is_native_frame
 from trainium_contract.views.interruptions import InterruptionView, interruptions
 from trainium_contract.views.raw import mapping, plain, seconds_of, text
@@ -26,7 +26,7 @@ _TELLING = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class Story:
+class InterruptionReport:
     """One interruption, told; `entry` is None when nothing has interrupted the job."""
 
     name: str
@@ -44,19 +44,19 @@ class Story:
     advice: tuple[str, ...]
 
 
-def tell(
+def explain_interruption(
     job: Mapping[str, Any], *, which: int | None = None, log: str = "", log_note: str = "", advice: tuple[str, ...] = ()
-) -> Story:
+) -> InterruptionReport:
     """The story of one entry of the history (from 1; the last when not given) with the log of its pod."""
     status, metadata = public_status(job), mapping(job, "metadata")
     entries = interruptions(status)
     chosen = len(entries) if which is None else which
     entry = entries[chosen - 1] if 0 < chosen <= len(entries) else None
-    lines = telling_lines(log, entry) if entry is not None else ()
+    lines = select_log_lines(log, entry) if entry is not None else ()
     note = log_note
     if entry is not None and not lines and not note:
         note = "no one worker failed" if not entry.pod else f"the log of {entry.pod} has no lines of that time"
-    return Story(
+    return InterruptionReport(
         name=text(metadata, "name"),
         namespace=text(metadata, "namespace"),
         phase=status.text("phase"),
@@ -71,7 +71,7 @@ def tell(
     )
 
 
-def telling_lines(log: str, entry: InterruptionView) -> tuple[str, ...]:
+def select_log_lines(log: str, entry: InterruptionView) -> tuple[str, ...]:
     """The lines of a log with time stamps that show the interruption: near its time, those of trouble first."""
     if entry.at is None:
         return ()
@@ -81,14 +81,14 @@ def telling_lines(log: str, entry: InterruptionView) -> tuple[str, ...]:
         stamp, _, words = line.partition(" ")
         at = seconds_of(stamp)
         if at is not None and entry.at - _BEFORE_SECONDS <= at <= until and words.strip():
-            near += _lines(said(words))
+            near += _lines(parse_log_line(words))
     telling = [at for at, words in enumerate(near) if _TELLING.search(words)]
     # Of both the last ones are nearest to the cause, and a few lines around say what was going on.
     kept = set(telling[-MOST_LINES + _AROUND :]) | set(range(len(near))[-_AROUND:])
     return tuple(near[at] for at in sorted(kept))
 
 
-def _lines(words: Said) -> list[str]:
+def _lines(words: PodLogLine) -> list[str]:
     """As they are shown; where C++ was says nothing that the lines around it do not say in words."""
     both = zip(words.text.split("\n"), words.shown.split("\n"), strict=True)
     return [plain(shown)[:400] for text, shown in both if not is_native_frame(text)]

@@ -13,7 +13,7 @@ from urllib.parse import quote, urlencode, urlsplit
 
 from trainium_client.connection import proxy_of
 from trainium_client.errors import ClientError, ForbiddenError, NotFoundError
-from trainium_client.views.log_words import said
+from trainium_client.views.log_lines import parse_log_line
 from trainium_contract.views.curve import read_curve
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class Output:
     error: bytes
 
 
-def run_inside(
+def run_in_pod(
     api: Api,
     pod: str,
     command: Sequence[str],
@@ -77,12 +77,12 @@ def run_inside(
         socket.shutdown()  # not `close`: that leaves a socket open whose server has left already
 
 
-def curve_inside(api: Api, pod: str, path: str) -> tuple[CurvePoint, ...]:
-    """The loss curve from a worker's `metrics.jsonl`. Raises ClientError as `run_inside` does."""
-    return read_curve(run_inside(api, pod, ("cat", path)).out.decode(errors="replace").splitlines())
+def read_curve_in_pod(api: Api, pod: str, path: str) -> tuple[CurvePoint, ...]:
+    """The loss curve from a worker's `metrics.jsonl`. Raises ClientError as `run_in_pod` does."""
+    return read_curve(run_in_pod(api, pod, ("cat", path)).out.decode(errors="replace").splitlines())
 
 
-def ask_all(pods: Sequence[str], ask: Callable[[str], Any]) -> dict[str, Any]:
+def for_each_pod(pods: Sequence[str], ask: Callable[[str], Any]) -> dict[str, Any]:
     """What `ask` says of each pod, or the sentence of its failure; several at once."""
 
     def one(pod: str) -> Any:
@@ -141,7 +141,7 @@ def _check(status: bytes, output: Output, pod: str, accepted: tuple[int, ...]) -
         return
     last = output.error.decode(errors="replace").strip().splitlines()[-1:] or [str(found.get("message") or "cut off")]
     # A program of a worker whose log is lines of the schema ends with such a line.
-    raise ClientError(f"{pod}: {said(last[0]).text.splitlines()[-1]}")
+    raise ClientError(f"{pod}: {parse_log_line(last[0]).text.splitlines()[-1]}")
 
 
 def _proxy(url: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from trainium_contract.views.interruptions import stage_words
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from trainium_client.views.story import Story
+    from trainium_client.views.interruption_report import InterruptionReport
     from trainium_contract.views.interruptions import InterruptionView
 
 
@@ -22,7 +22,7 @@ _LONGEST = 240
 """Of what was seen at an interruption, where the log's own lines follow; JSON has all of it."""
 
 
-def story_page(story: Story) -> RenderableType:
+def interruption_page(story: InterruptionReport) -> RenderableType:
     """The story, from the sign to the first new step."""
     entry = story.entry
     if entry is None:
@@ -58,7 +58,7 @@ def story_page(story: Story) -> RenderableType:
     )  # fmt: skip
 
 
-def _title(story: Story) -> str:
+def _title(story: InterruptionReport) -> str:
     entry = story.entry
     assert entry is not None
     where = f"generation {entry.generation}.{entry.attempt}"
@@ -67,7 +67,7 @@ def _title(story: Story) -> str:
     return f"{story.namespace}/{story.name} was interrupted in {where} (entry {story.number} of {story.kept})"
 
 
-def _seen(story: Story, entry: InterruptionView) -> str:
+def _seen(story: InterruptionReport, entry: InterruptionView) -> str:
     """A verdict is told to its end, where it says what to do."""
     if not story.log_lines:
         return entry.message
@@ -86,11 +86,11 @@ def _steps(before: int | None, resumed: int | None, lost: int | None) -> str:
     return ", ".join(parts)
 
 
-def _advice(story: Story) -> list[RenderableType]:
+def _advice(story: InterruptionReport) -> list[RenderableType]:
     return [heading("What to do"), listed(story.advice)] if story.advice else []
 
 
-def _log(story: Story) -> list[RenderableType]:
+def _log(story: InterruptionReport) -> list[RenderableType]:
     if not story.log_lines:
         return [heading("Log"), Text(story.log_note, "dim")] if story.log_note else []
     return [heading(f"Log of {story.log_pod} at that time"), listed(story.log_lines, mark="  ")]

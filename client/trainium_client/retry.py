@@ -12,7 +12,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from trainium_client.errors import ClientError, ConflictError, NotFoundError
-from trainium_client.ownership import hand_over, owner_after, owners_before, says
+from trainium_client.ownership import contains, hand_over, owner_after, owners_before
 from trainium_contract.views.raw import mapping, text
 from trainium_contract.views.status_reader import public_status
 
@@ -26,13 +26,13 @@ _LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 """What `kubectl apply` compares a file with, to take out what is no longer in it; so it is kept, and kept true."""
 
 
-def run_again(api: Api, job: Json, manifest: Json | None = None, *, seconds: float = _GONE_SECONDS) -> Json:
+def retry_job(api: Api, job: Json, manifest: Json | None = None, *, seconds: float = _GONE_SECONDS) -> Json:
     """Delete a failed job and make it anew as `manifest` says, or as it is; ClientError when that cannot be."""
     name, phase = text(mapping(job, "metadata"), "name"), public_status(job).text("phase")
     if phase != "Failed":
         raise ClientError(f"only a failed job can be retried, and {name} is {phase or 'not answered yet'}")
     as_it_is = manifest is None
-    manifest = written_again(job) if manifest is None else manifest
+    manifest = user_manifest(job) if manifest is None else manifest
     probe = copy.deepcopy(manifest)
     probe["metadata"] |= {"name": f"{name[:40]}-probe"}
     api.create_job(probe, dry_run=True)  # an older definition, a quota or a policy says no before anything is lost
@@ -56,7 +56,7 @@ def run_again(api: Api, job: Json, manifest: Json | None = None, *, seconds: flo
 def _made_by_another(api: Api, name: str, manifest: Json | None, error: ConflictError) -> Json:
     """A tool that keeps jobs as git says was faster: what it made runs, and is to say what was asked for."""
     found = api.job(name)
-    if manifest is None or says(found.get("spec"), manifest.get("spec")):
+    if manifest is None or contains(found.get("spec"), manifest.get("spec")):
         return found
     entries = mapping(found, "metadata").get("managedFields")
     managers = {text(each, "manager") for each in entries if "subresource" not in each} if entries else set()
@@ -67,7 +67,7 @@ def _made_by_another(api: Api, name: str, manifest: Json | None, error: Conflict
     ) from error
 
 
-def written_again(job: Json) -> dict[str, Any]:
+def user_manifest(job: Json) -> dict[str, Any]:
     """The job as a person wrote it: without what the server and the operator added."""
     metadata = mapping(job, "metadata")
     kept: dict[str, Any] = {key: copy.deepcopy(metadata[key]) for key in _KEPT_METADATA if metadata.get(key)}
@@ -75,7 +75,7 @@ def written_again(job: Json) -> dict[str, Any]:
     return {"apiVersion": job["apiVersion"], "kind": job["kind"], "metadata": kept, "spec": spec}
 
 
-def corrected(job: Json, written: Json, where: str) -> dict[str, Any]:
+def correct_manifest(job: Json, written: Json, where: str) -> dict[str, Any]:
     """The job as a person has written it now, under its name; what owns it stays. `where` is said in a ClientError."""
     metadata, found = mapping(job, "metadata"), mapping(written, "metadata")
     namespace = text(metadata, "namespace")
