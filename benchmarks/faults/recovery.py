@@ -37,7 +37,8 @@ class Expect:
     """Maximum number of entries in the history; more means that one fault was counted as several."""
     detect_within: float | None = None
     """Limit in seconds, where it is a part of the row."""
-    timeout: float = 60.0
+    seconds: float = 60.0
+    """Limit of each wait for the recovery."""
     also: Callable[[Findings, Json], bool] | None = None
     """Further check of the last history entry; returns whether the blame is right."""
 
@@ -112,10 +113,10 @@ class Run:
             entries = [entry for entry in target.history() if entry_key(entry) not in before.entries]
             return entries if all(entry.get("recoveredSeconds") is not None for entry in entries) else []
 
-        target.until("recovery and new step", recovered, expect.timeout)
+        target.until("recovery and new step", recovered, expect.seconds)
         if gap:
             time.sleep(gap)
-        entries = target.until("recovery from all interruptions", recovered, expect.timeout)
+        entries = target.until("recovery from all interruptions", recovered, expect.seconds)
         first, last = entries[0], entries[-1]
         found = Findings()
         blame = self._check_blame(before, first, expect, found)
@@ -133,7 +134,7 @@ class Run:
         if expect.also is not None:
             blame = expect.also(found, last) and blame
         new = max(completed, *(entry.get("stepBefore", 0) for entry in entries), last.get("resumeStep") or 0) + 1
-        target.until_step(new, expect.timeout)
+        target.until_step(new, expect.seconds)
         ended = target.records().get(new, {}).get("time")
         return FaultRun(
             run=self.number,

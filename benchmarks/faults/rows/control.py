@@ -34,7 +34,7 @@ def _kill_operator_during_recovery(run: Run) -> FaultRun:
     time.sleep(delay)
     run.env.operator.kill()
     note = f"operator killed {delay:.1f} s later"
-    return run.follow(before, moment, completed, expect_deleted(pod, timeout=90), note=note)
+    return run.follow(before, moment, completed, expect_deleted(pod, seconds=90), note=note)
 
 
 def _kill_rank_without_operator(run: Run) -> FaultRun:
@@ -108,7 +108,7 @@ def _freeze_leader(run: Run) -> FaultRun:
     moment = target.delete_pod(pod, force=True)
     completed = target.step()
     note = f"the other replica leads after {seconds:.1f} s"
-    result = run.follow(before, moment, completed, expect_deleted(pod, timeout=90), note=note)
+    result = run.follow(before, moment, completed, expect_deleted(pod, seconds=90), note=note)
     found = Findings(list(result.wrong))
     found.expect(seconds <= TAKE_OVER_SECONDS, f"the other replica led after {seconds:.1f} s")
     return replace(result, detect=round(seconds, 3), wrong=tuple(found.wrong))
@@ -122,7 +122,7 @@ def _fail_node_of_leader(run: Run) -> FaultRun:
         member = next(member for member in target.members() if member["nodeName"] == node)
         time.sleep(run.rng.uniform(0.0, 2.0))
         within = TAKE_OVER_SECONDS + NODE_LOST_SECONDS
-        expect = expect_node_lost(node, pod=member["podName"], detect_within=within, timeout=120)
+        expect = expect_node_lost(node, pod=member["podName"], detect_within=within, seconds=120)
         try:
             note = f"{node}, rank {member['nodeRank']}"
             return run.inject(lambda: env.site.power_off(node), expect, note=note)
@@ -139,7 +139,7 @@ def _resize_during_recovery(run: Run) -> FaultRun:
     time.sleep(run.rng.uniform(0.0, 1.0))
     target.patch({"spec": {"workers": {"replicas": size - 1}}})
     try:
-        expect = expect_deleted(pod, rungs=frozenset(), interruptions=3, timeout=90)
+        expect = expect_deleted(pod, rungs=frozenset(), interruptions=3, seconds=90)
         result = run.follow(before, moment, completed, expect, note=f"{pod}, then {size - 1} nodes")
         target.until("requested size", lambda: target.size() == size - 1, 60)
     finally:

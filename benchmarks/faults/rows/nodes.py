@@ -80,7 +80,7 @@ def _fail_two_nodes(run: Run, *, steps_lost: int) -> FaultRun:
         return found.expect(entry.get("pod") in pods, f"the pod named is {entry.get('pod')}, failed were {pods}")
 
     expect = Expect(
-        causes=NODE_LOST, rungs=SPARE_OR_REPLACE, interruptions=2, also=names_one, timeout=120, steps_lost=steps_lost
+        causes=NODE_LOST, rungs=SPARE_OR_REPLACE, interruptions=2, also=names_one, seconds=120, steps_lost=steps_lost
     )
     try:
         return run.inject(act, expect, note=" and ".join(nodes), gap=1.0)

@@ -42,7 +42,7 @@ def _mute_node(run: Run) -> FaultRun:
         suspect=node,
         interruptions=3,
         also=names_culprit,
-        timeout=180,
+        seconds=180,
     )
     try:
         return run.command("mute", expect, pod, sticky=True)

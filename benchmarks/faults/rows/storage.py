@@ -77,7 +77,7 @@ def _damage_newest(run: Run) -> FaultRun:
         run.env.kill_agent(target.job.namespace, member["podName"], member["nodeName"])
     completed = target.step()
     lost = completed - newest + SELDOM + 2
-    expect = Expect(causes=frozenset({"PodLost"}), rungs=SPARE_OR_REPLACE, steps_lost=lost, timeout=120)
+    expect = Expect(causes=frozenset({"PodLost"}), rungs=SPARE_OR_REPLACE, steps_lost=lost, seconds=120)
     result = run.follow(before, moment, completed, expect, note=f"step-{newest} damaged")
     found = Findings(list(result.wrong))
     resumed = target.history()[-1].get("resumeStep")

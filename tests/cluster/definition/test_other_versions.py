@@ -1,17 +1,16 @@
-"""Definitions and operators of two versions on a real API server: what an operator tells can always be written."""
+"""Write the status of an operator of another version to a real API server."""
 
 from __future__ import annotations
 
-import copy
 import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import yaml
 
 from tests.testing.cluster.installed import await_definition
 from tests.testing.cluster.marks import LABELS
-from tests.testing.versions.previous import previous_version, speak
+from trainium_contract.definition.crd import custom_resource_definition
+from trainium_contract.job import TrainingJobStatus
 from trainium_operator.cluster.api.errors import UndeclaredFieldError
 from trainium_operator.cluster.execute.undeclared_fields import UndeclaredFields
 
@@ -20,28 +19,69 @@ if TYPE_CHECKING:
 
     from conftest import Api
 
-    from tests.testing.versions.previous import Previous
-
 pytestmark = pytest.mark.cluster
 
-GROUP = "previous.trainium.dev"
-"""Where the older definition stands beside the present one."""
-PLURAL = "formerjobs"
-"""Its own there: kubectl would take `trainingjobs` of other tests for it, also for a while after it is deleted."""
+GROUP, PLURAL = "older.trainium.dev", "olderjobs"
+"""Group and name of the older definition: kubectl would take another `trainingjobs` for it."""
+
+
+def full(schema: dict[str, Any], definitions: dict[str, Any], name: str = "") -> Any:
+    """A value with every field."""
+    if "$ref" in schema:
+        schema = {**definitions[schema["$ref"].rsplit("/", 1)[1]], **{k: v for k, v in schema.items() if k != "$ref"}}
+    if "anyOf" in schema:
+        return full(next(each for each in schema["anyOf"] if each.get("type") != "null"), definitions, name)
+    if "enum" in schema:
+        return schema["enum"][-1]
+    match schema.get("type"):
+        case "object" if "properties" in schema:
+            return {key: full(value, definitions, key) for key, value in schema["properties"].items()}
+        case "object":
+            return {"Crash": full(schema.get("additionalProperties", {"type": "integer"}), definitions)}
+        case "array":
+            return [full(schema["items"], definitions, name)] * schema.get("minItems", 1)
+        case "string":
+            return "2027-01-15T08:00:00Z" if name.lower().endswith("time") else "text"
+        case "integer":
+            return max(schema.get("minimum", 1), 1)
+        case "number":
+            return min(schema.get("maximum", 0.5), 0.5)
+        case "boolean":
+            return not schema.get("default", False)
+    raise AssertionError(f"{name}: no value for {schema}")
+
+
+@pytest.fixture
+def status() -> dict[str, Any]:
+    """A status with every field, and some of a later version."""
+    schema = TrainingJobStatus.model_json_schema(by_alias=True)
+    status: dict[str, Any] = full(schema, schema["$defs"])
+    status["shardsV9"] = [{"zone": "a"}]
+    status["membership"]["quorumV9"] = 3
+    status["history"][0]["blameV9"] = {"rank": 4}
+    status["conditions"][0]["sinceV9"] = "then"
+    return status
+
+
+def closed(schema: dict[str, Any]) -> None:
+    """Make a schema refuse fields that it does not declare."""
+    schema.pop("x-kubernetes-preserve-unknown-fields", None)
+    for child in (*schema.get("properties", {}).values(), schema.get("items"), schema.get("additionalProperties")):
+        if isinstance(child, dict):
+            closed(child)
 
 
 @pytest.fixture(scope="module")
-def previous(tmp_path_factory: pytest.TempPathFactory) -> Previous:
-    return previous_version(tmp_path_factory.mktemp("previous"))
-
-
-@pytest.fixture(scope="module")
-def older(defined: Api, previous: Previous) -> Iterator[Api]:
-    """The API server with the definition of the version before too, in a group of its own."""
-    definition = yaml.safe_load((previous.folder / "manifests/crd.yaml").read_text())
+def older(defined: Api) -> Iterator[Api]:
+    """The API server with another definition, whose status is closed and lacks some fields."""
+    definition = custom_resource_definition()
     definition["metadata"] = {"name": f"{PLURAL}.{GROUP}", "labels": LABELS}
     definition["spec"]["group"] = GROUP
-    definition["spec"]["names"].update(plural=PLURAL, singular="formerjob", shortNames=[], categories=[])
+    definition["spec"]["names"].update(plural=PLURAL, singular="olderjob", shortNames=[], categories=[])
+    schema = definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["status"]
+    closed(schema)
+    for name in ("goodput", "verdict"):
+        del schema["properties"][name]
     defined.kubectl("apply", "--server-side", "-f", "-", stdin=json.dumps(definition))
     await_definition(defined.access, f"{PLURAL}.{GROUP}")
     yield defined
@@ -49,20 +89,20 @@ def older(defined: Api, previous: Previous) -> Iterator[Api]:
 
 
 @pytest.fixture
-def tell(older: Api, request: pytest.FixtureRequest) -> Iterator[Callable[[str, dict[str, Any]], str]]:
-    """Write a status by server-side apply, as the operator does; what the API server says against it."""
-    made: list[str] = []
+def write(older: Api) -> Iterator[Callable[[str, dict[str, Any]], str]]:
+    """Write a status by server-side apply, as the operator does; returns the error of the API server."""
+    created: list[str] = []
 
     def write(group: str, status: dict[str, Any]) -> str:
         job: dict[str, Any] = {
             "apiVersion": f"{group}/v1alpha1",
             "kind": "TrainingJob",
-            "metadata": {"name": "told"},
+            "metadata": {"name": "written"},
             "spec": {"workers": {"replicas": 1, "accelerator": {"device": "cpu"}}},
         }
-        if group not in made:
+        if group not in created:
             older.kubectl("create", "-f", "-", stdin=json.dumps(job))
-            made.append(group)
+            created.append(group)
         job.pop("spec")
         flags = ("--server-side", "--subresource=status", "--field-manager=operator", "--validate=false")
         written = json.dumps({**job, "status": status})
@@ -70,48 +110,34 @@ def tell(older: Api, request: pytest.FixtureRequest) -> Iterator[Callable[[str, 
         return done.stderr if done.returncode else ""
 
     yield write
-    for group in made:
-        older.kubectl("delete", _resource(group), "told")
+    for group in created:
+        older.kubectl("delete", resource(group), "written")
 
 
-def _resource(group: str) -> str:
+def resource(group: str) -> str:
     return f"{PLURAL if group == GROUP else 'trainingjobs'}.{group}"
 
 
 def stored(api: Api, group: str) -> dict[str, Any]:
-    status: dict[str, Any] = json.loads(api.kubectl("get", _resource(group), "told", "-o", "json"))["status"]
+    status: dict[str, Any] = json.loads(api.kubectl("get", resource(group), "written", "-o", "json"))["status"]
     return status
 
 
-def test_the_present_definition_takes_what_an_operator_of_the_version_before_tells(
-    older: Api, previous: Previous, tell: Callable[[str, dict[str, Any]], str]
+def test_the_definition_accepts_the_status_of_an_operator_of_a_later_version(
+    older: Api, status: dict[str, Any], write: Callable[[str, dict[str, Any]], str]
 ) -> None:
-    status = speak(previous, "previous", "write")["TrainingJobStatus"]
-    assert tell("trainium.dev", status) == ""
+    assert write("trainium.dev", status) == ""
     assert stored(older, "trainium.dev") == status
 
 
-def test_the_present_definition_takes_what_an_operator_of_a_later_version_tells(
-    older: Api, previous: Previous, tell: Callable[[str, dict[str, Any]], str]
+def test_an_older_definition_names_the_fields_that_it_lacks_and_accepts_the_status_without_them(
+    older: Api, status: dict[str, Any], write: Callable[[str, dict[str, Any]], str]
 ) -> None:
-    status = copy.deepcopy(speak(previous, "present", "write")["TrainingJobStatus"])
-    status["shardsV9"] = [{"zone": "a"}]
-    status["membership"]["quorumV9"] = 3
-    status["history"][0]["blameV9"] = {"rank": 4}
-    status["conditions"][0]["sinceV9"] = "then"
-    assert tell("trainium.dev", status) == ""
-    assert stored(older, "trainium.dev") == status
-
-
-def test_a_definition_of_the_version_before_refuses_a_status_by_names_and_takes_it_without_them(
-    older: Api, previous: Previous, tell: Callable[[str, dict[str, Any]], str]
-) -> None:
-    status = speak(previous, "present", "write")["TrainingJobStatus"]
-    status["membership"]["quorumV9"] = 3
     undeclared, refusals = UndeclaredFields(lambda: 0.0), 0
-    while refusal := tell(GROUP, undeclared.without(status)):
+    while refusal := write(GROUP, undeclared.without(status)):
         assert undeclared.learn(UndeclaredFieldError(refusal)), refusal
         refusals += 1
     assert refusals > 0
     assert stored(older, GROUP) == undeclared.without(status)
     assert {"phase", "membership", "history"} <= stored(older, GROUP).keys()
+    assert "goodput" not in stored(older, GROUP)

@@ -17,7 +17,6 @@ DEFINITION = "definition"
 _SHARED = {
     "tests/cluster/node/": CLUSTER,
     "tests/cluster/training/": CLUSTER,
-    "tests/cluster/upgrade/": CLUSTER,
     "tests/cluster/definition/": DEFINITION,
 }
 

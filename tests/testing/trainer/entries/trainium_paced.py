@@ -1,7 +1,6 @@
-"""The trainer with steps of a steady length: a small model would be through its data before a roll-out has ended.
+"""Run the trainer with steps of a steady length: a small model would be through its data too early.
 
-What the workers of the test of upgrades run in place of the plain entry point, in both versions alike; losses are those
-of the plain trainer.
+Workers run this in place of the plain entry point; losses are those of the plain trainer.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ _STEP_SECONDS = float(os.environ.get("TRAINIUM_TEST_PACE", "0"))
 
 
 def main(argv: list[str]) -> Any:
-    """What the agent calls in each training process."""
+    """Run the trainer; the agent calls this in each training process."""
     from trainium_trainer import cli
     from trainium_trainer.backends.native import NativeBackend
 
