@@ -6,6 +6,7 @@ the last plan was carried out asks for nothing. Every decision is in the status 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from trainium_contract.status.conditions import ConditionType
@@ -13,6 +14,7 @@ from trainium_operator.plan.diagnose.failure_policy import budget_verdict, reach
 from trainium_operator.plan.diagnose.losses import Diagnosis, diagnose
 from trainium_operator.plan.diagnose.stragglers import find_stragglers
 from trainium_operator.plan.faults.failure_budgets import avoided_nodes
+from trainium_operator.plan.features import registry
 from trainium_operator.plan.history.in_place_restarts import take_restarts
 from trainium_operator.plan.history.interruptions import note_losses, with_sound_counts
 from trainium_operator.plan.history.recovered import close_abandoned, close_lapsed, close_recovered
@@ -29,18 +31,15 @@ from trainium_operator.plan.lifecycle.deadlines import end, is_ending, watch_dea
 from trainium_operator.plan.lifecycle.suspension import release, stay_active, suspend
 from trainium_operator.plan.membership.decide import decide_generation, note_request
 from trainium_operator.plan.membership.generation import begin_generation, keep_published
-from trainium_operator.plan.membership.idle_nodes import use_idle_nodes
 from trainium_operator.plan.model.actions import Answer, Plan
 from trainium_operator.plan.model.conditions import is_terminal, with_condition
+from trainium_operator.plan.model.feature import AdmissionState
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.pods.configuration import converge_configuration
-from trainium_operator.plan.pods.device_claims import converge_templates
 from trainium_operator.plan.pods.disruption_budget import limit_disruptions
 from trainium_operator.plan.pods.gang_policy import withhold_pods
-from trainium_operator.plan.pods.network_policy import keep_others_away
 from trainium_operator.plan.pods.refused_pods import with_refusing
 from trainium_operator.plan.pods.replicas import converge_pods
-from trainium_operator.plan.quota.ask import end_quota, keep_quota
 from trainium_operator.plan.report.compiled_sizes import note_compiled
 from trainium_operator.plan.report.events import announce
 from trainium_operator.plan.report.node_conditions import note_nodes
@@ -50,10 +49,8 @@ from trainium_operator.plan.report.tool_conditions import tell_tools
 from trainium_operator.plan.report.write_throttle import write_due
 from trainium_operator.plan.view.corrected_status import correct_status
 from trainium_operator.plan.view.facts import sort_facts
-from trainium_operator.plan.view.grant import Stand
 from trainium_operator.plan.view.image_of_run import with_image_of_run
-from trainium_operator.plan.view.quota_sizes import size_within
-from trainium_operator.plan.view.size import decide_size
+from trainium_operator.plan.view.size import decide_size, size_within
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
@@ -76,10 +73,13 @@ def plan(observed: Observed, settings: PlanSettings) -> Plan:
     size = decide_size(job.spec)
     observed = correct_status(observed, size)
     job = observed.job
-    settings = with_image_of_run(observed, settings)
+    used = tuple(feature for feature in registry.FEATURES if feature.is_used(observed, settings))
+    settings = replace(with_image_of_run(observed, settings), features=used)
     facts = sort_facts(observed, settings, size)
     if is_terminal(job.status):
-        ended = clean_up(facts, job.status).then(Answer(status=job.status, actions=end_quota(facts, job.status)))
+        ended = clean_up(facts, job.status)
+        for feature in used:
+            ended = ended.then(feature.finish(facts, ended.status))
         return _sealed(facts, ended.then(note_change(facts)))
     diagnosis = diagnose(facts)
     losses = diagnosis.losses
@@ -106,7 +106,8 @@ def plan(observed: Observed, settings: PlanSettings) -> Plan:
     if is_ending(answer.status):
         return _sealed(facts, _ended(facts, answer))
     answer = answer.then(converge_configuration(facts, answer.status))
-    answer = answer.then(converge_templates(facts, answer.status))
+    for feature in used:
+        answer = answer.then(feature.converge_before_pods(facts, answer.status))
     if job.spec.suspend:
         answer = answer.then(suspend(facts, close_abandoned(facts, answer.status)))
     elif unadmitted:
@@ -115,13 +116,15 @@ def plan(observed: Observed, settings: PlanSettings) -> Plan:
     else:
         answer = answer.having(stay_active(facts, answer.status))
         answer = answer.then(find_stragglers(facts, answer.status))
-        answer = answer.then(use_idle_nodes(facts, answer.status, losses))
+        for feature in used:
+            answer = answer.then(feature.resize(facts, answer.status, losses))
         answer = answer.then(_decided(facts, answer.status, losses))
         withheld, given_back = withhold_pods(facts, answer.status)
         answer = answer.then(given_back)
         if not withheld:
             answer = answer.then(converge_pods(facts, answer.status, losses))
-    answer = answer.then(keep_quota(facts, answer.status))
+    for feature in used:
+        answer = answer.then(feature.converge(facts, answer.status))
     answer = answer.then(note_drift(facts, answer.status))
     if not _knows_less(facts):
         answer = answer.then(summarise(facts, answer.status))
@@ -167,7 +170,7 @@ def _within_quota(facts: Facts) -> int:
     """The size to work towards: the spec's, unless a queue grants less."""
     if facts.grant is None or facts.grant.releases:
         return facts.size.desired
-    if facts.grant.stand is Stand.UNKNOWN:
+    if facts.grant.stand is AdmissionState.UNKNOWN:
         return facts.job.status.desired or facts.size.desired
     return size_within(facts.size, facts.grant.workers)
 
@@ -190,7 +193,8 @@ def _is_open(status: PublicStatus) -> bool:
 def _sealed(facts: Facts, answer: Answer) -> Plan:
     """The finished plan, with the status as it is to be written now."""
     answer = answer.then(limit_disruptions(facts, answer.status))
-    answer = answer.then(keep_others_away(facts, answer.status))
+    for feature in facts.settings.features:
+        answer = answer.then(feature.finalize(facts, answer.status))
     if is_terminal(answer.status):
         answer = answer.then(expire(facts, answer.status))
     old, status = facts.job.status, answer.status

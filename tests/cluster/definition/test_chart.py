@@ -18,7 +18,7 @@ from trainium_contract.sizes import INSTANCES
 from trainium_operator import generate
 from trainium_operator.cluster.rbac import RIGHTS, NamedAfter, Scope
 from trainium_operator.coordinator.certificates import server_names
-from trainium_operator.plan.manifests.network_policy import network_policy
+from trainium_operator.plan.features.network_policy.policy import network_policy
 from trainium_operator.plan.model.observed import JobView, WorkerIngress
 from trainium_operator.settings import parse_settings
 

@@ -44,7 +44,6 @@ from trainium_contract.status.internal import FailureRecord
 from trainium_contract.wire.messages import HeartbeatRequest, KernelEvent, ProcessFailure, WorkerPhase
 from trainium_operator.plan.diagnose import failure_policy, losses
 from trainium_operator.plan.faults import failure_budgets
-from trainium_operator.plan.faults.device_signals import health_problem, taint_problem
 from trainium_operator.plan.faults.ends import (
     cause_of_leaving,
     classify_pod_failure,
@@ -52,6 +51,7 @@ from trainium_operator.plan.faults.ends import (
     meaning_of_failure,
 )
 from trainium_operator.plan.faults.node_signals import Demand, bad_status, kernel_problem, problems_of
+from trainium_operator.plan.features.dra.claims import health_problem, taint_problem
 from trainium_operator.plan.model.devices import DeviceTaint
 from trainium_operator.plan.model.observed import NodeCondition, NodeReadiness, NodeView, PodPhase, PodView, Taint
 from trainium_operator.plan.model.reasons import Reason

@@ -20,6 +20,7 @@ from trainium_contract.wire.messages import (
     Transition,
     WorkerPhase,
 )
+from trainium_operator.plan.features import registry
 from trainium_operator.plan.manifests import config_maps
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.actions import Action, CreatePod, DeletePod, Plan, PublishMembership
@@ -39,7 +40,12 @@ from trainium_operator.plan.view.facts import Facts, sort_facts
 from trainium_operator.plan.view.size import decide_size
 
 NOW = 1_800_000_000.0
-SETTINGS = PlanSettings(image="trainer:1", coordinator="coordinator.system.svc:8443", extra_priority_class="idle-nodes")
+SETTINGS = PlanSettings(
+    image="trainer:1",
+    coordinator="coordinator.system.svc:8443",
+    extra_priority_class="idle-nodes",
+    features=registry.FEATURES,
+)
 CA = "-----BEGIN CERTIFICATE-----\n"
 
 

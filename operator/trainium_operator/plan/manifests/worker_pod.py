@@ -14,7 +14,6 @@ from trainium_contract.spec.recovery import HangSpec
 from trainium_contract.spec.workers import Device
 from trainium_contract.wire import worker_env as env
 from trainium_contract.wire.log_line import LogFormat
-from trainium_operator.plan.manifests.claims import claiming
 from trainium_operator.plan.manifests.devices import device_tolerations, expected_devices, extended_resources
 from trainium_operator.plan.manifests.owned_object import content_hash, owner_reference
 from trainium_operator.plan.manifests.requests import SHARED_MEMORY, WORKER_CONTAINER, with_worker_needs
@@ -186,7 +185,7 @@ def _pod_spec(job: JobView, settings: PlanSettings) -> Json:
         "tolerations": device_tolerations(accelerator),
         "containers": [_container(job, settings)],
         "volumes": _volumes(job.name, spec),
-        **claiming(job)[0],
+        **_feature_fields(job, settings)[0],
     }
     if accelerator.instance_type:
         body["nodeSelector"] = {"node.kubernetes.io/instance-type": accelerator.instance_type}
@@ -215,10 +214,21 @@ def _container(job: JobView, settings: PlanSettings) -> Json:
         ],
     }
     extended = extended_resources(job.spec.workers.accelerator)
-    claims = claiming(job)[1]
+    claims = _feature_fields(job, settings)[1]
     if extended or claims:
         container["resources"] = {**({"limits": extended, "requests": extended} if extended else {}), **claims}
     return container
+
+
+def _feature_fields(job: JobView, settings: PlanSettings) -> tuple[Json, Json]:
+    """Return what optional features add to the spec of each pod, and to the resources of the worker container."""
+    spec: Json = {}
+    resources: Json = {}
+    for feature in settings.features:
+        of_spec, of_resources = feature.pod_fields(job)
+        spec |= of_spec
+        resources |= of_resources
+    return spec, resources
 
 
 def _precompiling(job: JobView, spec: Json) -> list[Json]:

@@ -37,13 +37,15 @@ from trainium_operator.plan.membership.ranks import assign_ranks, first_order, m
 from trainium_operator.plan.model.conditions import is_true, with_condition
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.model.text import counted
-from trainium_operator.plan.view.extras import joining, staying
 from trainium_operator.plan.view.facts import newcomers_of, sound_newcomers
 from trainium_operator.plan.view.progress import is_settled
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from trainium_contract.job import TrainingJobStatus
     from trainium_contract.status.public import PublicStatus
+    from trainium_contract.wire.messages import Member
     from trainium_operator.plan.diagnose.loss import Loss
     from trainium_operator.plan.model.conditions import AnyShown
     from trainium_operator.plan.view.facts import Facts
@@ -297,3 +299,24 @@ def _decided(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...]) 
         if decision.new is not None:
             break
     return Decision(status=status, new=decision.new, looks=looks)
+
+
+def staying(facts: Facts, members: Sequence[Member], size: int) -> tuple[Member, ...]:
+    """At most `size` of the members: extras go first, then the highest ranks."""
+    extra = {uid for uid, worker in facts.workers.items() if worker.pod.extra}
+    kept = sorted(members, key=lambda member: (member.pod_uid in extra, member.node_rank))[:size]
+    return tuple(sorted(kept, key=lambda member: member.node_rank))
+
+
+def joining(
+    facts: Facts, survivors: Sequence[Member], newcomers: tuple[Worker, ...], size: int, base: int
+) -> tuple[Worker, ...]:
+    """The newcomers that may fill the ranks up to `size`; those beyond `base` are for extras, so that spares stay."""
+    extra = [worker for worker in newcomers if worker.pod.extra]
+    if size <= base or not extra:
+        return newcomers
+    known = {member.pod_uid for member in survivors}
+    taken = sum(worker.pod.extra for uid, worker in facts.workers.items() if uid in known)
+    first = extra[: max(0, size - base - taken)]
+    rest = [worker for worker in newcomers if worker not in first]
+    return (*first, *rest)[: max(0, size - len(survivors))]

@@ -106,6 +106,12 @@ LABELS_READ = frozenset(
 """Labels of a node that plans read; a change of any other is nobody's business."""
 NEURON, EFA = "aws.amazon.com/neuron", "vpc.amazonaws.com/efa"
 RESOURCES_READ = frozenset({NEURON, EFA, "nvidia.com/gpu"})
+LABEL_POD_SET = "kueue.x-k8s.io/podset"
+"""On a worker pod: the pod set of Kueue that it was created for."""
+ANNOTATION_GROUP = f"{GROUP}/gang"
+"""On a worker pod: name of the group that it was created for."""
+CLAIM = "neuron"
+"""Name of the claim in a pod, and of its one request."""
 TAINT_QUARANTINED = f"{GROUP}/quarantined"
 """Our own taint; it follows from the fleet's memory and is never a reason for it."""
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
     from trainium_contract.wire.messages import HeartbeatRequest, Membership, RegisterRequest
     from trainium_operator.plan.model.devices import DevicesView
+    from trainium_operator.plan.model.feature import Feature
     from trainium_operator.plan.model.quota import QuotaView
 
 
@@ -290,6 +291,8 @@ class PlanSettings:
     """Whether jobs may claim their devices."""
     worker_ingress: WorkerIngress | None = None
     """What a NetworkPolicy of each job says; None: none is made."""
+    features: tuple[Feature, ...] = ()
+    """Optional features that the job uses; `plan.plan` sets it."""
     worker_log_format: LogFormat = LogFormat.TEXT
     """What agents and training processes write into their log."""
 

@@ -17,45 +17,24 @@ import hashlib
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from trainium_contract.spec.scheduling import Gang
 from trainium_contract.status.conditions import ConditionType
-from trainium_operator.plan.manifests.affinity import with_affinity
-from trainium_operator.plan.manifests.gang_groups import group_object, mark
-from trainium_operator.plan.model.actions import Answer, ApplyGroup, CreatePod, event
+from trainium_operator.plan.model.actions import Answer, event
 from trainium_operator.plan.model.conditions import with_condition
-from trainium_operator.plan.model.observed import GangApi, PodPhase
-from trainium_operator.plan.model.optional_api import ApiState
+from trainium_operator.plan.model.feature import AdmissionState
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.model.text import rfc3339
 from trainium_operator.plan.pods.deletion import deletion
-from trainium_operator.plan.pods.device_claims import cannot_claim
-from trainium_operator.plan.view.facts import creation_refused
-from trainium_operator.plan.view.grant import Stand
-from trainium_operator.plan.view.quota_sizes import needed_workers
+from trainium_operator.plan.view.facts import creation_refused, refuse_pods
+from trainium_operator.plan.view.size import needed_workers
 
 if TYPE_CHECKING:
-    from typing import Any
-
     from trainium_contract.job import TrainingJobStatus
     from trainium_contract.status.internal import GangStatus
-    from trainium_contract.status.public import PublicStatus
     from trainium_operator.plan.view.facts import Facts
     from trainium_operator.plan.view.workers import Worker
 
 _FIRST_PAUSE_SECONDS = 30.0
 _LONGEST_PAUSE_SECONDS = 600.0
-_BY_SPEC = {
-    Gang.NATIVE: (GangApi.SCHEDULING_GROUP, GangApi.WORKLOAD_REF),
-    Gang.COSCHEDULING: (GangApi.COSCHEDULING,),
-    Gang.AUTO: (GangApi.SCHEDULING_GROUP, GangApi.WORKLOAD_REF, GangApi.COSCHEDULING),
-    Gang.NONE: (),
-}
-
-
-def gang_api(facts: Facts) -> GangApi:
-    """Who sees to it that all workers of this job start together."""
-    served = facts.settings.gang_apis
-    return next((api for api in _BY_SPEC[facts.job.spec.scheduling.gang] if api in served), GangApi.NONE)
 
 
 def least_pods(facts: Facts) -> int:
@@ -66,7 +45,7 @@ def least_pods(facts: Facts) -> int:
 def withhold_pods(facts: Facts, status: TrainingJobStatus) -> tuple[bool, Answer]:
     """Whether no pod may be made now; gives back what a partial gang has held for too long."""
     gang = status.gang
-    if facts.grant is not None and facts.grant.stand is not Stand.ADMITTED:
+    if facts.grant is not None and facts.grant.stand is not AdmissionState.ADMITTED:
         return True, Answer(status=status)
     if status.membership.size > 0:
         gang = gang.replaced(holding_since=None, releases=0, retry_at=None)
@@ -92,31 +71,6 @@ def pause_seconds(uid: str, times: int) -> float:
     return min(_LONGEST_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS * 2.0 ** min(times - 1, 16)) * (0.5 + spread)
 
 
-def create_pods(facts: Facts, status: TrainingJobStatus, manifests: list[dict[str, Any]]) -> Answer:
-    """Ask for these pods, near each other and marked for their gang, and for the gang's object before them."""
-    api = gang_api(facts)
-    near = [{**pod, "spec": with_affinity(pod["spec"], facts.job, facts.settings)} for pod in manifests]
-    group = _group(facts) if status.membership.size == 0 else None
-    if group is None:
-        return Answer(status=status, actions=tuple(map(CreatePod, near)))
-    marked = (mark(pod, api, group["metadata"]["name"]) for pod in near)
-    return Answer(status=status, actions=(ApplyGroup(group), *map(CreatePod, marked)))
-
-
-def waits_as_gang(facts: Facts, status: PublicStatus) -> bool:
-    """Whether no pod that is made now gets a node before all of its group are there."""
-    return status.membership.size == 0 and _group(facts) is not None
-
-
-def is_misplaced(facts: Facts, status: PublicStatus, worker: Worker) -> bool:
-    """Whether a pod without a node waits in a group that can no longer bring it onto one."""
-    pod = worker.pod
-    if not pod.gang or pod.node or pod.phase is not PodPhase.PENDING or worker.agent is not None:
-        return False
-    group = _group(facts) if status.membership.size == 0 else None
-    return group is None or pod.gang != group["metadata"]["name"]
-
-
 def note_admission(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
     """Say whether the workers have their nodes, and who decides it. Never how many: that changes with each pod."""
     admitted, reason, message = _admission(facts, status)
@@ -126,7 +80,7 @@ def note_admission(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus
 def _admission(facts: Facts, status: TrainingJobStatus) -> tuple[bool, Reason, str]:
     gang, grant = status.gang, facts.grant
     if grant is not None and not facts.job.spec.suspend and grant.releases:
-        reason = Reason.EVICTED if grant.stand is Stand.EVICTED else Reason.WAITING_FOR_QUEUE
+        reason = grant.reason or Reason.WAITING_FOR_QUEUE
         leaving = f"; {len(facts.workers)} workers save and leave" if facts.workers else ""
         return False, reason, f"{grant.message}{leaving}"
     bound = len(_bound(facts))
@@ -134,23 +88,16 @@ def _admission(facts: Facts, status: TrainingJobStatus) -> tuple[bool, Reason, s
         return True, Reason.ADMITTED, "the workers have their nodes"
     if facts.job.spec.suspend:
         return False, Reason.SUSPENDED, ""
-    if (missing := creation_refused(facts) or cannot_claim(facts)) is not None:
+    if (missing := creation_refused(facts) or refuse_pods(facts)) is not None:
         return False, *missing
     if gang.retry_at is not None and facts.now < gang.retry_at:
         return False, Reason.GANG_TIMED_OUT, _timed_out(facts, gang)
-    if grant is not None and grant.stand is Stand.UNKNOWN:
-        absent = facts.settings.kueue in (ApiState.OFF, ApiState.ABSENT)
-        return False, Reason.GANG_API_MISSING if absent else Reason.WAITING_FOR_QUEUE, grant.message
-    return False, Reason.WAITING_FOR_GANG, _waiting(facts, gang_api(facts))
-
-
-def _waiting(facts: Facts, api: GangApi) -> str:
-    wanted = facts.job.spec.scheduling.gang
+    if grant is not None and grant.stand is AdmissionState.UNKNOWN:
+        return False, grant.reason or Reason.WAITING_FOR_QUEUE, grant.message
+    how = "".join(feature.describe_wait(facts) for feature in facts.settings.features)
     limit = facts.job.spec.scheduling.gang_timeout_seconds
-    how = "" if api is GangApi.NONE else f" (they wait as a gang, {api.value})"
-    if wanted in (Gang.NATIVE, Gang.COSCHEDULING) and api is GangApi.NONE:
-        how = f" (this cluster does not serve the gang API that was asked for, {wanted.value})"
-    return f"not all workers have a node{how}; if after {limit} s too few have one to begin, they give them back"
+    message = f"not all workers have a node{how}; if after {limit} s too few have one to begin, they give them back"
+    return False, Reason.WAITING_FOR_GANG, message
 
 
 def _timed_out(facts: Facts, gang: GangStatus) -> str:
@@ -160,12 +107,6 @@ def _timed_out(facts: Facts, gang: GangStatus) -> str:
         f"({gang.releases} times since it last trained). The next attempt begins at {rfc3339(gang.retry_at or 0.0)}. "
         "Free or add nodes, lower spec.workers.minReplicas, or raise spec.scheduling.gangTimeoutSeconds."
     )
-
-
-def _group(facts: Facts) -> dict[str, Any] | None:
-    api, least = gang_api(facts), least_pods(facts)
-    version = facts.settings.gang_apis.get(api, "")
-    return group_object(facts.job, api, version, least) if version and least > 1 else None
 
 
 def _bound(facts: Facts) -> list[Worker]:

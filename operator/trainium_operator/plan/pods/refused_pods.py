@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.status.start_failures import MAX_MESSAGE, MAX_NODES, StartFailureNode, StartFailuresStatus
 from trainium_operator.plan.model.observed import PodPhase
-from trainium_operator.plan.pods.gang_policy import waits_as_gang
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -88,7 +87,7 @@ def made_at_once(facts: Facts, status: TrainingJobStatus, missing: int) -> tuple
     A gang waits for its last pod, so a part of it would never be heard: it is made as a whole.
     """
     known = status.start_failures
-    if known.batch <= 0 or waits_as_gang(facts, status):
+    if known.batch <= 0 or any(each.creates_as_a_whole(facts, status) for each in facts.settings.features):
         return missing, ()
     under_way = [
         worker.pod.created + _AT_ONCE_SECONDS

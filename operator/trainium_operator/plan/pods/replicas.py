@@ -24,18 +24,16 @@ from trainium_operator.plan.faults.failure_budgets import (
     has_record_of,
     record_failure,
 )
+from trainium_operator.plan.manifests.affinity import with_affinity
 from trainium_operator.plan.manifests.worker_pod import Avoided, is_outdated, template_hash, worker_pods
 from trainium_operator.plan.model import names
-from trainium_operator.plan.model.actions import Answer, event
+from trainium_operator.plan.model.actions import Answer, CreatePod, event
 from trainium_operator.plan.model.observed import PodPhase
 from trainium_operator.plan.model.reasons import Reason
-from trainium_operator.plan.pods.admitted_places import extras_of, in_places, spares_of
 from trainium_operator.plan.pods.deletion import deletion, ended_last
-from trainium_operator.plan.pods.device_claims import cannot_claim
-from trainium_operator.plan.pods.gang_policy import create_pods, is_misplaced
 from trainium_operator.plan.pods.node_avoidance import forbidden_nodes, released_nodes
 from trainium_operator.plan.pods.refused_pods import made_at_once, made_from, note_refused, with_refusing
-from trainium_operator.plan.view.facts import is_unfit
+from trainium_operator.plan.view.facts import is_unfit, refuse_pods
 from trainium_operator.plan.view.progress import is_settled
 
 if TYPE_CHECKING:
@@ -43,7 +41,7 @@ if TYPE_CHECKING:
     from trainium_contract.status.internal import FailureRecord, InternalStatus
     from trainium_contract.status.public import PublicStatus
     from trainium_operator.plan.diagnose.loss import Loss
-    from trainium_operator.plan.model.actions import DeletePod, EventIntent
+    from trainium_operator.plan.model.actions import Action, DeletePod, EventIntent
     from trainium_operator.plan.model.observed import PodView
     from trainium_operator.plan.view.facts import Facts
     from trainium_operator.plan.view.workers import Worker
@@ -71,8 +69,8 @@ def _converged(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...]
     # Members that a smaller generation leaves out still count: they become its spares, or surplus once it trains.
     staying = len(facts.member_uids - lost)
     moving = sum(member.pod_uid not in lost for member, _ in members_to_move(facts))
-    beyond = extras_of(facts, status)
-    wanted = status.desired - status.idle_nodes.taken + spares_of(facts) + moving
+    beyond = _extras_of(facts, status)
+    wanted = status.desired - status.idle_nodes.taken + _spares_of(facts) + moving
     extras = sum(worker.pod.extra for worker in outsiders) + sum(
         worker is not None and worker.pod.extra for member, worker in facts.members if member.pod_uid not in lost
     )
@@ -102,7 +100,11 @@ def _sort_outsiders(facts: Facts, status: TrainingJobStatus) -> tuple[list[Worke
         if worker in evidence:
             continue
         outdated = (not facts.job.unknown and _outdated(worker, wanted)) or _waits_in_vain(worker, released)
-        if worker.alive and not outdated and not is_misplaced(facts, status, worker):
+        if (
+            worker.alive
+            and not outdated
+            and not any(each.is_misplaced(facts, status, worker) for each in facts.settings.features)
+        ):
             if not is_unfit(facts, worker):
                 usable.append(worker)
             elif _has_left(facts, status, worker):
@@ -216,7 +218,7 @@ def _unfit(facts: Facts, worker: Worker) -> _Failure | None:
 
 def _create(facts: Facts, status: TrainingJobStatus, missing: int, extras: int) -> Answer:
     """So many workers that were asked for, and so many beyond them."""
-    if cannot_claim(facts) is not None:
+    if refuse_pods(facts) is not None:
         return Answer(status=status)
     paused = max(backoff_until(status.failures, facts.now), made_from(status, facts.now))
     allowed = max(paused, facts.observed.creations_from)
@@ -231,8 +233,27 @@ def _create(facts: Facts, status: TrainingJobStatus, missing: int, extras: int) 
     ordinals = range(first, first + missing + extras)
     status = status.replaced(next_pod_ordinal=ordinals.stop)
     avoided = Avoided(required=forbidden_nodes(facts, status), preferred=status.avoided_nodes)
-    manifests = in_places(facts, worker_pods(facts.job, facts.settings, ordinals, avoided, extras=extras))
-    return create_pods(facts, status, manifests)
+    manifests = worker_pods(facts.job, facts.settings, ordinals, avoided, extras=extras)
+    for feature in facts.settings.features:
+        manifests = feature.place_pods(facts, manifests)
+    manifests = [{**pod, "spec": with_affinity(pod["spec"], facts.job, facts.settings)} for pod in manifests]
+    actions: tuple[Action, ...] = ()
+    for feature in facts.settings.features:
+        applied, manifests = feature.group_pods(facts, status, manifests)
+        actions += applied
+    return Answer(status=status, actions=(*actions, *map(CreatePod, manifests)))
+
+
+def _spares_of(facts: Facts) -> int:
+    """Return how many pods to keep beside the desired size."""
+    wanted = facts.size.reserve + facts.job.spec.workers.spares
+    return wanted if facts.grant is None else min(wanted, facts.grant.spares)
+
+
+def _extras_of(facts: Facts, status: PublicStatus) -> int:
+    """Return how many extras to keep beside what was asked for."""
+    wanted = status.idle_nodes.wanted
+    return wanted if facts.grant is None else max(0, min(wanted, facts.grant.workers - facts.size.desired))
 
 
 def _surplus(facts: Facts, status: PublicStatus, outsiders: list[Worker], surplus: int) -> tuple[DeletePod, ...]:

@@ -15,14 +15,13 @@ from trainium_operator.plan.model.conditions import is_true, with_condition
 from trainium_operator.plan.model.observed import STARTING_REASONS, PodPhase
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.model.text import counted, listed, rfc3339
-from trainium_operator.plan.pods.device_claims import cannot_claim, free_devices
 from trainium_operator.plan.pods.disruption_budget import KIND as BUDGET
 from trainium_operator.plan.pods.gang_policy import note_admission
 from trainium_operator.plan.pods.refused_pods import made_from, refusing_nodes
 from trainium_operator.plan.report.checkpoint_health import judge_checkpoints
 from trainium_operator.plan.report.goodput import account
 from trainium_operator.plan.report.run_results import doing, note_results, total_steps
-from trainium_operator.plan.view.facts import beats_of, creation_refused
+from trainium_operator.plan.view.facts import beats_of, creation_refused, refuse_pods
 from trainium_operator.plan.view.progress import is_settled
 
 if TYPE_CHECKING:
@@ -167,14 +166,14 @@ def _missing(facts: Facts, status: TrainingJobStatus) -> tuple[Reason, str]:
         return Reason.NAME_TAKEN, taken[0]
     if (refused := creation_refused(facts)) is not None:
         return refused
-    if (unclaimed := cannot_claim(facts)) is not None:
+    if (unclaimed := refuse_pods(facts)) is not None:
         return unclaimed
     unschedulable = [worker.pod for worker in facts.workers.values() if worker.pod.unschedulable_message]
     if unschedulable:
         pods = listed(tuple(pod.name for pod in unschedulable))
         return (
             Reason.UNSCHEDULABLE,
-            f"{pods} cannot be scheduled: {unschedulable[0].unschedulable_message}{free_devices(facts)}",
+            f"{pods} cannot be scheduled: {unschedulable[0].unschedulable_message}{_capacity(facts)}",
         )
     waiting = [
         worker.pod
@@ -225,6 +224,10 @@ def _held_by_init_containers(facts: Facts) -> tuple[Reason, str] | None:
         f"{text} for more than {SLOW_INIT_SECONDS // 60:.0f} minutes, and the worker waits for it: "
         f"kubectl logs {pod.name} -c {pod.init_container} -n {facts.job.namespace}"
     )
+
+
+def _capacity(facts: Facts) -> str:
+    return "".join(feature.describe_capacity(facts) for feature in facts.settings.features)
 
 
 def _kept_away(facts: Facts, status: TrainingJobStatus) -> str:

@@ -12,7 +12,6 @@ from trainium_contract.faults.causes import Cause
 from trainium_contract.faults.node_polarity import Severity
 from trainium_operator.plan.model.observed import SILENCE_TOLD_SECONDS
 from trainium_operator.plan.model.reasons import Reason
-from trainium_operator.plan.view.grant import granted
 from trainium_operator.plan.view.node_problems import troubles_of
 from trainium_operator.plan.view.workers import Worker, any_broke_off, contact_of, with_contact, workers_of
 
@@ -21,8 +20,8 @@ if TYPE_CHECKING:
 
     from trainium_contract.wire.messages import HeartbeatRequest, Member, Membership
     from trainium_operator.plan.faults.node_signals import NodeProblem
+    from trainium_operator.plan.model.feature import Grant
     from trainium_operator.plan.model.observed import JobView, Observed, PlanSettings
-    from trainium_operator.plan.view.grant import Grant
     from trainium_operator.plan.view.size import SizeDecision
 
 
@@ -50,7 +49,7 @@ class Facts:
     lost_contact: str = ""
     """Why silence says nothing now, as a sentence for people; see `contact`. Empty while workers merely start."""
     grant: Grant | None = None
-    """What Kueue grants the job; None for a job without a queue."""
+    """What a queue grants the job; None for a job without a queue."""
 
     @property
     def job(self) -> JobView:
@@ -86,7 +85,7 @@ def sort_facts(observed: Observed, settings: PlanSettings, size: SizeDecision) -
     workers = with_contact(workers, contact)
     listed = current.members if current is not None else ()
     uids = {member.pod_uid for member in listed}
-    troubles = troubles_of(observed, workers)
+    troubles = troubles_of(observed, workers, settings.features)
     return Facts(
         observed=observed,
         settings=settings,
@@ -99,7 +98,7 @@ def sort_facts(observed: Observed, settings: PlanSettings, size: SizeDecision) -
         troubles=troubles.by_pod,
         counts_from=troubles.counts_from + _confirmed_at(observed, workers),
         lost_contact=contact.lost if any_broke_off(workers.values(), observed.coordinator_since) else "",
-        grant=granted(observed, settings),
+        grant=next(filter(None, (each.admit(observed, settings) for each in settings.features)), None),
     )
 
 
@@ -164,3 +163,8 @@ def creation_refused(facts: Facts) -> tuple[Reason, str] | None:
         f"The API server refuses to create what the job needs: {facts.observed.creation_refusal.rstrip('. ')}. Correct "
         "what it names; the operator tries again by itself, at least once a minute"
     )
+
+
+def refuse_pods(facts: Facts) -> tuple[Reason, str] | None:
+    """Return why a feature that the job uses allows no new pod now, and what to do; None where pods can be created."""
+    return next(filter(None, (feature.refuse_pods(facts) for feature in facts.settings.features)), None)

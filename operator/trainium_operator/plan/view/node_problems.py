@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING
 from trainium_contract.faults.causes import Cause
 from trainium_contract.faults.node_polarity import Severity
 from trainium_contract.spec.health import PreflightCheck
-from trainium_operator.plan.faults.device_signals import health_problem, taint_problem
 from trainium_operator.plan.faults.node_signals import Demand, NodeProblem, kernel_problem, problems_of, with_rules
 from trainium_operator.plan.manifests.devices import extended_resources, tolerations_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from trainium_contract.job import TrainingJobSpec
     from trainium_contract.wire.messages import HeartbeatRequest
+    from trainium_operator.plan.model.feature import Feature
     from trainium_operator.plan.model.observed import NodeView, Observed
     from trainium_operator.plan.view.workers import Worker
 
@@ -40,7 +40,7 @@ class Troubles:
     """When problems that are still too young will count (Unix seconds)."""
 
 
-def troubles_of(observed: Observed, workers: Mapping[str, Worker]) -> Troubles:
+def troubles_of(observed: Observed, workers: Mapping[str, Worker], features: Collection[Feature]) -> Troubles:
     """Look at the node of each worker."""
     found: dict[str, NodeProblem] = {}
     later: set[float] = set()
@@ -53,7 +53,7 @@ def troubles_of(observed: Observed, workers: Mapping[str, Worker]) -> Troubles:
         if node.name not in seen:
             demand = demand or demand_of(observed.job.spec)
             seen[node.name] = _worst(node, demand, observed, later)
-        known = _worse(_with_kernel(worker, seen[node.name], observed), _of_devices(worker, observed))
+        known = _worse(_with_kernel(worker, seen[node.name], observed), _of_features(worker, observed, features))
         problem = known or _of_clock(worker)
         if problem is not None:
             found[uid] = problem
@@ -83,13 +83,10 @@ def _worst(node: NodeView, demand: Demand, observed: Observed, later: set[float]
     return None
 
 
-def _of_devices(worker: Worker, observed: Observed) -> NodeProblem | None:
-    """The worst of what is said of the devices that the worker claims."""
-    taints = observed.devices.taints.get(worker.pod.uid, ()) if observed.devices is not None else ()
-    if not taints and not worker.pod.device_health:
-        return None
-    found = (*filter(None, map(taint_problem, taints)), health_problem(worker.pod.device_health))
-    worst = max(filter(None, found), key=lambda problem: problem.severity, default=None)
+def _of_features(worker: Worker, observed: Observed, features: Collection[Feature]) -> NodeProblem | None:
+    """Return the worst problem of what the worker holds of its node."""
+    found = (problem for feature in features for problem in feature.node_problems(observed, worker))
+    worst = max(found, key=lambda problem: problem.severity, default=None)
     return None if worst is None else _as_it_counts(worst, observed)
 
 

@@ -172,3 +172,21 @@ def _none_legal(smallest: int, requested: int, shape: BatchShape) -> str:
         f"No size from {smallest} to {requested} nodes is legal: {advice}. {_rule(shape)} "
         "Change spec.workers.replicas (and minReplicas) or spec.trainer.batch."
     )
+
+
+def needed_workers(size: SizeDecision) -> int:
+    """Workers that the job cannot begin without; 0 when no size is legal."""
+    if size.shape is None or not size.desired:
+        return 0
+    return next(filter(size.shape.is_legal, range(size.floor, size.desired + 1)), 0)
+
+
+def size_within(size: SizeDecision, workers: int) -> int:
+    """The size to work towards with quota for so many workers.
+
+    A job whose new smallest size is not granted yet goes on with what it has.
+    """
+    if size.shape is None or not size.desired:
+        return 0
+    most = min(workers, size.desired)
+    return size.shape.best(most, size.floor) or size.shape.best(most)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from trainium_operator.cluster.cache.kueue_views import flavor_view, priority_view, with_conditions, workload_view
+from trainium_operator.plan.features.kueue.ask import _return
 from trainium_operator.plan.model.quota import PodSetGrant, Said, WorkloadCondition
-from trainium_operator.plan.quota.ask import _return
 
 NOW = "2026-11-23T09:20:00Z"
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from plan_builders import SETTINGS, job, spec
 
-from trainium_operator.plan.manifests.claims import claim_template
+from trainium_operator.plan.features.dra.template import claim_template
 from trainium_operator.plan.manifests.worker_pod import Avoided, template_hash, worker_pods
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from plan_builders import SETTINGS, job, spec
 
-from trainium_operator.plan.manifests.network_policy import network_policy
+from trainium_operator.plan.features.network_policy.policy import network_policy
 from trainium_operator.plan.manifests.worker_pod import pod_template
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.observed import WorkerIngress

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from plan_builders import SETTINGS, job, spec
 
+from trainium_operator.plan.features.kueue.workload import workload
 from trainium_operator.plan.manifests.worker_pod import Avoided, pod_template, template_hash, worker_pods
-from trainium_operator.plan.manifests.workloads import workload
 
 TRN1 = {"accelerator": {"instanceType": "trn1.32xlarge"}}
 

@@ -18,9 +18,9 @@ from trainium_contract.wire.messages import Transition, WorkerPhase
 from trainium_operator.plan.membership.decide import finish_decided, note_request, resize
 from trainium_operator.plan.membership.generation import Decision
 from trainium_operator.plan.model.conditions import find_condition, with_condition
+from trainium_operator.plan.model.feature import AdmissionState, Grant
 from trainium_operator.plan.model.observed import Observed, PodPhase
 from trainium_operator.plan.model.reasons import Reason
-from trainium_operator.plan.view.grant import Grant, Stand
 
 REST = 30
 
@@ -201,7 +201,7 @@ def _told(seen: Observed, status: TrainingJobStatus) -> str:
     ("desired", "message"), [(3, "from 2 to 3 nodes: the queue grants 3 of 4"), (4, "from 2 to 4 nodes")]
 )
 def test_a_size_that_a_queue_decided_is_told_as_its(desired: int, message: str) -> None:
-    facts = replace(facts_of(job(2, 2)), grant=Grant(stand=Stand.ADMITTED, workers=desired))
+    facts = replace(facts_of(job(2, 2)), grant=Grant(stand=AdmissionState.ADMITTED, workers=desired))
     assert resize(facts, wants(desired)).status.history[-1].message == message
 
 

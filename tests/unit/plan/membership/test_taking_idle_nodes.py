@@ -16,11 +16,11 @@ from trainium_contract.status.ledger import SizeAccount
 from trainium_contract.status.public import CompiledStatus, ProgressStatus
 from trainium_contract.wire.messages import WorkerPhase
 from trainium_operator.plan.diagnose.loss import Loss
-from trainium_operator.plan.membership.idle_nodes import use_idle_nodes
+from trainium_operator.plan.features.idle_nodes.policy import use_idle_nodes
 from trainium_operator.plan.model.conditions import with_condition
+from trainium_operator.plan.model.feature import AdmissionState, Grant
 from trainium_operator.plan.model.observed import Observed, PodPhase
 from trainium_operator.plan.model.reasons import Reason
-from trainium_operator.plan.view.grant import Grant, Stand
 
 if TYPE_CHECKING:
     from trainium_operator.plan.model.actions import Answer
@@ -258,7 +258,7 @@ def test_after_a_loss_the_job_goes_on_at_once_with_the_extras_that_are_there() -
 
 @pytest.mark.parametrize(("granted", "size"), [(1, 2), (2, 2), (3, 3), (4, 4), (9, 4)])
 def test_of_the_extras_only_as_many_count_as_a_queue_grants(granted: int, size: int) -> None:
-    facts = replace(facts_of(job(extras=2)), grant=Grant(stand=Stand.ADMITTED, workers=granted))
+    facts = replace(facts_of(job(extras=2)), grant=Grant(stand=AdmissionState.ADMITTED, workers=granted))
     assert use_idle_nodes(facts, asked(), ()).status.desired == size
 
 

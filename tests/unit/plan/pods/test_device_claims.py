@@ -10,7 +10,7 @@ from plan_builders import SETTINGS, agent, created, deleted, job, newest, observ
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.conditions import ConditionType, Phase
-from trainium_operator.plan.manifests.claims import claim_template
+from trainium_operator.plan.features.dra.template import claim_template
 from trainium_operator.plan.model.actions import ApplyObject, CreatePod, DropTemplate, Plan
 from trainium_operator.plan.model.conditions import find_condition
 from trainium_operator.plan.model.devices import DevicesView, DeviceTaint

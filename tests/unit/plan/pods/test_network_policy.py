@@ -9,7 +9,7 @@ import pytest
 from plan_builders import NOW, SETTINGS, created, job, observed, pod, running, spec
 
 from trainium_contract.status.conditions import ConditionType
-from trainium_operator.plan.manifests.network_policy import KIND, network_policy
+from trainium_operator.plan.features.network_policy.policy import KIND, network_policy
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.actions import ApplyPolicy, Plan
 from trainium_operator.plan.model.conditions import find_condition, with_condition

@@ -11,6 +11,7 @@ from plan_builders import NOW, SETTINGS, created, deleted, job, observed, pod, r
 from trainium_contract.job import TrainingJobStatus
 from trainium_contract.status.activity import ActivityStatus
 from trainium_contract.status.conditions import Condition, ConditionStatus, ConditionType
+from trainium_operator.plan.features.kueue.ask import MOST_STEPS, steps_from
 from trainium_operator.plan.model.actions import AskQuota, CreatePod, DropQuota, Plan, PublishMembership, TellQuota
 from trainium_operator.plan.model.conditions import find_condition
 from trainium_operator.plan.model.optional_api import ApiState
@@ -23,7 +24,6 @@ from trainium_operator.plan.model.quota import (
     WorkloadView,
 )
 from trainium_operator.plan.plan import plan
-from trainium_operator.plan.view.quota_sizes import MOST_STEPS, steps_from
 from trainium_operator.plan.view.size import decide_size
 
 if TYPE_CHECKING:

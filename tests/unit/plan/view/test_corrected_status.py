@@ -14,7 +14,7 @@ from trainium_contract.status.internal import FailureRecord, GangStatus
 from trainium_contract.status.interruptions import Rung
 from trainium_contract.status.public import MembershipStatus, ProgressStatus
 from trainium_contract.status.start_failures import StartFailuresStatus
-from trainium_operator.plan.membership import idle_nodes
+from trainium_operator.plan.features.idle_nodes import policy as idle_nodes
 from trainium_operator.plan.model.text import rfc3339
 from trainium_operator.plan.pods import gang_policy
 from trainium_operator.plan.view.corrected_status import correct_status

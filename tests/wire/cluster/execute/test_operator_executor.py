@@ -24,8 +24,8 @@ from trainium_operator.cluster.api.resources import (
 from trainium_operator.cluster.api.transport import HttpResponse
 from trainium_operator.cluster.execute.deletion_limit import LEAST, HeldBackError
 from trainium_operator.cluster.execute.executor import BESIDE_A_START
+from trainium_operator.plan.features.network_policy.policy import network_policy
 from trainium_operator.plan.manifests.config_maps import membership_map
-from trainium_operator.plan.manifests.network_policy import network_policy
 from trainium_operator.plan.model.actions import (
     ApplyObject,
     ApplyPolicy,

@@ -22,8 +22,6 @@ Json = dict[str, Any]
 
 KIND = "Workload"
 LABEL_JOB_UID = "kueue.x-k8s.io/job-uid"
-LABEL_POD_SET = "kueue.x-k8s.io/podset"
-ANNOTATION_WORKLOAD = "kueue.x-k8s.io/workload"
 _OF_POD = ("nodeSelector", "tolerations", "priorityClassName", "runtimeClassName", "overhead", "resourceClaims")
 _OF_CONTAINER = ("name", "resources", "restartPolicy")
 

@@ -23,11 +23,12 @@ from trainium_operator.plan.membership.growth import compile_seconds, grows_agai
 from trainium_operator.plan.model.actions import Answer
 from trainium_operator.plan.model.conditions import is_true
 from trainium_operator.plan.model.observed import PodPhase
-from trainium_operator.plan.view.extras import extras_alive, extras_usable
 from trainium_operator.plan.view.facts import sound_newcomers
 from trainium_operator.plan.view.progress import is_settled, past_steps, price_of_a_change
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from trainium_contract.job import TrainingJobStatus
     from trainium_contract.status.public import PublicStatus
     from trainium_operator.plan.diagnose.loss import Loss
@@ -169,3 +170,14 @@ def _trains_on(facts: Facts, status: PublicStatus) -> bool:
     """Everybody trains, no size was asked for, and steps are left."""
     finished = any(worker is not None and worker.finished for _, worker in facts.members)
     return is_settled(facts) and not finished and not is_true(status, ConditionType.RESIZING) and not past_steps(status)
+
+
+def extras_alive(facts: Facts) -> tuple[Worker, ...]:
+    """Extras that are there or may come, by ordinal."""
+    return tuple(worker for worker in facts.workers.values() if worker.pod.extra and worker.alive)
+
+
+def extras_usable(facts: Facts, lost: Collection[str]) -> tuple[Worker, ...]:
+    """Extras that train, or can join at once; `lost` are pod uids of members that do not count."""
+    members = [worker for _, worker in facts.members if worker is not None and worker.pod.uid not in lost]
+    return tuple(worker for worker in (*members, *sound_newcomers(facts)) if worker.pod.extra)

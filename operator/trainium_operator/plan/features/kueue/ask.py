@@ -10,13 +10,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainium_contract.status.conditions import ConditionType
-from trainium_operator.plan.manifests.workloads import workload
+from trainium_operator.plan.features.kueue.grant import QueueGrant, needed, steps
+from trainium_operator.plan.features.kueue.workload import workload
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.actions import Answer, AskQuota, DropQuota, TellQuota
 from trainium_operator.plan.model.conditions import is_true
+from trainium_operator.plan.model.feature import AdmissionState
 from trainium_operator.plan.model.quota import WORKERS, Said, WorkloadCondition
-from trainium_operator.plan.view.grant import Stand, needed, steps
-from trainium_operator.plan.view.quota_sizes import MOST_STEPS, needed_workers, steps_from
+from trainium_operator.plan.view.size import needed_workers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -26,8 +27,10 @@ if TYPE_CHECKING:
     from trainium_operator.plan.model.actions import QuotaAction
     from trainium_operator.plan.model.quota import QuotaView, WorkloadView
     from trainium_operator.plan.view.facts import Facts
-    from trainium_operator.plan.view.grant import Grant
+    from trainium_operator.plan.view.size import SizeDecision
 
+MOST_STEPS = 8
+"""Workloads beside the first; with more useful sizes than that a step is several of them."""
 _AT_ONCE = frozenset({"Preempted", "NodeFailures"})
 """Reasons of evictions after which a Workload is queued again at once; after others Kueue says when."""
 
@@ -37,7 +40,7 @@ def keep_quota(facts: Facts, status: TrainingJobStatus) -> Answer:
     quota, grant = facts.observed.quota, facts.grant
     if quota is None:
         return Answer(status=status)
-    if grant is None:  # its queue was cleared
+    if not isinstance(grant, QueueGrant):  # its queue was cleared
         return Answer(status=status, actions=_dropped(quota.workloads))
     if facts.job.spec.suspend or not facts.size.desired:
         return Answer(status=status, actions=_dropped(quota.workloads) if not _pods(facts) else ())
@@ -47,17 +50,17 @@ def keep_quota(facts: Facts, status: TrainingJobStatus) -> Answer:
             return Answer(status=status)
         gone = _dropped(quota.workloads)
         return Answer(status=status, actions=gone or (_ask(facts, quota, 0, needed_workers(facts.size)),))
-    if grant.stand is not Stand.ADMITTED:
+    if grant.stand is not AdmissionState.ADMITTED:
         return Answer(status=status, actions=tuple(_waits(facts, quota, base)))
     extras = status.idle_nodes.wanted
     return Answer(status=status, actions=(*_steps(facts, quota, grant, extras), *_ready(quota, status)))
 
 
-def end_quota(facts: Facts, status: PublicStatus) -> tuple[QuotaAction, ...]:
+def end_quota(facts: Facts, status: TrainingJobStatus) -> Answer:
     """Tell Kueue that the job has ended, once none of its pods runs; what was never admitted is deleted."""
     quota = facts.observed.quota
     if quota is None or _pods(facts):
-        return ()
+        return Answer(status=status)
     succeeded = is_true(status, ConditionType.COMPLETE)
     said = Said(
         WorkloadCondition.FINISHED,
@@ -66,7 +69,8 @@ def end_quota(facts: Facts, status: PublicStatus) -> tuple[QuotaAction, ...]:
         message=status.verdict or "the job has ended",
     )
     open_ = [each for each in quota.workloads if not each.finished and not each.deleting]
-    return tuple(_tell(each, said) if each.part == 0 else DropQuota(each.name, each.uid) for each in open_)
+    ended = (_tell(each, said) if each.part == 0 else DropQuota(each.name, each.uid) for each in open_)
+    return Answer(status=status, actions=tuple(ended))
 
 
 def _pods(facts: Facts) -> int:
@@ -93,7 +97,7 @@ def _waits(facts: Facts, quota: QuotaView, base: WorkloadView) -> Iterator[Quota
             yield asked
 
 
-def _steps(facts: Facts, quota: QuotaView, grant: Grant, extras: int) -> Iterator[QuotaAction]:
+def _steps(facts: Facts, quota: QuotaView, grant: QueueGrant, extras: int) -> Iterator[QuotaAction]:
     held = [each for each in steps(quota) if each.holds]
     loose = [each for each in steps(quota) if not each.holds and not each.deleting]
     base = needed(quota)
@@ -116,7 +120,7 @@ def _steps(facts: Facts, quota: QuotaView, grant: Grant, extras: int) -> Iterato
     yield from _too_many(facts, held, covered - facts.size.desired - extras, grant)
 
 
-def _too_many(facts: Facts, held: list[WorkloadView], unneeded: int, grant: Grant) -> Iterator[QuotaAction]:
+def _too_many(facts: Facts, held: list[WorkloadView], unneeded: int, grant: QueueGrant) -> Iterator[QuotaAction]:
     """Give back the last step among `unneeded` workers that a smaller job has no use for, when its pods are gone."""
     for each in reversed(held):
         workers = each.asked.get(WORKERS, 0)
@@ -177,3 +181,18 @@ def _return(each: WorkloadView) -> TellQuota:
 
 def _tell(each: WorkloadView, said: Said) -> TellQuota:
     return TellQuota(name=each.name, uid=each.uid, version=each.version, conditions=(said,))
+
+
+def steps_from(size: SizeDecision, workers: int, most: int = MOST_STEPS, *, extras: int = 0) -> tuple[int, ...]:
+    """Workers of each further step, from so many workers up to the desired size and `extras`; at most `most` steps."""
+    largest = size.desired + extras
+    if size.shape is None or workers >= largest or most < 1:
+        return ()
+    elastic = size.floor < size.desired or workers >= size.desired
+    between = size.shape.useful_sizes(workers + 1, largest) if elastic else (size.desired,)
+    ends = [each for each in between if each < largest]
+    ends.append(largest)
+    # Evenly thinned out, and the last is kept: that is the size which the job asks for.
+    count = min(most, len(ends))
+    ends = [ends[(number + 1) * len(ends) // count - 1] for number in range(count)]
+    return tuple(end - begin for begin, end in zip((workers, *ends), ends, strict=False))

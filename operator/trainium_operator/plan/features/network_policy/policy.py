@@ -1,15 +1,28 @@
-"""Policy: others are kept away from a job's workers by a NetworkPolicy, as soon as there are pods.
+"""Create the job's NetworkPolicy as soon as there are pods, and report why it is missing.
 
-Nothing waits for it: it is written after the pods, with a pause of its own when it is refused, and a job without it
-trains. What keeps it from being there is told in the condition NetworkPolicyApplied, which a job has only from then on.
+Workers accept connections from the job's own workers, at every port (the store of a generation, collectives, tests of
+pairs), from the operator's pods, which check whether the port of a silent agent still answers, and from what the
+chart's `networkPolicy.jobs.ingress` adds. Workers serve no metrics, and what goes through the kubelet (probes, logs,
+exec, port-forward, so all of `kubectl trn`) is not subject to policies. Policies add up, so a job with ports of its own
+is opened further by another policy that selects its pods.
+
+Egress is left open: a job reaches the coordinator, DNS, shared file systems, S3 and hubs, wherever those are, and a
+rule that omits one of them is an outage. EFA traffic bypasses the kernel's network, so no policy sees it; the security
+group of the device decides there. Pods on the network of their host are no target of any policy, and no rule by pod
+labels recognises them: an existing policy then admits everybody.
+
+Guarantees:
+- Nothing waits for the policy: it is written after the pods, with a back-off of its own, and a job without it trains.
+- It depends on names and settings alone, so it is written once in a job's life.
+- The condition NetworkPolicyApplied exists only from the first refusal on.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainium_contract.status.conditions import ConditionType
-from trainium_operator.plan.manifests.network_policy import KIND, network_policy, on_host_network
+from trainium_operator.plan.manifests.owned_object import owned_object
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.actions import Answer, ApplyPolicy, event
 from trainium_operator.plan.model.conditions import find_condition, is_terminal, is_true, with_condition
@@ -17,15 +30,21 @@ from trainium_operator.plan.model.reasons import Reason
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
-    from trainium_operator.plan.model.observed import PolicyRefusal
+    from trainium_operator.plan.model.observed import JobView, PolicyRefusal, WorkerIngress
     from trainium_operator.plan.view.facts import Facts
 
+Json = dict[str, Any]
+
+KIND = "NetworkPolicy"
+API_VERSION = "networking.k8s.io/v1"
+_NAMESPACE_NAME = "kubernetes.io/metadata.name"
+"""Label that the API server gives every namespace."""
 _KIND = ConditionType.NETWORK_POLICY_APPLIED
 LOOK_SECONDS = 5.0
 """Until the policies that there are have been read."""
 
 
-def keep_others_away(facts: Facts, status: TrainingJobStatus) -> Answer:
+def reconcile_network_policy(facts: Facts, status: TrainingJobStatus) -> Answer:
     """Make the policy, or bring it in line with the settings; what turned out not to be possible is told."""
     observed, ingress = facts.observed, facts.settings.worker_ingress
     if ingress is None:
@@ -65,3 +84,26 @@ def _without_condition(status: TrainingJobStatus) -> TrainingJobStatus:
     if find_condition(status, _KIND) is None:
         return status
     return status.replaced(conditions=tuple(each for each in status.conditions if each.type is not _KIND))
+
+
+def network_policy(job: JobView, ingress: WorkerIngress) -> Json:
+    """The complete manifest."""
+    peers = {"from": [{"podSelector": {"matchLabels": names.selector_labels(job.name)}}]}
+    operator = {
+        "namespaceSelector": {"matchLabels": {_NAMESPACE_NAME: ingress.operator_namespace}},
+        "podSelector": {"matchLabels": dict(ingress.operator_labels)},
+    }
+    # The port that an agent reserves is any free one.
+    probes = {"from": [operator], "ports": [{"protocol": "TCP"}]}
+    rules: list[Json] = [{}] if on_host_network(job) else [peers, probes, *map(dict, ingress.rules)]
+    spec = {
+        "podSelector": {"matchLabels": names.selector_labels(job.name)},
+        "policyTypes": ["Ingress"],
+        "ingress": rules,
+    }
+    return owned_object(job, API_VERSION, KIND, names.network_policy_name(job.name), {"spec": spec}, "network")
+
+
+def on_host_network(job: JobView) -> bool:
+    """Whether pods made now are on the network of their host."""
+    return (job.spec.workers.template.get("spec") or {}).get("hostNetwork") is True

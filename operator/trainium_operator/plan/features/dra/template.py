@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from trainium_contract.spec.claim import DRIVER
 from trainium_operator.plan.manifests.owned_object import content_hash, owned_object
 from trainium_operator.plan.model import names
+from trainium_operator.plan.model.names import CLAIM
 
 if TYPE_CHECKING:
     from trainium_contract.spec.claim import ClaimSpec
@@ -22,8 +23,6 @@ Json = dict[str, Any]
 
 KIND = "ResourceClaimTemplate"
 API_VERSION = "resource.k8s.io/v1"
-CLAIM = "neuron"
-"""Name of the claim in a pod, and of its one request."""
 _GROUPS = "resource.aws.com/devicegroup{}_id"
 """Attribute that devices share which are connected with each other, by the size of the group."""
 _PARAMETERS = "neuron.aws.com/v1"

@@ -8,15 +8,25 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainium_operator.plan.manifests.claims import claim_template
+from trainium_contract.faults.classify import cause_of_claim_health, cause_of_device_taint
+from trainium_contract.faults.node_polarity import Severity
+from trainium_operator.plan.faults.node_signals import NodeProblem
+from trainium_operator.plan.features.dra.template import claim_template
 from trainium_operator.plan.model.actions import Answer, ApplyObject, DropTemplate
 from trainium_operator.plan.model.optional_api import ApiState
 from trainium_operator.plan.model.reasons import Reason
 
 if TYPE_CHECKING:
-    from trainium_contract.job import TrainingJobStatus
-    from trainium_operator.plan.view.facts import Facts
+    from collections.abc import Iterator
 
+    from trainium_contract.job import TrainingJobStatus
+    from trainium_operator.plan.model.devices import DeviceTaint
+    from trainium_operator.plan.model.observed import Observed
+    from trainium_operator.plan.view.facts import Facts
+    from trainium_operator.plan.view.workers import Worker
+
+_SEVERITY = {"NoExecute": Severity.DRAIN, "NoSchedule": Severity.SUSPECT}
+"""Of a taint: its holder is about to be evicted, or would not be put there any more."""
 _WHY = {
     ApiState.OFF: "devices are not claimed here: install the chart with dra.enabled=true, or leave out "
     "workers.accelerator.claim and install the Neuron device plugin",
@@ -60,3 +70,32 @@ def free_devices(facts: Facts) -> str:
     if devices is None or not count:
         return ""
     return f" Nodes that have {count} free devices: {len(devices.free_nodes)} of {devices.nodes}."
+
+
+def find_problems(observed: Observed, worker: Worker) -> Iterator[NodeProblem]:
+    """Return what is reported about the devices that the worker claims.
+
+    A taint says nothing of the other devices of its node, which the scheduler may give to a new worker; a device that
+    is unhealthy and not tainted would be given out again, so its node is left.
+    """
+    taints = observed.devices.taints.get(worker.pod.uid, ()) if observed.devices is not None else ()
+    yield from filter(None, (*map(taint_problem, taints), health_problem(worker.pod.device_health)))
+
+
+def taint_problem(taint: DeviceTaint) -> NodeProblem | None:
+    """What a taint of a claimed device says; None where it asks nothing of its holder."""
+    cause = cause_of_device_taint(taint.effect)
+    if cause is None:
+        return None
+    key = f"{taint.key}={taint.value}" if taint.value else taint.key
+    source, reason = f"device taint {key}", f"{taint.effect}, device {taint.device}"
+    return NodeProblem(_SEVERITY.get(taint.effect, Severity.SUSPECT), cause, source, reason, taint.since)
+
+
+def health_problem(told: tuple[str, str] | None) -> NodeProblem | None:
+    """What the kubelet says of a claimed device; None while nothing is known against it."""
+    if told is None:
+        return None
+    health, message = told
+    cause = cause_of_claim_health(health)
+    return None if cause is None else NodeProblem(Severity.DRAIN, cause, "claim health", f"{health}, {message}")

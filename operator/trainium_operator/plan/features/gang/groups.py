@@ -10,18 +10,30 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from trainium_contract.spec.scheduling import Gang
 from trainium_contract.wire.worker_env import GROUP, KIND
 from trainium_operator.plan.manifests.owned_object import content_hash, owner_reference
 from trainium_operator.plan.model import names
-from trainium_operator.plan.model.observed import GangApi
+from trainium_operator.plan.model.actions import ApplyGroup
+from trainium_operator.plan.model.names import ANNOTATION_GROUP
+from trainium_operator.plan.model.observed import GangApi, PodPhase
+from trainium_operator.plan.view.size import needed_workers
 
 if TYPE_CHECKING:
+    from trainium_contract.status.public import PublicStatus
+    from trainium_operator.plan.model.actions import Action
     from trainium_operator.plan.model.observed import JobView
+    from trainium_operator.plan.view.facts import Facts
+    from trainium_operator.plan.view.workers import Worker
 
 Json = dict[str, Any]
 
-ANNOTATION_GROUP = f"{GROUP}/gang"
-"""On a worker pod: name of the group that it was made for."""
+_BY_SPEC = {
+    Gang.NATIVE: (GangApi.SCHEDULING_GROUP, GangApi.WORKLOAD_REF),
+    Gang.COSCHEDULING: (GangApi.COSCHEDULING,),
+    Gang.AUTO: (GangApi.SCHEDULING_GROUP, GangApi.WORKLOAD_REF, GangApi.COSCHEDULING),
+    Gang.NONE: (),
+}
 _COSCHEDULING_LABEL = "scheduling.x-k8s.io/pod-group"
 _WORKLOAD_GROUP = "workers"
 """Name of the only pod group within a Workload of Kubernetes 1.35."""
@@ -73,3 +85,46 @@ def _labelled(pod: Json, labels: dict[str, str]) -> Json:
 def _annotated(pod: Json, annotations: dict[str, str]) -> Json:
     old = pod["metadata"].get("annotations", {})
     return {**pod, "metadata": {**pod["metadata"], "annotations": {**old, **annotations}}}
+
+
+def gang_api(facts: Facts) -> GangApi:
+    """Who sees to it that all workers of this job start together."""
+    served = facts.settings.gang_apis
+    return next((api for api in _BY_SPEC[facts.job.spec.scheduling.gang] if api in served), GangApi.NONE)
+
+
+def waits_as_gang(facts: Facts, status: PublicStatus) -> bool:
+    """Whether no pod that is made now gets a node before all of its group are there."""
+    return status.membership.size == 0 and _group(facts) is not None
+
+
+def is_misplaced(facts: Facts, status: PublicStatus, worker: Worker) -> bool:
+    """Whether a pod without a node waits in a group that can no longer bring it onto one."""
+    pod = worker.pod
+    if not pod.gang or pod.node or pod.phase is not PodPhase.PENDING or worker.agent is not None:
+        return False
+    group = _group(facts) if status.membership.size == 0 else None
+    return group is None or pod.gang != group["metadata"]["name"]
+
+
+def _group(facts: Facts) -> dict[str, Any] | None:
+    api, least = gang_api(facts), needed_workers(facts.size)
+    version = facts.settings.gang_apis.get(api, "")
+    return group_object(facts.job, api, version, least) if version and least > 1 else None
+
+
+def group_pods(facts: Facts, status: PublicStatus, manifests: list[Json]) -> tuple[tuple[Action, ...], list[Json]]:
+    """Return the gang's object, and the new pods marked for it; those of a job that trains are no part of a gang."""
+    group = _group(facts) if status.membership.size == 0 else None
+    if group is None:
+        return (), manifests
+    api = gang_api(facts)
+    return (ApplyGroup(group),), [mark(pod, api, group["metadata"]["name"]) for pod in manifests]
+
+
+def describe_wait(facts: Facts) -> str:
+    """Return how the workers wait for their nodes, as the rest of a sentence."""
+    wanted, api = facts.job.spec.scheduling.gang, gang_api(facts)
+    if wanted in (Gang.NATIVE, Gang.COSCHEDULING) and api is GangApi.NONE:
+        return f" (this cluster does not serve the gang API that was asked for, {wanted.value})"
+    return "" if api is GangApi.NONE else f" (they wait as a gang, {api.value})"

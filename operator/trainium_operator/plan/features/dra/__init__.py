@@ -1,0 +1,27 @@
+"""Claim devices (dynamic resource allocation) instead of extended resources."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainium_operator.plan.features.dra import claims, template
+from trainium_operator.plan.model.feature import Feature
+
+if TYPE_CHECKING:
+    from trainium_operator.plan.model.observed import Observed, PlanSettings
+
+
+def _is_used(observed: Observed, settings: PlanSettings) -> bool:  # noqa: ARG001 - a hook
+    claimed = observed.job.spec.workers.accelerator.claim is not None
+    return claimed or observed.devices is not None or any(pod.device_health for pod in observed.pods)
+
+
+FEATURE = Feature(
+    name="claimed devices",
+    is_used=_is_used,
+    pod_fields=template.claiming,
+    node_problems=claims.find_problems,
+    converge_before_pods=claims.converge_templates,
+    refuse_pods=claims.cannot_claim,
+    describe_capacity=claims.free_devices,
+)

@@ -1,0 +1,26 @@
+"""Ask a queue of Kueue for quota, and use what it grants."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainium_operator.plan.features.kueue import ask, grant
+from trainium_operator.plan.model.feature import Feature
+
+if TYPE_CHECKING:
+    from trainium_operator.plan.model.observed import Observed, PlanSettings
+
+
+def _is_used(observed: Observed, settings: PlanSettings) -> bool:  # noqa: ARG001 - a hook
+    left = observed.quota is not None and bool(observed.quota.workloads)
+    return bool(observed.job.spec.scheduling.queue_name) or left
+
+
+FEATURE = Feature(
+    name="Kueue",
+    is_used=_is_used,
+    admit=grant.granted,
+    place_pods=grant.place_pods,
+    converge=ask.keep_quota,
+    finish=ask.end_quota,
+)

@@ -1,0 +1,205 @@
+"""What Kueue grants a job now, of all its Workloads: whether pods may be, how many, and what they get from flavors.
+
+A job that names a queue has no pods without an admission. The first Workload is what the job needs; while it is not
+admitted nothing runs, whatever further ones hold.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from trainium_operator.plan.manifests.worker_pod import pod_template
+from trainium_operator.plan.model.feature import AdmissionState, Grant
+from trainium_operator.plan.model.names import LABEL_POD_SET
+from trainium_operator.plan.model.optional_api import ApiState
+from trainium_operator.plan.model.quota import SPARES, WORKERS, Placement, WorkloadCondition
+from trainium_operator.plan.model.reasons import Reason
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from trainium_operator.plan.model.observed import Observed, PlanSettings
+    from trainium_operator.plan.model.quota import QuotaView, WorkloadView
+    from trainium_operator.plan.view.facts import Facts
+
+
+Json = dict[str, Any]
+
+ANNOTATION_WORKLOAD = "kueue.x-k8s.io/workload"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueGrant(Grant):
+    """What is granted, and what pods get from it."""
+
+    placements: tuple[tuple[str, Placement], ...] = ()
+    """By pod set."""
+    workload: str = ""
+    """Name of the first Workload."""
+
+    def placement(self, pod_set: str) -> Placement:
+        """Return what pods of this pod set get; those of a set that was not asked for, what workers get."""
+        found = dict(self.placements)
+        return found.get(pod_set) or found.get(WORKERS) or Placement()
+
+
+def granted(observed: Observed, settings: PlanSettings) -> QueueGrant | None:
+    """What is granted; None for a job without a queue."""
+    queue = observed.job.spec.scheduling.queue_name
+    if not queue:
+        return None
+    if observed.quota is None:
+        absent = settings.kueue in (ApiState.OFF, ApiState.ABSENT)
+        reason = Reason.GANG_API_MISSING if absent else Reason.WAITING_FOR_QUEUE
+        return QueueGrant(stand=AdmissionState.UNKNOWN, reason=reason, message=_unknown(queue, settings.kueue))
+    base = needed(observed.quota)
+    if base is None:
+        return QueueGrant(stand=AdmissionState.WAITING, message=f"quota is asked for in queue {queue}")
+    if not base.admitted:
+        return _waiting(queue, base)
+    return _admitted(observed.quota, base, _own(observed, settings, base))
+
+
+def needed(quota: QuotaView) -> WorkloadView | None:
+    """The Workload of what the job needs."""
+    return next((each for each in quota.workloads if each.part == 0), None)
+
+
+def steps(quota: QuotaView) -> tuple[WorkloadView, ...]:
+    """The Workloads of what the job would like beyond it, by part."""
+    return tuple(each for each in quota.workloads if each.part > 0)
+
+
+def _own(observed: Observed, settings: PlanSettings, base: WorkloadView) -> Placement:
+    """Where the job's own template wants its pods. Kueue heeds it for flavors; what checks add may contradict it."""
+    if not base.updates:
+        return Placement()
+    return Placement(node_selector=pod_template(observed.job, settings)["spec"].get("nodeSelector") or {})
+
+
+def _admitted(quota: QuotaView, base: WorkloadView, own: Placement) -> QueueGrant:
+    placements: list[tuple[str, Placement]] = []
+    counts: dict[str, int] = {}
+    for each in base.grants:
+        counts[each.name] = each.count
+        missing = [name for name in each.flavors if name not in quota.flavors]
+        if missing:
+            return QueueGrant(
+                stand=AdmissionState.CONTRADICTION, message=f"ResourceFlavor {missing[0]} does not exist any more"
+            )
+        parts = [quota.flavors[name] for name in each.flavors]
+        found, problem = merged([own, *parts, *([base.updates[each.name]] if each.name in base.updates else [])])
+        if problem:
+            message = f"{problem}: correct them, and delete Workload {base.name}"
+            return QueueGrant(stand=AdmissionState.CONTRADICTION, message=message)
+        placements.append((each.name, found))
+    more = sum(grant.count for step in steps(quota) if step.admitted for grant in step.grants)
+    return QueueGrant(
+        stand=AdmissionState.ADMITTED,
+        workers=counts.get(WORKERS, 0) + more,
+        spares=counts.get(SPARES, 0),
+        placements=tuple(placements),
+        workload=base.name,
+    )
+
+
+def _waiting(queue: str, base: WorkloadView) -> QueueGrant:
+    evicted = base.find(WorkloadCondition.EVICTED)
+    pending = base.find(WorkloadCondition.QUOTA_RESERVED)
+    told = pending.message if pending is not None and not pending.true else ""
+    if base.deleting or base.finished:
+        over = "is being deleted" if base.deleting else "is finished, though the job is not"
+        return QueueGrant(
+            stand=AdmissionState.WAITING, message=f"Workload {base.name} {over}; then quota is asked for anew"
+        )
+    if not base.active:
+        message = f"Workload {base.name} is not active: set its spec.active to true to let the job go on"
+        return QueueGrant(stand=AdmissionState.EVICTED, reason=Reason.EVICTED, message=message)
+    if evicted is not None and evicted.true:
+        # Once it is queued again, why it waits says more than why it had to go.
+        why = evicted.message if base.holds or not told else told
+        return QueueGrant(
+            stand=AdmissionState.EVICTED,
+            reason=Reason.EVICTED,
+            message=f"evicted from queue {queue} ({evicted.reason}): {why}",
+        )
+    if base.holds:
+        return QueueGrant(
+            stand=AdmissionState.WAITING, message=f"queue {queue} has quota for it; admission checks are not ready"
+        )
+    return QueueGrant(
+        stand=AdmissionState.WAITING, message=f"queue {queue}: {told or 'Kueue has not looked at it yet'}"
+    )
+
+
+def _unknown(queue: str, state: ApiState) -> str:
+    asked = f"queueName is {queue}, but"
+    if state is ApiState.OFF:
+        return f"{asked} this operator does not work with Kueue: set the chart's kueue.enabled, or clear it"
+    if state is ApiState.ABSENT:
+        return f"{asked} this cluster does not serve kueue.x-k8s.io/v1beta2: install Kueue, or clear it"
+    return f"{asked} Kueue's objects are not read yet, or cannot be: the operator's log says which"
+
+
+def merged(placements: Iterable[Placement]) -> tuple[Placement, str]:
+    """All of them as one, and a sentence when two want different values for one key (empty when none do)."""
+    labels: dict[str, str] = {}
+    annotations: dict[str, str] = {}
+    selector: dict[str, str] = {}
+    tolerations: list[Mapping[str, Any]] = []
+    problem = ""
+    for each in placements:
+        for what, into, more in (
+            ("label", labels, each.labels),
+            ("annotation", annotations, each.annotations),
+            ("node selector", selector, each.node_selector),
+        ):
+            for key, value in more.items():
+                if into.setdefault(key, value) != value and not problem:
+                    problem = f"flavors, admission checks and the job want {what} {key} to be {into[key]} and {value}"
+        tolerations += [toleration for toleration in each.tolerations if toleration not in tolerations]
+    found = Placement(labels=labels, annotations=annotations, node_selector=selector, tolerations=tuple(tolerations))
+    return found, problem
+
+
+def placed(pod: Json, placement: Placement, *, pod_set: str, workload: str) -> Json:
+    """The pod for a place of this pod set."""
+    metadata, spec = pod["metadata"], pod["spec"]
+    tolerations = list(spec.get("tolerations") or ())
+    tolerations += [dict(each) for each in placement.tolerations if each not in tolerations]
+    changed: Json = {"tolerations": tolerations} if tolerations else {}
+    if placement.node_selector:
+        changed["nodeSelector"] = {**(spec.get("nodeSelector") or {}), **placement.node_selector}
+    return {
+        **pod,
+        "metadata": {
+            **metadata,
+            "labels": {**placement.labels, **metadata.get("labels", {}), LABEL_POD_SET: pod_set},
+            "annotations": {
+                **placement.annotations,
+                **metadata.get("annotations", {}),
+                ANNOTATION_WORKLOAD: workload,
+            },
+        },
+        "spec": {**spec, **changed},
+    }
+
+
+def place_pods(facts: Facts, manifests: list[Json]) -> list[Json]:
+    """Return the new pods, each for an admitted place that is free.
+
+    The places of workers are filled first. A replacement that is created before the pod it replaces has left is for a
+    moment one beyond them, and takes the flavor of the workers.
+    """
+    grant = facts.grant
+    if not isinstance(grant, QueueGrant):
+        return manifests
+    alive = [worker.pod.pod_set for worker in facts.workers.values() if worker.alive]
+    spares = max(0, grant.spares - alive.count(SPARES))
+    workers = max(0, grant.workers - (len(alive) - alive.count(SPARES)))
+    sets = [WORKERS if at < workers or at >= workers + spares else SPARES for at in range(len(manifests))]
+    return [
+        placed(pod, grant.placement(name), pod_set=name, workload=grant.workload)
+        for pod, name in zip(manifests, sets, strict=True)
+    ]

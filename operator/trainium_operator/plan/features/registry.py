@@ -1,0 +1,18 @@
+"""List the optional features; a job enters those that it uses."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainium_operator.plan.features import dra, gang, idle_nodes, kueue, network_policy
+
+if TYPE_CHECKING:
+    from trainium_operator.plan.model.feature import Feature
+
+FEATURES: tuple[Feature, ...] = (
+    dra.FEATURE,
+    idle_nodes.FEATURE,
+    gang.FEATURE,
+    kueue.FEATURE,
+    network_policy.FEATURE,
+)

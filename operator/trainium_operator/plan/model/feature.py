@@ -1,0 +1,143 @@
+"""Define the hooks of an optional feature, and what a queue grants a job.
+
+Kueue, claimed devices, gang scheduling, network policies and idle nodes are optional. Each is one folder of
+`plan.features` and one line of `features.registry`; nothing outside the folder asks whether it is there.
+
+Guarantees:
+- A plan calls the hooks of the features that its job uses, and of no other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+from trainium_operator.plan.model.actions import Answer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from trainium_contract.job import TrainingJobStatus
+    from trainium_contract.status.public import PublicStatus
+    from trainium_operator.plan.diagnose.loss import Loss
+    from trainium_operator.plan.faults.node_signals import NodeProblem
+    from trainium_operator.plan.model.actions import Action
+    from trainium_operator.plan.model.observed import JobView, Observed, PlanSettings
+    from trainium_operator.plan.model.reasons import Reason
+    from trainium_operator.plan.view.facts import Facts
+    from trainium_operator.plan.view.workers import Worker
+
+Json = dict[str, Any]
+
+
+class AdmissionState(StrEnum):
+    """State of a job in its queue."""
+
+    UNKNOWN = "Unknown"
+    """The queue cannot be asked: what runs continues, and nothing new starts."""
+    WAITING = "Waiting"
+    EVICTED = "Evicted"
+    """The queue wants the quota back; also after it was returned, until the next admission."""
+    CONTRADICTION = "Contradiction"
+    """The job was admitted to nodes that no pod could be put on."""
+    ADMITTED = "Admitted"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grant:
+    """What a queue grants the job."""
+
+    stand: AdmissionState
+    reason: Reason | None = None
+    """Reason of the condition Admitted while no pod may exist."""
+    message: str = ""
+    """Why no pod may exist, for people."""
+    workers: int = 0
+    spares: int = 0
+
+    @property
+    def releases(self) -> bool:
+        """Whether no pod may stay."""
+        return self.stand not in (AdmissionState.ADMITTED, AdmissionState.UNKNOWN)
+
+
+def _no_grant(observed: Observed, settings: PlanSettings) -> Grant | None:  # noqa: ARG001 - a hook
+    return None
+
+
+def _no_pod_fields(job: JobView) -> tuple[Json, Json]:  # noqa: ARG001 - a hook
+    return {}, {}
+
+
+def _no_problems(observed: Observed, worker: Worker) -> Iterable[NodeProblem]:  # noqa: ARG001 - a hook
+    return ()
+
+
+def _unchanged(facts: Facts, status: TrainingJobStatus) -> Answer:  # noqa: ARG001 - a hook
+    return Answer(status=status)
+
+
+def _unchanged_size(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...]) -> Answer:  # noqa: ARG001
+    return Answer(status=status)
+
+
+def _no_refusal(facts: Facts) -> tuple[Reason, str] | None:  # noqa: ARG001 - a hook
+    return None
+
+
+def _no_sentence(facts: Facts) -> str:  # noqa: ARG001 - a hook
+    return ""
+
+
+def _as_they_are(facts: Facts, manifests: list[Json]) -> list[Json]:  # noqa: ARG001 - a hook
+    return manifests
+
+
+def _ungrouped(facts: Facts, status: PublicStatus, manifests: list[Json]) -> tuple[tuple[Action, ...], list[Json]]:  # noqa: ARG001
+    return (), manifests
+
+
+def _no(facts: Facts, status: PublicStatus) -> bool:  # noqa: ARG001 - a hook
+    return False
+
+
+def _never_misplaced(facts: Facts, status: PublicStatus, worker: Worker) -> bool:  # noqa: ARG001 - a hook
+    return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Feature:
+    """Hooks of one optional feature; a hook that it does not set changes nothing."""
+
+    name: str
+    is_used: Callable[[Observed, PlanSettings], bool]
+    """Whether the job uses it, or something of it is left to remove."""
+    admit: Callable[[Observed, PlanSettings], Grant | None] = _no_grant
+    """Return what a queue grants; None where the job is in none."""
+    pod_fields: Callable[[JobView], tuple[Json, Json]] = _no_pod_fields
+    """Return fields of each pod's spec, and of the resources of the worker container."""
+    node_problems: Callable[[Observed, Worker], Iterable[NodeProblem]] = _no_problems
+    """Return problems of what a worker holds of its node."""
+    converge_before_pods: Callable[[Facts, TrainingJobStatus], Answer] = _unchanged
+    resize: Callable[[Facts, TrainingJobStatus, tuple[Loss, ...]], Answer] = _unchanged_size
+    """Return the status with the size to work towards."""
+    refuse_pods: Callable[[Facts], tuple[Reason, str] | None] = _no_refusal
+    """Return why no pod can be created now; None where pods can be."""
+    describe_capacity: Callable[[Facts], str] = _no_sentence
+    """Return a sentence for pods that cannot be scheduled."""
+    place_pods: Callable[[Facts, list[Json]], list[Json]] = _as_they_are
+    group_pods: Callable[[Facts, PublicStatus, list[Json]], tuple[tuple[Action, ...], list[Json]]] = _ungrouped
+    """Return what is applied before new pods, and the pods as members of their group."""
+    creates_as_a_whole: Callable[[Facts, PublicStatus], bool] = _no
+    """Return whether no new pod gets a node before all of its group exist."""
+    is_misplaced: Callable[[Facts, PublicStatus, Worker], bool] = _never_misplaced
+    """Return whether a pod waits in a group that can no longer bring it onto a node."""
+    describe_wait: Callable[[Facts], str] = _no_sentence
+    """Return how workers wait for their nodes, as the rest of a sentence."""
+    converge: Callable[[Facts, TrainingJobStatus], Answer] = _unchanged
+    """Called after the pods."""
+    finish: Callable[[Facts, TrainingJobStatus], Answer] = _unchanged
+    """Called for a job that has ended."""
+    finalize: Callable[[Facts, TrainingJobStatus], Answer] = _unchanged
+    """Called last in each plan, also in that of a job that has ended."""

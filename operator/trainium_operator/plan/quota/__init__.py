@@ -1,1 +1,0 @@
-"""What is asked of a queue for the job, told to it and given back."""

@@ -1,0 +1,64 @@
+"""Optional features: each can be deleted with its line of the registry; a job that does not use one never enters it."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from plan_builders import planned, running, spec
+from plan_cluster import FakeCluster
+
+import trainium_operator
+from trainium_contract.status.conditions import Phase
+from trainium_operator.plan.features import registry
+from trainium_operator.plan.model.feature import Feature
+
+ROOT = Path(trainium_operator.__file__).parent
+FOLDERS = sorted(folder.name for folder in (ROOT / "plan/features").iterdir() if (folder / "__init__.py").exists())
+
+
+def test_each_folder_is_registered_once() -> None:
+    assert len(registry.FEATURES) == len(FOLDERS) == len({feature.name for feature in registry.FEATURES})
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_nothing_outside_a_folder_imports_it_but_the_registry(folder: str) -> None:
+    name = f"trainium_operator.plan.features.{folder}"
+    importers = set()
+    for path in ROOT.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(name):
+                importers.add(path.relative_to(ROOT).as_posix())
+    assert all(each.startswith(f"plan/features/{folder}/") for each in importers), importers
+
+
+@pytest.mark.parametrize("missing", registry.FEATURES, ids=lambda feature: feature.name)
+def test_a_job_that_uses_none_lives_without_any_of_them(missing: Feature, monkeypatch: pytest.MonkeyPatch) -> None:
+    rest = tuple(feature for feature in registry.FEATURES if feature is not missing)
+    monkeypatch.setattr(registry, "FEATURES", rest)
+    cluster = FakeCluster(spec(workers={"spares": 1, "minReplicas": 2}, trainer={"steps": 10**6}), 6)
+    cluster.run(15)
+    cluster.kill_pod(cluster.members()[1].view.name)
+    cluster.run(30)
+    cluster.change(replicas=3)
+    cluster.run(30)
+    cluster.suspend(value=True)
+    cluster.run(15)
+    assert (cluster.status.phase, cluster.pods) == (Phase.SUSPENDED, {})
+    cluster.suspend(value=False)
+    cluster.run(40)
+    assert (cluster.status.phase, cluster.status.replicas, len(cluster.pods)) == (Phase.RUNNING, 3, 4)
+
+
+def test_no_hook_of_a_feature_that_a_job_does_not_use_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> Any:
+        raise AssertionError("this job does not use the feature")
+
+    hooks = [field.name for field in fields(Feature) if field.name not in ("name", "is_used")]
+    closed = tuple(replace(feature, **dict.fromkeys(hooks, refuse)) for feature in registry.FEATURES)
+    monkeypatch.setattr(registry, "FEATURES", closed)
+    for seen in (running(4), running(4, pods=()), running(2, spares=1)):
+        assert planned(seen).status.phase is not Phase.FAILED
