@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from trainium_contract.trainer.tuning import TuningConfig
 from trainium_trainer.exits import UserError
 from trainium_trainer.tuning.choice import choose
-from trainium_trainer.weights import shape_of
+from trainium_trainer.weights import BaseWeights, shape_of
 from trainium_trainer.weights.adapter import AdapterWeights
 
 if TYPE_CHECKING:
@@ -21,7 +21,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 # Of one library about another.
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated"),
+    pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`"),
+    pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`"),
+]
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 
 
@@ -114,34 +118,115 @@ def test_the_digest_is_of_the_numbers(tmp_path: Path, save_base: Callable[..., A
     assert AdapterWeights.open(str(tmp_path / "adapter")).digest != first
 
 
+MERGE = "merge it into its base with peft (merge_and_unload)"
+PLAIN = "train a plain LoRA adapter instead, because peft cannot merge this kind either"
+
+
 @pytest.mark.parametrize(
-    ("fields", "sentence"),
+    ("fields", "sentence", "advice"),
     [
-        ({"use_dora": True}, "is DoRA"),
-        ({"bias": "lora_only"}, "trains biases"),
-        ({"rank_pattern": {"v_proj": 8}}, "has several ranks"),
-        ({"alpha_pattern": {"v_proj": 8}}, "has several alphas"),
-        ({"init_lora_weights": "pissa_niter_4"}, "was begun with pissa_niter_4"),
+        ({"use_dora": True}, "is DoRA", MERGE),
+        ({"bias": "lora_only"}, "trains biases", MERGE),
+        ({"lora_bias": True}, "has biases of its own", PLAIN),
+        ({"rank_pattern": {"v_proj": 8}}, "has several ranks", MERGE),
+        ({"alpha_pattern": {"v_proj": 8}}, "has several alphas", MERGE),
+        ({"init_lora_weights": "pissa_niter_4"}, "was initialized with pissa_niter_4", MERGE),
+        ({"init_lora_weights": "lora_ga"}, "was initialized with lora_ga", MERGE),
+        ({"init_lora_weights": "of-a-later-version"}, "was initialized with of-a-later-version", MERGE),
+        ({"layer_replication": [[0, 2], [1, 2]]}, "repeats layers of its base", PLAIN),
+        ({"alora_invocation_tokens": [50, 51]}, "is an activated LoRA", PLAIN),
+        ({"use_qalora": True, "qalora_group_size": 4}, "sets use_qalora, which plain LoRA does not have", MERGE),
+        ({"use_bdlora": {"nblocks": 2}}, "sets use_bdlora, which plain LoRA does not have", MERGE),
+        ({"kasa_config": {"beta": 1}}, "sets kasa_config, which plain LoRA does not have", MERGE),
+        ({"of_a_later_version": {"scale": 2}}, "sets of_a_later_version, which plain LoRA does not have", MERGE),
     ],
-    ids=["dora", "bias", "ranks", "alphas", "pissa"],
+    ids=str,
 )
 def test_adapters_of_other_arithmetic_are_refused(
-    tmp_path: Path, save_base: Callable[..., Any], fields: dict[str, Any], sentence: str
+    tmp_path: Path, save_base: Callable[..., Any], fields: dict[str, Any], sentence: str, advice: str
 ) -> None:
     save(tmp_path, save_base)
     edit(tmp_path / "adapter", **fields)
-    assert f"{sentence}" in refusal(tmp_path)
-    assert "use a plain LoRA adapter, or merge it with peft" in refusal(tmp_path)
+    said = refusal(tmp_path)
+    assert sentence in said
+    assert advice in said
 
 
-def test_real_dora_and_other_kinds_of_peft_are_refused(tmp_path: Path, save_base: Callable[..., Any]) -> None:
+def test_every_default_of_peft_and_every_field_that_changes_no_number_is_accepted(
+    tmp_path: Path, save_base: Callable[..., Any]
+) -> None:
+    from peft import LoraConfig
+
+    save(tmp_path, save_base)
+    folder = tmp_path / "adapter"
+    saved = json.loads((folder / CONFIG).read_text())
+    edit(folder, **{name: value for name, value in LoraConfig().to_dict().items() if name not in saved})
+    edit(folder, eva_config={"rho": 2.0}, loftq_config={"x": 1}, qalora_group_size=8, peft_version="9", later=None)
+    for initial in (True, False, None, "gaussian", "eva", "orthogonal", "mica"):
+        edit(folder, init_lora_weights=initial)
+        AdapterWeights.open(str(folder)).check_base(shape_of(str(tmp_path / "base")))
+
+
+def test_other_kinds_that_peft_saves_are_refused(tmp_path: Path, save_base: Callable[..., Any]) -> None:
     from peft import IA3Config, get_peft_model
 
-    save(tmp_path / "dora", save_base, use_dora=True)
-    assert "is DoRA" in refusal(tmp_path / "dora")
+    for name, fields, sentence in (
+        ("dora", {"use_dora": True}, "is DoRA"),
+        ("alora", {"alora_invocation_tokens": [3, 4]}, "is an activated LoRA"),
+        ("tokens", {"trainable_token_indices": [1, 2]}, "trains single rows of the embedding"),
+        ("embedding", {"target_modules": ["embed_tokens"]}, "is no part of a plain LoRA adapter of linear layers"),
+    ):
+        save(tmp_path / name, save_base, **fields)
+        assert sentence in refusal(tmp_path / name)
     config = IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj"], feedforward_modules=[])
     get_peft_model(save_base(tmp_path / "ia3" / "base"), config).save_pretrained(tmp_path / "ia3" / "adapter")
-    assert "is of peft's type IA3, but only LORA can be used" in refusal(tmp_path / "ia3")
+    assert "is of peft's type IA3, but only LORA is supported" in refusal(tmp_path / "ia3")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"target_modules": "all-linear"},
+        {"target_modules": r".*\.1\.self_attn\.[qk]_proj"},
+        {"target_modules": ["q_proj", "mlp.up_proj"], "exclude_modules": ["layers.0.mlp.up_proj"]},
+        {"target_modules": ["model.layers.1.self_attn.o_proj"]},
+        {"target_modules": ["q_proj"], "layers_to_transform": [1], "layers_pattern": "layers"},
+        {"target_modules": ["q_proj", "down_proj"], "layers_to_transform": 0},
+        {"target_modules": ["v_proj"], "modules_to_save": ["lm_head", "norm"]},
+    ],
+    ids=str,
+)
+def test_a_file_that_lacks_what_its_configuration_names_is_refused(
+    tmp_path: Path, save_base: Callable[..., Any], fields: dict[str, Any]
+) -> None:
+    save(tmp_path, save_base, base={"tie_word_embeddings": False}, **fields)
+    shape = shape_of(str(tmp_path / "base"))
+    AdapterWeights.open(str(tmp_path / "adapter")).check_base(shape)  # whole, as peft saved it
+    tensors = load_file(tmp_path / "adapter" / TENSORS)
+    for module in {name.replace("lora_A", "lora_B") for name in tensors}:
+        left = {name: value for name, value in tensors.items() if name.replace("lora_A", "lora_B") != module}
+        if left:
+            save_file(left, tmp_path / "adapter" / TENSORS)
+            with pytest.raises(UserError, match=r"adapter_config.json names \S+, of which .* holds nothing: copy or"):
+                AdapterWeights.open(str(tmp_path / "adapter")).check_base(shape)
+
+
+def test_a_new_embedding_beside_a_tied_base_must_be_its_output_projection_too(
+    tmp_path: Path, save_base: Callable[..., Any]
+) -> None:
+    for tied in (False, True):
+        save(
+            tmp_path / str(tied), save_base, base={"tie_word_embeddings": True},
+            modules_to_save=["embed_tokens"], ensure_weight_tying=tied,
+        )  # fmt: skip
+        adapter, shape = (
+            AdapterWeights.open(str(tmp_path / str(tied) / "adapter")), shape_of(str(tmp_path / str(tied) / "base")),
+        )  # fmt: skip
+        if tied:
+            adapter.check_base(shape)
+        else:
+            with pytest.raises(UserError, match=r"replaces the embedding alone.*ensure_weight_tying=True"):
+                adapter.check_base(shape)
 
 
 def test_a_folder_that_is_no_adapter_is_refused(tmp_path: Path, save_base: Callable[..., Any]) -> None:
@@ -160,13 +245,13 @@ def test_a_folder_that_is_no_adapter_is_refused(tmp_path: Path, save_base: Calla
         (lambda t: t.pop(next(name for name in t if "lora_B" in name)), r"holds \S+lora_A\.weight without \S+lora_B"),
         (
             lambda t: t.update({"x.lora_A.weight": torch.ones(4, 2)}),
-            "holds x.lora_A.weight, which is not named",
+            r"holds x.lora_A.weight, but peft's names begin with base_model\.model\.",
         ),
         (
             lambda t: t.update({next(name for name in t if "lora_A" in name): torch.ones(5, 32)}),
             r"has the size \[5, 32\], which is not of rank 4",
         ),
-        (dict.clear, "holds nothing, which is not named"),
+        (dict.clear, "holds nothing: copy or fetch"),
     ],
     ids=["half a pair", "strange name", "other rank", "nothing"],
 )
@@ -220,9 +305,14 @@ def test_an_adapter_of_another_base_is_refused_by_size_and_by_digest(
     ):
         with pytest.raises(UserError, match=f"{sentence}.*use the base that it was made with"):
             adapter.check_base(shape_of(str(tmp_path / name)))
+    base, other = BaseWeights.open(str(tmp_path / "base")), BaseWeights.open(str(tmp_path / "short"))
     tensors = load_file(tmp_path / "adapter" / TENSORS)
-    save_file(tensors, tmp_path / "adapter" / TENSORS, metadata={"format": "pt", "base_digest": "a" * 64})
+    save_file(tensors, tmp_path / "adapter" / TENSORS, metadata={"format": "pt", "base_digest": base.digest})
+    edit(tmp_path / "adapter", base_model_name_or_path=base.location)
     adapter = AdapterWeights.open(str(tmp_path / "adapter"))
-    adapter.check_base(shape_of(str(tmp_path / "base")), "a" * 64)
-    with pytest.raises(UserError, match="was trained on another base than this one"):
-        adapter.check_base(shape_of(str(tmp_path / "base")), "b" * 64)
+    adapter.check_base(base.shape, base)
+    with pytest.raises(UserError, match=rf"was trained on another base than this one: use the base .*{base.location}"):
+        adapter.check_base(other.shape, other)
+    edit(tmp_path / "adapter", base_model_name_or_path=other.location)
+    with pytest.raises(UserError, match="names this base, so one of the two folders has changed since: copy or fetch"):
+        AdapterWeights.open(str(tmp_path / "adapter")).check_base(other.shape, other)

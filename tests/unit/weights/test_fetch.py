@@ -155,7 +155,7 @@ def test_a_name_that_is_none_gets_one_sentence(
     [
         (
             {"model.safetensors.index.json": None, "*": None, "pytorch_model.bin": b"x"},
-            "has no safetensors but pickles",
+            "has neither model.safetensors nor model.safetensors.index.json, only pytorch_model.bin: use",
         ),
         ({"config.json": None}, "has no config.json"),
         ({"config.json": b'{"architectures": ["MistralForCausalLM"]}'}, "describes MistralForCausalLM, but only"),
@@ -199,4 +199,39 @@ def test_an_index_without_its_files_is_found_at_once(
     gone = max(index["weight_map"].values())
     hub.add("owner/tiny", {name: data for name, data in files.items() if name != gone})
     assert fetch(tmp_path / "out") == 64
-    assert f"names {gone}, which is not there" in capsys.readouterr().err.splitlines()[-1]
+    assert f"index.json names {gone}, not in the repository" in capsys.readouterr().err.splitlines()[-1]
+    assert not any(name.endswith(".safetensors") for name in hub.fetched())
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "model_{}-of-2.safetensors",
+        "weights-{}.safetensors",
+        "pytorch_model-{}.safetensors",
+        "shards/part-{}.safetensors",
+    ],
+)
+def test_the_index_decides_which_files_are_weights(
+    tmp_path: Path, hub: HubServer, files: dict[str, bytes], pattern: str
+) -> None:
+    index = json.loads(files["model.safetensors.index.json"])
+    names = {file: pattern.format(number) for number, file in enumerate(sorted(set(index["weight_map"].values())))}
+    index["weight_map"] = {tensor: names[file] for tensor, file in index["weight_map"].items()}
+    renamed = {names.get(name, name): data for name, data in files.items()}
+    renamed["model.safetensors.index.json"] = json.dumps(index).encode()
+    hub.add("owner/tiny", renamed | {"model-of-something-else.safetensors": b"other"})
+    assert fetch(tmp_path / "out") == 0
+    assert BaseWeights.open(str(tmp_path / "out")).digest == BaseWeights.open(str(tmp_path / "made")).digest
+    assert set(hub.fetched()) == {name.rpartition("/")[2] for name in renamed}
+
+
+def test_an_index_that_names_files_outside_of_its_folder_is_refused(
+    tmp_path: Path, hub: HubServer, files: dict[str, bytes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    index = json.loads(files["model.safetensors.index.json"])
+    for outside in ("../secret.safetensors", "/etc/secret.safetensors"):
+        index["weight_map"]["lm_head.weight"] = outside
+        hub.add("owner/tiny", files | {"model.safetensors.index.json": json.dumps(index).encode()})
+        assert fetch(tmp_path / f"out{len(outside)}") == 64
+        assert f"names {outside}, which is outside of the folder" in capsys.readouterr().err.splitlines()[-1]

@@ -103,7 +103,7 @@ def merge(
     """
     weights = BaseWeights.open(base, field="--base")
     tuned = AdapterWeights.open(adapter, field="--adapter")
-    tuned.check_base(weights.shape, weights.digest)
+    tuned.check_base(weights.shape, weights)
     with _tokenizer_of(tuned) as tokenizer:
         if tokenizer is not None and vocabulary_of(tokenizer) > weights.shape.vocab_size:
             raise UserError(

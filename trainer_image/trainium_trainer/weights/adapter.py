@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import re
 from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
@@ -17,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trainium_trainer.checkpoint.errors import DamagedFileError
 from trainium_trainer.exits import UserError
-from trainium_trainer.tuning.choice import LORA_A, LORA_B, choose, is_adapter, lora_targets, parameter_sizes
+from trainium_trainer.tuning.choice import HEAD, LORA_A, LORA_B, choose, is_adapter, lora_targets, parameter_sizes
 from trainium_trainer.validation_errors import explain
 from trainium_trainer.weights.base import EMBEDDING, OUTPUT
 from trainium_trainer.weights.boxes import TORCH_TYPES, check_box, copy_box
@@ -26,10 +27,13 @@ from trainium_trainer.weights.headers import ITEM_BYTES
 from trainium_trainer.weights.source import open_source
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor
 
     from trainium_contract.trainer.tuning import TuningConfig
     from trainium_trainer.models.shapes import ModelShape
+    from trainium_trainer.weights.base import BaseWeights
     from trainium_trainer.weights.headers import FileTensor
     from trainium_trainer.weights.source import WeightsSource
 
@@ -40,19 +44,30 @@ PREFIX = "base_model.model."
 BASE_DIGEST = "base_digest"
 """Name in the tensor file's own metadata, where a program that does not know it passes over it."""
 SETTING = "tuning.lora.adapter"
-_CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq")
+_PLAIN_INITIALIZATIONS = ("true", "false", "gaussian", "eva", "orthogonal", "mica")
+"""Values of init_lora_weights that leave the base as it is."""
+_NO_EFFECT = frozenset(
+    {"task_type", "auto_mapping", "peft_version", "revision", "inference_mode", "megatron_config", "megatron_core"}
+    | {"loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size", "runtime_config"}
+)
+"""Fields of peft's LoraConfig that change nothing in what a plain adapter computes."""
 
 
 class _Config(BaseModel):
-    """What says how an adapter is used; the defaults are peft's."""
+    """The fields of `adapter_config.json` that are understood; the defaults are peft's."""
 
-    model_config = ConfigDict(extra="ignore", frozen=True)
+    model_config = ConfigDict(extra="allow", frozen=True)
 
     peft_type: str | None = None
     r: Annotated[int, Field(ge=1)] = 8
     lora_alpha: Annotated[float, Field(gt=0)] = 8
     lora_dropout: float = 0.0
     base_model_name_or_path: str | None = None
+    target_modules: list[str] | str | None = None
+    exclude_modules: list[str] | str | None = None
+    layers_to_transform: list[int] | int | None = None
+    layers_pattern: list[str] | str | None = None
+    modules_to_save: list[str] | None = None
     use_rslora: bool = False
     use_dora: bool = False
     fan_in_fan_out: bool = False
@@ -64,6 +79,31 @@ class _Config(BaseModel):
     layer_replication: list[Any] | None = None
     trainable_token_indices: Any = None
     target_parameters: list[str] | None = None
+    alora_invocation_tokens: list[int] | None = None
+    ensure_weight_tying: bool = False
+
+    def targets(self, module: str) -> bool:
+        """Return whether the adapter is meant to stand beside a linear module, by peft's rules."""
+        if _names(self.exclude_modules, module):
+            return False
+        if self.target_modules == "all-linear":
+            return module != HEAD
+        if not _names(self.target_modules, module):
+            return False
+        if self.layers_to_transform is None or isinstance(self.target_modules, str):
+            return True
+        numbers = [self.layers_to_transform] if isinstance(self.layers_to_transform, int) else self.layers_to_transform
+        patterns = [self.layers_pattern] if isinstance(self.layers_pattern, str) else self.layers_pattern
+        found = [re.match(rf".*\.{pattern}\.(\d+)\.", module) for pattern in patterns or (r"[^.]*",)]
+        layer = next((int(match[1]) for match in found if match), None)
+        return layer in numbers
+
+
+def _names(chosen: list[str] | str | None, module: str) -> bool:
+    """Return whether peft's list of modules, or its regular expression, means this one."""
+    if isinstance(chosen, str):
+        return re.fullmatch(chosen, module) is not None
+    return any(module == name or module.endswith(f".{name}") for name in chosen or ())
 
 
 class AdapterWeights:
@@ -74,14 +114,13 @@ class AdapterWeights:
     ) -> None:
         """Of a folder that was checked: use `open`."""
         self.location = source.where
+        self._config = config
         self.source = source
         """The folder's files."""
         self.rank = config.r
         self.alpha = config.lora_alpha
         self.rank_stabilized = config.use_rslora
         self.dropout = config.lora_dropout
-        self.base_location = config.base_model_name_or_path or ""
-        """Where its maker had the base."""
         self.base_digest = base_digest
         """Of the base that it was trained on; empty where nobody recorded it (peft does not)."""
         self.names = tuple(tensors)
@@ -154,10 +193,10 @@ class AdapterWeights:
         except DamagedFileError as error:
             raise UserError(f"{self.source.where}: {error}: copy or fetch the file again") from error
 
-    def check(self, tuning: TuningConfig, shape: ModelShape, base_digest: str = "") -> None:
-        """Raise UserError unless a run with this tuning, model and base can go on from the adapter."""
+    def check(self, tuning: TuningConfig, shape: ModelShape, base: BaseWeights | None = None) -> None:
+        """Raise UserError unless a run with this tuning, model and base can resume from the adapter."""
         where, lora = self.source.where, tuning.lora
-        self.check_base(shape, base_digest)
+        self.check_base(shape, base)
         for setting, ours, theirs in (
             ("rank", lora.rank, self.rank),
             ("alpha", lora.alpha, self.alpha),
@@ -185,20 +224,28 @@ class AdapterWeights:
                 f"{', '.join(name.removesuffix('.weight') for name in left)} to tuning.trainable"
             )
 
-    def check_base(self, shape: ModelShape, digest: str = "") -> None:
+    def check_base(self, shape: ModelShape, base: BaseWeights | None = None) -> None:
         """Raise UserError when it was made for another base: by the digest where both are known, else by the sizes."""
-        where = self.source.where
-        advice = f"use the base that it was made with{f' ({self.base_location})' if self.base_location else ''}"
-        if digest and self.base_digest and digest != self.base_digest:
-            raise UserError(f"{where}: was trained on another base than this one: {advice}")
-        sizes = parameter_sizes(shape)
+        where, sizes = self.source.where, parameter_sizes(shape)
+        if base is not None and self.base_digest and base.digest != self.base_digest:
+            raise UserError(f"{where}: was trained on another base than this one: {self._base_advice(base)}")
+        if shape.tie_embeddings and self.has(EMBEDDING) and not self.has(OUTPUT):
+            raise UserError(
+                f"{where}: replaces the embedding alone, but this base's output projection is its embedding (tied): "
+                "train the adapter again with ensure_weight_tying=True, so that both change"
+            )
         for name in self.names:
             if self._is_copy(name, shape):
                 continue
             module = name.removesuffix(".weight").removesuffix(f".{LORA_A}").removesuffix(f".{LORA_B}")
             size, given = sizes.get(f"{module}.weight"), self._tensors[name].shape
+            if size is None and module == HEAD:
+                raise UserError(
+                    f"{where}: has {name}, but this base's output projection is its embedding (tied), so only one of "
+                    f"the two would change: {_USE_PLAIN}"
+                )
             if size is None:
-                raise UserError(f"{where}: has {name}, for which this base has no place: {advice}")
+                raise UserError(f"{where}: has {name}, for which this base has no place: {self._base_advice(base)}")
             if name.endswith(f"{LORA_A}.weight"):
                 expected: tuple[int, ...] = (self.rank, size[1])
             elif is_adapter(name):
@@ -208,8 +255,31 @@ class AdapterWeights:
             if given != expected:
                 raise UserError(
                     f"{where}: {name} has the size {list(given)}, but beside this base it would be {list(expected)}: "
-                    f"{advice}"
+                    f"{self._base_advice(base)}"
                 )
+        self._check_complete(sizes)
+
+    def _base_advice(self, base: BaseWeights | None) -> str:
+        named = self._config.base_model_name_or_path
+        if named and base is not None and named.rstrip("/") == base.location.rstrip("/"):
+            return (
+                f"{CONFIG_NAME} names this base, so one of the two folders has changed since: copy or fetch both "
+                "again, each as it was when the adapter was trained"
+            )
+        return f"use the base that it was made with{f' ({named})' if named else ''}"
+
+    def _check_complete(self, sizes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise UserError where the file lacks parts of this model that its configuration names."""
+        modules = [name.removesuffix(".weight") for name in sizes]
+        linears = [name for name in modules if len(sizes[f"{name}.weight"]) == 2 and f"{name}.weight" != EMBEDDING]
+        missing = [name for name in linears if self._config.targets(name) and name not in self.targets]
+        whole = tuple(self._config.modules_to_save or ())  # peft compares the ends of the names, without a dot
+        missing += [name for name in modules if name.endswith(whole) and not self.has(f"{name}.weight")]
+        if missing:
+            raise UserError(
+                f"{self.source.where}: {CONFIG_NAME} names {listed(missing)}, of which {TENSORS_NAME} holds nothing: "
+                "copy or fetch the folder again, or name in target_modules and modules_to_save only what it holds"
+            )
 
     def _is_copy(self, name: str, shape: ModelShape) -> bool:
         """Whether it is the second copy of an embedding that is the output projection too: peft keeps both."""
@@ -232,49 +302,91 @@ def _refuse_missing(where: str, sizes: dict[str, int]) -> None:
             raise UserError(f"{where}: has no {name}: name the folder of an adapter as peft saves it")
 
 
+_MERGE_WITH_PEFT = "merge it into its base with peft (merge_and_unload) and use the merged model"
+_USE_PLAIN = "train a plain LoRA adapter instead, because peft cannot merge this kind either"
+
+
 def _refuse_other_kinds(where: str, config: _Config) -> None:
-    initial = config.init_lora_weights if isinstance(config.init_lora_weights, str) else ""
+    """Raise UserError unless all that the configuration sets is what plain LoRA has."""
+    initial = str(config.init_lora_weights if config.init_lora_weights is not None else True).lower()
     other_ranks = {rank for rank in (config.rank_pattern or {}).values() if rank != config.r}
     other_alphas = {alpha for alpha in (config.alpha_pattern or {}).values() if alpha != config.lora_alpha}
-    for wrong, said in (
-        (config.peft_type != "LORA", f"is of peft's type {config.peft_type}, but only LORA can be used"),
-        (config.use_dora, "is DoRA (use_dora), which scales the base's weights too"),
-        (config.bias != "none" or config.lora_bias, "trains biases (bias), which these models do not have"),
-        (bool(other_ranks), "has several ranks (rank_pattern), but all targets must have one"),
-        (bool(other_alphas), "has several alphas (alpha_pattern), but all targets must have one"),
-        (config.fan_in_fan_out, "has its matrices transposed (fan_in_fan_out)"),
-        (bool(config.layer_replication), "repeats layers of its base (layer_replication)"),
-        (bool(config.trainable_token_indices), "trains single rows of the embedding (trainable_token_indices)"),
-        (bool(config.target_parameters), "stands beside parameters that are no linear layers (target_parameters)"),
+    for wrong, reason, advice in (
         (
-            initial.lower().startswith(_CHANGE_THE_BASE),
-            f"was begun with {initial} (init_lora_weights), which changes the base",
+            config.peft_type != "LORA",
+            f"is of peft's type {config.peft_type}, but only LORA is supported",
+            _MERGE_WITH_PEFT,
+        ),
+        (config.use_dora, "is DoRA (use_dora), which scales the base's weights too", _MERGE_WITH_PEFT),
+        (config.bias != "none", "trains biases (bias), which these models do not have", _MERGE_WITH_PEFT),
+        (config.lora_bias, "has biases of its own (lora_bias), which these models do not have", _USE_PLAIN),
+        (bool(other_ranks), "has several ranks (rank_pattern), but all targets must have one", _MERGE_WITH_PEFT),
+        (bool(other_alphas), "has several alphas (alpha_pattern), but all targets must have one", _MERGE_WITH_PEFT),
+        (config.fan_in_fan_out, "has its matrices transposed (fan_in_fan_out)", _MERGE_WITH_PEFT),
+        (bool(config.layer_replication), "repeats layers of its base (layer_replication)", _USE_PLAIN),
+        (
+            bool(config.trainable_token_indices),
+            "trains single rows of the embedding (trainable_token_indices)",
+            _MERGE_WITH_PEFT,
+        ),
+        (
+            bool(config.target_parameters),
+            "stands beside parameters that are no linear layers (target_parameters)",
+            _MERGE_WITH_PEFT,
+        ),
+        (
+            bool(config.alora_invocation_tokens),
+            "is an activated LoRA (alora_invocation_tokens), which acts only after certain tokens",
+            _USE_PLAIN,
+        ),
+        (
+            initial not in _PLAIN_INITIALIZATIONS,
+            f"was initialized with {config.init_lora_weights} (init_lora_weights), which changes the base",
+            _MERGE_WITH_PEFT,
         ),
     ):
         if wrong:
-            raise UserError(
-                f"{where}: {said}: use a plain LoRA adapter, or merge it with peft and use the merged model"
-            )
+            raise UserError(f"{where}: {reason}: {advice}")
+    if unknown := _changed_fields(config.model_extra or {}):
+        raise UserError(
+            f"{where}: {CONFIG_NAME} sets {listed(unknown)}, which plain LoRA does not have: {_MERGE_WITH_PEFT}, or "
+            "train a plain LoRA adapter"
+        )
+
+
+def _changed_fields(extra: Mapping[str, Any]) -> list[str]:
+    """Return the fields, of those that are not understood, that are not at peft's default."""
+    found = [name for name, value in extra.items() if name not in _NO_EFFECT and value not in (None, False, {}, [], "")]
+    if not found:
+        return []
+    from peft import LoraConfig  # noqa: PLC0415 - takes seconds to import, for few adapters
+
+    defaults = LoraConfig().to_dict()
+    return [name for name in found if name not in defaults or defaults[name] != extra[name]]
 
 
 def _named(where: str, tensors: dict[str, FileTensor], rank: int) -> dict[str, FileTensor]:
-    """The tensors by the names of the model's parameters. UserError when some of them mean nothing here."""
-    found = {name.removeprefix(PREFIX).replace(".base_layer.", "."): stored for name, stored in tensors.items()}
-    strange = [
-        name
-        for name in tensors
-        if not name.startswith(PREFIX) or not name.endswith(".weight") or "lora_magnitude" in name
-    ]
-    if strange or not tensors:
+    """Return the tensors by the names of the model's parameters. UserError when some have no meaning here."""
+    if not tensors:
+        raise UserError(f"{where}: {TENSORS_NAME} holds nothing: copy or fetch the file again")
+    if foreign := [name for name in tensors if not name.startswith(PREFIX)]:
         raise UserError(
-            f"{where}: {TENSORS_NAME} holds {listed(strange) or 'nothing'}, which is not named as peft names a LoRA "
-            "adapter's matrices: save it with peft"
+            f"{where}: {TENSORS_NAME} holds {listed(foreign)}, but peft's names begin with {PREFIX}: convert the "
+            "adapter to peft's format with the program that made it"
         )
+    names = {name: name.removeprefix(PREFIX).replace(".base_layer.", ".") for name in tensors}
+    # lora_A and lora_B are peft's linear matrices; every other name with "lora" is a part of another kind.
+    if strange := [old for old, name in names.items() if not _is_plain(name)]:
+        raise UserError(
+            f"{where}: {TENSORS_NAME} holds {listed(strange)}, which is no part of a plain LoRA adapter of linear "
+            f"layers: {_MERGE_WITH_PEFT}, or train a plain LoRA adapter of linear layers"
+        )
+    found = {names[name]: stored for name, stored in tensors.items()}
     for name, stored in found.items():
         if stored.dtype not in ITEM_BYTES:
             raise UserError(
-                f"{where}: {name} is stored as {stored.dtype}, but weights must be {', '.join(ITEM_BYTES)}: save it "
-                "with peft in one of them"
+                f"{where}: {name} is stored as {stored.dtype}, but weights must be {', '.join(ITEM_BYTES)}: load the "
+                "adapter with peft, convert it to float32 and save it again"
             )
         if not is_adapter(name):
             continue
@@ -288,3 +400,7 @@ def _named(where: str, tensors: dict[str, FileTensor], rank: int) -> dict[str, F
                 "says: copy or fetch the folder again"
             )
     return found
+
+
+def _is_plain(name: str) -> bool:
+    return is_adapter(name) or (name.endswith(".weight") and "lora_" not in name)

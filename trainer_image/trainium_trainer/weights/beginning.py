@@ -35,7 +35,7 @@ class Beginning:
             from trainium_trainer.weights.adapter import AdapterWeights  # noqa: PLC0415 - as above
 
             adapter = AdapterWeights.open(lora.adapter)
-            adapter.check(config.tuning, shape, "" if base is None else base.digest)
+            adapter.check(config.tuning, shape, base)
         return Beginning(base, adapter)
 
     @property

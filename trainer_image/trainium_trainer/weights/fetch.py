@@ -7,14 +7,13 @@ there already are not fetched again, and a connection that breaks is continued w
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import os
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from trainium_trainer.exits import StorageError, TrainerError, UserError
 from trainium_trainer.models.huggingface import CONFIG_NAME, shape_of_document
-from trainium_trainer.weights.folder import ModelFolder
+from trainium_trainer.weights.folder import INDEX_NAME, WHOLE_NAME, ModelFolder, listed, weight_map
 from trainium_trainer.write_access import FORBIDDEN, what_forbids
 
 if TYPE_CHECKING:
@@ -25,9 +24,6 @@ T = TypeVar("T")
 _WANTED = (
     CONFIG_NAME,
     "generation_config.json",
-    "model.safetensors",
-    "model-*.safetensors",
-    "model.safetensors.index.json",
     "tokenizer.json",
     "tokenizer.model",
     "tokenizer_config.json",
@@ -56,8 +52,9 @@ def fetch(name: str, output: Path, *, revision: str | None = None) -> str:
     api = HfApi(endpoint=endpoint, token=token)
     info = _asked(lambda: api.model_info(name, revision=revision), name, revision)
     found = [each.rfilename for each in info.siblings or ()]
-    files = [file for file in found if any(fnmatch.fnmatchcase(file, pattern) for pattern in _WANTED)]
-    _refuse_without_weights(name, found, files)
+    files = [file for file in found if file in _WANTED]
+    weights = next((file for file in (WHOLE_NAME, INDEX_NAME) if file in found), None)
+    _refuse_without_weights(name, found, weights)
 
     def get(names: list[str]) -> None:
         _asked(
@@ -68,12 +65,27 @@ def fetch(name: str, output: Path, *, revision: str | None = None) -> str:
             revision,
         )
 
-    get([CONFIG_NAME])
-    try:
-        document = json.loads((output / CONFIG_NAME).read_bytes())
-    except (OSError, ValueError) as error:
-        raise UserError(f"fetch-model {name}: its {CONFIG_NAME} cannot be read: use another model") from error
-    shape_of_document(document, f"fetch-model {name}: {CONFIG_NAME}")
+    def document_of(file: str) -> dict[str, Any]:
+        get([file])
+        try:
+            document = json.loads((output / file).read_bytes())
+        except (OSError, ValueError) as error:
+            raise UserError(f"fetch-model {name}: its {file} cannot be read: use another model") from error
+        if not isinstance(document, dict):
+            raise UserError(f"fetch-model {name}: its {file} holds no fields: use another model")
+        return document
+
+    shape_of_document(document_of(CONFIG_NAME), f"fetch-model {name}: {CONFIG_NAME}")
+    assert weights is not None
+    files.append(weights)
+    if weights == INDEX_NAME:
+        shards = sorted(set(weight_map(document_of(INDEX_NAME), f"fetch-model {name}").values()))
+        if missing := [file for file in shards if file not in found]:
+            raise UserError(
+                f"fetch-model {name}: its {INDEX_NAME} names {listed(missing)}, not in the repository: use another "
+                "revision"
+            )
+        files += shards
     get(files)
     ModelFolder.open(str(output), field="fetch-model")
     for part in (output / ".cache/huggingface/download").glob("*.incomplete"):
@@ -82,14 +94,15 @@ def fetch(name: str, output: Path, *, revision: str | None = None) -> str:
     return f"{len(files)} files, {size / 1e9:.2f} GB, commit {info.sha}"
 
 
-def _refuse_without_weights(name: str, found: list[str], files: list[str]) -> None:
-    if CONFIG_NAME not in files:
+def _refuse_without_weights(name: str, found: list[str], weights: str | None) -> None:
+    if CONFIG_NAME not in found:
         raise UserError(f"fetch-model {name}: has no {CONFIG_NAME}: it is no model for transformers, use another one")
-    if not any(file.endswith(".safetensors") for file in files):
-        pickles = " but pickles" if any(file.endswith((".bin", ".pt", ".pth")) for file in found) else ""
+    if weights is None:
+        stored = [file for file in found if file.endswith((".safetensors", ".bin", ".pt", ".pth"))]
+        holds = f", only {listed(stored)}" if stored else ""
         raise UserError(
-            f"fetch-model {name}: has no safetensors{pickles}: use a revision that has them, or save the model again "
-            "with transformers (safe_serialization=True)"
+            f"fetch-model {name}: has neither {WHOLE_NAME} nor {INDEX_NAME}{holds}: use a revision that has one of "
+            "them, or save the model again with transformers (safe_serialization=True)"
         )
 
 

@@ -96,10 +96,10 @@ def _all_tensors(source: WeightsSource, sizes: dict[str, int]) -> dict[str, File
         return read_tensors(source, WHOLE_NAME, sizes[WHOLE_NAME])
     if INDEX_NAME not in sizes:
         raise UserError(f"{source.where}: {_without_index(sizes)}")
-    places = read_document(source, INDEX_NAME).get("weight_map")
-    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
-        raise UserError(f"{source.where}: {INDEX_NAME} has no weight_map: copy or fetch the file again")
+    places = weight_map(read_document(source, INDEX_NAME), source.where)
     files = sorted(set(places.values()))
+    for folder in sorted({file.rpartition("/")[0] for file in files} - {""}):
+        sizes = sizes | {f"{folder}/{name}": size for name, size in source.sizes(folder).items()}
     if missing := [file for file in files if file not in sizes]:
         raise UserError(
             f"{source.where}: {INDEX_NAME} names {listed(missing)}, which {_is(missing)} not there: copy or fetch "
@@ -113,6 +113,16 @@ def _all_tensors(source: WeightsSource, sizes: dict[str, int]) -> dict[str, File
                 "both files again"
             )
     return {name: held[file][name] for name, file in places.items()}
+
+
+def weight_map(index: dict[str, Any], where: str) -> dict[str, str]:
+    """Return which file holds each tensor, as the index says. UserError when it says no such thing."""
+    places = index.get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+        raise UserError(f"{where}: {INDEX_NAME} has no weight_map: copy or fetch the file again")
+    if outside := [file for file in places.values() if file.startswith("/") or ".." in file.split("/")]:
+        raise UserError(f"{where}: {INDEX_NAME} names {outside[0]}, which is outside of the folder: use another model")
+    return places
 
 
 def _without_index(sizes: dict[str, int]) -> str:

@@ -37,8 +37,8 @@ class WeightsSource(Protocol):
         """How sentences about it begin: the setting and its value."""
         ...
 
-    def sizes(self) -> dict[str, int]:
-        """Bytes of each file directly in the folder."""
+    def sizes(self, folder: str = "") -> dict[str, int]:
+        """Return the bytes of each file directly in the folder, or in a folder below it."""
         ...
 
     def read(self, name: str) -> bytes:
@@ -82,9 +82,9 @@ class LocalSource:
         self._folder = folder
         self._storage = open_storage(str(folder))
 
-    def sizes(self) -> dict[str, int]:
-        """The folder's files."""
-        return _sizes(self._storage, self.where)
+    def sizes(self, folder: str = "") -> dict[str, int]:
+        """See WeightsSource."""
+        return _sizes(self._storage, self.where, folder)
 
     def read(self, name: str) -> bytes:
         """A small file."""
@@ -105,10 +105,10 @@ class RemoteSource:
         self.where = where
         self._storage = storage
 
-    def sizes(self) -> dict[str, int]:
-        """The objects directly below the prefix; UserError when there are none."""
-        found = _sizes(self._storage, self.where)
-        if not found:
+    def sizes(self, folder: str = "") -> dict[str, int]:
+        """See WeightsSource. UserError when there is nothing below the prefix."""
+        found = _sizes(self._storage, self.where, folder)
+        if not found and not folder:
             raise UserError(f"{self.where}: there is nothing below this prefix: correct it")
         return found
 
@@ -134,8 +134,8 @@ class RemoteSource:
         yield view
 
 
-def _sizes(storage: Storage, where: str) -> dict[str, int]:
-    return {entry.name: entry.size for entry in _tried(lambda: storage.list(""), where) if not entry.is_folder}
+def _sizes(storage: Storage, where: str, folder: str) -> dict[str, int]:
+    return {entry.name: entry.size for entry in _tried(lambda: storage.list(folder), where) if not entry.is_folder}
 
 
 def _tried(action: Callable[[], T], where: str) -> T:
