@@ -17,7 +17,7 @@ from trainium_trainer.checkpoint.format.contents import Contents
 from trainium_trainer.checkpoint.root.survey import survey, verify
 from trainium_trainer.checkpoint.storage.posix import PosixStorage
 from trainium_trainer.checkpoint.storage.protocol import Retry
-from trainium_trainer.models.state_dict import StateKind, state_name
+from trainium_trainer.models.state_dict import WEIGHT, state_name
 from trainium_trainer.monitor.progress import read_results
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ def check_milestones(root: Path, result: TrialResult) -> None:
             continue
         contents = Contents(storage, milestone, Retry())
         for name, tensor in load_file(step / "adapter" / "adapter_model.safetensors").items():
-            if not tensor.equal(contents.read(state_name(StateKind.WEIGHT, parameter_name(name)))):
+            if not tensor.equal(contents.read(state_name(WEIGHT, parameter_name(name)))):
                 result.wrong.append(f"{name} of milestone {milestone.step} is not that of its checkpoint")
 
 

@@ -79,6 +79,8 @@ class MemorySetting:
     """The device is the CPU: what would be on it takes the node's memory."""
     trained: Trained | None = None
     """None: all of the model."""
+    moments: int = 2
+    """Values that the optimizer keeps of each weight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +113,8 @@ def estimate_memory(model: ModelSizes, setting: MemorySetting) -> MemoryEstimate
     if setting.trained is not None:
         trained = setting.trained.weights + setting.trained.adapters
         frozen = max(0, number - setting.trained.weights)
-    shard = 3 * kept * trained // shards
-    """What a checkpoint holds of a rank: weights and two moments."""
+    shard = (1 + setting.moments) * kept * trained // shards
+    """What a checkpoint holds of a rank: weights and moments."""
     state, activations = _state(trained, kept, setting) + _frozen(frozen, setting), _activations(model, setting)
     processes, distinct = setting.processes_per_node, _shards_of_a_node(setting, sharded=sharded)
     shared = distinct * shard * OWN_FILES if setting.snapshots else 0
@@ -144,7 +146,7 @@ def _state(number: int, kept: int, setting: MemorySetting) -> int:
     used = 4 if setting.precision is Precision.FLOAT32 else 2
     # Where state is divided, a narrow sum of the gradients stands beside the wide one.
     narrow = 2 if kept == 2 and setting.mode is not DataParallelMode.REPLICATED else 0
-    ranks, divided = setting.data_parallel, 3 * kept + 4 + narrow
+    ranks, divided = setting.data_parallel, (1 + setting.moments) * kept + 4 + narrow
     if setting.layouts is Layouts.NXD:
         if setting.mode is DataParallelMode.REPLICATED:
             return number * (divided + (used if used != kept else 0))

@@ -71,6 +71,7 @@ def memory_setting(
     automatic = config.backend is BackendChoice.AUTO and instance_type.startswith("trn1")
     nxd = config.backend is BackendChoice.NXD or automatic
     return MemorySetting(
+        moments=len(config.optimizer.kind.moments),
         tensor=config.parallelism.tensor,
         pipeline=config.parallelism.pipeline,
         data_parallel=data_parallel,

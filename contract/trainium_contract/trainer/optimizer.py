@@ -19,8 +19,26 @@ class WeightDecayScope(StrEnum):
     """Those of two dimensions: projections and embeddings, but neither norms nor biases."""
 
 
+class OptimizerKind(StrEnum):
+    """How an update follows from a gradient."""
+
+    ADAMW = "AdamW"
+    """AdamW (arXiv 1711.05101)."""
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """The values of each weight's size that the optimizer keeps, by their names in checkpoints."""
+        return _MOMENTS[self]
+
+
+_MOMENTS = {OptimizerKind.ADAMW: ("expAvg", "expAvgSq")}
+
+
 class OptimizerConfig(ContractModel):
-    """AdamW and gradient clipping."""
+    """The optimizer and gradient clipping."""
+
+    kind: OptimizerKind = OptimizerKind.ADAMW
+    """`AdamW`."""
 
     learning_rate: Annotated[float, Field(gt=0, le=1)] = 3e-4
     """Peak learning rate, per step."""

@@ -59,10 +59,17 @@ def state_of_rank(
             precision = Precision.BFLOAT16_STOCHASTIC if half else Precision.FLOAT32
             apply_sharding(model, mesh["dp"], precision, mode)
             store: Any = ShardedStore(
-                [model], where, dp=(grid.data, place.dp_rank), tp=(grid.tensor, place.tp_rank), once=False
+                [model],
+                where,
+                dp=(grid.data, place.dp_rank),
+                tp=(grid.tensor, place.tp_rank),
+                moments=("expAvg", "expAvgSq"),
+                once=False,
             )
         else:
-            store = ReplicatedStore([model], where, mesh["dp"].get_group(), place.tp_rank, half=half)
+            store = ReplicatedStore(
+                [model], where, mesh["dp"].get_group(), place.tp_rank, moments=("expAvg", "expAvgSq"), half=half
+            )
         yield store.state_dict() | {OPTIMIZER_STEP: torch.zeros((), dtype=torch.int64)}
     finally:
         dist.destroy_process_group()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from trainium_trainer.exits import UserError
-from trainium_trainer.models.state_dict import StateKind, parameter_of, state_name
+from trainium_trainer.models.state_dict import WEIGHT, parameter_of, state_name
 from trainium_trainer.tuning.choice import LORA_A, LORA_B
 
 if TYPE_CHECKING:
@@ -44,11 +44,11 @@ class CheckpointWeights:
 
     def size(self, name: str) -> torch.Size:
         """Size of a parameter; KeyError when the checkpoint has none of that name."""
-        return torch.Size(self._contents.tensors[state_name(StateKind.WEIGHT, name)].shape)
+        return torch.Size(self._contents.tensors[state_name(WEIGHT, name)].shape)
 
     def fill(self, name: str, offsets: tuple[int, ...], target: Tensor) -> None:
         """Copy a box, verified. DamagedFileError when a file is not what was written."""
-        self._contents.fill(self._contents.wanted(state_name(StateKind.WEIGHT, name), offsets, target))
+        self._contents.fill(self._contents.wanted(state_name(WEIGHT, name), offsets, target))
 
 
 class Result:

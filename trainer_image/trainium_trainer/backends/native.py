@@ -16,11 +16,11 @@ from torch import distributed as dist
 
 from trainium_contract.trainer.parallelism import DataParallelMode, Precision
 from trainium_contract.trainer.tuning import TuningMethod
-from trainium_trainer.backends.adamw import Rounding, adamw
 from trainium_trainer.backends.base import StepOutcome, StepTotals
 from trainium_trainer.backends.compiled import compile_layers
 from trainium_trainer.backends.device import join_process_group, pick_device, use_device
 from trainium_trainer.backends.mesh import make_mesh, place_of
+from trainium_trainer.backends.optimizers import Rounding, find_update
 from trainium_trainer.backends.recompute import apply_recompute
 from trainium_trainer.backends.replicated import ReplicatedStore
 from trainium_trainer.backends.store import box, cut, is_dtensor, local_of
@@ -93,6 +93,7 @@ class NativeBackend:
         for model in self._models:
             apply_recompute(model, self._config.recompute)
             compile_layers(model, self._config.torch_compile, self._device.type)
+        moments = self._config.optimizer.kind.moments
         self._store: StateStore
         if self.mesh.dp_mode.is_sharded:
             from trainium_trainer.backends.sharded import ShardedStore, apply_sharding  # noqa: PLC0415 - FSDP
@@ -105,11 +106,14 @@ class NativeBackend:
                 self._device,
                 dp=(self.mesh.dp_size, self.mesh.dp_rank),
                 tp=(self.mesh.tp_size, self.mesh.tp_rank),
+                moments=moments,
                 once=self.mesh.dp_mode is DataParallelMode.SHARDED_OPTIMIZER,
             )
         else:
             half = self._config.precision.keeps_half
-            self._store = ReplicatedStore(self._models, self._device, self.mesh.dp, self.mesh.tp_rank, half=half)
+            self._store = ReplicatedStore(
+                self._models, self._device, self.mesh.dp, self.mesh.tp_rank, moments=moments, half=half
+            )
         self.state = NativeState(self._store)
         if self.mesh.pp is not None:
             self._pipeline = self._make_pipeline()
@@ -386,9 +390,9 @@ class NativeBackend:
         add_other_end(self._store.gradient(EMBEDDING), self.mesh)
 
     def _update(self, *, learning_rate: float, gradient_scale: float) -> None:
-        """AdamW on this rank's part of the state."""
+        """Update this rank's part of the state."""
         self.state.step += 1
-        adamw(
+        find_update(self._config.optimizer.kind)(
             self._store.slots(),
             self._config.optimizer,
             step=int(self.state.step),

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from trainium_trainer.backends.adamw import Slot
+from trainium_trainer.backends.optimizers import Slot
 from trainium_trainer.backends.store import is_dtensor, local_of, square_sum
 from trainium_trainer.models.stages import canonical_parameters, shared_with_first
-from trainium_trainer.models.state_dict import StateKind, state_name
+from trainium_trainer.models.state_dict import WEIGHT, moment, state_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -54,11 +54,12 @@ class ReplicatedStore:
         dp: ProcessGroup | None,
         tp_rank: int,
         *,
+        moments: Sequence[str],
         half: bool = False,
     ) -> None:
         """`models`: the whole, or this rank's stages of it; their parameters are replaced.
 
-        `half`: weights and moments are in bfloat16.
+        `moments`: those of the optimizer by name; `half`: weights and moments are in bfloat16.
         """
         self._dp = dp
         self._tp_rank = tp_rank
@@ -67,7 +68,7 @@ class ReplicatedStore:
         self._frozen = _frozen_entries(models, tp_rank)
         kept = torch.bfloat16 if half else torch.float32
         self._frozen_locals: list[Tensor] = []
-        self._flat = {part: torch.zeros(total, dtype=kept, device=device) for part in StateKind}
+        self._flat = {part: torch.zeros(total, dtype=kept, device=device) for part in (WEIGHT, *map(moment, moments))}
         self._gradients = torch.zeros(total, device=device)
         self._adopt(models, device)
         self._bounds = self._bucket_bounds(total)
@@ -87,7 +88,7 @@ class ReplicatedStore:
             replacement[id(entry.parameter)] = nn.Parameter(_like(entry.parameter, local), requires_grad=False)
             self._frozen_locals.append(local)
         for index, entry in enumerate(self._entries):
-            parameter = nn.Parameter(self._view(self._flat[StateKind.WEIGHT], entry))
+            parameter = nn.Parameter(self._view(self._flat[WEIGHT], entry))
             replacement[id(entry.parameter)] = parameter
             gradient = self._view(self._gradients, entry)
             if not self._half:
@@ -182,7 +183,7 @@ class ReplicatedStore:
 
     def weight_square_sums(self) -> tuple[float, float]:
         """The same of the weights; what lies between two of them is zero."""
-        return self._square_sums(self._flat[StateKind.WEIGHT])
+        return self._square_sums(self._flat[WEIGHT])
 
     def _square_sums(self, flat: Tensor) -> tuple[float, float]:
         divided, repeated = self._ends
@@ -202,25 +203,17 @@ class ReplicatedStore:
             yield from self._slots_by_name()
             return
         for start, end, is_matrix in self._slot_bounds:
-            yield Slot(
-                self._flat[StateKind.WEIGHT][start:end],
-                self._gradients[start:end],
-                self._flat[StateKind.EXP_AVG][start:end],
-                self._flat[StateKind.EXP_AVG_SQ][start:end],
-                is_matrix,
-            )
+            yield self._slot(slice(start, end), is_matrix=is_matrix)
 
     def _slots_by_name(self) -> Iterator[Slot]:
         for entry in self._entries:
             at = slice(entry.offset, entry.offset + entry.local_size.numel())
-            yield Slot(
-                self._flat[StateKind.WEIGHT][at],
-                self._gradients[at],
-                self._flat[StateKind.EXP_AVG][at],
-                self._flat[StateKind.EXP_AVG_SQ][at],
-                len(entry.size) > 1,
-                f"{entry.name}:{self._tp_rank if entry.divided else 0}",
-            )
+            key = f"{entry.name}:{self._tp_rank if entry.divided else 0}"
+            yield self._slot(at, is_matrix=len(entry.size) > 1, key=key)
+
+    def _slot(self, at: slice, *, is_matrix: bool, key: str = "") -> Slot:
+        weight, *moments = (flat[at] for flat in self._flat.values())
+        return Slot(weight, self._gradients[at], tuple(moments), is_matrix, key)
 
     def forget(self) -> None:
         """Set the gradients to zero; they keep their memory."""
@@ -234,7 +227,7 @@ class ReplicatedStore:
         """See `Store.parameters`."""
         for entry in self._entries:
             end = entry.offset + entry.local_size.numel()
-            local = self._flat[StateKind.WEIGHT][entry.offset : end].view(entry.local_size)
+            local = self._flat[WEIGHT][entry.offset : end].view(entry.local_size)
             yield entry.name, entry.size, local, entry.cuts
 
     def frozen(self) -> Iterator[tuple[str, torch.Size, Tensor, tuple[tuple[int, int, int], ...]]]:
@@ -252,7 +245,7 @@ class ReplicatedStore:
 
     def local_tensors(self) -> dict[str, Tensor]:
         """The flat buffers themselves."""
-        return {str(part): flat for part, flat in self._flat.items()}
+        return dict(self._flat)
 
 
 def _stretches(flat: Tensor) -> list[Tensor]:

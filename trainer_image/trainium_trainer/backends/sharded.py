@@ -17,10 +17,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 from trainium_contract.trainer.parallelism import DataParallelMode, Precision
-from trainium_trainer.backends.adamw import Slot
+from trainium_trainer.backends.optimizers import Slot
 from trainium_trainer.backends.store import local_of, square_sum
 from trainium_trainer.models.stages import EMBEDDING, canonical_parameters, present_layers, shared_with_first
-from trainium_trainer.models.state_dict import StateKind, state_name
+from trainium_trainer.models.state_dict import WEIGHT, moment, state_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -70,8 +70,8 @@ class _WatchedReduceScatter(DefaultReduceScatter):
 class _Entry:
     name: str
     parameter: nn.Parameter
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
+    moments: dict[str, Tensor]
+    """By part of the state."""
     gradient: Tensor | None
     """The float32 sum of what FSDP has left, where that is in bfloat16 like the parameter."""
     key: str
@@ -96,11 +96,13 @@ class ShardedStore:
         *,
         dp: tuple[int, int],
         tp: tuple[int, int],
+        moments: Sequence[str],
         once: bool = False,
     ) -> None:
         """`models`: the whole, or this rank's stages of it; `dp` and `tp` are (size, rank).
 
-        `once`: gather and reduce once a step, and hold what is gathered in between.
+        `moments`: those of the optimizer by name; `once`: gather and reduce once a step, and hold what is gathered in
+        between.
         """
         self._roots = [model for model in models if isinstance(model, FSDPModule)] if once else []
         self._own_sums: list[Tensor] = []
@@ -123,6 +125,7 @@ class ShardedStore:
                 parameter,
                 dp=dp,
                 tp=tp,
+                moments=moments,
                 counted=name not in shared_with_first(model),
                 tied=name == EMBEDDING and model.shape.tie_embeddings,
             )
@@ -177,8 +180,7 @@ class ShardedStore:
             yield Slot(
                 local_of(entry.parameter),
                 entry.sum(),
-                local_of(entry.exp_avg),
-                local_of(entry.exp_avg_sq),
+                tuple(map(local_of, entry.moments.values())),
                 len(entry.parameter.shape) > 1,
                 entry.key,
                 shared=entry.shared,
@@ -212,11 +214,7 @@ class ShardedStore:
         return {
             state_name(part, entry.name): value
             for entry in self._entries
-            for part, value in (
-                (StateKind.WEIGHT, entry.parameter.detach()),
-                (StateKind.EXP_AVG, entry.exp_avg),
-                (StateKind.EXP_AVG_SQ, entry.exp_avg_sq),
-            )
+            for part, value in ({WEIGHT: entry.parameter.detach()} | entry.moments).items()
         }
 
     def local_tensors(self) -> dict[str, Tensor]:
@@ -225,7 +223,14 @@ class ShardedStore:
 
 
 def _entry(
-    name: str, parameter: nn.Parameter, *, dp: tuple[int, int], tp: tuple[int, int], counted: bool, tied: bool
+    name: str,
+    parameter: nn.Parameter,
+    *,
+    dp: tuple[int, int],
+    tp: tuple[int, int],
+    moments: Sequence[str],
+    counted: bool,
+    tied: bool,
 ) -> _Entry:
     """`dp` and `tp` are (size, rank). Tensor parallelism cuts first, FSDP cuts what is left."""
     cuts = _cuts(parameter, dp, tp)
@@ -237,8 +242,7 @@ def _entry(
         gradient=None if local.dtype is torch.float32 else torch.zeros_like(local, dtype=torch.float32),
         key=f"{name}:{dp[1]}:{tp[1] if divided else 0}",
         shared=tied or (tp[0] > 1 and not divided),
-        exp_avg=torch.zeros_like(parameter.detach()),
-        exp_avg_sq=torch.zeros_like(parameter.detach()),
+        moments={moment(each): torch.zeros_like(parameter.detach()) for each in moments},
         divided=divided,
         counted=counted,
         cuts=cuts,

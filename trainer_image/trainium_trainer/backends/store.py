@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from trainium_trainer.backends.adamw import Slot
+    from trainium_trainer.backends.optimizers import Slot
 
 _PIECE = 1 << 14
 """Values that are summed in float32."""

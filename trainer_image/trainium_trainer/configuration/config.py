@@ -20,6 +20,7 @@ from pydantic.alias_generators import to_camel
 from trainium_contract.sizes import passes, step_batch
 from trainium_contract.trainer.addresses import is_address
 from trainium_contract.trainer.config import TrainingConfig
+from trainium_contract.trainer.optimizer import OptimizerKind
 from trainium_contract.trainer.tuning import TuningConfig
 from trainium_contract.wire import worker_env
 from trainium_contract.wire.worker_env import KIND
@@ -103,6 +104,8 @@ class Settings:
             begun["tuning"] = tuning.model_copy(
                 update={"lora": tuning.lora.model_copy(update={"adapter": None})}
             ).to_wire()
+        if self.config.optimizer.kind is not OptimizerKind.ADAMW:
+            begun["optimizer"] = self.config.optimizer.kind
         return begun | {
             "model": self.shape.to_json(),
             "tokenizer": tokenizer,

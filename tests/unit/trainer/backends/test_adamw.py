@@ -9,8 +9,8 @@ import torch
 
 from trainium_contract.trainer.model import ModelConfig
 from trainium_contract.trainer.optimizer import OptimizerConfig, WeightDecayScope
-from trainium_trainer.backends import adamw as own
 from trainium_trainer.backends import replicated
+from trainium_trainer.backends.optimizers import adamw as own
 from trainium_trainer.backends.replicated import ReplicatedStore
 from trainium_trainer.configuration.model_shape import resolve_shape
 from trainium_trainer.models.initial import initial_whole
@@ -31,7 +31,7 @@ def test_updates_equal_those_of_torch(
     config = OptimizerConfig(decay_scope=scope, weight_decay=0.7, beta1=0.8, beta2=0.9, eps=1e-6)
     shape = resolve_shape(ModelConfig(num_layers=2, hidden_size=32, intermediate_size=48), 64)
     plain, model = Llama(shape), Llama(shape)
-    store = ReplicatedStore([model], torch.device("cpu"), None, 0)
+    store = ReplicatedStore([model], torch.device("cpu"), None, 0, moments=config.kind.moments)
     with torch.no_grad():
         for name, parameter in plain.named_parameters():
             parameter.copy_(initial_whole(name, parameter.shape, seed=0, shape=shape))
@@ -54,7 +54,7 @@ def test_updates_equal_those_of_torch(
             parameter.grad *= 0.25
         reference.step()
         reference.zero_grad()
-        own.adamw(store.slots(), config, step=step, learning_rate=0.01, gradient_scale=0.25)
+        own.update(store.slots(), config, step=step, learning_rate=0.01, gradient_scale=0.25)
         store.forget()
     expected = dict(plain.named_parameters())
     for name, parameter in model.named_parameters():

@@ -35,7 +35,7 @@ def test_buckets_are_reduced_in_order_during_the_last_backward_pass(
     monkeypatch.setattr(replicated, "_BUCKET_VALUES", 5000)
     shape = resolve_shape(ModelConfig(num_layers=2, hidden_size=32, intermediate_size=48, tie_embeddings=tied), 64)
     plain, model = Llama(shape), Llama(shape)
-    store = ReplicatedStore([model], torch.device("cpu"), world_of_one, 0)
+    store = ReplicatedStore([model], torch.device("cpu"), world_of_one, 0, moments=("expAvg", "expAvgSq"))
     launched: list[tuple[int, int]] = []
     reduce = dist.all_reduce
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from trainium_contract.trainer.optimizer import OptimizerConfig
-from trainium_trainer.backends.adamw import Rounding, Slot, adamw
+from trainium_trainer.backends.optimizers import Rounding, Slot
+from trainium_trainer.backends.optimizers.adamw import update
 from trainium_trainer.backends.rounding import noise_generator, noise_like, round_into
 
 if TYPE_CHECKING:
@@ -70,8 +71,8 @@ def test_an_update_too_small_for_bfloat16_arrives_on_average() -> None:
     moments = torch.zeros(2, count, dtype=torch.bfloat16)
     config = OptimizerConfig(learning_rate=1e-4, beta1=0.0, weight_decay=0.0)
     for step in range(1, steps + 1):
-        slot = Slot(weight, torch.full((count,), -1.0), moments[0], moments[1], is_matrix=True, key="w")
-        adamw([slot], config, step=step, learning_rate=1e-4, gradient_scale=1.0, rounding=Rounding(0, by_device=False))
+        slot = Slot(weight, torch.full((count,), -1.0), tuple(moments), is_matrix=True, key="w")
+        update([slot], config, step=step, learning_rate=1e-4, gradient_scale=1.0, rounding=Rounding(0, by_device=False))
         nearest += 1e-4
     assert nearest.item() == 1.0, "rounding to the nearest loses all of it"
     # A coin per step and value: right by five standard deviations.

@@ -62,7 +62,7 @@ def test_weights_are_gathered_once_a_step_where_only_the_optimizer_is_sharded(
         model = Llama(shape)
     apply_sharding(model, init_device_mesh("cpu", (2,)), Precision.FLOAT32, mode)
     once = mode is DataParallelMode.SHARDED_OPTIMIZER
-    store = ShardedStore([model], torch.device("cpu"), dp=(2, 0), tp=(1, 0), once=once)
+    store = ShardedStore([model], torch.device("cpu"), dp=(2, 0), tp=(1, 0), moments=("expAvg", "expAvgSq"), once=once)
     for _, _, local, _ in store.parameters():
         local.zero_()
     tokens = torch.zeros(1, 8, dtype=torch.int64)

@@ -52,7 +52,7 @@ def test_the_state_of_a_tuned_run_is_what_the_store_allocates(tuning: dict[str, 
         model.to(torch.bfloat16)
     narrow = None if precision == "Float32" else torch.bfloat16
     apply_tuning(model, settings.choice, settings.config.tuning.lora, frozen=narrow)
-    store = ReplicatedStore([model], torch.device("cpu"), None, 0, half=half)
+    store = ReplicatedStore([model], torch.device("cpu"), None, 0, moments=("expAvg", "expAvgSq"), half=half)
     held = [*store._flat.values(), store._gradients, *store._frozen_locals]
     assert needs_of(settings, 1).state == sum(tensor.nbytes for tensor in held)
 

@@ -1,7 +1,10 @@
 """AdamW for devices that run whole graphs: every number of a step is a tensor, so no step needs a graph of its own.
 
-The arithmetic is that of `backends.adamw`. Invariants: moments exist from construction on, so a checkpoint can be
-loaded into them; where the gradient is not finite the state stays as it is, decided on the device.
+The arithmetic is that of `backends.optimizers.adamw`.
+
+Guarantees:
+- Moments exist from construction on, so that a checkpoint can be loaded into them.
+- Where the gradient is not finite the state stays as it is, decided on the device.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainium_contract.trainer.examples import DataFormat
+from trainium_contract.trainer.optimizer import OptimizerKind
 from trainium_contract.trainer.parallelism import BackendChoice, DataParallelMode, DeviceChoice, TorchCompile
 from trainium_trainer.exits import UserError
 
@@ -24,6 +25,11 @@ def check_limits(config: TrainingConfig, dp_size: int) -> None:
         raise UserError(
             f"parallelism.pipeline is {config.parallelism.pipeline}, but backend Nxd has no pipeline: use 1 and raise "
             "parallelism.tensor, or set backend to Native"
+        )
+    if config.optimizer.kind is not OptimizerKind.ADAMW:
+        raise UserError(
+            f"optimizer.kind is {config.optimizer.kind}, but backend Nxd has AdamW only: use AdamW, or set backend to "
+            "Native"
         )
     if config.data.masked:
         name = "data.maskDocuments" if config.data.format is DataFormat.TEXT else "data.examples.packing"

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trainium_trainer.backends.nxd.layout.parameter_names import MOMENTS
 from trainium_trainer.checkpoint.format.part import TensorPart as Box
-from trainium_trainer.models.state_dict import OPTIMIZER_STEP, StateKind, state_name
+from trainium_trainer.models.state_dict import OPTIMIZER_STEP, WEIGHT, state_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -30,18 +31,18 @@ class NxdState:
 
     def __init__(self, held: Sequence[Held], device: XlaDevice) -> None:
         self._device = device
-        self._tensors: dict[tuple[StateKind, str], Tensor] = {}
+        self._tensors: dict[tuple[str, str], Tensor] = {}
         self._stored: dict[str, tuple[StoredRows, ...]] = {}
         for entry in held:
             self._stored[entry.name] = entry.stored
-            self._tensors[StateKind.WEIGHT, entry.name] = entry.master
-            self._tensors[StateKind.EXP_AVG, entry.name] = entry.exp_avg
-            self._tensors[StateKind.EXP_AVG_SQ, entry.name] = entry.exp_avg_sq
+            self._tensors[WEIGHT, entry.name] = entry.master
+            for (part, _), value in zip(MOMENTS.items(), (entry.exp_avg, entry.exp_avg_sq), strict=True):
+                self._tensors[part, entry.name] = value
         self.step = torch.zeros((), dtype=torch.int64)
         self._lent: list[Tensor] = []
         self._settled = False
 
-    def _boxes(self) -> Iterator[tuple[str, tuple[StateKind, str], StoredRows]]:
+    def _boxes(self) -> Iterator[tuple[str, tuple[str, str], StoredRows]]:
         """Checkpoint name, key of the tensor, and rows of every box, also of those that are empty on this rank."""
         for key in self._tensors:
             for stored in self._stored[key[1]]:
@@ -51,10 +52,10 @@ class NxdState:
         """See `TrainState.state_dict`; the values are fetched when the first of them is used."""
 
         @functools.cache
-        def host() -> dict[tuple[StateKind, str], Tensor]:
+        def host() -> dict[tuple[str, str], Tensor]:
             return dict(zip(self._tensors, self._fetch(), strict=True))
 
-        def rows(key: tuple[StateKind, str], piece: Piece) -> Callable[[], Tensor]:
+        def rows(key: tuple[str, str], piece: Piece) -> Callable[[], Tensor]:
             return lambda: host()[key][piece.start : piece.end]
 
         found: dict[str, Any] = {OPTIMIZER_STEP: self.step}
@@ -78,7 +79,7 @@ class NxdState:
         if state[OPTIMIZER_STEP] is not self.step:
             self.step.copy_(state[OPTIMIZER_STEP])
 
-        def box(part: StateKind, piece: Piece, target: Tensor) -> None:
+        def box(part: str, piece: Piece, target: Tensor) -> None:
             target.copy_(state[state_name(part, piece.name)].local)
 
         self._replace(box)
@@ -86,14 +87,14 @@ class NxdState:
     def fill(self, write: Callable[[Piece, Tensor], None]) -> None:
         """Have `write` put this rank's boxes of the weights into tensors of their sizes; set the moments to zero."""
 
-        def box(part: StateKind, piece: Piece, target: Tensor) -> None:
-            if part is StateKind.WEIGHT:
+        def box(part: str, piece: Piece, target: Tensor) -> None:
+            if part == WEIGHT:
                 write(piece, target)
 
         self._replace(box)
 
     @torch.no_grad()
-    def _replace(self, write: Callable[[StateKind, Piece, Tensor], None]) -> None:
+    def _replace(self, write: Callable[[str, Piece, Tensor], None]) -> None:
         """Make every tensor anew on the host, zero where nothing is written, and send it to the device."""
         for (part, name), tensor in self._tensors.items():
             made = torch.zeros(tensor.shape, dtype=tensor.dtype)

@@ -26,7 +26,7 @@ from trainium_trainer.checkpoint.storage.protocol import Retry
 from trainium_trainer.checkpoint.whole_tensors import TensorSource, write_whole
 from trainium_trainer.exits import UserError
 from trainium_trainer.models.shapes import ModelShape
-from trainium_trainer.models.state_dict import OPTIMIZER_STEP, StateKind, state_name
+from trainium_trainer.models.state_dict import OPTIMIZER_STEP, WEIGHT, moment, state_name
 
 SHAPE = ModelShape(
     vocab_size=48,
@@ -67,12 +67,15 @@ def sizes(shape: ModelShape = SHAPE) -> dict[str, tuple[int, ...]]:
     return found if shape.tie_embeddings else found | {"lm_head.weight": (shape.vocab_size, hidden)}
 
 
+PARTS = (WEIGHT, moment("expAvg"), moment("expAvgSq"))
+
+
 def state(shape: ModelShape = SHAPE) -> dict[str, torch.Tensor]:
     """A whole training state with values that are all different."""
     generator = torch.Generator().manual_seed(3)
     found = {
         state_name(part, name): torch.randn(size, generator=generator)
-        for part in StateKind
+        for part in PARTS
         for name, size in sizes(shape).items()
     }
     return found | {OPTIMIZER_STEP: torch.tensor(7)}
@@ -164,13 +167,13 @@ def cut_by_hand(tag: Path, wanted: dict[str, torch.Tensor], *, zero1: int, xser:
     for tp in range(2):
         for pp, names in enumerate(stages):
 
-            def cut(name: str, part: StateKind, tp: int = tp) -> torch.Tensor:
+            def cut(name: str, part: str, tp: int = tp) -> torch.Tensor:
                 value = wanted[state_name(part, name)]
                 if value.dim() == 1:
                     return value
                 return value.chunk(2, 1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0)[tp].contiguous()
 
-            weights: dict[str, Any] = {name: cut(name, StateKind.WEIGHT).bfloat16() for name in names}
+            weights: dict[str, Any] = {name: cut(name, WEIGHT).bfloat16() for name in names}
             weights["model.rotary.inv_freq"] = torch.ones(2)
             save(tag / "model" / name_of(0, tp, pp), weights, xser=xser)
             order = [name for name in names if len(hf[name]) == 2] + [name for name in names if len(hf[name]) == 1]
@@ -180,8 +183,8 @@ def cut_by_hand(tag: Path, wanted: dict[str, torch.Tensor], *, zero1: int, xser:
                 {"lr": 0.1, "weight_decay": 0.0, "params": list(range(matrices, len(order)))},
             ]
             for dp in range(zero1):
-                shards: dict[StateKind, dict[int, torch.Tensor]] = {part: {} for part in StateKind}
-                for part in StateKind:
+                shards: dict[str, dict[int, torch.Tensor]] = {part: {} for part in PARTS}
+                for part in PARTS:
                     for number, name in enumerate(order):
                         value = cut(name, part)
                         rows = -(-value.shape[0] // zero1)
@@ -191,8 +194,8 @@ def cut_by_hand(tag: Path, wanted: dict[str, torch.Tensor], *, zero1: int, xser:
                 base = {
                     number: {
                         "step": torch.tensor(7.0),
-                        "exp_avg": shards[StateKind.EXP_AVG][number],
-                        "exp_avg_sq": shards[StateKind.EXP_AVG_SQ][number],
+                        "exp_avg": shards[moment("expAvg")][number],
+                        "exp_avg_sq": shards[moment("expAvgSq")][number],
                     }
                     for number in range(len(order))
                 }
@@ -201,7 +204,7 @@ def cut_by_hand(tag: Path, wanted: dict[str, torch.Tensor], *, zero1: int, xser:
                     "param_groups": groups,
                     "base_state": base,
                     "shape_info": {number: torch.Size(hf[name]) for number, name in enumerate(order)},
-                    "sharded_master_weights": shards[StateKind.WEIGHT],
+                    "sharded_master_weights": shards[WEIGHT],
                 }
                 save(tag / "optim" / name_of(dp, tp, pp), content, xser=xser)
     torch.save({"global_step": 7, "epoch": 1}, tag / "user_content.pt")
@@ -280,9 +283,9 @@ def test_weights_alone_begin_with_moments_of_zero(tmp_path: Path) -> None:
     found = read_back(NxdSource(tmp_path / "tag", SHAPE, KeyValueOrder.REPEATED, weights_only=True))
     assert int(found[OPTIMIZER_STEP]) == 0
     for name in sizes():
-        weight = wanted[state_name(StateKind.WEIGHT, name)]
-        assert torch.equal(found[state_name(StateKind.WEIGHT, name)], weight.bfloat16().float())
-        assert not found[state_name(StateKind.EXP_AVG, name)].any()
+        weight = wanted[state_name(WEIGHT, name)]
+        assert torch.equal(found[state_name(WEIGHT, name)], weight.bfloat16().float())
+        assert not found[state_name(moment("expAvg"), name)].any()
 
 
 def test_what_cannot_be_converted_is_refused_by_name(tmp_path: Path) -> None:
@@ -322,7 +325,7 @@ def test_a_degree_that_does_not_divide_the_model_is_refused(tmp_path: Path) -> N
 def test_a_checkpoint_of_a_tuning_which_is_no_whole_model_is_refused(tmp_path: Path) -> None:
     name = "model.layers.0.self_attn.q_proj"
     kept = {f"{name}.lora_A.weight": torch.ones(2, 20), f"{name}.lora_B.weight": torch.ones(32, 2)}
-    parts = {state_name(part, key): value for part in StateKind for key, value in kept.items()}
+    parts = {state_name(part, key): value for part in PARTS for key, value in kept.items()}
     contents = written(tmp_path / "ours", parts | {OPTIMIZER_STEP: torch.tensor(7)})
     target = NxdTarget(1, None, torch.float32, Projections.FUSED, KeyValueOrder.REPEATED)
     with pytest.raises(UserError, match=r"what a tuning trained and not model\.embed_tokens"):

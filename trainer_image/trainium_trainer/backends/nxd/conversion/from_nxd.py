@@ -17,7 +17,7 @@ from trainium_trainer.backends.nxd.layout.pieces import EMBEDDING, LM_HEAD, KeyV
 from trainium_trainer.checkpoint.interfaces import Position
 from trainium_trainer.checkpoint.whole_tensors import TensorSource
 from trainium_trainer.exits import UserError
-from trainium_trainer.models.state_dict import OPTIMIZER_STEP, StateKind, state_name
+from trainium_trainer.models.state_dict import OPTIMIZER_STEP, WEIGHT, state_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -57,9 +57,9 @@ class NxdSource:
         """All tensors of the state; without the optimizer's files, its moments are zero."""
         found = [TensorSource(OPTIMIZER_STEP, torch.int64, torch.Size(()), lambda: torch.tensor(self.optimizer_step()))]
         for name, size in self._sizes.items():
-            for part in StateKind:
+            for part in (WEIGHT, *MOMENTS):
 
-                def load(part: StateKind = part, name: str = name) -> torch.Tensor:
+                def load(part: str = part, name: str = name) -> torch.Tensor:
                     return self._whole(part, name)
 
                 found.append(TensorSource(state_name(part, name), torch.float32, torch.Size(size), load))
@@ -153,9 +153,9 @@ class NxdSource:
                 raise UserError(f"{self._tag.folder}: not all of {name} is there")
 
     @torch.no_grad()
-    def _whole(self, part: StateKind, name: str) -> torch.Tensor:
+    def _whole(self, part: str, name: str) -> torch.Tensor:
         whole = torch.zeros(self._sizes[name], dtype=torch.float32)
-        if part is not StateKind.WEIGHT and not self._tag.has_optimizer:
+        if part != WEIGHT and not self._tag.has_optimizer:
             return whole
         for place in self._places[name]:
             box = whole
@@ -164,11 +164,11 @@ class NxdSource:
             box.copy_(self._local(part, place)[place.piece.start : place.piece.end])
         return whole
 
-    def _local(self, part: StateKind, place: _Place) -> torch.Tensor:
+    def _local(self, part: str, place: _Place) -> torch.Tensor:
         """A rank's parameter, or what the optimizer has of it, in full."""
         if self._tag.has_optimizer:
             states = [self._optimizer(data, place) for data in range(self._tag.sizes.data)]
-            if part is StateKind.WEIGHT:
+            if part == WEIGHT:
                 shards = [state.get("sharded_master_weights", {}).get(place.number) for state in states]
             else:
                 shards = [_state_of(state)[place.number][MOMENTS[part]] for state in states]

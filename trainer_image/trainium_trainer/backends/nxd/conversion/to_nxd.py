@@ -15,7 +15,7 @@ from trainium_trainer.backends.nxd.conversion.tag_files import begin, finish, na
 from trainium_trainer.backends.nxd.layout.parameter_names import MOMENTS, Projections, parameters_of, pieces_of
 from trainium_trainer.backends.nxd.layout.pieces import KeyValueOrder, TensorRank
 from trainium_trainer.exits import UserError
-from trainium_trainer.models.state_dict import OPTIMIZER_STEP, StateKind, state_name
+from trainium_trainer.models.state_dict import OPTIMIZER_STEP, WEIGHT, state_name
 from trainium_trainer.tuning.choice import parameter_sizes
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def _write_rank(
     states: list[dict[int, dict[str, torch.Tensor]]] = [{} for _ in range(ranks)]
     masters: list[dict[int, torch.Tensor]] = [{} for _ in range(ranks)]
     for number, name in enumerate(names):
-        weight = _local(contents, rank, StateKind.WEIGHT, name)
+        weight = _local(contents, rank, WEIGHT, name)
         model[name] = weight.to(target.dtype)
         for data, shard in enumerate(_dealt(weight, ranks)):
             masters[data][number] = shard
@@ -95,7 +95,7 @@ def _write_rank(
         torch.save(content, folder / "optim" / name_of(data, rank.rank, 0))
 
 
-def _local(contents: Contents, rank: TensorRank, part: StateKind, parameter: str) -> torch.Tensor:
+def _local(contents: Contents, rank: TensorRank, part: str, parameter: str) -> torch.Tensor:
     """A rank's parameter, put together from boxes of whole tensors."""
     pieces = pieces_of(rank, parameter)
     rows = sum(piece.sizes[0] for piece in pieces)
@@ -136,7 +136,7 @@ def _group(optimizer: OptimizerConfig, count: int) -> dict[str, Any]:
 
 def _refuse_parts(contents: Contents, shape: ModelShape) -> None:
     """UserError where a tuning left weights of the base out."""
-    missing = [name for name in parameter_sizes(shape) if state_name(StateKind.WEIGHT, name) not in contents.tensors]
+    missing = [name for name in parameter_sizes(shape) if state_name(WEIGHT, name) not in contents.tensors]
     if missing:
         raise UserError(
             f"the checkpoint holds what a tuning trained and not {missing[0]}, which is its base's, but NxD resumes "

@@ -14,7 +14,7 @@ from dataclasses import replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from trainium_trainer.models.state_dict import StateKind
+from trainium_trainer.models.state_dict import moment
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,7 +32,8 @@ _OF_FUSED = {
     "v_proj.weight": 2,
 }
 _OF_GATE_UP = {"gate_proj.weight": 0, "up_proj.weight": 1}
-MOMENTS = {StateKind.EXP_AVG: "exp_avg", StateKind.EXP_AVG_SQ: "exp_avg_sq"}
+MOMENTS = {moment("expAvg"): "exp_avg", moment("expAvgSq"): "exp_avg_sq"}
+"""Parts of the state by their names here and in NxD's files."""
 
 
 class Projections(StrEnum):
