@@ -19,7 +19,7 @@ from typing import Self
 from benchmarks.fleet.operator_process import ROOT, SERVER_NAME, free_port
 from trainium_contract.wire.messages import HeartbeatResponse, RegisterResponse
 from trainium_contract.wire.stream import UPGRADE, FrameKind, FrameReader, frame
-from trainium_operator.coordinator.certificates import renewed
+from trainium_operator.coordinator.certificates import renew_material
 from trainium_operator.memory import settle, use_little_memory_per_connection
 
 _START_SECONDS = 30.0
@@ -40,7 +40,7 @@ class BareServer:
 
     def __init__(self) -> None:
         self.host, self.port = _HOST, free_port(_HOST)
-        material = renewed(None, (SERVER_NAME,), time.time())
+        material = renew_material(None, (SERVER_NAME,), time.time())
         self.authority = material.ca_bundle.decode()
         self._folder = tempfile.TemporaryDirectory(prefix="trainium-bench-")
         self._certificate, self._key = Path(self._folder.name, "tls.crt"), Path(self._folder.name, "tls.key")

@@ -73,7 +73,7 @@ if TYPE_CHECKING:
     from trainium_operator.cluster.api.transport import Transport
     from trainium_operator.cluster.cache.store import Entry, Key
     from trainium_operator.cluster.cache.views import ChildRecord, JobRecord
-    from trainium_operator.coordinator.state import Doubt
+    from trainium_operator.coordinator.state import ProbeTarget
     from trainium_operator.plan.model.actions import Plan
     from trainium_operator.plan.model.observed import Observed, PodView
     from trainium_operator.settings import Settings
@@ -267,7 +267,7 @@ class Runtime:
             record = self.caches.membership_of(view) if view is not None else None
             if view is not None and record is not None and record.membership is not None:
                 self.state.publish(view.id, record.membership)
-        self.state.begin()
+        self.state.start_serving()
         self.serving.set()
 
     def _begin_leading(self) -> None:
@@ -363,9 +363,9 @@ class Runtime:
         workers = record.view.status.desired if record is not None and record.view is not None else 0
         self.queue.put_after(key, self.plan_settings.status_interval(workers))
 
-    def _address_of(self, doubt: Doubt) -> str:
-        entry = self.caches.pods.store.entry((doubt.namespace, doubt.pod))
-        known = entry is not None and entry.uid == doubt.pod_uid and entry.owner == doubt.job_id
+    def _address_of(self, target: ProbeTarget) -> str:
+        entry = self.caches.pods.store.entry((target.namespace, target.pod))
+        known = entry is not None and entry.uid == target.pod_uid and entry.owner == target.job_id
         return entry.view.ip if entry is not None and known else ""
 
     def _forget_job(self, _key: Key, old: Entry[JobRecord] | None, new: Entry[JobRecord] | None) -> None:

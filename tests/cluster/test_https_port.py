@@ -18,7 +18,7 @@ from tests.testing.cluster.installed import install_operator
 from tests.testing.cluster.sites import Site
 from tests.testing.suite.patience import patient, until
 from trainium_devcluster.cluster import Cluster, system_node, system_values
-from trainium_operator.coordinator.certificates import renewed
+from trainium_operator.coordinator.certificates import renew_material
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -47,7 +47,7 @@ def secured(request: pytest.FixtureRequest) -> Iterator[Site]:
 
 def issue(site: Site) -> ssl.SSLContext:
     """A new authority and certificate in the Secret; what trusts it."""
-    made = renewed(None, (SERVICE,), time.time())
+    made = renew_material(None, (SERVICE,), time.time())
     data = {"tls.crt": made.server_cert, "tls.key": made.server_key, "ca.crt": made.ca_bundle}
     secret: dict[str, Any] = {
         "apiVersion": "v1",

@@ -1,8 +1,10 @@
-"""Who an agent is: its projected ServiceAccount token, checked by the API server and bound to the calling pod.
+"""Authenticate agents by their projected ServiceAccount token, which the API server reviews and which names the pod.
 
-Invariants: a token counts only for our audience, only for the pod that it was issued to (name and uid are in it), and
-only for the job whose pod that is in our own cache; so an agent can speak for nobody else, and a token that was stolen
-from one job opens no other. How long an answer counts: `http/reviews.py`. Tokens are never logged.
+Guarantees:
+- A token counts only for our audience, only for the pod that it was issued to (name and uid are in it), and only for
+  the job that owns this pod in our cache. So an agent cannot act for another pod, and a token that was stolen from one
+  job opens no other. `http/reviews.py` has the times.
+- Tokens are never logged.
 """
 
 from __future__ import annotations
@@ -36,15 +38,15 @@ class Caller:
 
 
 class PodDirectory(Protocol):
-    """Which worker pods exist."""
+    """The worker pods that exist."""
 
     def job_of(self, namespace: str, pod_name: str, pod_uid: str) -> JobId | None:
-        """The job that this incarnation of the pod works for; None when it is no worker of a job that exists."""
+        """Return the job of this incarnation of the pod; None when it is no worker of a job that exists."""
         ...
 
 
 class Authenticator:
-    """Checks tokens; `review` posts the spec of a TokenReview and answers its status, or ReviewUnavailableError."""
+    """Checks tokens; `review` posts the spec of a TokenReview and returns its status."""
 
     def __init__(
         self,
@@ -67,21 +69,21 @@ class Authenticator:
         pod_uid: str,
         source: str = "",
     ) -> JobId:
-        """The job that the caller may speak for, as the pod that it says it is; `identify` and `check`."""
+        """Return the job of the caller, if it is the pod that it claims to be; `identify` and `check`."""
         caller = await self.identify(authorization, source)
         return self.check(caller, namespace=namespace, job=job, pod_name=pod_name, pod_uid=pod_uid)
 
     async def identify(self, authorization: str, source: str = "") -> Caller:
-        """The worker pod that the token was issued to; `source` is the address that it came from.
+        """Return the worker pod that the token was issued to; `source` is the address that it came from.
 
         Raises UnauthenticatedError, RefusedError, FloodedError and ReviewUnavailableError, each with a sentence.
         """
-        caller = await self._caller(authorization, source)
+        caller = await self._authenticate(authorization, source)
         self._job_of(caller)
         return caller
 
     def check(self, caller: Caller, *, namespace: str, job: str, pod_name: str | None, pod_uid: str) -> JobId:
-        """The job that the caller may speak for, as the pod that it says it is. Raises RefusedError."""
+        """Return the job of the caller, if it is the pod that it claims to be. Raises RefusedError."""
         if caller.pod_uid != pod_uid or (pod_name is not None and caller.pod_name != pod_name):
             raise RefusedError(
                 f"the token was issued to pod {caller.pod_name}, and this message speaks for another pod"
@@ -99,34 +101,34 @@ class Authenticator:
             raise RefusedError(f"pod {caller.pod_name} is not a worker of any TrainingJob that exists")
         return owner
 
-    async def _caller(self, authorization: str, source: str) -> Caller:
+    async def _authenticate(self, authorization: str, source: str) -> Caller:
         token = bearer_token(authorization)
         if not token:
             raise UnauthenticatedError("send the pod's projected token as `Authorization: Bearer <token>`")
-        question = ReviewRequest(token_digest(token), partial(self._client, token, source), partial(self._ask, token))
-        caller = await self._reviews.answer(question)
+        request = ReviewRequest(token_digest(token), partial(self._client, token, source), partial(self._ask, token))
+        caller = await self._reviews.answer(request)
         if caller is None:
             raise UnauthenticatedError(f"the token is not valid (any more) for audience {TOKEN_AUDIENCE}")
         return caller
 
     def _client(self, token: str, source: str) -> ClientKey:
-        """By what the token says of itself, which nobody has checked yet: it decides on the order alone."""
-        said = unverified_claims(token).get("kubernetes.io")
-        pod = said.get("pod") if isinstance(said, dict) else None
-        if not isinstance(said, dict) or not isinstance(pod, dict):
+        """Return the queue of the token by its unverified claims, which decide on the order alone."""
+        encoded = unverified_claims(token).get("kubernetes.io")
+        pod = encoded.get("pod") if isinstance(encoded, dict) else None
+        if not isinstance(encoded, dict) or not isinstance(pod, dict):
             return ClientKey(source)
-        namespace, name, uid = said.get("namespace"), pod.get("name"), pod.get("uid")
+        namespace, name, uid = encoded.get("namespace"), pod.get("name"), pod.get("uid")
         if not (isinstance(namespace, str) and isinstance(name, str) and isinstance(uid, str)):
             return ClientKey(source)
         return ClientKey(source, uid if self._pods.job_of(namespace, name, uid) is not None else "")
 
     async def _ask(self, token: str) -> Accepted[Caller] | None:
-        caller = _caller_of(await self._review({"token": token, "audiences": [TOKEN_AUDIENCE]}))
+        caller = _caller_from_status(await self._review({"token": token, "audiences": [TOKEN_AUDIENCE]}))
         return Accepted(caller, unverified_expiry(token)) if caller is not None else None
 
 
-def _caller_of(status: dict[str, Any]) -> Caller | None:
-    """The pod in a TokenReview's status; None when the token is not valid, not for us, or not bound to a pod."""
+def _caller_from_status(status: dict[str, Any]) -> Caller | None:
+    """Return the pod of a TokenReview's status; None when the token is not valid, not for us, or not bound to a pod."""
     if not status.get("authenticated") or TOKEN_AUDIENCE not in (status.get("audiences") or ()):
         return None
     user = status.get("user") or {}

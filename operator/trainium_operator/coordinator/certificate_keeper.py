@@ -1,7 +1,8 @@
-"""Keeps the coordinator's certificates: in a Secret that all replicas share, and loaded in the running server.
+"""Keep the coordinator's certificates in a Secret that all replicas share, and load them into the running server.
 
-Invariants: only the leader writes, and only over the version that it read; followers take what they find. Keys are in
-memory and in the Secret, never in a file system.
+Guarantees:
+- Only the leader writes, and only over the version that it read; followers load what they find.
+- Keys are in memory and in the Secret, never in a file system.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import contextlib
 import logging
 from typing import TYPE_CHECKING, Protocol
 
-from trainium_operator.coordinator.certificates import Material, UnusableMaterialError, renewed
+from trainium_operator.coordinator.certificates import Material, UnusableMaterialError, renew_material
 from trainium_operator.http.tls import ServerTls, UnusableCertificateError
 
 if TYPE_CHECKING:
@@ -24,38 +25,38 @@ FIRST_CHECK_SECONDS = 1.0
 
 
 class SecretConflictError(Exception):
-    """Somebody wrote the Secret since it was read."""
+    """Another process wrote the Secret since it was read."""
 
 
 class SecretUnavailableError(Exception):
-    """The Secret is missing or cannot be reached; the message says what to do."""
+    """The Secret is missing or cannot be reached; the message has the remedy."""
 
 
-class SecretBox(Protocol):
+class SecretStore(Protocol):
     """One Secret."""
 
     async def read(self) -> tuple[Mapping[str, bytes], str]:
-        """Content and version. Raises SecretUnavailableError."""
+        """Return content and version. Raises SecretUnavailableError."""
         ...
 
     async def write(self, data: Mapping[str, bytes], version: str) -> str:
-        """Replace the content of that version; the new version. Raises SecretConflictError, SecretUnavailableError."""
+        """Replace that version; return the new one. Raises SecretConflictError and SecretUnavailableError."""
         ...
 
 
 class CertificateKeeper:
-    """`await refresh(write=...)` once at start, then `run` beside the rest."""
+    """Renews and loads the certificates: `refresh` once at start, then `run`."""
 
     def __init__(
         self,
-        box: SecretBox,
+        secret: SecretStore,
         names: Sequence[str],
         *,
         wall_clock: Callable[[], float],
         on_new_bundle: Callable[[], None] = lambda: None,
     ) -> None:
         self.tls = ServerTls()
-        self._box = box
+        self._secret = secret
         self._names = tuple(names)
         self._wall_clock = wall_clock
         self._on_new_bundle = on_new_bundle
@@ -68,7 +69,7 @@ class CertificateKeeper:
         return self._material.ca_bundle.decode() if self._material else ""
 
     async def run(self, is_leader: Callable[[], bool]) -> None:
-        """Check now and then until cancelled; only the leader makes what is missing or due."""
+        """Refresh periodically until cancelled; only the leader writes."""
         while True:
             try:
                 await self.refresh(write=is_leader())
@@ -83,25 +84,29 @@ class CertificateKeeper:
                     await self._check.wait()
 
     def check_now(self) -> None:
-        """Do not wait for the next check: we have just become the leader."""
+        """Refresh at once: this process has just become the leader."""
         self._check.set()
 
     async def refresh(self, *, write: bool) -> None:
-        """Read the Secret, renew what is due when we may write, load what is new.
+        """Read the Secret, renew what expires if `write`, load what is new.
 
         Raises SecretConflictError and SecretUnavailableError.
         """
-        data, version = await self._box.read()
+        data, version = await self._secret.read()
         try:
             held = Material.from_data(data)
         except UnusableMaterialError as error:
-            logger.warning("the certificates in the Secret are unusable (%s)%s", error, "; made anew" if write else "")
+            logger.warning(
+                "the certificates in the Secret are unusable (%s)%s", error, "; created again" if write else ""
+            )
             held = None
         if write:
-            fresh = renewed(held, self._names, self._wall_clock())
+            fresh = renew_material(held, self._names, self._wall_clock())
             if fresh != held:
-                await self._box.write(fresh.to_data(), version)
-                logger.info("renewed the coordinator's certificates" if held else "made the coordinator's certificates")
+                await self._secret.write(fresh.to_data(), version)
+                logger.info(
+                    "renewed the coordinator's certificates" if held else "created the coordinator's certificates"
+                )
             held = fresh
         if held is not None and held != self._material:
             self._load(held)

@@ -1,8 +1,12 @@
-"""The coordinator's own certificate authority and server certificate: made, renewed, and bundled; no I/O here.
+"""Create, renew and bundle the coordinator's certificate authority and server certificate; no I/O.
 
-Invariants: at every moment the server certificate is signed by an authority in the bundle that agents were given at
-least one server renewal earlier: when the authority is renewed, the old one first signs a fresh server certificate, and
-stays in the bundle until it expires. Keys appear in no `repr`. Times are Unix seconds, given by the caller.
+Guarantees:
+- The server certificate is always signed by an authority in the bundle that agents got at least one server renewal
+  earlier: when the authority is renewed, the old one first signs a new server certificate, and stays in the bundle
+  until it expires.
+- Keys appear in no `repr`.
+
+Times are Unix seconds, given by the caller.
 """
 
 from __future__ import annotations
@@ -30,12 +34,12 @@ CA_KEY, CA_CERT, SERVER_KEY, SERVER_CERT = "ca.key", "ca.crt", "tls.key", "tls.c
 
 
 class UnusableMaterialError(ValueError):
-    """What the Secret holds is not a usable set of certificates."""
+    """The Secret does not hold a usable set of certificates."""
 
 
 @dataclass(frozen=True, slots=True)
 class Material:
-    """What the Secret holds, all PEM."""
+    """The content of the Secret, all PEM."""
 
     ca_key: bytes = field(repr=False)
     ca_bundle: bytes
@@ -44,7 +48,7 @@ class Material:
     server_cert: bytes
 
     def to_data(self) -> dict[str, bytes]:
-        """By key of the Secret."""
+        """Return the content by key of the Secret."""
         return {
             CA_KEY: self.ca_key,
             CA_CERT: self.ca_bundle,
@@ -54,7 +58,7 @@ class Material:
 
     @classmethod
     def from_data(cls, data: Mapping[str, bytes]) -> Material | None:
-        """None for an empty Secret. Raises UnusableMaterialError."""
+        """Parse the content; None for an empty Secret. Raises UnusableMaterialError."""
         if not any(data.get(key) for key in (CA_KEY, CA_CERT, SERVER_KEY, SERVER_CERT)):
             return None
         try:
@@ -71,28 +75,28 @@ class Material:
 
 
 def server_names(service: str, namespace: str) -> tuple[str, ...]:
-    """Every name by which a worker or a port-forward may reach the coordinator."""
+    """Return every name by which a worker or a port-forward may reach the coordinator."""
     full = f"{service}.{namespace}"
     return (service, full, f"{full}.svc", f"{full}.svc.cluster.local", "localhost")
 
 
-def renewed(material: Material | None, names: Sequence[str], now: float) -> Material:
-    """The same material while it is good, else with what is due made anew."""
+def renew_material(material: Material | None, names: Sequence[str], now: float) -> Material:
+    """Return the material, with certificates that expire soon or lack a name created again."""
     moment = datetime.fromtimestamp(now, UTC)
     if material is None:
-        return _made(names, moment)
+        return _create_material(names, moment)
     bundle = x509.load_pem_x509_certificates(material.ca_bundle)
     authority = _Authority(bundle[0], _key(material.ca_key))
     if authority.certificate.not_valid_after_utc <= moment:
-        return _made(names, moment)
+        return _create_material(names, moment)
     server = x509.load_pem_x509_certificate(material.server_cert)
-    ca_due = _is_due(authority.certificate, moment)
-    if ca_due or _is_due(server, moment) or not _serves(server, names, bundle):
-        key, certificate = _make_server(authority, names, moment)
+    renew_ca = _must_renew(authority.certificate, moment)
+    if renew_ca or _must_renew(server, moment) or not _is_valid_for(server, names, bundle):
+        key, certificate = _create_server(authority, names, moment)
         material = replace(material, server_key=key, server_cert=certificate)
     valid = [old for old in bundle if old.not_valid_after_utc > moment]
-    if ca_due:
-        authority = _make_authority(moment)
+    if renew_ca:
+        authority = _create_authority(moment)
         valid.insert(0, authority.certificate)
         material = replace(material, ca_key=_pem_key(authority.key))
     joined = b"".join(_pem(certificate) for certificate in valid)
@@ -105,27 +109,27 @@ class _Authority:
     key: ec.EllipticCurvePrivateKey
 
 
-def _made(names: Sequence[str], moment: datetime) -> Material:
-    authority = _make_authority(moment)
-    key, certificate = _make_server(authority, names, moment)
+def _create_material(names: Sequence[str], moment: datetime) -> Material:
+    authority = _create_authority(moment)
+    key, certificate = _create_server(authority, names, moment)
     return Material(_pem_key(authority.key), _pem(authority.certificate), key, certificate)
 
 
-def _is_due(certificate: x509.Certificate, moment: datetime) -> bool:
-    begin, end = certificate.not_valid_before_utc, certificate.not_valid_after_utc
-    return moment >= begin + (end - begin) * RENEW_AT
+def _must_renew(certificate: x509.Certificate, moment: datetime) -> bool:
+    start_serving, end = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+    return moment >= start_serving + (end - start_serving) * RENEW_AT
 
 
-def _serves(server: x509.Certificate, names: Sequence[str], bundle: Sequence[x509.Certificate]) -> bool:
+def _is_valid_for(server: x509.Certificate, names: Sequence[str], bundle: Sequence[x509.Certificate]) -> bool:
     held = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     signed = any(server.issuer == authority.subject for authority in bundle)
     return signed and set(names) <= set(held.get_values_for_type(x509.DNSName))
 
 
-def _make_authority(moment: datetime) -> _Authority:
+def _create_authority(moment: datetime) -> _Authority:
     key = ec.generate_private_key(ec.SECP256R1())
     serial = x509.random_serial_number()
-    # The serial in the name keeps two authorities in one bundle apart.
+    # The serial in the name distinguishes two authorities in one bundle.
     name = _name(f"trainium-operator coordinator CA {serial:x}"[:64])
     usage = x509.KeyUsage(
         digital_signature=True,
@@ -154,8 +158,8 @@ def _make_authority(moment: datetime) -> _Authority:
     return _Authority(certificate, key)
 
 
-def _make_server(authority: _Authority, names: Sequence[str], moment: datetime) -> tuple[bytes, bytes]:
-    """Key and certificate, PEM."""
+def _create_server(authority: _Authority, names: Sequence[str], moment: datetime) -> tuple[bytes, bytes]:
+    """Create key and certificate, PEM."""
     key = ec.generate_private_key(ec.SECP256R1())
     alternatives: list[x509.GeneralName] = [x509.DNSName(name) for name in names]
     alternatives.append(x509.IPAddress(ipaddress.ip_address("127.0.0.1")))

@@ -1,13 +1,14 @@
-"""Tells the plan of members that fall silent, and asks their ports: a refused connection says that an agent is gone.
+"""Report members that fall silent, and probe their ports: a refused connection means that the agent has ended.
 
-Every agent keeps its rendezvous port open for the life of its pod. So a refusal (the host answers, nobody listens) is
-evidence, while a time-out says nothing. A refusal could also come from a firewall between this process and the workers;
-therefore it counts only for an agent whose port answered this process before.
+Every agent keeps its rendezvous port open for the life of its pod. So a refusal (the host answers, no process listens)
+is evidence, while a time-out is not. A firewall between this process and the workers could refuse too, so a refusal
+counts only for an agent whose port accepted a connection of this process before.
 
-Invariants: a connection is opened and closed, nothing is sent; it goes to the address that the API server gives the
-pod and to no other that an agent may name; each agent is asked once when it is new and then only while it is silent;
-nothing is asked unless this process leads; new silence is told every half second, however many ports are being asked;
-the ports of one job never take all slots.
+Guarantees:
+- A connection is opened and closed, nothing is sent. It goes to the address that the API server has for the pod, never
+  to another that an agent may name.
+- Each agent is probed once when it is new and then only while it is silent, and only while this process leads.
+- Silence is reported every half second, however many probes run. The probes of one job never take all slots.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from trainium_operator.coordinator.state import CoordinatorState, Doubt
+    from trainium_operator.coordinator.state import CoordinatorState, ProbeTarget
     from trainium_operator.plan.model.names import JobId
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,7 @@ _OF_ONE_JOB_AT_ONCE = 16
 
 
 class Prober:
-    """`run` it beside the coordinator."""
+    """Reports silence and probes ports."""
 
     def __init__(
         self,
@@ -40,7 +41,7 @@ class Prober:
         *,
         is_serving: Callable[[], bool],
         notify: Callable[[str, str, bool], None],
-        address_of: Callable[[Doubt], str],
+        address_of: Callable[[ProbeTarget], str],
         connect: Callable[[str, int], Awaitable[None]] | None = None,
     ) -> None:
         """`address_of(doubt)` is the pod's address, empty while it is not known.
@@ -51,67 +52,67 @@ class Prober:
         self._is_serving = is_serving
         self._notify = notify
         self._address_of = address_of
-        self._connect = connect or _touch
+        self._connect = connect or _connect_and_close
         self._slots = asyncio.Semaphore(_AT_ONCE)
         self._slots_of: dict[JobId, asyncio.Semaphore] = {}
-        self._being_asked: set[tuple[JobId, str]] = set()
+        self._pending: set[tuple[JobId, str]] = set()
 
     async def run(self) -> None:
-        """Until cancelled."""
-        async with asyncio.TaskGroup() as asking:
+        """Report and probe until cancelled."""
+        async with asyncio.TaskGroup() as probes:
             while True:
                 await asyncio.sleep(_INTERVAL_SECONDS)
                 if self._is_serving():
-                    self._tell_silence()
-                    self._ask_doubtful(asking)
+                    self._report_silence()
+                    self._probe_targets(probes)
 
-    async def look(self) -> None:
-        """Tell who has fallen silent, and ask everybody who is new or silent, once, until all have answered or not."""
-        self._tell_silence()
-        async with asyncio.TaskGroup() as asking:
-            self._ask_doubtful(asking)
+    async def probe_once(self) -> None:
+        """Report silence and probe new and silent agents, once, until all probes have ended."""
+        self._report_silence()
+        async with asyncio.TaskGroup() as probes:
+            self._probe_targets(probes)
 
-    def _tell_silence(self) -> None:
+    def _report_silence(self) -> None:
         for namespace, job in self._state.newly_silent():
             self._notify(namespace, job, True)
 
-    def _ask_doubtful(self, asking: asyncio.TaskGroup) -> None:
-        """Begin to ask those who are not being asked already."""
-        busy = {job_id for job_id, _ in self._being_asked}
+    def _probe_targets(self, probes: asyncio.TaskGroup) -> None:
+        """Start the probes that do not run yet."""
+        busy = {job_id for job_id, _ in self._pending}
         self._slots_of = {job_id: slots for job_id, slots in self._slots_of.items() if job_id in busy}
-        for doubt in self._state.doubts():
-            if (doubt.job_id, doubt.pod_uid) not in self._being_asked:
-                self._being_asked.add((doubt.job_id, doubt.pod_uid))
-                asking.create_task(self._ask_in_turn(doubt))
+        for target in self._state.probe_targets():
+            if (target.job_id, target.pod_uid) not in self._pending:
+                self._pending.add((target.job_id, target.pod_uid))
+                probes.create_task(self._probe_in_turn(target))
 
-    async def _ask_in_turn(self, doubt: Doubt) -> None:
-        of_job = self._slots_of.setdefault(doubt.job_id, asyncio.Semaphore(_OF_ONE_JOB_AT_ONCE))
+    async def _probe_in_turn(self, target: ProbeTarget) -> None:
+        of_job = self._slots_of.setdefault(target.job_id, asyncio.Semaphore(_OF_ONE_JOB_AT_ONCE))
         try:
-            async with of_job, self._slots:  # in this order: who waits for its job holds no common slot
-                await self._ask(doubt)
+            async with of_job, self._slots:  # in this order: a probe that waits for its job holds no common slot
+                await self._ask(target)
         finally:
-            self._being_asked.discard((doubt.job_id, doubt.pod_uid))
+            self._pending.discard((target.job_id, target.pod_uid))
 
-    async def _ask(self, doubt: Doubt) -> None:
-        host = self._address_of(doubt)
-        if not _same(host, doubt.host):
-            self._state.port_unanswered(doubt)
+    async def _ask(self, target: ProbeTarget) -> None:
+        host = self._address_of(target)
+        if not _same(host, target.host):
+            self._state.record_port_unknown(target)
             return
         try:
             async with asyncio.timeout(_CONNECT_SECONDS):
-                await self._connect(host, doubt.port)
+                await self._connect(host, target.port)
         except ConnectionRefusedError:
-            if self._state.port_refused(doubt):
+            if self._state.record_port_refused(target):
                 logger.info(
-                    "the port of silent pod %s refuses connections: its agent is gone",
-                    doubt.pod,
-                    extra={"namespace": doubt.namespace, "job": doubt.job, "pod": doubt.pod},
+                    "the port of silent pod %s refuses connections: its agent has ended",
+                    target.pod,
+                    extra={"namespace": target.namespace, "job": target.job, "pod": target.pod},
                 )
-                self._notify(doubt.namespace, doubt.job, True)
+                self._notify(target.namespace, target.job, True)
         except (OSError, TimeoutError):
-            self._state.port_unanswered(doubt)
+            self._state.record_port_unknown(target)
         else:
-            self._state.port_answered(doubt)
+            self._state.record_port_open(target)
 
 
 def _same(address: str, named: str) -> bool:
@@ -121,7 +122,7 @@ def _same(address: str, named: str) -> bool:
         return False
 
 
-async def _touch(host: str, port: int) -> None:
+async def _connect_and_close(host: str, port: int) -> None:
     _, writer = await asyncio.open_connection(host, port)
     writer.close()
     with contextlib.suppress(OSError):

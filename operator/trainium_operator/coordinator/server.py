@@ -1,9 +1,10 @@
 """The HTTPS server on which agents open their streams.
 
-Invariants: nothing is answered but 503 unless this process leads and its caches are in sync (a request for a stream
-waits a moment where that is due, so that agents are there when the lead is taken over); the sender of a stream is
-authenticated, and is a worker, before a frame of it is read; frames, waits and connections are bounded in size, number
-and time; every refusal is one sentence (`ErrorResponse`).
+Guarantees:
+- It answers 503 unless this process leads and its caches are in sync. A request for a stream waits a moment while the
+  lead is pending, so that agents are connected when this process takes over.
+- The sender of a stream is authenticated, and is a worker, before a frame of it is read.
+- Frames, waits and connections are bounded in size, number and time. Every refusal is one sentence (`ErrorResponse`).
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from aiohttp import web
 
 from trainium_contract.wire.messages import ErrorResponse
 from trainium_contract.wire.stream import STREAM_PATH, UPGRADE
-from trainium_operator.coordinator.hearing import BadMessageError, Hearing, objection
-from trainium_operator.coordinator.spoken import Phrasebook
+from trainium_operator.coordinator.membership_cache import MembershipCache
+from trainium_operator.coordinator.messages import BadMessageError, MessageHandler, message_error
 from trainium_operator.coordinator.streams import LONGEST_SECONDS, Stream, Streams
 from trainium_operator.http.errors import RefusedError
 from trainium_operator.http.listener import BROKEN
@@ -38,13 +39,13 @@ logger = logging.getLogger(__name__)
 
 LONGEST_FRAME = 832 * 1024
 """Above the largest heartbeat that the contract allows, every character of its texts escaped."""
-DUE_SECONDS = 2.5
-"""How long a request for a stream waits for a lead that is due; shorter than agents wait for an answer."""
+PENDING_LEAD_SECONDS = 2.5
+"""How long a request for a stream waits for a pending lead; shorter than agents wait for an answer."""
 _JSON = "application/json"
 
 
 class CoordinatorServer:
-    """`start`, then `stop`; the state outlives it."""
+    """Serves streams over a state that outlives it."""
 
     def __init__(
         self,
@@ -60,26 +61,26 @@ class CoordinatorServer:
     ) -> None:
         """`notify(namespace, job, at_once)`: the plan should see what has changed, at once or within a while.
 
-        `until_serving` gives what to wait for when this process is about to serve, and None when another does.
+        `until_serving` returns what to wait for while this process is about to serve, and None when another serves.
         """
         self._state = state
         self._authenticator = authenticator
         self._is_serving = is_serving
         self._until_serving = until_serving
-        self._hearing = Hearing(
+        self._handler = MessageHandler(
             state, authenticator, notify=notify, on_news=on_news, heartbeat_seconds=heartbeat_seconds
         )
-        self._phrasebook = Phrasebook()
+        self._memberships = MembershipCache()
         self.streams = Streams(
-            self._hearing, self._phrasebook, is_serving=is_serving, on_message=on_message, longest_frame=LONGEST_FRAME
+            self._handler, self._memberships, is_serving=is_serving, on_message=on_message, longest_frame=LONGEST_FRAME
         )
         self._sweeping: asyncio.Task[None] | None = None
         self.http = HttpServer(
-            self._answered, on_answer=lambda path, status: on_message(path.rpartition("/")[2], status)
+            self._answer_errors, on_answer=lambda path, status: on_message(path.rpartition("/")[2], status)
         )
 
     async def start(self, host: str, port: int, context: ssl.SSLContext | None) -> int:
-        """Listen; returns the port, which matters when 0 was asked for. Raises OSError."""
+        """Listen and return the port, which matters for port 0. Raises OSError."""
         self._sweeping = asyncio.create_task(self.streams.run())
         return await self.http.open((web.get(STREAM_PATH, self._stream),), host, port, context)
 
@@ -91,7 +92,7 @@ class CoordinatorServer:
         await self.http.close()
 
     async def _sender(self, request: web.Request) -> Caller:
-        """The worker pod that sent the request, by its token alone."""
+        """Return the worker pod that sent the request, by its token alone."""
         caller = await self._authenticator.identify(request.headers.get("Authorization", ""), request.remote or "")
         self.http.authenticated(request, caller.pod_uid)
         return caller
@@ -102,43 +103,45 @@ class CoordinatorServer:
         if request.query.get("podUid", "") != caller.pod_uid:
             raise RefusedError(f"the token was issued to pod {caller.pod_name}, and this stream speaks for another pod")
         if request.headers.get("Upgrade", "").lower() != UPGRADE:
-            return _refusal(426, f"ask for `Upgrade: {UPGRADE}`", headers={"Upgrade": UPGRADE})
+            return _error(426, f"ask for `Upgrade: {UPGRADE}`", headers={"Upgrade": UPGRADE})
         expires = unverified_expiry(bearer_token(request.headers.get("Authorization", "")))
-        left = expires - time.time() if expires is not None else 0.0
-        seconds = min(LONGEST_SECONDS, left) if left > 0.0 else LONGEST_SECONDS  # over: it is our clock that is wrong
+        on_closed = expires - time.time() if expires is not None else 0.0
+        seconds = (
+            min(LONGEST_SECONDS, on_closed) if on_closed > 0.0 else LONGEST_SECONDS
+        )  # over: it is our clock that is wrong
         ends = asyncio.get_running_loop().time() + seconds
-        return Upgrade(UPGRADE, lambda gone: Stream(self.streams, caller, after=after, ends=ends, left=gone))
+        return Upgrade(UPGRADE, lambda closed: Stream(self.streams, caller, after=after, ends=ends, on_closed=closed))
 
-    async def _answered(
+    async def _answer_errors(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        if not self._is_serving() and not await self._serves_soon(request):
-            return _refusal(503, "not leader", headers=RETRY_AFTER)
+        if not self._is_serving() and not await self._wait_for_lead(request):
+            return _error(503, "not leader", headers=RETRY_AFTER)
         try:
             return await handler(request)
         except Exception as error:
-            found = objection(error)
+            found = message_error(error)
             if found is not None:
-                return _refusal(found.status, found.sentence, generation=found.generation)
+                return _error(found.status, found.sentence, generation=found.generation)
             refusal = error_response(error)
             if refusal is None:
                 logger.exception("answering %s failed", request.path)
-                return _refusal(500, "defect in the coordinator; its log has the details")
+                return _error(500, "defect in the coordinator; its log has the details")
             if isinstance(error, RefusedError) and self.http.should_log_refusal(request):
                 logger.warning("refused %s: %s", request.path, error)
             if isinstance(error, BROKEN):
                 broke = type(error).__name__
                 logger.info("%s: the connection broke before the request was read (%s)", request.path, broke)
-            return _refusal(refusal.status, refusal.sentence, headers=refusal.headers)
+            return _error(refusal.status, refusal.sentence, headers=refusal.headers)
 
-    async def _serves_soon(self, request: web.Request) -> bool:
-        """Hold a request for a stream while the lead is due; whether it was taken over meanwhile."""
-        due = self._until_serving() if request.path == STREAM_PATH else None
-        if due is None:
+    async def _wait_for_lead(self, request: web.Request) -> bool:
+        """Hold a request for a stream while the lead is pending; return whether this process took over meanwhile."""
+        pending = self._until_serving() if request.path == STREAM_PATH else None
+        if pending is None:
             return False
         try:
-            async with asyncio.timeout(DUE_SECONDS):
-                await due
+            async with asyncio.timeout(PENDING_LEAD_SECONDS):
+                await pending
         except TimeoutError:
             return False
         return self._is_serving()
@@ -156,7 +159,7 @@ def _json(status: int, message: MessageModel) -> web.Response:
     return web.Response(status=status, body=body, content_type=_JSON)
 
 
-def _refusal(
+def _error(
     status: int, sentence: str, *, generation: int | None = None, headers: dict[str, str] | None = None
 ) -> web.Response:
     response = _json(status, ErrorResponse(error=sentence, generation=generation))

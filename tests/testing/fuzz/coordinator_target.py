@@ -308,9 +308,9 @@ class _Front:
         elif "gone" in send:
             self._world.state.forget_pod(JOB, f"uid-{send['gone']}"[:64])
         elif "port" in send:
-            for doubt in self._world.state.doubts():
-                self._world.state.port_answered(doubt)
-                self._world.state.port_refused(doubt)
+            for target in self._world.state.probe_targets():
+                self._world.state.record_port_open(target)
+                self._world.state.record_port_refused(target)
             self._world.state.newly_silent()
 
     def _request(self, asked: Json) -> bytes:

@@ -160,7 +160,7 @@ class World:
         for each in (self.caches.kueue.offered, self.caches.dra.offered):
             each.is_served(True)
         self.caches.dra.offered.is_served(True)
-        self.state.begin()
+        self.state.start_serving()
         self.state.since -= 1000.0
 
     def kinds(self) -> tuple[str, ...]:

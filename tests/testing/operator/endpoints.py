@@ -13,7 +13,7 @@ import aiohttp
 from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.api.resources import ACCESS_REVIEWS, TOKEN_REVIEWS
 from trainium_operator.cluster.coordinator_ports import Reviewer
-from trainium_operator.coordinator.certificates import renewed, server_names
+from trainium_operator.coordinator.certificates import renew_material, server_names
 from trainium_operator.endpoints.access import Access
 from trainium_operator.endpoints.servers import EndpointServer, Exposition
 from trainium_operator.http.tls import ServerTls
@@ -114,7 +114,7 @@ async def readers_world(
         clock=lambda: world.now,
         on_answer=lambda *answer: world.answers.append(answer),
     )
-    material = renewed(None, server_names("coordinator", "system"), time.time())
+    material = renew_material(None, server_names("coordinator", "system"), time.time())
     tls = ServerTls()
     tls.load(material.server_cert, material.server_key)
     world.port = await world.server.start("0.0.0.0", 0, tls.context)

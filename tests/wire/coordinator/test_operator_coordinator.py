@@ -12,7 +12,7 @@ import pytest
 
 from tests.testing.operator.coordinator_world import LLAMA, World, heartbeat, membership, register
 from trainium_contract.wire.stream import FrameKind
-from trainium_operator.coordinator.certificates import renewed
+from trainium_operator.coordinator.certificates import renew_material
 from trainium_operator.coordinator.server import LONGEST_FRAME
 from trainium_operator.http.tls import ServerTls
 
@@ -137,7 +137,7 @@ async def test_a_registration_waits_for_a_follower_that_is_about_to_lead(world: 
 async def test_a_registration_does_not_wait_longer_than_its_agent_does(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainium_operator.coordinator.server.DUE_SECONDS", 0.1)
+    monkeypatch.setattr("trainium_operator.coordinator.server.PENDING_LEAD_SECONDS", 0.1)
     world.leading, world.due = False, asyncio.Event()
     assert await world.send(FrameKind.REGISTER, register()) == (503, {"error": "not leader"})
 
@@ -157,7 +157,7 @@ async def test_unknown_paths_and_methods_get_a_sentence_too(world: World) -> Non
 
 async def test_workers_reach_it_over_tls_and_trust_only_the_bundle() -> None:
     world, tls, names = World(), ServerTls(), ("localhost",)
-    material, other = renewed(None, names, time.time()), renewed(None, names, time.time())
+    material, other = renew_material(None, names, time.time()), renew_material(None, names, time.time())
     tls.load(material.server_cert, material.server_key)
     await world.start(tls.context)
     world.trust = ssl.create_default_context(cadata=material.ca_bundle.decode())

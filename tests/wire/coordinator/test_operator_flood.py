@@ -33,7 +33,7 @@ from trainium_operator.cluster.api.transport import connect
 from trainium_operator.cluster.coordinator_ports import Reviewer
 from trainium_operator.cluster.lease import LeaseElector
 from trainium_operator.coordinator.authentication import Authenticator
-from trainium_operator.coordinator.certificates import renewed, server_names
+from trainium_operator.coordinator.certificates import renew_material, server_names
 from trainium_operator.coordinator.server import CoordinatorServer
 from trainium_operator.coordinator.state import CoordinatorState
 from trainium_operator.http import limiter, listener, server
@@ -181,7 +181,7 @@ async def leading(folder: Path) -> AsyncIterator[World]:
     world.server = CoordinatorServer(
         CoordinatorState(time.time), authenticator, is_serving=lambda: True, notify=lambda *_: None
     )
-    material = renewed(None, server_names("coordinator", "system"), time.time())
+    material = renew_material(None, server_names("coordinator", "system"), time.time())
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     (folder / "cert").write_bytes(material.server_cert)
     (folder / "key").write_bytes(material.server_key)

@@ -17,9 +17,9 @@ from tests.testing.operator.stream_client import SWITCHING, StreamClient
 from tests.testing.suite.patience import patient
 from trainium_contract.wire.stream import FrameKind, frame
 from trainium_operator.coordinator import streams
-from trainium_operator.coordinator.certificates import renewed, server_names
+from trainium_operator.coordinator.certificates import renew_material, server_names
 from trainium_operator.coordinator.server import LONGEST_FRAME
-from trainium_operator.coordinator.state import DETAILS_A_SECOND
+from trainium_operator.coordinator.state import FULL_HEARTBEATS_PER_SECOND
 from trainium_operator.http.tls import ServerTls
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ async def site() -> AsyncIterator[Site]:
 @asynccontextmanager
 async def serving() -> AsyncIterator[Site]:
     site, tls = Site(), ServerTls()
-    material = renewed(None, server_names("coordinator", "system"), time.time())
+    material = renew_material(None, server_names("coordinator", "system"), time.time())
     tls.load(material.server_cert, material.server_key)
     site.trust = ssl.create_default_context(cadata=material.ca_bundle.decode())
     site.trust.check_hostname = False
@@ -145,7 +145,7 @@ async def test_a_sign_of_life_keeps_an_agent_heard_and_is_not_answered(site: Sit
 async def test_heartbeats_may_be_the_rarer_the_more_agents_a_job_has(site: Site) -> None:
     talkers = [await site.stream(f"w-{each}") for each in range(24)]
     talkers[0].send(FrameKind.HEARTBEAT, heartbeat(generation=0, phase="Standby"))
-    assert (await talkers[0].next())[1]["fullHeartbeatSeconds"] == 24 / DETAILS_A_SECOND
+    assert (await talkers[0].next())[1]["fullHeartbeatSeconds"] == 24 / FULL_HEARTBEATS_PER_SECOND
 
 
 async def test_an_older_generation_is_refused_and_the_stream_goes_on(site: Site) -> None:
@@ -221,7 +221,7 @@ async def test_streams_end_with_their_time_and_when_nothing_comes(site: Site, mo
         if each.caller.pod_uid == "uid-w-0":
             each.ends = 0.0
         else:
-            each.heard -= streams.SILENT_SECONDS + 1
+            each.last_seen -= streams.SILENT_SECONDS + 1
     site.server.streams.sweep()
     assert await old.last_refusal() == (401, "this stream is over; open another")
     assert await silent.next() == (0, None)
@@ -241,7 +241,7 @@ async def test_a_stream_does_not_outlive_its_token(site: Site) -> None:
 async def test_an_agent_that_takes_nothing_is_closed_before_what_waits_for_it_adds_up(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streams, "MOST_WAITING", 10_000)
+    monkeypatch.setattr(streams, "MAX_UNSENT", 10_000)
     talker = await site.stream()
     talker.writer.transport.pause_reading()  # type: ignore[attr-defined]
     pods = [f"w-{each}" for each in range(2_000)]

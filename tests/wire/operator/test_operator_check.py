@@ -12,7 +12,7 @@ import trustme
 from tests.testing.operator.coordinator_world import World
 from trainium_operator import main as operator_main
 from trainium_operator.check import CheckVerdict, Installed, Replica, look, until_it_works, verdict
-from trainium_operator.coordinator.certificates import renewed
+from trainium_operator.coordinator.certificates import renew_material
 from trainium_operator.endpoints.servers import ProbeServer
 from trainium_operator.http.tls import ServerTls
 
@@ -30,7 +30,7 @@ class OneReplica:
         self.authority = folder / "ca.crt"
 
     async def start(self) -> Installed:
-        made = renewed(None, ("localhost",), time.time())
+        made = renew_material(None, ("localhost",), time.time())
         self.authority.write_bytes(made.ca_bundle)
         tls = ServerTls()
         tls.load(made.server_cert, made.server_key)

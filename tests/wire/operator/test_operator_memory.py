@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from tests.testing.suite.patience import async_until
 from trainium_operator import memory
-from trainium_operator.coordinator.certificates import renewed
+from trainium_operator.coordinator.certificates import renew_material
 from trainium_operator.http.tls import ServerTls
 from trainium_operator.memory import TLS_BUFFER, use_little_memory_per_connection
 
@@ -29,7 +29,7 @@ async def test_connections_share_one_buffer_and_mix_nothing_up(monkeypatch: pyte
     monkeypatch.setattr(sslproto, "SSLProtocol", sslproto.SSLProtocol)  # put back afterwards
     use_little_memory_per_connection()
     tls, buffers, attributes = ServerTls(), set(), 0
-    material = renewed(None, ("localhost",), time.time())
+    material = renew_material(None, ("localhost",), time.time())
     tls.load(material.server_cert, material.server_key)
     trust = ssl.create_default_context(cadata=material.ca_bundle.decode())
 

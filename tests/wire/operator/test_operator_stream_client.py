@@ -13,7 +13,7 @@ from tests.testing.suite.patience import async_until
 from trainium_contract.wire.messages import HeartbeatRequest, Progress, WorkerPhase
 from trainium_contract.wire.stream import FrameKind
 from trainium_operator.coordinator import state, streams
-from trainium_operator.coordinator.certificates import renewed
+from trainium_operator.coordinator.certificates import renew_material
 from trainium_operator.http.tls import ServerTls
 from trainium_trainer.agent.coordinator import client as client_module
 from trainium_trainer.agent.coordinator.client import CoordinatorClient
@@ -62,11 +62,11 @@ class Site(World):
 @asynccontextmanager
 async def serving(folder: Path, patch: pytest.MonkeyPatch) -> AsyncIterator[Site]:
     site, tls = Site(), ServerTls()
-    material = renewed(None, ("localhost",), time.time())
+    material = renew_material(None, ("localhost",), time.time())
     tls.load(material.server_cert, material.server_key)
     (folder / "ca.crt").write_bytes(material.ca_bundle)
     (folder / "token").write_text("token-of-w-0")
-    taken, sent = streams.Stream._take, streams.Stream._send
+    taken, sent = streams.Stream._handle, streams.Stream._send
 
     def take(stream: streams.Stream, kind: int, payload: bytes) -> None:
         site.frames.append(kind)
@@ -76,7 +76,7 @@ async def serving(folder: Path, patch: pytest.MonkeyPatch) -> AsyncIterator[Site
         site.answers.append(kind)
         return sent(stream, kind, payload)
 
-    patch.setattr(streams.Stream, "_take", take)
+    patch.setattr(streams.Stream, "_handle", take)
     patch.setattr(streams.Stream, "_send", send)
     port = await site.server.start("127.0.0.1", 0, tls.context)
     settings = AgentSettings(
@@ -117,7 +117,7 @@ async def serving(folder: Path, patch: pytest.MonkeyPatch) -> AsyncIterator[Site
 async def test_an_agent_at_rest_gives_signs_of_life_and_tells_in_full_now_and_then(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state, "DETAILS_A_SECOND", 1 / 4.0)  # one agent: each four seconds
+    monkeypatch.setattr(state, "FULL_HEARTBEATS_PER_SECOND", 1 / 4.0)  # one agent: each four seconds
     async with serving(tmp_path, monkeypatch) as site:
         site.state.publish(LLAMA, membership(1))
         # How many of the one come before so many of the other is drawn anew each time.
@@ -133,7 +133,7 @@ async def test_an_agent_at_rest_gives_signs_of_life_and_tells_in_full_now_and_th
 
 
 async def test_news_is_told_at_once_and_in_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state, "DETAILS_A_SECOND", 1 / 1000.0)
+    monkeypatch.setattr(state, "FULL_HEARTBEATS_PER_SECOND", 1 / 1000.0)
     async with serving(tmp_path, monkeypatch) as site:
         site.state.publish(LLAMA, membership(1))
         await async_until(lambda: FrameKind.KEEPALIVE in site.frames, "it is at rest")
@@ -208,14 +208,14 @@ async def test_a_coordinator_that_answers_no_heartbeat_is_given_up(
 ) -> None:
     async with serving(tmp_path, monkeypatch) as site:
         deaf = True
-        taken = streams.Stream._take
+        taken = streams.Stream._handle
 
         def take(stream: streams.Stream, kind: int, payload: bytes) -> None:
             if deaf and kind == FrameKind.HEARTBEAT:
                 return
             taken(stream, kind, payload)
 
-        monkeypatch.setattr(streams.Stream, "_take", take)
+        monkeypatch.setattr(streams.Stream, "_handle", take)
         await async_until(lambda: site.frames.count(FrameKind.REGISTER) >= 2, "it tries again")
         assert not site.acknowledged
         deaf = False
@@ -226,7 +226,7 @@ async def test_a_certificate_of_somebody_else_is_not_trusted(tmp_path: Path, mon
     async with serving(tmp_path, monkeypatch) as site:
         await async_until(lambda: bool(site.acknowledged), "it talks")
         good = (tmp_path / "ca.crt").read_bytes()
-        (tmp_path / "ca.crt").write_bytes(renewed(None, ("localhost",), time.time()).ca_bundle)
+        (tmp_path / "ca.crt").write_bytes(renew_material(None, ("localhost",), time.time()).ca_bundle)
         site.acknowledged.clear()
         for stream in list(site.server.streams.opened):
             stream.abort()

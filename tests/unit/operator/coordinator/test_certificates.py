@@ -16,7 +16,7 @@ from trainium_operator.coordinator.certificate_keeper import (
 from trainium_operator.coordinator.certificates import (
     Material,
     UnusableMaterialError,
-    renewed,
+    renew_material,
     server_names,
 )
 
@@ -37,7 +37,7 @@ def server(material: Material) -> x509.Certificate:
 
 
 def test_a_fresh_server_certificate_bears_every_name_and_is_signed_by_the_authority() -> None:
-    material = renewed(None, NAMES, NOW)
+    material = renew_material(None, NAMES, NOW)
     names = server(material).extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert set(names.get_values_for_type(x509.DNSName)) == {
         "coordinator",
@@ -50,13 +50,13 @@ def test_a_fresh_server_certificate_bears_every_name_and_is_signed_by_the_author
 
 
 def test_nothing_changes_while_nothing_is_due() -> None:
-    material = renewed(None, NAMES, NOW)
-    assert renewed(material, NAMES, NOW + 19 * DAY) is material
+    material = renew_material(None, NAMES, NOW)
+    assert renew_material(material, NAMES, NOW + 19 * DAY) is material
 
 
 def test_a_server_certificate_is_renewed_at_two_thirds_of_its_life_by_the_same_authority() -> None:
-    material = renewed(None, NAMES, NOW)
-    later = renewed(material, NAMES, NOW + 20.1 * DAY)
+    material = renew_material(None, NAMES, NOW)
+    later = renew_material(material, NAMES, NOW + 20.1 * DAY)
     assert later.ca_bundle == material.ca_bundle
     assert later.ca_key == material.ca_key
     assert later.server_cert != material.server_cert
@@ -64,21 +64,21 @@ def test_a_server_certificate_is_renewed_at_two_thirds_of_its_life_by_the_same_a
 
 
 def test_a_new_authority_is_announced_before_anything_is_signed_by_it() -> None:
-    material = renewed(None, NAMES, NOW)
-    rotated = renewed(material, NAMES, NOW + 245 * DAY)
+    material = renew_material(None, NAMES, NOW)
+    rotated = renew_material(material, NAMES, NOW + 245 * DAY)
     old, new = authorities(material)[0], authorities(rotated)
     assert len(new) == 2
     assert new[1] == old
     assert rotated.ca_key != material.ca_key
     server(rotated).verify_directly_issued_by(old)  # agents with the old bundle still trust the server
-    afterwards = renewed(rotated, NAMES, NOW + 266 * DAY)
+    afterwards = renew_material(rotated, NAMES, NOW + 266 * DAY)
     server(afterwards).verify_directly_issued_by(new[0])
 
 
 def test_at_every_moment_of_five_years_the_bundle_of_the_day_before_verifies_the_server() -> None:
-    material = renewed(None, NAMES, NOW)
+    material = renew_material(None, NAMES, NOW)
     for day in range(0, 5 * 365, 1):
-        before, material = material, renewed(material, NAMES, NOW + day * DAY)
+        before, material = material, renew_material(material, NAMES, NOW + day * DAY)
         signers = [a for a in authorities(before) if a.subject == server(material).issuer]
         assert signers, f"day {day}"
         server(material).verify_directly_issued_by(signers[0])
@@ -87,26 +87,26 @@ def test_at_every_moment_of_five_years_the_bundle_of_the_day_before_verifies_the
 
 
 def test_an_expired_authority_leaves_the_bundle() -> None:
-    material = renewed(None, NAMES, NOW)
-    rotated = renewed(material, NAMES, NOW + 245 * DAY)
-    assert len(authorities(renewed(rotated, NAMES, NOW + 367 * DAY))) == 1
+    material = renew_material(None, NAMES, NOW)
+    rotated = renew_material(material, NAMES, NOW + 245 * DAY)
+    assert len(authorities(renew_material(rotated, NAMES, NOW + 367 * DAY))) == 1
 
 
 def test_after_years_without_the_operator_everything_is_made_anew() -> None:
-    material = renewed(None, NAMES, NOW)
-    later = renewed(material, NAMES, NOW + 1000 * DAY)
+    material = renew_material(None, NAMES, NOW)
+    later = renew_material(material, NAMES, NOW + 1000 * DAY)
     assert authorities(later)[0] not in authorities(material)
 
 
 def test_another_service_name_gets_a_certificate_of_its_own() -> None:
-    material = renewed(None, NAMES, NOW)
-    other = renewed(material, server_names("renamed", "system"), NOW + DAY)
+    material = renew_material(None, NAMES, NOW)
+    other = renew_material(material, server_names("renamed", "system"), NOW + DAY)
     assert other.server_cert != material.server_cert
     assert other.ca_bundle == material.ca_bundle
 
 
 def test_a_secret_round_trip_and_its_damage() -> None:
-    material = renewed(None, NAMES, NOW)
+    material = renew_material(None, NAMES, NOW)
     assert Material.from_data(material.to_data()) == material
     assert Material.from_data({}) is None
     with pytest.raises(UnusableMaterialError):
@@ -116,7 +116,7 @@ def test_a_secret_round_trip_and_its_damage() -> None:
 
 
 def test_no_key_is_ever_shown() -> None:
-    material = renewed(None, NAMES, NOW)
+    material = renew_material(None, NAMES, NOW)
     assert "PRIVATE" not in repr(material)
     assert "ca_key" not in repr(material)
 
@@ -185,7 +185,7 @@ async def test_a_renewed_certificate_is_loaded_into_the_same_context_and_a_new_b
 
 async def test_a_leader_that_was_overtaken_takes_what_the_other_wrote() -> None:
     box, clock = Box(), Clock()
-    box.interloper = renewed(None, NAMES, NOW).to_data()
+    box.interloper = renew_material(None, NAMES, NOW).to_data()
     theirs = box.interloper["ca.crt"].decode()
     kept = keeper(box, clock)
     task = asyncio.create_task(kept.run(lambda: True))
@@ -206,7 +206,7 @@ async def test_a_damaged_secret_is_made_anew_by_the_leader_only() -> None:
 
 async def test_a_key_of_another_certificate_counts_as_damage() -> None:
     box, clock = Box(), Clock()
-    other = renewed(None, ("localhost",), clock.now)
+    other = renew_material(None, ("localhost",), clock.now)
     kept = keeper(box, clock)
     await kept.refresh(write=True)
     box.data = {**box.data, "tls.key": other.server_key}
@@ -234,7 +234,7 @@ async def test_a_running_server_shows_the_renewed_certificate_to_new_connections
         return certificate
 
     first = await shown()
-    other = renewed(None, NAMES, clock.now)
+    other = renew_material(None, NAMES, clock.now)
     box.data, box.version = other.to_data(), box.version + 1
     await kept.refresh(write=False)
     assert await shown() != first

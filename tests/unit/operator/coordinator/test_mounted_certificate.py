@@ -7,7 +7,7 @@ import ssl
 import time
 from typing import TYPE_CHECKING
 
-from trainium_operator.coordinator.certificates import renewed
+from trainium_operator.coordinator.certificates import renew_material
 from trainium_operator.http.tls import CertificateFolder
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ async def shown(port: int) -> str:
 async def test_a_changed_certificate_serves_new_connections_and_a_half_changed_one_does_not(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    first, second = (renewed(None, ("localhost",), time.time()) for _ in range(2))
+    first, second = (renew_material(None, ("localhost",), time.time()) for _ in range(2))
     mounted = CertificateFolder(str(tmp_path))
     await mounted.refresh()
     assert not mounted.tls.loaded.is_set()
@@ -59,7 +59,7 @@ async def test_a_changed_certificate_serves_new_connections_and_a_half_changed_o
 
 async def test_it_looks_again_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainium_operator.http.tls.CHECK_SECONDS", 0.01)
-    material = renewed(None, ("localhost",), time.time())
+    material = renew_material(None, ("localhost",), time.time())
     mounted = CertificateFolder(str(tmp_path))
     task = asyncio.create_task(mounted.run())
     write(tmp_path, b"", b"")

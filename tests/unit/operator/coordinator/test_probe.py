@@ -71,7 +71,7 @@ class World:
             self.state,
             is_serving=lambda: True,
             notify=lambda *words: self.told.append(words),
-            address_of=lambda doubt: self.addresses[doubt.pod],
+            address_of=lambda target: self.addresses[target.pod],
             connect=self.network.connect,
         )
         members = tuple(
@@ -106,7 +106,7 @@ class World:
     def look(self) -> list[str]:
         """One look; whom it asked."""
         self.network.asked.clear()
-        run_virtual(self.prober.look())
+        run_virtual(self.prober.probe_once())
         return sorted(self.network.asked)
 
     def refused(self, pod: str) -> bool:
@@ -193,9 +193,9 @@ def test_an_agent_that_is_heard_again_takes_the_evidence_back(world: World) -> N
 def test_a_refusal_that_comes_after_a_newer_message_is_too_late(world: World) -> None:
     world.look()
     world.now += 2.5
-    (doubt, _) = world.state.doubts()
+    (target, _) = world.state.probe_targets()
     world.beat("a")
-    assert not world.state.port_refused(doubt)
+    assert not world.state.record_port_refused(target)
     assert not world.refused("a")
 
 
@@ -253,7 +253,7 @@ class TwoJobs:
             self.state,
             is_serving=lambda: True,
             notify=lambda _namespace, job, _urgent: self.told.append((self.clock(), job)),
-            address_of=lambda doubt: doubt.host,
+            address_of=lambda target: target.host,
             connect=self.connect,
         )
         self.silent = False
@@ -327,7 +327,7 @@ def test_a_follower_asks_nobody() -> None:
             world.state,
             is_serving=lambda: False,
             notify=lambda *_: None,
-            address_of=lambda doubt: doubt.host,
+            address_of=lambda target: target.host,
             connect=world.network.connect,
         )
         task = asyncio.create_task(prober.run())
@@ -347,12 +347,12 @@ async def test_a_real_port_answers_while_it_is_open_and_refuses_afterwards() -> 
         world.state,
         is_serving=lambda: True,
         notify=lambda *words: world.told.append(words),
-        address_of=lambda doubt: doubt.host,
+        address_of=lambda target: target.host,
     )
     world.state.forget_pod(JOB, "a")
-    await prober.look()
+    await prober.probe_once()
     server.close()
     await server.wait_closed()
     world.now += 2.5
-    await prober.look()
+    await prober.probe_once()
     assert world.refused("b")

@@ -1,8 +1,8 @@
-"""Memberships as agents get them: encoded once, however many agents ask.
+"""Encode memberships for agents, once each, however many agents need them.
 
-A membership of 1,000 nodes is 200 kB of JSON, and a thousand agents are told of it at the same moment. So its bytes are
-made once, when the first one asks, and packed, which makes a fifth of it. Most agents know the one before and are told
-the change alone.
+A membership of 1,000 nodes is 200 kB of JSON, and a thousand agents receive it at the same moment. Its bytes are
+created when the first agent needs them, and compressed to a fifth. Most agents hold the previous membership and receive
+only the difference.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _REMEMBERED = 512
 
 
 @dataclass(slots=True)
-class Spoken:
-    """One membership."""
+class EncodedMembership:
+    """One membership, encoded on first use."""
 
     membership: Membership
     _plain: bytes | None = field(default=None, repr=False)
@@ -32,37 +32,37 @@ class Spoken:
 
     @property
     def plain(self) -> bytes:
-        """JSON."""
+        """Its JSON."""
         if self._plain is None:
             self._plain = _encoded(self.membership)
         return self._plain
 
     @property
     def packed(self) -> bytes | None:
-        """The bytes in gzip's format; None where that does not pay."""
+        """Its JSON in gzip's format; None where that is not smaller."""
         if self._packed is None and len(self.plain) >= SMALLEST_PACKED:
             self._packed = gzip.compress(self.plain, compresslevel=4, mtime=0)
         return self._packed
 
     def changed(self, change: MembershipChange) -> bytes:
-        """What leads to it from the membership before it; there is one such change."""
+        """Return the JSON of the difference to the membership before it; there is one such change."""
         if self._change is None:
             self._change = _encoded(change)
         return self._change
 
 
-class Phrasebook:
-    """The newest memberships of all jobs, encoded."""
+class MembershipCache:
+    """The newest membership of each job, encoded."""
 
     def __init__(self) -> None:
-        self._known: dict[JobId, Spoken] = {}
+        self._known: dict[JobId, EncodedMembership] = {}
 
-    def say(self, job_id: JobId, membership: Membership) -> Spoken:
-        """The membership, encoded."""
+    def encode(self, job_id: JobId, membership: Membership) -> EncodedMembership:
+        """Return the membership, encoded."""
         found = self._known.pop(job_id, None)
         if found is None or found.membership is not membership:
-            found = Spoken(membership)
-        self._known[job_id] = found  # last in order: the one that was not asked for longest is forgotten first
+            found = EncodedMembership(membership)
+        self._known[job_id] = found  # last in order: the least recently used one is evicted first
         if len(self._known) > _REMEMBERED:
             del self._known[next(iter(self._known))]
         return found
