@@ -56,19 +56,20 @@ _WORDS = ("none", "one", "two", "three", "four", "five", "six", "seven", "eight"
 
 _BEGINNING = """# Causes
 
-What each sign of a fault is attributed to, and what each cause asks for; what then happens: [faults.md](faults.md).
-A rule of the job (`spec.recovery.rules`) comes before all of this. "Again" means: the same cause once more without a
-new step in between, for causes that blame the node: on the same worker within a week. A sign marked † may be reported
-by healthy workers because of another one; its reporter is blamed only when it was the only one, twice."""
+This page lists the cause of each sign of a fault, and the response to each cause. [Fault handling](faults.md)
+describes the responses. A rule of the job (`spec.recovery.rules`) takes precedence. "Repeated" means the same cause
+once more without a new step in between or, for causes that blame the node, on the same worker within a week. Healthy
+workers may report a sign marked † because of another worker; its reporter is blamed only if it alone reports it,
+twice."""
 
 
 def reference_text(header: str) -> str:
     """The whole file; `header` says how it is made."""
     parts = [
         _BEGINNING,
-        "## Causes\n\nBy severity: when several workers are lost at once, the first names the interruption.\n\n"
+        "## Causes\n\nBy severity: if several workers fail at once, the first names the interruption.\n\n"
         + _table(
-            ("cause", "what happened", "blame", "answer", "again", "budget", "node suspected when lost"),
+            ("cause", "meaning", "blame", "response", "repeated", "budget", "node suspected after a failure"),
             (
                 (
                     f"`{row.cause}`",
@@ -103,7 +104,7 @@ def reference_text(header: str) -> str:
 def _meanings(signs: Iterable[Sign]) -> str:
     found = ((sign, classify_sign(sign)) for sign in signs)
     return _table(
-        ("sign", "meaning", "cause", "answer", "again"),
+        ("sign", "meaning", "cause", "response", "repeated"),
         (
             (_name(sign), verdict.sentence, f"`{verdict.cause}`", *_answers(verdict.responses))
             for sign, verdict in found

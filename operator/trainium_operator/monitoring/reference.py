@@ -32,7 +32,7 @@ _RECOVERY_STAGES = (
 )
 _LABELS = {
     "cause": "what an interruption was attributed to ([causes](causes.md))",
-    "check": f"{_values(PreflightCheck)} ([what they look at](node-health.md#before-a-worker-joins))",
+    "check": f"{_values(PreflightCheck)} ([checks](node-health.md#before-a-worker-joins))",
     "code": "HTTP status of the answer; 0: there was none",
     "direction": _values(("grow", "shrink")),
     "error": "class of the error",
@@ -56,14 +56,14 @@ _LABELS = {
 
 _BEGINNING = """# Metrics
 
-What the operator exposes at `http://POD:8080/metrics`, or [over HTTPS](watch.md#over-https). How to scrape it, alerts
-and dashboards: [watch](watch.md#metrics). Only the leader's counters move. No label is a pod, a node or a rank, so the
-number of time series does not grow with them. Times are in seconds; sums of them are those of the ledgers of the jobs
-that exist, and outlive the operator."""
+The operator exposes these metrics at `http://POD:8080/metrics`, or [over HTTPS](watch.md#over-https). [Watch a
+job](watch.md#metrics) describes scraping, alerts and dashboards. Only the leader's counters move. No label is a pod, a
+node or a rank, so the number of time series does not grow with them. Times are in seconds; sums of them are those of
+the ledgers of existing jobs, and survive restarts of the operator."""
 
 
-_OF_JOBS = """With `metrics.namedJobs` ([how](watch.md#of-single-jobs)); names begin with the same prefix.
-`jobs_left_out` counts the jobs that have none."""
+_OF_JOBS = """With `metrics.namedJobs` ([setup](watch.md#of-single-jobs)). Names start with the same prefix.
+`jobs_left_out` counts the jobs without metrics."""
 
 _Row = tuple[str, str, tuple[str, ...], str]
 """Name, type, labels, meaning."""
@@ -76,7 +76,7 @@ def reference_text(header: str) -> str:
     words = "\n".join(f"| `{label}` | {_LABELS[label]} |" for label in labels)
     parts = [
         f"<!-- {header} -->\n{_BEGINNING}",
-        f"## Of the operator\n\nAll names begin with `{PREFIX}`.\n\n{_table(own)}",
+        f"## Of the operator\n\nAll names start with `{PREFIX}`.\n\n{_table(own)}",
         f"## Of single jobs\n\n{_OF_JOBS}\n\n{_table(named)}",
         f"## Labels\n\n| label | values |\n| --- | --- |\n{words}",
     ]
