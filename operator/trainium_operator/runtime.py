@@ -152,7 +152,7 @@ class Runtime:
             self.state,
             Authenticator(
                 token_reviewer.review,
-                WorkerPods(self.caches.pods.store, self.caches.jobs.store),
+                WorkerPods(self.caches.pods.store, self.caches.jobs.store, is_current=self.leading.is_set),
                 wall_clock=clock,
             ),
             is_serving=self.serving.is_set,

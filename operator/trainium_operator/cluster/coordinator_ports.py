@@ -13,7 +13,7 @@ from trainium_operator.coordinator.certificate_keeper import SecretConflictError
 from trainium_operator.http.errors import ReviewUnavailableError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from trainium_operator.cluster.api.client import Api, Json
     from trainium_operator.cluster.api.resources import Resource
@@ -94,9 +94,13 @@ class Reviewer:
 class WorkerPods:
     """The pod cache as a PodDirectory."""
 
-    def __init__(self, pods: IndexedCache[PodView], jobs: IndexedCache[JobRecord]) -> None:
+    def __init__(
+        self, pods: IndexedCache[PodView], jobs: IndexedCache[JobRecord], *, is_current: Callable[[], bool]
+    ) -> None:
+        """`is_current()`: the caches hold all that existed when this process became the leader."""
         self._pods = pods
         self._jobs = jobs
+        self._is_current = is_current
 
     def job_of(self, namespace: str, pod_name: str, pod_uid: str) -> JobId | None:
         """See PodDirectory."""
@@ -105,3 +109,11 @@ class WorkerPods:
             return None
         job = self._jobs.get((entry.owner.namespace, entry.owner.name))
         return entry.owner if job is not None and job.id == entry.owner and not job.elsewhere else None
+
+    def is_orphaned(self, namespace: str, pod_name: str, pod_uid: str) -> bool:
+        """See PodDirectory. An operator creates no pod before it knows the job, so a missing job was deleted."""
+        entry = self._pods.entry((namespace, pod_name))
+        if entry is None or entry.uid != pod_uid or entry.owner is None or not self._is_current():
+            return False
+        job = self._jobs.get((entry.owner.namespace, entry.owner.name))
+        return job is None or job.id != entry.owner

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from trainium_contract.wire.worker_env import TOKEN_AUDIENCE
-from trainium_operator.http.errors import RefusedError, UnauthenticatedError
+from trainium_operator.http.errors import GoneError, RefusedError, UnauthenticatedError
 from trainium_operator.http.reviews import Accepted, ClientKey, ReviewCache, ReviewRequest, TokenReviewQueue
 from trainium_operator.http.tokens import bearer_token, token_digest, unverified_claims, unverified_expiry
 
@@ -42,6 +42,10 @@ class PodDirectory(Protocol):
 
     def job_of(self, namespace: str, pod_name: str, pod_uid: str) -> JobId | None:
         """Return the job of this incarnation of the pod; None when it is no worker of a job that exists."""
+        ...
+
+    def is_orphaned(self, namespace: str, pod_name: str, pod_uid: str) -> bool:
+        """Return whether this incarnation of the pod is a worker of a job that was deleted."""
         ...
 
 
@@ -97,6 +101,8 @@ class Authenticator:
 
     def _job_of(self, caller: Caller) -> JobId:
         owner = self._pods.job_of(caller.namespace, caller.pod_name, caller.pod_uid)
+        if owner is None and self._pods.is_orphaned(caller.namespace, caller.pod_name, caller.pod_uid):
+            raise GoneError(f"the TrainingJob of pod {caller.pod_name} no longer exists")
         if owner is None:
             raise RefusedError(f"pod {caller.pod_name} is not a worker of any TrainingJob that exists")
         return owner

@@ -11,6 +11,10 @@ class RefusedError(Exception):
     """403: a valid token, but its holder may not send or read this."""
 
 
+class GoneError(RefusedError):
+    """410: a valid token, but what its holder belongs to no longer exists."""
+
+
 class FloodedError(Exception):
     """429: too many tokens or requests of this kind came from this address."""
 

@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from trainium_operator.http.errors import FloodedError, RefusedError, ReviewUnavailableError, UnauthenticatedError
+from trainium_operator.http.errors import (
+    FloodedError,
+    GoneError,
+    RefusedError,
+    ReviewUnavailableError,
+    UnauthenticatedError,
+)
 from trainium_operator.http.limiter import ConnectionLimiter
 from trainium_operator.http.listener import BROKEN, LimitedListener, TrackedConnection
 
@@ -71,6 +77,8 @@ def error_response(error: Exception) -> ErrorResponse | None:
             return ErrorResponse(401, str(error), {"WWW-Authenticate": "Bearer"})
         case FloodedError():
             return ErrorResponse(429, f"{error}; try again in a minute", {"Retry-After": "60"})
+        case GoneError():
+            return ErrorResponse(410, str(error))
         case RefusedError():
             return ErrorResponse(403, str(error))
         case ReviewUnavailableError():

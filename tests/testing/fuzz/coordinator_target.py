@@ -247,7 +247,7 @@ class _Front:
         self._shown: set[str] = set()
         """uids of pods of which a token was shown."""
         self._talks: list[Talk] = []
-        pods = WorkerPods(world.caches.pods.store, world.caches.jobs.store)
+        pods = WorkerPods(world.caches.pods.store, world.caches.jobs.store, is_current=lambda: True)
         self._server = CoordinatorServer(
             world.state,
             Authenticator(self._review, pods, wall_clock=world.clock),

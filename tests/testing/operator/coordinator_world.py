@@ -70,6 +70,8 @@ class World:
     def __init__(self) -> None:
         self.state = CoordinatorState(time.time)
         self.leading = True
+        self.orphaned: set[str] = set()
+        """Pods whose job was deleted."""
         self.due: asyncio.Event | None = None
         self.api_up = True
         self.notes: list[tuple[str, str, bool]] = []
@@ -85,7 +87,12 @@ class World:
         """Of the streams that `send` opens; none without TLS."""
         self._streams: dict[tuple[str, str | None], StreamClient] = {}
 
+    def is_orphaned(self, _namespace: str, pod_name: str, _pod_uid: str) -> bool:
+        return pod_name in self.orphaned
+
     def job_of(self, namespace: str, pod_name: str, pod_uid: str) -> JobId | None:
+        if pod_name in self.orphaned:
+            return None
         return LLAMA if pod_uid == f"uid-{pod_name}" and pod_name.startswith("w-") else None
 
     async def review(self, spec: dict[str, Any]) -> dict[str, Any]:

@@ -43,6 +43,8 @@ class Jobs:
         self.refused: list[tuple[str, int]] = []
         self.changed = asyncio.Condition()
         self.token = "token-1"
+        self.deleted = False
+        """The job; its pods are still there."""
 
     async def publish(
         self, pods: list[str], transition: m.Transition = m.Transition.IMMEDIATE, processes: int = 1
@@ -143,6 +145,8 @@ class Server:
     def _refusal(self, head: str) -> tuple[int, str] | None:
         if not self._leads:
             found = 503, "not leader"
+        elif self.jobs.deleted:
+            found = 410, "the job no longer exists"
         elif f"Authorization: Bearer {self.jobs.token}\r\n" not in head:
             found = 401, "the token is not valid"
         else:

@@ -184,6 +184,19 @@ async def test_sigterm_to_a_spare_ends_it_at_once(world: World) -> None:
     assert not [pid for pid in below if alive(pid)]
 
 
+async def test_agents_of_a_job_that_was_deleted_end_their_ranks_and_leave_at_once(world: World) -> None:
+    world.start("a", "spare", TRAINIUM_GRACE_SECONDS="600")
+    await world.ready("a", "spare")
+    await world.jobs.publish(["a"])
+    await world.training("a")
+    os.kill(world.starts()[0]["pid"], signal.SIGSTOP)  # it would not save within its grace
+    world.jobs.deleted = True
+    world.servers[0].end_streams()
+    await world.ended("a", "spare")
+    assert not alive(world.starts()[0]["pid"])
+    assert "the job no longer exists" in world.agents["a"].log
+
+
 async def test_ranks_that_ignore_sigterm_are_killed_after_the_grace_period(world: World) -> None:
     world.start("a", TRAINIUM_GRACE_SECONDS="0.5")
     await world.ready("a")

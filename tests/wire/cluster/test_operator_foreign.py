@@ -6,6 +6,7 @@ import asyncio
 import base64
 import tracemalloc
 import zlib
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -183,8 +184,14 @@ def test_a_job_that_somebody_else_manages_is_not_touched_nor_are_its_pods_answer
         assert not [key for key in cluster.objects if key[0] == EVENTS.plural]
         caches = process.runtime.caches
         uid = cluster.get(PODS, "default", "llama-w-0")["metadata"]["uid"]
-        directory = WorkerPods(caches.pods.store, caches.jobs.store)
+        directory = WorkerPods(caches.pods.store, caches.jobs.store, is_current=lambda: True)
         assert directory.job_of("default", "llama-w-0", uid) is None
+        assert not directory.is_orphaned("default", "llama-w-0", uid), "its job exists"
+        no_jobs: Any = SimpleNamespace(get=lambda _key: None)
+        for current in (True, False):  # before this process has read everything it does not know
+            without = WorkerPods(caches.pods.store, no_jobs, is_current=lambda current=current: current)
+            assert without.is_orphaned("default", "llama-w-0", uid) is current
+            assert not without.is_orphaned("default", "llama-w-0", "of an earlier pod")
         await process.kill()
 
     run_virtual(scenario())

@@ -111,6 +111,9 @@ class World:
 
         return ask
 
+    def is_orphaned(self, _namespace: str, _pod_name: str, _pod_uid: str) -> bool:
+        return False
+
     def job_of(self, _namespace: str, pod_name: str, pod_uid: str) -> JobId | None:
         return LLAMA if pod_name.startswith("w-") and pod_uid == f"uid-{pod_name}" else None
 

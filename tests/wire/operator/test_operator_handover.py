@@ -94,6 +94,7 @@ class Agent:
             heartbeat=self._heartbeat,
             on_membership=self.memberships.append,
             on_acknowledged=self._acknowledge,
+            on_job_deleted=lambda: None,
         )
         self.task = asyncio.create_task(self.client.run())
 

@@ -38,6 +38,7 @@ class Site(World):
         self.memberships: list[Membership] = []
         self.acknowledged: list[HeartbeatRequest] = []
         self.welcomes = 0
+        self.deleted = asyncio.Event()
         self.step = 0
         self.phase = WorkerPhase.TRAINING
         self.client: CoordinatorClient
@@ -102,12 +103,13 @@ async def serving(folder: Path, patch: pytest.MonkeyPatch) -> AsyncIterator[Site
         heartbeat=site.heartbeat,
         on_membership=site.memberships.append,
         on_acknowledged=site.acknowledged.append,
+        on_job_deleted=site.deleted.set,
         on_coordinator_time=site.welcomed,
     )
     running = asyncio.create_task(site.client.run())
     try:
         yield site
-        assert not running.done()
+        assert not running.done() or site.deleted.is_set()
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
@@ -220,6 +222,17 @@ async def test_a_coordinator_that_answers_no_heartbeat_is_given_up(
         assert not site.acknowledged
         deaf = False
         await async_until(lambda: bool(site.acknowledged), "it is heard")
+
+
+async def test_an_agent_learns_within_a_second_that_its_job_was_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(tmp_path, monkeypatch) as site:
+        site.state.publish(LLAMA, membership(1))
+        await async_until(lambda: bool(site.acknowledged), "it talks")
+        site.orphaned.add("w-0")
+        site.state.forget_job(LLAMA)
+        await async_until(site.deleted.is_set, "it learns that its job was deleted")
 
 
 async def test_a_certificate_of_somebody_else_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

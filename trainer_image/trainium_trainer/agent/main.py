@@ -1,98 +1,26 @@
 """`trainium-agent`: PID 1 of a worker pod.
 
-Invariants: a wrong environment ends it within milliseconds with one sentence and code 64; the standby is forked before
-any thread exists; everything that it started has ended when it ends.
+This module imports nothing slow: the kernel drops a SIGTERM to PID 1 that has no handler, so a pod that is deleted
+while the agent imports its modules would wait for its whole grace period.
 """
 
 from __future__ import annotations
 
-import asyncio
-import importlib
-import logging
 import os
 import signal
 import sys
-import time
-from typing import TYPE_CHECKING, Any
-
-from trainium_contract.exit_codes import ExitCode
-from trainium_contract.wire.log_line import LogSource
-from trainium_trainer import exits, log_lines
-from trainium_trainer.agent.checks.preflight import preflight, results
-from trainium_trainer.agent.linux import kernel
-from trainium_trainer.agent.linux.reverse_lookups import stop_reverse_lookups
-from trainium_trainer.agent.settings import AgentSettings, SettingsError, settings_from
-from trainium_trainer.open_files import raise_limit
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def main() -> None:
-    """Run the agent; leaves with the pod's exit code."""
-    try:
-        settings = settings_from(os.environ)
-    except SettingsError as error:
-        exits.say(f"trainium-agent: {error}", source=LogSource.AGENT)
-        sys.exit(ExitCode.USER_ERROR)
-    # PID 1 gets no signal that it does not handle, and importing torch takes seconds.
+    """Run the agent; ends the process with the pod's exit code."""
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-    # Read by torch when it is imported; the ranks share the agent's import.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    code = run(settings)
+    from trainium_trainer.agent.bootstrap import start  # noqa: PLC0415 - after the handler is set
+
+    code = start()
     sys.stdout.flush()
     sys.stderr.flush()
     # Tearing torch down takes a second or more on a busy machine, and nothing is left to save.
     os._exit(code)
-
-
-def run(settings: AgentSettings) -> int:
-    """Check the pod, fork the standby and live; the pod's exit code."""
-    kernel.adopt_orphans()
-    raise_limit()  # the ranks inherit it
-    log_lines.write_as_agent()
-    began = time.monotonic()
-    findings = preflight(settings)
-    checked = results(settings, findings, time.monotonic() - began)
-    for finding in findings:
-        logging.getLogger(__name__).log(
-            logging.WARNING if finding.code is None else logging.ERROR, "%s", finding.sentence
-        )
-    # Read by torch when it is imported: its C++ warns of the look-up that is made to fail, past the log's format.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    importlib.import_module("torch.distributed")
-    from trainium_trainer.agent.generation.generation_store import serve_store  # noqa: PLC0415 - imports torch
-    from trainium_trainer.agent.ranks.standby_keeper import Standby  # noqa: PLC0415 - as late as what it forks
-
-    stop_reverse_lookups(serve_store)  # the standby and all ranks inherit it
-    standby = Standby.fork(settings)
-    return asyncio.run(_supervise(settings, standby, findings, checked))
-
-
-async def _supervise(settings: AgentSettings, standby: Any, findings: Any, checked: Any) -> int:
-    from trainium_trainer.agent.generation.generation_store import serve_store  # noqa: PLC0415 - imports torch
-    from trainium_trainer.agent.supervisor import AgentSupervisor  # noqa: PLC0415 - imports torch
-
-    try:
-        store = serve_store(settings.pod_ip)
-    except OSError as error:
-        sentence = f"trainium-agent: cannot listen on POD_IP {settings.pod_ip} ({error.strerror})."
-        exits.say(sentence, source=LogSource.AGENT)
-        standby.kill()
-        return int(ExitCode.USER_ERROR)
-    supervisor = AgentSupervisor(settings, standby, store, _progress_reader())
-    place = log_lines.place()
-    log_lines.write_as_agent(lambda: {**place, **supervisor.whereabouts()})
-    return await supervisor.run(findings, checked)
-
-
-def _progress_reader() -> Any:
-    from trainium_trainer.monitor.progress import read_progress  # noqa: PLC0415 - after the fork
-
-    def read(path: Path) -> Any:
-        return read_progress(path)
-
-    return read
 
 
 if __name__ == "__main__":

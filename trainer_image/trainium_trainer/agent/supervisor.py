@@ -91,6 +91,7 @@ class AgentSupervisor:
             heartbeat=self._report.heartbeat,
             on_membership=self._on_membership,
             on_acknowledged=self._on_acknowledged,
+            on_job_deleted=lambda: self._take(pod.JobDeleted()),
             on_coordinator_time=self._on_coordinator_time,
         )
         self._calibration = Calibration()
@@ -294,8 +295,9 @@ class AgentSupervisor:
         self._running.begin()
 
     def _order(self, order: Order, superseded_by: int) -> None:
-        if order is Order.TERMINATE:
-            self._loop.call_later(self._settings.grace_seconds + _SLACK_SECONDS, self._leave, ExitCode.YIELDING)
+        if not superseded_by:
+            grace = self._settings.grace_seconds if order is Order.TERMINATE else 0.0
+            self._loop.call_later(grace + _SLACK_SECONDS, self._leave, ExitCode.YIELDING)
         else:
             # Nothing that its ranks do from now on is told as the new generation's.
             self._report.enter_generation(superseded_by, WorkerPhase.JOINING)

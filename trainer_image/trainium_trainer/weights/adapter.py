@@ -361,7 +361,7 @@ def _changed_fields(extra: Mapping[str, Any]) -> list[str]:
         return []
     from peft import LoraConfig  # noqa: PLC0415 - takes seconds to import, for few adapters
 
-    defaults = LoraConfig().to_dict()
+    defaults = LoraConfig().to_dict()  # type: ignore[no-untyped-call]
     return [name for name in found if name not in defaults or defaults[name] != extra[name]]
 
 

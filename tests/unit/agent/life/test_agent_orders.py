@@ -114,7 +114,7 @@ class VirtualPod:
         elif pick < 0.85:
             self.take(pod.Acknowledged(newest))
         elif pick < 0.88:
-            self.take(pod.Terminate())
+            self.take(self.random.choice((pod.Terminate, pod.Terminate, pod.JobDeleted))())
         else:
             self.now += 4 * self.random.random()
             self.take(pod.Later())

@@ -34,6 +34,9 @@ class Pods:
         }
         return known.get((namespace, pod_name, pod_uid))
 
+    def is_orphaned(self, _namespace: str, _pod_name: str, _pod_uid: str) -> bool:
+        return False
+
 
 class World:
     def __init__(self) -> None:

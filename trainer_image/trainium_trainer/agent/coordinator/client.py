@@ -19,7 +19,12 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.wire.membership_change import StaleChangeError, apply_change
 from trainium_contract.wire.messages import RegisterRequest
-from trainium_trainer.agent.coordinator.connection import REQUEST_SECONDS, Connector, CoordinatorUnavailableError
+from trainium_trainer.agent.coordinator.connection import (
+    REQUEST_SECONDS,
+    Connector,
+    CoordinatorUnavailableError,
+    JobDeletedError,
+)
 from trainium_trainer.agent.coordinator.session import Session
 from trainium_trainer.agent.coordinator.stream import StreamEndedError
 
@@ -55,6 +60,7 @@ class CoordinatorClient:
         heartbeat: Callable[[], HeartbeatRequest],
         on_membership: Callable[[Membership], None],
         on_acknowledged: Callable[[HeartbeatRequest], None],
+        on_job_deleted: Callable[[], None],
         on_coordinator_time: Callable[[float, float, float], None] = lambda _theirs, _asked, _answered: None,
     ) -> None:
         """`on_coordinator_time(the coordinator's time, our time before and after)` follows each registration.
@@ -66,6 +72,7 @@ class CoordinatorClient:
         self._heartbeat = heartbeat
         self._on_membership = on_membership
         self._on_acknowledged = on_acknowledged
+        self._on_job_deleted = on_job_deleted
         self._on_coordinator_time = on_coordinator_time
         self._register = RegisterRequest(
             namespace=settings.namespace,
@@ -92,7 +99,7 @@ class CoordinatorClient:
         self._send_now.set()
 
     async def run(self) -> None:
-        """Register and exchange messages until cancelled."""
+        """Register and exchange messages until cancelled, or until the job is deleted."""
         backoff = _FIRST_BACKOFF_SECONDS
         while True:
             started = time.monotonic()
@@ -101,6 +108,10 @@ class CoordinatorClient:
             except CoordinatorUnavailableError as error:
                 self._log_unavailable(str(error))
                 self._preferred = None
+            except JobDeletedError as error:
+                _log.warning("%s", error)
+                self._on_job_deleted()
+                return
             if time.monotonic() - started > _STABLE_SECONDS:
                 backoff = _FIRST_BACKOFF_SECONDS
             await asyncio.sleep(backoff * random.uniform(0.5, 1.0))  # noqa: S311 - spreads retries
@@ -114,7 +125,10 @@ class CoordinatorClient:
                     await self._session.flush()
 
     async def _connect(self) -> tuple[Stream, RegisterResponse]:
-        """Register with the first address that answers as the leader. Raises CoordinatorUnavailableError."""
+        """Register with the first address that answers as the leader.
+
+        Raises CoordinatorUnavailableError, JobDeletedError.
+        """
         addresses = await self._connector.addresses()
         random.shuffle(addresses)
         if self._preferred in addresses:

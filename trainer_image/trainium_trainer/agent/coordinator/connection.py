@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 REQUEST_SECONDS = 3.0
 """Until an answer."""
+_GONE = 410
 LOOKUP_SECONDS = 1.5
 """Until a name whose addresses are known keeps them. A resolver gives up a silent name server after 10 s for each
 search domain."""
@@ -48,6 +49,10 @@ class Address:
 
 class CoordinatorUnavailableError(ConnectionError):
     """One address did not answer as the leader does; the text is one sentence."""
+
+
+class JobDeletedError(Exception):
+    """The leader answered that this pod's job no longer exists."""
 
 
 class Connector:
@@ -75,7 +80,7 @@ class Connector:
         return list(found)
 
     async def open_stream(self, address: Address, query: dict[str, str]) -> Stream:
-        """Open a stream to one address. Raises CoordinatorUnavailableError."""
+        """Open a stream to one address. Raises CoordinatorUnavailableError, JobDeletedError."""
         try:
             token = self._settings.token_path.read_text(encoding="utf-8").strip()
             async with asyncio.timeout(REQUEST_SECONDS):
@@ -87,7 +92,8 @@ class Connector:
                     f"Connection: Upgrade\r\nUpgrade: {UPGRADE}\r\nAuthorization: Bearer {token}\r\n\r\n",
                 )
         except StreamRefusedError as error:
-            raise CoordinatorUnavailableError(_refusal(address, error.status, error.body)) from error
+            sentence = _refusal(address, error.status, error.body)
+            raise (JobDeletedError if error.status == _GONE else CoordinatorUnavailableError)(sentence) from error
         except ssl.SSLError as error:
             self._tls = None  # read the certificate authority again: it may have been rotated
             raise CoordinatorUnavailableError(

@@ -70,11 +70,19 @@ class Terminate:
 
 
 @dataclass(frozen=True, slots=True)
+class JobDeleted:
+    """The job no longer exists, so nobody needs what the ranks would save."""
+
+
+@dataclass(frozen=True, slots=True)
 class Later:
     """It is later."""
 
 
-Event = Came | Unfit | Checked | CompilerEnded | GenerationOver | Acknowledged | VerdictTaken | Terminate | Later
+Event = (
+    Came | Unfit | Checked | CompilerEnded | GenerationOver | Acknowledged | VerdictTaken | Terminate | JobDeleted
+    | Later
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,11 +198,12 @@ def _take(pod: Pod, event: Event, now: float) -> _Answer:
         case VerdictTaken(generation):
             late = pod.ends_at is not None or generation < pod.newest.generation
             return (pod if late else replace(pod, ends_at=now + _PEERS_SECONDS)), ()
-        case Terminate():
+        case Terminate() | JobDeleted():
             ending = replace(pod, terminating=True)
             if not pod.running:
                 return replace(ending, left=True), (LeavePod(None),)
-            return ending, (LeaveGeneration(Order.TERMINATE),)
+            order = Order.TERMINATE if isinstance(event, Terminate) else Order.IMMEDIATE
+            return ending, (LeaveGeneration(order),)
         case Later():
             return pod, ()
 
