@@ -30,17 +30,17 @@ def is_native_frame(line: str) -> bool:
     return _NATIVE.match(line) is not None
 
 
-def says_why(line: str) -> bool:
+def explains_exit(line: str) -> bool:
     """Whether it may say why the program ended; a start or a step that went well does not, nor a frame of C++."""
     return not _STEP.search(line) and not is_native_frame(line)
 
 
-def telling(sentence: str) -> str:
+def drop_noise(sentence: str) -> str:
     """A sentence of the operator without the lines of output that do not say why; its first and last words stay."""
     first, *lines = sentence.split(LINE_BREAK)
     kept = [first]
     for line in lines:
-        if says_why(line):
+        if explains_exit(line):
             kept.append(line)
             continue
         if kept[-1] != _LEFT_OUT:

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from trainium_client.render.page import heading, labelled, listed, stacked
 from trainium_contract.pages.formatting import clock, duration, plural, shortened
-from trainium_contract.program_output import telling
+from trainium_contract.program_output import drop_noise
 from trainium_contract.views.interruptions import stage_words
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def _seen(story: InterruptionReport, entry: InterruptionView) -> str:
     """A verdict is told to its end, where it says what to do."""
     if not story.log_lines:
         return entry.message
-    return telling(entry.message) if entry.stopped else shortened(telling(entry.message), _LONGEST)
+    return drop_noise(entry.message) if entry.stopped else shortened(drop_noise(entry.message), _LONGEST)
 
 
 def _who(entry: InterruptionView) -> str:

@@ -13,7 +13,8 @@ _UNDERSCORE = re.compile(r"_([a-z0-9])")
 def to_wire(value: Any) -> Any:
     """The value as JSON knows it; keys of mappings are data and stay as they are."""
     if is_dataclass(value) and not isinstance(value, type):
-        return {camel(each.name): to_wire(getattr(value, each.name)) for each in fields(value)}
+        shown = [each.name for each in fields(value) if each.metadata.get("json", True)]
+        return {camel(name): to_wire(getattr(value, name)) for name in shown}
     if isinstance(value, dict):
         return {str(key): to_wire(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

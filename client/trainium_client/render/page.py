@@ -102,12 +102,6 @@ def _fitting(columns: Sequence[Column], rows: Sequence[Sequence[str | Text]], wi
     return kept
 
 
-def bar(share: float, width: int) -> str:
-    """Progress as a bar of that many places."""
-    full = round(max(0.0, min(1.0, share)) * width)
-    return "━" * full + "╌" * (width - full)
-
-
 def heading(text: str) -> Text:
     """A heading with a line before it."""
     return Text(f"\n{text}", style="bold")

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from trainium_client.render.page import Column, bar, heading, labelled, stacked, table, word
+from trainium_client.render.page import Column, heading, labelled, stacked, table, word
+from trainium_contract.pages.facts import bar
 from trainium_contract.pages.formatting import ago, clock, duration, figure, share, shortened, size
-from trainium_contract.program_output import telling
+from trainium_contract.program_output import drop_noise
 from trainium_contract.views.interruptions import stage_words
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def history_page(entries: Sequence[InterruptionView], width: int) -> RenderableT
     rows = [
         (str(at), clock(each.at)[5:], each.cause, each.rung, each.pod or "-", each.node or "-",
          "-" if each.stopped else "open" if each.open else figure(each.recovered_seconds, 3),
-         "-" if each.steps_lost is None else str(each.steps_lost), shortened(telling(each.message), _LONGEST))
+         "-" if each.steps_lost is None else str(each.steps_lost), shortened(drop_noise(each.message), _LONGEST))
         for at, each in enumerate(entries, 1)
     ]  # fmt: skip
     return table(columns, rows, width)

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
-from trainium_contract.pages.formatting import clock, count, duration, figure, plural, share, shortened, size
+from trainium_contract.pages.facts import job_facts
+from trainium_contract.pages.formatting import clock, duration, figure, shortened, size
 from trainium_contract.pages.html import document, section, table
 from trainium_contract.pages.live import LIVE_SCRIPT
 from trainium_contract.pages.node_map import node_map_html
 from trainium_contract.pages.svg import BAD, COLOURS, GOOD, OTHER, WAITS, loss_chart, share_bar, squares, timeline
 from trainium_contract.pages.worker_times import worker_times_html
-from trainium_contract.program_output import telling
+from trainium_contract.program_output import drop_noise
 from trainium_contract.views.interruptions import ranks_text, stage_words
 from trainium_contract.views.timeline import timeline_of
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 MOST_ROWS = 2_000
 """Workers and squares on a page; beyond it a count."""
 MOST_EVENTS = 100
-_LONGEST_MESSAGE = 240
+_LONGEST = 240
 """Of an interruption: what a worker printed at length is for `kubectl trn why`."""
 _MOMENTS = 200
 """Into so many the time of a job is divided where its pictures end now."""
@@ -97,21 +98,8 @@ def advice_html(view: JobView) -> str:
 
 def facts_html(view: JobView) -> str:
     """Render how the job is, in a few lines."""
-    checkpoint = view.checkpoints.durable_step
-    steps = f"step {view.step}" + (f" of {view.total_steps} ({share(view.share)})" if view.total_steps else "")
-    old = f", reported at {clock(view.step_reported_at)} UTC" if view.step_is_old else ""
-    facts = [
-        ("Phase", view.phase or "not answered yet"),
-        ("Progress", steps + old + (f", {duration(view.eta_seconds)} left" if view.eta_seconds is not None else "")),
-        ("Loss", figure(view.loss, 5)),
-        ("Speed", f"{count(view.tokens_per_second)} tokens/s" if view.tokens_per_second else ""),
-        ("Size", f"{view.size} of {view.desired or view.requested} nodes, {plural(view.spares, 'spare')}"),
-        ("Checkpoint", "none on storage" if checkpoint is None else f"step {checkpoint} on storage"),
-        ("Goodput", f"{share(view.goodput.ratio)} of {duration(view.goodput.wall_seconds)}"),
-        ("Interrupted", plural(view.restarts, "time")),
-        *((each.kind, each.told) for each in view.alerts),
-    ]
-    return f"<dl>{''.join(f'<dt>{escape(k)}</dt><dd>{escape(v)}</dd>' for k, v in facts if v)}</dl>"
+    rows = [(each.label, " ".join(filter(None, (each.value, each.warning)))) for each in job_facts(view, ages=False)]
+    return f"<dl>{''.join(f'<dt>{escape(label)}</dt><dd>{escape(value)}</dd>' for label, value in rows if value)}</dl>"
 
 
 def _curve(report: JobReport) -> str:
@@ -151,7 +139,7 @@ def _history(report: JobReport, now: float) -> str:
     rows = [
         (clock(each.at), each.cause, each.rung, each.pod, each.node,
          "-" if each.stopped else "open" if each.open else duration(each.recovered_seconds),
-         "-" if each.steps_lost is None else str(each.steps_lost), shortened(telling(each.message), _LONGEST_MESSAGE))
+         "-" if each.steps_lost is None else str(each.steps_lost), shortened(drop_noise(each.message), _LONGEST))
         for each in report.entries
     ]  # fmt: skip
     head = ("Time (UTC)", "Cause", "Answer", "Worker", "Node", "Took", "Steps lost", "Seen")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from trainium_contract.spec.managed_by import is_managed_here
@@ -67,7 +67,7 @@ class AlertView:
     message: str
 
     @property
-    def told(self) -> str:
+    def text(self) -> str:
         """The message with its step, which most begin with themselves."""
         return self.message if self.message.startswith(f"Step {self.step}") else f"step {self.step}: {self.message}"
 
@@ -151,6 +151,8 @@ class JobView:
     written_seconds_ago: float | None
     not_shown: tuple[str, ...]
     """What could not be read, and why."""
+    status: StatusReader[PublicStatus] = field(repr=False, compare=False, metadata={"json": False})
+    """For what has no field here: `pages/facts.py`."""
 
     @property
     def ended(self) -> bool:
@@ -236,6 +238,7 @@ def build_job_view(
         outdated=status.whole("observedGeneration") < whole(metadata, "generation"),
         written_seconds_ago=_written(metadata, status, now),
         not_shown=not_shown,
+        status=status,
     )
     return with_advice(view)
 

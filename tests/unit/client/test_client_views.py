@@ -488,7 +488,7 @@ def test_an_alert_that_comes_again_and_again_leaves_room_for_what_else_happened(
 
     assert shown.count("LossAlarm") == 1
     assert "LossAlarm: step 606: the run diverges" in shown
-    assert replace(view.alerts[0], message="Step 606: it diverges").told == "Step 606: it diverges", "said once"
+    assert replace(view.alerts[0], message="Step 606: it diverges").text == "Step 606: it diverges", "said once"
     assert "GenerationStarted" in shown
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainium_contract.program_output import is_native_frame, says_why, telling
+from trainium_contract.program_output import drop_noise, explains_exit, is_native_frame
 
 TORCH = "frame #3: c10d::TCPStore::doGet(std::string const&) + 0x2a1 (0x7f12 in /venv/torch/lib/libtorch_cpu.so)"
 ADVICE = "Correct the configuration, the data or the image and run the job again (kubectl trn retry)."
@@ -26,7 +26,7 @@ ADVICE = "Correct the configuration, the data or the image and run the job again
 )
 def test_a_frame_of_cpp_does_not_say_why(line: str) -> None:
     assert is_native_frame(line)
-    assert not says_why(line)
+    assert not explains_exit(line)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_a_frame_of_cpp_does_not_say_why(line: str) -> None:
     ],
 )
 def test_what_a_program_says_in_words_is_kept(line: str) -> None:
-    assert says_why(line)
+    assert explains_exit(line)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_what_a_program_says_in_words_is_kept(line: str) -> None:
     ],
 )
 def test_what_went_well_does_not_say_why_but_is_no_frame(line: str) -> None:
-    assert not says_why(line)
+    assert not explains_exit(line)
     assert not is_native_frame(line)
 
 
@@ -63,7 +63,7 @@ def test_of_a_sentence_first_and_last_words_stay_and_what_is_left_out_is_marked_
     said = (
         f"Rank 3 ended: ValueError: no such column | {TORCH} | {TORCH} | File train.py | step 7/9: loss 2.1. {ADVICE}"
     )
-    assert telling(said) == f"Rank 3 ended: ValueError: no such column | … | File train.py | … {ADVICE}"
-    assert telling(f"killed by signal 9 | {TORCH}") == "killed by signal 9 | …"
-    assert telling(f"as it is | was. {ADVICE}") == f"as it is | was. {ADVICE}"
-    assert telling("") == ""
+    assert drop_noise(said) == f"Rank 3 ended: ValueError: no such column | … | File train.py | … {ADVICE}"
+    assert drop_noise(f"killed by signal 9 | {TORCH}") == "killed by signal 9 | …"
+    assert drop_noise(f"as it is | was. {ADVICE}") == f"as it is | was. {ADVICE}"
+    assert drop_noise("") == ""

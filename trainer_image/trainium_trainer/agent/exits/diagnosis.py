@@ -19,7 +19,7 @@ from trainium_contract.faults.causes import Blame, Cause
 from trainium_contract.faults.classify import classify_exit, classify_exit_code, select_kernel_lines
 from trainium_contract.faults.responses import Response
 from trainium_contract.faults.rules import RecoveryRule
-from trainium_contract.program_output import says_why
+from trainium_contract.program_output import explains_exit
 from trainium_contract.redaction import redact_secrets
 from trainium_trainer.agent.exits.kernel_log import KernelEvents
 from trainium_trainer.agent.ranks.runtime_status import named
@@ -80,7 +80,7 @@ def describe_exit(process: RankProcess) -> str:
 
 
 def _why_first(code: int, output: str) -> str:
-    lines = [line for line in output.split("\n") if says_why(line)] or output.split("\n")
+    lines = [line for line in output.split("\n") if explains_exit(line)] or output.split("\n")
     if 0 < code <= _SIGNAL_BASE:
         lines = [lines[-1], *lines[:-1]]
     return "\n".join(lines)

@@ -1,0 +1,140 @@
+"""Describe a job in short lines, for the plugin, pages and notebooks: a field of the status is shown by a line here.
+
+`view.status` reads a field by its name in the resource; mypy checks the name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trainium_contract.pages.formatting import ago, clock, count, duration, figure, plural, share
+
+if TYPE_CHECKING:
+    from trainium_contract.views.job import JobView
+
+_BAR = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """One line; a line without a value is left out."""
+
+    label: str
+    value: str
+    warning: str = ""
+    """What follows the value and deserves attention."""
+
+
+def job_facts(view: JobView, *, ages: bool = True, with_bar: bool = False) -> tuple[Fact, ...]:
+    """Describe how the job is; without `ages` by moments, so that a live page changes only when the job does."""
+    checkpoints = view.checkpoints
+    notice = "" if checkpoints.notice in view.advice else checkpoints.notice
+    return (
+        _phase(view, ages=ages),
+        Fact("Progress", _progress(view, ages=ages, with_bar=with_bar)),
+        Fact("Speed", _speed(view)),
+        Fact("Size", _size(view)),
+        Fact("Workers", _workers(view)),
+        Fact("Checkpoint", _checkpoint(view, ages=ages) if view.phase else ""),
+        Fact("", "", notice),
+        Fact("Goodput", _goodput(view) if view.goodput.ratio is not None else ""),
+        Fact("Interrupted", _interrupted(view)),
+        *(Fact("Alert", "", f"{each.kind}: {each.text}") for each in view.alerts),
+    )
+
+
+def step_text(view: JobView, *, ages: bool = True) -> str:
+    """Return the newest step, with its age where no newer one was reported for long."""
+    step = f"step {view.step}/{view.total_steps}" if view.total_steps else f"step {view.step}"
+    if not view.step_is_old:
+        return step
+    return f"{step} ({ago(view.step_age_seconds)})" if ages else f"{step} (at {clock(view.step_reported_at)} UTC)"
+
+
+def bar(part: float, width: int) -> str:
+    """Draw a share as a bar of so many places."""
+    full = round(max(0.0, min(1.0, part)) * width)
+    return "━" * full + "╌" * (width - full)
+
+
+def _phase(view: JobView, *, ages: bool) -> Fact:
+    parts = [view.phase or "not answered yet"]
+    if view.stage and view.stage != "Train":
+        parts.append(f"{view.stage} {share(view.stage_share)}")
+    if view.phase == "Pending" and (wait := _pending_reason(view)):
+        parts.append(wait)
+    warnings = [f"(as of {ago(view.written_seconds_ago)})"] if view.stale and ages else []
+    if view.outdated and view.phase:
+        warnings.append("(the operator has not answered the newest spec yet)")
+    return Fact("Phase", ", ".join(parts), "  ".join(warnings))
+
+
+def _pending_reason(view: JobView) -> str:
+    """Return what a job that has not started waits for, where nobody needs to do anything about it."""
+    pods = next((each for each in view.conditions if each.type == "PodsReady"), None)
+    if pods is None:
+        return ""
+    if pods.status == "True":
+        return f"{pods.message} and get ready: imports, checks of their node"
+    return pods.message.rstrip(" .") if pods.reason == "WaitingForWorkers" else ""
+
+
+def _progress(view: JobView, *, ages: bool, with_bar: bool) -> str:
+    if view.share is None:
+        return step_text(view, ages=ages) if view.step else ""
+    drawn = f"{bar(view.share, _BAR)}  " if with_bar else ""
+    left = f", {duration(view.eta_seconds)} left" if view.eta_seconds is not None else ""
+    return f"{drawn}{100 * view.share:.1f} %  {step_text(view, ages=ages)}{left}"
+
+
+def _speed(view: JobView) -> str:
+    parts = [f"loss {figure(view.loss, 5)}"] if view.loss is not None else []
+    parts += [f"{count(view.tokens_per_second)} tokens/s"] if view.tokens_per_second else []
+    parts += [f"{duration(view.step_seconds)} a step"] if view.step_seconds else []
+    return ", ".join(parts)
+
+
+def _size(view: JobView) -> str:
+    if not view.phase:
+        return f"{view.requested} asked for"
+    parts = [f"{view.size} of {view.desired or view.requested} nodes"]
+    if view.requested != view.desired and view.desired:
+        parts.append(f"{view.requested} asked for")
+    parts += [f"{view.data_parallel} data-parallel"] if view.data_parallel else []
+    parts += [plural(view.spares, "spare")] if view.spares else []
+    parts += [f"generation {view.generation}.{view.attempt}"] if view.generation else []
+    return ", ".join(parts)
+
+
+def _workers(view: JobView) -> str:
+    if view.workers is None:
+        return f"{view.training} train" if view.phase else ""
+    parts = [f"{view.training} train"] if view.size else []
+    for label, counts in (("members", view.workers.members), ("others" if view.size else "pods", view.workers.others)):
+        parts += [f"{label}: {', '.join(f'{n} {state}' for state, n in sorted(counts.items()))}"] if counts else []
+    unwell = [f"{row.name} {row.state}" + (f" on {row.node}" if row.node else "") for row in view.workers.not_well]
+    more = f" ({', '.join(unwell[:3])}{', …' if len(unwell) > 3 else ''})" if unwell and not view.ended else ""
+    return "; ".join(parts) + more
+
+
+def _checkpoint(view: JobView, *, ages: bool) -> str:
+    durable, memory = view.checkpoints.durable_step, view.checkpoints.memory_step
+    age = f", {ago(view.checkpoints.durable_age_seconds)}".rstrip(", ") if ages else ""
+    kept = "none on storage" if durable is None else f"step {durable} on storage{age}"
+    return kept + (f"; step {memory} in memory" if memory is not None else "")
+
+
+def _goodput(view: JobView) -> str:
+    goodput = view.goodput
+    worst = [f"{cause} {duration(seconds)}" for cause, seconds in goodput.lost_seconds.items() if seconds >= 0.5][:3]
+    lost = f"; lost {duration(goodput.lost)}: {', '.join(worst)}" if worst else ""
+    return f"{share(goodput.ratio)} of {duration(goodput.wall_seconds)}{lost}"
+
+
+def _interrupted(view: JobView) -> str:
+    if not view.phase:
+        return ""
+    causes = ", ".join(f"{cause} {int(n)}" for cause, n in sorted(view.restarts_by_cause.items()))
+    times = "never" if not view.restarts else "once" if view.restarts == 1 else f"{view.restarts} times"
+    return times + (f" ({causes})" if causes else "")
