@@ -16,7 +16,7 @@ __all__ = ["ClientError", "JobFailedError", "TrainingJob"]
 
 
 def __getattr__(name: str) -> Any:
-    """The names above, loaded when they are first asked for."""
+    """Load the names above when they are first used."""
     if name == "ClientError":
         from trainium_client.errors import ClientError  # noqa: PLC0415
 

@@ -34,7 +34,7 @@ _Result = TypeVar("_Result")
 def _in_thread(
     verb: Callable[Concatenate[sync.TrainingJob, _Asked], _Result],
 ) -> Callable[Concatenate[TrainingJob, _Asked], Coroutine[Any, Any, _Result]]:
-    """The verb with the same arguments and the same result, to be awaited."""
+    """Wrap a method so that it has the same arguments and result, and is awaited."""
 
     async def asked(self: TrainingJob, /, *args: _Asked.args, **kwargs: _Asked.kwargs) -> _Result:
         return await asyncio.to_thread(verb, self.blocking, *args, **kwargs)
@@ -54,12 +54,12 @@ class TrainingJob:
 
     @classmethod
     def from_spec(cls, name: str, spec: TrainingJobSpec, **where: Any) -> TrainingJob:
-        """A job from the contract's typed model."""
+        """Create a job from the contract's typed model."""
         return cls._of(sync.TrainingJob.from_spec(name, spec, **where))
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str], **where: Any) -> TrainingJob:
-        """A job from a manifest. Raises ClientError when the file holds none."""
+        """Create a job from a manifest. Raises ClientError when the file holds none."""
         return cls._of(sync.TrainingJob.from_file(path, **where))
 
     @classmethod
@@ -90,19 +90,19 @@ class TrainingJob:
         until: str = "Completed",
         *,
         seconds: float = 24 * 3600.0,
-        told: Callable[[JobView], Awaitable[None] | None] | None = None,
+        on_view: Callable[[JobView], Awaitable[None] | None] | None = None,
         pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> JobView:
-        """The job once it is in that phase; `told` hears of each look at it, and may be a coroutine function.
+        """Wait until the job is in that phase; `on_view` is called with each view and may be a coroutine function.
 
         Raises JobFailedError when it fails instead, ClientError when it ends otherwise or the time is over.
         """
         awaited = sync.Awaited(self.blocking.name, until, seconds, time.monotonic())
         while True:
             view = await self.status()
-            heard = None if told is None else told(view)
-            if inspect.isawaitable(heard):
-                await heard
+            result = None if on_view is None else on_view(view)
+            if inspect.isawaitable(result):
+                await result
             if awaited.is_met(view, time.monotonic()):
                 return view
             await pause(sync.POLL_SECONDS)

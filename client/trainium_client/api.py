@@ -61,7 +61,7 @@ class Api:
     # --- jobs ----------------------------------------------------------------------------------------------------
 
     def job(self, name: str) -> Json:
-        """The TrainingJob. Raises NotFoundError with names that are close to it."""
+        """Return the TrainingJob. Raises NotFoundError with names that are close to it."""
         return self._jobs("GET", Asked("get", PLURAL, self.namespace, name), f"/{name}")
 
     def jobs(self) -> list[Json]:
@@ -85,7 +85,7 @@ class Api:
         return self._jobs("PATCH", asked, f"/{name}", body=manifest, query=query, content_type=APPLY)
 
     def patch_job(self, name: str, patch: Json) -> Json:
-        """A merge patch."""
+        """Send a merge patch."""
         asked = Asked("patch", PLURAL, self.namespace, name)
         return self._jobs("PATCH", asked, f"/{name}", body=patch, content_type=MERGE_PATCH)
 
@@ -107,18 +107,18 @@ class Api:
     # --- what belongs to a job -----------------------------------------------------------------------------------
 
     def membership(self, job: str) -> Json | Missing:
-        """The ConfigMap that records who trains."""
+        """Return the ConfigMap that records the members."""
         asked = Asked("get", "configmaps", self.namespace, f"{job}-membership")
         return self._readable(asked, f"/api/v1/namespaces/{self.namespace}/configmaps/{job}-membership")
 
     def pod_table(self, job: str) -> Json | Missing:
-        """The worker pods as the server's table: a tenth of the bytes of the pods themselves."""
+        """Return the worker pods as the server's table: a tenth of the bytes of the pods themselves."""
         query = {"labelSelector": f"{LABEL_JOB}={job},{LABEL_ROLE}={ROLE_WORKER}", "includeObject": "None"}
         path = f"/api/v1/namespaces/{self.namespace}/pods"
         return self._readable(Asked("list", "pods", self.namespace), path, query=query, accept=TABLE)
 
     def pods(self, job: str) -> list[Json] | Missing:
-        """The worker pods."""
+        """Return the worker pods."""
         query = {"labelSelector": f"{LABEL_JOB}={job},{LABEL_ROLE}={ROLE_WORKER}"}
         path = f"/api/v1/namespaces/{self.namespace}/pods"
         found = self._readable(Asked("list", "pods", self.namespace), path, query=query)
@@ -132,7 +132,7 @@ class Api:
         return found if isinstance(found, Missing) else _items(found)
 
     def log(self, pod: str, *, query: Mapping[str, str], container: str = "worker") -> str | Missing:
-        """A pod's log, timestamps as asked for."""
+        """Return a pod's log, with timestamps if the query asks for them."""
         asked = Asked("get", "pods/log", self.namespace, pod)
         path = f"/api/v1/namespaces/{self.namespace}/pods/{pod}/log"
         chosen = {"container": container} if container else {}
@@ -144,7 +144,7 @@ class Api:
     # --- anything ------------------------------------------------------------------------------------------------
 
     def readable(self, asked: Asked, path: str, **more: Any) -> Json | Missing:
-        """A GET whose refusal is told and not raised."""
+        """Send a GET whose refusal is returned and not raised."""
         return self._readable(asked, path, **more)
 
     def call(self, method: str, asked: Asked, path: str, **more: Any) -> Json:

@@ -95,7 +95,7 @@ class Connection:
         return self._parts.hostname or "", self._parts.port or (443 if self._context else 80)
 
     def path(self, path: str, query: Mapping[str, str] | None = None) -> str:
-        """The path as the server sees it, behind a proxy with a path of its own as well."""
+        """Return the path as the server sees it, also behind a proxy that adds a path."""
         return f"{self._parts.path.rstrip('/')}{path}" + (f"?{urlencode(query)}" if query else "")
 
     def request(
@@ -134,7 +134,7 @@ class Connection:
             kept.close()
 
     def _kept(self) -> http.client.HTTPConnection | None:
-        """An idle connection; other threads may take the last one at any time."""
+        """Return an idle connection; other threads may use the last one at any time."""
         try:
             return self._idle.pop()
         except IndexError:
@@ -142,7 +142,7 @@ class Connection:
 
     @contextlib.contextmanager
     def stream(self, path: str, *, query: Mapping[str, str], silence: float | None = None) -> Iterator[LineStream]:
-        """A GET that is read line by line on a connection of its own; `silence` seconds without a byte end it."""
+        """Send a GET and read it line by line on a separate connection; `silence` seconds without a byte end it."""
         connection = self._open(self._seconds)
         try:
             try:
@@ -203,7 +203,7 @@ class _NamedConnection(http.client.HTTPSConnection):
 
 
 def tls_context(access: Access) -> ssl.SSLContext:
-    """What the kubeconfig says of certificates. Raises NoClusterError when one cannot be used."""
+    """Build the TLS context of a kubeconfig. Raises NoClusterError when a certificate cannot be used."""
     try:
         context = ssl.create_default_context(cadata=access.authority.decode() if access.authority else None)
         # Authorities of managed clusters lack the key identifiers that Python 3.13's strict flag demands.
@@ -218,7 +218,7 @@ def tls_context(access: Access) -> ssl.SSLContext:
 
 
 def _load_identity(context: ssl.SSLContext, access: Access) -> None:
-    """The library takes files only; they are private and gone at once."""
+    """Load the client certificate from files, as the library needs; they are private and deleted at once."""
     with tempfile.TemporaryDirectory(prefix="kubectl-trn-") as folder:
         path = Path(folder) / "identity.pem"
         path.touch(mode=0o600)
@@ -227,7 +227,7 @@ def _load_identity(context: ssl.SSLContext, access: Access) -> None:
 
 
 def proxy_of(access: Access, scheme: str, host: str) -> str:
-    """The proxy of the kubeconfig, else of the environment; empty for none."""
+    """Return the proxy of the kubeconfig, else of the environment; empty for none."""
     if access.proxy:
         return access.proxy
     if not any(name.lower() == f"{scheme}_proxy" for name in os.environ):
@@ -239,7 +239,7 @@ def proxy_of(access: Access, scheme: str, host: str) -> str:
 
 
 def proxy_headers(user: str | None, password: str | None) -> dict[str, str]:
-    """What a proxy with a login wants to see."""
+    """Return the headers of a proxy with a login."""
     if not user:
         return {}
     pair = base64.b64encode(f"{user}:{password or ''}".encode()).decode()

@@ -82,12 +82,12 @@ class TrainingJob:
 
     @classmethod
     def from_spec(cls, name: str, spec: TrainingJobSpec, **where: Any) -> TrainingJob:
-        """A job from the contract's typed model."""
+        """Create a job from the contract's typed model."""
         return cls(name, spec.to_wire(), **where)
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str], **where: Any) -> TrainingJob:
-        """A job from a manifest. Raises ClientError when the file holds none."""
+        """Create a job from a manifest. Raises ClientError when the file holds none."""
         found = read_job(path)
         metadata = mapping(found, "metadata")
         kept = {key: metadata[key] for key in ("labels", "annotations") if key in metadata}
@@ -106,15 +106,15 @@ class TrainingJob:
         return {"apiVersion": f"{GROUP}/{VERSION}", "kind": KIND, "metadata": metadata, "spec": dict(self.spec or {})}
 
     def status(self) -> JobView:
-        """The job as `kubectl trn status` shows it."""
+        """Return the job as `kubectl trn status` shows it."""
         return self._with(lambda api: read_screen(api, self.name, time.time()).view)
 
     def why(self, entry: int | None = None) -> InterruptionReport:
-        """The last interruption, or the verdict, with the lines of the log that show it."""
+        """Return the last interruption, or why the job failed, with the log lines that show it."""
         return self._with(lambda api: read_interruption(api, self.name, time.time(), entry))
 
     def events(self) -> tuple[EventView, ...]:
-        """What happened, the newest first."""
+        """Return the events, the newest first."""
 
         def read(api: Api) -> tuple[EventView, ...]:
             uid = text(mapping(api.job(self.name), "metadata"), "uid")
@@ -123,7 +123,7 @@ class TrainingJob:
         return self._with(read)
 
     def logs(self, rank: int = 0, *, tail: int | None = None) -> list[str]:
-        """What a rank wrote in its present pod; `tail` looks at the last lines of the pod only."""
+        """Return the lines of a rank in its present pod; `tail` limits them to the last lines of the pod."""
 
         def read(api: Api) -> list[str]:
             member = read_members(api, self.name).of_rank(rank)
@@ -137,7 +137,7 @@ class TrainingJob:
         return self._with(read)
 
     def metrics(self) -> tuple[CurvePoint, ...]:
-        """The loss curve, thinned; read in the worker of rank 0, so while the job runs."""
+        """Return the loss curve, thinned; read in the worker of rank 0, so while the job runs."""
 
         def read(api: Api) -> tuple[CurvePoint, ...]:
             first = read_members(api, self.name).rows[0]
@@ -146,7 +146,7 @@ class TrainingJob:
         return self._with(read)
 
     def artifacts(self) -> tuple[ArtifactView, ...]:
-        """What the run has left for others so far: models and adapters with their paths."""
+        """Return the run's artifacts so far: models and adapters with their paths."""
         return self._with(lambda api: build_job_view(api.job(self.name), now=time.time()).artifacts)
 
     def wait(
@@ -154,18 +154,18 @@ class TrainingJob:
         until: str = "Completed",
         *,
         seconds: float = 24 * 3600.0,
-        told: Callable[[JobView], None] | None = None,
+        on_view: Callable[[JobView], None] | None = None,
         pause: Callable[[float], None] = time.sleep,
     ) -> JobView:
-        """The job once it is in that phase; `told` hears of each look at it.
+        """Wait until the job is in that phase; `on_view` is called with each view.
 
         Raises JobFailedError when it fails instead, ClientError when it ends otherwise or the time is over.
         """
         awaited = Awaited(self.name, until, seconds, time.monotonic())
         while True:
             view = self.status()
-            if told is not None:
-                told(view)
+            if on_view is not None:
+                on_view(view)
             if awaited.is_met(view, time.monotonic()):
                 return view
             pause(POLL_SECONDS)

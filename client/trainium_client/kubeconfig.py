@@ -115,7 +115,7 @@ def _document(path: Path) -> dict[str, Any]:
 def _named(
     documents: list[tuple[Path, dict[str, Any]]], kind: str, inner: str, name: str, where: str
 ) -> tuple[Path, dict[str, Any]]:
-    """The first entry of that name, with the folder of its file."""
+    """Return the first entry of that name, with the folder of its file."""
     for folder, document in documents:
         for entry in document.get(kind) or ():
             if isinstance(entry, dict) and entry.get("name") == name and isinstance(entry.get(inner), dict):
@@ -165,7 +165,7 @@ def _identity(
 def _ask_plugin(
     plugin: Mapping[str, Any], folder: Path, cluster: Mapping[str, Any], server: str, authority: bytes
 ) -> Mapping[str, Any]:
-    """The credential of an exec plugin, such as `aws eks get-token`."""
+    """Return the credential of an exec plugin, such as `aws eks get-token`."""
     spec: dict[str, Any] = {"interactive": False}
     if plugin.get("provideClusterInfo"):
         data = base64.b64encode(authority).decode()

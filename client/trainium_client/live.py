@@ -25,7 +25,7 @@ class Display(Protocol):
     """Where a job is shown."""
 
     def show(self, view: JobView, curve: Sequence[CurvePoint]) -> None:
-        """The job as it is now."""
+        """Show the job as it is now."""
         ...
 
 
@@ -90,7 +90,7 @@ class Watched:
         return drawn and self._curve is None and not view.ended and view.loss is not None
 
     def begin(self, points: Sequence[CurvePoint]) -> None:
-        """What came before."""
+        """Set the curve so far."""
         self._curve = LiveCurve(begun=points)
 
     def saw(self, view: JobView) -> None:
@@ -105,7 +105,7 @@ class Watched:
 
 
 def curve_so_far(metrics: Callable[[], Sequence[CurvePoint]]) -> Sequence[CurvePoint]:
-    """The curve, or none where it cannot be read: to watch goes on without."""
+    """Return the curve, or none where it cannot be read: the watch continues without it."""
     try:
         return metrics()
     except ClientError:
@@ -114,7 +114,7 @@ def curve_so_far(metrics: Callable[[], Sequence[CurvePoint]]) -> Sequence[CurveP
 
 @contextmanager
 def open_display() -> Iterator[Display]:
-    """The display that fits where this program runs."""
+    """Open the display that fits where this program runs."""
     notebook = notebook_display()
     if notebook is not None:
         yield NotebookDisplay(notebook)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def read_job(path: str | os.PathLike[str], name: str = "") -> dict[str, Any]:
-    """The one TrainingJob in the file, or the one of that name. Raises ClientError when there is none, or several."""
+    """Return the TrainingJob in the file, or the one of that name. Raises ClientError for none and for several."""
     try:
         with Path(path).open(encoding="utf-8") as file:
             found = list(yaml.safe_load_all(file))

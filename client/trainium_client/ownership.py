@@ -26,12 +26,12 @@ Entries = tuple[dict[str, Any], ...]
 
 
 def owners_before(job: Json) -> Entries:
-    """The entries of a job that is to be made anew as it is."""
+    """Return the entries of a job that is recreated unchanged."""
     return _entries(job)
 
 
 def owner_after(job: Json, made: Json) -> Entries:
-    """The entries of a job that was made anew from a file: all of it belongs to whoever applied it before."""
+    """Return the entries of a job that was recreated from a file: all of it belongs to its previous applier."""
     applied = [each for each in _entries(job) if each.get("operation") == "Apply"]
     if applied:
         first = max(applied, key=lambda each: _fields(mapping(each, "fieldsV1").get("f:spec")))

@@ -78,12 +78,12 @@ def run_in_pod(
 
 
 def read_curve_in_pod(api: Api, pod: str, path: str) -> tuple[CurvePoint, ...]:
-    """The loss curve from a worker's `metrics.jsonl`. Raises ClientError as `run_in_pod` does."""
+    """Read the loss curve from a worker's `metrics.jsonl`. Raises ClientError as `run_in_pod` does."""
     return read_curve(run_in_pod(api, pod, ("cat", path)).out.decode(errors="replace").splitlines())
 
 
 def for_each_pod(pods: Sequence[str], ask: Callable[[str], Any]) -> dict[str, Any]:
-    """What `ask` says of each pod, or the sentence of its failure; several at once."""
+    """Call `ask` for each pod, several at once; a failure is its sentence."""
 
     def one(pod: str) -> Any:
         try:
@@ -98,7 +98,7 @@ def for_each_pod(pods: Sequence[str], ask: Callable[[str], Any]) -> dict[str, An
 
 
 def json_lines(output: Output) -> list[dict[str, Any]]:
-    """The objects that a program printed, one a line; other lines are left out."""
+    """Parse the objects that a program printed, one a line; other lines are left out."""
     found = []
     for line in output.out.decode(errors="replace").splitlines():
         try:

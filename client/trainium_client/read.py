@@ -35,7 +35,7 @@ class Screen:
 
 
 def read_screen(api: Api, name: str, now: float) -> Screen:
-    """A job with its workers and events; what one may not read is named on the screen."""
+    """Read a job with its workers and events; what may not be read is named on the screen."""
     with ThreadPoolExecutor(3) as pool:
         membership = pool.submit(api.membership, name)
         table = pool.submit(api.pod_table, name)
@@ -72,7 +72,7 @@ def read_members(api: Api, name: str) -> Members:
 
 
 def decode_members(record: Json | Missing) -> Members | None:
-    """The membership in a ConfigMap; None when there is none that can be read."""
+    """Decode the membership in a ConfigMap; None when there is none that can be read."""
     if isinstance(record, Missing):
         return None
     try:
@@ -82,7 +82,7 @@ def decode_members(record: Json | Missing) -> Members | None:
 
 
 def read_interruption(api: Api, name: str, now: float, which: int | None = None) -> InterruptionReport:
-    """The story of an interruption, with the lines of the log that show it."""
+    """Explain an interruption, with the lines of the log that show it."""
     job = api.job(name)
     view = build_job_view(job, now=now)
     entries = interruptions(public_status(job))
@@ -97,7 +97,7 @@ def read_interruption(api: Api, name: str, now: float, which: int | None = None)
 
 
 def _log_of(api: Api, entry: InterruptionView | None) -> tuple[str, str]:
-    """The log of the worker that failed, with time stamps, or why there is none."""
+    """Return the log of the worker that failed, with time stamps, or why there is none."""
     if entry is None or not entry.pod:
         return "", ""
     found = api.log(entry.pod, query={"timestamps": "true", "tailLines": str(_LOG_LINES)})

@@ -23,7 +23,7 @@ _REFERENCES = frozenset({
 
 
 def redacted(value: Any) -> Any:
-    """A copy without secrets."""
+    """Copy a value without secrets."""
     if isinstance(value, Mapping):
         return {key: _field(str(key), each) for key, each in value.items() if key not in _DROPPED}
     if isinstance(value, list):
@@ -45,7 +45,7 @@ def _field(key: str, value: Any) -> Any:
 
 
 def _variable(raw: Any) -> Any:
-    """An environment variable: its name, and where a value comes from; the operator's own are no secret."""
+    """Copy an environment variable: its name, and the source of its value; the operator's own are not secret."""
     if not isinstance(raw, Mapping) or "value" not in raw:
         return redacted(raw)
     name = str(raw.get("name") or "")

@@ -54,7 +54,7 @@ def retry_job(api: Api, job: Json, manifest: Json | None = None, *, seconds: flo
 
 
 def _made_by_another(api: Api, name: str, manifest: Json | None, error: ConflictError) -> Json:
-    """A tool that keeps jobs as git says was faster: what it made runs, and is to say what was asked for."""
+    """Return the job that a GitOps tool recreated first, if it has the corrected spec; else raise ClientError."""
     found = api.job(name)
     if manifest is None or contains(found.get("spec"), manifest.get("spec")):
         return found
@@ -68,7 +68,7 @@ def _made_by_another(api: Api, name: str, manifest: Json | None, error: Conflict
 
 
 def user_manifest(job: Json) -> dict[str, Any]:
-    """The job as a person wrote it: without what the server and the operator added."""
+    """Return the job as its author wrote it: without what the server and the operator added."""
     metadata = mapping(job, "metadata")
     kept: dict[str, Any] = {key: copy.deepcopy(metadata[key]) for key in _KEPT_METADATA if metadata.get(key)}
     spec = copy.deepcopy(dict(mapping(job, "spec")))
@@ -76,7 +76,7 @@ def user_manifest(job: Json) -> dict[str, Any]:
 
 
 def correct_manifest(job: Json, written: Json, where: str) -> dict[str, Any]:
-    """The job as a person has written it now, under its name; what owns it stays. `where` is said in a ClientError."""
+    """Return the corrected job under the failed one's name, with its owners. `where` is for errors."""
     metadata, found = mapping(job, "metadata"), mapping(written, "metadata")
     namespace = text(metadata, "namespace")
     other = text(found, "namespace")

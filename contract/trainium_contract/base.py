@@ -32,11 +32,11 @@ class ContractModel(BaseModel):
     )
 
     def to_wire(self) -> dict[str, Any]:
-        """The JSON-ready form with camelCase keys; fields that are None are left out."""
+        """Return the JSON-ready form with camelCase keys, without fields that are None."""
         return self.model_dump(mode="json", by_alias=True, exclude_none=True)
 
     def replaced(self, **changes: Any) -> Self:
-        """A copy with these fields changed, not validated anew.
+        """Copy the model with these fields changed, without validating it again.
 
         mypy knows the fields of each model, and their types (`scripts/mypy_replaced.py`): a misspelt one is an error.
         """
@@ -54,7 +54,7 @@ class ContractModel(BaseModel):
             self.__dict__[field] = value
 
     def lean(self) -> Self:
-        """The same, to be kept for long: which fields were given is noted once for all models that bring the same.
+        """Share the set of given fields with all models that were given the same; for models that are kept for long.
 
         pydantic notes it in a set for each model: 700 bytes where there are more than four.
         """

@@ -85,7 +85,7 @@ class TrainingJobSpec(ContractModel):
     """Delete the TrainingJob this long after it ended; omitted: never."""
 
     def training_config(self) -> TrainingConfig:
-        """The file that the trainer reads; checkpoints are below the mount point of the storage."""
+        """Return the trainer's configuration file; checkpoints are below the mount point of the storage."""
         return TrainingConfig(
             **{name: getattr(self.trainer, name) for name in TrainerSpec.model_fields},
             parallelism=self.parallelism,
@@ -99,11 +99,11 @@ class TrainingJobSpec(ContractModel):
         )
 
     def batch_shape(self) -> BatchShape:
-        """The arithmetic that decides this job's legal sizes."""
+        """Return the arithmetic that decides this job's legal sizes."""
         return self.training_config().batch_shape(self.workers.accelerator.cores(), self.elasticity.sizes)
 
     def least_size(self, largest: int) -> int:
-        """The fewest nodes that the job may shrink to from `largest`, which fits: a rigid one to none below it."""
+        """Return the fewest nodes that the job may shrink to from `largest`, which fits; a rigid job never shrinks."""
         least, accelerator = self.workers.min_replicas, self.workers.accelerator
         if least is None or least >= largest:
             return largest
@@ -133,7 +133,7 @@ class TrainingJobSpec(ContractModel):
         return (start, *order_by_likelihood({*sizes} - {start}, start))
 
     def _start(self, shape: BatchShape) -> int:
-        """The size that the job starts at; 0 for none."""
+        """Return the size that the job starts at; 0 for none."""
         return shape.best(self.workers.replicas, self.workers.min_replicas or 1)
 
 

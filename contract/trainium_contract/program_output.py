@@ -36,7 +36,7 @@ def explains_exit(line: str) -> bool:
 
 
 def drop_noise(sentence: str) -> str:
-    """A sentence of the operator without the lines of output that do not say why; its first and last words stay."""
+    """Remove the lines of output that explain nothing from a sentence of the operator, never its ends."""
     first, *lines = sentence.split(LINE_BREAK)
     kept = [first]
     for line in lines:

@@ -26,7 +26,7 @@ _PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = (
 
 
 def redact_secrets(text: str) -> str:
-    """The text with keys, tokens and passwords replaced by `***`, as far as they can be told by their form."""
+    """Replace keys, tokens and passwords by `***`, as far as their form shows them."""
     for pattern, replacement in _PATTERNS:
         text = pattern.sub(replacement, text)
     return text

@@ -38,7 +38,7 @@ def passes(global_size: int, micro_size: int, data_parallel: int) -> int:
 
 
 def step_batch(global_size: int, micro_size: int, data_parallel: int, tolerance: float = 0.0) -> int:
-    """Samples of one step: the number nearest to the global batch that leaves no row empty, if within the tolerance.
+    """Return the samples of one step: the nearest number that leaves no row empty, if within the tolerance.
 
     Else the global batch. The tolerance is a share; of two numbers that are as near it is the smaller.
     """
@@ -85,7 +85,7 @@ class BatchShape:
         return passes(self.batch(nodes), self.micro_batch_size, self.data_parallel(nodes))
 
     def batch(self, nodes: int) -> int:
-        """Samples of a step over all ranks; 0 when the size is not legal."""
+        """Return the samples of a step over all ranks; 0 when the size is not legal."""
         if not self.is_legal(nodes):
             return 0
         return step_batch(self.global_batch_size, self.micro_batch_size, self.data_parallel(nodes), self.tolerance)
@@ -102,11 +102,11 @@ class BatchShape:
         return tuple(nodes for nodes in range(max(1, smallest), largest + 1) if self.is_legal(nodes))
 
     def floor(self, nodes: int, smallest: int = 1) -> int:
-        """The largest legal size <= nodes and >= smallest; 0 when there is none."""
+        """Return the largest legal size <= nodes and >= smallest; 0 when there is none."""
         return next((size for size in range(nodes, max(1, smallest) - 1, -1) if self.is_legal(size)), 0)
 
     def best(self, nodes: int, smallest: int = 1) -> int:
-        """The legal size <= nodes and >= smallest with the most samples a pass, and of several the smallest.
+        """Return the legal size <= nodes and >= smallest with the most samples a pass, and of several the smallest.
 
         With one batch at every size that is the one with the fewest passes. What is beyond it would save no time. 0
         when there is none.
@@ -118,7 +118,7 @@ class BatchShape:
         return self._least(self.passes(largest), smallest) if largest and self.rule is SizeRule.ANY else largest
 
     def useful_sizes(self, smallest: int, largest: int) -> tuple[int, ...]:
-        """The legal sizes in [smallest, largest] that are the `best` of some number of nodes, ascending."""
+        """Return the legal sizes in [smallest, largest] that are the `best` of some number of nodes, ascending."""
         if self.rule is SizeRule.EVEN or self.micro_batch_size > self.global_batch_size:
             return self.legal_sizes(smallest, largest)
         if self.tolerance:
@@ -133,7 +133,7 @@ class BatchShape:
         return tuple(found)
 
     def speed(self, nodes: int, full: int) -> float:
-        """Samples in a time at `nodes` nodes as a share of those at `full` nodes; both are legal.
+        """Return the samples per time at `nodes` nodes as a share of those at `full` nodes; both are legal.
 
         A step lasts by its passes.
         """
@@ -149,12 +149,12 @@ class BatchShape:
         return max(0, self.data_parallel(nodes) - self.batch(nodes))
 
     def _least(self, most_passes: int, smallest: int) -> int:
-        """The smallest size >= smallest that needs no more passes than these."""
+        """Return the smallest size >= smallest that needs no more passes than these."""
         replicas = passes(self.global_batch_size, self.micro_batch_size, most_passes)
         return self._whole(max(smallest, -(-replicas * self.tensor * self.pipeline // self.cores_per_node)))
 
     def _whole(self, smallest: int) -> int:
-        """The smallest size >= smallest whose world is whole model-parallel groups."""
+        """Return the smallest size >= smallest whose world is whole model-parallel groups."""
         group = self.tensor * self.pipeline
         step = group // math.gcd(group, self.cores_per_node)
         return -(-max(1, smallest) // step) * step

@@ -26,7 +26,7 @@ _LONGEST_NUMBER = 400
 
 
 def read_json(body: bytes, usual: Callable[[bytes], Any] = json.loads) -> Any:
-    """The value, by the `usual` parser if it can. Raises ValueError when the text is no JSON at all."""
+    """Parse a value, by the `usual` parser if it can. Raises ValueError for a text that is not JSON."""
     try:
         return usual(body)
     except (ValueError, RecursionError):
@@ -35,7 +35,7 @@ def read_json(body: bytes, usual: Callable[[bytes], Any] = json.loads) -> Any:
 
 
 def shallow(body: bytes) -> bytes:
-    """The same text without what is nested deeper than `DEEPEST` levels."""
+    """Remove what is nested deeper than `DEEPEST` levels from a JSON text."""
     kept: list[bytes] = []
     depth, done = 0, 0
     for sign in _SIGNS.finditer(body):

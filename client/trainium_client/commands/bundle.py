@@ -145,7 +145,7 @@ def _json(value: Mapping[str, Any]) -> str:
 
 
 def _write(path: Path, folder: str, parts: Mapping[str, str]) -> None:
-    """The archive is the person's alone until they say otherwise."""
+    """Write an archive that only this user can read."""
     path.touch(mode=0o600)
     with tarfile.open(path, "w:gz") as archive:
         for name, content in sorted(parts.items()):

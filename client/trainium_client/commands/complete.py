@@ -26,7 +26,7 @@ _WITH_VALUE = frozenset(
 
 
 def candidates(words: list[str], jobs_of: Callable[[list[str]], list[str]]) -> list[str]:
-    """What may come last; `words` are those after `kubectl trn`, the last one begun."""
+    """Return the candidates for the last word; `words` are those after `kubectl trn`, the last one incomplete."""
     *before, begun = words or [""]
     plain = [word for at, word in enumerate(before)
              if not word.startswith("-") and not (at and before[at - 1] in _WITH_VALUE)]  # fmt: skip

@@ -74,7 +74,7 @@ def stacks(
     name: JobName,
     rank: Annotated[int | None, typer.Option("--rank", min=0, help="Only the worker of this rank.")] = None,
 ) -> None:
-    """What every rank executes now: Python stacks, asked for by a signal; training goes on."""
+    """Show the Python stacks of every rank, requested by a signal; training continues."""
     api = session.open()
     members = read_members(api, name)
     wanted = members.rows
@@ -104,7 +104,7 @@ def stacks(
 
 
 def _current_first(stack: str) -> str:
-    """The thread that trains before those that wait for it, which Python puts last."""
+    """Put the thread that trains before those that wait for it."""
     threads = stack.rstrip("\n").split("\n\n")
     return "\n\n".join(sorted(threads, key=lambda thread: not thread.startswith("Current thread")))
 
@@ -133,7 +133,7 @@ def checkpoints(
 
 
 def on_storage(api: Api, job: Json, *, verify: bool) -> tuple[Any, str]:
-    """The list that a running worker makes, or why there is none."""
+    """Return the list that a running worker prints, or why there is none."""
     table = api.pod_table(text(mapping(job, "metadata"), "name"))
     if isinstance(table, Missing):
         return None, table.why
@@ -193,7 +193,7 @@ def release(
 
 
 def read_machines(api: Api, quarantine: str) -> tuple[MachineView, ...]:
-    """What the operator remembers; nothing before the first strike."""
+    """Return the machines that the operator records; none before the first failure."""
     asked = Asked("get", "configmaps", api.namespace, quarantine)
     found = api.readable(asked, f"/api/v1/namespaces/{api.namespace}/configmaps/{quarantine}")
     if isinstance(found, Missing):

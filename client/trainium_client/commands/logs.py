@@ -59,7 +59,7 @@ def logs(
     tail: Annotated[int, typer.Option("--tail", min=-1, help="Only the last lines of the pod; -1 for all.")] = -1,
     timestamps: Annotated[bool, typer.Option("--timestamps", help="Write the time before each line.")] = False,
 ) -> None:
-    """What one rank writes, followed across restarts and pods."""
+    """Show the lines of one rank, followed across restarts and pods."""
     api = session.open()
     members = read_members(api, name)
     member = members.of_rank(rank)
@@ -106,7 +106,7 @@ def _stamped(stamp: str, _: PodLogLine, words: str, __: str) -> str:
 
 
 def _json_line(stamp: str, each: PodLogLine, _: str, pod: str) -> str:
-    """A line of JSON lines: without the rank's mark, so that `rank` alone says whose it is; null of the agent's own.
+    """Format a line as JSON: without the mark of the rank, which is in `rank`; null for the agent's own lines.
 
     `record` is the pod's own line, where the log of the pod is JSON.
     """
@@ -139,7 +139,7 @@ def holders_before(entries: Sequence[InterruptionView], rank: int, members: Memb
 
 
 def _previous(api: Api, name: str, rank: int, members: Members, printer: _Printer) -> None:
-    """The pod that had the rank before, by the history; else the newest one whose log has lines of the rank."""
+    """Print the pod that had the rank before, by the history; else the newest one whose log has lines of the rank."""
     table = api.pod_table(name)
     if isinstance(table, Missing):
         raise ClientError(table.why)
@@ -168,7 +168,7 @@ def _previous(api: Api, name: str, rank: int, members: Members, printer: _Printe
 
 
 def _follow(api: Api, name: str, member: MemberRow, printer: _Printer, tail: int) -> None:
-    """The rank's lines, pod after pod, until the job has ended."""
+    """Print the rank's lines, pod after pod, until the job has ended."""
     last, current = "", member
     rank = printer.rank
     while True:
@@ -238,5 +238,5 @@ def _next(api: Api, name: str, rank: int, current: MemberRow) -> MemberRow | Non
 
 
 def _whole_seconds(stamp: str) -> str:
-    """What the API takes as `sinceTime`."""
+    """Format a time stamp for `sinceTime`."""
     return f"{stamp[:19]}Z"

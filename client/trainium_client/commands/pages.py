@@ -71,11 +71,11 @@ class LocalPages:
         """By uid."""
 
     def jobs(self, namespace: str) -> str:
-        """The list of jobs of a namespace; empty: of all. Raises ClientError."""
+        """Render the list of jobs of a namespace; empty: of all. Raises ClientError."""
         return self._page((namespace, ""), lambda: self._jobs(namespace))
 
     def job(self, namespace: str, name: str) -> str:
-        """The page of a job. Raises ClientError."""
+        """Render the page of a job. Raises ClientError."""
         return self._page((namespace, name), lambda: self._job(namespace, name))
 
     def close(self) -> None:

@@ -61,7 +61,7 @@ def report(
 
 
 def read_curve_of(api: Api, screen: Screen, metrics: Path | None, notes: list[str]) -> tuple[CurvePoint, ...]:
-    """The curve from a file, or from the worker of rank 0; why there is none goes to the notes."""
+    """Read the curve from a file, or from the worker of rank 0; a reason for none goes to the notes."""
     if metrics is not None:
         try:
             with metrics.open(encoding="utf-8", errors="replace") as lines:

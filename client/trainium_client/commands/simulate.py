@@ -37,7 +37,7 @@ def simulate(
         bool, typer.Option("--learn", help="Take the times of the stages from the job's history.")
     ] = False,
 ) -> int:
-    """What goodput a job will have and what each spare buys (options: trainium-operator simulate --help)."""
+    """Simulate the goodput of a job and what each spare adds (options: trainium-operator simulate --help)."""
     program = find_program()
     options = list(words or [])
     name = options.pop(0) if filename is None and options and not options[0].startswith("-") else None
@@ -53,7 +53,7 @@ def simulate(
 
 
 def find_program() -> str:
-    """The operator's program. Raises ClientError where it is not installed."""
+    """Find the simulator's program. Raises ClientError where it is not installed."""
     beside = shutil.which(_PROGRAM, path=str(Path(sys.executable).parent))
     found = beside or shutil.which(_PROGRAM)
     if found is None:

@@ -84,7 +84,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = REQUEST_SECONDS
 
     def do_GET(self) -> None:
-        """A page, or a sentence."""
+        """Answer with a page, or with a sentence."""
         path = urlsplit(self.path).path
         if self.headers.get("Host", "") not in self.server.hosts:
             self._answer(HTTPStatus.FORBIDDEN, "this server answers to its own address alone\n")

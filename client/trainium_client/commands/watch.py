@@ -26,7 +26,7 @@ def watch(
     session: Session,
     name: JobName,
 ) -> None:
-    """The screen of `status`, live, until the job has ended."""
+    """Show the screen of `status`, live, until the job has ended."""
     api = session.open()
     shown, changed = "", threading.Event()
     version = str(api.job(name)["metadata"].get("resourceVersion") or "")

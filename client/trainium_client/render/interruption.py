@@ -23,7 +23,7 @@ _LONGEST = 240
 
 
 def interruption_page(story: InterruptionReport) -> RenderableType:
-    """The story, from the sign to the first new step."""
+    """Render an interruption, from its first sign to the first new step."""
     entry = story.entry
     if entry is None:
         said = story.verdict or "nothing has interrupted this job"
@@ -68,7 +68,7 @@ def _title(story: InterruptionReport) -> str:
 
 
 def _seen(story: InterruptionReport, entry: InterruptionView) -> str:
-    """A verdict is told to its end, where it says what to do."""
+    """Return what was seen; a verdict to its end, which is what to do."""
     if not story.log_lines:
         return entry.message
     return drop_noise(entry.message) if entry.stopped else shortened(drop_noise(entry.message), _LONGEST)

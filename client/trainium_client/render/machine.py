@@ -11,7 +11,7 @@ _UNDERSCORE = re.compile(r"_([a-z0-9])")
 
 
 def to_wire(value: Any) -> Any:
-    """The value as JSON knows it; keys of mappings are data and stay as they are."""
+    """Convert a value to JSON types; keys of mappings are data and unchanged."""
     if is_dataclass(value) and not isinstance(value, type):
         shown = [each.name for each in fields(value) if each.metadata.get("json", True)]
         return {camel(name): to_wire(getattr(value, name)) for name in shown}

@@ -38,7 +38,7 @@ class Column:
 
 
 def show(what: RenderableType, *, width: int, colour: bool) -> str:
-    """The text of a page."""
+    """Render a page as text."""
     file = io.StringIO()
     console = Console(
         file=file, width=max(20, width), force_terminal=colour, color_system="standard" if colour else None,
@@ -49,7 +49,7 @@ def show(what: RenderableType, *, width: int, colour: bool) -> str:
 
 
 def word(text: str, style: str = "") -> Text:
-    """A word in the colour that it has everywhere."""
+    """Style a word with the colour that it has everywhere."""
     return Text(text, style or STYLES.get(text, ""))
 
 
@@ -75,7 +75,7 @@ def listed(lines: Iterable[str], mark: str = "- ", style: str = "") -> Table:
 
 
 def table(columns: Sequence[Column], rows: Sequence[Sequence[str | Text]], width: int) -> Table:
-    """A table in kubectl's manner that is no wider than the page."""
+    """Render a table in kubectl's manner that is no wider than the page."""
     kept = _fitting(columns, rows, width)
     found = Table(box=None, padding=(0, _GAP, 0, 0), header_style="bold", pad_edge=False)
     for at in kept:
@@ -103,7 +103,7 @@ def _fitting(columns: Sequence[Column], rows: Sequence[Sequence[str | Text]], wi
 
 
 def heading(text: str) -> Text:
-    """A heading with a line before it."""
+    """Render a heading with a line before it."""
     return Text(f"\n{text}", style="bold")
 
 

@@ -31,7 +31,7 @@ _LONGEST = 160
 
 
 def history_page(entries: Sequence[InterruptionView], width: int) -> RenderableType:
-    """The interruptions, oldest first, with the number that `why --entry` takes."""
+    """Render the interruptions, oldest first, with the number that `why --entry` takes."""
     if not entries:
         return Text("nothing has interrupted this job")
     columns = (
@@ -79,7 +79,7 @@ def goodput_page(goodput: GoodputView, width: int) -> RenderableType:
 
 
 def sizes_page(rows: Sequence[SizeRow], width: int) -> RenderableType:
-    """What each number of nodes is worth, the largest first."""
+    """Render the comparison of numbers of nodes, the largest first."""
     if not rows:
         return Text("no number of nodes between workers.minReplicas and maxReplicas is whole model-parallel groups")
     columns = (
@@ -132,7 +132,7 @@ def ranks_page(rows: Sequence[RankRow], width: int, most: int | None) -> Rendera
 def checkpoints_page(
     view: JobView, rows: Sequence[CheckpointRow] | None, note: str, *, now: float, width: int
 ) -> RenderableType:
-    """What a resume could use, and what lies on storage where a worker can look."""
+    """Render the checkpoints that a resume could use, and those on storage where a worker can list them."""
     checkpoints = view.checkpoints
     known = labelled([
         ("Storage", "nothing committed yet" if checkpoints.durable_step is None

@@ -47,7 +47,7 @@ class InterruptionReport:
 def explain_interruption(
     job: Mapping[str, Any], *, which: int | None = None, log: str = "", log_note: str = "", advice: tuple[str, ...] = ()
 ) -> InterruptionReport:
-    """The story of one entry of the history (from 1; the last when not given) with the log of its pod."""
+    """Build the report of one entry of the history (from 1; the last when not given) with the log of its pod."""
     status, metadata = public_status(job), mapping(job, "metadata")
     entries = interruptions(status)
     chosen = len(entries) if which is None else which
@@ -72,7 +72,7 @@ def explain_interruption(
 
 
 def select_log_lines(log: str, entry: InterruptionView) -> tuple[str, ...]:
-    """The lines of a log with time stamps that show the interruption: near its time, those of trouble first."""
+    """Select the lines of a log with time stamps that show the interruption: near its time, errors first."""
     if entry.at is None:
         return ()
     until = max(entry.at, entry.detected_at or entry.at) + _AFTER_SECONDS

@@ -28,7 +28,7 @@ class PodLogLine:
 
 
 def parse_log_line(words: str) -> PodLogLine:
-    """What a line of a pod's log says; `words` are without the time stamp of the kubelet."""
+    """Parse a line of a pod's log; `words` are without the time stamp of the kubelet."""
     return (_of_the_schema(words) if words.startswith("{") else None) or _as_text(words)
 
 

@@ -49,7 +49,7 @@ class SizeRow:
 
 
 def size_rows(job: Mapping[str, Any]) -> tuple[SizeRow, ...]:
-    """The sizes of a job between its least and its largest, the largest first.
+    """Return the sizes of a job between its least and its largest, the largest first.
 
     Raises ClientError when the job's specification is not one that this version knows.
     """

@@ -35,7 +35,7 @@ class Rule:
     """Checked at creation too, with `oldSelf` as an optional."""
 
     def to_schema(self) -> dict[str, Any]:
-        """The entry of x-kubernetes-validations."""
+        """Return the entry of x-kubernetes-validations."""
         given: dict[str, Any] = {"rule": " ".join(self.rule.split()), "message": self.message}
         if self.expression:
             given["messageExpression"] = " ".join(self.expression.split())
@@ -53,7 +53,7 @@ HUNDRED = "[" + ",".join(str(number) for number in range(100)) + "]"
 
 
 def said(text: str, *values: str) -> str:
-    """A computed sentence: `text` with a %s for each expression of `values`, in which `c` is the cores per node.
+    """Return an expression that formats `text`, with a %s for each of `values`, in which `c` is the cores per node.
 
     Formatting in one call, not by joining: the API server cannot bound the length of `string(number)` and would refuse
     the concatenation as too costly.

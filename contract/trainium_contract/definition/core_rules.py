@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def _of(figure: Callable[[Instance], int]) -> str:
-    """The figure of the job's type of instance."""
+    """Return an expression for a figure of the job's instance type."""
     known = ", ".join(f"'{name}': {figure(each)}" for name, each in INSTANCES.items())
     return f"{{{known}}}[self.instanceType]"
 

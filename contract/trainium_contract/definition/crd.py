@@ -51,7 +51,7 @@ class SchemaError(ValueError):
 
 
 def custom_resource_definition() -> dict[str, Any]:
-    """The whole CustomResourceDefinition (apiextensions.k8s.io/v1); raises SchemaError for an unsuitable model."""
+    """Return the CustomResourceDefinition (apiextensions.k8s.io/v1). Raises SchemaError for an unsuitable model."""
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
@@ -114,7 +114,7 @@ def _columns() -> list[dict[str, Any]]:
 
 
 def object_schema() -> dict[str, Any]:
-    """The openAPIV3Schema of a whole TrainingJob."""
+    """Return the openAPIV3Schema of a whole TrainingJob."""
     spec = model_schema(TrainingJobSpec, "spec", strict=True)
     status = model_schema(TrainingJobStatus, "status", strict=False)
     _attach(spec, (*SPEC_RULES, *TUNING_RULES, *ACTIVITY_RULES))
@@ -146,7 +146,7 @@ def _attach(schema: dict[str, Any], rules: tuple[Rule, ...]) -> None:
 
 
 def model_schema(model: type[BaseModel], path: str, *, strict: bool) -> dict[str, Any]:
-    """The structural schema of one model; `path` is where it sits in the object, for messages.
+    """Return the structural schema of one model; `path` is its place in the object, for messages.
 
     With `strict` defaults and enumerations are kept (the spec); without, they are left out (the status).
     """
@@ -188,7 +188,7 @@ class _Writer:
         return written
 
     def _resolved(self, node: dict[str, Any], path: str) -> dict[str, Any]:
-        """The node with references put in place and `X | None` read as an optional X."""
+        """Resolve references and read `X | None` as an optional X."""
         if "anyOf" in node:
             kinds = [kind for kind in node["anyOf"] if kind.get("type") != "null"]
             if len(kinds) != 1:
@@ -244,7 +244,7 @@ class _Writer:
 
 
 def _object_default(node: dict[str, Any], children: dict[str, Any]) -> dict[str, Any]:
-    """An empty object where that is complete: it makes the defaults below it apply when the parent is left out.
+    """Return an empty object as default where it is complete, so that the defaults below it apply without it.
 
     Not for an object that may be None, where leaving it out has a meaning of its own.
     """
@@ -265,7 +265,7 @@ def _exclusive(node: dict[str, Any], written: dict[str, Any]) -> None:
 
 
 def _range(node: dict[str, Any]) -> str:
-    """A number's legal range as a second sentence of its description, so that `kubectl explain` tells it too."""
+    """Describe a number's legal range as a second sentence of its description, for `kubectl explain`."""
     if node.get("type") not in {"integer", "number"}:
         return ""
     low, above = node.get("minimum"), node.get("exclusiveMinimum")
@@ -282,7 +282,7 @@ def _range(node: dict[str, Any]) -> str:
 
 
 def _sentence(node: dict[str, Any], path: str) -> str:
-    """The description in one line; a missing one stops the generation."""
+    """Return the description in one line; a missing one stops the generation."""
     text = " ".join(str(node.get("description", "")).split())
     if not text:
         raise SchemaError(f"{path}: no description; add a docstring below the field")

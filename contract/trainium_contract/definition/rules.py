@@ -286,7 +286,7 @@ _NOT_WHILE_RUNNING = (
 
 
 def _fixed_while_running(field: str) -> Rule:
-    """A field that always has a value, because the schema gives it a default."""
+    """Fix a field while the job runs; the field always has a value, because the schema gives it a default."""
     return Rule(
         f"{_AT_REST} || self.{field} == oldSelf.{field}",
         f"{field.removeprefix('spec.')} {_NOT_WHILE_RUNNING}",

@@ -41,7 +41,7 @@ def _legal(nodes: str) -> str:
 
 
 def with_cores(condition: str) -> str:
-    """A condition that reads the cores per node as `c`."""
+    """Bind the cores per node to `c` in a condition."""
     return bound("c", _CORES, condition)
 
 

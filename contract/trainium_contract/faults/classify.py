@@ -96,7 +96,7 @@ def default_responses(cause: Cause) -> Responses:
 
 
 def budget_of(cause: Cause) -> Budget | None:
-    """The budget that a failure of this cause uses; None when it is not counted."""
+    """Return the budget that a failure of this cause uses; None when it is not counted."""
     return _ROWS[cause].budget
 
 
@@ -125,7 +125,7 @@ _TEXTS = (SignKind.RUNTIME_STATUS, SignKind.KERNEL_LINE)
 
 @cache
 def classify_sign(sign: Sign) -> Verdict:
-    """What one sign stands for by itself."""
+    """Classify one sign by itself."""
     row = _ROWS[sign.cause]
     responses = sign.responses or (responses_for_text(sign.cause) if sign.kind in _TEXTS else RESPONSES[sign.cause])
     return Verdict(sign.cause, row.blame, responses, sign.sentence or row.sentence, sign.indirect)
@@ -136,7 +136,7 @@ _CRASH = classify_sign(ANY_OTHER_CODE)
 
 
 def classify_exit_code(code: int) -> Verdict:
-    """The verdict of an exit code; codes outside the contract (137, 139, 1, ...) are a crash."""
+    """Classify an exit code; codes outside the contract (137, 139, 1, ...) are a crash."""
     return _BY_CODE.get(code, _CRASH)
 
 
@@ -146,53 +146,53 @@ def stops_job(code: int) -> bool:
 
 
 def find_runtime_status(status: int | None) -> Sign | None:
-    """The row of a runtime status; None for 0 and for what is not in the table."""
+    """Find the row of a runtime status; None for 0 and for unknown ones."""
     return None if status is None else _STATUSES.get(status)
 
 
 def match_kernel_line(line: str) -> Sign | None:
-    """The row that a kernel line belongs to; None for lines that report no fault."""
+    """Find the row that matches a kernel line; None for lines that report no fault."""
     text = line[:_LONGEST_LINE]
     return next((sign for sign in KERNEL_LINES if sign.pattern is not None and sign.pattern.search(text)), None)
 
 
 def cause_of_condition(kind: str, reason: str) -> Cause | None:
-    """What a node condition of this type stands for while it is bad; None for types that are not in the table."""
+    """Return the cause of a bad node condition of this type; None for unknown types."""
     return _CONDITIONS.get((kind, reason)) or _CONDITIONS.get((kind, "*"))
 
 
 def cause_of_taint(key: str) -> Cause | None:
-    """What a taint says about its node; None for keys that are not in the table."""
+    """Return the cause of a node's taint; None for unknown keys."""
     return _starred(_TAINTS, key)
 
 
 def cause_of_label(key: str, value: str) -> Cause | None:
-    """What a node label says about its node; None for those that are not in the table."""
+    """Return the cause of a node's label; None for unknown ones."""
     return _LABELS.get((key, value))
 
 
 def cause_of_pod_reason(reason: str) -> Cause | None:
-    """What the reason of a failed pod says; None for those that are not in the table."""
+    """Return the cause of a failed pod's reason; None for unknown ones."""
     return _starred(_REASONS, reason)
 
 
 def cause_of_disruption(reason: str) -> Cause:
-    """What the reason of a pod's condition DisruptionTarget says."""
+    """Return the cause of the reason of a pod's condition DisruptionTarget."""
     return _DISRUPTIONS.get(reason, Cause.PREEMPTED)
 
 
 def cause_of_device_taint(effect: str) -> Cause | None:
-    """What a taint of a claimed device stands for; None for effects that leave its holder alone."""
+    """Return the cause of a claimed device's taint; None for effects that leave its holder alone."""
     return _DEVICE_TAINTS.get(effect)
 
 
 def cause_of_claim_health(health: str) -> Cause | None:
-    """What a claimed device's health stands for; None while nothing is known against it."""
+    """Return the cause of a claimed device's health; None while it is not unhealthy."""
     return _CLAIM_HEALTH.get(health)
 
 
 def _starred(causes: Mapping[str, Cause], text: str) -> Cause | None:
-    """The row of this text, else of the longest beginning that is in the table with a star."""
+    """Find a text in the table, else its longest prefix that ends in a star."""
     if text in causes:
         return causes[text]
     found = [key for key in causes if key.endswith("*") and text.startswith(key[:-1])]
@@ -222,7 +222,7 @@ def classify_pod_failure(
     message: str = "",
     rules: Sequence[RecoveryRule] = (),
 ) -> Verdict:
-    """What a pod in phase Failed stands for: a rule of the job, else its reason, else the code of its container."""
+    """Classify a pod in phase Failed: by a rule of the job, else its reason, else its container's exit code."""
     ruled = match_rules(rules, code=code, reason=reason, texts=(message,))
     if ruled is not None:
         return ruled
@@ -248,7 +248,7 @@ def classify_exit(
     kernel: Sequence[str] = (),
     rules: Sequence[RecoveryRule] = (),
 ) -> Verdict:
-    """What the end of a training process stands for, all its signs together.
+    """Classify the end of a training process by all its signs together.
 
     `kernel` are the kernel lines of its node from the time of the failure. A rule of the job comes first, then a device
     error in the kernel's log, then a code that the process chose on purpose, then the runtime's status, then a kernel
@@ -295,7 +295,7 @@ def _explains(code: int, found: Cause) -> bool:
 def match_rules(
     rules: Sequence[RecoveryRule], *, code: int | None = None, reason: str = "", texts: Sequence[str] = ()
 ) -> Verdict | None:
-    """What the first rule that matches makes of a failure; None when none does.
+    """Return the verdict of the first rule that matches a failure; None when none does.
 
     `reason` is the pod's, a node condition's or a taint's, for a process the name of its runtime status. A rule without
     any condition matches nothing, and one that suspects a node for a user's error only replaces the worker.

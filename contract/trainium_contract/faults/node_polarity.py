@@ -53,6 +53,6 @@ POLARITIES: dict[str, Polarity] = {
 
 
 def bad_when(kind: str) -> bool:
-    """The status of a condition of this type that means trouble; types that are not known follow the convention."""
+    """Return the bad status of a condition of this type; unknown types follow the naming convention."""
     known = POLARITIES.get(kind)
     return known.bad_when if known is not None else not kind.endswith(("Ready", "Healthy", "Available"))

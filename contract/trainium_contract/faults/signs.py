@@ -91,7 +91,7 @@ def _line(
 
 
 def _broken(error: str, sentence: str) -> Sign:
-    """An error of a device that the Neuron driver itself calls uncorrectable."""
+    """Return the row of a device error that the Neuron driver itself calls uncorrectable."""
     name = f"NEURON_HW_ERR={error}"
     return _line(name, name, Cause.DEVICE, sentence, decisive=True)
 

@@ -30,7 +30,7 @@ def ago(seconds: float | None) -> str:
 
 
 def figure(value: float | None, digits: int = 4) -> str:
-    """A measured number."""
+    """Format a measured number."""
     return "-" if value is None else f"{value:.{digits}g}"
 
 
@@ -48,7 +48,7 @@ def share(value: float | None) -> str:
 
 
 def clock(at: float | None) -> str:
-    """A moment in UTC; empty when there is none."""
+    """Format a moment in UTC; empty when there is none."""
     if at is None or not -6e10 < at < 2e11:
         return ""
     return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S")
@@ -60,7 +60,7 @@ def plural(number: int, thing: str) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """The beginning, on one line, in whole words where it has any."""
+    """Return the start of a text, on one line, in whole words where it has any."""
     words = " ".join(text.split())
     if len(words) <= most:
         return words

@@ -50,7 +50,7 @@ class Link:
 
 
 def digest_of(content: str) -> str:
-    """A style or a script as a Content-Security-Policy names it."""
+    """Return the digest of a style or a script as a Content-Security-Policy names it."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
 
 
@@ -59,7 +59,7 @@ FILE_POLICY = f"default-src 'none'; style-src {digest_of(STYLE)}"
 
 
 def document(title: str, body: str, *, script: str = "") -> str:
-    """The page; with a script the server that answers it must send a policy, a file has its own."""
+    """Render a page; with a script the server must send a policy, a file carries its own."""
     policy = "" if script else f'<meta http-equiv="Content-Security-Policy" content="{FILE_POLICY}">'
     run = f"<script>{script}</script>" if script else ""
     return (
@@ -70,12 +70,12 @@ def document(title: str, body: str, *, script: str = "") -> str:
 
 
 def section(name: str, content: str) -> str:
-    """A part of a page, by which a live one is kept up to date; an empty one keeps the place of what may come."""
+    """Render a part of a page that a live page updates by its name; an empty part keeps the place."""
     return f'<section id="{name}">{content}</section>'
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str | Link]]) -> str:
-    """A table that scrolls where it is too wide."""
+    """Render a table that scrolls where it is too wide."""
     titles = "".join(f"<th>{escape(each)}</th>" for each in head)
     body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
     return f"<div class=scroll><table><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table></div>"

@@ -56,12 +56,12 @@ class JobReport:
 
 
 def report_html(report: JobReport, now: float) -> str:
-    """The page as a file."""
+    """Render the page as a file."""
     return document(_title(report.view), f"<main>{_sections(report, now)}</main>")
 
 
 def live_job_html(report: JobReport, now: float, *, jobs: str = "") -> str:
-    """The page as a server answers it, with `live.HEADERS`; `jobs`: the path of the list of jobs."""
+    """Render the page for a server that sends `live.HEADERS`; `jobs` is the path of the list of jobs."""
     back = f'<p><a href="{escape(jobs)}">all jobs</a></p>' if jobs else ""
     body = f"{back}<p class=bad id=quiet hidden></p><main>{_sections(report, now)}</main>"
     return document(_title(report.view), body, script=LIVE_SCRIPT)
@@ -92,7 +92,7 @@ def _sections(report: JobReport, now: float) -> str:
 
 
 def advice_html(view: JobView) -> str:
-    """What to do; nothing for nothing."""
+    """Render what to do; empty for nothing."""
     return "".join(f"<p class=bad>{escape(each)}</p>" for each in view.advice)
 
 

@@ -40,7 +40,7 @@ class JobRow:
 
 
 def job_row(job: Mapping[str, Any]) -> JobRow:
-    """The row of a TrainingJob as the API server holds it."""
+    """Return the row of a TrainingJob as the API server holds it."""
     metadata, status = mapping(job, "metadata"), public_status(job)
     progress = status.part("progress")
     return JobRow(
@@ -58,7 +58,7 @@ def job_row(job: Mapping[str, Any]) -> JobRow:
 
 
 def live_jobs_html(rows: Sequence[JobRow], now: float, *, where: str, root: str) -> str:
-    """The page as a server answers it, with `live.HEADERS`; `root`: the path below which jobs have their pages."""
+    """Render the page for a server that sends `live.HEADERS`; jobs have their pages below `root`."""
     ordered = sorted(rows, key=lambda row: (row.phase in _ENDED, row.namespace, row.name))
     head = ("Namespace", "Job", "Phase", "Step", "Loss", "Nodes", "Goodput", "Interrupted", "")
     cells = [

@@ -26,7 +26,7 @@ _STYLE = "".join(f".trn-job {rule}" for rule in _RULES)
 
 
 def cell_html(view: JobView, curve: Sequence[CurvePoint] = ()) -> str:
-    """The job as it is now."""
+    """Render the job as it is now."""
     title = f"<h3>{escape(view.namespace)}/{escape(view.name)}</h3>"
     drawn = loss_chart(curve, ())
     return f'<div class="trn-job"><style>{_STYLE}</style>{title}{advice_html(view)}{facts_html(view)}{drawn}</div>'

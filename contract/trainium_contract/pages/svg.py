@@ -47,7 +47,7 @@ class LinearScale:
         self._begin, self._end = begin, end
 
     def at(self, value: float) -> float:
-        """The place of a value; what is outside is at the edge."""
+        """Return the place of a value; values outside of the range are at the edge."""
         share = (min(max(value, self.low), self.high) - self.low) / (self.high - self.low)
         return round(self._begin + share * (self._end - self._begin), 1)
 

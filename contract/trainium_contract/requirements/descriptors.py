@@ -44,7 +44,7 @@ def needed_by_first_agent(world_size: int, nodes: int) -> int:
 
 
 def needed(world_size: int, nodes: int = 1) -> int:
-    """The limit that any process of the job must be allowed: that of the hub."""
+    """Return the limit of open files that every process of the job needs: that of the hub."""
     return max(needed_by_first_rank(world_size), needed_by_first_agent(world_size, nodes))
 
 

@@ -104,7 +104,7 @@ class MemoryEstimate:
 
 
 def estimate_memory(model: ModelSizes, setting: MemorySetting) -> MemoryEstimate:
-    """What a rank and its node need."""
+    """Estimate the memory of a rank and of its node."""
     number = parameters_of_rank(model, setting)
     sharded = setting.mode is not DataParallelMode.REPLICATED
     shards = setting.data_parallel if sharded else 1
@@ -168,7 +168,7 @@ def _frozen(number: int, setting: MemorySetting) -> int:
 
 
 def _activations(model: ModelSizes, setting: MemorySetting) -> int:
-    """What a rank's backward pass keeps: per layer, in flight, and the logits."""
+    """Estimate what a rank's backward pass keeps: per layer, in flight, and the logits."""
     size = 4 if setting.precision is Precision.FLOAT32 else 2
     tokens, tensor = setting.micro_size * setting.length, setting.tensor
     apart = tensor if setting.sequence else 1

@@ -45,7 +45,7 @@ PRESET_SIZES: dict[ModelPreset, ModelSizes] = {
 
 
 def sizes_of(model: ModelConfig) -> ModelSizes | None:
-    """The numbers of a configured model; None where a file says them that only a worker can read."""
+    """Return the numbers of a configured model; None where only a worker can read the file that has them."""
     if model.path is not None or model.weights is not None:
         return None
     base = PRESET_SIZES[model.preset]

@@ -94,7 +94,7 @@ def memory_setting(
 def needs_at(
     config: TrainingConfig, accelerator: AcceleratorSpec, shape: BatchShape, nodes: int
 ) -> MemoryEstimate | None:
-    """What a node needs where the job trains on `nodes`; None for an illegal size, and where only a worker knows it.
+    """Estimate the memory of a node where the job trains on `nodes`; None for an illegal size or an unknown model.
 
     Only a worker knows a model that a file describes, and what is frozen of one.
     """
@@ -113,7 +113,7 @@ def needs_at(
 
 
 def worker_requests(config: TrainingConfig, accelerator: AcceleratorSpec, shape: BatchShape) -> WorkerRequests:
-    """What a worker pod asks for: enough for any size, since a pod stays when the job grows or shrinks."""
+    """Return the requests of a worker pod: enough for any size, since a pod stays when the job grows or shrinks."""
     processes, share = shape.cores_per_node, _share(accelerator)
     room = share.host_bytes
     # Divided state is largest on the fewest nodes, and copies for a buddy need two.
@@ -156,7 +156,7 @@ def explain_misfit(config: TrainingConfig, accelerator: AcceleratorSpec, shape: 
 def smallest_fitting_size(
     config: TrainingConfig, accelerator: AcceleratorSpec, shape: BatchShape, smallest: int, largest: int
 ) -> int:
-    """The fewest nodes that an elastic job may shrink to: `smallest`, or more where a node of so few holds too much.
+    """Return the fewest nodes that an elastic job may shrink to: `smallest`, or more where a node holds too much.
 
     What each process holds of divided state never falls when a node goes. `largest` where no size fits.
     """

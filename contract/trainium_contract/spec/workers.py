@@ -41,7 +41,7 @@ class AcceleratorSpec(ContractModel):
     """Claim Neuron devices by dynamic resource allocation; omitted: the device plugin hands them out."""
 
     def instance(self) -> Instance | None:
-        """The known instance type's figures; None when none is named or it is unknown."""
+        """Return the known instance type's figures; None when none is named or it is unknown."""
         return INSTANCES.get(self.instance_type or "")
 
     def cores(self) -> int:

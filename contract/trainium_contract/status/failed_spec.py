@@ -59,12 +59,12 @@ class FailedSpecStatus(StatusModel):
 
 
 def record_failed_spec(spec: Mapping[str, Any]) -> FailedSpecStatus:
-    """The record of a spec in its wire form, from which nothing differs."""
+    """Record a spec in its wire form, with no changes since."""
     return FailedSpecStatus(fields=_fields(spec), changes=())
 
 
 def compare_failed_spec(record: FailedSpecStatus, spec: Mapping[str, Any]) -> FailedSpecStatus:
-    """The record with what differs from it in this spec."""
+    """Compare the record with this spec."""
     if not record.fields:
         return record
     was, now = ({each.field: each.value for each in fields} for fields in (record.fields, _fields(spec)))

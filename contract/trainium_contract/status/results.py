@@ -80,12 +80,12 @@ class RunResults(MessageModel):
     """The newest evaluation."""
 
     def with_artifact(self, report: ArtifactReport) -> RunResults:
-        """These and one more, in place of an earlier report of the same kind, step and path."""
+        """Add an artifact, in place of an earlier report of the same kind, step and path."""
         others = tuple(each for each in self.artifacts if _place(each) != _place(report))
         return self.replaced(artifacts=(*others, report)[-MAX_ARTIFACTS:])
 
     def with_evaluation(self, figures: tuple[EvaluationFigure, ...]) -> RunResults:
-        """These with another evaluation; figures beyond the bound are left out."""
+        """Replace the evaluation; figures beyond the bound are left out."""
         return self.replaced(evaluation=figures[:MAX_FIGURES])
 
 

@@ -158,7 +158,7 @@ class TrainingConfig(TrainerSpec):
         return self
 
     def batch_shape(self, cores_per_node: int, rule: SizeRule = SizeRule.ANY) -> BatchShape:
-        """The arithmetic that decides legal sizes of this configuration."""
+        """Return the arithmetic that decides legal sizes of this configuration."""
         return BatchShape(
             cores_per_node=cores_per_node,
             tensor=self.parallelism.tensor,

@@ -64,7 +64,7 @@ def where_kept(job: Mapping[str, Any], file: str = "") -> str:
 
 
 def checkpoint_rows(printed: str) -> tuple[CheckpointRow, ...] | None:
-    """The list; None when this is not what `inspect` prints."""
+    """Parse the list that `inspect` prints; None for anything else."""
     try:
         found = json.loads(printed)
     except ValueError:

@@ -33,7 +33,7 @@ class CurvePoint:
 
 
 def read_curve(lines: Iterable[str], most: int = MOST_POINTS) -> tuple[CurvePoint, ...]:
-    """The curve; lines that are no step are left out, also one that is cut off."""
+    """Parse the curve; lines that are not a step, or cut off, are left out."""
     points = []
     for line in lines:
         try:
@@ -63,7 +63,7 @@ class LiveCurve:
         self._points: list[CurvePoint] = list(begun)
 
     def add(self, step: int, loss: float | None, tokens_per_second: float | None = None) -> None:
-        """What was seen now; the same step again says nothing new."""
+        """Add a point; the same step again changes nothing."""
         points = self._points
         if loss is None or (points and points[-1].step == step):
             return

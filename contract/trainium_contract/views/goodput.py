@@ -44,7 +44,7 @@ class GoodputView:
 
 
 def goodput_view(status: StatusReader[PublicStatus], now: float) -> GoodputView:
-    """The ledger of a status."""
+    """Return the ledger of a status."""
     part = status.part("goodput")
     wall, until = part.number("wallSeconds") or 0.0, part.number("accountedUntil")
     lost = part.numbers("lostSeconds")

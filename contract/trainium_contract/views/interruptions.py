@@ -71,18 +71,18 @@ class InterruptionView:
 
 
 def interruptions(status: StatusReader[PublicStatus]) -> tuple[InterruptionView, ...]:
-    """The history, oldest first."""
+    """Return the history, oldest first."""
     return tuple(map(_entry, status.parts("history")))
 
 
 def stage_words(name: str) -> str:
-    """A stage of the ledger for people, by its name in the status; in either case of letters."""
+    """Describe a stage of the ledger for people, by its name in the status in either case."""
     meant = _MEANT.get(name.lower())
     return f"{name} ({meant})" if meant else name
 
 
 def ranks_text(first: int, per: int) -> str:
-    """The ranks of a worker: `3`, or `96-127`."""
+    """Format the ranks of a worker: `3`, or `96-127`."""
     return f"{first}-{first + per - 1}" if per > 1 else f"{first}"
 
 

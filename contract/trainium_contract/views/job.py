@@ -181,7 +181,7 @@ def build_job_view(
     events: Sequence[EventView] = (),
     not_shown: tuple[str, ...] = (),
 ) -> JobView:
-    """The screen of a TrainingJob as the API server holds it."""
+    """Return the view of a TrainingJob as the API server holds it."""
     metadata, spec, status = mapping(job, "metadata"), mapping(job, "spec"), public_status(job)
     progress, membership, restarts = status.part("progress"), status.part("membership"), status.part("restarts")
     goodput = goodput_view(status, now)
@@ -244,7 +244,7 @@ def build_job_view(
 
 
 def with_advice(view: JobView) -> JobView:
-    """The screen with what to do."""
+    """Add what to do to the view."""
     return replace(view, advice=advise(view))
 
 
@@ -295,14 +295,14 @@ def _checkpoints(status: StatusReader[PublicStatus], now: float) -> CheckpointsV
 
 
 def _step_seconds(status: StatusReader[PublicStatus]) -> float | None:
-    """The reference step time of the present size."""
+    """Return the reference step time of the present size."""
     size = status.whole("replicas")
     here = [each for each in status.part("goodput").parts("sizes") if each.whole("size") == size]
     return here[-1].number("stepSeconds") if here else None
 
 
 def _eta(status: StatusReader[PublicStatus], goodput: GoodputView, left: int) -> float | None:
-    """Steps that are left at the reference step time, and as much lost on the way as until now, the start left out."""
+    """Estimate the time left: remaining steps at the reference step time, with as large a loss as so far."""
     reference = _step_seconds(status)
     if reference is None or left <= 0 or status.text("phase") in {"Completed", "Failed", "Suspended"}:
         return None
@@ -374,7 +374,7 @@ def _changed(changes: tuple[ChangeView, ...]) -> str:
 
 
 def _from_to(change: ChangeView) -> str:
-    """What it was and is, where both may be told: a digest alone says nothing to a person."""
+    """Describe the change of a field; a digest alone means nothing to a person."""
     was, now = (value.partition("#")[0] if value.startswith("#") else value for value in (change.was, change.now))
     if not was and not now:
         return ""

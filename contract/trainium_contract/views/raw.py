@@ -19,18 +19,18 @@ _CONTROL = re.compile(
 
 
 def plain(text: str) -> str:
-    """The text without control characters and halves of surrogate pairs; line breaks and tabs stay."""
+    """Remove control characters and halves of surrogate pairs from a text; line breaks and tabs stay."""
     return _CONTROL.sub("", text)
 
 
 def text(of: Any, key: str) -> str:
-    """A string; empty when there is none."""
+    """Return a string; empty when there is none."""
     value = of.get(key) if isinstance(of, Mapping) else None
     return plain(value) if isinstance(value, str) else ""
 
 
 def number(of: Any, key: str) -> float | None:
-    """A finite number; None when there is none."""
+    """Return a finite number; None when there is none."""
     value = of.get(key) if isinstance(of, Mapping) else None
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
@@ -42,25 +42,25 @@ def number(of: Any, key: str) -> float | None:
 
 
 def whole(of: Any, key: str, default: int = 0) -> int:
-    """A whole number."""
+    """Return a whole number."""
     value = number(of, key)
     return default if value is None else int(value)
 
 
 def mapping(of: Any, key: str) -> Mapping[str, Any]:
-    """An object; empty when there is none."""
+    """Return an object; empty when there is none."""
     value = of.get(key) if isinstance(of, Mapping) else None
     return value if isinstance(value, Mapping) else {}
 
 
 def objects(of: Any, key: str) -> list[Mapping[str, Any]]:
-    """The objects of a list."""
+    """Return the objects of a list."""
     value = of.get(key) if isinstance(of, Mapping) else None
     return [each for each in value if isinstance(each, Mapping)] if isinstance(value, list) else []
 
 
 def numbers(of: Any, key: str) -> dict[str, float]:
-    """An object of numbers; other entries are left out."""
+    """Return an object of numbers; other entries are left out."""
     found = mapping(of, key)
     return {plain(str(name)): value for name in found if (value := number(found, name)) is not None}
 

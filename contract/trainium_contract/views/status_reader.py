@@ -33,23 +33,23 @@ class StatusReader(Generic[_M]):
         return bool(self._raw)
 
     def text(self, field: str) -> str:
-        """A string; empty when there is none."""
+        """Return a string; empty when there is none."""
         return text(self._raw, field)
 
     def number(self, field: str) -> float | None:
-        """A finite number; None when there is none."""
+        """Return a finite number; None when there is none."""
         return number(self._raw, field)
 
     def whole(self, field: str, default: int = 0) -> int:
-        """A whole number."""
+        """Return a whole number."""
         return whole(self._raw, field, default)
 
     def numbers(self, field: str) -> dict[str, float]:
-        """An object of numbers; other entries are left out."""
+        """Return an object of numbers; other entries are left out."""
         return numbers(self._raw, field)
 
     def wholes(self, field: str) -> list[int]:
-        """The whole numbers of a list."""
+        """Return the whole numbers of a list."""
         found = self._raw.get(field)
         return [each for each in found if isinstance(each, int)] if isinstance(found, list) else []
 
@@ -58,14 +58,14 @@ class StatusReader(Generic[_M]):
         return isinstance(self._raw.get(field), list)
 
     def part(self, field: str) -> StatusReader[Any]:
-        """An object, empty when there is none; mypy knows of which model."""
+        """Return an object, empty when there is none; mypy knows its model."""
         return StatusReader(mapping(self._raw, field))
 
     def parts(self, field: str) -> list[StatusReader[Any]]:
-        """The objects of a list; mypy knows of which model."""
+        """Return the objects of a list; mypy knows their model."""
         return [StatusReader(each) for each in objects(self._raw, field)]
 
 
 def public_status(job: Mapping[str, Any]) -> StatusReader[PublicStatus]:
-    """What people are shown of a TrainingJob as the API server holds it."""
+    """Return the public status of a TrainingJob as the API server holds it."""
     return StatusReader(mapping(job, "status"))

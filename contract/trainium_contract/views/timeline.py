@@ -113,7 +113,7 @@ _QUIET = 4
 
 
 def _weight(pod: PodRow | None, known: Sequence[InterruptionView], member: bool, begin: float) -> int:
-    """The more telling, the lower."""
+    """Rank a worker's row; the lowest is the most informative."""
     if pod is not None and pod.state not in _WELL:
         return 0
     if known:
@@ -163,7 +163,7 @@ def _row(
 
 
 def _before(name: str, each: InterruptionView, since: float, at: float, kept: str | None, per: int) -> Segment:
-    """A member until an interruption: with the ranks that it still has, or those that were written down."""
+    """Return a member's segment until an interruption: with ranks that it still has, or recorded ones."""
     if kept is not None:
         return Segment(since, at, Was.TRAINED, f"{name}: ranks {kept}")
     if each.rank is None:
@@ -175,7 +175,7 @@ def _before(name: str, each: InterruptionView, since: float, at: float, kept: st
 def _present(
     name: str, pod: PodRow | None, rank: str | None, now_since: float | None, first: float, end: float, *, told: bool
 ) -> list[Segment]:
-    """What it is now."""
+    """Return the present segments of a worker."""
     where = f"{name} on {(pod.node if pod is not None else '') or 'no node'}"
     if pod is not None and pod.state == "Pending":
         return [Segment(first, end, Was.WAITED, f"{where}: pending")]

@@ -54,7 +54,7 @@ class Members:
     rows: tuple[MemberRow, ...]
 
     def of_rank(self, rank: int) -> MemberRow | None:
-        """The worker of a rank; None when there is no such rank."""
+        """Return the worker of a rank; None when there is no such rank."""
         at = rank // self.processes_per_node
         return self.rows[at] if rank >= 0 and at < len(self.rows) else None
 

@@ -25,7 +25,7 @@ _LONGEST_LOGGER = 128
 
 
 def choose_log_format(environment: Mapping[str, str]) -> LogFormat:
-    """The form that an environment asks for. Raises ValueError with a sentence."""
+    """Choose the log format that an environment sets. Raises ValueError with a sentence."""
     given = environment.get(ENV_LOG_FORMAT) or LogFormat.TEXT
     try:
         return LogFormat(given.lower())
@@ -52,7 +52,7 @@ class JsonFormatter(logging.Formatter):
         return self.line(record).to_line()
 
     def line(self, record: logging.LogRecord) -> LogLine:
-        """The line of a record."""
+        """Return the line of a record."""
         own = {key: getattr(record, key) for key in _OF_RECORD if getattr(record, key, None) is not None}
         return log_line(
             record.getMessage(),
@@ -69,7 +69,7 @@ class TextFormatter(logging.Formatter):
     """Records as text, by a format of `logging`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record, with its traceback below it."""
+        """Format the record, with its traceback below it."""
         return redact_secrets(super().format(record))
 
 

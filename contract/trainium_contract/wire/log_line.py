@@ -84,7 +84,7 @@ class LogLine(ContractModel):
     """The traceback; its end, where it is long."""
 
     def to_line(self) -> str:
-        """The line as it is written, without its end; message and traceback are cut to what fits into it."""
+        """Serialize the line, without its end; message and traceback are cut to what fits into it."""
         line, written = self, json.dumps(self.to_wire())
         while len(written) > LINE_BYTES:
             # Escaped characters take up to six times their place.
@@ -96,7 +96,7 @@ class LogLine(ContractModel):
         return written
 
     def as_text(self) -> str:
-        """What the same program writes where its log is text; several lines where there is a traceback."""
+        """Format the line as the same program writes it to a text log; several lines where there is a traceback."""
         clock, level = self.time[11:19], self.level.upper()
         # As `logging` writes a time.
         stamp = f"{self.time[:10]} {clock}" + (f",{self.time[20:23]}" if self.time[19] == "." else "")
@@ -121,7 +121,7 @@ _LEVELS = frozenset(LogLevel)
 
 
 def log_line(message: str, *, error: str | None = None, **fields: Any) -> LogLine:
-    """A line of a program of ours: without secrets, cut to its bounds, and without fields that no reader would take.
+    """Build a line of one of our programs: without secrets, within its bounds, and with valid fields only.
 
     `fields` are those of LogLine. Raises ValidationError where time, level, source or logger are no such.
     """
@@ -138,7 +138,7 @@ def log_line(message: str, *, error: str | None = None, **fields: Any) -> LogLin
 
 
 def read_log_line(raw: str | bytes) -> LogLine | None:
-    """The line that this is; None for any other text. Never raises."""
+    """Parse a line; None for any other text. Never raises."""
     text = raw.decode(errors="replace") if isinstance(raw, bytes) else raw
     if not text.startswith(_OPENING) or len(text) > _LONGEST_READ:
         return None

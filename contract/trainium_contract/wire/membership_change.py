@@ -52,7 +52,7 @@ class MembershipChange(MessageModel):
 
 
 def diff_memberships(old: Membership, new: Membership) -> MembershipChange | None:
-    """What to tell who knows `old`; None where the whole is told as well."""
+    """Return the change for an agent that has `old`; None where the whole membership is as short."""
     before = {member.node_rank: member for member in old.members}
     changed = tuple(member for member in new.members if before.get(member.node_rank) != member)
     if len(changed) > len(new.members) * LARGEST_SHARE:
@@ -70,7 +70,7 @@ def diff_memberships(old: Membership, new: Membership) -> MembershipChange | Non
 
 
 def apply_change(change: MembershipChange, known: Membership | None) -> Membership:
-    """The new membership. Raises StaleChangeError."""
+    """Return the new membership. Raises StaleChangeError."""
     if known is None or known.generation != change.since:
         ours = f"generation {known.generation}" if known is not None else "none"
         raise StaleChangeError(f"a change of generation {change.since} was told, and {ours} is known")

@@ -44,7 +44,7 @@ def _address(text: str) -> str:
 
 
 def _known_cause(value: Any) -> Any:
-    """A newer operator may know more causes; which one it was matters to nobody who only follows."""
+    """Map a cause of a newer operator to Resize: an agent only follows, so the cause itself does not matter to it."""
     # What is no text has no place in a set: a list ended in an error that no reader expects.
     return value if not isinstance(value, str) or value in set(Cause) else Cause.RESIZE
 

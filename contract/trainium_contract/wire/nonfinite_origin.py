@@ -12,7 +12,7 @@ _WORDS = re.compile(r"\(not finite on ranks? (\d{1,6})(?: alone\)|[, ])")
 
 
 def format_nonfinite_ranks(ranks: Sequence[int], world_size: int) -> str:
-    """What a sentence says of the ranks whose own values were not finite; empty where they tell nothing."""
+    """Describe the ranks whose own values were not finite; empty where they explain nothing."""
     if not ranks or len(ranks) == world_size:
         return ""
     if len(ranks) == 1:

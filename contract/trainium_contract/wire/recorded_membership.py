@@ -21,7 +21,7 @@ _GZIP = zlib.MAX_WBITS | 16
 
 
 def recorded_text(config_map: Mapping[str, Any]) -> bytes:
-    """The record as JSON. KeyError when the ConfigMap holds none, ValueError when it cannot be unpacked."""
+    """Unpack the record as JSON. Raises KeyError for a ConfigMap without one, ValueError when it cannot be unpacked."""
     packed = base64.b64decode(config_map["binaryData"][_KEY])
     stream = zlib.decompressobj(_GZIP)
     try:
@@ -34,7 +34,7 @@ def recorded_text(config_map: Mapping[str, Any]) -> bytes:
 
 
 def recorded_membership(config_map: Mapping[str, Any]) -> dict[str, Any]:
-    """The record. KeyError when the ConfigMap holds none, ValueError when it cannot be read."""
+    """Parse the record. Raises KeyError when the ConfigMap holds none, ValueError when it cannot be read."""
     record = json.loads(recorded_text(config_map))
     if not isinstance(record, dict):
         raise ValueError("the membership is no JSON object")  # noqa: TRY004 - one kind of error for bad data
@@ -42,6 +42,6 @@ def recorded_membership(config_map: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def members_of(config_map: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The members by node rank. KeyError when the ConfigMap holds no record, ValueError when it cannot be read."""
+    """Return the members by node rank. Raises KeyError when there is no record, ValueError when it cannot be read."""
     members: list[dict[str, Any]] = recorded_membership(config_map)["members"]
     return members

@@ -78,12 +78,12 @@ def frame(kind: FrameKind, payload: bytes = b"") -> bytes:
 
 
 def alive(message: HeartbeatRequest) -> bytes:
-    """The payload of KEEPALIVE: the newest step, nothing where there is none."""
+    """Encode the payload of KEEPALIVE: the newest step, empty where there is none."""
     return _STEP.pack(message.progress.step) if message.progress is not None else b""
 
 
 def step_of(payload: bytes) -> int:
-    """The newest step of an KEEPALIVE; -1 for none."""
+    """Decode the newest step of a KEEPALIVE; -1 for none."""
     return int(_STEP.unpack(payload)[0]) if len(payload) == _STEP.size else -1
 
 

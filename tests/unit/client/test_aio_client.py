@@ -93,7 +93,7 @@ async def test_waiting_ends_with_the_phase_or_the_verdict_and_leaves_the_program
         paused.set()
         await go_on.wait()
 
-    waiting = asyncio.create_task(job(server).wait(told=hear, pause=pause))
+    waiting = asyncio.create_task(job(server).wait(on_view=hear, pause=pause))
     await paused.wait()
     # The loop is free: another job is asked meanwhile.
     with pytest.raises(JobFailedError, match="there is no such file or folder"):
@@ -112,7 +112,7 @@ async def test_waiting_has_a_limit_and_can_be_cancelled(server: ApiServer) -> No
         await job(server).wait(seconds=0)
 
     looked = asyncio.Event()
-    waiting = asyncio.create_task(job(server).wait(told=lambda view: looked.set()))
+    waiting = asyncio.create_task(job(server).wait(on_view=lambda view: looked.set()))
     await looked.wait()
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -84,7 +84,7 @@ def test_waiting_ends_with_the_phase_the_verdict_or_the_time(server: ApiServer) 
         done["status"]["phase"] = "Completed"
         server.answers[f"{JOBS}/llama"] = done
 
-    assert job(server).wait(told=looks.append, pause=finish).phase == "Completed"
+    assert job(server).wait(on_view=looks.append, pause=finish).phase == "Completed"
     assert [view.phase for view in looks] == ["Running", "Completed"]
     with pytest.raises(JobFailedError, match="there is no such file or folder"):
         job(server, "broken").wait()
