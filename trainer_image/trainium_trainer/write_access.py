@@ -9,6 +9,8 @@ from __future__ import annotations
 import errno
 import os
 
+from trainium_contract.trainer.addresses import is_address
+
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """No room: the disk, a quota or a limit of the file's size."""
 FORBIDDEN = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
@@ -20,7 +22,7 @@ def what_forbids(number: int | None, where: object = "", *, user: int | None = N
 
     `where`: the place, which tells a bucket from a folder; `user`: the id of who writes, default ours.
     """
-    if str(where).startswith("s3://"):
+    if is_address(str(where)):
         return "it is not writable: give the worker's role write permission"
     if number == errno.EROFS:
         return "it is mounted read-only: mount it writable"

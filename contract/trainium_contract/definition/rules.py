@@ -266,8 +266,8 @@ SPEC_RULES: tuple[Rule, ...] = (
 
 STORAGE_RULES: tuple[Rule, ...] = (
     Rule(
-        "[has(self.hostPath), has(self.persistentVolumeClaim), has(self.s3)].filter(given, given).size() == 1",
-        "give exactly one of hostPath, persistentVolumeClaim and s3; leave storage out for a folder in the pod",
+        "[has(self.hostPath), has(self.persistentVolumeClaim), has(self.uri)].filter(given, given).size() == 1",
+        "give exactly one of hostPath, persistentVolumeClaim and uri; leave storage out for a folder in the pod",
     ),
 )
 

@@ -7,6 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from trainium_contract.base import ContractModel, Matching
+from trainium_contract.trainer.addresses import OBJECT_STORES
 from trainium_contract.trainer.checkpoint import DurableTierConfig, JobLabel, MemoryTierConfig, Milestones
 
 _ANY, _NO_DOT = r"[^/\s\x00-\x1f\x7f]", r"[^/.\s\x00-\x1f\x7f]"
@@ -40,35 +41,32 @@ class ClaimStorageSpec(ContractModel):
     """Name of the claim, in the job's namespace."""
 
 
-class S3StorageSpec(ContractModel):
-    """A prefix of an S3 bucket; the workers' service account (`workers.template`) must have a role that may use it."""
-
-    path: Annotated[
-        str,
-        Field(max_length=1024),
-        Matching(
-            r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[^/]+)*",
-            "write s3://bucket or s3://bucket/prefix: a bucket has 3 to 63 small letters, digits, dots and hyphens, "
-            "a prefix no / at its end",
-        ),
-    ]
-    """`s3://bucket` or `s3://bucket/prefix`; the job's checkpoints are in `subPath` below it."""
-
-
 class StorageSpec(ContractModel):
     """Where durable checkpoints live; exactly one kind. Omitted: a folder in the pod, lost with it (for trials)."""
 
     @property
     def kept(self) -> bool:
         """Whether what is written there outlives the pod."""
-        return any(kind is not None for kind in (self.host_path, self.persistent_volume_claim, self.s3))
+        return any(kind is not None for kind in (self.host_path, self.persistent_volume_claim, self.uri))
 
     host_path: HostPathStorageSpec | None = None
     """A folder on every node."""
     persistent_volume_claim: ClaimStorageSpec | None = None
     """A claim, for instance FSx for Lustre."""
-    s3: S3StorageSpec | None = None
-    """A bucket."""
+    uri: (
+        Annotated[
+            str,
+            Field(max_length=1024),
+            Matching(
+                rf"({'|'.join(OBJECT_STORES)})://[a-z0-9][a-z0-9._-]{{1,61}}[a-z0-9](/[^/]+)*",
+                "write s3://bucket or s3://bucket/prefix: a bucket has 3 to 63 small letters, digits, dots and "
+                "hyphens, a prefix no / at its end",
+            ),
+        ]
+        | None
+    ) = None
+    """A bucket, or a prefix of one, for instance `s3://bucket/prefix`; the job's checkpoints are in `subPath` below it.
+    The workers' service account (`workers.template`) must have a role that may use it."""
     sub_path: SubPath | None = None
     """Folder below the volume's root, without `.`, `..` and blanks; omitted: the job's namespace and name."""
     take_over: JobLabel | None = None

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import re
 
+OBJECT_STORES = (
+    "s3",  # Amazon S3 and servers that speak its protocol
+)
+"""The schemes of object stores: `obstore` serves each of them, with the credentials of the environment."""
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 

@@ -6,12 +6,11 @@ operator makes one.
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from trainium_contract.base import ContractModel, Matching
-from trainium_contract.trainer.addresses import is_address
 
 PositiveInt = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Path = Annotated[str, Field(min_length=1, max_length=1024)]
@@ -60,11 +59,12 @@ class CheckpointConfig(ContractModel):
     """Where and how often the training state is saved."""
 
     path: Path = "checkpoints"
-    """Root of durable checkpoints: a folder (local, FSx, NFS) or `s3://bucket/prefix`. Credentials for S3 come from the
-    environment only: variables, IRSA, the instance's role."""
+    """Root of durable checkpoints: a folder (local, FSx, NFS) or `s3://bucket/prefix`. Credentials for a bucket come
+    from the environment only: variables, IRSA, the instance's role."""
     records_path: Path | None = None
-    """Folder of metrics, samples and TensorBoard files. Omitted: `path`, which must be a folder then. Where it is not
-    `path`, a copy of metrics.jsonl is put beside the checkpoints at each commit."""
+    """Folder of metrics, samples and TensorBoard files; omitted: `path`. In an object store they are on the node, and
+    metrics.jsonl is copied there at each commit. Where it is not `path`, metrics.jsonl is copied beside the
+    checkpoints too."""
     take_over: JobLabel | None = None
     """Namespace and name of the job whose folder this is to go on with; see `checkpoint.storage.takeOver` of a job."""
     memory: MemoryTierConfig = MemoryTierConfig()
@@ -73,15 +73,5 @@ class CheckpointConfig(ContractModel):
 
     @property
     def records(self) -> str:
-        """The folder of the run's records."""
+        """The folder of the run's records, or their address."""
         return self.records_path or self.path
-
-    @model_validator(mode="after")
-    def _records_are_files(self) -> Self:
-        if is_address(self.records):
-            msg = (
-                f"checkpoint.path is {self.path}, where metrics cannot be appended to: set checkpoint.recordsPath to a "
-                "folder for them"
-            )
-            raise ValueError(msg)
-        return self

@@ -12,7 +12,7 @@ from trainium_contract.wire.worker_env import CHECKPOINT_MOUNT
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_KEPT = ("hostPath", "persistentVolumeClaim", "s3")
+_KEPT = ("hostPath", "persistentVolumeClaim", "uri")
 """Storage that outlives a pod."""
 
 
@@ -38,7 +38,7 @@ def checkpoint_root(job: Mapping[str, Any]) -> str:
     metadata, storage = mapping(job, "metadata"), mapping(mapping(mapping(job, "spec"), "checkpoint"), "storage")
     if not any(storage.get(kind) for kind in _KEPT):
         return CHECKPOINT_MOUNT
-    root = text(mapping(storage, "s3"), "path") or CHECKPOINT_MOUNT
+    root = text(storage, "uri") or CHECKPOINT_MOUNT
     return f"{root}/{text(storage, 'subPath') or text(metadata, 'namespace') + '/' + text(metadata, 'name')}"
 
 
@@ -54,7 +54,7 @@ def where_kept(job: Mapping[str, Any], file: str = "") -> str:
     metadata = mapping(job, "metadata")
     below = text(storage, "subPath") or text(metadata, "namespace") + "/" + text(metadata, "name")
     below += f"/{file}" if file else ""
-    if bucket := text(mapping(storage, "s3"), "path"):
+    if bucket := text(storage, "uri"):
         return f"{bucket}/{below}"
     if folder := text(mapping(storage, "hostPath"), "path"):
         return f"{folder}/{below} on the nodes"

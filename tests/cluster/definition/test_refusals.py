@@ -163,7 +163,7 @@ BAD_AT_CREATION = {
     """workers: {accelerator: {device: neuron, instanceType: trn2.48xlarge, coresPerNode: 65,
     claim: {logicalNeuronCore: 2}}}""": "accelerator.coresPerNode 65 is above the 64 cores that a worker has",
     # Storage.
-    "checkpoint: {storage: {}}": "give exactly one of hostPath, persistentVolumeClaim and s3",
+    "checkpoint: {storage: {}}": "give exactly one of hostPath, persistentVolumeClaim and uri",
     "checkpoint: {storage: {hostPath: {path: /a}, persistentVolumeClaim: {claimName: b}}}": "give exactly one of",
     "checkpoint: {storage: {hostPath: {path: a}}}": "write an absolute path",
     "checkpoint: {storage: {hostPath: {path: /a}, subPath: ' '}}": "write names of folders separated by /",
@@ -172,7 +172,7 @@ BAD_AT_CREATION = {
     "checkpoint: {storage: {hostPath: {path: /a}, takeOver: llama}}": "write namespace/name",
     "trainer: {neuron: {extraCompilerFlags: [O1]}}": "write one option as it stands on a command line",
     "checkpoint: {storage: {hostPath: {path: /a}, s3: {path: 's3://bucket/a'}}}": "give exactly one of",
-    "checkpoint: {storage: {s3: {path: 's3://Bucket'}}}": "write s3://bucket or s3://bucket/prefix",
+    "checkpoint: {storage: {uri: 's3://Bucket'}}": "write s3://bucket or s3://bucket/prefix",
     # The model and the schedule.
     "{trainer: {model: {numAttentionHeads: 6}}, parallelism: {tensor: 4}, elasticity: {sizes: Even}}": (
         "numAttentionHeads 6 is not divisible by parallelism.tensor 4: each rank of the tensor group holds whole heads"
@@ -258,7 +258,7 @@ def test_a_name_that_makes_no_host_name_is_refused(defined: Api, name: str, sent
         "workers: {accelerator: {device: neuron, instanceType: trn9.metal, coresPerNode: 3, resources: {a.b/c: '1'}}}",
         "workers: {template: {spec: {nodeSelector: {pool: a}, containers: [{name: trainer, env: []}]}}}",
         "checkpoint: {storage: {persistentVolumeClaim: {claimName: fsx}, subPath: runs/one}}",
-        "checkpoint: {storage: {s3: {path: 's3://bucket/runs'}}, milestones: {everyTokens: 50000000000}}",
+        "checkpoint: {storage: {uri: 's3://bucket/runs'}, milestones: {everyTokens: 50000000000}}",
         "trainer: {schedule: {warmupSteps: 100}}",
         "trainer: {steps: 3}",
         "trainer: {batch: {microSize: 16, globalSize: null}}",

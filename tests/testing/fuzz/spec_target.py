@@ -115,7 +115,7 @@ _EXAMPLES: tuple[Json, ...] = (
                 "batch": {"globalSize": 1024, "microSize": 1, "tolerance": 0.05},
                 "epochs": 2,
             },
-            "checkpoint": {"storage": {"s3": {"path": "s3://bucket/prefix"}}},
+            "checkpoint": {"storage": {"uri": "s3://bucket/prefix"}},
             "precompile": {"enabled": True, "sizes": "Background"},
             "scheduling": {"queueName": "q", "priorityClassName": "high"},
         },
@@ -150,7 +150,7 @@ def _consistent(spec: Json) -> Json:
     model, storage = spec["trainer"]["model"], spec["checkpoint"]["storage"]
     for key in ("path", "weights"):
         model.pop(key, None)
-    for key in ("s3", "persistentVolumeClaim"):
+    for key in ("uri", "persistentVolumeClaim"):
         storage.pop(key, None)
     spec["trainer"]["tuning"]["lora"].pop("adapter", None)
     spec["trainer"]["data"]["validation"].pop("source", None)

@@ -161,7 +161,7 @@ class Run:
         config = CheckpointConfig.model_validate(
             {
                 "path": str(root),
-                "recordsPath": str(settings.pop("records", root if "://" not in str(root) else ".")),
+                "recordsPath": None if (records := settings.pop("records", None)) is None else str(records),
                 "memory": {"everySteps": settings.pop("memory_every", 1), "buddies": settings.pop("buddies", 1)},
                 "durable": {"everySeconds": None, "everySteps": None, "keepLast": 3, "failureTolerance": 0}
                 | settings.pop("durable", {}),

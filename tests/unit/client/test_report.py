@@ -151,7 +151,7 @@ def test_the_curve_comes_from_the_file_that_is_given(tmp_path: Path) -> None:
         ({"hostPath": {"path": "/data"}}, "/data/team/llama/metrics.jsonl on the nodes"),
         ({"hostPath": {"path": "/data"}, "subPath": "runs/one"}, "/data/runs/one/metrics.jsonl on the nodes"),
         ({"persistentVolumeClaim": {"claimName": "fsx"}}, "team/llama/metrics.jsonl on the volume of claim fsx"),
-        ({"s3": {"path": "s3://bucket/runs"}}, "s3://bucket/runs/team/llama/metrics.jsonl"),
+        ({"uri": "s3://bucket/runs"}, "s3://bucket/runs/team/llama/metrics.jsonl"),
         ({}, ""),
     ],
 )
@@ -171,5 +171,5 @@ def test_the_curve_explains_only_what_is_drawn_in_it() -> None:
 def test_figures_are_beside_the_checkpoints_and_never_in_a_bucket() -> None:
     job = recorded("job")
     assert metrics_path(job).endswith("/metrics.jsonl")
-    job["spec"]["checkpoint"]["storage"] = {"s3": {"path": "s3://bucket/prefix"}}
+    job["spec"]["checkpoint"]["storage"] = {"uri": "s3://bucket/prefix"}
     assert metrics_path(job) == "/checkpoints/metrics.jsonl"

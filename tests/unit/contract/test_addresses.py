@@ -20,5 +20,3 @@ def test_a_folder_is_no_address_whatever_it_is_called(place: str) -> None:
 
 def test_checkpoints_in_a_folder_with_such_a_name_keep_their_records_there() -> None:
     assert CheckpointConfig(path="/checkpoints/http://user").records == "/checkpoints/http://user"
-    with pytest.raises(ValueError, match="where metrics cannot be appended to"):
-        CheckpointConfig(path="s3://bucket/prefix")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
+from trainium_contract.trainer.addresses import is_address
 from trainium_contract.trainer.artifacts import ArtifactKind, ArtifactPrecision
 from trainium_contract.trainer.data import TokenizerConfig
 from trainium_contract.trainer.tuning import TuningConfig
@@ -24,7 +25,7 @@ from trainium_trainer.artifacts.writer import Alone, write_artifact
 from trainium_trainer.checkpoint.format.contents import Contents
 from trainium_trainer.checkpoint.root.selection import choose, damage_is_a_sentence, shape_of
 from trainium_trainer.checkpoint.storage.opening import open_storage
-from trainium_trainer.checkpoint.storage.protocol import S3_SCHEME, Retry
+from trainium_trainer.checkpoint.storage.protocol import Retry
 from trainium_trainer.data.tokens.tokenizer import TOKENIZER_FILE, tokenizer_file, vocabulary_of
 from trainium_trainer.exits import UserError
 from trainium_trainer.monitor.writers import METRICS_NAME
@@ -80,7 +81,7 @@ def export(
             tokens=checkpoint.manifest.tokens,
             settings=dict(checkpoint.manifest.settings),
             tokenizer=file,
-            history=() if root.startswith(S3_SCHEME) else read_lines(Path(root) / METRICS_NAME),
+            history=() if is_address(root) else read_lines(Path(root) / METRICS_NAME),
         )
         blueprint = making.blueprint(kind, precision, largest)
         write_artifact(blueprint, open_storage(str(folder)), Alone(), retry=retry, beat=beat)

@@ -8,7 +8,6 @@ nothing that others put there is touched: then a folder with the next free numbe
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from trainium_contract.status.results import ArtifactReport, RunStage
@@ -23,6 +22,7 @@ from trainium_trainer.artifacts.store import kept
 from trainium_trainer.artifacts.writer import is_free, read_manifest, read_plan, together, write_artifact
 from trainium_trainer.checkpoint.errors import UnusableCheckpointError
 from trainium_trainer.checkpoint.format.contents import Contents
+from trainium_trainer.checkpoint.root.metrics_copy import records_folder
 from trainium_trainer.checkpoint.root.selection import damage_is_a_sentence, shape_of
 from trainium_trainer.checkpoint.root.survey import survey
 from trainium_trainer.checkpoint.storage.opening import open_storage
@@ -33,6 +33,7 @@ from trainium_trainer.weights.base import BaseWeights
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from torch.distributed import ProcessGroup
 
@@ -208,7 +209,7 @@ def _making(
         tokens=manifest.tokens,
         settings=dict(manifest.settings),
         tokenizer=tokenizer,
-        history=read_lines(Path(config.checkpoint.records) / METRICS_NAME),
+        history=read_lines(records_folder(config.checkpoint) / METRICS_NAME),
     )
 
 

@@ -14,7 +14,6 @@ import secrets
 import time
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch.distributed as dist
@@ -30,7 +29,7 @@ from trainium_trainer.checkpoint.resume.resume import ResumeOutcome, Resumption
 from trainium_trainer.checkpoint.root.acquisition import Entrance
 from trainium_trainer.checkpoint.root.commit import FenceToken
 from trainium_trainer.checkpoint.root.late_step_check import Ownership
-from trainium_trainer.checkpoint.root.metrics_copy import fetch_records
+from trainium_trainer.checkpoint.root.metrics_copy import RecordCopies
 from trainium_trainer.checkpoint.root.owner import OwnerRecords
 from trainium_trainer.checkpoint.root.run_identity import settings_digest
 from trainium_trainer.checkpoint.session import Session
@@ -39,6 +38,7 @@ from trainium_trainer.checkpoint.storage.protocol import Retry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from pathlib import Path
 
     from torch.distributed import ProcessGroup
 
@@ -343,8 +343,8 @@ class CheckpointManager:
         )
         self._durable.committed_step = outcome.durable_step
         self._durable.milestone_tokens = outcome.milestone_tokens
-        if self._mesh.rank == 0 and self._config.records != self._config.path:
-            fetch_records(self._storage, Path(self._config.records))
+        if self._mesh.rank == 0:
+            RecordCopies(self._config, self._storage).fetch()
         self._durable.prepare(list(outcome.leftovers))
 
     def _snapshot(self, position: Position) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainium_trainer.artifacts.stage import at_milestones
@@ -16,6 +15,7 @@ from trainium_trainer.backends.choose import find_backend, make_backend
 from trainium_trainer.backends.sample_group import fellows_of
 from trainium_trainer.checkpoint.interfaces import Position
 from trainium_trainer.checkpoint.manager import CheckpointManager
+from trainium_trainer.checkpoint.root.metrics_copy import records_folder
 from trainium_trainer.checkpoint.root.owner import Start
 from trainium_trainer.configuration.config import with_steps
 from trainium_trainer.data.batches.broadcast import Fellows
@@ -141,7 +141,7 @@ def start(settings: Settings, progress: ProgressWriter, stop: StopRequest) -> Ru
     stopwatch.lap("state")
     report_warnings(manager, progress, 0)
     mesh = backend.mesh
-    root = Path(config.checkpoint.records)
+    root = records_folder(config.checkpoint)
     history = History(root, launch.memory_directory, progress)
     watch = history.open(settings, course, position, data, mesh)
     if config.monitor.record_samples and mesh.world_size > 1:

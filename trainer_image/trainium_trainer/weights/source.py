@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 
+from trainium_contract.trainer.addresses import is_address
 from trainium_trainer.checkpoint.errors import StorageError
 from trainium_trainer.checkpoint.storage.opening import open_storage
-from trainium_trainer.checkpoint.storage.protocol import S3_SCHEME, Retry
+from trainium_trainer.checkpoint.storage.protocol import Retry
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class WeightsSource(Protocol):
 def open_source(location: str, field: str) -> WeightsSource:
     """The folder or s3://bucket/prefix that the setting `field` names. UserError when there is no such folder."""
     where = f"{field} {location}"
-    if location.startswith(S3_SCHEME):
+    if is_address(location):
         return RemoteSource(open_storage(location), where)
     folder = Path(location).expanduser()
     if folder.is_dir():

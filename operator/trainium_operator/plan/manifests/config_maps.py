@@ -46,7 +46,7 @@ def trainer_configuration(job: JobView) -> str:
     path = checkpoint_path(job)
     # What is appended to (metrics) needs a folder: the mount, which is the pod's own then.
     checkpoint = config.checkpoint.replaced(path=path)
-    if job.spec.checkpoint.storage.s3 is not None:
+    if job.spec.checkpoint.storage.uri is not None:
         checkpoint = checkpoint.replaced(records_path=CHECKPOINT_MOUNT)
     wire = config.replaced(checkpoint=checkpoint, neuron=_neuron(job)).to_wire()
     return json.dumps(wire, indent=2, sort_keys=True) + "\n"
@@ -55,7 +55,7 @@ def trainer_configuration(job: JobView) -> str:
 def _neuron(job: JobView) -> NeuronConfig:
     """The job's settings; what is compiled ahead is kept on the checkpoints' volume unless they say where."""
     neuron, storage = job.spec.trainer.neuron, job.spec.checkpoint.storage
-    mounted = storage.kept and storage.s3 is None
+    mounted = storage.kept and storage.uri is None
     if not job.spec.precompile.enabled or not mounted or neuron.shared_cache_directory is not None:
         return neuron
     return neuron.replaced(shared_cache_directory=f"{CHECKPOINT_MOUNT}/{_COMPILED}")
@@ -69,5 +69,5 @@ def checkpoint_path(job: JobView) -> str:
     storage = job.spec.checkpoint.storage
     if not storage.kept:
         return CHECKPOINT_MOUNT
-    root = CHECKPOINT_MOUNT if storage.s3 is None else storage.s3.path
+    root = CHECKPOINT_MOUNT if storage.uri is None else storage.uri
     return f"{root}/{storage.sub_path or f'{job.namespace}/{job.name}'}"

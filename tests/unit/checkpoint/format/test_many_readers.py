@@ -20,9 +20,9 @@ from trainium_trainer.checkpoint.errors import DamagedFileError, StorageError
 from trainium_trainer.checkpoint.format.contents import Contents
 from trainium_trainer.checkpoint.format.shards import INDEX_FORMAT, write_shard, write_tables
 from trainium_trainer.checkpoint.root.survey import Committed, survey
+from trainium_trainer.checkpoint.storage.object_store import Limits, ObjectStorage
 from trainium_trainer.checkpoint.storage.posix import PosixStorage
 from trainium_trainer.checkpoint.storage.protocol import Retry
-from trainium_trainer.checkpoint.storage.s3 import Limits, S3Storage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,7 +42,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
         running.make_bucket("bucket")
         for name, value in running.environment().items():
             monkeypatch.setenv(name, value)
-        run = solo("s3://bucket/run", storage=S3Storage.of("s3://bucket/run", LIMITS)).settle()
+        run = solo("s3://bucket/run", storage=ObjectStorage("s3://bucket/run", LIMITS)).settle()
         run.to(3, save_at=(3,)).settle()
         run.manager.close()
         yield running
@@ -54,7 +54,7 @@ def read_by_all(checkpoint: Committed, limits: Limits) -> list[list[str] | Excep
 
     def read(_: int) -> list[str] | Exception:
         state = State(SOLO)
-        storage = S3Storage.of("s3://bucket/run", limits)
+        storage = ObjectStorage("s3://bucket/run", limits)
         together.wait()
         try:
             durable_tier.load(storage, checkpoint, state, RETRY)
@@ -79,7 +79,7 @@ def read_by_all(checkpoint: Committed, limits: Limits) -> list[list[str] | Excep
 def test_a_store_that_has_trouble_with_many_readers_gives_each_of_them_the_right_state(
     server: S3Server, fault: Fault
 ) -> None:
-    (checkpoint,) = survey(S3Storage.of("s3://bucket/run", LIMITS)).committed
+    (checkpoint,) = survey(ObjectStorage("s3://bucket/run", LIMITS)).committed
     server.fail(fault)
     assert read_by_all(checkpoint.for_readers(), LIMITS) == [[]] * READERS
     assert fault.times <= 0, "the trouble was not met"
@@ -87,7 +87,7 @@ def test_a_store_that_has_trouble_with_many_readers_gives_each_of_them_the_right
 
 def test_a_store_that_stays_busy_ends_every_reader_with_one_sentence_and_blames_no_checkpoint(server: S3Server) -> None:
     short = Limits(request_seconds=0.5, first_pause_seconds=0.01, longest_pause_seconds=0.02, retry_seconds=0.2)
-    (checkpoint,) = survey(S3Storage.of("s3://bucket/run", LIMITS)).committed
+    (checkpoint,) = survey(ObjectStorage("s3://bucket/run", LIMITS)).committed
     server.fail(Fault(status=503, code="SlowDown", method="GET", times=float("inf")))
     for outcome in read_by_all(checkpoint.for_readers(), short):
         assert isinstance(outcome, StorageError), outcome

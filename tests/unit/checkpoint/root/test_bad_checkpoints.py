@@ -15,8 +15,8 @@ from tests.testing.trainer.s3_server import Fault, S3Server
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.trainer.checkpoint import CheckpointConfig
 from trainium_trainer import cli
+from trainium_trainer.checkpoint.storage.object_store import Limits, ObjectStorage
 from trainium_trainer.checkpoint.storage.protocol import Retry
-from trainium_trainer.checkpoint.storage.s3 import Limits, S3Storage
 from trainium_trainer.exits import TrainerError, code_of
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def test_a_bucket_that_stands_still_for_two_requests_is_borne(monkeypatch: pytes
         limits = Limits(request_seconds=0.3, first_pause_seconds=0.01, longest_pause_seconds=0.02)
         assert Limits().request_seconds * 2 >= 60
         assert Limits().retry_seconds > 60
-        storage = S3Storage.of("s3://bucket/run", limits)
+        storage = ObjectStorage("s3://bucket/run", limits)
         run = solo("s3://bucket/run", storage=storage).settle()
         server.fail(Fault(stall=threading.Event(), times=2, method="PUT"))
         run.to(1, save_at=(1,)).settle()

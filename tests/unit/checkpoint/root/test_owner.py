@@ -15,9 +15,9 @@ from trainium_contract.wire.checkpoint_manifest import GENERATION_FENCE_NAME
 from trainium_trainer.checkpoint.errors import StaleGenerationError
 from trainium_trainer.checkpoint.root.commit import read_fence
 from trainium_trainer.checkpoint.root.owner import JobIdentity, OwnerRecords
+from trainium_trainer.checkpoint.storage.object_store import Limits, ObjectStorage
 from trainium_trainer.checkpoint.storage.posix import PosixStorage
 from trainium_trainer.checkpoint.storage.protocol import Retry
-from trainium_trainer.checkpoint.storage.s3 import Limits, S3Storage
 from trainium_trainer.exits import TrainerError, code_of
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
         yield PosixStorage(tmp_path / "root")
         return
     with serving(tmp_path, monkeypatch):
-        yield S3Storage("bucket", "runs/one", Limits(request_seconds=5.0))
+        yield ObjectStorage("s3://bucket/runs/one", Limits(request_seconds=5.0))
 
 
 def files(root: Path) -> dict[str, bytes]:

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from checkpoint_world import HookedStorage, solo
 
+from tests.testing.trainer.s3_gateway import serving
+from trainium_contract.trainer.checkpoint import CheckpointConfig
 from trainium_contract.wire.checkpoint_manifest import COMMIT_NAME, OWNER_PREFIX, Manifest, Owner
 from trainium_trainer.checkpoint.errors import StaleGenerationError, StorageError, UnusableCheckpointError
 from trainium_trainer.checkpoint.root.acquisition import Entrance
 from trainium_trainer.checkpoint.root.commit import FenceToken, Receipt, claim_fence, publish, read_fence
-from trainium_trainer.checkpoint.root.metrics_copy import fetch_records, send_records
+from trainium_trainer.checkpoint.root.metrics_copy import RecordCopies, records_folder
 from trainium_trainer.checkpoint.root.owner import NOBODY, JobIdentity, OwnerRecords
 from trainium_trainer.checkpoint.root.run_identity import differences, refuse_foreign
 from trainium_trainer.checkpoint.root.selection import choose
@@ -182,14 +184,40 @@ def test_a_start_that_could_not_claim_the_fence_claims_it_before_its_first_commi
 
 def test_a_node_that_has_its_records_keeps_them_and_another_gets_the_whole_lines(tmp_path: Path) -> None:
     storage = PosixStorage(tmp_path / "root")
-    storage.prepare()
-    here, there = tmp_path / "here", tmp_path / "there"
+    here, there = (tmp_path / name for name in ("here", "there"))
+    first, second = (
+        RecordCopies(CheckpointConfig(path=str(tmp_path / "root"), records_path=str(folder)), storage)
+        for folder in (here, there)
+    )
     here.mkdir()
     (here / "metrics.jsonl").write_bytes(b'{"step": 1}\n{"step": 2}\n{"st')
-    send_records(storage, here)
-    fetch_records(storage, there)
+    first.send()
+    second.fetch()
     assert (there / "metrics.jsonl").read_bytes() == b'{"step": 1}\n{"step": 2}\n'
     (there / "metrics.jsonl").write_bytes(b'{"step": 3}\n')
-    fetch_records(storage, there)
+    second.fetch()
     assert (there / "metrics.jsonl").read_bytes() == b'{"step": 3}\n'
     assert survey(storage).committed == []
+
+
+@pytest.mark.parametrize(
+    ("records", "copies"),
+    [(None, {"run/metrics.jsonl"}), ("s3://bucket/records", {"run/metrics.jsonl", "records/metrics.jsonl"})],
+)
+def test_records_in_a_bucket_are_on_the_node_and_copied_at_each_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, records: str | None, copies: set[str]
+) -> None:
+    with serving(tmp_path, monkeypatch) as server:
+        lines = b'{"step":1}\n'
+        for node in ("one", "two"):
+            monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / node))
+            run = solo("s3://bucket/run", records=records).settle()
+            path = records_folder(run.manager._config) / "metrics.jsonl"
+            assert path.is_relative_to(tmp_path / node)
+            if node == "one":
+                path.parent.mkdir(parents=True)
+                path.write_bytes(lines)
+                run.to(2, save_at=(2,)).settle()
+            run.manager.close()
+            assert path.read_bytes() == lines
+        assert {key for key in server.objects("bucket") if key.endswith("metrics.jsonl")} == copies

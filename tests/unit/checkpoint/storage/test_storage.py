@@ -14,10 +14,10 @@ from tests.testing.trainer.s3_gateway import S3Gateway, serving
 from tests.testing.trainer.s3_server import ACCESS_KEY, SECRET_KEY, Fault, S3Server
 from trainium_contract.exit_codes import ExitCode
 from trainium_trainer.checkpoint.errors import DamagedFileError, StorageError
+from trainium_trainer.checkpoint.storage.object_store import Limits, ObjectStorage
 from trainium_trainer.checkpoint.storage.opening import open_storage
 from trainium_trainer.checkpoint.storage.posix import PosixStorage
 from trainium_trainer.checkpoint.storage.protocol import Retry, read_part, read_small
-from trainium_trainer.checkpoint.storage.s3 import Limits, S3Storage
 from trainium_trainer.exits import UserError, code_of
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
     if request.param == "posix":
         return PosixStorage(tmp_path / "root")
     request.getfixturevalue(request.param)
-    return S3Storage.of("s3://bucket/some/run", QUICK)
+    return ObjectStorage("s3://bucket/some/run", QUICK)
 
 
 def pieces(data: bytes, size: int = 1000) -> Iterator[memoryview]:
@@ -180,7 +180,7 @@ def test_drafts_of_killed_writers_are_removed_and_nothing_of_the_users(tmp_path:
 
 
 def test_a_write_that_fails_half_way_leaves_no_object(s3: S3Server) -> None:
-    storage = S3Storage.of("s3://bucket/run", QUICK)
+    storage = ObjectStorage("s3://bucket/run", QUICK)
     data = os.urandom(40 << 20)
 
     def broken() -> Iterator[memoryview]:
@@ -197,7 +197,7 @@ def test_a_write_that_fails_half_way_leaves_no_object(s3: S3Server) -> None:
 
 
 def test_a_large_file_goes_in_parts_and_bears_failures_of_some(s3: S3Server) -> None:
-    storage = S3Storage.of("s3://bucket/run", replace(QUICK, request_seconds=20))
+    storage = ObjectStorage("s3://bucket/run", replace(QUICK, request_seconds=20))
     data = os.urandom(40 << 20)
     s3.fail(Fault(status=503, code="SlowDown", times=2, method="POST"))
     s3.fail(Fault(status=500, times=3, method="PUT"))
@@ -208,7 +208,7 @@ def test_a_large_file_goes_in_parts_and_bears_failures_of_some(s3: S3Server) -> 
 
 
 def test_a_read_bears_failures_and_answers_that_are_cut_off(s3: S3Server) -> None:
-    storage = S3Storage.of("s3://bucket/run", QUICK)
+    storage = ObjectStorage("s3://bucket/run", QUICK)
     data = os.urandom(100_000)
     s3.put("bucket", "run/shard", data)
     s3.fail(Fault(status=500, times=2))
@@ -217,7 +217,7 @@ def test_a_read_bears_failures_and_answers_that_are_cut_off(s3: S3Server) -> Non
 
 
 def test_a_store_that_does_not_answer_is_given_up_in_time_and_tried_again(s3: S3Server) -> None:
-    storage = S3Storage.of("s3://bucket/run", replace(QUICK, request_seconds=0.2))
+    storage = ObjectStorage("s3://bucket/run", replace(QUICK, request_seconds=0.2))
     stalled = s3.fail(Fault(stall=threading.Event(), times=99))
     with pytest.raises(StorageError, match="did not answer in time") as caught:
         Retry(()).run(lambda: storage.write("GENERATION", b"1"), storage.location)
@@ -232,7 +232,7 @@ def test_a_store_that_does_not_answer_is_given_up_in_time_and_tried_again(s3: S3
 
 def test_a_commit_whose_answer_was_lost_is_recognised(s3: S3Server) -> None:
     """The store has it, the client saw an error: the next try must not take it for somebody else's."""
-    storage = S3Storage.of("s3://bucket/run", QUICK)
+    storage = ObjectStorage("s3://bucket/run", QUICK)
     s3.fail(Fault(status=500, after=True, method="PUT"))
     with pytest.raises(FileExistsError):
         storage.create("step-1/COMMITTED", b"mine")
@@ -253,13 +253,13 @@ def test_what_cannot_work_is_a_sentence_without_credentials(
     for name, value in change.items():
         monkeypatch.setenv(name, value)
     with caplog.at_level("DEBUG"), pytest.raises(StorageError, match=sentence) as caught:
-        Retry(()).run(S3Storage.of(path, QUICK).prepare, path)
+        Retry(()).run(ObjectStorage(path, QUICK).prepare, path)
     said = f"{caught.value!r} {caught.value.__cause__!r} {caplog.text}"
     assert not any(secret in said for secret in (ACCESS_KEY, SECRET_KEY, "of-somebody-else", "Signature="))
 
 
 def test_a_large_file_is_whole_on_a_real_server_and_one_that_fails_half_way_is_not_there(gateway: S3Gateway) -> None:
-    storage = S3Storage.of("s3://bucket/run", replace(QUICK, request_seconds=20))
+    storage = ObjectStorage("s3://bucket/run", replace(QUICK, request_seconds=20))
     data = os.urandom(40 << 20)
 
     def broken() -> Iterator[memoryview]:

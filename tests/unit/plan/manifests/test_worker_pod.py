@@ -218,7 +218,7 @@ def test_the_template_hash_ignores_the_ordinal_and_follows_the_image() -> None:
             {"persistentVolumeClaim": {"claimName": "fsx"}},
             "/checkpoints/runs/one",
         ),
-        ({"s3": {"path": "s3://bucket/team"}}, {"emptyDir": {}}, "s3://bucket/team/default/demo"),
+        ({"uri": "s3://bucket/team"}, {"emptyDir": {}}, "s3://bucket/team/default/demo"),
     ],
 )
 def test_checkpoints_go_where_the_storage_says_below_a_folder_of_the_jobs_own(
@@ -375,7 +375,7 @@ def test_the_users_own_init_containers_and_mounts_come_before_compiling() -> Non
     [
         ({"persistentVolumeClaim": {"claimName": "fsx"}}, None, "/checkpoints/compiled"),
         ({"persistentVolumeClaim": {"claimName": "fsx"}}, "/shared/compiled", "/shared/compiled"),
-        ({"s3": {"path": "s3://bucket/jobs"}}, None, None),
+        ({"uri": "s3://bucket/jobs"}, None, None),
         ({}, None, None),
     ],
 )

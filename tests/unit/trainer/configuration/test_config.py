@@ -191,12 +191,12 @@ def test_what_must_not_change_is_all_that_the_history_is_held_to(tmp_path: Path)
     assert len({digest(), *others}) == 6
 
 
-def test_metrics_of_a_run_with_checkpoints_in_s3_need_a_folder(tmp_path: Path) -> None:
-    in_s3 = ["checkpoint.path=s3://bucket/run"]
-    with pytest.raises(UserError, match=r"set checkpoint\.recordsPath to a folder"):
-        load(write(tmp_path, ""), in_s3)
-    assert load(write(tmp_path, ""), [*in_s3, "checkpoint.recordsPath=/here"]).checkpoint.records == "/here"
-    assert load(write(tmp_path, ""), ["checkpoint.path=/there"]).checkpoint.records == "/there"
+def test_records_are_beside_the_checkpoints_unless_they_have_a_place(tmp_path: Path) -> None:
+    for path in ("s3://bucket/run", "/there"):
+        assert load(write(tmp_path, ""), [f"checkpoint.path={path}"]).checkpoint.records == path
+    for records in ("s3://bucket/records", "/here"):
+        given = ["checkpoint.path=s3://bucket/run", f"checkpoint.recordsPath={records}"]
+        assert load(write(tmp_path, ""), given).checkpoint.records == records
 
 
 def test_launch_variables_are_optional_and_checked() -> None:

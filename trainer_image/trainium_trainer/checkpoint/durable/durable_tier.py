@@ -15,7 +15,6 @@ import contextlib
 import threading
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from trainium_contract.wire.checkpoint_manifest import CheckpointKind, Manifest, folder_name, milestone_name
@@ -29,7 +28,7 @@ from trainium_trainer.checkpoint.format.contents import Contents
 from trainium_trainer.checkpoint.format.live_state import box_of, local_of
 from trainium_trainer.checkpoint.format.shards import write_digests, write_shard, write_tables
 from trainium_trainer.checkpoint.root.commit import prepare_commit, publish
-from trainium_trainer.checkpoint.root.metrics_copy import send_records
+from trainium_trainer.checkpoint.root.metrics_copy import RecordCopies
 from trainium_trainer.checkpoint.root.survey import prune, remove_attempts
 from trainium_trainer.models.state_dict import parameter_of
 from trainium_trainer.write_access import FULL
@@ -203,8 +202,8 @@ class DurableTier:
                 self._alive()
                 self._after_milestone(position.step, self._group, self._alive)
         self.saves += 1
-        if self._mesh.rank == 0 and self._config.records != self._config.path:
-            send_records(self._storage, Path(self._config.records))
+        if self._mesh.rank == 0:
+            RecordCopies(self._config, self._storage).send()
 
     def _alive(self) -> None:
         """What follows a milestone may take longer than a save, but not that long without a sign of life."""

@@ -1,40 +1,61 @@
-"""The history of a run whose checkpoints are in an object store: a copy of metrics.jsonl beside them.
+"""The history of a run in an object store: copies of metrics.jsonl, which is on the first rank's node.
 
-Lines are appended to metrics.jsonl at every step, which an object store cannot do, so the file is on the first rank's
-node. Invariants: the copy is replaced after each commit, so a run that is resumed elsewhere has the lines up to its
-checkpoint; a copy that fails stops nothing.
+A line is appended to metrics.jsonl at every step, which an object store cannot do.
+
+Guarantees:
+- The copies are replaced after each commit, so that a run that resumes elsewhere has the lines up to its checkpoint.
+- A copy that fails stops nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainium_contract.trainer.addresses import is_address
+from trainium_trainer.checkpoint.storage.opening import open_storage
 from trainium_trainer.checkpoint.storage.protocol import read_small
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
+    from trainium_contract.trainer.checkpoint import CheckpointConfig
     from trainium_trainer.checkpoint.storage.protocol import Storage
 
 _NAME = "metrics.jsonl"
 
 
-def send_records(storage: Storage, folder: Path) -> None:
-    """Put the lines that are there beside the checkpoints."""
-    with contextlib.suppress(OSError):
-        data = (folder / _NAME).read_bytes()
-        whole = data[: data.rfind(b"\n") + 1]
-        storage.write_stream(_NAME, [memoryview(whole)], len(whole))
+def records_folder(config: CheckpointConfig) -> Path:
+    """Return the folder on this node to which the run's records are written."""
+    if not is_address(config.records):
+        return Path(config.records)
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111 - Path.home() may raise
+    return Path(base) / "trainium" / f"records-{hashlib.sha256(config.records.encode()).hexdigest()[:16]}"
 
 
-def fetch_records(storage: Storage, folder: Path) -> None:
-    """Bring the copy to a node that has no such file."""
-    path = folder / _NAME
-    if path.exists():
-        return
-    with contextlib.suppress(OSError):
-        data = read_small(storage, _NAME)
-        if data is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(data)
+class RecordCopies:
+    """The places to which the first rank copies the run's metrics."""
+
+    def __init__(self, config: CheckpointConfig, checkpoints: Storage) -> None:
+        self._folder = records_folder(config)
+        self._targets = [] if config.records == config.path and not is_address(config.path) else [checkpoints]
+        if is_address(config.records) and config.records != config.path:
+            self._targets.insert(0, open_storage(config.records))
+
+    def send(self) -> None:
+        """Copy the whole lines that are there."""
+        for storage in self._targets:
+            with contextlib.suppress(OSError):
+                data = (self._folder / _NAME).read_bytes()
+                whole = data[: data.rfind(b"\n") + 1]
+                storage.write_stream(_NAME, [memoryview(whole)], len(whole))
+
+    def fetch(self) -> None:
+        """Copy the lines to a node that has no such file."""
+        path = self._folder / _NAME
+        for storage in self._targets:
+            with contextlib.suppress(OSError):
+                if not path.exists() and (data := read_small(storage, _NAME)) is not None:
+                    self._folder.mkdir(parents=True, exist_ok=True)
+                    path.write_bytes(data)

@@ -1,11 +1,11 @@
-"""From a path to the store behind it."""
+"""From a path or an address to the store behind it."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainium_trainer.checkpoint.storage.protocol import S3_SCHEME
+from trainium_contract.trainer.addresses import OBJECT_STORES, is_address
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
@@ -13,17 +13,18 @@ if TYPE_CHECKING:
 
 
 def open_storage(path: str) -> Storage:
-    """The store behind `checkpoint.path`: `s3://bucket/prefix`, or a folder (FSx, NFS, a local disk).
+    """Return the store behind `checkpoint.path`: `s3://bucket/prefix`, or a folder (FSx, NFS, a local disk).
 
-    UserError for a path of another kind. Nothing is contacted yet.
+    UserError for an address of another kind. Nothing is contacted yet.
     """
-    if path.startswith(S3_SCHEME):
-        from trainium_trainer.checkpoint.storage.s3 import S3Storage  # noqa: PLC0415 - an optional package
+    scheme = path.partition("://")[0]
+    if scheme in OBJECT_STORES:
+        from trainium_trainer.checkpoint.storage.object_store import ObjectStorage  # noqa: PLC0415 - optional package
 
-        return S3Storage.of(path)
-    scheme, separator, _ = path.partition("://")
-    if separator:
-        raise UserError(f"checkpoint.path {path}: there is no store {scheme!r}: give a folder or s3://bucket/prefix")
+        return ObjectStorage(path)
+    if is_address(path):
+        known = " or ".join(f"{each}://bucket/prefix" for each in OBJECT_STORES)
+        raise UserError(f"checkpoint.path {path}: there is no store {scheme!r}: give a folder or {known}")
     from trainium_trainer.checkpoint.storage.posix import PosixStorage  # noqa: PLC0415 - as the other one
 
     return PosixStorage(Path(path))

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 T = TypeVar("T")
-S3_SCHEME = "s3://"
 
 
 @dataclass(frozen=True, slots=True)

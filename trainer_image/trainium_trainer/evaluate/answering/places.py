@@ -7,8 +7,9 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from trainium_contract.trainer.addresses import is_address
 from trainium_trainer.checkpoint.storage.opening import open_storage
-from trainium_trainer.checkpoint.storage.protocol import S3_SCHEME, Retry
+from trainium_trainer.checkpoint.storage.protocol import Retry
 from trainium_trainer.exits import StorageError, UserError
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ def local_folder(location: str, beat: Callable[[], None] = lambda: None) -> Iter
 
     Raises StorageError, and UserError when there is nothing.
     """
-    if not location.startswith(S3_SCHEME):
+    if not is_address(location):
         yield Path(location).expanduser()
         return
     storage, retry = open_storage(location), Retry()

@@ -1,12 +1,13 @@
-"""A prefix of an S3 bucket as a checkpoint store, by the `obstore` package (extra `s3`).
+"""A prefix of a bucket as a checkpoint store, by the `obstore` package (extra `s3`).
 
-Credentials, region and endpoint come from the environment, as the AWS tools read it: variables, a web identity token
-(IRSA), the container's or the instance's role. They are never put into a message: what the store answered is cut down
-to its error code and its sentence.
+Credentials, region and endpoint come from the environment, as the vendors' tools read it: variables, a web identity
+token (IRSA), the container's or the instance's role. They never reach a message: the store's answer is cut down to its
+error code and its sentence.
 
-Invariants: every request has a time limit, and a bounded number of further tries with growing pauses; a large file is
-a multipart upload that is aborted when it fails, so nothing half-written is ever an object; `create` is a conditional
-write (`If-None-Match: *`).
+Guarantees:
+- Every request has a time limit, and a bounded number of further attempts with growing pauses.
+- A large file is a multipart upload that is aborted when it fails, so that nothing half-written is ever an object.
+- `create` is a conditional write (`If-None-Match: *`).
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, cast
 
 from trainium_trainer.checkpoint.errors import DamagedFileError
-from trainium_trainer.checkpoint.storage.protocol import S3_SCHEME, Entry
+from trainium_trainer.checkpoint.storage.protocol import Entry
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from obstore.store import S3Store
+    from obstore.store import ObjectStore
 
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9._\-]{1,61}[a-z0-9]")
 _PART_BYTES = 16 << 20
 _MOST_PARTS = 9_000
 """S3 takes 10,000 parts of one upload."""
@@ -51,28 +53,33 @@ class Limits:
     """No further try after this."""
 
 
-class S3Storage:
+class ObjectStorage:
     """A bucket's prefix; thread-safe."""
 
-    def __init__(self, bucket: str, prefix: str, limits: Limits | None = None) -> None:
-        self._bucket, self._prefix = bucket, prefix
+    def __init__(self, uri: str, limits: Limits | None = None) -> None:
+        """Contact nothing yet. UserError when `uri`, like `s3://bucket/prefix`, names no bucket."""
+        self._scheme, _, place = uri.partition("://")
+        self._bucket, _, prefix = place.partition("/")
+        self._prefix = prefix.strip("/")
         self._limits = limits = limits or Limits()
+        if not _BUCKET.fullmatch(self._bucket):
+            raise UserError(
+                f"checkpoint.path {uri}: {self._bucket!r} is not a bucket's name: write {self._scheme}://bucket/prefix"
+            )
         try:
-            from obstore.store import S3Store  # noqa: PLC0415 - an optional package
+            from obstore.store import from_url  # noqa: PLC0415 - an optional package
         except ImportError as error:
             raise UserError(
-                "checkpoint.path is in S3, and the package obstore is not installed: pip install 'trainium-trainer[s3]'"
+                f"checkpoint.path is {uri}, and the package obstore is not installed: pip install "
+                "'trainium-trainer[s3]'"
             ) from error
-        self.location = f"{S3_SCHEME}{bucket}/{prefix}".rstrip("/")
-        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
-        region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
+        self.location = f"{self._scheme}://{self._bucket}/{self._prefix}".rstrip("/")
+        endpoints = [value for name, value in os.environ.items() if "ENDPOINT" in name]
         with _translated(self.location):
-            self._store: S3Store = S3Store(
-                bucket,
-                prefix=prefix or None,
-                region=region,
+            self._store: ObjectStore = from_url(
+                self.location,
                 client_options={
-                    "allow_http": endpoint.startswith("http://"),
+                    "allow_http": any(value.startswith("http://") for value in endpoints),
                     "connect_timeout": timedelta(seconds=limits.connect_seconds),
                     "timeout": timedelta(seconds=limits.request_seconds),
                 },
@@ -85,14 +92,6 @@ class S3Storage:
                     },
                 },
             )
-
-    @staticmethod
-    def of(path: str, limits: Limits | None = None) -> S3Storage:
-        """The store of `s3://bucket/prefix`; UserError when the path names no bucket."""
-        bucket, _, prefix = path.removeprefix(S3_SCHEME).partition("/")
-        if not re.fullmatch(r"[a-z0-9][a-z0-9.\-]{1,61}[a-z0-9]", bucket):
-            raise UserError(f"checkpoint.path {path}: {bucket!r} is not a bucket's name: write s3://bucket/prefix")
-        return S3Storage(bucket, prefix.strip("/"), limits)
 
     def prepare(self) -> None:
         """See that the bucket is there and lets us in."""
@@ -159,12 +158,12 @@ class S3Storage:
             for start in range(0, len(names), _DELETES_AT_ONCE):
                 self._store.delete(names[start : start + _DELETES_AT_ONCE])
 
-    def parents(self) -> Iterator[S3Storage]:
+    def parents(self) -> Iterator[ObjectStorage]:
         """Yield the prefixes around this one, the nearest first, the whole bucket last."""
         prefix = self._prefix
         while prefix:
             prefix = prefix.rpartition("/")[0]
-            yield S3Storage(self._bucket, prefix, self._limits)
+            yield ObjectStorage(f"{self._scheme}://{self._bucket}/{prefix}", self._limits)
 
     def remove_drafts(self) -> None:
         """Nothing: an object that was not written to its end is not there."""
@@ -204,7 +203,7 @@ def _error(name: str, text: str, number: int) -> OSError:
         return OSError(errno.ENODEV, "the bucket does not exist", name)
     if number in (errno.ENOENT, errno.EEXIST):
         return OSError(number, os.strerror(number), name)
-    return OSError(number, "S3 did not answer in time" if number == errno.ETIMEDOUT else _said(text), name)
+    return OSError(number, "the store did not answer in time" if number == errno.ETIMEDOUT else _said(text), name)
 
 
 def _said(text: str) -> str:
@@ -212,5 +211,5 @@ def _said(text: str) -> str:
     if answer := _ANSWER.search(text):
         return ": ".join(part for part in answer.groups() if part)
     if status := _STATUS.search(text):
-        return f"S3 answered {status.group(1).strip()}"
-    return "S3 cannot be reached" if "HTTP error" in text else "S3 refused"
+        return f"the store answered {status.group(1).strip()}"
+    return "the store cannot be reached" if "HTTP error" in text else "the store refused"
