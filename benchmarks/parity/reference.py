@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from trainium_contract.trainer.optimizer import ScheduleKind, WeightDecayScope
 from trainium_trainer.configuration.config import Launch, settle
-from trainium_trainer.data.batches.share import Share
+from trainium_trainer.data.batches.loader import Share
 from trainium_trainer.data.opening import open_data
 from trainium_trainer.data.streaming import open_loader
 from trainium_trainer.models.huggingface import to_config

@@ -91,7 +91,7 @@ class Inputs:
         import torch
         from transformers import LlamaConfig, LlamaForCausalLM
 
-        from trainium_trainer.data.prepared.learned_tokenizer import learned
+        from trainium_trainer.data.prepared.origins import learned
         from trainium_trainer.data.tokens.encoding import SourceSpec
 
         torch.manual_seed(0)

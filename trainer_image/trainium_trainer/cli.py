@@ -22,7 +22,7 @@ from trainium_trainer.commands import evaluate as evaluate_commands
 from trainium_trainer.commands.options import DEFAULT_CONFIG, ConfigFile, Overrides
 from trainium_trainer.commands.prepare_data import prepare_data
 from trainium_trainer.commands.show_data import show_data
-from trainium_trainer.compile import seed
+from trainium_trainer.compile import graphs
 from trainium_trainer.configuration.config import launch_of, load, settle
 from trainium_trainer.loop.stop import StopRequest
 from trainium_trainer.monitor.plot import plot
@@ -51,7 +51,7 @@ def train(
     overrides: Overrides = None,
 ) -> None:
     """Train from a configuration file; run it under torchrun for more than one process."""
-    seed.refuse_extraction()
+    graphs.refuse_extraction()
     raise_limit()
     stop = StopRequest()
     stop.listen()
@@ -69,7 +69,7 @@ def train(
             for sentence in check.without_effect(settings.config):
                 logging.getLogger("trainium.config").warning("%s", sentence)
         neuron_environment.apply(settings.config)  # before a device library is imported
-        seed.fill(settings)
+        graphs.fill_local_cache(settings)
         from trainium_trainer.loop.train import train as train_now  # noqa: PLC0415 - torch, for a valid configuration
 
         code = train_now(settings, stop)

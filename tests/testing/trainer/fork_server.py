@@ -14,7 +14,7 @@ _IMPORTED = (
     "trainium_trainer.checkpoint.format.shards",
     "pyarrow",
     "tokenizers",
-    "trainium_trainer.data.examples.build",
+    "trainium_trainer.data.examples.store",
     "trainium_trainer.data.online.streams",
     "trainium_trainer.data.prepared.build",
 )

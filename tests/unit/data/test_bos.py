@@ -22,8 +22,8 @@ from tests.testing.trainer.example_files import (
     write_tokenizer,
 )
 from trainium_trainer.cli import app
+from trainium_trainer.data.batches.loader import Share
 from trainium_trainer.data.batches.samples import Samples
-from trainium_trainer.data.batches.share import Share
 from trainium_trainer.data.examples.held_out import prompt_ids_of
 from trainium_trainer.data.opening import open_data
 from trainium_trainer.data.prepared import build

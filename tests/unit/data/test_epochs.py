@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from tests.testing.suite.trials import trials
 from tests.testing.trainer.data_files import config, json_lines
-from trainium_trainer.data.batches.loader import Loader, SampleMaker
+from trainium_trainer.data.batches.loader import Loader, SampleMaker, Share
 from trainium_trainer.data.batches.order import Mixture
 from trainium_trainer.data.batches.samples import SampleRules, Samples, TextPart
-from trainium_trainer.data.batches.share import Share
 from trainium_trainer.data.opening import open_data
 from trainium_trainer.exits import UserError
 

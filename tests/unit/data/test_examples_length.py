@@ -15,8 +15,8 @@ from tests.testing.suite.trials import trials
 from tests.testing.trainer.example_files import BOS, EOS, config, opened, records, texts, write_records, write_tokenizer
 from trainium_contract.trainer.examples import TooLong
 from trainium_trainer.data.batches.loader import micro_batch
-from trainium_trainer.data.examples.packing import packed
-from trainium_trainer.data.examples.too_long import Encoded, fitted
+from trainium_trainer.data.examples.encode import Encoded, fitted
+from trainium_trainer.data.examples.part import packed
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,7 +14,7 @@ import pytest
 
 from tests.testing.trainer.example_files import CHAT, config, opened, records, texts, write_records, write_tokenizer
 from trainium_trainer.data.batches.order import EpochOrder
-from trainium_trainer.data.examples import build
+from trainium_trainer.data.examples import store
 from trainium_trainer.data.examples.held_out import held_out, prompt_ids_of, prompt_of
 from trainium_trainer.data.examples.store import StoredExamples
 from trainium_trainer.data.opening import open_data
@@ -77,7 +77,7 @@ def test_the_folder_is_the_same_for_any_number_of_processes(
     tmp_path: Path, settings: DataConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = opened(settings)
-    monkeypatch.setattr(build, "BLOCK_BYTES", 1500)
+    monkeypatch.setattr(store, "BLOCK_BYTES", 1500)
     for name, workers in (("two", 2), ("three", 3)):
         given = {"cache_directory": str(tmp_path / name), "workers": workers}
         other = opened(settings.model_validate({**settings.model_dump(), **given}))
@@ -100,8 +100,8 @@ def test_a_killed_build_is_taken_up_and_ends_as_if_it_had_not_been_killed(tmp_pa
     given = config(tmp_path, source, format="Function", examples={"function": f"{tmp_path}/slow.py:f"}, workers=2)
     code = (
         "import sys; from trainium_contract.trainer.data import DataConfig\n"
-        "from trainium_trainer.data.examples import build, store\n"
-        "build.BLOCK_BYTES = 1000; store._BETWEEN_NOTES = 1\n"
+        "from trainium_trainer.data.examples import store\n"
+        "store.BLOCK_BYTES = 1000; store._BETWEEN_NOTES = 1\n"
         "from trainium_trainer.data.opening import open_data\n"
         "open_data(DataConfig.model_validate_json(sys.argv[1]), 8)\n"
     )

@@ -12,15 +12,14 @@ import numpy as np
 import pytest
 
 from tests.testing.trainer.data_files import END, config, json_lines, write_text
+from trainium_trainer.data.batches.loader import Share
 from trainium_trainer.data.batches.order import shuffled
 from trainium_trainer.data.batches.samples import Samples
-from trainium_trainer.data.batches.share import Share
 from trainium_trainer.data.online import streams
-from trainium_trainer.data.online.block_counts import BlockCounts
 from trainium_trainer.data.online.lanes import LanePlan, Lanes, TextBlocks
 from trainium_trainer.data.online.streams import Streams
 from trainium_trainer.data.opening import Data, open_data
-from trainium_trainer.data.streaming import open_loader
+from trainium_trainer.data.streaming import BlockCounts, open_loader
 from trainium_trainer.data.tokens.encoding import DocumentEncoder
 from trainium_trainer.data.tokens.tokenizer import load_tokenizer
 from trainium_trainer.data.workers.pool import WorkerError

@@ -153,7 +153,7 @@ def test_prepared_data_are_the_same_for_any_number_of_processes_and_shards(
 ) -> None:
     texts = many(tmp_path / "d.jsonl")
     monkeypatch.setattr("trainium_trainer.data.prepared.build.BLOCK_BYTES", 3000)
-    monkeypatch.setattr("trainium_trainer.data.prepared.writer._BATCH_TOKENS", 700)
+    monkeypatch.setattr("trainium_trainer.data.prepared.build._BATCH_TOKENS", 700)
     manifests = []
     for workers, shard_tokens in ((1, 10**9), (3, 2000)):
         folder = tmp_path / f"made-{workers}"
@@ -177,7 +177,7 @@ def test_prepared_data_are_the_same_for_any_number_of_processes_and_shards(
 def test_a_build_that_is_killed_is_continued_and_gives_the_same(tmp_path: Path, tokenizer: Path) -> None:
     many(tmp_path / "d.jsonl")
     script = (
-        "import os, signal, sys\nfrom pathlib import Path\nfrom trainium_trainer.data.prepared import build, writer\n"
+        "import os, signal, sys\nfrom pathlib import Path\nfrom trainium_trainer.data.prepared import build\n"
         "from trainium_trainer.data.tokens.encoding import SourceSpec\n"
         "build.BLOCK_BYTES = 3000\ncount = 0\n"
         "def stop(progress):\n    global count\n    count += 1\n"

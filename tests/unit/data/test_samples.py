@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.testing.suite.trials import trials
-from trainium_trainer.data.batches.loader import Loader, SampleMaker, validation_batches
+from trainium_trainer.data.batches.loader import Loader, SampleMaker, Share, validation_batches
 from trainium_trainer.data.batches.order import WINDOW, Mixture, Permutation
 from trainium_trainer.data.batches.samples import SampleRules, Samples, TextPart, ValidationSet
-from trainium_trainer.data.batches.share import Share
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:

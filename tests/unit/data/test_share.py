@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from tests.testing.suite.trials import trials
 from trainium_contract.sizes import BatchShape, SizeRule, order_by_likelihood, passes, step_batch
 from trainium_trainer.backends.mesh import place_of
-from trainium_trainer.data.batches.loader import Loader, RankBatch, SampleMaker
+from trainium_trainer.data.batches.loader import Loader, RankBatch, SampleMaker, Share
 from trainium_trainer.data.batches.order import Mixture
 from trainium_trainer.data.batches.samples import SampleRules, Samples, TextPart
-from trainium_trainer.data.batches.share import Share
 from trainium_trainer.models.loss import IGNORED_LABEL
 
 if TYPE_CHECKING:

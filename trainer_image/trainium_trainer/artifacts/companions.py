@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from trainium_trainer.data.examples.forms.chat import after_answer
+from trainium_trainer.data.examples.chat import after_answer
 from trainium_trainer.data.tokens.tokenizer import (
     TOKENIZER_FILE,
     end_name_of,

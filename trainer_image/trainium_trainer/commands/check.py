@@ -1,11 +1,11 @@
-"""`trainium-trainer check`: what a configuration means at a size, and which of its settings have no effect.
+"""What a configuration names that is not on this machine, or is there and stays unread: for `trainium-trainer check`.
 
-Invariant: no torch, no device, no data: what is printed follows from the configuration, the vocabulary, and what is
-there under the names that the configuration gives.
+Invariant: names are looked up, nothing is opened, imported or asked of a store.
 """
 
 from __future__ import annotations
 
+import glob
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,12 +15,14 @@ import typer
 from trainium_contract.requirements.descriptors import explain_shortage, needed
 from trainium_contract.sizes import INSTANCES
 from trainium_contract.trainer.optimizer import ScheduleKind, WeightDecayScope
+from trainium_contract.trainer.parallelism import BackendChoice
 from trainium_contract.wire.worker_env import KIND
-from trainium_trainer.backends.choose import refuse_what_it_cannot
-from trainium_trainer.commands.check_files import missing, unread
+from trainium_trainer.backends.choose import choose, refuse_what_it_cannot
 from trainium_trainer.commands.options import DEFAULT_CONFIG, ConfigFile, Overrides
 from trainium_trainer.compile.sizes import sizes_of
 from trainium_trainer.configuration.config import launch_of, parse, read_document, settle, with_steps
+from trainium_trainer.data.sources.files import S3
+from trainium_trainer.data.sources.resolve import PYTHON_DOCS, is_data_set
 from trainium_trainer.exits import UserError
 from trainium_trainer.loop import memory_check
 from trainium_trainer.loop.memory_check import needs_of, refuse_what_does_not_fit
@@ -30,7 +32,51 @@ from trainium_trainer.open_files import limit
 
 if TYPE_CHECKING:
     from trainium_contract.trainer.config import TrainingConfig
+    from trainium_contract.trainer.model import ModelConfig
     from trainium_trainer.configuration.config import Launch, Settings
+
+
+_WEIGHTS = ("*.safetensors", "*.bin")
+
+
+def missing(config: TrainingConfig) -> list[str]:
+    """What a run on this machine would end with, a sentence each: data and packages that are not here."""
+    data = config.data
+    names = [data.source] if data.sources is None else [source.source for source in data.sources]
+    found = [
+        f"data.source {name}: there is no such file or folder on this machine: correct the path or mount the data"
+        for name in names
+        if not _is_here(name)
+    ]
+    if config.backend is BackendChoice.NXD:
+        try:
+            choose(config.backend, config.device)
+        except UserError as error:
+            found.append(str(error))
+    return found
+
+
+def unread(model: ModelConfig) -> list[str]:
+    """Weights that lie beside a shape and are not begun with."""
+    if model.path is None:
+        return []
+    folder = Path(model.path).expanduser()
+    if not any(file for pattern in _WEIGHTS for file in folder.glob(pattern)):
+        return []
+    sentence = (
+        f"model.path {model.path} gives the shape only and its weights are not read: the run begins with random ones; "
+        "to begin with those, name the folder in model.weights instead"
+    )
+    return [sentence]
+
+
+def _is_here(name: str) -> bool:
+    """Whether a source is on this machine, or is one that does not have to be."""
+    if name == PYTHON_DOCS or name.startswith(S3) or is_data_set(name):
+        return True
+    path = Path(name).expanduser()
+    return path.exists() or (glob.has_magic(name) and bool(glob.glob(str(path), recursive=True)))  # noqa: PTH207
+
 
 _SIZES_SHOWN = 12
 

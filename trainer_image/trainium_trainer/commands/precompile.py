@@ -22,7 +22,7 @@ from trainium_trainer import log_lines, neuron_environment
 from trainium_trainer.backends.choose import choose, refuse_what_it_cannot
 from trainium_trainer.backends.nxd import extraction
 from trainium_trainer.commands.options import DEFAULT_CONFIG, ConfigFile, Overrides
-from trainium_trainer.compile import lock, places
+from trainium_trainer.compile import graphs, lock
 from trainium_trainer.compile.crew import Crew
 from trainium_trainer.compile.rehearsal import Place, Request, launch_at, rank_of
 from trainium_trainer.compile.rehearsal import places as places_of
@@ -73,7 +73,7 @@ def precompile(
     plan = read_sizes(config, overrides or (), asked=asked, cores_per_node=cores_per_node)
     launches = list(_launches(plan))  # what is wrong with a size is found before the first one is compiled
     neuron_environment.apply(plan.config)
-    local, shared = places.local_cache(plan.config), places.shared_cache(plan.config)
+    local, shared = graphs.local_cache(plan.config), graphs.shared_cache(plan.config)
     for nodes, settings in zip(plan.nodes, launches, strict=True):
         began = time.monotonic()
         try:
@@ -98,7 +98,7 @@ def ready(
     if local is None:  # in S3: the compiler looks there by itself
         _compile(settings, None)
         return CompileOutcome.COMPILED
-    key = places.key_of(settings)
+    key = graphs.key_of(settings)
     home = shared or local
     found = None if force else _found(key, local, shared)
     if found is not None:
@@ -148,7 +148,7 @@ def compile_place(settings: Settings, place: Place, local: LocalCache | None, cr
     for name in (*_OF_A_RANK, worker_env.ENV_PROGRESS_FILE, worker_env.ENV_LOG_FORMAT):
         environment.pop(name, None)
     if local is not None and not neuron_environment.uses_neuron(settings.config):
-        environment[places.INDUCTOR_CACHE] = str(local.folder)
+        environment[graphs.INDUCTOR_CACHE] = str(local.folder)
     with tempfile.TemporaryDirectory(prefix="trainium-compile-") as scratch:
         if nxd:
             command = extraction.tool_command(command, scratch)

@@ -67,10 +67,13 @@ def prepare_data(
         raise UserError("prepare-data: needs --config FILE, or --source and --output")
     from trainium_trainer.data.prepared.build import PreparedRecipe, build  # noqa: PLC0415 - numpy, only for this command
     from trainium_trainer.data.prepared.cache import cache_directory, usable  # noqa: PLC0415
-    from trainium_trainer.data.prepared.learned_tokenizer import learned  # noqa: PLC0415
-    from trainium_trainer.data.tokens.bos import beginning_of_documents  # noqa: PLC0415 - as below
+    from trainium_trainer.data.prepared.origins import learned  # noqa: PLC0415
     from trainium_trainer.data.tokens.encoding import SourceSpec  # noqa: PLC0415
-    from trainium_trainer.data.tokens.tokenizer import tokenizer_file, vocabulary_of  # noqa: PLC0415
+    from trainium_trainer.data.tokens.tokenizer import (  # noqa: PLC0415
+        beginning_of_documents,
+        tokenizer_file,
+        vocabulary_of,
+    )
 
     checked = _checked(tokenizer, vocab_size, text_field, workers, max_bad_lines)
     specs = tuple(SourceSpec(name, text_field) for name in source)

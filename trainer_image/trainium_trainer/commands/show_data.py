@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from trainium_contract.trainer.config import TrainingConfig
-    from trainium_trainer.data.examples.report import DataReport
+    from trainium_trainer.data.examples.opening import DataReport
     from trainium_trainer.data.opening import Data
 
 _BAR = 40
@@ -102,7 +102,7 @@ def _samples(config: TrainingConfig, data: Data, first: int, count: int) -> Iter
 
 def _streamed(config: TrainingConfig, data: Data, first: int, count: int) -> Iterator[list[Shown]]:
     """Samples of text that is tokenised while training: of the step that the first one is in, and the next ones."""
-    from trainium_trainer.data.batches.share import Share  # noqa: PLC0415 - only for streams
+    from trainium_trainer.data.batches.loader import Share  # noqa: PLC0415 - only for streams
     from trainium_trainer.data.streaming import open_loader  # noqa: PLC0415
     from trainium_trainer.models.loss import IGNORED_LABEL  # noqa: PLC0415
 
@@ -118,7 +118,7 @@ def _streamed(config: TrainingConfig, data: Data, first: int, count: int) -> Ite
 
 
 def _print_sample(console: Console, look: _Look, number: int, shown: list[Shown] | None, length: int) -> None:
-    from rich.text import Text  # noqa: PLC0415 - as above
+    from rich.text import Text  # noqa: PLC0415
 
     if shown is None:
         console.print(Text(f"── sample {number}: fills up the last batch of an epoch, does not count ──", "dim"))
@@ -139,7 +139,7 @@ def _print_sample(console: Console, look: _Look, number: int, shown: list[Shown]
 
 def _coloured(look: _Look, shown: Shown) -> Text:
     """Return the decoded text; what is learned is coloured, or between brackets."""
-    from rich.text import Text  # noqa: PLC0415 - as above
+    from rich.text import Text  # noqa: PLC0415
 
     text, before, start = Text(), "", 0
     ids, learned = list(shown.ids), list(shown.learned)
@@ -161,7 +161,7 @@ def _coloured(look: _Look, shown: Shown) -> Text:
 
 
 def _print_summary(console: Console, config: TrainingConfig, data: Data) -> None:
-    from rich.text import Text  # noqa: PLC0415 - as above
+    from rich.text import Text  # noqa: PLC0415
 
     what = "green" if console.is_terminal and not console.no_color else f"between {_OPEN} and {_CLOSE}"
     lines = [("learned", what), ("tokenizer", str(data.tokenizer)), ("format", str(config.data.format))]
@@ -205,7 +205,7 @@ def _counts(config: TrainingConfig, report: DataReport) -> list[tuple[str, str]]
 
 
 def _print_histogram(console: Console, report: DataReport) -> None:
-    from rich.text import Text  # noqa: PLC0415 - as above
+    from rich.text import Text  # noqa: PLC0415
 
     bars = report.histogram()
     most = max((count for _, _, count in bars), default=1)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from trainium_contract.base import MessageModel
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer import exits, neuron_environment
-from trainium_trainer.compile.key import micro_batches
+from trainium_trainer.compile.graphs import micro_batches
 from trainium_trainer.configuration.config import Launch, Settings, settle
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def rehearse(settings: Settings) -> None:
 
 def _batches(settings: Settings) -> list[MicroBatch]:
     """Micro-batches of any tokens; all of the step for a pipeline, whose schedule counts them."""
-    import torch  # noqa: PLC0415
+    import torch  # noqa: PLC0415 - nobody else who imports this needs it
 
     from trainium_trainer.data.batches.loader import MicroBatch  # noqa: PLC0415
 

@@ -30,9 +30,9 @@ from trainium_trainer.data.prepared.origins import (
 )
 from trainium_trainer.data.prepared.prepared import Prepared, Selection, Stretch
 from trainium_trainer.data.sources.files import S3
-from trainium_trainer.data.tokens.bos import beginning_of_documents
 from trainium_trainer.data.tokens.encoding import SourceSpec
 from trainium_trainer.data.tokens.tokenizer import (
+    beginning_of_documents,
     digest_of,
     end_of_document_of,
     load_tokenizer,
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from trainium_contract.trainer.data import DataConfig
-    from trainium_trainer.data.examples.report import DataReport
+    from trainium_trainer.data.examples.opening import DataReport
     from trainium_trainer.data.online.streams import Streams
     from trainium_trainer.data.prepared.build import BuildProgress
 

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainium_trainer.data.batches.share import samples_at
+from trainium_trainer.data.batches.loader import samples_at
 
 if TYPE_CHECKING:
     from trainium_trainer.checkpoint.interfaces import Position

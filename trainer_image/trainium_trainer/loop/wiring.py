@@ -19,7 +19,7 @@ from trainium_trainer.checkpoint.root.metrics_copy import records_folder
 from trainium_trainer.checkpoint.root.owner import Start
 from trainium_trainer.configuration.config import with_steps
 from trainium_trainer.data.batches.broadcast import Fellows
-from trainium_trainer.data.batches.share import Share
+from trainium_trainer.data.batches.loader import Share
 from trainium_trainer.data.online.streams import Streams
 from trainium_trainer.data.opening import open_data
 from trainium_trainer.data.prepared.prepared import watching

@@ -1,8 +1,4 @@
-"""What follows from a step and from those before it: stability, speed, utilisation, goodput, memory, and alerts.
-
-Invariant: what is carried from step to step is in the lines of metrics.jsonl, so after a restart it goes on as if
-nothing had happened, whichever process reads them.
-"""
+"""Tokens per second of the whole job over the newest steps."""
 
 from __future__ import annotations
 
@@ -10,6 +6,7 @@ import json
 import logging
 import math
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +15,6 @@ from trainium_trainer.monitor.efficiency import device_bytes, host_bytes, utilis
 from trainium_trainer.monitor.figures import StepFigures
 from trainium_trainer.monitor.lines import first_line, kept_aside, newest_lines
 from trainium_trainer.monitor.stability import LEVEL_STEPS, Judgement, Stability, StabilityRules, judge, resumed
-from trainium_trainer.monitor.throughput import Throughput
 from trainium_trainer.monitor.writers import METRICS_NAME
 
 if TYPE_CHECKING:
@@ -27,6 +23,23 @@ if TYPE_CHECKING:
     import torch
 
     from trainium_contract.trainer.monitor import MonitorConfig
+
+
+_WINDOW = 20
+
+
+class Throughput:
+    """A moving rate over the last 20 steps."""
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[int, float]] = deque(maxlen=_WINDOW)
+
+    def add(self, tokens: int, seconds: float) -> float:
+        """Count a step of all ranks together and return tokens per second."""
+        self._steps.append((tokens, seconds))
+        total = sum(seconds for _, seconds in self._steps)
+        return sum(tokens for tokens, _ in self._steps) / total if total > 0 else 0.0
+
 
 _log = logging.getLogger("trainium.monitor")
 

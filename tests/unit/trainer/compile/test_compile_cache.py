@@ -17,7 +17,7 @@ import yaml
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer.compile import lock
 from trainium_trainer.compile.cache import LocalCache, SharedCache
-from trainium_trainer.compile.key import Graphs, graphs_of, key
+from trainium_trainer.compile.graphs import Graphs, digest_of_graphs, graphs_of
 from trainium_trainer.compile.rehearsal import Place, launch_at, places, rank_of
 from trainium_trainer.compile.sizes import read_sizes
 from trainium_trainer.configuration.config import settle
@@ -46,12 +46,14 @@ def compiled(folder: Path, *, finished: bool = True) -> LocalCache:
 
 def test_a_key_is_the_same_for_what_does_not_change_a_graph() -> None:
     same = graphs(steps=999, optimizer={"learningRate": 0.5}, data={"source": "elsewhere"}, seed=3)
-    assert key(graphs()) == key(same)
+    assert digest_of_graphs(graphs()) == digest_of_graphs(same)
 
 
 def test_packed_examples_have_the_graph_of_masked_documents() -> None:
     packed = graphs(data={"format": "Instruction", "examples": {"packing": True}})
-    assert key(packed) == key(graphs(data={"maskDocuments": True})) != key(graphs())
+    assert (
+        digest_of_graphs(packed) == digest_of_graphs(graphs(data={"maskDocuments": True})) != digest_of_graphs(graphs())
+    )
 
 
 def test_a_key_differs_by_image_flags_model_and_size() -> None:
@@ -66,7 +68,7 @@ def test_a_key_differs_by_image_flags_model_and_size() -> None:
         graphs(data={"maskDocuments": True}),
         graphs(torchCompile="Layers"),
     ]
-    assert len({key(each) for each in [one, *others]}) == 1 + len(others)
+    assert len({digest_of_graphs(each) for each in [one, *others]}) == 1 + len(others)
 
 
 def test_what_one_node_compiled_another_one_has_after_fetching(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from trainium_contract.sizes import INSTANCES
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer import cli
 from trainium_trainer.checkpoint.root.run_identity import settings_digest
-from trainium_trainer.commands.check_files import missing
+from trainium_trainer.commands.check import missing
 from trainium_trainer.configuration.config import Launch, launch_of, load, settle, with_steps
 from trainium_trainer.exits import UserError
 from trainium_trainer.loop.memory_check import refuse_what_does_not_fit

@@ -39,7 +39,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def options(base: Path, text_file: Path, made: Path) -> list[str]:
     """A short tuning on sums, with a base that has a tokenizer."""
-    from trainium_trainer.data.prepared.learned_tokenizer import learned
+    from trainium_trainer.data.prepared.origins import learned
     from trainium_trainer.data.tokens.encoding import SourceSpec
 
     folder = made / "base"

@@ -13,7 +13,7 @@ from trainium_contract.sizes import passes, step_batch
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer.checkpoint.interfaces import Position
 from trainium_trainer.configuration.config import launch_of, settle, with_steps
-from trainium_trainer.data.batches.share import Share
+from trainium_trainer.data.batches.loader import Share
 from trainium_trainer.loop.course import Course
 from trainium_trainer.loop.schedule import factor, learning_rate
 

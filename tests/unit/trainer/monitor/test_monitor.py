@@ -30,8 +30,8 @@ from trainium_trainer.monitor.progress import (
 )
 from trainium_trainer.monitor.pulse import Activity, Waiting
 from trainium_trainer.monitor.stability import Stability
-from trainium_trainer.monitor.tensorboard import ScalarWriter
-from trainium_trainer.monitor.throughput import Throughput
+from trainium_trainer.monitor.watch import Throughput
+from trainium_trainer.monitor.writers import ScalarWriter
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,8 +9,7 @@ import pytest
 
 from trainium_trainer.monitor.figures import StepFigures
 from trainium_trainer.monitor.lines import first_line, newest_lines
-from trainium_trainer.monitor.tensorboard import ScalarWriter
-from trainium_trainer.monitor.writers import METRICS_NAME, Recorder
+from trainium_trainer.monitor.writers import METRICS_NAME, Recorder, ScalarWriter
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,20 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainium_trainer.data.examples.encode import TextEncoder
-from trainium_trainer.data.examples.forms.example import BadRecordError, without_nulls
-from trainium_trainer.data.examples.forms.filter import Filter
-from trainium_trainer.data.examples.too_long import fitted
+from trainium_trainer.data.examples.encode import TextEncoder, fitted
+from trainium_trainer.data.examples.templates import BadRecordError, Filter, without_nulls
 from trainium_trainer.data.sources.documents import Record, Skipped
 from trainium_trainer.data.sources.files import reading
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from trainium_trainer.data.examples.forms.example import Example
-    from trainium_trainer.data.examples.forms.making import ExampleMaker
-    from trainium_trainer.data.examples.recipe import Recipe
-    from trainium_trainer.data.examples.too_long import Encoded
+    from trainium_trainer.data.examples.encode import Encoded
+    from trainium_trainer.data.examples.recipe import ExampleMaker, Recipe
+    from trainium_trainer.data.examples.templates import Example
     from trainium_trainer.data.sources.documents import DocumentSource, FileBlock
 
 _AT_ONCE = 256

@@ -1,23 +1,19 @@
-"""Turn the text of an example into tokens, and mark those that are learned.
+"""Examples that are longer than a sequence: dropped or cut, never without being counted.
 
-Guarantees:
-- The tokens before the last answer are those that the prompt has when it is encoded alone, to be answered.
-- Every token that holds a character of an answer is learned, as in the assistant mask of `transformers`.
-- A text begins as `data.bos` demands.
-- An answer that no chat template ends, ends with the tokenizer's EOS token, which is learned.
+Invariants: what is left fits and has something to learn; cut on the left, the last answer is whole and follows at least
+one token of its prompt.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from trainium_contract.trainer.examples import LossOn
-from trainium_trainer.data.examples.too_long import Encoded
-from trainium_trainer.data.tokens.bos import beginning_of
-from trainium_trainer.data.tokens.tokenizer import end_of_document_of, load_tokenizer, vocabulary_of
+from trainium_contract.trainer.examples import LossOn, TooLong
+from trainium_trainer.data.tokens.tokenizer import beginning_of, end_of_document_of, load_tokenizer, vocabulary_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,9 +23,46 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from trainium_contract.trainer.data import BosToken
-    from trainium_trainer.data.examples.forms.example import Example
-    from trainium_trainer.data.examples.forms.fields import Guard
+    from trainium_trainer.data.examples.templates import Example, Guard
     from trainium_trainer.data.tokens.tokenizer import Special
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """An example as tokens."""
+
+    ids: NDArray[np.int64]
+    trained: NDArray[np.bool_]
+    """Whether each token is to be learned; the first one never is, since nothing stands before it."""
+    answer: int
+    """Where the last answer begins."""
+    frame: int = 0
+    """Tokens at the beginning that stay whatever is cut: the beginning of a text."""
+
+
+def fitted(example: Encoded, most: int, rule: TooLong) -> Encoded | None:
+    """The example in at most `most` tokens; None when it is dropped."""
+    if len(example.ids) <= most:
+        return example
+    if rule is TooLong.DROP:
+        return None
+    if rule is TooLong.CUT_RIGHT:
+        kept = replace(
+            example, ids=example.ids[:most], trained=example.trained[:most], answer=min(example.answer, most)
+        )
+        return kept if kept.trained[1:].any() else None
+    over = len(example.ids) - most
+    begin = example.frame + over
+    if begin >= example.answer:  # not one token of the prompt would be left
+        return None
+    frame = slice(0, example.frame)
+    return replace(
+        example,
+        ids=np.concatenate([example.ids[frame], example.ids[begin:]]),
+        trained=np.concatenate([example.trained[frame], example.trained[begin:]]),
+        answer=example.answer - over,
+    )
+
 
 Places: TypeAlias = "NDArray[np.int64]"
 

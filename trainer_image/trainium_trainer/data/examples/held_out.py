@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from trainium_contract.trainer.examples import DataFormat, LossOn
 from trainium_trainer.data.examples.blocks import Counts, ExampleEncoder
-from trainium_trainer.data.examples.build import BLOCK_BYTES
-from trainium_trainer.data.examples.forms.example import BadRecordError, answered
 from trainium_trainer.data.examples.opening import tokenizer_of, validation_sources
 from trainium_trainer.data.examples.recipe import recipe_of
+from trainium_trainer.data.examples.store import BLOCK_BYTES
+from trainium_trainer.data.examples.templates import BadRecordError, answered
 from trainium_trainer.data.prepared.cache import sources_of, with_cache
 from trainium_trainer.data.sources.files import reading
 from trainium_trainer.exits import UserError
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from trainium_contract.trainer.data import DataConfig
     from trainium_trainer.data.examples.blocks import Made
     from trainium_trainer.data.examples.encode import TextEncoder
-    from trainium_trainer.data.examples.forms.fields import Guard
     from trainium_trainer.data.examples.opening import ExampleSource
+    from trainium_trainer.data.examples.templates import Guard
     from trainium_trainer.data.sources.documents import DocumentSource as Records
     from trainium_trainer.data.sources.documents import FileBlock, Record, Skipped
 

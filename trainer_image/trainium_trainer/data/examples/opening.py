@@ -1,8 +1,4 @@
-"""From a data configuration to examples that can be trained on.
-
-Invariants: every rank that reads the same records under the same configuration gets the same samples and identity; what
-is held back is never trained on, and is on its side whatever is added to the data.
-"""
+"""What became of the records: what a person wants to know before the run, in numbers."""
 
 from __future__ import annotations
 
@@ -11,27 +7,27 @@ import json
 import logging
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from trainium_contract.trainer.data import Tokenization, ValidationSplit
 from trainium_trainer.data.batches.order import Mixture
 from trainium_trainer.data.batches.samples import SampleRules, Samples, ValidationSet, refuse_weights
-from trainium_trainer.data.examples.build import build_examples
-from trainium_trainer.data.examples.learning import learned_on_examples
 from trainium_trainer.data.examples.part import ExamplePart
 from trainium_trainer.data.examples.recipe import FORMAT, recipe_of
-from trainium_trainer.data.examples.report import DataReport
-from trainium_trainer.data.examples.store import StoredExamples
+from trainium_trainer.data.examples.store import BLOCK_BYTES, StoredExamples, build_examples
+from trainium_trainer.data.examples.templates import BadRecordError, Filter
 from trainium_trainer.data.prepared.cache import prepared_folder, sources_of
-from trainium_trainer.data.prepared.origins import Lines
+from trainium_trainer.data.prepared.origins import Lines, once
+from trainium_trainer.data.sources.documents import Record
+from trainium_trainer.data.sources.files import reading
 from trainium_trainer.data.tokens.encoding import held_back
-from trainium_trainer.data.tokens.tokenizer import digest_of, tokenizer_file, vocabulary_of
+from trainium_trainer.data.tokens.tokenizer import digest_of, tokenizer_file, train_tokenizer, vocabulary_of
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -39,6 +35,101 @@ if TYPE_CHECKING:
     from trainium_contract.trainer.data import DataConfig
     from trainium_trainer.data.examples.recipe import Recipe
     from trainium_trainer.data.prepared.build import BuildProgress
+    from trainium_trainer.data.sources.documents import DocumentSource, FileBlock, Skipped
+
+
+_BARS = 12
+_USUAL = 0.98
+
+
+@dataclass(frozen=True, slots=True)
+class DataReport:
+    """Counts of all sources together."""
+
+    records: int
+    examples: int
+    """That are left, those that are held back among them."""
+    held_back: int
+    filtered: int
+    """By data.examples.where."""
+    left_out: int
+    """By the user's function."""
+    skipped: int
+    """That could not be used."""
+    cut: int
+    dropped: int
+    sequences: int
+    """Samples of one epoch."""
+    tokens: int
+    """Positions that examples take in them."""
+    sequence_length: int
+    lengths: NDArray[Any]
+    """Tokens of each example before it was cut or dropped."""
+    unused: dict[str, int]
+    """Records that hold what no example depends on, by its name."""
+
+    @property
+    def used(self) -> float:
+        """Share of the positions of an epoch that hold an example."""
+        return self.tokens / max(1, self.sequences * self.sequence_length)
+
+    def line(self) -> str:
+        """All of it in a line."""
+        parts = [f"{self.examples:,} examples of {self.records:,} records"]
+        named = (
+            (self.filtered, "filtered"),
+            (self.left_out, "left out by the function"),
+            (self.skipped, "skipped"),
+            (self.dropped, "dropped as too long"),
+            (self.cut, "cut"),
+            (self.held_back, "held back"),
+        )
+        parts += [f"{count:,} {name}" for count, name in named if count]
+        parts.append(f"{self.sequences:,} sequences with {self.used:.1%} of their positions used")
+        return ", ".join(parts)
+
+    def histogram(self) -> list[tuple[int, int, int]]:
+        """First and last length of a bar, and how many examples have such a length.
+
+        Bars are of one width but for the last one, which holds the few that are much longer than the others.
+        """
+        if not len(self.lengths):
+            return []
+        width = max(1, -(-int(np.quantile(self.lengths, _USUAL)) // _BARS))
+        counts = np.bincount(np.minimum((self.lengths - 1) // width, _BARS))
+        bars = [(number * width + 1, (number + 1) * width, int(count)) for number, count in enumerate(counts)]
+        first, last, count = bars[-1]
+        return [*bars[:-1], (first, max(last, int(self.lengths.max())), count)]
+
+
+def learned_on_examples(recipes: Sequence[Recipe], vocab_size: int, cache: Path) -> Path:
+    """The `tokenizer.json` of a tokenizer for these examples. Raises UserError, StorageError, WorkerError."""
+    parts = [vocab_size, [recipe.key(cache) for recipe in recipes]]
+    return once(parts, cache, _learn, tuple(recipes), vocab_size)
+
+
+def _learn(recipes: tuple[Recipe, ...], vocab_size: int, file: str) -> None:
+    """Train and save; called in a process of its own, whose memory and threads go with it."""
+    train_tokenizer([_texts(recipe) for recipe in recipes], vocab_size).save(file)
+
+
+def _texts(recipe: Recipe) -> Iterator[str]:
+    source, maker, chosen = recipe.spec.open(), recipe.maker(()), Filter(recipe.config.where)
+    for block in source.blocks(BLOCK_BYTES):
+        for item in _records(source, block):
+            if not isinstance(item, Record) or not chosen(item.fields):
+                continue
+            try:
+                example = maker.example(item)
+            except BadRecordError:  # counted when the examples are encoded
+                continue
+            if example is not None:
+                yield example.text
+
+
+def _records(source: DocumentSource, block: FileBlock) -> list[Record | Skipped]:
+    return reading(source.named(block), lambda: list(source.records(block)))
+
 
 _log = logging.getLogger("trainium.data")
 

@@ -1,18 +1,18 @@
-"""Stored examples as samples: one in each sequence, or several packed into one.
+"""Which examples share a sequence: best fit, the longest first.
 
-Invariants: a sample is a pure function of its number; to the model an example is alone, with positions from 0, whatever
-shares its sequence.
+Invariants: a pure function of the lengths; each example is in exactly one sequence, as a whole; examples of equal
+length keep their order.
 """
 
 from __future__ import annotations
 
+import bisect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from trainium_trainer.data.batches.samples import Row
-from trainium_trainer.data.examples.packing import packed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,6 +21,38 @@ if TYPE_CHECKING:
 
     from trainium_trainer.data.batches.samples import SampleRules
     from trainium_trainer.data.examples.store import StoredExamples
+
+
+def packed(lengths: NDArray[np.int64], capacity: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The examples in the order of their sequences, and where each sequence begins (one more than there are).
+
+    No length is above `capacity`.
+    """
+    order = np.argsort(-lengths, kind="stable")
+    sequences: list[list[int]] = []
+    spaces: list[int] = []  # that some sequence has left, ascending, each once
+    having: dict[int, list[int]] = {}  # sequences by the space that they have left
+    for number in order.tolist():
+        length = int(lengths[number])
+        place = bisect.bisect_left(spaces, length)
+        if place < len(spaces):
+            space = spaces[place]
+            sequence = having[space].pop()
+            if not having[space]:
+                del having[space], spaces[place]
+            sequences[sequence].append(number)
+        else:
+            space, sequence = capacity, len(sequences)
+            sequences.append([number])
+        left = space - length
+        if left:
+            if left not in having:
+                bisect.insort(spaces, left)
+                having[left] = []
+            having[left].append(sequence)
+    members = np.array([number for sequence in sequences for number in sequence], np.int64)
+    starts = np.cumsum([0, *(len(sequence) for sequence in sequences)])
+    return members, starts.astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,8 @@ import numpy as np
 from trainium_trainer.data.batches.order import Mixture, Permutation, shuffled
 from trainium_trainer.data.prepared.prepared import Prepared, watching
 from trainium_trainer.data.sources.documents import FileBlock
-from trainium_trainer.data.tokens.bos import AS_IT_IS, BosPrefix
 from trainium_trainer.data.tokens.encoding import DocumentEncoder, SourceSpec, held_back
+from trainium_trainer.data.tokens.tokenizer import AS_IT_IS, BosPrefix
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:

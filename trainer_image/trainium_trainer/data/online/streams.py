@@ -16,10 +16,9 @@ import numpy as np
 from trainium_contract.trainer.data import Tokenization, ValidationSplit
 from trainium_trainer.data.batches.samples import TextPart
 from trainium_trainer.data.online.lanes import LanePlan, LaneSource
-from trainium_trainer.data.prepared.build import HeldBack
+from trainium_trainer.data.prepared.build import HeldBack, locked
 from trainium_trainer.data.prepared.origins import held_back_of
 from trainium_trainer.data.prepared.prepared import Prepared, Selection, Stretch
-from trainium_trainer.data.prepared.writer import locked
 from trainium_trainer.data.tokens.encoding import list_blocks
 from trainium_trainer.data.tokens.tokenizer import digest_of, end_facts
 from trainium_trainer.data.workers.pool import Workers

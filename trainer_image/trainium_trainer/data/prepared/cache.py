@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from trainium_trainer.data.prepared.build import locked
 from trainium_trainer.data.prepared.prepared import KIND, MANIFEST_FILE, is_prepared, read_manifest
-from trainium_trainer.data.prepared.writer import locked
 from trainium_trainer.data.sources.files import S3, reading, s3
 from trainium_trainer.data.tokens.tokenizer import CONFIG_FILE, TOKENIZER_FILE, tokenizer_file, vocabulary_of
 from trainium_trainer.exits import StorageError, TrainerError, UserError

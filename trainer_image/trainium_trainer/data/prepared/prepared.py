@@ -1,13 +1,6 @@
-"""Prepared data: a folder of Arrow files with tokens, an index, a tokenizer and a manifest.
+"""Numbers into Arrow's columns and out of them, without a copy.
 
-    manifest.json          written last: a folder that has it is whole
-    tokenizer.json         the tokenizer whose ids these are
-    index.arrow            one row for each record batch: file, number in it, tokens, pieces of documents
-    tokens-00000.arrow     record batches of `tokens` (list of uint16 or uint32) and `document` (hash, uint64)
-
-Invariants: all documents in the order of the source, each with its end-of-document token; files are mapped into memory,
-and a sample is read by looking at the batches that it touches; a file of another size than the manifest says is refused
-before anything is read from it.
+In place of Arrow's own conversions, all of which import pandas where it is installed: half of what a rank would import.
 """
 
 from __future__ import annotations
@@ -22,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from trainium_trainer.data.prepared.columns import numbers_of
 from trainium_trainer.data.sources.files import remember
 from trainium_trainer.data.tokens.encoding import held_back
 from trainium_trainer.data.tokens.tokenizer import TOKENIZER_FILE
@@ -33,6 +25,20 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from numpy.typing import NDArray
+
+
+def column_of(numbers: NDArray[Any]) -> Any:
+    """The Arrow array of some numbers, which must not be changed afterwards."""
+    import pyarrow as pa  # noqa: PLC0415 - one of the slower imports
+
+    numbers = np.ascontiguousarray(numbers)
+    return pa.Array.from_buffers(pa.from_numpy_dtype(numbers.dtype), len(numbers), [None, pa.py_buffer(numbers)])
+
+
+def numbers_of(column: Any) -> NDArray[Any]:
+    """The numbers of an Arrow array without nulls: read-only, in the array's own memory."""
+    return np.from_dlpack(column)
+
 
 FORMAT = 3
 KIND = "trainium-trainer tokens"
@@ -192,7 +198,7 @@ class Prepared:
             raise UnreadableError(f"data.source {file}: {found}: copy it again, or prepare the data again")
 
     def _open_shard(self, number: int) -> Any:
-        import pyarrow as pa  # noqa: PLC0415 - as above
+        import pyarrow as pa  # noqa: PLC0415 - one of the slower imports
 
         self._check(self.manifest.shards[number])  # at the start another process of the node may have looked at it
         file = self.folder / self.manifest.shards[number].file

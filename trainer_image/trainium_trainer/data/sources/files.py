@@ -224,7 +224,7 @@ def _local(file: Path, root: Path) -> DataFile:
 
 
 def _find_remote(name: str) -> list[DataFile]:
-    from pyarrow import fs  # noqa: PLC0415 - as above
+    from pyarrow import fs  # noqa: PLC0415 - only data in S3 pays for it
 
     path = name.removeprefix(S3).rstrip("/")
     pattern = path if glob.has_magic(path) else None

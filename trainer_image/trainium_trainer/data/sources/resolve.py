@@ -1,20 +1,96 @@
-"""What `data.source` names: files, a data set of the hub, or Python's own documentation."""
+"""Which format a file is of, and who reads it.
+
+Invariants: the blocks of a file, read in order, give what the file gives in one piece: every line and row belongs to
+exactly one block (a line to the block that it begins in); nothing is read as a whole that can be read in parts; what is
+read as documents and as records is read by the same code.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainium_trainer.data.sources.files import S3, SUFFIXES, find_files
+from trainium_trainer.data.sources import lines, tables
+from trainium_trainer.data.sources.documents import FileBlock, Record, TextPiece
+from trainium_trainer.data.sources.files import S3, SUFFIXES, find_files, reading
+from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from trainium_trainer.data.sources.documents import DocumentSource, FileBlock, Record, Skipped, TextPiece
+    from trainium_trainer.data.sources.documents import DocumentSource, Skipped
     from trainium_trainer.data.sources.files import DataFile
+
+
+_KEYS_SHOWN = 8
+
+
+def divide(file: DataFile, number: int, target: int) -> list[FileBlock]:
+    """The blocks of a file, about `target` bytes each. Raises UserError or StorageError."""
+    if file.size == 0:
+        return []
+    match file.format:
+        case ".parquet":
+            return reading(file.shown, lambda: tables.divide_parquet(file, number, target))
+        case ".arrow":
+            return reading(file.shown, lambda: tables.divide_arrow(file, number, target))
+    if file.compression is not None:
+        return [FileBlock(number, 0, file.size, file.size * 4)]
+    if file.format == ".csv" or lines.is_array(file):
+        return [FileBlock(number, 0, file.size, file.size)]
+    count = max(1, round(file.size / target))
+    marks = [index * file.size // count for index in range(count + 1)]
+    return [FileBlock(number, start, end, end - start) for start, end in itertools.pairwise(marks)]
+
+
+def read(file: DataFile, block: FileBlock, field: str) -> Iterator[TextPiece | Skipped]:
+    """The documents of a block. Raises UserError for what can never be read, OSError when the store fails."""
+    match file.format:
+        case ".txt":
+            yield from lines.read_text(file, block)
+        case ".parquet" | ".arrow":
+            yield from tables.read_column(file, block, field)
+        case _:
+            for item in read_records(file, block):
+                if isinstance(item, Record) and file.format == ".csv" and field not in item.fields:
+                    raise UserError(
+                        f"data.source {file.shown}: no column {field!r} (columns: {', '.join(item.fields)}): set "
+                        "data.textField"
+                    )
+                yield _text_of(item, field) if isinstance(item, Record) else item
+
+
+def read_records(file: DataFile, block: FileBlock) -> Iterator[Record | Skipped]:
+    """The records of a block. Raises UserError for what can never be read, OSError when the store fails."""
+    match file.format:
+        case ".txt":
+            raise UserError(
+                f"data.source {file.shown}: is running text, which has no records: set data.format to Text, or give "
+                ".jsonl, .json, .csv, .parquet or .arrow"
+            )
+        case ".parquet" | ".arrow":
+            return tables.read_rows(file, block)
+        case ".csv":
+            return lines.read_rows(file)
+        case _:
+            return lines.read_array(file) if lines.is_array(file) else lines.read_json_lines(file, block)
+
+
+def _text_of(record: Record, field: str) -> TextPiece | Skipped:
+    text = record.fields.get(field)
+    if not isinstance(text, str):
+        known = ", ".join(list(record.fields)[:_KEYS_SHOWN]) or "none"
+        return record.skipped(f"no text under {field!r} (keys: {known}): set data.textField")
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, as \ud800
+        return record.skipped("holds half a surrogate pair, which is no character: correct the line")
+    return TextPiece(text)
+
 
 PYTHON_DOCS = "python-docs"
 _HUB_NAME = re.compile(r"^[\w.-]+(/[\w.-]+)?(:[\w.-]+)?$")
@@ -73,20 +149,14 @@ class Files:
 
     def blocks(self, target: int) -> list[FileBlock]:
         """All files, one after the other."""
-        from trainium_trainer.data.sources.formats.dispatch import divide  # noqa: PLC0415 - loads a format's library when it is read
-
         return [block for number, file in enumerate(self.files) for block in divide(file, number, target)]
 
     def read(self, block: FileBlock) -> Iterator[TextPiece | Skipped]:
         """One stretch of one file."""
-        from trainium_trainer.data.sources.formats.dispatch import read  # noqa: PLC0415 - loads a format's library when it is read
-
         return read(self.files[block.file], block, self.text_field)
 
     def records(self, block: FileBlock) -> Iterator[Record | Skipped]:
         """One stretch of one file."""
-        from trainium_trainer.data.sources.formats.dispatch import read_records  # noqa: PLC0415 - loads a format's library when it is read
-
         return read_records(self.files[block.file], block)
 
     def named(self, block: FileBlock) -> str:

@@ -17,8 +17,13 @@ import numpy as np
 from trainium_trainer.data.sources.documents import Skipped, TextPiece
 from trainium_trainer.data.sources.files import reading
 from trainium_trainer.data.sources.resolve import open_source
-from trainium_trainer.data.tokens.bos import AS_IT_IS, BosPrefix
-from trainium_trainer.data.tokens.tokenizer import end_of_document_of, load_tokenizer, vocabulary_of
+from trainium_trainer.data.tokens.tokenizer import (
+    AS_IT_IS,
+    BosPrefix,
+    end_of_document_of,
+    load_tokenizer,
+    vocabulary_of,
+)
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:

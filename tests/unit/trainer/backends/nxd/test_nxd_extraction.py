@@ -6,7 +6,7 @@ from typing import Any
 
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer.backends.nxd.extraction import data_ranks
-from trainium_trainer.compile.key import graphs_of
+from trainium_trainer.compile.graphs import graphs_of
 from trainium_trainer.compile.rehearsal import Place, launch_at, places, rank_of
 from trainium_trainer.configuration.config import Settings
 from trainium_trainer.models.shapes import PRESETS

@@ -15,14 +15,14 @@ import re
 import traceback
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from trainium_trainer.data.examples.forms.example import BadRecordError, Example, without_nulls
-from trainium_trainer.data.examples.forms.fields import Guard, known_fields
+from trainium_trainer.data.examples.templates import BadRecordError, Example, Guard, known_fields, without_nulls
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from trainium_trainer.data.tokens.tokenizer import Special
+
 
 _ASSISTANT = "assistant"
 _TOOLS = "tools"
@@ -237,7 +237,7 @@ def _to_json(value: Any, indent: int | None = None, **more: Any) -> str:
 
 
 def _refuse(message: str) -> NoReturn:
-    from jinja2 import TemplateError  # noqa: PLC0415 - as above
+    from jinja2 import TemplateError  # noqa: PLC0415 - only chats pay for it
 
     raise TemplateError(message)
 

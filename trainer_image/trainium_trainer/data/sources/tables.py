@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from trainium_trainer.data.sources.files import DataFile
 
+
 _ROWS = 1000
 
 
@@ -96,7 +97,7 @@ def _checked_column(file: DataFile, schema: Any, field: str) -> None:
 
 def _documents(file: DataFile, column: Any, first: int, field: str) -> Iterator[TextPiece | Skipped]:
     """Yield the values of an array, whose first one is row number `first`."""
-    from pyarrow import types  # noqa: PLC0415 - as above
+    from pyarrow import types  # noqa: PLC0415 - only tables pay for it
 
     missing = f"no text under {field!r}: it is null"
     if types.is_list(column.type) or types.is_large_list(column.type):
@@ -177,7 +178,7 @@ def _parquet_batches(file: DataFile, block: FileBlock, field: str | None) -> Ite
 @functools.lru_cache(maxsize=2)
 def _opened_arrow(file: DataFile) -> Any:
     """A reader of record batches by number, or the table of a file that has no such numbers."""
-    import pyarrow as pa  # noqa: PLC0415 - as above
+    import pyarrow as pa  # noqa: PLC0415 - one of the slower imports
 
     with _refusing(file):
         stream = s3().open_input_file(file.path) if file.remote else pa.memory_map(file.path)
@@ -193,7 +194,7 @@ def _opened_arrow(file: DataFile) -> Any:
 
 def divide_arrow(file: DataFile, number: int, target: int) -> list[FileBlock]:
     """Record batches in blocks, or rows where there is only one batch."""
-    import pyarrow as pa  # noqa: PLC0415 - as above
+    import pyarrow as pa  # noqa: PLC0415 - one of the slower imports
 
     content = _opened_arrow(file)
     if isinstance(content, pa.Table):
@@ -206,7 +207,7 @@ def divide_arrow(file: DataFile, number: int, target: int) -> list[FileBlock]:
 
 
 def _arrow_batches(file: DataFile, block: FileBlock, field: str | None) -> Iterator[tuple[int, Any, str]]:
-    import pyarrow as pa  # noqa: PLC0415 - as above
+    import pyarrow as pa  # noqa: PLC0415 - one of the slower imports
 
     content = _opened_arrow(file)
     if field is not None:

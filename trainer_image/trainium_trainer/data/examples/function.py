@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from trainium_trainer.data.sources.documents import Record
 
+
 _MODULE = "trainium_user_function"
 
 

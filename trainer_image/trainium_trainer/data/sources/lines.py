@@ -6,8 +6,10 @@ a whole, since JSON cannot be entered in the middle.
 
 from __future__ import annotations
 
+import csv
 import io
 import json
+import sys
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from trainium_trainer.data.sources.documents import Record, Skipped, TextPiece
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from trainium_trainer.data.sources.documents import FileBlock
     from trainium_trainer.data.sources.files import DataFile
 
+
 _TEXT_PIECE = 1 << 20
 _LOOKED_AT = 1 << 10
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -29,7 +32,7 @@ def opened(file: DataFile) -> BinaryIO:
     """The file's content, unpacked."""
     if file.compression is None:
         return file.open()
-    import pyarrow as pa  # noqa: PLC0415 - only compressed data pays for it
+    import pyarrow as pa  # noqa: PLC0415 - one of the slower imports
 
     return cast("BinaryIO", io.BufferedReader(pa.CompressedInputStream(file.open(), file.compression), 1 << 20))
 
@@ -143,3 +146,39 @@ def read_array(file: DataFile) -> Iterator[Record | Skipped]:
             raise UserError(f"data.source {file.shown}: not UTF-8 text at byte {error.start}: convert it") from error
     for number, value in enumerate(values, start=1):
         yield _record(value, file, number, unit="item")
+
+
+def read_rows(file: DataFile) -> Iterator[Record | Skipped]:
+    """One record for each row; quoted values may hold line breaks, so a file is one stretch."""
+    csv.field_size_limit(sys.maxsize)
+    # What is no UTF-8 is carried as lone surrogates up to the row that it is in.
+    with io.TextIOWrapper(opened(file), "utf-8-sig", errors="surrogateescape", newline="") as stream:
+        rows = csv.reader(stream, strict=True)
+        try:
+            header = next(rows, [])
+            _check_header(file, header)
+            for row in rows:
+                if row:
+                    yield _read(file, header, row, rows.line_num)
+        except csv.Error as error:
+            raise UserError(
+                f"data.source {file.shown} line {rows.line_num}: not comma-separated values ({error}): correct it"
+            ) from error
+        except OSError as error:
+            raise unpacking_error(file, error) or error from error
+
+
+def _check_header(file: DataFile, header: list[str]) -> None:
+    doubled = next((name for name in header if header.count(name) > 1), None)
+    if doubled is not None:
+        raise UserError(f"data.source {file.shown}: two columns are called {doubled!r}: rename one of them")
+
+
+def _read(file: DataFile, header: list[str], row: list[str], line: int) -> Record | Skipped:
+    if len(row) != len(header):
+        return Skipped(file, f"has {len(row)} values, the header {len(header)} names: correct the line", line)
+    try:
+        "".join(row).encode()
+    except UnicodeEncodeError:
+        return Skipped(file, "not UTF-8 text: convert the file", line)
+    return Record(dict(zip(header, row, strict=True)), file, line)

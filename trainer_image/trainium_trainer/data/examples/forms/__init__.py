@@ -1,1 +1,0 @@
-"""From a record to the text of an example, by format."""

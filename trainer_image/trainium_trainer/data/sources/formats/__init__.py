@@ -1,1 +1,0 @@
-"""File formats: how a file is divided into blocks, and the documents or records of a block."""
