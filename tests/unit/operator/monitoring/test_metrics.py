@@ -95,7 +95,7 @@ def test_sizes_pods_and_gangs_are_counted_by_their_changes() -> None:
     metrics = Metrics()
     small = TrainingJobStatus(membership=MembershipStatus(generation=1, size=2), next_pod_ordinal=2)
     large = TrainingJobStatus(
-        membership=MembershipStatus(generation=2, size=4), next_pod_ordinal=5, gang=GangStatus(given_back=1)
+        membership=MembershipStatus(generation=2, size=4), next_pod_ordinal=5, gang=GangStatus(releases=1)
     )
     metrics.planned(view("a"), small)
     metrics.planned(view("a", small), large)
