@@ -25,8 +25,8 @@ class TokenizerConfig(ContractModel):
     """Where token ids come from."""
 
     path: _Path | None = None
-    """A `tokenizer.json` or a folder that holds one; omitted: the one of prepared data, else a byte-level BPE is
-    trained on the data and cached."""
+    """A `tokenizer.json` or a folder that holds one, also as `s3://bucket/prefix`; omitted: the one of prepared data,
+    else a byte-level BPE is trained on the data and cached."""
     vocab_size: int = derived(2048, ge=SMALLEST_VOCABULARY, le=200_000)
     """Vocabulary of the trained BPE; a tokenizer given by `path` has its own. Omitted: 2048, or model.vocabSize where
     that is smaller."""

@@ -13,12 +13,14 @@ from tests.testing.trainer.data_files import END, FORMATS, TEXTS, config, decode
 from tests.testing.trainer.s3_gateway import S3Gateway, serving
 from tests.testing.trainer.s3_server import Fault, S3Server
 from trainium_contract.exit_codes import ExitCode
+from trainium_contract.trainer.data import TokenizerConfig
 from trainium_trainer import exits
 from trainium_trainer.data.examples.held_out import held_out
 from trainium_trainer.data.prepared.cache import vocabulary_of_data
 from trainium_trainer.data.sources import files
 from trainium_trainer.data.sources.documents import TextPiece
 from trainium_trainer.data.sources.resolve import open_source
+from trainium_trainer.data.tokens.tokenizer import tokenizer_file
 from trainium_trainer.exits import StorageError, UserError
 
 if TYPE_CHECKING:
@@ -97,6 +99,25 @@ def test_examples_and_the_template_beside_them_are_read_from_s3(
     assert [(one.prompt_text, one.answer_text) for one in held_out(given).examples] == [
         (f"Q: what is {number}\nA:", f" it is {number}") for number in range(24, 30)
     ]
+
+
+@pytest.mark.parametrize("file", ["", "/tokenizer.json"])
+def test_a_tokenizer_is_read_from_s3_with_the_files_beside_it(
+    gateway: S3Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    FORMATS["d.jsonl"](tmp_path / "d.jsonl")
+    made = opened(config(tmp_path, tmp_path / "d.jsonl")).tokenizer
+    for name, data in (
+        ("tokenizer.json", made.read_bytes()),
+        ("tokenizer_config.json", b'{"eos_token": "<|endoftext|>"}'),
+    ):
+        gateway.put("bucket", f"models/one/{name}", data)
+    copy = tokenizer_file(TokenizerConfig(path=f"s3://bucket/models/one{file}"))
+    assert copy.read_bytes() == made.read_bytes()
+    assert (copy.parent / "tokenizer_config.json").exists()
+    with pytest.raises(UserError, match=r"data.tokenizer.path s3://bucket/none: there is no tokenizer.json"):
+        tokenizer_file(TokenizerConfig(path="s3://bucket/none"))
 
 
 def test_a_changed_object_is_tokenised_anew(server: S3Server, tmp_path: Path) -> None:

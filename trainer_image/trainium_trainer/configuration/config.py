@@ -166,19 +166,15 @@ def _with_tokenizer(config: TrainingConfig) -> TrainingConfig:
     location = config.model.weights
     if location is None or config.data.tokenizer.path is not None or has_prepared_sources(config.data):
         return config
-    if is_address(location):
-        raise UserError(
-            f"model.weights is {location}, whose tokenizer is not read from there: give data.tokenizer.path"
-        )
     folder = Path(location).expanduser()
-    if not folder.is_dir():  # reported as the model's folder
+    if not is_address(location) and not folder.is_dir():  # reported as the model's folder
         return config
-    if not (folder / TOKENIZER_FILE).is_file():
+    if not is_address(location) and not (folder / TOKENIZER_FILE).is_file():
         way_out = conversion_of(folder) or (
             f"has no {TOKENIZER_FILE}: copy the model's tokenizer there, or name it in data.tokenizer.path"
         )
         raise UserError(f"model.weights {location}: {way_out}")
-    tokenizer = config.data.tokenizer.model_copy(update={"path": str(folder)})
+    tokenizer = config.data.tokenizer.model_copy(update={"path": location if is_address(location) else str(folder)})
     return config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": tokenizer})})
 
 

@@ -13,13 +13,19 @@ Guarantees:
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainium_contract.trainer.addresses import is_address
 from trainium_contract.trainer.data import BosToken
+from trainium_trainer.checkpoint.storage.opening import open_storage
+from trainium_trainer.checkpoint.storage.posix import PosixStorage
+from trainium_trainer.checkpoint.storage.protocol import Retry, read_small
 from trainium_trainer.exits import UnreadableError, UserError
 
 if TYPE_CHECKING:
@@ -49,7 +55,7 @@ _TRAINING_CHARACTERS = 64 * 1024 * 1024
 def tokenizer_file(config: TokenizerConfig) -> Path:
     """Return the `tokenizer.json` that the configuration names. Raises UserError."""
     assert config.path is not None
-    path = Path(config.path).expanduser()
+    path = _copied(config.path) if is_address(config.path) else Path(config.path).expanduser()
     file = path / TOKENIZER_FILE if path.is_dir() else path
     if file.is_file():
         return file
@@ -58,6 +64,28 @@ def tokenizer_file(config: TokenizerConfig) -> Path:
     raise UnreadableError(
         f"data.tokenizer.path {config.path}: there is no {TOKENIZER_FILE}: correct the path or leave it out"
     )
+
+
+@functools.cache
+def _copied(address: str) -> Path:
+    """Copy a tokenizer's files from an object store to this machine; return the folder. Raises UserError, StorageError.
+
+    The folder is named by the contents, so that processes which copy at the same time write the same files.
+    """
+    folder = address.removesuffix(f"/{TOKENIZER_FILE}")
+    storage, retry = open_storage(folder), Retry()
+    wanted = (TOKENIZER_FILE, CONFIG_FILE, _ADDED_FILE, _MAP_FILE, _TEMPLATE_FILE)
+    found = {
+        name: data
+        for name in wanted
+        if (data := retry.run(lambda name=name: read_small(storage, name), folder)) is not None  # type: ignore[misc]
+    }
+    digest = hashlib.sha256(repr(sorted(found.items())).encode()).hexdigest()[:32]
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111 - Path.home() may raise
+    target = PosixStorage(Path(base) / "trainium" / f"tokenizer-{digest}")
+    for name, data in found.items():
+        retry.run(lambda name=name, data=data: target.write(name, data), target.location)  # type: ignore[misc]
+    return Path(target.location)
 
 
 def conversion_of(folder: Path) -> str:
