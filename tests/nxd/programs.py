@@ -15,7 +15,7 @@ from trainium_trainer.backends.nxd.backend import NxdBackend
 from trainium_trainer.backends.nxd.sharing import Sharing
 from trainium_trainer.configuration.config import Settings, launch_of, load, settle
 from trainium_trainer.data.batches.loader import MicroBatch
-from trainium_trainer.weights.beginning import Beginning
+from trainium_trainer.weights.initial import Beginning
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.faults.causes import Cause
 from trainium_trainer.agent.exits.restart_policy import GenerationState
-from trainium_trainer.agent.life import actions as do
-from trainium_trainer.agent.life import events as on
-from trainium_trainer.agent.life.generation import step, wake_at
-from trainium_trainer.agent.life.shutdown import GenerationEnd, Order
-from trainium_trainer.agent.life.state import Life, Stage, Terms
+from trainium_trainer.agent.lifecycle import actions as do
+from trainium_trainer.agent.lifecycle import events as on
+from trainium_trainer.agent.lifecycle.events import GenerationEnd, Order
+from trainium_trainer.agent.lifecycle.generation import step, wake_at
+from trainium_trainer.agent.lifecycle.state import Life, Stage, Terms
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,7 +13,7 @@ from safetensors.torch import load
 
 from tests.testing.suite.trials import trials
 from trainium_trainer.artifacts.layout import LARGEST, SMALLEST, index_of, plan_files
-from trainium_trainer.weights.headers import ITEM_BYTES, LENGTH_BYTES, tensors_of
+from trainium_trainer.weights.tensors import ITEM_BYTES, LENGTH_BYTES, tensors_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -9,10 +9,8 @@ import pytest
 import torch
 
 from trainium_contract.trainer.evaluate import GenerationConfig
-from trainium_trainer.evaluate.answering.batching import draw_seeds
-from trainium_trainer.evaluate.answering.endings import Ending
 from trainium_trainer.evaluate.answering.folder import open_candidate
-from trainium_trainer.evaluate.answering.generation import generate
+from trainium_trainer.evaluate.answering.generation import Ending, draw_seeds, generate
 from trainium_trainer.evaluate.answering.loading import ComputeDevice, load
 from trainium_trainer.exits import UserError
 

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from trainium_trainer.evaluate import metrics
-from trainium_trainer.evaluate.answering.batching import batches, draw_seeds, share
+from trainium_trainer.evaluate.answering.generation import batches, draw_seeds, share
 
 
 def test_white_space_around_an_answer_does_not_matter_and_all_else_does() -> None:

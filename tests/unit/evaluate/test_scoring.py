@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from trainium_trainer.evaluate.answering.folder import open_candidate
+from trainium_trainer.evaluate.answering.generation import likelihoods
 from trainium_trainer.evaluate.answering.loading import ComputeDevice, load
-from trainium_trainer.evaluate.answering.scoring import likelihoods
 
 if TYPE_CHECKING:
     from pathlib import Path

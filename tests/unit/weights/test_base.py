@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from trainium_trainer.models.shapes import ModelShape
 from trainium_trainer.tuning.choice import parameter_sizes
-from trainium_trainer.weights import BaseWeights, boxes, shape_of
+from trainium_trainer.weights import BaseWeights, shape_of, tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,7 +59,7 @@ def test_every_floating_point_type_becomes_the_one_that_is_asked_for(
 def test_boxes_put_together_are_the_whole_however_it_is_divided(
     tmp_path: Path, save_base: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(boxes, "CHUNK_BYTES", 500)  # several chunks for a box, ends within rows of others
+    monkeypatch.setattr(tensors, "CHUNK_BYTES", 500)  # several chunks for a box, ends within rows of others
     model = save_base(tmp_path)
     weights = BaseWeights.open(str(tmp_path))
     for name, value in model.named_parameters():
@@ -206,7 +206,7 @@ weights = BaseWeights.open(location)
 def high():
     text = open("/proc/self/status").read()
     return int(text.split("VmHWM:")[1].split()[0]) * 1024
-boxes, shard = [], 0
+tensors, shard = [], 0
 for name, whole in parameter_sizes(weights.shape).items():
     dimension = 1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0
     sizes, offsets = list(whole), [0] * len(whole)
@@ -215,13 +215,13 @@ for name, whole in parameter_sizes(weights.shape).items():
         offsets[dimension] = rank * sizes[dimension]
     sizes[0] //= 2  # fully sharded over two: this one is the second of them
     offsets[0] += sizes[0]
-    boxes.append((name, tuple(offsets), tuple(sizes)))
-largest = max(weights.size(name).numel() for name, _, _ in boxes) * 2
-weights.fill(boxes[0][0], boxes[0][1], torch.empty(boxes[0][2], dtype=torch.bfloat16))  # warms up the libraries
+    tensors.append((name, tuple(offsets), tuple(sizes)))
+largest = max(weights.size(name).numel() for name, _, _ in tensors) * 2
+weights.fill(tensors[0][0], tensors[0][1], torch.empty(tensors[0][2], dtype=torch.bfloat16))  # warms up the libraries
 open("/proc/self/clear_refs", "w").write("5")
 before = high()
 held = []
-for name, offsets, sizes in boxes:
+for name, offsets, sizes in tensors:
     held.append(torch.empty(sizes, dtype=torch.bfloat16))
     weights.fill(name, offsets, held[-1])
 shard = sum(tensor.numel() * 2 for tensor in held)

@@ -18,7 +18,7 @@ from typing import Any
 def main() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as the agent does before it imports torch
     from trainium_trainer.agent import bootstrap, main, supervisor  # noqa: F401
-    from trainium_trainer.agent.generation import generation_store  # noqa: F401
+    from trainium_trainer.agent.generation import store  # noqa: F401
 
     commands = open(0, "rb", buffering=0, closefd=False)  # noqa: SIM115 - lives as long as the process
     read_end, write_end = os.pipe()

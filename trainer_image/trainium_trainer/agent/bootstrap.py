@@ -9,6 +9,8 @@ Guarantees:
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
 import importlib
 import logging
 import os
@@ -21,11 +23,11 @@ from trainium_contract.wire.log_line import LogSource
 from trainium_trainer import exits, log_lines
 from trainium_trainer.agent.checks.preflight import preflight, results
 from trainium_trainer.agent.linux import kernel
-from trainium_trainer.agent.linux.reverse_lookups import stop_reverse_lookups
 from trainium_trainer.agent.settings import AgentSettings, SettingsError, settings_from
 from trainium_trainer.open_files import raise_limit
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 
@@ -56,7 +58,7 @@ def run(settings: AgentSettings) -> int:
     # Read by torch when it is imported: its C++ warns of the look-up that is made to fail, past the log's format.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     importlib.import_module("torch.distributed")
-    from trainium_trainer.agent.generation.generation_store import serve_store  # noqa: PLC0415 - imports torch
+    from trainium_trainer.agent.generation.store import serve_store  # noqa: PLC0415 - imports torch
     from trainium_trainer.agent.ranks.standby_keeper import Standby  # noqa: PLC0415 - as late as what it forks
 
     stop_reverse_lookups(serve_store)  # the standby and all ranks inherit it
@@ -65,7 +67,7 @@ def run(settings: AgentSettings) -> int:
 
 
 async def _supervise(settings: AgentSettings, standby: Any, findings: Any, checked: Any) -> int:
-    from trainium_trainer.agent.generation.generation_store import serve_store  # noqa: PLC0415 - imports torch
+    from trainium_trainer.agent.generation.store import serve_store  # noqa: PLC0415 - imports torch
     from trainium_trainer.agent.supervisor import AgentSupervisor  # noqa: PLC0415 - imports torch
 
     try:
@@ -88,3 +90,30 @@ def _progress_reader() -> Any:
         return read_progress(path)
 
     return read
+
+
+_NSCOUNT_OFFSET = 16
+"""Of `struct __res_state` (resolv.h): two ints and an unsigned long are before it, on every 64-bit Linux."""
+NAMELESS = "127.83.82.81"
+"""An address of this host that no hosts file names."""
+
+
+def stop_reverse_lookups(serve: Callable[[str], object]) -> None:
+    """`serve(address)` opens one of torch's stores there, which asks for the address's name in this thread."""
+    with contextlib.suppress(OSError, AttributeError, RuntimeError), _no_name_server():
+        serve(NAMELESS)
+
+
+@contextlib.contextmanager
+def _no_name_server() -> Iterator[None]:
+    """For this thread. Raises AttributeError where the C library does not have glibc's resolver."""
+    libc = ctypes.CDLL(None)
+    state, read_configuration = libc["__res_state"], libc["__res_init"]
+    state.restype = ctypes.c_void_p
+    read_configuration()
+    count = ctypes.c_int.from_address(state() + _NSCOUNT_OFFSET)
+    count.value = 0
+    try:
+        yield
+    finally:
+        read_configuration()

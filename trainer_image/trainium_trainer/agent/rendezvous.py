@@ -13,8 +13,8 @@ import time
 from typing import TYPE_CHECKING
 
 from trainium_trainer.agent.checks import pairing
-from trainium_trainer.agent.generation.generation_store import GenerationStore, StoreLostError, serve_rank_store
-from trainium_trainer.agent.generation.turns import LONGEST_TURN_SECONDS, TurnCaller
+from trainium_trainer.agent.generation.state_watcher import LONGEST_TURN_SECONDS, TurnCaller
+from trainium_trainer.agent.generation.store import GenerationStore, StoreLostError, serve_rank_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from trainium_contract.wire.messages import Membership
     from trainium_trainer.agent.checks.pair_round import PairRound
     from trainium_trainer.agent.exits.restart_policy import GenerationState
-    from trainium_trainer.agent.generation.turns import StateWatcher
+    from trainium_trainer.agent.generation.state_watcher import StateWatcher
 
 _POLL_SECONDS = 0.01
 _RECONNECT_SECONDS = 0.2

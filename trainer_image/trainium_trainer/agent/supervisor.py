@@ -27,15 +27,14 @@ from trainium_trainer.agent.checks.preflight import compare_clocks
 from trainium_trainer.agent.coordinator.client import CoordinatorClient
 from trainium_trainer.agent.coordinator.report import PodReport, ReadProgress
 from trainium_trainer.agent.exits.kernel_log import KernelLog
-from trainium_trainer.agent.generation_owner import GenerationOwner
-from trainium_trainer.agent.generation_work import ErrandThread
+from trainium_trainer.agent.generation_runner import GenerationOwner
+from trainium_trainer.agent.generation_tasks import ErrandThread
 from trainium_trainer.agent.hang.detection import Calibration
-from trainium_trainer.agent.life import pod
-from trainium_trainer.agent.life.shutdown import Order
+from trainium_trainer.agent.lifecycle import pod
+from trainium_trainer.agent.lifecycle.events import Order
 from trainium_trainer.agent.ranks.output import OutputPump
 from trainium_trainer.agent.ranks.processes import Reaper, kill_descendants
-from trainium_trainer.agent.ranks.rank_group import progress_file
-from trainium_trainer.agent.ranks.standby_keeper import Standby, StandbyKeeper
+from trainium_trainer.agent.ranks.standby_keeper import Standby, StandbyKeeper, progress_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
 
     from trainium_contract.wire.messages import CheckResult
     from trainium_trainer.agent.checks.preflight import PreflightFinding
-    from trainium_trainer.agent.life.state import Life
+    from trainium_trainer.agent.lifecycle.state import Life
     from trainium_trainer.agent.settings import AgentSettings
 
 _log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainium_trainer.weights.headers import ITEM_BYTES
+from trainium_trainer.weights.tensors import ITEM_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

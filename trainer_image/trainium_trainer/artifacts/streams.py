@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from trainium_trainer.artifacts.manifest import ArtifactFile
 from trainium_trainer.checkpoint.format.shards import bytes_of
-from trainium_trainer.weights.boxes import TORCH_TYPES
+from trainium_trainer.weights.tensors import TORCH_TYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -117,8 +117,12 @@ def generate(
         seed=seed,
         batchSize=batch_size,
     )
-    from trainium_trainer.evaluate.asking import answer, held_out_questions, questions_of  # noqa: PLC0415 - torch
-    from trainium_trainer.evaluate.prompts import read_prompts  # noqa: PLC0415
+    from trainium_trainer.evaluate.questions import (  # noqa: PLC0415 - torch
+        answer,
+        held_out_questions,
+        questions_of,
+        read_prompts,
+    )
 
     if held_out is not None:
         assert training is not None
@@ -157,7 +161,7 @@ def evaluate(
     training = load(config, overrides or ())
     models = _measured(model, base, adapter, compared=True)
     settings = _generation(training, maxNewTokens=max_new_tokens, stop=stop or None, batchSize=batch_size)
-    from trainium_trainer.evaluate.asking import measure  # noqa: PLC0415 - torch
+    from trainium_trainer.evaluate.questions import measure  # noqa: PLC0415 - torch
 
     with _bar() as beat:
         result = measure(

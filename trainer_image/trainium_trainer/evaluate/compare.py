@@ -8,10 +8,9 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from trainium_trainer.evaluate.answering.batching import share
-from trainium_trainer.evaluate.answering.folder import open_candidate
+from trainium_trainer.evaluate.answering.folder import local_folder, open_candidate
+from trainium_trainer.evaluate.answering.generation import share
 from trainium_trainer.evaluate.answering.loading import ComputeDevice, ComputeType, load
-from trainium_trainer.evaluate.answering.places import local_folder
 from trainium_trainer.evaluate.exam import QuestionScore, take
 from trainium_trainer.evaluate.report import EvaluationResult, answers_of, table
 from trainium_trainer.exits import UserError

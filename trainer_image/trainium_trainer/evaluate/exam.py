@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainium_trainer.evaluate import metrics
-from trainium_trainer.evaluate.answering.batching import batches, draw_seeds
-from trainium_trainer.evaluate.answering.generation import generate
-from trainium_trainer.evaluate.answering.scoring import likelihoods
+from trainium_trainer.evaluate.answering.generation import batches, draw_seeds, generate, likelihoods
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

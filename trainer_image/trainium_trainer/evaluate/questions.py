@@ -5,20 +5,30 @@ Invariant: token ids are those that the same record has in training.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import contextlib
+import json
+from typing import TYPE_CHECKING, Any
 
 from trainium_contract.trainer.examples import DataFormat
+from trainium_trainer.artifacts.writer import Alone
 from trainium_trainer.data.examples.held_out import held_out, prompts_of
 from trainium_trainer.data.opening import open_data, text_prompt_ids
+from trainium_trainer.evaluate.answering.folder import local_folder, open_candidate
+from trainium_trainer.evaluate.answering.generation import check_prompts, generate
+from trainium_trainer.evaluate.answering.loading import ComputeDevice, ComputeType, load
+from trainium_trainer.evaluate.compare import Asking, compare
 from trainium_trainer.evaluate.exam import Exam, Question
-from trainium_trainer.evaluate.prompts import plain_text
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
 
     from trainium_contract.trainer.data import DataConfig
-    from trainium_trainer.evaluate.prompts import Asked
+    from trainium_contract.trainer.evaluate import GenerationConfig
+    from trainium_trainer.evaluate.answering.folder import Models
+    from trainium_trainer.evaluate.answering.generation import GeneratedAnswer
+    from trainium_trainer.evaluate.report import EvaluationResult
 
 
 def exam_of(config: DataConfig, samples: int) -> Exam:
@@ -91,3 +101,100 @@ def _documents(tokens: list[int], end: int | None) -> Iterator[list[int]]:
             yield tokens[start:place]
             start = place
     yield tokens[start:]
+
+
+Asked = str | dict[str, Any]
+"""A text, or a record of which a template makes one."""
+_PROMPT = "prompt"
+
+
+def read_prompts(file: Path) -> list[Asked]:
+    """The prompts of a file: of .jsonl each line is a text or a record, of any other each line that is not empty.
+
+    Raises UserError, also when there is none.
+    """
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--prompts {file}: cannot be read ({error.strerror}): give an existing file") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"--prompts {file}: is not UTF-8 text: write one prompt on each line") from error
+    prompts = list(_records(file, text) if file.suffix == ".jsonl" else _lines(text))
+    if not prompts:
+        raise UserError(f"--prompts {file}: holds no prompt: write one on each line")
+    return prompts
+
+
+def plain_text(asked: Asked) -> str:
+    """The prompt where no configuration says how one is made. Raises UserError."""
+    if isinstance(asked, str):
+        return asked
+    if isinstance(asked.get(_PROMPT), str):
+        return str(asked[_PROMPT])
+    fields = ", ".join(map(repr, asked)) or "none"
+    raise UserError(
+        f"a record of --prompts has no text {_PROMPT!r} (its fields: {fields}): give --config, so that the template of "
+        "the training makes the prompt"
+    )
+
+
+def _lines(text: str) -> Iterator[str]:
+    return (line for line in text.splitlines() if line.strip())
+
+
+def _records(file: Path, text: str) -> Iterator[Asked]:
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise UserError(f"--prompts {file} line {number}: not valid JSON ({error}): correct the line") from error
+        if not isinstance(record, (str, dict)):
+            raise UserError(
+                f"--prompts {file} line {number}: is neither a text nor an object: write a text in quotes or an "
+                "object with the fields of a record"
+            )
+        yield record
+
+
+def questions_of(asked: Sequence[Asked], data: DataConfig | None) -> list[Question]:
+    """Prompts of a user's; without data their ids are still to be made, by the model's tokenizer. Raises UserError."""
+    if data is not None:
+        return asked_as_in_training(data, asked)
+    return [Question(prompt=plain_text(each), prompt_ids=(), answer="", answer_ids=()) for each in asked]
+
+
+def held_out_questions(data: DataConfig, count: int) -> list[Question]:
+    """The first held-out examples. Raises UserError."""
+    return list(exam_of(data, count).questions)
+
+
+def answer(
+    models: Models, questions: Sequence[Question], generation: GenerationConfig, *, device: str, precision: str
+) -> list[GeneratedAnswer]:
+    """Answers, in the order of the questions. Raises UserError and StorageError."""
+    with contextlib.ExitStack() as stack:
+        path = stack.enter_context(local_folder(models.model))
+        adapter = stack.enter_context(local_folder(models.adapter)) if models.adapter is not None else None
+        candidate = open_candidate(path, adapter)
+        prompts = [list(each.prompt_ids) or candidate.encode(each.prompt) for each in questions]
+        check_prompts(candidate, prompts)  # before minutes of loading
+        model = load(candidate, device=ComputeDevice(device), precision=ComputeType(precision))
+        return generate(model, prompts, generation)
+
+
+def measure(
+    models: Models,
+    data: DataConfig,
+    samples: int,
+    generation: GenerationConfig,
+    *,
+    device: str,
+    precision: str,
+    beat: Callable[[float], None],
+) -> EvaluationResult:
+    """The figures of a model on held-out examples. Raises UserError and StorageError."""
+    exam = exam_of(data, samples)
+    asking = Asking(generation=generation, device=ComputeDevice(device), precision=ComputeType(precision))
+    return compare(models, exam, asking, Alone(), beat=beat)

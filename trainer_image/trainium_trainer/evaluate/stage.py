@@ -20,9 +20,8 @@ from trainium_trainer.artifacts.card import add_evaluation
 from trainium_trainer.artifacts.store import kept
 from trainium_trainer.checkpoint.storage.opening import open_storage
 from trainium_trainer.checkpoint.storage.protocol import Retry, Storage, read_small
-from trainium_trainer.evaluate.answering.folder import Models
+from trainium_trainer.evaluate.answering.folder import Models, local_folder
 from trainium_trainer.evaluate.answering.loading import ComputeDevice
-from trainium_trainer.evaluate.answering.places import local_folder
 from trainium_trainer.evaluate.check_folder import check_folder
 from trainium_trainer.evaluate.compare import Asking, compare
 from trainium_trainer.evaluate.memory import available_bytes, readers_that_fit

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from trainium_contract.trainer.config import TrainingConfig
     from trainium_trainer.backends.base import Mesh
     from trainium_trainer.monitor.progress import ProgressWriter
-    from trainium_trainer.weights.beginning import Beginning
+    from trainium_trainer.weights.initial import Beginning
 
 _log = logging.getLogger("trainium.after")
 

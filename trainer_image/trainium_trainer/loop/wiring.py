@@ -31,7 +31,7 @@ from trainium_trainer.loop.history import History
 from trainium_trainer.loop.memory_check import told_at_start
 from trainium_trainer.monitor.pulse import Activity
 from trainium_trainer.monitor.writers import Recorder
-from trainium_trainer.weights.beginning import Beginning
+from trainium_trainer.weights.initial import Beginning
 
 if TYPE_CHECKING:
     from trainium_contract.trainer.config import TrainingConfig

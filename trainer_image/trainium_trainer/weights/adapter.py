@@ -21,10 +21,9 @@ from trainium_trainer.exits import UserError
 from trainium_trainer.tuning.choice import HEAD, LORA_A, LORA_B, choose, is_adapter, lora_targets, parameter_sizes
 from trainium_trainer.validation_errors import explain
 from trainium_trainer.weights.base import EMBEDDING, OUTPUT
-from trainium_trainer.weights.boxes import TORCH_TYPES, check_box, copy_box
 from trainium_trainer.weights.folder import listed, read_document, read_tensors
-from trainium_trainer.weights.headers import ITEM_BYTES
 from trainium_trainer.weights.source import open_source
+from trainium_trainer.weights.tensors import ITEM_BYTES, TORCH_TYPES, check_box, copy_box
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,8 +33,8 @@ if TYPE_CHECKING:
     from trainium_contract.trainer.tuning import TuningConfig
     from trainium_trainer.models.shapes import ModelShape
     from trainium_trainer.weights.base import BaseWeights
-    from trainium_trainer.weights.headers import FileTensor
     from trainium_trainer.weights.source import WeightsSource
+    from trainium_trainer.weights.tensors import FileTensor
 
 CONFIG_NAME = "adapter_config.json"
 TENSORS_NAME = "adapter_model.safetensors"

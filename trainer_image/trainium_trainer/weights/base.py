@@ -20,14 +20,13 @@ import torch
 from trainium_trainer.checkpoint.errors import DamagedFileError
 from trainium_trainer.exits import UserError
 from trainium_trainer.tuning.choice import parameter_sizes
-from trainium_trainer.weights.boxes import TORCH_TYPES, check_box, copy_box, rows_of
 from trainium_trainer.weights.folder import SETTING, ModelFolder, listed
-from trainium_trainer.weights.headers import ITEM_BYTES
+from trainium_trainer.weights.tensors import ITEM_BYTES, TORCH_TYPES, check_box, copy_box, rows_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from trainium_trainer.weights.headers import FileTensor
+    from trainium_trainer.weights.tensors import FileTensor
 
 EMBEDDING = "model.embed_tokens.weight"
 OUTPUT = "lm_head.weight"

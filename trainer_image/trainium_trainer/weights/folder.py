@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 from trainium_trainer.checkpoint.errors import DamagedFileError
 from trainium_trainer.exits import UserError
 from trainium_trainer.models.huggingface import CONFIG_NAME, shape_of_document
-from trainium_trainer.weights.headers import LENGTH_BYTES, header_length, tensors_of
 from trainium_trainer.weights.source import open_source
+from trainium_trainer.weights.tensors import LENGTH_BYTES, header_length, tensors_of
 
 if TYPE_CHECKING:
     from trainium_trainer.models.shapes import ModelShape
-    from trainium_trainer.weights.headers import FileTensor
     from trainium_trainer.weights.source import WeightsSource
+    from trainium_trainer.weights.tensors import FileTensor
 
 WHOLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"

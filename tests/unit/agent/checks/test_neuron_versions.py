@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from trainium_contract.spec.health import PreflightCheck
 from trainium_trainer.agent.checks import preflight
-from trainium_trainer.agent.checks.neuron_versions import driver_version, mismatch, runtime_version
+from trainium_trainer.agent.checks.preflight import driver_version, mismatch, runtime_version
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -7,8 +7,8 @@ import threading
 from trainium_contract.faults.causes import Cause
 from trainium_contract.wire.messages import Member, Membership, Transition
 from trainium_trainer.agent.exits.restart_policy import GenerationState
-from trainium_trainer.agent.generation.generation_store import GenerationStore, serve_store
-from trainium_trainer.agent.generation.turns import StateWatcher
+from trainium_trainer.agent.generation.state_watcher import StateWatcher
+from trainium_trainer.agent.generation.store import GenerationStore, serve_store
 from trainium_trainer.agent.rendezvous import GenerationRendezvous
 
 NODES = 100

@@ -14,8 +14,14 @@ from trainium_contract.exit_codes import ExitCode
 from trainium_contract.faults.causes import Cause
 from trainium_contract.wire.messages import Member, Membership, Transition
 from trainium_trainer.agent.exits.restart_policy import GenerationState
-from trainium_trainer.agent.generation.generation_store import GenerationStore, StoreLostError, serve_store
-from trainium_trainer.agent.generation.seal import LONGEST_VALUE, ForgedValueError, Seal
+from trainium_trainer.agent.generation.store import (
+    LONGEST_VALUE,
+    ForgedValueError,
+    GenerationStore,
+    Seal,
+    StoreLostError,
+    serve_store,
+)
 
 
 def membership_at(port: int = 1, *, generation: int = 1, uid: str = "uid") -> Membership:

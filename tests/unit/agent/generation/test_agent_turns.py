@@ -15,10 +15,15 @@ from trainium_contract.exit_codes import ExitCode
 from trainium_contract.faults.causes import Cause
 from trainium_contract.wire.messages import Member, Membership, Transition
 from trainium_trainer.agent.exits.restart_policy import GenerationState
-from trainium_trainer.agent.generation import generation_store, turns
-from trainium_trainer.agent.generation.generation_store import GenerationStore, StoreLostError, serve_store
-from trainium_trainer.agent.generation.turns import LONGEST_TURN_SECONDS, StateWatcher, TurnCaller
-from trainium_trainer.agent.rendezvous import GenerationRendezvous, GenerationStoppedError, RendezvousInterruptedError
+from trainium_trainer.agent.generation import state_watcher
+from trainium_trainer.agent.generation import store as generation_store
+from trainium_trainer.agent.generation.state_watcher import LONGEST_TURN_SECONDS, StateWatcher, TurnCaller
+from trainium_trainer.agent.generation.store import GenerationStore, StoreLostError, serve_store
+from trainium_trainer.agent.rendezvous import (
+    GenerationRendezvous,
+    GenerationStoppedError,
+    RendezvousInterruptedError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -179,7 +184,7 @@ def test_who_follows_asks_once_a_turn(party: Party, capfd: pytest.CaptureFixture
 
 
 def test_old_turns_are_forgotten(party: Party, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "_KEPT", 3)
+    monkeypatch.setattr(state_watcher, "_KEPT", 3)
     caller, store = party.caller(), party.store
     for _ in range(8):
         number = store.count(store.key("turns"))
@@ -248,7 +253,9 @@ def test_a_turn_that_a_stranger_writes_is_not_believed(party: Party) -> None:
 def test_all_begin_together_however_late_the_last_one_is_and_waiting_is_cheap(
     party: Party, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(turns, "LONGEST_TURN_SECONDS", 4.0)  # so that the clock calls none when the last one joins
+    monkeypatch.setattr(
+        state_watcher, "LONGEST_TURN_SECONDS", 4.0
+    )  # so that the clock calls none when the last one joins
     handlers = [party.rendezvous(rank) for rank in range(3)]
     first, second = party.joins(handlers[0]), party.joins(handlers[1])
     time.sleep(3.2)

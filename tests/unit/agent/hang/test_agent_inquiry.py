@@ -7,15 +7,15 @@ from shared_store import Shared
 
 from trainium_contract.wire.messages import TrainerPhase
 from trainium_trainer.agent.exits.restart_policy import GenerationState
-from trainium_trainer.agent.hang import group_diagnosis
+from trainium_trainer.agent.hang import response
 from trainium_trainer.agent.hang.detection import Finding, FindingKind, Standstill
-from trainium_trainer.agent.hang.group_diagnosis import Inquiry
+from trainium_trainer.agent.hang.response import Inquiry
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [1000.0]
-    monkeypatch.setattr(group_diagnosis.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(response.time, "monotonic", lambda: now[0])
     return now
 
 

@@ -21,7 +21,7 @@ from trainium_trainer.agent.checks import preflight
 from trainium_trainer.agent.exits import kernel_log
 from trainium_trainer.agent.exits.diagnosis import Signs
 from trainium_trainer.agent.exits.kernel_log import KernelEvents, KernelLog
-from trainium_trainer.agent.linux import kernel, proc
+from trainium_trainer.agent.linux import kernel
 from trainium_trainer.monitor.progress import ProgressPhase, ProgressWriter
 
 if TYPE_CHECKING:
@@ -68,9 +68,9 @@ def test_a_title_that_has_no_room_changes_the_name_of_the_process_at_most(
 def test_of_a_process_that_is_gone_nothing_is_known() -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    assert proc.state_of(gone.pid) == proc.ProcessState("", 0.0)
-    assert not proc.handles(gone.pid, 10)
-    assert proc.kernel_place(gone.pid) == ""
+    assert kernel.state_of(gone.pid) == kernel.ProcessState("", 0.0)
+    assert not kernel.handles(gone.pid, 10)
+    assert kernel.kernel_place(gone.pid) == ""
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_a_handler_is_read_from_the_mask_of_caught_signals(
     monkeypatch: pytest.MonkeyPatch, text: str, number: int, handled: bool
 ) -> None:
     monkeypatch.setattr(Path, "read_text", lambda _: text)
-    assert proc.handles(1, number) is handled
+    assert kernel.handles(1, number) is handled
 
 
 # ---- children ------------------------------------------------------------------------------------------------------

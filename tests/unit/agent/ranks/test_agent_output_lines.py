@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from trainium_contract.wire.log_line import EXIT_LOGGER, LINE_BYTES, LogFormat, log_line, read_log_line
 from trainium_trainer.agent.exits.diagnosis import describe_exit
-from trainium_trainer.agent.ranks.output import Tail
-from trainium_trainer.agent.ranks.output_lines import Speaker, form_of
+from trainium_trainer.agent.ranks.output import Speaker, Tail, form_of
 from trainium_trainer.agent.ranks.processes import RankProcess
 from trainium_trainer.agent.settings import AgentSettings
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from trainium_contract.wire.nonfinite_origin import parse_nonfinite_rank
-from trainium_trainer.agent.linux.proc import handles
+from trainium_trainer.agent.linux.kernel import handles
 from trainium_trainer.checkpoint.root.late_step_check import LATE_SECONDS
 from trainium_trainer.loop.stop import patience
 from trainium_trainer.monitor.progress import ProgressPhase, alerts_path, read_progress

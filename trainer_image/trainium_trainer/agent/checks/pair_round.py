@@ -21,7 +21,7 @@ from trainium_contract.wire.messages import CheckResult
 from trainium_trainer.agent.checks import pairing
 from trainium_trainer.agent.checks.pair_test import PairTask
 from trainium_trainer.agent.checks.pairing import Group, PairingResult, Wave, WaveResults
-from trainium_trainer.agent.generation.generation_store import StoreLostError, serve_store
+from trainium_trainer.agent.generation.store import StoreLostError, serve_store
 from trainium_trainer.agent.ranks.standby import StartRequest
 from trainium_trainer.agent.ranks.standby_keeper import StandbyLostError
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, not in __all__
 
     from trainium_contract.wire.messages import Membership
-    from trainium_trainer.agent.generation.generation_store import GenerationStore
+    from trainium_trainer.agent.generation.store import GenerationStore
     from trainium_trainer.agent.ranks.processes import RankProcess
     from trainium_trainer.agent.ranks.standby_keeper import StandbyKeeper
     from trainium_trainer.agent.settings import AgentSettings

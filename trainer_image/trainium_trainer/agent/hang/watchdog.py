@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.wire.messages import StepTiming, TrainerPhase
 from trainium_trainer.agent.hang.detection import Calibration, Sight, Standstill, StandstillWatch, limit_of, percentile
-from trainium_trainer.agent.linux import proc
-from trainium_trainer.agent.linux.cpu_wait import CpuWait
+from trainium_trainer.agent.linux import kernel
+from trainium_trainer.agent.linux.kernel import CpuWait
 from trainium_trainer.monitor.progress import ProgressPhase, read_with_pulse
 from trainium_trainer.monitor.pulse import Activity, Waiting
 
@@ -128,7 +128,7 @@ class HangWatch:
             return "", 0.0
         if now - known[1] < min(_ASK_KERNEL_AFTER_SECONDS, self._interval):
             return "", 0.0
-        seen = proc.state_of(process.pid)
+        seen = kernel.state_of(process.pid)
         return seen.letter, seen.cpu_seconds
 
 

@@ -10,6 +10,7 @@ import ctypes
 import os
 import signal
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -94,3 +95,92 @@ def descendants(pid: int) -> list[int]:
                     found += children
                     pending += children
     return found
+
+
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessState:
+    """State letter and processor time of a process."""
+
+    letter: str
+    """R, S, D, T, t, Z as in proc(5); empty when unknown."""
+    cpu_seconds: float
+
+
+def state_of(pid: int) -> ProcessState:
+    """The state of a process as of now."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        # Fields 3 (state), 14 and 15 (ticks in user and kernel mode) of proc(5).
+        return ProcessState(fields[0].decode(), (int(fields[11]) + int(fields[12])) / _TICKS)
+    except (OSError, IndexError, ValueError):
+        return ProcessState("", 0.0)
+
+
+def handles(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal."""
+    try:
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    except (OSError, IndexError, ValueError):
+        pass
+    return False
+
+
+def kernel_place(pid: int) -> str:
+    """Where in the kernel a process sleeps, as far as it may be known: its kernel stack, else the wait channel."""
+    for name in ("stack", "wchan"):
+        try:
+            text = Path(f"/proc/{pid}/{name}").read_text().strip()
+        except OSError:
+            continue
+        if text and text != "0":
+            return " < ".join(line.split()[-1].partition("+")[0] for line in text.splitlines()[:4])
+    return ""
+
+
+_SAMPLE_SECONDS = 5.0
+_LEAST_WANTED_NS = 50_000_000
+"""Of processor time within a sample; a rank that wants less waits for something else."""
+
+
+class CpuWait:
+    """The waits of some processes, sampled; used from one thread."""
+
+    def __init__(self, root: Path = Path("/proc")) -> None:
+        self._root = root
+        self._samples: dict[int, tuple[float, int, int]] = {}
+        self._shares: dict[int, float | None] = {}
+
+    def share(self, pid: int, now: float) -> float | None:
+        """Share of the wanted time that was waited for, over the newest sample of some seconds."""
+        known = self._samples.get(pid)
+        if known is not None and now - known[0] < _SAMPLE_SECONDS:
+            return self._shares.get(pid)
+        ran, waited = self._totals(pid)
+        self._samples[pid] = (now, ran, waited)
+        if known is not None:
+            waited_for = max(0, waited - known[2])
+            wanted = max(0, ran - known[1]) + waited_for
+            self._shares[pid] = round(waited_for / wanted, 3) if wanted >= _LEAST_WANTED_NS else None
+        return self._shares.get(pid)
+
+    def forget_others(self, pids: frozenset[int]) -> None:
+        """Only these processes are there still."""
+        for pid in self._samples.keys() - pids:
+            del self._samples[pid]
+            self._shares.pop(pid, None)
+
+    def _totals(self, pid: int) -> tuple[int, int]:
+        """Nanoseconds on a processor and in the queue for one, of all threads."""
+        ran = waited = 0
+        for path in (self._root / str(pid) / "task").glob("*/schedstat"):
+            try:
+                on, queued, *_ = path.read_text().split()
+                ran, waited = ran + int(on), waited + int(queued)
+            except (OSError, ValueError):  # a thread that has just ended, or a kernel that does not tell
+                continue
+        return ran, waited

@@ -19,7 +19,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from trainium_trainer.agent.linux import proc
+from trainium_trainer.agent.linux import kernel
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -94,9 +94,9 @@ def ask(processes: Mapping[int, tuple[int, Path]]) -> dict[int, Stacks]:
     answers: dict[int, Stacks] = {}
     before: dict[int, int] = {}
     for rank, (pid, progress) in processes.items():
-        if proc.state_of(pid).letter in ("T", "t"):
+        if kernel.state_of(pid).letter in ("T", "t"):
             answers[rank] = Stacks(why_not="no stack: it is stopped, so it cannot answer")
-        elif not proc.handles(pid, DUMP_SIGNAL):
+        elif not kernel.handles(pid, DUMP_SIGNAL):
             answers[rank] = Stacks(why_not="no stack: it has not come far enough to answer")
         else:
             before[rank] = _size(stacks_path(progress))
@@ -106,10 +106,10 @@ def ask(processes: Mapping[int, tuple[int, Path]]) -> dict[int, Stacks]:
     for rank, size in before.items():
         pid, progress = processes[rank]
         text = _tail(stacks_path(progress), size)
-        letter = proc.state_of(pid).letter or "?"
+        letter = kernel.state_of(pid).letter or "?"
         answers[rank] = Stacks(text, "" if text else f"no stack: no answer in process state {letter}")
     return {
-        rank: replace(stacks, kernel_place=proc.kernel_place(processes[rank][0])) for rank, stacks in answers.items()
+        rank: replace(stacks, kernel_place=kernel.kernel_place(processes[rank][0])) for rank, stacks in answers.items()
     }
 
 

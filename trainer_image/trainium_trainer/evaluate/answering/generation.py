@@ -6,20 +6,23 @@ rounding); answers come in the order of the prompts.
 
 from __future__ import annotations
 
+import hashlib
+from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import BoolTensor, FloatTensor, LongTensor
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
+from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from trainium_trainer.evaluate.answering.batching import batches, draw_seeds
-from trainium_trainer.evaluate.answering.draws import processors
-from trainium_trainer.evaluate.answering.endings import Ending, Endings, cut
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from torch import Tensor
+    from torch import FloatTensor, LongTensor, Tensor
 
     from trainium_contract.trainer.evaluate import GenerationConfig
     from trainium_trainer.evaluate.answering.folder import Candidate
@@ -129,3 +132,161 @@ def _answer(folder: Candidate, ids: list[int], stop: Sequence[str], endings: lis
     if short is not None:
         return GeneratedAnswer(short, len(ids), Ending.STOP)
     return GeneratedAnswer(text, len(ids), Ending.END_OF_TEXT if places else Ending.LENGTH)
+
+
+def batches(lengths: Sequence[int], size: int) -> list[list[int]]:
+    """Numbers of the examples in batches of at most `size`, similar lengths together, the longest first.
+
+    The longest come first so that memory which does not do is found at once.
+    """
+    order = sorted(range(len(lengths)), key=lambda number: (-lengths[number], number))
+    return [order[start : start + size] for start in range(0, len(order), size)]
+
+
+def share(batches: Sequence[list[int]], place: int, places: int) -> list[list[int]]:
+    """The batches that one of `places` readers takes: whole ones, so that no figure depends on how many read."""
+    return list(batches[place::places])
+
+
+def draw_seeds(prompts: Sequence[Sequence[int]], seed: int) -> list[int]:
+    """A seed for the draws of each prompt: of `seed`, the prompt's ids, and how many equal prompts stand before it."""
+    before: Counter[bytes] = Counter()
+    seeds = []
+    for ids in prompts:
+        content = ",".join(map(str, ids)).encode()
+        digest = hashlib.sha256(f"{seed}/{before[content]}/".encode() + content).digest()
+        before[content] += 1
+        seeds.append(int.from_bytes(digest[:8]) >> 1)  # what a generator takes as its seed
+    return seeds
+
+
+class GumbelNoise(LogitsProcessor):
+    """Adds noise to each row from a generator of its own."""
+
+    def __init__(self, seeds: Sequence[int]) -> None:
+        self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+
+    def __call__(self, input_ids: LongTensor, scores: FloatTensor) -> FloatTensor:  # noqa: ARG002 - the library's
+        """[rows, vocabulary] logits to the same, with noise."""
+        noise = torch.stack(
+            [-torch.empty(scores.shape[1]).exponential_(generator=each).log() for each in self._generators]
+        )
+        return scores + noise.to(scores.device)  # type: ignore[return-value]
+
+
+def processors(config: GenerationConfig, seeds: Sequence[int]) -> LogitsProcessorList:
+    """What is done to the logits before the largest is taken; nothing at temperature 0."""
+    found = LogitsProcessorList()
+    if config.temperature == 0:
+        return found
+    if config.temperature != 1:
+        found.append(TemperatureLogitsWarper(config.temperature))
+    if config.top_k:
+        found.append(TopKLogitsWarper(config.top_k))
+    if config.top_p < 1:
+        found.append(TopPLogitsWarper(config.top_p))
+    found.append(GumbelNoise(seeds))
+    return found
+
+
+_BYTES_OF_A_CHARACTER = 4
+
+
+class Ending(StrEnum):
+    """Why an answer ended."""
+
+    END_OF_TEXT = "EndOfText"
+    STOP = "Stop"
+    LENGTH = "Length"
+
+
+def cut(text: str, stop: Sequence[str]) -> str | None:
+    """The text before the first stop text in it; None when there is none."""
+    places = [place for place in map(text.find, stop) if place >= 0]
+    return text[: min(places)] if places else None
+
+
+class Endings(StoppingCriteria):
+    """Ends a row at its own limit or when its newest tokens complete a stop text; a sign of life with each token."""
+
+    def __init__(
+        self,
+        decode: Callable[[list[int]], str],
+        *,
+        width: int,
+        limits: Sequence[int],
+        stop: Sequence[str],
+        beat: Callable[[], None],
+    ) -> None:
+        """`width` is the length of the padded prompts, `limits` are most new tokens of each row."""
+        self._decode = decode
+        self._width = width
+        self._limits = limits
+        self._stop = stop
+        # No token is shorter than a byte, so a stop text that has just been completed begins within these.
+        self._tail = max((_BYTES_OF_A_CHARACTER * len(text) for text in stop), default=0) + _BYTES_OF_A_CHARACTER
+        self._beat = beat
+        self.lengths = list(limits)
+        """New tokens of each row until it ended here; what follows is padding."""
+
+    def __call__(self, input_ids: LongTensor, scores: FloatTensor, **_: Any) -> BoolTensor:  # noqa: ARG002
+        """[rows, width + new] ids to [rows]: which rows are at their end."""
+        self._beat()
+        new = input_ids.shape[1] - self._width
+        tails = input_ids[:, max(self._width, input_ids.shape[1] - self._tail) :].tolist() if self._stop else None
+        done = []
+        for row, limit in enumerate(self._limits):
+            stops = tails is not None and cut(self._decode(tails[row]), self._stop) is not None
+            if stops or new >= limit:
+                self.lengths[row] = min(self.lengths[row], new)
+            done.append(new >= self.lengths[row])
+        return cast("BoolTensor", torch.tensor(done, device=input_ids.device))
+
+
+Pair = tuple["Sequence[int]", "Sequence[int]"]
+"""Token ids of a prompt and of what follows it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Likelihood:
+    """Of one answer."""
+
+    log: float
+    """Sum of the natural logarithms of its tokens' probabilities."""
+    tokens: int
+
+
+def likelihoods(
+    model: LoadedModel, pairs: Sequence[Pair], *, batch_size: int, beat: Callable[[], None] = lambda: None
+) -> list[Likelihood]:
+    """Of each pair, how likely its second part follows its first; of an empty prompt the first token is not counted."""
+    rows = [
+        (list(prompt), list(answer)) if prompt else (list(answer[:1]), list(answer[1:])) for prompt, answer in pairs
+    ]
+    found = {number: Likelihood(0.0, 0) for number in range(len(rows))}
+    counted = [number for number in found if rows[number][1]]
+    lengths = [len(rows[number][0]) + len(rows[number][1]) for number in counted]
+    for batch in batches(lengths, batch_size):
+        beat()
+        numbers = [counted[place] for place in batch]
+        found |= zip(numbers, _of_batch(model, [rows[number] for number in numbers]), strict=True)
+    return [found[number] for number in range(len(rows))]
+
+
+@torch.no_grad()
+def _of_batch(model: LoadedModel, rows: list[tuple[list[int], list[int]]]) -> list[Likelihood]:
+    ids, mask = left_padded([prompt + answer for prompt, answer in rows], model.device)
+    longest = max(len(answer) for _, answer in rows)
+    logits = model.network(
+        input_ids=ids,
+        attention_mask=mask,
+        position_ids=(mask.cumsum(-1) - 1).clamp(min=0),
+        logits_to_keep=longest + 1,  # nothing is needed of the long prompts before
+        use_cache=False,
+    ).logits
+    found = []
+    for row, (_, answer) in zip(logits, rows, strict=True):  # row by row: float32 of a large vocabulary is much
+        truth = torch.tensor(answer, device=model.device)
+        each = row[-len(answer) - 1 : -1].float().log_softmax(-1).gather(-1, truth[:, None])
+        found.append(Likelihood(float(each.cpu().double().sum()), len(answer)))
+    return found

@@ -8,11 +8,11 @@ import pytest
 
 from trainium_contract.wire.messages import WorkerPhase
 from trainium_trainer.agent.exits.restart_policy import GenerationState
-from trainium_trainer.agent.life import actions as do
-from trainium_trainer.agent.life import events as on
-from trainium_trainer.agent.life.generation import step, wake_at
-from trainium_trainer.agent.life.shutdown import GenerationEnd, Order
-from trainium_trainer.agent.life.state import JoinAgain, JudgeEnds, Life, Stage, Terms
+from trainium_trainer.agent.lifecycle import actions as do
+from trainium_trainer.agent.lifecycle import events as on
+from trainium_trainer.agent.lifecycle.events import GenerationEnd, Order
+from trainium_trainer.agent.lifecycle.generation import step, wake_at
+from trainium_trainer.agent.lifecycle.state import JoinAgain, JudgeEnds, Life, Stage, Terms
 
 TERMS = Terms(generation=3, grace_seconds=20.0, look_seconds=2.0)
 RUNNING = Life(stage=Stage.RUNNING, attempt=1, started=2, look_due=1000.0)

@@ -11,6 +11,8 @@ the server's host does; every failure to reach the server is StoreLostError.
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import logging
 import queue
 import socket
@@ -21,8 +23,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # documented, not in __all__
 
+from trainium_contract.wire.messages import WorkerPhase
 from trainium_trainer.agent.exits.restart_policy import GenerationState
-from trainium_trainer.agent.generation.seal import ForgedValueError, Seal
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -246,3 +248,94 @@ class GenerationStore:
         result = line.call(operation, lambda: _HURRIED_SECONDS if self._hurried() else OPERATION_SECONDS)
         self._line = line
         return result
+
+
+LONGEST_VALUE = 4 << 20
+_SIGNATURE_CHARACTERS = 32
+
+
+class ForgedValueError(Exception):
+    """A value that no agent of this generation wrote."""
+
+
+class Seal:
+    """Signs and verifies the values of one generation."""
+
+    def __init__(self, membership: Membership) -> None:
+        words = (str(membership.generation), *(member.pod_uid for member in membership.members))
+        self._key = hashlib.sha256("\0".join(("trainium store", *words)).encode()).digest()
+
+    def close(self, name: str, value: str) -> str:
+        """Return the value as it is stored under this name."""
+        return self._sign(name, value) + value
+
+    def open(self, name: str, stored: bytes | str) -> str:
+        """Return the value that is stored under this name. Raises ForgedValueError."""
+        if len(stored) > LONGEST_VALUE:
+            raise ForgedValueError(f"{name} in the generation's store is longer than anything that agents write")
+        text = stored.decode("utf-8", "replace") if isinstance(stored, bytes) else stored
+        signature, value = text[:_SIGNATURE_CHARACTERS], text[_SIGNATURE_CHARACTERS:]
+        if not hmac.compare_digest(signature.encode(), self._sign(name, value).encode()):
+            raise ForgedValueError(f"{name} in the generation's store was not written by an agent of this generation")
+        return value
+
+    def _sign(self, name: str, value: str) -> str:
+        return hmac.new(self._key, f"{name}\0{value}".encode(), hashlib.sha256).hexdigest()[:_SIGNATURE_CHARACTERS]
+
+
+_POLL_SECONDS = 0.1
+_FAREWELL_SECONDS = 5.0
+_ORPHANED_SECONDS = 30.0
+
+
+class Roll:
+    """One agent's view of the roll; used by the generation's worker only."""
+
+    def __init__(self, store: GenerationStore, node_rank: int, members: int) -> None:
+        self._store = store
+        self._node_rank = node_rank
+        self._members = members
+        self._seen_at = 0.0
+
+    def sign(self, attempt: int, phase: WorkerPhase) -> None:
+        """This pod's ranks all ended so."""
+        self._seen_at = time.monotonic()
+        store = self._store
+        self._add(store.key(attempt, phase), 1)
+
+    def all_signed(self, attempt: int) -> bool:
+        """Whether the ranks of all members have ended in peace."""
+        return (
+            sum(self._count(attempt, phase) for phase in (WorkerPhase.YIELDED, WorkerPhase.FINISHED)) >= self._members
+        )
+
+    def all_finished(self, attempt: int) -> bool:
+        """Whether every member has finished."""
+        store = self._store
+        if not store.connected:
+            try:
+                store.connect()
+            except StoreLostError:
+                # Node 0 leaves once all are finished; had it been lost, a newer generation would have come by now.
+                return time.monotonic() > self._seen_at + _ORPHANED_SECONDS
+        self._seen_at = time.monotonic()
+        return self._count(attempt, WorkerPhase.FINISHED) == self._members
+
+    def part(self) -> None:
+        """Leave after all have finished."""
+        key, others = self._store.key("left"), self._members - 1
+        if self._node_rank != 0:
+            self._add(key, 1)
+            return
+        deadline = time.monotonic() + _FAREWELL_SECONDS
+        while time.monotonic() < deadline and self._add(key, 0) < others:
+            time.sleep(_POLL_SECONDS)
+
+    def _count(self, attempt: int, phase: WorkerPhase) -> int:
+        return self._add(self._store.key(attempt, phase), 0)
+
+    def _add(self, key: str, amount: int) -> int:
+        try:
+            return self._store.count(key, amount)
+        except StoreLostError:
+            return 0

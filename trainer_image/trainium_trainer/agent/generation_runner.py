@@ -14,13 +14,13 @@ import traceback
 from typing import TYPE_CHECKING
 
 from trainium_contract.exit_codes import ExitCode
-from trainium_trainer.agent.generation.turns import StateWatcher
-from trainium_trainer.agent.generation_work import GenerationWork, Given
+from trainium_trainer.agent.generation.state_watcher import StateWatcher
+from trainium_trainer.agent.generation_tasks import GenerationWork, Given
 from trainium_trainer.agent.hang.watchdog import look_seconds
-from trainium_trainer.agent.life import actions as do
-from trainium_trainer.agent.life import events as on
-from trainium_trainer.agent.life.generation import step, wake_at
-from trainium_trainer.agent.life.state import Life, Stage, Terms
+from trainium_trainer.agent.lifecycle import actions as do
+from trainium_trainer.agent.lifecycle import events as on
+from trainium_trainer.agent.lifecycle.generation import step, wake_at
+from trainium_trainer.agent.lifecycle.state import Life, Stage, Terms
 
 if TYPE_CHECKING:
     import asyncio
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
     from trainium_contract.wire.messages import CheckResult, Membership
     from trainium_trainer.agent.coordinator.report import PodReport
-    from trainium_trainer.agent.generation_work import ErrandThread
+    from trainium_trainer.agent.generation_tasks import ErrandThread
     from trainium_trainer.agent.hang.detection import Calibration
-    from trainium_trainer.agent.life.shutdown import Order
+    from trainium_trainer.agent.lifecycle.events import Order
     from trainium_trainer.agent.ranks.processes import RankProcess
     from trainium_trainer.agent.ranks.standby_keeper import StandbyKeeper
     from trainium_trainer.agent.settings import AgentSettings

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from trainium_trainer.agent.life.shutdown import GenerationEnd, Order
+from trainium_trainer.agent.lifecycle.events import GenerationEnd, Order
 
 if TYPE_CHECKING:
-    from trainium_trainer.agent.life import actions as do
-    from trainium_trainer.agent.life import events as on
+    from trainium_trainer.agent.lifecycle import actions as do
+    from trainium_trainer.agent.lifecycle import events as on
 
 
 @dataclass(frozen=True, slots=True)

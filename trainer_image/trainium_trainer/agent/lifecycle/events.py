@@ -6,13 +6,34 @@ Each comes once and in the order in which it was posted; an errand ends with exa
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum, StrEnum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from trainium_contract.faults.causes import Cause
     from trainium_contract.wire.messages import StepTiming, StuckRank
     from trainium_trainer.agent.exits.restart_policy import GenerationState
-    from trainium_trainer.agent.life.shutdown import Order
+
+
+class Order(IntEnum):
+    """How the agent is told to leave a generation; a higher one overrides a lower one."""
+
+    NONE = 0
+    GRACEFUL = 1
+    """A newer generation; let the ranks save first."""
+    TERMINATE = 2
+    """The pod is ending; let the ranks save first."""
+    IMMEDIATE = 3
+    """A newer generation; kill the ranks."""
+
+
+class GenerationEnd(StrEnum):
+    """How a generation ended on this pod."""
+
+    FINISHED = "Finished"
+    """Every rank of every member ended with code 0."""
+    LEFT = "Left"
+    """As ordered; no rank is alive."""
 
 
 # Facts.

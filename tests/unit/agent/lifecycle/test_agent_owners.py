@@ -16,18 +16,17 @@ from trainium_contract.wire.log_line import LogFormat
 from trainium_contract.wire.messages import Member, Membership, TrainerPhase, Transition, WorkerPhase
 from trainium_trainer.agent import supervisor as supervisor_module
 from trainium_trainer.agent.checks import pair_test
-from trainium_trainer.agent.generation import exit_barrier
-from trainium_trainer.agent.generation.exit_barrier import Roll
-from trainium_trainer.agent.generation.generation_store import GenerationStore, StoreLostError
-from trainium_trainer.agent.generation_owner import GenerationOwner
-from trainium_trainer.agent.generation_work import GenerationWork, Given
+from trainium_trainer.agent.generation import store as store_module
+from trainium_trainer.agent.generation.store import GenerationStore, Roll, StoreLostError
+from trainium_trainer.agent.generation_runner import GenerationOwner
+from trainium_trainer.agent.generation_tasks import GenerationWork, Given
 from trainium_trainer.agent.hang import response
 from trainium_trainer.agent.hang.detection import Finding, FindingKind, Standstill
-from trainium_trainer.agent.life import actions as do
-from trainium_trainer.agent.life import events as on
-from trainium_trainer.agent.life import pod
-from trainium_trainer.agent.life.shutdown import Order
-from trainium_trainer.agent.life.state import Life, Stage, Terms
+from trainium_trainer.agent.lifecycle import actions as do
+from trainium_trainer.agent.lifecycle import events as on
+from trainium_trainer.agent.lifecycle import pod
+from trainium_trainer.agent.lifecycle.events import Order
+from trainium_trainer.agent.lifecycle.state import Life, Stage, Terms
 from trainium_trainer.agent.ranks import output
 from trainium_trainer.agent.ranks.output import Tail
 from trainium_trainer.agent.rendezvous import RendezvousInterruptedError
@@ -306,7 +305,7 @@ def test_when_the_first_node_has_left_the_others_take_it_that_all_have_finished(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = [1000.0]
-    monkeypatch.setattr(exit_barrier.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(store_module.time, "monotonic", lambda: now[0])
     store = Lost(comes_back=True)
     roll = Roll(store, 1, 2)
     roll.sign(0, WorkerPhase.FINISHED)

@@ -15,12 +15,12 @@ from trainium_contract.exit_codes import ExitCode
 from trainium_contract.faults.causes import Cause
 from trainium_contract.wire.messages import StuckRank, TrainerPhase
 from trainium_trainer.agent.exits.restart_policy import GenerationState
-from trainium_trainer.agent.life import actions as do
-from trainium_trainer.agent.life import events as on
-from trainium_trainer.agent.life import pod
-from trainium_trainer.agent.life.generation import step, wake_at
-from trainium_trainer.agent.life.shutdown import GenerationEnd
-from trainium_trainer.agent.life.state import Life, Stage, Terms
+from trainium_trainer.agent.lifecycle import actions as do
+from trainium_trainer.agent.lifecycle import events as on
+from trainium_trainer.agent.lifecycle import pod
+from trainium_trainer.agent.lifecycle.events import GenerationEnd
+from trainium_trainer.agent.lifecycle.generation import step, wake_at
+from trainium_trainer.agent.lifecycle.state import Life, Stage, Terms
 
 HISTORIES = 10_000
 PARTS = 4

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.faults.causes import Cause
 from trainium_contract.wire.messages import WorkerPhase
-from trainium_trainer.agent.life import actions as do
-from trainium_trainer.agent.life import events as on
-from trainium_trainer.agent.life.shutdown import GenerationEnd, Order
-from trainium_trainer.agent.life.state import (
+from trainium_trainer.agent.lifecycle import actions as do
+from trainium_trainer.agent.lifecycle import events as on
+from trainium_trainer.agent.lifecycle.events import GenerationEnd, Order
+from trainium_trainer.agent.lifecycle.state import (
     After,
     CountHang,
     Fail,

@@ -17,21 +17,24 @@ from trainium_trainer.agent.checks.pair_round import FoundBadError, PairRound
 from trainium_trainer.agent.checks.pairing import noted
 from trainium_trainer.agent.exits.diagnosis import weight
 from trainium_trainer.agent.exits.restart_policy import Decision, GenerationState, RestartJudgement, after_yield, judge
-from trainium_trainer.agent.generation.exit_barrier import Roll
-from trainium_trainer.agent.generation.generation_store import StoreLostError
+from trainium_trainer.agent.generation.store import Roll, StoreLostError
 from trainium_trainer.agent.hang.detection import Finding, FindingKind, after_hang
 from trainium_trainer.agent.hang.response import HangResponse
-from trainium_trainer.agent.life import actions as do
-from trainium_trainer.agent.life import events as on
-from trainium_trainer.agent.ranks.rank_group import AttemptLayout, start_ranks
-from trainium_trainer.agent.rendezvous import GenerationRendezvous, GenerationStoppedError, RendezvousInterruptedError
+from trainium_trainer.agent.lifecycle import actions as do
+from trainium_trainer.agent.lifecycle import events as on
+from trainium_trainer.agent.ranks.standby_keeper import AttemptLayout, start_ranks
+from trainium_trainer.agent.rendezvous import (
+    GenerationRendezvous,
+    GenerationStoppedError,
+    RendezvousInterruptedError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from trainium_contract.wire.messages import CheckResult, Membership
     from trainium_trainer.agent.exits.diagnosis import Diagnosis, Signs
-    from trainium_trainer.agent.generation.turns import StateWatcher
+    from trainium_trainer.agent.generation.state_watcher import StateWatcher
     from trainium_trainer.agent.hang.detection import Calibration
     from trainium_trainer.agent.ranks.processes import RankProcess
     from trainium_trainer.agent.ranks.standby_keeper import StandbyKeeper

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from trainium_contract.exit_codes import ExitCode
-from trainium_trainer.agent.life.shutdown import GenerationEnd, Order
+from trainium_trainer.agent.lifecycle.events import GenerationEnd, Order
 
 _ACKNOWLEDGE_SECONDS = 10.0
 _PEERS_SECONDS = 3.0

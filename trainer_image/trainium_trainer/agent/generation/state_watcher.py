@@ -17,7 +17,7 @@ import time
 from typing import TYPE_CHECKING
 
 from trainium_trainer.agent.exits.restart_policy import GenerationState
-from trainium_trainer.agent.generation.generation_store import GenerationStore, StoreLostError
+from trainium_trainer.agent.generation.store import GenerationStore, StoreLostError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
