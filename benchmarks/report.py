@@ -73,19 +73,19 @@ def _head(peers: Json) -> str:
 
 Written by `python -m benchmarks.report` from the files of `make bench`; do not edit.
 
-Seconds move with a machine and with what else it does; ratios do not, or much less. So what the machine decides is
-divided by the **floor** of the same run: the same pods, with the same preference for near nodes, created by a plain
-client with 64 requests in flight (its restart: fail all, delete all, create all). Each figure is the median, with the
-lowest and the highest value; **missed** goals are marked.
+Seconds depend on the machine and its load; ratios depend on them much less. Figures that the machine determines are
+therefore divided by the **floor** of the same run: the same pods, with the same preference for near nodes, created by a
+plain client with 64 requests in flight (its restart: fail all, delete all, create all). Each figure is the median, with
+the lowest and the highest value; **missed** goals are marked.
 
 Peers: {peers["source"]}, {peers["date"]}, {peers["machine"]}.
-Their ratios are to the floor of their own runs.
+Their ratios use the floor of the runs in which they were measured.
 
 {versions}
 
-`A fleet`, `The coordinator` and `Training speed` can be measured again with `make bench`. Each other part was measured
-once: check out commit `02e7f559` and run `make bench ARGS=NAME`, where NAME is the last word of its command or stands
-in parentheses. What a rank costs among many is on a page of its own, [scale](scale.md).
+To measure `A fleet`, `The coordinator` and `Training speed` again, run `make bench`. Each other part was measured once:
+check out commit `02e7f559` and run `make bench ARGS=NAME`, with NAME from the end of its command or from parentheses.
+[Scale](scale.md) shows what a job costs as it grows.
 """
 
 

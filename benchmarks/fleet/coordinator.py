@@ -1,4 +1,4 @@
-"""Measure the coordinator with 1,000 agents: heartbeats at 1 Hz, a membership change, and two hand-overs.
+"""Measure the coordinator with 1,000 agents: heartbeats at 1 Hz, a membership change, and two handovers.
 
 Two operator processes with the rights of the chart run on a real control plane with fake nodes. Agents speak the real
 protocol over real TLS with tokens of the API server. Latency is measured at the agents, and divided by that of the
@@ -48,7 +48,7 @@ class CoordinatorRun:
         self._port = free_port(HOSTS[1])
 
     async def run(self, seconds: float) -> None:
-        """Measure heartbeats, a membership change, a hand-over after a crash and an orderly one."""
+        """Measure heartbeats, a membership change, a handover after a crash and an orderly one."""
         leader = await self._chart.start(HOSTS[0], self._port)
         await leader.until_leader()
         standby = await self._chart.start(HOSTS[1], self._port)
@@ -129,10 +129,10 @@ class CoordinatorRun:
         served = await agents.ask("served", count=self._count, seconds=TIMEOUT_SECONDS)
         await ending
         how, goal = ("after a crash", 20.0) if crash else ("in order", 2.0)
-        self._report.add(f"hand-over {how}: first agent served", self._count, "s", served["first"] - began, goal=goal)
-        self._report.add(f"hand-over {how}: all agents served", self._count, "s", served["last"] - began)
+        self._report.add(f"handover {how}: first agent served", self._count, "s", served["first"] - began, goal=goal)
+        self._report.add(f"handover {how}: all agents served", self._count, "s", served["last"] - began)
         lost = float((await self._status())["membership"]["generation"] - before)
-        self._report.add(f"hand-over {how}: generations begun", self._count, "count", lost, goal=0.0)
+        self._report.add(f"handover {how}: generations started", self._count, "count", lost, goal=0.0)
 
     async def _status(self) -> dict[str, Any]:
         status: dict[str, Any] = (await self._kube.request("GET", f"{JOBS}/{NAME}")).get("status", {})
