@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.wire.membership_change import diff_memberships
 from trainium_contract.wire.messages import HeartbeatRequest, WorkerPhase
-from trainium_operator.plan.model.observed import SILENCE_TOLD_SECONDS, AgentView
+from trainium_operator.plan.model.observed import SILENCE_REPORTED_SECONDS, AgentView
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -188,11 +188,11 @@ class CoordinatorState:
         job = self._job(job_id)
         known = job.agents.get(request.pod_uid)
         if known is None:
-            view = AgentView(registration=request, heard=now, first_heard=now)
+            view = AgentView(registration=request, last_seen=now, first_seen=now)
             job.agents[request.pod_uid] = _Agent(view)
             return True
         changed = known.view.registration != request
-        known.view = replace(known.view, registration=request, heard=now, refused=None)
+        known.view = replace(known.view, registration=request, last_seen=now, refused=None)
         return changed
 
     def newly_silent(self) -> set[tuple[str, str]]:
@@ -204,7 +204,7 @@ class CoordinatorState:
                 agent = job.agents.get(pod_uid)
                 if agent is None:
                     continue
-                silent = now - agent.view.heard >= SILENCE_TOLD_SECONDS
+                silent = now - agent.view.last_seen >= SILENCE_REPORTED_SECONDS
                 if silent and not agent.silence_reported:
                     found.add((agent.view.registration.namespace, agent.view.registration.job))
                 agent.silence_reported = silent
@@ -219,7 +219,7 @@ class CoordinatorState:
                 agent = job.agents.get(member.pod_uid)
                 if agent is None or agent.view.refused is not None or member.pod_uid in job.deleted:
                     continue
-                silent = now - agent.view.heard >= SILENCE_TOLD_SECONDS
+                silent = now - agent.view.last_seen >= SILENCE_REPORTED_SECONDS
                 unknown = not agent.reachable and not silent and now >= agent.probed_at + _PROBE_AGAIN_SECONDS
                 if unknown or (silent and agent.reachable):
                     request = agent.view.registration
@@ -232,7 +232,7 @@ class CoordinatorState:
                             pod=request.pod_name,
                             host=request.pod_ip,
                             port=request.rendezvous_port,
-                            last_seen=agent.view.heard,
+                            last_seen=agent.view.last_seen,
                         )
                     )
         return found
@@ -257,7 +257,7 @@ class CoordinatorState:
         if not agent.reachable:
             agent.probed_at = self._wall_clock()
             return False
-        if agent.view.heard != target.last_seen or agent.view.refused is not None:
+        if agent.view.last_seen != target.last_seen or agent.view.refused is not None:
             return False
         agent.view = replace(agent.view, refused=self._wall_clock())
         return True
@@ -272,7 +272,7 @@ class CoordinatorState:
         agent = job.agents.get(pod_uid) if job else None
         if agent is None:
             raise NotRegisteredError
-        agent.view = replace(agent.view, heard=self._wall_clock(), refused=None)
+        agent.view = replace(agent.view, last_seen=self._wall_clock(), refused=None)
         return agent.view
 
     def alive(self, job_id: JobId, pod_uid: str, step: int) -> None:
@@ -332,7 +332,7 @@ def _results(heartbeat: HeartbeatRequest) -> tuple[object, ...]:
 
 
 def _with_heartbeat(view: AgentView, request: HeartbeatRequest, *, steps: int, first_step: bool) -> AgentView:
-    """Return the view after this heartbeat; `view.heard` is now."""
+    """Return the view after this heartbeat; `view.last_seen` is now."""
     view = replace(view, heartbeat=request, joining_since=_joining_since(view, request))
     return _with_steps(view, steps, first_step=first_step) if steps > 0 else view
 
@@ -341,8 +341,8 @@ def _with_steps(view: AgentView, steps: int, *, first_step: bool) -> AgentView:
     """Return the view after so many new steps. The time before an attempt's first step includes the interruption."""
     step_seconds = view.step_seconds
     if view.progressed is not None and not first_step:
-        step_seconds = (view.heard - view.progressed) / steps
-    return replace(view, progressed=view.heard, step_seconds=step_seconds)
+        step_seconds = (view.last_seen - view.progressed) / steps
+    return replace(view, progressed=view.last_seen, step_seconds=step_seconds)
 
 
 def _joining_since(view: AgentView, request: HeartbeatRequest) -> float | None:
@@ -350,7 +350,7 @@ def _joining_since(view: AgentView, request: HeartbeatRequest) -> float | None:
         return None
     old = view.heartbeat
     same = old is not None and (old.generation, old.attempt) == (request.generation, request.attempt)
-    return view.joining_since if same and view.joining_since is not None else view.heard
+    return view.joining_since if same and view.joining_since is not None else view.last_seen
 
 
 def _has_news(old: HeartbeatRequest, new: HeartbeatRequest) -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.faults.causes import Cause
 from trainium_contract.wire.messages import ProcessFailure, Progress, RestartRecord, StepTiming, Transition, WorkerPhase
-from trainium_operator.plan.model.observed import SILENCE_TOLD_SECONDS
+from trainium_operator.plan.model.observed import SILENCE_REPORTED_SECONDS
 from trainium_simulator.virtual.training import State, Training
 from trainium_simulator.virtual.workforce import HALF_A_HEARTBEAT, Ranks
 
@@ -254,7 +254,7 @@ class Run:
                 agent.waiting_for = self._missing()[:64]
                 agent.turn(WorkerPhase.JOINING, self._timeline.now)
         if any(True for slot in slots for _ in self._workforce.on(slot)):
-            self._timeline.after(SILENCE_TOLD_SECONDS - HALF_A_HEARTBEAT, self._changed)
+            self._timeline.after(SILENCE_REPORTED_SECONDS - HALF_A_HEARTBEAT, self._changed)
 
     def _stop(self, state: State) -> None:
         self._epoch += 1

@@ -272,7 +272,7 @@ class Workforce:
         self._changed()
         self.schedule()
 
-    def node_gone(self, slot: Slot, node: str) -> None:
+    def node_deleted(self, slot: Slot, node: str) -> None:
         """The node object was removed: the garbage collector removes its pods."""
         for pod in [each for each in self.pods.values() if each.view.node == node]:
             self._remove(pod)
@@ -300,13 +300,13 @@ class Workforce:
                 continue
             if agent.silent_since is not None:
                 if agent.known is not None and agent.silent_since > deaf_until:
-                    known[pod.view.uid] = replace(agent.known, heard=agent.silent_since)
+                    known[pod.view.uid] = replace(agent.known, last_seen=agent.silent_since)
                 continue
             member = agent.generation > 0 and ranks.progress is not None
             agent.known = AgentView(
                 registration=agent.registration,
-                heard=now,
-                first_heard=max(agent.since, deaf_until),
+                last_seen=now,
+                first_seen=max(agent.since, deaf_until),
                 heartbeat=_heartbeat(pod, agent, ranks),
                 progressed=ranks.stepped if member else None,
                 step_seconds=ranks.step_seconds if member else None,

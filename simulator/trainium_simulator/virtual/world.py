@@ -290,7 +290,7 @@ class World:
             if gone is not None:
                 if was_up:
                     self._lose_power([slot])
-                self.workforce.node_gone(slot, gone)
+                self.workforce.node_deleted(slot, gone)
             elif not was_up:
                 self.workforce.power_returns(slot)
             self.operator.nodes_changed()

@@ -17,7 +17,6 @@ from pydantic import BaseModel
 
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
 from trainium_operator.cluster.cache.membership_record import MembershipRecord
-from trainium_operator.plan.model import devices as _devices
 from trainium_operator.plan.model import observed as _observed
 from trainium_operator.plan.model.actions import CreatePod
 
@@ -168,5 +167,5 @@ def _check_any(value: Any, choices: tuple[Any, ...], where: str) -> None:
 @cache
 def _fields(view: type) -> dict[str, Any]:
     ours = (TrainingJobSpec, TrainingJobStatus, MembershipRecord)
-    known = {**vars(_devices), **vars(_observed), "Mapping": Mapping, **{each.__name__: each for each in ours}}
+    known = {**vars(_observed), "Mapping": Mapping, **{each.__name__: each for each in ours}}
     return typing.get_type_hints(view, localns=known)

@@ -24,11 +24,11 @@ from trainium_operator.coordinator.state import CoordinatorState
 from trainium_operator.plan.model.actions import (
     ApplyObject,
     ApplyPolicy,
-    AskQuota,
+    ApplyWorkload,
     CreatePod,
     DeletePod,
     PublishMembership,
-    TellQuota,
+    SetQuotaConditions,
 )
 from trainium_operator.plan.model.observed import GangApi
 from trainium_operator.plan.plan import plan
@@ -241,10 +241,10 @@ class World:
             case PublishMembership(membership, manifest):
                 self.see("ConfigMap", manifest)
                 self.state.publish(job.id, membership)
-            case ApplyObject(manifest) | ApplyPolicy(manifest) | AskQuota(manifest):
+            case ApplyObject(manifest) | ApplyPolicy(manifest) | ApplyWorkload(manifest):
                 if manifest["kind"] in self._listers:
                     self.see(manifest["kind"], manifest)
-            case TellQuota():
+            case SetQuotaConditions():
                 with_conditions((), action.conditions, "2027-01-15T08:00:00Z")
             case _:
                 pass

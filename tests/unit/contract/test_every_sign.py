@@ -52,8 +52,15 @@ from trainium_operator.plan.faults.ends import (
 )
 from trainium_operator.plan.faults.node_signals import Demand, bad_status, kernel_problem, problems_of
 from trainium_operator.plan.features.dra.claims import health_problem, taint_problem
-from trainium_operator.plan.model.devices import DeviceTaint
-from trainium_operator.plan.model.observed import NodeCondition, NodeReadiness, NodeView, PodPhase, PodView, Taint
+from trainium_operator.plan.model.observed import (
+    DeviceTaint,
+    NodeCondition,
+    NodeReadiness,
+    NodeView,
+    PodPhase,
+    PodView,
+    Taint,
+)
 from trainium_operator.plan.model.reasons import Reason
 from trainium_trainer.agent.exits.diagnosis import Signs, describe_exit, weight
 from trainium_trainer.agent.exits.restart_policy import GenerationState, judge

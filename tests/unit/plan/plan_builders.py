@@ -111,8 +111,8 @@ def agent(ordinal: int, phase: WorkerPhase = WorkerPhase.STANDBY, *, silent: flo
             rendezvous_port=29500,
             agent_version="1",
         ),
-        heard=NOW - silent,
-        first_heard=NOW - 50,
+        last_seen=NOW - silent,
+        first_seen=NOW - 50,
         heartbeat=heartbeat(ordinal, phase, **changes),
         **view,
     )

@@ -26,9 +26,10 @@ from trainium_operator.plan.model.actions import (
     Plan,
     PublishMembership,
 )
-from trainium_operator.plan.model.devices import DevicesView, DeviceTaint
 from trainium_operator.plan.model.observed import (
-    SILENCE_TOLD_SECONDS,
+    SILENCE_REPORTED_SECONDS,
+    DevicesView,
+    DeviceTaint,
     FleetView,
     JobView,
     Observed,
@@ -285,7 +286,7 @@ class FakeCluster(FaultyWorld):
             for uid, view in self.heard.items()
             if view.heartbeat
         }
-        silent = {uid for uid, view in self.heard.items() if self.now - view.heard >= SILENCE_TOLD_SECONDS}
+        silent = {uid for uid, view in self.heard.items() if self.now - view.last_seen >= SILENCE_REPORTED_SECONDS}
         return (
             {name: each.view for name, each in self.pods.items()},
             {name: self._node_view(each) for name, each in self.nodes.items()},

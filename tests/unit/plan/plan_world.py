@@ -370,8 +370,8 @@ class FakeWorld:
                 self.stepped[uid] = (agent.generation, agent.attempt)
             self.heard[uid] = AgentView(
                 registration=agent.registration,
-                heard=self.now,
-                first_heard=old.first_heard if old else self.now,
+                last_seen=self.now,
+                first_seen=old.first_seen if old else self.now,
                 heartbeat=beat,
                 progressed=self.now if stepped else old.progressed if old else None,
                 step_seconds=1 / STEPS_PER_SECOND if stepped else old.step_seconds if old else None,

@@ -14,7 +14,7 @@ from explorer.search import Explorer
 
 from trainium_contract.faults import classify
 from trainium_contract.faults.causes import Cause
-from trainium_operator.plan import plan as plan_module
+from trainium_operator.plan.history import in_place_restarts
 from trainium_operator.plan.membership import decide, generation
 from trainium_operator.plan.membership.generation import Decision
 from trainium_operator.plan.model.observed import FleetView
@@ -96,13 +96,13 @@ def test_a_generation_number_that_is_used_twice_is_found_at_once(monkeypatch: py
 
 
 def test_a_restart_that_is_counted_again_and_again_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = plan_module.take_restarts
+    real = in_place_restarts.record_restarts
 
     def forgetful(facts: Any, status: Any, *, member_lost: bool) -> Any:
         taken = real(facts, status, member_lost=member_lost)
-        return taken.having(taken.status.replaced(membership=status.membership))
+        return taken.with_status(taken.status.replaced(membership=status.membership))
 
-    monkeypatch.setattr(plan_module, "take_restarts", forgetful)
+    monkeypatch.setattr(in_place_restarts, "record_restarts", forgetful)
     violation = broken(1, FAULTS).violation
     assert violation is not None
     assert violation.history[0] == "a process of rank 1 crashes"
@@ -127,7 +127,7 @@ def test_a_rigid_job_that_shrinks_is_found(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_decision_that_nobody_finishes_is_found_by_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decide, "finish_decided", lambda _facts, status: Decision(status=status))
+    monkeypatch.setattr(decide, "finish_decided_generation", lambda _facts, status: Decision(status=status))
     lost = [letter for letter in FAULTS if letter.name == "the spare's node is lost"]
     up = [letter.dying(1) for letter in WISHES if letter.name == "the user scales up"]
     violation = broken(2, (*lost, *up)).violation

@@ -95,7 +95,7 @@ def test_a_new_spare_does_not_go_to_the_node_that_was_just_lost_whatever_the_sch
     cluster.scorns_preferences = True
     node = cluster.members()[1].view.node
     cluster.lose_node(node)
-    cluster.run(25)  # for 40 s the node still looks ready to the scheduler
+    cluster.run(25)  # for 40 s the node still requeue_at ready to the scheduler
     assert all(each.view.node != node for each in cluster.pods.values())
     assert cluster.status.spares == 1
 

@@ -75,7 +75,7 @@ async def test_a_heartbeat_of_an_old_generation_is_refused_and_told_the_current_
     assert (status, answer["generation"]) == (409, 7)
     after = world.state.agents(LLAMA)["uid-w-0"]
     assert after.heartbeat is None
-    assert after.heard >= before.heard
+    assert after.last_seen >= before.last_seen
 
 
 async def test_a_spare_that_lives_in_no_generation_is_never_too_old(world: World) -> None:

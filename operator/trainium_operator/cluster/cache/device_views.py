@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from trainium_contract.faults.classify import cause_of_claim_health
 from trainium_contract.spec.claim import DRIVER
 from trainium_operator.cluster.cache.parts import items_of, mapping_of, text_of, whole_of
-from trainium_operator.plan.model.devices import DeviceTaint
 from trainium_operator.plan.model.names import CLAIM
+from trainium_operator.plan.model.observed import DeviceTaint
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

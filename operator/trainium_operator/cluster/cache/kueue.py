@@ -19,7 +19,7 @@ from trainium_operator.cluster.cache.namespaces import EVERYWHERE, Namespaces
 from trainium_operator.cluster.cache.optional_api import OptionalApi
 from trainium_operator.cluster.cache.reflector import Reflector
 from trainium_operator.cluster.cache.store import IndexedCache
-from trainium_operator.plan.model.optional_api import ApiState
+from trainium_operator.plan.model.observed import ApiState
 from trainium_operator.plan.model.quota import Placement, QuotaView, WorkloadView
 
 if TYPE_CHECKING:

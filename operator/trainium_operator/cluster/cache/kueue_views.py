@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING
 
 from trainium_operator.cluster.cache.parts import items_of, mapping_of, text_of, texts_of, whole_of
 from trainium_operator.plan.model import names
-from trainium_operator.plan.model.quota import Placement, PodSetGrant, Said, WorkloadCondition, WorkloadView
+from trainium_operator.plan.model.quota import (
+    Placement,
+    PodSetGrant,
+    WorkloadCondition,
+    WorkloadConditionView,
+    WorkloadView,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -57,7 +63,7 @@ def priority_view(raw: Json) -> tuple[int, bool]:
     return int(raw["value"]), raw.get("globalDefault") is True
 
 
-def with_conditions(old: Iterable[Json], said: Iterable[Said], now: str) -> list[Json]:
+def with_conditions(old: Iterable[Json], said: Iterable[WorkloadConditionView], now: str) -> list[Json]:
     """The conditions with these set; the time changes only with the status. `now` is RFC 3339."""
     found = {each["type"]: each for each in old}
     for each in said:
@@ -73,8 +79,8 @@ def with_conditions(old: Iterable[Json], said: Iterable[Said], now: str) -> list
     return list(found.values())
 
 
-def _said(raw: Json) -> Said:
-    return Said(
+def _said(raw: Json) -> WorkloadConditionView:
+    return WorkloadConditionView(
         _KNOWN[raw["type"]],
         true=raw.get("status") == "True",
         reason=text_of(raw.get("reason"))[:64],

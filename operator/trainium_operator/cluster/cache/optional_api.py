@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from trainium_operator.plan.model.optional_api import ApiState
+from trainium_operator.plan.model.observed import ApiState
 
 if TYPE_CHECKING:
     from trainium_operator.cluster.cache.reflector import Reflector

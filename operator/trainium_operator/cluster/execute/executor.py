@@ -53,14 +53,14 @@ from trainium_operator.plan.model.actions import (
     ApplyGroup,
     ApplyObject,
     ApplyPolicy,
-    AskQuota,
+    ApplyWorkload,
     CreatePod,
     DeleteJob,
     DeletePod,
-    DropQuota,
-    DropTemplate,
+    DeleteTemplate,
+    DeleteWorkload,
     PublishMembership,
-    TellQuota,
+    SetQuotaConditions,
 )
 
 if TYPE_CHECKING:
@@ -214,14 +214,14 @@ class Executor:
         elif isinstance(action, ApplyGroup):
             manifest = action.manifest
             await self._api.apply(resource_of(manifest), job.namespace, manifest["metadata"]["name"], manifest)
-        elif isinstance(action, AskQuota):
+        elif isinstance(action, ApplyWorkload):
             workloads = self._caches.kueue.workloads
             workloads.write_through(await self._own(job, WORKLOADS, action.manifest, workloads.store))
-        elif isinstance(action, TellQuota):
+        elif isinstance(action, SetQuotaConditions):
             await tell_quota(self._api, self._caches.kueue, job, action)
-        elif isinstance(action, DropQuota):
+        elif isinstance(action, DeleteWorkload):
             await drop_quota(self._api, self._caches.kueue, job, action)
-        elif isinstance(action, DropTemplate):
+        elif isinstance(action, DeleteTemplate):
             await drop_template(self._api, self._caches.dra, job, action)
         elif isinstance(action, DeleteJob):
             await self._delete_job(job, action)

@@ -15,11 +15,11 @@ from trainium_operator.cluster.cache.kueue_views import with_conditions
 if TYPE_CHECKING:
     from trainium_operator.cluster.api.client import Api
     from trainium_operator.cluster.cache.kueue import Kueue
-    from trainium_operator.plan.model.actions import DropQuota, TellQuota
+    from trainium_operator.plan.model.actions import DeleteWorkload, SetQuotaConditions
     from trainium_operator.plan.model.observed import JobView
 
 
-async def tell_quota(api: Api, kueue: Kueue, job: JobView, action: TellQuota) -> None:
+async def tell_quota(api: Api, kueue: Kueue, job: JobView, action: SetQuotaConditions) -> None:
     """Write conditions of a Workload, and give its quota back where the plan says so. Raises ConflictError.
 
     A merge patch replaces the whole list and takes the admission away, whoever wrote them; its version is what keeps
@@ -44,7 +44,7 @@ async def tell_quota(api: Api, kueue: Kueue, job: JobView, action: TellQuota) ->
     kueue.workloads.write_through(await api.merge(WORKLOADS, job.namespace, action.name, body, subresource="status"))
 
 
-async def drop_quota(api: Api, kueue: Kueue, job: JobView, action: DropQuota) -> None:
+async def drop_quota(api: Api, kueue: Kueue, job: JobView, action: DeleteWorkload) -> None:
     """Delete a Workload; one that is gone, or another incarnation, counts as done."""
     try:
         raw = await api.delete(WORKLOADS, job.namespace, action.name, uid=action.uid)

@@ -38,10 +38,10 @@ from trainium_operator.plan.diagnose.process_failures import accused, given_up_w
 from trainium_operator.plan.diagnose.stragglers import slowest_to_hand_over
 from trainium_operator.plan.faults.ends import cause_of_leaving, classify_pod_failure
 from trainium_operator.plan.model.actions import event
-from trainium_operator.plan.model.observed import SILENCE_TOLD_SECONDS, PodPhase
+from trainium_operator.plan.model.observed import SILENCE_REPORTED_SECONDS, PodPhase
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.model.text import listed
-from trainium_operator.plan.view.facts import newcomers_of
+from trainium_operator.plan.view.facts import list_joiners
 from trainium_operator.plan.view.progress import is_settled
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ _SEEN_FRACTION = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Testimony:
+class Evidence:
     """What the members that still report say, taken once per plan."""
 
     witnesses: bool
@@ -80,13 +80,13 @@ class Testimony:
         return self.stalls_at is not None and now >= self.stalls_at and self.seen_to_stall
 
 
-def take_testimony(facts: Facts) -> Testimony:
+def collect_evidence(facts: Facts) -> Evidence:
     """Hear the witnesses."""
     heard = {member.pod_uid for member, worker in facts.members if worker is not None and not worker.silent}
     beats = [beat for member, beat in facts.beats if member.pod_uid in heard]
     progressed, stalls_at = _stall(facts)
-    newest = max((facts.observed.agents[uid].heard for uid in heard if uid in facts.observed.agents), default=0.0)
-    return Testimony(
+    newest = max((facts.observed.agents[uid].last_seen for uid in heard if uid in facts.observed.agents), default=0.0)
+    return Evidence(
         witnesses=bool(beats),
         awaited=frozenset(rank for beat in beats for rank in beat.waiting_for),
         lost_a_peer=any(_lost_a_peer(beat) for beat in beats),
@@ -95,19 +95,19 @@ def take_testimony(facts: Facts) -> Testimony:
     )
 
 
-def evidence_of_loss(testimony: Testimony, member: Member, worker: Worker, now: float) -> str | None:
+def explain_silence(evidence: Evidence, member: Member, worker: Worker, now: float) -> str | None:
     """Why a silent member is believed to be lost, as the end of a sentence; None while nothing says so."""
     if worker.refuses:
         return "nobody listens on its agent's port any more"
     if worker.node_bad:
         return f"its node {worker.pod.node} is not ready"
-    if not testimony.witnesses:
+    if not evidence.witnesses:
         return None
-    if member.node_rank in testimony.awaited:
+    if member.node_rank in evidence.awaited:
         return "the other workers wait for it"
-    if testimony.lost_a_peer:
+    if evidence.lost_a_peer:
         return "another worker lost its connection to a peer"
-    if testimony.stalled(now):
+    if evidence.stalled(now):
         return "no worker has made a step since"
     return None
 
@@ -154,7 +154,7 @@ def _stall(facts: Facts) -> tuple[float, float | None]:
 def failed_since(facts: Facts, worker: Worker | None) -> float:
     """When a worker that is silent or gone failed: when it was last heard, else when the others last made a step."""
     silent_since = facts.now if worker is None else facts.now - worker.silent_seconds
-    if worker is not None and worker.agent is not None and worker.agent.heard >= facts.observed.coordinator_since:
+    if worker is not None and worker.agent is not None and worker.agent.last_seen >= facts.observed.coordinator_since:
         return silent_since
     # All step together, so nobody has made a step since one of them was lost; after the last step none tells.
     reports = [beat.progress for _, beat in facts.beats if beat.progress is not None]
@@ -202,15 +202,15 @@ def _limit(facts: Facts) -> float:
     return recovery.hang.init_seconds + recovery.grace_period_seconds
 
 
-def unhealthy(facts: Facts, testimony: Testimony, member: Member, worker: Worker) -> Loss | None:
+def unhealthy(facts: Facts, evidence: Evidence, member: Member, worker: Worker) -> Loss | None:
     """A member whose node is broken for good; it saves if it can, and nobody waits for a replacement."""
     problem = facts.troubles.get(worker.pod.uid)
     if problem is None or problem.severity is not Severity.FATAL:
         return None
-    return _loss(facts, member, worker, problem, saves=_trains(facts, testimony, worker))
+    return _loss(facts, member, worker, problem, saves=_trains(facts, evidence, worker))
 
 
-def hand_overs(facts: Facts, testimony: Testimony, found: list[Loss]) -> list[Loss]:
+def hand_overs(facts: Facts, evidence: Evidence, found: list[Loss]) -> list[Loss]:
     """The losses with what the candidates that are free can take over from members on bad nodes.
 
     A member on a broken node that is handed over this way keeps its pod until its rank is elsewhere.
@@ -224,7 +224,7 @@ def hand_overs(facts: Facts, testimony: Testimony, found: list[Loss]) -> list[Lo
         if free <= 0:
             break
         if member.pod_uid not in lost and not worker.silent and not worker.node_bad:
-            saves = is_settled(facts) and _trains(facts, testimony, worker)
+            saves = is_settled(facts) and _trains(facts, evidence, worker)
             problem = facts.troubles[worker.pod.uid]
             found.append(replace(_loss(facts, member, worker, problem, saves=saves), stays=saves))
             free -= 1
@@ -260,45 +260,45 @@ def _is_fatal(facts: Facts, loss: Loss) -> bool:
     return loss.worker is not None and loss.saves and problem is not None and problem.severity is Severity.FATAL
 
 
-def _trains(facts: Facts, testimony: Testimony, worker: Worker) -> bool:
+def _trains(facts: Facts, evidence: Evidence, worker: Worker) -> bool:
     """It answers and makes steps, so it can save before it leaves."""
     beat = worker.heartbeat
     if beat is None or worker.silent or worker.node_bad or beat.phase is not WorkerPhase.TRAINING:
         return False
-    return not testimony.stalled(facts.now)
+    return not evidence.stalled(facts.now)
 
 
 def find_losses(facts: Facts) -> tuple[tuple[Loss, ...], tuple[float, ...]]:
     """The lost members, the most telling cause first; and when to look again at those in doubt (Unix seconds)."""
     found: list[Loss] = []
-    looks: list[float] = []
-    testimony = take_testimony(facts)
+    requeue_at: list[float] = []
+    evidence = collect_evidence(facts)
     awaited = join_deadlines(facts)
     at_rest = _is_at_rest(facts)
     if at_rest:
-        looks.append(facts.now + facts.status_interval)
+        requeue_at.append(facts.now + facts.status_interval)
     for member, worker in facts.members:
         join_by = awaited.get(member.node_rank)
-        loss = _loss_of(facts, testimony, member, worker, join_by)
+        loss = _loss_of(facts, evidence, member, worker, join_by)
         if loss is not None:
             found.append(loss)
         elif worker is not None and not worker.finished:
             if not at_rest or _is_in_doubt(worker):
-                looks.append(_next_look(facts, testimony, worker))
+                requeue_at.append(_next_look(facts, evidence, worker))
             if join_by is not None:
-                looks.append(join_by)
-    found = hand_overs(facts, testimony, accused(facts, found)) or slowest_to_hand_over(facts)
+                requeue_at.append(join_by)
+    found = hand_overs(facts, evidence, accused(facts, found)) or slowest_to_hand_over(facts)
     if found and len(found) < len(facts.members):
         found += _finished_companions(facts, {loss.member.pod_uid for loss in found})
-    return tuple(sorted(found, key=lambda loss: (severity(loss.cause), loss.member.node_rank))), tuple(looks)
+    return tuple(sorted(found, key=lambda loss: (severity(loss.cause), loss.member.node_rank))), tuple(requeue_at)
 
 
 def _loss_of(
-    facts: Facts, testimony: Testimony, member: Member, worker: Worker | None, join_by: float | None
+    facts: Facts, evidence: Evidence, member: Member, worker: Worker | None, join_by: float | None
 ) -> Loss | None:
     if worker is None:
         agent = facts.observed.agents.get(member.pod_uid)
-        since = agent.heard if agent is not None else failed_since(facts, None)
+        since = agent.last_seen if agent is not None else failed_since(facts, None)
         message = f"pod {member.pod_name} on node {member.node_name} no longer exists"
         return Loss(member=member, worker=None, cause=Cause.POD_LOST, failed_at=since, message=message)
     if worker.finished:
@@ -308,8 +308,8 @@ def _loss_of(
         or _without_node(facts, member, worker)
         or reported(facts, member, worker)
         or _leaving(facts, member, worker)
-        or unhealthy(facts, testimony, member, worker)
-        or _silent(facts, testimony, member, worker)
+        or unhealthy(facts, evidence, member, worker)
+        or _silent(facts, evidence, member, worker)
         or not_joined(facts, member, worker, join_by)
     )
 
@@ -336,7 +336,7 @@ def _ended(facts: Facts, member: Member, worker: Worker) -> Loss | None:
 
 
 def _without_node(facts: Facts, member: Member, worker: Worker) -> Loss | None:
-    if not worker.node_gone:
+    if not worker.node_deleted:
         return None
     state = "no longer exists" if worker.node is None else "was declared out of service"
     message = f"node {worker.pod.node} of pod {worker.pod.name} {state}"
@@ -361,11 +361,11 @@ def _leaving(facts: Facts, member: Member, worker: Worker) -> Loss | None:
     )
 
 
-def _silent(facts: Facts, testimony: Testimony, member: Member, worker: Worker) -> Loss | None:
+def _silent(facts: Facts, evidence: Evidence, member: Member, worker: Worker) -> Loss | None:
     if not worker.silent and not worker.refuses:
         return None
-    evidence = evidence_of_loss(testimony, member, worker, facts.now)
-    if evidence is None:
+    why = explain_silence(evidence, member, worker, facts.now)
+    if why is None:
         return None
     # Whoever refuses a connection has power: the agent is gone, its machine is not.
     host_answers = worker.refuses and not worker.node_bad
@@ -373,7 +373,7 @@ def _silent(facts: Facts, testimony: Testimony, member: Member, worker: Worker) 
     since = heard if worker.agent is not None else "this operator never heard it"
     message = (
         f"no word from pod {worker.pod.name} on node {worker.pod.node} for {worker.silent_seconds:.1f} s, and "
-        f"{evidence}; {since}"
+        f"{why}; {since}"
     )
     return Loss(
         member=member,
@@ -408,15 +408,15 @@ def _is_at_rest(facts: Facts) -> bool:
 
 def _is_in_doubt(worker: Worker) -> bool:
     """It was not heard lately; of others the coordinator tells when they fall silent."""
-    return worker.agent is None or not worker.silent_seconds < SILENCE_TOLD_SECONDS < worker.timeout
+    return worker.agent is None or not worker.silent_seconds < SILENCE_REPORTED_SECONDS < worker.timeout
 
 
-def _next_look(facts: Facts, testimony: Testimony, worker: Worker) -> float:
+def _next_look(facts: Facts, evidence: Evidence, worker: Worker) -> float:
     """When silence could become a loss: at its deadline, then whenever training would count as stalled."""
     deadline = facts.now - worker.silent_seconds + worker.timeout
     if worker.agent is None or not worker.silent:
         return max(deadline, facts.now)
-    stalled = testimony.stalls_at
+    stalled = evidence.stalls_at
     return stalled if stalled is not None and stalled > facts.now else facts.now + facts.settings.heartbeat_seconds
 
 
@@ -435,12 +435,12 @@ class Notices:
     """Members that give up their ranks now although nobody takes them."""
     since: float | None = None
     """Since when the oldest one stands (Unix seconds); None when nobody is about to leave."""
-    looks: tuple[float, ...] = ()
+    requeue_at: tuple[float, ...] = ()
     """When to look again (Unix seconds)."""
-    notes: tuple[EventIntent, ...] = ()
+    events: tuple[EventIntent, ...] = ()
 
 
-def heed_notices(facts: Facts, losses: tuple[Loss, ...]) -> Notices:
+def planned_departures(facts: Facts, losses: tuple[Loss, ...]) -> Notices:
     """Which members, besides the lost ones, leave now, and when the others must."""
     lost = {loss.member.pod_uid for loss in losses}
     leaving = [each for each in _leaving_members(facts) if each[0].pod_uid not in lost]
@@ -462,8 +462,8 @@ def heed_notices(facts: Facts, losses: tuple[Loss, ...]) -> Notices:
     return Notices(
         departures=departures,
         since=since,
-        looks=tuple(at for at in (shrink_at, last_call) if facts.now < at < _NEVER),
-        notes=(_told(facts, leaving),) if known is None else (),
+        requeue_at=tuple(at for at in (shrink_at, last_call) if facts.now < at < _NEVER),
+        events=(_told(facts, leaving),) if known is None else (),
     )
 
 
@@ -497,7 +497,7 @@ def _last_call(facts: Facts, leaving: list[tuple[Member, Worker]], since: float)
 
 def _is_enough(facts: Facts, leaving: int) -> bool:
     """Whether those who stay, and the newcomers, are enough for a legal size."""
-    return facts.size.legal_at_most(len(facts.members) - leaving + len(newcomers_of(facts))) > 0
+    return facts.size.legal_at_most(len(facts.members) - leaving + len(list_joiners(facts))) > 0
 
 
 def _departure(facts: Facts, each: tuple[Member, Worker], *, stays: bool) -> Loss:
@@ -521,18 +521,18 @@ class Diagnosis:
     """Those that cannot go on or leave now, the most telling cause first."""
     leaving_since: float | None
     """Since when a notice stands that a member's node will leave (Unix seconds); None for none."""
-    looks: tuple[float, ...]
+    requeue_at: tuple[float, ...]
     """When to look again (Unix seconds)."""
-    notes: tuple[EventIntent, ...]
+    events: tuple[EventIntent, ...]
 
 
 def diagnose(facts: Facts) -> Diagnosis:
     """Look at every member once."""
-    losses, looks = find_losses(facts)
-    notices = heed_notices(facts, losses)
+    losses, requeue_at = find_losses(facts)
+    notices = planned_departures(facts, losses)
     return Diagnosis(
         losses=losses + notices.departures,
         leaving_since=notices.since,
-        looks=looks + notices.looks,
-        notes=notices.notes,
+        requeue_at=requeue_at + notices.requeue_at,
+        events=notices.events,
     )

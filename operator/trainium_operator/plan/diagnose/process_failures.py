@@ -293,4 +293,4 @@ def _loss(
 
 
 def _seen(facts: Facts, worker: Worker) -> float:
-    return worker.agent.heard if worker.agent is not None else facts.now
+    return worker.agent.last_seen if worker.agent is not None else facts.now

@@ -20,10 +20,10 @@ from trainium_contract.faults.causes import Cause
 from trainium_contract.status.interruptions import Rung
 from trainium_contract.status.public import StragglerStatus
 from trainium_operator.plan.diagnose.loss import Loss
-from trainium_operator.plan.model.actions import Answer, event
+from trainium_operator.plan.model.actions import PolicyResult, event
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.view.facts import is_second_choice
-from trainium_operator.plan.view.progress import is_settled, last_step, price_of_a_change
+from trainium_operator.plan.view.progress import is_settled, last_step, resize_cost_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -42,16 +42,16 @@ _LOADED_SHARE = 0.2
 """Of its processor time that the median of the others must wait for, to call the hosts loaded."""
 
 
-def find_stragglers(facts: Facts, status: TrainingJobStatus) -> Answer:
+def find_stragglers(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
     """Bring the list up to date, and report members that have been slow for long, once each."""
     if not _steady(facts):
-        return Answer(status=status)
+        return PolicyResult(status=status)
     spec, step = facts.job.spec.recovery.stragglers, last_step(facts)
     known = {entry.pod: entry for entry in status.stragglers}
     paces = _paces(facts)
     found: list[StragglerStatus] = []
-    notes: list[EventIntent] = []
-    looks: list[float] = []
+    events: list[EventIntent] = []
+    requeue_at: list[float] = []
     for pod, (node, ratio) in paces.items():
         entry = known.get(pod)
         if ratio < (spec.slowdown if entry is None else 1 + (spec.slowdown - 1) / 2):
@@ -63,16 +63,16 @@ def find_stragglers(facts: Facts, status: TrainingJobStatus) -> Answer:
         if not entry.reported and step - entry.since_step >= spec.persist_steps:
             entry = entry.replaced(reported=True, slowdown=round(ratio, 2))
             told = _sentence(entry, step) + _why_it_stays(facts, pod, spec)
-            notes.append(event(Reason.STRAGGLER_DETECTED, told, warning=True, pod=pod))
-            looks.append(facts.now)  # it is told first, and handed over by the next plan
+            events.append(event(Reason.STRAGGLER_DETECTED, told, warning=True, pod=pod))
+            requeue_at.append(facts.now)  # it is told first, and handed over by the next plan
         found.append(entry)
     for pod, entry in known.items():
         if entry.reported and pod in paces and all(each.pod != pod for each in found):
             gone = f"Pod {pod} on node {entry.node} keeps pace with the others again."
-            notes.append(event(Reason.STRAGGLER_GONE, gone, pod=pod))
+            events.append(event(Reason.STRAGGLER_GONE, gone, pod=pod))
     found.sort(key=lambda entry: (-entry.reported, -entry.slowdown, entry.pod))
     status = status.replaced(stragglers=tuple(found[:_LISTED]))
-    return Answer(status=status, notes=tuple(notes), looks=tuple(looks))
+    return PolicyResult(status=status, events=tuple(events), requeue_at=tuple(requeue_at))
 
 
 def slowest_to_hand_over(facts: Facts) -> list[Loss]:
@@ -181,7 +181,7 @@ def faster_without_one(facts: Facts) -> bool:
     without = max(0.0, step - (slowest - second)) / speed
     if without * _CLEARLY > step:
         return False
-    price, total = price_of_a_change(status), status.progress.total_steps
+    price, total = resize_cost_seconds(status), status.progress.total_steps
     if price is None or not total:
         return True
     return max(0, total - status.progress.step) * (step - without) > 2 * price

@@ -32,9 +32,8 @@ from trainium_operator.plan.fleet.memory import (
     quarantined,
     struck,
 )
-from trainium_operator.plan.model.breaker import CAP, cap_of
 from trainium_operator.plan.model.names import LABEL_INSTANCE_TYPE, NEURON, TAINT_QUARANTINED
-from trainium_operator.plan.model.observed import FleetView, NodeReadiness, Taint
+from trainium_operator.plan.model.observed import CAP, FleetView, NodeReadiness, Taint, cap_of
 from trainium_operator.plan.model.text import listed, rfc3339
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from trainium_contract.faults.classify import severity
 from trainium_contract.status.interruptions import Rung
 from trainium_operator.plan.diagnose.process_failures import find_culprit, records_of
 from trainium_operator.plan.history.interruptions import HISTORY_LENGTH, open_interruption
-from trainium_operator.plan.model.actions import Answer
-from trainium_operator.plan.view.node_problems import tells_time
+from trainium_operator.plan.model.actions import PolicyResult
+from trainium_operator.plan.view.node_problems import is_clock_in_sync
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
@@ -24,23 +24,23 @@ if TYPE_CHECKING:
     from trainium_operator.plan.view.facts import Facts
 
 
-def take_restarts(facts: Facts, status: TrainingJobStatus, *, member_lost: bool) -> Answer:
+def record_restarts(facts: Facts, status: TrainingJobStatus, *, member_lost: bool) -> PolicyResult:
     """Open an interruption for each attempt that is not known yet.
 
     While a member is lost, the others restart because of it: what nobody else caused belongs to that interruption.
     """
     if facts.current is None or status.membership.generation != facts.current.generation:
-        return Answer(status=status)
+        return PolicyResult(status=status)
     newest = max((beat.attempt for _, beat in facts.beats), default=0)
     for attempt in range(max(status.membership.attempt, newest - HISTORY_LENGTH), newest):
         all_spoke = not member_lost and _all_spoke(facts, newest)
         culprit = find_culprit(facts, attempt, all_spoke=all_spoke)
         if culprit is None and not member_lost and not all_spoke:
-            return Answer(status=status, looks=(facts.now + facts.settings.heartbeat_seconds,))
+            return PolicyResult(status=status, requeue_at=(facts.now + facts.settings.heartbeat_seconds,))
         if culprit is not None or not member_lost:
             status = _open(facts, status, attempt, culprit)
         status = status.replaced(membership=status.membership.replaced(attempt=attempt + 1))
-    return Answer(status=status)
+    return PolicyResult(status=status)
 
 
 def _open(facts: Facts, status: TrainingJobStatus, attempt: int, culprit: Culprit | None) -> TrainingJobStatus:
@@ -65,7 +65,7 @@ def _open(facts: Facts, status: TrainingJobStatus, attempt: int, culprit: Culpri
 
 def _dated(facts: Facts, attempt: int, culprit: Culprit | None) -> RestartRecord | None:
     """Who tells when it was: the culprit's agent, else another one; nobody whose clock is wrong."""
-    right = {member.pod_uid for member, beat in facts.beats if tells_time(beat)}
+    right = {member.pod_uid for member, beat in facts.beats if is_clock_in_sync(beat)}
     if culprit is not None and (culprit.record is None or culprit.member.pod_uid in right):
         return culprit.record
     return next((record for member, record in records_of(facts, attempt + 1) if member.pod_uid in right), None)

@@ -70,7 +70,7 @@ def open_interruption(
     return status.replaced(failures=failures)
 
 
-def with_sound_counts(status: TrainingJobStatus) -> TrainingJobStatus:
+def with_valid_counts(status: TrainingJobStatus) -> TrainingJobStatus:
     """The status with no count below 0 and their sum as the total, as it always is unless a hand edited it."""
     by_cause = {name: max(0, count) for name, count in status.restarts.by_cause.items()}
     sound = status.restarts.replaced(total=sum(by_cause.values()), by_cause=by_cause)
@@ -84,7 +84,7 @@ def _counted(status: TrainingJobStatus, cause: Cause) -> TrainingJobStatus:
         # One key more than the definition allows would have every later status refused.
         by_cause = {name: count for name, count in by_cause.items() if name in _CAUSES}
     by_cause[cause.value] = by_cause.get(cause.value, 0) + 1
-    return with_sound_counts(status.replaced(restarts=status.restarts.replaced(by_cause=by_cause)))
+    return with_valid_counts(status.replaced(restarts=status.restarts.replaced(by_cause=by_cause)))
 
 
 def first_rank(facts: Facts, pod: str) -> int | None:
@@ -115,7 +115,7 @@ MOST_SUSPECTS = 16
 """Workers lost at once whose nodes are remembered: enough for a rack's power, and the record stays small."""
 
 
-def note_losses(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...]) -> TrainingJobStatus:
+def record_losses(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...]) -> TrainingJobStatus:
     """Open the interruption of the generation in force, unless it is open already or its successor is decided."""
     if not losses or facts.current is None:
         return status

@@ -14,7 +14,7 @@ from trainium_contract.faults.causes import Cause
 from trainium_contract.status.interruptions import Interruption, Rung
 from trainium_contract.wire.messages import WorkerPhase
 from trainium_operator.plan.history.interruptions import replace_entry
-from trainium_operator.plan.view.node_problems import tells_time
+from trainium_operator.plan.view.node_problems import is_clock_in_sync
 from trainium_operator.plan.view.progress import is_settled, last_step, newest_progress
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def _answers(facts: Facts, entry: Interruption) -> Iterator[RestartRecord]:
     Those of older generations will never be completed.
     """
     beats = [beat for _, beat in facts.beats]
-    for beat in [each for each in beats if tells_time(each)] or beats:
+    for beat in [each for each in beats if is_clock_in_sync(each)] or beats:
         for record in beat.restarts:
             later = (record.generation, record.attempt) > (entry.generation, entry.attempt)
             if later and record.generation == beat.generation:
@@ -126,12 +126,12 @@ def _observed(facts: Facts, entry: Interruption) -> _Resumption | None:
             continue
         # After a graceful change the ranks resume past the step that was known when it was decided.
         if progress.step > max(entry.step_before, progress.resume_step or 0):
-            told = tells_time(beat) and progress.updated > (entry.failed_at or 0.0)
+            told = is_clock_in_sync(beat) and progress.updated > (entry.failed_at or 0.0)
             at = _first_new_step(entry, progress) if told else facts.now
             stopped_at = _stopped_at(facts, entry, progress)
             return _Resumption(at=at, resume_step=progress.resume_step, step_before=-1, stopped_at=stopped_at)
         if not progress.training and progress.step >= entry.step_before:
-            told = tells_time(beat) and progress.stage_since > (entry.failed_at or 0.0)
+            told = is_clock_in_sync(beat) and progress.stage_since > (entry.failed_at or 0.0)
             at = progress.stage_since if told else facts.now
             return _Resumption(at=at, resume_step=progress.resume_step, step_before=-1)
     return None

@@ -20,12 +20,12 @@ from trainium_contract.status.failed_spec import compare_failed_spec, record_fai
 from trainium_contract.status.interruptions import Interruption, Rung
 from trainium_contract.wire.messages import WorkerPhase
 from trainium_operator.plan.history.interruptions import HISTORY_LENGTH, first_rank
-from trainium_operator.plan.model.actions import Answer, DeleteJob, event
+from trainium_operator.plan.model.actions import DeleteJob, PolicyResult, event
 from trainium_operator.plan.model.conditions import is_true, with_condition
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.model.text import counted, parse_rfc3339, rfc3339
-from trainium_operator.plan.pods.deletion import deletion
 from trainium_operator.plan.view.progress import last_step
+from trainium_operator.plan.view.workers import deletion
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
@@ -55,7 +55,7 @@ def all_finished(facts: Facts) -> bool:
     return facts.current is not None and all(worker is not None and worker.finished for _, worker in facts.members)
 
 
-def complete(facts: Facts, status: TrainingJobStatus) -> Answer:
+def complete(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
     """The job has reached its end."""
     message = f"all {status.progress.total_steps or status.progress.step} steps are done"
     status = with_condition(status, ConditionType.COMPLETE, True, Reason.COMPLETED, message, now=facts.now)
@@ -63,10 +63,10 @@ def complete(facts: Facts, status: TrainingJobStatus) -> Answer:
         kind = ConditionType.FAILURE_TARGET
         status = with_condition(status, kind, False, Reason.COMPLETED, "its ranks finished before", now=facts.now)
     status = _closed(facts, status.replaced(phase=Phase.COMPLETED), Reason.COMPLETED)
-    return Answer(status=status).then(clean_up(facts, status))
+    return PolicyResult(status=status).then(clean_up(facts, status))
 
 
-def stop(facts: Facts, status: TrainingJobStatus, verdict: StopVerdict) -> Answer:
+def stop(facts: Facts, status: TrainingJobStatus, verdict: StopVerdict) -> PolicyResult:
     """The job has failed for good."""
     entry = Interruption(
         generation=status.membership.generation,
@@ -88,7 +88,7 @@ def stop(facts: Facts, status: TrainingJobStatus, verdict: StopVerdict) -> Answe
         failed_spec=record_failed_spec(facts.job.spec.to_wire()),
     )
     status = _closed(facts, status, verdict.reason)
-    return Answer(status=status).then(clean_up(facts, status))
+    return PolicyResult(status=status).then(clean_up(facts, status))
 
 
 def termination_status(observed: Observed) -> TrainingJobStatus:
@@ -106,14 +106,14 @@ def termination_status(observed: Observed) -> TrainingJobStatus:
     return status.replaced(ready_replicas=training, spares=0)
 
 
-def note_change(facts: Facts) -> Answer:
+def record_spec_change(facts: Facts) -> PolicyResult:
     """An ended job whose spec was changed: nothing starts, and whoever changed it hears what does."""
     status = facts.job.status.replaced(observed_generation=facts.job.generation)
     if status == facts.job.status or status.phase is not Phase.FAILED:
-        return Answer(status=status)
+        return PolicyResult(status=status)
     status = status.replaced(failed_spec=_compared(facts, status.failed_spec))
     text = f"The failed job was changed. What it says now counts when it runs again: kubectl trn retry {facts.job.name}"
-    return Answer(status=status, notes=(event(Reason.SPEC_CHANGED, text),))
+    return PolicyResult(status=status, events=(event(Reason.SPEC_CHANGED, text),))
 
 
 def _compared(facts: Facts, record: FailedSpecStatus | None) -> FailedSpecStatus | None:
@@ -123,13 +123,13 @@ def _compared(facts: Facts, record: FailedSpecStatus | None) -> FailedSpecStatus
     return record.replaced(changes=None) if facts.job.unknown else compare_failed_spec(record, facts.job.spec.to_wire())
 
 
-def clean_up(facts: Facts, status: TrainingJobStatus) -> Answer:
+def clean_up(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
     """Release what an ended job does not need, as `cleanPodPolicy` says; the members of a completed job end first."""
     policy = facts.job.spec.clean_pod_policy
     if policy is CleanPodPolicy.NONE and is_true(status, ConditionType.FAILURE_TARGET):
         policy = CleanPodPolicy.RUNNING  # a deadline leaves nothing running, whatever is kept
     if policy is CleanPodPolicy.NONE:
-        return Answer(status=status)
+        return PolicyResult(status=status)
     completed = is_true(status, ConditionType.COMPLETE)
     patience = 0.0 if completed or policy is CleanPodPolicy.ALL else _end_of_patience(facts, status)
     witnesses = _witnesses(facts, status) if facts.now < patience else frozenset[str]()
@@ -144,7 +144,7 @@ def clean_up(facts: Facts, status: TrainingJobStatus) -> Answer:
             goes = not ending
         if goes:
             deletions += deletion(worker, force=worker.node_bad)
-    return Answer(status=status, actions=tuple(deletions), looks=(patience,) if witnesses else ())
+    return PolicyResult(status=status, actions=tuple(deletions), requeue_at=(patience,) if witnesses else ())
 
 
 def _witnesses(facts: Facts, status: PublicStatus) -> frozenset[str]:
@@ -188,11 +188,11 @@ def _closed(facts: Facts, status: TrainingJobStatus, reason: Reason) -> Training
     )
 
 
-def expire(facts: Facts, status: TrainingJobStatus) -> Answer:
+def expire(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
     """Ask for the deletion of an ended job when it is due, else for a look at that time."""
     ttl = facts.job.spec.ttl_seconds_after_finished
     if ttl is None:
-        return Answer(status=status)
+        return PolicyResult(status=status)
     ended = parse_rfc3339(status.completion_time)
     if ended is None:
         # Lost, or edited by hand: the time begins anew rather than the job going at once.
@@ -201,5 +201,5 @@ def expire(facts: Facts, status: TrainingJobStatus) -> Answer:
     # A time from the future (a clock that was set back) delays the deletion by no more than the whole time.
     due = min(ended, facts.now) + ttl
     if facts.now < due or status != facts.job.status:
-        return Answer(status=status, looks=(max(due, facts.now),))
-    return Answer(status=status, actions=(DeleteJob(facts.job.uid, facts.job.resource_version),))
+        return PolicyResult(status=status, requeue_at=(max(due, facts.now),))
+    return PolicyResult(status=status, actions=(DeleteJob(facts.job.uid, facts.job.resource_version),))

@@ -26,18 +26,18 @@ from trainium_operator.plan.diagnose.process_failures import cause_of_standstill
 from trainium_operator.plan.history.interruptions import open_interruption, open_membership_entry, replace_entry
 from trainium_operator.plan.membership.generation import Decision, NewGeneration
 from trainium_operator.plan.membership.growth import (
+    available_size,
     compile_seconds,
-    grows_again_at,
+    growth_resumes_at,
     is_worth_growing,
-    makes_do_at,
     pays_at,
-    size_at_hand,
+    rescale_at,
 )
-from trainium_operator.plan.membership.ranks import assign_ranks, first_order, member_of, surroundings_of
+from trainium_operator.plan.membership.ranks import assign_ranks, member_of, order_first_ranks, rank_context
 from trainium_operator.plan.model.conditions import is_true, with_condition
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.model.text import counted
-from trainium_operator.plan.view.facts import newcomers_of, sound_newcomers
+from trainium_operator.plan.view.facts import healthy_joiners, list_joiners
 from trainium_operator.plan.view.progress import is_settled
 
 if TYPE_CHECKING:
@@ -57,13 +57,13 @@ def form_first_generation(facts: Facts, status: TrainingJobStatus) -> Decision:
     ready = facts.candidates
     size = status.desired
     if len(ready) < size:
-        deadline = makes_do_at(facts, status)
+        deadline = rescale_at(facts, status)
         if facts.now < deadline:
-            return Decision(status=status, looks=(deadline,))
-        size = size_at_hand(facts, status, len(ready))
+            return Decision(status=status, requeue_at=(deadline,))
+        size = available_size(facts, status, len(ready))
     if size == 0:
         return Decision(status=status)
-    ordered = first_order(ready, size, surroundings_of(facts))
+    ordered = order_first_ranks(ready, size, rank_context(facts))
     members = tuple(member_of(worker, rank) for rank, worker in enumerate(ordered))
     new = NewGeneration(members=members, transition=Transition.IMMEDIATE, cause=Cause.RESIZE)
     return Decision(status=status, new=new)
@@ -73,20 +73,20 @@ _CREATION_ROUNDING = 1.0
 """Kubernetes cuts creation times to whole seconds: a pod made right after the failure may look older than it."""
 
 
-def replace_lost(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...]) -> Decision:
+def replace_failed(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...]) -> Decision:
     """The next generation without the lost members; none while too few workers are there."""
     assert facts.current is not None
     lost = {loss.member.pod_uid for loss in losses}
     survivors = tuple(member for member in facts.current.members if member.pod_uid not in lost)
-    newcomers = newcomers_of(facts)
+    newcomers = list_joiners(facts)
     available = len(survivors) + len(newcomers)
     deadline = _wait_until(facts, status, available, waited=all(loss.stays or not loss.missed for loss in losses))
     if deadline is not None:
-        return Decision(status=status, looks=(deadline,))
+        return Decision(status=status, requeue_at=(deadline,))
     size = _size(facts, status, available)
     if size == 0:
         return Decision(status=status)
-    members = assign_ranks(staying(facts, survivors, size), newcomers, size, surroundings_of(facts))
+    members = assign_ranks(staying(facts, survivors, size), newcomers, size, rank_context(facts))
     used = {member.pod_uid for member in members}
     joined = tuple(worker for worker in newcomers if worker.pod.uid in used)
     saving = all(loss.saves for loss in losses if loss.cause is not Cause.FINISHED)
@@ -123,7 +123,7 @@ def _wait_until(facts: Facts, status: TrainingJobStatus, available: int, *, wait
     assert facts.current is not None
     if available >= min(status.desired, len(facts.current.members)) or waited:
         return None
-    deadline = makes_do_at(facts, status)
+    deadline = rescale_at(facts, status)
     return deadline if facts.now < deadline else None
 
 
@@ -132,7 +132,7 @@ def _size(facts: Facts, status: PublicStatus, available: int) -> int:
     assert facts.current is not None
     if available >= status.desired:
         return status.desired
-    return size_at_hand(facts, status, min(available, len(facts.current.members)))
+    return available_size(facts, status, min(available, len(facts.current.members)))
 
 
 def _with_rung(facts: Facts, status: TrainingJobStatus, size: int, joined: tuple[Worker, ...]) -> TrainingJobStatus:
@@ -153,7 +153,7 @@ def _with_rung(facts: Facts, status: TrainingJobStatus, size: int, joined: tuple
     return replace_entry(status, index, entry.replaced(rung=rung, pods_replaced=len(joined)))
 
 
-def note_request(facts: Facts, status: AnyShown, desired: int) -> AnyShown:
+def record_size_request(facts: Facts, status: AnyShown, desired: int) -> AnyShown:
     """Remember that the user changed the size; until it is reached, a change of size is theirs."""
     if facts.current is None or status.desired == 0 or status.desired - status.idle_nodes.taken == desired:
         return status
@@ -170,22 +170,22 @@ def resize(facts: Facts, status: TrainingJobStatus) -> Decision:
     if present == desired:
         return Decision(status=status)
     asked = is_true(status, ConditionType.RESIZING)
-    newcomers = newcomers_of(facts) if asked else sound_newcomers(facts)
-    size, looks = (desired, ()) if present > desired else _grown(facts, status, present, len(newcomers))
+    newcomers = list_joiners(facts) if asked else healthy_joiners(facts)
+    size, requeue_at = (desired, ()) if present > desired else _grown(facts, status, present, len(newcomers))
     if size == present:
-        return Decision(status=status, looks=looks)
+        return Decision(status=status, requeue_at=requeue_at)
     survivors = staying(facts, facts.current.members, size)
     joined = joining(facts, survivors, newcomers, size, desired - status.idle_nodes.taken)
-    members = assign_ranks(survivors, joined, size, surroundings_of(facts))
+    members = assign_ranks(survivors, joined, size, rank_context(facts))
     new = NewGeneration(members=members, transition=Transition.GRACEFUL, cause=Cause.RESIZE)
-    return Decision(status=_with_entry(facts, status, size), new=new, looks=looks)
+    return Decision(status=_with_entry(facts, status, size), new=new, requeue_at=requeue_at)
 
 
 def _grown(facts: Facts, status: TrainingJobStatus, present: int, newcomers: int) -> tuple[int, tuple[float, ...]]:
     """The size to grow to now, `present` when not yet; and when to look again (Unix seconds)."""
     if newcomers == 0 or not is_settled(facts):
         return present, ()
-    resting = 0.0 if is_true(status, ConditionType.RESIZING) else grows_again_at(facts, status)
+    resting = 0.0 if is_true(status, ConditionType.RESIZING) else growth_resumes_at(facts, status)
     if facts.now < resting:
         return present, (resting,)
     asked = is_true(status, ConditionType.RESIZING)
@@ -198,7 +198,7 @@ def _grown(facts: Facts, status: TrainingJobStatus, present: int, newcomers: int
         return present, (paying,)
     if size == status.desired:
         return size, ()
-    deadline = makes_do_at(facts, status)
+    deadline = rescale_at(facts, status)
     return (present, (deadline,)) if facts.now < deadline else (size, ())
 
 
@@ -207,7 +207,7 @@ def _target(facts: Facts, status: PublicStatus, present: int, nodes: int, *, ask
     size = nodes if nodes == status.desired else facts.size.legal_at_most(nodes)
     if asked or not compile_seconds(facts, status, size):
         return size
-    at_hand = size_at_hand(facts, status, nodes)
+    at_hand = available_size(facts, status, nodes)
     return at_hand if at_hand > present else size
 
 
@@ -249,7 +249,7 @@ def _why(facts: Facts, status: PublicStatus, more: int) -> str:
     return ""
 
 
-def finish_decided(facts: Facts, status: TrainingJobStatus) -> Decision:
+def finish_decided_generation(facts: Facts, status: TrainingJobStatus) -> Decision:
     """The same members again, under the number that the status names, where one was left undone."""
     current = facts.current
     if current is None or status.membership.generation <= current.generation:
@@ -291,14 +291,14 @@ def _decided(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...]) 
     if facts.current is None:
         return form_first_generation(facts, status)
     if losses:
-        return replace_lost(facts, status, losses)
-    looks: tuple[float, ...] = ()
-    for policy in (restart_stopped, resize, finish_decided):
+        return replace_failed(facts, status, losses)
+    requeue_at: tuple[float, ...] = ()
+    for policy in (restart_stopped, resize, finish_decided_generation):
         decision = policy(facts, status)
-        status, looks = decision.status, looks + decision.looks
+        status, requeue_at = decision.status, requeue_at + decision.requeue_at
         if decision.new is not None:
             break
-    return Decision(status=status, new=decision.new, looks=looks)
+    return Decision(status=status, new=decision.new, requeue_at=requeue_at)
 
 
 def staying(facts: Facts, members: Sequence[Member], size: int) -> tuple[Member, ...]:

@@ -14,7 +14,7 @@ from trainium_contract.status.public import MembershipStatus
 from trainium_contract.wire.messages import Membership, Transition
 from trainium_operator.plan.history.interruptions import open_membership_entry, replace_entry
 from trainium_operator.plan.manifests.config_maps import membership_map
-from trainium_operator.plan.model.actions import Answer, PublishMembership, event
+from trainium_operator.plan.model.actions import PolicyResult, PublishMembership, event
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.model.text import counted
 
@@ -47,11 +47,11 @@ class Decision:
     """With the interruption that a new generation ends."""
     new: NewGeneration | None = None
     """None while the generation in force stays."""
-    looks: tuple[float, ...] = ()
+    requeue_at: tuple[float, ...] = ()
     """When to look again (Unix seconds)."""
 
 
-def begin_generation(facts: Facts, status: TrainingJobStatus, new: NewGeneration) -> Answer:
+def start_generation(facts: Facts, status: TrainingJobStatus, new: NewGeneration) -> PolicyResult:
     """The decision in the status, and its publication."""
     recorded = facts.observed.membership
     number = next_generation(facts)
@@ -73,14 +73,14 @@ def begin_generation(facts: Facts, status: TrainingJobStatus, new: NewGeneration
         manifest=membership_map(facts.job, membership),
         replaces=recorded.generation if recorded else 0,
     )
-    notes: tuple[EventIntent, ...] = ()
+    events: tuple[EventIntent, ...] = ()
     if number > facts.job.status.membership.generation:
         # Decided anew after a crash it has been told already.
         # The first one answers nothing, so it has no cause.
         why = f" ({new.cause.value}, {new.transition.value})" if number > 1 else ""
         note = f"Generation {number} begins on {counted(size, 'node')}{why}."
-        notes = (event(Reason.GENERATION_STARTED, note),)
-    return Answer(status=_with_date_of_decision(facts, status), actions=(publish,), notes=notes)
+        events = (event(Reason.GENERATION_STARTED, note),)
+    return PolicyResult(status=_with_date_of_decision(facts, status), actions=(publish,), events=events)
 
 
 def _with_date_of_decision(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
@@ -91,7 +91,7 @@ def _with_date_of_decision(facts: Facts, status: TrainingJobStatus) -> TrainingJ
     return replace_entry(status, index, status.history[index].replaced(decided_at=facts.now))
 
 
-def keep_published(facts: Facts) -> tuple[PublishMembership, ...]:
+def republish_membership(facts: Facts) -> tuple[PublishMembership, ...]:
     """Let the coordinator serve what the ConfigMap records, for instance after a restart of the operator."""
     current = facts.current
     if current is None or facts.observed.published >= current.generation:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.interruptions import Rung
-from trainium_operator.plan.view.progress import price_of_a_change
+from trainium_operator.plan.view.progress import resize_cost_seconds
 
 if TYPE_CHECKING:
     from trainium_contract.status.internal import InternalStatus
@@ -34,10 +34,10 @@ def compile_seconds(facts: Facts, status: PublicStatus, size: int) -> float:
     return status.compiled.seconds or _ASSUMED_SECONDS
 
 
-def size_at_hand(facts: Facts, status: PublicStatus, nodes: int) -> int:
+def available_size(facts: Facts, status: PublicStatus, nodes: int) -> int:
     """The best size for so many nodes, or the best that has its graphs where compiling costs more; 0 for none."""
     best = facts.size.legal_at_most(nodes)
-    if compile_seconds(facts, status, best) <= (price_of_a_change(status) or 0.0):
+    if compile_seconds(facts, status, best) <= (resize_cost_seconds(status) or 0.0):
         return best
     ready = [size for size in _ready(facts, status) if facts.size.floor <= size < best and facts.size.passes(size)]
     return max(ready, key=lambda size: (facts.size.speed(size), -size), default=best)
@@ -59,7 +59,7 @@ def is_worth_growing(facts: Facts, status: PublicStatus, present: int, size: int
     """Whether growing from `present` to `size` nodes saves more time than it costs, `beside` seconds besides."""
     speed = facts.size.speed(present, size)
     step = next((each.step_seconds for each in status.goodput.sizes if each.size == present), None)
-    price, total = price_of_a_change(status), status.progress.total_steps
+    price, total = resize_cost_seconds(status), status.progress.total_steps
     if step is None or price is None or not total or not speed:
         return True
     left = max(0, total - status.progress.step)
@@ -70,7 +70,7 @@ _FLAPPING_SECONDS = 3600.0
 _LONGEST_REST = 8.0
 
 
-def grows_again_at(facts: Facts, status: PublicStatus) -> float:
+def growth_resumes_at(facts: Facts, status: PublicStatus) -> float:
     """Until when growth that nobody asked for rests (Unix seconds).
 
     `rescaleAfterSeconds` after the last recovery or shrink, doubled for each further shrink in the last hour, up to
@@ -92,6 +92,6 @@ def _counts(entry: Interruption) -> bool:
     return entry.rung not in (Rung.GROW, Rung.STOP)
 
 
-def makes_do_at(facts: Facts, memory: InternalStatus) -> float:
+def rescale_at(facts: Facts, memory: InternalStatus) -> float:
     """When the job makes do with the workers that are there (Unix seconds)."""
     return (memory.waiting_since or facts.now) + facts.job.spec.recovery.rescale_after_seconds

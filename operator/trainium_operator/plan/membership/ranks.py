@@ -53,7 +53,7 @@ def _flattened(placed: list[tuple[Place, Worker]], depth: int) -> list[tuple[Pla
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class RankContext:
     """What the choice among newcomers depends on; without it they are taken in their order."""
 
     nodes: Mapping[str, NodeView] = field(default_factory=dict)
@@ -61,15 +61,15 @@ class Surroundings:
     """Pod uids of newcomers that are taken only when no other is left."""
 
 
-def surroundings_of(facts: Facts) -> Surroundings:
+def rank_context(facts: Facts) -> RankContext:
     """The nodes, and the newcomers on suspected ones."""
     doubtful = (worker.pod.uid for worker in facts.candidates if is_second_choice(facts, worker))
-    return Surroundings(facts.observed.nodes, frozenset(doubtful))
+    return RankContext(facts.observed.nodes, frozenset(doubtful))
 
 
-def first_order(workers: Sequence[Worker], size: int, around: Surroundings | None = None) -> tuple[Worker, ...]:
+def order_first_ranks(workers: Sequence[Worker], size: int, around: RankContext | None = None) -> tuple[Worker, ...]:
     """The workers of a first generation by rank: the `size` that are nearest to each other, neighbours side by side."""
-    around = around or Surroundings()
+    around = around or RankContext()
     good = [worker for worker in workers if worker.pod.uid not in around.last_resort]
     doubtful = [worker for worker in workers if worker.pod.uid in around.last_resort]
     chosen = [*nearest_first(good, around.nodes), *nearest_first(doubtful, around.nodes)][:size]
@@ -77,14 +77,14 @@ def first_order(workers: Sequence[Worker], size: int, around: Surroundings | Non
 
 
 def assign_ranks(
-    survivors: Sequence[Member], newcomers: Sequence[Worker], size: int, around: Surroundings | None = None
+    survivors: Sequence[Member], newcomers: Sequence[Worker], size: int, around: RankContext | None = None
 ) -> tuple[Member, ...]:
     """Exactly `size` members, ascending by rank; needs at least `size` survivors and newcomers together.
 
     Survivors whose rank is below `size` keep it. The other survivors, then the newcomers, fill the free ranks from
     below, each time the one that is nearest to the ranks beside it; whoever is not needed is left out.
     """
-    around = around or Surroundings()
+    around = around or RankContext()
     placed = {member.node_rank: member for member in survivors if member.node_rank < size}
     movers = [member for member in survivors if member.node_rank >= size]
     joining = [member_of(worker) for worker in newcomers]
@@ -102,7 +102,7 @@ def assign_ranks(
 class _Pool:
     """Members that wait for a rank, found by how much of their place they share; the order given breaks ties."""
 
-    def __init__(self, members: Sequence[Member], around: Surroundings) -> None:
+    def __init__(self, members: Sequence[Member], around: RankContext) -> None:
         self.left = len(members)
         self._taken: set[str] = set()
         self._by_start: dict[Place, deque[Member]] = {}
@@ -131,7 +131,7 @@ class _Pool:
         return waiting[0] if waiting else None
 
 
-def _place(node: str, around: Surroundings) -> Place:
+def _place(node: str, around: RankContext) -> Place:
     return place_of(node, around.nodes.get(node))
 
 

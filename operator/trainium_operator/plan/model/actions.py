@@ -20,7 +20,7 @@ from trainium_operator.plan.model.text import sentence
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
     from trainium_contract.wire.messages import Membership
-    from trainium_operator.plan.model.quota import Said
+    from trainium_operator.plan.model.quota import WorkloadConditionView
     from trainium_operator.plan.model.reasons import Reason
 
 
@@ -81,14 +81,14 @@ class DeletePod:
 
 
 @dataclass(frozen=True, slots=True)
-class AskQuota:
+class ApplyWorkload:
     """Create a Workload of Kueue, or bring the job's own in line; only while it holds no quota."""
 
     manifest: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TellQuota:
+class SetQuotaConditions:
     """Write conditions of a Workload, and with `returns` give its quota back in the same write.
 
     Only of this incarnation, and only as it was observed (uid and version are preconditions).
@@ -97,12 +97,12 @@ class TellQuota:
     name: str
     uid: str
     version: str
-    conditions: tuple[Said, ...]
+    conditions: tuple[WorkloadConditionView, ...]
     returns: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class DropQuota:
+class DeleteWorkload:
     """Delete a Workload, with its uid as precondition; so its quota is free."""
 
     name: str
@@ -110,7 +110,7 @@ class DropQuota:
 
 
 @dataclass(frozen=True, slots=True)
-class DropTemplate:
+class DeleteTemplate:
     """Delete a ResourceClaimTemplate that no pod refers to, with its uid as precondition."""
 
     name: str
@@ -125,7 +125,7 @@ class DeleteJob:
     resource_version: str
 
 
-QuotaAction = AskQuota | TellQuota | DropQuota
+QuotaAction = ApplyWorkload | SetQuotaConditions | DeleteWorkload
 Action = (
     ApplyObject
     | ApplyGroup
@@ -133,7 +133,7 @@ Action = (
     | PublishMembership
     | CreatePod
     | DeletePod
-    | DropTemplate
+    | DeleteTemplate
     | DeleteJob
     | QuotaAction
 )
@@ -189,25 +189,25 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class PolicyResult:
     """A status, and what is asked for besides."""
 
     status: TrainingJobStatus
     actions: tuple[Action, ...] = ()
     """In order."""
-    notes: tuple[EventIntent, ...] = ()
-    looks: tuple[float, ...] = ()
+    events: tuple[EventIntent, ...] = ()
+    requeue_at: tuple[float, ...] = ()
     """When the job must be looked at again (Unix seconds)."""
 
-    def then(self, after: Answer) -> Answer:
+    def then(self, after: PolicyResult) -> PolicyResult:
         """This answer and the one of a policy that was asked with its status."""
-        return Answer(
+        return PolicyResult(
             status=after.status,
             actions=self.actions + after.actions,
-            notes=self.notes + after.notes,
-            looks=self.looks + after.looks,
+            events=self.events + after.events,
+            requeue_at=self.requeue_at + after.requeue_at,
         )
 
-    def having(self, status: TrainingJobStatus) -> Answer:
+    def with_status(self, status: TrainingJobStatus) -> PolicyResult:
         """This answer with another status."""
         return replace(self, status=status)

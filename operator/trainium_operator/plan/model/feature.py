@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from trainium_operator.plan.model.actions import Answer
+from trainium_operator.plan.model.actions import PolicyResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -48,7 +48,7 @@ class AdmissionState(StrEnum):
 class Grant:
     """What a queue grants the job."""
 
-    stand: AdmissionState
+    state: AdmissionState
     reason: Reason | None = None
     """Reason of the condition Admitted while no pod may exist."""
     message: str = ""
@@ -59,7 +59,7 @@ class Grant:
     @property
     def releases(self) -> bool:
         """Whether no pod may stay."""
-        return self.stand not in (AdmissionState.ADMITTED, AdmissionState.UNKNOWN)
+        return self.state not in (AdmissionState.ADMITTED, AdmissionState.UNKNOWN)
 
 
 def _no_grant(observed: Observed, settings: PlanSettings) -> Grant | None:  # noqa: ARG001 - a hook
@@ -74,12 +74,12 @@ def _no_problems(observed: Observed, worker: Worker) -> Iterable[NodeProblem]:  
     return ()
 
 
-def _unchanged(facts: Facts, status: TrainingJobStatus) -> Answer:  # noqa: ARG001 - a hook
-    return Answer(status=status)
+def _unchanged(facts: Facts, status: TrainingJobStatus) -> PolicyResult:  # noqa: ARG001 - a hook
+    return PolicyResult(status=status)
 
 
-def _unchanged_size(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...]) -> Answer:  # noqa: ARG001
-    return Answer(status=status)
+def _unchanged_size(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...]) -> PolicyResult:  # noqa: ARG001
+    return PolicyResult(status=status)
 
 
 def _no_refusal(facts: Facts) -> tuple[Reason, str] | None:  # noqa: ARG001 - a hook
@@ -119,8 +119,8 @@ class Feature:
     """Return fields of each pod's spec, and of the resources of the worker container."""
     node_problems: Callable[[Observed, Worker], Iterable[NodeProblem]] = _no_problems
     """Return problems of what a worker holds of its node."""
-    converge_before_pods: Callable[[Facts, TrainingJobStatus], Answer] = _unchanged
-    resize: Callable[[Facts, TrainingJobStatus, tuple[Loss, ...]], Answer] = _unchanged_size
+    reconcile_before_pods: Callable[[Facts, TrainingJobStatus], PolicyResult] = _unchanged
+    resize: Callable[[Facts, TrainingJobStatus, tuple[Loss, ...]], PolicyResult] = _unchanged_size
     """Return the status with the size to work towards."""
     refuse_pods: Callable[[Facts], tuple[Reason, str] | None] = _no_refusal
     """Return why no pod can be created now; None where pods can be."""
@@ -135,9 +135,9 @@ class Feature:
     """Return whether a pod waits in a group that can no longer bring it onto a node."""
     describe_wait: Callable[[Facts], str] = _no_sentence
     """Return how workers wait for their nodes, as the rest of a sentence."""
-    converge: Callable[[Facts, TrainingJobStatus], Answer] = _unchanged
+    reconcile: Callable[[Facts, TrainingJobStatus], PolicyResult] = _unchanged
     """Called after the pods."""
-    finish: Callable[[Facts, TrainingJobStatus], Answer] = _unchanged
+    finish: Callable[[Facts, TrainingJobStatus], PolicyResult] = _unchanged
     """Called for a job that has ended."""
-    finalize: Callable[[Facts, TrainingJobStatus], Answer] = _unchanged
+    finalize: Callable[[Facts, TrainingJobStatus], PolicyResult] = _unchanged
     """Called last in each plan, also in that of a job that has ended."""

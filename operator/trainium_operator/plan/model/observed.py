@@ -4,8 +4,8 @@ Who fills it must hold to these rules:
 
 * It is built from stores that are in sync: a node that is not in `nodes` does not exist, a pod that is not in `pods`
   does not exist. Own writes are put into the stores at once.
-* All times are Unix seconds of the operator's clock (`now`'s clock), also `AgentView.heard`; no other machine's clock
-  is compared with it.
+* All times are Unix seconds of the operator's clock (`now`'s clock), also `AgentView.last_seen`; no other machine's
+  clock is compared with it.
 """
 
 from __future__ import annotations
@@ -16,16 +16,62 @@ from typing import TYPE_CHECKING, Any
 
 from trainium_contract.wire.log_line import LogFormat
 from trainium_operator.plan.model.names import JobId
-from trainium_operator.plan.model.optional_api import ApiState
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
     from trainium_contract.wire.messages import HeartbeatRequest, Membership, RegisterRequest
-    from trainium_operator.plan.model.devices import DevicesView
     from trainium_operator.plan.model.feature import Feature
     from trainium_operator.plan.model.quota import QuotaView
+
+
+CAP = 0.2
+"""Part of a fleet, or of a job's workers, that may be bad at once."""
+
+
+def cap_of(size: int) -> int:
+    """How many of so many may be bad at once, or in quarantine; always one."""
+    return max(1, int(size * CAP))
+
+
+class ApiState(StrEnum):
+    """Whether plans may go by it."""
+
+    OFF = "Off"
+    """The operator was not told to, so it has no rights to."""
+    ABSENT = "Absent"
+    """The cluster does not serve the version that is known here."""
+    READING = "Reading"
+    """Its objects are not read yet."""
+    READY = "Ready"
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceTaint:
+    """One taint of a device that a worker holds."""
+
+    device: str
+    """`pool/device`."""
+    key: str
+    effect: str
+    value: str = ""
+    since: float | None = None
+    """When it was added (Unix seconds, by the API server's clock); None when that is not told."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DevicesView:
+    """What is known of the devices of one job."""
+
+    templates: Mapping[str, str] = field(default_factory=dict)
+    """Name -> uid of each template that the job controls."""
+    taints: Mapping[str, tuple[DeviceTaint, ...]] = field(default_factory=dict)
+    """By pod uid: taints of the devices that its claim holds."""
+    free_nodes: tuple[str, ...] = ()
+    """Nodes with as many free devices as a worker claims: published by the driver, untainted, allocated to nobody."""
+    nodes: int = 0
+    """Nodes that have such devices at all, free or not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,9 +226,9 @@ class AgentView:
     """What the coordinator knows of one pod's agent."""
 
     registration: RegisterRequest
-    heard: float
+    last_seen: float
     """When its last message of any kind arrived."""
-    first_heard: float
+    first_seen: float
     heartbeat: HeartbeatRequest | None = None
     """The newest one."""
     progressed: float | None = None
@@ -224,7 +270,7 @@ class GangApi(StrEnum):
     """scheduling.x-k8s.io PodGroup."""
 
 
-SILENCE_TOLD_SECONDS = 2.0
+SILENCE_REPORTED_SECONDS = 2.0
 """Two heartbeats; the coordinator tells who has fallen silent, so a member heard more recently needs no look."""
 
 _EVERY_INTERVAL_WORKERS = 256

@@ -31,7 +31,7 @@ class WorkloadCondition(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class WorkloadConditionView:
     """One condition of a Workload."""
 
     type: WorkloadCondition
@@ -75,13 +75,13 @@ class WorkloadView:
     content_hash: str = ""
     active: bool = True
     deleting: bool = False
-    said: tuple[Said, ...] = ()
+    said: tuple[WorkloadConditionView, ...] = ()
     grants: tuple[PodSetGrant, ...] = ()
     """Empty while it holds no quota."""
     updates: Mapping[str, Placement] = field(default_factory=dict)
     """What admission checks add, by pod set."""
 
-    def find(self, kind: WorkloadCondition) -> Said | None:
+    def find(self, kind: WorkloadCondition) -> WorkloadConditionView | None:
         """The condition of that type; None when it was never set."""
         return next((each for each in self.said if each.type is kind), None)
 

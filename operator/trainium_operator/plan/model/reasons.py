@@ -96,7 +96,7 @@ class Reason(StrEnum):
     STRAGGLER_GONE = "StragglerGone"
     # Checkpoints that do not come
     CHECKPOINT_OVERDUE = "CheckpointOverdue"
-    # Said by the operator about itself
+    # WorkloadConditionView by the operator about itself
     NAME_TAKEN = "NameTaken"
     WRITE_FAILED = "WriteFailed"
     UNREADABLE = "Unreadable"

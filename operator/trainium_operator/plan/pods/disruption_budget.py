@@ -19,7 +19,7 @@ from trainium_contract.status.conditions import ConditionType
 from trainium_contract.status.interruptions import Rung
 from trainium_operator.plan.manifests.owned_object import owned_object
 from trainium_operator.plan.model import names
-from trainium_operator.plan.model.actions import Answer, ApplyObject
+from trainium_operator.plan.model.actions import ApplyObject, PolicyResult
 from trainium_operator.plan.model.conditions import find_condition, is_terminal, with_condition
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.model.text import parse_rfc3339, rfc3339
@@ -50,37 +50,37 @@ def budget(job: JobView, stay: int) -> dict[str, Any]:
 class _Judgement:
     allowed: bool
     why: str
-    looks: tuple[float, ...] = ()
+    requeue_at: tuple[float, ...] = ()
     """When it changes by itself (Unix seconds)."""
 
 
-def limit_disruptions(facts: Facts, status: TrainingJobStatus) -> Answer:
+def limit_disruptions(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
     """Say whether a disruption is allowed now, and bring the budget in line; call when the status is complete."""
     ended = is_terminal(status)
     if ended and facts.job.spec.clean_pod_policy is not CleanPodPolicy.NONE:
-        return Answer(status=status)
+        return PolicyResult(status=status)
     applied = facts.observed.children.get(f"{KIND}/{facts.job.name}")
     if applied is None and (ended or not status.start_time):
-        return Answer(status=status)
-    stay, looks = 0, tuple[float, ...]()
+        return PolicyResult(status=status)
+    stay, requeue_at = 0, tuple[float, ...]()
     if not ended:
         judgement = _judge(facts, status)
-        stay, looks = _must_stay(facts, status, judgement), judgement.looks
+        stay, requeue_at = _must_stay(facts, status, judgement), judgement.requeue_at
         reason = Reason.DISRUPTION_ALLOWED if judgement.allowed else Reason.DISRUPTION_REFUSED
         kind = ConditionType.DISRUPTION_ALLOWED
         status = with_condition(status, kind, judgement.allowed, reason, judgement.why, now=facts.now)
     if facts.job.spec.suspend and not ended:
-        return Answer(status=status, looks=looks)
+        return PolicyResult(status=status, requeue_at=requeue_at)
     taken = facts.observed.in_the_way.get(f"{KIND}/{facts.job.name}")
     if taken is not None and not ended:
         kind = ConditionType.DISRUPTION_ALLOWED
         status = with_condition(status, kind, None, Reason.NAME_TAKEN, taken, now=facts.now)
     if taken is not None and facts.now < facts.observed.creations_from:
-        return Answer(status=status, looks=(*looks, facts.observed.creations_from))
+        return PolicyResult(status=status, requeue_at=(*requeue_at, facts.observed.creations_from))
     manifest = budget(facts.job, stay)
     if applied == manifest["metadata"]["annotations"][names.ANNOTATION_CONTENT_HASH]:
-        return Answer(status=status, looks=looks)
-    return Answer(status=status, actions=(ApplyObject(manifest),), looks=looks)
+        return PolicyResult(status=status, requeue_at=requeue_at)
+    return PolicyResult(status=status, actions=(ApplyObject(manifest),), requeue_at=requeue_at)
 
 
 def _must_stay(facts: Facts, status: PublicStatus, judgement: _Judgement) -> int:

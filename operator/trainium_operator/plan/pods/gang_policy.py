@@ -18,14 +18,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from trainium_contract.status.conditions import ConditionType
-from trainium_operator.plan.model.actions import Answer, event
+from trainium_operator.plan.model.actions import PolicyResult, event
 from trainium_operator.plan.model.conditions import with_condition
 from trainium_operator.plan.model.feature import AdmissionState
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.model.text import rfc3339
-from trainium_operator.plan.pods.deletion import deletion
 from trainium_operator.plan.view.facts import creation_refused, refuse_pods
 from trainium_operator.plan.view.size import needed_workers
+from trainium_operator.plan.view.workers import deletion
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
@@ -42,27 +42,29 @@ def least_pods(facts: Facts) -> int:
     return needed_workers(facts.size)
 
 
-def withhold_pods(facts: Facts, status: TrainingJobStatus) -> tuple[bool, Answer]:
+def withhold_pods(facts: Facts, status: TrainingJobStatus) -> tuple[bool, PolicyResult]:
     """Whether no pod may be made now; gives back what a partial gang has held for too long."""
     gang = status.gang
-    if facts.grant is not None and facts.grant.stand is not AdmissionState.ADMITTED:
-        return True, Answer(status=status)
+    if facts.grant is not None and facts.grant.state is not AdmissionState.ADMITTED:
+        return True, PolicyResult(status=status)
     if status.membership.size > 0:
         gang = gang.replaced(holding_since=None, releases=0, retry_at=None)
-        return False, Answer(status=status.replaced(gang=gang))
+        return False, PolicyResult(status=status.replaced(gang=gang))
     if gang.retry_at is not None and facts.now < gang.retry_at:
         return True, _give_back(facts, status, gang.retry_at)
     if not _is_partial(facts):
-        return False, Answer(status=status.replaced(gang=gang.replaced(holding_since=None)))
+        return False, PolicyResult(status=status.replaced(gang=gang.replaced(holding_since=None)))
     since = facts.now if gang.holding_since is None else gang.holding_since
     deadline = since + facts.job.spec.scheduling.gang_timeout_seconds
     if facts.now < deadline:
-        return False, Answer(status=status.replaced(gang=gang.replaced(holding_since=since)), looks=(deadline,))
+        return False, PolicyResult(
+            status=status.replaced(gang=gang.replaced(holding_since=since)), requeue_at=(deadline,)
+        )
     times = gang.releases + 1
     retry_at = facts.now + pause_seconds(facts.job.uid, times)
     gang = gang.replaced(holding_since=None, releases=times, retry_at=retry_at)
     given = _give_back(facts, status.replaced(gang=gang), retry_at)
-    return True, replace(given, notes=(event(Reason.GANG_TIMED_OUT, _timed_out(facts, gang), warning=True),))
+    return True, replace(given, events=(event(Reason.GANG_TIMED_OUT, _timed_out(facts, gang), warning=True),))
 
 
 def pause_seconds(uid: str, times: int) -> float:
@@ -71,7 +73,7 @@ def pause_seconds(uid: str, times: int) -> float:
     return min(_LONGEST_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS * 2.0 ** min(times - 1, 16)) * (0.5 + spread)
 
 
-def note_admission(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
+def set_admitted(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
     """Say whether the workers have their nodes, and who decides it. Never how many: that changes with each pod."""
     admitted, reason, message = _admission(facts, status)
     return with_condition(status, ConditionType.ADMITTED, admitted, reason, message, now=facts.now)
@@ -92,7 +94,7 @@ def _admission(facts: Facts, status: TrainingJobStatus) -> tuple[bool, Reason, s
         return False, *missing
     if gang.retry_at is not None and facts.now < gang.retry_at:
         return False, Reason.GANG_TIMED_OUT, _timed_out(facts, gang)
-    if grant is not None and grant.stand is AdmissionState.UNKNOWN:
+    if grant is not None and grant.state is AdmissionState.UNKNOWN:
         return False, grant.reason or Reason.WAITING_FOR_QUEUE, grant.message
     how = "".join(feature.describe_wait(facts) for feature in facts.settings.features)
     limit = facts.job.spec.scheduling.gang_timeout_seconds
@@ -119,8 +121,8 @@ def _is_partial(facts: Facts) -> bool:
     return 0 < bound < least_pods(facts)
 
 
-def _give_back(facts: Facts, status: TrainingJobStatus, retry_at: float) -> Answer:
+def _give_back(facts: Facts, status: TrainingJobStatus, retry_at: float) -> PolicyResult:
     """Delete every worker that holds a node or could; the wait for missing ones begins anew with the next attempt."""
     workers = (worker for worker in facts.workers.values() if worker.holds_node)
     deletions = tuple(action for worker in workers for action in deletion(worker, force=worker.node_bad))
-    return Answer(status=status.replaced(waiting_since=None), actions=deletions, looks=(retry_at,))
+    return PolicyResult(status=status.replaced(waiting_since=None), actions=deletions, requeue_at=(retry_at,))

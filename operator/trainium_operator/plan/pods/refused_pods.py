@@ -41,7 +41,7 @@ _LARGEST_SHARE = 4
 """Of the job's nodes at most the fourth part is kept away from, and always one."""
 
 
-def note_refused(facts: Facts, memory: InternalStatus) -> StartFailuresStatus:
+def record_start_failures(facts: Facts, memory: InternalStatus) -> StartFailuresStatus:
     """What is remembered once the round in which pods ended so is counted, or the rounds before are forgotten."""
     known = memory.start_failures
     since = known.next_ordinal if known.next_ordinal <= memory.next_pod_ordinal else 0  # ordinals began anew
@@ -72,7 +72,7 @@ def note_refused(facts: Facts, memory: InternalStatus) -> StartFailuresStatus:
     return found if told else known
 
 
-def made_from(memory: InternalStatus, now: float) -> float:
+def next_creation_at(memory: InternalStatus, now: float) -> float:
     """When new pods may be made (Unix seconds)."""
     known = memory.start_failures
     late = known.rounds - _FREE_ROUNDS
@@ -81,7 +81,7 @@ def made_from(memory: InternalStatus, now: float) -> float:
     return min(known.at, now) + min(_LONGEST_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS * 2.0 ** min(late - 1, 16))
 
 
-def made_at_once(facts: Facts, status: TrainingJobStatus, missing: int) -> tuple[int, tuple[float, ...]]:
+def limit_batch(facts: Facts, status: TrainingJobStatus, missing: int) -> tuple[int, tuple[float, ...]]:
     """How many of those that are missing may be made now, and when to look again for more (Unix seconds).
 
     A gang waits for its last pod, so a part of it would never be heard: it is made as a whole.

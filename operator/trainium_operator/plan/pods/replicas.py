@@ -1,8 +1,13 @@
-"""Policy: keep desired + reserve + spares worker pods alive, and extras; remove what is lost, hopeless or too many.
+"""Keep the desired, reserve and spare worker pods and extras, and the configuration that they mount.
 
 How creation survives a crash: the status raises `nextPodOrdinal` first, then the pods below it are created. Ordinals
-whose creation was cut short are skipped, never used again; a pod whose creation was not noticed is at worst one too
-many, and goes. Members are never surplus.
+whose creation was interrupted are skipped and never reused; a pod whose creation was not noticed is at worst one too
+many, and is deleted.
+
+Guarantees:
+- The ConfigMap with the trainer's configuration exists before the pods that mount it, and is never stale; parts that
+  a newer version wrote are left as they are.
+- Members are never surplus.
 """
 
 from __future__ import annotations
@@ -24,17 +29,17 @@ from trainium_operator.plan.faults.failure_budgets import (
     has_record_of,
     record_failure,
 )
-from trainium_operator.plan.manifests.affinity import with_affinity
-from trainium_operator.plan.manifests.worker_pod import Avoided, is_outdated, template_hash, worker_pods
+from trainium_operator.plan.manifests.config_maps import config_map
+from trainium_operator.plan.manifests.worker_pod import Avoided, is_outdated, template_hash, with_affinity, worker_pods
 from trainium_operator.plan.model import names
-from trainium_operator.plan.model.actions import Answer, CreatePod, event
+from trainium_operator.plan.model.actions import ApplyObject, CreatePod, PolicyResult, event
 from trainium_operator.plan.model.observed import PodPhase
 from trainium_operator.plan.model.reasons import Reason
-from trainium_operator.plan.pods.deletion import deletion, ended_last
 from trainium_operator.plan.pods.node_avoidance import forbidden_nodes, released_nodes
-from trainium_operator.plan.pods.refused_pods import made_at_once, made_from, note_refused, with_refusing
+from trainium_operator.plan.pods.refused_pods import limit_batch, next_creation_at, record_start_failures, with_refusing
 from trainium_operator.plan.view.facts import is_unfit, refuse_pods
 from trainium_operator.plan.view.progress import is_settled
+from trainium_operator.plan.view.workers import deletion, ended_last
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
@@ -47,22 +52,37 @@ if TYPE_CHECKING:
     from trainium_operator.plan.view.workers import Worker
 
 
-def converge_pods(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...]) -> Answer:
+def reconcile_configuration(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
+    """Apply the configuration where it is missing or stale."""
+    if facts.now < facts.observed.creations_from:
+        return PolicyResult(status=status, requeue_at=(facts.observed.creations_from,))
+    if facts.size.shape is None:
+        return PolicyResult(status=status)
+    manifest = config_map(facts.job, facts.observed.ca_bundle)
+    metadata = manifest["metadata"]
+    wanted = metadata["annotations"][names.ANNOTATION_CONTENT_HASH]
+    present = facts.observed.children.get(f"{manifest['kind']}/{metadata['name']}")
+    if present == wanted or (present is not None and facts.job.unknown):
+        return PolicyResult(status=status)
+    return PolicyResult(status=status, actions=(ApplyObject(manifest),))
+
+
+def reconcile_pods(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...]) -> PolicyResult:
     """Ask for the deletions and creations that bring the pods to what is wanted."""
     answer = _converged(facts, status, losses)
     gone = (*facts.outsiders, *(loss.worker for loss in losses if loss.worker is not None))
     return replace(answer, actions=ended_last(answer.actions, gone))
 
 
-def _converged(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...]) -> Answer:
+def _converged(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...]) -> PolicyResult:
     lost = {loss.member.pod_uid for loss in losses}
     deletions: list[DeletePod] = []
     for loss in losses:
         if loss.worker is not None and not loss.stays:
             deletions += deletion(loss.worker, force=loss.force)
     outsiders, answer = _sort_outsiders(facts, status)
-    answer = Answer(status=status, actions=tuple(deletions)).then(answer)
-    status = answer.status.replaced(start_failures=note_refused(facts, answer.status))
+    answer = PolicyResult(status=status, actions=tuple(deletions)).then(answer)
+    status = answer.status.replaced(start_failures=record_start_failures(facts, answer.status))
     # Failures that this very plan has counted: their nodes must not get the replacements.
     avoid = avoided_nodes(status.failures, facts.now, facts.settings.avoid_node_seconds)
     status = status.replaced(avoided_nodes=with_refusing(avoid, status, facts.now))
@@ -80,7 +100,7 @@ def _converged(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...]
     if missing + more > 0:
         return answer.then(_create(facts, status, missing, more))
     surplus = _surplus(facts, status, outsiders, others - wanted)
-    return answer.then(Answer(status=status, actions=surplus))
+    return answer.then(PolicyResult(status=status, actions=surplus))
 
 
 def _is_left(facts: Facts, status: PublicStatus) -> bool:
@@ -88,18 +108,18 @@ def _is_left(facts: Facts, status: PublicStatus) -> bool:
     return facts.current is not None and status.membership.generation > facts.current.generation
 
 
-def _sort_outsiders(facts: Facts, status: TrainingJobStatus) -> tuple[list[Worker], Answer]:
+def _sort_outsiders(facts: Facts, status: TrainingJobStatus) -> tuple[list[Worker], PolicyResult]:
     """Outsiders that count; the others are deleted, except the evidence of workers that do not start."""
     evidence = _kept_for_logs(facts)
     usable: list[Worker] = []
     deletions: list[DeletePod] = []
-    notes: list[EventIntent] = []
+    events: list[EventIntent] = []
     wanted = template_hash(facts.job, facts.settings) if facts.outsiders else ""
     released = released_nodes(facts)
     for worker in facts.outsiders:
         if worker in evidence:
             continue
-        outdated = (not facts.job.unknown and _outdated(worker, wanted)) or _waits_in_vain(worker, released)
+        outdated = (not facts.job.unknown and _outdated(worker, wanted)) or _cannot_be_scheduled(worker, released)
         if (
             worker.alive
             and not outdated
@@ -114,11 +134,11 @@ def _sort_outsiders(facts: Facts, status: TrainingJobStatus) -> tuple[list[Worke
         if failure is not None:
             if failure.node or not worker.pod.extra:  # a job does not end for want of what it need not have
                 status = status.replaced(failures=_counted(facts, status, failure))
-            notes.append(event(Reason.WORKER_FAILED, failure.note, warning=True, pod=worker.pod.name))
+            events.append(event(Reason.WORKER_FAILED, failure.note, warning=True, pod=worker.pod.name))
             if exhausted_budget(status.failures, facts.job.spec.recovery, facts.now) is not None:
                 continue  # the next plan ends the job and names this pod, and its log says why
         deletions += deletion(worker, force=worker.node_bad and (worker.pod.deleting or worker.holds_node))
-    return usable, Answer(status=status, actions=tuple(deletions), notes=tuple(notes))
+    return usable, PolicyResult(status=status, actions=tuple(deletions), events=tuple(events))
 
 
 def _kept_for_logs(facts: Facts) -> tuple[Worker, ...]:
@@ -142,7 +162,7 @@ def _outdated(worker: Worker, wanted: str) -> bool:
     return pod.phase is PodPhase.PENDING and worker.agent is None and is_outdated(pod.template_hash, wanted)
 
 
-def _waits_in_vain(worker: Worker, released: frozenset[str]) -> bool:
+def _cannot_be_scheduled(worker: Worker, released: frozenset[str]) -> bool:
     """It finds no node, and was told to keep away from one that may be used again."""
     pod = worker.pod
     return pod.phase is PodPhase.PENDING and bool(pod.unschedulable_message) and bool(pod.avoided_nodes & released)
@@ -216,17 +236,17 @@ def _unfit(facts: Facts, worker: Worker) -> _Failure | None:
     )
 
 
-def _create(facts: Facts, status: TrainingJobStatus, missing: int, extras: int) -> Answer:
+def _create(facts: Facts, status: TrainingJobStatus, missing: int, extras: int) -> PolicyResult:
     """So many workers that were asked for, and so many beyond them."""
     if refuse_pods(facts) is not None:
-        return Answer(status=status)
-    paused = max(backoff_until(status.failures, facts.now), made_from(status, facts.now))
+        return PolicyResult(status=status)
+    paused = max(backoff_until(status.failures, facts.now), next_creation_at(status, facts.now))
     allowed = max(paused, facts.observed.creations_from)
     if facts.now < allowed:
-        return Answer(status=status, looks=(allowed,))
-    missing, looks = made_at_once(facts, status, missing)
+        return PolicyResult(status=status, requeue_at=(allowed,))
+    missing, requeue_at = limit_batch(facts, status, missing)
     if missing + extras == 0:
-        return Answer(status=status, looks=looks)
+        return PolicyResult(status=status, requeue_at=requeue_at)
     highest = max((worker.pod.ordinal for worker in facts.workers.values()), default=-1)
     planned = status.next_pod_ordinal
     first = max(planned if planned <= names.LAST_ORDINAL else 0, highest + 1)
@@ -241,7 +261,7 @@ def _create(facts: Facts, status: TrainingJobStatus, missing: int, extras: int) 
     for feature in facts.settings.features:
         applied, manifests = feature.group_pods(facts, status, manifests)
         actions += applied
-    return Answer(status=status, actions=(*actions, *map(CreatePod, manifests)))
+    return PolicyResult(status=status, actions=(*actions, *map(CreatePod, manifests)))
 
 
 def _spares_of(facts: Facts) -> int:

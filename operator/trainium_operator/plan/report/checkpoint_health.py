@@ -33,25 +33,25 @@ _OF_STORE = "checkpoint storage"
 """How each sentence of the trainer about its store begins."""
 
 
-def judge_checkpoints(facts: Facts, status: AnyShown) -> tuple[AnyShown, tuple[float, ...]]:
+def set_checkpoint_health(facts: Facts, status: AnyShown) -> tuple[AnyShown, tuple[float, ...]]:
     """Set the condition; call when progress and the history are complete. Also when to look again (Unix seconds)."""
     troubled = [entry for entry in status.history if entry.cause is Cause.STORAGE]
     kind, now = ConditionType.CHECKPOINT_HEALTHY, facts.now
     if troubled and troubled[-1].recovered_seconds is None:
         message = f"checkpoint storage is unavailable: {troubled[-1].message}"
         return with_condition(status, kind, False, Reason.STORAGE_UNAVAILABLE, message, now=now), ()
-    overdue, looks = _overdue(facts, status)
+    overdue, requeue_at = _overdue(facts, status)
     if overdue:
-        return with_condition(status, kind, False, Reason.CHECKPOINT_OVERDUE, overdue, now=now), looks
+        return with_condition(status, kind, False, Reason.CHECKPOINT_OVERDUE, overdue, now=now), requeue_at
     if _lasts(facts, status):
-        return status, looks
+        return status, requeue_at
     if status.checkpoint.durable_step >= 0:
         message = "durable checkpoints are committed"
-        return with_condition(status, kind, True, Reason.COMMITTED, message, now=now), looks
+        return with_condition(status, kind, True, Reason.COMMITTED, message, now=now), requeue_at
     if find_condition(status, kind) is None or facts.current is None:
         message = "no durable checkpoint is known yet"
-        return with_condition(status, kind, None, Reason.NOTHING_COMMITTED, message, now=now), looks
-    return status, looks
+        return with_condition(status, kind, None, Reason.NOTHING_COMMITTED, message, now=now), requeue_at
+    return status, requeue_at
 
 
 def _lasts(facts: Facts, status: PublicStatus) -> bool:
@@ -79,7 +79,7 @@ def _own_error(facts: Facts, status: PublicStatus) -> str:
 
 def _overdue(facts: Facts, status: PublicStatus) -> tuple[str, tuple[float, ...]]:
     """What to say about commits that do not come, empty when they do; and when to look again (Unix seconds)."""
-    durable, looks = facts.job.spec.checkpoint.durable, list[float]()
+    durable, requeue_at = facts.job.spec.checkpoint.durable, list[float]()
     since = _since(facts, status)
     if since is None or not is_true(status, ConditionType.RUNNING) or past_steps(status):
         return "", ()
@@ -90,14 +90,14 @@ def _overdue(facts: Facts, status: PublicStatus) -> tuple[str, tuple[float, ...]
         due = since + max(SHORTEST_OVERDUE_SECONDS, OVERDUE_INTERVALS * durable.every_seconds)
         if facts.now >= due:
             return f"a checkpoint is due every {durable.every_seconds} s and the newest is {newest}: {tail}", ()
-        looks.append(due)
+        requeue_at.append(due)
     behind = status.progress.step - step
     if durable.every_steps is not None and behind >= OVERDUE_INTERVALS * durable.every_steps:
         if facts.now >= since + SHORTEST_OVERDUE_SECONDS:
             told = f"a checkpoint is due every {durable.every_steps} steps and the newest is {newest}: {tail}"
-            return told, tuple(looks)
-        looks.append(since + SHORTEST_OVERDUE_SECONDS)
-    return "", tuple(looks)
+            return told, tuple(requeue_at)
+        requeue_at.append(since + SHORTEST_OVERDUE_SECONDS)
+    return "", tuple(requeue_at)
 
 
 def _since(facts: Facts, status: PublicStatus) -> float | None:

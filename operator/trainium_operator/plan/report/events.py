@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 _QUEUED = frozenset({Reason.WAITING_FOR_QUEUE, Reason.EVICTED})
 
 
-def announce(old: PublicStatus, new: PublicStatus) -> tuple[EventIntent, ...]:
+def list_events(old: PublicStatus, new: PublicStatus) -> tuple[EventIntent, ...]:
     """The events that follow from the difference."""
-    notes: list[EventIntent] = []
+    events: list[EventIntent] = []
     known = {_identity(entry): entry for entry in old.history}
     for entry in new.history:
         before = known.get(_identity(entry))
         if before is None:
-            notes += _began(entry)
+            events += _began(entry)
         if entry.recovered_seconds is not None and (before is None or before.recovered_seconds is None):
-            notes += _ended(old, entry)
-    return (*notes, *_transitions(old, new))
+            events += _ended(old, entry)
+    return (*events, *_transitions(old, new))
 
 
 def _identity(entry: Interruption) -> tuple[int, int, str, str, bool]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _DOING = {RunStage.EXPORT.value: "writing artifacts", RunStage.EVALUATE.value: "evaluating"}
 
 
-def note_results(facts: Facts, status: TrainingJobStatus, reports: list[Progress]) -> TrainingJobStatus:
+def record_results(facts: Facts, status: TrainingJobStatus, reports: list[Progress]) -> TrainingJobStatus:
     """Bring stage, artifacts and evaluation up to date; `reports` are those of the members, by rank."""
     told = [artifact for report in reports for artifact in report.artifacts]
     status = status.replaced(
@@ -49,7 +49,7 @@ def total_steps(facts: Facts, newest: Progress) -> int:
     return newest.total_steps or facts.job.status.progress.total_steps or given
 
 
-def doing(status: PublicStatus) -> str:
+def describe_activity(status: PublicStatus) -> str:
     """What the workers do, as a participle."""
     return _DOING.get(status.stage, "training")
 

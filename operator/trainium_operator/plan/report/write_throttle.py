@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from trainium_operator.plan.view.facts import Facts
 
 
-def write_due(facts: Facts, old: TrainingJobStatus, status: TrainingJobStatus) -> float:
+def next_write_at(facts: Facts, old: TrainingJobStatus, status: TrainingJobStatus) -> float:
     """When the status may be written: one that only brings progress or counts waits a while after the last one."""
     if status == old:
         return 0.0
@@ -50,7 +50,7 @@ def only_counts_differ(old: TrainingJobStatus, new: TrainingJobStatus) -> bool:
 
 
 def _says_all_is_well(condition: Condition) -> bool:
-    """Said for the first time, of nodes that have just been given: nobody waits for it."""
+    """WorkloadConditionView for the first time, of nodes that have just been given: nobody waits for it."""
     return condition.type is ConditionType.NODES_HEALTHY and condition.reason == Reason.NODES_HEALTHY.value
 
 

@@ -1,23 +1,35 @@
-"""What one plan works with: the observation, sorted into workers and members (`Facts`), and who of them may join.
+"""Sort the observation into workers and members (`Facts`), and select the workers that may join.
 
-Invariant: `Facts` never changes during a plan.
+Ranks of two versions of the trainer must not meet: what they exchange while they start has no version. So the image
+of an earlier default stays with a job until no worker of it runs, unless the job names an image.
+
+Guarantees:
+- `Facts` never changes during a plan.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.faults.node_polarity import Severity
-from trainium_operator.plan.model.observed import SILENCE_TOLD_SECONDS
+from trainium_operator.plan.manifests.worker_pod import WORKER_CONTAINER, named_worker
+from trainium_operator.plan.model.observed import SILENCE_REPORTED_SECONDS, PodPhase
 from trainium_operator.plan.model.reasons import Reason
-from trainium_operator.plan.view.node_problems import troubles_of
-from trainium_operator.plan.view.workers import Worker, any_broke_off, contact_of, with_contact, workers_of
+from trainium_operator.plan.view.node_problems import problems_by_pod
+from trainium_operator.plan.view.workers import (
+    Worker,
+    any_lost_contact,
+    judge_workers_contact,
+    with_contact,
+    workers_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from trainium_contract.job import TrainingJobSpec
     from trainium_contract.wire.messages import HeartbeatRequest, Member, Membership
     from trainium_operator.plan.faults.node_signals import NodeProblem
     from trainium_operator.plan.model.feature import Grant
@@ -81,11 +93,11 @@ def sort_facts(observed: Observed, settings: PlanSettings, size: SizeDecision) -
     """Sort an observation. A membership of size 0 in the status means that the recorded one was given up."""
     current = observed.membership if observed.job.status.membership.size > 0 else None
     workers = workers_of(observed, settings)
-    contact = contact_of(workers.values(), observed.fleet.frozen)
+    contact = judge_workers_contact(workers.values(), observed.fleet.frozen)
     workers = with_contact(workers, contact)
     listed = current.members if current is not None else ()
     uids = {member.pod_uid for member in listed}
-    troubles = troubles_of(observed, workers, settings.features)
+    troubles = problems_by_pod(observed, workers, settings.features)
     return Facts(
         observed=observed,
         settings=settings,
@@ -94,10 +106,10 @@ def sort_facts(observed: Observed, settings: PlanSettings, size: SizeDecision) -
         current=current,
         members=tuple((member, workers.get(member.pod_uid)) for member in listed),
         outsiders=tuple(worker for uid, worker in workers.items() if uid not in uids),
-        beats=() if current is None else beats_of(observed, current),
+        beats=() if current is None else current_heartbeats(observed, current),
         troubles=troubles.by_pod,
         counts_from=troubles.counts_from + _confirmed_at(observed, workers),
-        lost_contact=contact.lost if any_broke_off(workers.values(), observed.coordinator_since) else "",
+        lost_contact=contact.lost if any_lost_contact(workers.values(), observed.coordinator_since) else "",
         grant=next(filter(None, (each.admit(observed, settings) for each in settings.features)), None),
     )
 
@@ -105,13 +117,13 @@ def sort_facts(observed: Observed, settings: PlanSettings, size: SizeDecision) -
 def _confirmed_at(observed: Observed, workers: Mapping[str, Worker]) -> tuple[float, ...]:
     """When the silence of workers whose nodes seem to be gone will confirm it (Unix seconds)."""
     return tuple(
-        observed.now + SILENCE_TOLD_SECONDS - worker.silent_seconds
+        observed.now + SILENCE_REPORTED_SECONDS - worker.silent_seconds
         for worker in workers.values()
-        if worker.node is None and worker.pod.node and worker.heard_lately
+        if worker.node is None and worker.pod.node and worker.recently_seen
     )
 
 
-def beats_of(observed: Observed, current: Membership) -> tuple[tuple[Member, HeartbeatRequest], ...]:
+def current_heartbeats(observed: Observed, current: Membership) -> tuple[tuple[Member, HeartbeatRequest], ...]:
     """The newest heartbeats of this generation's members that are in it by their own account, by rank."""
     found = []
     for member in current.members:
@@ -121,17 +133,17 @@ def beats_of(observed: Observed, current: Membership) -> tuple[tuple[Member, Hea
     return tuple(found)
 
 
-def newcomers_of(facts: Facts) -> tuple[Worker, ...]:
+def list_joiners(facts: Facts) -> tuple[Worker, ...]:
     """Workers that can join at once, those on suspected nodes last."""
     return tuple(sorted(facts.candidates, key=lambda worker: (is_second_choice(facts, worker), worker.pod.ordinal)))
 
 
-def sound_newcomers(facts: Facts) -> tuple[Worker, ...]:
+def healthy_joiners(facts: Facts) -> tuple[Worker, ...]:
     """Newcomers that a job may grow onto by itself: none on a node that was too slow a while ago."""
     since = facts.now - facts.settings.avoid_node_seconds
     records = facts.job.status.failures
     slow = {each.node for each in records if each.cause is Cause.STRAGGLER and each.node and each.at > since}
-    return tuple(worker for worker in newcomers_of(facts) if worker.pod.node not in slow)
+    return tuple(worker for worker in list_joiners(facts) if worker.pod.node not in slow)
 
 
 def is_unfit(facts: Facts, worker: Worker) -> bool:
@@ -168,3 +180,22 @@ def creation_refused(facts: Facts) -> tuple[Reason, str] | None:
 def refuse_pods(facts: Facts) -> tuple[Reason, str] | None:
     """Return why a feature that the job uses allows no new pod now, and what to do; None where pods can be created."""
     return next(filter(None, (feature.refuse_pods(facts) for feature in facts.settings.features)), None)
+
+
+def pin_running_image(observed: Observed, settings: PlanSettings) -> PlanSettings:
+    """The settings with the image of the workers that run: of the lowest rank, else of the oldest pod."""
+    running = {pod.uid: pod.image for pod in observed.pods if pod.phase is PodPhase.RUNNING and pod.image}
+    if not running or _names_image(observed.job.spec):
+        return settings
+    members = observed.membership.members if observed.membership is not None else ()
+    of_members = (running[member.pod_uid] for member in members if member.pod_uid in running)
+    image = next(of_members, None) or next(iter(running.values()))
+    return settings if image == settings.image else replace(settings, image=image)
+
+
+def _names_image(spec: TrainingJobSpec) -> bool:
+    """Whether the job names the worker's image, in the field for it or in its template."""
+    containers = (named_worker(spec.workers.template).get("spec") or {}).get("containers")
+    listed = containers if isinstance(containers, list) else []
+    worker = (each for each in listed if isinstance(each, dict) and each.get("name") == WORKER_CONTAINER)
+    return bool(spec.image) or any(each.get("image") for each in worker)

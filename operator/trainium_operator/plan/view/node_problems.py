@@ -14,7 +14,7 @@ from trainium_contract.faults.causes import Cause
 from trainium_contract.faults.node_polarity import Severity
 from trainium_contract.spec.health import PreflightCheck
 from trainium_operator.plan.faults.node_signals import Demand, NodeProblem, kernel_problem, problems_of, with_rules
-from trainium_operator.plan.manifests.devices import extended_resources, tolerations_of
+from trainium_operator.plan.manifests.worker_pod import extended_resources, tolerations_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -40,7 +40,7 @@ class Troubles:
     """When problems that are still too young will count (Unix seconds)."""
 
 
-def troubles_of(observed: Observed, workers: Mapping[str, Worker], features: Collection[Feature]) -> Troubles:
+def problems_by_pod(observed: Observed, workers: Mapping[str, Worker], features: Collection[Feature]) -> Troubles:
     """Look at the node of each worker."""
     found: dict[str, NodeProblem] = {}
     later: set[float] = set()
@@ -104,7 +104,7 @@ def _with_kernel(worker: Worker, known: NodeProblem | None, observed: Observed) 
     return _worse(known, _as_it_counts(told, observed))
 
 
-def tells_time(beat: HeartbeatRequest) -> bool:
+def is_clock_in_sync(beat: HeartbeatRequest) -> bool:
     """Whether the clock of its node is right, as far as its agent knows; the times of another one date nothing."""
     return all(check.passed for check in beat.checks if check.check is PreflightCheck.CLOCK)
 

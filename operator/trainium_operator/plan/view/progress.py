@@ -61,7 +61,7 @@ def past_steps(status: PublicStatus) -> bool:
 _NO_CHANGE = (Rung.IN_PLACE, Rung.STOP)
 
 
-def price_of_a_change(status: PublicStatus) -> float | None:
+def resize_cost_seconds(status: PublicStatus) -> float | None:
     """Seconds from the newest decision on a membership to its first new step; None where none was measured."""
     for entry in reversed(status.history):
         if entry.rung not in _NO_CHANGE and entry.recovered_seconds is not None and entry.decided_at is not None:

@@ -19,14 +19,15 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from trainium_contract.wire.messages import WorkerPhase
-from trainium_operator.plan.model.breaker import cap_of
+from trainium_operator.plan.model.actions import DeletePod
 from trainium_operator.plan.model.cached_property import cached_property
-from trainium_operator.plan.model.observed import SILENCE_TOLD_SECONDS, NodeReadiness, PodPhase
+from trainium_operator.plan.model.observed import SILENCE_REPORTED_SECONDS, NodeReadiness, PodPhase, cap_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterable
 
     from trainium_contract.wire.messages import HeartbeatRequest
+    from trainium_operator.plan.model.actions import Action
     from trainium_operator.plan.model.observed import AgentView, NodeView, Observed, PlanSettings, PodView
 
 
@@ -96,24 +97,24 @@ class Worker:
         return self.agent.heartbeat if self.agent else None
 
     @cached_property
-    def node_gone(self) -> bool:
+    def node_deleted(self) -> bool:
         """The pod is bound to a node that no longer exists, or that somebody who knows has declared dead.
 
         A copy of the nodes may be old: whoever was heard a moment ago has a node.
         """
         if self.node is None:
-            return bool(self.pod.node) and not self.contact.lost and not self.heard_lately
+            return bool(self.pod.node) and not self.contact.lost and not self.recently_seen
         return bool(self.node.taints) and _written_off(self.node)
 
     @property
-    def heard_lately(self) -> bool:
+    def recently_seen(self) -> bool:
         """Its agent missed no more than one heartbeat."""
-        return self.agent is not None and self.silent_seconds < SILENCE_TOLD_SECONDS
+        return self.agent is not None and self.silent_seconds < SILENCE_REPORTED_SECONDS
 
     @property
     def node_bad(self) -> bool:
         """Its node is gone, or its kubelet does not report or reports trouble."""
-        return self.node_gone or (
+        return self.node_deleted or (
             self.node is not None and self.node.ready is not NodeReadiness.TRUE and not self.contact.lost
         )
 
@@ -140,7 +141,7 @@ class Worker:
     @cached_property
     def alive(self) -> bool:
         """It is, or may become, a working worker."""
-        if self.pod.deleting or self.ended or self.node_gone:
+        if self.pod.deleting or self.ended or self.node_deleted:
             return False
         if self.agent is None:
             # Not heard yet is not the same as gone: after an outage of the API server no node is ready.
@@ -150,7 +151,7 @@ class Worker:
 
     @property
     def stale_after(self) -> float:
-        """Silence after which a worker outside the membership is given up although its node looks well."""
+        """Silence after which a worker outside the membership is given up although its node requeue_at well."""
         return max(60.0, _SPARE_SILENCE_FACTOR * self.timeout)
 
     @cached_property
@@ -187,7 +188,7 @@ def workers_of(observed: Observed, settings: PlanSettings) -> dict[str, Worker]:
     workers: dict[str, Worker] = {}
     for pod in sorted(observed.pods, key=lambda view: view.ordinal):
         agent = observed.agents.get(pod.uid)
-        heard = agent.heard if agent is not None and agent.heard >= observed.coordinator_since else expected
+        heard = agent.last_seen if agent is not None and agent.last_seen >= observed.coordinator_since else expected
         workers[pod.uid] = Worker(
             pod=_as_its_worker(pod),
             holds_node=pod.phase not in _ENDED,
@@ -216,7 +217,7 @@ def with_contact(workers: dict[str, Worker], contact: Contact) -> dict[str, Work
     return {uid: replace(worker, contact=contact) if worker.silent else worker for uid, worker in workers.items()}
 
 
-def contact_of(workers: Collection[Worker], frozen: str) -> Contact:
+def judge_workers_contact(workers: Collection[Worker], frozen: str) -> Contact:
     """Whether so many are silent at once that it says nothing; see `contact`."""
     if not any(worker.silent_seconds >= worker.timeout for worker in workers):
         return Contact()  # the usual case, of thousands of workers
@@ -229,7 +230,7 @@ def contact_of(workers: Collection[Worker], frozen: str) -> Contact:
     )
 
 
-def any_broke_off(workers: Collection[Worker], coordinator_since: float) -> bool:
+def any_lost_contact(workers: Collection[Worker], coordinator_since: float) -> bool:
     """Whether somebody is silent who was in contact, with this coordinator or, being older, with one before it.
 
     A pod that was made a moment ago and has not called yet is silent as well, as each job's first ones are.
@@ -258,7 +259,23 @@ def _audible_since(observed: Observed, settings: PlanSettings) -> float:
         return latest
     members = observed.membership.members
     known = (observed.agents.get(member.pod_uid) for member in members)
-    called = [max(agent.first_heard, observed.coordinator_since) for agent in known if agent is not None]
+    called = [max(agent.first_seen, observed.coordinator_since) for agent in known if agent is not None]
     if not called or len(members) - len(called) > max(1.0, _MISSING_FRACTION * len(members)):
         return latest
     return min(latest, max(called))
+
+
+def deletion(worker: Worker, *, force: bool = False) -> tuple[DeletePod, ...]:
+    """The deletion of a pod, once; by force again when its node cannot confirm an earlier one."""
+    if force:
+        return (DeletePod(worker.pod.name, worker.pod.uid, 0),)
+    return () if worker.pod.deleting else (DeletePod(worker.pod.name, worker.pod.uid, None),)
+
+
+def ended_last(actions: tuple[Action, ...], workers: Iterable[Worker]) -> tuple[Action, ...]:
+    """The same actions, the deletions of pods that have ended behind all others.
+
+    Such a pod holds no device, so nothing waits for its deletion: where a whole gang has failed, new pods come first.
+    """
+    ended = {worker.pod.uid for worker in workers if not worker.holds_node}
+    return tuple(sorted(actions, key=lambda each: isinstance(each, DeletePod) and each.uid in ended))

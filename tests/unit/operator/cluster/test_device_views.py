@@ -23,9 +23,7 @@ from trainium_operator.cluster.cache.device_views import (
 from trainium_operator.cluster.cache.dra import Dra
 from trainium_operator.cluster.cache.inventory import Inventory
 from trainium_operator.cluster.cache.store import Entry, IndexedCache
-from trainium_operator.plan.model.devices import DeviceTaint
-from trainium_operator.plan.model.observed import JobView
-from trainium_operator.plan.model.optional_api import ApiState
+from trainium_operator.plan.model.observed import ApiState, DeviceTaint, JobView
 
 SLICE: dict[str, Any] = {
     "apiVersion": "resource.k8s.io/v1",

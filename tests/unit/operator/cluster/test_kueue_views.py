@@ -10,7 +10,7 @@ import pytest
 
 from trainium_operator.cluster.cache.kueue_views import flavor_view, priority_view, with_conditions, workload_view
 from trainium_operator.plan.features.kueue.ask import _return
-from trainium_operator.plan.model.quota import PodSetGrant, Said, WorkloadCondition
+from trainium_operator.plan.model.quota import PodSetGrant, WorkloadCondition, WorkloadConditionView
 
 NOW = "2026-11-23T09:20:00Z"
 
@@ -48,7 +48,7 @@ def test_what_returns_quota_is_what_the_real_controller_took() -> None:
 
 def test_the_time_of_a_condition_changes_only_with_its_status() -> None:
     old = [{"type": "PodsReady", "status": "True", "reason": "Started", "message": "", "lastTransitionTime": "then"}]
-    again = Said(WorkloadCondition.PODS_READY, true=True, reason="Recovered", message="x" * 5000)
+    again = WorkloadConditionView(WorkloadCondition.PODS_READY, true=True, reason="Recovered", message="x" * 5000)
     (same,) = with_conditions(old, [again], NOW)
     assert (same["lastTransitionTime"], same["reason"], len(same["message"])) == ("then", "Recovered", 1024)
 

@@ -117,7 +117,7 @@ def test_signs_of_life_tell_steps_as_heartbeats_do(state: CoordinatorState, cloc
     state.alive(JOB, "a", -1)
     state.heartbeat(JOB, step("a", 13))
     view = state.agents(JOB)["a"]
-    assert (view.progressed, view.heard) == (moved, clock.now), "what was known of the step is not news again"
+    assert (view.progressed, view.last_seen) == (moved, clock.now), "what was known of the step is not news again"
 
 
 def test_what_stopped_the_job_before_an_attempt_is_no_part_of_its_steps(state: CoordinatorState, clock: Clock) -> None:

@@ -158,4 +158,4 @@ class _Relative:
         if beat is not None:
             generation = beat.generation - self.generation if beat.generation else None
             told = (generation, beat.attempt, beat.phase, beat.ready, beat.verdict is None, len(beat.failures))
-        return str((self.age(view.heard, 70), self.age(view.progressed, 20), told))
+        return str((self.age(view.last_seen, 70), self.age(view.progressed, 20), told))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from trainium_operator.plan.manifests import worker_pod
-from trainium_operator.plan.pods import configuration
+from trainium_operator.plan.pods import replicas
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def remembered_manifests() -> Iterator[None]:
     """Each manifest is built once for a spec and what is asked by name."""
     with (
-        patch.object(configuration, "config_map", _once(configuration.config_map)),
+        patch.object(replicas, "config_map", _once(replicas.config_map)),
         patch.object(worker_pod, "pod_template", _once(worker_pod.pod_template)),
     ):
         yield

@@ -14,9 +14,8 @@ from trainium_contract.faults.causes import Cause
 from trainium_contract.status.internal import FailureRecord
 from trainium_operator.plan.fleet.memory import MOST_MACHINES, Machine, MachineState, Memory, Strike, bounded, struck
 from trainium_operator.plan.fleet.quarantine import FleetObserved, FleetPlan, JobRecords, TaintNode, plan_fleet
-from trainium_operator.plan.model.breaker import cap_of
 from trainium_operator.plan.model.names import TAINT_QUARANTINED
-from trainium_operator.plan.model.observed import NodeCondition, NodeReadiness, NodeView, Taint
+from trainium_operator.plan.model.observed import NodeCondition, NodeReadiness, NodeView, Taint, cap_of
 
 HOUR, DAY = 3600.0, 86_400.0
 BROKEN = NodeCondition("NeuronHealth", NodeReadiness.TRUE, "NeuronHasError_DMA_ERROR", "", NOW)

@@ -143,7 +143,9 @@ def test_a_job_whose_ranks_finish_while_they_are_asked_to_leave_is_complete() ->
 
 def test_a_worker_that_fails_on_its_way_out_gives_no_other_verdict_and_counts_as_no_failure() -> None:
     crashed = training(1, verdict=None)
-    seen = ending(agents={1: replace(crashed, heard=NOW - 100)}, pods=(pod(0, deleting=True), pod(1, deleting=True)))
+    seen = ending(
+        agents={1: replace(crashed, last_seen=NOW - 100)}, pods=(pod(0, deleting=True), pod(1, deleting=True))
+    )
     result = planned(seen)
     assert result.status.phase is Phase.STOPPING
     assert deleted(result) == {}, "asked once"

@@ -10,7 +10,7 @@ from plan_builders import NOW, agent, facts_of, interruption, membership, newest
 
 from trainium_contract.status.interruptions import Rung
 from trainium_contract.status.public import MembershipStatus
-from trainium_operator.plan.membership.generation import keep_published, next_generation
+from trainium_operator.plan.membership.generation import next_generation, republish_membership
 
 if TYPE_CHECKING:
     from trainium_operator.plan.model.observed import Observed
@@ -46,7 +46,7 @@ def test_the_next_number_is_beyond_all_that_anybody_has_seen(numbers: dict[str, 
 @pytest.mark.parametrize(("published", "again"), [(2, True), (3, False), (4, False)])
 def test_a_coordinator_that_is_behind_the_record_gets_it_again(published: int, again: bool) -> None:
     seen = job(published=published)
-    actions = keep_published(facts_of(seen))
+    actions = republish_membership(facts_of(seen))
     assert [action.membership for action in actions] == ([seen.membership] if again else [])
     assert [action.replaces for action in actions] == ([3] if again else [])
 

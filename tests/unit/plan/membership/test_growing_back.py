@@ -15,7 +15,7 @@ from trainium_contract.status.interruptions import Rung
 from trainium_contract.status.ledger import SizeAccount
 from trainium_contract.status.public import CompiledStatus, MembershipStatus, ProgressStatus
 from trainium_contract.wire.messages import Transition, WorkerPhase
-from trainium_operator.plan.membership.decide import finish_decided, note_request, resize
+from trainium_operator.plan.membership.decide import finish_decided_generation, record_size_request, resize
 from trainium_operator.plan.membership.generation import Decision
 from trainium_operator.plan.model.conditions import find_condition, with_condition
 from trainium_operator.plan.model.feature import AdmissionState, Grant
@@ -57,7 +57,7 @@ def test_a_job_grows_to_its_size_at_once_when_all_workers_are_there_and_every_ra
     assert decision.new is not None
     assert size_of(decision) == 4
     assert (decision.new.transition, decision.new.cause) == (Transition.GRACEFUL, Cause.RESIZE)
-    assert decision.looks == ()
+    assert decision.requeue_at == ()
     entry = decision.status.history[-1]
     assert (entry.rung, entry.cause, entry.message) == (Rung.GROW, Cause.CAPACITY, "from 2 to 4 nodes")
 
@@ -92,7 +92,7 @@ def test_a_member_whose_pod_is_gone_does_not_keep_the_job_from_shrinking() -> No
 def test_growth_that_nobody_asked_for_rests(ago: float, until: float | None) -> None:
     status = wants(history=(interruption(Rung.REPLACE, ago=ago),))
     decision = look(job(2, 2), status)
-    assert (size_of(decision), decision.looks) == ((4, ()) if until is None else (None, (until,)))
+    assert (size_of(decision), decision.requeue_at) == ((4, ()) if until is None else (None, (until,)))
 
 
 def test_a_job_that_rests_does_not_look_again_while_nobody_is_there() -> None:
@@ -122,7 +122,7 @@ def test_growth_that_would_not_pay_is_left() -> None:
 
 
 @pytest.mark.parametrize(
-    ("waiting_since", "size", "looks"),
+    ("waiting_since", "size", "requeue_at"),
     [
         (NOW - 10, None, (NOW + 20,)),
         (NOW - REST, 3, ()),
@@ -131,10 +131,10 @@ def test_growth_that_would_not_pay_is_left() -> None:
     ],
 )
 def test_a_part_of_what_is_missing_is_taken_only_after_a_wait_for_the_rest(
-    waiting_since: float | None, size: int | None, looks: tuple[float, ...]
+    waiting_since: float | None, size: int | None, requeue_at: tuple[float, ...]
 ) -> None:
     decision = look(job(2, 1), wants(waiting_since=waiting_since))
-    assert (size_of(decision), decision.looks) == (size, looks)
+    assert (size_of(decision), decision.requeue_at) == (size, requeue_at)
 
 
 def test_a_part_that_is_no_legal_size_is_not_taken() -> None:
@@ -144,7 +144,7 @@ def test_a_part_that_is_no_legal_size_is_not_taken() -> None:
 
 
 def test_a_person_gets_a_part_only_after_the_wait_too() -> None:
-    assert look(job(2, 1), by_a_person(wants(waiting_since=NOW - 10))).looks == (NOW + 20,)
+    assert look(job(2, 1), by_a_person(wants(waiting_since=NOW - 10))).requeue_at == (NOW + 20,)
 
 
 def graphs(*sizes: int, seconds: float = 60.0, **fields: Any) -> TrainingJobStatus:
@@ -153,7 +153,7 @@ def graphs(*sizes: int, seconds: float = 60.0, **fields: Any) -> TrainingJobStat
 
 def test_growth_to_a_size_without_graphs_waits_until_it_pays_since_the_last_change_of_size() -> None:
     shrunk = interruption(Rung.SHRINK, ago=100, took=0.0)  # 60 s at half the speed: pays after 120
-    assert look(job(2, 2), graphs(2, history=(shrunk,))).looks == (NOW + 20,)
+    assert look(job(2, 2), graphs(2, history=(shrunk,))).requeue_at == (NOW + 20,)
     long_ago = interruption(Rung.SHRINK, ago=120, took=0.0)
     assert size_of(look(job(2, 2), graphs(2, history=(long_ago,)))) == 4
 
@@ -165,7 +165,7 @@ def test_only_a_change_of_size_counts_as_one() -> None:
     assert size_of(look(job(2, 2), graphs(2, history=(shrunk, undecided, replaced)))) == 4
     for rung in (Rung.SHRINK, Rung.GROW, Rung.RESIZE):
         newer = interruption(rung, ago=60, took=0.0)
-        assert look(job(2, 2), graphs(2, history=(shrunk, newer))).looks == (NOW + 60,)
+        assert look(job(2, 2), graphs(2, history=(shrunk, newer))).requeue_at == (NOW + 60,)
 
 
 def test_a_job_whose_size_never_changed_does_not_wait_for_graphs() -> None:
@@ -201,7 +201,7 @@ def _told(seen: Observed, status: TrainingJobStatus) -> str:
     ("desired", "message"), [(3, "from 2 to 3 nodes: the queue grants 3 of 4"), (4, "from 2 to 4 nodes")]
 )
 def test_a_size_that_a_queue_decided_is_told_as_its(desired: int, message: str) -> None:
-    facts = replace(facts_of(job(2, 2)), grant=Grant(stand=AdmissionState.ADMITTED, workers=desired))
+    facts = replace(facts_of(job(2, 2)), grant=Grant(state=AdmissionState.ADMITTED, workers=desired))
     assert resize(facts, wants(desired)).status.history[-1].message == message
 
 
@@ -255,7 +255,7 @@ def test_beyond_what_was_asked_for_extras_join_and_the_spare_stays() -> None:
 def test_a_size_that_a_person_changed_is_remembered_until_it_is_reached(
     seen: Observed, status: TrainingJobStatus, desired: int, told: str | None
 ) -> None:
-    noted = find_condition(note_request(facts_of(seen), status, desired), ConditionType.RESIZING)
+    noted = find_condition(record_size_request(facts_of(seen), status, desired), ConditionType.RESIZING)
     if told is None:
         assert noted is None
     else:
@@ -266,7 +266,7 @@ def test_a_size_that_a_person_changed_is_remembered_until_it_is_reached(
 
 def undone(seen: Observed, generation: int = 2, **fields: Any) -> Decision:
     status = wants(membership=MembershipStatus(generation=generation, size=4), **fields)
-    return finish_decided(facts_of(seen), status)
+    return finish_decided_generation(facts_of(seen), status)
 
 
 def test_a_generation_that_was_decided_on_and_never_recorded_is_begun_by_those_who_are_there() -> None:
@@ -282,7 +282,7 @@ def test_a_generation_that_was_decided_on_and_never_recorded_is_begun_by_those_w
 
 def test_a_generation_that_is_recorded_is_not_begun_again() -> None:
     assert undone(job(4), generation=1).new is None
-    assert finish_decided(facts_of(replace(job(4), membership=None)), wants()).new is None
+    assert finish_decided_generation(facts_of(replace(job(4), membership=None)), wants()).new is None
 
 
 @pytest.mark.parametrize(

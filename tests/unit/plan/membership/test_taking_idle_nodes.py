@@ -23,7 +23,7 @@ from trainium_operator.plan.model.observed import Observed, PodPhase
 from trainium_operator.plan.model.reasons import Reason
 
 if TYPE_CHECKING:
-    from trainium_operator.plan.model.actions import Answer
+    from trainium_operator.plan.model.actions import PolicyResult
 
 REST = 30
 HEARD = NOW - 50
@@ -58,7 +58,7 @@ def priced(price: float, ago: float = 5000.0, **fields: Any) -> TrainingJobStatu
     return TrainingJobStatus(history=(interruption(Rung.REPLACE, ago=ago, took=price),), **fields)
 
 
-def look(seen: Observed, status: TrainingJobStatus | None = None, losses: tuple[Loss, ...] = ()) -> Answer:
+def look(seen: Observed, status: TrainingJobStatus | None = None, losses: tuple[Loss, ...] = ()) -> PolicyResult:
     return use_idle_nodes(facts_of(seen), status or asked(), losses)
 
 
@@ -67,7 +67,7 @@ def lost(seen: Observed, at: int) -> tuple[Loss, ...]:
     return (Loss(member=member, worker=worker, cause=Cause.CRASH, failed_at=NOW, message=""),)
 
 
-def decided(answer: Answer) -> tuple[int, int, int]:
+def decided(answer: PolicyResult) -> tuple[int, int, int]:
     """Size to work towards, of that taken, extras wanted."""
     idle = answer.status.idle_nodes
     return answer.status.desired, idle.taken, idle.wanted
@@ -77,7 +77,7 @@ def test_a_job_that_trains_asks_for_as_many_extras_as_it_may_have_and_waits_for_
     answer = look(job())
     assert decided(answer) == (2, 0, 2)
     assert answer.status.idle_nodes.asked_at == NOW
-    assert answer.looks == (NOW + REST,)
+    assert answer.requeue_at == (NOW + REST,)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_a_job_that_may_not_have_more_asks_for_none_and_forgets_what_it_asked_fo
     answer = look(seen, status)
     assert answer.status.desired == status.desired
     assert answer.status.idle_nodes == IdleNodesStatus()
-    assert answer.looks == ()
+    assert answer.requeue_at == ()
 
 
 def test_a_job_that_may_have_one_more_asks_for_one() -> None:
@@ -169,7 +169,7 @@ def test_extras_are_asked_for_after_the_pause_the_rest_and_the_operators_own_sta
         assert answer.status.idle_nodes.retry_at is None
     else:
         assert (answer.status.idle_nodes.wanted, answer.status.idle_nodes.asked_at) == (0, None)
-        assert answer.looks == (until,)
+        assert answer.requeue_at == (until,)
 
 
 def left(steps: int, price: float | None, **fields: Any) -> TrainingJobStatus:
@@ -210,34 +210,34 @@ def test_the_job_grows_once_the_extras_have_been_there_for_as_long_as_growing_ta
         assert decided(answer) == (4, 2, 2)
     else:
         assert decided(answer) == (2, 0, 2)
-        assert answer.looks == (pytest.approx(due),)
+        assert answer.requeue_at == (pytest.approx(due),)
 
 
 def test_the_youngest_extra_says_how_long_they_have_been_there() -> None:
     seen = job(extras=2)
-    fresh = replace(agent(3), first_heard=NOW - 1)
+    fresh = replace(agent(3), first_seen=NOW - 1)
     answer = look(replace(seen, agents={**seen.agents, "uid-3": fresh}), asked(priced(10.0)))
     assert answer.status.desired == 2
-    assert answer.looks == (NOW - 1 + 20.0,)
+    assert answer.requeue_at == (NOW - 1 + 20.0,)
 
 
 def test_the_job_grows_after_its_rest() -> None:
     answer = look(job(extras=2), asked(priced(1.0, ago=REST - 1)))
     assert answer.status.desired == 2
-    assert answer.looks == (NOW + 1,)
+    assert answer.requeue_at == (NOW + 1,)
     assert look(job(extras=2), asked(priced(1.0, ago=REST))).status.desired == 4
 
 
 def test_where_nobody_knows_the_price_the_job_grows_at_once() -> None:
     seen = job(extras=2)
-    fresh = {**seen.agents, **{f"uid-{at}": replace(agent(at), first_heard=NOW) for at in (2, 3)}}
+    fresh = {**seen.agents, **{f"uid-{at}": replace(agent(at), first_seen=NOW) for at in (2, 3)}}
     assert look(replace(seen, agents=fresh)).status.desired == 4
 
 
 def test_extras_that_train_are_kept_and_the_job_stays_as_large() -> None:
     answer = look(job(members=4), asked(wanted=2, taken=2))
     assert decided(answer) == (4, 2, 2)
-    assert answer.looks == ()
+    assert answer.requeue_at == ()
 
 
 def test_a_job_gets_no_larger_than_its_extras_make_it_and_no_smaller_than_it_asked_to_be() -> None:
@@ -258,7 +258,7 @@ def test_after_a_loss_the_job_goes_on_at_once_with_the_extras_that_are_there() -
 
 @pytest.mark.parametrize(("granted", "size"), [(1, 2), (2, 2), (3, 3), (4, 4), (9, 4)])
 def test_of_the_extras_only_as_many_count_as_a_queue_grants(granted: int, size: int) -> None:
-    facts = replace(facts_of(job(extras=2)), grant=Grant(stand=AdmissionState.ADMITTED, workers=granted))
+    facts = replace(facts_of(job(extras=2)), grant=Grant(state=AdmissionState.ADMITTED, workers=granted))
     assert use_idle_nodes(facts, asked(), ()).status.desired == size
 
 
@@ -273,7 +273,7 @@ def test_extras_wait_for_a_node_for_as_long_as_the_job_waits_for_what_it_needs(s
     idle = answer.status.idle_nodes
     if waits:
         assert (idle.wanted, idle.asked_at, idle.failed_requests) == (2, NOW - since, 0)
-        assert NOW - since + REST in answer.looks
+        assert NOW - since + REST in answer.requeue_at
     else:
         assert (idle.wanted, idle.asked_at, idle.failed_requests) == (1, None, 1), "the one that has a node stays"
         assert idle.retry_at == NOW + 60
@@ -288,7 +288,7 @@ def test_extras_that_are_waited_for_are_no_more_than_the_job_may_have() -> None:
 def test_the_pause_after_extras_that_found_no_node_doubles_up_to_ten_minutes(times: int, pause: int) -> None:
     answer = look(job(waiting=2), asked(wanted=2, asked_at=NOW - REST, failed_requests=times))
     assert answer.status.idle_nodes == IdleNodesStatus(wanted=0, failed_requests=times + 1, retry_at=NOW + pause)
-    assert answer.looks == (NOW + pause,)
+    assert answer.requeue_at == (NOW + pause,)
 
 
 def broken(**changes: Any) -> Observed:

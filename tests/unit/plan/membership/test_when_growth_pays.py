@@ -13,11 +13,11 @@ from trainium_contract.status.interruptions import Interruption, Rung
 from trainium_contract.status.ledger import SizeAccount
 from trainium_contract.status.public import CompiledStatus, ProgressStatus
 from trainium_operator.plan.membership.growth import (
+    available_size,
     compile_seconds,
-    grows_again_at,
+    growth_resumes_at,
     is_worth_growing,
     pays_at,
-    size_at_hand,
 )
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ CAPACITY, BY_A_PERSON = {"cause": Cause.CAPACITY}, {"cause": Cause.RESIZE}
 def test_growth_rests_after_the_last_recovery_and_longer_after_each_shrink_of_the_hour(
     status: TrainingJobStatus, until: float
 ) -> None:
-    assert grows_again_at(facts(), status) == until
+    assert growth_resumes_at(facts(), status) == until
 
 
 def known(*, total: int = 100, step: int = 60, seconds: float | None = 2.0, price: float | None = 30.0) -> Any:
@@ -154,17 +154,17 @@ def test_a_size_that_every_worker_compiles_before_it_joins_costs_nothing() -> No
 def test_the_size_at_hand_is_the_fastest_with_graphs_where_compiling_the_best_one_costs_more_than_a_change(
     status: TrainingJobStatus, nodes: int, size: int
 ) -> None:
-    assert size_at_hand(facts(), status, nodes) == size
+    assert available_size(facts(), status, nodes) == size
 
 
 def test_of_sizes_that_are_equally_fast_the_smallest_one_is_at_hand() -> None:
     eight_samples = facts(trainer={"batch": {"globalSize": 8}})  # with 4 nodes and with 7 two passes
-    assert size_at_hand(eight_samples, compiling(7, 4, 5), 8) == 4
+    assert available_size(eight_samples, compiling(7, 4, 5), 8) == 4
 
 
 def test_a_size_that_is_no_legal_one_is_not_at_hand() -> None:
     pairs = facts(parallelism={"tensor": 2})
-    assert size_at_hand(pairs, compiling(5, 2), 6) == 2
+    assert available_size(pairs, compiling(5, 2), 6) == 2
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,9 @@ from plan_builders import SETTINGS, agent, created, deleted, job, newest, observ
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.conditions import ConditionType, Phase
 from trainium_operator.plan.features.dra.template import claim_template
-from trainium_operator.plan.model.actions import ApplyObject, CreatePod, DropTemplate, Plan
+from trainium_operator.plan.model.actions import ApplyObject, CreatePod, DeleteTemplate, Plan
 from trainium_operator.plan.model.conditions import find_condition
-from trainium_operator.plan.model.devices import DevicesView, DeviceTaint
-from trainium_operator.plan.model.observed import Observed, PodPhase
-from trainium_operator.plan.model.optional_api import ApiState
+from trainium_operator.plan.model.observed import ApiState, DevicesView, DeviceTaint, Observed, PodPhase
 from trainium_operator.plan.plan import plan
 
 SPEC = spec(workers={"accelerator": {"device": "cpu", "claim": {"count": 16}}})
@@ -65,21 +63,21 @@ def test_a_template_that_is_there_is_not_written_again() -> None:
 def test_a_template_of_an_earlier_shape_goes_once_no_pod_refers_to_it() -> None:
     both = DevicesView(templates={name(): "u", "demo-devices-old": "old-uid"})
     seen = replace(trains(), devices=both)
-    assert DropTemplate("demo-devices-old", "old-uid") in planned(seen).actions
+    assert DeleteTemplate("demo-devices-old", "old-uid") in planned(seen).actions
     kept = with_pod(seen, pod(4, claim_template="demo-devices-old"))
-    assert not any(isinstance(action, DropTemplate) for action in planned(kept).actions)
+    assert not any(isinstance(action, DeleteTemplate) for action in planned(kept).actions)
 
 
 def test_with_fields_of_a_newer_version_a_template_is_made_and_none_removed() -> None:
     seen = observed(job(SPEC, unknown=("spec.new",)), devices=DevicesView(templates={"demo-devices-newer": "u"}))
     actions = planned(seen).actions
     assert any(isinstance(each, ApplyObject) and each.manifest["metadata"]["name"] == name() for each in actions)
-    assert not any(isinstance(each, DropTemplate) for each in actions)
+    assert not any(isinstance(each, DeleteTemplate) for each in actions)
 
 
 def test_a_job_that_claims_nothing_any_more_has_its_template_removed() -> None:
     seen = observed(job(spec()), devices=DevicesView(templates={name(): "u"}))
-    assert DropTemplate(name(), "u") in planned(seen).actions
+    assert DeleteTemplate(name(), "u") in planned(seen).actions
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from trainium_contract.status.conditions import ConditionType, Phase
 from trainium_contract.status.start_failures import StartFailuresStatus
 from trainium_operator.plan.model.conditions import find_condition
 from trainium_operator.plan.model.observed import PodPhase
-from trainium_operator.plan.pods.refused_pods import made_from
+from trainium_operator.plan.pods.refused_pods import next_creation_at
 
 TICK = 0.5
 
@@ -141,7 +141,7 @@ def test_what_was_edited_or_comes_from_a_clock_that_was_set_back_never_waits_for
     status = trained().status
     for rounds, at in ((10**9, 10.0), (3, 10**12), (-5, 10.0), (10**9, None)):
         edited = status.replaced(start_failures=StartFailuresStatus(rounds=rounds, at=at))
-        assert made_from(edited, 100.0) <= 400.0
+        assert next_creation_at(edited, 100.0) <= 400.0
 
 
 class Choosy(Refusing):

@@ -12,15 +12,22 @@ from trainium_contract.job import TrainingJobStatus
 from trainium_contract.status.activity import ActivityStatus
 from trainium_contract.status.conditions import Condition, ConditionStatus, ConditionType
 from trainium_operator.plan.features.kueue.ask import MOST_STEPS, steps_from
-from trainium_operator.plan.model.actions import AskQuota, CreatePod, DropQuota, Plan, PublishMembership, TellQuota
+from trainium_operator.plan.model.actions import (
+    ApplyWorkload,
+    CreatePod,
+    DeleteWorkload,
+    Plan,
+    PublishMembership,
+    SetQuotaConditions,
+)
 from trainium_operator.plan.model.conditions import find_condition
-from trainium_operator.plan.model.optional_api import ApiState
+from trainium_operator.plan.model.observed import ApiState
 from trainium_operator.plan.model.quota import (
     Placement,
     PodSetGrant,
     QuotaView,
-    Said,
     WorkloadCondition,
+    WorkloadConditionView,
     WorkloadView,
 )
 from trainium_operator.plan.plan import plan
@@ -37,8 +44,8 @@ QUEUE = {"queueName": "team"}
 WORKERS, SPARES = "workers", "spares"
 
 
-def said(kind: WorkloadCondition, true: bool = True, reason: str = "R", message: str = "why") -> Said:
-    return Said(kind, true=true, reason=reason, message=message)
+def said(kind: WorkloadCondition, true: bool = True, reason: str = "R", message: str = "why") -> WorkloadConditionView:
+    return WorkloadConditionView(kind, true=true, reason=reason, message=message)
 
 
 ADMITTED = (said(WorkloadCondition.QUOTA_RESERVED), said(WorkloadCondition.ADMITTED))
@@ -60,7 +67,7 @@ def workload(part: int, workers: int, spares: int = 0, **changes: Any) -> Worklo
     return replace(view, **changes)
 
 
-def pending(view: WorkloadView, *more: Said) -> WorkloadView:
+def pending(view: WorkloadView, *more: WorkloadConditionView) -> WorkloadView:
     return replace(view, grants=(), said=(said(WorkloadCondition.QUOTA_RESERVED, true=False), *more))
 
 
@@ -91,7 +98,7 @@ def asked(result: Plan) -> dict[str, dict[str, int]]:
         action.manifest["metadata"]["name"]: {
             each["name"]: each["count"] for each in action.manifest["spec"]["podSets"]
         }
-        for action in of(result, AskQuota)
+        for action in of(result, ApplyWorkload)
     }
 
 
@@ -106,7 +113,7 @@ def test_a_new_job_asks_for_its_workers_and_spares_and_makes_no_pod() -> None:
     assert asked(result) == {"demo-quota-0": {WORKERS: 4, SPARES: 1}}
     assert created(result) == []
     assert (condition(result).status, condition(result).reason) == (ConditionStatus.FALSE, "WaitingForQueue")
-    (action,) = of(result, AskQuota)
+    (action,) = of(result, ApplyWorkload)
     metadata, body = action.manifest["metadata"], action.manifest["spec"]
     assert metadata["ownerReferences"][0]["uid"] == "job-uid"
     assert body["queueName"] == "team"
@@ -122,8 +129,8 @@ def test_what_the_job_needs_has_its_priority_class_and_what_it_would_like_comes_
 ) -> None:
     job_spec = spec(workers={"minReplicas": 2}, scheduling={**QUEUE, "priorityClassName": "high"})
     seen = observed(job(job_spec))
-    needed = of(plan(in_queue(seen, priority=value), READY), AskQuota)
-    more = of(plan(in_queue(seen, workload(0, 2), priority=value), READY), AskQuota)
+    needed = of(plan(in_queue(seen, priority=value), READY), ApplyWorkload)
+    more = of(plan(in_queue(seen, workload(0, 2), priority=value), READY), ApplyWorkload)
     bodies = [action.manifest["spec"] for action in (*needed, *more)]
     assert [body["priority"] for body in bodies][:2] == told
     assert [body["priorityClassRef"]["name"] for body in bodies if "priorityClassRef" in body] == named
@@ -191,7 +198,7 @@ def test_with_its_smallest_size_admitted_an_elastic_job_asks_for_steps_on_the_sa
     assert len(created(result)) == 3
     assert result.status.desired == 2
     assert asked(result) == {"demo-quota-1": {WORKERS: 1}, "demo-quota-2": {WORKERS: 1}}
-    steps = [action.manifest["spec"] for action in of(result, AskQuota)]
+    steps = [action.manifest["spec"] for action in of(result, ApplyWorkload)]
     assert [each["priority"] for each in steps] == [-1, -2], "they go first when somebody needs the quota"
     assert steps[0]["podSets"][0]["template"]["spec"]["nodeSelector"] == {"pool": "blue"}
 
@@ -204,8 +211,8 @@ def test_a_step_that_is_admitted_is_used() -> None:
 def test_a_step_that_is_evicted_shrinks_the_job_and_is_returned_when_its_pod_is_gone() -> None:
     held = (workload(0, 2), workload(1, 1), workload(2, 1, said=EVICTED))
     result = plan(in_queue(at_work(4, minReplicas=2), *held), READY)
-    assert of(result, TellQuota) == of(result, DropQuota) == [] or all(
-        not each.returns for each in of(result, TellQuota)
+    assert of(result, SetQuotaConditions) == of(result, DeleteWorkload) == [] or all(
+        not each.returns for each in of(result, SetQuotaConditions)
     )
     assert "the queue grants 3 of 4" in result.status.history[-1].message
     (published,) = of(result, PublishMembership)
@@ -215,7 +222,7 @@ def test_a_step_that_is_evicted_shrinks_the_job_and_is_returned_when_its_pod_is_
 
     smaller = at_work(3, replicas=4, minReplicas=2)
     result = plan(in_queue(smaller, *held), READY)
-    (told,) = [each for each in of(result, TellQuota) if each.returns]
+    (told,) = [each for each in of(result, SetQuotaConditions) if each.returns]
     assert (told.name, told.uid, told.version) == ("demo-quota-2", "workload-2", "7")
     assert {each.type.value: each.true for each in told.conditions} == {
         "QuotaReserved": False,
@@ -229,7 +236,7 @@ def test_an_evicted_job_saves_and_leaves_and_returns_its_quota_only_then() -> No
     result = plan(in_queue(at_work(), evicted), READY)
     assert set(deleted(result)) == {f"demo-w-{at}" for at in range(4)}
     assert set(deleted(result).values()) == {None}, "with its grace"
-    assert of(result, TellQuota) == []
+    assert of(result, SetQuotaConditions) == []
     assert result.status.membership.size == 0
     assert condition(result).reason == "Evicted"
     assert "for somebody else" in condition(result).message
@@ -237,10 +244,10 @@ def test_an_evicted_job_saves_and_leaves_and_returns_its_quota_only_then() -> No
 
     leaving = replace(at_work(), job=replace(at_work().job, status=result.status))
     leaving = replace(leaving, pods=tuple(replace(each, deleting=True) for each in leaving.pods))
-    assert of(plan(in_queue(leaving, evicted), READY), TellQuota) == []
+    assert of(plan(in_queue(leaving, evicted), READY), SetQuotaConditions) == []
 
     gone = replace(leaving, pods=(), agents={})
-    (told,) = of(plan(in_queue(gone, evicted), READY), TellQuota)
+    (told,) = of(plan(in_queue(gone, evicted), READY), SetQuotaConditions)
     assert told.returns
 
 
@@ -249,17 +256,17 @@ def test_an_evicted_job_saves_and_leaves_and_returns_its_quota_only_then() -> No
 )
 def test_it_is_queued_again_at_once_only_after_the_evictions_that_kueue_says_so_of(reason: str, again: bool) -> None:
     evicted = workload(0, 4, 1, said=(*ADMITTED, said(WorkloadCondition.EVICTED, reason=reason)))
-    (told,) = of(plan(in_queue(new(), evicted), READY), TellQuota)
+    (told,) = of(plan(in_queue(new(), evicted), READY), SetQuotaConditions)
     assert {each.type: each.true for each in told.conditions}[WorkloadCondition.REQUEUED] is again
 
 
 def test_quota_that_was_returned_is_not_returned_again_and_nothing_else_is_asked() -> None:
     waiting = pending(workload(0, 4, 1), said(WorkloadCondition.EVICTED, reason="Preempted"))
     first = plan(in_queue(new(), waiting), READY)
-    (ask,) = of(first, AskQuota)
+    (ask,) = of(first, ApplyWorkload)
     digest = ask.manifest["metadata"]["annotations"]["trainium.dev/content-hash"]
     result = plan(in_queue(new(), replace(waiting, content_hash=digest)), READY)
-    assert of(result, TellQuota) == of(result, AskQuota) == of(result, DropQuota) == []
+    assert of(result, SetQuotaConditions) == of(result, ApplyWorkload) == of(result, DeleteWorkload) == []
     assert condition(result).reason == "Evicted"
 
 
@@ -267,16 +274,16 @@ def test_a_workload_that_is_made_inactive_releases_the_job_and_says_how_to_go_on
     result = plan(in_queue(at_work(), workload(0, 4, active=False)), READY)
     assert len(deleted(result)) == 4
     assert "set its spec.active to true" in condition(result).message
-    (told,) = of(plan(in_queue(new(), workload(0, 4, 1, active=False)), READY), TellQuota)
+    (told,) = of(plan(in_queue(new(), workload(0, 4, 1, active=False)), READY), SetQuotaConditions)
     assert told.returns
     idle = pending(workload(0, 4, 1, active=False))
-    assert of(plan(in_queue(new(), idle), READY), AskQuota) == [], "it is somebody else's decision"
+    assert of(plan(in_queue(new(), idle), READY), ApplyWorkload) == [], "it is somebody else's decision"
 
 
 def test_steps_hold_nothing_while_the_job_may_not_run() -> None:
     steps = (workload(1, 1), workload(2, 1))
     result = plan(in_queue(new(minReplicas=2), pending(workload(0, 2, 1)), *steps), READY)
-    assert [each.name for each in of(result, DropQuota)] == ["demo-quota-1", "demo-quota-2"]
+    assert [each.name for each in of(result, DeleteWorkload)] == ["demo-quota-1", "demo-quota-2"]
     assert created(result) == []
 
 
@@ -290,9 +297,9 @@ def test_a_suspended_job_gives_its_quota_back_when_its_pods_are_gone() -> None:
     seen = at_work()
     seen = replace(seen, job=replace(seen.job, spec=seen.job.spec.replaced(suspend=True)))
     held = (workload(0, 4),)
-    assert of(plan(in_queue(seen, *held), READY), DropQuota) == []
-    dropped = of(plan(in_queue(replace(seen, pods=(), agents={}), *held), READY), DropQuota)
-    assert dropped == [DropQuota("demo-quota-0", "workload-0")]
+    assert of(plan(in_queue(seen, *held), READY), DeleteWorkload) == []
+    dropped = of(plan(in_queue(replace(seen, pods=(), agents={}), *held), READY), DeleteWorkload)
+    assert dropped == [DeleteWorkload("demo-quota-0", "workload-0")]
 
 
 @pytest.mark.parametrize("kind", [ConditionType.COMPLETE, ConditionType.FAILED])
@@ -301,23 +308,23 @@ def test_the_end_of_a_job_is_told_when_no_pod_runs(kind: ConditionType) -> None:
     asked_for = spec(workers={"replicas": 2, "minReplicas": 1}, scheduling=QUEUE)
     ended = observed(job(asked_for, TrainingJobStatus(conditions=(done,))), (pod(0),))
     held = (workload(0, 1), workload(1, 1))
-    assert of(plan(in_queue(ended, *held), READY), TellQuota) == []
+    assert of(plan(in_queue(ended, *held), READY), SetQuotaConditions) == []
     result = plan(in_queue(replace(ended, pods=()), *held), READY)
-    (told,) = of(result, TellQuota)
+    (told,) = of(result, SetQuotaConditions)
     (finished,) = told.conditions
     assert (told.name, finished.type.value, finished.true) == ("demo-quota-0", "Finished", True)
     assert finished.reason == ("Succeeded" if kind is ConditionType.COMPLETE else "Failed")
     assert not told.returns
-    assert of(result, DropQuota) == [DropQuota("demo-quota-1", "workload-1")]
+    assert of(result, DeleteWorkload) == [DeleteWorkload("demo-quota-1", "workload-1")]
     over = (replace(held[0], said=(*ADMITTED, said(WorkloadCondition.FINISHED))),)
-    assert of(plan(in_queue(replace(ended, pods=()), *over), READY), TellQuota) == []
+    assert of(plan(in_queue(replace(ended, pods=()), *over), READY), SetQuotaConditions) == []
 
 
 def test_a_job_that_trains_says_that_its_pods_are_ready_once() -> None:
-    (told,) = of(plan(in_queue(at_work(), workload(0, 4)), READY), TellQuota)
+    (told,) = of(plan(in_queue(at_work(), workload(0, 4)), READY), SetQuotaConditions)
     assert [(each.type.value, each.true) for each in told.conditions] == [("PodsReady", True)]
     ready = workload(0, 4, said=(*ADMITTED, said(WorkloadCondition.PODS_READY)))
-    assert of(plan(in_queue(at_work(), ready), READY), TellQuota) == []
+    assert of(plan(in_queue(at_work(), ready), READY), SetQuotaConditions) == []
 
 
 def test_a_lost_worker_of_a_job_with_quota_is_replaced_in_its_place() -> None:
@@ -341,11 +348,11 @@ def test_a_larger_size_is_a_step_and_the_job_trains_on_while_it_waits() -> None:
 def test_a_smaller_size_gives_back_the_steps_that_it_has_no_use_for() -> None:
     seen = at_work(2, replicas=2, minReplicas=2)
     result = plan(in_queue(seen, workload(0, 2), workload(1, 1), workload(2, 1)), READY)
-    assert [each.name for each in of(result, DropQuota)] == ["demo-quota-2"]
+    assert [each.name for each in of(result, DeleteWorkload)] == ["demo-quota-2"]
     for pods, gone in ((4, ["demo-quota-2"]), (5, [])):
         seen = at_work(pods, replicas=2, minReplicas=2, spares=1)
         result = plan(in_queue(seen, workload(0, 2, 1), workload(1, 1), workload(2, 1)), READY)
-        assert [each.name for each in of(result, DropQuota)] == gone, "what is left is for four pods, one a spare"
+        assert [each.name for each in of(result, DeleteWorkload)] == gone, "what is left is for four pods, one a spare"
 
 
 @pytest.mark.parametrize(
@@ -369,19 +376,19 @@ def test_without_kueue_a_job_with_a_queue_does_not_begin_and_one_that_runs_goes_
 def test_a_job_whose_queue_was_cleared_trains_on_and_holds_no_quota() -> None:
     seen = in_queue(running(4), workload(0, 4))
     result = plan(seen, READY)
-    assert of(result, DropQuota) == [DropQuota("demo-quota-0", "workload-0")]
+    assert of(result, DeleteWorkload) == [DeleteWorkload("demo-quota-0", "workload-0")]
     assert deleted(result) == {}
 
 
 def test_a_workload_on_its_way_out_is_waited_for() -> None:
     result = plan(in_queue(new(), workload(0, 4, 1, deleting=True)), READY)
-    assert of(result, AskQuota) == of(result, DropQuota) == of(result, TellQuota) == []
+    assert of(result, ApplyWorkload) == of(result, DeleteWorkload) == of(result, SetQuotaConditions) == []
     assert "is being deleted" in condition(result).message
 
 
 def test_a_job_without_a_queue_asks_for_nothing() -> None:
     result = plan(observed(job()), READY)
-    assert of(result, AskQuota) == []
+    assert of(result, ApplyWorkload) == []
     assert len(created(result)) == 4
 
 
@@ -397,7 +404,9 @@ def test_steps_lead_to_the_desired_size_and_are_few(floor: int, replicas: int) -
 
 
 @pytest.mark.parametrize(("answer", "ends"), [(ADMITTED, True), (EVICTED, False)])
-def test_time_without_quota_does_not_count_towards_a_deadline(answer: tuple[Said, ...], ends: bool) -> None:
+def test_time_without_quota_does_not_count_towards_a_deadline(
+    answer: tuple[WorkloadConditionView, ...], ends: bool
+) -> None:
     asked_for = spec(workers={"replicas": 4, "spares": 0}, scheduling=QUEUE, activeDeadlineSeconds=40)
     seen = running(4, job_spec=asked_for, status={"activity": ActivityStatus(since=NOW - 50, stepped=True)})
     seen = replace(seen, pods=tuple(replace(each, pod_set=WORKERS) for each in seen.pods))

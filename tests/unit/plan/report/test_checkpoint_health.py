@@ -29,7 +29,7 @@ def saving(**durable: Any) -> Any:
 def later(seen: Any, seconds: float, **progress: Any) -> Any:
     now = NOW + seconds
     fields = {"step": 20, "durable_step": 10, "updated": now, **progress}
-    agents = {f"uid-{at}": replace(training(at, progress=Progress(**fields)), heard=now) for at in range(2)}
+    agents = {f"uid-{at}": replace(training(at, progress=Progress(**fields)), last_seen=now) for at in range(2)}
     return replace(seen, now=now, agents=agents)
 
 

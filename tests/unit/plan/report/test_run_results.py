@@ -218,9 +218,9 @@ def telling(seen: Observed, *, now: float = NOW + 60, **fields: Any) -> Observed
     """The same later, with what the first rank tells."""
     progress = Progress(**{"step": 100, "durable_step": 100, "updated": NOW, **fields})
     beats = {
-        uid: replace(known, heard=now - 0.5, heartbeat=known.heartbeat.model_copy(update={"progress": progress}))
+        uid: replace(known, last_seen=now - 0.5, heartbeat=known.heartbeat.model_copy(update={"progress": progress}))
         if known.heartbeat is not None and (uid == "uid-0" or "stage" in fields)
-        else replace(known, heard=now - 0.5)
+        else replace(known, last_seen=now - 0.5)
         for uid, known in seen.agents.items()
     }
     return replace(seen, now=now, agents=beats)

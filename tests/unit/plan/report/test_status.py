@@ -30,7 +30,7 @@ from trainium_operator.plan.manifests.worker_pod import PRECOMPILE_CONTAINER
 from trainium_operator.plan.model.conditions import find_condition, is_true
 from trainium_operator.plan.model.observed import PodPhase
 from trainium_operator.plan.model.text import rfc3339, sentence
-from trainium_operator.plan.report.status import SLOW_INIT_SECONDS
+from trainium_operator.plan.report.summary import SLOW_INIT_SECONDS
 
 
 def with_status(seen: Any, status: Any = None, **fields: Any) -> Any:
@@ -119,7 +119,7 @@ def test_progress_alone_is_written_only_once_per_interval() -> None:
     soon = planned(replace(seen, agents=agents, now=NOW + 2))
     assert soon.status == seen.job.status
     assert soon.requeue_after <= 13
-    late = planned(replace(seen, agents={u: replace(a, heard=NOW + 15) for u, a in agents.items()}, now=NOW + 15.5))
+    late = planned(replace(seen, agents={u: replace(a, last_seen=NOW + 15) for u, a in agents.items()}, now=NOW + 15.5))
     assert late.status.progress.step == 30
 
 
@@ -129,7 +129,7 @@ def test_progress_of_a_large_job_is_written_in_proportion_less_often() -> None:
 
     def at(seconds: float) -> Any:
         heard = {
-            f"uid-{each}": replace(training(each, step=30), heard=NOW + seconds, progressed=NOW + seconds)
+            f"uid-{each}": replace(training(each, step=30), last_seen=NOW + seconds, progressed=NOW + seconds)
             for each in range(512)
         }
         return planned(replace(seen, agents=heard, now=NOW + seconds))
@@ -153,7 +153,7 @@ def test_anything_else_is_written_at_once_together_with_the_newest_progress() ->
 
 def test_a_condition_keeps_its_transition_time_while_its_status_stays() -> None:
     seen = written(running(4))
-    agents = {f"uid-{at}": replace(training(at, step=40), heard=NOW + 100) for at in range(4)}
+    agents = {f"uid-{at}": replace(training(at, step=40), last_seen=NOW + 100) for at in range(4)}
     later = planned(replace(seen, agents=agents, now=NOW + 100)).status
     before = find_condition(seen.job.status, ConditionType.RUNNING)
     assert find_condition(later, ConditionType.RUNNING) == before

@@ -10,7 +10,7 @@ from trainium_contract.status.conditions import ConditionStatus, ConditionType, 
 from trainium_contract.status.public import CheckpointStatus
 from trainium_operator.plan.model.conditions import find_condition, with_condition
 from trainium_operator.plan.model.reasons import Reason
-from trainium_operator.plan.report.tool_conditions import tell_tools
+from trainium_operator.plan.report.summary import set_standard_conditions
 
 
 def told(status: TrainingJobStatus) -> dict[str, tuple[str, str]]:
@@ -21,7 +21,7 @@ def told(status: TrainingJobStatus) -> dict[str, tuple[str, str]]:
 
 @pytest.mark.parametrize("phase", [phase for phase in Phase if phase not in (Phase.COMPLETED, Phase.FAILED)])
 def test_a_job_is_ready_only_while_it_trains(phase: Phase) -> None:
-    found = told(tell_tools(TrainingJobStatus(phase=phase), NOW))
+    found = told(set_standard_conditions(TrainingJobStatus(phase=phase), NOW))
 
     assert (found["Ready"][0] == "True") is (phase is Phase.RUNNING)
     assert found["Stalled"] == ("False", "Progressing")
@@ -35,7 +35,7 @@ def test_both_ends_are_finished(kind: ConditionType, ready: str, stalled: str) -
     reason = Reason.COMPLETED if kind is ConditionType.COMPLETE else Reason.USER_ERROR
     status = with_condition(TrainingJobStatus(), kind, True, reason, "why", now=NOW)
 
-    found = told(tell_tools(status, NOW))
+    found = told(set_standard_conditions(status, NOW))
 
     assert found == {"Ready": (ready, reason), "Stalled": (stalled, reason), "Finished": ("True", reason)}
 
@@ -45,9 +45,9 @@ def test_what_only_a_person_can_mend_is_stalled_and_not_what_time_mends() -> Non
         return with_condition(TrainingJobStatus(), ConditionType.ADMITTED, False, reason, "why", now=NOW)
 
     for reason in (Reason.GANG_API_MISSING, Reason.DEVICE_API_MISSING):
-        assert told(tell_tools(with_admission(reason), NOW))["Stalled"] == ("True", reason)
+        assert told(set_standard_conditions(with_admission(reason), NOW))["Stalled"] == ("True", reason)
     for reason in (Reason.WAITING_FOR_GANG, Reason.WAITING_FOR_DEVICES):
-        assert told(tell_tools(with_admission(reason), NOW))["Stalled"] == ("False", "Progressing")
+        assert told(set_standard_conditions(with_admission(reason), NOW))["Stalled"] == ("False", "Progressing")
 
 
 def test_the_first_status_of_a_job_says_that_it_is_not_ready() -> None:
@@ -63,7 +63,7 @@ def test_a_job_that_trains_is_ready_and_nothing_more_is_written_of_it() -> None:
     first = planned(seen)
 
     assert told(first.status)["Ready"] == ("True", "Training")
-    assert tell_tools(first.status, NOW + 100) == first.status
+    assert set_standard_conditions(first.status, NOW + 100) == first.status
 
 
 def test_no_checkpoint_is_no_number_in_the_resource_and_is_read_back_as_none() -> None:

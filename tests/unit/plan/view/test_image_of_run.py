@@ -14,7 +14,7 @@ from trainium_operator.plan.manifests.worker_pod import Avoided, worker_pods
 from trainium_operator.plan.model.actions import CreatePod
 from trainium_operator.plan.model.observed import PodPhase
 from trainium_operator.plan.plan import plan
-from trainium_operator.plan.view.image_of_run import with_image_of_run
+from trainium_operator.plan.view.facts import pin_running_image
 
 NEWER = replace(SETTINGS, image="trainer:2")
 OLD, NEW = "trainer:1", "trainer:2"
@@ -23,7 +23,7 @@ OLD, NEW = "trainer:1", "trainer:2"
 def chosen(*pods: Any, ranks: tuple[int, ...] = (), **changes: Any) -> str:
     seen = observed(job(spec(**changes)), pods, {})
     seen = replace(seen, membership=membership(*ranks) if ranks else None)
-    return with_image_of_run(seen, NEWER).image
+    return pin_running_image(seen, NEWER).image
 
 
 def test_the_workers_that_run_say_which_image_new_ones_get() -> None:
@@ -61,7 +61,7 @@ def test_a_pod_made_now_is_read_back_with_the_image_asked_for_whatever_admission
     raw = {**raw, "metadata": {**raw["metadata"], "uid": "u"}, "spec": {**raw["spec"], "containers": []}}
     seen = replace(pod_view(raw), phase=PodPhase.RUNNING)
     assert seen.image == SETTINGS.image
-    assert with_image_of_run(observed(one, (seen,), {}), SETTINGS) is SETTINGS
+    assert pin_running_image(observed(one, (seen,), {}), SETTINGS) is SETTINGS
 
 
 def test_a_worker_that_is_lost_after_an_upgrade_is_replaced_by_one_of_the_same_version() -> None:

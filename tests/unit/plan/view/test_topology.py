@@ -14,7 +14,13 @@ from hypothesis import strategies as st
 from plan_builders import NOW, SETTINGS, agent, job, membership, observed, pod, published, ranks, running, spec
 
 from trainium_contract.job import TrainingJobStatus
-from trainium_operator.plan.membership.ranks import Surroundings, assign_ranks, first_order, nearest_first, place_of
+from trainium_operator.plan.membership.ranks import (
+    RankContext,
+    assign_ranks,
+    nearest_first,
+    order_first_ranks,
+    place_of,
+)
 from trainium_operator.plan.model.actions import CreatePod
 from trainium_operator.plan.model.names import LAYERS
 from trainium_operator.plan.model.observed import NodeView, Observed
@@ -48,7 +54,7 @@ def starting(count: int, nodes: dict[str, NodeView], **workers: Any) -> Observed
 @given(st.integers(0, 1000))
 def test_the_ranks_of_a_domain_are_contiguous_at_every_layer(shuffle: int) -> None:
     nodes = racks(24, 4, shuffle=shuffle)
-    ordered = first_order(warm(starting(24, nodes)), 24, Surroundings(nodes))
+    ordered = order_first_ranks(warm(starting(24, nodes)), 24, RankContext(nodes))
     places = [place_of(worker.pod.node, nodes[worker.pod.node]) for worker in ordered]
     for depth in range(1, 4):
         domains = [domain for domain, _ in groupby(places, key=lambda place, depth=depth: place[:depth])]
@@ -84,7 +90,7 @@ def test_the_rank_above_draws_a_newcomer_as_the_one_below_does() -> None:
     nodes = {f"node-{at}": labelled(f"node-{at}", "s", "a", rack) for at, rack in enumerate(("x", "y", "y", "x"))}
     members = membership(9, 0, 1).members[1:]  # ranks 1 and 2 stay, in racks x and y
     newcomers = [worker for worker in warm(starting(4, nodes)) if worker.pod.ordinal in (2, 3)]
-    first, *_ = assign_ranks(members, newcomers, 3, Surroundings(nodes))
+    first, *_ = assign_ranks(members, newcomers, 3, RankContext(nodes))
     assert first.pod_name == "demo-w-3"
 
 
@@ -95,8 +101,8 @@ def test_a_near_newcomer_on_a_suspected_node_is_taken_only_when_no_other_is_left
     }
     workers = warm(starting(6, nodes))[4:]
     members = membership(0, 1, 2, 3).members[:3]
-    doubtful = Surroundings(nodes, frozenset({"uid-4"}))
-    assert assign_ranks(members, workers, 4, Surroundings(nodes))[3].pod_uid == "uid-4"
+    doubtful = RankContext(nodes, frozenset({"uid-4"}))
+    assert assign_ranks(members, workers, 4, RankContext(nodes))[3].pod_uid == "uid-4"
     assert assign_ranks(members, workers, 4, doubtful)[3].pod_uid == "uid-5"
     assert [each.pod_uid for each in assign_ranks(members, workers, 5, doubtful)[3:]] == ["uid-5", "uid-4"]
 
@@ -106,7 +112,7 @@ def test_survivors_keep_their_ranks_whatever_the_places(lost: set[int], shuffle:
     nodes = racks(20, 4, shuffle=shuffle)
     before = membership(*range(12)).members
     survivors = [member for member in before if member.node_rank not in lost]
-    after = assign_ranks(survivors, warm(starting(20, nodes))[12:], 12, Surroundings(nodes))
+    after = assign_ranks(survivors, warm(starting(20, nodes))[12:], 12, RankContext(nodes))
     assert [member.node_rank for member in after] == list(range(12))
     assert {(member.pod_uid, member.node_rank) for member in survivors} <= {
         (member.pod_uid, member.node_rank) for member in after
@@ -117,9 +123,9 @@ def test_survivors_keep_their_ranks_whatever_the_places(lost: set[int], shuffle:
 def test_five_thousand_nodes_are_ordered_without_ado() -> None:
     nodes = racks(5000, 16)
     workers = warm(starting(5000, nodes))
-    around = Surroundings(nodes)
+    around = RankContext(nodes)
     began = time.process_time()
-    first_order(workers, 4990, around)
+    order_first_ranks(workers, 4990, around)
     members = membership(*range(2500)).members
     assign_ranks(members, workers[2500:], 5000, around)
     assert time.process_time() - began < 5.0, "a quadratic search would take minutes"

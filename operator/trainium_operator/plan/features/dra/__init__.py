@@ -21,7 +21,7 @@ FEATURE = Feature(
     is_used=_is_used,
     pod_fields=template.claiming,
     node_problems=claims.find_problems,
-    converge_before_pods=claims.converge_templates,
+    reconcile_before_pods=claims.reconcile_templates,
     refuse_pods=claims.cannot_claim,
     describe_capacity=claims.free_devices,
 )

@@ -12,16 +12,15 @@ from trainium_contract.faults.classify import cause_of_claim_health, cause_of_de
 from trainium_contract.faults.node_polarity import Severity
 from trainium_operator.plan.faults.node_signals import NodeProblem
 from trainium_operator.plan.features.dra.template import claim_template
-from trainium_operator.plan.model.actions import Answer, ApplyObject, DropTemplate
-from trainium_operator.plan.model.optional_api import ApiState
+from trainium_operator.plan.model.actions import ApplyObject, DeleteTemplate, PolicyResult
+from trainium_operator.plan.model.observed import ApiState
 from trainium_operator.plan.model.reasons import Reason
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from trainium_contract.job import TrainingJobStatus
-    from trainium_operator.plan.model.devices import DeviceTaint
-    from trainium_operator.plan.model.observed import Observed
+    from trainium_operator.plan.model.observed import DeviceTaint, Observed
     from trainium_operator.plan.view.facts import Facts
     from trainium_operator.plan.view.workers import Worker
 
@@ -36,23 +35,23 @@ _WHY = {
 }
 
 
-def converge_templates(facts: Facts, status: TrainingJobStatus) -> Answer:
+def reconcile_templates(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
     """Make the template that is wanted, and remove those of earlier shapes that no pod refers to any more.
 
     With parts of the spec that this version does not know none is removed: another may be what a newer version wants.
     """
     if facts.observed.devices is None:
-        return Answer(status=status)
+        return PolicyResult(status=status)
     if facts.now < facts.observed.creations_from:
-        return Answer(status=status, looks=(facts.observed.creations_from,))
+        return PolicyResult(status=status, requeue_at=(facts.observed.creations_from,))
     present, wanted = facts.observed.devices.templates, claim_template(facts.job)
     name = wanted["metadata"]["name"] if wanted is not None else ""
     made = () if wanted is None or name in present else (ApplyObject(wanted),)
     if facts.job.unknown:
-        return Answer(status=status, actions=made)
+        return PolicyResult(status=status, actions=made)
     used = {worker.pod.claim_template for worker in facts.workers.values()}
-    dropped = (DropTemplate(each, uid) for each, uid in sorted(present.items()) if each not in used | {name})
-    return Answer(status=status, actions=(*made, *dropped))
+    dropped = (DeleteTemplate(each, uid) for each, uid in sorted(present.items()) if each not in used | {name})
+    return PolicyResult(status=status, actions=(*made, *dropped))
 
 
 def cannot_claim(facts: Facts) -> tuple[Reason, str] | None:

@@ -3,9 +3,9 @@
 `elasticity.idleNodes: Take`. What is idle the scheduler says: workers of the lowest priority are asked for, up to
 `workers.maxReplicas`, and those that get a node are extras. Whoever needs the node has a higher priority, and the
 scheduler preempts an extra for it: like a notice on its node, that is a planned departure, which saves first. The job
-grows onto extras only to a size that saves a pass, when it has rested (`grows_again_at`), where the steps that are left
-repay the growth and the way back, and only after the extras have been there for as long as that takes to repay: nobody
-knows how long they stay, so it is as with skis to rent or to buy, and no more than twice the least is lost.
+grows onto extras only to a size that saves a pass, when it has rested (`growth_resumes_at`), where the steps that are
+left repay the growth and the way back, and only after the extras have been there for as long as that takes to repay:
+nobody knows how long they stay, so it is as with skis to rent or to buy, and no more than twice the least is lost.
 
 Invariants: while the job lacks anything that it asked for nothing is asked for beyond it; nothing is ever waited for
 that is beyond it; extras that find no node, or save no pass, go after a while and are asked for again ever later.
@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING
 from trainium_contract.job import IdleNodesStatus
 from trainium_contract.spec.elasticity import IdleNodes
 from trainium_contract.status.conditions import ConditionType
-from trainium_operator.plan.membership.growth import compile_seconds, grows_again_at, is_worth_growing
-from trainium_operator.plan.model.actions import Answer
+from trainium_operator.plan.membership.growth import compile_seconds, growth_resumes_at, is_worth_growing
+from trainium_operator.plan.model.actions import PolicyResult
 from trainium_operator.plan.model.conditions import is_true
 from trainium_operator.plan.model.observed import PodPhase
-from trainium_operator.plan.view.facts import sound_newcomers
-from trainium_operator.plan.view.progress import is_settled, past_steps, price_of_a_change
+from trainium_operator.plan.view.facts import healthy_joiners
+from trainium_operator.plan.view.progress import is_settled, past_steps, resize_cost_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -58,22 +58,22 @@ class _Room:
         return max(self.base, facts.size.legal_at_most(min(workers, self.base + self.usable, self.most)))
 
 
-def use_idle_nodes(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...]) -> Answer:
+def use_idle_nodes(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...]) -> PolicyResult:
     """The status with the size to work towards and the extras to keep; `status.desired` is what was asked for."""
     if facts.current is None or not status.desired:
-        return Answer(status=status.replaced(idle_nodes=_NEVER))
+        return PolicyResult(status=status.replaced(idle_nodes=_NEVER))
     lost = {loss.member.pod_uid for loss in losses}
     usable = extras_usable(facts, lost)
     room = _Room(
         base=status.desired,
         most=_most(facts, status),
         usable=len(usable) if facts.grant is None else max(0, min(len(usable), facts.grant.workers - status.desired)),
-        available=len(facts.member_uids - lost) + len(sound_newcomers(facts)),
+        available=len(facts.member_uids - lost) + len(healthy_joiners(facts)),
     )
-    target, looks = _target(facts, status, room, losses)
+    target, requeue_at = _target(facts, status, room, losses)
     idle, later = _kept(facts, status, room, losses)
     idle = idle.replaced(taken=target - room.base)
-    return Answer(status=status.replaced(desired=target, idle_nodes=idle), looks=looks + later)
+    return PolicyResult(status=status.replaced(desired=target, idle_nodes=idle), requeue_at=requeue_at + later)
 
 
 def _most(facts: Facts, status: PublicStatus) -> int:
@@ -100,13 +100,13 @@ def _target(facts: Facts, status: PublicStatus, room: _Room, losses: tuple[Loss,
 
 def _due(facts: Facts, status: PublicStatus, present: int, size: int) -> float | None:
     """When to grow beyond what was asked for (Unix seconds); None when what is left does not repay it."""
-    price = price_of_a_change(status) or 0.0
+    price = resize_cost_seconds(status) or 0.0
     if not is_worth_growing(facts, status, present, size, beside=price + compile_seconds(facts, status, size)):
         return None
     speed = facts.size.speed(present, size)
-    there = max((worker.agent.first_heard for worker in extras_usable(facts, ()) if worker.agent), default=facts.now)
+    there = max((worker.agent.first_seen for worker in extras_usable(facts, ()) if worker.agent), default=facts.now)
     repaid = there + price / (1 - speed) if 0 < speed < 1 else there
-    return max(repaid, grows_again_at(facts, status))
+    return max(repaid, growth_resumes_at(facts, status))
 
 
 def _kept(
@@ -129,10 +129,10 @@ def _kept(
     if held >= limit or losses or len(facts.members) < room.base or not _trains_on(facts, status):
         return idle, ()
     present = len(facts.members)
-    price = price_of_a_change(status) or 0.0
+    price = resize_cost_seconds(status) or 0.0
     if not is_worth_growing(facts, status, present, room.most, beside=price):
         return idle, ()
-    since = max(idle.retry_at or 0.0, grows_again_at(facts, status), facts.observed.creations_from)
+    since = max(idle.retry_at or 0.0, growth_resumes_at(facts, status), facts.observed.creations_from)
     if facts.now < since:
         return idle, (since,)
     return idle.replaced(wanted=limit, asked_at=facts.now, retry_at=None), (facts.now + _patience(facts),)
@@ -180,4 +180,4 @@ def extras_alive(facts: Facts) -> tuple[Worker, ...]:
 def extras_usable(facts: Facts, lost: Collection[str]) -> tuple[Worker, ...]:
     """Extras that train, or can join at once; `lost` are pod uids of members that do not count."""
     members = [worker for _, worker in facts.members if worker is not None and worker.pod.uid not in lost]
-    return tuple(worker for worker in (*members, *sound_newcomers(facts)) if worker.pod.extra)
+    return tuple(worker for worker in (*members, *healthy_joiners(facts)) if worker.pod.extra)

@@ -21,6 +21,6 @@ FEATURE = Feature(
     is_used=_is_used,
     admit=grant.granted,
     place_pods=grant.place_pods,
-    converge=ask.keep_quota,
+    reconcile=ask.reconcile_quota,
     finish=ask.end_quota,
 )

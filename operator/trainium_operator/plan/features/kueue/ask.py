@@ -13,10 +13,10 @@ from trainium_contract.status.conditions import ConditionType
 from trainium_operator.plan.features.kueue.grant import QueueGrant, needed, steps
 from trainium_operator.plan.features.kueue.workload import workload
 from trainium_operator.plan.model import names
-from trainium_operator.plan.model.actions import Answer, AskQuota, DropQuota, TellQuota
+from trainium_operator.plan.model.actions import ApplyWorkload, DeleteWorkload, PolicyResult, SetQuotaConditions
 from trainium_operator.plan.model.conditions import is_true
 from trainium_operator.plan.model.feature import AdmissionState
-from trainium_operator.plan.model.quota import WORKERS, Said, WorkloadCondition
+from trainium_operator.plan.model.quota import WORKERS, WorkloadCondition, WorkloadConditionView
 from trainium_operator.plan.view.size import needed_workers
 
 if TYPE_CHECKING:
@@ -35,42 +35,42 @@ _AT_ONCE = frozenset({"Preempted", "NodeFailures"})
 """Reasons of evictions after which a Workload is queued again at once; after others Kueue says when."""
 
 
-def keep_quota(facts: Facts, status: TrainingJobStatus) -> Answer:
+def reconcile_quota(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
     """Bring the job's Workloads in line with what it wants, and tell Kueue how its pods are."""
     quota, grant = facts.observed.quota, facts.grant
     if quota is None:
-        return Answer(status=status)
+        return PolicyResult(status=status)
     if not isinstance(grant, QueueGrant):  # its queue was cleared
-        return Answer(status=status, actions=_dropped(quota.workloads))
+        return PolicyResult(status=status, actions=_dropped(quota.workloads))
     if facts.job.spec.suspend or not facts.size.desired:
-        return Answer(status=status, actions=_dropped(quota.workloads) if not _pods(facts) else ())
+        return PolicyResult(status=status, actions=_dropped(quota.workloads) if not _pods(facts) else ())
     base = needed(quota)
     if base is None or base.finished:
         if _pods(facts):
-            return Answer(status=status)
+            return PolicyResult(status=status)
         gone = _dropped(quota.workloads)
-        return Answer(status=status, actions=gone or (_ask(facts, quota, 0, needed_workers(facts.size)),))
-    if grant.stand is not AdmissionState.ADMITTED:
-        return Answer(status=status, actions=tuple(_waits(facts, quota, base)))
+        return PolicyResult(status=status, actions=gone or (_ask(facts, quota, 0, needed_workers(facts.size)),))
+    if grant.state is not AdmissionState.ADMITTED:
+        return PolicyResult(status=status, actions=tuple(_waits(facts, quota, base)))
     extras = status.idle_nodes.wanted
-    return Answer(status=status, actions=(*_steps(facts, quota, grant, extras), *_ready(quota, status)))
+    return PolicyResult(status=status, actions=(*_steps(facts, quota, grant, extras), *_ready(quota, status)))
 
 
-def end_quota(facts: Facts, status: TrainingJobStatus) -> Answer:
+def end_quota(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
     """Tell Kueue that the job has ended, once none of its pods runs; what was never admitted is deleted."""
     quota = facts.observed.quota
     if quota is None or _pods(facts):
-        return Answer(status=status)
+        return PolicyResult(status=status)
     succeeded = is_true(status, ConditionType.COMPLETE)
-    said = Said(
+    said = WorkloadConditionView(
         WorkloadCondition.FINISHED,
         true=True,
         reason="Succeeded" if succeeded else "Failed",
         message=status.verdict or "the job has ended",
     )
     open_ = [each for each in quota.workloads if not each.finished and not each.deleting]
-    ended = (_tell(each, said) if each.part == 0 else DropQuota(each.name, each.uid) for each in open_)
-    return Answer(status=status, actions=tuple(ended))
+    ended = (_tell(each, said) if each.part == 0 else DeleteWorkload(each.name, each.uid) for each in open_)
+    return PolicyResult(status=status, actions=tuple(ended))
 
 
 def _pods(facts: Facts) -> int:
@@ -78,8 +78,8 @@ def _pods(facts: Facts) -> int:
     return sum(worker.holds_node for worker in facts.workers.values())
 
 
-def _dropped(workloads: tuple[WorkloadView, ...]) -> tuple[DropQuota, ...]:
-    return tuple(DropQuota(each.name, each.uid) for each in workloads if not each.deleting)
+def _dropped(workloads: tuple[WorkloadView, ...]) -> tuple[DeleteWorkload, ...]:
+    return tuple(DeleteWorkload(each.name, each.uid) for each in workloads if not each.deleting)
 
 
 def _waits(facts: Facts, quota: QuotaView, base: WorkloadView) -> Iterator[QuotaAction]:
@@ -116,7 +116,7 @@ def _steps(facts: Facts, quota: QuotaView, grant: QueueGrant, extras: int) -> It
         if number >= len(loose) or (loose[number].active and _differs(loose[number], asked)):
             yield asked
     for each in loose[len(wanted) :]:
-        yield DropQuota(each.name, each.uid)
+        yield DeleteWorkload(each.name, each.uid)
     yield from _too_many(facts, held, covered - facts.size.desired - extras, grant)
 
 
@@ -126,7 +126,7 @@ def _too_many(facts: Facts, held: list[WorkloadView], unneeded: int, grant: Queu
         workers = each.asked.get(WORKERS, 0)
         unused = grant.workers + grant.spares - (workers if each.admitted else 0)
         if unneeded >= workers and _pods(facts) <= unused and not each.deleting:
-            yield DropQuota(each.name, each.uid)
+            yield DeleteWorkload(each.name, each.uid)
             return
 
 
@@ -134,7 +134,7 @@ def _ready(quota: QuotaView, status: PublicStatus) -> Iterator[QuotaAction]:
     """That pods are ready, which a Kueue may wait for; from then on recovery is this operator's business."""
     if status.membership.size == 0:
         return
-    said = Said(WorkloadCondition.PODS_READY, true=True, reason="Started", message="the job trains")
+    said = WorkloadConditionView(WorkloadCondition.PODS_READY, true=True, reason="Started", message="the job trains")
     for each in quota.workloads:
         if each.admitted and not each.is_true(WorkloadCondition.PODS_READY):
             yield _tell(each, said)
@@ -142,7 +142,7 @@ def _ready(quota: QuotaView, status: PublicStatus) -> Iterator[QuotaAction]:
 
 def _ask(
     facts: Facts, quota: QuotaView, part: int, workers: int, node_selector: Mapping[str, str] | None = None
-) -> AskQuota:
+) -> ApplyWorkload:
     spares = facts.size.reserve + facts.job.spec.workers.spares if part == 0 else 0
     manifest = workload(
         facts.job,
@@ -153,34 +153,36 @@ def _ask(
         priority=quota.priority,
         node_selector=node_selector,
     )
-    return AskQuota(manifest)
+    return ApplyWorkload(manifest)
 
 
-def _differs(found: WorkloadView, asked: AskQuota) -> bool:
+def _differs(found: WorkloadView, asked: ApplyWorkload) -> bool:
     digest: str = asked.manifest["metadata"]["annotations"][names.ANNOTATION_CONTENT_HASH]
     return found.content_hash != digest
 
 
-def _return(each: WorkloadView) -> TellQuota:
+def _return(each: WorkloadView) -> SetQuotaConditions:
     """Give quota back after an eviction, so that Kueue queues the Workload again: as its own controllers do it."""
     evicted = each.find(WorkloadCondition.EVICTED)
     reason = evicted.reason if evicted is not None and evicted.true else "Deactivated"
     message = evicted.message if evicted is not None and evicted.true else "the Workload is not active"
-    return TellQuota(
+    return SetQuotaConditions(
         name=each.name,
         uid=each.uid,
         version=each.version,
         conditions=(
-            Said(WorkloadCondition.QUOTA_RESERVED, true=False, reason="Pending", message=message),
-            Said(WorkloadCondition.ADMITTED, true=False, reason="NoReservation", message="the quota was returned"),
-            Said(WorkloadCondition.REQUEUED, true=reason in _AT_ONCE, reason=reason, message=message),
+            WorkloadConditionView(WorkloadCondition.QUOTA_RESERVED, true=False, reason="Pending", message=message),
+            WorkloadConditionView(
+                WorkloadCondition.ADMITTED, true=False, reason="NoReservation", message="the quota was returned"
+            ),
+            WorkloadConditionView(WorkloadCondition.REQUEUED, true=reason in _AT_ONCE, reason=reason, message=message),
         ),
         returns=True,
     )
 
 
-def _tell(each: WorkloadView, said: Said) -> TellQuota:
-    return TellQuota(name=each.name, uid=each.uid, version=each.version, conditions=(said,))
+def _tell(each: WorkloadView, said: WorkloadConditionView) -> SetQuotaConditions:
+    return SetQuotaConditions(name=each.name, uid=each.uid, version=each.version, conditions=(said,))
 
 
 def steps_from(size: SizeDecision, workers: int, most: int = MOST_STEPS, *, extras: int = 0) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from trainium_operator.plan.manifests.worker_pod import pod_template
 from trainium_operator.plan.model.feature import AdmissionState, Grant
 from trainium_operator.plan.model.names import LABEL_POD_SET
-from trainium_operator.plan.model.optional_api import ApiState
+from trainium_operator.plan.model.observed import ApiState
 from trainium_operator.plan.model.quota import SPARES, WORKERS, Placement, WorkloadCondition
 from trainium_operator.plan.model.reasons import Reason
 
@@ -52,10 +52,10 @@ def granted(observed: Observed, settings: PlanSettings) -> QueueGrant | None:
     if observed.quota is None:
         absent = settings.kueue in (ApiState.OFF, ApiState.ABSENT)
         reason = Reason.GANG_API_MISSING if absent else Reason.WAITING_FOR_QUEUE
-        return QueueGrant(stand=AdmissionState.UNKNOWN, reason=reason, message=_unknown(queue, settings.kueue))
+        return QueueGrant(state=AdmissionState.UNKNOWN, reason=reason, message=_unknown(queue, settings.kueue))
     base = needed(observed.quota)
     if base is None:
-        return QueueGrant(stand=AdmissionState.WAITING, message=f"quota is asked for in queue {queue}")
+        return QueueGrant(state=AdmissionState.WAITING, message=f"quota is asked for in queue {queue}")
     if not base.admitted:
         return _waiting(queue, base)
     return _admitted(observed.quota, base, _own(observed, settings, base))
@@ -86,17 +86,17 @@ def _admitted(quota: QuotaView, base: WorkloadView, own: Placement) -> QueueGran
         missing = [name for name in each.flavors if name not in quota.flavors]
         if missing:
             return QueueGrant(
-                stand=AdmissionState.CONTRADICTION, message=f"ResourceFlavor {missing[0]} does not exist any more"
+                state=AdmissionState.CONTRADICTION, message=f"ResourceFlavor {missing[0]} does not exist any more"
             )
         parts = [quota.flavors[name] for name in each.flavors]
         found, problem = merged([own, *parts, *([base.updates[each.name]] if each.name in base.updates else [])])
         if problem:
             message = f"{problem}: correct them, and delete Workload {base.name}"
-            return QueueGrant(stand=AdmissionState.CONTRADICTION, message=message)
+            return QueueGrant(state=AdmissionState.CONTRADICTION, message=message)
         placements.append((each.name, found))
     more = sum(grant.count for step in steps(quota) if step.admitted for grant in step.grants)
     return QueueGrant(
-        stand=AdmissionState.ADMITTED,
+        state=AdmissionState.ADMITTED,
         workers=counts.get(WORKERS, 0) + more,
         spares=counts.get(SPARES, 0),
         placements=tuple(placements),
@@ -111,25 +111,25 @@ def _waiting(queue: str, base: WorkloadView) -> QueueGrant:
     if base.deleting or base.finished:
         over = "is being deleted" if base.deleting else "is finished, though the job is not"
         return QueueGrant(
-            stand=AdmissionState.WAITING, message=f"Workload {base.name} {over}; then quota is asked for anew"
+            state=AdmissionState.WAITING, message=f"Workload {base.name} {over}; then quota is asked for anew"
         )
     if not base.active:
         message = f"Workload {base.name} is not active: set its spec.active to true to let the job go on"
-        return QueueGrant(stand=AdmissionState.EVICTED, reason=Reason.EVICTED, message=message)
+        return QueueGrant(state=AdmissionState.EVICTED, reason=Reason.EVICTED, message=message)
     if evicted is not None and evicted.true:
         # Once it is queued again, why it waits says more than why it had to go.
         why = evicted.message if base.holds or not told else told
         return QueueGrant(
-            stand=AdmissionState.EVICTED,
+            state=AdmissionState.EVICTED,
             reason=Reason.EVICTED,
             message=f"evicted from queue {queue} ({evicted.reason}): {why}",
         )
     if base.holds:
         return QueueGrant(
-            stand=AdmissionState.WAITING, message=f"queue {queue} has quota for it; admission checks are not ready"
+            state=AdmissionState.WAITING, message=f"queue {queue} has quota for it; admission checks are not ready"
         )
     return QueueGrant(
-        stand=AdmissionState.WAITING, message=f"queue {queue}: {told or 'Kueue has not looked at it yet'}"
+        state=AdmissionState.WAITING, message=f"queue {queue}: {told or 'Kueue has not looked at it yet'}"
     )
 
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from trainium_contract.status.conditions import ConditionType
 from trainium_operator.plan.manifests.owned_object import owned_object
 from trainium_operator.plan.model import names
-from trainium_operator.plan.model.actions import Answer, ApplyPolicy, event
+from trainium_operator.plan.model.actions import ApplyPolicy, PolicyResult, event
 from trainium_operator.plan.model.conditions import find_condition, is_terminal, is_true, with_condition
 from trainium_operator.plan.model.reasons import Reason
 
@@ -44,32 +44,32 @@ LOOK_SECONDS = 5.0
 """Until the policies that there are have been read."""
 
 
-def reconcile_network_policy(facts: Facts, status: TrainingJobStatus) -> Answer:
+def reconcile_network_policy(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
     """Make the policy, or bring it in line with the settings; what turned out not to be possible is told."""
     observed, ingress = facts.observed, facts.settings.worker_ingress
     if ingress is None:
-        return Answer(status=_without_condition(status))
+        return PolicyResult(status=_without_condition(status))
     if is_terminal(status) or not observed.pods:
-        return Answer(status=status)
+        return PolicyResult(status=status)
     applied = observed.children.get(f"{KIND}/{names.network_policy_name(facts.job.name)}")
     if applied is None and on_host_network(facts.job):
-        return Answer(status=_without_condition(status))
+        return PolicyResult(status=_without_condition(status))
     manifest = network_policy(facts.job, ingress)
     if applied == manifest["metadata"]["annotations"][names.ANNOTATION_CONTENT_HASH]:
         if find_condition(status, _KIND) is not None:
             status = with_condition(status, _KIND, True, Reason.POLICY_APPLIED, "", now=facts.now)
-        return Answer(status=status)
+        return PolicyResult(status=status)
     if not observed.policies_known:
-        return Answer(status=status, looks=(facts.now + LOOK_SECONDS,))
-    answer = Answer(status=status)
+        return PolicyResult(status=status, requeue_at=(facts.now + LOOK_SECONDS,))
+    answer = PolicyResult(status=status)
     if observed.policy_refusal is not None:
         answer = _told(facts, status, observed.policy_refusal)
         if facts.now < observed.policy_refusal.again_from:
-            return answer.then(Answer(status=answer.status, looks=(observed.policy_refusal.again_from,)))
-    return answer.then(Answer(status=answer.status, actions=(ApplyPolicy(manifest),)))
+            return answer.then(PolicyResult(status=answer.status, requeue_at=(observed.policy_refusal.again_from,)))
+    return answer.then(PolicyResult(status=answer.status, actions=(ApplyPolicy(manifest),)))
 
 
-def _told(facts: Facts, status: TrainingJobStatus, refusal: PolicyRefusal) -> Answer:
+def _told(facts: Facts, status: TrainingJobStatus, refusal: PolicyRefusal) -> PolicyResult:
     """The condition, and an event when it is new."""
     reason = Reason.NAME_TAKEN if refusal.taken else Reason.WRITE_FAILED
     text = f"others can reach the workers' ports: {refusal.sentence}"
@@ -77,7 +77,7 @@ def _told(facts: Facts, status: TrainingJobStatus, refusal: PolicyRefusal) -> An
     status = with_condition(status, _KIND, None if refusal.taken else False, reason, text, now=facts.now)
     before = find_condition(facts.job.status, _KIND)
     new = before is None or is_true(facts.job.status, _KIND) or before.reason != reason
-    return Answer(status=status, notes=(event(reason, text, warning=True),) if new else ())
+    return PolicyResult(status=status, events=(event(reason, text, warning=True),) if new else ())
 
 
 def _without_condition(status: TrainingJobStatus) -> TrainingJobStatus:

@@ -1,56 +1,193 @@
-"""The status that people read: counts, progress, checkpoints, conditions, and the phase that follows from them."""
+"""Derive the status that people and tools read: counts, progress, checkpoints, conditions, and the phase.
+
+The conditions Ready, Stalled and Finished are for tools that do not know TrainingJobs (kstatus, Argo CD, kubectl
+wait). Workers that were created from an earlier pod template keep running; status and an event count them.
+
+Guarantees:
+- Ready, Stalled and Finished follow from the phase and the other conditions alone. Finished is True at both ends;
+  Stalled is True only where nothing changes until a person acts.
+- No running worker is restarted because the job's template, or the operator's part of it, has changed.
+- Compiled sizes are kept only of a job that compiles ahead, only sizes that it may have, and forgotten with the last
+  pod of a suspended job, because what it computes may change.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainium_contract.status.conditions import ConditionType, Phase
+from trainium_contract.faults.node_polarity import Severity
+from trainium_contract.sizes import MAX_COMPILED
+from trainium_contract.status.conditions import ConditionStatus, ConditionType, Phase
 from trainium_contract.status.interruptions import Interruption, Rung
-from trainium_contract.status.public import AlertStatus, CheckpointStatus, MembershipStatus, ProgressStatus
+from trainium_contract.status.public import (
+    AlertStatus,
+    CheckpointStatus,
+    CompiledStatus,
+    MembershipStatus,
+    ProgressStatus,
+)
 from trainium_contract.wire.messages import AlertKind, Progress, WorkerPhase
-from trainium_operator.plan.manifests.worker_pod import PRECOMPILE_CONTAINER
+from trainium_operator.plan.manifests.worker_pod import PRECOMPILE_CONTAINER, is_outdated, template_hash
 from trainium_operator.plan.model import names
-from trainium_operator.plan.model.actions import Answer
-from trainium_operator.plan.model.conditions import is_true, with_condition
+from trainium_operator.plan.model.actions import PolicyResult, event
+from trainium_operator.plan.model.conditions import find_condition, is_true, with_condition
 from trainium_operator.plan.model.observed import STARTING_REASONS, PodPhase
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.model.text import counted, listed, rfc3339
 from trainium_operator.plan.pods.disruption_budget import KIND as BUDGET
-from trainium_operator.plan.pods.gang_policy import note_admission
-from trainium_operator.plan.pods.refused_pods import made_from, refusing_nodes
-from trainium_operator.plan.report.checkpoint_health import judge_checkpoints
+from trainium_operator.plan.pods.gang_policy import set_admitted
+from trainium_operator.plan.pods.refused_pods import next_creation_at, refusing_nodes
+from trainium_operator.plan.report.checkpoint_health import set_checkpoint_health
 from trainium_operator.plan.report.goodput import account
-from trainium_operator.plan.report.run_results import doing, note_results, total_steps
-from trainium_operator.plan.view.facts import beats_of, creation_refused, refuse_pods
-from trainium_operator.plan.view.progress import is_settled
+from trainium_operator.plan.report.run_results import describe_activity, record_results, total_steps
+from trainium_operator.plan.view.facts import creation_refused, current_heartbeats, refuse_pods
+from trainium_operator.plan.view.progress import is_settled, newest_progress
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
     from trainium_contract.status.public import PublicStatus
     from trainium_contract.wire.messages import HeartbeatRequest, Member
+    from trainium_operator.plan.faults.node_signals import NodeProblem
+    from trainium_operator.plan.model.actions import EventIntent
     from trainium_operator.plan.model.conditions import AnyShown
     from trainium_operator.plan.model.observed import PodView
     from trainium_operator.plan.view.facts import Facts
+
+
+_SHOWN = 3
+
+
+def set_nodes_healthy(facts: Facts, status: AnyShown) -> AnyShown:
+    """The status with the condition, as it was while no node is known."""
+    if facts.lost_contact:
+        kind, reason = ConditionType.NODES_HEALTHY, Reason.CONTACT_LOST
+        return with_condition(status, kind, None, reason, facts.lost_contact, now=facts.now)
+    if not facts.observed.nodes:
+        return status
+    frozen = facts.observed.fleet.frozen
+    found: dict[str, NodeProblem] = {}
+    for uid, problem in facts.troubles.items():
+        found.setdefault(facts.workers[uid].pod.node, problem)
+    if not found:
+        reason = Reason.NODE_ACTIONS_FROZEN if frozen else Reason.NODES_HEALTHY
+        message = frozen or "nothing is wrong with the nodes in use"
+        return with_condition(status, ConditionType.NODES_HEALTHY, True, reason, message, now=facts.now)
+    worst = sorted(found, key=lambda node: (-found[node].severity, node))
+    told = "; ".join(_told(node, found[node]) for node in worst[:_SHOWN])
+    more = f"; and {len(worst) - _SHOWN} more nodes" if len(worst) > _SHOWN else ""
+    reason = Reason.NODE_ACTIONS_FROZEN if frozen else Reason.NODE_UNHEALTHY
+    message = f"{told}{more}. {frozen}" if frozen else told + more
+    return with_condition(status, ConditionType.NODES_HEALTHY, False, reason, message, now=facts.now)
+
+
+def _told(node: str, problem: NodeProblem) -> str:
+    since = f" since {rfc3339(problem.since)}" if problem.since is not None else ""
+    answer = {
+        Severity.FATAL: "its workers are replaced",
+        Severity.DRAIN: "its workers are handed over",
+        Severity.SUSPECT: "other nodes are preferred",
+    }
+    return f"{node}: {problem}{since} ({problem.cause.value}; {answer[problem.severity]})"
+
+
+def record_compiled_sizes(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
+    """Bring the sizes up to date; the status as it is where nothing is new."""
+    if not facts.job.spec.precompile.enabled or not facts.workers:
+        return status.replaced(compiled=CompiledStatus()) if status.compiled.sizes else status
+    told = [each for worker in facts.workers.values() if worker.heartbeat for each in worker.heartbeat.compiled]
+    known = dict.fromkeys((*status.compiled.sizes, *_compiled_by_job(facts)))
+    workers = facts.job.spec.workers
+    most = max(workers.replicas, workers.max_replicas or 0)
+    fresh = [each for each in told if each.nodes not in known and each.nodes <= most and facts.size.passes(each.nodes)]
+    sizes = tuple(dict.fromkeys((*known, *(each.nodes for each in fresh))))[:MAX_COMPILED]
+    seconds = max((*(each.seconds for each in fresh if each.nodes in sizes), status.compiled.seconds or 0.0))
+    return status.replaced(compiled=CompiledStatus(sizes=sizes, seconds=round(seconds, 1) if seconds else None))
+
+
+def _compiled_by_job(facts: Facts) -> tuple[int, ...]:
+    """What all workers have compiled before they joined, and the size in force once a step was made at it."""
+    if facts.current is None:
+        return ()
+    progress = newest_progress(facts)
+    stepped = progress is not None and progress.step > (progress.resume_step or 0)
+    return (*facts.size.compiled_first, *((len(facts.members),) if stepped else ()))
+
+
+def count_outdated_pods(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
+    """Count them; told when there are some for the first time since there were none."""
+    running = [worker for worker in facts.workers.values() if not worker.ended and worker.pod.template_hash]
+    wanted = template_hash(facts.job, facts.settings) if running else ""
+    outdated = sum(is_outdated(worker.pod.template_hash, wanted) for worker in running)
+    events: tuple[EventIntent, ...] = ()
+    if outdated and not status.outdated_pods:
+        note = (
+            f"{outdated} of {len(running)} workers were made from an earlier pod template and run on as they are; pods "
+            "made from now on have the new one. To bring all up to date suspend the job and resume it."
+        )
+        events = (event(Reason.TEMPLATE_CHANGED, note),)
+    return PolicyResult(status=status.replaced(outdated_pods=outdated), events=events)
+
+
+_NOT_READY: dict[Phase, Reason] = {
+    Phase.PENDING: Reason.NOT_STARTED,
+    Phase.STARTING: Reason.STARTING,
+    Phase.RECOVERING: Reason.INTERRUPTED,
+    Phase.RESIZING: Reason.SIZE_REQUESTED,
+    Phase.SUSPENDING: Reason.SUSPENDING,
+    Phase.SUSPENDED: Reason.SUSPENDED,
+    Phase.STOPPING: Reason.STOPPING,
+    Phase.TERMINATING: Reason.TERMINATING,
+}
+_NEEDS_A_PERSON = frozenset(
+    {Reason.NO_LEGAL_SIZE, Reason.INVALID_SPEC, Reason.GANG_API_MISSING, Reason.DEVICE_API_MISSING, Reason.NAME_TAKEN}
+)
+
+
+def set_standard_conditions(status: AnyShown, now: float) -> AnyShown:
+    """The status with the three conditions; call when all others are set."""
+    failed = find_condition(status, ConditionType.FAILED)
+    if failed is not None and failed.status is ConditionStatus.TRUE:
+        reason = Reason(failed.reason)
+        status = with_condition(status, ConditionType.READY, False, reason, failed.message, now=now)
+        status = with_condition(status, ConditionType.STALLED, True, reason, failed.message, now=now)
+        return with_condition(status, ConditionType.FINISHED, True, reason, "the job has failed", now=now)
+    if is_true(status, ConditionType.COMPLETE):
+        done = "the job has completed"
+        status = with_condition(status, ConditionType.READY, True, Reason.COMPLETED, done, now=now)
+        status = with_condition(status, ConditionType.STALLED, False, Reason.COMPLETED, "", now=now)
+        return with_condition(status, ConditionType.FINISHED, True, Reason.COMPLETED, done, now=now)
+    reason = _NOT_READY.get(status.phase, Reason.TRAINING)
+    ready = reason is Reason.TRAINING
+    status = with_condition(status, ConditionType.READY, ready, reason, "" if ready else "see the phase", now=now)
+    blocked = next((each for each in status.conditions if _blocks(each.status, each.reason)), None)
+    why, message = (Reason(blocked.reason), blocked.message) if blocked else (Reason.PROGRESSING, "")
+    status = with_condition(status, ConditionType.STALLED, blocked is not None, why, message, now=now)
+    return with_condition(status, ConditionType.FINISHED, False, Reason.PROGRESSING, "", now=now)
+
+
+def _blocks(state: ConditionStatus, reason: str) -> bool:
+    return state is ConditionStatus.FALSE and reason in _NEEDS_A_PERSON
+
 
 _ALERTS = frozenset(AlertKind)
 SLOW_INIT_SECONDS = 120.0
 """An init container of the user's that runs for longer is reported as what keeps the worker from starting."""
 
 
-def summarise(facts: Facts, status: TrainingJobStatus) -> Answer:
+def summarize(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
     """The status with everything that is derived; call after the policies."""
-    if not _hears_again(facts):
-        return Answer(status=status)
+    if not _all_members_reported(facts):
+        return PolicyResult(status=status)
     status = _counts(facts, status)
     status = _progress(facts, status)
     status = _pods_ready(facts, status)
-    status = note_admission(facts, status)
+    status = set_admitted(facts, status)
     status = _running(facts, status)
     status = _recovering(facts, status)
     status = _resizing(facts, status)
-    status, looks = judge_checkpoints(facts, status)
-    looks = (*looks, *_slow_inits_at(facts))
-    return Answer(status=status.replaced(phase=_phase(facts, status)), looks=looks)
+    status, requeue_at = set_checkpoint_health(facts, status)
+    requeue_at = (*requeue_at, *_slow_inits_at(facts))
+    return PolicyResult(status=status.replaced(phase=_phase(facts, status)), requeue_at=requeue_at)
 
 
 def _slow_inits_at(facts: Facts) -> tuple[float, ...]:
@@ -59,7 +196,7 @@ def _slow_inits_at(facts: Facts) -> tuple[float, ...]:
     return tuple(at + SLOW_INIT_SECONDS for at in starts if at is not None and at + SLOW_INIT_SECONDS > facts.now)
 
 
-def _hears_again(facts: Facts) -> bool:
+def _all_members_reported(facts: Facts) -> bool:
     """False just after a start of the operator, while members have not called yet: what was known still stands."""
     if facts.current is None or facts.now >= facts.observed.coordinator_since + facts.settings.reconnect_seconds:
         return True
@@ -103,7 +240,7 @@ def _progress(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
             alerts=_newest_alerts(status.alerts, newest),
             checkpoint=_newest_checkpoints(facts, status.checkpoint, reports),
         )
-        status = note_results(facts, status, reports)
+        status = record_results(facts, status, reports)
     if not status.start_time and any(report.step > 0 for report in reports):
         status = status.replaced(start_time=rfc3339(facts.now))
     return account(facts, status)
@@ -112,7 +249,9 @@ def _progress(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
 def _last_words(facts: Facts) -> tuple[tuple[Member, HeartbeatRequest], ...]:
     """What members say; of a job that rests what they said as they left, which tells of their last save."""
     recorded = facts.observed.membership
-    return beats_of(facts.observed, recorded) if facts.current is None and recorded is not None else facts.beats
+    return (
+        current_heartbeats(facts.observed, recorded) if facts.current is None and recorded is not None else facts.beats
+    )
 
 
 def _newest_alerts(old: tuple[AlertStatus, ...], newest: Progress) -> tuple[AlertStatus, ...]:
@@ -184,7 +323,7 @@ def _missing(facts: Facts, status: TrainingJobStatus) -> tuple[Reason, str]:
     if troubled:
         pod = troubled[-1]
         return Reason.WORKER_NOT_STARTING, f"{_place(pod)}: {pod.reason} {pod.message}"
-    if (begins := made_from(status, facts.now)) > facts.now:
+    if (begins := next_creation_at(status, facts.now)) > facts.now:
         return Reason.WORKER_NOT_STARTING, (
             f"Pods ended before their agent was heard, {status.start_failures.rounds} times in a row"
             f"{_last_end(status)}; the next are created at {rfc3339(begins)}{_kept_away(facts, status)}"
@@ -238,7 +377,7 @@ def _kept_away(facts: Facts, status: TrainingJobStatus) -> str:
 def _running(facts: Facts, status: AnyShown) -> AnyShown:
     kind = ConditionType.RUNNING
     if is_settled(facts):
-        message = f"{doing(status)} on {counted(status.replicas, 'node')}"
+        message = f"{describe_activity(status)} on {counted(status.replicas, 'node')}"
         return with_condition(status, kind, True, Reason.TRAINING, message, now=facts.now)
     if facts.current is None:
         return with_condition(status, kind, False, Reason.NOT_STARTED, "no generation is in force", now=facts.now)

@@ -1,11 +1,13 @@
-"""Policy: a job that is active for too long, or makes no step for too long, saves, gives back its nodes and fails.
+"""Release the pods of a job that is suspended, that its queue does not admit, or that has reached a deadline.
 
-The clock runs while the job is active, and begins anew with each resumption, as that of batch/v1 Job does; waiting for
-a queue is not activity. When a deadline is over, the condition FailureTarget says so first; then the workers are asked
-to leave, on which the ranks save as for a suspension; Failed follows when none is left.
-Invariants: clock and decision are in the status, so neither a restart of the operator nor a later change of the spec
-takes them back; until the last worker has gone its reports count, so the status tells what was saved last; a job whose
-ranks all finish meanwhile is complete.
+The ranks save and leave, the nodes are released, and the generation is over. The clock of the deadlines runs while
+the job is active and restarts with each resumption, as that of batch/v1 Job does; time in a queue does not count.
+When a deadline passes, the condition FailureTarget reports it first; Failed follows when the last worker has ended.
+
+Guarantees:
+- Clock and decision are in the status: neither a restart of the operator nor a later change of the spec reverts them.
+- Reports count until the last worker has ended, so the status shows what was saved last.
+- A job whose ranks all finish meanwhile is complete.
 """
 
 from __future__ import annotations
@@ -15,19 +17,52 @@ from typing import TYPE_CHECKING
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.activity import ActivityStatus
 from trainium_contract.status.conditions import ConditionStatus, ConditionType, Phase
+from trainium_contract.status.start_failures import StartFailuresStatus
 from trainium_operator.plan.diagnose.failure_policy import StopVerdict
+from trainium_operator.plan.faults.failure_budgets import avoided_nodes
 from trainium_operator.plan.lifecycle.completion import stop
-from trainium_operator.plan.model.actions import Answer
+from trainium_operator.plan.model.actions import PolicyResult
 from trainium_operator.plan.model.conditions import find_condition, is_true, with_condition
 from trainium_operator.plan.model.reasons import Reason
-from trainium_operator.plan.model.text import sentence
-from trainium_operator.plan.pods.deletion import deletion
+from trainium_operator.plan.model.text import counted, sentence
 from trainium_operator.plan.view.progress import has_stepped
+from trainium_operator.plan.view.workers import deletion
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
     from trainium_contract.status.public import PublicStatus
+    from trainium_operator.plan.model.conditions import AnyShown
     from trainium_operator.plan.view.facts import Facts
+
+
+def release(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
+    """Delete all pods; on SIGTERM the ranks save and leave."""
+    membership = status.membership.replaced(size=0)
+    avoided = avoided_nodes(status.failures, facts.now, facts.settings.avoid_node_seconds)  # without those that refused
+    status = status.replaced(
+        membership=membership, waiting_since=None, start_failures=StartFailuresStatus(), avoided_nodes=avoided
+    )
+    deletions = tuple(action for worker in facts.workers.values() for action in deletion(worker, force=worker.node_bad))
+    return PolicyResult(status=status, actions=deletions)
+
+
+def suspend(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
+    """Release everything, and say so."""
+    released = release(facts, status)
+    status, workers, kind = released.status, facts.workers.values(), ConditionType.SUSPENDED
+    if workers:
+        message = f"{counted(len(workers), 'worker')} {'saves and leaves' if len(workers) == 1 else 'save and leave'}"
+        status = with_condition(status, kind, False, Reason.SUSPENDING, message, now=facts.now)
+    else:
+        status = with_condition(status, kind, True, Reason.SUSPENDED, "all nodes are released", now=facts.now)
+    status = with_condition(status, ConditionType.RESIZING, False, Reason.SUSPENDED, "", now=facts.now)
+    return released.with_status(status)
+
+
+def clear_suspended(facts: Facts, status: AnyShown) -> AnyShown:
+    """Say that the job is not suspended."""
+    return with_condition(status, ConditionType.SUSPENDED, False, Reason.NOT_SUSPENDED, "", now=facts.now)
+
 
 _ADVICE = {
     Reason.DEADLINE_EXCEEDED: "Raise spec.activeDeadlineSeconds and run the job again (kubectl trn retry); it resumes "
@@ -42,13 +77,13 @@ def is_ending(status: PublicStatus) -> bool:
     return is_true(status, ConditionType.FAILURE_TARGET)
 
 
-def watch_deadlines(facts: Facts, status: TrainingJobStatus) -> Answer:
+def watch_deadlines(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
     """Keep the clock; decide on the end when a deadline is over, else look again when it will be."""
     status = status.replaced(activity=_activity(facts, status))
     since, spec = status.activity.since, facts.job.spec
     if since is None:
-        return Answer(status=status)
-    looks: list[float] = []
+        return PolicyResult(status=status)
+    requeue_at: list[float] = []
     for reason, limit in (
         (Reason.DEADLINE_EXCEEDED, spec.active_deadline_seconds),
         (Reason.STARTUP_DEADLINE_EXCEEDED, None if status.activity.stepped else spec.startup_deadline_seconds),
@@ -58,18 +93,18 @@ def watch_deadlines(facts: Facts, status: TrainingJobStatus) -> Answer:
         if facts.now >= since + limit:
             message = _over(status, reason, limit)
             kind = ConditionType.FAILURE_TARGET
-            return Answer(status=with_condition(status, kind, True, reason, message, now=facts.now))
-        looks.append(since + limit)
-    return Answer(status=status, looks=tuple(looks))
+            return PolicyResult(status=with_condition(status, kind, True, reason, message, now=facts.now))
+        requeue_at.append(since + limit)
+    return PolicyResult(status=status, requeue_at=tuple(requeue_at))
 
 
-def end(facts: Facts, status: TrainingJobStatus) -> Answer:
+def end(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
     """Ask every worker to save and leave; the job has failed when none runs any more. Call when it `is_ending`."""
     running = [worker for worker in facts.workers.values() if not worker.ended]
     if not running:
         return stop(facts, status, _verdict(status))
     deletions = tuple(action for worker in running for action in deletion(worker, force=worker.node_bad))
-    return Answer(status=status.replaced(phase=Phase.STOPPING, waiting_since=None), actions=deletions)
+    return PolicyResult(status=status.replaced(phase=Phase.STOPPING, waiting_since=None), actions=deletions)
 
 
 def _activity(facts: Facts, status: TrainingJobStatus) -> ActivityStatus:
