@@ -22,7 +22,7 @@ from benchmarks.fleet.kube import Kube, PodWatch, RefusedError
 from trainium_contract.wire.messages import WorkerPhase
 from trainium_contract.wire.worker_env import LABEL_JOB, LABEL_ROLE, ROLE_WORKER, TOKEN_AUDIENCE
 from trainium_devcluster.cluster import Cluster
-from trainium_operator.memory import settle
+from trainium_operator.memory import freeze_gc
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -81,7 +81,7 @@ class Agents:
             case "served":
                 return await self._served(command)
             case "freeze_gc":
-                settle()  # a collection in this process would count as latency of the coordinator
+                freeze_gc()  # a collection in this process would count as latency of the coordinator
                 await asyncio.sleep(_PAUSE_SECONDS)
                 latency_of(self._shared)
             case "latency":
@@ -182,7 +182,7 @@ class Agents:
         try:
             await self._until(lambda: all(agent.registered for agent in agents), command)
             await asyncio.sleep(_WARM_SECONDS)
-            settle()
+            freeze_gc()
             await asyncio.sleep(_PAUSE_SECONDS)
             latency_of(shared)
             await asyncio.sleep(float(command["measure"]))

@@ -20,7 +20,7 @@ from benchmarks.fleet.operator_process import ROOT, SERVER_NAME, free_port
 from trainium_contract.wire.messages import HeartbeatResponse, RegisterResponse
 from trainium_contract.wire.stream import UPGRADE, FrameKind, FrameReader, frame
 from trainium_operator.coordinator.certificates import renew_material
-from trainium_operator.memory import settle, use_little_memory_per_connection
+from trainium_operator.memory import freeze_gc, use_little_memory_per_connection
 
 _START_SECONDS = 30.0
 _HOST = "127.0.0.3"
@@ -110,7 +110,7 @@ async def _serve(options: dict[str, str]) -> None:
     context.load_cert_chain(options["certificate"], options["key"])
     loop = asyncio.get_running_loop()
     server = await loop.create_server(_Connection, options["host"], int(options["port"]), ssl=context, backlog=1024)
-    settle()
+    freeze_gc()
     print("ready", flush=True)
     await asyncio.to_thread(sys.stdin.read)
     server.close()

@@ -30,17 +30,17 @@ _MOST = 200
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """What one address of the coordinator's Service answered."""
+    """The answer of one address of the coordinator's Service."""
 
     address: str
     leads: bool = False
     problem: str = ""
-    """Why it does not work, in a few words; empty: it does."""
+    """Why it does not work, in a few words; empty when it does."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckVerdict:
-    """Whether the operator works, and the sentence that says so."""
+    """The result of the check, and its sentence."""
 
     works: bool
     sentence: str
@@ -60,7 +60,7 @@ class Installed:
 
 
 def verdict(service: str, expected: int, found: Sequence[Replica]) -> CheckVerdict:
-    """Of what the replicas answered."""
+    """Return the verdict on the answers of the replicas."""
     bad = [f"{each.address} {each.problem}" for each in found if each.problem]
     leaders = [each.address for each in found if each.leads and not each.problem]
     if bad:
@@ -82,7 +82,7 @@ def addresses_of(name: str) -> list[str]:
     return sorted({str(info[4][0]) for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)})
 
 
-def look(installed: Installed, *, resolve: Callable[[str], Sequence[str]] = addresses_of) -> CheckVerdict:
+def poll(installed: Installed, *, resolve: Callable[[str], Sequence[str]] = addresses_of) -> CheckVerdict:
     """Ask every replica once."""
     try:
         trust = ssl.create_default_context(cafile=str(installed.authority))
@@ -106,15 +106,15 @@ def look(installed: Installed, *, resolve: Callable[[str], Sequence[str]] = addr
 
 
 def until_it_works(
-    look_once: Callable[[], CheckVerdict], seconds: float, pause: Callable[[float], None]
+    check_once: Callable[[], CheckVerdict], seconds: float, pause: Callable[[float], None]
 ) -> CheckVerdict:
-    """The first verdict that it works, else the last one after about so many seconds of pauses."""
+    """Return the first verdict of success, else the last one after about so many seconds of pauses."""
     for _ in range(int(seconds / _PAUSE_SECONDS)):
-        found = look_once()
+        found = check_once()
         if found.works:
             return found
         pause(_PAUSE_SECONDS)
-    return look_once()
+    return check_once()
 
 
 def _replica(installed: Installed, address: str, trust: ssl.SSLContext) -> Replica:
@@ -160,9 +160,9 @@ def check(
     probe_port: Annotated[int, typer.Option(help="Port of the probes.")] = 8080,
     seconds: Annotated[float, typer.Option(min=0.0, max=600.0, help="How long to wait until it works.")] = 30.0,
 ) -> None:
-    """Tell in one sentence whether the installed operator works, from inside the cluster; exit 1 when not."""
+    """Print in one sentence whether the installed operator works, from inside the cluster; exit 1 when not."""
     installed = Installed(service, replicas, coordinator_port, probe_port, authority)
-    found = until_it_works(lambda: look(installed), seconds, time.sleep)
+    found = until_it_works(lambda: poll(installed), seconds, time.sleep)
     typer.echo(found.sentence, err=not found.works)
     raise typer.Exit(0 if found.works else 1)
 

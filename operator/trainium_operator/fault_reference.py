@@ -64,7 +64,7 @@ twice."""
 
 
 def reference_text(header: str) -> str:
-    """The whole file; `header` says how it is made."""
+    """Return the whole file, with `header` as the first line."""
     parts = [
         _BEGINNING,
         "## Causes\n\nBy severity: if several workers fail at once, the first names the interruption.\n\n"
@@ -113,7 +113,7 @@ def _meanings(signs: Iterable[Sign]) -> str:
 
 
 def _name(sign: Sign) -> str:
-    """A sign as people see it."""
+    """Return a sign as people see it."""
     marks = (" ‡" if sign.decisive else "") + (" †" if sign.indirect else "")
     if sign.kind in (SignKind.EXIT_CODE, SignKind.SILENCE):
         return f"{sign.key}{marks}"

@@ -1,8 +1,8 @@
-"""Writes the files that are generated from the code: CRD, the chart's copy, references, dashboards, the plain install.
+"""Write the files that are generated from the code: CRD, the chart's copy, references, dashboards, the plain install.
 
 `python -m trainium_operator.generate` writes them, with `--check` it only compares and exits 1 when one is stale.
-Invariant: a generated file is never edited by hand; where the format has comments, its first line says which command
-made it. The plain install is the chart as the real `helm template` renders it, so it is skipped (with a word) where
+Invariant: a generated file is never edited by hand; where the format has comments, its first line names the
+command. The plain install is the chart as the real `helm template` renders it, so it is skipped (with a message) where
 there is no helm.
 """
 
@@ -56,7 +56,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 def to_yaml(data: Any) -> str:
-    """The YAML text of JSON-like data; the same input always gives the same text."""
+    """Return the YAML text of JSON-like data; the same input always gives the same text."""
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, width=_WIDTH, allow_unicode=False)
 
 
@@ -66,7 +66,7 @@ def crd_text() -> str:
 
 
 def chart_crd_text() -> str:
-    """The chart's template of the CRD: the same text, installed and kept as the values say."""
+    """Return the chart's template of the CRD: the same text, installed and kept by values."""
     text = to_yaml(custom_resource_definition())
     if "{{" in text:
         raise ValueError("the CRD contains '{{', which helm would take for a template; reword the description")
@@ -107,7 +107,7 @@ def _table(title: str, rows: Iterable[tuple[str, dict[str, Any]]], word: str = "
 
 
 def _is_below(path: str, places: frozenset[str]) -> bool:
-    """Whether it is one of them, or within one."""
+    """Return whether it is one of them, or within one."""
     return any(path == place or path.startswith((f"{place}.", f"{place}[")) for place in places)
 
 
@@ -151,7 +151,7 @@ def install_text(root: Path, helm: str) -> str:
 
 
 def find_helm() -> str | None:
-    """The helm to use: the variable HELM, else the one on PATH, else none."""
+    """Return the helm to use: the variable HELM, else the one on PATH, else none."""
     return os.environ.get("HELM") or shutil.which("helm")
 
 
@@ -165,7 +165,7 @@ def expected(root: Path, helm: str | None) -> dict[Path, str]:
 
 
 def stale(root: Path, helm: str | None) -> list[Path]:
-    """Generated files that are missing or differ from what the code gives now."""
+    """Return generated files that are missing or differ from what the code gives now."""
     return [path for path, text in expected(root, helm).items() if not _has(root / path, text)]
 
 
@@ -174,7 +174,7 @@ def _has(path: Path, text: str) -> bool:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Writes or, with --check, compares; the exit status is 1 when --check finds a stale file."""
+    """Write the files or, with --check, compare them; the exit status is 1 when a file is stale."""
     parser = argparse.ArgumentParser(prog="python -m trainium_operator.generate", description=__doc__)
     parser.add_argument("--check", action="store_true", help="only compare; exit 1 when a file is stale")
     parser.add_argument("--root", type=Path, default=Path(), help="folder of the repository (default: here)")

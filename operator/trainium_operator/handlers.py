@@ -1,8 +1,9 @@
-"""kopf, and nothing else: it discovers and watches TrainingJobs for us, and writes nothing.
+"""Watch TrainingJobs with kopf, which discovers the resource and writes nothing.
 
-Invariants: only `on.event` (which needs no finalizer, annotation or status of kopf's own); handlers return nothing;
-kopf's own events stay off; credentials are ours. A list that kopf repeats does not tell what vanished meanwhile, so
-the jobs are also listed by us now and then.
+Guarantees:
+- Only `on.event` is used, which needs no finalizer, annotation or status of kopf; handlers return nothing.
+- kopf's events are off, and it uses our credentials.
+- A list that kopf repeats does not contain deleted jobs, so the operator lists the jobs periodically too.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 WATCH_SECONDS = 240
 # Left to itself kopf asks for the user's name, and the user id of a container need not have one. Only kopf's peering,
-# which is off, would tell it to others. (Any: kopf does not export the type of it.)
+# which is off, would publish it. (Any: kopf does not export the type of it.)
 _IDENTITY: Any = "trainium-operator"
 
 
@@ -52,7 +53,7 @@ def make_registry(
     observe: Callable[[dict[str, Any], bool], None],
     credentials: Callable[[], Awaitable[Credentials]],
 ) -> kopf.OperatorRegistry:
-    """Handlers of one operator; `observe(body, deleted)` gets every TrainingJob that kopf hears of."""
+    """Handlers of one operator; `observe(body, deleted)` gets every TrainingJob that kopf receives."""
     registry = kopf.OperatorRegistry()
 
     @kopf.on.startup(registry=registry)
@@ -66,7 +67,7 @@ def make_registry(
         ours = await credentials()
         if not known or known[0][0] != ours:
             known[:] = [(ours, _session(ours))]
-        return known[0][1]  # of credentials that were refused the same: kopf then knows that there are no others
+        return known[0][1]  # the same refused credentials: kopf then knows that no others exist
 
     @kopf.on.event(GROUP, VERSION, PLURAL, registry=registry)
     async def job_changed(event: kopf.RawEvent, **_: Any) -> None:
@@ -76,7 +77,7 @@ def make_registry(
 
 
 def _session(ours: Credentials) -> kopf.AiohttpSession:
-    """Connections as kopf makes them, but that no stored object is too deep to be read; kopf closes them."""
+    """Create connections for kopf that read objects of any depth; kopf closes them."""
     info = kopf.ConnectionInfo(
         server=ours.server,
         ca_path=ours.ca_path,
@@ -93,7 +94,7 @@ def _session(ours: Credentials) -> kopf.AiohttpSession:
 
 
 def apply_settings(settings: kopf.OperatorSettings) -> None:
-    """What kopf must be told, with the reasons in docs and in this module's invariants."""
+    """Set kopf's settings; docs and this module's docstring have the reasons."""
     settings.posting.enabled = False
     settings.posting.loggers = False
     settings.scanning.disabled = True  # no right to list CRDs and namespaces is needed then

@@ -18,37 +18,37 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 OF_OTHERS = ("trainium_operator.coordinator.server", "trainium_operator.http.listener.http")
-"""Loggers that tell of requests and connections, each of which costs its sender nothing."""
+"""Loggers of requests and connections, each of which costs its sender nothing."""
 MOST_LINES = 60
 """Of one such logger within a minute."""
 _MINUTE = 60.0
 
 
 class Bounded(logging.Filter):
-    """Leaves out lines of one of `OF_OTHERS` beyond so many a minute; the next line after it says how many."""
+    """Drops lines of one of `OF_OTHERS` beyond so many a minute; the next line has their count."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._clock = clock
         self._since: dict[str, float] = {}
-        self._told: dict[str, int] = {}
+        self._reported: dict[str, int] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether it is written."""
+        """Return whether it is written."""
         if record.name not in OF_OTHERS or record.levelno >= logging.ERROR:
             return True
-        now, told = self._clock(), self._told.get(record.name, 0)
+        now, reported = self._clock(), self._reported.get(record.name, 0)
         if now - self._since.setdefault(record.name, now) >= _MINUTE:
-            if told > MOST_LINES:
-                record.msg = f"{record.getMessage()} ({told - MOST_LINES} lines before it were left out)"
+            if reported > MOST_LINES:
+                record.msg = f"{record.getMessage()} ({reported - MOST_LINES} lines before it were left out)"
                 record.args = ()
-            self._since[record.name], told = now, 0
-        self._told[record.name] = told + 1
-        return told < MOST_LINES
+            self._since[record.name], reported = now, 0
+        self._reported[record.name] = reported + 1
+        return reported < MOST_LINES
 
 
 def _name_the_job(record: logging.LogRecord) -> bool:
-    """Kopf says in a way of its own which object a line is about; the line is always written."""
+    """Set the job of a kopf line, which names its object differently; the line is always written."""
     about = getattr(record, "k8s_ref", None)
     if isinstance(about, dict) and about.get("kind") == KIND:
         record.namespace, record.job = about.get("namespace"), about.get("name")
@@ -66,6 +66,6 @@ def configure_logs(level: str, style: str, stream: TextIO | None = None) -> None
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     handler.addFilter(Bounded())
     handler.addFilter(_name_the_job)
-    # kopf tells every event and every retry; what matters of it comes as a warning.
+    # kopf logs every event and every retry; what matters is a warning.
     for noisy in ("kopf", "asyncio", "aiohttp.access"):
         logging.getLogger(noisy).setLevel(logging.WARNING)

@@ -18,7 +18,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from trainium_operator.logs import configure_logs
-from trainium_operator.memory import settle, tidy, use_little_memory_per_connection, use_one_heap
+from trainium_operator.memory import freeze_gc, trim_periodically, use_little_memory_per_connection, use_one_heap
 from trainium_operator.settings import parse_settings, process_identity
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ LEASE_CONNECTIONS = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run until told to stop; the exit code is 0 then, and 1 after a failure. `simulate` and `check` have their own."""
+    """Run until a signal; the exit code is 0 then, and 1 after a failure. `simulate` and `check` have their own."""
     given = sys.argv[1:] if arguments is None else arguments
     if given[:1] == ["simulate"]:
         sys.exit(_simulate(given[1:]))
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _simulate(arguments: Sequence[str]) -> int:
-    """Run the simulator, which is a distribution of its own: the operator never needs it."""
+    """Run the simulator, which is a separate distribution: the operator never needs it."""
     try:
         from trainium_simulator.command import main as simulate  # noqa: PLC0415 - the image does not have it
     except ModuleNotFoundError as error:
@@ -74,10 +74,10 @@ async def operate(settings: Settings) -> int:
     try:
         transport = await connect(settings.kubeconfig or None)
     except NoClusterError as error:
-        logger.error("%s", error)  # noqa: TRY400 - the sentence says it all
+        logger.error("%s", error)  # noqa: TRY400 - the sentence is enough
         return 1
     namespace = settings.namespace or transport.namespace
-    lease_transport = transport.apart(LEASE_CONNECTIONS)
+    lease_transport = transport.with_separate_pool(LEASE_CONNECTIONS)
     identity = process_identity(os.environ)
     runtime = Runtime(settings, transport, namespace=namespace, identity=identity, lease_transport=lease_transport)
     try:
@@ -98,7 +98,7 @@ class RuntimeSupervisor:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def run(self) -> int:
-        """Until a signal (0) or a failure (1)."""
+        """Run until a signal (0) or a failure (1)."""
         from trainium_operator.cluster.lease import LeaseLostError  # noqa: PLC0415
 
         self._take_signals()
@@ -109,13 +109,13 @@ class RuntimeSupervisor:
                 await self._shut_down()
         except BaseExceptionGroup as failures:
             for failure in _leaves(failures):
-                told = None if isinstance(failure, OSError | LeaseLostError) else failure
-                logger.error("%s: %s", type(failure).__name__, failure, exc_info=told)  # noqa: TRY400
+                reported = None if isinstance(failure, OSError | LeaseLostError) else failure
+                logger.error("%s: %s", type(failure).__name__, failure, exc_info=reported)  # noqa: TRY400
             return 1
         else:
             return 0
         finally:
-            await self._leave()
+            await self._stop_after_failure()
 
     async def _start(self, group: asyncio.TaskGroup) -> None:
         runtime, settings = self._runtime, self._runtime.settings
@@ -141,7 +141,7 @@ class RuntimeSupervisor:
             self._spawn(group, runtime.shown.run(), "curves")
         self._spawn(group, runtime.prober.run(), "probes")
         self._spawn(group, self._resync(), "resync")
-        self._spawn(group, tidy(), "memory")
+        self._spawn(group, trim_periodically(), "memory")
         self._spawn(group, runtime.fleet.run(), "fleet")
         self._spawn(group, runtime.release.run(), "release")
         for number in range(settings.workers):
@@ -152,7 +152,7 @@ class RuntimeSupervisor:
         self._tasks.append(group.create_task(work, name=name))
 
     async def _first_list(self) -> None:
-        """List the jobs; says what is missing while the CRD is not installed."""
+        """List the jobs; log what is missing while the CRD is not installed."""
         from trainium_operator.cluster.api.errors import ApiError, NotFoundError  # noqa: PLC0415
 
         while True:
@@ -207,12 +207,12 @@ class RuntimeSupervisor:
         # Our own list is enough to begin with; kopf's import must not delay it.
         await runtime.caches.synced()
         if runtime.settings.namespaces:
-            # Each is watched by a reflector of its own: kopf would end with the first that it may not read.
-            settle()
+            # Each has a reflector: kopf would end with the first namespace that it may not read.
+            freeze_gc()
             await self._kopf_stop.wait()
             return
         handlers = await asyncio.to_thread(importlib.import_module, "trainium_operator.handlers")
-        settle()
+        freeze_gc()
         registry = handlers.make_registry(
             observe=lambda raw, deleted: runtime.caches.jobs.observe(raw, deleted=deleted),
             credentials=self._transport.credentials,
@@ -236,9 +236,9 @@ class RuntimeSupervisor:
             loop.add_signal_handler(number, self._stop.set)
 
     async def _shut_down(self) -> None:
-        """In order: plans in hand done, Lease free, agents elsewhere, events written, kopf, everything else.
+        """Finish running plans, release the Lease, close streams, write events, stop kopf, then the rest.
 
-        Once no plan is in hand nothing of ours needs the Lease, and every moment more is one without an operator.
+        Once no plan runs this process does not need the Lease, and keeping it leaves the cluster without an operator.
         """
         runtime = self._runtime
         logger.info("stopping")
@@ -256,8 +256,8 @@ class RuntimeSupervisor:
         for task in self._tasks:
             task.cancel()
 
-    async def _leave(self) -> None:
-        """What must also happen after a failure: nobody is left waiting for us."""
+    async def _stop_after_failure(self) -> None:
+        """Release the Lease and end the servers after a failure too."""
         runtime = self._runtime
         runtime.stop_leading()
         await runtime.elector.release()

@@ -1,9 +1,9 @@
-"""How this process uses memory and the garbage collector: an operator of 1,000 agents holds 1,000 TLS connections.
+"""Tune memory and garbage collection: an operator of 1,000 agents holds 1,000 TLS connections.
 
-asyncio gives each TLS connection a receive buffer of its own, of 256 KiB, into which a socket is read and out of which
-TLS takes it at once, before anything else happens. So one buffer serves all connections of a thread. What was
-loaded at the start is never garbage, so collections need not look at it again and again. And what lists, faults of a
-thousand pods and connections that end leave is given back to the system, else the largest hour would stay for good.
+asyncio allocates a receive buffer of 256 KiB for each TLS connection. A socket is read into it and TLS consumes it at
+once, so one buffer serves all connections of a thread. Objects that were loaded at the start are never garbage, so
+collections skip them. Memory that lists, faults of a thousand pods and closed connections leave is returned to the
+system; otherwise the process would keep its largest size.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TLS_BUFFER = 16 * 1024
 """Bytes; a record of TLS has no more."""
 _YOUNG, _MIDDLE, _OLD = 10_000, 20, 20
 """Objects between two collections, and how many of those lead to a collection of the next generation."""
-TIDY_SECONDS = 60.0
+TRIM_SECONDS = 60.0
 LARGE_BLOCK = 256 * 1024
 """Bytes from which on a block is the system's own again as soon as it is freed: bodies of lists are as large."""
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8  # of mallopt(3)
@@ -68,8 +68,8 @@ def use_little_memory_per_connection() -> None:
     setattr(sslproto, "SSLProtocol", _SharedBufferProtocol)  # noqa: B010 - a type is not assigned to otherwise
 
 
-def settle() -> None:
-    """What exists now stays: call when everything is loaded and before the work begins."""
+def freeze_gc() -> None:
+    """Exclude existing objects from collections; call when everything is loaded and before the work starts."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(_YOUNG, _MIDDLE, _OLD)
@@ -86,15 +86,15 @@ def use_one_heap() -> None:
         library.mallopt(_M_MMAP_THRESHOLD, LARGE_BLOCK)
 
 
-async def tidy() -> None:
-    """Now and then collect what is garbage, and give back what is free; never returns."""
+async def trim_periodically() -> None:
+    """Collect garbage and trim the heap periodically; never returns."""
     while True:
-        await asyncio.sleep(TIDY_SECONDS)
-        give_back()
+        await asyncio.sleep(TRIM_SECONDS)
+        trim_heap()
 
 
-def give_back() -> None:
-    """Once. Takes some ten milliseconds with 1,000 agents."""
+def trim_heap() -> None:
+    """Return free memory to the system; takes some ten milliseconds with 1,000 agents."""
     gc.collect()
     library = ctypes.CDLL(None)
     if hasattr(library, "malloc_trim"):  # not every C library has it

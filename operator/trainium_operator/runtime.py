@@ -37,12 +37,13 @@ from trainium_operator.cluster.cache.reflector import Lister, Reflector
 from trainium_operator.cluster.cache.store import IndexedCache
 from trainium_operator.cluster.cache.views import child_record, job_record, node_view, pod_view
 from trainium_operator.cluster.coordinator_ports import KubernetesSecret, Reviewer, WorkerPods
-from trainium_operator.cluster.execute.deletion_limit import Destruction
+from trainium_operator.cluster.execute.deletion_limit import ForceDeleteLimiter
 from trainium_operator.cluster.execute.events import EventRecorder
 from trainium_operator.cluster.execute.executor import Executor
 from trainium_operator.cluster.execute.policy_writes import PolicyWrites
 from trainium_operator.cluster.execute.undeclared_fields import UndeclaredFields
 from trainium_operator.cluster.fleet.fleet_reconciler import FleetMeter, FleetReconciler
+from trainium_operator.cluster.job_pages import JobPageData
 from trainium_operator.cluster.lease import LeaseElector, LeaseTimes
 from trainium_operator.cluster.queue.creation_backoff import CreationBackoff
 from trainium_operator.cluster.queue.observe import Caches, Observer, enqueue_on_change
@@ -51,8 +52,7 @@ from trainium_operator.cluster.queue.pod_warnings import PodWarnings
 from trainium_operator.cluster.queue.waiting_gangs import WaitingGangs
 from trainium_operator.cluster.queue.work_queue import WorkQueue
 from trainium_operator.cluster.reconciler import Reconciler
-from trainium_operator.cluster.release import Belonging, Release
-from trainium_operator.cluster.shown import Shown
+from trainium_operator.cluster.release import OwnedObject, Release
 from trainium_operator.coordinator.authentication import Authenticator
 from trainium_operator.coordinator.certificate_keeper import CertificateKeeper
 from trainium_operator.coordinator.certificates import server_names
@@ -78,7 +78,7 @@ if TYPE_CHECKING:
     from trainium_operator.plan.model.observed import Observed, PodView
     from trainium_operator.settings import Settings
 
-DEAF_SECONDS = 180.0
+WATCH_STALE_SECONDS = 180.0
 """A watch that is silent this long although the API server answers is broken (bookmarks come each minute)."""
 STUCK_SECONDS = 900.0
 CATCH_UP_SECONDS = 1.0
@@ -107,7 +107,7 @@ class Runtime:
         self.leading = asyncio.Event()
         """Jobs are planned: everything else is known too."""
         self.metrics = Metrics(named_jobs=settings.named_jobs)
-        self.api_heard = 0.0
+        self.api_last_seen = 0.0
         self.api = Api(transport, on_request=self._on_request)
         self.queue: WorkQueue[Key] = WorkQueue(most_slow=max(1, settings.workers // 2))
         self.pace = Pace(self.queue)
@@ -135,9 +135,9 @@ class Runtime:
             self.leading,
             namespace=namespace,
             deployment=settings.deployment,
-            belongings=(
-                Belonging(LEASES, settings.lease_name),
-                Belonging(CONFIG_MAPS, settings.memory_name, kept=settings.keep_memory),
+            owned_objects=(
+                OwnedObject(LEASES, settings.lease_name),
+                OwnedObject(CONFIG_MAPS, settings.memory_name, kept=settings.keep_memory),
             ),
         )
         services = filter(None, (settings.coordinator_service, settings.ui_service))
@@ -159,7 +159,7 @@ class Runtime:
             notify=self._notify,
             until_serving=self._until_serving,
             on_message=self.metrics.message,
-            on_news=self.metrics.said,
+            on_news=self.metrics.heartbeat_changed,
         )
         self.prober = Prober(
             self.state, is_serving=self.leading.is_set, notify=self._notify, address_of=self._address_of
@@ -170,7 +170,7 @@ class Runtime:
         )
         self.mounted = CertificateFolder(settings.https_certificate) if settings.https_certificate else None
         """The certificate of the HTTPS port, where it is not the coordinator's."""
-        self.shown = Shown(self.api, self.caches, clock) if settings.ui else None
+        self.shown = JobPageData(self.api, self.caches, clock) if settings.ui else None
         self.readers: EndpointServer | None = None
         if settings.serves_readers:
             access = Access(token_reviewer.review, Reviewer(self.api, ACCESS_REVIEWS).review, wall_clock=clock)
@@ -219,7 +219,7 @@ class Runtime:
                 self.recorder,
                 self.state,
                 creation_backoff,
-                Destruction(clock),
+                ForceDeleteLimiter(clock),
                 UndeclaredFields(clock),
                 policies,
             ),
@@ -234,9 +234,9 @@ class Runtime:
         self.caches.pods.store.listen(self._forget_pod)
 
     async def take_over(self) -> None:
-        """With the Lease in hand: answer agents once their memberships are known, and plan once everything is.
+        """Answer agents once their memberships are known, and plan once everything is; call with the Lease held.
 
-        What the last leader wrote is read anew, for watches may miss it; agents do not wait for the long lists.
+        Objects that the last leader wrote are read again, for watches may lag; agents do not wait for the long lists.
         """
         since = asyncio.get_running_loop().time()
         await self.caches.synced()
@@ -296,18 +296,18 @@ class Runtime:
                 self.queue.put(key)
 
     def live_problem(self) -> str:
-        """Why a restart would help; empty when it would not."""
+        """Return why a restart would help; empty when it would not."""
         now = asyncio.get_running_loop().time()
-        if now - self.api_heard > DEAF_SECONDS:
-            return ""  # the API server is away: a restart would only lose what agents told us
+        if now - self.api_last_seen > WATCH_STALE_SECONDS:
+            return ""  # the API server is away: a restart would only lose the state of agents
         for reflector in self.caches.reflectors():
-            if reflector.synced.is_set() and now - reflector.heard > DEAF_SECONDS:
-                return f"the watch of {reflector.resource.plural} has been silent for {now - reflector.heard:.0f} s"
+            if reflector.synced.is_set() and now - reflector.last_seen > WATCH_STALE_SECONDS:
+                return f"the watch of {reflector.resource.plural} has been silent for {now - reflector.last_seen:.0f} s"
         busy = self.reconciler.busy_seconds()
         return f"a worker has been busy with one job for {busy:.0f} s" if busy > STUCK_SECONDS else ""
 
     def ready_problem(self) -> str:
-        """What is missing before this replica could act."""
+        """Return what is missing before this replica could act."""
         if not self.caches.jobs.synced.is_set():
             return "trainingjobs are not listed yet"
         missing = [each.resource.plural for each in self.caches.reflectors() if not each.synced.is_set()]
@@ -316,13 +316,13 @@ class Runtime:
     def _until_serving(self) -> Awaitable[object] | None:
         # An agent comes to a follower only when the leader does not answer it, or when it is new.
         self.elector.nudge()
-        return self.serving.wait() if self.elector.due() else None
+        return self.serving.wait() if self.elector.is_pending() else None
 
     def _plan(self, observed: Observed) -> Plan:
         return plan(observed, self.plan_settings)
 
     def _discovered(self) -> None:
-        """The cluster offers something else than before: every plan may depend on it."""
+        """Apply changed API discovery: every plan may depend on it."""
         found = self.discovery
         self.caches.kueue.offered.is_served(found.kueue)
         self.caches.dra.offered.is_served(found.claims)
@@ -351,7 +351,7 @@ class Runtime:
 
     def _on_request(self, verb: str, status: int, seconds: float) -> None:
         if 0 < status < 500:
-            self.api_heard = asyncio.get_running_loop().time()
+            self.api_last_seen = asyncio.get_running_loop().time()
         self.metrics.request(verb, status, seconds)
 
     def _notify(self, namespace: str, job: str, at_once: bool) -> None:
@@ -380,7 +380,7 @@ class Runtime:
     def _exposition(self) -> bytes:
         self.metrics.queue_depth.set(len(self.queue))
         self.metrics.agents.set(self.state.agent_count())
-        self.metrics.served({sight.value: count for sight, count in self.caches.namespaces.counts().items()})
+        self.metrics.served({state.value: count for state, count in self.caches.namespaces.counts().items()})
         self.metrics.events_dropped.set(self.recorder.dropped)
         self.metrics.fleet(self.fleet.machines, frozen=bool(self.fleet.view.frozen))
         if self.caches.nodes is not None:
@@ -395,16 +395,22 @@ def make_caches(
     *,
     on_change: Callable[[], None] = lambda: None,
 ) -> Caches:
-    """Caches of what the settings let us see, still empty; `on_change`: what other APIs offer all jobs is another."""
+    """Create empty caches of what the settings allow; `on_change` follows changes that concern all jobs."""
     served = settings.namespaces
     namespaces = Namespaces(served or EVERYWHERE, clock=clock)
-    apart = bool(served)
-    jobs = Reflector if apart else Lister
+    with_separate_pool = bool(served)
+    jobs = Reflector if with_separate_pool else Lister
     labels = f"{LABEL_ROLE}={ROLE_WORKER}"
     return Caches(
-        jobs=jobs(api, JOBS, IndexedCache(by_namespace=apart), job_record, namespaces=namespaces),
+        jobs=jobs(api, JOBS, IndexedCache(by_namespace=with_separate_pool), job_record, namespaces=namespaces),
         pods=Reflector(
-            api, PODS, IndexedCache(by_namespace=apart), pod_view, namespaces=namespaces, labels=labels, of_jobs=True
+            api,
+            PODS,
+            IndexedCache(by_namespace=with_separate_pool),
+            pod_view,
+            namespaces=namespaces,
+            labels=labels,
+            of_jobs=True,
         ),
         config_maps=_children(api, CONFIG_MAPS, namespaces),
         nodes=Reflector(api, NODES, IndexedCache(), node_view) if settings.watch_nodes else None,
@@ -412,7 +418,7 @@ def make_caches(
         kueue=Kueue(api, enabled=settings.kueue, namespaces=served, on_change=on_change),
         dra=Dra(api, enabled=settings.dra, namespaces=served, on_change=on_change),
         namespaces=namespaces,
-        # They have a view of namespaces of their own: one where they cannot be read is served like the others.
+        # They have separate states of namespaces: one where they cannot be read is served like the others.
         network_policies=_children(api, NETWORK_POLICIES, Namespaces(served or EVERYWHERE))
         if settings.job_network_policy
         else None,
@@ -425,7 +431,7 @@ def _children(api: Api, resource: Resource, namespaces: Namespaces) -> Reflector
 
 
 def plan_settings(settings: Settings, namespace: str) -> PlanSettings:
-    """The part of the settings that plans depend on."""
+    """Return the part of the settings that plans depend on."""
     address = f"{settings.coordinator_service}.{namespace}.svc:{settings.coordinator_port}"
     return PlanSettings(
         image=settings.trainer_image,

@@ -27,7 +27,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 def _setting(default: Any, text: str, *, variable: str = "") -> Any:
-    """A setting: default, help text, and another variable to read it from (the downward API's)."""
+    """Declare a setting: default, help text, and another variable to read it from (the downward API's)."""
     return field(default=default, metadata={"help": text, "variable": variable})
 
 
@@ -36,7 +36,7 @@ MOST_NAMESPACES = 50
 LEASE_SECONDS = (3, 600)
 """Shortest and longest time of the Lease."""
 MOST_NAMED_JOBS = 500
-"""With metrics of their own: about 25 time series each, and 0.25 ms of the loop's time at each scrape."""
+"""Jobs with separate metrics: about 25 time series each, and 0.25 ms of the loop's time at each scrape."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +138,7 @@ class Settings:
         return tuple(dict.fromkeys(name.strip() for name in given if name.strip()))
 
     def worker_ingress(self, namespace: str) -> WorkerIngress | None:
-        """What the NetworkPolicy of each job says, for an operator in this namespace; None: none is made."""
+        """Return the rules of each job's NetworkPolicy, for an operator in this namespace; None without policies."""
         if not self.job_network_policy:
             return None
         labels = _labels(self.operator_labels)
@@ -161,11 +161,11 @@ class Settings:
 
     @property
     def serves_readers(self) -> bool:
-        """Whether anything is served at the HTTPS port."""
+        """Return whether anything is served at the HTTPS port."""
         return self.secure_metrics or self.ui
 
     def problems(self) -> list[str]:
-        """What is wrong, one sentence each."""
+        """Return what is wrong, one sentence each."""
         checks = (
             *self._lease_checks(),
             ("--workers", self.workers, self.workers >= 1, "at least 1"),
@@ -215,7 +215,7 @@ class Settings:
         return [f"{flag} must be {rule}, not {value!r}" for flag, value, good, rule in checks if not good]
 
     def _lease_checks(self) -> tuple[tuple[str, float, bool, str], ...]:
-        """Who lost the Lease has stopped before another may take it, and one try that fails does not lose it."""
+        """Return who lost the Lease has stopped before another may take it, and one try that fails does not lose it."""
         duration, deadline, retry = self.lease_duration, self.lease_renew_deadline, self.lease_retry
         low, high = LEASE_SECONDS
         longest = f"four fifths of --lease-duration ({0.8 * duration:g})"
@@ -232,13 +232,13 @@ class Settings:
 
 
 def parse_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> Settings:
-    """Settings of a command line. Ends the process with a sentence when they are not usable, as argparse does."""
+    """Parse a command line. Ends the process with a sentence when it is not usable, as argparse does."""
     parser = argparse.ArgumentParser(
         prog="trainium-operator",
         description="Runs TrainingJobs. Each option can also be set by the variable named with it.",
     )
-    told = "`run` (may be left out); see also `simulate --help` and `check --help`"
-    parser.add_argument("command", nargs="?", choices=["run"], default="run", help=told)
+    reported = "`run` (may be left out); see also `simulate --help` and `check --help`"
+    parser.add_argument("command", nargs="?", choices=["run"], default="run", help=reported)
     types = get_type_hints(Settings)
     for each in fields(Settings):
         default = each.default if each.default is not MISSING else None
@@ -262,13 +262,13 @@ def parse_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> 
 
 
 def process_identity(environment: Mapping[str, str]) -> str:
-    """Who holds the Lease: the same after a restart of the container in its pod, else unique."""
+    """Return who holds the Lease: the same after a restart of the container in its pod, else unique."""
     pod, uid = environment.get("POD_NAME"), environment.get("POD_UID")
     return f"{pod}_{uid}" if pod and uid else f"{socket.gethostname()}_{os.getpid()}_{uuid.uuid4().hex[:12]}"
 
 
 def _template(text: str) -> dict[str, Any]:
-    """Raises ValueError."""
+    """Parse a pod template. Raises ValueError."""
     found = json.loads(text or "{}")
     if not isinstance(found, dict) or not found.keys() <= {"metadata", "spec"}:
         raise ValueError(text)
@@ -278,7 +278,7 @@ def _template(text: str) -> dict[str, Any]:
 
 
 def _labels(text: str) -> dict[str, str]:
-    """Raises ValueError."""
+    """Parse labels. Raises ValueError."""
     pairs = [pair.partition("=") for pair in text.split(",") if text]
     if any(not key.strip() or not equals for key, equals, _ in pairs):
         raise ValueError(text)
@@ -286,7 +286,7 @@ def _labels(text: str) -> dict[str, str]:
 
 
 def _rules(text: str) -> tuple[dict[str, Any], ...]:
-    """Raises ValueError; what is in `from` and `ports` the API server checks."""
+    """Parse ingress rules. Raises ValueError; the API server checks `from` and `ports`."""
     found = json.loads(text or "[]")
     good = isinstance(found, list) and all(
         isinstance(rule, dict) and rule.keys() <= {"from", "ports"} and all(isinstance(x, list) for x in rule.values())

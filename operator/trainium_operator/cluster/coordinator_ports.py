@@ -1,4 +1,4 @@
-"""What the operator's servers need from the cluster, behind their own small protocols."""
+"""Adapters of the cluster for the operator's servers, behind small protocols."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Reviewer:
     def __init__(self, api: Api, kind: Resource) -> None:
         self._api = api
         self._kind = kind
-        self._told = False
+        self._reported = False
 
     async def review(self, spec: dict[str, Any]) -> dict[str, Any]:
         """Status of a review with this spec. Raises ReviewUnavailableError."""
@@ -82,10 +82,10 @@ class Reviewer:
             async with asyncio.timeout(REVIEW_SECONDS):
                 answer = await self._api.create(self._kind, "", body, attempts=2)
         except (ApiError, TimeoutError) as error:
-            if isinstance(error, ForbiddenError) and not self._told:
-                self._told = True  # once: whoever sends tokens must not fill the log
+            if isinstance(error, ForbiddenError) and not self._reported:
+                self._reported = True  # once: clients that send tokens must not fill the log
                 logger.warning("the operator may not create %s: see the rights in docs/install.md", self._kind.plural)
-            # The message of a refused request could repeat the request: only its class is told on.
+            # The message of a refused request could repeat the request: only its class is passed on.
             raise ReviewUnavailableError(type(error).__name__) from None
         status: dict[str, Any] = answer.get("status") or {}
         return status

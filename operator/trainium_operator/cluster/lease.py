@@ -48,18 +48,18 @@ class LeaseTimes:
     """For one try to renew: one that hangs must leave time for others."""
     take: float = 10.0
     """For one try to acquire."""
-    give_back: float = 2.0
-    """For the one try to release it: a process that ends does not wait for longer."""
+    trim_heap: float = 2.0
+    """For the one try to release it."""
     again: float = 0.5
     """Between a try that failed and the next."""
-    look: float = 1.0
-    """Between two looks of one who stands by."""
-    nudged_look: float = 0.2
-    """While `nudge` says that the holder may have gone: a Lease that was released is taken within this time."""
+    poll: float = 1.0
+    """Between two reads by a replica that does not lead."""
+    nudged_poll: float = 0.2
+    """The same after `nudge`: a released Lease is acquired within this time."""
 
     @classmethod
     def of(cls, *, duration: float, renew_deadline: float, retry: float) -> LeaseTimes:
-        """These three as given, and the tries so that three that hang fit into the time for a renewal."""
+        """Return times with these three, and attempts so that three that hang fit into the renewal deadline."""
         return cls(
             duration=duration,
             renew_deadline=renew_deadline,
@@ -115,28 +115,28 @@ class LeaseElector:
             if holder != waiting_for:
                 waiting_for = holder
                 logger.info("standing by: %s leads", holder or "nobody")
-            await asyncio.sleep(self._times.nudged_look)
+            await asyncio.sleep(self._times.nudged_poll)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._times.look * (0.75 + 0.5 * self._jitter()) - self._times.nudged_look):
+                async with asyncio.timeout(self._times.poll * (0.75 + 0.5 * self._jitter()) - self._times.nudged_poll):
                     await self._nudged.wait()
             self._nudged.clear()
 
     def nudge(self) -> None:
-        """Something speaks for it that the holder is gone: look at the Lease soon."""
+        """Read the Lease soon: there is a sign that the holder has ended."""
         self._nudged.set()
 
     def may_act(self) -> bool:
-        """Whether the Lease is certainly ours at this moment."""
+        """Return whether the Lease is certainly ours at this moment."""
         return self.leading and asyncio.get_running_loop().time() < self._renewed_at + self._times.renew_deadline
 
-    def due(self) -> bool:
-        """Whether we lead or may lead soon: the holder has let go, or has missed a renewal."""
+    def is_pending(self) -> bool:
+        """Return whether we lead or may lead soon: the holder has let go, or has missed a renewal."""
         if self.leading or not self._spec().get("holderIdentity"):
             return True
         return asyncio.get_running_loop().time() - self._seen_at > 2 * self._times.retry
 
     async def hold(self) -> None:
-        """Renew for ever. Raises LeaseLostError."""
+        """Renew until cancelled. Raises LeaseLostError."""
         loop = asyncio.get_running_loop()
         pause = self._times.retry
         while True:
@@ -160,7 +160,7 @@ class LeaseElector:
             return
         self.leading = False
         try:
-            async with asyncio.timeout(self._times.give_back):
+            async with asyncio.timeout(self._times.trim_heap):
                 await self._write(holder="", duration=1)
         except (ApiError, TimeoutError) as error:
             logger.warning("the lease was not released, it will run out by itself: %s", str(error) or "timed out")
@@ -200,15 +200,15 @@ class LeaseElector:
             self._seen, self._seen_at = seen, now
         if holder in ("", self.identity):
             return True
-        told = whole_of(spec.get("leaseDurationSeconds"))
-        return now - self._seen_at > (self._times.duration if told is None else told)
+        reported = whole_of(spec.get("leaseDurationSeconds"))
+        return now - self._seen_at > (self._times.duration if reported is None else reported)
 
     async def _renew(self) -> None:
         started = asyncio.get_running_loop().time()
         try:
             await self._write(holder=self.identity, duration=self._times.duration)
         except (ConflictError, NotFoundError):
-            # Somebody wrote it, perhaps only a label, perhaps a lost answer of our own: look who holds it.
+            # Another process wrote it, perhaps only a label, or the answer to our write was lost: read who holds it.
             try:
                 self._lease = await self._api.get(LEASES, self._namespace, self._name, attempts=1)
             except NotFoundError:

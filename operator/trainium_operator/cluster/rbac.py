@@ -22,18 +22,18 @@ class Scope(StrEnum):
     NETWORK_POLICIES = "NetworkPolicies"
     """In every namespace whose jobs are served, only where `--job-network-policy` is on."""
     TAINTS = "Taints"
-    """Resources without a namespace, only where `--taint-nodes` is on: a ClusterRole of its own."""
+    """Resources without a namespace, only where `--taint-nodes` is on: a separate ClusterRole."""
 
     READERS = "Readers"
-    """Resources without a namespace, only where something is served to readers over HTTPS: a ClusterRole of its own."""
+    """Resources without a namespace, only where something is served to readers over HTTPS: a separate ClusterRole."""
     KUEUE = "Kueue"
     """In every namespace whose jobs are served, only where `--kueue` is on."""
     KUEUE_CLUSTER = "KueueCluster"
-    """Resources without a namespace, only where `--kueue` is on: a ClusterRole of its own."""
+    """Resources without a namespace, only where `--kueue` is on: a separate ClusterRole."""
     DRA = "Dra"
     """In every namespace whose jobs are served, only where `--dra` is on."""
     DRA_CLUSTER = "DraCluster"
-    """Resources without a namespace, only where `--dra` is on: a ClusterRole of its own."""
+    """Resources without a namespace, only where `--dra` is on: a separate ClusterRole."""
 
 
 class NamedAfter(StrEnum):

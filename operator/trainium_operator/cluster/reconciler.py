@@ -1,9 +1,11 @@
-"""The workers: take a job's key, observe, plan, execute, and say when to look again.
+"""The workers: take a job's key, observe, plan, execute, and requeue.
 
-Invariants: the key says only that something may have changed; everything else is read anew from the caches. A failed
-write is repeated with back-off and shows as an event on the job; a defect in a plan is logged, counted and repeated
-with back-off, and never stops the worker. No job keeps a worker for longer than `JOB_SECONDS`, and those that keep one
-for long share a part of the workers, so a job behind a failing webhook keeps nobody else waiting.
+Guarantees:
+- The key means only that something may have changed; everything else is read from the caches.
+- A failed write is repeated with back-off and shows as an event on the job. A defect in a plan is logged, counted and
+  repeated with back-off, and never stops the worker.
+- No job occupies a worker for longer than `JOB_SECONDS`, and slow jobs share a part of the workers, so a job behind a
+  failing webhook delays no other.
 """
 
 from __future__ import annotations
@@ -37,22 +39,22 @@ logger = logging.getLogger(__name__)
 
 UNREADABLE_SECONDS = 300.0
 JOB_SECONDS = 60.0
-"""What is not done by then is planned anew; every write may be repeated."""
+"""A reconcile that takes longer is cut and planned again; every write may be repeated."""
 CUT_PAUSE = 1.0
 SLOW_SECONDS = 2.0
-TELL_FROM_DELAY = 0.8
+REPORT_FROM_DELAY = 0.8
 """Back-off in seconds from which on a failure that repeats shows as an event."""
 
 
 class Meter(Protocol):
-    """What the workers report to the metrics."""
+    """The metrics that the workers update."""
 
     def reconciled(self, seconds: float, error: str) -> None:
         """One reconcile ended; `error` is empty, or the class of the error."""
         ...
 
     def planned(self, job: JobView, status: TrainingJobStatus) -> None:
-        """A plan was carried out."""
+        """Count a plan that was executed."""
         ...
 
 
@@ -85,7 +87,7 @@ class Reconciler:
         """When this process last wrote a job's status, by the clock of plans."""
         self._started: dict[Key, float] = {}
         self._unknown: dict[Key, tuple[str, ...]] = {}
-        """What was told of each job's spec."""
+        """Unknown places of each job's spec that were reported."""
         self._planning = asyncio.Lock()
         """One at a time: what takes the processor must not come in many pieces between two answers to agents."""
 
@@ -130,7 +132,7 @@ class Reconciler:
                 self._meter.reconciled(loop.time() - started, error)
 
     def busy_seconds(self) -> float:
-        """How long the longest reconcile in hand has taken so far."""
+        """Return how long the longest reconcile in hand has taken so far."""
         return asyncio.get_running_loop().time() - min(self._started.values()) if self._started else 0.0
 
     async def resync(self, seconds: float) -> None:
@@ -159,7 +161,7 @@ class Reconciler:
         if record.view is None:
             self._unreadable(key, record)
             return
-        self._tell_unknown(key, record, record.view.unknown)
+        self._report_unknown(key, record, record.view.unknown)
         await self._warnings.refresh(record.view)
         loop = asyncio.get_running_loop()
         async with self._planning:
@@ -183,12 +185,12 @@ class Reconciler:
             self._queue.put_after(key, max(0.01, pause))
 
     def _exists(self, key: Key, record: JobRecord) -> bool:
-        """Whether the job was not deleted meanwhile: what is kept of it would never be forgotten."""
+        """Return whether the job was not deleted meanwhile: what is kept of it would never be forgotten."""
         now = self._caches.jobs.store.get(key)
         return now is not None and now.uid == record.uid
 
     def _about(self, key: Key) -> dict[str, object]:
-        """What a line of the log is about, as far as it is known."""
+        """Return the fields of a log line about this job, as far as they are known."""
         record = self._caches.jobs.store.get(key)
         view = record.view if record is not None else None
         generation = view.status.membership.generation if view is not None else None
@@ -198,20 +200,20 @@ class Reconciler:
         delay = self._queue.retry(key)
         logger.warning("%s/%s: %s; again in %.1f s", *key, error, delay, extra=self._about(key))
         # A conflict is the normal answer to an old copy, an API server that has just started refuses everybody for a
-        # moment, and one that is away takes no events either: worth telling is what lasts.
+        # moment, and one that is away stores no events either: only a lasting failure is reported.
         record = self._caches.jobs.store.get(key)
-        if record is None or delay < TELL_FROM_DELAY or isinstance(error, UnavailableError):
+        if record is None or delay < REPORT_FROM_DELAY or isinstance(error, UnavailableError):
             return
         self._recorder.record(write_failed(record, str(error)))
 
     def _unreadable(self, key: Key, record: JobRecord) -> None:
         sentence = f"this operator cannot read the job ({record.error}); apply it again with the installed CRD"
         logger.warning("%s/%s: %s", *key, sentence, extra=self._about(key))
-        self._tell(record, Reason.UNREADABLE, sentence)
+        self._notify_listeners(record, Reason.UNREADABLE, sentence)
         self._queue.put_after(key, UNREADABLE_SECONDS)
 
-    def _tell_unknown(self, key: Key, record: JobRecord, unknown: tuple[str, ...]) -> None:
-        """Once for each set of places that were left out."""
+    def _report_unknown(self, key: Key, record: JobRecord, unknown: tuple[str, ...]) -> None:
+        """Report each set of places that were left out once."""
         if self._unknown.get(key, ()) == unknown:
             return
         self._unknown[key] = unknown
@@ -221,9 +223,9 @@ class Reconciler:
                 f"this operator is older than the job: it does not know {places}, and goes on with what runs as it is"
             )
             logger.warning("%s/%s: %s", *key, text, extra=self._about(key))
-            self._tell(record, Reason.UNREADABLE, text)
+            self._notify_listeners(record, Reason.UNREADABLE, text)
 
-    def _tell(self, record: JobRecord, reason: Reason, text: str) -> None:
+    def _notify_listeners(self, record: JobRecord, reason: Reason, text: str) -> None:
         self._recorder.record(
             Note(
                 namespace=record.namespace,

@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LOOK_SECONDS = 600.0
-"""Somebody may have taken the owner off."""
+POLL_SECONDS = 600.0
+"""The owner may have been removed meanwhile."""
 AGAIN_SECONDS = 5.0
 """After a conflict, or while an object is not there yet."""
 REFUSED_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Belonging:
-    """One object of the operator's own."""
+class OwnedObject:
+    """One object of the operator."""
 
     resource: Resource
     name: str
@@ -43,7 +43,7 @@ class Belonging:
 
 
 class Release:
-    """`owners_of` for who makes an object, `run` for those that are there."""
+    """Sets the Deployment as the owner of the operator's objects."""
 
     def __init__(
         self,
@@ -52,70 +52,72 @@ class Release:
         *,
         namespace: str,
         deployment: str,
-        belongings: Sequence[Belonging],
+        owned_objects: Sequence[OwnedObject],
     ) -> None:
         """`deployment`: its name; empty where the operator runs in none, and nothing goes with anything."""
         self._api = api
         self._leading = leading
         self._namespace = namespace
         self._deployment = deployment
-        self._belongings = tuple(belongings)
+        self._owned_objects = tuple(owned_objects)
         self._owner: Json | None = None
-        self._told = ""
+        self._reported = ""
 
     def owners_of(self, resource: Resource) -> list[Json]:
         """`ownerReferences` for a new object of the operator's own; none while the Deployment is not known."""
-        kept = any(each.kept for each in self._belongings if each.resource == resource)
+        kept = any(each.kept for each in self._owned_objects if each.resource == resource)
         return [] if self._owner is None or kept else [dict(self._owner)]
 
     async def run(self) -> None:
-        """From the first moment as the leader to the last."""
+        """Set owners while this process leads."""
         if not self._deployment:
             return
         await self._leading.wait()
         while self._leading.is_set():
-            seconds = await self._look()
+            seconds = await self._reconcile_owners()
             await asyncio.sleep(seconds)
 
-    async def _look(self) -> float:
-        """See to all of them; seconds until the next look."""
+    async def _reconcile_owners(self) -> float:
+        """Set the owners of all objects; return the seconds until the next try."""
         try:
             if self._owner is None:
                 self._owner = await self._read_owner()
-            found = [await self._adopt(each, self._owner) for each in self._belongings]
+            found = [await self._adopt(each, self._owner) for each in self._owned_objects]
         except (ConflictError, UnavailableError):
             return AGAIN_SECONDS
         except ApiError as error:
-            self._tell(f"the Lease and the memory of bad machines stay when the operator is uninstalled: {error}")
+            self._notify_listeners(
+                f"the Lease and the memory of bad machines stay when the operator is uninstalled: {error}"
+            )
             return REFUSED_SECONDS
-        return LOOK_SECONDS if all(found) else AGAIN_SECONDS
+        return POLL_SECONDS if all(found) else AGAIN_SECONDS
 
     async def _read_owner(self) -> Json:
         raw = await self._api.get(DEPLOYMENTS, self._namespace, self._deployment)
         about = {"apiVersion": DEPLOYMENTS.api_version, "kind": DEPLOYMENTS.kind, "name": self._deployment}
         return {**about, "uid": raw["metadata"]["uid"]}
 
-    async def _adopt(self, belonging: Belonging, owner: Json) -> bool:
-        """Whether it is there, and has the owners that it should have. Raises ApiError."""
+    async def _adopt(self, owned: OwnedObject, owner: Json) -> bool:
+        """Return whether it is there, and has the owners that it should have. Raises ApiError."""
         try:
-            raw = await self._api.get(belonging.resource, self._namespace, belonging.name)
+            raw = await self._api.get(owned.resource, self._namespace, owned.name)
         except NotFoundError:
             return False
         owners = raw["metadata"].get("ownerReferences") or []
         others = [each for each in owners if not _same(each, owner)]
-        wanted = others if belonging.kept else [*others, owner]
+        wanted = others if owned.kept else [*others, owner]
         if wanted != owners:
             metadata = {**raw["metadata"], "ownerReferences": wanted}
             body = {**raw, "metadata": metadata}
-            await self._api.replace(belonging.resource, self._namespace, belonging.name, body)
+            await self._api.replace(owned.resource, self._namespace, owned.name, body)
         return True
 
-    def _tell(self, sentence: str) -> None:
-        if sentence != self._told:
-            self._told = sentence
+    def _notify_listeners(self, sentence: str) -> None:
+        if sentence != self._reported:
+            self._reported = sentence
             logger.warning("%s", sentence)
 
 
 def _same(one: Json, other: Json) -> bool:
-    """Whether both mean the Deployment, as it is now or as it was before somebody made it anew."""
+    """Return whether both name the Deployment, also one from before it was created again."""
     return all(one.get(key) == other[key] for key in ("apiVersion", "kind", "name"))

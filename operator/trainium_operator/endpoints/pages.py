@@ -42,7 +42,7 @@ _PACKING = 1
 
 
 class Jobs(Protocol):
-    """The data of pages, before authorisation (`cluster/shown.py`)."""
+    """The data of pages, before authorisation (`cluster/job_pages.py`)."""
 
     def rows(self, namespace: str) -> list[JobRow]:
         """Return the jobs of a namespace; of all when it is empty."""

@@ -1,7 +1,7 @@
-"""Prometheus metrics of what agents report: preflight checks and ranks that stand still.
+"""Prometheus metrics of what agents report: preflight checks and hung ranks.
 
-Invariants: each check and each standstill counts once, when a heartbeat brings it; the first heartbeat that this
-process hears of an agent counts nothing, so a change of the leader moves no counter twice.
+Guarantee: each check and each hang counts once, with its heartbeat. The first heartbeat of an agent in this process
+counts nothing, so a change of the leader increments no counter twice.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _CHECK_SECONDS = (0.1, 0.3, 1, 3, 10, 30, 100)
 
 
 class AgentMetrics:
-    """What the heartbeats of all agents add up to."""
+    """Totals of the heartbeats of all agents."""
 
     def __init__(self, registry: CollectorRegistry, prefix: str) -> None:
         self._checks = Histogram(
@@ -34,8 +34,8 @@ class AgentMetrics:
         for phase in TrainerPhase:
             self._hangs.labels(phase.value)
 
-    def said(self, before: HeartbeatRequest, now: HeartbeatRequest) -> None:
-        """An agent's heartbeat, and the one before it."""
+    def heartbeat_changed(self, before: HeartbeatRequest, now: HeartbeatRequest) -> None:
+        """Count the difference of an agent's heartbeat to the one before it."""
         known = {each.check for each in before.checks}
         for each in now.checks:
             if each.check not in known:

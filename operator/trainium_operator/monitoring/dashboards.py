@@ -1,4 +1,4 @@
-"""The Grafana dashboards of the chart: one of the fleet, one of a job that has metrics of its own.
+"""The Grafana dashboards of the chart: one of the fleet, one of a job with separate metrics.
 
 Tables of panels and queries; `generate` writes them as Grafana's JSON (schema 39, any Prometheus data source). Every
 query is held to the operator's real metrics by a test.
@@ -96,7 +96,7 @@ FLEET = (
         queries=[("max by (state) (P machines)", "{{state}}"), ("max(P node_actions_frozen)", "actions frozen")],
     ),
     Panel(
-        title="What nodes say of themselves",
+        title="Problems that nodes report",
         queries=[("max by (source, severity) (P node_problems)", "{{source}} {{severity}}")],
     ),
     Panel(title="Ranks that hung", queries=[("sum by (phase) (increase(P hangs_total[1h]))", "{{phase}}")]),
@@ -188,7 +188,7 @@ def _dashboard(uid: str, title: str, panels: Sequence[Panel], *variables: dict[s
 
 
 def _laid_out(panels: Sequence[Panel]) -> list[dict[str, Any]]:
-    """The panels in rows, from left to right."""
+    """Return the panels in rows, from left to right."""
     found, x, y, height = [], 0, 0, 0
     for number, panel in enumerate(panels, start=1):
         if x + panel.width > _COLUMNS:
@@ -238,5 +238,5 @@ def _variable(name: str, query: str) -> dict[str, Any]:
 
 
 def _named(query: str) -> str:
-    """The query with whole metric names."""
+    """Return the query with whole metric names."""
     return query.replace("P ", _P)

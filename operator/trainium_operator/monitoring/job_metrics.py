@@ -34,7 +34,7 @@ _ENDS = (ConditionType.COMPLETE, ConditionType.FAILED)
 
 
 class JobMetrics:
-    """What the statuses of all jobs add up to."""
+    """Totals of the statuses of all jobs."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class JobMetrics:
         *,
         most_named: int = 0,
     ) -> None:
-        """`most_named`: jobs with figures of their own."""
+        """`most_named` bounds the jobs with separate figures."""
         self._wall_clock = wall_clock
         self._seen: dict[str, tuple[JobView, PublicStatus]] = {}
         self._labels: dict[Gauge, set[str]] = {}
@@ -69,7 +69,7 @@ class JobMetrics:
         self._lost_steps = counter("lost_steps_total", "Steps that were done again")
         self._resizes = counter("resizes_total", "Changes of the number of members", "direction")
         self._pods = counter("worker_pods_total", "Worker pods that were asked for")
-        self._given_back = counter("gangs_given_back_total", "Partial gangs that gave their nodes back")
+        self._gang_releases = counter("gangs_released_total", "Partial gangs that released their nodes")
         self._goodput = gauge("goodput_ratio", "Lowest goodput of the running jobs; 1 when none runs", "measure")
         self._wall = gauge("wall_seconds", "Wall time of the jobs that exist")
         self._productive = gauge("productive_seconds", "Productive time of the jobs that exist")
@@ -90,7 +90,7 @@ class JobMetrics:
             registry.register(NamedJobMetrics(prefix, most_named, self._seen.values, wall_clock))
 
     def planned(self, job: JobView, status: TrainingJobStatus) -> None:
-        """A plan for `job`, whose observed status is the old one, was carried out."""
+        """Count an executed plan for `job`, whose observed status is the old one."""
         old = job.status
         self._seen[job.uid] = (job, status)
         before = {_key(each): each for each in old.history}
@@ -100,17 +100,17 @@ class JobMetrics:
             if _holds(status, kind) and not _holds(old, kind):
                 self._finished.labels(kind.value).inc()
         self._pods.inc(max(0, status.next_pod_ordinal - old.next_pod_ordinal))
-        self._given_back.inc(max(0, status.gang.releases - old.gang.releases))
+        self._gang_releases.inc(max(0, status.gang.releases - old.gang.releases))
         sizes = (old.membership.size, status.membership.size)
         if all(sizes) and sizes[0] != sizes[1]:
             self._resizes.labels("grow" if sizes[1] > sizes[0] else "shrink").inc()
 
     def forget(self, job_uid: str) -> None:
-        """The job is gone."""
+        """Forget a deleted job."""
         self._seen.pop(job_uid, None)
 
     def refresh(self) -> None:
-        """Bring the gauges up to now; call before they are read."""
+        """Update the gauges; call before they are read."""
         statuses = [status for _, status in self._seen.values()]
         self._set(self._jobs, [(status.phase.value, 1) for status in statuses])
         ledgers = [status.goodput for status in statuses]
@@ -135,7 +135,7 @@ class JobMetrics:
                 yield max(0.0, self._wall_clock() - datetime.fromisoformat(since).timestamp())
 
     def _set(self, gauge: Gauge, items: list[tuple[str, float]]) -> None:
-        """Sums by label; a label that nothing has any more stays, as 0."""
+        """Return sums by label; a label without jobs stays, as 0."""
         sums: dict[str, float] = dict.fromkeys(self._labels.get(gauge, ()), 0.0)
         for label, value in items:
             sums[label] = sums.get(label, 0.0) + value

@@ -1,7 +1,7 @@
 """Prometheus metrics: base units, few labels, none of them a pod, a node or a rank.
 
-Invariant: the number of time series is bounded by enums, and by the number of jobs that may have some of their own, not
-by what users name things. Figures of jobs are in `job_metrics`.
+Guarantee: enums and the number of jobs with separate figures bound the number of time series, not names that users
+choose. Figures of jobs are in `job_metrics`.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
 
 
 class Metrics:
-    """All metrics of one process, in a registry of its own."""
+    """All metrics of one process, in a separate registry."""
 
     def __init__(self, wall_clock: Callable[[], float] = time.time, *, named_jobs: int = 0) -> None:
-        """`named_jobs`: how many jobs have figures of their own."""
+        """`named_jobs` bounds the jobs with separate figures."""
         # A time series per time series, which nobody reads.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
-        self._told: set[tuple[str, Severity]] = set()
+        self._reported: set[tuple[str, Severity]] = set()
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(PREFIX + name, text, labels, registry=self.registry)
@@ -92,29 +92,29 @@ class Metrics:
         self._reads.labels(page if page in READ else "other", str(status)).inc()
 
     def served(self, counts: Mapping[str, int]) -> None:
-        """How many of the served namespaces are in which state."""
+        """Return how many of the served namespaces are in which state."""
         for state, count in counts.items():
             self._served.labels(state).set(count)
 
     def fleet(self, machines: Iterable[Machine], *, frozen: bool) -> None:
-        """What is remembered of machines now, and whether nodes are acted on."""
+        """Set the states of machines, and whether node actions are frozen."""
         states = Counts(machine.state for machine in machines)
         for state in MachineState:
             self._machines.labels(state.value).set(states[state])
         self._frozen.set(frozen)
 
     def nodes(self, nodes: Iterable[NodeView]) -> None:
-        """What all nodes say of themselves now, by kind of source (condition, taint, ...), not by its name."""
+        """Set the problems that nodes report now, by kind of source (condition, taint, ...), not by its name."""
         found = Counts(
             (problem.source.partition(" ")[0], problem.severity) for node in nodes for problem in problems_of(node)
         )
-        self._told |= found.keys()
-        for source, severity in self._told:
+        self._reported |= found.keys()
+        for source, severity in self._reported:
             self._problems.labels(source, severity.name.capitalize()).set(found[source, severity])
 
-    def said(self, before: HeartbeatRequest, now: HeartbeatRequest) -> None:
-        """An agent said something new."""
-        self._of_agents.said(before, now)
+    def heartbeat_changed(self, before: HeartbeatRequest, now: HeartbeatRequest) -> None:
+        """Count what is new in a heartbeat."""
+        self._of_agents.heartbeat_changed(before, now)
 
     def reconciled(self, seconds: float, error: str) -> None:
         """One reconcile ended; `error` is empty, or the class of the error."""
@@ -123,14 +123,14 @@ class Metrics:
             self._reconcile_errors.labels(error).inc()
 
     def planned(self, job: JobView, status: TrainingJobStatus) -> None:
-        """A plan for `job`, whose observed status is the old one, was carried out."""
+        """Count an executed plan for `job`, whose observed status is the old one."""
         self._of_jobs.planned(job, status)
 
     def forget(self, job_uid: str) -> None:
-        """The job is gone."""
+        """Forget a deleted job."""
         self._of_jobs.forget(job_uid)
 
     def exposition(self) -> bytes:
-        """The text that Prometheus scrapes."""
+        """Return the text that Prometheus scrapes."""
         self._of_jobs.refresh()
         return generate_latest(self.registry)

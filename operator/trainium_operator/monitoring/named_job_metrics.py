@@ -46,11 +46,11 @@ class NamedJobMetrics(Collector):
         self._wall_clock = wall_clock
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing is promised: without jobs there are no series."""
+        """Describe no series: without jobs there are none."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        """The figures now."""
+        """Yield the current figures."""
         jobs = sorted(self._jobs(), key=_order)
         left_out = GaugeMetricFamily(self._prefix + "jobs_left_out", "Jobs without figures of their own")
         left_out.add_metric([], max(0, len(jobs) - self._most))
@@ -113,7 +113,7 @@ class Families:
 
 
 def workers_of(job: JobView, status: PublicStatus) -> tuple[tuple[str, float], ...]:
-    """How many workers a job has, by state."""
+    """Return how many workers a job has, by state."""
     return (
         ("desired", status.desired),
         ("member", status.replicas),

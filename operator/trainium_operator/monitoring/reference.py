@@ -70,7 +70,7 @@ _Row = tuple[str, str, tuple[str, ...], str]
 
 
 def reference_text(header: str) -> str:
-    """The whole file; `header` says how it is made."""
+    """Return the whole file, with `header` as the first line."""
     own, named = _own(), _named()
     labels = sorted({label for _, _, found, _ in own + named for label in found})
     words = "\n".join(f"| `{label}` | {_LABELS[label]} |" for label in labels)

@@ -254,7 +254,7 @@ class _Front:
             is_serving=lambda: self._leads,
             notify=lambda namespace, job, _at_once: world.queue.put((namespace, job)),
             on_message=_METRICS.message,
-            on_news=_METRICS.said,
+            on_news=_METRICS.heartbeat_changed,
         )
         self._listener = _OpenListener()
         self._server.http._listener = self._listener  # type: ignore[assignment]
@@ -357,8 +357,11 @@ class _Front:
         promise(self._world.state.agent_count() == len(agents), "agents of a job that there is not")
         for uid, view in agents.items():
             promise(view.registration.pod_uid == uid, "one pod speaks for another")
-            said = view.heartbeat
-            promise(said is None or len(said.model_dump_json()) <= LONGEST_FRAME, "more is kept than may be sent")
+            heartbeat_changed = view.heartbeat
+            promise(
+                heartbeat_changed is None or len(heartbeat_changed.model_dump_json()) <= LONGEST_FRAME,
+                "more is kept than may be sent",
+            )
 
 
 def _body(asked: Json) -> bytes:
@@ -367,11 +370,11 @@ def _body(asked: Json) -> bytes:
     return b"" if asked.get("body") is None else _dumped(asked["body"])
 
 
-def _frame(said: Any) -> bytes:
-    said = said if isinstance(said, dict) else {}
-    body = _body(said)
-    length = _whole(said.get("length"), len(body), 2**32 - 1)
-    return bytes([_whole(said.get("kind"), 0) & 255]) + length.to_bytes(4, "big") + body
+def _frame(heartbeat_changed: Any) -> bytes:
+    heartbeat_changed = heartbeat_changed if isinstance(heartbeat_changed, dict) else {}
+    body = _body(heartbeat_changed)
+    length = _whole(heartbeat_changed.get("length"), len(body), 2**32 - 1)
+    return bytes([_whole(heartbeat_changed.get("kind"), 0) & 255]) + length.to_bytes(4, "big") + body
 
 
 def _dumped(value: Any) -> bytes:

@@ -151,17 +151,17 @@ def _check_any(value: Any, choices: tuple[Any, ...], where: str) -> None:
     if value is None:
         promise(type(None) in choices, f"{where} is None")
         return
-    said = []
+    heartbeat_changed = []
     for choice in choices:
         if choice is type(None):
             continue
         try:
             _check(value, choice, where)
         except BrokenPromiseError as error:
-            said.append(str(error))
+            heartbeat_changed.append(str(error))
         else:
             return
-    raise BrokenPromiseError(said[0])
+    raise BrokenPromiseError(heartbeat_changed[0])
 
 
 @cache

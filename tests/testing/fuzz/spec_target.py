@@ -196,7 +196,7 @@ def _register_all(world: World) -> None:
     for seen in world.observed():
         job = seen.job
         for pod in seen.pods:
-            said = {"namespace": job.namespace, "job": job.name, "podName": pod.name, "podUid": pod.uid}
-            world.state.register(job.id, RegisterRequest.model_validate({**objects.REGISTER, **said}))
+            heartbeat_changed = {"namespace": job.namespace, "job": job.name, "podName": pod.name, "podUid": pod.uid}
+            world.state.register(job.id, RegisterRequest.model_validate({**objects.REGISTER, **heartbeat_changed}))
             idle = {"generation": world.state.published(job.id), "phase": "Standby", "ready": True}
-            world.state.heartbeat(job.id, HeartbeatRequest.model_validate({**said, **idle}))
+            world.state.heartbeat(job.id, HeartbeatRequest.model_validate({**heartbeat_changed, **idle}))

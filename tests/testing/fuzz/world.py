@@ -15,11 +15,11 @@ from tests.testing.fuzz.promises import is_of_its_type, is_sound
 from trainium_operator.cluster.api.errors import NotFoundError
 from trainium_operator.cluster.cache.kueue_views import with_conditions
 from trainium_operator.cluster.fleet.fleet_reconciler import FleetReconciler
+from trainium_operator.cluster.job_pages import JobPageData
 from trainium_operator.cluster.queue.observe import Observer, enqueue_on_change
 from trainium_operator.cluster.queue.pace import Pace
 from trainium_operator.cluster.queue.waiting_gangs import WaitingGangs
 from trainium_operator.cluster.queue.work_queue import WorkQueue
-from trainium_operator.cluster.shown import Shown
 from trainium_operator.coordinator.state import CoordinatorState
 from trainium_operator.plan.model.actions import (
     ApplyObject,
@@ -131,7 +131,7 @@ class World:
             gangs=WaitingGangs(self.caches.jobs, self.caches.pods, wake=pace.put),
         )
         enqueue_on_change(self.caches, self.queue, pace)
-        self.shown = Shown(api, self.caches, self.clock)
+        self.shown = JobPageData(api, self.caches, self.clock)
         self._gang = gang
         self._version = 100
         self._listers: dict[str, Lister[Any]] = {

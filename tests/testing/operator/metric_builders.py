@@ -10,7 +10,7 @@ from trainium_contract.status.conditions import Phase
 from trainium_contract.status.interruptions import Interruption, RestartsStatus, Rung
 from trainium_contract.status.ledger import OVERHEAD, STARTUP, StageSeconds
 from trainium_contract.status.public import CheckpointStatus, ProgressStatus
-from trainium_operator.cluster.cache.namespaces import Sight
+from trainium_operator.cluster.cache.namespaces import ListState
 from trainium_operator.monitoring.metrics import Metrics
 from trainium_operator.plan.fleet.memory import Machine, MachineState
 from trainium_operator.plan.model.observed import JobView, NodeCondition, NodeReadiness, NodeView
@@ -54,7 +54,7 @@ def busy() -> Metrics:
     for code in (200, 401, 403, 429):
         metrics.read("/metrics", code)
     metrics.request("GET", 200, 0.01)
-    metrics.served({sight.value: 1 for sight in Sight})
+    metrics.served({state.value: 1 for state in ListState})
     metrics.reconciled(0.1, "ConflictError")
     metrics.fleet([Machine(machine=state.value, node="a", state=state) for state in MachineState], frozen=True)
     metrics.nodes([NodeView(name="a", conditions=(NodeCondition(type="NeuronHealth", status=NodeReadiness.TRUE),))])

@@ -78,7 +78,7 @@ def test_it_gives_up_after_some_attempts_with_one_error() -> None:
         (404, "NotFound", errors.NotFoundError),
         (409, "Conflict", errors.ConflictError),
         (409, "AlreadyExists", errors.AlreadyExistsError),
-        (410, "Expired", errors.GoneError),
+        (410, "Expired", errors.ExpiredError),
         (422, "Invalid", errors.InvalidError),
     ],
 )

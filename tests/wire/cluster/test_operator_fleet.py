@@ -12,7 +12,7 @@ from tests.testing.suite.virtual_time import run_virtual, settle
 from tests.testing.virtual.operator_process import training_job, until, wall_clock
 from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, JOBS, NODES, PODS
-from trainium_operator.cluster.fleet.fleet_reconciler import LOOK_SECONDS, FleetReconciler
+from trainium_operator.cluster.fleet.fleet_reconciler import POLL_SECONDS, FleetReconciler
 from trainium_operator.cluster.fleet.fleet_record import decode
 from trainium_operator.plan.fleet.memory import MachineState
 from trainium_operator.plan.model.names import TAINT_QUARANTINED
@@ -238,7 +238,7 @@ def test_an_operator_that_is_killed_after_any_write_leaves_what_the_next_one_fin
         await first.stop()
         second = Replica(cluster, taints=True)
         await second.start()
-        await asyncio.sleep(LOOK_SECONDS + 1)
+        await asyncio.sleep(POLL_SECONDS + 1)
         assert second.fleet.view.quarantined == {"node-3", "node-5"}
         assert {len(entry.strikes) for entry in memory(cluster).machines.values()} == {1}
         for node in ("node-3", "node-5"):
@@ -256,7 +256,7 @@ def test_a_person_releases_a_node_by_deleting_its_entry() -> None:
         fail(cluster, "node-3")
         await until(lambda: TAINT_QUARANTINED in taints(cluster, "node-3"), 2, "the taint")
         cluster.change(CONFIG_MAPS, "system", MEMORY, lambda raw: raw["data"].pop("aws.i-3"))
-        await until(lambda: replica.fleet.view.quarantined == frozenset(), LOOK_SECONDS + 1, "the release")
+        await until(lambda: replica.fleet.view.quarantined == frozenset(), POLL_SECONDS + 1, "the release")
         await until(lambda: taints(cluster, "node-3") == {"theirs": ""}, 1, "the taint taken off")
         await asyncio.sleep(100)
         assert memory(cluster).machines == {}, "the job's old record does not count again"
@@ -273,7 +273,7 @@ def test_a_memory_that_is_deleted_as_a_whole_is_made_anew_and_empty() -> None:
         fail(cluster, "node-3")
         await until(lambda: replica.fleet.view.quarantined == {"node-3"}, 1, "the node in quarantine")
         cluster.remove(CONFIG_MAPS, "system", MEMORY)
-        await until(lambda: replica.fleet.view.quarantined == frozenset(), LOOK_SECONDS + 1, "the release")
+        await until(lambda: replica.fleet.view.quarantined == frozenset(), POLL_SECONDS + 1, "the release")
         await asyncio.sleep(30)
         assert memory(cluster).machines == {}
         await replica.stop()
@@ -289,7 +289,7 @@ def test_a_node_by_hand_is_kept_out_until_it_is_released() -> None:
         await settle()
         text = "machine: aws:///i-7\nstate: Permanent\n"
         cluster.change(CONFIG_MAPS, "system", MEMORY, lambda raw: raw["data"].update(mine=text))
-        await until(lambda: replica.fleet.view.quarantined == {"node-7"}, LOOK_SECONDS + 1, "the node to be kept out")
+        await until(lambda: replica.fleet.view.quarantined == {"node-7"}, POLL_SECONDS + 1, "the node to be kept out")
         await replica.stop()
 
     in_virtual_time(scenario)

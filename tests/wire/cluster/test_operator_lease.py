@@ -153,11 +153,11 @@ def test_the_other_is_due_once_the_holder_has_missed_a_renewal() -> None:
         await first.leads()
         second = Operator(cluster, "b")
         await asyncio.sleep(60)
-        assert first.elector.due()
-        assert not second.elector.due()
+        assert first.elector.is_pending()
+        assert not second.elector.is_pending()
         await first.crash()
         await asyncio.sleep(6)
-        assert second.elector.due()
+        assert second.elector.is_pending()
         assert second.led_at is None
         await second.crash()
 

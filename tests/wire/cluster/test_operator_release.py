@@ -12,7 +12,7 @@ from tests.testing.api.fake_kubernetes import FakeCluster, refuse
 from tests.testing.suite.virtual_time import run_virtual
 from tests.testing.virtual.operator_process import OperatorProcess, until, wall_clock
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, DEPLOYMENTS, LEASES, SECRETS
-from trainium_operator.cluster.release import AGAIN_SECONDS, LOOK_SECONDS, REFUSED_SECONDS
+from trainium_operator.cluster.release import AGAIN_SECONDS, POLL_SECONDS, REFUSED_SECONDS
 from trainium_operator.settings import Settings
 
 if TYPE_CHECKING:
@@ -162,9 +162,9 @@ def test_once_both_are_owned_the_api_server_is_asked_again_after_minutes_only() 
             await until(lambda: owners(cluster) == both("first"), 30, "both are owned")
             await asyncio.sleep(2 * AGAIN_SECONDS)
             before = len([each for each in cluster.requests if "/apis/apps/" in each[1]])
-            await asyncio.sleep(LOOK_SECONDS - 3 * AGAIN_SECONDS)
+            await asyncio.sleep(POLL_SECONDS - 3 * AGAIN_SECONDS)
             assert len([each for each in cluster.requests if "/apis/apps/" in each[1]]) == before
             cluster.change(CONFIG_MAPS, "system", MEMORY, lambda raw: raw["metadata"].update(ownerReferences=[]))
-            await until(lambda: owners(cluster) == both("first"), LOOK_SECONDS + 30, "taken back")
+            await until(lambda: owners(cluster) == both("first"), POLL_SECONDS + 30, "taken back")
 
     run_virtual(scenario())

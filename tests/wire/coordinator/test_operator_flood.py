@@ -174,7 +174,7 @@ async def leading(folder: Path) -> AsyncIterator[World]:
     world.api = ApiServer()
     await world.api.start()
     transport = await connect(str(world.api.kubeconfig(folder)))
-    lease_transport = transport.apart(LEASE_CONNECTIONS)
+    lease_transport = transport.with_separate_pool(LEASE_CONNECTIONS)
     world.elector = LeaseElector(Api(lease_transport), "system", "lease", "me", wall_clock=time.time)
     await world.elector.acquire()
     holding = asyncio.create_task(world.elector.hold())

@@ -15,10 +15,10 @@ from tests.testing.page.html_page import Page
 from tests.testing.virtual.operator_process import OperatorProcess
 from trainium_contract.pages.live import HEADERS
 from trainium_contract.wire.worker_env import LABEL_JOB, LABEL_ROLE, ROLE_WORKER
-from trainium_operator.cluster import shown
+from trainium_operator.cluster import job_pages
 from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, CORE_EVENTS, JOBS, PODS
-from trainium_operator.cluster.shown import Shown
+from trainium_operator.cluster.job_pages import JobPageData
 from trainium_operator.runtime import make_caches
 from trainium_operator.settings import Settings
 
@@ -73,10 +73,10 @@ async def pages_world(rights: set[tuple[str, str]] = EVERYTHING) -> AsyncIterato
     team_of_one(cluster)
     caches = make_caches(Api(cluster), Settings())
     await asyncio.gather(*(each.refresh() for each in (caches.jobs, caches.pods, caches.config_maps)))
-    made: list[Shown] = []
+    made: list[JobPageData] = []
 
-    def jobs(world: ReadersWorld) -> Shown:
-        made.append(Shown(Api(cluster), caches, lambda: world.now))
+    def jobs(world: ReadersWorld) -> JobPageData:
+        made.append(JobPageData(Api(cluster), caches, lambda: world.now))
         return made[0]
 
     async with readers_world(cluster, jobs=jobs) as world:
@@ -207,7 +207,7 @@ async def test_however_many_look_the_api_server_is_asked_for_events_once_and_a_p
         ]
         assert sorted(world.reviews) == ["subjectaccessreviews"] * 4 + ["tokenreviews"]
         for _ in range(3):
-            world.now += shown.EVENTS_SECONDS
+            world.now += job_pages.EVENTS_SECONDS
             await got(world, session, "/ui/team/llama")
         assert len([path for method, path in world.cluster.requests if method == "GET"]) == 4
 
@@ -237,7 +237,7 @@ async def test_while_the_api_server_is_away_a_known_reader_sees_the_job_and_why_
 ) -> None:
     async with pages_world() as world, world.session() as session:
         assert (await got(world, session, "/ui/team/llama"))[0] == 200
-        monkeypatch.setattr(shown, "EVENTS_PATIENCE_SECONDS", 0.2)
+        monkeypatch.setattr(job_pages, "EVENTS_PATIENCE_SECONDS", 0.2)
         world.cluster.faults.append(lambda _method, path: refuse(503, "Unavailable") if "/events" in path else None)
         world.now += 20
         said = Page((await got(world, session, "/ui/team/llama"))[1]).said
@@ -249,7 +249,7 @@ async def test_the_curve_grows_with_what_is_seen_and_forgets_what_is_made_anew()
     cluster = FakeCluster()
     team_of_one(cluster)
     caches = make_caches(Api(cluster), Settings())
-    watched = Shown(Api(cluster), caches, lambda: NOW)
+    watched = JobPageData(Api(cluster), caches, lambda: NOW)
     for step, loss in ((10, 5.0), (20, 4.0), (30, 3.0), (15, 4.5), (15, 4.5)):
         cluster.change(JOBS, "team", "llama", lambda raw, at=(step, loss): raw["status"]["progress"].update(
             step=at[0], loss=at[1]))  # fmt: skip
@@ -268,7 +268,7 @@ async def test_the_curve_grows_with_what_is_seen_and_forgets_what_is_made_anew()
 
 
 async def test_curves_are_of_a_bounded_number_of_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shown, "MOST_CURVES", 3)
+    monkeypatch.setattr(job_pages, "MOST_CURVES", 3)
     cluster = FakeCluster()
     for number in range(5):
         job = recorded("job")
@@ -276,7 +276,7 @@ async def test_curves_are_of_a_bounded_number_of_jobs(monkeypatch: pytest.Monkey
         cluster.add(JOBS, job)
     caches = make_caches(Api(cluster), Settings())
     await caches.jobs.refresh()
-    watched = Shown(Api(cluster), caches, lambda: NOW)
+    watched = JobPageData(Api(cluster), caches, lambda: NOW)
     watched.sample()
     assert len(watched._curves) == 3
 

@@ -145,7 +145,7 @@ async def test_a_flood_of_bad_tokens_costs_neither_the_lease_nor_a_scrape_nor_a_
     api = SlowReviews()
     await api.start()
     transport = await connect(str(api.kubeconfig(tmp_path)))
-    lease_transport = transport.apart(LEASE_CONNECTIONS)
+    lease_transport = transport.with_separate_pool(LEASE_CONNECTIONS)
     elector = LeaseElector(Api(lease_transport), "system", "lease", "me", wall_clock=time.time)
     await elector.acquire()
     holding = asyncio.create_task(elector.hold())

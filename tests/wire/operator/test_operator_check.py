@@ -11,7 +11,7 @@ import trustme
 
 from tests.testing.operator.coordinator_world import World
 from trainium_operator import main as operator_main
-from trainium_operator.check import CheckVerdict, Installed, Replica, look, until_it_works, verdict
+from trainium_operator.check import CheckVerdict, Installed, Replica, poll, until_it_works, verdict
 from trainium_operator.coordinator.certificates import renew_material
 from trainium_operator.endpoints.servers import ProbeServer
 from trainium_operator.http.tls import ServerTls
@@ -44,7 +44,7 @@ class OneReplica:
 
 
 async def said(installed: Installed) -> CheckVerdict:
-    return await asyncio.to_thread(look, installed, resolve=lambda _name: ["127.0.0.1"])
+    return await asyncio.to_thread(poll, installed, resolve=lambda _name: ["127.0.0.1"])
 
 
 async def test_a_replica_that_is_ready_leads_and_shows_its_certificate_works_and_each_fault_is_named(

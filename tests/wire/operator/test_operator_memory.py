@@ -67,10 +67,10 @@ async def test_what_is_garbage_is_collected_and_given_back_now_and_then(monkeypa
 
     gone = asyncio.Event()
     weakref.finalize(Knot(), gone.set)
-    monkeypatch.setattr(memory, "TIDY_SECONDS", 0.01)
+    monkeypatch.setattr(memory, "TRIM_SECONDS", 0.01)
     gc.disable()
     try:
-        tidying = asyncio.create_task(memory.tidy())
+        tidying = asyncio.create_task(memory.trim_periodically())
         await async_until(gone.is_set, "a knot of objects that nobody else holds is collected")
         assert not tidying.done()
         tidying.cancel()
@@ -81,7 +81,7 @@ async def test_what_is_garbage_is_collected_and_given_back_now_and_then(monkeypa
 LARGE = """
 import re
 from pathlib import Path
-from trainium_operator.memory import give_back, use_one_heap
+from trainium_operator.memory import trim_heap, use_one_heap
 
 def resident():
     return int(re.search(r"VmRSS:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) // 1024
@@ -97,7 +97,7 @@ print(resident() - before)
 blocks = [bytearray(100_000) for _ in range(400)]
 kept.append(bytearray(20_000))
 blocks.clear()
-give_back()
+trim_heap()
 print(resident() - before)
 """
 

@@ -13,7 +13,12 @@ from tests.testing.suite.virtual_time import run_virtual
 from tests.testing.virtual.fake_workers import Workers, lose_node, readiness
 from tests.testing.virtual.operator_process import OperatorProcess, training_job, until, wall_clock
 from trainium_operator.cluster.api.resources import EVENTS, JOBS, NODES, PODS
-from trainium_operator.cluster.execute.deletion_limit import LEAST, WINDOW_SECONDS, Destruction, HeldBackError
+from trainium_operator.cluster.execute.deletion_limit import (
+    LEAST,
+    WINDOW_SECONDS,
+    ForceDeleteLimiter,
+    ForceDeleteLimitError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -143,11 +148,11 @@ def test_a_rack_that_is_lost_is_replaced_because_the_others_stand_still() -> Non
 
 def test_no_more_is_deleted_by_force_within_a_minute_than_the_last_bound_allows() -> None:
     now = 0.0
-    bound = Destruction(lambda: now)
+    bound = ForceDeleteLimiter(lambda: now)
     for number in range(LEAST):
         bound.permit(f"pod-{number}", 10)
     bound.permit("pod-0", 10)  # a repetition
-    with pytest.raises(HeldBackError, match="8 pods were deleted by force within 60 s"):
+    with pytest.raises(ForceDeleteLimitError, match="8 pods were deleted by force within 60 s"):
         bound.permit("one-more", 10)
     bound.permit("of-many", 1000)
     now = WINDOW_SECONDS

@@ -18,7 +18,7 @@ from trainium_operator import handlers
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, EVENTS, JOBS, NODES, PODS
 from trainium_operator.endpoints.servers import Exposition, ProbeServer
 from trainium_operator.plan.model.names import JobId
-from trainium_operator.runtime import DEAF_SECONDS, plan_settings
+from trainium_operator.runtime import WATCH_STALE_SECONDS, plan_settings
 from trainium_operator.settings import Settings
 
 if TYPE_CHECKING:
@@ -109,11 +109,11 @@ def test_a_deaf_watch_is_not_alive_but_an_absent_api_server_is_no_reason_to_rest
         await process.runtime.caches.synced()
         assert process.runtime.live_problem() == ""
         for scope in process.runtime.caches.pods._scopes:
-            scope.heard -= DEAF_SECONDS + 1
+            scope.last_seen -= WATCH_STALE_SECONDS + 1
         assert "watch of pods" in process.runtime.live_problem()
         cluster.down = True
         cluster.drop_streams()
-        await asyncio.sleep(DEAF_SECONDS + 60)
+        await asyncio.sleep(WATCH_STALE_SECONDS + 60)
         assert process.runtime.live_problem() == ""
         await process.kill()
 

@@ -1,1 +1,1 @@
-"""How the operator talks to the API server: connections, errors, kinds, retries."""
+"""The client of the API server: connections, errors, kinds, retries."""

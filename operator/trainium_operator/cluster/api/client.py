@@ -1,8 +1,8 @@
 """The Kubernetes API as this operator uses it: raw JSON, typed errors, and every retry in one place.
 
 Retried for a while: 429 and 503 (after `Retry-After`), other 5xx, and connection errors, with jittered exponential
-back-off. POST is retried too, because every name that we create is deterministic: the second attempt then says
-AlreadyExistsError, and callers look who owns the object. What is not retried is raised at once (see `errors`).
+back-off. POST is retried too, because every name that we create is deterministic: the second attempt then raises
+AlreadyExistsError, and callers check who owns the object. Other errors are raised at once (see `errors`).
 Objects and status are written by server-side apply with one field manager.
 Before each attempt of a write `may_write` is asked: an operator that has lost its Lease sends nothing any more, not
 even the repetition of what it began while it led.
@@ -32,7 +32,7 @@ Json = dict[str, Any]
 
 REQUEST_SECONDS = 30.0
 CALL_SECONDS = 15.0
-"""No further attempt begins after this time: whoever waits knows better what to do next."""
+"""No further attempt starts after this time: the caller decides what to do next."""
 ATTEMPTS = 6
 FIRST_BACKOFF = 0.1
 LONGEST_BACKOFF = 5.0
@@ -74,11 +74,11 @@ class Api:
         self._now = now
 
     async def get(self, resource: Resource, namespace: str, name: str, *, attempts: int = ATTEMPTS) -> Json:
-        """One object. Raises NotFoundError."""
+        """Get one object. Raises NotFoundError."""
         return await self._call("GET", resource.path(namespace, name), attempts=attempts)
 
     async def read(self, path: str) -> Json:
-        """A document of the API server itself, for instance of its discovery. Raises NotFoundError."""
+        """Read a document of the API server itself, for instance of its discovery. Raises NotFoundError."""
         return await self._call("GET", path)
 
     async def list_page(
@@ -91,7 +91,7 @@ class Api:
         continue_token: str = "",
         limit: int = PAGE,
     ) -> Json:
-        """One page of a list; `metadata.continue` leads to the next. Raises GoneError when the token is too old."""
+        """List one page; `metadata.continue` leads to the next. Raises GoneError when the token is too old."""
         query = {"limit": str(limit)}
         if labels:
             query["labelSelector"] = labels
@@ -102,14 +102,14 @@ class Api:
         return await self._call("GET", resource.path(namespace), query=query)
 
     async def create(self, resource: Resource, namespace: str, body: Json, *, attempts: int = ATTEMPTS) -> Json:
-        """A new object. Raises AlreadyExistsError."""
+        """Create an object. Raises AlreadyExistsError."""
         query = {"fieldManager": FIELD_MANAGER}
         return await self._call("POST", resource.path(namespace), query=query, body=body, attempts=attempts)
 
     async def replace(
         self, resource: Resource, namespace: str, name: str, body: Json, *, attempts: int = ATTEMPTS
     ) -> Json:
-        """The whole object, guarded by its `metadata.resourceVersion`. Raises ConflictError when that is old."""
+        """Replace an object, guarded by its `metadata.resourceVersion`. Raises ConflictError when that is old."""
         query = {"fieldManager": FIELD_MANAGER}
         return await self._call("PUT", resource.path(namespace, name), query=query, body=body, attempts=attempts)
 
@@ -124,7 +124,7 @@ class Api:
         return await self._call("PATCH", path, query=query, body=full, content_type=APPLY_PATCH)
 
     async def merge(self, resource: Resource, namespace: str, name: str, body: Json, *, subresource: str = "") -> Json:
-        """A merge patch. Raises NotFoundError."""
+        """Send a merge patch. Raises NotFoundError."""
         path = resource.path(namespace, name, subresource)
         query = {"fieldManager": FIELD_MANAGER}
         return await self._call("PATCH", path, query=query, body=body, content_type=MERGE_PATCH)
@@ -163,9 +163,9 @@ class Api:
         seconds: int,
         silence: float,
     ) -> AsyncGenerator[Json]:
-        """Events after `resource_version`, bookmarks included, for at most `seconds` (the server ends the stream).
+        """Yield events after `resource_version`, with bookmarks, for at most `seconds` (the server ends the stream).
 
-        Raises GoneError when the version is too old, UnavailableError when the stream breaks or brings nothing for
+        Raises GoneError when the version is too old, UnavailableError when the stream breaks or is silent for
         `silence` seconds.
         """
         query = {
@@ -245,7 +245,7 @@ def _quickly(body: bytes) -> Any:
 
 
 def _object(path: str, body: bytes) -> Json:
-    """Raises UnavailableError for what is none: somebody else has answered, or it was cut short."""
+    """Parse a JSON object. Raises UnavailableError for anything else: a proxy answered, or it was cut short."""
     try:
         found = read_json(body, _quickly)
     except ValueError as error:
@@ -275,7 +275,7 @@ def _refusal(method: str, path: str, answer: HttpResponse) -> ApiError:
 
 
 def _error(what: str, status: Json) -> ApiError:
-    """The error that a watch brings."""
+    """Return the error of a watch event."""
     code = status.get("code")
     message = str(status.get("message", "")) or what
     return error_of(code if isinstance(code, int) else 500, str(status.get("reason", "")), message[:LONGEST_REFUSAL])

@@ -1,4 +1,4 @@
-"""What can go wrong when talking to the API server: small classes, one per reaction that a caller has."""
+"""Errors of the API server: small classes, one per reaction of a caller."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class NotOursError(ConflictError):
     """An object of a name that we need belongs to somebody else: it is never taken over."""
 
 
-class GoneError(ApiError):
+class ExpiredError(ApiError):
     """410: the resource version or continue token is too old: list again."""
 
 
@@ -63,14 +63,14 @@ _BY_STATUS: dict[int, type[ApiError]] = {
     403: ForbiddenError,
     404: NotFoundError,
     409: ConflictError,
-    410: GoneError,
+    410: ExpiredError,
     422: InvalidError,
     429: UnavailableError,
 }
 
 
 def error_of(status: int, reason: str, message: str) -> ApiError:
-    """The error of an HTTP status >= 400 and the `reason` of the `Status` object that came with it."""
+    """Return the error of an HTTP status >= 400 and the `reason` of the `Status` object that came with it."""
     if status == 409 and reason == "AlreadyExists":
         return AlreadyExistsError(message, status=status, reason=reason)
     if status == 500 and _UNDECLARED in message:

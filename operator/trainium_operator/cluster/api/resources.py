@@ -44,7 +44,7 @@ GANGS = frozenset(
 
 
 def resource_of(manifest: Mapping[str, Any]) -> Resource:
-    """The namespaced kind of a manifest whose plural follows the rule."""
+    """Return the namespaced kind of a manifest whose plural follows the rule."""
     group, _, version = manifest["apiVersion"].rpartition("/")
     return Resource(group, version, f"{manifest['kind'].lower()}s", manifest["kind"])
 

@@ -35,7 +35,7 @@ _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace"
 
 
 class NoClusterError(Exception):
-    """There is no usable configuration of a cluster; the message says what to set."""
+    """There is no usable configuration of a cluster; the message has the remedy."""
 
 
 class ConnectionFailedError(Exception):
@@ -60,7 +60,7 @@ class ResponseStream:
 
 
 class Transport(Protocol):
-    """What `Api` needs; tests put an in-memory server behind it."""
+    """The requests of `Api`; tests put an in-memory server behind it."""
 
     async def request(
         self,
@@ -78,7 +78,7 @@ class Transport(Protocol):
     def stream(
         self, path: str, *, query: Mapping[str, str], silence: float
     ) -> AbstractAsyncContextManager[ResponseStream]:
-        """A GET whose body is read line by line; `silence` seconds without a byte raise ConnectionFailedError."""
+        """Stream a GET line by line; `silence` seconds without a byte raise ConnectionFailedError."""
         ...
 
 
@@ -123,8 +123,8 @@ class KubernetesTransport:
         self._client: Any = RESTClientObject(configuration)
         self.namespace = namespace
 
-    def apart(self, connections: int) -> KubernetesTransport:
-        """The same identity with connections of its own, at most so many: nothing else can use them up."""
+    def with_separate_pool(self, connections: int) -> KubernetesTransport:
+        """Return a transport of the same identity with a separate pool of at most so many connections."""
         configuration = copy.copy(self._configuration)
         configuration.connection_pool_maxsize = connections
         return KubernetesTransport(configuration, self.namespace)
@@ -193,7 +193,7 @@ class KubernetesTransport:
         return f"{self._configuration.host}{path}" + (f"?{urlencode(query)}" if query else "")
 
     async def credentials(self) -> Credentials:
-        """Who we are, for kopf; call it again when the server says 401."""
+        """Return the credentials for kopf; call it again after a 401."""
         configuration = self._configuration
         settings = list((await configuration.auth_settings()).values())
         bearer: str = settings[0]["value"] or "" if settings else ""
@@ -209,7 +209,7 @@ class KubernetesTransport:
 
 
 def _proxied(server: str) -> bool:
-    """Whether the environment names a proxy for the API server."""
+    """Return whether the environment names a proxy for the API server."""
     parts = urlsplit(server)
     return parts.scheme in getproxies() and not proxy_bypass(parts.hostname or "")
 

@@ -1,1 +1,1 @@
-"""What the cluster holds, in memory and read for the plan."""
+"""Copies of the cluster's objects, in memory and parsed for the plan."""

@@ -40,7 +40,7 @@ class SliceView:
     """Device -> its taints."""
 
     def free(self) -> Iterator[str]:
-        """Devices that could be given out, as far as taints say."""
+        """Yield devices that could be allocated, as far as taints allow."""
         for device, taints in self.devices.items():
             if not any(taint.effect in _HOLDING_BACK for taint in taints):
                 yield device
@@ -50,7 +50,7 @@ class SliceView:
 class ClaimView:
     """One ResourceClaim: for which pods it is reserved, and the devices of the Neuron driver that it holds.
 
-    Not who owns it: owners are what the maker of an object says, reservations are the scheduler's word.
+    Its owners are ignored: the creator of an object sets them, while the scheduler writes reservations.
     """
 
     pods: tuple[str, ...]
@@ -60,13 +60,13 @@ class ClaimView:
 
 
 def template_view(raw: Json) -> str:
-    """A ResourceClaimTemplate: its uid; the name says what is in it."""
+    """Return the uid of a ResourceClaimTemplate; its name identifies the content."""
     uid: str = raw["metadata"]["uid"]
     return uid
 
 
 def slice_view(raw: Json) -> SliceView:
-    """A ResourceSlice."""
+    """Parse a ResourceSlice."""
     spec = mapping_of(raw.get("spec"))
     pool = mapping_of(spec.get("pool"))
     name = intern(text_of(pool.get("name")))
@@ -81,7 +81,7 @@ def slice_view(raw: Json) -> SliceView:
 
 
 def claim_view(raw: Json) -> ClaimView:
-    """A ResourceClaim."""
+    """Parse a ResourceClaim."""
     status = mapping_of(raw.get("status"))
     allocation = mapping_of(status.get("allocation"))
     results = items_of(mapping_of(allocation.get("devices")).get("results"))[:MOST_DEVICES]
@@ -101,13 +101,13 @@ def claim_view(raw: Json) -> ClaimView:
 
 
 def claim_template_of(raw: Json) -> str:
-    """The template by which a pod of ours claims its devices; empty without a claim."""
+    """Return the template by which a pod of ours claims its devices; empty without a claim."""
     claims = items_of(mapping_of(raw.get("spec")).get("resourceClaims"))
     return next((text_of(each.get("resourceClaimTemplateName")) for each in claims if each.get("name") == CLAIM), "")
 
 
 def device_health_of(raw: Json) -> tuple[str, str] | None:
-    """Of the first claimed device of the worker that is not well: its health, and which it is with what is said of it.
+    """Return the health of the first claimed device that is not healthy, with its name and message.
 
     The kubelet names a claim's resource `claim:<claim>/<request>`, and a device `<driver>/<pool>/<device>`.
     """
@@ -118,8 +118,8 @@ def device_health_of(raw: Json) -> tuple[str, str] | None:
             for device in items_of(claimed.get("resources"))[:MOST_DEVICES]:
                 health = text_of(device.get("health"))
                 if cause_of_claim_health(health) is not None:
-                    told = (text_of(device.get("resourceID")), text_of(device.get("message")))
-                    return health, ": ".join(filter(None, told))[:LONGEST_TEXT]
+                    reported = (text_of(device.get("resourceID")), text_of(device.get("message")))
+                    return health, ": ".join(filter(None, reported))[:LONGEST_TEXT]
     return None
 
 

@@ -1,8 +1,11 @@
-"""What this cluster offers beyond what every cluster has: gang APIs by API discovery, network layers by node labels.
+"""Discover optional features of this cluster: gang APIs by API discovery, network layers by node labels.
 
-Discovery is looked at before the first plan and again now and then, because APIs come and go with upgrades and
-installations. Invariants: only versions whose fields are known here are used; while the API server does not answer,
-what was known stands; a layer that a node carries is known with that node, without a look at all nodes.
+Discovery runs before the first plan and periodically, because upgrades and installations add and remove APIs.
+
+Guarantees:
+- Only versions whose fields are known here are used.
+- While the API server does not answer, the last result is kept.
+- A network layer is known with the first node that has its label, without a scan of all nodes.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ _SOURCES: tuple[tuple[GangApi, str, tuple[str, ...], str], ...] = (
 
 
 async def discover_gang_apis(api: Api) -> dict[GangApi, str]:
-    """The gang APIs that are served, each with its `apiVersion`. Raises ApiError."""
+    """Return the gang APIs that are served, each with its `apiVersion`. Raises ApiError."""
     groups = {group["name"]: group for group in (await api.read("/apis")).get("groups") or ()}
     found: dict[GangApi, str] = {}
     for gang, name, known, kind in _SOURCES:
@@ -53,12 +56,12 @@ async def discover_gang_apis(api: Api) -> dict[GangApi, str]:
 
 
 async def serves_kueue(api: Api) -> bool:
-    """Whether the version of Kueue is served whose fields are known here. Raises ApiError."""
+    """Return whether the version of Kueue is served whose fields are known here. Raises ApiError."""
     return await _serves(api, WORKLOADS)
 
 
 async def serves_claims(api: Api) -> bool:
-    """Whether devices can be claimed by the version of the API whose fields are known here. Raises ApiError."""
+    """Return whether devices can be claimed by the version of the API whose fields are known here. Raises ApiError."""
     return await _serves(api, TEMPLATES)
 
 
@@ -71,7 +74,7 @@ async def _serves(api: Api, resource: Resource) -> bool:
 
 
 async def name_of_cluster(api: Api) -> str:
-    """The uid of the namespace kube-system; empty where it may not be read. Raises ApiError."""
+    """Return the uid of the namespace kube-system; empty where it may not be read. Raises ApiError."""
     try:
         uid: str = (await api.get(NAMESPACES, "", "kube-system"))["metadata"]["uid"]
     except (ForbiddenError, NotFoundError) as error:
@@ -92,7 +95,7 @@ async def _kinds(api: Api, path: str) -> set[str]:
 
 
 class Discovery:
-    """What is known; `run` keeps it up to date."""
+    """The discovered features; `run` keeps them up to date."""
 
     def __init__(self, api: Api, nodes: IndexedCache[NodeView] | None, *, on_change: Callable[[], None]) -> None:
         self.gang_apis: Mapping[GangApi, str] = {}

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Dra:
-    """What is kept of claimed devices; `run` fills it once a job claims some and the cluster serves the API."""
+    """The cached objects of claimed devices; `run` fills them once a job claims some and the cluster serves the API."""
 
     def __init__(
         self,
@@ -41,18 +41,22 @@ class Dra:
         """`on_change` is called when everything has been read; no `namespaces`: of all."""
         self._wanted = asyncio.Event()
         self._on_change = on_change
-        apart = bool(namespaces)
+        with_separate_pool = bool(namespaces)
         self.templates: Reflector[str] = Reflector(
             api,
             TEMPLATES,
-            IndexedCache(by_namespace=apart),
+            IndexedCache(by_namespace=with_separate_pool),
             template_view,
             namespaces=Namespaces(namespaces or EVERYWHERE),
             labels=LABEL_JOB,
             of_jobs=True,
         )
         self.claims: Reflector[ClaimView] = Reflector(
-            api, CLAIMS, IndexedCache(by_namespace=apart), claim_view, namespaces=Namespaces(namespaces or EVERYWHERE)
+            api,
+            CLAIMS,
+            IndexedCache(by_namespace=with_separate_pool),
+            claim_view,
+            namespaces=Namespaces(namespaces or EVERYWHERE),
         )
         self.slices: Reflector[SliceView] = Reflector(api, SLICES, IndexedCache(), slice_view)
         self.offered = OptionalApi(enabled, self.templates, self.claims, self.slices)
@@ -67,9 +71,9 @@ class Dra:
             self._on_change()
 
     def devices(self, job: JobView, pods: tuple[PodView, ...], usable: Callable[[str], bool]) -> DevicesView | None:
-        """What is known of the devices of a job; None where it claims none, or nothing can be said.
+        """Return what is known of the devices of a job; None where it claims none, or nothing is known.
 
-        `usable` says of a node whether a worker of the job could be put there, whatever its devices.
+        `usable(node)` returns whether a worker of the job could run there, whatever its devices.
         """
         accelerator = job.spec.workers.accelerator
         if accelerator.claim is not None:

@@ -41,7 +41,7 @@ class Inventory:
         return iter(self._free)
 
     def free_on(self, node: str) -> int:
-        """How many devices of a node are free."""
+        """Return how many devices of a node are free."""
         return self._free.get(node, 0)
 
     def taints_of(self, pod: str) -> tuple[DeviceTaint, ...]:

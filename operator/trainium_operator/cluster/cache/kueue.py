@@ -35,7 +35,7 @@ CATCH_UP_SECONDS = 5.0
 
 
 class Kueue:
-    """What is kept of Kueue; `run` fills it from the moment that the cluster serves it."""
+    """The cached objects of Kueue; `run` fills them from the moment that the cluster serves it."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Kueue:
     ) -> None:
         """`on_change` is called when what every job may depend on has changed; no `namespaces`: of all.
 
-        Where Workloads cannot be read nothing is said of quota (`quota`); everything else is planned there as well.
+        Where Workloads cannot be read the quota is unknown (`quota`); everything else is planned there as well.
         """
         self._on_change = on_change
         self._since = 0.0
@@ -79,14 +79,14 @@ class Kueue:
             while True:
                 await self._behind.wait()
                 self._behind.clear()
-                await self._read_anew()
+                await self._reread()
 
     def catch_up(self, since: float) -> None:
         """Go by no list of Workloads that is older than `since` (loop time), and have a younger one soon."""
         self._since = since
         self._behind.set()
 
-    async def _read_anew(self) -> None:
+    async def _reread(self) -> None:
         while True:
             try:
                 await self.workloads.refresh(self._since)
@@ -98,7 +98,7 @@ class Kueue:
                 return
 
     def quota(self, job: JobView) -> QuotaView | None:
-        """What is known of a job's quota; None when Kueue cannot be asked, or the job has no part in it."""
+        """Return what is known of a job's quota; None when Kueue cannot be asked, or the job has no part in it."""
         owned = self.workloads.store.owned_by(job.id).values()
         if not (owned or job.spec.scheduling.queue_name) or not self._knows(job.namespace):
             return None
@@ -112,7 +112,7 @@ class Kueue:
         )
 
     def _knows(self, namespace: str) -> bool:
-        """Whether all Workloads of this namespace are here; an absent list is no empty list."""
+        """Return whether all Workloads of this namespace are here; an absent list is no empty list."""
         listed = self._namespaces.is_open(namespace) and self.workloads.is_listed_since(namespace, self._since)
         return self.offered.state is ApiState.READY and listed
 

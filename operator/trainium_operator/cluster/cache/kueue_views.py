@@ -30,7 +30,7 @@ _TOLERATION = ("key", "operator", "value", "effect", "tolerationSeconds")
 
 
 def workload_view(raw: Json) -> WorkloadView:
-    """A Workload. Raises ValueError when it does not say which part of a job's quota it asks for."""
+    """Parse a Workload. Raises ValueError when it lacks the part of the job's quota that it asks for."""
     metadata, spec, status = raw["metadata"], mapping_of(raw.get("spec")), mapping_of(raw.get("status"))
     annotations = mapping_of(metadata.get("annotations"))
     grants = items_of(mapping_of(status.get("admission")).get("podSetAssignments"))
@@ -43,14 +43,16 @@ def workload_view(raw: Json) -> WorkloadView:
         content_hash=text_of(annotations.get(names.ANNOTATION_CONTENT_HASH)),
         active=spec.get("active") is not False,
         deleting="deletionTimestamp" in metadata,
-        said=tuple(_said(each) for each in items_of(status.get("conditions")) if text_of(each.get("type")) in _KNOWN),
+        said=tuple(
+            _condition(each) for each in items_of(status.get("conditions")) if text_of(each.get("type")) in _KNOWN
+        ),
         grants=tuple(map(_grant, grants)),
         updates=_updates(items_of(status.get("admissionChecks"))),
     )
 
 
 def flavor_view(raw: Json) -> Placement:
-    """What a ResourceFlavor asks of pods."""
+    """Parse a ResourceFlavor: what it requires of pods."""
     spec = mapping_of(raw.get("spec"))
     return Placement(
         node_selector=texts_of(spec.get("nodeLabels")),
@@ -59,14 +61,14 @@ def flavor_view(raw: Json) -> Placement:
 
 
 def priority_view(raw: Json) -> tuple[int, bool]:
-    """Value of a PriorityClass, and whether it is the cluster's default."""
+    """Return the value of a PriorityClass, and whether it is the cluster's default."""
     return int(raw["value"]), raw.get("globalDefault") is True
 
 
-def with_conditions(old: Iterable[Json], said: Iterable[WorkloadConditionView], now: str) -> list[Json]:
-    """The conditions with these set; the time changes only with the status. `now` is RFC 3339."""
+def with_conditions(old: Iterable[Json], conditions: Iterable[WorkloadConditionView], now: str) -> list[Json]:
+    """Return the conditions with these set; the time changes only with the status. `now` is RFC 3339."""
     found = {each["type"]: each for each in old}
-    for each in said:
+    for each in conditions:
         status = "True" if each.true else "False"
         before = found.get(each.type.value, {})
         found[each.type.value] = {
@@ -79,7 +81,7 @@ def with_conditions(old: Iterable[Json], said: Iterable[WorkloadConditionView], 
     return list(found.values())
 
 
-def _said(raw: Json) -> WorkloadConditionView:
+def _condition(raw: Json) -> WorkloadConditionView:
     return WorkloadConditionView(
         _KNOWN[raw["type"]],
         true=raw.get("status") == "True",
@@ -99,7 +101,7 @@ def _count(raw: Json, *, default: int) -> int:
 
 
 def _updates(checks: Iterable[Json]) -> dict[str, Placement]:
-    """Of all checks that are ready, one for each pod set; two that contradict each other are for Kueue to refuse."""
+    """Return one update for each pod set, of all ready checks; Kueue refuses contradictory ones."""
     found: dict[str, Placement] = {}
     for check in checks:
         for each in items_of(check.get("podSetUpdates")) if check.get("state") == "Ready" else ():

@@ -36,7 +36,7 @@ _NEWER = frozenset({"extra_forbidden", "enum"})
 
 
 def readable_spec(raw: Any) -> tuple[TrainingJobSpec, tuple[str, ...]]:
-    """The spec, and where something was left out that this version does not know. Raises ValidationError."""
+    """Return the spec, and where something was left out that this version does not know. Raises ValidationError."""
     unknown: set[str] = set()
     left = raw if isinstance(raw, dict) else {}
     while True:
@@ -48,7 +48,7 @@ def readable_spec(raw: Any) -> tuple[TrainingJobSpec, tuple[str, ...]]:
 
 
 def _without_newer(raw: Any, error: ValidationError) -> tuple[Any, set[str]]:
-    """A copy without what a newer version added, and where that was. Raises the error when there is anything else."""
+    """Return a copy without parts of a newer version, and their places. Raises the error for anything else."""
     found = error.errors(include_url=False, include_input=False)
     if any(each["type"] not in _NEWER for each in found):
         raise error
@@ -63,7 +63,7 @@ def _without_newer(raw: Any, error: ValidationError) -> tuple[Any, set[str]]:
 
 
 def readable_status(raw: Any, name: str) -> TrainingJobStatus:
-    """The status, without what cannot be read; `name` is the job's, for the log."""
+    """Return the status, without what cannot be read; `name` is the job's, for the log."""
     if not isinstance(raw, dict):
         return TrainingJobStatus()
     beyond = _is_beyond_count(raw)
@@ -73,7 +73,7 @@ def readable_status(raw: Any, name: str) -> TrainingJobStatus:
             found = TrainingJobStatus.model_validate(left)
             if beyond:  # now texts that were read as numbers are numbers, and other texts are none
                 found = TrainingJobStatus.model_validate(_countable(found.to_wire()))
-            return _sound(found)
+            return _corrected(found)
         except ValidationError as error:
             places = {_part(each["loc"]) for each in error.errors()}
             logger.warning(
@@ -89,7 +89,7 @@ def readable_status(raw: Any, name: str) -> TrainingJobStatus:
 
 
 def _is_beyond_count(value: Any) -> bool:
-    """Whether a number is in it that nobody has counted to, and that one more might not fit beside; or its digits."""
+    """Return whether a number in it is beyond any count, so that one more might overflow; or its digits."""
     if isinstance(value, int):
         return not -LARGEST <= value <= LARGEST
     if isinstance(value, str):
@@ -99,7 +99,7 @@ def _is_beyond_count(value: Any) -> bool:
 
 
 def _countable(value: Any) -> Any:
-    """The same with such numbers at the bound."""
+    """Return the same with such numbers at the bound."""
     if isinstance(value, int):
         return max(-LARGEST, min(LARGEST, value))
     if isinstance(value, dict):
@@ -107,19 +107,19 @@ def _countable(value: Any) -> Any:
     return list(map(_countable, value)) if isinstance(value, list) else value
 
 
-def _sound(status: TrainingJobStatus) -> TrainingJobStatus:
-    """The status with each condition once, no end that it has not come to, and a generation that it can have come to.
+def _corrected(status: TrainingJobStatus) -> TrainingJobStatus:
+    """Return the status with each condition once, without an end or a generation that it cannot have.
 
     There is room then for what is written, and for the generations that follow.
     """
-    told: dict[ConditionType, Condition] = {}
+    reported: dict[ConditionType, Condition] = {}
     for condition in status.conditions:
         if condition.type not in _ENDS or condition.status is ConditionStatus.TRUE:
-            told.setdefault(condition.type, condition)
-    if len(told) != len(status.conditions):
-        status = status.replaced(conditions=tuple(told.values()))
+            reported.setdefault(condition.type, condition)
+    if len(reported) != len(status.conditions):
+        status = status.replaced(conditions=tuple(reported.values()))
     if not 0 <= status.membership.generation <= LATEST_GENERATION:
-        status = status.replaced(membership=MembershipStatus())  # the record tells
+        status = status.replaced(membership=MembershipStatus())  # the record has it
     return status
 
 
@@ -128,7 +128,7 @@ def _backwards(place: Sequence[str | int]) -> tuple[str, ...]:
 
 
 def _part(place: Sequence[str | int]) -> tuple[str | int, ...]:
-    """The entry of a list that holds the place, else the field itself: what can be left out."""
+    """Return the entry of a list that holds the place, else the field itself: what can be left out."""
     entry = next((index for index, part in enumerate(place) if isinstance(part, int)), len(place) - 1)
     return tuple(place[: entry + 1])
 

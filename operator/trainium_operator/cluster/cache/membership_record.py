@@ -1,9 +1,9 @@
-"""The membership in a ConfigMap: what is kept of it, and how it is read.
+"""Keep and parse the membership in a ConfigMap.
 
-Invariants: what is kept is never larger than what the API server stores, so nobody costs this process more memory than
-he costs the cluster; it is unpacked only when the plan of its own job asks, in steps, and never beyond
-`LARGEST_TEXT`; what cannot be read counts as none. Of two forms in one object (an older operator wrote text, and left
-it there) the newer generation counts.
+Guarantees:
+- The kept part is never larger than what the API server stores, so it costs this process no more than the cluster.
+- It is decompressed only when the plan of its job needs it, in steps, and never beyond `LARGEST_TEXT`.
+- A record that cannot be parsed counts as none. Of two forms in one object the newer generation counts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _GZIP = zlib.MAX_WBITS | 16
 
 @dataclass(frozen=True)
 class MembershipRecord:
-    """As it was written; without slots, because what is read from it is kept."""
+    """The record as stored; without slots, because the parsed membership is cached."""
 
     text: str = ""
     packed: str = ""
@@ -41,17 +41,17 @@ class MembershipRecord:
 
     @cached_property
     def membership(self) -> Membership | None:
-        """The newest one that can be read; None when there is none."""
+        """Newest membership that can be parsed; None when there is none."""
         texts = (self.text.encode(errors="replace") or None, _unpacked(self.packed))
         found = [read for text in texts if text is not None and (read := _read(text)) is not None]
         return max(found, key=lambda each: each.generation, default=None)
 
     def reads_as(self, membership: Membership) -> None:
-        """What whoever wrote it knows: it need not be unpacked and read, and is not kept twice."""
+        """Set the membership that was just written: it need not be parsed, and is not kept twice."""
         self.__dict__["membership"] = membership  # where the property keeps what it has read
 
     def content(self) -> Json:
-        """Where in the ConfigMap it stands, as that has it."""
+        """Its part of the ConfigMap."""
         found: Json = {}
         if self.text:
             found["data"] = {names.MEMBERSHIP_KEY: self.text}
@@ -61,7 +61,7 @@ class MembershipRecord:
 
 
 def membership_record(raw: Json) -> MembershipRecord | None:
-    """What a ConfigMap holds, unread; None when it holds neither form."""
+    """Return what a ConfigMap holds, unread; None when it holds neither form."""
     data, packed = raw.get("data"), raw.get("binaryData")
     text = data.get(names.MEMBERSHIP_KEY) if isinstance(data, dict) else None
     binary = packed.get(names.MEMBERSHIP_PACKED_KEY) if isinstance(packed, dict) else None
@@ -72,7 +72,7 @@ def membership_record(raw: Json) -> MembershipRecord | None:
 
 
 def membership_of(raw: Json) -> Membership | None:
-    """The membership in a ConfigMap; None when it holds none, or none that can be read."""
+    """Return the membership in a ConfigMap; None when it holds none, or none that can be read."""
     record = membership_record(raw)
     return record.membership if record is not None else None
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class OptionalApi:
-    """The reflectors of one API; `is_served` says that they can begin."""
+    """The reflectors of one API, which start once discovery finds it."""
 
     def __init__(self, enabled: bool, *reflectors: Reflector[Any]) -> None:
         self._enabled = enabled
@@ -24,7 +24,7 @@ class OptionalApi:
 
     @property
     def state(self) -> ApiState:
-        """Whether plans may go by it."""
+        """Return whether plans may use it."""
         if not self._enabled:
             return ApiState.OFF
         if not self._served.is_set():
@@ -32,14 +32,14 @@ class OptionalApi:
         return ApiState.READY if all(each.synced.is_set() for each in self._reflectors) else ApiState.READING
 
     def is_served(self, served: bool) -> None:
-        """Discovery says whether the cluster has it."""
+        """Record whether discovery found the API."""
         if served and self._enabled:
             self._served.set()
         else:
             self._served.clear()
 
     async def served(self) -> None:
-        """Wait until it is."""
+        """Wait until the API is served."""
         await self._served.wait()
 
     async def read(self, group: asyncio.TaskGroup) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def controlling_job(raw: Json) -> JobId | None:
-    """The job that controls an object; None when no job does."""
+    """Return the job that controls an object; None when no job does."""
     metadata = mapping_of(raw.get("metadata"))
     references = metadata.get("ownerReferences")
     for reference in references if isinstance(references, list) else ():
@@ -33,5 +33,5 @@ def controlling_job(raw: Json) -> JobId | None:
 
 
 def is_labelled(raw: Json, job: JobId) -> bool:
-    """Whether the job's label agrees with the controller: views take the name from it."""
+    """Return whether the job's label agrees with the controller: views take the name from it."""
     return bool(mapping_of(mapping_of(raw.get("metadata")).get("labels")).get(LABEL_JOB) == job.name)

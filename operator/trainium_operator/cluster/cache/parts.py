@@ -12,31 +12,31 @@ LONGEST_NAME = 253
 
 
 def mapping_of(value: Any) -> Json:
-    """An object."""
+    """Return the value if it is an object, else an empty one."""
     return value if isinstance(value, dict) else {}
 
 
 def items_of(value: Any) -> list[Json]:
-    """The objects of a list."""
+    """Return the objects of a list."""
     return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
 
 
 def text_of(value: Any) -> str:
-    """A text."""
+    """Return the value if it is a text, else an empty one."""
     return value if isinstance(value, str) else ""
 
 
 def name_of(value: Any) -> str:
-    """The name of an object or a machine; empty for what is longer than a name can be."""
+    """Return the name of an object or a machine; empty for what is longer than a name can be."""
     name = text_of(value)
     return name if len(name) <= LONGEST_NAME else ""
 
 
 def texts_of(value: Any) -> dict[str, str]:
-    """An object of texts; other entries are left out."""
+    """Return the texts of an object; other entries are left out."""
     return {key: text for key, text in mapping_of(value).items() if isinstance(text, str)}
 
 
 def whole_of(value: Any) -> int | None:
-    """A whole number."""
+    """Return the value if it is a whole number, else None."""
     return value if type(value) is int else None

@@ -17,8 +17,8 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from trainium_operator.cluster.api.errors import ApiError, ForbiddenError, GoneError, UnavailableError
-from trainium_operator.cluster.cache.namespaces import Namespaces, Sight
+from trainium_operator.cluster.api.errors import ApiError, ExpiredError, ForbiddenError, UnavailableError
+from trainium_operator.cluster.cache.namespaces import ListState, Namespaces
 from trainium_operator.cluster.cache.ownership import controlling_job, is_labelled
 from trainium_operator.cluster.cache.store import Entry, IndexedCache, Key
 
@@ -52,7 +52,7 @@ class _Scope:
     """It has been listed, or refused where others are served too."""
     refused: bool = False
     """A list was answered with 403, the last time."""
-    heard: float = 0.0
+    last_seen: float = 0.0
     listed: float = 0.0
     version: str = ""
     """Where the watch goes on; empty before the first list and after a refusal."""
@@ -74,9 +74,9 @@ class Lister(Generic[V]):
         labels: str = "",
         of_jobs: bool = False,
     ) -> None:
-        """`of_jobs`: only objects that a job controls are kept; others cost nothing, whatever their labels say.
+        """`of_jobs`: only objects that a job controls are kept; others cost nothing, whatever their labels.
 
-        `namespaces` says what is served and hears what can be seen; None: all, and nobody asks. With several the store
+        `namespaces` has the served ones and records their states; None means all. With several the store
         must be `by_namespace`.
         """
         self.synced = asyncio.Event()
@@ -92,17 +92,17 @@ class Lister(Generic[V]):
         self._of_jobs = of_jobs
 
     @property
-    def heard(self) -> float:
-        """Loop time of the last sign of life from the server, of the namespace with the oldest; 0 before the first."""
-        return min(scope.heard for scope in self._scopes)
+    def last_seen(self) -> float:
+        """Loop time of the last answer of the server, of the namespace with the oldest; 0 before the first."""
+        return min(scope.last_seen for scope in self._scopes)
 
     @property
     def answered(self) -> bool:
-        """Whether the API server has said of each namespace what is there, or that it may not be read."""
+        """Each namespace has been listed or refused."""
         return all(scope.known or scope.refused for scope in self._scopes)
 
     def is_listed_since(self, namespace: str, since: float) -> bool:
-        """Whether the objects of this namespace have been listed at or after `since` (loop time)."""
+        """Return whether the objects of this namespace have been listed at or after `since` (loop time)."""
         served = "" if self._namespaces.single else namespace
         return any(scope.namespace == served and scope.listed and scope.listed >= since for scope in self._scopes)
 
@@ -126,9 +126,9 @@ class Lister(Generic[V]):
         return version
 
     def _refused(self, scope: _Scope, error: ForbiddenError) -> None:
-        scope.heard = asyncio.get_running_loop().time()
+        scope.last_seen = asyncio.get_running_loop().time()
         scope.refused = True
-        self._namespaces.saw(self.resource.plural, scope.namespace, Sight.FORBIDDEN, str(error))
+        self._namespaces.record(self.resource.plural, scope.namespace, ListState.FORBIDDEN, str(error))
         if not self._namespaces.single:
             self._know(scope)
 
@@ -143,9 +143,9 @@ class Lister(Generic[V]):
         token = ""
         while True:
             page = await self._api.list_page(self.resource, scope.namespace, labels=self._labels, continue_token=token)
-            scope.heard = asyncio.get_running_loop().time()
+            scope.last_seen = asyncio.get_running_loop().time()
             try:
-                self._take(page, entries)
+                self._add_page(page, entries)
                 token = page["metadata"].get("continue", "")
                 version = str(page["metadata"]["resourceVersion"])
                 made_at = int(version)
@@ -158,27 +158,27 @@ class Lister(Generic[V]):
         self.store.replace(entries, made_at, scope.namespace)
         scope.listed, scope.stale, scope.refused = began, False, False
         self._know(scope)
-        self._namespaces.saw(self.resource.plural, scope.namespace, Sight.LISTED)
+        self._namespaces.record(self.resource.plural, scope.namespace, ListState.LISTED)
         return version
 
-    def _take(self, page: Json, entries: dict[Key, Entry[V]]) -> None:
-        """What a page of a list brings."""
+    def _add_page(self, page: Json, entries: dict[Key, Entry[V]]) -> None:
+        """Add the entries of a page of a list."""
         for raw in page.get("items") or ():
             key = _key(raw)
             known = self.store.entry(key)
-            # A version stands for one state of one object: nothing to read anew, and a take-over is waiting.
+            # A version identifies one state of one object, so it need not be parsed again.
             same = known is not None and known.version == int(raw["metadata"]["resourceVersion"])
             entry = known if same else self._entry(raw)
             if entry is not None:
                 entries[key] = entry
 
     def observe(self, raw: Json, *, deleted: bool) -> None:
-        """An object from a watch."""
+        """Apply an object from a watch."""
         if deleted:
             self.store.remove(_key(raw), int(raw["metadata"]["resourceVersion"]))
             return
         if self.store.knows(_key(raw), int(raw["metadata"]["resourceVersion"])):
-            return  # mostly what a write of our own brought already
+            return  # mostly what a write of this process has stored already
         entry = self._entry(raw)
         if entry is not None:
             self.store.put(_key(raw), entry)
@@ -186,7 +186,7 @@ class Lister(Generic[V]):
             self.store.remove(_key(raw), int(raw["metadata"]["resourceVersion"]))  # it was a job's, perhaps
 
     def write_through(self, raw: Json) -> None:
-        """An object that a write of our own returned."""
+        """Apply an object that a write of this process returned."""
         if self.store.has_passed(_key(raw), int(raw["metadata"]["resourceVersion"])):
             return
         entry = self._entry(raw)
@@ -254,7 +254,7 @@ class Reflector(Lister[V]):
                 elif loop.time() - started < 1.0:
                     failures += 1  # a server that closes every stream at once must not be hammered
                 creation_backoff = 0
-            except GoneError:
+            except ExpiredError:
                 scope.version = ""
             except ForbiddenError as error:
                 creation_backoff += 1
@@ -266,7 +266,7 @@ class Reflector(Lister[V]):
                 if failures in (1, 10) or failures % 100 == 0:
                     logger.warning("%s: %s (%d in a row)", self.resource.plural, error, failures)
             except UNREADABLE:
-                # Nothing that an API server says: a list tells what it should have been.
+                # Not a valid event: the next list has the state.
                 failures += 1
                 scope.version = ""
                 logger.exception("an event of %s cannot be read (%d in a row)", self.resource.plural, failures)
@@ -275,10 +275,10 @@ class Reflector(Lister[V]):
                 await asyncio.sleep(ceiling * (0.5 + 0.5 * self._jitter()))
 
     async def _watch(self, scope: _Scope, *, until: float) -> bool:
-        """One stream; whether it brought anything."""
+        """Run one stream; return whether it had an event."""
         loop = asyncio.get_running_loop()
         seconds = min(WATCH_SECONDS * (1.0 + 0.25 * self._jitter()), max(1.0, until - loop.time()))
-        brought = False
+        received = False
         events = self._api.watch(
             self.resource,
             scope.namespace,
@@ -289,16 +289,16 @@ class Reflector(Lister[V]):
         )
         async with aclosing(events):
             async for event in events:
-                scope.heard = loop.time()
-                brought = True
+                scope.last_seen = loop.time()
+                received = True
                 raw = event["object"]
                 if event["type"] != "BOOKMARK":
                     self.observe(raw, deleted=event["type"] == "DELETED")
                 scope.version = raw["metadata"]["resourceVersion"]
                 if scope.stale:
                     break
-        scope.heard = loop.time()  # an orderly end is a sign of life as well
-        return brought
+        scope.last_seen = loop.time()  # an orderly end shows that the server is alive as well
+        return received
 
 
 def _key(raw: Json) -> Key:

@@ -1,11 +1,14 @@
-"""In-memory copies of objects, kept by a reflector, read by everybody.
+"""In-memory copies of objects: a reflector writes them, every other part reads them.
 
-Invariants: an older version of an object never replaces a newer one; `replace` removes what a list no longer has,
-except objects that were written through after that list was made, and brings back nothing that was seen to go while
-that list was on its way; every change that somebody else made is told once,
-synchronously, to the listeners (a write of our own is known to its writer). Kubernetes compares resource
-versions as integers, and so do we. Where each namespace is listed and watched by itself, each has versions of its own:
-how far one watch has come says nothing of another. Not for use from other threads.
+Guarantees:
+- An older version of an object never replaces a newer one.
+- `replace` removes what a list no longer has, except objects that were written through after that list was made. It
+  adds nothing that was seen to be deleted while that list was on its way.
+- Listeners are notified once, synchronously, of each change that another process made.
+- Where each namespace is listed and watched by itself, each has separate versions: the progress of one watch means
+  nothing for another.
+
+Kubernetes compares resource versions as integers, and so does this module. Not for use from other threads.
 """
 
 from __future__ import annotations
@@ -45,8 +48,8 @@ class IndexedCache(Generic[V]):
         self._listeners: list[Callable[[Key, Entry[V] | None, Entry[V] | None], None]] = []
         self._seen: dict[str, int] = {}
         """How far each watch has come."""
-        self._gone: dict[Key, int] = {}
-        """Versions up to which objects are known to be gone, until a younger list says so too."""
+        self._deleted: dict[Key, int] = {}
+        """Versions up to which objects are known to be deleted, until a younger list confirms it."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -56,12 +59,12 @@ class IndexedCache(Generic[V]):
         self._listeners.append(listener)
 
     def get(self, key: Key) -> V | None:
-        """The view of an object."""
+        """Return the view of an object."""
         entry = self._entries.get(key)
         return entry.view if entry else None
 
     def entry(self, key: Key) -> Entry[V] | None:
-        """The view with its uid and version."""
+        """Return the view with its uid and version."""
         return self._entries.get(key)
 
     def snapshot(self) -> dict[Key, Entry[V]]:
@@ -69,11 +72,11 @@ class IndexedCache(Generic[V]):
         return dict(self._entries)
 
     def owned_by(self, job: JobId) -> dict[Key, V]:
-        """Views of the objects that this incarnation of a job controls."""
+        """Return views of the objects that this incarnation of a job controls."""
         return {key: entry.view for key, entry in self._owned.get(job, {}).items()}
 
     def knows(self, key: Key, version: int) -> bool:
-        """Whether the watch brings nothing new with this version of an object; it counts as seen then."""
+        """Return whether this version of an object is not new; it counts as seen then."""
         old = self._entries.get(key)
         if old is None or old.version < version:
             return False
@@ -81,7 +84,7 @@ class IndexedCache(Generic[V]):
         return True
 
     def has_passed(self, key: Key, version: int) -> bool:
-        """Whether the watch has brought this version or a younger one, of whatever object: a write's answer is late."""
+        """Return whether the watch is past this version: then the answer to a write is late."""
         return version <= self._seen.get(self._scope(key), 0)
 
     def put(self, key: Key, entry: Entry[V]) -> bool:
@@ -91,38 +94,38 @@ class IndexedCache(Generic[V]):
 
     def write_through(self, key: Key, entry: Entry[V]) -> bool:
         """Take an object from the answer to our own write, unless the watch has passed that version already."""
-        return not self.has_passed(key, entry.version) and self._put(key, entry, tell=False)
+        return not self.has_passed(key, entry.version) and self._put(key, entry, notify=False)
 
     def remove(self, key: Key, version: int) -> None:
-        """The watch said that the object was deleted, at `version`."""
+        """Remove an object that the watch reported as deleted, at `version`."""
         self._saw(key, version)
-        self._gone[key] = max(version, self._gone.get(key, 0))
+        self._deleted[key] = max(version, self._deleted.get(key, 0))
         old = self._entries.get(key)
         if old is not None and old.version <= version:
             self._drop(key, old)
 
     def forget(self, key: Key, uid: str) -> None:
-        """The API server said that this incarnation no longer exists (404)."""
+        """Remove an incarnation that no longer exists (404)."""
         old = self._entries.get(key)
         if old is not None and old.uid == uid:
-            self._gone[key] = max(old.version, self._gone.get(key, 0))
+            self._deleted[key] = max(old.version, self._deleted.get(key, 0))
             self._drop(key, old)
 
     def replace(self, entries: Mapping[Key, Entry[V]], version: int, namespace: str = "") -> None:
-        """Make the store equal to a list made at `version`: also tells what vanished unseen.
+        """Make the store equal to a list made at `version`: also notifies of objects that vanished unseen.
 
-        `namespace`: what the list is of, where each is listed by itself; of others it says nothing.
+        `namespace`: that of the list, where each is listed by itself; other namespaces are not changed.
         """
         scope = self._scope((namespace, ""))
         self._saw((namespace, ""), version)
-        gone = self._gone
-        self._gone = {key: at for key, at in gone.items() if self._scope(key) != scope or at >= version}
+        deleted = self._deleted
+        self._deleted = {key: at for key, at in deleted.items() if self._scope(key) != scope or at >= version}
         for key, old in list(self._entries.items()):
             if self._scope(key) == scope and key not in entries and old.version <= version:
-                self._gone[key] = version
+                self._deleted[key] = version
                 self._drop(key, old)
         for key, entry in entries.items():
-            if entry.version > gone.get(key, -1):
+            if entry.version > deleted.get(key, -1):
                 self._put(key, entry)
 
     def _scope(self, key: Key) -> str:
@@ -132,7 +135,7 @@ class IndexedCache(Generic[V]):
         scope = self._scope(key)
         self._seen[scope] = max(self._seen.get(scope, 0), version)
 
-    def _put(self, key: Key, entry: Entry[V], *, tell: bool = True) -> bool:
+    def _put(self, key: Key, entry: Entry[V], *, notify: bool = True) -> bool:
         old = self._entries.get(key)
         if old is not None and old.version >= entry.version:
             return False
@@ -141,14 +144,14 @@ class IndexedCache(Generic[V]):
         self._entries[key] = entry
         if entry.owner is not None:
             self._owned.setdefault(entry.owner, {})[key] = entry
-        if tell:
-            self._tell(key, old, entry)
+        if notify:
+            self._notify_listeners(key, old, entry)
         return True
 
     def _drop(self, key: Key, old: Entry[V]) -> None:
         del self._entries[key]
         self._disown(key, old)
-        self._tell(key, old, None)
+        self._notify_listeners(key, old, None)
 
     def _disown(self, key: Key, old: Entry[V]) -> None:
         if old.owner is None:
@@ -158,6 +161,6 @@ class IndexedCache(Generic[V]):
         if not children:
             del self._owned[old.owner]
 
-    def _tell(self, key: Key, old: Entry[V] | None, new: Entry[V] | None) -> None:
+    def _notify_listeners(self, key: Key, old: Entry[V] | None, new: Entry[V] | None) -> None:
         for listener in self._listeners:
             listener(key, old, new)

@@ -75,7 +75,7 @@ class JobRecord:
 
     @property
     def id(self) -> JobId:
-        """What its objects and agents are kept by."""
+        """Key of its objects and agents."""
         return JobId(self.namespace, self.name, self.uid)
 
 
@@ -85,7 +85,7 @@ class ChildRecord:
 
     content_hash: str
     record: MembershipRecord | None = None
-    """Unread: only the plan of its job asks what it says."""
+    """Not parsed: only the plan of its job needs the content."""
 
     @property
     def membership(self) -> Membership | None:
@@ -94,9 +94,9 @@ class ChildRecord:
 
 
 def job_record(raw: Json) -> JobRecord:
-    """A TrainingJob; a spec that does not parse becomes `error`.
+    """Parse a TrainingJob; a spec that does not parse becomes `error`.
 
-    One with parts that only a newer version knows is begun by none that does not know them, and goes on with any.
+    This version does not start a job with parts that only a newer version knows, but keeps one running.
     """
     metadata = raw["metadata"]
     identity = (metadata["namespace"], metadata["name"], metadata["uid"])
@@ -128,7 +128,7 @@ def job_record(raw: Json) -> JobRecord:
 
 
 def pod_view(raw: Json) -> PodView:
-    """A worker pod; what is malformed is left out. Raises ValueError when its name is not one that the plan gives."""
+    """Parse a worker pod without malformed parts. Raises ValueError when its name is not a worker's."""
     metadata, spec, status = raw["metadata"], mapping_of(raw.get("spec")), mapping_of(raw.get("status"))
     labels, annotations = mapping_of(metadata.get("labels")), mapping_of(metadata.get("annotations"))
     ordinal = names.ordinal_of(text_of(labels.get(LABEL_JOB)), metadata["name"])
@@ -140,7 +140,7 @@ def pod_view(raw: Json) -> PodView:
     worker = _state_of_worker(status)
     terminated = mapping_of(worker.get("terminated"))
     init = InitState() if worker.get("running") or terminated else _init_state(spec, status)
-    reason, message = _most_telling(status, scheduled, worker, init)
+    reason, message = _reason_and_message(status, scheduled, worker, init)
     phase, node = text_of(status.get("phase")), name_of(spec.get("nodeName"))
     return PodView(
         name=metadata["name"],
@@ -175,7 +175,7 @@ def pod_view(raw: Json) -> PodView:
 
 
 def node_view(raw: Json) -> NodeView:
-    """A node, as small as plans need it; what is malformed is left out.
+    """Parse a node, reduced to what plans need and without malformed parts.
 
     Kubelets and detectors write to it every few seconds: the view changes only with what a plan reads.
     """
@@ -199,7 +199,7 @@ def node_view(raw: Json) -> NodeView:
 
 
 def _is_bad(condition: Json) -> bool:
-    """Only bad conditions are kept: a good one says as little as a missing one, and all good nodes look alike."""
+    """Return whether a condition is bad; others are dropped, so that all healthy nodes have equal views."""
     return condition["type"] != "Ready" and condition.get("status") == bad_status(condition["type"]).value
 
 
@@ -218,7 +218,7 @@ def _taint(raw: Json) -> Taint:
 
 
 def _capacity(allocatable: Json) -> dict[str, int]:
-    """Extended resources that plans read; a device plugin counts them in whole numbers."""
+    """Parse extended resources that plans read; a device plugin counts them in whole numbers."""
     found = {}
     for name in RESOURCES_READ & allocatable.keys():
         text = str(allocatable[name])
@@ -245,7 +245,7 @@ def _items(value: Any, what: str) -> list[Json]:
 
 
 def _leave_out(what: str, value: Any) -> None:
-    """Count what a pod or node holds that cannot be read, and say so the first time for each kind of thing."""
+    """Count malformed parts, and log the first of each kind."""
     left_out[what] += 1
     if left_out[what] == 1:
         text = repr(value)[:100]
@@ -253,14 +253,14 @@ def _leave_out(what: str, value: Any) -> None:
 
 
 def child_record(raw: Json) -> ChildRecord:
-    """A ConfigMap or PodDisruptionBudget of a job."""
+    """Parse a ConfigMap or PodDisruptionBudget of a job."""
     metadata = raw["metadata"]
     content_hash = mapping_of(metadata.get("annotations")).get(names.ANNOTATION_CONTENT_HASH)
     return ChildRecord(text_of(content_hash), membership_record(raw))
 
 
 def seconds(timestamp: Any) -> float | None:
-    """Unix seconds of an RFC 3339 time stamp; None stands for itself."""
+    """Return Unix seconds of an RFC 3339 time stamp; None for None."""
     return datetime.fromisoformat(timestamp).timestamp() if timestamp else None
 
 
@@ -304,7 +304,7 @@ def _init_state(spec: Json, status: Json) -> InitState:
     return InitState()
 
 
-def _most_telling(status: Json, scheduled: Json, worker: Json, init: InitState) -> tuple[str, str]:
+def _reason_and_message(status: Json, scheduled: Json, worker: Json, init: InitState) -> tuple[str, str]:
     """Return reason and message of the pod, of the worker, or of what holds the worker back."""
     if reason := text_of(status.get("reason")):
         return reason, text_of(status.get("message"))

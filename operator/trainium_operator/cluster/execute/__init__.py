@@ -1,1 +1,1 @@
-"""How a plan becomes writes, and what bounds them."""
+"""Execution of plans, and the limits of their writes."""

@@ -1,8 +1,8 @@
-"""How many pods may be deleted without asking their nodes, by all plans together: the last bound, whatever the cause.
+"""Limit pods that are deleted without their nodes' confirmation, by all plans together.
 
-Such a deletion cannot be taken back: what the worker holds in memory is gone. Plans have bounds of their own
-(`plan/view/workers.py`, the fleet's breaker); this one holds when a plan is wrong, and for all jobs together.
-Invariant: within any `WINDOW_SECONDS` no more than `LEAST` pods or `PART` of all worker pods, whichever is more.
+Such a deletion cannot be undone: the state in the worker's memory is lost. Plans have separate limits
+(`plan/view/workers.py`, the fleet's breaker); this one also holds when a plan is wrong, and for all jobs together.
+Guarantee: within any `WINDOW_SECONDS` no more than `LEAST` pods or `PART` of all worker pods, whichever is more.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ LEAST = 8
 PART = 0.2
 
 
-class HeldBackError(ApiError):
-    """Not done now, so that nothing more is destroyed than one fault explains: it is tried again."""
+class ForceDeleteLimitError(ApiError):
+    """The deletion is not done now, so that no more is lost than one fault explains; it is retried."""
 
 
-class Destruction:
+class ForceDeleteLimiter:
     """One per process; times in seconds of the clock, pods by uid."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -43,7 +43,7 @@ class Destruction:
             return
         most = max(LEAST, int(PART * (pods + len(self._done))))
         if len(self._done) >= most:
-            raise HeldBackError(
+            raise ForceDeleteLimitError(
                 f"{len(self._done)} pods were deleted by force within {WINDOW_SECONDS:g} s, as many as may be; "
                 "the others wait: look whether their nodes are lost, or only out of reach"
             )

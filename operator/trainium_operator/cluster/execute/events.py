@@ -1,8 +1,10 @@
-"""Events (events.k8s.io/v1) about jobs: what `kubectl describe` shows.
+"""Events (events.k8s.io/v1) about jobs, as `kubectl describe` shows them.
 
-Invariants: recording never blocks and never fails a reconcile; the same thing said again within ten minutes becomes a
-series of one Event; a job that changes its mind quickly is limited by a token bucket; notes are below 1,024 bytes.
-Names are deterministic, so a repeated POST is harmless.
+Guarantees:
+- Recording never blocks and never fails a reconcile.
+- The same event again within ten minutes becomes a series of one Event.
+- A token bucket limits the events of a job. Notes are below 1,024 bytes.
+- Names are deterministic, so a repeated POST is harmless.
 """
 
 from __future__ import annotations
@@ -64,7 +66,7 @@ class Note:
 
 
 def note_of(job: JobView, intent: EventIntent) -> Note:
-    """The Event of a plan's intent."""
+    """Return the Event of a plan's intent."""
     related = None
     if intent.related_kind is not None:
         related = {"apiVersion": "v1", "kind": intent.related_kind.value, "name": intent.related_name}
@@ -124,7 +126,7 @@ class EventRecorder:
         self._buckets: OrderedDict[str, _Bucket] = OrderedDict()
 
     def record(self, note: Note) -> None:
-        """Say it, unless too much was said already."""
+        """Queue the event, unless the job's limit is used up."""
         if not self._allowed(note.regarding.get("uid", "")):
             self.dropped += 1
             return

@@ -1,12 +1,13 @@
-"""Carries out a plan: status first, then events, then the actions in order.
+"""Execute a plan: status first, then events, then the actions in order.
 
-Invariants: every write may be repeated (deterministic names, preconditions), so a crash between any two of them is
-harmless; what a write returned is put into the caches at once, so that the next plan does not ask for it again; after
-a failed write nothing further of that plan is done, and the job is planned anew; only what has ended is deleted also
-where nothing may be created, and what is lost is replaced also where it may not be deleted.
-Neighbouring applies, creations and deletions run in parallel, as many pods at a time as `write_slots` says; creations
-start with one, and each success lets `MORE_IN_FLIGHT` more begin, so that a quota that is used up costs one refusal and
-not a thousand, and nobody waits for the slowest of a batch; deletions that come behind creations are few at a time.
+Guarantees:
+- Every write may be repeated (deterministic names, preconditions), so a crash between any two of them is harmless.
+- The answer to a write is put into the caches at once, so that the next plan does not ask for it again.
+- After a failed write the rest of that plan is dropped, and the job is planned again. Ended pods are deleted even if
+  nothing may be created, and failed ones are replaced even if they may not be deleted.
+- Neighbouring applies, creations and deletions run in parallel, within the limits of `concurrency`. Creations start
+  with one, and each success starts `MORE_IN_FLIGHT` more, so that a used-up quota costs one refusal and not a thousand.
+  Deletions behind creations are few at a time.
 """
 
 from __future__ import annotations
@@ -38,16 +39,14 @@ from trainium_operator.cluster.api.resources import (
     resource_of,
 )
 from trainium_operator.cluster.cache.ownership import controlling_job
-from trainium_operator.cluster.execute.deletion_limit import Destruction, HeldBackError
-from trainium_operator.cluster.execute.device_writes import drop_template
+from trainium_operator.cluster.execute.concurrency import OF_ONE, WriteSlots, run_all, run_growing
+from trainium_operator.cluster.execute.deletion_limit import ForceDeleteLimiter, ForceDeleteLimitError
 from trainium_operator.cluster.execute.events import note_of, write_failed
 from trainium_operator.cluster.execute.membership_writes import MembershipWrites
-from trainium_operator.cluster.execute.merge_patch import exactly
+from trainium_operator.cluster.execute.merge_patch import replace_content
+from trainium_operator.cluster.execute.optional_api_writes import drop_quota, drop_template, write_quota_conditions
 from trainium_operator.cluster.execute.policy_writes import PolicyWrites
-from trainium_operator.cluster.execute.quota_writes import drop_quota, tell_quota
-from trainium_operator.cluster.execute.side_by_side import all_of, growing
 from trainium_operator.cluster.execute.undeclared_fields import UndeclaredFields
-from trainium_operator.cluster.execute.write_slots import OF_ONE, Slots
 from trainium_operator.cluster.queue.creation_backoff import CreationBackoff
 from trainium_operator.plan.model.actions import (
     ApplyGroup,
@@ -77,7 +76,7 @@ if TYPE_CHECKING:
     from trainium_operator.plan.model.names import JobId
     from trainium_operator.plan.model.observed import JobView
 
-TELL_FROM_PAUSE = 2.0
+REPORT_FROM_PAUSE = 2.0
 """Pause in seconds from which on refused creations show as an event."""
 BESIDE_A_START = 8
 """Deletions at a time of what has ended: they come behind the new pods, and take their time to bind and start."""
@@ -105,19 +104,19 @@ class Executor:
         recorder: EventRecorder,
         publisher: Publisher,
         creation_backoff: CreationBackoff | None = None,
-        destruction: Destruction | None = None,
+        destruction: ForceDeleteLimiter | None = None,
         undeclared: UndeclaredFields | None = None,
         policies: PolicyWrites | None = None,
     ) -> None:
         self._undeclared = undeclared or UndeclaredFields(lambda: 0.0)
-        self._destruction = destruction or Destruction(lambda: 0.0)
+        self._destruction = destruction or ForceDeleteLimiter(lambda: 0.0)
         self._policies = policies or PolicyWrites(lambda: 0.0)
         self._creation_backoff = creation_backoff or CreationBackoff(lambda: 0.0)
         self._api = api
         self._caches = caches
         self._recorder = recorder
         self._publisher = publisher
-        self._slots = Slots()
+        self._slots = WriteSlots()
         self._memberships = MembershipWrites(
             api, caches.config_maps, lambda job, current: self._check_ours(job, CONFIG_MAPS, current)
         )
@@ -128,7 +127,7 @@ class Executor:
             await self._write_status(job, plan)
         for intent in plan.events:
             self._recorder.record(note_of(job, intent))
-        held: HeldBackError | None = None
+        held: ForceDeleteLimitError | None = None
         refused: ApiError | None = None
         started = False
         for kind, group in groupby(plan.actions, type):
@@ -136,7 +135,7 @@ class Executor:
             if kind is DeletePod:
                 try:
                     await self._delete_pods(job, actions, BESIDE_A_START if started else OF_ONE)
-                except HeldBackError as error:
+                except ForceDeleteLimitError as error:
                     held = error  # what is lost is replaced, also while it may not be deleted
             elif kind is ApplyPolicy:
                 for action in actions:
@@ -173,9 +172,9 @@ class Executor:
             self._creation_backoff.record_success(job.uid, place)
 
         try:
-            await all_of(at(place, work) for place, work in works)
+            await run_all(at(place, work) for place, work in works)
         except ApiError as error:
-            if _is_refusal(error) and max(pauses) >= TELL_FROM_PAUSE:
+            if _is_refusal(error) and max(pauses) >= REPORT_FROM_PAUSE:
                 self._recorder.record(write_failed(job, str(error)))
             raise
 
@@ -189,7 +188,7 @@ class Executor:
         self._caches.jobs.write_through(raw)
 
     async def _apply_status(self, job: JobView, status: Json) -> Json:
-        """A refusal names some of the fields that the definition lacks, not always all."""
+        """Apply the status without undeclared fields: a refusal names some of them, not always all."""
         version = {"resourceVersion": job.resource_version}
         while True:
             body = {"metadata": version, "status": self._undeclared.without(status)}
@@ -218,7 +217,7 @@ class Executor:
             workloads = self._caches.kueue.workloads
             workloads.write_through(await self._own(job, WORKLOADS, action.manifest, workloads.store))
         elif isinstance(action, SetQuotaConditions):
-            await tell_quota(self._api, self._caches.kueue, job, action)
+            await write_quota_conditions(self._api, self._caches.kueue, job, action)
         elif isinstance(action, DeleteWorkload):
             await drop_quota(self._api, self._caches.kueue, job, action)
         elif isinstance(action, DeleteTemplate):
@@ -240,7 +239,7 @@ class Executor:
         lister.write_through(await self._own(job, resource, manifest, lister.store))
 
     async def _own(self, job: JobView, resource: Resource, manifest: Json, store: IndexedCache[Any]) -> Json:
-        """Create an object, or bring the job's own in line, whoever wrote what is in it. Raises NotOursError."""
+        """Create an object, or replace the content of the job's existing one. Raises NotOursError."""
         name = manifest["metadata"]["name"]
         if store.entry((job.namespace, name)) is None:
             try:
@@ -253,7 +252,7 @@ class Executor:
         current = await self._live(resource, job.namespace, name)
         self._check_ours(job, resource, current)
         metadata = {**manifest["metadata"], "resourceVersion": current["metadata"]["resourceVersion"]}
-        patch = {**exactly(current, manifest), "metadata": metadata}
+        patch = {**replace_content(current, manifest), "metadata": metadata}
         return await self._api.merge(resource, job.namespace, name, patch)
 
     async def _live(self, resource: Resource, namespace: str, name: str) -> Json:
@@ -281,7 +280,7 @@ class Executor:
         raise NotOursError(sentence, status=409)
 
     async def _delete_job(self, job: JobView, action: DeleteJob) -> None:
-        """Delete the job as it was seen: one that was made anew, or changed since, is not meant."""
+        """Delete the job as it was observed, not one that was created again or changed since."""
         try:
             await self._api.delete(
                 JOBS, job.namespace, job.name, uid=action.uid, resource_version=action.resource_version
@@ -300,7 +299,7 @@ class Executor:
             self._publisher.publish(job.id, action.membership)
 
     async def _create_pods(self, job: JobView, actions: Sequence[CreatePod]) -> None:
-        await growing(partial(self._create_pod, job, action) for action in actions)
+        await run_growing(partial(self._create_pod, job, action) for action in actions)
 
     async def _create_pod(self, job: JobView, action: CreatePod) -> None:
         name = action.manifest["metadata"]["name"]
@@ -319,7 +318,7 @@ class Executor:
             async with turns:
                 await self._delete_pod(job, action)
 
-        await all_of(delete(action) for action in actions)
+        await run_all(delete(action) for action in actions)
 
     async def _delete_pod(self, job: JobView, action: DeletePod) -> None:
         if action.grace_seconds == 0:
@@ -342,7 +341,7 @@ class Executor:
             self._caches.pods.store.forget((job.namespace, action.name), action.uid)
 
     async def _exists(self, job: JobView, action: DeletePod) -> bool:
-        """Whether the pod itself is still there, and not another incarnation of its name."""
+        """Return whether the pod itself is still there, and not another incarnation of its name."""
         try:
             raw = await self._api.get(PODS, job.namespace, action.name)
         except NotFoundError:
@@ -351,7 +350,7 @@ class Executor:
 
 
 def _place(action: Action) -> str:
-    """Where it writes: `Kind/name` of its object, else what it does."""
+    """Return where it writes: `Kind/name` of its object, else what it does."""
     manifest: Json | None = getattr(action, "manifest", None)
     return type(action).__name__ if manifest is None else f"{manifest['kind']}/{manifest['metadata']['name']}"
 
@@ -363,5 +362,5 @@ def refusal_of(job: JobView, text: str) -> str:
 
 
 def _is_refusal(error: ApiError) -> bool:
-    """Whether trying again at once is in vain: 500 is a webhook that fails, 504 one that does not answer in time."""
+    """Return whether an immediate retry is useless: 500 is a webhook that fails, 504 one that does not answer."""
     return isinstance(error, ForbiddenError | InvalidError | NotOursError) or error.status in (500, 504)

@@ -1,8 +1,9 @@
-"""The record of a membership in its ConfigMap: compared and swapped.
+"""Write the record of a membership to its ConfigMap, by compare and swap.
 
-Invariants: one generation number never stands for two memberships, for a write replaces what holds the generation
-before and nothing else; our copy of the record saves a look at it where the API server itself says that it has not
-changed since (its version is part of the write), and decides nothing.
+Guarantees:
+- One generation number never has two memberships: a write replaces only the record of the generation before.
+- The cached copy saves a read where the API server confirms that it is current (its version is part of the write), and
+  decides nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 from trainium_operator.cluster.api.errors import AlreadyExistsError, ConflictError, NotFoundError
 from trainium_operator.cluster.api.resources import CONFIG_MAPS
 from trainium_operator.cluster.cache.membership_record import membership_of
-from trainium_operator.cluster.execute.merge_patch import exactly
+from trainium_operator.cluster.execute.merge_patch import replace_content
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,7 +37,7 @@ class MembershipWrites:
         self._check_ours = check_ours
 
     async def write(self, job: JobView, action: PublishMembership) -> None:
-        """Raises ConflictError when the record holds something else than what is to be replaced."""
+        """Write the record. Raises ConflictError when it holds another generation than the one to replace."""
         raw = await self._swap_unread(job, action) or await self._swap(job, action)
         self._records.write_through(raw)
         name = action.manifest["metadata"]["name"]
@@ -89,5 +90,5 @@ class MembershipWrites:
 
     async def _merge(self, job: JobView, action: PublishMembership, current: Json, version: str) -> Json:
         metadata = {**action.manifest["metadata"], "resourceVersion": version}
-        patch = {**exactly(current, action.manifest), "metadata": metadata}
+        patch = {**replace_content(current, action.manifest), "metadata": metadata}
         return await self._api.merge(CONFIG_MAPS, job.namespace, metadata["name"], patch)

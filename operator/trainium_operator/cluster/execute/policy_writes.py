@@ -32,7 +32,7 @@ class PolicyWrites:
         """With the pause that was given."""
 
     def refusal(self, job_uid: str) -> PolicyRefusal | None:
-        """Why the job's policy could not be written, and when it may be tried again; None when it could."""
+        """Return why the job's policy could not be written, and when it may be tried again; None when it could."""
         known = self._refusals.get(job_uid)
         return known[0] if known is not None else None
 

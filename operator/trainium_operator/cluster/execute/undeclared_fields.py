@@ -29,21 +29,21 @@ _Place = tuple[str, ...]
 
 
 def places_in(refusal: str) -> frozenset[_Place]:
-    """The fields that the API server's sentence names, entries of a list taken together."""
+    """Return the fields that the API server's sentence names, entries of a list taken together."""
     return frozenset(tuple(_ENTRY.sub("", found).split(".")[1:]) for found in _NAMED.findall(refusal))
 
 
 class UndeclaredFields:
-    """What is left out of every status for now."""
+    """The fields that are left out of every status for now."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._places: frozenset[_Place] = frozenset()
         self._until = 0.0
-        self._told: frozenset[_Place] = frozenset()
+        self._reported: frozenset[_Place] = frozenset()
 
     def without(self, status: Json) -> Json:
-        """The status without them; it is not changed itself."""
+        """Return the status without them; it is not changed itself."""
         if self._clock() >= self._until:
             self._places = frozenset()
         for place in self._places:
@@ -51,15 +51,15 @@ class UndeclaredFields:
         return status
 
     def learn(self, error: UndeclaredFieldError) -> bool:
-        """Take what the refusal names; False when that is nothing new, so that to try again is in vain."""
+        """Add the fields that the refusal names; return False when none is new and a retry is useless."""
         places = self._places | places_in(str(error))
         if places == self._places or len(places) > _MOST:
             return False
         self._places, self._until = places, self._clock() + FOR_SECONDS
-        if not places <= self._told:
+        if not places <= self._reported:
             named = ", ".join(sorted(".".join(("status", *place)) for place in places))
             _log.warning("the TrainingJob definition lacks %s: not written; apply the CRD of this version", named)
-            self._told |= places
+            self._reported |= places
         return True
 
 

@@ -1,8 +1,10 @@
-"""The fleet reconcile: what all jobs and nodes say, into the memory of bad machines, and from it what each job heeds.
+"""Reconcile the fleet: record failures of all jobs and nodes in the memory of bad machines, and derive the jobs' view.
 
-Invariants: only the leader writes; level-triggered, so that a crash between any two writes only delays; the memory is
-written (compare and swap) before anybody acts on it; what a person changed in it is read before each decision; a view
-never gives way to an older one. While the API server is away jobs go by what was known last.
+Guarantees:
+- Only the leader writes. It is level-triggered, so a crash between any two writes only delays.
+- The memory is written (compare and swap) before any job acts on it. A person's change of it is read before each
+  decision. A view is never replaced by an older one.
+- While the API server is away jobs use the last view.
 """
 
 from __future__ import annotations
@@ -34,13 +36,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LOOK_SECONDS = 15.0
+POLL_SECONDS = 15.0
 """At least this often the memory is read again: a person may have changed it."""
 SETTLE_SECONDS = 0.2
 """Signals of one fault come together; also the shortest time between two looks."""
 RETRY_SECONDS = 5.0
 ATTEMPTS = 5
-MOST_GONE = 4_096
+MAX_DELETED = 4_096
 _LABELS = {"app.kubernetes.io/part-of": "trainium-operator", "app.kubernetes.io/component": "fleet-memory"}
 
 
@@ -74,8 +76,8 @@ class FleetReconciler:
         self._woken = asyncio.Event()
         self._nodes_changed = False
         """Since the newest look at them."""
-        self._looks = 0
-        self._gone: dict[str, str] = {}
+        self._rounds = 0
+        self._deleted: dict[str, str] = {}
         """Provider IDs of nodes that no longer exist, oldest first."""
         self._memory: Memory | None = None
         self._written = False
@@ -86,11 +88,11 @@ class FleetReconciler:
 
     @property
     def machines(self) -> Collection[Machine]:
-        """What is remembered, as this process last saw it."""
+        """Return what is remembered, as this process last saw it."""
         return self._memory.machines.values() if self._memory is not None else ()
 
     def current(self) -> FleetView:
-        """The view, with the nodes as they are known at this moment.
+        """Return the view, with the nodes as they are known at this moment.
 
         Of many that turn bad at once none may be acted on before it is seen how many they are.
         """
@@ -103,14 +105,14 @@ class FleetReconciler:
         self._woken.set()
 
     async def prime(self) -> None:
-        """Read the memory and decide what jobs must heed, without writing anything. Raises ApiError."""
+        """Read the memory and compute the view of jobs, without writing. Raises ApiError."""
         self._memory, _ = await self._read()
         plan = self._plan(self._memory)
         self._memory = plan.memory
         self._adopt(plan)
 
     async def run(self) -> None:
-        """From the first moment as the leader to the last."""
+        """Set owners while this process leads."""
         await self._leading.wait()
         while self._leading.is_set():
             self._woken.clear()
@@ -138,7 +140,7 @@ class FleetReconciler:
                 raise
             # Before there is any, what was seen as the leader began counts; one that is gone later was deleted.
             plan = self._plan(memory if memory is not None or self._written else self._memory)
-            look = self._looks
+            poll = self._rounds
             try:
                 if plan.memory != memory:
                     await self._write(plan.memory, raw)
@@ -147,19 +149,19 @@ class FleetReconciler:
             for sentence in plan.news:
                 logger.warning("%.1000s", sentence)
             self._memory, self._written = plan.memory, True
-            if self._nodes_changed or self._looks != look:  # while it was written: others may know more by now
+            if self._nodes_changed or self._rounds != poll:  # while it was written: others may know more by now
                 plan = self._plan(self._memory)
             self._adopt(plan)
             if plan.memory != self._memory:
                 return SETTLE_SECONDS  # it is written before anything else follows from it
             for write in plan.taints:
                 await self._taint(write)
-            return LOOK_SECONDS if plan.look_again is None else min(LOOK_SECONDS, max(SETTLE_SECONDS, plan.look_again))
+            return POLL_SECONDS if plan.look_again is None else min(POLL_SECONDS, max(SETTLE_SECONDS, plan.look_again))
         raise ConflictError(f"ConfigMap {self._namespace}/{self._name} is changed by somebody else all the time")
 
     def _plan(self, memory: Memory | None) -> FleetPlan:
         self._nodes_changed = False
-        self._looks += 1
+        self._rounds += 1
         carrying = frozenset(entry.view.node for entry in self._caches.pods.store.snapshot().values()) - {""}
         if self._caches.nodes is None:
             nodes = {name: NodeView(name=name) for name in carrying}
@@ -176,7 +178,7 @@ class FleetReconciler:
                 ),
                 memory=memory,
                 now=self._wall_clock(),
-                machines=self._gone,
+                machines=self._deleted,
                 taints_nodes=self._taints_nodes and self._caches.nodes is not None,
             )
         )
@@ -224,10 +226,10 @@ class FleetReconciler:
 
     def _node_changed(self, key: Key, old: Entry[NodeView] | None, new: Entry[NodeView] | None) -> None:
         if new is None and old is not None and old.view.provider_id:
-            self._gone.pop(key[1], None)
-            self._gone[key[1]] = old.view.provider_id
-            if len(self._gone) > MOST_GONE:
-                del self._gone[next(iter(self._gone))]
+            self._deleted.pop(key[1], None)
+            self._deleted[key[1]] = old.view.provider_id
+            if len(self._deleted) > MAX_DELETED:
+                del self._deleted[next(iter(self._deleted))]
         if old is None or new is None or old.view != new.view:
             self._nodes_changed = True
             self.wake()
@@ -240,7 +242,7 @@ class FleetReconciler:
 
 
 class FleetMeter:
-    """A Meter that also tells the fleet of failures that a plan of our own recorded, and passes everything on."""
+    """A Meter that also notifies the fleet of failures that this process recorded, and forwards everything."""
 
     def __init__(self, meter: Meter, fleet: FleetReconciler) -> None:
         self._meter = meter

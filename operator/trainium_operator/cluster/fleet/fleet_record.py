@@ -37,10 +37,10 @@ _MOST_NODES = 10_000
 
 
 def encode(memory: Memory) -> dict[str, str]:
-    """`data` of the ConfigMap."""
+    """Return `data` of the ConfigMap."""
     data = {ABOUT: _ABOUT}
     if memory.accounted:
-        # Exact: rounded down, the newest failure of a job would count again for whoever reads it.
+        # Exact: rounded down, the newest failure of a job would count again for the next reader.
         data[ACCOUNTED] = _dump(dict(sorted(memory.accounted.items())))
     for machine, entry in sorted(memory.machines.items()):
         key = _key(machine)
@@ -51,7 +51,7 @@ def encode(memory: Memory) -> dict[str, str]:
 
 
 def decode(data: Mapping[str, Any]) -> Memory:
-    """The memory in `data`; never raises."""
+    """Return the memory in `data`; never raises."""
     machines: dict[str, Machine] = {}
     accounted: dict[str, float] = {}
     for key, text in data.items():
@@ -70,9 +70,9 @@ def decode(data: Mapping[str, Any]) -> Memory:
 
 
 class _PlainLoader(Composer, yaml.CSafeLoader):
-    """A SafeLoader that reads no aliases, a few lines of which unfold to gigabytes, and no more than an entry can say.
+    """A SafeLoader without aliases, a few lines of which expand to gigabytes, and with the size limits of an entry.
 
-    Scanning is C's, five times as fast; putting together is Python's, which can be stopped and knows how deep it is.
+    Scanning is C code, five times as fast; composing is Python code, which can limit the depth.
     """
 
     def __init__(self, text: str) -> None:
@@ -102,7 +102,7 @@ def _finite(value: Any) -> float:
 
 
 def _key(machine: str) -> str:
-    """A key that a ConfigMap takes, as close to the machine's identity as it can be."""
+    """Return a key that a ConfigMap takes, as close to the machine's identity as it can be."""
     return re.sub(r"[^-._a-zA-Z0-9]+", ".", machine).strip(".")[:_LONGEST_KEY] or "unnamed"
 
 

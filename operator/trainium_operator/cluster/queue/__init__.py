@@ -1,1 +1,1 @@
-"""What has changed, which job it concerns, and when that job is planned."""
+"""Changes, the jobs that they concern, and when a job is planned."""

@@ -76,7 +76,7 @@ class Caches:
             await reflector.synced.wait()
 
     def is_synced(self) -> bool:
-        """Whether each has been listed once."""
+        """Return whether each has been listed once."""
         return self.jobs.synced.is_set() and all(reflector.synced.is_set() for reflector in self.reflectors())
 
     async def catch_up(self, since: float, *, records_only: bool = False) -> None:
@@ -91,13 +91,13 @@ class Caches:
             self.kueue.catch_up(since)
 
     def membership_of(self, job: JobView) -> ChildRecord | None:
-        """The membership ConfigMap of this incarnation of the job."""
+        """Return the membership ConfigMap of this incarnation of the job."""
         key = (job.namespace, names.membership_name(job.name))
         return self.config_maps.store.owned_by(job.id).get(key)
 
 
 class Agents(Protocol):
-    """What the coordinator knows."""
+    """The coordinator's state."""
 
     since: float
     """When this process began to answer agents as the leader, in Unix seconds."""
@@ -107,7 +107,7 @@ class Agents(Protocol):
         ...
 
     def published(self, job: JobId) -> int:
-        """Generation that is served; 0 for none."""
+        """Return the generation that is served; 0 for none."""
         ...
 
 
@@ -166,7 +166,7 @@ class Observer:
             published=self._agents.published(job.id),
             children=children,
             ca_bundle=self._ca_bundle(),
-            # Agents whose pods were not known could not be heard either: their silence counts anew.
+            # Agents of unknown pods could not send anything either: their silence counts from then on.
             coordinator_since=max(self._agents.since, caches.namespaces.open_since(job.namespace)),
             now=self._wall_clock(),
             creations_from=self._creation_backoff.blocked_until(job.uid),
@@ -182,7 +182,7 @@ class Observer:
         )
 
     def _usable(self, job: JobView) -> Callable[[str], bool]:
-        """Says of a node whether a worker of the job could be put there: ready, not cordoned, of the job's type."""
+        """Return a check whether a worker of the job could run on a node: ready, not cordoned, of the job's type."""
         nodes, wanted = self._caches.nodes, job.spec.workers.accelerator.instance_type
 
         def usable(name: str) -> bool:
@@ -195,7 +195,7 @@ class Observer:
 
     def _nodes(self, wanted: set[str]) -> dict[str, NodeView]:
         if self._caches.nodes is None:
-            # Nobody told us otherwise: pods and heartbeats alone say what is lost.
+            # Nodes are not watched: pods and heartbeats alone show what failed.
             return {name: NodeView(name=name) for name in wanted}
         store = self._caches.nodes.store
         found = ((name, store.get(("", name))) for name in wanted)
@@ -206,11 +206,11 @@ def enqueue_on_change(caches: Caches, queue: WorkQueue[Key], pace: Pace) -> None
     """Have a job reconciled whenever something that its plan can see has changed."""
 
     def job_changed(key: Key, old: Entry[JobRecord] | None, new: Entry[JobRecord] | None) -> None:
-        if old is None or new is None or not _says_the_same(old.view, new.view):
+        if old is None or new is None or not _is_unchanged_for_plans(old.view, new.view):
             queue.put(key)
 
     def child_changed(_key: Key, old: Entry[ChildRecord] | None, new: Entry[ChildRecord] | None) -> None:
-        if (job := _concerned(old, new)) is not None:
+        if (job := _changed_job(old, new)) is not None:
             pace.put(job)
 
     def workload_changed(_key: Key, old: Entry[WorkloadView] | None, new: Entry[WorkloadView] | None) -> None:
@@ -219,12 +219,12 @@ def enqueue_on_change(caches: Caches, queue: WorkQueue[Key], pace: Pace) -> None
             pace.put((entry.owner.namespace, entry.owner.name))
 
     def pod_changed(_key: Key, old: Entry[PodView] | None, new: Entry[PodView] | None) -> None:
-        if (job := _concerned(old, new)) is None:
+        if (job := _changed_job(old, new)) is None:
             return
         namespace, name = job
-        begun = caches.config_maps.store.get((namespace, names.membership_name(name))) is not None
+        has_generation = caches.config_maps.store.get((namespace, names.membership_name(name))) is not None
         # Until the first generation nobody trains, and nobody waits for a count of the pods that have come up.
-        pace.put(job, hurry=begun or not _comes_up(old, new))
+        pace.put(job, hurry=has_generation or not _only_starts(old, new))
 
     on_node: dict[str, dict[Key, Key]] = {}  # node -> worker pod -> job
 
@@ -269,29 +269,29 @@ def enqueue_on_change(caches: Caches, queue: WorkQueue[Key], pace: Pace) -> None
         caches.nodes.store.listen(node_changed)
 
 
-def _concerned(
+def _changed_job(
     old: Entry[PodView] | Entry[ChildRecord] | None, new: Entry[PodView] | Entry[ChildRecord] | None
 ) -> Key | None:
-    """The job whose plan sees a difference; None when none does."""
+    """Return the job whose plan sees a difference; None when none does."""
     entry = new or old
     if entry is None or entry.owner is None or (old is not None and new is not None and old.view == new.view):
         return None
     return entry.owner.namespace, entry.owner.name
 
 
-def _comes_up(old: Entry[PodView] | None, new: Entry[PodView] | None) -> bool:
-    """Whether all that happened is that a pod was created, bound to a node or started, as it should."""
+def _only_starts(old: Entry[PodView] | None, new: Entry[PodView] | None) -> bool:
+    """Return whether all that happened is that a pod was created, bound to a node or started, as it should."""
     if new is None or new.view.deleting or new.view.disrupted or new.view.unschedulable_message:
         return False
     if new.view.reason and new.view.reason not in STARTING_REASONS:
         return False
     if old is None or old.view.phase is PodPhase.PENDING:
         return new.view.phase in (PodPhase.PENDING, PodPhase.RUNNING)
-    return replace(old.view, ip=new.view.ip) == new.view  # a kubelet tells of a start in pieces
+    return replace(old.view, ip=new.view.ip) == new.view  # a kubelet reports a start in steps
 
 
-def _says_the_same(old: JobRecord, new: JobRecord) -> bool:
-    """Whether a plan would find nothing new: progress is written by plans, which know it from the agents."""
+def _is_unchanged_for_plans(old: JobRecord, new: JobRecord) -> bool:
+    """Return whether a plan would find nothing new: progress is written by plans, which know it from the agents."""
     if old == new:
         return True
     if old.view is None or new.view is None:

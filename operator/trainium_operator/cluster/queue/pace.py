@@ -1,4 +1,4 @@
-"""How soon a job is planned after something about it has changed.
+"""Decide how soon a job is planned after a change.
 
 Invariants: the first change after a quiet while is planned at once, so a fault never waits; while changes come in
 numbers (a thousand workers start, register, begin to train) a job is planned at most so often that planning takes
@@ -32,15 +32,15 @@ class Pace:
 
     def put(self, key: Key, *, hurry: bool = True) -> None:
         """Have the job planned: now, or as soon as its pace allows; without `hurry` after a longer pause."""
-        due = (self._next if hurry else self._next_unhurried).get(key, 0.0)
-        self._queue.put_after(key, due - asyncio.get_running_loop().time())
+        is_pending = (self._next if hurry else self._next_unhurried).get(key, 0.0)
+        self._queue.put_after(key, is_pending - asyncio.get_running_loop().time())
 
     def planned(self, key: Key, spent: float, ended: float) -> None:
-        """A plan was made until `ended` (loop time); `spent` seconds were its own, not of those that came between."""
+        """Record a plan that took until `ended` (loop time) and `spent` seconds itself."""
         self._next[key] = ended + min(LONGEST_PAUSE, spent * (1.0 / SHARE - 1.0))
         self._next_unhurried[key] = ended + min(LONGEST_UNHURRIED_PAUSE, spent * (1.0 / UNHURRIED_SHARE - 1.0))
 
     def forget(self, key: Key) -> None:
-        """The job is gone."""
+        """Forget a deleted job."""
         self._next.pop(key, None)
         self._next_unhurried.pop(key, None)

@@ -1,4 +1,4 @@
-"""Read why pods that have a node do not start, where only an event says it: a volume, a sandbox, a network.
+"""Read why pods that have a node do not start, where only an event has the reason: a volume, a sandbox, a network.
 
 Guarantees:
 - Events are listed only for a job with a pod that has waited on its node for `SLOW_SECONDS`, for one pod of it, and not
@@ -83,7 +83,7 @@ class PodWarnings:
         return max(0.0, min(pod.created for pod in starting) + SLOW_SECONDS - now)
 
     def applied_to(self, job: JobView, pods: tuple[PodView, ...]) -> tuple[PodView, ...]:
-        """Return the pods with the warning in place of a reason that says only that they start."""
+        """Return the pods with the warning in place of a reason that means only that they start."""
         _, warning = self._read.get(job.uid, (0.0, _Warning("")))
         if not warning.reason:
             return pods
@@ -109,7 +109,7 @@ class PodWarnings:
 
 
 def _is_starting(pod: PodView) -> bool:
-    """Whether it has a node, and neither it nor an init container of it says what it waits for."""
+    """Return whether it has a node and shows no reason for its delay."""
     waits = pod.phase is PodPhase.PENDING and not pod.deleting and bool(pod.node)
     return waits and pod.reason in {"", *STARTING_REASONS} and not pod.init_container
 

@@ -1,16 +1,17 @@
-"""The queue of keys between everything that notices a change and the workers that reconcile.
+"""The queue of keys between the sources of changes and the workers that reconcile.
 
 Guarantees, each with a test:
-1. A key that waits is there once, however often it is put.
+1. A waiting key is in the queue once, however often it is put.
 2. A key is never given to two workers at the same time.
 3. A key that is put while a worker has it is given out again after `done`: no change is missed.
-4. Keys are given out in the order in which they first came, but for what 7 says.
+4. Keys are given out in the order in which they first came, except for guarantee 7.
 5. `put_after` puts the key once its delay is over; of several delays the earliest wins. A key that is given out loses
-   its delay: whoever reconciles it sees everything, and says when to look again.
-6. `retry` puts the key after an exponential delay of its own; `forget` starts that delay anew.
-7. Keys that were called slow are given out while fewer than `most_slow` of them are with workers; the others pass them.
+   its delay: its reconcile sees everything, and returns when to run again.
+6. `retry` puts the key after a separate exponential delay; `forget` resets that delay.
+7. Slow keys are given out while fewer than `most_slow` of them are with workers; the others pass them.
 8. After `close`, `get` raises ClosedError at once, delays are dropped, and `drained` returns when the last worker is
    done.
+
 Times are those of the running event loop. Not for use from other threads.
 """
 
@@ -74,7 +75,7 @@ class WorkQueue(Generic[K]):
             if pending.when() <= loop.time() + seconds:
                 return
             pending.cancel()
-        self._delayed[key] = loop.call_later(seconds, self._due, key)
+        self._delayed[key] = loop.call_later(seconds, self._put_delayed, key)
 
     def retry(self, key: K) -> float:
         """Have a failed key reconciled again after its back-off; returns the delay in seconds."""
@@ -85,25 +86,25 @@ class WorkQueue(Generic[K]):
         return delay
 
     def forget(self, key: K) -> None:
-        """The key succeeded: its next failure starts with the first delay."""
+        """Reset the back-off of a key that succeeded."""
         self._failures.pop(key, None)
 
     def slow(self, key: K) -> None:
-        """The key keeps its worker for long: others must not wait for it."""
+        """Mark a key that occupies its worker for long: others must not wait for it."""
         self._slow.add(key)
 
     def quick(self, key: K) -> None:
-        """It does no more, or it is gone."""
+        """Unmark a key that is quick again, or deleted."""
         self._slow.discard(key)
 
     def _first(self) -> K | None:
         if self._ready and self._ready[0] not in self._slow:
             return self._ready[0]
-        room = sum(key in self._slow for key in self._active) < self._most_slow
-        return next((key for key in self._ready if room or key not in self._slow), None)
+        has_slow_capacity = sum(key in self._slow for key in self._active) < self._most_slow
+        return next((key for key in self._ready if has_slow_capacity or key not in self._slow), None)
 
     async def get(self) -> K:
-        """The next key; call `done` with it. Raises ClosedError."""
+        """Wait for the next key; call `done` with it. Raises ClosedError."""
         while (key := self._first()) is None:
             if self._closed:
                 raise ClosedError
@@ -130,7 +131,7 @@ class WorkQueue(Generic[K]):
         return key
 
     def done(self, key: K) -> None:
-        """The worker has finished with the key."""
+        """Return the key: its worker has finished."""
         self._active.discard(key)
         if key in self._waiting and not self._closed:
             self._ready.append(key)
@@ -152,7 +153,7 @@ class WorkQueue(Generic[K]):
         """Wait until no worker has a key."""
         await self._idle.wait()
 
-    def _due(self, key: K) -> None:
+    def _put_delayed(self, key: K) -> None:
         del self._delayed[key]
         self.put(key)
 

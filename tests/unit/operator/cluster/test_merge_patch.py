@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.testing.suite.trials import trials
-from trainium_operator.cluster.execute.merge_patch import exactly
+from trainium_operator.cluster.execute.merge_patch import replace_content
 
 _KEYS = st.sampled_from(["selector", "matchLabels", "app", "tier"])
 _VALUES = st.recursive(
@@ -37,16 +37,16 @@ def patched(target: Any, patch: Any) -> Any:
 @given(old=_CONTENTS, new=_CONTENTS)
 def test_content_becomes_what_is_wanted_at_any_depth(old: Any, new: Any) -> None:
     current, manifest = {"spec": copy.deepcopy(old), "status": {"seen": 1}}, {"spec": copy.deepcopy(new)}
-    after = patched(current, exactly(current, manifest))
+    after = patched(current, replace_content(current, manifest))
     assert after.get("spec", {}) == new
     assert after["status"] == {"seen": 1}
-    assert exactly(after, manifest) == exactly(copy.deepcopy(after), manifest)
-    assert patched(after, exactly(after, manifest)) == after, "a second time it changes nothing"
+    assert replace_content(after, manifest) == replace_content(copy.deepcopy(after), manifest)
+    assert patched(after, replace_content(after, manifest)) == after, "a second time it changes nothing"
 
 
 def test_content_that_is_not_wanted_at_all_goes_and_what_is_not_content_stays() -> None:
     current = {"data": {"a": "1"}, "binaryData": {"b": "2"}, "metadata": {"labels": {"x": "y"}}}
-    assert patched(current, exactly(current, {"data": {"a": "3"}})) == {
+    assert patched(current, replace_content(current, {"data": {"a": "3"}})) == {
         "data": {"a": "3"},
         "metadata": {"labels": {"x": "y"}},
     }

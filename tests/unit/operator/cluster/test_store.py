@@ -120,7 +120,7 @@ def test_what_is_gone_is_remembered_until_a_younger_list_has_come() -> None:
         store.put(("ns", f"pod-{number}"), entry(2 * number + 1))
         store.remove(("ns", f"pod-{number}"), 2 * number + 2)
     store.replace({}, 1000)
-    assert store._gone == {}
+    assert store._deleted == {}
 
 
 async def test_a_pod_that_goes_while_the_pods_are_listed_stays_gone() -> None:

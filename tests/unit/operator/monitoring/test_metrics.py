@@ -104,7 +104,7 @@ def test_sizes_pods_and_gangs_are_counted_by_their_changes() -> None:
     assert found['resizes_total{direction="grow"}'] == 1
     assert found['resizes_total{direction="shrink"}'] == 1
     assert found["worker_pods_total"] == 5
-    assert found["gangs_given_back_total"] == 1
+    assert found["gangs_released_total"] == 1
 
 
 def test_the_number_of_time_series_does_not_grow_with_jobs_pods_or_nodes() -> None:
@@ -169,9 +169,9 @@ def test_a_check_and_a_standstill_count_once_when_a_heartbeat_brings_them() -> N
     passed = CheckResult(check=PreflightCheck.MATMUL, passed=True, seconds=0.2)
     failed = CheckResult(check=PreflightCheck.DISK, passed=False, seconds=0.05, detail="full")
     still = StuckRank(rank=3, phase=TrainerPhase.SAVE, step=7, seconds=120.0)
-    said = [heartbeat(), heartbeat(checks=(passed,)), heartbeat(checks=(passed, failed), stuck=(still,))]
-    for before, now in itertools.pairwise([*said, said[-1]]):
-        metrics.said(before, now)
+    heartbeat_changed = [heartbeat(), heartbeat(checks=(passed,)), heartbeat(checks=(passed, failed), stuck=(still,))]
+    for before, now in itertools.pairwise([*heartbeat_changed, heartbeat_changed[-1]]):
+        metrics.heartbeat_changed(before, now)
     found = figures(metrics)
     assert found['preflight_seconds_count{check="Matmul"}'] == 1
     assert found['preflight_seconds_sum{check="Disk"}'] == 0.05
@@ -179,8 +179,8 @@ def test_a_check_and_a_standstill_count_once_when_a_heartbeat_brings_them() -> N
     assert 'preflight_failed_total{check="Matmul"}' not in found
     assert found['hangs_total{phase="Save"}'] == 1
     assert found['hangs_total{phase="Step"}'] == 0
-    metrics.said(said[-1], heartbeat())
-    metrics.said(heartbeat(), said[-1])
+    metrics.heartbeat_changed(heartbeat_changed[-1], heartbeat())
+    metrics.heartbeat_changed(heartbeat(), heartbeat_changed[-1])
     assert figures(metrics)['hangs_total{phase="Save"}'] == 2, "it stood still again"
 
 

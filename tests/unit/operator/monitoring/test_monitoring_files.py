@@ -70,8 +70,8 @@ def test_a_query_asks_for_metrics_labels_and_values_that_there_are(place: str, q
 
 def test_every_legend_and_sentence_names_labels_that_the_query_keeps() -> None:
     for rule in alerts():
-        said = " ".join(rule["annotations"].values())  # type: ignore[attr-defined]
-        for label in re.findall(r"\$labels\.(\w+)", said):
+        heartbeat_changed = " ".join(rule["annotations"].values())  # type: ignore[attr-defined]
+        for label in re.findall(r"\$labels\.(\w+)", heartbeat_changed):
             assert label in str(rule["expr"]) or label in ("job_namespace", "job_name"), rule["alert"]
     for path in dashboards.texts():
         for panel in json.loads((ROOT / path).read_text())["panels"]:

@@ -10,7 +10,7 @@ from tests.testing.suite.virtual_time import run_virtual
 from tests.testing.virtual.fake_workers import Workers
 from tests.testing.virtual.operator_process import OperatorProcess, training_job, until, wall_clock
 from trainium_operator.cluster.api.resources import JOBS, PODS
-from trainium_operator.cluster.cache.namespaces import Namespaces, Sight
+from trainium_operator.cluster.cache.namespaces import ListState, Namespaces
 from trainium_operator.settings import Settings
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def test_jobs_in_listed_namespaces_train_and_others_are_not_looked_at() -> None:
         assert cluster.names(PODS, "grey") == []
         assert not [path for path in rights.asked if "/namespaces/grey/" in path]
         assert not [path for path in rights.asked if path.endswith("/v1/pods")], "nothing is asked of all namespaces"
-        assert process.runtime.caches.namespaces.counts()[Sight.LISTED] == 2
+        assert process.runtime.caches.namespaces.counts()[ListState.LISTED] == 2
 
     scenario(then)
 
@@ -98,9 +98,9 @@ def test_a_namespace_that_is_forbidden_from_the_start_stops_no_other_and_is_serv
         await until(trains(workers, "red-job"), 60, "red trains")
         assert process.runtime.ready_problem() == ""
         assert process.runtime.caches.namespaces.counts() == {
-            Sight.LISTED: 1,
-            Sight.FORBIDDEN: 1,
-            Sight.UNKNOWN: 0,
+            ListState.LISTED: 1,
+            ListState.FORBIDDEN: 1,
+            ListState.UNKNOWN: 0,
         }
         assert b'trainingjob_operator_namespaces{state="Forbidden"} 1.0' in process.runtime._exposition()
         assert "status" not in cluster.get(JOBS, "blue", "blue-job")
@@ -197,16 +197,16 @@ def test_a_namespace_is_open_while_every_kind_in_it_is_listed() -> None:
     served.listen(opened.append)
     for kind in ("pods", "configmaps"):
         served.expect(kind)
-    served.saw("pods", "red", Sight.LISTED)
+    served.record("pods", "red", ListState.LISTED)
     assert not served.is_open("red")
-    served.saw("configmaps", "red", Sight.LISTED)
+    served.record("configmaps", "red", ListState.LISTED)
     assert (served.is_open("red"), served.open_since("red"), served.is_open("blue")) == (True, 7.0, False)
-    served.saw("pods", "red", Sight.LISTED)
+    served.record("pods", "red", ListState.LISTED)
     assert opened == ["red"], "told once"
-    served.saw("pods", "red", Sight.FORBIDDEN, "403")
-    served.saw("configmaps", "red", Sight.FORBIDDEN, "403")
-    served.saw("pods", "red", Sight.LISTED)
+    served.record("pods", "red", ListState.FORBIDDEN, "403")
+    served.record("configmaps", "red", ListState.FORBIDDEN, "403")
+    served.record("pods", "red", ListState.LISTED)
     assert not served.is_open("red")
-    served.saw("configmaps", "red", Sight.LISTED)
+    served.record("configmaps", "red", ListState.LISTED)
     assert opened == ["red", "red"]
     assert not served.is_open("grey"), "nor is what nobody serves"

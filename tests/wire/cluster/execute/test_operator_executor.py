@@ -22,7 +22,7 @@ from trainium_operator.cluster.api.resources import (
     PODS,
 )
 from trainium_operator.cluster.api.transport import HttpResponse
-from trainium_operator.cluster.execute.deletion_limit import LEAST, HeldBackError
+from trainium_operator.cluster.execute.deletion_limit import LEAST, ForceDeleteLimitError
 from trainium_operator.cluster.execute.executor import BESIDE_A_START
 from trainium_operator.plan.features.network_policy.policy import network_policy
 from trainium_operator.plan.manifests.config_maps import membership_map
@@ -334,7 +334,7 @@ def test_forced_deletions_above_the_last_bound_wait_and_replacements_do_not() ->
         uids = {name: world.cluster.get(PODS, "default", name)["metadata"]["uid"] for name in world.cluster.names(PODS)}
         deletions = tuple(DeletePod(name, uid, 0) for name, uid in uids.items())
         replacement = CreatePod(world.owned("j-w-12", spec={"containers": [{"name": "worker"}]}))
-        with pytest.raises(HeldBackError):
+        with pytest.raises(ForceDeleteLimitError):
             await world.do(*deletions, replacement)
         left = world.cluster.names(PODS)
         assert len(left) == 12 - LEAST + 1

@@ -1,4 +1,4 @@
-"""What the operator knows of jobs, for pages that people read: from the caches, so that viewers cost the API no list.
+"""Provide the data of job pages: from the caches, so that viewers cost the API no list.
 
 Invariants: nothing here decides who may see it; only events are asked for, of one job at most every `EVENTS_SECONDS`
 and one at a time, however many look; curves are of jobs that were seen training by this process, at most `MOST_CURVES`.
@@ -52,7 +52,7 @@ _STATES = {PodPhase.SUCCEEDED: "Completed", PodPhase.FAILED: "Error"}
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """Of one job, immutable: a page is made of it in a thread."""
+    """The data of one job, immutable: a thread renders the page."""
 
     record: JobRecord
     pods: tuple[PodView, ...] | None
@@ -61,7 +61,7 @@ class _Known:
     watched_since: float
 
 
-class Shown:
+class JobPageData:
     """`run` beside the rest; the methods are what `readers` asks for. `clock` in Unix seconds."""
 
     def __init__(self, api: Api, caches: Caches, clock: Callable[[], float]) -> None:
@@ -82,7 +82,7 @@ class Shown:
             await asyncio.sleep(SAMPLE_SECONDS)
 
     def sample(self) -> None:
-        """Take what every job's status says now into its curve."""
+        """Add the current progress of every job to its curve."""
         known = self._caches.jobs.store.snapshot().values()
         for uid in self._curves.keys() - {entry.uid for entry in known}:
             del self._curves[uid]
@@ -99,14 +99,14 @@ class Shown:
             self._curves.popitem(last=False)
 
     def rows(self, namespace: str) -> list[JobRow]:
-        """The jobs of a namespace; empty: of all."""
+        """Return the jobs of a namespace; empty: of all."""
         entries = self._caches.jobs.store.snapshot().items()
         return [_row(entry.view) for key, entry in entries if namespace in ("", key[0])]
 
     def report(self, namespace: str, name: str, *, pods: bool, members: bool) -> Callable[..., JobReport] | None:
-        """What makes the report of a job, in any thread, with `now`, `events` and `notes`; None: there is no such job.
+        """Return a function that creates the report of a job, in any thread; None without such a job.
 
-        `pods`, `members`: whether to tell of them.
+        `pods`, `members`: whether the report has them.
         """
         record = self._caches.jobs.store.get((namespace, name))
         if record is None:
@@ -123,7 +123,7 @@ class Shown:
         return partial(_report, known)
 
     def _membership(self, record: JobRecord) -> Callable[[], dict[str, Any] | None]:
-        """What unpacks the record: a large one takes a while."""
+        """Return a function that decompresses the record: a large one takes a while."""
         key = (record.namespace, names.membership_name(record.name))
         child = self._caches.config_maps.store.owned_by(record.id).get(key)
 
@@ -185,7 +185,7 @@ def _report(known: _Known, *, now: float, events: tuple[EventView, ...], notes: 
 
 
 def _as_stored(record: JobRecord) -> dict[str, Any]:
-    """The job as the API server holds it, as far as we keep it."""
+    """Return the job as the API server has it, as far as it is cached."""
     metadata: dict[str, Any] = {"namespace": record.namespace, "name": record.name, "uid": record.uid}
     view = record.view
     if view is None:

@@ -1,29 +1,32 @@
-"""What plans write to Kueue: conditions of a job's Workloads, quota that is returned, Workloads that are dropped.
+"""Write objects of optional APIs: a job's Workloads of Kueue, and the templates by which devices are claimed.
 
-Invariant: only the job's own are written, each with the incarnation that the plan saw, and conditions with the version.
+Guarantee: only the job's objects are written, each with the incarnation that the plan saw, and conditions with the
+version.
 """
 
 from __future__ import annotations
 
+import contextlib
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from trainium_operator.cluster.api.errors import ConflictError, NotFoundError
-from trainium_operator.cluster.api.resources import WORKLOADS
+from trainium_operator.cluster.api.resources import TEMPLATES, WORKLOADS
 from trainium_operator.cluster.cache.kueue_views import with_conditions
 
 if TYPE_CHECKING:
     from trainium_operator.cluster.api.client import Api
+    from trainium_operator.cluster.cache.dra import Dra
     from trainium_operator.cluster.cache.kueue import Kueue
-    from trainium_operator.plan.model.actions import DeleteWorkload, SetQuotaConditions
+    from trainium_operator.plan.model.actions import DeleteTemplate, DeleteWorkload, SetQuotaConditions
     from trainium_operator.plan.model.observed import JobView
 
 
-async def tell_quota(api: Api, kueue: Kueue, job: JobView, action: SetQuotaConditions) -> None:
-    """Write conditions of a Workload, and give its quota back where the plan says so. Raises ConflictError.
+async def write_quota_conditions(api: Api, kueue: Kueue, job: JobView, action: SetQuotaConditions) -> None:
+    """Write conditions of a Workload, and release its quota if the plan decides so. Raises ConflictError.
 
-    A merge patch replaces the whole list and takes the admission away, whoever wrote them; its version is what keeps
-    it from overwriting anything that the plan did not see.
+    A merge patch replaces the whole list and removes the admission, whichever manager wrote them; the version keeps it
+    from overwriting anything that the plan did not see.
     """
     try:
         current = await api.get(WORKLOADS, job.namespace, action.name)
@@ -54,3 +57,10 @@ async def drop_quota(api: Api, kueue: Kueue, job: JobView, action: DeleteWorkloa
         kueue.workloads.write_through(raw)
     else:
         kueue.workloads.store.forget((job.namespace, action.name), action.uid)
+
+
+async def drop_template(api: Api, dra: Dra, job: JobView, action: DeleteTemplate) -> None:
+    """Delete a template; one that is gone, or another incarnation, counts as done."""
+    with contextlib.suppress(NotFoundError, ConflictError):
+        await api.delete(TEMPLATES, job.namespace, action.name, uid=action.uid)
+    dra.templates.store.forget((job.namespace, action.name), action.uid)
