@@ -72,6 +72,7 @@ check: setup  ## Lint, format, types, import rules, generated files
 	@$(TOOLS) $(BIN)/python -m trainium_operator.generate --check
 	@$(BIN)/python scripts/commands_reference.py --check
 	@$(BIN)/python scripts/doc_outputs.py --check
+	@$(BIN)/python scripts/line_limits.py
 
 docs:  ## The documentation site, strict, into out/site: opens without a server or a network
 	@scripts/site/docs_site.sh $(DOCS_VENV) out/site
@@ -88,14 +89,17 @@ generate: setup  ## Write the CRD, manifests, reference pages and outputs on pag
 explore: setup  ## Explore small models of the plan exhaustively (ARGS="--depth 3")
 	@cd tests/unit/plan && $(abspath $(BIN))/python -m explorer $(ARGS)
 
-mutants: setup  ## A seeded sample of faults in the plan's code against its tests (ARGS="--seed 2 --sample 100")
-	@scripts/mutants/mutants.sh $(MUTANTS_VENV) $(abspath $(BIN))/python $(ARGS)
+mutants: setup  ## Small faults in a copy of the plan's code: which ones do its tests see? (ARGS="'trainium_operator.plan.view*'")
+	@scripts/tool_venv.sh $(MUTANTS_VENV) $(abspath $(BIN))/python scripts/mutants_requirements.txt
+	@scripts/mutants.sh $(MUTANTS_VENV) $(ARGS)
 
-coverage: setup  ## Branches of plan, checkpoint and agent that their tests take (ARGS="agent tests/unit/agent" adds a part)
-	@scripts/coverage/coverage.sh $(COVERAGE_VENV) $(abspath $(BIN))/python $(ARGS)
+coverage: setup  ## Branches of plan, checkpoint and agent that their tests take (ARGS=plan)
+	@scripts/tool_venv.sh $(COVERAGE_VENV) $(abspath $(BIN))/python scripts/coverage_requirements.txt
+	@scripts/coverage.sh $(COVERAGE_VENV) $(ARGS)
 
 fuzz: setup  ## Hostile input for coordinator, watched objects and jobs' fields (ARGS="--inputs 1000000 --seed 1 --targets spec")
-	@scripts/fuzz/fuzz.sh $(FUZZ_VENV) $(abspath $(BIN))/python $(ARGS)
+	@scripts/tool_venv.sh $(FUZZ_VENV) $(abspath $(BIN))/python scripts/fuzz_requirements.txt
+	@$(FUZZ_VENV)/bin/python scripts/fuzz.py $(ARGS)
 
 bench: binaries  ## All benchmarks: a table, and JSON under out/bench
 	@$(BIN)/python -m benchmarks.run $(ARGS)

@@ -1,6 +1,6 @@
-"""Cases are changed where they are what they are: a key stays a key, and values come from where such a key had one.
+"""Change cases by their structure: a key stays a key, and values come from fields of the same name.
 
-Invariant: a change depends on the case, the dice and the donors alone, so that a seed gives the same cases again.
+A change depends on the case, the random generator and the donors alone.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 from tests.testing.fuzz.hostile import LEAVES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from random import Random
 
 MOST_CHANGES = 5
 MOST_DONATIONS = 64
-"""Values that are remembered of one key."""
+"""Values that are kept of a key."""
 STAYS_HERE = 0.12
 """Of the way down into a case, chance at each level that this is the place; at the whole of it a tenth of that."""
 LARGE_ONE_IN = 40
@@ -24,49 +24,26 @@ _EDGES = (-1, 1, -2, 2, 10, -10, 1000)
 
 
 class Mutator:
-    """`changed` makes another case of one, by `dice`."""
+    """Change cases at random."""
 
     def __init__(
         self,
         donors: Iterable[Any],
         by_key: Mapping[str, Sequence[Any]] | None = None,
-        *,
-        bytes_changed: Callable[[bytes], bytes] | None = None,
     ) -> None:
-        """`donors`: cases whose parts are put into others; `by_key`: further values by key, as a schema knows them.
-
-        `bytes_changed` changes a text, where whoever guides the search knows better than dice.
-        """
+        """`donors`: cases whose parts are put into others; `by_key`: further values by key, from a schema."""
         self._by_key: dict[str, list[Any]] = {key: list(values) for key, values in (by_key or {}).items()}
         for donor in donors:
             self._learn(donor)
         self._by_key = {key: values for key, values in self._by_key.items() if values}
         self._keys = sorted(self._by_key)
-        self._bytes_changed = bytes_changed
 
-    def changed(self, case: Any, dice: Random) -> Any:
-        """The case after a few changes. It is changed in place; what was handed in is not to be used any more."""
+    def changed(self, case: Any, rng: Random) -> Any:
+        """Return the case after a few changes, which are made in place."""
         holder = [case]
-        for _ in range(1 + min(dice.getrandbits(8) % MOST_CHANGES, dice.getrandbits(8) % MOST_CHANGES)):
-            self._change_one(holder, dice)
+        for _ in range(1 + min(rng.getrandbits(8) % MOST_CHANGES, rng.getrandbits(8) % MOST_CHANGES)):
+            self._change_one(holder, rng)
         return holder[0]
-
-    def crossed(self, case: Any, other: Any, dice: Random) -> Any:
-        """A case with parts of both; neither is to be used any more."""
-        match case, other:
-            case dict(), dict():
-                shared = [key for key in case if key in other]
-                for key in shared:
-                    case[key] = self.crossed(case[key], other[key], dice)
-                missing = [key for key in other if key not in case]
-                if missing:
-                    key = dice.choice(missing)
-                    case[key] = other[key]
-                return case
-            case list(), list():
-                return case[: dice.randrange(len(case) + 1)] + other[dice.randrange(len(other) + 1) :]
-            case _:
-                return dice.choice((case, other))
 
     def _learn(self, value: Any) -> None:
         for key, inner in value.items() if isinstance(value, dict) else ():
@@ -77,55 +54,55 @@ class Mutator:
         for inner in value if isinstance(value, list) else ():
             self._learn(inner)
 
-    def _change_one(self, root: list[Any], dice: Random) -> None:
+    def _change_one(self, root: list[Any], rng: Random) -> None:
         holder: Any = root
         key: Any = 0
         while True:
             inner = holder[key]
             stays = STAYS_HERE / 10 if holder is root else STAYS_HERE
-            if not isinstance(inner, (dict, list)) or not inner or dice.random() < stays:
+            if not isinstance(inner, (dict, list)) or not inner or rng.random() < stays:
                 break
-            holder, key = inner, dice.choice(list(inner)) if isinstance(inner, dict) else dice.randrange(len(inner))
-        match dice.randrange(12):
+            holder, key = inner, rng.choice(list(inner)) if isinstance(inner, dict) else rng.randrange(len(inner))
+        match rng.randrange(12):
             case 0 | 1 if holder is not root:
                 del holder[key]
             case 2:
-                holder[key] = self._leaf(dice)
+                holder[key] = self._leaf(rng)
             case 3 | 4:
-                holder[key] = self._donated(key, dice)
+                holder[key] = self._donated(key, rng)
             case 5:
-                self._add(holder, holder[key], dice)
+                self._add(holder, holder[key], rng)
             case 6:
-                holder[key] = self._repeated(holder[key], dice)
+                holder[key] = self._repeated(holder[key], rng)
             case 7:
-                holder[key] = self._wrapped(holder[key], dice)
+                holder[key] = self._wrapped(holder[key], rng)
             case 8 if len(holder) > 1:
-                other = dice.choice(list(holder)) if isinstance(holder, dict) else dice.randrange(len(holder))
+                other = rng.choice(list(holder)) if isinstance(holder, dict) else rng.randrange(len(holder))
                 holder[key], holder[other] = holder[other], holder[key]
             case _:
-                holder[key] = self._near(holder[key], dice)
+                holder[key] = self._near(holder[key], rng)
 
-    def _leaf(self, dice: Random) -> Any:
-        return _copied(dice.choice(LEAVES))
+    def _leaf(self, rng: Random) -> Any:
+        return _copied(rng.choice(LEAVES))
 
-    def _donated(self, key: Any, dice: Random) -> Any:
+    def _donated(self, key: Any, rng: Random) -> Any:
         known: Sequence[Any] | None = self._by_key.get(key) if isinstance(key, str) else None
-        if not known or dice.randrange(8) == 0:
-            known = self._by_key[dice.choice(self._keys)] if self._keys else LEAVES
-        return _copied(dice.choice(known))
+        if not known or rng.randrange(8) == 0:
+            known = self._by_key[rng.choice(self._keys)] if self._keys else LEAVES
+        return _copied(rng.choice(known))
 
-    def _add(self, holder: Any, value: Any, dice: Random) -> None:
+    def _add(self, holder: Any, value: Any, rng: Random) -> None:
         if isinstance(holder, list):
-            holder.insert(dice.randrange(len(holder) + 1), _copied(value) if dice.randrange(2) else self._leaf(dice))
+            holder.insert(rng.randrange(len(holder) + 1), _copied(value) if rng.randrange(2) else self._leaf(rng))
         elif self._keys:
-            key = dice.choice(self._keys)
-            holder[key] = self._donated(key, dice)
+            key = rng.choice(self._keys)
+            holder[key] = self._donated(key, rng)
 
-    def _repeated(self, value: Any, dice: Random) -> Any:
-        times = dice.randrange(2, 20) if dice.randrange(4) else dice.randrange(2, 300)
-        if dice.randrange(LARGE_ONE_IN) == 0:
-            times = 1 << dice.randrange(8, 19)
-        match dice.randrange(5):
+    def _repeated(self, value: Any, rng: Random) -> Any:
+        times = rng.randrange(2, 20) if rng.randrange(4) else rng.randrange(2, 300)
+        if rng.randrange(LARGE_ONE_IN) == 0:
+            times = 1 << rng.randrange(8, 19)
+        match rng.randrange(5):
             case 0:
                 return {"$deep": [times, value]}
             case 1:
@@ -137,47 +114,42 @@ class Mutator:
             case _:
                 return {"$list": [times, value]}
 
-    def _wrapped(self, value: Any, dice: Random) -> Any:
-        if isinstance(value, (dict, list)) and value and dice.randrange(2):
-            return dice.choice(list(value.values()) if isinstance(value, dict) else value)
-        return [value] if dice.randrange(2) else {dice.choice(self._keys) if self._keys else "": value}
+    def _wrapped(self, value: Any, rng: Random) -> Any:
+        if isinstance(value, (dict, list)) and value and rng.randrange(2):
+            return rng.choice(list(value.values()) if isinstance(value, dict) else value)
+        return [value] if rng.randrange(2) else {rng.choice(self._keys) if self._keys else "": value}
 
-    def _near(self, value: Any, dice: Random) -> Any:
-        """Nearly the same, as an error or an attacker would have it."""
+    def _near(self, value: Any, rng: Random) -> Any:
+        """Return nearly the same value."""
         match value:
             case bool():
                 return not value
             case int():
-                return (
-                    value + dice.choice(_EDGES) if dice.randrange(4) else dice.choice((-value, str(value), value / 2))
-                )
+                return value + rng.choice(_EDGES) if rng.randrange(4) else rng.choice((-value, str(value), value / 2))
             case float():
-                return dice.choice((-value, value * 1e9, value / 1e9, str(value)))
+                return rng.choice((-value, value * 1e9, value / 1e9, str(value)))
             case str():
-                return self._text_near(value, dice)
+                return self._text_near(value, rng)
             case list() if value:
-                return value[: dice.randrange(len(value))] if dice.randrange(2) else value[::-1]
+                return value[: rng.randrange(len(value))] if rng.randrange(2) else value[::-1]
             case dict() if value:
-                key = dice.choice(list(value))
+                key = rng.choice(list(value))
                 return {
                     **{each: inner for each, inner in value.items() if each != key},
-                    self._text_near(key, dice): value[key],
+                    self._text_near(key, rng): value[key],
                 }
             case _:
-                return self._leaf(dice)
+                return self._leaf(rng)
 
-    def _text_near(self, text: str, dice: Random) -> str:
-        if self._bytes_changed is not None and dice.randrange(2):
-            changed = self._bytes_changed(text.encode("utf-8", "surrogatepass"))
-            return changed.decode("utf-8", "replace")
-        at = dice.randrange(len(text) + 1)
-        match dice.randrange(6):
+    def _text_near(self, text: str, rng: Random) -> str:
+        at = rng.randrange(len(text) + 1)
+        match rng.randrange(6):
             case 0:
                 return text[:at]
             case 1:
                 return (
                     text[:at]
-                    + chr(dice.choice((0, 9, 10, 34, 37, 45, 47, 61, 92, 127, 0x660, 0xFFFF, 0x1F525)))
+                    + chr(rng.choice((0, 9, 10, 34, 37, 45, 47, 61, 92, 127, 0x660, 0xFFFF, 0x1F525)))
                     + text[at:]
                 )
             case 2:
@@ -187,7 +159,7 @@ class Mutator:
             case 4:
                 return text.swapcase()
             case _:
-                return text[:at] + str(dice.choice(LEAVES[:30])) + text[at:]
+                return text[:at] + str(rng.choice(LEAVES[:30])) + text[at:]
 
 
 def _copied(value: Any) -> Any:

@@ -154,6 +154,10 @@ def _consistent(spec: Json) -> Json:
         storage.pop(key, None)
     spec["trainer"]["tuning"]["lora"].pop("adapter", None)
     spec["trainer"]["data"]["validation"].pop("source", None)
+    model["ropeScaling"]["highFrequencyFactor"] = 4
+    storage["hostPath"]["path"], storage["takeOver"] = "/a", "team/other"
+    spec["trainer"]["data"]["examples"]["function"] = "module:function"
+    spec["trainer"]["neuron"]["extraCompilerFlags"] = ["--a"]
     spec["recovery"]["budgets"]["byCause"] = {"Hang": {"maxFailures": 3}}
     spec["suspend"] = False
     spec.pop("managedBy", None)

@@ -10,9 +10,9 @@ import pytest
 
 from tests.testing.fuzz.hostile import LEAVES, LONGEST_TEXT, MOST_VALUES, decoded, encoded, unfolded
 from tests.testing.fuzz.mutation import Mutator
+from tests.testing.fuzz.runner import TARGETS
 from tests.testing.fuzz.schemas import edges, everything
 from tests.testing.fuzz.spec_target import SpecTarget
-from tests.testing.fuzz.targets import TARGETS
 from trainium_contract.definition.crd import object_schema
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
 from trainium_operator.cluster.cache.membership_record import membership_of
@@ -79,13 +79,6 @@ def test_a_seed_gives_the_same_cases_each_time_and_every_case_can_be_kept(name: 
     assert first == drawn()
     assert len(set(first)) > 180
     assert all(encoded(decoded(case)) == case for case in first)
-
-
-def test_a_case_is_crossed_with_another_place_by_place() -> None:
-    mutator, dice = Mutator([{"a": 1}]), random.Random(1)
-    crossed = [mutator.crossed({"a": [1, 2], "b": 1}, {"a": [3, 4], "c": 2}, dice) for _ in range(50)]
-    assert all(each["b"] == 1 and each["c"] == 2 for each in crossed)
-    assert {1, 2, 3, 4} <= {number for each in crossed for number in each["a"]}
 
 
 def test_what_no_file_holds_is_an_error_of_its_own() -> None:

@@ -1,0 +1,48 @@
+# ruff: noqa: INP001 - a script
+"""Compare the lines of each room with its limit in line_limits.toml (`make check`).
+
+Counted are the lines of `git ls-files '*.py'` below the folders of a room, blanks and docstrings included. A room may
+exclude folders and has a `goal` where its limit is not the final one.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).parents[1]
+
+
+def count_lines(folders: list[str], excluded: list[str]) -> int:
+    """Count the lines of all tracked Python files below the folders."""
+    patterns = [f"{folder}/*.py" for folder in folders] + [f":(exclude){folder}/*.py" for folder in excluded]
+    listed = subprocess.run(["git", "ls-files", "-z", *patterns], cwd=ROOT, check=True, capture_output=True, text=True)
+    files = [ROOT / name for name in listed.stdout.split("\0") if name]
+    return sum(file.read_bytes().count(b"\n") for file in files if file.is_file())
+
+
+def main() -> int:
+    """Print use and room of all rooms; return 1 if one is above its limit."""
+    table = Table(title="Lines of Python")
+    for heading in ("room", "lines", "at most", "left", "goal"):
+        table.add_column(heading, justify="left" if heading == "room" else "right")
+    above = []
+    for name, room in tomllib.loads((ROOT / "line_limits.toml").read_text())["rooms"].items():
+        lines = count_lines(room["folders"], room.get("exclude", []))
+        left = room["at_most"] - lines
+        table.add_row(name, f"{lines:,}", f"{room['at_most']:,}", f"{left:,}", f"{room.get('goal', room['at_most']):,}")
+        if left < 0:
+            above.append(f"{name} has {-left:,} lines too many: remove some, or raise its limit in line_limits.toml")
+    Console().print(table)
+    for sentence in above:
+        sys.stderr.write(f"{sentence}\n")
+    return 1 if above else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

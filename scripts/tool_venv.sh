@@ -1,0 +1,23 @@
+#!/bin/sh
+# Create the virtual environment of a tool. It also sees the packages of the project, so `make test` stays as it is.
+# Usage: scripts/tool_venv.sh VENV PYTHON REQUIREMENTS
+set -eu
+venv=$1
+python=$2
+requirements=$3
+
+want=$("$python" -VV && cat "$0" "$requirements" | cksum)
+[ "$(cat "$venv/.complete" 2>/dev/null)" != "$want" ] || exit 0
+echo "virtual environment in $venv"
+rm -rf "$venv"
+"$python" -m venv "$venv"
+"$venv/bin/python" -m pip install -q --disable-pip-version-check --require-hashes --only-binary :all: -r "$requirements"
+packages=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+theirs=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+echo "import site; site.addsitedir('$theirs')" >"$packages/project.pth"
+# Programs that tests start by name run in this environment, too.
+for program in "${python%/*}"/trainium-*; do
+    sed "1s|.*|#!$PWD/$venv/bin/python|" "$program" >"$venv/bin/${program##*/}"
+    chmod +x "$venv/bin/${program##*/}"
+done
+echo "$want" >"$venv/.complete"

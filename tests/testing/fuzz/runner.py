@@ -1,0 +1,96 @@
+"""Run a case of a target in an event loop of virtual time, and raise what should not happen.
+
+Guarantees:
+- Only virtual time passes; a case that needs `SLOW_SECONDS` of a processor fails.
+- Log lines, failed tasks and the loop of a case do not reach the next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import random
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
+
+from tests.testing.fuzz.cluster_target import ClusterTarget
+from tests.testing.fuzz.coordinator_target import CoordinatorTarget
+from tests.testing.fuzz.hostile import unfolded
+from tests.testing.fuzz.promises import BrokenPromiseError, Listener, promise
+from tests.testing.fuzz.spec_target import SpecTarget
+from tests.testing.suite.virtual_time import VirtualLoop
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+SLOW_SECONDS = 60.0
+
+
+class Target(Protocol):
+    """An input of the operator that others write."""
+
+    @property
+    def expected(self) -> frozenset[str]:
+        """Loggers that may log an error."""
+        ...
+
+    @property
+    def storable(self) -> bool:
+        """Whether its cases are objects that the API server has stored: see `unfolded`."""
+        ...
+
+    def seeds(self) -> list[Any]:
+        """Valid cases."""
+        ...
+
+    def values(self) -> dict[str, list[Any]]:
+        """Valid and invalid values by the name of a field."""
+        ...
+
+    async def play(self, case: Any) -> None:
+        """Run a case. Raises whatever should not happen."""
+        ...
+
+
+TARGETS: dict[str, Callable[[], Target]] = {
+    "coordinator": CoordinatorTarget,
+    "cluster": ClusterTarget,
+    "spec": SpecTarget,
+}
+
+
+def run_case(target: Target, case: Any) -> None:
+    """Run a case. Raises whatever should not happen; a case that is nested too deeply is ignored."""
+    try:
+        whole = unfolded(case, storable=target.storable)
+    except RecursionError:
+        return
+    random.seed(0)  # the operator spreads its load by chance; a case is the same each time
+    unhandled: list[dict[str, Any]] = []
+    listener = Listener(target.expected)
+    started = time.process_time()
+    with _only_handler(listener):
+        with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+            runner.get_loop().set_exception_handler(lambda _, context: unhandled.append(context))
+            runner.run(target.play(whole))
+        gc.collect(0)  # a task that nobody awaited reports its error when it is collected
+    listener.heard()
+    for context in unhandled:
+        raise BrokenPromiseError(f"a task failed: {context['message']}") from context.get("exception")
+    seconds = time.process_time() - started
+    promise(seconds < SLOW_SECONDS, f"{seconds:.1f} s of a processor")
+
+
+@contextmanager
+def _only_handler(handler: logging.Handler) -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    root.handlers[:] = [handler]
+    root.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)

@@ -1,0 +1,98 @@
+"""Test the operator with hostile input: valid cases, and the same after random changes.
+
+`make fuzz` runs `hostile_test` with more inputs, guided by coverage.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.testing.fuzz.hostile import decoded, encoded
+from tests.testing.fuzz.mutation import Mutator
+from tests.testing.fuzz.promises import LONGEST_LINE, BrokenPromiseError, promise
+from tests.testing.fuzz.runner import TARGETS, run_case
+from tests.testing.suite.trials import trials
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from random import Random
+
+CASES = {"coordinator": 1200, "cluster": 600, "spec": 400}
+
+
+def hostile_test(name: str) -> Callable[[], None]:
+    """A property test that changes the seeds of a target at random."""
+    target = TARGETS[name]()
+    seeds = [encoded(case) for case in target.seeds()]
+    mutator = Mutator(target.seeds(), target.values())
+
+    @settings(max_examples=trials(CASES[name]), suppress_health_check=list(HealthCheck))
+    @given(rng=st.randoms(use_true_random=False))
+    def test(rng: Random) -> None:
+        run_case(target, mutator.changed(decoded(rng.choice(seeds)), rng))
+
+    return test
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_valid_cases_are_handled(name: str) -> None:
+    target = TARGETS[name]()
+    for case in target.seeds():
+        run_case(target, decoded(encoded(case)))
+
+
+@pytest.mark.hypothesis
+@pytest.mark.parametrize("name", TARGETS)
+def test_hostile_cases_are_handled(name: str) -> None:
+    hostile_test(name)()
+
+
+class EchoTarget:
+    """A target that does what a case says."""
+
+    expected = frozenset({"expected"})
+    storable = False
+
+    def seeds(self) -> list[Any]:
+        return [{}]
+
+    def values(self) -> dict[str, list[Any]]:
+        return {}
+
+    async def play(self, case: Any) -> None:
+        match case:
+            case {"raise": str(what)}:
+                raise ValueError(what)
+            case {"break": int(number)}:
+                promise(False, f"{number} are too many")
+            case {"log": str(who), "line": str(line)}:
+                logging.getLogger(who).error(line)
+            case {"callback": str(what)}:
+                asyncio.get_running_loop().call_exception_handler({"message": what})
+            case _:
+                await asyncio.sleep(30_000.0)
+
+
+@pytest.mark.parametrize(
+    ("case", "error"),
+    [
+        ({"raise": "an error"}, ValueError),
+        ({"break": 7}, BrokenPromiseError),
+        ({"log": "another", "line": "an error"}, BrokenPromiseError),
+        ({"log": "another", "line": "x" * (LONGEST_LINE + 1)}, BrokenPromiseError),
+        ({"callback": "failed"}, BrokenPromiseError),
+    ],
+)
+def test_an_error_a_logged_error_and_a_failed_callback_fail_a_case_and_not_the_next(
+    case: Any, error: type[Exception]
+) -> None:
+    with pytest.raises(error):
+        run_case(EchoTarget(), case)
+    run_case(EchoTarget(), {})
+    run_case(EchoTarget(), {"log": "expected", "line": "as it should"})
