@@ -128,7 +128,7 @@ standard deviations of the logits.
 
 The learning rate is HLAT's. At 1e-3 two runs of `transformers` itself that differ only in the number of micro-batches \
 drift 4e-5 apart, at HLAT's 1e-7: embeddings that pass near zero make the first normalisation very steep, and faster \
-training brings more of them there.
+training moves more of them there.
 """
 _TUNING_END = """*Numbers* is the greatest difference between two trained numbers, *merged* between the logits of our \
 merged model and those of our adapter in `peft`, *trained* between those of our model and of the one that the \

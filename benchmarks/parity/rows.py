@@ -83,7 +83,7 @@ def write_config(
 HLAT = Settings("HLAT", "cosine to a tenth, decay on all parameters, plain rotary embedding, untied")
 LLAMA31 = Settings(
     "Llama 3.1",
-    "warm-up, stable, decay; decay on matrices only; scaled rotary embedding; tied; heads of their own width",
+    "warm-up, stable, decay; decay on matrices only; scaled rotary embedding; tied; a separate head width",
     {
         "schedule.kind": "WarmupStableDecay",
         "schedule.decaySteps": 60,

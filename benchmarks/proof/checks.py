@@ -136,7 +136,7 @@ def check_end(root: Path, result: TrialResult, reference: Reference, suite: Suit
 
 
 def check_milestones(root: Path, result: TrialResult) -> None:
-    """Check that each milestone has artifacts of its own weights."""
+    """Check that each milestone has artifacts of its weights."""
     storage = PosixStorage(root)
     for milestone in survey(storage).milestones:
         step = root / ARTIFACTS / folder_name(milestone.step)

@@ -53,7 +53,7 @@ them beside the base. In addition to the conditions above:
   else within 1e-4;
 - a kill after the last step costs no step;
 - after every kill, what looks complete is complete, and no complete file is written again;
-- each milestone has artifacts of its own weights.
+- each milestone has artifacts of its weights.
 """
 _TUNING_FOOT = """- Export: in a data file of an artifact; around its plan, receipts, companions, manifest and
   commit; in the merge of a weight; in a gather. With milestones, an export may be one of theirs while steps continue;
