@@ -151,7 +151,7 @@ def _check(days: float, seeds: int, goal: float | None, output: str, idle_nodes:
 
 
 def read_model(path: Path) -> FailureModel:
-    """The failure model with what a YAML file changes. Raises InputError."""
+    """Return the failure model with what a YAML file changes. Raises InputError."""
     document = read_yaml(path)
     try:
         return FailureModel.model_validate({} if document is None else document)

@@ -13,7 +13,7 @@ class InputError(Exception):
 
 
 def told(error: ValidationError) -> str:
-    """The first things that a model refused, each with its place, in one line."""
+    """Return the first things that a model refused, each with its place, in one line."""
     parts = []
     for each in error.errors()[:3]:
         place = ".".join(str(step) for step in each["loc"])

@@ -55,25 +55,28 @@ class Rollbacks:
 
 
 def loss(seconds: float, rollbacks: Rollbacks, stages: StageTimes) -> IntervalLoss:
-    """What saves every so many seconds cost: half an interval and the save itself are lost at a rollback."""
+    """Return what saves every so many seconds cost: half an interval and the save itself are lost at a rollback."""
     again = rollbacks.a_second * (seconds / 2 + stages.save_seconds)
     return IntervalLoss(seconds, stages.save_stall_seconds / seconds, again)
 
 
 def losses(rollbacks: Rollbacks, stages: StageTimes) -> Sequence[IntervalLoss]:
-    """The usual intervals that leave time for a save."""
+    """Return the usual intervals that leave time for a save."""
     return [loss(each, rollbacks, stages) for each in USUAL_INTERVALS if each > stages.save_seconds]
 
 
 def best_interval(rollbacks: Rollbacks, stages: StageTimes) -> float:
-    """Seconds at which the loss is least, never less than a save lasts; infinite when nothing calls for saves."""
+    """Return seconds at which the loss is least, never less than a save lasts.
+
+    Infinite when nothing calls for saves.
+    """
     if not rollbacks.a_second:
         return math.inf
     return max(stages.save_seconds, math.sqrt(2 * stages.save_stall_seconds / rollbacks.a_second))
 
 
 def present_interval(spec: TrainingJobSpec, stages: StageTimes) -> float | None:
-    """Seconds between durable saves as the job has them; None when it makes none while it trains."""
+    """Return seconds between durable saves as the job has them; None when it makes none while it trains."""
     durable = spec.checkpoint.durable
     by_steps = None if durable.every_steps is None else durable.every_steps * stages.step_seconds
     return min((each for each in (durable.every_seconds, by_steps) if each is not None), default=None)

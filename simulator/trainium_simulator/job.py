@@ -22,7 +22,7 @@ _ENDLESS = 2**31 - 1
 
 
 def read_job(path: Path) -> dict[str, Any]:
-    """The spec of a TrainingJob's manifest. Raises InputError."""
+    """Return the spec of a TrainingJob's manifest. Raises InputError."""
     document = read_yaml(path)
     if not isinstance(document, dict) or document.get("kind") != "TrainingJob":
         raise InputError(f"{path} is no TrainingJob: its kind must be TrainingJob")
@@ -35,7 +35,7 @@ def read_job(path: Path) -> dict[str, Any]:
 def make_spec(
     path: Path, raw: Mapping[str, Any], *, nodes: int | None, spares: int | None, changes: Mapping[str, Any]
 ) -> TrainingJobSpec:
-    """The spec with so many nodes and spares, and each path (`recovery.rescaleAfterSeconds`) set. Raises InputError."""
+    """Return the spec with these nodes, spares and paths (`recovery.rescaleAfterSeconds`) set. Raises InputError."""
     changed = copy.deepcopy(dict(raw))
     workers = changed.setdefault("workers", {})
     if nodes is not None:

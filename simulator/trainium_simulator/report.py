@@ -26,7 +26,7 @@ _LEAST = 0.00005
 
 
 def show(console: Console, results: Sequence[Result], *, goal: float | None) -> None:
-    """All tables."""
+    """Return all tables."""
     console.print(_goodput(results))
     for table in (_spares(results), _losses(results), _recoveries(results), _intervals(results)):
         if table.row_count:
@@ -36,7 +36,7 @@ def show(console: Console, results: Sequence[Result], *, goal: float | None) -> 
 
 
 def judgement(results: Sequence[Result], goal: float | None) -> Iterator[str]:
-    """Whether a goal of strict goodput is reached, and what to shorten where it is not."""
+    """Return whether a goal of strict goodput is reached, and what to shorten where it is not."""
     for result in results if goal is not None else ():
         assert goal is not None
         reached = result.strict.mean >= goal
@@ -178,7 +178,7 @@ def _percent(share: float) -> str:
 
 
 def document(results: Sequence[Result], *, goal: float | None) -> dict[str, Any]:
-    """The same as JSON; times in seconds, shares of 1."""
+    """Return the same as JSON; times in seconds, shares of 1."""
     gains = {id(after): bought(before, after) for before, after in _pairs(results)}
     return {"results": [_result(each, gains.get(id(each)), goal) for each in results]}
 

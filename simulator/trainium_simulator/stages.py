@@ -74,12 +74,12 @@ class StageTimes(ContractModel):
         return self.publish_seconds + self.publish_per_node_seconds * nodes
 
     def replaced_by(self, given: dict[str, Any]) -> StageTimes:
-        """These times, with those that a mapping of camelCase names gives. Raises ValidationError."""
+        """Return these times, with those that a mapping of camelCase names gives. Raises ValidationError."""
         return StageTimes.model_validate({**self.model_dump(by_alias=True), **given})
 
 
 def read_stages(path: Path, base: StageTimes) -> StageTimes:
-    """The times of a YAML file, `stepSeconds: 2.2` and so on; what it leaves out stays. Raises InputError."""
+    """Return the times of a YAML file, `stepSeconds: 2.2` and so on; what it leaves out stays. Raises InputError."""
     document = read_yaml(path)
     if not isinstance(document, dict):
         raise InputError(f"{path} must hold a mapping such as 'restartSeconds: 3'; it holds something else")
@@ -91,7 +91,7 @@ def read_stages(path: Path, base: StageTimes) -> StageTimes:
 
 
 def learn_stages(path: Path, base: StageTimes) -> StageTimes:
-    """What the ledger and the history of a job show (`kubectl get trainingjob NAME -o yaml`). Raises InputError.
+    """Return what the ledger and the history of a job show (`kubectl get trainingjob NAME -o yaml`). Raises InputError.
 
     The file may hold more of the history than a status does, where somebody has kept it.
     """
@@ -147,7 +147,10 @@ _ASKED = frozenset({Cause.RESIZE, Cause.CAPACITY, Cause.PREEMPTED, Cause.STRAGGL
 def _leaving(
     learnt: dict[str, float], moved: list[Interruption], asked: list[Interruption], base: StageTimes
 ) -> dict[str, float]:
-    """What publication and leaving take: what a move takes longer than a restart in place, less half a step's wait."""
+    """Return what publication and leaving take.
+
+    What a move takes longer than a restart in place, less half a step's wait.
+    """
     found: dict[str, float] = {}
     restart = learnt.get("restartSeconds")
     if restart is not None and moved:
@@ -160,7 +163,7 @@ def _leaving(
 
 
 def _replays(entries: list[Interruption]) -> list[float]:
-    """What the first step took longer, where none was made again."""
+    """Return what the first step took longer, where none was made again."""
     return [entry.stages.replay for entry in entries if entry.stages and not entry.steps_lost]
 
 
@@ -171,7 +174,7 @@ def _learn(learnt: dict[str, float], name: str, seconds: Iterable[float]) -> Non
 
 
 def read_yaml(path: Path) -> Any:
-    """The one document of a YAML file. Raises InputError."""
+    """Return the one document of a YAML file. Raises InputError."""
     try:
         return yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -116,7 +116,7 @@ class Result:
 
 
 def simulate(case: Case, seed: int) -> SimulationResult:
-    """One seed of one case."""
+    """Return one seed of one case."""
     places = case.nodes + case.spares + case.shared
     faults = case.trace
     if faults is None:
@@ -139,7 +139,7 @@ def simulate(case: Case, seed: int) -> SimulationResult:
 
 
 def study(case: Case, seeds: int, *, done: Callable[[], None] = lambda: None) -> Result:
-    """All seeds of one case; `done()` after each."""
+    """Return all seeds of one case; `done()` after each."""
     outcomes = []
     for seed in range(seeds):
         outcomes.append(simulate(case, seed))
@@ -165,7 +165,7 @@ def study(case: Case, seeds: int, *, done: Callable[[], None] = lambda: None) ->
 
 
 def bought(before: Result, after: Result) -> tuple[float, float]:
-    """What the further spares of `after` bring and hold, in node-hours a month of 30 days."""
+    """Return what the further spares of `after` bring and hold, in node-hours a month of 30 days."""
     hours = MONTH / HOUR
     gain = (after.work.mean - before.work.mean) * after.case.nodes * hours
     return gain, (after.case.spares - before.case.spares) * hours
@@ -201,7 +201,7 @@ def _recoveries(all_of_them: Sequence[Recovery], days: float) -> tuple[Recoverie
 
 
 def _student(freedom: int) -> float:
-    """The 97.5 % point of Student's t (Hill's expansion; exact values for few degrees of freedom)."""
+    """Return the 97.5 % point of Student's t (Hill's expansion; exact values for few degrees of freedom)."""
     exact = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}
     if freedom in exact:
         return exact[freedom]

@@ -116,7 +116,7 @@ SHARES = {Mix.HARDWARE: _HARDWARE, Mix.ALL_CAUSES: _ALL_CAUSES, Mix.EVEN: _EVEN}
 
 
 def mix_of(rate: float, mix: Mix) -> Mix:
-    """The mix that a rate (per 1,000 node-days) is taken with."""
+    """Return the mix that a rate (per 1,000 node-days) is taken with."""
     if mix is not Mix.AUTO:
         return mix
     return Mix.HARDWARE if rate <= HARDWARE_BELOW else Mix.ALL_CAUSES

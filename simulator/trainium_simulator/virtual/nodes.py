@@ -74,16 +74,16 @@ class Nodes:
         return NodeView(name=name, provider_id=f"sim:///{number}/{serial}", labels=labels)
 
     def of(self, name: str) -> Slot | None:
-        """The place of a node; None when it is gone."""
+        """Return the place of a node; None when it is gone."""
         return self._by_name.get(name)
 
     def rack_of(self, number: int) -> list[Slot]:
-        """The places that share a switch with this one."""
+        """Return the places that share a switch with this one."""
         rack = number // self._model.rack_nodes
         return [slot for slot in self.slots if slot.number // self._model.rack_nodes == rack]
 
     def hazard(self, slot: Slot, now: float) -> float:
-        """How often the machine fails, in units of a sound one."""
+        """Return how often the machine fails, in units of a sound one."""
         young = now - slot.born < self._model.infant_seconds
         return (self._model.lemon_factor if slot.lemon else 1.0) * (self._model.infant_factor if young else 1.0)
 
@@ -93,22 +93,22 @@ class Nodes:
         self.views[view.name] = view
 
     def darken(self, slot: Slot, now: float) -> None:
-        """The control plane's grace is over."""
+        """Return the control plane's grace is over."""
         self.show(slot, replace(slot.view, ready=NodeReadiness.UNKNOWN, unready_since=now))
 
     def condemn(self, slot: Slot, now: float) -> None:
-        """The node monitor reports a broken device."""
+        """Return the node monitor reports a broken device."""
         broken = NodeCondition(
             "AcceleratedHardwareReady", NodeReadiness.FALSE, "NeuronHBMUncorrectableError", since=now
         )
         self.show(slot, replace(slot.view, conditions=(broken,)))
 
     def give_notice(self, slot: Slot) -> None:
-        """The machine is to be taken away."""
+        """Return the machine is to be taken away."""
         self.show(slot, replace(slot.view, taints=(Taint(NOTICE),)))
 
     def restore(self, slot: Slot, now: float, *, same_machine: bool, lemon: bool) -> str | None:
-        """What was broken is whole: the name of the node that is gone, when another machine took the place."""
+        """Return what was broken is whole: the name of the node that is gone, when another machine took the place."""
         slot.up = True
         if same_machine:
             whole = replace(slot.view, ready=NodeReadiness.TRUE, unready_since=None, conditions=(), taints=())

@@ -53,7 +53,10 @@ EntryKey = tuple[int, int, int, str]
 
 
 def _quiet(spec: TrainingJobSpec) -> TrainingJobSpec:
-    """The job without what only tells people, or drains, how old checkpoints are: each look at it would cost a plan."""
+    """Return the job without what only tells people, or drains, how old checkpoints are.
+
+    Each look at it would cost a plan.
+    """
     durable = spec.checkpoint.durable.replaced(every_seconds=None, every_steps=None)
     return spec.replaced(checkpoint=spec.checkpoint.replaced(storage=StorageSpec(), durable=durable))
 
@@ -111,7 +114,7 @@ class SimulatedOperator:
             self._timeline.after(_EVENT_SECONDS, self._reconcile)
 
     def nodes_changed(self) -> None:
-        """A node has changed."""
+        """Return a node has changed."""
         self._fleet_stale = True
         self.wake()
 
@@ -121,24 +124,24 @@ class SimulatedOperator:
             self._timeline.at(moment, partial(self._tick, always=always))
 
     def go_away(self) -> None:
-        """The API server is out of reach, and the operator ends with its Lease."""
+        """Return the API server is out of reach, and the operator ends with its Lease."""
         self._up, self._woken = False, False
         self._look += 1
 
     def come_back(self) -> None:
-        """A new process leads, and has heard nobody."""
+        """Return a new process leads, and has heard nobody."""
         self._up, self._published, self._fleet_stale = True, 0, True
         self._since = self._timeline.now
         self._timeline.after(self._reconnect_seconds, self.wake)
 
     def ask_for(self, nodes: int) -> None:
-        """A person changes `workers.replicas`."""
+        """Return a person changes `workers.replicas`."""
         self._spec = self._spec.replaced(workers=self._spec.workers.replaced(replicas=nodes))
         self._generation += 1
         self.wake()
 
     def create_again(self) -> None:
-        """A person deletes the job and creates it anew; it finds its newest checkpoint."""
+        """Return a person deletes the job and creates it anew; it finds its newest checkpoint."""
         self.incarnation += 1
         self.status, self.membership, self._published = TrainingJobStatus(), None, 0
         self._children.clear()
@@ -180,7 +183,7 @@ class SimulatedOperator:
             self._timeline.after(seconds, lambda: self._reconcile() if number == self._look else None)
 
     def _patient(self, requeue: float) -> float:
-        """When to look again: the operator polls while somebody is missing, and for hours that would cost much.
+        """Return when to look again: the operator polls while somebody is missing, and for hours that would cost much.
 
         The longer nothing has changed, the seldomer; the end of the wait for capacity is met exactly.
         """

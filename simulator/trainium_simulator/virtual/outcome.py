@@ -94,7 +94,7 @@ class SimulationResult:
         return max(0.0, self.work_seconds / (self.days * DAY)) if self.days > 0 else 0.0
 
     def fleet(self, nodes: int) -> float:
-        """What was paid for: work of so many nodes over all node time that the job held."""
+        """Return what was paid for: work of so many nodes over all node time that the job held."""
         return _ratio(self.work_seconds * nodes, self.ledger.node_seconds)
 
     @property

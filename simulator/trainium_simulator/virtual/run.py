@@ -52,7 +52,7 @@ class Run:
         changed: Callable[[], None],
         ticks: Ticks,
     ) -> None:
-        """`changed()`: agents tell something new; `ticks(moments)`: the operator is to look then at a job at rest."""
+        """Connect callbacks: `changed()` for new reports of agents, `ticks(moments)` for requeues of an idle job."""
         self.training = Training(spec, stages)
         self.membership: Membership | None = None
         """The generation that the agents are in."""
@@ -93,7 +93,7 @@ class Run:
     # --- generations ------------------------------------------------------------------------------------------------
 
     def publish(self, membership: Membership) -> None:
-        """The coordinator serves this generation from now on."""
+        """Return the coordinator serves this generation from now on."""
         delay = self._stages.publish(len(membership.members))
         self._timeline.after(delay, lambda: self._adopt(membership))
 
@@ -133,7 +133,7 @@ class Run:
         self._changed()
 
     def _begin(self, resume: int, *, newcomers: bool) -> None:
-        """The members join; when all are there their processes start, load and train."""
+        """Return the members join; when all are there their processes start, load and train."""
         training, now = self.training, self._timeline.now
         self._epoch += 1
         training.state, training.started, training.loaded = State.JOINING, 0.0, 0.0
@@ -207,7 +207,7 @@ class Run:
     # --- what befalls them ------------------------------------------------------------------------------------------
 
     def crash(self, slot: Slot) -> None:
-        """A process of the member in this place ends; all restart in place."""
+        """Return a process of the member in this place ends; all restart in place."""
         if self.member_on(slot) is None or self.training.state is State.IDLE:
             return
         self._stop(State.STALLED)
@@ -216,7 +216,7 @@ class Run:
         )
 
     def hang(self, slot: Slot, forever: float) -> None:
-        """A rank stands still, and the others with it, until its agent finds it (else for so long)."""
+        """Return a rank stands still, and the others with it, until its agent finds it (else for so long)."""
         if self.member_on(slot) is None or self.training.state is not State.RUNNING:
             return
         limits, step = self._spec.recovery.hang, self.training.pace
@@ -225,7 +225,7 @@ class Run:
         self._later(limit, lambda at: self._restart_in_place(slot, at, Cause.HANG, int(ExitCode.HUNG)))
 
     def lose_device(self, slot: Slot) -> None:
-        """The device of the member in this place breaks: its agent gives up, the others wait for another."""
+        """Return the device of the member in this place breaks: its agent gives up, the others wait for another."""
         if self.member_on(slot) is None or self.training.state is State.IDLE:
             return
         self._stop(State.STALLED)
@@ -233,7 +233,7 @@ class Run:
         self._later(self._stages.detect_exit_seconds, lambda at: self._give_up(slot, at, code, status))
 
     def diverge(self, slot: Slot) -> None:
-        """A loss that is not finite: skipped where the job bears it, else the ranks end with the code for it."""
+        """Return a loss that is not finite: skipped where the job bears it, else the ranks end with the code for it."""
         if self.member_on(slot) is None or self.training.state is not State.RUNNING:
             return
         if self._spec.trainer.non_finite_tolerance > 0:
@@ -242,7 +242,7 @@ class Run:
         self._later(0.0, lambda at: self._give_up(slot, at, int(ExitCode.NUMERICAL), None))
 
     def lose_power(self, slots: list[Slot]) -> None:
-        """Nodes without power: who trained with them waits in a collective and tells nothing."""
+        """Return nodes without power: who trained with them waits in a collective and tells nothing."""
         hit = any(self.member_on(slot) is not None for slot in slots)
         for slot in slots:
             self._workforce.lose_power(slot)
@@ -321,7 +321,7 @@ class Run:
         self._changed()
 
     def abandon(self) -> None:
-        """The job is over: only what was committed is kept."""
+        """Return the job is over: only what was committed is kept."""
         self._stop(State.IDLE)
         self.membership, self._attempt = None, 0
         self.training.size = 0
@@ -329,7 +329,7 @@ class Run:
     # --- what they tell ---------------------------------------------------------------------------------------------
 
     def tell(self) -> Ranks:
-        """What the heartbeats of the members say now."""
+        """Return what the heartbeats of the members say now."""
         training, now = self.training, self._timeline.now
         if self.membership is None:
             return Ranks(progress=None, leader="", stepped=None, step_seconds=None, timings={})

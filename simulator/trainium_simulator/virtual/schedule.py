@@ -57,7 +57,7 @@ def draw(
     shared: int = 0,
     sizes: tuple[int, ...] = (),
 ) -> tuple[Fault, ...]:
-    """The faults of `slots` nodes in so many days, at `rate` interruptions per 1,000 node-days.
+    """Return the faults of `slots` nodes in so many days, at `rate` interruptions per 1,000 node-days.
 
     The last `shared` of them are in use by others from time to time; resizes are to one of `sizes`.
     """
@@ -81,7 +81,7 @@ def draw(
 
 
 def _use(dice: random.Random, slot: int, until: float, model: FailureModel) -> Iterator[Fault]:
-    """When others use a node, and for how long."""
+    """Yield when others use a node, and for how long."""
     whole = model.idle_seconds + model.taken_seconds
     at = 0.0 if dice.random() < model.taken_seconds / whole else dice.expovariate(1 / model.idle_seconds)
     while at < until:
@@ -96,7 +96,7 @@ def worst_hazard(model: FailureModel) -> float:
 
 
 def _hazards(rate: float, mix: Mix, model: FailureModel) -> Iterator[tuple[FaultClass, float, bool]]:
-    """Each class with the rate of its candidates a second; of those of machines most are passed over (`mark`)."""
+    """Yield each class with the rate of its candidates a second; of those of machines most are passed over (`mark`)."""
     per_second = rate / 1000 / DAY
     usual = 1.0 + model.lemon_share * (model.lemon_factor - 1.0)
     shares = {**SHARES[mix_of(rate, mix)], FaultClass.STRAGGLER: model.stragglers_per_interruption}
@@ -134,7 +134,7 @@ def _stream(
 
 
 def _repair(kind: FaultClass, model: FailureModel, repair: float, *, reboot: bool) -> tuple[float, bool]:
-    """How long it lasts, and whether the same machine comes back."""
+    """Return how long it lasts, and whether the same machine comes back."""
     match kind:
         case FaultClass.DEVICE_ERROR:
             return repair, False
@@ -159,7 +159,7 @@ def _repair(kind: FaultClass, model: FailureModel, repair: float, *, reboot: boo
 
 
 def read_trace(path: Path, *, slots: int, model: FailureModel) -> tuple[Fault, ...]:
-    """The faults of a CSV file with the columns seconds, class, node and, if wanted, lasts. Raises InputError."""
+    """Return the faults of a CSV file with the columns seconds, class, node and optionally lasts. Raises InputError."""
     try:
         with path.open(encoding="utf-8", newline="") as file:
             rows = csv.DictReader(file, skipinitialspace=True)

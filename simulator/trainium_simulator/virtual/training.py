@@ -62,21 +62,21 @@ class Training:
     # --- steps ------------------------------------------------------------------------------------------------------
 
     def step_seconds(self, size: int) -> float:
-        """A clean step at this size: as many micro-batches as it takes."""
+        """Return a clean step at this size: as many micro-batches as it takes."""
         return self._stages.step_seconds * self._passes(size) / self._full
 
     def work(self) -> float:
-        """Seconds that the full size would have taken for all that was made."""
+        """Return seconds that the full size would have taken for all that was made."""
         full = self._spec.workers.replicas
         samples = sum(count * self._batch(size) for size, count in self.fresh.items())
         return samples / self._batch(full) * self.step_seconds(full)
 
     def _batch(self, size: int) -> int:
-        """Samples of a step at this size."""
+        """Return samples of a step at this size."""
         return self._shape.batch(size) or self._shape.global_batch_size
 
     def _passes(self, size: int) -> int:
-        """Micro-batches of a step on each rank at this size."""
+        """Return micro-batches of a step on each rank at this size."""
         return max(1, self._shape.passes(size))
 
     @property
@@ -87,20 +87,20 @@ class Training:
         return step if every is None else step + self._stages.save_stall_seconds / every
 
     def _save_every(self, step: float) -> int | None:
-        """Steps between two durable saves."""
+        """Return steps between two durable saves."""
         durable = self._spec.checkpoint.durable
         by_time = None if durable.every_seconds is None else max(1, math.ceil(durable.every_seconds / step))
         return min((each for each in (by_time, durable.every_steps) if each is not None), default=None)
 
     def step_at(self, now: float) -> int:
-        """The last completed step."""
+        """Return the last completed step."""
         if self.state is not State.RUNNING:
             return self.step
         at, step = self._base
         return step + max(0, math.floor((min(now, self._until) - at) / self.pace + _ROUNDING))
 
     def ended_at(self, now: float) -> float:
-        """When the last completed step ended."""
+        """Return when the last completed step ended."""
         if self.state is not State.RUNNING:
             return self.stopped
         at, step = self._base
@@ -108,7 +108,7 @@ class Training:
         return at + done * self.pace if done else self.stopped
 
     def end_of(self, step: int) -> float:
-        """When this step will end, if nothing happens."""
+        """Return when this step will end, if nothing happens."""
         at, base = self._base
         return at + (step - base) * self.pace
 
@@ -127,7 +127,7 @@ class Training:
     # --- halts and starts -------------------------------------------------------------------------------------------
 
     def halt(self, now: float, state: State) -> None:
-        """No step is completed any more."""
+        """Return no step is completed any more."""
         if self.state is State.RUNNING:
             self.account(now)
             self.stopped = self.ended_at(now)
@@ -136,14 +136,14 @@ class Training:
         self._until = math.inf
 
     def last_step_end(self, now: float) -> float:
-        """When the step in hand ends: ranks that are asked to leave go then."""
+        """Return when the step in hand ends: ranks that are asked to leave go then."""
         at, _ = self._base
         done = math.ceil((now - at) / self.pace - _ROUNDING)
         self._until = at + max(0, done) * self.pace
         return self._until
 
     def slow_down(self, now: float, slowness: float) -> None:
-        """The slowest member decides for all from now on."""
+        """Return the slowest member decides for all from now on."""
         if slowness == self.slowness:
             return
         self.account(now)
@@ -156,7 +156,7 @@ class Training:
         self.slowness = slowness
 
     def resume_from(self, lost: Collection[int]) -> int:
-        """The step that the ranks can go on from when these of them, and what their nodes held, are gone."""
+        """Return the step that the ranks can go on from when these of them, and what their nodes held, are gone."""
         memory = self._spec.checkpoint.memory
         if not memory.every_steps:
             return self.durable
@@ -172,7 +172,7 @@ class Training:
         return max(newest, self.durable)
 
     def _newest_in_memory(self) -> int:
-        """The step of the newest snapshot in memory; without such snapshots, that of the newest step."""
+        """Return the step of the newest snapshot in memory; without such snapshots, that of the newest step."""
         return self.step - self.step % (self._spec.checkpoint.memory.every_steps or 1)
 
     def loading_seconds(self, resume: int, *, newcomers: bool) -> float:
@@ -188,7 +188,7 @@ class Training:
         return stages.rendezvous_seconds + seconds
 
     def roll_back(self) -> int:
-        """Everything but the durable checkpoint is gone: how many steps are to be made again."""
+        """Return everything but the durable checkpoint is gone: how many steps are to be made again."""
         lost = rolled = self.best - self.durable
         for size in sorted(self.fresh, reverse=True):
             taken = min(rolled, self.fresh[size])
@@ -199,7 +199,7 @@ class Training:
         return lost
 
     def run(self, now: float, resume: int, *, first_step: float) -> None:
-        """The ranks train; the first step takes so much longer."""
+        """Return the ranks train; the first step takes so much longer."""
         self.state, self.loaded = State.RUNNING, now
         self.rollbacks += resume < self._newest_in_memory()
         self.step = self.resume = resume

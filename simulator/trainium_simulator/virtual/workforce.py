@@ -98,7 +98,7 @@ class Workforce:
         changed: Callable[[], None],
         compiled: tuple[CompiledSize, ...] = (),
     ) -> None:
-        """`changed()`: something happened that the operator's watches would show; `compiled`: what agents tell."""
+        """Connect `changed()`, called for what watches would show, and `compiled`, which agents report."""
         self.pods: dict[str, Pod] = {}
         self._timeline = timeline
         self._nodes = nodes
@@ -112,7 +112,7 @@ class Workforce:
     # --- what the operator asks for ---------------------------------------------------------------------------------
 
     def create(self, manifest: dict[str, Any], avoided: Collection[str]) -> None:
-        """A new pod; the scheduler puts it where it can."""
+        """Return a new pod; the scheduler puts it where it can."""
         metadata = manifest["metadata"]
         name, annotations = metadata["name"], metadata["annotations"]
         ordinal = names.ordinal_of(JOB, name)
@@ -134,7 +134,7 @@ class Workforce:
         self._schedule_soon()
 
     def delete(self, name: str, uid: str, grace: int | None) -> None:
-        """A deletion; a node without power does not confirm it."""
+        """Return a deletion; a node without power does not confirm it."""
         pod = self.pods.get(name)
         if pod is None or pod.view.uid != uid:
             return
@@ -193,14 +193,14 @@ class Workforce:
             self._timeline.after(self._stages.pod_seconds + self._stages.warm_seconds, partial(self._started, pod))
 
     def _make_room(self, pod: Pod) -> None:
-        """A pod that was asked for takes the node of an extra; called when it first finds no node."""
+        """Return a pod that was asked for takes the node of an extra; called when it first finds no node."""
         for other in list(self.pods.values()):
             slot = other.slot
             if slot is not None and slot.takes_pods and slot.name not in pod.view.avoided_nodes and self.preempt(slot):
                 return
 
     def preempt(self, slot: Slot) -> bool:
-        """The scheduler takes the place from an extra, which saves and leaves; False where none is there."""
+        """Return the scheduler takes the place from an extra, which saves and leaves; False where none is there."""
         for pod in self.on(slot):
             if pod.view.extra and not pod.view.deleting:
                 pod.view = replace(pod.view, disrupted=True)
@@ -242,19 +242,19 @@ class Workforce:
     # --- what befalls nodes -----------------------------------------------------------------------------------------
 
     def on(self, slot: Slot) -> Iterator[Pod]:
-        """Pods that are bound to this place and have not ended."""
+        """Yield pods that are bound to this place and have not ended."""
         for pod in self.pods.values():
             if pod.slot is slot and pod.view.phase is not PodPhase.FAILED:
                 yield pod
 
     def lose_power(self, slot: Slot) -> None:
-        """What runs there ends and tells nobody."""
+        """Return what runs there ends and tells nobody."""
         for pod in self.on(slot):
             if pod.agent is not None and pod.agent.silent_since is None:
                 pod.agent.silent_since = self._timeline.now - HALF_A_HEARTBEAT
 
     def power_returns(self, slot: Slot) -> None:
-        """The node's kubelet finds that what ran there has ended."""
+        """Return the node's kubelet finds that what ran there has ended."""
         for pod in list(self.on(slot)):
             self._taken.discard(slot.number)
             if pod.view.deleting:
@@ -273,7 +273,7 @@ class Workforce:
         self.schedule()
 
     def node_deleted(self, slot: Slot, node: str) -> None:
-        """The node object was removed: the garbage collector removes its pods."""
+        """Return the node object was removed: the garbage collector removes its pods."""
         for pod in [each for each in self.pods.values() if each.view.node == node]:
             self._remove(pod)
         self._taken.discard(slot.number)
@@ -281,7 +281,7 @@ class Workforce:
         self.schedule()
 
     def clear(self) -> None:
-        """The job was deleted with all its pods."""
+        """Return the job was deleted with all its pods."""
         for pod in list(self.pods.values()):
             self._remove(pod)
         self._taken.clear()
@@ -289,7 +289,7 @@ class Workforce:
     # --- what the coordinator hears ---------------------------------------------------------------------------------
 
     def agents(self, now: float, ranks: Ranks, *, deaf_until: float) -> dict[str, AgentView]:
-        """Every agent by pod uid, as a coordinator that has listened since `deaf_until` knows it.
+        """Return every agent by pod uid, as a coordinator that has listened since `deaf_until` knows it.
 
         Only the first rank tells each step; the others are known as they were when they last did something else.
         """

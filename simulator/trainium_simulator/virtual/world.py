@@ -99,7 +99,7 @@ class World:
     # --- life -------------------------------------------------------------------------------------------------------
 
     def live(self, faults: Iterable[Fault]) -> SimulationResult:
-        """Everything until the end."""
+        """Return everything until the end."""
         for fault in faults:
             self.timeline.at(EPOCH + fault.at, partial(self._strike, fault))
         for day in range(1, math.floor(self._setting.days) + 1):
@@ -121,13 +121,13 @@ class World:
         self._made = made
 
     def _productive(self) -> float:
-        """Seconds that an undisturbed run of the full size would have taken for the steps that are kept."""
+        """Return seconds that an undisturbed run of the full size would have taken for the steps that are kept."""
         training = self.run.training
         training.account(self.timeline.now)
         return training.work()
 
     def _stop(self) -> None:
-        """The job has ended with a verdict; a person looks at it, and creates it again."""
+        """Return the job has ended with a verdict; a person looks at it, and creates it again."""
         self._stopped_at = self.timeline.now
         self.run.abandon()
         self.timeline.after(self._setting.model.person_seconds, self._create_again)

@@ -78,7 +78,7 @@ class StopVerdict:
 
 
 def reach_verdict(facts: Facts) -> StopVerdict | None:
-    """The verdict that follows from what workers report or from the spec, if there is one."""
+    """Return the verdict that follows from what workers report or from the spec, if there is one."""
     return (
         _impossible_size(facts)
         or _reported_by_a_process(facts)
@@ -91,7 +91,10 @@ def reach_verdict(facts: Facts) -> StopVerdict | None:
 
 
 def start_failures(facts: Facts) -> tuple[Worker, ...]:
-    """Workers that ended by their own program before the job made any step; kept as evidence and for their logs."""
+    """Return workers that ended by their own program before the job made any step.
+
+    Kept as evidence and for their logs.
+    """
     if has_progress(facts):
         return ()
     return tuple(worker for worker in facts.outsiders if _failed(worker) and died_by_itself(worker.pod))
@@ -100,7 +103,7 @@ def start_failures(facts: Facts) -> tuple[Worker, ...]:
 def _verdict(
     reason: Reason, cause: Cause, message: str, *, advice: str = "", pod: str = "", node: str = ""
 ) -> StopVerdict:
-    """A verdict whose message begins with what happened and ends with what to do, whatever is cut between them."""
+    """Return a verdict whose message starts with what happened and ends with what to do, also when it is cut."""
     told = f"{message.rstrip('. ')}. {advice or _ADVICE.get(reason, '')}".strip()
     return StopVerdict(reason=reason, cause=cause, message=sentence(told[0].upper() + told[1:]), pod=pod, node=node)
 
@@ -113,7 +116,7 @@ def _impossible_size(facts: Facts) -> StopVerdict | None:
 
 
 def _reported_by_a_process(facts: Facts) -> StopVerdict | None:
-    """The first failure, by its own clock, that asks to stop; of the generation in force."""
+    """Return the verdict on the first failure, by its clock, that asks to stop; of the generation in force."""
     found = [
         (failure.at, failure.rank, (meaning, beat, failure, member.pod_name, member.node_name))
         for member, beat in facts.beats
@@ -126,7 +129,7 @@ def _reported_by_a_process(facts: Facts) -> StopVerdict | None:
 
 
 def _of_its_origin(facts: Facts, first: _Reported, by_rank: Mapping[int, _Reported]) -> StopVerdict:
-    """The verdict on the rank that the first report puts it down to: all ranks report what one has put into a sum."""
+    """Return the verdict on the rank that the first report names: all ranks report what one has put into a sum."""
     meaning, _, failure, pod, _ = first
     origin = parse_nonfinite_rank(failure.message) if meaning.cause is Cause.NUMERICAL else None
     if origin is None or origin == failure.rank or facts.current is None:
@@ -145,7 +148,7 @@ def _of_its_origin(facts: Facts, first: _Reported, by_rank: Mapping[int, _Report
 
 
 def _reported_by_an_outsider(facts: Facts) -> StopVerdict | None:
-    """A worker whose preflight found what no other node can mend: a configuration that cannot be read."""
+    """Return the verdict on a preflight that found what no other node can fix: an invalid configuration."""
     for worker in facts.outsiders:
         beat = worker.heartbeat
         if beat is None or beat.verdict is None or not worker.gave_up:
@@ -214,7 +217,7 @@ def _seen_on_a_node(facts: Facts) -> StopVerdict | None:
 
 
 def _crashes_before_any_step(facts: Facts) -> StopVerdict | None:
-    """An agent gave up on processes that crash before their first step, in a job that has never made one."""
+    """Return the verdict on processes that crash before their first step, in a job that has never made one."""
     if has_progress(facts):
         return None
     for member, beat in facts.beats:
@@ -249,7 +252,7 @@ def _workers_do_not_start(facts: Facts) -> StopVerdict | None:
 
 
 def budget_verdict(facts: Facts, status: TrainingJobStatus) -> StopVerdict | None:
-    """The verdict that follows from the failures counted so far, those of this plan included."""
+    """Return the verdict that follows from the failures counted so far, those of this plan included."""
     message = exhausted_budget(status.failures, facts.job.spec.recovery, facts.now)
     if message is None:
         return None

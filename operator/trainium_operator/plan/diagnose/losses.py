@@ -76,7 +76,7 @@ class Evidence:
     """Whether a witness was heard well after the newest step. Who was cut off with all others tells of none either."""
 
     def stalled(self, now: float) -> bool:
-        """Whether training stands still, as somebody says who would know."""
+        """Return whether training stands still, as somebody says who would know."""
         return self.stalls_at is not None and now >= self.stalls_at and self.seen_to_stall
 
 
@@ -96,7 +96,7 @@ def collect_evidence(facts: Facts) -> Evidence:
 
 
 def explain_silence(evidence: Evidence, member: Member, worker: Worker, now: float) -> str | None:
-    """Why a silent member is believed to be lost, as the end of a sentence; None while nothing says so."""
+    """Return why a silent member is believed to be lost, as the end of a sentence; None while nothing says so."""
     if worker.refuses:
         return "nobody listens on its agent's port any more"
     if worker.node_bad:
@@ -128,7 +128,7 @@ def _stood_in_a_collective(failure: ProcessFailure) -> bool:
 
 
 def _stall(facts: Facts) -> tuple[float, float | None]:
-    """When the newest step was seen, and when without another training counts as stalled; None for never.
+    """Return when the newest step was seen, and when without another training counts as stalled; None for never.
 
     Steps before the first one after a fault do not count: they belong to what went before. After the last: never.
     """
@@ -152,7 +152,10 @@ def _stall(facts: Facts) -> tuple[float, float | None]:
 
 
 def failed_since(facts: Facts, worker: Worker | None) -> float:
-    """When a worker that is silent or gone failed: when it was last heard, else when the others last made a step."""
+    """Return when a worker that is silent or gone failed.
+
+    When it was last heard, else when the others last made a step.
+    """
     silent_since = facts.now if worker is None else facts.now - worker.silent_seconds
     if worker is not None and worker.agent is not None and worker.agent.last_seen >= facts.observed.coordinator_since:
         return silent_since
@@ -165,7 +168,7 @@ def failed_since(facts: Facts, worker: Worker | None) -> float:
 
 
 def not_joined(facts: Facts, member: Member, worker: Worker, join_by: float | None) -> Loss | None:
-    """The others have waited for it too long: it had to join by `join_by`, see `join_deadlines`."""
+    """Return a member that the others have waited for too long: it had to join by `join_by`, see `join_deadlines`."""
     if join_by is None or facts.now < join_by:
         return None
     seconds = facts.now - join_by + _limit(facts)
@@ -182,7 +185,7 @@ def not_joined(facts: Facts, member: Member, worker: Worker, join_by: float | No
 
 
 def join_deadlines(facts: Facts) -> dict[int, float]:
-    """When each member that others wait for will count as hung unless it joins: Unix seconds by rank."""
+    """Return when each member that others wait for will count as hung unless it joins: Unix seconds by rank."""
     if not facts.job.spec.recovery.hang.enabled:
         return {}
     limit = _limit(facts)
@@ -203,7 +206,7 @@ def _limit(facts: Facts) -> float:
 
 
 def unhealthy(facts: Facts, evidence: Evidence, member: Member, worker: Worker) -> Loss | None:
-    """A member whose node is broken for good; it saves if it can, and nobody waits for a replacement."""
+    """Return a member whose node is broken for good; it saves if it can, and nothing waits for a replacement."""
     problem = facts.troubles.get(worker.pod.uid)
     if problem is None or problem.severity is not Severity.FATAL:
         return None
@@ -211,7 +214,7 @@ def unhealthy(facts: Facts, evidence: Evidence, member: Member, worker: Worker) 
 
 
 def hand_overs(facts: Facts, evidence: Evidence, found: list[Loss]) -> list[Loss]:
-    """The losses with what the candidates that are free can take over from members on bad nodes.
+    """Add the members on bad nodes whose ranks free candidates can take over.
 
     A member on a broken node that is handed over this way keeps its pod until its rank is elsewhere.
     """
@@ -232,7 +235,7 @@ def hand_overs(facts: Facts, evidence: Evidence, found: list[Loss]) -> list[Loss
 
 
 def members_to_move(facts: Facts) -> Iterator[tuple[Member, Worker]]:
-    """Members that train on while somebody to take their rank is made ready, by rank."""
+    """Yield members that train on while somebody to take their rank is made ready, by rank."""
     for member, worker in facts.members:
         problem = facts.troubles.get(member.pod_uid)
         if worker is not None and problem is not None and problem.severity is Severity.DRAIN and worker.alive:
@@ -261,7 +264,7 @@ def _is_fatal(facts: Facts, loss: Loss) -> bool:
 
 
 def _trains(facts: Facts, evidence: Evidence, worker: Worker) -> bool:
-    """It answers and makes steps, so it can save before it leaves."""
+    """Return whether it answers and makes steps, so that it can save before it leaves."""
     beat = worker.heartbeat
     if beat is None or worker.silent or worker.node_bad or beat.phase is not WorkerPhase.TRAINING:
         return False
@@ -269,7 +272,7 @@ def _trains(facts: Facts, evidence: Evidence, worker: Worker) -> bool:
 
 
 def find_losses(facts: Facts) -> tuple[tuple[Loss, ...], tuple[float, ...]]:
-    """The lost members, the most telling cause first; and when to look again at those in doubt (Unix seconds)."""
+    """Return the failed members, most severe cause first, and when to requeue for suspects (Unix seconds)."""
     found: list[Loss] = []
     requeue_at: list[float] = []
     evidence = collect_evidence(facts)
@@ -386,7 +389,10 @@ def _silent(facts: Facts, evidence: Evidence, member: Member, worker: Worker) ->
 
 
 def _finished_companions(facts: Facts, lost: set[str]) -> list[Loss]:
-    """Workers that finished before a peer was lost: their processes are gone, so the next generation replaces them."""
+    """Return workers that finished before a peer was lost.
+
+    Their processes are gone, so the next generation replaces them.
+    """
     return [
         Loss(
             member=member,
@@ -401,18 +407,18 @@ def _finished_companions(facts: Facts, lost: set[str]) -> list[Loss]:
 
 
 def _is_at_rest(facts: Facts) -> bool:
-    """It trains and nothing is being recovered from, so that only news can change anything."""
+    """Return whether it trains and recovers from nothing, so that only a new report can change anything."""
     status = facts.job.status
     return status.phase is Phase.RUNNING and all(entry.recovered_seconds is not None for entry in status.history)
 
 
 def _is_in_doubt(worker: Worker) -> bool:
-    """It was not heard lately; of others the coordinator tells when they fall silent."""
+    """Return whether it was not seen recently; the coordinator reports when others fall silent."""
     return worker.agent is None or not worker.silent_seconds < SILENCE_REPORTED_SECONDS < worker.timeout
 
 
 def _next_look(facts: Facts, evidence: Evidence, worker: Worker) -> float:
-    """When silence could become a loss: at its deadline, then whenever training would count as stalled."""
+    """Return when silence could become a loss: at its deadline, then whenever training would count as stalled."""
     deadline = facts.now - worker.silent_seconds + worker.timeout
     if worker.agent is None or not worker.silent:
         return max(deadline, facts.now)
@@ -441,7 +447,7 @@ class Notices:
 
 
 def planned_departures(facts: Facts, losses: tuple[Loss, ...]) -> Notices:
-    """Which members, besides the lost ones, leave now, and when the others must."""
+    """Return which members, besides the lost ones, leave now, and when the others must."""
     lost = {loss.member.pod_uid for loss in losses}
     leaving = [each for each in _leaving_members(facts) if each[0].pod_uid not in lost]
     if not leaving:
@@ -468,7 +474,7 @@ def planned_departures(facts: Facts, losses: tuple[Loss, ...]) -> Notices:
 
 
 def _leaving_members(facts: Facts) -> list[tuple[Member, Worker]]:
-    """Members whose nodes are not bad, but on their way out."""
+    """Return members whose nodes are not bad, but on their way out."""
     moving = members_to_move(facts)
     return [
         each for each in moving if facts.troubles[each[0].pod_uid].cause is Cause.PREEMPTED and not each[1].finished
@@ -489,14 +495,14 @@ def _told(facts: Facts, leaving: list[tuple[Member, Worker]]) -> EventIntent:
 
 
 def _last_call(facts: Facts, leaving: list[tuple[Member, Worker]], since: float) -> float:
-    """When the ranks must begin to save and leave."""
+    """Return when the ranks must begin to save and leave."""
     taints = [taint.key for _, worker in leaving if worker.node is not None for taint in worker.node.taints]
     soonest = min((_KNOWN_SECONDS.get(key, _NEVER) for key in taints), default=_NEVER)
     return since + max(0.0, soonest - facts.job.spec.recovery.grace_period_seconds - _EXIT_MARGIN_SECONDS)
 
 
 def _is_enough(facts: Facts, leaving: int) -> bool:
-    """Whether those who stay, and the newcomers, are enough for a legal size."""
+    """Return whether those who stay, and the newcomers, are enough for a legal size."""
     return facts.size.legal_at_most(len(facts.members) - leaving + len(list_joiners(facts))) > 0
 
 

@@ -64,7 +64,7 @@ class _Report:
 
 
 def find_culprit(facts: Facts, attempt: int, *, all_spoke: bool) -> Culprit | None:
-    """Who began the interruption of this attempt of the generation in force; None when nobody is known to.
+    """Return who began the interruption of this attempt of the generation in force; None when nobody is known to.
 
     What only the comparison of all reports shows is looked at when no report is missing any more.
     """
@@ -81,7 +81,7 @@ def find_culprit(facts: Facts, attempt: int, *, all_spoke: bool) -> Culprit | No
 
 
 def records_of(facts: Facts, attempt: int) -> Iterator[tuple[Member, RestartRecord]]:
-    """What the members recorded about the restart that began `attempt` of the generation in force."""
+    """Yield what the members recorded about the restart that started `attempt` of the generation in force."""
     for member, beat in facts.beats:
         for record in beat.restarts:
             if record.generation == beat.generation and record.attempt == attempt:
@@ -89,7 +89,7 @@ def records_of(facts: Facts, attempt: int) -> Iterator[tuple[Member, RestartReco
 
 
 def reported_alone(facts: Facts, member: Member, beat: HeartbeatRequest) -> tuple[ProcessFailure, Verdict] | None:
-    """What this member alone reported in two attempts of the generation, so that it is no accident; the newest."""
+    """Return the newest failure that this member alone reported in two attempts of the generation."""
     rules = facts.job.spec.recovery.rules
     if len(beat.failures) < _TIMES:
         return None
@@ -107,7 +107,7 @@ def reported_alone(facts: Facts, member: Member, beat: HeartbeatRequest) -> tupl
 
 
 def _reports(facts: Facts, attempt: int) -> Iterator[_Report]:
-    """One failure of each member, one of its own first."""
+    """Yield one failure of each member, one of its own first."""
     rules = facts.job.spec.recovery.rules
     for member, beat in facts.beats:
         found = [
@@ -121,7 +121,7 @@ def _reports(facts: Facts, attempt: int) -> Iterator[_Report]:
 
 
 def _is_ambiguous(meaning: Verdict) -> bool:
-    """It may be the reporter's own fault, or another's."""
+    """Return whether it may be the reporter's fault, or another's."""
     return meaning.indirect and meaning.cause is not Cause.PEER_LOST
 
 
@@ -133,7 +133,7 @@ def _own_failure(reports: tuple[_Report, ...], records: dict[str, RestartRecord]
 
 
 def _kernel_event(facts: Facts, reports: tuple[_Report, ...], records: dict[str, RestartRecord]) -> Culprit | None:
-    """A member whose processes report nothing of their own, but whose kernel does."""
+    """Return a member whose processes only lost a peer, but whose kernel log reports a fault."""
     failed_at = {report.member.pod_uid: report.failure.at for report in reports}
     for member, beat in facts.beats:
         record = records.get(member.pod_uid)
@@ -150,7 +150,7 @@ def _kernel_event(facts: Facts, reports: tuple[_Report, ...], records: dict[str,
 
 
 def _own_account(reports: tuple[_Report, ...], records: dict[str, RestartRecord], facts: Facts) -> Culprit | None:
-    """A member that recorded a cause of its own, whose failure is no longer among the newest.
+    """Return a member that recorded a cause, whose failure is no longer among the newest.
 
     A hang without a failure is one of all ranks alike: whoever stood still alone has one.
     """
@@ -169,7 +169,7 @@ def _only_reporter(reports: tuple[_Report, ...], records: dict[str, RestartRecor
 
 
 def _laggard(reports: tuple[_Report, ...], records: dict[str, RestartRecord]) -> Culprit | None:
-    """The only one that had completed fewer steps than all others, when enough report to tell."""
+    """Return the only member that had completed fewer steps than all others, when enough members report."""
     if len(reports) < _FEWEST_TO_COMPARE:
         return None
     ordered = sorted(reports, key=lambda report: report.failure.step)
@@ -203,7 +203,7 @@ _REPLACES = (Response.REPLACE_NODE, Response.REPLACE_WORKER)
 
 
 def reported(facts: Facts, member: Member, worker: Worker) -> Loss | None:
-    """The agent stopped restarting in place, or a process reported a fault that only another node can cure."""
+    """Return a member whose agent gave up, or that reported a fault which only another node can fix."""
     beat = worker.heartbeat
     if beat is None or not (beat.failures or beat.verdict):
         return None
@@ -221,7 +221,7 @@ def reported(facts: Facts, member: Member, worker: Worker) -> Loss | None:
 
 
 def accused(facts: Facts, found: list[Loss]) -> list[Loss]:
-    """The losses, with the culprit of what made an agent give up that had only lost its peers."""
+    """Return the losses, or the culprit where an agent gave up that had only lost its peers."""
     if found:
         return found
     for _, beat in facts.beats:
@@ -246,7 +246,7 @@ def accused(facts: Facts, found: list[Loss]) -> list[Loss]:
 
 
 def given_up_with(facts: Facts, worker: Worker) -> tuple[ProcessFailure, Verdict] | None:
-    """The failure that made a worker's agent give up, and what it stands for."""
+    """Return the failure that made a worker's agent give up, and what it stands for."""
     beat = worker.heartbeat
     if beat is None or beat.verdict is None or not worker.gave_up:
         return None
@@ -254,7 +254,7 @@ def given_up_with(facts: Facts, worker: Worker) -> tuple[ProcessFailure, Verdict
 
 
 def cause_of_standstill(facts: Facts) -> Cause:
-    """What a generation is attributed to that stopped although no member reported a failure of its own.
+    """Return the cause of a generation that stopped although no member reported a failure.
 
     When the agents say that they gave up because their peers were lost to them, that is what connects them.
     """
@@ -264,7 +264,7 @@ def cause_of_standstill(facts: Facts) -> Cause:
 
 
 def _broken(facts: Facts, beat: HeartbeatRequest) -> tuple[ProcessFailure, Verdict] | None:
-    """A failure of the generation in force that asks for another worker at once."""
+    """Return a failure of the generation in force that asks for another worker at once."""
     if facts.current is None:
         return None
     for failure in beat.failures:

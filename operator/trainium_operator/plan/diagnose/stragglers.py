@@ -76,7 +76,7 @@ def find_stragglers(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
 
 
 def slowest_to_hand_over(facts: Facts) -> list[Loss]:
-    """The slowest of those who have been reported, when a spare takes over or it is not missed; nothing is lost."""
+    """Return the slowest reported member, when a spare takes over or training is faster without it."""
     spec = facts.job.spec.recovery.stragglers
     slow = {entry.pod: entry for entry in facts.job.status.stragglers if entry.reported}
     if not slow or not spec.evict or facts.observed.fleet.frozen or not _steady(facts):
@@ -109,7 +109,7 @@ def slowest_to_hand_over(facts: Facts) -> list[Loss]:
 
 
 def _steady(facts: Facts) -> bool:
-    """All members train, and nothing is being recovered from or resized."""
+    """Return all members train, and nothing is being recovered from or resized."""
     status = facts.job.status
     if facts.current is None or not is_settled(facts) or status.membership.generation != facts.current.generation:
         return False
@@ -137,7 +137,7 @@ def _paces(facts: Facts) -> Mapping[str, tuple[str, float]]:
 
 
 def _bears_what_all_bear(facts: Facts, pod: str, slowdown: float) -> bool:
-    """Whether it is slow only because processors are scarce where all members run, so another node is no better.
+    """Return whether it is slow only because processors are scarce where all members run, so another node is no better.
 
     Without the waits for a processor it would keep pace, and the others wait for theirs too.
     """
@@ -169,7 +169,7 @@ _CLEARLY = 1.05
 
 
 def faster_without_one(facts: Facts) -> bool:
-    """Whether the job is faster on fewer nodes than on all of them with the slowest one."""
+    """Return whether the job is faster on fewer nodes than on all of them with the slowest one."""
     status, present = facts.job.status, len(facts.members)
     size = facts.size.legal_at_most(present - 1)
     speed = facts.size.speed(size, present)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def meaning_of_failure(beat: HeartbeatRequest, failure: ProcessFailure, rules: Sequence[RecoveryRule]) -> Verdict:
-    """What a process's end that a heartbeat reports stands for: its code, runtime status, output and kernel lines."""
+    """Classify the end of a process by its exit code, runtime status, output and kernel lines."""
     if not rules and not beat.kernel:
         return _plain_meaning(failure.exit_code, failure.runtime_status)
     return classify.classify_exit(
@@ -38,7 +38,7 @@ def _plain_meaning(code: int, runtime_status: int | None) -> Verdict:
 
 
 def classify_pod_failure(pod: PodView, rules: Sequence[RecoveryRule]) -> Verdict:
-    """What a pod in phase Failed stands for."""
+    """Classify a pod in phase Failed."""
     return classify.classify_pod_failure(
         reason=pod.reason,
         code=pod.exit_code,
@@ -50,12 +50,12 @@ def classify_pod_failure(pod: PodView, rules: Sequence[RecoveryRule]) -> Verdict
 
 
 def cause_of_leaving(pod: PodView) -> Cause:
-    """Why a pod that is asked to go is."""
+    """Return why a pod that is asked to go is."""
     return classify.cause_of_disruption(pod.disruption) if pod.disrupted else Cause.PREEMPTED
 
 
 def died_by_itself(pod: PodView) -> bool:
-    """Whether a Failed pod ended by its own program, not by its node, the scheduler, an eviction or a signal."""
+    """Return whether a Failed pod ended by its own program, not by its node, the scheduler, an eviction or a signal."""
     by_reason = classify.cause_of_pod_reason(pod.reason)
     if pod.disrupted or pod.exit_code is None or by_reason not in (None, Cause.MEMORY, Cause.USER_CODE):
         return False

@@ -32,7 +32,7 @@ _LONGEST_BACKOFF_SECONDS = 300.0
 def record_failure(
     failures: tuple[FailureRecord, ...], *, at: float, cause: Cause, pod: str, node: str, recovery: RecoverySpec
 ) -> tuple[FailureRecord, ...]:
-    """The records with one more, without those that no window reaches any longer."""
+    """Add a record, and drop those that no window reaches any longer."""
     budgets = recovery.budgets
     windows = (budgets.process, budgets.infrastructure, *budgets.by_cause.values())
     longest = max(budget.window_seconds for budget in windows)
@@ -41,12 +41,15 @@ def record_failure(
 
 
 def is_recorded(cause: Cause, recovery: RecoverySpec) -> bool:
-    """Whether a failure of this cause is kept in the status: some budget, or the pause before new pods, counts it."""
+    """Return whether a failure of this cause is kept in the status.
+
+    Some budget, or the pause before new pods, counts it.
+    """
     return budget_of(cause) is not None or cause is Cause.STORAGE or cause in recovery.budgets.by_cause
 
 
 def exhausted_budget(failures: tuple[FailureRecord, ...], recovery: RecoverySpec, now: float) -> str | None:
-    """A sentence about the first budget that is used up; None while all hold.
+    """Return a sentence about the first budget that is used up; None while all hold.
 
     A budget larger than the number of records that status keeps counts as used up when all of them are in the window.
     """
@@ -87,7 +90,7 @@ def _took_a_worker(record: FailureRecord) -> bool:
 
 
 def _summary(records: Sequence[FailureRecord]) -> str:
-    """What failed where, most frequent first."""
+    """Return what failed where, most frequent first."""
     causes = Counter(record.cause.value for record in records)
     pods = Counter(record.pod for record in records if record.pod)
     nodes = Counter(record.node for record in records if record.node)
@@ -104,7 +107,7 @@ def _counted(names: Counter[str]) -> tuple[str, ...]:
 
 
 def backoff_until(failures: tuple[FailureRecord, ...], now: float) -> float:
-    """When new pods may be created (Unix seconds); the first few failures in ten minutes cost no wait.
+    """Return when new pods may be created (Unix seconds); the first few failures in ten minutes cost no wait.
 
     The pause is for pods that fail again and again. So what was attributed to a node does not count: new pods keep away
     from it (and the fleet's circuit breaker allows only so many); nor does what was answered in place; and
@@ -119,7 +122,7 @@ def backoff_until(failures: tuple[FailureRecord, ...], now: float) -> float:
 
 
 def avoided_nodes(failures: tuple[FailureRecord, ...], now: float, seconds: float) -> tuple[str, ...]:
-    """Nodes that a failure of the last `seconds` was attributed to, newest last; at most 32."""
+    """Return nodes that a failure of the last `seconds` was attributed to, newest last; at most 32."""
     newest: dict[str, float] = {}
     for record in failures:
         if record.node and record.at > now - seconds:
@@ -132,5 +135,5 @@ def _within(failures: tuple[FailureRecord, ...], budget: BudgetSpec, now: float)
 
 
 def has_record_of(memory: InternalStatus, pod: str) -> bool:
-    """Whether a failure of this pod is counted already."""
+    """Return whether a failure of this pod is counted already."""
     return any(record.pod == pod for record in memory.failures)

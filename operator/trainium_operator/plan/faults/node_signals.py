@@ -83,12 +83,12 @@ _STATUS = {True: NodeReadiness.TRUE, False: NodeReadiness.FALSE}
 
 
 def bad_status(kind: str) -> NodeReadiness:
-    """The status of a condition of this type that means trouble."""
+    """Return the status of a condition of this type that means trouble."""
     return _STATUS[bad_when(kind)]
 
 
 def problems_of(node: NodeView, demand: Demand | None = None) -> tuple[NodeProblem, ...]:
-    """Everything that is wrong with a node, the worst first; with a demand also what is wrong for that job."""
+    """Return everything that is wrong with a node, the worst first; with a demand also what is wrong for that job."""
     found = [
         *_readiness(node),
         *(problem for condition in node.conditions for problem in _condition(condition)),
@@ -104,7 +104,7 @@ def problems_of(node: NodeView, demand: Demand | None = None) -> tuple[NodeProbl
 
 
 def _readiness(node: NodeView) -> Iterator[NodeProblem]:
-    """A node that is merely not ready may train on: whether its worker is lost is decided by the worker's silence."""
+    """Yield a node that is not ready as a suspect: it may train on, and the worker's silence decides."""
     if node.ready is not NodeReadiness.TRUE:
         text = f"Ready is {node.ready.value}"
         yield NodeProblem(Severity.SUSPECT, Cause.NODE_LOST, "condition Ready", text, node.unready_since)
@@ -122,7 +122,7 @@ def _condition(condition: NodeCondition) -> Iterator[NodeProblem]:
 
 
 def _capacity(node: NodeView, demand: Demand | None) -> Iterator[NodeProblem]:
-    """None of a resource is a device plugin that is away, fewer than there must be are devices that are lost."""
+    """Yield None of a resource is a device plugin that is away, fewer than there must be are devices that are lost."""
     if not node.capacity:
         return
     instance = INSTANCES.get(node.labels.get(LABEL_INSTANCE_TYPE, ""))
@@ -158,7 +158,7 @@ def _taint(taint: Taint, demand: Demand | None) -> Iterator[NodeProblem]:
 
 
 def tolerates(tolerations: tuple[Mapping[str, object], ...], taint: Taint) -> bool:
-    """Whether pods with these tolerations may stay on a node with this taint for good."""
+    """Return whether pods with these tolerations may stay on a node with this taint for good."""
     for each in tolerations:
         exists, key = each.get("operator") == "Exists", each.get("key") or ""
         same_key = key == taint.key or (exists and not key)
@@ -186,7 +186,7 @@ KERNEL_LOG = "kernel log"
 def with_rules(
     node: NodeView, problems: Sequence[NodeProblem], rules: Sequence[RecoveryRule]
 ) -> tuple[NodeProblem, ...]:
-    """The problems of a node as the job's rules see them, the worst first."""
+    """Return the problems of a node as the job's rules see them, the worst first."""
     if not rules:
         return tuple(problems)
     ruled = {
@@ -202,7 +202,7 @@ def with_rules(
 
 
 def kernel_problem(beat: HeartbeatRequest | None, rules: Sequence[RecoveryRule]) -> NodeProblem | None:
-    """What the newest kernel line that is a fault by itself says about the node that an agent runs on."""
+    """Return the problem of the agent's node by the newest kernel line that is a fault by itself."""
     for event in reversed(beat.kernel if beat is not None else ()):
         sign = match_kernel_line(event.line)
         ruled = match_rules(rules, texts=(event.line,))
@@ -216,7 +216,7 @@ def kernel_problem(beat: HeartbeatRequest | None, rules: Sequence[RecoveryRule])
 
 
 def stopping_sign(node: NodeView, rules: Sequence[RecoveryRule]) -> tuple[Verdict, str] | None:
-    """What a rule wants the job stopped for: its verdict and what was seen on the node."""
+    """Return the verdict of a rule that stops the job, and the sign on the node."""
     if not rules:
         return None
     for verdict, source, reason, message, _ in _signs(node, rules):
@@ -226,7 +226,7 @@ def stopping_sign(node: NodeView, rules: Sequence[RecoveryRule]) -> tuple[Verdic
 
 
 def _signs(node: NodeView, rules: Sequence[RecoveryRule]) -> Iterator[tuple[Verdict, str, str, str, float | None]]:
-    """Conditions and taints that a rule names: verdict, source, reason, message, since when."""
+    """Yield conditions and taints that a rule names: verdict, source, reason, message, since when."""
     for condition in node.conditions:
         if condition.status is not bad_status(condition.type):
             continue

@@ -111,13 +111,13 @@ class Memory:
 
 
 def quarantined(memory: Memory) -> frozenset[str]:
-    """Machines that no new worker may go to."""
+    """Return machines that no new worker may go to."""
     confined = (MachineState.QUARANTINED, MachineState.PERMANENT)
     return frozenset(machine for machine, entry in memory.machines.items() if entry.state in confined)
 
 
 def struck(entry: Machine, node: str, strike: Strike) -> Machine:
-    """The machine with one more strike; one that reports the same fault as an earlier one only confirms that."""
+    """Add a strike to the machine; one that reports the same fault as an earlier one only confirms that."""
     for at, old in enumerate(entry.strikes):
         if abs(strike.at - old.at) < SAME_FAULT_SECONDS:
             joined = old if strike.namespaces <= old.namespaces else replace(old, by=f"{old.by}+{strike.by}")
@@ -127,7 +127,7 @@ def struck(entry: Machine, node: str, strike: Strike) -> Machine:
 
 
 def _newest(strikes: tuple[Strike, ...]) -> tuple[Strike, ...]:
-    """At most `MOST_STRIKES`; of those that say no more than others do the oldest goes first."""
+    """Return at most `MOST_STRIKES`; of those that say no more than others do the oldest goes first."""
     while len(strikes) > MOST_STRIKES:
         said = Counter(name for strike in strikes for name in strike.namespaces)
         spare = (at for at, strike in enumerate(strikes) if all(said[name] > 1 for name in strike.namespaces))
@@ -137,7 +137,7 @@ def _newest(strikes: tuple[Strike, ...]) -> tuple[Strike, ...]:
 
 
 def is_due(entry: Machine, now: float) -> Machine | None:
-    """The machine in the quarantine that its strikes ask for; None when they ask for nothing new."""
+    """Return the machine in the quarantine that its strikes ask for; None when they ask for nothing new."""
     recent = [strike for strike in entry.strikes if strike.at > now - DAY]
     new = [strike for strike in recent if strike.at > entry.judged]
     if entry.state is MachineState.PERMANENT or not new:
@@ -160,7 +160,7 @@ def is_due(entry: Machine, now: float) -> Machine | None:
 
 
 def _counted(strikes: list[Strike]) -> int:
-    """How many of the strikes count: those that a program may have caused do not when one job alone has them."""
+    """Return how many of the strikes count: those that a program may have caused do not when one job alone has them."""
     jobs = {source for strike in strikes for source in strike.sources}
     if len(jobs) == 1 and all(strike.cause in _PERHAPS_THE_PROGRAM for strike in strikes):
         return 0
@@ -168,7 +168,7 @@ def _counted(strikes: list[Strike]) -> int:
 
 
 def aged(memory: Memory, now: float) -> Memory:
-    """What time does: quarantine becomes probation, probation ends, old strikes are forgotten."""
+    """Apply the passing of time: quarantine becomes probation, probation ends, old strikes are dropped."""
     machines = {}
     for machine, entry in memory.machines.items():
         older = _aged(entry, now)
@@ -195,7 +195,7 @@ def _aged(entry: Machine, now: float) -> Machine | None:
 
 
 def bounded(memory: Memory) -> Memory:
-    """At most `MOST_MACHINES`; suspicions, then the mildest and oldest are forgotten first."""
+    """Return at most `MOST_MACHINES`; suspicions, then the mildest and oldest are forgotten first."""
     if len(memory.machines) <= MOST_MACHINES:
         return memory
     severity = list(MachineState)

@@ -100,7 +100,7 @@ class FleetPlan:
 
 
 def plan_fleet(observed: FleetObserved) -> FleetPlan:
-    """The next state of the memory and what follows from it."""
+    """Return the next state of the memory and what follows from it."""
     before = observed.memory or _first_memory(observed)
     memory = aged(before, observed.now)
     fleet = _SortedNodes(observed, memory)
@@ -167,17 +167,20 @@ class _SortedNodes:
         return True
 
     def machine_of(self, name: str) -> str:
-        """The machine behind a node, also of one that is gone."""
+        """Return the machine behind a node, also of a deleted one."""
         node = self._nodes.get(name)
         known = node.provider_id if node is not None else self._machines.get(name) or self._remembered.get(name)
         return known or name
 
     def names_of(self, machines: frozenset[str]) -> frozenset[str]:
-        """Nodes that run on these machines now."""
+        """Return nodes that run on these machines now."""
         return frozenset(name for machine in machines for name in self._names.get(machine, ()))
 
     def unusable(self) -> frozenset[str]:
-        """Nodes that cannot be used now; those that leave on purpose are not meant, nor those that were bad once."""
+        """Return nodes that cannot be used now.
+
+        Those that leave on purpose are not meant, nor those that were bad once.
+        """
         return frozenset(
             name
             for name, found in self.problems.items()
@@ -215,7 +218,7 @@ def _first_memory(observed: FleetObserved) -> Memory:
 
 
 def _newest(job: JobRecords) -> float:
-    """When a failure was last attributed to a node."""
+    """Return when a failure was last attributed to a node."""
     return max((record.at for record in job.failures if record.node), default=0.0)
 
 
@@ -236,7 +239,7 @@ def _take_faults(observed: FleetObserved, fleet: _SortedNodes, memory: Memory, *
 
 
 def _take_reports(observed: FleetObserved, fleet: _SortedNodes, machines: dict[str, Machine], *, blame: bool) -> None:
-    """A device that a node itself reports as broken is a strike once, for as long as it is reported."""
+    """Add one strike for a device that a node reports as broken, for as long as it is reported."""
     for name, found in fleet.problems.items():
         fatal = next((problem for problem in found if problem.severity is Severity.FATAL), None)
         machine = fleet.machine_of(name)
@@ -282,7 +285,7 @@ def _confine(observed: FleetObserved, fleet: _SortedNodes, memory: Memory) -> Me
 
 
 def _kept_out(fleet: _SortedNodes, memory: Memory, accuser: str) -> frozenset[str]:
-    """Nodes of the machines in quarantine by the word of one namespace, or for all (empty).
+    """Return nodes of the machines in quarantine by the word of one namespace, or for all (empty).
 
     The worst first, never more than the cap: nodes may have come or gone.
     """

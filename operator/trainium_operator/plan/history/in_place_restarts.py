@@ -64,7 +64,7 @@ def _open(facts: Facts, status: TrainingJobStatus, attempt: int, culprit: Culpri
 
 
 def _dated(facts: Facts, attempt: int, culprit: Culprit | None) -> RestartRecord | None:
-    """Who tells when it was: the culprit's agent, else another one; nobody whose clock is wrong."""
+    """Return who tells when it was: the culprit's agent, else another one; nobody whose clock is wrong."""
     right = {member.pod_uid for member, beat in facts.beats if is_clock_in_sync(beat)}
     if culprit is not None and (culprit.record is None or culprit.member.pod_uid in right):
         return culprit.record
@@ -101,7 +101,7 @@ def _lost_peers(victims: int, members: int) -> str:
 
 
 def _all_spoke(facts: Facts, attempt: int) -> bool:
-    """Whether every member that is heard at all has reported from this attempt on."""
+    """Return whether every member that is heard at all has reported from this attempt on."""
     beats = {member.pod_uid: beat for member, beat in facts.beats}
     return all(
         worker is None or worker.silent or (member.pod_uid in beats and beats[member.pod_uid].attempt >= attempt)

@@ -43,7 +43,7 @@ def open_interruption(
     detected_seconds: float | None = None,
     step_before: int | None = None,
 ) -> TrainingJobStatus:
-    """The status with one more entry, counted; `suspect` is the node to keep away from."""
+    """Add an entry to the history and count it; `suspect` is the node to avoid."""
     assert facts.current is not None
     entry = Interruption(
         generation=facts.current.generation,
@@ -71,14 +71,14 @@ def open_interruption(
 
 
 def with_valid_counts(status: TrainingJobStatus) -> TrainingJobStatus:
-    """The status with no count below 0 and their sum as the total, as it always is unless a hand edited it."""
+    """Return the status without counts below 0 and with their sum as the total, also after an edit."""
     by_cause = {name: max(0, count) for name, count in status.restarts.by_cause.items()}
     sound = status.restarts.replaced(total=sum(by_cause.values()), by_cause=by_cause)
     return status if sound == status.restarts else status.replaced(restarts=sound)
 
 
 def _counted(status: TrainingJobStatus, cause: Cause) -> TrainingJobStatus:
-    """The status with one more interruption of this cause."""
+    """Count one more interruption of this cause."""
     by_cause = dict(status.restarts.by_cause)
     if cause.value not in by_cause and len(by_cause) >= MAX_COUNTED_CAUSES:
         # One key more than the definition allows would have every later status refused.
@@ -88,7 +88,7 @@ def _counted(status: TrainingJobStatus, cause: Cause) -> TrainingJobStatus:
 
 
 def first_rank(facts: Facts, pod: str) -> int | None:
-    """The first rank of this pod in the generation in force; None when it has none there."""
+    """Return the first rank of this pod in the generation in force; None when it has none there."""
     if facts.current is None or not pod:
         return None
     places = (member.node_rank for member in facts.current.members if member.pod_name == pod)
@@ -97,7 +97,7 @@ def first_rank(facts: Facts, pod: str) -> int | None:
 
 
 def open_membership_entry(status: PublicStatus, generation: int) -> int | None:
-    """Index of the open interruption that ends, or is to end, this generation; None when there is none."""
+    """Return index of the open interruption that ends, or is to end, this generation; None when there is none."""
     for index, entry in enumerate(status.history):
         ends_it = entry.generation == generation and entry.rung not in (Rung.IN_PLACE, Rung.STOP)
         if ends_it and entry.recovered_seconds is None:
@@ -106,7 +106,7 @@ def open_membership_entry(status: PublicStatus, generation: int) -> int | None:
 
 
 def replace_entry(status: TrainingJobStatus, index: int, entry: Interruption) -> TrainingJobStatus:
-    """The status with a changed entry in the place of the one at `index`."""
+    """Replace the entry at `index`."""
     history = status.history
     return status.replaced(history=(*history[:index], entry, *history[index + 1 :]))
 
@@ -142,7 +142,7 @@ def record_losses(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, .
 
 
 def _with_suspects(facts: Facts, memory: InternalStatus, losses: tuple[Loss, ...]) -> tuple[FailureRecord, ...]:
-    """The failures, with the suspected nodes of all workers that were lost together: each once, as one moment."""
+    """Return the failures with the suspected nodes of all workers that failed together, each once."""
     names = frozenset(_names(losses))
     recovery, recorded = facts.job.spec.recovery, {record.pod for record in memory.failures if record.node}
     failures = memory.failures

@@ -66,7 +66,7 @@ def close_lapsed(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
 
 
 def close_abandoned(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
-    """A suspension ends what was being recovered from; the time after it is nobody's loss."""
+    """Close every open interruption: no cause is charged for the time after a suspension."""
     for index, entry in enumerate(status.history):
         if entry.recovered_seconds is None and entry.rung is not Rung.STOP:
             seconds = round(max(0.0, facts.now - (entry.failed_at or facts.now)), 3)
@@ -89,7 +89,7 @@ def _closed(entry: Interruption, resumed: _Resumption, now: float) -> Interrupti
 
 
 def _recorded(facts: Facts, entry: Interruption) -> _Resumption | None:
-    """What the agents recorded about the restart that answered this interruption."""
+    """Return what the agents recorded about the restart that ended this interruption."""
     records = [record for record in _answers(facts, entry) if record.resumed_at is not None]
     if not records:
         return None
@@ -103,7 +103,7 @@ def _recorded(facts: Facts, entry: Interruption) -> _Resumption | None:
 
 
 def _answers(facts: Facts, entry: Interruption) -> Iterator[RestartRecord]:
-    """Records of the generation in force, by clocks that are right if there are such.
+    """Yield records of the generation in force, by agents whose clocks are in sync where possible.
 
     Those of older generations will never be completed.
     """
@@ -116,7 +116,7 @@ def _answers(facts: Facts, entry: Interruption) -> Iterator[RestartRecord]:
 
 
 def _observed(facts: Facts, entry: Interruption) -> _Resumption | None:
-    """The first heartbeat after the interruption that shows a new step, where no agent's record is still to come."""
+    """Return the first heartbeat after the interruption that shows a new step, where no agent's record is pending."""
     if any(record.resumed_at is None for record in _answers(facts, entry)):
         return None
     for _, beat in facts.beats:
@@ -166,6 +166,6 @@ def _stopped_at(facts: Facts, entry: Interruption, progress: Progress) -> float:
 
 
 def _past_steps(facts: Facts) -> bool:
-    """Whether the ranks are in a stage after the last step, so that no step will tell that they go on."""
+    """Return whether the ranks are in a stage after the last step, so that no step will tell that they go on."""
     newest = newest_progress(facts)
     return newest is not None and not newest.training

@@ -51,12 +51,12 @@ _HOLDERS = {
 
 
 def all_finished(facts: Facts) -> bool:
-    """Whether every member of the generation in force has finished."""
+    """Return whether every member of the generation in force has finished."""
     return facts.current is not None and all(worker is not None and worker.finished for _, worker in facts.members)
 
 
 def complete(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
-    """The job has reached its end."""
+    """Complete the job."""
     message = f"all {status.progress.total_steps or status.progress.step} steps are done"
     status = with_condition(status, ConditionType.COMPLETE, True, Reason.COMPLETED, message, now=facts.now)
     if is_true(status, ConditionType.FAILURE_TARGET):
@@ -67,7 +67,7 @@ def complete(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
 
 
 def stop(facts: Facts, status: TrainingJobStatus, verdict: StopVerdict) -> PolicyResult:
-    """The job has failed for good."""
+    """Fail the job for good."""
     entry = Interruption(
         generation=status.membership.generation,
         attempt=status.membership.attempt,
@@ -107,7 +107,7 @@ def termination_status(observed: Observed) -> TrainingJobStatus:
 
 
 def record_spec_change(facts: Facts) -> PolicyResult:
-    """An ended job whose spec was changed: nothing starts, and whoever changed it hears what does."""
+    """Report a change of an ended job's spec: nothing starts, and an event names what does."""
     status = facts.job.status.replaced(observed_generation=facts.job.generation)
     if status == facts.job.status or status.phase is not Phase.FAILED:
         return PolicyResult(status=status)
@@ -117,7 +117,7 @@ def record_spec_change(facts: Facts) -> PolicyResult:
 
 
 def _compared(facts: Facts, record: FailedSpecStatus | None) -> FailedSpecStatus | None:
-    """What differs from the spec that failed; of fields that this version does not know it cannot say."""
+    """Return what differs from the spec that failed; None where this version does not know a field."""
     if record is None:
         return None
     return record.replaced(changes=None) if facts.job.unknown else compare_failed_spec(record, facts.job.spec.to_wire())
@@ -148,7 +148,10 @@ def clean_up(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
 
 
 def _witnesses(facts: Facts, status: PublicStatus) -> frozenset[str]:
-    """Pods that end by themselves with a verdict of their own, by uid: the one that the job's verdict names first."""
+    """Return pods that end by themselves with a verdict of their own, by uid.
+
+    The one that the job's verdict names first.
+    """
     named = _named(status)
     ending = [
         worker.pod
@@ -159,7 +162,7 @@ def _witnesses(facts: Facts, status: PublicStatus) -> frozenset[str]:
 
 
 def _named(status: PublicStatus) -> str:
-    """The pod that the verdict of a failed job names; empty for none."""
+    """Return the pod that the verdict of a failed job names; empty for none."""
     return status.history[-1].pod if status.history else ""
 
 
@@ -170,7 +173,10 @@ def _ends_by_itself(beat: HeartbeatRequest | None) -> bool:
 
 
 def _end_of_patience(facts: Facts, status: PublicStatus) -> float:
-    """Until when such pods may run (Unix seconds); 0 when the end lies in the future, by a clock that was set back."""
+    """Return until when such pods may run (Unix seconds).
+
+    0 when the end lies in the future, by a clock that was set back.
+    """
     ended = parse_rfc3339(status.completion_time)
     return 0.0 if ended is None or ended > facts.now else ended + _WITNESS_SECONDS
 

@@ -73,7 +73,7 @@ _ADVICE = {
 
 
 def is_ending(status: PublicStatus) -> bool:
-    """Whether it is decided that the job ends for a deadline."""
+    """Return whether it is decided that the job ends for a deadline."""
     return is_true(status, ConditionType.FAILURE_TARGET)
 
 

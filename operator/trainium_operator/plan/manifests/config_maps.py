@@ -22,7 +22,7 @@ _COMPILED = "compiled"
 
 
 def config_map(job: JobView, ca_bundle: str) -> Json:
-    """The trainer's configuration (JSON, which is YAML too), the job's rules and size, the coordinator's authority."""
+    """Build the ConfigMap of the trainer's configuration (JSON), the job's rules, its size and the CA bundle."""
     workers = job.spec.workers
     nodes = f"{max(workers.replicas, workers.max_replicas or 0)}\n"
     data = {names.TRAINER_KEY: trainer_configuration(job), names.CA_KEY: ca_bundle, NODES_NAME: nodes}
@@ -33,7 +33,7 @@ def config_map(job: JobView, ca_bundle: str) -> Json:
 
 
 def membership_map(job: JobView, membership: Membership) -> Json:
-    """The durable record of a membership; never mounted into a pod. Packed at any size: a ConfigMap holds 1 MiB."""
+    """Build the durable record of a membership, compressed because a ConfigMap holds 1 MiB; no pod mounts it."""
     text = json.dumps(membership.to_wire(), sort_keys=True)
     packed = base64.b64encode(gzip.compress(text.encode(), compresslevel=4, mtime=0)).decode()
     content: Json = {"binaryData": {names.MEMBERSHIP_PACKED_KEY: packed}}
@@ -41,7 +41,7 @@ def membership_map(job: JobView, membership: Membership) -> Json:
 
 
 def trainer_configuration(job: JobView) -> str:
-    """The text of trainer.yaml. Raises ValueError when the spec contradicts itself."""
+    """Return the text of trainer.yaml. Raises ValueError when the spec contradicts itself."""
     config = job.spec.training_config()
     path = checkpoint_path(job)
     # What is appended to (metrics) needs a folder: the mount, which is the pod's own then.
@@ -53,7 +53,7 @@ def trainer_configuration(job: JobView) -> str:
 
 
 def _neuron(job: JobView) -> NeuronConfig:
-    """The job's settings; what is compiled ahead is kept on the checkpoints' volume unless they say where."""
+    """Return the job's settings; compiled graphs are kept on the checkpoints' volume unless they name a folder."""
     neuron, storage = job.spec.trainer.neuron, job.spec.checkpoint.storage
     mounted = storage.kept and storage.uri is None
     if not job.spec.precompile.enabled or not mounted or neuron.shared_cache_directory is not None:
@@ -62,7 +62,9 @@ def _neuron(job: JobView) -> NeuronConfig:
 
 
 def checkpoint_path(job: JobView) -> str:
-    """Where this job's checkpoints are: below the mount point or the bucket's prefix; the pod's own volume as it is.
+    """Return where this job's checkpoints are: below the mount point or the bucket's prefix.
+
+    The pod's own volume as it is.
 
     The trainer makes the folder itself, with its own user; a subPath mount would leave it to root.
     """

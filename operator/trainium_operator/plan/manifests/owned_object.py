@@ -19,7 +19,7 @@ Json = dict[str, Any]
 
 
 def owner_reference(job: JobView) -> Json:
-    """The controller reference that lets the garbage collector delete an object with its job."""
+    """Return the controller reference that lets the garbage collector delete an object with its job."""
     return {
         "apiVersion": f"{GROUP}/{VERSION}",
         "kind": KIND,
@@ -31,12 +31,12 @@ def owner_reference(job: JobView) -> Json:
 
 
 def content_hash(content: Any) -> str:
-    """A short digest of JSON content."""
+    """Return a short digest of JSON content."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def owned_object(job: JobView, api_version: str, kind: str, name: str, content: Json, component: str) -> Json:
-    """A complete manifest that carries the digest of its own content."""
+    """Build a complete manifest that carries the digest of its content."""
     metadata = {
         "name": name,
         "namespace": job.namespace,

@@ -39,7 +39,7 @@ _WEIGHTS = dict(zip(LAYERS, (10, 25, 50, 100), strict=True))
 
 
 def with_affinity(spec: Json, job: JobView, settings: PlanSettings) -> Json:
-    """The pod spec with the job's workers drawn to each other, as far as nodes carry the labels and the job wants it.
+    """Add affinity between the job's workers, as far as nodes carry the labels and the job wants it.
 
     Required stands for one domain of the widest layer; the nearer layers are preferences in any case.
     """
@@ -69,7 +69,7 @@ _UNREACHABLE_SECONDS = 30
 
 
 def extended_resources(accelerator: AcceleratorSpec) -> dict[str, str]:
-    """Devices that a worker asks for: all of its node, as the instance type has them, or what the spec says."""
+    """Return devices that a worker asks for: all of its node, as the instance type has them, or what the spec says."""
     if accelerator.resources:
         return dict(accelerator.resources)
     if accelerator.device is Device.CUDA:
@@ -91,7 +91,7 @@ def expected_devices(accelerator: AcceleratorSpec) -> str | None:
 
 
 def tolerations_of(spec: TrainingJobSpec) -> tuple[Json, ...]:
-    """Tolerations of the worker pods, as far as the user's are readable."""
+    """Return tolerations of the worker pods, as far as the user's are readable."""
     pod = spec.workers.template.get("spec")
     theirs = pod.get("tolerations") if isinstance(pod, dict) else None
     given = theirs if isinstance(theirs, list) else []
@@ -99,7 +99,10 @@ def tolerations_of(spec: TrainingJobSpec) -> tuple[Json, ...]:
 
 
 def device_tolerations(accelerator: AcceleratorSpec) -> list[Json]:
-    """Tolerations that the operator itself gives: of the device's taint, and for a while of a node that is lost."""
+    """Return tolerations that the operator itself gives.
+
+    Of the device's taint, and for a while of a node that is lost.
+    """
     lost = [
         {
             "key": f"node.kubernetes.io/{taint}",
@@ -119,7 +122,7 @@ _MIB = 1 << 20
 
 
 def with_worker_needs(spec: Json, job: TrainingJobSpec) -> Json:
-    """The merged spec of a worker pod with what follows from the job's configuration, where no template says it."""
+    """Add what follows from the job's configuration to the merged spec, where no template sets it."""
     found = needs_of_workers(job)
     if found is None:
         return spec
@@ -135,7 +138,7 @@ def with_worker_needs(spec: Json, job: TrainingJobSpec) -> Json:
 
 
 def needs_of_workers(job: TrainingJobSpec) -> WorkerRequests | None:
-    """None while the spec contradicts itself, which is told elsewhere."""
+    """Return None while the spec contradicts itself, which is told elsewhere."""
     try:
         config = job.training_config()
         return worker_requests(config, job.workers.accelerator, job.batch_shape())
@@ -203,7 +206,7 @@ def worker_pods(
 
 
 def _as_extra(pod: Json, settings: PlanSettings) -> Json:
-    """The pod as one beyond those that were asked for: it gives way to any other, and takes no other's place."""
+    """Turn the pod into an extra, which any other pod preempts and which preempts none."""
     metadata = {**pod["metadata"], "labels": {**pod["metadata"]["labels"], env.LABEL_EXTRA: "true"}}
     spec = {key: value for key, value in pod["spec"].items() if key not in ("priority", "preemptionPolicy")}
     return {**pod, "metadata": metadata, "spec": {**spec, "priorityClassName": settings.extra_priority_class}}
@@ -227,7 +230,7 @@ def _worker_pod(job: JobView, body: Json, ordinal: int, avoided: Avoided) -> Jso
 
 
 def pod_template(job: JobView, settings: PlanSettings, *, asks: bool = True) -> Json:
-    """What all workers of a job have in common, the templates of chart and user merged in; carries its own digest.
+    """Build what all workers of a job share, with the templates of chart and user merged in, and its digest.
 
     Without `asks` it has of memory and CPU only what people ask for.
     """
@@ -278,13 +281,13 @@ def _body(job: JobView, metadata: Json, spec: Json) -> Json:
 
 
 def template_hash(job: JobView, settings: PlanSettings) -> str:
-    """The digest that pods made now carry."""
+    """Return the digest that new pods carry."""
     digest: str = pod_template(job, settings, asks=False)["metadata"]["annotations"][env.ANNOTATION_TEMPLATE_HASH]
     return digest
 
 
 def is_outdated(made_with: str, wanted: str) -> bool:
-    """Whether a pod with this digest was made before the job, or the operator's settings, said something else.
+    """Return whether a pod with this digest was made before the job, or the operator's settings, said something else.
 
     Digests of two revisions differ though nobody changed anything, so they say nothing.
     """
@@ -370,7 +373,7 @@ def _feature_fields(job: JobView, settings: PlanSettings) -> tuple[Json, Json]:
 
 
 def _precompiling(job: JobView, spec: Json) -> list[Json]:
-    """The worker's container once more, with another program: it compiles, or fetches what another one compiled."""
+    """Build the init container that compiles, or fetches what another worker compiled."""
     try:
         nodes = job.spec.sizes_to_compile()
     except ValueError:  # the spec contradicts itself, which is told elsewhere
@@ -393,7 +396,10 @@ def _sizes_for_spares(job: JobView) -> tuple[int, ...]:
 
 
 def _fills_its_node(accelerator: AcceleratorSpec) -> bool:
-    """Whether the devices alone keep two workers from one node; anti-affinity makes scheduling several times slower."""
+    """Return whether the devices alone keep two workers from one node.
+
+    Anti-affinity makes scheduling several times slower.
+    """
     instance = accelerator.instance()
     if instance is None or accelerator.resources:
         return False
@@ -402,7 +408,7 @@ def _fills_its_node(accelerator: AcceleratorSpec) -> bool:
 
 
 def _one_per_node(job: str, affinity: Json) -> Json:
-    """The affinity with the workers of one job kept apart, beside what the user's template asks for."""
+    """Add anti-affinity between the workers of one job."""
     key = "requiredDuringSchedulingIgnoredDuringExecution"
     term = {
         "labelSelector": {"matchLabels": names.selector_labels(job)},
@@ -413,7 +419,7 @@ def _one_per_node(job: str, affinity: Json) -> Json:
 
 
 def _keeping_away(affinity: Json, avoided: Avoided) -> Json:
-    """The affinity with these nodes left out, beside what the user's template asks for."""
+    """Exclude these nodes from the affinity, beside what the user's template asks for."""
     node_affinity = dict(affinity.get("nodeAffinity") or {})
     if avoided.required:
         key = "requiredDuringSchedulingIgnoredDuringExecution"

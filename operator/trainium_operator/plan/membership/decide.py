@@ -74,7 +74,7 @@ _CREATION_ROUNDING = 1.0
 
 
 def replace_failed(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...]) -> Decision:
-    """The next generation without the lost members; none while too few workers are there."""
+    """Form the next generation without the failed members; none while too few workers are available."""
     assert facts.current is not None
     lost = {loss.member.pod_uid for loss in losses}
     survivors = tuple(member for member in facts.current.members if member.pod_uid not in lost)
@@ -99,7 +99,7 @@ def replace_failed(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, 
 
 
 def restart_stopped(facts: Facts, status: TrainingJobStatus) -> Decision:
-    """The same members again, when all of them stopped and none of them says that it is the one that failed."""
+    """Restart the same members, when all of them stopped and none reports that it is the one that failed."""
     assert facts.current is not None
     beats = facts.beats
     if len(beats) < len(facts.current.members) or any(beat.phase is not WorkerPhase.FAILED for _, beat in beats):
@@ -119,7 +119,10 @@ def restart_stopped(facts: Facts, status: TrainingJobStatus) -> Decision:
 
 
 def _wait_until(facts: Facts, status: TrainingJobStatus, available: int, *, waited: bool) -> float | None:
-    """Until when a replacement is awaited (Unix seconds); None when enough are there, or there was a wait already."""
+    """Return until when a replacement is awaited (Unix seconds).
+
+    None when enough are there, or there was a wait already.
+    """
     assert facts.current is not None
     if available >= min(status.desired, len(facts.current.members)) or waited:
         return None
@@ -128,7 +131,7 @@ def _wait_until(facts: Facts, status: TrainingJobStatus, available: int, *, wait
 
 
 def _size(facts: Facts, status: PublicStatus, available: int) -> int:
-    """The size of the next generation; 0 when no legal one is there."""
+    """Return the size of the next generation; 0 when no legal one is there."""
     assert facts.current is not None
     if available >= status.desired:
         return status.desired
@@ -136,7 +139,7 @@ def _size(facts: Facts, status: PublicStatus, available: int) -> int:
 
 
 def _with_rung(facts: Facts, status: TrainingJobStatus, size: int, joined: tuple[Worker, ...]) -> TrainingJobStatus:
-    """The status whose open interruption tells how it was answered."""
+    """Record in the open interruption how it was recovered."""
     assert facts.current is not None
     index = open_membership_entry(status, facts.current.generation)
     if index is None:
@@ -162,7 +165,7 @@ def record_size_request(facts: Facts, status: AnyShown, desired: int) -> AnyShow
 
 
 def resize(facts: Facts, status: TrainingJobStatus) -> Decision:
-    """The next generation at another size; none when it fits, or not yet."""
+    """Form the next generation at another size; none when the size fits, or not yet."""
     assert facts.current is not None
     present, desired = len(facts.current.members), status.desired
     if any(worker is not None and worker.finished for _, worker in facts.members):
@@ -182,7 +185,7 @@ def resize(facts: Facts, status: TrainingJobStatus) -> Decision:
 
 
 def _grown(facts: Facts, status: TrainingJobStatus, present: int, newcomers: int) -> tuple[int, tuple[float, ...]]:
-    """The size to grow to now, `present` when not yet; and when to look again (Unix seconds)."""
+    """Return the size to grow to now, `present` when not yet; and when to look again (Unix seconds)."""
     if newcomers == 0 or not is_settled(facts):
         return present, ()
     resting = 0.0 if is_true(status, ConditionType.RESIZING) else growth_resumes_at(facts, status)
@@ -203,7 +206,7 @@ def _grown(facts: Facts, status: TrainingJobStatus, present: int, newcomers: int
 
 
 def _target(facts: Facts, status: PublicStatus, present: int, nodes: int, *, asked: bool) -> int:
-    """The size to grow to with so many nodes: what was asked for, else one that has its graphs if that is growth."""
+    """Return the size to grow to with so many nodes; a compiled one where that is growth."""
     size = nodes if nodes == status.desired else facts.size.legal_at_most(nodes)
     if asked or not compile_seconds(facts, status, size):
         return size
@@ -212,14 +215,14 @@ def _target(facts: Facts, status: PublicStatus, present: int, nodes: int, *, ask
 
 
 def _last_change(status: PublicStatus) -> float:
-    """When the size in force was taken (Unix seconds), as far as the history goes back."""
+    """Return when the size in force was taken (Unix seconds), as far as the history goes back."""
     changes = (Rung.SHRINK, Rung.GROW, Rung.RESIZE)
     taken = [entry.decided_at for entry in status.history if entry.rung in changes and entry.decided_at is not None]
     return max(taken, default=0.0)
 
 
 def _with_entry(facts: Facts, status: TrainingJobStatus, size: int) -> TrainingJobStatus:
-    """The status with the entry of this change of size, unless the generation in force is being left already."""
+    """Record this change of size, unless the generation in force is being left already."""
     assert facts.current is not None
     present = len(facts.current.members)
     if open_membership_entry(status, facts.current.generation) is not None:
@@ -250,7 +253,7 @@ def _why(facts: Facts, status: PublicStatus, more: int) -> str:
 
 
 def finish_decided_generation(facts: Facts, status: TrainingJobStatus) -> Decision:
-    """The same members again, under the number that the status names, where one was left undone."""
+    """Start the same members under the number that the status names, where that was not recorded."""
     current = facts.current
     if current is None or status.membership.generation <= current.generation:
         return Decision(status=status)
@@ -267,7 +270,7 @@ def _works(worker: Worker | None) -> bool:
 
 
 def decide_generation(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...]) -> Decision:
-    """The decision; `status` has the interruption that the losses began."""
+    """Return the decision; `status` has the interruption that the losses opened."""
     decision = _decided(facts, status, losses)
     since = _waiting_since(facts, status, decision.new, losses)
     return replace(decision, status=decision.status.replaced(waiting_since=since))
@@ -276,7 +279,7 @@ def decide_generation(facts: Facts, status: TrainingJobStatus, losses: tuple[Los
 def _waiting_since(
     facts: Facts, status: TrainingJobStatus, new: NewGeneration | None, losses: tuple[Loss, ...]
 ) -> float | None:
-    """Since when the job waits for workers that it lacks (Unix seconds); None while it lacks none."""
+    """Return since when the job waits for workers that it lacks (Unix seconds); None while it lacks none."""
     since = facts.now if status.waiting_since is None else status.waiting_since
     if new is not None:
         return facts.now if len(new.members) < status.desired else None
@@ -302,7 +305,7 @@ def _decided(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...]) 
 
 
 def staying(facts: Facts, members: Sequence[Member], size: int) -> tuple[Member, ...]:
-    """At most `size` of the members: extras go first, then the highest ranks."""
+    """Return at most `size` of the members: extras go first, then the highest ranks."""
     extra = {uid for uid, worker in facts.workers.items() if worker.pod.extra}
     kept = sorted(members, key=lambda member: (member.pod_uid in extra, member.node_rank))[:size]
     return tuple(sorted(kept, key=lambda member: member.node_rank))
@@ -311,7 +314,7 @@ def staying(facts: Facts, members: Sequence[Member], size: int) -> tuple[Member,
 def joining(
     facts: Facts, survivors: Sequence[Member], newcomers: tuple[Worker, ...], size: int, base: int
 ) -> tuple[Worker, ...]:
-    """The newcomers that may fill the ranks up to `size`; those beyond `base` are for extras, so that spares stay."""
+    """Return the joiners for the ranks up to `size`; those beyond `base` are for extras, so that spares stay."""
     extra = [worker for worker in newcomers if worker.pod.extra]
     if size <= base or not extra:
         return newcomers

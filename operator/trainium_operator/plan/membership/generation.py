@@ -52,7 +52,7 @@ class Decision:
 
 
 def start_generation(facts: Facts, status: TrainingJobStatus, new: NewGeneration) -> PolicyResult:
-    """The decision in the status, and its publication."""
+    """Record the decision in the status and publish it."""
     recorded = facts.observed.membership
     number = next_generation(facts)
     membership = Membership(
@@ -101,7 +101,7 @@ def republish_membership(facts: Facts) -> tuple[PublishMembership, ...]:
 
 
 def next_generation(facts: Facts) -> int:
-    """The number of the next generation; a number that was decided on but never recorded is taken again."""
+    """Return the number of the next generation; a number that was decided on but never recorded is taken again."""
     recorded = facts.observed.membership.generation if facts.observed.membership else 0
     known = max(recorded, facts.observed.published, facts.job.status.membership.generation)
     seen = [agent.heartbeat.generation for agent in facts.observed.agents.values() if agent.heartbeat is not None]

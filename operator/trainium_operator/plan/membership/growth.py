@@ -27,7 +27,7 @@ _ASSUMED_SECONDS = 1200.0
 
 
 def compile_seconds(facts: Facts, status: PublicStatus, size: int) -> float:
-    """What the first step at this size takes longer for want of graphs."""
+    """Return how much longer the first step at this size takes without compiled graphs."""
     ready = _ready(facts, status)
     if not ready or size in ready:
         return 0.0
@@ -35,7 +35,7 @@ def compile_seconds(facts: Facts, status: PublicStatus, size: int) -> float:
 
 
 def available_size(facts: Facts, status: PublicStatus, nodes: int) -> int:
-    """The best size for so many nodes, or the best that has its graphs where compiling costs more; 0 for none."""
+    """Return the best size for so many nodes, or the best compiled one where compiling costs more; 0 for none."""
     best = facts.size.legal_at_most(nodes)
     if compile_seconds(facts, status, best) <= (resize_cost_seconds(status) or 0.0):
         return best
@@ -44,19 +44,19 @@ def available_size(facts: Facts, status: PublicStatus, nodes: int) -> int:
 
 
 def pays_at(facts: Facts, status: PublicStatus, size: int, since: float) -> float:
-    """When growing from the size in force, which it has had `since`, to one without graphs pays (Unix seconds)."""
+    """Return when growing from the current size, which it has had `since`, to an uncompiled one pays (Unix seconds)."""
     price = compile_seconds(facts, status, size)
     speed = facts.size.speed(len(facts.members), size)
     return since + price / (1 - speed) if price and 0 < speed < 1 else since
 
 
 def _ready(facts: Facts, status: PublicStatus) -> frozenset[int]:
-    """Sizes that have their graphs; none where nobody knows."""
+    """Return sizes that have their graphs; none where nobody knows."""
     return frozenset((*facts.size.compiled_first, *status.compiled.sizes))
 
 
 def is_worth_growing(facts: Facts, status: PublicStatus, present: int, size: int, *, beside: float) -> bool:
-    """Whether growing from `present` to `size` nodes saves more time than it costs, `beside` seconds besides."""
+    """Return whether growing from `present` to `size` nodes saves more time than it costs, `beside` seconds besides."""
     speed = facts.size.speed(present, size)
     step = next((each.step_seconds for each in status.goodput.sizes if each.size == present), None)
     price, total = resize_cost_seconds(status), status.progress.total_steps
@@ -71,7 +71,7 @@ _LONGEST_REST = 8.0
 
 
 def growth_resumes_at(facts: Facts, status: PublicStatus) -> float:
-    """Until when growth that nobody asked for rests (Unix seconds).
+    """Return until when growth that nobody asked for rests (Unix seconds).
 
     `rescaleAfterSeconds` after the last recovery or shrink, doubled for each further shrink in the last hour, up to
     eightfold.
@@ -93,5 +93,5 @@ def _counts(entry: Interruption) -> bool:
 
 
 def rescale_at(facts: Facts, memory: InternalStatus) -> float:
-    """When the job makes do with the workers that are there (Unix seconds)."""
+    """Return when the job makes do with the workers that are there (Unix seconds)."""
     return (memory.waiting_since or facts.now) + facts.job.spec.recovery.rescale_after_seconds

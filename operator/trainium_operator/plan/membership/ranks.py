@@ -28,13 +28,13 @@ Place = tuple[str, ...]
 
 
 def place_of(name: str, node: NodeView | None) -> Place:
-    """The place of a node; of one that is not known, only its name."""
+    """Return the place of a node; of one that is not known, only its name."""
     labels = node.labels if node is not None else {}
     return (*(labels.get(layer, "") for layer in LAYERS), labels.get(LABEL_ZONE, ""), labels.get(LABEL_HOST, name))
 
 
 def nearest_first(workers: Sequence[Worker], nodes: Mapping[str, NodeView]) -> list[Worker]:
-    """Workers in domains that hold many of them first, domain by domain; within the nearest one, oldest first.
+    """Return workers in domains that hold many of them first, domain by domain; within the nearest one, oldest first.
 
     So any beginning of the list is spread over few domains, and what is left over is scattered anyway.
     """
@@ -62,13 +62,13 @@ class RankContext:
 
 
 def rank_context(facts: Facts) -> RankContext:
-    """The nodes, and the newcomers on suspected ones."""
+    """Return the nodes, and the joiners on suspected ones."""
     doubtful = (worker.pod.uid for worker in facts.candidates if is_second_choice(facts, worker))
     return RankContext(facts.observed.nodes, frozenset(doubtful))
 
 
 def order_first_ranks(workers: Sequence[Worker], size: int, around: RankContext | None = None) -> tuple[Worker, ...]:
-    """The workers of a first generation by rank: the `size` that are nearest to each other, neighbours side by side."""
+    """Return the `size` workers that are nearest to each other, by rank, for a first generation."""
     around = around or RankContext()
     good = [worker for worker in workers if worker.pod.uid not in around.last_resort]
     doubtful = [worker for worker in workers if worker.pod.uid in around.last_resort]
@@ -79,7 +79,7 @@ def order_first_ranks(workers: Sequence[Worker], size: int, around: RankContext 
 def assign_ranks(
     survivors: Sequence[Member], newcomers: Sequence[Worker], size: int, around: RankContext | None = None
 ) -> tuple[Member, ...]:
-    """Exactly `size` members, ascending by rank; needs at least `size` survivors and newcomers together.
+    """Return exactly `size` members, ascending by rank; needs at least `size` survivors and newcomers together.
 
     Survivors whose rank is below `size` keep it. The other survivors, then the newcomers, fill the free ranks from
     below, each time the one that is nearest to the ranks beside it; whoever is not needed is left out.
@@ -112,7 +112,7 @@ class _Pool:
                 self._by_start.setdefault(place[:length], deque()).append(member)
 
     def take(self, beside: Sequence[Place]) -> Member:
-        """The first of those that share the longest beginning with a place beside it; the pool must not be empty."""
+        """Take the first member that shares the longest prefix with a neighbour's place; the pool must not be empty."""
         starts = {place[:length] for place in beside for length in range(len(place))} | {()}
         for start in sorted(starts, key=lambda each: (-len(each), each)):
             if start and not any(start):
@@ -136,7 +136,7 @@ def _place(node: str, around: RankContext) -> Place:
 
 
 def member_of(worker: Worker, rank: int = 0) -> Member:
-    """A member made from what its agent registered; the worker must have an agent."""
+    """Build a member from what its agent registered; the worker must have an agent."""
     assert worker.agent is not None
     registration = worker.agent.registration
     return Member(

@@ -167,7 +167,7 @@ class EventIntent:
 
 
 def event(reason: Reason, note: str, *, warning: bool = False, pod: str = "", node: str = "") -> EventIntent:
-    """An event about the job and, if given, a pod or else a node; the note is cut to what an event may hold."""
+    """Build an event about the job and a pod or node; the note is cut to what an event may hold."""
     return EventIntent(
         type=EventType.WARNING if warning else EventType.NORMAL,
         reason=reason.value,
@@ -200,7 +200,7 @@ class PolicyResult:
     """When the job must be looked at again (Unix seconds)."""
 
     def then(self, after: PolicyResult) -> PolicyResult:
-        """This answer and the one of a policy that was asked with its status."""
+        """Join this result and that of a policy which was called with its status."""
         return PolicyResult(
             status=after.status,
             actions=self.actions + after.actions,
@@ -209,5 +209,5 @@ class PolicyResult:
         )
 
     def with_status(self, status: TrainingJobStatus) -> PolicyResult:
-        """This answer with another status."""
+        """Replace the status."""
         return replace(self, status=status)

@@ -16,25 +16,25 @@ AnyShown = TypeVar("AnyShown", bound="PublicStatus")
 
 
 def find_condition(status: PublicStatus, kind: ConditionType) -> Condition | None:
-    """The condition of that type; None when it was never set."""
+    """Return the condition of that type; None when it was never set."""
     return next((condition for condition in status.conditions if condition.type is kind), None)
 
 
 def is_true(status: PublicStatus, kind: ConditionType) -> bool:
-    """Whether the condition is there and True."""
+    """Return whether the condition is there and True."""
     found = find_condition(status, kind)
     return found is not None and found.status is ConditionStatus.TRUE
 
 
 def is_terminal(status: PublicStatus) -> bool:
-    """Whether the job has ended; both terminal conditions are sticky."""
+    """Return whether the job has ended; both terminal conditions are sticky."""
     return is_true(status, ConditionType.COMPLETE) or is_true(status, ConditionType.FAILED)
 
 
 def with_condition(
     status: AnyShown, kind: ConditionType, value: bool | None, reason: Reason, message: str, *, now: float
 ) -> AnyShown:
-    """The status with one condition set; `value` None means Unknown. `observed_generation` is the status's own."""
+    """Set one condition; `value` None means Unknown. `observed_generation` is the status's own."""
     state = {True: ConditionStatus.TRUE, False: ConditionStatus.FALSE, None: ConditionStatus.UNKNOWN}[value]
     old = find_condition(status, kind)
     since = old.last_transition_time if old is not None and old.status is state else rfc3339(now)

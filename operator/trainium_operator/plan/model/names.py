@@ -33,48 +33,48 @@ def pod_name(job: str, ordinal: int) -> str:
 
 
 def ordinal_of(job: str, pod: str) -> int | None:
-    """The ordinal in a worker pod's name; None when the name is not one of this job's."""
+    """Return the ordinal in a worker pod's name; None when the name is not one of this job's."""
     digits = pod.removeprefix(f"{job}-w-")
     return int(digits) if digits != pod and digits.isascii() and digits.isdigit() else None
 
 
 def config_name(job: str) -> str:
-    """The ConfigMap with the trainer's configuration and the coordinator's certificate authority."""
+    """Return the ConfigMap with the trainer's configuration and the coordinator's certificate authority."""
     return f"{job}-config"
 
 
 def membership_name(job: str) -> str:
-    """The ConfigMap that records the current membership; only the operator reads and writes it."""
+    """Return the ConfigMap that records the current membership; only the operator reads and writes it."""
     return f"{job}-membership"
 
 
 def workload_name(job: str, part: int) -> str:
-    """The Workload that asks Kueue for a part of the job's quota."""
+    """Return the Workload that asks Kueue for a part of the job's quota."""
     return f"{job}-quota-{part}"
 
 
 def network_policy_name(job: str) -> str:
-    """The NetworkPolicy that keeps others away from the workers."""
+    """Return the NetworkPolicy that keeps others away from the workers."""
     return f"{job}-workers"
 
 
 def claim_template_name(job: str, digest: str) -> str:
-    """The ResourceClaimTemplate with this content; another content is another object."""
+    """Return the ResourceClaimTemplate with this content; another content is another object."""
     return f"{job}-devices-{digest[:8]}"
 
 
 def selector_labels(job: str) -> dict[str, str]:
-    """Labels that select exactly the worker pods of a job."""
+    """Return labels that select exactly the worker pods of a job."""
     return {LABEL_JOB: job, LABEL_ROLE: ROLE_WORKER}
 
 
 def selector(job: str) -> str:
-    """The same as a label-selector string, for the scale subresource."""
+    """Return the same as a label-selector string, for the scale subresource."""
     return ",".join(f"{key}={value}" for key, value in selector_labels(job).items())
 
 
 def object_labels(job: str, component: str) -> dict[str, str]:
-    """Labels of every object that belongs to a job."""
+    """Return labels of every object that belongs to a job."""
     return {
         "app.kubernetes.io/name": "trainingjob",
         "app.kubernetes.io/instance": job,

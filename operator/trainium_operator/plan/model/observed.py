@@ -31,7 +31,7 @@ CAP = 0.2
 
 
 def cap_of(size: int) -> int:
-    """How many of so many may be bad at once, or in quarantine; always one."""
+    """Return how many of so many may be bad at once, or in quarantine; always one."""
     return max(1, int(size * CAP))
 
 
@@ -253,7 +253,7 @@ class FleetView:
     """By namespace: further nodes that only the jobs of that namespace speak against, so only they keep away."""
 
     def seen_from(self, namespace: str) -> FleetView:
-        """What a job of this namespace goes by."""
+        """Return what applies to a job of this namespace."""
         own = next((nodes for name, nodes in self.suspected if name == namespace), frozenset[str]())
         return replace(self, quarantined=self.quarantined | own, suspected=())
 

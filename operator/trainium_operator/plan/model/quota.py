@@ -82,11 +82,11 @@ class WorkloadView:
     """What admission checks add, by pod set."""
 
     def find(self, kind: WorkloadCondition) -> WorkloadConditionView | None:
-        """The condition of that type; None when it was never set."""
+        """Return the condition of that type; None when it was never set."""
         return next((each for each in self.said if each.type is kind), None)
 
     def is_true(self, kind: WorkloadCondition) -> bool:
-        """Whether the condition is there and True."""
+        """Return whether the condition is there and True."""
         found = self.find(kind)
         return found is not None and found.true
 

@@ -11,7 +11,7 @@ SENTENCE_LIMIT = 1000
 
 
 def sentence(text: str, limit: int = SENTENCE_LIMIT) -> str:
-    """The text on one line, cut in the middle when it is longer than `limit`: cause and advice stand at its ends.
+    """Return the text on one line, cut in the middle when longer than `limit`: cause and advice are at its ends.
 
     Lines of a program's output stay apart, so that it shows where its last word ends and what it said before begins.
     """
@@ -24,23 +24,23 @@ def sentence(text: str, limit: int = SENTENCE_LIMIT) -> str:
 
 
 def counted(number: int, thing: str) -> str:
-    """`1 pod`, `2 pods`."""
+    """Format a count as `1 pod`, `2 pods`."""
     return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
 def listed(names: tuple[str, ...], most: int = 3) -> str:
-    """`a, b, c and 4 more`."""
+    """Format names as `a, b, c and 4 more`."""
     shown = ", ".join(names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
 def rfc3339(seconds: float) -> str:
-    """The time as `2026-01-31T12:00:00Z`, rounded down."""
+    """Return the time as `2026-01-31T12:00:00Z`, rounded down."""
     return datetime.fromtimestamp(int(seconds), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def parse_rfc3339(text: str) -> float | None:
-    """Unix seconds of such a text; None for an empty or foreign one."""
+    """Return Unix seconds of such a text; None for an empty or foreign one."""
     try:
         return datetime.strptime(text, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=UTC).timestamp()
     except ValueError:

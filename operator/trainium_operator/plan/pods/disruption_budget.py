@@ -37,7 +37,7 @@ ALL_STAY = 2**31 - 1
 
 
 def budget(job: JobView, stay: int) -> dict[str, Any]:
-    """The budget that keeps at least `stay` workers; pods that are not ready may always be evicted."""
+    """Return the budget that keeps at least `stay` workers; pods that are not ready may always be evicted."""
     spec = {
         "minAvailable": stay,
         "selector": {"matchLabels": names.selector_labels(job.name)},
@@ -102,12 +102,12 @@ def _judge(facts: Facts, status: PublicStatus) -> _Judgement:
 
 
 def _is_open_fault(recovered_seconds: float | None, rung: Rung) -> bool:
-    """A restart in place is over in a moment and needs all pods that there are; it is not worth two writes."""
+    """Return whether a fault is open; a restart in place is over in a moment and not worth two writes."""
     return recovered_seconds is None and rung not in (Rung.RESIZE, Rung.GROW, Rung.STOP, Rung.IN_PLACE)
 
 
 def _judge_checkpoints(facts: Facts, status: PublicStatus) -> _Judgement:
-    """Whether the newest durable checkpoint is young enough, and when it will not be."""
+    """Return whether the newest durable checkpoint is young enough, and when it will not be."""
     limit = facts.job.spec.recovery.disruption.max_durable_age_seconds
     if not facts.job.spec.checkpoint.storage.kept:
         return _Judgement(True, "the job keeps no durable checkpoints (spec.checkpoint.storage is not set)")
@@ -124,7 +124,7 @@ def _judge_checkpoints(facts: Facts, status: PublicStatus) -> _Judgement:
 
 
 def _resumed(status: PublicStatus) -> float:
-    """When the job was last resumed: what it had done before was saved then."""
+    """Return when the job was last resumed: what it had done before was saved then."""
     found = find_condition(status, ConditionType.SUSPENDED)
     return 0.0 if found is None else _time(found.last_transition_time)
 

@@ -38,12 +38,12 @@ _LONGEST_PAUSE_SECONDS = 600.0
 
 
 def least_pods(facts: Facts) -> int:
-    """The smallest size that the job may begin at; spares are not part of it. 0 when there is none."""
+    """Return the smallest size that the job may begin at; spares are not part of it. 0 when there is none."""
     return needed_workers(facts.size)
 
 
 def withhold_pods(facts: Facts, status: TrainingJobStatus) -> tuple[bool, PolicyResult]:
-    """Whether no pod may be made now; gives back what a partial gang has held for too long."""
+    """Return whether no pod may be made now; gives back what a partial gang has held for too long."""
     gang = status.gang
     if facts.grant is not None and facts.grant.state is not AdmissionState.ADMITTED:
         return True, PolicyResult(status=status)
@@ -68,7 +68,10 @@ def withhold_pods(facts: Facts, status: TrainingJobStatus) -> tuple[bool, Policy
 
 
 def pause_seconds(uid: str, times: int) -> float:
-    """How long a job waits after it gave its nodes back for the n-th time; spread by its uid, the same each time."""
+    """Return how long a job waits after it gave its nodes back for the n-th time.
+
+    Spread by its uid, the same each time.
+    """
     spread = int(hashlib.sha256(f"{uid}/{times}".encode()).hexdigest()[:8], 16) / 0xFFFFFFFF
     return min(_LONGEST_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS * 2.0 ** min(times - 1, 16)) * (0.5 + spread)
 
@@ -116,7 +119,7 @@ def _bound(facts: Facts) -> list[Worker]:
 
 
 def _is_partial(facts: Facts) -> bool:
-    """Some workers hold nodes, and they are too few to begin with."""
+    """Return whether some workers hold nodes, and too few for a start."""
     bound = len(_bound(facts))
     return 0 < bound < least_pods(facts)
 

@@ -29,7 +29,7 @@ away by itself (after --node-monitor-grace-period of kube-controller-manager: 50
 
 
 def forbidden_nodes(facts: Facts, status: TrainingJobStatus) -> tuple[str, ...]:
-    """Host names of nodes that no new pod may be put on; those that this job knows to be bad come first."""
+    """Return host names of nodes that no new pod may be put on; those that this job knows to be bad come first."""
     bad = _bad_nodes(facts)
     refusing = (_host_name(facts, node) for node in refusing_nodes(status, facts.now))
     dark = (_dark_nodes(facts, status) | frozenset(refusing)) - set(bad)
@@ -41,7 +41,7 @@ def forbidden_nodes(facts: Facts, status: TrainingJobStatus) -> tuple[str, ...]:
 
 
 def released_nodes(facts: Facts) -> frozenset[str]:
-    """Host names of nodes that pods which find no node keep away from, and need not any longer.
+    """Return host names of nodes that pods which find no node keep away from, and need not any longer.
 
     Among them those that are merely dark, or that refuse: such a pod has nowhere else to go, and is made anew without
     that demand.
@@ -59,7 +59,7 @@ def released_nodes(facts: Facts) -> frozenset[str]:
 
 
 def _there(facts: Facts) -> dict[str, NodeView]:
-    """The nodes that exist, by host name."""
+    """Return the nodes that exist, by host name."""
     return {node.labels.get(LABEL_HOST, name): node for name, node in facts.observed.nodes.items()}
 
 
@@ -70,7 +70,7 @@ def _is_bad(facts: Facts, node: NodeView) -> bool:
 
 
 def _bad_nodes(facts: Facts) -> tuple[str, ...]:
-    """Host names of nodes that are bad by what is known of them, or in quarantine.
+    """Return host names of nodes that are bad by what is known of them, or in quarantine.
 
     A tainted device makes none bad: the scheduler gives that device to nobody, and others of the node may be sound.
     """
@@ -86,7 +86,7 @@ def _bad_nodes(facts: Facts) -> tuple[str, ...]:
 
 
 def _dark_nodes(facts: Facts, memory: InternalStatus) -> frozenset[str]:
-    """Host names of nodes that went dark a moment ago, also by this very plan.
+    """Return host names of nodes that went dark a moment ago, also by this very plan.
 
     To prefer others is not enough: a scheduler that favours near neighbours may put a new pod back on the node that was
     just lost.

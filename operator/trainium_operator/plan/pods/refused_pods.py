@@ -42,7 +42,7 @@ _LARGEST_SHARE = 4
 
 
 def record_start_failures(facts: Facts, memory: InternalStatus) -> StartFailuresStatus:
-    """What is remembered once the round in which pods ended so is counted, or the rounds before are forgotten."""
+    """Count the round in which pods ended before their agent was seen, or drop earlier rounds."""
     known = memory.start_failures
     since = known.next_ordinal if known.next_ordinal <= memory.next_pod_ordinal else 0  # ordinals began anew
     made = [worker for worker in facts.workers.values() if worker.pod.ordinal >= since and not worker.pod.extra]
@@ -73,7 +73,7 @@ def record_start_failures(facts: Facts, memory: InternalStatus) -> StartFailures
 
 
 def next_creation_at(memory: InternalStatus, now: float) -> float:
-    """When new pods may be made (Unix seconds)."""
+    """Return when new pods may be made (Unix seconds)."""
     known = memory.start_failures
     late = known.rounds - _FREE_ROUNDS
     if known.at is None or late <= 0:
@@ -82,7 +82,7 @@ def next_creation_at(memory: InternalStatus, now: float) -> float:
 
 
 def limit_batch(facts: Facts, status: TrainingJobStatus, missing: int) -> tuple[int, tuple[float, ...]]:
-    """How many of those that are missing may be made now, and when to look again for more (Unix seconds).
+    """Return how many of those that are missing may be made now, and when to look again for more (Unix seconds).
 
     A gang waits for its last pod, so a part of it would never be heard: it is made as a whole.
     """
@@ -99,7 +99,10 @@ def limit_batch(facts: Facts, status: TrainingJobStatus, missing: int) -> tuple[
 
 
 def refusing_nodes(status: TrainingJobStatus, now: float) -> tuple[str, ...]:
-    """Nodes that refused twice within a while, those that refused last first: a share of the job's nodes at most."""
+    """Return nodes that refused twice within a while, those that refused last first.
+
+    A share of the job's nodes at most.
+    """
     nodes = [
         each
         for each in status.start_failures.nodes
@@ -110,12 +113,12 @@ def refusing_nodes(status: TrainingJobStatus, now: float) -> tuple[str, ...]:
 
 
 def with_refusing(avoided: tuple[str, ...], status: TrainingJobStatus, now: float) -> tuple[str, ...]:
-    """The nodes that new workers keep away from, with those that refuse; at most 32, as the status has them."""
+    """Return the nodes that new workers keep away from, with those that refuse; at most 32, as the status has them."""
     return tuple(dict.fromkeys((*refusing_nodes(status, now), *reversed(avoided))))[:MAX_NODES][::-1]
 
 
 def _counted(facts: Facts, known: tuple[StartFailureNode, ...]) -> tuple[StartFailureNode, ...]:
-    """Who refused how often: a pod once, at the moment that its node said so."""
+    """Return who refused how often: a pod once, at the moment that its node said so."""
     nodes = {each.node: each for each in known if facts.now - _FORGOTTEN_SECONDS < each.at <= facts.now}
     for worker in sorted(facts.outsiders, key=lambda worker: worker.pod.ordinal):
         pod = worker.pod
@@ -136,12 +139,12 @@ def _end_of(pod: PodView) -> str:
 
 
 def _newest(nodes: Iterable[StartFailureNode]) -> list[StartFailureNode]:
-    """So many as are kept: those that refused often, then those that refused last."""
+    """Return so many as are kept: those that refused often, then those that refused last."""
     return sorted(sorted(nodes, key=lambda each: (-each.times, -each.at, each.node))[:MAX_NODES], key=lambda e: e.node)
 
 
 def _is_refused(worker: Worker) -> bool:
-    """It ended, nobody asked it to, and nobody was in it. Extras have a pause of their own (`idle_nodes`)."""
+    """Return whether it ended unasked before its agent was seen. Extras have a separate back-off (`idle_nodes`)."""
     pod = worker.pod
     return pod.phase is PodPhase.FAILED and worker.agent is None and not pod.deleting and not pod.extra
 

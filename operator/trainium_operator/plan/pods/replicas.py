@@ -104,12 +104,12 @@ def _converged(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...]
 
 
 def _is_left(facts: Facts, status: PublicStatus) -> bool:
-    """Whether the generation in force is about to be left."""
+    """Return whether the generation in force is about to be left."""
     return facts.current is not None and status.membership.generation > facts.current.generation
 
 
 def _sort_outsiders(facts: Facts, status: TrainingJobStatus) -> tuple[list[Worker], PolicyResult]:
-    """Outsiders that count; the others are deleted, except the evidence of workers that do not start."""
+    """Return outsiders that count; the others are deleted, except the evidence of workers that do not start."""
     evidence = _kept_for_logs(facts)
     usable: list[Worker] = []
     deletions: list[DeletePod] = []
@@ -142,7 +142,7 @@ def _sort_outsiders(facts: Facts, status: TrainingJobStatus) -> tuple[list[Worke
 
 
 def _kept_for_logs(facts: Facts) -> tuple[Worker, ...]:
-    """The newest workers that failed before any step, but none that keeps the next attempt from a node."""
+    """Return the newest workers that failed before any step, but none that keeps the next attempt from a node."""
     failed = start_failures(facts)[-START_ATTEMPTS:]
     if any(worker.pod.unschedulable_message for worker in facts.outsiders):
         return tuple(worker for worker in failed if not worker.holds_node)
@@ -150,20 +150,20 @@ def _kept_for_logs(facts: Facts) -> tuple[Worker, ...]:
 
 
 def _has_left(facts: Facts, status: PublicStatus, worker: Worker) -> bool:
-    """Whether an outsider on a bad node runs no process of a generation any more, or never did."""
+    """Return whether an outsider on a bad node runs no process of a generation any more, or never did."""
     beat = worker.heartbeat
     idle = beat is None or beat.phase is WorkerPhase.STANDBY
     return idle or facts.current is None or (is_settled(facts) and not _is_left(facts, status))
 
 
 def _outdated(worker: Worker, wanted: str) -> bool:
-    """It never ran and was made from another template: a corrected image or node selector must reach it."""
+    """Return whether it never ran and has another template: a corrected image or selector must reach it."""
     pod = worker.pod
     return pod.phase is PodPhase.PENDING and worker.agent is None and is_outdated(pod.template_hash, wanted)
 
 
 def _cannot_be_scheduled(worker: Worker, released: frozenset[str]) -> bool:
-    """It finds no node, and was told to keep away from one that may be used again."""
+    """Return whether it finds no node, and excludes one that may be used again."""
     pod = worker.pod
     return pod.phase is PodPhase.PENDING and bool(pod.unschedulable_message) and bool(pod.avoided_nodes & released)
 
@@ -189,7 +189,7 @@ def _failure_of(facts: Facts, memory: InternalStatus, worker: Worker) -> _Failur
 
 
 def _was_asked_to_go(facts: Facts, worker: Worker) -> bool:
-    """It ended because somebody deleted it, a user or a plan of ours; a broken device it would have found anyway."""
+    """Return whether it ended because a user or a plan deleted it, not because of a broken device."""
     pod = worker.pod
     return pod.deleting and classify_pod_failure(pod, facts.job.spec.recovery.rules).cause is not Cause.DEVICE
 
@@ -237,7 +237,7 @@ def _unfit(facts: Facts, worker: Worker) -> _Failure | None:
 
 
 def _create(facts: Facts, status: TrainingJobStatus, missing: int, extras: int) -> PolicyResult:
-    """So many workers that were asked for, and so many beyond them."""
+    """Return so many workers that were asked for, and so many beyond them."""
     if refuse_pods(facts) is not None:
         return PolicyResult(status=status)
     paused = max(backoff_until(status.failures, facts.now), next_creation_at(status, facts.now))
@@ -277,7 +277,10 @@ def _extras_of(facts: Facts, status: PublicStatus) -> int:
 
 
 def _surplus(facts: Facts, status: PublicStatus, outsiders: list[Worker], surplus: int) -> tuple[DeletePod, ...]:
-    """Those that never ran go at once; others only when the generation in force trains, so that none still saves."""
+    """Return those that never ran go at once.
+
+    Others only when the generation in force trains, so that none still saves.
+    """
     steady = facts.current is None or (is_settled(facts) and not _is_left(facts, status))
     at_size = facts.current is None or len(facts.current.members) == status.desired
 

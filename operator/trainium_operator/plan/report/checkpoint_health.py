@@ -78,7 +78,7 @@ def _own_error(facts: Facts, status: PublicStatus) -> str:
 
 
 def _overdue(facts: Facts, status: PublicStatus) -> tuple[str, tuple[float, ...]]:
-    """What to say about commits that do not come, empty when they do; and when to look again (Unix seconds)."""
+    """Return the sentence about overdue commits, empty for none, and when to requeue (Unix seconds)."""
     durable, requeue_at = facts.job.spec.checkpoint.durable, list[float]()
     since = _since(facts, status)
     if since is None or not is_true(status, ConditionType.RUNNING) or past_steps(status):
@@ -101,7 +101,7 @@ def _overdue(facts: Facts, status: PublicStatus) -> tuple[str, tuple[float, ...]
 
 
 def _since(facts: Facts, status: PublicStatus) -> float | None:
-    """When saves last ended, or training last began; None before the first step."""
+    """Return when saves last ended, or training last began; None before the first step."""
     times = [parse_rfc3339(status.start_time), parse_rfc3339(status.checkpoint.durable_time)]
     running = find_condition(facts.job.status, ConditionType.RUNNING)
     if running is not None:

@@ -24,7 +24,7 @@ _QUEUED = frozenset({Reason.WAITING_FOR_QUEUE, Reason.EVICTED})
 
 
 def list_events(old: PublicStatus, new: PublicStatus) -> tuple[EventIntent, ...]:
-    """The events that follow from the difference."""
+    """Return the events that follow from the difference."""
     events: list[EventIntent] = []
     known = {_identity(entry): entry for entry in old.history}
     for entry in new.history:

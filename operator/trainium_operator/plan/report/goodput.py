@@ -31,7 +31,7 @@ STAGES = ("detect", "decide", "restart", "load", "replay")
 
 
 def split(facts: Facts, entry: Interruption, start: float, end: float) -> StageSeconds:
-    """The seconds from `start` to `end` (Unix seconds), which lie in this interruption, by stage."""
+    """Return the seconds from `start` to `end` (Unix seconds), which lie in this interruption, by stage."""
     seconds, at = {}, start
     for stage, ended in zip(STAGES, (*_ends(facts, entry, end), end), strict=True):
         until = min(max(at, ended), end)
@@ -41,7 +41,7 @@ def split(facts: Facts, entry: Interruption, start: float, end: float) -> StageS
 
 
 def _ends(facts: Facts, entry: Interruption, end: float) -> tuple[float, float, float, float]:
-    """When the first four stages ended; `end` for one that has not, or of which nothing is known."""
+    """Return when the first four stages ended; `end` for one that has not, or of which nothing is known."""
     failed_at = entry.failed_at if entry.failed_at is not None else end
     detected = failed_at + (entry.detected_seconds or 0.0)
     decided = detected if entry.rung is Rung.IN_PLACE else entry.decided_at
@@ -52,7 +52,9 @@ def _ends(facts: Facts, entry: Interruption, end: float) -> tuple[float, float, 
 
 
 def _reported(facts: Facts, entry: Interruption) -> tuple[float, float]:
-    """When the slowest member's processes were up, and had loaded, in a later attempt; 0 while not all have said so.
+    """Return when the slowest member's processes were up, and had loaded, in a later attempt.
+
+    0 while not all have said so.
 
     Of an interruption that is over, whoever has said it counts: the heartbeat that ended it was the first of several.
     """
@@ -77,7 +79,7 @@ _DOWN = ("Detect", "Decide", "Restart", "Load", STARTUP)
 
 
 def account(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
-    """The status with the ledger brought up to now; call when the history is as this plan leaves it."""
+    """Update the ledger; call when the history is as this plan leaves it."""
     goodput = _adopted(status.goodput, len(facts.members), facts.job.status.progress.step)
     held, running = _held_nodes(facts), facts.current is not None
     if not running and not held:
@@ -109,13 +111,13 @@ def account(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
 
 
 def _stage(facts: Facts) -> str:
-    """The stage after the last step that the ranks are in; empty for none."""
+    """Return the stage after the last step that the ranks are in; empty for none."""
     progress = newest_progress(facts)
     return "" if progress is None or progress.training else progress.stage
 
 
 def _lately(facts: Facts, passed: float) -> float:
-    """How much of the last `passed` seconds the ranks were in the stage that they are in now."""
+    """Return how much of the last `passed` seconds the ranks were in the stage that they are in now."""
     progress = newest_progress(facts)
     if progress is None or progress.training:
         return 0.0
@@ -139,7 +141,7 @@ def _set_aside(goodput: GoodputStatus, stage: str, seconds: float, before: float
 
 
 def _adopted(goodput: GoodputStatus, size: int, step: int) -> GoodputStatus:
-    """A ledger that was kept without counting steps goes on from its productive seconds."""
+    """Continue a ledger that was kept without counting steps."""
     if goodput.wall_seconds == 0 or goodput.node_seconds > 0:
         return goodput
     kept = goodput.productive_seconds
@@ -153,7 +155,7 @@ def _adopted(goodput: GoodputStatus, size: int, step: int) -> GoodputStatus:
 
 
 def _held_nodes(facts: Facts) -> int:
-    """Nodes that this job's pods hold, spares included, and those that are quarantined for what it saw there."""
+    """Return nodes that this job's pods hold, spares included, and those that are quarantined for what it saw there."""
     held = {worker.pod.node for worker in facts.workers.values() if worker.pod.node and worker.holds_node}
     return len(held | (facts.observed.fleet.quarantined & set(facts.job.status.avoided_nodes)))
 
@@ -209,7 +211,7 @@ def _charge_interruptions(
 
 
 def _first_step(facts: Facts, goodput: GoodputStatus, entry: Interruption) -> float:
-    """Reference time of the step that ended an interruption: it is productive. Others end without a step."""
+    """Return reference time of the step that ended an interruption: it is productive. Others end without a step."""
     if _is_open(entry) or facts.job.spec.suspend or _stage(facts):
         return 0.0
     return _reference(facts, goodput)
@@ -259,12 +261,12 @@ def _lost(goodput: GoodputStatus) -> float:
 
 
 def _reference(facts: Facts, goodput: GoodputStatus) -> float:
-    """Reference step time at the size in force; 0 while there is none."""
+    """Return reference step time at the size in force; 0 while there is none."""
     return reference_seconds(goodput, len(facts.members), facts.job.spec.batch_shape()) or 0.0
 
 
 def _step_in_hand(facts: Facts, goodput: GoodputStatus) -> float:
-    """The step that is being made counts for as long as it has lasted, up to the reference."""
+    """Return the seconds of the current step, up to the reference."""
     ended = goodput.window.at
     if goodput.starting or ended is None or _stage(facts):
         return 0.0
@@ -272,7 +274,7 @@ def _step_in_hand(facts: Facts, goodput: GoodputStatus) -> float:
 
 
 def _totalled(facts: Facts, goodput: GoodputStatus, *, pending: float) -> GoodputStatus:
-    """The sums and ratios that follow; `pending` seconds belong to the step that is being made."""
+    """Derive sums and ratios; `pending` seconds belong to the current step."""
     wall, lost = goodput.wall_seconds, _lost(goodput)
     available = max(0.0, wall - lost)
     size = len(facts.members)

@@ -38,7 +38,7 @@ def record_results(facts: Facts, status: TrainingJobStatus, reports: list[Progre
 
 
 def total_steps(facts: Facts, newest: Progress) -> int:
-    """Steps of the whole run: those of the spec, or where it does not say them those that the trainer tells.
+    """Return the steps of the whole run: those of the spec, or those that the trainer reports.
 
     The latter follow from the data where epochs decide (0: not yet), and from the size where steps differ in samples.
     """
@@ -50,12 +50,12 @@ def total_steps(facts: Facts, newest: Progress) -> int:
 
 
 def describe_activity(status: PublicStatus) -> str:
-    """What the workers do, as a participle."""
+    """Return what the workers do, as a participle."""
     return _DOING.get(status.stage, "training")
 
 
 def place_of(artifact: ArtifactReport) -> tuple[str, int, str]:
-    """What tells one artifact from another."""
+    """Return what identifies an artifact."""
     return artifact.kind, artifact.step, artifact.path
 
 
@@ -75,6 +75,6 @@ def _told(figure: EvaluationFigure) -> str:
 
 
 def _merged(old: tuple[ArtifactReport, ...], told: list[ArtifactReport]) -> tuple[ArtifactReport, ...]:
-    """Each once with its newest figures, the newest steps, oldest first."""
+    """Return each once with its newest figures, the newest steps, oldest first."""
     known = {place_of(each): each for each in (*old, *told)}
     return tuple(sorted(known.values(), key=lambda each: each.step)[-MAX_ARTIFACTS:])

@@ -40,7 +40,7 @@ def count_steps(facts: Facts, goodput: GoodputStatus) -> tuple[GoodputStatus, in
 
 
 def reference_seconds(goodput: GoodputStatus, size: int, shape: BatchShape) -> float | None:
-    """Reference step time at this size; from another size's by the passes of a step, were there none."""
+    """Return reference step time at this size; from another size's by the passes of a step, were there none."""
     exact = next((each.step_seconds for each in goodput.sizes if each.size == size), None)
     if exact is not None or size == 0:
         return exact
@@ -49,14 +49,17 @@ def reference_seconds(goodput: GoodputStatus, size: int, shape: BatchShape) -> f
 
 
 def _relative_time(known: int, size: int, shape: BatchShape) -> float:
-    """How much longer a step takes at `size` than at `known`."""
+    """Return how much longer a step takes at `size` than at `known`."""
     before, after = shape.passes(known), shape.passes(size)
     # A size that the batch of today does not allow was trained at with the batch of another day.
     return after / before if before and after else known / size
 
 
 def productive(goodput: GoodputStatus, shape: BatchShape) -> tuple[float, float] | None:
-    """Counted steps at their reference in seconds and in node seconds; None while there is no reference at all."""
+    """Return counted steps at their reference in seconds and in node seconds.
+
+    None while there is no reference at all.
+    """
     seconds, node_seconds = goodput.earlier_seconds, goodput.earlier_node_seconds
     for each in goodput.sizes:
         reference = reference_seconds(goodput, each.size, shape)
@@ -94,7 +97,7 @@ def _timed(facts: Facts) -> float | None:
 
 
 def _with_reference(goodput: GoodputStatus, size: int, samples: tuple[float, ...], shape: BatchShape) -> GoodputStatus:
-    """A full window sets the reference, or corrects it downwards; until the first is full, what there is must do."""
+    """Set the reference by a full window, or lower it; until the first is full, use the samples so far."""
     value = round(median(samples), 6)
     account = next((each for each in goodput.sizes if each.size == size), SizeAccount(size=size))
     full, old = len(samples) >= WINDOW, account.step_seconds
@@ -109,7 +112,7 @@ def _with_steps(goodput: GoodputStatus, size: int, steps: int, shape: BatchShape
 
 
 def _with_account(goodput: GoodputStatus, account: SizeAccount, shape: BatchShape) -> GoodputStatus:
-    """The ledger with this account as the newest; the oldest beyond the limit becomes a plain sum."""
+    """Add this account as the newest; the oldest beyond the limit becomes a plain sum."""
     sizes = [each for each in goodput.sizes if each.size != account.size]
     seconds, node_seconds = goodput.earlier_seconds, goodput.earlier_node_seconds
     while len(sizes) >= MAX_SIZES:

@@ -58,7 +58,7 @@ _SHOWN = 3
 
 
 def set_nodes_healthy(facts: Facts, status: AnyShown) -> AnyShown:
-    """The status with the condition, as it was while no node is known."""
+    """Set the condition; it stays as it was while no node is known."""
     if facts.lost_contact:
         kind, reason = ConditionType.NODES_HEALTHY, Reason.CONTACT_LOST
         return with_condition(status, kind, None, reason, facts.lost_contact, now=facts.now)
@@ -105,7 +105,7 @@ def record_compiled_sizes(facts: Facts, status: TrainingJobStatus) -> TrainingJo
 
 
 def _compiled_by_job(facts: Facts) -> tuple[int, ...]:
-    """What all workers have compiled before they joined, and the size in force once a step was made at it."""
+    """Return the sizes that all workers compiled before they joined, and the current one after its first step."""
     if facts.current is None:
         return ()
     progress = newest_progress(facts)
@@ -144,7 +144,7 @@ _NEEDS_A_PERSON = frozenset(
 
 
 def set_standard_conditions(status: AnyShown, now: float) -> AnyShown:
-    """The status with the three conditions; call when all others are set."""
+    """Set the three conditions; call when all others are set."""
     failed = find_condition(status, ConditionType.FAILED)
     if failed is not None and failed.status is ConditionStatus.TRUE:
         reason = Reason(failed.reason)
@@ -175,7 +175,7 @@ SLOW_INIT_SECONDS = 120.0
 
 
 def summarize(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
-    """The status with everything that is derived; call after the policies."""
+    """Derive the status; call after the policies."""
     if not _all_members_reported(facts):
         return PolicyResult(status=status)
     status = _counts(facts, status)
@@ -197,7 +197,7 @@ def _slow_inits_at(facts: Facts) -> tuple[float, ...]:
 
 
 def _all_members_reported(facts: Facts) -> bool:
-    """False just after a start of the operator, while members have not called yet: what was known still stands."""
+    """Return False just after a start of the operator, while members have not reported yet."""
     if facts.current is None or facts.now >= facts.observed.coordinator_since + facts.settings.reconnect_seconds:
         return True
     agents = facts.observed.agents
@@ -216,7 +216,7 @@ def _counts(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
 
 
 def _worth(facts: Facts, status: PublicStatus) -> MembershipStatus:
-    """What the size in force is worth, and how many warm workers it leaves out beside the spares."""
+    """Return what the current size is worth, and how many warm workers it leaves out beside the spares."""
     size, reserve = status.membership.size, status.membership.reserve
     if facts.current is not None and facts.current.generation == status.membership.generation:
         reserve = max(0, len(facts.candidates) - facts.job.spec.workers.spares)
@@ -247,7 +247,7 @@ def _progress(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
 
 
 def _last_words(facts: Facts) -> tuple[tuple[Member, HeartbeatRequest], ...]:
-    """What members say; of a job that rests what they said as they left, which tells of their last save."""
+    """Return the members' heartbeats; of a suspended job the last ones, which report their last save."""
     recorded = facts.observed.membership
     return (
         current_heartbeats(facts.observed, recorded) if facts.current is None and recorded is not None else facts.beats
@@ -278,7 +278,7 @@ def _newest_checkpoints(facts: Facts, old: CheckpointStatus, reports: list[Progr
 
 
 def _rounded(value: float | None, digits: int) -> float | None:
-    """As many digits as a person reads."""
+    """Return as many digits as a person reads."""
     return None if value is None else round(value, digits)
 
 

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 
 def next_write_at(facts: Facts, old: TrainingJobStatus, status: TrainingJobStatus) -> float:
-    """When the status may be written: one that only brings progress or counts waits a while after the last one."""
+    """Return when the status may be written.
+
+    One that only brings progress or counts waits a while after the last one.
+    """
     if status == old:
         return 0.0
     if status.progress.step < old.progress.step:
@@ -30,7 +33,7 @@ def next_write_at(facts: Facts, old: TrainingJobStatus, status: TrainingJobStatu
 
 
 def only_counts_differ(old: TrainingJobStatus, new: TrainingJobStatus) -> bool:
-    """Whether nothing but counts of workers, with the sentences that tell them, and progress has changed."""
+    """Return whether nothing but counts of workers, with the sentences that tell them, and progress has changed."""
     before = {condition.type: condition for condition in old.conditions}
     told = tuple(
         condition.replaced(message=before[condition.type].message) if condition.type in before else condition
@@ -55,7 +58,7 @@ def _says_all_is_well(condition: Condition) -> bool:
 
 
 def only_progress_differs(old: PublicStatus, new: PublicStatus) -> bool:
-    """Whether a status write could wait: nothing but progress, checkpoints and goodput has changed."""
+    """Return whether a status write could wait: nothing but progress, checkpoints and goodput has changed."""
     same = len(old.history) == len(new.history)
     history = zip(old.history, new.history, strict=True) if same else ()
     charged = tuple(now.replaced(stages=before.stages) for before, now in history)

@@ -88,7 +88,7 @@ def _attempts(observed: Observed, recorded: Membership) -> list[int]:
 
 
 def _present(status: TrainingJobStatus, now: float) -> TrainingJobStatus:
-    """The status with such times replaced; the same object when there are none."""
+    """Replace future times; return the same object when there are none."""
     present = status
     if _late(status.waiting_since, now):
         present = present.replaced(waiting_since=now)
@@ -109,7 +109,7 @@ def _present(status: TrainingJobStatus, now: float) -> TrainingJobStatus:
 
 
 def _with_present_pauses(status: TrainingJobStatus, now: float) -> TrainingJobStatus:
-    """What waits in turns: since when, and until when it is not asked for again."""
+    """Replace future times of back-offs."""
     gang, idle = status.gang, status.idle_nodes
     if _late(gang.holding_since, now):
         gang = gang.replaced(holding_since=now)

@@ -115,7 +115,7 @@ def sort_facts(observed: Observed, settings: PlanSettings, size: SizeDecision) -
 
 
 def _confirmed_at(observed: Observed, workers: Mapping[str, Worker]) -> tuple[float, ...]:
-    """When the silence of workers whose nodes seem to be gone will confirm it (Unix seconds)."""
+    """Return when the silence of workers whose nodes seem to be gone will confirm it (Unix seconds)."""
     return tuple(
         observed.now + SILENCE_REPORTED_SECONDS - worker.silent_seconds
         for worker in workers.values()
@@ -124,7 +124,7 @@ def _confirmed_at(observed: Observed, workers: Mapping[str, Worker]) -> tuple[fl
 
 
 def current_heartbeats(observed: Observed, current: Membership) -> tuple[tuple[Member, HeartbeatRequest], ...]:
-    """The newest heartbeats of this generation's members that are in it by their own account, by rank."""
+    """Return the newest heartbeats of this generation's members that report to be in it, by rank."""
     found = []
     for member in current.members:
         agent = observed.agents.get(member.pod_uid)
@@ -134,12 +134,12 @@ def current_heartbeats(observed: Observed, current: Membership) -> tuple[tuple[M
 
 
 def list_joiners(facts: Facts) -> tuple[Worker, ...]:
-    """Workers that can join at once, those on suspected nodes last."""
+    """Return workers that can join at once, those on suspected nodes last."""
     return tuple(sorted(facts.candidates, key=lambda worker: (is_second_choice(facts, worker), worker.pod.ordinal)))
 
 
 def healthy_joiners(facts: Facts) -> tuple[Worker, ...]:
-    """Newcomers that a job may grow onto by itself: none on a node that was too slow a while ago."""
+    """Return newcomers that a job may grow onto by itself: none on a node that was too slow a while ago."""
     since = facts.now - facts.settings.avoid_node_seconds
     records = facts.job.status.failures
     slow = {each.node for each in records if each.cause is Cause.STRAGGLER and each.node and each.at > since}
@@ -147,7 +147,7 @@ def healthy_joiners(facts: Facts) -> tuple[Worker, ...]:
 
 
 def is_unfit(facts: Facts, worker: Worker) -> bool:
-    """Whether a worker must not get a rank: its node is bad, or in quarantine."""
+    """Return whether a worker must not get a rank: its node is bad, or in quarantine."""
     problem = facts.troubles.get(worker.pod.uid)
     if problem is not None and problem.severity >= Severity.DRAIN:
         return True
@@ -155,14 +155,14 @@ def is_unfit(facts: Facts, worker: Worker) -> bool:
 
 
 def is_second_choice(facts: Facts, worker: Worker) -> bool:
-    """Whether another worker should rather get a rank: something is not as it should be with its node."""
+    """Return whether another worker should rather get a rank: something is not as it should be with its node."""
     if worker.pod.uid in facts.troubles or worker.pod.node in facts.job.status.avoided_nodes:
         return True
     return worker.heartbeat is not None and any(not check.passed for check in worker.heartbeat.checks)
 
 
 def quarantined_nodes(facts: Facts) -> frozenset[str]:
-    """Nodes in quarantine, as far as this job heeds it."""
+    """Return nodes in quarantine, as far as this job heeds it."""
     fleet = facts.observed.fleet
     return fleet.quarantined if facts.job.spec.health.quarantine.enabled and not fleet.frozen else frozenset()
 
@@ -183,7 +183,7 @@ def refuse_pods(facts: Facts) -> tuple[Reason, str] | None:
 
 
 def pin_running_image(observed: Observed, settings: PlanSettings) -> PlanSettings:
-    """The settings with the image of the workers that run: of the lowest rank, else of the oldest pod."""
+    """Return the settings with the image of the running workers: of the lowest rank, else of the oldest pod."""
     running = {pod.uid: pod.image for pod in observed.pods if pod.phase is PodPhase.RUNNING and pod.image}
     if not running or _names_image(observed.job.spec):
         return settings
@@ -194,7 +194,7 @@ def pin_running_image(observed: Observed, settings: PlanSettings) -> PlanSetting
 
 
 def _names_image(spec: TrainingJobSpec) -> bool:
-    """Whether the job names the worker's image, in the field for it or in its template."""
+    """Return whether the job names the worker's image, in the field for it or in its template."""
     containers = (named_worker(spec.workers.template).get("spec") or {}).get("containers")
     listed = containers if isinstance(containers, list) else []
     worker = (each for each in listed if isinstance(each, dict) and each.get("name") == WORKER_CONTAINER)

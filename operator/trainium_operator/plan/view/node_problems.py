@@ -61,12 +61,12 @@ def problems_by_pod(observed: Observed, workers: Mapping[str, Worker], features:
 
 
 def problem_of(observed: Observed, node: NodeView) -> NodeProblem | None:
-    """The worst problem of a node that counts now, whether or not it has a worker of the job."""
+    """Return the worst problem of a node that counts now, whether or not it has a worker of the job."""
     return _worst(node, demand_of(observed.job.spec), observed, set())
 
 
 def demand_of(spec: TrainingJobSpec) -> Demand:
-    """What the job asks of its nodes; a quantity that is not a number is left out."""
+    """Return what the job asks of its nodes; a quantity that is not a number is left out."""
     accelerator = spec.workers.accelerator
     resources = {name: int(text) for name, text in extended_resources(accelerator).items() if text.isdecimal()}
     return Demand(resources, tolerations_of(spec), claims=accelerator.claim is not None)
@@ -97,7 +97,7 @@ def _worse(one: NodeProblem | None, other: NodeProblem | None) -> NodeProblem | 
 
 
 def _with_kernel(worker: Worker, known: NodeProblem | None, observed: Observed) -> NodeProblem | None:
-    """The worse one of what is known of the node and what its kernel told the worker's agent."""
+    """Return the worse of what is known of the node and what its kernel log reports."""
     told = kernel_problem(worker.heartbeat, observed.job.spec.recovery.rules)
     if told is None:
         return known
@@ -105,12 +105,15 @@ def _with_kernel(worker: Worker, known: NodeProblem | None, observed: Observed) 
 
 
 def is_clock_in_sync(beat: HeartbeatRequest) -> bool:
-    """Whether the clock of its node is right, as far as its agent knows; the times of another one date nothing."""
+    """Return whether the clock of its node is right, as far as its agent knows.
+
+    The times of another one date nothing.
+    """
     return all(check.passed for check in beat.checks if check.check is PreflightCheck.CLOCK)
 
 
 def _of_clock(worker: Worker) -> NodeProblem | None:
-    """Nothing is decided by a node's clock, but its times mislead readers, and certificates may not verify."""
+    """Return nothing is decided by a node's clock, but its times mislead readers, and certificates may not verify."""
     for check in worker.heartbeat.checks if worker.heartbeat is not None else ():
         if check.check is PreflightCheck.CLOCK and not check.passed:
             return NodeProblem(
@@ -120,7 +123,7 @@ def _of_clock(worker: Worker) -> NodeProblem | None:
 
 
 def _as_it_counts(problem: NodeProblem, observed: Observed) -> NodeProblem:
-    """No more than a suspicion while nodes may not be acted on."""
+    """Return no more than a suspicion while nodes may not be acted on."""
     # A node that announces that it leaves will leave, and so will a pod whose device is tainted.
     judged = problem.cause not in (Cause.PREEMPTED, Cause.DEVICE_TAINTED)
     if not observed.fleet.frozen or not judged or problem.severity <= Severity.SUSPECT:
@@ -129,7 +132,7 @@ def _as_it_counts(problem: NodeProblem, observed: Observed) -> NodeProblem:
 
 
 def _due(problem: NodeProblem, now: float, debounce: float) -> float:
-    """When it counts; now or earlier when it does already."""
+    """Return when it counts; now or earlier when it does already."""
     if problem.severity is Severity.FATAL or problem.since is None or problem.since > now + _CLOCK_SKEW_SECONDS:
         return now
     return min(problem.since, now) + debounce

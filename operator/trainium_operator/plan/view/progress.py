@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def newest_progress(facts: Facts) -> Progress | None:
-    """The lowest rank's newest report, once its processes train."""
+    """Return the lowest rank's newest report, once its processes train."""
     for _, beat in facts.beats:
         if beat.progress is not None:
             trains = beat.phase in (WorkerPhase.TRAINING, WorkerPhase.FINISHED, WorkerPhase.YIELDED)
@@ -23,13 +23,13 @@ def newest_progress(facts: Facts) -> Progress | None:
 
 
 def has_progress(facts: Facts) -> bool:
-    """Whether the job has ever made a step."""
+    """Return whether the job has ever made a step."""
     reported = any(beat.progress is not None and beat.progress.step > 0 for _, beat in facts.beats)
     return reported or facts.job.status.progress.step > 0
 
 
 def has_stepped(facts: Facts) -> bool:
-    """Whether the generation in force has made a step of its own, or is past the last one."""
+    """Return whether the generation in force has made a step of its own, or is past the last one."""
     for _, beat in facts.beats:
         progress = beat.progress
         if progress is None or beat.phase not in (WorkerPhase.TRAINING, WorkerPhase.FINISHED):
@@ -40,13 +40,16 @@ def has_stepped(facts: Facts) -> bool:
 
 
 def last_step(facts: Facts) -> int:
-    """The last step that any member reported in the generation in force, else the status's; -1 when there is none."""
+    """Return the last step that any member reported in the generation in force, else the status's.
+
+    -1 when there is none.
+    """
     reported = [beat.progress.step for _, beat in facts.beats if beat.progress is not None]
     return max([*reported, facts.job.status.progress.step]) or -1
 
 
 def is_settled(facts: Facts) -> bool:
-    """Whether every member trains in the generation in force."""
+    """Return whether every member trains in the generation in force."""
     if facts.current is None:
         return False
     training = sum(beat.phase is WorkerPhase.TRAINING for _, beat in facts.beats)
@@ -54,7 +57,7 @@ def is_settled(facts: Facts) -> bool:
 
 
 def past_steps(status: PublicStatus) -> bool:
-    """Whether the run is in a stage after its steps."""
+    """Return whether the run is in a stage after its steps."""
     return status.stage not in ("", RunStage.TRAIN)
 
 
@@ -62,7 +65,7 @@ _NO_CHANGE = (Rung.IN_PLACE, Rung.STOP)
 
 
 def resize_cost_seconds(status: PublicStatus) -> float | None:
-    """Seconds from the newest decision on a membership to its first new step; None where none was measured."""
+    """Return seconds from the newest decision on a membership to its first new step; None where none was measured."""
     for entry in reversed(status.history):
         if entry.rung not in _NO_CHANGE and entry.recovered_seconds is not None and entry.decided_at is not None:
             waited = max(0.0, entry.decided_at - (entry.failed_at or entry.decided_at))

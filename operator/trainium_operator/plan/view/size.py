@@ -42,30 +42,33 @@ class SizeDecision:
     """Sizes whose graphs every worker has before it joins."""
 
     def legal_at_most(self, nodes: int) -> int:
-        """The best size for so many nodes that the job may run at; 0 when there is none."""
+        """Return the best size for so many nodes that the job may run at; 0 when there is none."""
         return self.shape.best(min(nodes, max(self.desired, self.most)), self.floor) if self.shape else 0
 
     def data_parallel(self, nodes: int) -> int:
-        """Data-parallel degree at this size."""
+        """Return data-parallel degree at this size."""
         return self.shape.data_parallel(nodes) if self.shape else 0
 
     def passes(self, nodes: int) -> int:
-        """Micro-batches of a step on each data-parallel rank at this size; 0 when it is not legal."""
+        """Return micro-batches of a step on each data-parallel rank at this size; 0 when it is not legal."""
         return self.shape.passes(nodes) if self.shape else 0
 
     def batch(self, nodes: int) -> int:
-        """Samples of a step at this size over all ranks; 0 when it is not legal."""
+        """Return samples of a step at this size over all ranks; 0 when it is not legal."""
         return self.shape.batch(nodes) if self.shape else 0
 
     def speed(self, nodes: int, full: int | None = None) -> float:
-        """Speed at this size as a share of that at `full` nodes, or the desired ones; 0 when either is not legal."""
+        """Return speed at this size as a share of that at `full` nodes, or the desired ones.
+
+        0 when either is not legal.
+        """
         full = self.desired if full is None else full
         legal = self.shape is not None and self.passes(nodes) and self.passes(full)
         return self.shape.speed(nodes, full) if self.shape and legal else 0.0
 
 
 def decide_size(spec: TrainingJobSpec) -> SizeDecision:
-    """The size that a spec asks for; never raises: a spec that contradicts itself gives size 0 and a sentence."""
+    """Return the size that a spec asks for; a spec that contradicts itself gives size 0 and a sentence."""
     workers = spec.workers
     try:
         shape = spec.batch_shape()
@@ -105,7 +108,7 @@ def decide_size(spec: TrainingJobSpec) -> SizeDecision:
 
 
 def _told(asked: int, requested: int, largest: int, desired: int, shape: BatchShape) -> tuple[Reason, str]:
-    """Why the desired size is the one for what was asked."""
+    """Return why the desired size is the one for what was asked."""
     cut = "" if requested == asked else f", at most {requested} are allowed (maxReplicas)"
     worth = _worth(desired, shape)
     short = shape.filled(desired) < 1 or shape.batch(desired) != shape.global_batch_size
@@ -124,7 +127,7 @@ def _told(asked: int, requested: int, largest: int, desired: int, shape: BatchSh
 
 
 def _bounded(floor: int, workers: WorkersSpec) -> str:
-    """Why the job does not shrink as far as it may."""
+    """Return why the job does not shrink as far as it may."""
     return (
         f"It does not shrink below {counted(floor, 'node')}, although minReplicas is {workers.min_replicas}: on fewer "
         f"a process needs more than a core of {workers.accelerator.instance_type} has for weights, gradients and "
@@ -141,7 +144,7 @@ def _worth(nodes: int, shape: BatchShape) -> str:
 
 
 def _idle(nodes: int, shape: BatchShape) -> str:
-    """A sentence where ranks never have a sample; else empty."""
+    """Return a sentence where ranks never have a sample; else empty."""
     idle, ranks, batch = shape.idle_ranks(nodes), shape.data_parallel(nodes), shape.batch(nodes)
     if not idle:
         return ""
@@ -175,14 +178,14 @@ def _none_legal(smallest: int, requested: int, shape: BatchShape) -> str:
 
 
 def needed_workers(size: SizeDecision) -> int:
-    """Workers that the job cannot begin without; 0 when no size is legal."""
+    """Return workers that the job cannot begin without; 0 when no size is legal."""
     if size.shape is None or not size.desired:
         return 0
     return next(filter(size.shape.is_legal, range(size.floor, size.desired + 1)), 0)
 
 
 def size_within(size: SizeDecision, workers: int) -> int:
-    """The size to work towards with quota for so many workers.
+    """Return the size to work towards with quota for so many workers.
 
     A job whose new smallest size is not granted yet goes on with what it has.
     """

@@ -98,7 +98,7 @@ class Worker:
 
     @cached_property
     def node_deleted(self) -> bool:
-        """The pod is bound to a node that no longer exists, or that somebody who knows has declared dead.
+        """Whether the pod is bound to a node that no longer exists, or that was declared out of service.
 
         A copy of the nodes may be old: whoever was heard a moment ago has a node.
         """
@@ -140,7 +140,7 @@ class Worker:
 
     @cached_property
     def alive(self) -> bool:
-        """It is, or may become, a working worker."""
+        """Whether it is, or may become, a working worker."""
         if self.pod.deleting or self.ended or self.node_deleted:
             return False
         if self.agent is None:
@@ -165,7 +165,7 @@ class Worker:
 
     @cached_property
     def warm(self) -> bool:
-        """It can join a generation right now; who has a token of a pod without a node cannot."""
+        """Whether it can join a generation now; a pod without a node cannot."""
         beat = self.heartbeat
         if not self.alive or self.silent or self.node_bad or beat is None:
             return False
@@ -182,7 +182,7 @@ class Worker:
 
 
 def workers_of(observed: Observed, settings: PlanSettings) -> dict[str, Worker]:
-    """Every worker by pod uid, in the order of their ordinals."""
+    """Return every worker by pod uid, in the order of their ordinals."""
     timeout = observed.job.spec.recovery.heartbeat_timeout_seconds
     expected = _audible_since(observed, settings)
     workers: dict[str, Worker] = {}
@@ -201,7 +201,7 @@ def workers_of(observed: Observed, settings: PlanSettings) -> dict[str, Worker]:
 
 
 def _as_its_worker(pod: PodView) -> PodView:
-    """The pod with the phase of its worker container, where other containers hide it."""
+    """Return the pod with the phase of its worker container, where other containers hide it."""
     if pod.exit_code is None or pod.phase is PodPhase.SUCCEEDED:
         return pod
     if pod.phase is PodPhase.FAILED:  # by another container, or by the kubelet, which names its own reason
@@ -211,14 +211,14 @@ def _as_its_worker(pod: PodView) -> PodView:
 
 
 def with_contact(workers: dict[str, Worker], contact: Contact) -> dict[str, Worker]:
-    """The same workers, with what is said against the silent ones believed or not."""
+    """Return the workers with the contact, which decides whether signs against silent ones count."""
     if not contact.lost:
         return workers
     return {uid: replace(worker, contact=contact) if worker.silent else worker for uid, worker in workers.items()}
 
 
 def judge_workers_contact(workers: Collection[Worker], frozen: str) -> Contact:
-    """Whether so many are silent at once that it says nothing; see `contact`."""
+    """Return whether so many are silent at once that it says nothing; see `contact`."""
     if not any(worker.silent_seconds >= worker.timeout for worker in workers):
         return Contact()  # the usual case, of thousands of workers
     running = _running(workers)
@@ -231,7 +231,7 @@ def judge_workers_contact(workers: Collection[Worker], frozen: str) -> Contact:
 
 
 def any_lost_contact(workers: Collection[Worker], coordinator_since: float) -> bool:
-    """Whether somebody is silent who was in contact, with this coordinator or, being older, with one before it.
+    """Return whether somebody is silent who was in contact, with this coordinator or, being older, with one before it.
 
     A pod that was made a moment ago and has not called yet is silent as well, as each job's first ones are.
     """
@@ -244,12 +244,12 @@ def _running(workers: Collection[Worker]) -> list[Worker]:
 
 
 def _written_off(node: NodeView) -> bool:
-    """Whether the node carries one of the taints that mean it."""
+    """Return whether the node carries one of the taints that mean it."""
     return any(taint.key in _WRITTEN_OFF for taint in node.taints)
 
 
 def _audible_since(observed: Observed, settings: PlanSettings) -> float:
-    """When an agent that was not heard yet should have been (Unix seconds).
+    """Return when an agent that was not heard yet should have been (Unix seconds).
 
     Agents need a while to find a coordinator that took over, so silence counts only after it. That while ends early
     once nearly all members have called: what they could do, the missing one could too.
@@ -266,14 +266,14 @@ def _audible_since(observed: Observed, settings: PlanSettings) -> float:
 
 
 def deletion(worker: Worker, *, force: bool = False) -> tuple[DeletePod, ...]:
-    """The deletion of a pod, once; by force again when its node cannot confirm an earlier one."""
+    """Delete a pod, once; by force again when its node cannot confirm an earlier deletion."""
     if force:
         return (DeletePod(worker.pod.name, worker.pod.uid, 0),)
     return () if worker.pod.deleting else (DeletePod(worker.pod.name, worker.pod.uid, None),)
 
 
 def ended_last(actions: tuple[Action, ...], workers: Iterable[Worker]) -> tuple[Action, ...]:
-    """The same actions, the deletions of pods that have ended behind all others.
+    """Sort the deletions of pods that have ended behind all other actions.
 
     Such a pod holds no device, so nothing waits for its deletion: where a whole gang has failed, new pods come first.
     """

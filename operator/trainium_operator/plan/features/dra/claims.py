@@ -55,7 +55,7 @@ def reconcile_templates(facts: Facts, status: TrainingJobStatus) -> PolicyResult
 
 
 def cannot_claim(facts: Facts) -> tuple[Reason, str] | None:
-    """Why no pod can be made now, and what to do; None where devices can be claimed, or need not be."""
+    """Return why no pod can be made now, and what to do; None where devices can be claimed, or need not be."""
     state = facts.settings.dra
     if facts.job.spec.workers.accelerator.claim is None or state is ApiState.READY:
         return None
@@ -64,7 +64,10 @@ def cannot_claim(facts: Facts) -> tuple[Reason, str] | None:
 
 
 def free_devices(facts: Facts) -> str:
-    """How many nodes could take a worker by their ResourceSlices, as a sentence of its own; empty without a claim."""
+    """Return how many nodes could take a worker by their ResourceSlices, as a sentence of its own.
+
+    Empty without a claim.
+    """
     devices, count = facts.observed.devices, facts.job.spec.workers.accelerator.claimed_devices()
     if devices is None or not count:
         return ""
@@ -82,7 +85,7 @@ def find_problems(observed: Observed, worker: Worker) -> Iterator[NodeProblem]:
 
 
 def taint_problem(taint: DeviceTaint) -> NodeProblem | None:
-    """What a taint of a claimed device says; None where it asks nothing of its holder."""
+    """Return the problem of a taint of a claimed device; None where it asks nothing of its holder."""
     cause = cause_of_device_taint(taint.effect)
     if cause is None:
         return None
@@ -92,7 +95,7 @@ def taint_problem(taint: DeviceTaint) -> NodeProblem | None:
 
 
 def health_problem(told: tuple[str, str] | None) -> NodeProblem | None:
-    """What the kubelet says of a claimed device; None while nothing is known against it."""
+    """Return the problem that the kubelet reports of a claimed device; None for a healthy one."""
     if told is None:
         return None
     health, message = told

@@ -29,7 +29,7 @@ _PARAMETERS = "neuron.aws.com/v1"
 
 
 def claim_template(job: JobView) -> Json | None:
-    """The template that pods made now are made for; None for a job that claims nothing."""
+    """Return the template for new pods; None for a job that claims nothing."""
     accelerator = job.spec.workers.accelerator
     if accelerator.claim is None:
         return None
@@ -39,7 +39,7 @@ def claim_template(job: JobView) -> Json | None:
 
 
 def claiming(job: JobView) -> tuple[Json, Json]:
-    """What a pod's spec and its container's resources have beside the rest; empty for a job that claims nothing."""
+    """Return additional fields of a pod's spec and of its container's resources; empty without a claim."""
     template = claim_template(job)
     if template is None:
         return {}, {}
@@ -67,7 +67,7 @@ def _whole_node(claim: ClaimSpec) -> list[str]:
 
 
 def _parameters(claim: ClaimSpec) -> Json:
-    """What the driver is to do with the devices; nothing is said where nothing was asked for."""
+    """Return the parameters of the driver; empty where the job sets none."""
     if claim.ultra_server_node:
         return {"kind": "UltraServerConfig", "ultraserverMode": 1}
     if claim.logical_neuron_core is not None:

@@ -40,7 +40,7 @@ _WORKLOAD_GROUP = "workers"
 
 
 def group_object(job: JobView, api: GangApi, api_version: str, least: int) -> Json | None:
-    """The object that makes a gang of at least `least` pods; None for an API without one."""
+    """Return the object of a gang of at least `least` pods; None for an API without one."""
     if api is GangApi.SCHEDULING_GROUP:
         spec: Json = {"schedulingPolicy": {"gang": {"minCount": least}}}
         if job.spec.scheduling.priority_class_name:
@@ -58,7 +58,7 @@ def group_object(job: JobView, api: GangApi, api_version: str, least: int) -> Js
 
 
 def mark(pod: Json, api: GangApi, group: str) -> Json:
-    """The pod as a member of the group, by an API that has an object for it."""
+    """Mark the pod as a member of the group, for an API with group objects."""
     pod = _annotated(pod, {ANNOTATION_GROUP: group})
     if api is GangApi.SCHEDULING_GROUP:
         return {**pod, "spec": {**pod["spec"], "schedulingGroup": {"podGroupName": group}}}
@@ -88,18 +88,18 @@ def _annotated(pod: Json, annotations: dict[str, str]) -> Json:
 
 
 def gang_api(facts: Facts) -> GangApi:
-    """Who sees to it that all workers of this job start together."""
+    """Return who sees to it that all workers of this job start together."""
     served = facts.settings.gang_apis
     return next((api for api in _BY_SPEC[facts.job.spec.scheduling.gang] if api in served), GangApi.NONE)
 
 
 def waits_as_gang(facts: Facts, status: PublicStatus) -> bool:
-    """Whether no pod that is made now gets a node before all of its group are there."""
+    """Return whether no pod that is made now gets a node before all of its group are there."""
     return status.membership.size == 0 and _group(facts) is not None
 
 
 def is_misplaced(facts: Facts, status: PublicStatus, worker: Worker) -> bool:
-    """Whether a pod without a node waits in a group that can no longer bring it onto one."""
+    """Return whether a pod without a node waits in a group that can no longer bring it onto one."""
     pod = worker.pod
     if not pod.gang or pod.node or pod.phase is not PodPhase.PENDING or worker.agent is not None:
         return False

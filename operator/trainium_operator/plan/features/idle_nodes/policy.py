@@ -54,12 +54,15 @@ class _Room:
     """Workers that train or can join at once."""
 
     def beyond(self, facts: Facts, workers: int) -> int:
-        """The best size for so many workers, of which `usable` may be extras; what was asked for at least."""
+        """Return the best size for so many workers, of which `usable` may be extras; what was asked for at least."""
         return max(self.base, facts.size.legal_at_most(min(workers, self.base + self.usable, self.most)))
 
 
 def use_idle_nodes(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...]) -> PolicyResult:
-    """The status with the size to work towards and the extras to keep; `status.desired` is what was asked for."""
+    """Return the status with the size to work towards and the extras to keep.
+
+    `status.desired` is what was asked for.
+    """
     if facts.current is None or not status.desired:
         return PolicyResult(status=status.replaced(idle_nodes=_NEVER))
     lost = {loss.member.pod_uid for loss in losses}
@@ -77,7 +80,7 @@ def use_idle_nodes(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, 
 
 
 def _most(facts: Facts, status: PublicStatus) -> int:
-    """The best size that the job may have; what was asked for while others wait for nodes, or it for quota."""
+    """Return the best size that the job may have; what was asked for while others wait for nodes, or it for quota."""
     takes = facts.job.spec.elasticity.idle_nodes is IdleNodes.TAKE and bool(facts.settings.extra_priority_class)
     if not takes or facts.observed.wanted_elsewhere or status.desired < facts.size.desired:
         return status.desired
@@ -85,7 +88,7 @@ def _most(facts: Facts, status: PublicStatus) -> int:
 
 
 def _target(facts: Facts, status: PublicStatus, room: _Room, losses: tuple[Loss, ...]) -> tuple[int, tuple[float, ...]]:
-    """The size to work towards, and when to look again (Unix seconds)."""
+    """Return the size to work towards, and when to look again (Unix seconds)."""
     if losses:
         return room.beyond(facts, room.available), ()
     present = len(facts.members)
@@ -99,7 +102,7 @@ def _target(facts: Facts, status: PublicStatus, room: _Room, losses: tuple[Loss,
 
 
 def _due(facts: Facts, status: PublicStatus, present: int, size: int) -> float | None:
-    """When to grow beyond what was asked for (Unix seconds); None when what is left does not repay it."""
+    """Return when to grow beyond what was asked for (Unix seconds); None when what is left does not repay it."""
     price = resize_cost_seconds(status) or 0.0
     if not is_worth_growing(facts, status, present, size, beside=price + compile_seconds(facts, status, size)):
         return None
@@ -112,7 +115,7 @@ def _due(facts: Facts, status: PublicStatus, present: int, size: int) -> float |
 def _kept(
     facts: Facts, status: TrainingJobStatus, room: _Room, losses: tuple[Loss, ...]
 ) -> tuple[IdleNodesStatus, tuple[float, ...]]:
-    """How many extras to keep or to ask for, and when to look again (Unix seconds)."""
+    """Return how many extras to keep or to ask for, and when to look again (Unix seconds)."""
     idle, limit = status.idle_nodes, room.most - room.base
     if limit <= 0:
         return _NEVER, ()
@@ -141,7 +144,7 @@ def _kept(
 def _asking(
     facts: Facts, idle: IdleNodesStatus, wanted: int, bound: int, held: int
 ) -> tuple[IdleNodesStatus, tuple[float, ...]]:
-    """Some were asked for: they have their nodes, are waited for, or are not to be had."""
+    """Return what follows while extras are requested: they have nodes, are pending, or cannot be had."""
     assert idle.asked_at is not None
     if bound >= wanted:
         return idle.replaced(wanted=held, asked_at=None), ()
@@ -162,7 +165,7 @@ def _failed(worker: Worker) -> bool:
 
 
 def _patience(facts: Facts) -> float:
-    """How long extras may wait for a node (seconds): as long as the job waits for capacity that it needs."""
+    """Return how long extras may wait for a node (seconds): as long as the job waits for capacity that it needs."""
     return float(facts.job.spec.recovery.rescale_after_seconds)
 
 
@@ -173,11 +176,11 @@ def _trains_on(facts: Facts, status: PublicStatus) -> bool:
 
 
 def extras_alive(facts: Facts) -> tuple[Worker, ...]:
-    """Extras that are there or may come, by ordinal."""
+    """Return extras that are there or may come, by ordinal."""
     return tuple(worker for worker in facts.workers.values() if worker.pod.extra and worker.alive)
 
 
 def extras_usable(facts: Facts, lost: Collection[str]) -> tuple[Worker, ...]:
-    """Extras that train, or can join at once; `lost` are pod uids of members that do not count."""
+    """Return extras that train, or can join at once; `lost` are pod uids of members that do not count."""
     members = [worker for _, worker in facts.members if worker is not None and worker.pod.uid not in lost]
     return tuple(worker for worker in (*members, *healthy_joiners(facts)) if worker.pod.extra)

@@ -74,7 +74,7 @@ def end_quota(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
 
 
 def _pods(facts: Facts) -> int:
-    """Pods that use quota, also those that are leaving."""
+    """Return pods that use quota, also those that are leaving."""
     return sum(worker.holds_node for worker in facts.workers.values())
 
 
@@ -83,7 +83,7 @@ def _dropped(workloads: tuple[WorkloadView, ...]) -> tuple[DeleteWorkload, ...]:
 
 
 def _waits(facts: Facts, quota: QuotaView, base: WorkloadView) -> Iterator[QuotaAction]:
-    """The first Workload is not admitted: pods leave, then quota is returned, then what is asked is kept up to date."""
+    """Yield the next action while the first Workload is not admitted: pods leave, then quota is returned."""
     if _pods(facts) or base.deleting:
         return
     yield from _dropped(steps(quota))
@@ -131,7 +131,7 @@ def _too_many(facts: Facts, held: list[WorkloadView], unneeded: int, grant: Queu
 
 
 def _ready(quota: QuotaView, status: PublicStatus) -> Iterator[QuotaAction]:
-    """That pods are ready, which a Kueue may wait for; from then on recovery is this operator's business."""
+    """Yield the condition PodsReady, which Kueue may wait for; from then on this operator recovers the job."""
     if status.membership.size == 0:
         return
     said = WorkloadConditionView(WorkloadCondition.PODS_READY, true=True, reason="Started", message="the job trains")
@@ -186,7 +186,10 @@ def _tell(each: WorkloadView, said: WorkloadConditionView) -> SetQuotaConditions
 
 
 def steps_from(size: SizeDecision, workers: int, most: int = MOST_STEPS, *, extras: int = 0) -> tuple[int, ...]:
-    """Workers of each further step, from so many workers up to the desired size and `extras`; at most `most` steps."""
+    """Return workers of each further step, from so many workers up to the desired size and `extras`.
+
+    At most `most` steps.
+    """
     largest = size.desired + extras
     if size.shape is None or workers >= largest or most < 1:
         return ()

@@ -45,7 +45,7 @@ class QueueGrant(Grant):
 
 
 def granted(observed: Observed, settings: PlanSettings) -> QueueGrant | None:
-    """What is granted; None for a job without a queue."""
+    """Return what is granted; None for a job without a queue."""
     queue = observed.job.spec.scheduling.queue_name
     if not queue:
         return None
@@ -62,17 +62,20 @@ def granted(observed: Observed, settings: PlanSettings) -> QueueGrant | None:
 
 
 def needed(quota: QuotaView) -> WorkloadView | None:
-    """The Workload of what the job needs."""
+    """Return the Workload of what the job needs."""
     return next((each for each in quota.workloads if each.part == 0), None)
 
 
 def steps(quota: QuotaView) -> tuple[WorkloadView, ...]:
-    """The Workloads of what the job would like beyond it, by part."""
+    """Return the Workloads of what the job would like beyond it, by part."""
     return tuple(each for each in quota.workloads if each.part > 0)
 
 
 def _own(observed: Observed, settings: PlanSettings, base: WorkloadView) -> Placement:
-    """Where the job's own template wants its pods. Kueue heeds it for flavors; what checks add may contradict it."""
+    """Return where the job's own template wants its pods. Kueue heeds it for flavors.
+
+    What checks add may contradict it.
+    """
     if not base.updates:
         return Placement()
     return Placement(node_selector=pod_template(observed.job, settings)["spec"].get("nodeSelector") or {})
@@ -143,7 +146,7 @@ def _unknown(queue: str, state: ApiState) -> str:
 
 
 def merged(placements: Iterable[Placement]) -> tuple[Placement, str]:
-    """All of them as one, and a sentence when two want different values for one key (empty when none do)."""
+    """Return all of them as one, and a sentence when two want different values for one key (empty when none do)."""
     labels: dict[str, str] = {}
     annotations: dict[str, str] = {}
     selector: dict[str, str] = {}
@@ -164,7 +167,7 @@ def merged(placements: Iterable[Placement]) -> tuple[Placement, str]:
 
 
 def placed(pod: Json, placement: Placement, *, pod_set: str, workload: str) -> Json:
-    """The pod for a place of this pod set."""
+    """Build the pod for a place of this pod set."""
     metadata, spec = pod["metadata"], pod["spec"]
     tolerations = list(spec.get("tolerations") or ())
     tolerations += [dict(each) for each in placement.tolerations if each not in tolerations]

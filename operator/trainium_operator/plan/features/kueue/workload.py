@@ -36,7 +36,7 @@ def workload(
     priority: int | None = 0,
     node_selector: Mapping[str, str] | None = None,
 ) -> Json:
-    """The Workload of one part; `node_selector` binds a further part to the flavor of the first.
+    """Build the Workload of one part; `node_selector` binds a further part to the flavor of the first.
 
     `priority` is the value of the job's PriorityClass; None when the class does not exist.
     """

@@ -70,7 +70,7 @@ def reconcile_network_policy(facts: Facts, status: TrainingJobStatus) -> PolicyR
 
 
 def _told(facts: Facts, status: TrainingJobStatus, refusal: PolicyRefusal) -> PolicyResult:
-    """The condition, and an event when it is new."""
+    """Set the condition, and add an event when it is new."""
     reason = Reason.NAME_TAKEN if refusal.taken else Reason.WRITE_FAILED
     text = f"others can reach the workers' ports: {refusal.sentence}"
     # False with a name that is taken would call the job stalled, and it trains.
@@ -87,7 +87,7 @@ def _without_condition(status: TrainingJobStatus) -> TrainingJobStatus:
 
 
 def network_policy(job: JobView, ingress: WorkerIngress) -> Json:
-    """The complete manifest."""
+    """Build the complete manifest."""
     peers = {"from": [{"podSelector": {"matchLabels": names.selector_labels(job.name)}}]}
     operator = {
         "namespaceSelector": {"matchLabels": {_NAMESPACE_NAME: ingress.operator_namespace}},
@@ -105,5 +105,5 @@ def network_policy(job: JobView, ingress: WorkerIngress) -> Json:
 
 
 def on_host_network(job: JobView) -> bool:
-    """Whether pods made now are on the network of their host."""
+    """Return whether pods made now are on the network of their host."""
     return (job.spec.workers.template.get("spec") or {}).get("hostNetwork") is True
