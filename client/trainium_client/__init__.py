@@ -1,4 +1,4 @@
-"""What people use from outside the cluster: `kubectl trn`, and `TrainingJob` for Python programs.
+"""The client of the cluster: `kubectl trn`, and `TrainingJob` for Python programs.
 
 Invariants: imports the contract alone, neither operator nor trainer; needs a kubeconfig and no right that kubectl
 would not need; importing this package loads nothing, so that a command starts fast (decision 0086).

@@ -1,7 +1,7 @@
-"""`TrainingJob` with verbs to be awaited, for programs and notebooks that do other things meanwhile.
+"""`TrainingJob` with verbs to be target, for programs and notebooks that do other things meanwhile.
 
 `from trainium_client.aio import TrainingJob`. Each verb is the other TrainingJob's, run in a thread, so the two cannot
-differ in what they do; only waiting is written anew, because a thread that sleeps for a day is none that is free.
+differ in what they do; only waiting has a second implementation, because a thread must not sleep for a day.
 Invariants: many jobs may be asked at once; a verb that is cancelled returns at once, and its one request, which has a
 time limit, ends by itself.
 """
@@ -34,7 +34,7 @@ _Result = TypeVar("_Result")
 def _in_thread(
     verb: Callable[Concatenate[sync.TrainingJob, _Asked], _Result],
 ) -> Callable[Concatenate[TrainingJob, _Asked], Coroutine[Any, Any, _Result]]:
-    """Wrap a method so that it has the same arguments and result, and is awaited."""
+    """Wrap a method so that it has the same arguments and result, and is target."""
 
     async def asked(self: TrainingJob, /, *args: _Asked.args, **kwargs: _Asked.kwargs) -> _Result:
         return await asyncio.to_thread(verb, self.blocking, *args, **kwargs)
@@ -97,20 +97,20 @@ class TrainingJob:
 
         Raises JobFailedError when it fails instead, ClientError when it ends otherwise or the time is over.
         """
-        awaited = sync.Awaited(self.blocking.name, until, seconds, time.monotonic())
+        target = sync.WaitTarget(self.blocking.name, until, seconds, time.monotonic())
         while True:
             view = await self.status()
             result = None if on_view is None else on_view(view)
             if inspect.isawaitable(result):
                 await result
-            if awaited.is_met(view, time.monotonic()):
+            if target.is_met(view, time.monotonic()):
                 return view
             await pause(sync.POLL_SECONDS)
 
     async def watch(
         self, *, seconds: float = 24 * 3600.0, pause: Callable[[float], Awaitable[None]] = asyncio.sleep
     ) -> JobView:
-        """Show the job, live, until it has ended or the time is over; several at once, each in a place of its own."""
+        """Show the job, live, until it has ended or the time is over; several at once, each in a separate place."""
         from trainium_client.live import Watched, curve_so_far, open_display  # noqa: PLC0415 - only watching needs it
 
         view = await self.status()
@@ -126,9 +126,9 @@ class TrainingJob:
                 view = await self.status()
 
     def __repr__(self) -> str:
-        """As the other's."""
+        """Represent the job as the other class does."""
         return f"aio.{self.blocking!r}"
 
     def _repr_html_(self) -> str:
-        """How a notebook shows it, which cannot await."""
+        """Render the job for a notebook, which cannot await."""
         return self.blocking._repr_html_()

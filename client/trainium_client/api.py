@@ -37,7 +37,7 @@ class Missing:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One request in the words of Kubernetes' rights."""
+    """One request by verb and resource, as RBAC names them."""
 
     verb: str
     resource: str
@@ -165,9 +165,9 @@ class Api:
         answer = self.connection.request(method, path, **more)
         if answer.status == _MISSING:
             # An unknown resource is answered by plain text, an unknown object by a Status.
-            said = _status(answer)
-            told = self._unknown(asked.name) if asked.name else str(said.get("message") or "not found")
-            raise NotFoundError(told if said else self._no_definition())
+            status = _status(answer)
+            sentence = self._unknown(asked.name) if asked.name else str(status.get("message") or "not found")
+            raise NotFoundError(sentence if status else self._no_definition())
         if answer.status >= 400:
             raise _refusal(asked, answer)
         return _object(asked, answer)
@@ -187,21 +187,21 @@ class Api:
         )
 
     def _unknown(self, name: str) -> str:
-        said = f"there is no TrainingJob {name!r} in namespace {self.namespace}"
+        sentence = f"there is no TrainingJob {name!r} in namespace {self.namespace}"
         elsewhere = self._namespaces_of(name)
         if elsewhere:
-            return f"{said}; there is one in namespace {' and '.join(elsewhere[:3])}: give it with -n"
+            return f"{sentence}; there is one in namespace {' and '.join(elsewhere[:3])}: give it with -n"
         try:
             known = sorted(str(job["metadata"]["name"]) for job in self.jobs())
         except ClientError:
-            return said
+            return sentence
         near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
         if near:
-            return f"{said}; did you mean {' or '.join(near)}?"
+            return f"{sentence}; did you mean {' or '.join(near)}?"
         if not known:
-            return f"{said}, which has no TrainingJobs; give the namespace with -n"
+            return f"{sentence}, which has no TrainingJobs; give the namespace with -n"
         more = ", …" if len(known) > 5 else ""
-        return f"{said}; there are {', '.join(known[:5])}{more}"
+        return f"{sentence}; there are {', '.join(known[:5])}{more}"
 
     def _namespaces_of(self, name: str) -> list[str]:
         """Return the namespaces that have a job of this name, as far as they may be listed."""
@@ -235,7 +235,7 @@ def _status(answer: Answer) -> Json:
 
 
 def _refusal(asked: Asked, answer: Answer) -> ClientError:
-    said = " ".join(str(_status(answer).get("message") or answer.body[:200].decode(errors="replace")).split())
+    sentence = " ".join(str(_status(answer).get("message") or answer.body[:200].decode(errors="replace")).split())
     if answer.status == _FORBIDDEN:
         return ForbiddenError(
             f"you may not {asked.sentence}; ask for a Role with verb {asked.verb!r} on {asked.resource!r}"
@@ -243,7 +243,7 @@ def _refusal(asked: Asked, answer: Answer) -> ClientError:
     if answer.status == _UNAUTHORIZED:
         return ForbiddenError("the API server does not know you (401): log in again, or check the kubeconfig's user")
     if answer.status == _MISSING:
-        return NotFoundError(said or f"{asked.sentence}: not found")
+        return NotFoundError(sentence or f"{asked.sentence}: not found")
     if answer.status == _CONFLICT:
-        return ConflictError(f"{asked.sentence}: {said}")
-    return ClientError(f"{asked.sentence}: the API server answered {answer.status}: {said}")
+        return ConflictError(f"{asked.sentence}: {sentence}")
+    return ClientError(f"{asked.sentence}: the API server answered {answer.status}: {sentence}")

@@ -1,6 +1,6 @@
 """HTTPS to the API server with the standard library, so that a command starts fast; raw bytes in and out.
 
-Invariants: TLS is verified unless the kubeconfig says otherwise; a connection is used by one thread at a time; a
+Invariants: TLS is verified unless the kubeconfig turns that off; a connection is used by one thread at a time; a
 request that may have been carried out is never sent twice; credentials never reach a message.
 """
 
@@ -86,7 +86,7 @@ class Connection:
 
     @property
     def tls(self) -> ssl.SSLContext | None:
-        """What sockets are wrapped with; None for plain HTTP."""
+        """Context that wraps sockets; None for plain HTTP."""
         return self._context
 
     @property

@@ -1,4 +1,4 @@
-"""What goes wrong between a person and a cluster; the message of each is one sentence that says what to do."""
+"""Errors between a user and a cluster; the message of each is one sentence with the remedy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class ForbiddenError(ClientError):
 
 
 class NotFoundError(ClientError):
-    """What was asked for is not there."""
+    """The object does not exist."""
 
 
 class ConflictError(ClientError):

@@ -44,8 +44,8 @@ class JobFailedError(ClientError):
 
 
 @dataclass(frozen=True, slots=True)
-class Awaited:
-    """What a wait is for; times are of one monotonic clock."""
+class WaitTarget:
+    """The phase that a wait expects; times are of one monotonic clock."""
 
     name: str
     phase: str
@@ -53,7 +53,7 @@ class Awaited:
     since: float
 
     def is_met(self, view: JobView, now: float) -> bool:
-        """Whether the job is there. Raises JobFailedError or ClientError when it will not be, or not in time."""
+        """Return whether the job is there. Raises JobFailedError or ClientError when it will not be, or not in time."""
         if view.phase == self.phase:
             return True
         if view.phase == "Failed":
@@ -161,12 +161,12 @@ class TrainingJob:
 
         Raises JobFailedError when it fails instead, ClientError when it ends otherwise or the time is over.
         """
-        awaited = Awaited(self.name, until, seconds, time.monotonic())
+        target = WaitTarget(self.name, until, seconds, time.monotonic())
         while True:
             view = self.status()
             if on_view is not None:
                 on_view(view)
-            if awaited.is_met(view, time.monotonic()):
+            if target.is_met(view, time.monotonic()):
                 return view
             pause(POLL_SECONDS)
 
@@ -205,7 +205,7 @@ class TrainingJob:
         self._with(lambda api: api.patch_job(self.name, {"spec": {"suspend": False}}))
 
     def retry(self) -> None:
-        """Run it again after it failed, from its newest checkpoint: as this spec says, without one as it is."""
+        """Run it again after it failed, from its newest checkpoint: with this spec, without one unchanged."""
 
         def start(api: Api) -> None:
             job = api.job(self.name)
@@ -226,7 +226,7 @@ class TrainingJob:
             return
 
     def _repr_html_(self) -> str:
-        """How a notebook shows it."""
+        """Render the job for a notebook."""
         from trainium_contract.pages.notebook import cell_html  # noqa: PLC0415 - only notebooks need it
 
         return cell_html(self.status())

@@ -53,8 +53,8 @@ def find_access(kubeconfig: str | None, context: str | None, environment: Mappin
         return _from_files(there, context)
     if not given and environment.get("KUBERNETES_SERVICE_HOST"):
         return _from_pod(environment)
-    looked = ", ".join(str(path) for path in paths)
-    raise NoClusterError(f"no cluster: there is no kubeconfig at {looked}; give --kubeconfig FILE or set KUBECONFIG")
+    searched = ", ".join(str(path) for path in paths)
+    raise NoClusterError(f"no cluster: there is no kubeconfig at {searched}; give --kubeconfig FILE or set KUBECONFIG")
 
 
 def _from_pod(environment: Mapping[str, str]) -> Access:
@@ -177,7 +177,7 @@ def _ask_plugin(
     asked = json.dumps({"apiVersion": version, "kind": "ExecCredential", "spec": spec})
     variables = {str(each["name"]): str(each["value"]) for each in plugin.get("env") or ()}
     command = str(plugin.get("command") or "")
-    # A path with a slash is relative to the kubeconfig, a bare name is looked up on PATH.
+    # A path with a slash is relative to the kubeconfig, a bare name is searched up on PATH.
     program = str(folder / command) if "/" in command else command
     try:
         done = subprocess.run(

@@ -1,7 +1,7 @@
 """A job that is watched from Python: in a notebook's cell, on a terminal, or as lines.
 
 Invariants: IPython is needed only where it runs already; the curve is read in a worker once, later points are what each
-look sees; whoever interrupts stops watching, and nothing else.
+look sees; an interrupt stops the watch, and nothing else.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class LineDisplay:
 
 
 class Watched:
-    """What one watching has seen, shown where the program runs: displays belong to the thread that opened them."""
+    """The state of one watch; displays belong to the thread that opened them."""
 
     def __init__(self, display: Display, until: float) -> None:
         """`until`: the end by the monotonic clock."""
@@ -85,13 +85,13 @@ class Watched:
         self._curve: LiveCurve | None = None
 
     def lacks_curve(self, view: JobView) -> bool:
-        """Whether what came before should be read now, once: where a curve is shown, and a worker has it."""
+        """Return whether what came before should be read now, once: where a curve is shown, and a worker has it."""
         drawn = isinstance(self._display, NotebookDisplay)
         return drawn and self._curve is None and not view.ended and view.loss is not None
 
     def begin(self, points: Sequence[CurvePoint]) -> None:
         """Set the curve so far."""
-        self._curve = LiveCurve(begun=points)
+        self._curve = LiveCurve(points=points)
 
     def saw(self, view: JobView) -> None:
         """Show how the job is now."""
@@ -100,7 +100,7 @@ class Watched:
         self._display.show(view, self._curve.points if self._curve is not None else ())
 
     def is_over(self, view: JobView, now: float) -> bool:
-        """Whether there is nothing more to see, or the time is over."""
+        """Return whether there is nothing more to see, or the time is over."""
         return view.ended or now >= self._until
 
 

@@ -1,8 +1,8 @@
-"""Who owns which field of a job that is made anew (`metadata.managedFields`), as the API server keeps it.
+"""Transfer field ownership (`metadata.managedFields`) to a job that is recreated.
 
-Whoever creates an object owns all of it: the next `kubectl apply --server-side` of its author would conflict with us
-wherever the file has changed, and would not take out what the file no longer says. So owners are handed over: of a job
-that is made anew as it is to those of before; of a corrected one to whoever applied it before.
+The creator of an object owns all of it: the next `kubectl apply --server-side` of its author would conflict with us
+wherever the file has changed, and would not remove fields that the file no longer has. So owners are transferred: of a
+job that is recreated unchanged to its previous owners; of a corrected one to its previous applier.
 Invariants: entries of the status are never touched; a job whose owners cannot be handed over (no right to patch) runs
 all the same.
 """
@@ -61,7 +61,7 @@ def hand_over(api: Api, made: Json, entries: Entries) -> Json:
 
 
 def contains(found: Any, wanted: Any) -> bool:
-    """Whether an object says all that is wanted; it may say more, as defaults."""
+    """Return whether an object has all wanted fields; it may have more, for instance defaults."""
     if isinstance(wanted, dict):
         return isinstance(found, dict) and all(contains(found.get(key), each) for key, each in wanted.items())
     return bool(found == wanted)

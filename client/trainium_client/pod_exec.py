@@ -30,7 +30,7 @@ AT_ONCE = 16
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What a program printed."""
+    """The output of a program."""
 
     out: bytes
     error: bytes

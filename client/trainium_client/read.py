@@ -42,23 +42,23 @@ def read_screen(api: Api, name: str, now: float) -> Screen:
         events = pool.submit(api.events, name)
         job = api.job(name)
         found: list[Any] = [membership.result(), table.result(), events.result()]
-    record, rows, told = found
+    record, rows, happened_raw = found
     members = decode_members(record)
     uid = str(job.get("metadata", {}).get("uid") or "")
     pods = () if isinstance(rows, Missing) else pod_rows(rows, now)
     workers = None if isinstance(rows, Missing) else workers_view(pods, members)
     # A job that never began has no membership: that is no gap in what is shown.
-    gaps = tuple(f"{what}: {each.why}" for what, each in (("workers", rows), ("events", told))
+    gaps = tuple(f"{what}: {each.why}" for what, each in (("workers", rows), ("events", happened_raw))
                  if isinstance(each, Missing))  # fmt: skip
     if isinstance(record, Missing) and record.why.startswith("you may not"):
         gaps = (*gaps, f"which pods are members: {record.why}")
-    happened = () if isinstance(told, Missing) else event_views(told, uid=uid)
+    happened = () if isinstance(happened_raw, Missing) else event_views(happened_raw, uid=uid)
     view = build_job_view(job, now=now, workers=workers, events=happened, not_shown=gaps)
     return Screen(view, job, members, pods)
 
 
 def read_members(api: Api, name: str) -> Members:
-    """Who trains. Raises ClientError with why nobody does, or why it cannot be known."""
+    """Read the members. Raises ClientError with the reason where there are none, or they cannot be read."""
     record = api.membership(name)
     members = decode_members(record)
     if members is not None and members.rows:
@@ -67,7 +67,7 @@ def read_members(api: Api, name: str) -> Members:
     if isinstance(record, Missing) and record.why.startswith("you may not"):
         raise ClientError(f"which pod has which rank cannot be read: {record.why}")
     raise ClientError(
-        f"the workers of {name} have not begun together yet, so there are no ranks; see: kubectl trn status {name}"
+        f"the workers of {name} have not started together yet, so there are no ranks; see: kubectl trn status {name}"
     )
 
 

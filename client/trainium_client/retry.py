@@ -1,7 +1,7 @@
-"""A failed job runs again: it is deleted and made anew under its name, so it resumes from its newest checkpoint.
+"""Retry a failed job: delete it and recreate it under its name, so that it resumes from its newest checkpoint.
 
-Invariants: what cannot be made anew is not deleted; who owned which field owns it afterwards (`ownership.py`), so the
-next apply of the job's author, or of a tool that keeps it as git says, neither conflicts nor leaves anything behind.
+Invariants: a job that cannot be recreated is not deleted; fields keep their owners (`ownership.py`), so the
+next apply of the job's author, or of a GitOps tool, neither conflicts nor leaves a field behind.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from trainium_contract.views.status_reader import public_status
 if TYPE_CHECKING:
     from trainium_client.api import Api, Json
 
-_GONE_SECONDS = 120.0
+_DELETION_SECONDS = 120.0
 _POLL_SECONDS = 0.5
 _KEPT_METADATA = ("name", "namespace", "labels", "annotations", "ownerReferences")
 _LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 """What `kubectl apply` compares a file with, to take out what is no longer in it; so it is kept, and kept true."""
 
 
-def retry_job(api: Api, job: Json, manifest: Json | None = None, *, seconds: float = _GONE_SECONDS) -> Json:
-    """Delete a failed job and make it anew as `manifest` says, or as it is; ClientError when that cannot be."""
+def retry_job(api: Api, job: Json, manifest: Json | None = None, *, seconds: float = _DELETION_SECONDS) -> Json:
+    """Delete a failed job and recreate it from `manifest`, or unchanged. Raises ClientError when that is impossible."""
     name, phase = text(mapping(job, "metadata"), "name"), public_status(job).text("phase")
     if phase != "Failed":
         raise ClientError(f"only a failed job can be retried, and {name} is {phase or 'not answered yet'}")
@@ -35,7 +35,7 @@ def retry_job(api: Api, job: Json, manifest: Json | None = None, *, seconds: flo
     manifest = user_manifest(job) if manifest is None else manifest
     probe = copy.deepcopy(manifest)
     probe["metadata"] |= {"name": f"{name[:40]}-probe"}
-    api.create_job(probe, dry_run=True)  # an older definition, a quota or a policy says no before anything is lost
+    api.create_job(probe, dry_run=True)  # a quota or a policy refuses it before anything is deleted
     uid = str(job["metadata"]["uid"])
     api.delete_job(name, uid, foreground=True)
     deadline = time.monotonic() + seconds
@@ -43,7 +43,7 @@ def retry_job(api: Api, job: Json, manifest: Json | None = None, *, seconds: flo
         if time.monotonic() > deadline:
             raise ClientError(
                 f"{name} is deleted, but its pods are not gone after {seconds:.0f} s (is a node down?); when they are, "
-                f"make it anew with kubectl apply"
+                f"recreate it with kubectl apply"
             )
         time.sleep(_POLL_SECONDS)
     try:
@@ -62,8 +62,8 @@ def _made_by_another(api: Api, name: str, manifest: Json | None, error: Conflict
     managers = {text(each, "manager") for each in entries if "subresource" not in each} if entries else set()
     who = " or ".join(sorted(managers)) or "somebody else"
     raise ClientError(
-        f"{name} was made anew by {who} when it was gone, and not as it was to be corrected: it runs as its source "
-        f"says. Correct it there, or stop that tool for as long as the retry takes"
+        f"{name} was recreated by {who} after its deletion, without the correction: it runs as its source "
+        f"has it. Correct it there, or stop that tool for as long as the retry takes"
     ) from error
 
 

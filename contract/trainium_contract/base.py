@@ -16,7 +16,7 @@ MATCHING = "matching"
 """Key of a JSON schema under which `Matching` keeps its pattern and its sentence."""
 _given: dict[frozenset[str], set[str]] = {}
 _MOST_GIVEN = 512
-"""Whoever sends more different sets of fields than that has his noted for each message."""
+"""Beyond so many different sets of fields, each message keeps a separate set."""
 
 
 class ContractModel(BaseModel):
@@ -73,10 +73,10 @@ class ContractModel(BaseModel):
 
 
 def derived(default: Any, **bounds: Any) -> Any:
-    """Declare a field whose default gives way to what other fields of the same file say, and its bounds.
+    """Declare a field whose default adapts to other fields of the same file, and its bounds.
 
     Guarantees:
-    - The definition does not store the default, so a reader can tell that the field was not given.
+    - The definition does not store the default, so a reader knows that the field was not given.
     - A value that equals the default is not written to the wire.
     """
     return Field(default, exclude_if=lambda value: value == default, json_schema_extra={DERIVED: True}, **bounds)
@@ -84,7 +84,7 @@ def derived(default: Any, **bounds: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Matching:
-    """Annotation of a text that must match a regular expression; `sentence` tells a person how to write it.
+    """Annotation of a text that must match a regular expression; `sentence` explains how to write it.
 
     The definition carries the sentence as a rule, because a schema's `pattern` is refused with the bare expression.
     """
@@ -114,7 +114,7 @@ class MessageModel(ContractModel):
 
 
 class StatusModel(MessageModel):
-    """Base of what a job's status is made of: only numbers that JSON can carry, whoever edited it."""
+    """Base of the parts of a job's status: only numbers that JSON can carry."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 

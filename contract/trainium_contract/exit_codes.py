@@ -18,7 +18,7 @@ class ExitCode(IntEnum):
     YIELDING = 75
     PEER_LOST = 76
     HUNG = 77
-    """Never left with: the agent ended a process that stood still."""
+    """No process exits with it: the agent ended one that hung."""
     DEVICE_FAULT = 80
     STORAGE_UNAVAILABLE = 81
     NETWORK_FAULT = 82

@@ -48,7 +48,7 @@ class CleanPodPolicy(StrEnum):
 
 
 class TrainingJobSpec(ContractModel):
-    """What the user wants."""
+    """Desired state of the job."""
 
     suspend: bool = False
     """Save, release all nodes and wait; false resumes from the newest checkpoint."""
@@ -67,15 +67,15 @@ class TrainingJobSpec(ContractModel):
     precompile: PrecompileSpec = PrecompileSpec()
     """Compiling before the first start."""
     recovery: RecoverySpec = RecoverySpec()
-    """How faults are detected and answered."""
+    """Detection of faults, and the responses to them."""
     health: HealthSpec = HealthSpec()
     """What is checked before a worker joins, and how bad nodes are kept away from."""
     scheduling: SchedulingSpec = SchedulingSpec()
-    """How the workers are brought onto nodes together."""
+    """Gang scheduling of the workers."""
     clean_pod_policy: CleanPodPolicy = CleanPodPolicy.RUNNING
     """Which worker pods are deleted when the job has ended."""
     active_deadline_seconds: DeadlineSeconds | None = None
-    """The job saves and ends as Failed when it has been active this long; a suspension begins the count anew. Omitted:
+    """The job saves and ends as Failed when it has been active this long; a suspension restarts the count. Omitted:
     no limit."""
     startup_deadline_seconds: DeadlineSeconds | None = None
     """The job ends as Failed when it has made no step this long after it was created or resumed. Omitted: no limit."""
@@ -146,7 +146,7 @@ class IdleNodesStatus(InternalIdleNodes, PublicIdleNodes):
 
 
 class TrainingJobStatus(InternalStatus, PublicStatus):
-    """What the operator observed and decided; also its memory across restarts."""
+    """Observed state of the job, and the operator's state across restarts."""
 
     idle_nodes: IdleNodesStatus = IdleNodesStatus()
     """Nodes beyond those that were asked for."""

@@ -1,6 +1,6 @@
-"""Which lines of a program's output say why it ended: the agent keeps these, and people are shown them.
+"""Select the lines of a program's output that explain its end: the agent keeps these, and people see them.
 
-Invariant: a line is judged by its form alone, so agent and client judge alike; what says nothing is left out only where
+Invariant: a line is judged by its form alone, so agent and client judge alike; noise is left out only where
 something else is left.
 """
 
@@ -26,12 +26,12 @@ _LEFT_OUT = "…"
 
 
 def is_native_frame(line: str) -> bool:
-    """Whether it is of a stack of C++: where the runtime was, which Python's traceback says in the program's words."""
+    """Return whether a line is a frame of a C++ stack, which Python's traceback makes redundant."""
     return _NATIVE.match(line) is not None
 
 
 def explains_exit(line: str) -> bool:
-    """Whether it may say why the program ended; a start or a step that went well does not, nor a frame of C++."""
+    """Return whether a line may explain the end; a start or a step that went well does not, nor a frame of C++."""
     return not _STEP.search(line) and not is_native_frame(line)
 
 
@@ -45,7 +45,7 @@ def drop_noise(sentence: str) -> str:
             continue
         if kept[-1] != _LEFT_OUT:
             kept.append(_LEFT_OUT)
-        # What to do stands behind the last line, in sentences of their own.
+        # The remedy follows the last line, in separate sentences.
         advice = _NEXT_SENTENCE.search(line)
         if advice is not None:
             kept[-1] = f"{_LEFT_OUT} {line[advice.end() :]}"

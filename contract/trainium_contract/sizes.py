@@ -62,7 +62,7 @@ def order_by_likelihood(sizes: Collection[int], present: int) -> tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchShape:
-    """What decides which sizes are legal and what they are worth; all counts are >= 1, the tolerance is 0 to 0.5."""
+    """Inputs of the size arithmetic; all counts are >= 1, the tolerance is 0 to 0.5."""
 
     cores_per_node: int
     tensor: int
@@ -91,7 +91,7 @@ class BatchShape:
         return step_batch(self.global_batch_size, self.micro_batch_size, self.data_parallel(nodes), self.tolerance)
 
     def is_legal(self, nodes: int) -> bool:
-        """Whether a job of this shape can train on `nodes` nodes."""
+        """Return whether a job of this shape can train on `nodes` nodes."""
         samples = self.data_parallel(nodes) * self.micro_batch_size
         if nodes < 1 or samples == 0 or self.micro_batch_size > self.global_batch_size:
             return False

@@ -57,7 +57,7 @@ def retry(
         Path | None, typer.Option("--filename", "-f", help="The corrected job; default: as the cluster has it.")
     ] = None,
 ) -> None:
-    """Run a failed job again, from its newest checkpoint: it is deleted and made anew, as it is or as the file says."""
+    """Run a failed job again, from its newest checkpoint: it is deleted and recreated, unchanged or from the file."""
     api = session.open()
     job = api.job(name)
     retry_job(api, job, None if filename is None else correct_manifest(job, read_job(filename, name), str(filename)))

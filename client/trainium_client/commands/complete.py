@@ -27,7 +27,7 @@ _WITH_VALUE = frozenset(
 
 def candidates(words: list[str], jobs_of: Callable[[list[str]], list[str]]) -> list[str]:
     """Return the candidates for the last word; `words` are those after `kubectl trn`, the last one incomplete."""
-    *before, begun = words or [""]
+    *before, prefix = words or [""]
     plain = [word for at, word in enumerate(before)
              if not word.startswith("-") and not (at and before[at - 1] in _WITH_VALUE)]  # fmt: skip
     if before and before[-1] in {"-o", "--output"}:
@@ -38,11 +38,11 @@ def candidates(words: list[str], jobs_of: Callable[[list[str]], list[str]]) -> l
         found = jobs_of(before)
     else:
         found = []
-    return sorted(each for each in found if each.startswith(begun))
+    return sorted(each for each in found if each.startswith(prefix))
 
 
 def main() -> None:
-    """Print the candidates for the words of the command line."""
+    """Print the candidates for the command line."""
     sys.stdout.write("\n".join([*candidates(sys.argv[1:], _jobs), _NO_FILES]) + "\n")
 
 

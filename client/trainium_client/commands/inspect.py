@@ -24,11 +24,11 @@ from trainium_contract.views.status_reader import public_status
 from trainium_contract.views.workers import metadata_name, pod_rows, rank_rows
 
 ASKED_UNASKED = 64
-"""Workers that are asked for their steps without being told to: more of them take the API server's time."""
+"""Most workers that are asked for their steps by default: more of them load the API server."""
 _SHOWN = 40
 _MONITOR = ("python", "-m", "trainium_trainer.monitor")
 _STACKS = ("python", "-m", "trainium_trainer.agent.show_stacks")
-_LOOK_SECONDS, _VERIFY_SECONDS = 60.0, 3600.0
+_LIST_SECONDS, _VERIFY_SECONDS = 60.0, 3600.0
 
 OperatorNamespace = Annotated[
     str,
@@ -51,12 +51,14 @@ def ranks(
     api = session.open()
     members = read_members(api, name)
     job = api.job(name)
-    told: dict[str, Any] = {}
+    answers: dict[str, Any] = {}
     ended = public_status(job).text("phase") in {"Completed", "Failed"}
     asks = steps if steps is not None else len(members.rows) <= ASKED_UNASKED and not ended
     if asks:
-        told = for_each_pod([row.pod for row in members.rows], lambda pod: json_lines(run_in_pod(api, pod, _MONITOR)))
-    rows = rank_rows(members, told, public_status(job), time.time())
+        answers = for_each_pod(
+            [row.pod for row in members.rows], lambda pod: json_lines(run_in_pod(api, pod, _MONITOR))
+        )
+    rows = rank_rows(members, answers, public_status(job), time.time())
 
     def page(value: Any, _now: float, width: int) -> Any:
         from trainium_client.render.tables import ranks_page  # noqa: PLC0415
@@ -83,14 +85,14 @@ def stacks(
         if row is None:
             raise ClientError(f"there is no rank {rank}: {name} has ranks 0 to {members.ranks - 1}")
         wanted = (row,)
-    told = for_each_pod([row.pod for row in wanted], lambda pod: json_lines(run_in_pod(api, pod, _STACKS)))
+    answers = for_each_pod([row.pod for row in wanted], lambda pod: json_lines(run_in_pod(api, pod, _STACKS)))
     found: list[dict[str, Any]] = []
     for row in wanted:
-        said = told[row.pod]
-        if isinstance(said, str):
-            found.append({"pod": row.pod, "node": row.node, "rank": None, "stack": "", "whyNot": said})
+        answer = answers[row.pod]
+        if isinstance(answer, str):
+            found.append({"pod": row.pod, "node": row.node, "rank": None, "stack": "", "whyNot": answer})
             continue
-        for each in said:
+        for each in answer:
             number = row.rank * members.processes_per_node + int(each.get("localRank", 0))
             if rank is None or number == rank:
                 found.append({"pod": row.pod, "node": row.node, "rank": number, **each})
@@ -146,7 +148,7 @@ def on_storage(api: Api, job: Json, *, verify: bool) -> tuple[Any, str]:
     command = ["python", "-m", "trainium_trainer", "inspect", checkpoint_root(job), "--json"]
     command += ["--verify"] if verify else []
     try:
-        seconds = _VERIFY_SECONDS if verify else _LOOK_SECONDS
+        seconds = _VERIFY_SECONDS if verify else _LIST_SECONDS
         printed = run_in_pod(api, running[0], command, seconds=seconds, accepted=(0, ExitCode.USER_ERROR))
     except ClientError as error:
         return None, str(error)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _POLL_SECONDS = 2.0
 _OLD_PODS = 8
-"""Pods that are looked through for what a rank said before."""
+"""Pods that are searched for earlier lines of a rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class _Printer:
         self._safe = sys.stdout.isatty()
 
     def write(self, line: Line, pod: str) -> bool:
-        """Whether it was a line of the rank."""
+        """Return whether it was a line of the rank."""
         each = parse_log_line(line.words)
         if not self._every and each.rank != self.rank:
             return False
@@ -110,8 +110,8 @@ def _json_line(stamp: str, each: PodLogLine, _: str, pod: str) -> str:
 
     `record` is the pod's own line, where the log of the pod is JSON.
     """
-    told = {"time": stamp, "pod": pod, "rank": each.rank, "line": each.text}
-    return json.dumps(told | ({} if each.record is None else {"record": each.record}), ensure_ascii=False)
+    fields = {"time": stamp, "pod": pod, "rank": each.rank, "line": each.text}
+    return json.dumps(fields | ({} if each.record is None else {"record": each.record}), ensure_ascii=False)
 
 
 def _read(api: Api, member: MemberRow, query: dict[str, str]) -> Iterator[Line]:
@@ -126,7 +126,7 @@ def _no_log(status: int, member: MemberRow, namespace: str) -> str:
     if status == 403:
         return f"you may not get pods/log in namespace {namespace}; ask for a Role with verb 'get' on 'pods/log'"
     if status == 404:
-        return f"{member.pod} is gone, and its log with it; what it said last is in `kubectl trn why`"
+        return f"{member.pod} is gone, and its log with it; its last output is in `kubectl trn why`"
     where = f" on node {member.node}" if member.node else ""
     return f"the log of {member.pod}{where} cannot be read (the API server answered {status}): its node may be gone"
 
@@ -158,12 +158,12 @@ def _previous(api: Api, name: str, rank: int, members: Members, printer: _Printe
             return
     if known:
         raise ClientError(
-            f"rank {rank} was in {known[0]} before, which is gone with its log: what it said last is in "
+            f"rank {rank} was in {known[0]} before, which is gone with its log: its last output is in "
             f"`kubectl trn why {name}` (`kubectl trn history {name}` has its number for --entry)"
         )
     raise ClientError(
         "no pod is left that had this rank before: earlier attempts in the same pod are in its log "
-        f"(`kubectl trn logs {name}` without --previous), what a lost pod said last is in `kubectl trn why {name}`"
+        f"(`kubectl trn logs {name}` without --previous), the last output of a lost pod is in `kubectl trn why {name}`"
     )
 
 
@@ -185,7 +185,7 @@ def _follow(api: Api, name: str, member: MemberRow, printer: _Printer, tail: int
 
 
 def _follow_pod(api: Api, name: str, member: MemberRow, query: dict[str, str], last: str, printer: _Printer) -> str:
-    """Until the pod ends or the rank leaves it; the time stamp of the newest line."""
+    """Print lines until the pod ends or the rank leaves it; return the time stamp of the newest line."""
     path = f"/api/v1/namespaces/{api.namespace}/pods/{member.pod}/log"
     rank, done = printer.rank, threading.Event()
     with api.connection.stream(path, query={"container": "worker", **query}) as stream:
@@ -219,7 +219,7 @@ def _follow_pod(api: Api, name: str, member: MemberRow, query: dict[str, str], l
 
 
 def _next(api: Api, name: str, rank: int, current: MemberRow) -> MemberRow | None:
-    """Who has the rank now; None once the job has ended or is gone, or has no such rank any more for good."""
+    """Return the member that has the rank now; None once the job has ended or is deleted."""
     while True:
         status = public_status(api.job(name))
         phase = status.text("phase")

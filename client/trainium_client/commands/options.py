@@ -29,7 +29,7 @@ _Result = TypeVar("_Result")
 
 
 class Format(StrEnum):
-    """How a command prints."""
+    """The form of a command's output."""
 
     TEXT = "text"
     JSON = "json"

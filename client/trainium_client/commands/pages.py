@@ -1,4 +1,4 @@
-"""What `ui` shows, read with the rights of the person that started it.
+"""Build the pages of `ui` with the rights of the user that started it.
 
 Invariants: however many tabs look, a job is read at most every `FRESH_SECONDS`; what is read inside of workers comes
 later than the page, and seldom: the curve once, then a point for each look, checkpoints every `STORAGE_SECONDS`.
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 FRESH_SECONDS = 2.0
 STORAGE_SECONDS = 60.0
 LOGIN_SECONDS = 600.0
-"""The kubeconfig is read anew this often: tokens of cloud providers last for a quarter of an hour."""
+"""The kubeconfig is read again this often: tokens of cloud providers last for a quarter of an hour."""
 REMEMBERED = 100
 """Pages, and jobs that were looked into."""
 
 
 @dataclass(slots=True)
 class _Inside:
-    """What workers say of one job; written by one thread at a time."""
+    """Results from within a job's workers; written by one thread at a time."""
 
     curve: LiveCurve | None = None
     checkpoints: tuple[CheckpointRow, ...] | None = None
@@ -113,7 +113,7 @@ class LocalPages:
     def _job(self, namespace: str, name: str) -> str:
         now, api = time.time(), self._connected(namespace)
         screen = read_screen(api, name, now)
-        inside = self._look_inside(api, screen)
+        inside = self._results_inside(api, screen)
         if inside.curve is not None:
             inside.curve.add(screen.view.step, screen.view.loss, screen.view.tokens_per_second)
         report = JobReport(
@@ -127,7 +127,7 @@ class LocalPages:
         )
         return live_job_html(report, now, jobs=f"{self._root}/{namespace}")
 
-    def _look_inside(self, api: Api, screen: Screen) -> _Inside:
+    def _results_inside(self, api: Api, screen: Screen) -> _Inside:
         with self._lock:
             if len(self._inside) >= REMEMBERED and screen.view.uid not in self._inside:
                 self._inside.clear()
@@ -142,8 +142,8 @@ def _read_inside(api: Api, screen: Screen, inside: _Inside) -> None:
     notes: list[str] = []
     try:
         if inside.curve is None:
-            begun = read_curve_of(api, screen, None, notes)
-            inside.curve = LiveCurve(begun=begun) if begun else None
+            points = read_curve_of(api, screen, None, notes)
+            inside.curve = LiveCurve(points=points) if points else None
         rows, why_not = on_storage(api, screen.job, verify=False)
         if rows is None:
             notes.append(f"checkpoints on storage: {why_not}")

@@ -30,7 +30,7 @@ def ui(
 
     first = session.open()
     if name is not None:
-        first.job(name)  # what cannot be read is told here and not in the browser
+        first.job(name)  # a failure is reported here and not in the browser
     secret = secrets.token_urlsafe(24)
     where = "" if everywhere and name is None else f"/{first.namespace}" + (f"/{name}" if name else "")
     pages = LocalPages(session.open, f"/{secret}")

@@ -58,7 +58,7 @@ class UiServer(ThreadingHTTPServer):
         return f"http://{HOST}:{self.server_port}/{self._ticket}"
 
     def takes_ticket(self, path: str) -> bool:
-        """Whether this is the address for the first time, which is then used up."""
+        """Return whether this is the address for the first time, which is then used up."""
         with self._lock:
             good = bool(self._ticket) and hmac.compare_digest(path.encode(), f"/{self._ticket}".encode())
             if good:
@@ -71,7 +71,7 @@ class UiServer(ThreadingHTTPServer):
         self.pages.close()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Tell of a failed handler; a browser that goes away is no news."""
+        """Report a failed handler; ignore a browser that disconnects."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
 

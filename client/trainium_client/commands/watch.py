@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from trainium_client.api import Api
 
 _SLOWEST_SECONDS = 5.0
-"""Workers and ages are looked at anew this often, even if nothing has changed."""
+"""Workers and ages are read again this often, even if nothing has changed."""
 _FASTEST_SECONDS = 0.5
 _CLEAR = "\x1b[H\x1b[J"
 
@@ -30,7 +30,7 @@ def watch(
     api = session.open()
     shown, changed = "", threading.Event()
     version = str(api.job(name)["metadata"].get("resourceVersion") or "")
-    threading.Thread(target=_tell_changes, args=(api, name, version, changed), daemon=True).start()
+    threading.Thread(target=_watch_changes, args=(api, name, version, changed), daemon=True).start()
     here = terminal()
     while True:
         changed.clear()
@@ -65,7 +65,7 @@ def watch(
         changed.wait(_SLOWEST_SECONDS - _FASTEST_SECONDS)
 
 
-def _tell_changes(api: Api, name: str, version: str, changed: threading.Event) -> None:
+def _watch_changes(api: Api, name: str, version: str, changed: threading.Event) -> None:
     """Set `changed` at each event of the job; without the right to watch, the slow look must do."""
     path = f"/apis/{GROUP}/{VERSION}/namespaces/{api.namespace}/{PLURAL}"
     while True:

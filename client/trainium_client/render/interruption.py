@@ -1,4 +1,4 @@
-"""`why`: an interruption or the verdict as a story."""
+"""Render `why`: an interruption, or why the job failed."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _LONGEST = 240
 """Of what was seen at an interruption, where the log's own lines follow; JSON has all of it."""
 
 
-def interruption_page(story: InterruptionReport) -> RenderableType:
+def interruption_page(report: InterruptionReport) -> RenderableType:
     """Render an interruption, from its first sign to the first new step."""
-    entry = story.entry
+    entry = report.entry
     if entry is None:
-        said = story.verdict or "nothing has interrupted this job"
-        return stacked(Text(f"{story.namespace}/{story.name} is {story.phase or 'not answered yet'}: {said}"),
-                       listed(story.advice))  # fmt: skip
+        sentence = report.verdict or "nothing has interrupted this job"
+        return stacked(Text(f"{report.namespace}/{report.name} is {report.phase or 'not answered yet'}: {sentence}"),
+                       listed(report.advice))  # fmt: skip
     seconds = {name: value for name, value in entry.stages.items() if value}
     stages = ", ".join(f"{stage_words(name)} {duration(value)}" for name, value in seconds.items())
     steps = _steps(entry.step_before, entry.resume_step, entry.steps_lost)
@@ -41,35 +41,35 @@ def interruption_page(story: InterruptionReport) -> RenderableType:
     )
     joined = [f"{plural(entry.pods_replaced, 'pod')} joined"] if entry.pods_replaced else []
     return stacked(
-        Text(_title(story), "bold"),
+        Text(_title(report), "bold"),
         labelled([
             ("When", f"{clock(entry.at)} UTC" + (f", known {duration(entry.detected_seconds)} later"
                                                    if entry.detected_seconds is not None else "")),
             ("Who", _who(entry)),
             ("Cause", entry.cause),
-            ("Seen", _seen(story, entry)),
+            ("Seen", _seen(report, entry)),
             ("Answer", ", ".join([entry.answer, *joined])),
             ("Trained on", "" if entry.stopped else end),
             ("Seconds", stages),
             ("Steps", steps),
         ]),
-        *_log(story),
-        *_advice(story),
+        *_log(report),
+        *_advice(report),
     )  # fmt: skip
 
 
-def _title(story: InterruptionReport) -> str:
-    entry = story.entry
+def _title(report: InterruptionReport) -> str:
+    entry = report.entry
     assert entry is not None
     where = f"generation {entry.generation}.{entry.attempt}"
     if entry.stopped:
-        return f"{story.namespace}/{story.name} stopped for good in {where}"
-    return f"{story.namespace}/{story.name} was interrupted in {where} (entry {story.number} of {story.kept})"
+        return f"{report.namespace}/{report.name} stopped for good in {where}"
+    return f"{report.namespace}/{report.name} was interrupted in {where} (entry {report.number} of {report.kept})"
 
 
-def _seen(story: InterruptionReport, entry: InterruptionView) -> str:
+def _seen(report: InterruptionReport, entry: InterruptionView) -> str:
     """Return what was seen; a verdict to its end, which is what to do."""
-    if not story.log_lines:
+    if not report.log_lines:
         return entry.message
     return drop_noise(entry.message) if entry.stopped else shortened(drop_noise(entry.message), _LONGEST)
 
@@ -86,11 +86,11 @@ def _steps(before: int | None, resumed: int | None, lost: int | None) -> str:
     return ", ".join(parts)
 
 
-def _advice(story: InterruptionReport) -> list[RenderableType]:
-    return [heading("What to do"), listed(story.advice)] if story.advice else []
+def _advice(report: InterruptionReport) -> list[RenderableType]:
+    return [heading("What to do"), listed(report.advice)] if report.advice else []
 
 
-def _log(story: InterruptionReport) -> list[RenderableType]:
-    if not story.log_lines:
-        return [heading("Log"), Text(story.log_note, "dim")] if story.log_note else []
-    return [heading(f"Log of {story.log_pod} at that time"), listed(story.log_lines, mark="  ")]
+def _log(report: InterruptionReport) -> list[RenderableType]:
+    if not report.log_lines:
+        return [heading("Log"), Text(report.log_note, "dim")] if report.log_note else []
+    return [heading(f"Log of {report.log_pod} at that time"), listed(report.log_lines, mark="  ")]

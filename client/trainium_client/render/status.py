@@ -27,7 +27,7 @@ _LONGEST = 300
 
 def status_page(view: JobView, *, now: float, width: int) -> RenderableType:
     """Render the screen."""
-    # Alerts have rows of their own; each time that one comes again would push out the other events.
+    # Alerts have separate rows; repeated ones would push out the other events.
     alerts = {each.kind for each in view.alerts}
     events = tuple(each for each in view.events if each.reason not in alerts)
     return stacked(

@@ -1,1 +1,1 @@
-"""What is known of a job as typed values: pure functions of what the API server holds, the time given."""
+"""Typed values about a job: pure functions of the objects in the API server and of the time."""

@@ -1,4 +1,4 @@
-"""Why training stopped: the last interruption, or the verdict, as a story with the log lines that show it."""
+"""Explain why training stopped: the last interruption, or the verdict, with the log lines that show it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOST_LINES = 12
 _BEFORE_SECONDS = 30.0
 _AFTER_SECONDS = 2.0
 _AROUND = 4
-_TELLING = re.compile(
+_ERRORS = re.compile(
     r"(?i)error|exception|traceback|fault|fail|killed|signal|exit|ended with|stood still|refus|cannot|lost|leav|nrt_"
     r"|out of mem|warn|^(?:\[[^\]]*\] )?  File \".*\", line \d"
 )
@@ -27,7 +27,7 @@ _TELLING = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class InterruptionReport:
-    """One interruption, told; `entry` is None when nothing has interrupted the job."""
+    """One interruption; `entry` is None when nothing has interrupted the job."""
 
     name: str
     namespace: str
@@ -82,13 +82,13 @@ def select_log_lines(log: str, entry: InterruptionView) -> tuple[str, ...]:
         at = seconds_of(stamp)
         if at is not None and entry.at - _BEFORE_SECONDS <= at <= until and words.strip():
             near += _lines(parse_log_line(words))
-    telling = [at for at, words in enumerate(near) if _TELLING.search(words)]
-    # Of both the last ones are nearest to the cause, and a few lines around say what was going on.
-    kept = set(telling[-MOST_LINES + _AROUND :]) | set(range(len(near))[-_AROUND:])
+    errors = [at for at, words in enumerate(near) if _ERRORS.search(words)]
+    # The last lines of both kinds are nearest to the cause, and a few lines around give their context.
+    kept = set(errors[-MOST_LINES + _AROUND :]) | set(range(len(near))[-_AROUND:])
     return tuple(near[at] for at in sorted(kept))
 
 
 def _lines(words: PodLogLine) -> list[str]:
-    """As they are shown; where C++ was says nothing that the lines around it do not say in words."""
+    """Return the lines as they are shown, without frames of C++, which repeat the Python traceback."""
     both = zip(words.text.split("\n"), words.shown.split("\n"), strict=True)
     return [plain(shown)[:400] for text, shown in both if not is_native_frame(text)]

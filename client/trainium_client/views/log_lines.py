@@ -1,6 +1,6 @@
-"""What a line of a worker's log says and whose it is, in both forms that a log may have.
+"""Parse a line of a worker's log, in both forms that a log may have, and find the rank that wrote it.
 
-Lines of the contract's schema say by themselves whose they are; in a log that is text the rank stands in front.
+Lines of the contract's schema carry the rank; in a text log the rank is a prefix.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class PodLogLine:
     rank: int | None
     """None of the agent's own, and of other programs of the pod."""
     text: str
-    """What was said, without the rank in front."""
+    """The text without the rank's prefix."""
     shown: str
-    """The same as it stands in a log that is text."""
+    """The line as a text log has it."""
     record: dict[str, Any] | None = None
     """The line itself, where it is of the schema."""
 

@@ -1,4 +1,4 @@
-"""What each number of nodes is worth to a job (docs/job.md, Sizes)."""
+"""Compare the numbers of nodes that a job may have (docs/job.md, Sizes)."""
 
 from __future__ import annotations
 

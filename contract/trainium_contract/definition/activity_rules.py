@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainium_contract.definition.cel import RefusalReason, Rule, said
+from trainium_contract.definition.cel import RefusalReason, Rule, format_message
 from trainium_contract.spec.managed_by import MANAGER
 
 ACTIVITY_RULES: tuple[Rule, ...] = (
@@ -11,7 +11,7 @@ ACTIVITY_RULES: tuple[Rule, ...] = (
         || self.startupDeadlineSeconds <= self.activeDeadlineSeconds""",
         "startupDeadlineSeconds must not be above activeDeadlineSeconds, which would end the job before",
         ".startupDeadlineSeconds",
-        said(
+        format_message(
             "startupDeadlineSeconds %s is above activeDeadlineSeconds %s, which would end the job before: lower it, or "
             "leave one of them out",
             "self.startupDeadlineSeconds",

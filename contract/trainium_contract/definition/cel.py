@@ -52,7 +52,7 @@ class Rule:
 HUNDRED = "[" + ",".join(str(number) for number in range(100)) + "]"
 
 
-def said(text: str, *values: str) -> str:
+def format_message(text: str, *values: str) -> str:
     """Return an expression that formats `text`, with a %s for each of `values`, in which `c` is the cores per node.
 
     Formatting in one call, not by joining: the API server cannot bound the length of `string(number)` and would refuse
@@ -67,7 +67,7 @@ def bound(name: str, value: str, condition: str) -> str:
 
 
 def some_below(limit: str, root: int, name: str, condition: str) -> str:
-    """Whether `condition` holds for some `name` from 1 on, with name ** root at most `limit`."""
+    """Return an expression: `condition` holds for some `name` from 1 on, with name ** root at most `limit`."""
     hundreds = " * ".join(["h * 100"] * root)
     power = " * ".join([name] * root)
     number = f"{name} >= 1 && {power} <= {limit} && {condition}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainium_contract.definition.cel import RefusalReason, Rule, said
+from trainium_contract.definition.cel import RefusalReason, Rule, format_message
 from trainium_contract.sizes import INSTANCES
 
 _DEVICES = "{" + ", ".join(f"'{name}': {instance.devices}" for name, instance in INSTANCES.items()) + "}"
@@ -33,7 +33,7 @@ CLAIM_RULES: tuple[Rule, ...] = (
         f"!has(self.claim) || !has(self.claim.count) || !({_KNOWN}) || self.claim.count <= {_OF_TYPE}",
         "accelerator.claim.count must not be above the devices of the instance type",
         ".claim.count",
-        said(
+        format_message(
             "accelerator.claim.count %s is above the %s devices of %s: lower it",
             "self.claim.count",
             _OF_TYPE,

@@ -1,6 +1,6 @@
 """The CEL rule about how many training processes a node of a known type can have (`workers.accelerator.coresPerNode`).
 
-A core is what a process has to itself. A trn2 shows half as many as it has unless told otherwise (a claim's
+A core is what a process has to itself. A trn2 shows half as many as it has unless configured otherwise (a claim's
 logicalNeuronCore, or the node's own setting), so without a claim the physical ones are the bound.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainium_contract.definition.cel import Rule, said
+from trainium_contract.definition.cel import Rule, format_message
 from trainium_contract.sizes import INSTANCES
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ CORE_RULES: tuple[Rule, ...] = (
         f"self.device != 'neuron' || !has(self.coresPerNode) || !({_KNOWN}) || self.coresPerNode <= {_MOST}",
         "accelerator.coresPerNode must not be above the cores that a worker has on a node of the instance type",
         ".coresPerNode",
-        said(
+        format_message(
             "accelerator.coresPerNode %s is above the %s cores that a worker has on a node of %s: lower it, or leave "
             "it out",
             "self.coresPerNode",

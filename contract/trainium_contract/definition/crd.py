@@ -7,7 +7,7 @@ that breaks one of these stops the generation with a sentence.
 
 Defaults of the spec are in the schema, so that they are stored with the job when it is created: an upgrade of the
 operator with other defaults does not change a job that is training. Those of fields that came `later` are not: a job
-that says nothing of them must be one that an operator of the version before can begin. The status is lenient where the
+without them is stored without them. The status is lenient where the
 spec is strict: its enumerations are plain strings, and its objects take fields that the schema does not name, so that
 an operator of another version can report to it: the API server refuses the whole of a status with one field too many.
 """
@@ -120,7 +120,7 @@ def object_schema() -> dict[str, Any]:
     _attach(spec, (*SPEC_RULES, *TUNING_RULES, *ACTIVITY_RULES))
     _attach(spec["properties"]["workers"]["properties"]["accelerator"], (*CLAIM_RULES, *CORE_RULES))
     _attach(spec["properties"]["checkpoint"]["properties"]["storage"], STORAGE_RULES)
-    # A size of 0 is a person's way to stop: a rule says how, and no rule is asked where the schema has refused.
+    # Users set a size of 0 to stop a job: a rule explains the way, and rules do not run where the schema has refused.
     del spec["properties"]["workers"]["properties"]["replicas"]["minimum"]
     recovery = spec["properties"]["recovery"]["properties"]
     _attach(recovery["rules"]["items"], RECOVERY_RULE_RULES)
@@ -246,7 +246,7 @@ class _Writer:
 def _object_default(node: dict[str, Any], children: dict[str, Any]) -> dict[str, Any]:
     """Return an empty object as default where it is complete, so that the defaults below it apply without it.
 
-    Not for an object that may be None, where leaving it out has a meaning of its own.
+    Not for an object that may be None, where leaving it out has a separate meaning.
     """
     if node.get("default", children) is None:
         return {}

@@ -1,4 +1,4 @@
-"""What the API server checks of `spec.recovery`, in the Common Expression Language; see `rules.py`.
+"""Rules of the API server for `spec.recovery`, in the Common Expression Language; see `rules.py`.
 
 Guarantees: every rule that `faults.classify.match_rules` would skip is refused here, so no rule is silently unused.
 """

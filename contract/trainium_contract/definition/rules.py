@@ -1,6 +1,6 @@
-"""What a schema cannot say: rules in the Common Expression Language (CEL) that the API server checks at every write.
+"""Rules in the Common Expression Language (CEL) that the API server checks at every write, beyond the schema.
 
-Each rule refuses a write with a sentence that says what to change, at the field to change. Invariants: a rule reads
+Each rule refuses a write with a sentence and the remedy, at the field to change. Invariants: a rule reads
 only bounded fields (the API server estimates its cost), needs nothing newer than Kubernetes 1.30, and agrees with
 `sizes.BatchShape`, from which it is tested. A job's size is judged when the job is created, and again when parallelism,
 batch or accelerator change; a later size alone (`kubectl scale`, an autoscaler) is floored to a legal one by the
@@ -9,7 +9,7 @@ operator instead (docs/decisions/0084-any-size.md).
 
 from __future__ import annotations
 
-from trainium_contract.definition.cel import RefusalReason, Rule, said
+from trainium_contract.definition.cel import RefusalReason, Rule, format_message
 from trainium_contract.definition.size_expressions import (
     GLOBAL_BATCH,
     JUDGED_BEFORE,
@@ -22,7 +22,7 @@ from trainium_contract.definition.size_expressions import (
     SOME_SIZE_IS_LEGAL,
     divides,
     fills,
-    said_of_size,
+    format_size_message,
     with_cores,
 )
 from trainium_contract.job import MAX_NAME
@@ -37,7 +37,7 @@ ON_NXD = (
 )
 """Beginning of a rule about what backend Nxd cannot do; Auto takes it on trn1, where TorchNeuron does not run."""
 _STEPS_FOLLOW = "self.trainer.epochs > 0.0 || has(self.trainer.schedule.warmupRatio)"
-"""Beginning of a rule about steps that only the data tell: the trainer judges them when it has read its data."""
+"""Start of a rule about steps that follow from the data: the trainer checks them when it has read its data."""
 _WARMUP = "self.trainer.schedule.?warmupSteps.orValue(0)"
 """0 where it is not given: the trainer then fits it to the run."""
 
@@ -52,13 +52,13 @@ SPEC_RULES: tuple[Rule, ...] = (
         f"{NODES} >= 1",
         f"workers.replicas is below 1; {_SUSPEND_INSTEAD}",
         ".workers.replicas",
-        said(f"workers.replicas is %s; {_SUSPEND_INSTEAD}", NODES),
+        format_message(f"workers.replicas is %s; {_SUSPEND_INSTEAD}", NODES),
     ),
     Rule(
         f"{NODES} < 1 || !has(self.workers.minReplicas) || self.workers.minReplicas <= {NODES}",
         "workers.minReplicas must not be above workers.replicas: lower minReplicas or raise replicas",
         ".workers.minReplicas",
-        said(
+        format_message(
             "workers.minReplicas %s is above workers.replicas %s: lower minReplicas or raise replicas",
             "self.workers.minReplicas",
             NODES,
@@ -68,7 +68,7 @@ SPEC_RULES: tuple[Rule, ...] = (
         f"!has(self.workers.maxReplicas) || {NODES} <= self.workers.maxReplicas",
         "workers.replicas must not be above workers.maxReplicas: lower replicas or raise maxReplicas",
         ".workers.replicas",
-        said(
+        format_message(
             "workers.replicas %s is above workers.maxReplicas %s: lower replicas or raise maxReplicas",
             NODES,
             "self.workers.maxReplicas",
@@ -83,7 +83,7 @@ SPEC_RULES: tuple[Rule, ...] = (
         f"{OUT_OF_BOUNDS} || {JUDGED_BEFORE} || {with_cores(divides(NODES))}",
         "the training processes (replicas x cores per node) must be divisible by parallelism.tensor x pipeline",
         ".workers.replicas",
-        said_of_size(
+        format_size_message(
             "workers.replicas %s x %s cores per node = %s training processes, not divisible by parallelism.tensor x "
             "pipeline = %s: change replicas or parallelism",
             NODES,
@@ -98,7 +98,7 @@ SPEC_RULES: tuple[Rule, ...] = (
         || {with_cores(f"!({divides(NODES)}) || {fills(NODES)}")}""",
         "with elasticity.sizes Even trainer.batch.globalSize must be divisible by data-parallel degree x microSize",
         ".workers.replicas",
-        said_of_size(
+        format_size_message(
             "workers.replicas %s gives a data-parallel degree of %s, but trainer.batch.globalSize %s is not divisible "
             "by that x microSize %s: change replicas or trainer.batch, or set elasticity.sizes to Any",
             NODES,
@@ -112,7 +112,7 @@ SPEC_RULES: tuple[Rule, ...] = (
         f"{OUT_OF_BOUNDS} || {MICRO_BATCH} <= {GLOBAL_BATCH}",
         "trainer.batch.microSize must not be above trainer.batch.globalSize",
         ".trainer.batch.microSize",
-        said(
+        format_message(
             "trainer.batch.microSize %s is above trainer.batch.globalSize %s: every pass of every rank would be partly "
             "empty; lower microSize or raise globalSize",
             MICRO_BATCH,
@@ -136,7 +136,7 @@ SPEC_RULES: tuple[Rule, ...] = (
         f"{OUT_OF_BOUNDS} || !{JUDGED_BEFORE} || {SAME_RANGE} || {with_cores(SOME_SIZE_IS_LEGAL)}",
         "no size between workers.minReplicas and workers.replicas is legal: change replicas or minReplicas",
         ".workers.replicas",
-        said_of_size(
+        format_size_message(
             "no size from %s to %s is legal for parallelism and trainer.batch: change workers.replicas or minReplicas",
             SMALLEST,
             NODES,
@@ -148,7 +148,7 @@ SPEC_RULES: tuple[Rule, ...] = (
         || has(self.workers.accelerator.resources) || has(self.workers.accelerator.coresPerNode)""",
         f"unknown instance type; known are {_KNOWN_TEXT}; for another one give resources and coresPerNode too",
         ".workers.accelerator.instanceType",
-        said(
+        format_message(
             f"unknown instance type %s; known are {_KNOWN_TEXT}; for another one give resources and coresPerNode too",
             "self.workers.accelerator.instanceType",
         ),
@@ -171,7 +171,7 @@ SPEC_RULES: tuple[Rule, ...] = (
         || self.trainer.model.numAttentionHeads % self.parallelism.tensor == 0""",
         "trainer.model.numAttentionHeads must be divisible by parallelism.tensor",
         ".trainer.model.numAttentionHeads",
-        said(
+        format_message(
             "trainer.model.numAttentionHeads %s is not divisible by parallelism.tensor %s: each rank of the tensor "
             "group holds whole heads",
             "self.trainer.model.numAttentionHeads",
@@ -183,7 +183,7 @@ SPEC_RULES: tuple[Rule, ...] = (
         || self.parallelism.pipeline * self.parallelism.stagesPerRank <= self.trainer.model.numLayers""",
         "parallelism.pipeline x stagesPerRank must not be above trainer.model.numLayers: each stage needs a layer",
         ".parallelism.pipeline",
-        said(
+        format_message(
             "parallelism.pipeline %s x stagesPerRank %s is above trainer.model.numLayers %s: each stage needs a layer",
             "self.parallelism.pipeline",
             "self.parallelism.stagesPerRank",
@@ -213,7 +213,7 @@ SPEC_RULES: tuple[Rule, ...] = (
         || self.parallelism.tensor % self.trainer.model.numKeyValueHeads == 0""",
         "trainer.model.numKeyValueHeads must be divisible by parallelism.tensor, or divide it",
         ".trainer.model.numKeyValueHeads",
-        said(
+        format_message(
             "trainer.model.numKeyValueHeads %s neither is divisible by parallelism.tensor %s nor divides it: each rank "
             "of the tensor group holds whole heads",
             "self.trainer.model.numKeyValueHeads",
@@ -243,7 +243,7 @@ SPEC_RULES: tuple[Rule, ...] = (
         f"{_STEPS_FOLLOW} || {_WARMUP} <= self.trainer.steps",
         "trainer.schedule.warmupSteps must not be above trainer.steps",
         ".trainer.schedule.warmupSteps",
-        said(
+        format_message(
             "trainer.schedule.warmupSteps %s is above trainer.steps %s: the warm-up must end within the run; lower "
             "warmupSteps or raise steps",
             _WARMUP,
@@ -273,7 +273,7 @@ STORAGE_RULES: tuple[Rule, ...] = (
 
 # The operator writes status before it acts and reports Suspended only when no worker is left; so a change is safe
 # while the stored job is suspended, and before the operator has taken it up. Nothing is ever started for a job that has
-# failed: what is changed of it counts when it is made anew.
+# failed: a change of it counts when it is recreated.
 _AT_REST = """
 (!has(oldSelf.status) || !has(oldSelf.status.phase) || oldSelf.status.phase == 'Failed'
 || (oldSelf.spec.suspend && oldSelf.status.phase == 'Suspended'))"""
@@ -318,7 +318,7 @@ ROOT_RULES: tuple[Rule, ...] = (
         f"size(self.metadata.name) <= {MAX_NAME}",
         f"the name has at most {MAX_NAME} characters, so that host names of its workers stay within 63",
         ".metadata.name",
-        said(
+        format_message(
             f"the name has %s characters: shorten it to {MAX_NAME}, so that host names of its workers stay within 63",
             "size(self.metadata.name)",
         ),

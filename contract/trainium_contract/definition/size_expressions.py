@@ -6,7 +6,7 @@ node, bound once by `with_cores`: CEL has no `let`, and a comprehension over one
 
 from __future__ import annotations
 
-from trainium_contract.definition.cel import HUNDRED, bound, said, some_below
+from trainium_contract.definition.cel import HUNDRED, bound, format_message, some_below
 from trainium_contract.sizes import INSTANCES
 
 _CORES_OF = "{" + ", ".join(f"'{name}': {instance.cores}" for name, instance in INSTANCES.items()) + "}"
@@ -22,12 +22,12 @@ MODEL_PARALLEL = "(self.parallelism.tensor * self.parallelism.pipeline)"
 
 
 def divides(nodes: str) -> str:
-    """Whether the training processes of `nodes` (an expression) make whole model-parallel groups."""
+    """Return an expression: the training processes of `nodes` make whole model-parallel groups."""
     return f"{nodes} * c % {MODEL_PARALLEL} == 0"
 
 
 def fills(nodes: str) -> str:
-    """Whether the global batch is whole micro-batches at `nodes`, or need not be.
+    """Return an expression: the global batch is whole micro-batches at `nodes`, or need not be.
 
     Fails at run time unless `divides` holds.
     """
@@ -36,7 +36,7 @@ def fills(nodes: str) -> str:
 
 
 def _legal(nodes: str) -> str:
-    """Whether `nodes` is a legal size; the first half guards the second against a division by zero."""
+    """Return an expression: `nodes` is a legal size. The first half guards the second against a division by zero."""
     return f"({divides(nodes)} && {fills(nodes)})"
 
 
@@ -45,15 +45,15 @@ def with_cores(condition: str) -> str:
     return bound("c", _CORES, condition)
 
 
-def said_of_size(text: str, *values: str) -> str:
-    """As `said`, with `c` bound and the legal sizes near the requested one at the end."""
+def format_size_message(text: str, *values: str) -> str:
+    """Return an expression as `format_message` does, with `c` bound and the legal sizes near the requested one."""
     nearby = f"{text}; legal sizes within 100 of it: %s below, %s above"
     below = f"{HUNDRED}.map(i, {NODES} - i).filter(n, n >= 1 && {_legal('n')})"
     above = f"{HUNDRED}.map(i, {NODES} + i + 1).filter(n, {_legal('n')})"
-    return f"[{_CORES}].map(c, {said(nearby, *values, below, above)})[0]"
+    return f"[{_CORES}].map(c, {format_message(nearby, *values, below, above)})[0]"
 
 
-# Refused already, replicas by a rule of its own; a rule that divided by them would add a second, useless sentence.
+# Other rules refuse these values; a rule that divided by them would add a second, useless sentence.
 OUT_OF_BOUNDS = f"""
 {NODES} < 1 || {MODEL_PARALLEL} < 1 || {GLOBAL_BATCH} < 1 || {MICRO_BATCH} < 1
 || self.workers.accelerator.?coresPerNode.orValue(1) < 1"""
@@ -61,7 +61,7 @@ SMALLEST = "self.workers.?minReplicas.orValue(1)"
 
 
 def _in_range(degree: str) -> str:
-    """Whether a number of nodes from s to n has this data-parallel degree; m processes make a model-parallel group."""
+    """Return an expression: some number of nodes from s to n has this degree; m processes make a group."""
     return f"({degree} * m % c == 0 && {degree} * m / c >= s && {degree} * m / c <= n)"
 
 
@@ -75,7 +75,7 @@ _MOST_ROWS = 1 << 20
 _DIVISOR_OF_ROWS = some_below("q", 2, "d", f"q % d == 0 && ({_in_range('d')} || {_in_range('q / d')})")
 _SOME_DIVISOR = f"""({GLOBAL_BATCH} % {MICRO_BATCH} == 0
 && {bound("q", _ROWS, f"q > {_MOST_ROWS} || {_DIVISOR_OF_ROWS}")})"""
-"""The data-parallel degree is a divisor of the micro-batches. Beyond a million of them the operator says it."""
+"""The data-parallel degree is a divisor of the micro-batches. Beyond a million of them the operator reports it."""
 _SOME_SIZE = f"(self.elasticity.sizes == 'Any' ? {_SOME_MULTIPLE} : {_SOME_DIVISOR})"
 _SEARCH = bound("m", MODEL_PARALLEL, bound("n", NODES, bound("s", SMALLEST, _SOME_SIZE)))
 SOME_SIZE_IS_LEGAL = f"{_legal(NODES)} || {_SEARCH}"

@@ -1,12 +1,12 @@
-"""What the API server checks of fine-tuning in `spec.trainer`, in the Common Expression Language; see `rules.py`.
+"""Rules of the API server for fine-tuning in `spec.trainer`, in the Common Expression Language; see `rules.py`.
 
 Invariant: they agree with the checks of the trainer's own configuration (`trainer/config.py`, `model.py`, `tuning.py`),
-which say the same of a file that a person wrote.
+which check a file that a person wrote.
 """
 
 from __future__ import annotations
 
-from trainium_contract.definition.cel import RefusalReason, Rule, said
+from trainium_contract.definition.cel import RefusalReason, Rule, format_message
 from trainium_contract.definition.rules import ON_NXD
 
 _LORA = "self.trainer.tuning.method == 'LoRA'"
@@ -17,7 +17,7 @@ TUNING_RULES: tuple[Rule, ...] = (
         f"!{_WEIGHTS} || self.trainer.model.preset == 'Tiny'",
         "trainer.model.weights and trainer.model.preset both name a shape: leave model.preset out",
         ".trainer.model.preset",
-        said(
+        format_message(
             "trainer.model.weights is %s and trainer.model.preset is %s: both name a shape, leave model.preset out",
             "self.trainer.model.?weights.orValue('')",
             "self.trainer.model.preset",

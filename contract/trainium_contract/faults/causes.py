@@ -29,7 +29,7 @@ class Cause(StrEnum):
     HOST = "Host"
     """The node itself: kernel, disk, kubelet, container runtime."""
     HANG = "Hang"
-    """A process or a collective stood still."""
+    """A process or a collective hung."""
     STRAGGLER = "Straggler"
     """A node was much slower than the others."""
     STORAGE = "Storage"
@@ -62,7 +62,7 @@ class Budget(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CauseRow:
-    """What one cause asks for; how it is answered stands in `responses`."""
+    """Blame, budget and texts of one cause; `responses` has its answers."""
 
     cause: Cause
     blame: Blame

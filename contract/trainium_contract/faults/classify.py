@@ -47,7 +47,7 @@ _LONGEST_LINE = 1024
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What was found out about one end: the meaning of a sign, or of a rule of the job."""
+    """The classification of one end, by a sign or a rule of the job."""
 
     cause: Cause
     blame: Blame
@@ -58,12 +58,12 @@ class Verdict:
 
     @property
     def response(self) -> Response:
-        """What to do about it."""
+        """Return the first response."""
         return self.responses.first
 
     @property
     def repeated(self) -> Response:
-        """What to do when that did not help: the same cause again, without a new step in between."""
+        """Return the response to the same cause again, without a new step in between."""
         return self.responses.repeated
 
 
@@ -86,12 +86,12 @@ _SEVERITY = {row.cause: index for index, row in enumerate(CAUSES)}
 
 
 def get_cause_row(cause: Cause) -> CauseRow:
-    """Blame, budget and words of a cause."""
+    """Return blame, budget and texts of a cause."""
     return _ROWS[cause]
 
 
 def default_responses(cause: Cause) -> Responses:
-    """How a cause is answered when nothing more is known."""
+    """Return the responses of a cause when nothing more is known."""
     return RESPONSES[cause]
 
 
@@ -101,7 +101,7 @@ def budget_of(cause: Cause) -> Budget | None:
 
 
 def suspects_node(cause: Cause) -> bool:
-    """Whether a worker lost for this cause should come back on another node."""
+    """Return whether a worker lost for this cause should come back on another node."""
     return _ROWS[cause].suspects_node
 
 
@@ -141,7 +141,7 @@ def classify_exit_code(code: int) -> Verdict:
 
 
 def stops_job(code: int) -> bool:
-    """Whether this exit code by itself ends the job: of a rank or of its pod, whoever hears of it first."""
+    """Return whether this exit code, of a rank or of its pod, ends the job by itself."""
     return classify_exit_code(code).response is Response.STOP
 
 
@@ -272,7 +272,7 @@ def classify_exit(
 
 
 def _may_refine(code: int, found: Cause) -> bool:
-    """Whether a runtime status says more than the code."""
+    """Return whether a runtime status is more specific than the code."""
     if classify_exit_code(code).cause is Cause.CRASH:
         return True
     on_device = found in (Cause.DEVICE, Cause.DEVICE_REPAIRABLE)
@@ -284,7 +284,7 @@ def _may_refine(code: int, found: Cause) -> bool:
 
 
 def _explains(code: int, found: Cause) -> bool:
-    """Whether a kernel line that is no fault by itself explains an exit with this code."""
+    """Return whether a kernel line that is no fault by itself explains an exit with this code."""
     if found is Cause.MEMORY:
         return code == _KILLED
     if code == ExitCode.STORAGE_UNAVAILABLE:

@@ -10,7 +10,7 @@ from enum import IntEnum
 
 
 class Severity(IntEnum):
-    """What a problem of a node asks for; a higher one includes the lower ones."""
+    """Severity of a node's problem; a higher one includes the lower ones."""
 
     SUSPECT = 1
     """New workers prefer other nodes."""
@@ -22,7 +22,7 @@ class Severity(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Polarity:
-    """How one type of condition is read."""
+    """Polarity of one type of condition."""
 
     bad_when: bool
     """The status that is bad: True or False; Unknown never is."""
@@ -30,7 +30,7 @@ class Polarity:
 
 
 POLARITIES: dict[str, Polarity] = {
-    # Neuron's problem detector: the kernel told of an uncorrectable error.
+    # Neuron's problem detector: the kernel reported an uncorrectable error.
     "NeuronHealth": Polarity(True, Severity.FATAL),
     # The EKS node monitoring agent.
     "AcceleratedHardwareReady": Polarity(False, Severity.FATAL),

@@ -1,4 +1,4 @@
-"""How faults are answered: the responses of each cause. No response stands anywhere else.
+"""Map each cause of a fault to its responses; no other file has one.
 
 Invariants: every cause has its responses; text never ends a job at its first appearance, because it can mislead and a
 restart in place is cheap (`responses_for_text`).
@@ -14,7 +14,7 @@ from trainium_contract.faults.rules import RuleAction
 
 
 class Response(StrEnum):
-    """What a single exit of a training process asks for."""
+    """Response to a single exit of a training process."""
 
     COMPLETE = "Complete"
     STOP = "Stop"
@@ -29,7 +29,7 @@ class Response(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Responses:
-    """What is done about a fault at first, and what when that did not help."""
+    """The first response to a fault, and the one when that did not help."""
 
     first: Response
     repeated: Response
@@ -69,7 +69,7 @@ RESPONSES: dict[Cause, Responses] = {
     Cause.FINISHED: COMPLETE,
     Cause.PEER_LOST: RESTART,
 }
-"""Of a cause when nothing more is known; a sign that says more than its cause has responses of its own (`signs`)."""
+"""By cause; a sign that is more specific than its cause has separate responses (`signs`)."""
 
 RULE_RESPONSES: dict[RuleAction, Responses] = {
     RuleAction.STOP: STOP,
@@ -81,11 +81,11 @@ RULE_RESPONSES: dict[RuleAction, Responses] = {
 
 
 def responses_for_text(cause: Cause) -> Responses:
-    """Of a sign that is only text: what its cause would stop the job for is first tried once more."""
+    """Return the responses of a sign that is only text: the job is never stopped at its first appearance."""
     responses = RESPONSES[cause]
     return RESTART_THEN_STOP if responses.first is Response.STOP else responses
 
 
 def responses_for_pod(*, suspects_node: bool) -> Responses:
-    """Of a pod that ended: nothing in it can restart."""
+    """Return the responses of a pod that ended: nothing in it can restart."""
     return LEAVE_NODE if suspects_node else NEW_WORKER

@@ -12,7 +12,7 @@ from trainium_contract.faults.causes import Cause
 
 
 class RuleAction(StrEnum):
-    """What a rule makes of a failure."""
+    """Action of a rule."""
 
     STOP = "Stop"
     """Stop the job with a verdict."""

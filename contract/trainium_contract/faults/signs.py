@@ -2,7 +2,7 @@
 
 A row names its cause; blame, budget, words and answers follow from the cause (`causes`, `responses`). It has a sentence
 where it knows more than its cause, and responses where it is answered otherwise. The order counts: of several statuses,
-and of several patterns that fit a kernel line, the first row is taken, so the most telling come first.
+and of several patterns that fit a kernel line, the first row is taken, so the most specific come first.
 Statuses are those of the Neuron runtime (nrt_status.h); kernel lines are what /dev/kmsg shows.
 Invariant: what a healthy node may report because of another one is `indirect` and blames nobody by itself.
 """
@@ -26,7 +26,7 @@ from trainium_contract.faults.responses import (
 
 
 class SignKind(StrEnum):
-    """What sort of sign it is."""
+    """Kind of a sign."""
 
     EXIT_CODE = "exit code"
     """Of a training process, or of the container of a pod."""
@@ -36,7 +36,7 @@ class SignKind(StrEnum):
     POD_REASON = "pod reason"
     """Of a pod that failed."""
     CONDITION = "node condition"
-    """Of a node; which of its statuses is bad stands in `node_polarity`."""
+    """Of a node; `node_polarity` has the bad status."""
     TAINT = "taint"
     LABEL = "node label"
     DISRUPTION = "disruption"
@@ -44,7 +44,7 @@ class SignKind(StrEnum):
     DEVICE_TAINT = "device taint"
     """Of a device that a worker claims, by its effect: the keys are the driver's own."""
     CLAIM_HEALTH = "claim health"
-    """What the kubelet says of a claimed device (`allocatedResourcesStatus`)."""
+    """Health of a claimed device by the kubelet (`allocatedResourcesStatus`)."""
     SILENCE = "silence"
 
 
@@ -178,7 +178,7 @@ RUNTIME_STATUSES = (
     _status(15, "NRT_QUEUE_EMPTY", Cause.USER_CODE, "the runtime's queue was empty"),
     _status(1, "NRT_FAILURE", Cause.RUNTIME, "the runtime failed and does not say why", indirect=True),
 )
-"""The most telling first: when the output names several, for instance 5 and 1201, the first of these counts."""
+"""The most specific first: when the output names several, for instance 5 and 1201, the first of these counts."""
 
 KERNEL_LINES = (
     _broken("SRAM_UNCORRECTABLE_ERROR", "uncorrectable error of a core's memory (SRAM)"),
@@ -246,7 +246,7 @@ KERNEL_LINES = (
         "killed by the kernel because memory ran out",
     ),
 )
-"""The first that matches counts; the most telling first."""
+"""The first that matches counts; the most specific first."""
 
 POD_REASONS = (
     _pod("OOMKilled", Cause.MEMORY),

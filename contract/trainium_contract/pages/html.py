@@ -1,6 +1,6 @@
-"""What every page is made of: the style, tables, a whole document, and what a browser may do with it.
+"""Building blocks of pages: the style, tables, documents, and the policy for a browser.
 
-Invariants: no page needs anything from elsewhere; no element has a style or a script of its own, so that a policy of
+Invariants: no page needs anything from elsewhere; no element has an inline style or script, so that a policy of
 two digests is enough; whatever is shown is escaped here or where it is drawn.
 """
 

@@ -41,7 +41,7 @@ _KEY = "green: runs (members, where that is known); grey: runs, no member; yello
 
 @dataclass(frozen=True, slots=True)
 class JobReport:
-    """What the page is made of."""
+    """Contents of a page."""
 
     view: JobView
     entries: tuple[InterruptionView, ...]
@@ -133,9 +133,9 @@ def _history(report: JobReport, now: float) -> str:
     for each in report.entries:
         if each.at is not None:
             until = each.at + (each.recovered_seconds or (0.0 if each.stopped else now - each.at))
-            told = f"{clock(each.at)}: {each.cause} -> {each.rung} {each.pod}"
+            title = f"{clock(each.at)}: {each.cause} -> {each.rung} {each.pod}"
             colour = 1 + list({**spans, each.cause: ()}).index(each.cause) % (len(COLOURS) - 1)
-            spans.setdefault(each.cause, []).append((each.at, until, colour, told))
+            spans.setdefault(each.cause, []).append((each.at, until, colour, title))
     rows = [
         (clock(each.at), each.cause, each.rung, each.pod, each.node,
          "-" if each.stopped else "open" if each.open else duration(each.recovered_seconds),
@@ -187,8 +187,8 @@ def _workers(report: JobReport) -> str:
     known = members is not None
     cells = [_square(each, ranks.get(each.name, "") if known else None) for each in report.pods[:MOST_ROWS]]
     drawn = squares(cells, "Workers by state")
-    said = "; ".join(filter(None, (_counted(report.view), _KEY)))
-    shown = f"<h2>Workers</h2>{drawn}<p class=soft>{escape(said)}</p>" if drawn else ""
+    legend = "; ".join(filter(None, (_counted(report.view), _KEY)))
+    shown = f"<h2>Workers</h2>{drawn}<p class=soft>{escape(legend)}</p>" if drawn else ""
     if members is not None and members.rows:
         rows = [(ranks[row.pod], row.pod, row.node) for row in members.rows[:MOST_ROWS]]
         verb = "trained last" if report.view.ended else "trains"

@@ -1,10 +1,10 @@
-"""How an open page stays up to date, and what a browser may do with it.
+"""Keep an open page up to date, under a policy for the browser.
 
 The script asks for the page again and takes over the sections that have changed, so nothing flickers, and what is
 selected or scrolled elsewhere stays. It takes text from its own address alone; markup that came with a value could
 neither run (the policy allows this script only, by its digest) nor load anything.
 Invariants: one request at a time, none while nobody looks at the page; where no answer comes, or a refusal, the page
-says how old it is, and asks less and less often, up to once a minute.
+shows how old it is, and asks less and less often, up to once a minute.
 """
 
 from __future__ import annotations

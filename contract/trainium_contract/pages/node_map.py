@@ -46,8 +46,8 @@ def node_map_html(
     if not cells:
         return ""
     more = f"; {len(names) - most} more are not shown" if len(names) > most else ""
-    told = f"{plural(len(names), 'node')} that the job has or had{more}; {_KEY}"
-    return f"<h2>Nodes</h2>{squares(cells, 'Nodes of the job')}<p class=soft>{escape(told)}</p>"
+    legend = f"{plural(len(names), 'node')} that the job has or had{more}; {_KEY}"
+    return f"<h2>Nodes</h2>{squares(cells, 'Nodes of the job')}<p class=soft>{escape(legend)}</p>"
 
 
 def _cell(node: str, pods: Sequence[PodRow], causes: Counter[str], ranks: Mapping[str, str]) -> tuple[int, str]:

@@ -22,7 +22,7 @@ _RULES = (
     ".spread{fill:#3f77c4;opacity:.18}", ".validation{fill:#d08a1d}",
 )  # fmt: skip
 _STYLE = "".join(f".trn-job {rule}" for rule in _RULES)
-"""For what is inside of our own element: a notebook has many."""
+"""For the inside of this element: a notebook has many."""
 
 
 def cell_html(view: JobView, curve: Sequence[CurvePoint] = ()) -> str:

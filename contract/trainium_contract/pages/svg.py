@@ -148,7 +148,7 @@ def time_marks(begin: float, end: float) -> list[tuple[float, str]]:
 
 
 def _anchor(x: float) -> str:
-    """Of words below a mark: what is near an edge stays inside, at the left off the name of the axis."""
+    """Return the anchor of a label below a mark: near an edge it stays inside, at the left off the name of the axis."""
     if x < _NAMES + _HALF_WORDS:
         return "start"
     return "end" if x > WIDTH - _RIGHT - _HALF_WORDS else "middle"

@@ -1,4 +1,4 @@
-"""The part of a page that tells who was what when."""
+"""Render the states of workers by time."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.pages.formatting import plural
 from trainium_contract.pages.svg import BAD, GOOD, OTHER, WAITS, timeline
-from trainium_contract.views.timeline import Was
+from trainium_contract.views.timeline import WorkerState
 
 if TYPE_CHECKING:
     from trainium_contract.views.timeline import Timeline
 
 _SPARE, _MEMBER = 3, 7
 _COLOURS = {
-    Was.TRAINED: GOOD,
-    Was.MEMBER: _MEMBER,
-    Was.SPARE: _SPARE,
-    Was.WAITED: WAITS,
-    Was.HERE: OTHER,
-    Was.LOST: BAD,
+    WorkerState.TRAINED: GOOD,
+    WorkerState.MEMBER: _MEMBER,
+    WorkerState.SPARE: _SPARE,
+    WorkerState.WAITED: WAITS,
+    WorkerState.HERE: OTHER,
+    WorkerState.LOST: BAD,
 }
 _NOT_RECORDED = (
     "Known are the workers that are there, who is a member since the generation in force began, and whom the history "
@@ -28,18 +28,22 @@ _NOT_RECORDED = (
 
 
 def worker_times_html(found: Timeline, begin: float, end: float) -> str:
-    """One row for each worker that has something to tell, between two moments; nothing where there is none."""
+    """Render one row for each worker with recorded changes between two moments; empty without any."""
     rows = [
-        (row.name, [(each.since, each.until, _COLOURS[each.was], each.told) for each in row.segments])
+        (row.name, [(each.since, each.until, _COLOURS[each.state], each.text) for each in row.segments])
         for row in found.rows
     ]
     drawn = timeline(begin, end, rows, "Workers by time")
     if not drawn:
         return ""
-    seen = {each.was for row in found.rows for each in row.segments}
-    keys = (f'<span class="key"><i class="c{_COLOURS[was]}"></i>{escape(was)}</span>' for was in Was if was in seen)
-    said = "".join(f"<p class=soft>{escape(each)}</p>" for each in (_left_out(found), _NOT_RECORDED) if each)
-    return f'<h2>Who was what when</h2>{drawn}<p class="legend">{"".join(keys)}</p>{said}'
+    seen = {each.state for row in found.rows for each in row.segments}
+    keys = (
+        f'<span class="key"><i class="c{_COLOURS[state]}"></i>{escape(state)}</span>'
+        for state in WorkerState
+        if state in seen
+    )
+    notes = "".join(f"<p class=soft>{escape(each)}</p>" for each in (_left_out(found), _NOT_RECORDED) if each)
+    return f'<h2>Who was what when</h2>{drawn}<p class="legend">{"".join(keys)}</p>{notes}'
 
 
 def _left_out(found: Timeline) -> str:
@@ -47,5 +51,5 @@ def _left_out(found: Timeline) -> str:
         f"{plural(found.quiet, 'member')} to which nothing happened that is recorded" if found.quiet else "",
         plural(found.left_out, "other worker") if found.left_out else "",
     ]
-    told = " and ".join(filter(None, parts))
-    return f"… and {told}." if told else ""
+    text = " and ".join(filter(None, parts))
+    return f"… and {text}." if text else ""

@@ -1,1 +1,1 @@
-"""What a job needs of a machine, from the sizes of model and world: memory, open files."""
+"""Requirements of a job on a machine, from the sizes of model and world: memory, open files."""

@@ -2,7 +2,7 @@
 
 Bytes everywhere. State, gradients and snapshots follow from what the backends and the tiers allocate (the table in
 docs/parallelism.md); activations are an estimate by tensors that the backward pass keeps (arXiv 2205.05198, section 4),
-without a runtime's own needs, which is why `ROOM` of a core is left alone.
+without a runtime's own needs, which is why `DEVICE_RESERVE` of a core is left alone.
 
 Invariant: nothing is asked of a machine here; trainer, `check` and operator give the same numbers the same names.
 """
@@ -18,7 +18,7 @@ OWN_FILES = 3
 """Snapshots of a shard that rotate in /dev/shm."""
 KEPT_FILES = 2
 """Copies of a buddy's shard."""
-ROOM = 0.1
+DEVICE_RESERVE = 0.1
 """Of a core's memory, for the runtime, its programs and the buffers of collectives."""
 _PROCESS = 1 << 30
 """A training process before it holds anything: libraries, data, the compiler's client."""
@@ -48,7 +48,7 @@ class ModelSizes:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What a rank trains where the rest is frozen; numbers, before data parallelism divides them."""
+    """Trained parameters of a rank where the rest is frozen, before data parallelism divides them."""
 
     weights: int
     """Of the model itself."""
@@ -58,7 +58,7 @@ class Trained:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemorySetting:
-    """How a job divides the model; all counts >= 1."""
+    """Division of the model over ranks; all counts >= 1."""
 
     tensor: int
     pipeline: int
@@ -99,7 +99,7 @@ class MemoryEstimate:
 
     @property
     def device(self) -> int:
-        """Of one rank."""
+        """Bytes of one rank."""
         return self.state + self.activations
 
 
@@ -144,7 +144,7 @@ def parameters_of_rank(model: ModelSizes, setting: MemorySetting) -> int:
 def _state(number: int, kept: int, setting: MemorySetting) -> int:
     """Bytes of weights, gradients and optimizer on a rank; the rows of the table in docs/parallelism.md."""
     used = 4 if setting.precision is Precision.FLOAT32 else 2
-    # Where state is divided, a narrow sum of the gradients stands beside the wide one.
+    # Where state is divided, a narrow sum of the gradients exists beside the wide one.
     narrow = 2 if kept == 2 and setting.mode is not DataParallelMode.REPLICATED else 0
     ranks, divided = setting.data_parallel, (1 + setting.moments) * kept + 4 + narrow
     if setting.layouts is Layouts.NXD:
@@ -193,7 +193,7 @@ def _shards_of_a_node(setting: MemorySetting, *, sharded: bool) -> int:
 
 
 def _needs_buddies(setting: MemorySetting, *, sharded: bool) -> bool:
-    """Whether a single node holds some shard, and there is another node."""
+    """Return whether a single node holds some shard, and there is another node."""
     processes = setting.processes_per_node
     stage = setting.data_parallel * setting.tensor
     if stage * setting.pipeline <= processes:

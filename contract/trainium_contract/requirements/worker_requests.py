@@ -47,7 +47,7 @@ _OTHER_SHARED = _GIB
 
 @dataclass(frozen=True, slots=True)
 class WorkerRequests:
-    """What a worker pod asks for."""
+    """Resource requests of a worker pod."""
 
     memory: int
     """Bytes."""
@@ -67,7 +67,7 @@ def memory_setting(
     on_host: bool,
     trained: Trained | None = None,
 ) -> MemorySetting:
-    """How a configuration divides its model at a size."""
+    """Return the division of a configuration's model at a size."""
     automatic = config.backend is BackendChoice.AUTO and instance_type.startswith("trn1")
     nxd = config.backend is BackendChoice.NXD or automatic
     return MemorySetting(
@@ -115,16 +115,16 @@ def needs_at(
 def worker_requests(config: TrainingConfig, accelerator: AcceleratorSpec, shape: BatchShape) -> WorkerRequests:
     """Return the requests of a worker pod: enough for any size, since a pod stays when the job grows or shrinks."""
     processes, share = shape.cores_per_node, _share(accelerator)
-    room = share.host_bytes
+    memory_size = share.host_bytes
     # Divided state is largest on the fewest nodes, and copies for a buddy need two.
     sizes = islice((nodes for nodes in range(1, 2 * shape.tensor * shape.pipeline + 1) if shape.is_legal(nodes)), 2)
     known = [found for nodes in sizes if (found := needs_at(config, accelerator, shape, nodes)) is not None]
-    if room:
+    if memory_size:
         memory = max((found.host for found in known), default=processes * _GIB)
         return WorkerRequests(
-            memory=min(memory, int(room * _LARGEST_SHARE)),
+            memory=min(memory, int(memory_size * _LARGEST_SHARE)),
             milli_cpu=min(1000 * (processes + 1), int(1000 * share.vcpus * _LARGEST_SHARE)),  # one for the agent
-            shared_memory=int(room * SHARED_SHARE),
+            shared_memory=int(memory_size * SHARED_SHARE),
         )
     shared = max((found.shared_memory for found in known), default=None)
     return WorkerRequests(
@@ -142,12 +142,12 @@ def explain_misfit(config: TrainingConfig, accelerator: AcceleratorSpec, shape: 
     instance = accelerator.instance()
     if instance is None or not instance.core_bytes or accelerator.device is not Device.NEURON:
         return ""
-    room = instance.core_memory(accelerator.claim.logical_neuron_core if accelerator.claim else None)
+    memory_size = instance.core_memory(accelerator.claim.logical_neuron_core if accelerator.claim else None)
     found = needs_at(config, accelerator, shape, nodes)
-    if found is None or found.state <= room:
+    if found is None or found.state <= memory_size:
         return ""
     return (
-        f"A core of {accelerator.instance_type} has {_gib(room)}, but on {nodes} nodes a process needs "
+        f"A core of {accelerator.instance_type} has {_gib(memory_size)}, but on {nodes} nodes a process needs "
         f"{_gib(found.state)} for weights, gradients and optimizer alone ({found.parameters:,} parameters): raise "
         "parallelism.tensor or pipeline, divide more with trainer.dataParallel, or take a type with more memory"
     )
@@ -174,7 +174,7 @@ def smallest_fitting_size(
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """What of its node is a worker's; zeros where nothing is known."""
+    """A worker's share of its node; zeros where nothing is known."""
 
     host_bytes: int = 0
     vcpus: float = 0.0

@@ -1,1 +1,1 @@
-"""What people write in `spec` of a TrainingJob, one part a file; the trainer's configuration is in `trainer`."""
+"""The parts of `spec` of a TrainingJob; the trainer's configuration is in `trainer`."""

@@ -9,7 +9,7 @@ from trainium_contract.sizes import SizeRule
 
 
 class IdleNodes(StrEnum):
-    """What becomes of nodes that nobody needs."""
+    """Use of nodes that no other workload needs."""
 
     LEAVE = "Leave"
     """They stay idle."""
@@ -26,4 +26,4 @@ class ElasticitySpec(ContractModel):
     trainer.batch.globalSize is divisible by data-parallel degree x microSize."""
     idle_nodes: IdleNodes = IdleNodes.LEAVE
     """Take: train on idle nodes too, beyond workers.replicas and up to workers.maxReplicas, while they save a pass, and
-    give them back, saved, to whoever needs them."""
+    save and release them when another workload needs them."""

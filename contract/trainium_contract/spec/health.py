@@ -50,7 +50,7 @@ class PreflightSpec(ContractModel):
 
 
 class QuarantineSpec(ContractModel):
-    """What this job contributes to, and takes from, the fleet's memory of bad nodes."""
+    """Part of this job in the fleet's record of bad nodes."""
 
     enabled: bool = True
     """Keep this job's workers away from quarantined nodes, and hold its failures against the nodes."""

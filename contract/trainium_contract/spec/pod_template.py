@@ -1,7 +1,7 @@
 """The shape of `workers.template`: objects, lists and texts where a pod template has them, as far as they are read.
 
 Invariant: what is of another shape is refused here, with its place; so nobody who merges templates meets it. Everything
-else that may be wrong with a template the API server says of the pods. `null` removes a field, so it fits anywhere but
+else that is wrong with a template the API server reports for the pods. `null` removes a field, so it fits anywhere but
 in a list.
 """
 
@@ -44,7 +44,7 @@ _SHAPE = {
         },
     },
 }
-"""A list has one entry, the shape of each of its own; an object's other fields may be anything."""
+"""A list has one entry, the shape of each element; an object's other fields may be anything."""
 _NAMES: dict[type, str] = {dict: "an object", list: "a list", str: "a text"}
 
 

@@ -1,4 +1,4 @@
-"""`spec.recovery`: how faults are told apart, detected and answered, and how many of them are allowed.
+"""`spec.recovery`: how faults are classified, detected and answered, and how many of them are allowed.
 
 Invariants: every limit has a default that suits 1 to 1,000 nodes; infrastructure faults never use the process budget.
 """
@@ -40,7 +40,7 @@ class HangSpec(ContractModel):
     """Limits of a standstill, by what a process is doing. A step's limit follows the job's own step times."""
 
     enabled: bool = True
-    """Whether processes that stand still are found and restarted."""
+    """Detect and restart processes that hang."""
     init_seconds: Seconds = 600
     """From the start of the processes until they begin to load; no step has been made yet."""
     compile_seconds: Seconds = 7200
@@ -67,14 +67,14 @@ class StragglerSpec(ContractModel):
 
 
 class DisruptionSpec(ContractModel):
-    """What voluntary disruptions (drains, evictions) may do."""
+    """Limits of voluntary disruptions (drains, evictions)."""
 
     max_durable_age_seconds: Annotated[int, Field(ge=1, le=604_800)] = 1800
     """Evictions are refused while the newest durable checkpoint is older than this."""
 
 
 class RecoverySpec(ContractModel):
-    """How faults are detected and answered."""
+    """Detection of faults, and the responses to them."""
 
     heartbeat_timeout_seconds: Annotated[float, Field(ge=1, le=600)] = 4.0
     """A member that is silent this long, while the others cannot go on, is lost."""

@@ -1,4 +1,4 @@
-"""`spec.scheduling`: how the workers are brought onto nodes together and near each other."""
+"""`spec.scheduling`: gang scheduling and topology of the workers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainium_contract.base import ContractModel
 
 
 class Gang(StrEnum):
-    """Who sees to it that all workers start or none."""
+    """The scheduler that starts all workers or none."""
 
     AUTO = "Auto"
     """The first of Native and Coscheduling that the cluster serves, else None."""
@@ -20,11 +20,11 @@ class Gang(StrEnum):
     COSCHEDULING = "Coscheduling"
     """The PodGroup of scheduling.x-k8s.io."""
     NONE = "None"
-    """The operator's own time-out: a partial gang's nodes are given back."""
+    """The operator's own time-out: a partial gang's nodes are released."""
 
 
 class Topology(StrEnum):
-    """Whether workers are placed near each other by the network-topology labels of their nodes."""
+    """Placement of workers near each other by the network-topology labels of their nodes."""
 
     PREFERRED = "Preferred"
     REQUIRED = "Required"
@@ -38,9 +38,9 @@ class SchedulingSpec(ContractModel):
     """Kueue LocalQueue: workers are made when it admits the job, and leave when it takes the quota back; empty: no
     Kueue."""
     gang: Gang = Gang.AUTO
-    """Who sees to it that all workers start or none."""
+    """The scheduler that starts all workers or none."""
     gang_timeout_seconds: Annotated[int, Field(ge=10, le=86_400)] = 600
-    """How long workers too few for any legal size may hold nodes before a start; then they are given back for a while.
+    """How long workers too few for any legal size may hold nodes before a start; then they are released for a while.
     An elastic job whose workers suffice for a smaller size starts at it instead, after recovery.rescaleAfterSeconds."""
     topology: Topology = Topology.PREFERRED
     """Placement by network distance."""

@@ -19,7 +19,7 @@ Quantity = Annotated[str, Field(min_length=1, max_length=32)]
 
 
 class Device(StrEnum):
-    """What a worker computes on."""
+    """Device of a worker."""
 
     NEURON = "neuron"
     CUDA = "cuda"
@@ -27,7 +27,7 @@ class Device(StrEnum):
 
 
 class AcceleratorSpec(ContractModel):
-    """What one node offers: a known EC2 instance type, or a device with an explicit number of cores."""
+    """Resources of one node: a known EC2 instance type, or a device with an explicit number of cores."""
 
     instance_type: Annotated[str, Field(max_length=63)] | None = None
     """EC2 instance type, for instance trn1.32xlarge; sets devices, cores, EFA interfaces and the node selector."""
@@ -50,7 +50,7 @@ class AcceleratorSpec(ContractModel):
         return self.cores_per_node or (known.cores if known else 1)
 
     def claimed_devices(self) -> int:
-        """Devices that a worker claims; 0 without a claim, and where the spec does not say how many."""
+        """Devices that a worker claims; 0 without a claim, and where the spec gives no number."""
         if self.claim is None or self.claim.ultra_server_node:
             return int(self.claim is not None)
         known = self.instance()
@@ -58,16 +58,16 @@ class AcceleratorSpec(ContractModel):
 
 
 class WorkersSpec(ContractModel):
-    """How many nodes, of which kind, and what their pods look like."""
+    """Number and kind of nodes, and the template of their pods."""
 
     replicas: NodeCount = 1
     """Nodes to train on; the scale subresource. Nodes that would save no pass of a step are kept warm in reserve, and a
-    later size that is not legal is floored to a legal one; status says so."""
+    later size that is not legal is floored to a legal one; status reports it."""
     min_replicas: NodeCount | None = None
     """Elastic floor: the job may shrink to it while capacity is missing. Omitted: rigid, it waits instead."""
     max_replicas: NodeCount | None = None
-    """Elastic ceiling for `kubectl scale`, autoscalers, and growth onto idle nodes (elasticity.idleNodes). Omitted: no
-    bound of its own."""
+    """Elastic ceiling for `kubectl scale`, autoscalers, and growth onto idle nodes (elasticity.idleNodes). Omitted:
+    unbounded."""
     spares: Annotated[int, Field(ge=0, le=64)] = 0
     """Warm workers outside the membership, that replace a lost one without waiting for a pod."""
     accelerator: AcceleratorSpec = AcceleratorSpec()

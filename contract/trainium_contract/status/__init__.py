@@ -1,1 +1,1 @@
-"""What the operator writes in `status` of a TrainingJob: for people (`shown.py`), and for itself (`memory.py`)."""
+"""The parts of `status` of a TrainingJob: for people (`public.py`), and for the operator alone (`internal.py`)."""

@@ -1,4 +1,4 @@
-"""How long a job may be active, and since when it is."""
+"""Deadlines of a job, and the start of its activity."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DeadlineSeconds = Annotated[int, Field(ge=1, le=31_536_000)]
 
 
 class ActivityStatus(MessageModel):
-    """The clock of the deadlines: it stands still, and begins anew, while the job is suspended or waits for a queue."""
+    """The clock of the deadlines: it stops, and restarts at 0, while the job is suspended or waits for a queue."""
 
     since: float | None = None
     """Unix seconds since when the job has been active; absent while it is not."""

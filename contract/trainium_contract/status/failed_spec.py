@@ -50,7 +50,7 @@ class SpecChange(StatusModel):
 
 
 class FailedSpecStatus(StatusModel):
-    """What a failed job was, and what was changed since: it counts from a retry on."""
+    """The spec of a failed job, and the changes since, which count from a retry on."""
 
     fields: Annotated[tuple[SpecField, ...], Field(max_length=MAX_FIELDS)] = ()
     """The spec that failed; empty where that is not known."""
@@ -102,8 +102,8 @@ def _leaves(path: str, value: Any) -> Iterator[tuple[str, str]]:
 def _value(path: str, text: str) -> str:
     if path.startswith(_NEVER_SHOWN):
         return f"#{_digest(text)}"
-    told = redact_secrets(text)
-    return _short(told, _LONGEST_VALUE) if told == text else f"{told[:_LONGEST_VALUE]}#{_digest(text)}"
+    shown = redact_secrets(text)
+    return _short(shown, _LONGEST_VALUE) if shown == text else f"{shown[:_LONGEST_VALUE]}#{_digest(text)}"
 
 
 def _short(text: str, most: int) -> str:

@@ -1,8 +1,8 @@
-"""What the operator must remember of a job across its own restarts, and nobody else needs to know.
+"""State of a job that the operator keeps across its restarts, and that nobody else reads.
 
-On the wire it stands among what people read (`shown.py`), as the version before wrote and reads it; `job.py` puts the
+On the wire its fields are among the public ones (`public.py`); `job.py` puts the
 two together. Invariants: the two have no field in common; nothing here is read by client, pages or views; what a person
-should know of it is told by a condition.
+should know of it is reported by a condition.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ WINDOW = 15
 
 
 class GangStatus(StatusModel):
-    """How the workers are brought onto nodes together: what must outlive a restart of the operator."""
+    """State of gang scheduling."""
 
     holding_since: float | None = None
     """Unix seconds since when some workers hold nodes that do not suffice to begin."""
     releases: int = 0
     """How often a partial gang gave its nodes back since the job last trained."""
     retry_at: float | None = None
-    """Unix seconds until which no worker is made after nodes were given back."""
+    """Unix seconds until which no worker is created after nodes were released."""
 
 
 class FailureRecord(StatusModel):
@@ -45,7 +45,7 @@ class FailureRecord(StatusModel):
 
 
 class InternalIdleNodes(StatusModel):
-    """Of `status.idleNodes`: when idle nodes are asked for again."""
+    """Internal part of `status.idleNodes`: the time of the next request for idle nodes."""
 
     asked_at: float | None = None
     """Unix seconds since when some of them wait for a node; absent while none does."""
@@ -69,7 +69,7 @@ class StepWindow(StatusModel):
 
 
 class InternalGoodput(StatusModel):
-    """Of `status.goodput`: what is needed to go on counting."""
+    """Internal part of `status.goodput`: the state of the count."""
 
     starting: bool = True
     """No new step has been made since the job began or was resumed."""
@@ -84,12 +84,12 @@ class InternalGoodput(StatusModel):
 
 
 class InternalStatus(StatusModel):
-    """What the operator remembers of a job, beside what it remembers within `goodput` and `idleNodes`."""
+    """The operator's internal state of a job, beside that within `goodput` and `idleNodes`."""
 
     activity: ActivityStatus = ActivityStatus()
     """Since when the job has been active, for its deadlines."""
     gang: GangStatus = GangStatus()
-    """How the workers are brought onto nodes together."""
+    """Gang scheduling of the workers."""
     start_failures: StartFailuresStatus = StartFailuresStatus()
     """Worker pods that ended before anybody was in them."""
     next_pod_ordinal: int = 0
@@ -107,7 +107,7 @@ _WITHIN: dict[str, type[StatusModel]] = {
     "goodput.": InternalGoodput,
     "idleNodes.": InternalIdleNodes,
 }
-"""Where below `status` each part stands."""
+"""The place of each part below `status`."""
 
 
 def internal_fields() -> frozenset[str]:

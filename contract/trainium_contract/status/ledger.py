@@ -51,7 +51,7 @@ class SizeAccount(StatusModel):
     step_seconds: float | None = None
     """Reference step time: the median of a clean window; absent until there is a sample."""
     settled: bool = False
-    """A whole window stands behind it."""
+    """A whole window was measured."""
 
 
 class PublicGoodput(StatusModel):

@@ -1,4 +1,4 @@
-"""What people read in the status of a job, and tools for them; what the operator alone needs is in `memory.py`.
+"""The public part of a job's status, for people and tools; `internal.py` has what the operator alone needs.
 
 Client, pages and views are typed against this part (`views/status_reader.py`). The operator reads much of it back as
 well: its words to people are also its decisions.
@@ -29,10 +29,10 @@ class PublicIdleNodes(StatusModel):
 
 
 class CompiledStatus(MessageModel):
-    """What is known of compiled graphs, since the job last began with all its pods new."""
+    """Compiled graphs, since the job last started with all its pods new."""
 
     sizes: Annotated[tuple[int, ...], Field(max_length=MAX_COMPILED)] = ()
-    """Numbers of nodes whose graphs are there, the newest last; further ones are not taken down."""
+    """Numbers of nodes whose graphs are there, the newest last; further ones are not recorded."""
     seconds: float | None = None
     """The longest that one of them took to compile; absent until one was compiled in the background."""
 
@@ -59,7 +59,7 @@ class MembershipStatus(StatusModel):
 
 
 class ProgressStatus(StatusModel):
-    """How far training is."""
+    """Progress of training."""
 
     step: int = 0
     """Newest finished optimizer step."""
@@ -74,7 +74,7 @@ class ProgressStatus(StatusModel):
 
 
 class AlertStatus(StatusModel):
-    """What the trainer's monitors have told."""
+    """An alert of the trainer's monitors."""
 
     kind: Annotated[str, Field(max_length=64)]
     """`LossSpike`, `LossAlarm` or `StepSkipped`."""
@@ -117,7 +117,7 @@ class StragglerStatus(StatusModel):
 
 
 class PublicStatus(StatusModel):
-    """What people read of a job: what it does, how far it is, what became of it."""
+    """Public status of a job: its state, progress and results."""
 
     observed_generation: int = 0
     """metadata.generation that this status answers."""
@@ -140,11 +140,11 @@ class PublicStatus(StatusModel):
     membership: MembershipStatus = MembershipStatus()
     """The current generation of workers."""
     progress: ProgressStatus = ProgressStatus()
-    """How far training is."""
+    """Progress of training."""
     stage: StageName = ""
     """What the run does: `Train`, then `Export` and `Evaluate` where they are asked for; empty before it began."""
     stage_progress: float | None = None
-    """Share of the stage that is over, 0 to 1; absent in Train, whose steps tell."""
+    """Share of the stage that is over, 0 to 1; absent in Train, which has steps."""
     artifacts: Annotated[tuple[ArtifactReport, ...], Field(max_length=MAX_ARTIFACTS)] = ()
     """What the run left behind for others, the newest last; each is complete."""
     evaluation: Annotated[tuple[EvaluationFigure, ...], Field(max_length=MAX_FIGURES)] = ()

@@ -1,4 +1,4 @@
-"""What a run tells beside its steps: its stage, the artifacts that it wrote, the figures of the evaluation.
+"""Results of a run beside its steps: its stage, its artifacts, the figures of its evaluation.
 
 The trainer leaves these for its agent, heartbeats carry them (`messages`), the status shows them (`job`). Readers are
 lenient: a kind or a stage that a newer side made is shown or passed over, never refused. Everything is bounded.
@@ -16,9 +16,9 @@ from trainium_contract.base import MessageModel
 
 _LARGEST = 2**53
 MAX_ARTIFACTS = 8
-"""Newest artifacts that are told and shown."""
+"""Newest artifacts that are reported and shown."""
 MAX_FIGURES = 16
-"""Figures of an evaluation that are told and shown."""
+"""Figures of an evaluation that are reported and shown."""
 
 
 class RunStage(StrEnum):

@@ -26,10 +26,10 @@ class StartFailureNode(StatusModel):
 
 
 class StartFailuresStatus(StatusModel):
-    """Pods that ended before their agent was heard, time after time: the pause before the next ones grows."""
+    """Pods that ended repeatedly before their agent registered: the pause before the next ones grows."""
 
     rounds: int = 0
-    """How often in a row pods were made and one of them ended so; 0 once an agent of those made since was heard."""
+    """How often in a row pods were made and one of them ended so; 0 once an agent of a later pod registered."""
     at: float | None = None
     """Unix seconds of the newest."""
     next_ordinal: int = 0

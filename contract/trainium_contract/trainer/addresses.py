@@ -12,5 +12,5 @@ _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 def is_address(place: str) -> bool:
-    """Whether it begins as an address does; a folder may have `://` further on."""
+    """Return whether a place starts as an address does; a folder may have `://` further on."""
     return _SCHEME.match(place) is not None

@@ -13,7 +13,7 @@ _Path = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
 class ArtifactKind(StrEnum):
-    """What an artifact is."""
+    """Kind of an artifact."""
 
     ADAPTER = "Adapter"
     """The adapter alone, as peft reads it; LoRA only."""
@@ -30,7 +30,7 @@ class ArtifactPrecision(StrEnum):
 
 
 class ArtifactsConfig(ContractModel):
-    """What is written when the last step is done, by all ranks side by side."""
+    """Artifacts that all ranks write together after the last step."""
 
     kinds: Annotated[tuple[ArtifactKind, ...], Field(max_length=4)] | None = None
     """Omitted: `Adapter` and `Model` for LoRA, `Model` for a run that began with `model.weights`, else nothing."""

@@ -43,9 +43,9 @@ class DurableTierConfig(ContractModel):
     keep_last: Annotated[int, Field(ge=1, le=1000)] = 3
     """Committed checkpoints that are kept; the last good one is never deleted."""
     failure_tolerance: Annotated[int, Field(ge=0, le=1000)] = 3
-    """Saves in a row that may fail while training goes on and says so; one more ends the run with code 81."""
+    """Saves in a row that may fail, with warnings, while training continues; one more ends the run with code 81."""
     save_timeout_seconds: Annotated[int, Field(ge=1, le=86_400)] = 1800
-    """Longest time one save may take, as on a store that stands still; beyond it the run ends with code 81."""
+    """Longest time one save may take, as on a store that hangs; beyond it the run ends with code 81."""
 
 
 class Milestones(ContractModel):

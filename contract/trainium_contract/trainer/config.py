@@ -56,7 +56,7 @@ class BatchConfig(ContractModel):
 
 
 class TrainerSpec(ContractModel):
-    """What to train: `spec.trainer` of a TrainingJob."""
+    """The training run: `spec.trainer` of a TrainingJob."""
 
     model: ModelConfig = ModelConfig()
     """The Llama model."""
@@ -151,7 +151,7 @@ class TrainingConfig(TrainerSpec):
         if self.batch.tolerance and self.data.tokenization is Tokenization.ONLINE:
             raise ValueError(
                 f"batch.tolerance is {self.batch.tolerance:g} but data.tokenization is Online, where each row of the "
-                "global batch is a stream of its own: set data.tokenization to Ahead, or leave batch.tolerance out"
+                "global batch is a separate stream: set data.tokenization to Ahead, or leave batch.tolerance out"
             )
         if self.data.format is DataFormat.FUNCTION and self.data.examples.function is None:
             raise ValueError("data.format is Function but data.examples.function is not given: name module:function")

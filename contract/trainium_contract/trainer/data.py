@@ -44,7 +44,7 @@ class SourceConfig(ContractModel):
 
 
 class ValidationSplit(StrEnum):
-    """How documents are held back."""
+    """Choice of the documents that are held back."""
 
     DOCUMENT_HASH = "DocumentHash"
     """By a hash of the text: a document is on the same side in every run, whatever is added to the data."""
@@ -60,7 +60,7 @@ class ValidationConfig(ContractModel):
     split: ValidationSplit = ValidationSplit.DOCUMENT_HASH
     """How `fraction` is chosen."""
     source: _Path | None = None
-    """A source of its own, as `data.source`."""
+    """A separate source, as `data.source`."""
     every_steps: _Count = 1000
     """Optimizer steps between two measurements; the last step is measured too."""
     samples: _Count = 64
@@ -85,7 +85,7 @@ class Tokenization(StrEnum):
 
 
 class BosToken(StrEnum):
-    """Whether a text begins with the tokenizer's BOS token."""
+    """Use of the tokenizer's BOS token at the start of a text."""
 
     AUTO = "Auto"
     """Examples as the tokenizer or the chat template has it, documents of format Text without."""
@@ -109,7 +109,7 @@ class DataConfig(ContractModel):
     format: DataFormat = DataFormat.TEXT
     """What a record of the source is: running text, or an example of prompt and answer."""
     examples: ExamplesConfig = ExamplesConfig()
-    """How records become examples; looked at by every format but Text."""
+    """Conversion of records to examples, for every format but Text."""
     tokenizer: TokenizerConfig = TokenizerConfig()
     """Where token ids come from."""
     bos: BosToken = BosToken.AUTO
@@ -138,5 +138,5 @@ class DataConfig(ContractModel):
 
     @property
     def masked(self) -> bool:
-        """Whether a sample holds several stretches that do not see each other."""
+        """Return whether a sample holds several stretches that do not see each other."""
         return self.mask_documents if self.format is DataFormat.TEXT else self.examples.packing

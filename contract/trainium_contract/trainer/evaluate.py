@@ -12,7 +12,7 @@ _Text = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class GenerationConfig(ContractModel):
-    """How answers are generated."""
+    """Generation of answers."""
 
     max_new_tokens: Annotated[int, Field(ge=1, le=65_536)] = 128
     """Most tokens of an answer."""
@@ -40,4 +40,4 @@ class EvaluateConfig(ContractModel):
     before: bool = True
     """Measure also the model that the run began from."""
     generation: GenerationConfig = GenerationConfig()
-    """How answers are generated."""
+    """Generation of answers."""

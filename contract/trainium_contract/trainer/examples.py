@@ -27,7 +27,7 @@ _Function = Annotated[
 
 
 class DataFormat(StrEnum):
-    """What a record of the source is."""
+    """Kind of a source's records."""
 
     TEXT = "Text"
     """Running text: all of it is trained on, cut into samples of equal length."""
@@ -51,7 +51,7 @@ class LossOn(StrEnum):
 
 
 class TooLong(StrEnum):
-    """What becomes of an example that is longer than a sequence; all are counted."""
+    """Handling of an example that is longer than a sequence; all are counted."""
 
     DROP = "Drop"
     CUT_LEFT = "CutLeft"
@@ -61,7 +61,7 @@ class TooLong(StrEnum):
 
 
 class TemplateConfig(ContractModel):
-    """How prompt and answer are made from a record; `{field}` stands for a field, `{{` and `}}` for braces."""
+    """Templates of prompt and answer; `{field}` stands for a field, `{{` and `}}` for braces."""
 
     prompt: _Template | None = None
     """Omitted: `template.json` beside the data if it is there, else the built-in instruction template, with the
@@ -87,14 +87,14 @@ class ClassificationConfig(ContractModel):
     label_field: _Column = "label"
     """Field of the label: a number (place in `labels`) or one of its words."""
     labels: Annotated[tuple[_Word, ...], Field(min_length=2, max_length=1000)] = ("entailment", "not_entailment")
-    """Words of the labels 0, 1, 2, ..."""
+    """Names of the labels 0, 1, 2, ..."""
     prompt: _Template | None = None
-    """Template of the prompt over the fields; omitted: each text on a line of its own after its name, then `label:`.
+    """Template of the prompt over the fields; omitted: each text on a separate line after its name, then `label:`.
     The label's word follows a blank, unless the prompt ends with one or with a line break."""
 
 
 class ExamplesConfig(ContractModel):
-    """How records become examples; looked at by every format but Text."""
+    """Conversion of records to examples, for every format but Text."""
 
     template: TemplateConfig = TemplateConfig()
     """Format Instruction."""
@@ -111,6 +111,6 @@ class ExamplesConfig(ContractModel):
     loss: LossOn = LossOn.ANSWER
     """Which tokens are learned."""
     packing: bool = False
-    """Put several examples into one sequence, none of which sees another; else each has a sequence of its own."""
+    """Put several examples into one sequence, none of which sees another; else each has a separate sequence."""
     too_long: TooLong = TooLong.DROP
     """What becomes of examples that are longer than a sequence."""

@@ -28,7 +28,7 @@ class ModelPreset(StrEnum):
 
 
 class RopeScalingKind(StrEnum):
-    """How the rotary embedding is stretched to sequences longer than it was first made for."""
+    """Scaling of the rotary embedding to sequences longer than it was first made for."""
 
     UNSCALED = "Unscaled"
     """Not at all; switches off what the preset or the configuration file has."""

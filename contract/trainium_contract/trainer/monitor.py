@@ -1,4 +1,4 @@
-"""`trainer.monitor`: what is recorded while training, and what is told as an event.
+"""`trainer.monitor`: what is recorded while training, and what is reported as an event.
 
 All fields may change while a job runs. The defaults of the spike rule are HLAT's (arXiv 2404.10630).
 """
@@ -13,7 +13,7 @@ from trainium_contract.base import ContractModel
 
 
 class MonitorConfig(ContractModel):
-    """What is recorded while training."""
+    """Records and alerts of a run."""
 
     tensorboard: bool = True
     """Write TensorBoard scalars beside metrics.jsonl."""
@@ -26,11 +26,11 @@ class MonitorConfig(ContractModel):
     spike_margin: Annotated[float, Field(gt=0, le=1_000_000)] = 0.1
     """A gradient norm above that mean and this together is a spike."""
     spike_event_steps: Annotated[int, Field(ge=1, le=1_000_000)] = 10
-    """Steps that a spike must last before it is told as the event LossSpike, if its norms are above all before it and
+    """Steps that a spike must last before it is reported as event LossSpike, if its norms are above all before it and
     the loss does not fall; all spikes are counted."""
     alarm_ratio: Annotated[float, Field(gt=1, le=1_000_000)] = 3.0
-    """A median loss of 100 steps above the lowest one by this many mean differences of two successive losses is told as
-    the event LossAlarm, once until it has come half of the way back."""
+    """A median loss of 100 steps above the lowest one by this many mean differences of successive losses is reported
+    as the event LossAlarm, once until it has come half of the way back."""
     peak_tflops: Annotated[float, Field(gt=0, le=1_000_000)] | None = None
     """Peak of the device of one process, TFLOP/s in bfloat16, for the model FLOPs utilisation (MFU); omitted: that of
     known devices, none for a CPU."""

@@ -1,6 +1,6 @@
 """Compiler and runtime of Neuron devices: `neuron` of the trainer's configuration.
 
-Part of `config.py`'s schema, in a file of its own. The defaults are those of HLAT (arXiv 2404.10630) and of AWS's
+The defaults are those of HLAT (arXiv 2404.10630) and of AWS's
 pretraining examples for it. Invariants: on machines without Neuron devices nothing of this has an effect; a field that
 is left out leaves the matter to the environment and to the library's own default.
 """
@@ -17,9 +17,9 @@ from trainium_contract.base import ContractModel, Matching
 CompilerFlag = Annotated[
     str,
     Field(min_length=2, max_length=512),
-    Matching(r"-.*", "write one option as it stands on a command line, for instance --enable-saturate-infinity"),
+    Matching(r"-.*", "write one option as on a command line, for instance --enable-saturate-infinity"),
 ]
-"""One option of neuronx-cc as it stands on a command line, for instance `--enable-saturate-infinity`."""
+"""One option of neuronx-cc as on a command line, for instance `--enable-saturate-infinity`."""
 
 _TYPED_FLAGS = {
     "--model-type": "neuron.modelType",
@@ -34,14 +34,14 @@ _TYPED_FLAGS = {
 
 
 class ModelType(StrEnum):
-    """What the compiler may assume of the model (`--model-type`)."""
+    """Assumption of the compiler about the model (`--model-type`)."""
 
     TRANSFORMER = "Transformer"
     GENERIC = "Generic"
 
 
 class DistributionStrategy(StrEnum):
-    """How the model is spread, for the compiler's scheduling of collectives (`--distribution-strategy`)."""
+    """Distribution of the model, for the compiler's scheduling of collectives (`--distribution-strategy`)."""
 
     LLM_TRAINING = "LlmTraining"
     """Large language models with sharded optimizer states."""
@@ -53,7 +53,7 @@ class AutoCast(StrEnum):
     """Which float32 operations the compiler turns into lower precision by itself (`--auto-cast`)."""
 
     NONE = "None"
-    """None: number formats are what `precision` says."""
+    """None: number formats are those of `precision`."""
     MATMULT = "Matmult"
     """Matrix multiplications, to bfloat16; the compiler's own default in older releases."""
     ALL = "All"
@@ -77,7 +77,7 @@ class NeuronConfig(ContractModel):
     retry_failed_compilation: bool = True
     """Compile again what the cache remembers as failed: a killed compilation leaves such an entry."""
     extra_compiler_flags: Annotated[tuple[CompilerFlag, ...], Field(max_length=32)] | None = None
-    """Further options of neuronx-cc, in order; those that have a field of their own are refused here."""
+    """Further options of neuronx-cc, in order; those that have a separate field are refused here."""
     cache_directory: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     """Folder or s3:// address of the compiler's persistent cache; omitted: NEURON_COMPILE_CACHE_URL, else Neuron's
     own. A folder shared by nodes is slow and can be corrupted: prefer the node's disk."""

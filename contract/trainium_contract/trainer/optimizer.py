@@ -20,7 +20,7 @@ class WeightDecayScope(StrEnum):
 
 
 class OptimizerKind(StrEnum):
-    """How an update follows from a gradient."""
+    """Rule by which an update follows from a gradient."""
 
     ADAMW = "AdamW"
     """AdamW (arXiv 1711.05101)."""
@@ -57,7 +57,7 @@ class OptimizerConfig(ContractModel):
 
 
 class ScheduleKind(StrEnum):
-    """What the learning rate does after its warm-up."""
+    """Course of the learning rate after its warm-up."""
 
     COSINE = "Cosine"
     """Half a cosine down to the floor."""

@@ -1,6 +1,6 @@
-"""How the trainer uses its devices: backend, device, degrees of parallelism, number formats.
+"""Use of devices by the trainer: backend, device, degrees of parallelism, number formats.
 
-Part of `config.py`'s schema, in a file of its own. Invariant: every value of an enum is implemented, or refused in one
+Invariant: every value of an enum is implemented, or refused in one
 sentence before a device is touched.
 """
 
@@ -26,7 +26,7 @@ class BackendChoice(StrEnum):
 
 
 class DeviceChoice(StrEnum):
-    """What the native backend computes on."""
+    """Device of the native backend."""
 
     AUTO = "Auto"
     """Neuron where there is one, else CUDA, else the CPU; a Neuron device that cannot be used is an error."""
@@ -48,12 +48,12 @@ class Precision(StrEnum):
 
     @property
     def keeps_half(self) -> bool:
-        """Whether weights and moments are in bfloat16."""
+        """Return whether weights and moments are in bfloat16."""
         return self is Precision.BFLOAT16_STOCHASTIC
 
 
 class DataParallelMode(StrEnum):
-    """How the data-parallel ranks hold the state."""
+    """Division of the state over data-parallel ranks."""
 
     REPLICATED = "Replicated"
     """Every rank holds all of it; gradients are all-reduced. A lost node's state survives on every other."""
@@ -66,12 +66,12 @@ class DataParallelMode(StrEnum):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether a rank holds only a shard of the state."""
+        """Return whether a rank holds only a shard of the state."""
         return self is not DataParallelMode.REPLICATED
 
 
 class Recompute(StrEnum):
-    """What the backward pass computes again instead of having kept it; results are the same to the bit."""
+    """Activations that the backward pass computes again; results are the same to the bit."""
 
     NONE = "None"
     """Everything is kept: fastest, most memory."""
@@ -83,7 +83,7 @@ class Recompute(StrEnum):
 
 
 class TorchCompile(StrEnum):
-    """What torch.compile makes one program of (backend Native)."""
+    """Scope of torch.compile (backend Native)."""
 
     NONE = "None"
     """Nothing: operations run one by one, and the first step is as fast as the others."""

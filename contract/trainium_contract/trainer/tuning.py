@@ -19,7 +19,7 @@ _Path = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
 class TuningMethod(StrEnum):
-    """What the optimizer works on."""
+    """Parameters that the optimizer updates."""
 
     FULL = "Full"
     """The model's own weights: all of them, or those that `trainable` names."""
@@ -45,12 +45,12 @@ class LoraConfig(ContractModel):
 
     @property
     def scale(self) -> float:
-        """What the product of an adapter is multiplied with."""
+        """Factor of an adapter's product."""
         return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
 
 
 class TuningConfig(ContractModel):
-    """What is trained; the default trains all of the model."""
+    """Trained part of the model; by default all of it."""
 
     method: TuningMethod = TuningMethod.FULL
     """Full, or LoRA."""
@@ -61,7 +61,7 @@ class TuningConfig(ContractModel):
 
     @property
     def freezes(self) -> bool:
-        """Whether any weight of the model stays as it is."""
+        """Return whether any weight of the model stays as it is."""
         return self.method is TuningMethod.LORA or self.trainable is not None
 
     @model_validator(mode="after")

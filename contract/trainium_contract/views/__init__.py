@@ -1,1 +1,1 @@
-"""What is known of a job as typed values, for whoever shows it: pure functions of what the API server holds."""
+"""Typed values about a job, for plugin and pages: pure functions of the objects in the API server."""

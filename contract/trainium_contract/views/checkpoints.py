@@ -1,4 +1,4 @@
-"""Durable checkpoints as `trainium-trainer inspect --json` tells them inside a worker."""
+"""Durable checkpoints as `trainium-trainer inspect --json` lists them inside a worker."""
 
 from __future__ import annotations
 

@@ -57,10 +57,10 @@ class LiveCurve:
 
     __slots__ = ("_most", "_points")
 
-    def __init__(self, most: int = MOST_POINTS, begun: Sequence[CurvePoint] = ()) -> None:
-        """`begun`: what is known of it already."""
+    def __init__(self, most: int = MOST_POINTS, points: Sequence[CurvePoint] = ()) -> None:
+        """`points`: what is known of it already."""
         self._most = max(2, most)
-        self._points: list[CurvePoint] = list(begun)
+        self._points: list[CurvePoint] = list(points)
 
     def add(self, step: int, loss: float | None, tokens_per_second: float | None = None) -> None:
         """Add a point; the same step again changes nothing."""
@@ -75,7 +75,7 @@ class LiveCurve:
 
     @property
     def points(self) -> tuple[CurvePoint, ...]:
-        """What is drawn."""
+        """The points to draw."""
         return tuple(self._points)
 
 

@@ -1,4 +1,4 @@
-"""The interruptions of a job, as the operator's history tells them."""
+"""The interruptions of a job, from the operator's history."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 STAGES = ("detect", "decide", "restart", "load", "replay")
 """Stages of a recovery, in their order."""
 _MEANT = {"decide": "wait for a worker"}
-"""What a stage is, where its name in the status says too little (docs/goodput.md, Lost time)."""
+"""Explanation of a stage whose name in the status is too short (docs/goodput.md, Lost time)."""
 ANSWERS = {
     "InPlace": "processes restarted in place, pods kept",
     "Spare": "a warm spare took the rank",
@@ -66,7 +66,7 @@ class InterruptionView:
 
     @property
     def answer(self) -> str:
-        """What the operator did, in words."""
+        """The operator's answer as text."""
         return ANSWERS.get(self.rung, self.rung)
 
 

@@ -60,7 +60,7 @@ class FigureView:
 
 @dataclass(frozen=True, slots=True)
 class AlertView:
-    """What the trainer's monitors told."""
+    """An alert of the trainer's monitors."""
 
     kind: str
     step: int
@@ -273,7 +273,7 @@ def _artifact(one: StatusReader[ArtifactReport]) -> ArtifactView:
 
 
 def _changes(metadata: Mapping[str, Any], status: StatusReader[PublicStatus]) -> tuple[ChangeView, ...] | None:
-    """As the operator compared them; what it has not seen yet it has not compared."""
+    """Return the operator's comparison; None for a spec that it has not observed yet."""
     record = status.part("failedSpec")
     seen = status.whole("observedGeneration") >= whole(metadata, "generation")
     if not seen or not record.has_list("changes"):
@@ -312,7 +312,7 @@ def _eta(status: StatusReader[PublicStatus], goodput: GoodputView, left: int) ->
 
 
 def _written(metadata: Mapping[str, Any], status: StatusReader[PublicStatus], now: float) -> float | None:
-    """How long ago the status was last written, by whoever writes it; None when nobody has."""
+    """Return the age of the status in seconds; None when it was never written."""
     if not status:
         return None
     stamps = [
@@ -344,14 +344,14 @@ def advise(view: JobView) -> tuple[str, ...]:
             f"What led to it: kubectl trn why {view.name}",
             advise_retry(view),
         )
-    found = list(_troubles(view))
+    found = list(_problems(view))
     if view.phase == "Suspended":
         found.append(f"It waits for you: kubectl trn resume {view.name}")
     return tuple(found)
 
 
 def advise_retry(view: JobView) -> str:
-    """How a failed job gets another run: as it is, or corrected; and whether it was corrected already."""
+    """Explain how to run a failed job again, unchanged or corrected, and what was changed already."""
     saved = view.checkpoints.durable_step
     start = "from the beginning, no checkpoint is on storage" if saved is None else f"from step {saved}"
     file = f"kubectl trn retry {view.name} -f FILE"
@@ -368,9 +368,9 @@ def advise_retry(view: JobView) -> str:
 
 
 def _changed(changes: tuple[ChangeView, ...]) -> str:
-    told = [f"{each.field} ({_from_to(each)})" if _from_to(each) else each.field for each in changes[:_MOST_CHANGES]]
-    more = len(changes) - len(told)
-    return ", ".join(told) + (f" and {more} more" if more else "")
+    shown = [f"{each.field} ({_from_to(each)})" if _from_to(each) else each.field for each in changes[:_MOST_CHANGES]]
+    more = len(changes) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more else "")
 
 
 def _from_to(change: ChangeView) -> str:
@@ -381,7 +381,7 @@ def _from_to(change: ChangeView) -> str:
     return f"was {was or 'not set'}, is {now or 'not set'}"
 
 
-def _troubles(view: JobView) -> list[str]:
+def _problems(view: JobView) -> list[str]:
     found: list[str] = []
     conditions = {each.type: each for each in view.conditions}
     target = conditions.get("FailureTarget")
@@ -401,14 +401,14 @@ def _troubles(view: JobView) -> list[str]:
         found.append(admitted.message)
     for kind in ("SizeLegal", "CheckpointHealthy", "NodesHealthy"):
         if kind in conditions and conditions[kind].status == "False":
-            # What the store itself answered says more than that nothing was committed in time.
+            # The store's own error is more specific than "nothing was committed in time".
             notice = view.checkpoints.notice if kind == "CheckpointHealthy" else ""
-            found.append(notice or _told(conditions[kind]))
+            found.append(notice or _condition_text(conditions[kind]))
     resizing = conditions.get("Resizing")
     if not view.ended and resizing is not None and resizing.reason == "CapacityMissing":
         found.append(f"It grows back by itself; to stop waiting: kubectl trn scale {view.name} {view.size}")
     return [sentence for sentence in found if sentence]
 
 
-def _told(condition: ConditionView) -> str:
+def _condition_text(condition: ConditionView) -> str:
     return condition.message or f"{condition.type} is {condition.status}: {condition.reason}"

@@ -29,7 +29,7 @@ class StatusReader(Generic[_M]):
         self._raw = raw
 
     def __bool__(self) -> bool:
-        """Whether anything is in it."""
+        """Return whether anything is in it."""
         return bool(self._raw)
 
     def text(self, field: str) -> str:
@@ -54,7 +54,7 @@ class StatusReader(Generic[_M]):
         return [each for each in found if isinstance(each, int)] if isinstance(found, list) else []
 
     def has_list(self, field: str) -> bool:
-        """Whether there is a list, be it empty."""
+        """Return whether there is a list, be it empty."""
         return isinstance(self._raw.get(field), list)
 
     def part(self, field: str) -> StatusReader[Any]:

@@ -1,10 +1,10 @@
-"""Who was what when, as far as it can be known: from the pods that are there, the membership, and the history.
+"""States of workers by time, as far as they are known: from the pods, the membership and the history.
 
 Nobody records the past of every worker: a thousand of them in a week would not fit a status. What is known for certain
 is who trains since the generation in force began, which pods are there since when, and whom each interruption names, in
 which generation, with which ranks (an operator of before did not write these). What is between is `HERE`: the pod was
 there, what it did is not recorded.
-Invariants: pure; segments of a row ascend and do not overlap; at most `MOST_ROWS` rows, the most telling first.
+Invariants: pure; segments of a row ascend and do not overlap; at most `MOST_ROWS` rows, the most informative first.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _IN_PLACE = "InPlace"
 _WELL = frozenset({"Running", "Completed"})
 
 
-class Was(StrEnum):
-    """What a worker was; the values are what people read."""
+class WorkerState(StrEnum):
+    """State of a worker; people read the values."""
 
     TRAINED = "trains or trained, with known ranks"
     MEMBER = "trained, rank not recorded"
@@ -40,8 +40,15 @@ class Was(StrEnum):
     LOST = "failed or lost"
 
 
-_TELLING = (Was.LOST, Was.WAITED, Was.TRAINED, Was.SPARE, Was.MEMBER, Was.HERE)
-"""Of two things that are known of one moment the first is shown."""
+_PRECEDENCE = (
+    WorkerState.LOST,
+    WorkerState.WAITED,
+    WorkerState.TRAINED,
+    WorkerState.SPARE,
+    WorkerState.MEMBER,
+    WorkerState.HERE,
+)
+"""The first of two states of one moment is shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +57,8 @@ class Segment:
 
     since: float
     until: float
-    was: Was
-    told: str
+    state: WorkerState
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +71,7 @@ class WorkerRow:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """The workers that have something to tell."""
+    """The workers with recorded changes."""
 
     rows: tuple[WorkerRow, ...]
     quiet: int
@@ -84,7 +91,7 @@ def timeline_of(
     first_step: float | None = None,
     over: bool = False,
 ) -> Timeline:
-    """Of the time between two moments; `ranks`: those of each member; `over`: the job ended then."""
+    """Build the timeline between two moments; `ranks`: those of each member; `over`: the job ended then."""
     starts = _starts(entries, begin if first_step is None else max(begin, first_step))
     here = {pod.name: pod for pod in pods}
     named: dict[str, list[InterruptionView]] = {}
@@ -98,12 +105,12 @@ def timeline_of(
     for name in dict.fromkeys([*named, *here, *rank_of]):
         pod, known = here.get(name), named.get(name, [])
         now = rank_of.get(name) if now_since is not None and (over or pod is not None) else None
-        made = _row(name, pod, known, now, now_since, starts, begin, end, told=members is not None, per=per)
+        made = _row(name, pod, known, now, now_since, starts, begin, end, members_known=members is not None, per=per)
         newest = max((each.at or 0.0 for each in known), default=0.0)
         rows.append((_weight(pod, known, name in rank_of, begin), -newest, made))
     rows.sort(key=lambda each: each[:2])
-    telling = sum(weight < _QUIET for weight, _, _ in rows)
-    shown = min(MOST_ROWS, max(telling, FEW_ROWS))
+    informative = sum(weight < _QUIET for weight, _, _ in rows)
+    shown = min(MOST_ROWS, max(informative, FEW_ROWS))
     quiet = sum(weight == _QUIET for weight, _, _ in rows[shown:])
     left_out = max(0, len(rows) - shown) - quiet
     return Timeline(tuple(row for _, _, row in rows[:shown] if row.segments), quiet, left_out)
@@ -143,7 +150,7 @@ def _row(
     begin: float,
     end: float,
     *,
-    told: bool,
+    members_known: bool,
     per: int,
 ) -> WorkerRow:
     created = pod.created if pod is not None else None
@@ -155,54 +162,65 @@ def _row(
         lost = each.recovered_seconds if each.recovered_seconds is not None else 0.0 if each.stopped else end - at
         parts += [
             _before(name, each, since, at, rank if now_since is not None and since >= now_since else None, per),
-            Segment(at, at + lost, Was.LOST, f"{name} on {each.node or 'no node'}: {each.cause} -> {each.rung}"),
+            Segment(
+                at, at + lost, WorkerState.LOST, f"{name} on {each.node or 'no node'}: {each.cause} -> {each.rung}"
+            ),
         ]
     if pod is not None or rank is not None:
-        parts += _present(name, pod, rank, now_since, max(first, created or first), end, told=told)
+        parts += _present(name, pod, rank, now_since, max(first, created or first), end, members_known=members_known)
     return WorkerRow(name, _joined(parts, first, end, pod))
 
 
 def _before(name: str, each: InterruptionView, since: float, at: float, kept: str | None, per: int) -> Segment:
     """Return a member's segment until an interruption: with ranks that it still has, or recorded ones."""
     if kept is not None:
-        return Segment(since, at, Was.TRAINED, f"{name}: ranks {kept}")
+        return Segment(since, at, WorkerState.TRAINED, f"{name}: ranks {kept}")
     if each.rank is None:
-        return Segment(since, at, Was.MEMBER, f"{name}: member of generation {each.generation}, rank not recorded")
-    told = f"{name}: ranks {ranks_text(each.rank, per)} of generation {each.generation}"
-    return Segment(since, at, Was.TRAINED, told)
+        return Segment(
+            since, at, WorkerState.MEMBER, f"{name}: member of generation {each.generation}, rank not recorded"
+        )
+    text = f"{name}: ranks {ranks_text(each.rank, per)} of generation {each.generation}"
+    return Segment(since, at, WorkerState.TRAINED, text)
 
 
 def _present(
-    name: str, pod: PodRow | None, rank: str | None, now_since: float | None, first: float, end: float, *, told: bool
+    name: str,
+    pod: PodRow | None,
+    rank: str | None,
+    now_since: float | None,
+    first: float,
+    end: float,
+    *,
+    members_known: bool,
 ) -> list[Segment]:
     """Return the present segments of a worker."""
     where = f"{name} on {(pod.node if pod is not None else '') or 'no node'}"
     if pod is not None and pod.state == "Pending":
-        return [Segment(first, end, Was.WAITED, f"{where}: pending")]
+        return [Segment(first, end, WorkerState.WAITED, f"{where}: pending")]
     found = []
     if rank is not None and now_since is not None:
-        found = [Segment(max(first, now_since), end, Was.TRAINED, f"{where}: ranks {rank}")]
+        found = [Segment(max(first, now_since), end, WorkerState.TRAINED, f"{where}: ranks {rank}")]
     if pod is not None and pod.state not in _WELL:
         newest = max(first, end - (end - first) / 100)
-        found.append(Segment(newest, end, Was.LOST, f"{where}: {pod.state}, since when is not recorded"))
+        found.append(Segment(newest, end, WorkerState.LOST, f"{where}: {pod.state}, since when is not recorded"))
     if found:
         return found
-    if told and pod is not None and pod.state == "Running" and now_since is not None:
-        return [Segment(max(first, now_since), end, Was.SPARE, f"{where}: no member")]
+    if members_known and pod is not None and pod.state == "Running" and now_since is not None:
+        return [Segment(max(first, now_since), end, WorkerState.SPARE, f"{where}: no member")]
     return []
 
 
 def _joined(parts: Sequence[Segment], first: float, end: float, pod: PodRow | None) -> tuple[Segment, ...]:
-    """Ascending, without overlaps: of two at once the more telling one; `HERE` where there is none and the pod is."""
-    ground = [] if pod is None else [Segment(first, end, Was.HERE, f"{pod.name}: {Was.HERE}")]
-    known = sorted([*parts, *ground], key=lambda part: _TELLING.index(part.was))
+    """Sort segments and remove overlaps; `HERE` fills the time of a pod without any other segment."""
+    ground = [] if pod is None else [Segment(first, end, WorkerState.HERE, f"{pod.name}: {WorkerState.HERE}")]
+    known = sorted([*parts, *ground], key=lambda part: _PRECEDENCE.index(part.state))
     cuts = sorted({min(max(at, first), end) for part in known for at in (part.since, part.until)})
     found: list[Segment] = []
     for since, until in pairwise(cuts):
         best = next((part for part in known if part.since <= since and until <= part.until), None)
         if best is None:
             continue
-        if found and found[-1].until == since and (found[-1].was, found[-1].told) == (best.was, best.told):
+        if found and found[-1].until == since and (found[-1].state, found[-1].text) == (best.state, best.text):
             found[-1] = replace(found[-1], until=until)
         else:
             found.append(replace(best, since=since, until=until))

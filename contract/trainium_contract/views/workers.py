@@ -32,7 +32,7 @@ class PodRow:
     node: str
     """Empty where it has none yet."""
     created: float | None = None
-    """Unix seconds, as well as it is known; a table of kubectl tells ages."""
+    """Unix seconds, as well as it is known; a table of kubectl has ages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class MemberRow:
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """Who trains."""
+    """The members of a generation."""
 
     generation: int
     processes_per_node: int
@@ -60,7 +60,7 @@ class Members:
 
     @property
     def ranks(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         return len(self.rows) * self.processes_per_node
 
 
@@ -78,7 +78,7 @@ class WorkersView:
 
 @dataclass(frozen=True, slots=True)
 class RankRow:
-    """What one rank does now."""
+    """Activity of one rank."""
 
     rank: int
     pod: str
@@ -88,13 +88,13 @@ class RankRow:
     step_seconds: float | None = None
     seconds_since_step: float | None = None
     slowdown: float | None = None
-    """Of its worker: its own work in a step in units of the median member's, where the operator tells."""
+    """Of its worker: its own work in a step in units of the median member's, where the operator reports it."""
     note: str = ""
     """Why nothing is known of it."""
 
 
 def members_view(record: Mapping[str, Any]) -> Members:
-    """Who trains, by the record of the membership."""
+    """Return the members in a record of the membership."""
     rows = [
         MemberRow(whole(each, "nodeRank"), text(each, "podName"), text(each, "nodeName"))
         for each in objects(record, "members")
@@ -118,7 +118,7 @@ def pod_rows(table: Mapping[str, Any], now: float | None = None) -> tuple[PodRow
 
 
 def _age_seconds(age: str) -> float | None:
-    """Of `3m34s`, as the server writes ages; None for anything else."""
+    """Parse an age such as `3m34s`, as the server writes it; None for anything else."""
     if not _AGE.fullmatch(age):
         return None
     return math.fsum(float(count) * _UNITS[unit] for count, unit in _PART_OF_AGE.findall(age))
@@ -131,26 +131,26 @@ def workers_view(rows: Sequence[PodRow], members: Members | None) -> WorkersView
     for row in rows:
         counts = of_members if row.name in names else of_others
         counts[row.state] = counts.get(row.state, 0) + 1
-    gone = len(names - {row.name for row in rows})
-    if gone and rows:
-        of_members["gone"] = gone
+    missing = len(names - {row.name for row in rows})
+    if missing and rows:
+        of_members["missing"] = missing
     unwell = tuple(row for row in rows if row.state not in {"Running", "Completed"})
     return WorkersView(of_members, of_others, unwell[:10])
 
 
 def rank_rows(
     members: Members,
-    told: Mapping[str, Sequence[Mapping[str, Any]] | str],
+    records_of_pods: Mapping[str, Sequence[Mapping[str, Any]] | str],
     status: StatusReader[PublicStatus],
     now: float,
 ) -> tuple[RankRow, ...]:
-    """All ranks, the slowest first; `told` has what the monitor of each pod said, or why it said nothing."""
+    """Return all ranks, the slowest first; `records` has the records of each pod's monitor, or why there are none."""
     slow = {each.text("pod"): each.number("slowdown") for each in status.parts("stragglers")}
     rows = []
     for member in members.rows:
-        said = told.get(member.pod, "")
-        records = {} if isinstance(said, str) else {whole(each, "localRank"): each for each in said}
-        note = said if isinstance(said, str) else ""
+        answer = records_of_pods.get(member.pod, "")
+        records = {} if isinstance(answer, str) else {whole(each, "localRank"): each for each in answer}
+        note = answer if isinstance(answer, str) else ""
         for local in range(members.processes_per_node):
             rank = member.rank * members.processes_per_node + local
             rows.append(_rank(rank, member, records.get(local), slow.get(member.pod), note, now))

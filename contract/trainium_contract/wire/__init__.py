@@ -1,1 +1,1 @@
-"""What one program writes and another reads: messages, environment, records, the manifest of a checkpoint."""
+"""Formats that one program writes and another reads: messages, environment, records, checkpoint manifests."""

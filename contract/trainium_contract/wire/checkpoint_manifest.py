@@ -1,7 +1,7 @@
 """The checkpoint manifest: what a committed durable checkpoint consists of, and the commit rule.
 
 A durable checkpoint is a folder: `step-<n>` holds a whole training state, `milestone-<n>` the weights alone. Each
-attempt to write one has a folder of its own inside it, with the data files and `manifest.json`, which lists every other
+attempt to write one has a separate folder inside it, with the data files and `manifest.json`, which lists every other
 file with its size and digest. The checkpoint counts when its folder holds `COMMITTED`, which is written last, at once
 and only if it is not there yet, and names the attempt's folder and the digest of its manifest. A reader that finds a
 missing, truncated or altered file takes the next older committed checkpoint. Nothing is renamed, so the rule is the
@@ -22,14 +22,14 @@ from trainium_contract.base import ContractModel, MessageModel
 
 MANIFEST_NAME = "manifest.json"
 INDEX_NAME = "index.json"
-"""Says how the tensors are divided."""
+"""The index describes the division of the tensors."""
 COMMIT_NAME = "COMMITTED"
 SET_ASIDE_NAME = "SET-ASIDE"
 """Instead of `COMMITTED`: a person took the checkpoint out of use; its files stay and are never removed for room."""
 GENERATION_FENCE_NAME = "GENERATION"
 """Holds the newest generation that may commit below this root; an older one is refused."""
 OWNER_PREFIX = "OWNER-"
-"""`OWNER-<n>` says which job the folder belongs to; of several the largest number counts."""
+"""`OWNER-<n>` names the job that owns the folder; of several the largest number counts."""
 FORMAT_VERSION = 3
 """The version that is written and read."""
 BLOCK_BYTES = 8 << 20
@@ -48,7 +48,7 @@ class Checksum(StrEnum):
 
 
 class CheckpointKind(StrEnum):
-    """What a checkpoint holds."""
+    """Contents of a checkpoint."""
 
     STATE = "State"
     """Everything that training goes on from."""

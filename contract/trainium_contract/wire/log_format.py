@@ -1,4 +1,4 @@
-"""How the programs of this project write their logs, on top of `logging`: the two forms and who chooses.
+"""Format the logs of this project's programs, on top of `logging`, as text or JSON.
 
 Invariants: a record becomes a line whatever it carries beside its message, which counts only where the schema has a
 place for it, so that no secret slips in; both forms are without what looks like a secret.
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from trainium_contract.wire.log_line import LogLine, LogSource
 
 _OF_RECORD = ("namespace", "job", "pod", "node", "generation", "attempt", "rank")
-"""What a record may bring along as `extra`."""
+"""Fields that a record may have as `extra`."""
 _LONGEST_LOGGER = 128
 
 
@@ -74,7 +74,7 @@ class TextFormatter(logging.Formatter):
 
 
 def _level(number: int) -> LogLevel:
-    """Of any number; a level of somebody's own counts as the one below it."""
+    """Return the level of any number; a custom level counts as the one below it."""
     if number < logging.INFO:
         return LogLevel.DEBUG
     if number < logging.WARNING:

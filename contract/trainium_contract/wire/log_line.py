@@ -2,7 +2,7 @@
 
 Invariants: who writes is strict, who reads is lenient (what a reader does not know or cannot use is left out, a line
 that is none of ours is None); a line is at most `LINE_BYTES` long, because container runtimes break longer ones in two;
-it is ASCII, so nothing in it steers a terminal; keys and tokens are taken out of what our programs say.
+it is ASCII, so nothing in it steers a terminal; keys and tokens are removed from what our programs write.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LINE_BYTES = 16_000
 MESSAGE_CHARACTERS = 4_096
 ERROR_CHARACTERS = 8_192
 EXIT_LOGGER = "trainium.exit"
-"""Logger of the sentence with which a program says why it ends."""
+"""Logger of the sentence with which a program explains its end."""
 PROGRAM = "program"
 """Logger of what a program wrote without a logger of ours."""
 _LONGEST_READ = 1 << 16
@@ -29,7 +29,7 @@ _OPENING = "{"
 
 
 class LogFormat(StrEnum):
-    """How a program of ours writes its log."""
+    """Form of a program's log."""
 
     TEXT = "text"
     """For people."""
@@ -50,7 +50,7 @@ class LogSource(StrEnum):
 
 
 class LogLevel(StrEnum):
-    """How much it matters."""
+    """Severity of a line."""
 
     DEBUG = "debug"
     INFO = "info"
@@ -110,7 +110,7 @@ class LogLine(ContractModel):
             case LogSource.TRAINER:
                 head = "" if self.rank is None else f"{clock} rank {self.rank} {level} "
         if self.logger == EXIT_LOGGER:
-            # A program that ends says why in its last line, and nothing else in that line.
+            # The last line of a program is the reason for its end, and nothing else.
             return f"{self.error}\n{self.message}" if self.error else self.message
         return f"{head}{self.message}\n{self.error}" if self.error else f"{head}{self.message}"
 
@@ -125,16 +125,16 @@ def log_line(message: str, *, error: str | None = None, **fields: Any) -> LogLin
 
     `fields` are those of LogLine. Raises ValidationError where time, level, source or logger are no such.
     """
-    said = {**fields, "message": _bounded(message)[:MESSAGE_CHARACTERS]}
+    given = {**fields, "message": _bounded(message)[:MESSAGE_CHARACTERS]}
     if error:
-        said["error"] = _bounded(error[-2 * ERROR_CHARACTERS :])[-ERROR_CHARACTERS:]
+        given["error"] = _bounded(error[-2 * ERROR_CHARACTERS :])[-ERROR_CHARACTERS:]
     try:
-        return LogLine(**said)
+        return LogLine(**given)
     except ValidationError as refused:
         unusable = _fields_of(refused)
         if unusable & (_NEEDED | {"level"}):
             raise
-        return LogLine(**{key: value for key, value in said.items() if key not in unusable})
+        return LogLine(**{key: value for key, value in given.items() if key not in unusable})
 
 
 def read_log_line(raw: str | bytes) -> LogLine | None:

@@ -1,4 +1,4 @@
-"""What one membership says that the one before did not: told to an agent that knows the one before.
+"""The difference of two memberships, sent to an agent that has the first.
 
 Where one of a thousand workers is replaced this is a few hundred bytes, and the membership 15 to 40 kB for each agent.
 Invariants: a change that is applied to the membership that it was made from gives the new one, field by field; applied
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 LARGEST_SHARE = 0.5
-"""Part of the members above which the whole membership is told: it is not much longer then."""
+"""Share of changed members above which the whole membership is sent: it is not much longer then."""
 
 
 class StaleChangeError(ValueError):
@@ -73,7 +73,7 @@ def apply_change(change: MembershipChange, known: Membership | None) -> Membersh
     """Return the new membership. Raises StaleChangeError."""
     if known is None or known.generation != change.since:
         ours = f"generation {known.generation}" if known is not None else "none"
-        raise StaleChangeError(f"a change of generation {change.since} was told, and {ours} is known")
+        raise StaleChangeError(f"a change of generation {change.since} was received, and {ours} is known")
     ranks = {member.node_rank: member for member in known.members if member.node_rank < change.size}
     ranks |= {member.node_rank: member for member in change.members}
     members = tuple(ranks[rank] for rank in sorted(ranks))

@@ -3,8 +3,8 @@
 They are sent over the agent's stream (`wire.stream`). Every message carries `protocol`, and a reader refuses any other
 than `PROTOCOL`. Readers ignore unknown fields, and a field that is added within a protocol has a default.
 Times are Unix seconds of the sender's clock; nothing is decided by comparing clocks of two machines.
-Everything is bounded: lists, texts and numbers, so that what one agent says can neither fill the coordinator's memory
-nor make a status that the API server refuses. A loss that is not a number is told as none.
+Everything is bounded: lists, texts and numbers, so that no agent can fill the coordinator's memory
+or cause a status that the API server refuses. A loss that is not a number is reported as none.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ Figure = Annotated[float | None, AfterValidator(_finite)]
 _LARGEST = 2**53
 _LAST = 2**31 - 1
 LATEST_GENERATION = _LAST - 1_000_000
-"""No job has ever come so far: a record or a status that says more is not believed, so that numbers remain."""
+"""No job reaches it: a larger number in a record or a status is not accepted, so that numbers remain."""
 Count = Annotated[int, Field(ge=-1, le=_LARGEST)]
 """Steps and the like; -1 for none."""
 Ordinal = Annotated[int, Field(ge=-1, le=_LAST)]
@@ -74,7 +74,7 @@ KnownCause = Annotated[Cause, BeforeValidator(_known_cause)]
 
 
 class Transition(StrEnum):
-    """How members of the older generation leave it."""
+    """Way in which members leave the older generation."""
 
     IMMEDIATE = "Immediate"
     """Ranks are killed at once: one of them is lost anyway."""
@@ -111,7 +111,7 @@ class Membership(MessageModel):
 
 
 class WorkerPhase(StrEnum):
-    """What an agent is doing, from its own view."""
+    """Phase of an agent."""
 
     PREFLIGHT = "Preflight"
     STANDBY = "Standby"
@@ -126,11 +126,11 @@ class WorkerPhase(StrEnum):
     FINISHED = "Finished"
     """All local ranks ended with code 0."""
     FAILED = "Failed"
-    """Gave up in place; `verdict` says why."""
+    """Gave up in place; `verdict` has the reason."""
 
 
 class AlertKind(StrEnum):
-    """What a trainer's monitors tell as an event; the values are reasons of events."""
+    """Alert of a trainer's monitors; the values are reasons of events."""
 
     LOSS_SPIKE = "LossSpike"
     """The gradient norm has been above all that came before for long, and the loss does not fall."""
@@ -172,13 +172,13 @@ class Progress(MessageModel):
     started: Time = 0.0
     """When the processes of the present attempt were up; 0 before."""
     loaded: Time = 0.0
-    """When they had loaded their state and begun to train; 0 before."""
+    """When they had loaded their state and started to train; 0 before."""
     notice: Text = ""
     """Newest sentence of the trainer to a person, for instance that a damaged checkpoint was stepped over."""
     alerts: tuple[Alert, ...] = Field(max_length=8, default=())
     """The newest one of each kind."""
     total_steps: int = Field(ge=0, le=_LARGEST, default=0)
-    """Steps of the whole run; 0 while the trainer has not told, and from one that does not tell."""
+    """Steps of the whole run; 0 while the trainer has not read its data."""
     stage: StageName = RunStage.TRAIN.value
     """The RunStage that the ranks are in."""
     stage_progress: Figure = None
@@ -192,7 +192,7 @@ class Progress(MessageModel):
 
     @property
     def training(self) -> bool:
-        """Whether steps are made, or were last: no stage after them has begun."""
+        """Return whether steps are made, or were last: no stage after them has started."""
         return self.stage == RunStage.TRAIN
 
 
@@ -226,7 +226,7 @@ class KernelEvent(MessageModel):
 
 
 class TrainerPhase(StrEnum):
-    """What a training process is doing, as far as limits of a standstill differ."""
+    """Phase of a training process; each has its limit for hangs."""
 
     INIT = "Init"
     COMPILE = "Compile"
@@ -237,14 +237,14 @@ class TrainerPhase(StrEnum):
 
 
 class StuckRank(MessageModel):
-    """One rank that has stood still for longer than its phase allows."""
+    """One rank that has made no progress for longer than its phase allows."""
 
     rank: int = Field(ge=0, le=_LAST)
     phase: TrainerPhase
     step: int = Field(ge=-1, le=_LARGEST)
     """Last step that it completed."""
     seconds: Time
-    """How long it has stood still."""
+    """Time without progress."""
     waiting: bool | None = None
     """It waits for its peers in a collective, so it is a victim; absent when that is not known."""
     stack: Text = ""
@@ -283,7 +283,7 @@ class RestartRecord(MessageModel):
     """The attempt that the restart began."""
     cause: Cause
     failed_at: Time
-    """When the process ended, or when the peer's failure was heard of."""
+    """When the process ended, or when the peer's failure was reported."""
     detected_at: Time
     resumed_at: Time | None = None
     """When the first new step ended: one that was not completed before the failure."""
@@ -333,7 +333,7 @@ class HeartbeatRequest(MessageModel):
     phase: WorkerPhase
     progress: Progress | None = None
     failures: tuple[ProcessFailure, ...] = Field(max_length=8, default=())
-    """The newest ones; `sequence` tells which are new."""
+    """The newest ones; `sequence` identifies new ones."""
     verdict: ProcessFailure | None = None
     """The failure that made the agent give up in place."""
     restarts: tuple[RestartRecord, ...] = Field(max_length=8, default=())
@@ -344,7 +344,7 @@ class HeartbeatRequest(MessageModel):
     kernel: tuple[KernelEvent, ...] = Field(max_length=8, default=())
     """The newest kernel lines that report a fault."""
     stuck: tuple[StuckRank, ...] = Field(max_length=8, default=())
-    """Local ranks that stand still now."""
+    """Local ranks without progress."""
     timing: StepTiming | None = None
     """Step times; absent until enough steps were made."""
     checks: tuple[CheckResult, ...] = Field(max_length=16, default=())

@@ -1,4 +1,4 @@
-"""The words by which a rank says on which rank numbers went wrong first: written by the trainer, read by the operator.
+"""Format and parse the rank on which numbers were not finite first: the trainer writes it, the operator reads it.
 
 A sum over all ranks is not a number on each of them as soon as one part of it is not, and all of them report it.
 """

@@ -1,4 +1,4 @@
-"""Who trains, as the operator records it: the ConfigMap `NAME-membership`, read from outside the operator.
+"""Read the membership that the operator records in the ConfigMap `NAME-membership`, from outside the operator.
 
 Invariants: knows the form alone, none of the operator's code, so that what reads it is an independent witness; never
 unpacks more than `LARGEST_TEXT`, whatever the object holds.

@@ -33,11 +33,11 @@ _RUNNING = frozenset(
     | {"stage_progress"}
 )
 """What of the progress runs on with the steps."""
-_STANDING = attrgetter(*sorted(Progress.model_fields.keys() - _RUNNING))
+_UNCHANGED = attrgetter(*sorted(Progress.model_fields.keys() - _RUNNING))
 
 
 class FrameKind(IntEnum):
-    """What a frame is."""
+    """Kind of a frame."""
 
     REGISTER = 1
     """RegisterRequest."""
@@ -60,7 +60,7 @@ class FrameKind(IntEnum):
 
 
 class FrameTooLongError(ValueError):
-    """What comes is not for us."""
+    """A frame is longer than its reader allows."""
 
 
 HEAD_BYTES = _HEAD.size
@@ -73,7 +73,7 @@ def head_of(data: bytes) -> tuple[int, int]:
 
 
 def frame(kind: FrameKind, payload: bytes = b"") -> bytes:
-    """As it goes over the wire."""
+    """Encode a frame."""
     return _HEAD.pack(kind, len(payload)) + payload
 
 
@@ -121,15 +121,15 @@ def jitter_fraction(drawn: float, *, after_news: bool) -> float:
     return drawn if after_news else 0.5 + drawn / 2
 
 
-def must_send_now(told: HeartbeatRequest | None, now: HeartbeatRequest) -> bool:
-    """Whether the coordinator must see `now` at once, when `told` is the last that was sent to it.
+def must_send_now(sent: HeartbeatRequest | None, now: HeartbeatRequest) -> bool:
+    """Return whether the coordinator must see `now` at once, when `sent` is the last message that it received.
 
     The first step of an attempt is news: with it a recovery is over.
     """
-    if told is None or _ALWAYS_NEWS(told) != _ALWAYS_NEWS(now):
+    if sent is None or _ALWAYS_NEWS(sent) != _ALWAYS_NEWS(now):
         return True
-    before, after = told.progress, now.progress
+    before, after = sent.progress, now.progress
     if before is None or after is None:
         return before is not after
     first_step = before.step != after.step and before.step <= (before.resume_step or 0)
-    return first_step or bool(_STANDING(before) != _STANDING(after))
+    return first_step or bool(_UNCHANGED(before) != _UNCHANGED(after))

@@ -151,7 +151,7 @@ def test_a_member_whose_pod_is_gone_is_counted_as_gone() -> None:
     table = recorded("pods")
     table["rows"] = [row for row in table["rows"] if row["cells"][0] != "llama-w-0"]
 
-    assert workers_view(pod_rows(table), members()).members == {"Running": 1, "gone": 1}
+    assert workers_view(pod_rows(table), members()).members == {"Running": 1, "missing": 1}
 
 
 def test_the_slowest_rank_comes_first_and_a_silent_worker_before_it() -> None:

@@ -16,7 +16,7 @@ from trainium_contract.pages.svg import time_marks, timeline
 from trainium_contract.views.interruptions import InterruptionView, interruptions
 from trainium_contract.views.job import build_job_view
 from trainium_contract.views.status_reader import public_status
-from trainium_contract.views.timeline import FEW_ROWS, MOST_ROWS, Timeline, Was, timeline_of
+from trainium_contract.views.timeline import FEW_ROWS, MOST_ROWS, Timeline, WorkerState, timeline_of
 from trainium_contract.views.workers import MemberRow, Members, PodRow, pod_rows, workers_view
 
 BEGIN, END = 1_000.0, 11_000.0
@@ -42,60 +42,60 @@ def shown(entries: Any, pods: Any, who: Members | None, **changes: Any) -> Timel
     return timeline_of(entries, pods, who, ranks, begin=BEGIN, end=END, **changes)
 
 
-def times(found: Timeline, name: str) -> list[tuple[Was, float, float]]:
+def times(found: Timeline, name: str) -> list[tuple[WorkerState, float, float]]:
     (row,) = [row for row in found.rows if row.name == name]
-    return [(each.was, each.since, each.until) for each in row.segments]
+    return [(each.state, each.since, each.until) for each in row.segments]
 
 
 def test_who_trains_undisturbed_trained_since_the_first_step() -> None:
     found = shown([], [pod("w-0")], members("w-0"), first_step=1_500.0)
-    assert times(found, "w-0") == [(Was.HERE, BEGIN, 1_500.0), (Was.TRAINED, 1_500.0, END)]
+    assert times(found, "w-0") == [(WorkerState.HERE, BEGIN, 1_500.0), (WorkerState.TRAINED, 1_500.0, END)]
 
 
 def test_a_lost_worker_was_a_member_until_then_and_the_spare_that_took_over_is_known_since() -> None:
     found = shown([entry(5_000.0, "w-1")], [pod("w-0"), pod("w-2")], members("w-0", "w-2", generation=2))
-    assert times(found, "w-1") == [(Was.MEMBER, BEGIN, 5_000.0), (Was.LOST, 5_000.0, 5_060.0)]
-    assert times(found, "w-2") == [(Was.HERE, BEGIN, 5_060.0), (Was.TRAINED, 5_060.0, END)]
+    assert times(found, "w-1") == [(WorkerState.MEMBER, BEGIN, 5_000.0), (WorkerState.LOST, 5_000.0, 5_060.0)]
+    assert times(found, "w-2") == [(WorkerState.HERE, BEGIN, 5_060.0), (WorkerState.TRAINED, 5_060.0, END)]
     assert found.rows[0].name == "w-1", "whom the history names comes first"
 
 
 def test_a_lost_worker_whose_rank_was_written_down_trained_with_it() -> None:
     who = replace(members("w-0", "w-2", generation=2), processes_per_node=4)
     found = shown([replace(entry(5_000.0, "w-1"), rank=4)], [pod("w-0"), pod("w-2")], who)
-    assert times(found, "w-1")[0] == (Was.TRAINED, BEGIN, 5_000.0)
+    assert times(found, "w-1")[0] == (WorkerState.TRAINED, BEGIN, 5_000.0)
     (row,) = [row for row in found.rows if row.name == "w-1"]
-    assert row.segments[0].told == "w-1: ranks 4-7 of generation 1"
+    assert row.segments[0].text == "w-1: ranks 4-7 of generation 1"
 
 
 def test_a_restart_in_place_is_a_short_stop_of_one_that_trains() -> None:
     found = shown([entry(5_000.0, "w-0", "InPlace")], [pod("w-0")], members("w-0"))
-    assert [each[0] for each in times(found, "w-0")] == [Was.TRAINED, Was.LOST, Was.TRAINED]
+    assert [each[0] for each in times(found, "w-0")] == [WorkerState.TRAINED, WorkerState.LOST, WorkerState.TRAINED]
 
 
 def test_a_pod_that_is_no_member_is_a_spare_and_one_that_waits_waits() -> None:
     found = shown([], [pod("w-0"), pod("w-1"), pod("w-2", "Pending", 9_000.0)], members("w-0"))
-    assert times(found, "w-1") == [(Was.SPARE, BEGIN, END)]
-    assert times(found, "w-2") == [(Was.WAITED, 9_000.0, END)]
+    assert times(found, "w-1") == [(WorkerState.SPARE, BEGIN, END)]
+    assert times(found, "w-2") == [(WorkerState.WAITED, 9_000.0, END)]
 
 
 def test_a_pod_that_is_not_well_comes_first() -> None:
     found = shown([entry(5_000.0, "w-1")], [pod("w-0"), pod("w-3", "CrashLoopBackOff")], members("w-0", generation=2))
     assert [row.name for row in found.rows] == ["w-3", "w-1", "w-0"]
-    assert times(found, "w-3")[-1][0] is Was.LOST
+    assert times(found, "w-3")[-1][0] is WorkerState.LOST
 
 
 def test_members_of_a_job_that_has_ended_trained_until_then_and_those_of_a_suspended_one_are_gone() -> None:
-    assert times(shown([], [], members("w-0"), over=True), "w-0") == [(Was.TRAINED, BEGIN, END)]
+    assert times(shown([], [], members("w-0"), over=True), "w-0") == [(WorkerState.TRAINED, BEGIN, END)]
     assert shown([], [], members("w-0")).rows == ()
 
 
 def test_a_member_that_is_not_well_trained_before() -> None:
     found = shown([], [pod("w-0", "Error")], members("w-0"))
-    assert [each[0] for each in times(found, "w-0")] == [Was.TRAINED, Was.LOST]
+    assert [each[0] for each in times(found, "w-0")] == [WorkerState.TRAINED, WorkerState.LOST]
 
 
 def test_without_a_membership_nobody_is_called_a_spare() -> None:
-    assert times(shown([], [pod("w-0")], None), "w-0") == [(Was.HERE, BEGIN, END)]
+    assert times(shown([], [pod("w-0")], None), "w-0") == [(WorkerState.HERE, BEGIN, END)]
 
 
 def test_of_a_thousand_workers_those_are_shown_that_have_something_to_tell() -> None:

@@ -9,7 +9,13 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from trainium_contract.requirements.memory_estimate import ROOM, MemoryEstimate, ModelSizes, Trained, estimate_memory
+from trainium_contract.requirements.memory_estimate import (
+    DEVICE_RESERVE,
+    MemoryEstimate,
+    ModelSizes,
+    Trained,
+    estimate_memory,
+)
 from trainium_contract.requirements.worker_requests import SHARED_SHARE, memory_setting
 from trainium_trainer.backends.room import device_memory
 from trainium_trainer.exits import UserError
@@ -93,10 +99,10 @@ def told_at_start(settings: Settings, device: torch.device) -> list[str]:
     if not room:
         return []
     found = needs_of(settings, settings.launch.local_world_size, on_host=False)
-    usable = room if device.type == "cuda" else room * (1 - ROOM) - found.activations
+    usable = room if device.type == "cuda" else room * (1 - DEVICE_RESERVE) - found.activations
     if found.state > usable:
         raise UserError(_too_small(found, room, f"the device {device}"))
-    if found.device > room * (1 - ROOM):
+    if found.device > room * (1 - DEVICE_RESERVE):
         return [_too_small(found, room, f"the device {device}")]
     return []
 
@@ -113,7 +119,7 @@ def lines(found: MemoryEstimate, *, of_node: bool) -> list[str]:
 
 def refuse_what_does_not_fit(found: MemoryEstimate, instance: Instance, instance_type: str) -> list[str]:
     """Sentences about a node that is too small. Raises UserError for a core that is."""
-    if instance.core_bytes and found.device > instance.core_bytes * (1 - ROOM):
+    if instance.core_bytes and found.device > instance.core_bytes * (1 - DEVICE_RESERVE):
         raise UserError(_too_small(found, instance.core_bytes, f"a core of {instance_type}"))
     warnings = []
     room = int(instance.host_bytes * SHARED_SHARE)
@@ -135,7 +141,7 @@ def refuse_what_does_not_fit(found: MemoryEstimate, instance: Instance, instance
 def _too_small(found: MemoryEstimate, room: int, device: str) -> str:
     return (
         f"{device} has {_gib(room)}, but a process needs {_gib(found.state)} of weights, gradients and optimizer and "
-        f"about {_gib(found.activations)} of activations, with {ROOM:.0%} left for the runtime: raise "
+        f"about {_gib(found.activations)} of activations, with {DEVICE_RESERVE:.0%} left for the runtime: raise "
         "parallelism.tensor or recompute, divide more with dataParallel, or take an instance type with more memory "
         "(docs/parallelism.md, Fit the model)"
     )

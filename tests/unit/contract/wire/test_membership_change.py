@@ -90,8 +90,8 @@ def test_a_member_with_the_same_pod_and_another_port_is_told() -> None:
 @pytest.mark.parametrize(
     ("known", "sentence"),
     [
-        (None, "a change of generation 4 was told, and none is known"),
-        (membership(3, 0, 1, 2), "a change of generation 4 was told, and generation 3 is known"),
+        (None, "a change of generation 4 was received, and none is known"),
+        (membership(3, 0, 1, 2), "a change of generation 4 was received, and generation 3 is known"),
         (membership(4, 0, 9, 2), "generation 5 does not follow from what is known of 4"),
         (membership(4, 0, 1), "generation 5 does not follow from what is known of 4"),
     ],
