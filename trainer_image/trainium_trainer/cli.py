@@ -1,7 +1,8 @@
-"""Command `trainium-trainer`: argument handling, and the way from any exception to an exit code.
+"""Handle the arguments of `trainium-trainer`, and turn any exception into an exit code.
 
-Invariant: importing this module reads no environment and imports no torch; `run` may be called in a process that was
-prepared by `warm` long before its rank was known.
+Guarantees:
+- Importing this module reads no environment and imports no torch.
+- `run` may be called in a process that was prepared by `warm` long before its rank was known.
 """
 
 from __future__ import annotations
@@ -99,12 +100,12 @@ def run(argv: Sequence[str] | None = None) -> int:
 
 
 def _is_usage_error(error: BaseException) -> bool:
-    """Whether the command line itself is wrong; by name, since typer brings its own click or uses the installed one."""
+    """Return whether the command line is wrong; by name, since typer has its own click or uses the installed one."""
     return any(kind.__name__ == "ClickException" for kind in type(error).__mro__)
 
 
 def _sentence_of(error: BaseException) -> str:
-    """What click says about a command line, without its final stop."""
+    """Return click's message about a command line, without its final stop."""
     return str(error).strip().removesuffix(".")
 
 

@@ -1,7 +1,9 @@
-"""How this program ends: errors that carry an exit code of the contract, and the code of every other exception.
+"""End the program: errors that carry an exit code of the contract, and the code of every other exception.
 
-Invariants: each error that a person can act on is one sentence; the last line on stderr is that sentence and is also
-left in the pod's termination log; a code outside the contract means a crash, which the agent may retry.
+Guarantees:
+- Each error that a person can act on is one sentence.
+- The last line on stderr is that sentence and is also left in the pod's termination log.
+- A code outside the contract means a crash, which the agent may retry.
 """
 
 from __future__ import annotations
@@ -96,7 +98,7 @@ def blaming_storage(*, restarted: bool) -> Iterator[None]:
 
 
 def code_of(error: BaseException) -> int:
-    """The exit code of any exception; 1 (a crash) when the contract has none for it."""
+    """Return the exit code of any exception; 1 (a crash) when the contract has none for it."""
     if isinstance(error, TrainerError):
         return error.code
     if isinstance(error, SystemExit):
@@ -130,7 +132,7 @@ def _code_of_runtime_error(error: RuntimeError) -> int:
 
 
 def sentence_of(error: BaseException) -> str:
-    """The one line that is reported for an exception."""
+    """Return the one line that is reported for an exception."""
     text = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, TrainerError):
         return text
@@ -147,13 +149,15 @@ def report(error: BaseException, *, where: str = "") -> int:
     """
     code = code_of(error)
     explained = isinstance(error, (TrainerError, KeyboardInterrupt, SystemExit)) or code == ExitCode.PEER_LOST
-    say(f"{where}{sentence_of(error)}", trace="" if explained else "".join(traceback.format_exception(error)))
+    report_end(f"{where}{sentence_of(error)}", trace="" if explained else "".join(traceback.format_exception(error)))
     return code
 
 
-def say(line: str, *, trace: str = "", level: LogLevel = LogLevel.ERROR, source: LogSource = LogSource.TRAINER) -> None:
-    """Tell the user why the process ends: on stderr, below the traceback, and in the pod's termination log."""
-    written = log_lines.said(line, error=trace, level=level, source=source)
+def report_end(
+    line: str, *, trace: str = "", level: LogLevel = LogLevel.ERROR, source: LogSource = LogSource.TRAINER
+) -> None:
+    """Report why the process ends: on stderr, below the traceback, and in the pod's termination log."""
+    written = log_lines.format_sentence(line, error=trace, level=level, source=source)
     print(written, file=sys.stderr, flush=True)  # noqa: T201 - this is the program speaking to its user
     leave_message(line)
 

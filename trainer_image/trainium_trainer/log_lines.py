@@ -1,7 +1,9 @@
-"""How the programs of this distribution write their logs: text for people, or lines of the contract's schema.
+"""Write the logs of the programs of this distribution: text for people, or lines of the contract's schema.
 
-Invariants: the environment decides (`TRAINIUM_LOG_FORMAT`), so a process and those that it starts do alike; a value
-that nobody knows counts as text here, as the agent has refused it with a sentence; nothing here raises.
+Guarantees:
+- The environment decides (`TRAINIUM_LOG_FORMAT`), so a process and those that it starts do alike.
+- A value that nobody knows counts as text here, as the agent has refused it with a sentence.
+- Nothing here raises.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ _NUMBERS = {"generation": worker_env.ENV_GENERATION, "attempt": worker_env.ENV_A
 
 
 def is_json() -> bool:
-    """Whether this process's log is lines of the schema."""
+    """Return whether this process's log is lines of the schema."""
     try:
         return choose_log_format(os.environ) is LogFormat.JSON
     except ValueError:
@@ -38,7 +40,7 @@ def is_json() -> bool:
 
 
 def place() -> Mapping[str, object]:
-    """Of what the lines of this process are, as its environment says."""
+    """Return the format of this process's lines, from its environment."""
     numbers = {field: os.environ.get(name, "") for field, name in _NUMBERS.items()}
     return {
         **{field: os.environ[name] for field, name in _PLACES.items() if os.environ.get(name)},
@@ -58,7 +60,7 @@ def write_as_rank(rank: int) -> None:
     _write(JsonFormatter(LogSource.TRAINER, lambda: known) if is_json() else text)
 
 
-def said(
+def format_sentence(
     sentence: str,
     *,
     error: str = "",
@@ -66,7 +68,7 @@ def said(
     logger: str = EXIT_LOGGER,
     source: LogSource = LogSource.TRAINER,
 ) -> str:
-    """A sentence that a program writes without `logging`; as text it stands below the traceback, where there is one.
+    """Format a sentence that a program writes without `logging`; as text it follows the traceback, if any.
 
     A person who runs a command inside of a worker, on a terminal, gets text in any case.
     """

@@ -1,11 +1,12 @@
-"""The network interface over which ranks meet: the one that bears the pod's address.
+"""Find the network interface over which ranks meet: the one that has the pod's address.
 
-Left alone gloo looks the host's name up and takes the address that it gets. In a pod with a network of its own a hosts
+Left alone gloo looks the host's name up and takes the address that it gets. In a pod with its own network a hosts
 file answers; on the network of the node DNS does, and where it is silent or names no address of this host, gloo waits
 and then takes the loopback interface, over which no other node is met.
 
-Invariant: the interface is chosen only where gloo finds the very address by it (the first IPv4 address that it bears);
-anywhere else, and where the user has chosen, nothing changes.
+Guarantees:
+- The interface is chosen only where gloo finds the very address by it (the first IPv4 address that it bears).
+- Anywhere else, and where the user has chosen, nothing changes.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def use_interface(otherwise: str) -> None:
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the interface; None for an address that is not the first IPv4 address of one."""
+    """Return the name of the interface; None for an address that is not the first IPv4 address of one."""
     try:
         wanted = ipaddress.ip_address("127.0.0.1" if address == "localhost" else address)
     except ValueError:

@@ -1,7 +1,10 @@
-"""`neuron` of the configuration as environment variables, set before a device library is imported.
+"""Set `neuron` of the configuration as environment variables, before a device library is imported.
 
-Invariants: `variables` is a pure function; what the user's own environment says is never overridden in silence: where
-it differs, the run ends with a sentence that names the variable and the field; nothing here imports torch.
+Guarantees:
+- `variables` is a pure function.
+- The user's own environment is never overridden in silence: where it differs, the run ends with a sentence that names
+  the variable and the field.
+- Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -50,7 +53,7 @@ _M_ARENA_MAX = -8  # of mallopt(3)
 
 
 def compiler_flags(neuron: NeuronConfig) -> list[str]:
-    """The options of neuronx-cc, each as one word."""
+    """Return the options of neuronx-cc, each as one word."""
     flags = [f"--model-type={_MODEL_TYPES[neuron.model_type]}"]
     if neuron.distribution_strategy in _STRATEGIES:
         flags.append(f"--distribution-strategy={_STRATEGIES[neuron.distribution_strategy]}")
@@ -87,13 +90,13 @@ def variables(config: TrainingConfig, *, nxd: bool, given: Mapping[str, str]) ->
         if given.get(name, value) != value:
             raise UserError(
                 f"environment variable {name} is {given[name]!r}, but {_FIELDS[name]} makes it {value!r}: "
-                "unset the variable, or let both say the same"
+                "unset the variable, or set both to the same value"
             )
     for name in _DOWNCASTS:
         if given.get(name, "0") not in {"0", ""}:
             raise UserError(
                 f"environment variable {name} is {given[name]!r}: it would turn float32 master weights and moments "
-                "into bfloat16; unset it, `precision` says the number formats"
+                "into bfloat16; unset it, `precision` sets the number formats"
             )
     found[COMPILER_FLAGS] = shlex.join(_merged(compiler_flags(neuron), given.get(COMPILER_FLAGS, "")))
     return found
@@ -110,12 +113,12 @@ def apply(
         return
     environment.update(variables(config, nxd=config.backend is not BackendChoice.NATIVE, given=environment))
     if config.neuron.malloc_arenas is not None:
-        # The C library has read its variables already; this is how it is told later.
+        # The C library has read its variables already; this is how it learns later.
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, config.neuron.malloc_arenas)
 
 
 def uses_neuron(config: TrainingConfig, devices: Path = Path("/dev")) -> bool:
-    """Whether this process may use Neuron devices: they are asked for, or here and not ruled out."""
+    """Return whether this process may use Neuron devices: they are requested, or here and not excluded."""
     asked = config.backend is BackendChoice.NXD or config.device is DeviceChoice.NEURON
     return asked or (config.device is DeviceChoice.AUTO and any(devices.glob(DEVICE_FILES)))
 

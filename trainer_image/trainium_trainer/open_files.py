@@ -1,6 +1,8 @@
-"""The limit of open files of this process: raised to what may be had, read for the checks.
+"""Raise the limit of open files of this process, and read it for the checks.
 
-Invariant: only the soft limit is changed, and only upwards; children inherit it.
+Guarantees:
+- Only the soft limit is changed, and only upwards.
+- Children inherit it.
 """
 
 from __future__ import annotations
@@ -21,5 +23,5 @@ def raise_limit() -> int:
 
 
 def limit() -> int:
-    """The hard limit; negative for none."""
+    """Return the hard limit; negative for none."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[1]

@@ -1,6 +1,8 @@
-"""The ranks of a job as those see it who share out work on the host: artifacts, evaluation.
+"""Share out work of a job's ranks on the host: artifacts, evaluation.
 
-Invariant: nothing here touches a device; every method that says *collective* is called by all ranks in the same order.
+Guarantees:
+- Nothing here touches a device.
+- Every method marked *collective* is called by all ranks in the same order.
 """
 
 from __future__ import annotations
@@ -37,12 +39,12 @@ class Peers:
 
     @staticmethod
     def open(rank: int, size: int, node_rank: int = 0, *, waiting: AbstractContextManager[None] | None = None) -> Peers:
-        """A group of their own over gloo. Collective."""
+        """Open a separate group over gloo. Collective."""
         group = dist.new_group(backend="gloo", timeout=_TIMEOUT) if size > 1 else None
         return Peers(rank, size, node_rank, group, waiting or contextlib.nullcontext())
 
     def gather(self, value: T) -> list[T]:
-        """The values of all ranks, in their order. Collective."""
+        """Return the values of all ranks, in their order. Collective."""
         if self.group is None:
             return [value]
         values: list[T | None] = [None] * self.size

@@ -1,4 +1,4 @@
-"""A validation error of pydantic as one sentence for a person: field, value, bound, and what to do."""
+"""Explain a validation error of pydantic in one sentence: field, value, bound, and remedy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> str:
-    """The first problem of a validation error as one sentence, and how many more there are."""
+    """Return the first problem of a validation error as one sentence, and how many more there are."""
     details = error.errors()
     first = first_problem(details)
     sentence = _sentence(first, model)
@@ -20,7 +20,7 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
 
 
 def first_problem(details: list[ErrorDetails]) -> ErrorDetails:
-    """The problem to speak of: an unknown field before all others, which often follow from it."""
+    """Return the problem to speak of: an unknown field before all others, which often follow from it."""
     return min(details, key=lambda item: item["type"] != "extra_forbidden")
 
 

@@ -1,8 +1,10 @@
-"""Everything slow that a training process needs and that does not depend on its rank.
+"""Import and prepare everything slow that a training process needs and that does not depend on its rank.
 
-A standby process calls `warm` before it knows what it will be, and is forked when a rank must start. Invariants: no
-environment of a rank is read, no accelerator is touched, no thread is left behind, and nothing is written but the
-cache of tokenised data, so that a spare that steps in finds it ready.
+A standby process calls `warm` before it knows what it will be, and is forked when a rank must start.
+
+Guarantees:
+- No environment of a rank is read, no accelerator is touched, no thread is left behind, and nothing is written but the
+  cache of tokenised data, so that a spare that steps in finds it ready.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ _SHARDED = ("torch.distributed.fsdp", "trainium_trainer.backends.sharded")
 
 
 def warm(config_path: str | None = None) -> None:
-    """Import what a rank needs, all of it when the configuration is not known or not valid (the rank will say so)."""
+    """Import what a rank needs; all of it when the configuration is unknown or invalid (the rank will report that)."""
     for name in _ALWAYS:
         importlib.import_module(name)
     config = _configuration(config_path)
@@ -87,14 +89,14 @@ def _prepare_data(config: TrainingConfig) -> None:
         return
 
     def prepare() -> None:
-        with contextlib.suppress(TrainerError):  # the rank will say so
+        with contextlib.suppress(TrainerError):  # the rank will report it
             open_data(data, config.batch.global_size, epochs=config.epochs, steps_differ=config.batch.tolerance > 0)
 
     _import(_in_a_child(prepare))
 
 
 def _in_a_child(work: Callable[[], None]) -> tuple[str, ...]:
-    """Do some work in a process of its own, whose threads (Arrow's, for instance) end with it; what it imported."""
+    """Do some work in a child process, whose threads (Arrow's, for instance) end with it; what it imported."""
     read_end, write_end = os.pipe()
     known = set(sys.modules)
     pid = os.fork()

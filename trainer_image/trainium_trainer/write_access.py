@@ -1,4 +1,4 @@
-"""Places that cannot be written: which errors say so, who it is that cannot write, and what helps.
+"""Explain places that cannot be written: the errors, the user who cannot write, and the remedy.
 
 A worker is an ordinary user (1000 by default). A volume gets the pod's fsGroup where its driver supports that; a
 `hostPath` never does (docs/install.md), so the most frequent cause is a folder of root's.
@@ -18,9 +18,9 @@ FORBIDDEN = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 
 
 def what_forbids(number: int | None, where: object = "", *, user: int | None = None) -> str:
-    """What is in the way and what helps, for an errno of `FORBIDDEN`.
+    """Return the cause and the remedy for an errno of `FORBIDDEN`.
 
-    `where`: the place, which tells a bucket from a folder; `user`: the id of who writes, default ours.
+    `where`: the place, a bucket or a folder; `user`: the id of who writes, default ours.
     """
     if is_address(str(where)):
         return "it is not writable: give the worker's role write permission"

@@ -148,7 +148,7 @@ def test_a_conversation_that_cannot_be_used_is_refused(tmp_path: Path, row: dict
         ("{% for %}", "chat.jinja line 1: is no chat template"),
         ("{{ raise_exception('roles must take turns') }}", "refuses the messages (roles must take turns)"),
         ("{{ ''.__class__.__mro__ }}", "refuses the messages (access to attribute '__class__'"),
-        ("{{ messages | length }}: {{ messages[-1].content }}", "changes what stands before an answer"),
+        ("{{ messages | length }}: {{ messages[-1].content }}", "changes what comes before an answer"),
     ],
 )
 def test_a_chat_template_that_does_not_work_or_wants_out_of_its_sandbox_is_refused(

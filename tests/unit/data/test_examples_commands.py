@@ -122,7 +122,7 @@ def test_prepare_data_makes_all_of_it_before_the_run(tmp_path: Path) -> None:
     ("arguments", "sentence"),
     [
         (["--output", "x"], "prepare-data: needs --config FILE, or --source and --output"),
-        (["--config", "run.yaml", "--source", "x"], "--config says what is prepared and where"),
+        (["--config", "run.yaml", "--source", "x"], "--config names what is prepared and where"),
     ],
 )
 def test_prepare_data_wants_one_of_its_two_forms(

@@ -36,7 +36,7 @@ def start() -> int:
     try:
         settings = settings_from(os.environ)
     except SettingsError as error:
-        exits.say(f"trainium-agent: {error}", source=LogSource.AGENT)
+        exits.report_end(f"trainium-agent: {error}", source=LogSource.AGENT)
         sys.exit(ExitCode.USER_ERROR)
     # Read by torch when it is imported; the ranks share the agent's import.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -74,7 +74,7 @@ async def _supervise(settings: AgentSettings, standby: Any, findings: Any, check
         store = serve_store(settings.pod_ip)
     except OSError as error:
         sentence = f"trainium-agent: cannot listen on POD_IP {settings.pod_ip} ({error.strerror})."
-        exits.say(sentence, source=LogSource.AGENT)
+        exits.report_end(sentence, source=LogSource.AGENT)
         standby.kill()
         return int(ExitCode.USER_ERROR)
     supervisor = AgentSupervisor(settings, standby, store, _progress_reader())

@@ -1,1 +1,1 @@
-"""What `trainium-trainer` can be asked, one command a file; what is shared is in `options`."""
+"""Commands of `trainium-trainer`, a subject in each file; `options` has what they share."""

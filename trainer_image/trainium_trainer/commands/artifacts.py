@@ -1,6 +1,7 @@
-"""The commands of `trainium-trainer` about models that others made or will use.
+"""Commands of `trainium-trainer` for models that others made or will use.
 
-Invariant: importing this module imports no torch.
+Guarantees:
+- Importing this module imports no torch.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class ExportType(StrEnum):
 
     @property
     def precision(self) -> ArtifactPrecision:
-        """As the configuration has it."""
+        """The same as a value of the configuration."""
         return next(each for each in ArtifactPrecision if each.value.lower() == self.value)
 
 

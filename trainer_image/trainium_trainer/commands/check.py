@@ -1,6 +1,7 @@
-"""What a configuration names that is not on this machine, or is there and stays unread: for `trainium-trainer check`.
+"""Report what a configuration means at a size, and which settings have no effect: `trainium-trainer check`.
 
-Invariant: names are looked up, nothing is opened, imported or asked of a store.
+Guarantees:
+- No torch and no device are used, no record is read and no store is asked.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _WEIGHTS = ("*.safetensors", "*.bin")
 
 
 def missing(config: TrainingConfig) -> list[str]:
-    """What a run on this machine would end with, a sentence each: data and packages that are not here."""
+    """Return what a run on this machine would end with: a sentence for data or a package that is not here."""
     data = config.data
     names = [data.source] if data.sources is None else [source.source for source in data.sources]
     found = [
@@ -57,7 +58,7 @@ def missing(config: TrainingConfig) -> list[str]:
 
 
 def unread(model: ModelConfig) -> list[str]:
-    """Weights that lie beside a shape and are not begun with."""
+    """Report weights beside a shape that the run does not start from."""
     if model.path is None:
         return []
     folder = Path(model.path).expanduser()
@@ -71,7 +72,7 @@ def unread(model: ModelConfig) -> list[str]:
 
 
 def _is_here(name: str) -> bool:
-    """Whether a source is on this machine, or is one that does not have to be."""
+    """Return whether a source is on this machine, or need not be."""
     if name == PYTHON_DOCS or name.startswith(S3) or is_data_set(name):
         return True
     path = Path(name).expanduser()
@@ -94,7 +95,7 @@ def check(
         typer.Option(min=1, help="Training processes of the whole job; default: those of the TrainingJob, else 1."),
     ] = None,
 ) -> None:
-    """Say what a configuration means for a number of processes, or why it cannot be; nothing is started."""
+    """Explain a configuration for a number of processes, or report why it is invalid; nothing is started."""
     lines, nodes, instance_type = [], 1, ""
     document = read_document(config)
     # A job, or so many ranks, run elsewhere; what `train` would refuse here is refused.
@@ -139,7 +140,7 @@ def refuse_few_files(launch: Launch) -> None:
 
 
 def _tokenizer_elsewhere(config: TrainingConfig) -> str:
-    """A sentence when the tokenizer is only where the job runs and the model's vocabulary is known; else empty."""
+    """Return a sentence when only the job has the tokenizer and the model's vocabulary is known; else empty."""
     path, model = config.data.tokenizer.path, config.model
     known = model.vocab_size is not None or (model.path is None and PRESETS[model.preset].vocab_size > 0)
     if path is None or not known or Path(path).exists():
@@ -160,7 +161,7 @@ def _sizes(nodes: tuple[int, ...]) -> str:
 
 
 def meaning(settings: Settings, nodes: int = 1) -> list[str]:
-    """The arithmetic of a run on so many nodes, one line each."""
+    """Return the arithmetic of a run on so many nodes, one line each."""
     config, shape = settings.config, settings.shape
     degrees, batch, length = config.parallelism, config.batch, config.data.sequence_length
     per_step = settings.batch * length
@@ -185,7 +186,7 @@ def meaning(settings: Settings, nodes: int = 1) -> list[str]:
 
 
 def _tuned(settings: Settings) -> list[str]:
-    """What is trained, where that is not all of it."""
+    """Return a line about the parameters that are trained, where that is not all of them."""
     tuning, choice, shape = settings.config.tuning, settings.choice, settings.shape
     if not tuning.freezes:
         return []
@@ -217,7 +218,7 @@ def _rate(config: TrainingConfig) -> str:
 
 
 def without_work(settings: Settings) -> list[str]:
-    """A sentence where there are more data-parallel ranks than samples in a step."""
+    """Return a sentence where there are more data-parallel ranks than samples in a step."""
     samples, ranks = settings.batch, settings.dp_size
     if samples >= ranks:
         return []
@@ -229,7 +230,7 @@ def without_work(settings: Settings) -> list[str]:
 
 
 def without_effect(config: TrainingConfig) -> list[str]:
-    """Settings that say nothing next to the others, each with the reason."""
+    """Return a sentence for each setting without effect, with the reason."""
     schedule, degrees = config.schedule, config.parallelism
     found = []
     if schedule.kind is ScheduleKind.CONSTANT and schedule.decay_steps is not None:

@@ -1,6 +1,8 @@
-"""The commands of `trainium-trainer convert`: checkpoints from and to those of neuronx-distributed (NxD).
+"""Convert checkpoints from and to those of neuronx-distributed (NxD): `trainium-trainer convert`.
 
-Invariant: importing this module imports no torch; NxD itself is not needed.
+Guarantees:
+- Importing this module imports no torch.
+- NxD itself is not needed.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ def from_nxd(
     *,
     config: Annotated[Path, typer.Option(help="YAML file of the trainer with the model that the tag was made with.")],
     step: Annotated[
-        int | None, typer.Option(help="Optimizer steps completed, if user_content.pt does not say.")
+        int | None, typer.Option(help="Optimizer steps completed, if user_content.pt does not have it.")
     ] = None,
     samples: Annotated[int | None, typer.Option(help="Samples consumed, likewise.")] = None,
     tokens: Annotated[int | None, typer.Option(help="Tokens trained on, likewise.")] = None,

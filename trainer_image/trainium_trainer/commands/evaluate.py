@@ -1,6 +1,7 @@
-"""The commands of `trainium-trainer` that ask a model: `generate` and `evaluate`.
+"""Ask a model and measure it: `trainium-trainer generate` and `evaluate`.
 
-Invariant: importing this module imports no torch.
+Guarantees:
+- Importing this module imports no torch.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ def generate(
         asked = list(prompt or ()) or read_prompts(prompts)  # type: ignore[arg-type]  # one of them is given, see above
         questions = questions_of(asked, training.data if training is not None else None)
     answers = answer(models, questions, settings, device=device.value, precision=precision.value)
-    for line in _told(questions, answers, as_json=as_json):
+    for line in _format_answers(questions, answers, as_json=as_json):
         typer.echo(line)
 
 
@@ -178,7 +179,7 @@ def evaluate(
 
 
 def _measured(model: str | None, base: str | None, adapter: str | None, *, compared: bool = False) -> Models:
-    """What is asked: a model, or an adapter beside its base; `compared` where a base says what was before."""
+    """Return the model, or the adapter beside its base; `compared`: the base is measured too."""
     if adapter is not None:
         if base is None or model is not None:
             raise UserError("--adapter goes with --base, the model it was made for, and with no other MODEL")
@@ -191,7 +192,7 @@ def _measured(model: str | None, base: str | None, adapter: str | None, *, compa
 
 
 def _generation(training: TrainingConfig | None, **given: Any) -> GenerationConfig:
-    """The settings of the configuration, with the options over them. Raises UserError."""
+    """Return the settings of the configuration, with the options over them. Raises UserError."""
     wire = training.evaluate.generation.to_wire() if training is not None else {}
     wire |= {name: value for name, value in given.items() if value is not None}
     try:
@@ -200,7 +201,9 @@ def _generation(training: TrainingConfig | None, **given: Any) -> GenerationConf
         raise UserError(explain(error, GenerationConfig)) from error
 
 
-def _told(questions: Sequence[Question], answers: Sequence[GeneratedAnswer], *, as_json: bool) -> Iterator[str]:
+def _format_answers(
+    questions: Sequence[Question], answers: Sequence[GeneratedAnswer], *, as_json: bool
+) -> Iterator[str]:
     """Lines for people, or one object each for programs."""
     for number, (question, answer) in enumerate(zip(questions, answers, strict=True), start=1):
         if as_json:
@@ -217,7 +220,7 @@ def _told(questions: Sequence[Question], answers: Sequence[GeneratedAnswer], *, 
 
 @contextlib.contextmanager
 def _bar() -> Iterator[Any]:
-    """A progress bar on stderr; nothing where that is no terminal."""
+    """Yield a progress bar on stderr; nothing where that is no terminal."""
     from rich.console import Console  # noqa: PLC0415 - only this command draws
     from rich.progress import Progress  # noqa: PLC0415
 

@@ -1,6 +1,7 @@
-"""`trainium-trainer inspect`: which checkpoints a run has.
+"""List the checkpoints of a run: `trainium-trainer inspect`.
 
-Invariant: importing this module imports no torch, so that looking at checkpoints is quick.
+Guarantees:
+- Importing this module imports no torch, so that looking at checkpoints is quick.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def inspect(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """List the durable checkpoints of a run, say which are whole, and set aside those that are not.
+    """List the durable checkpoints of a run, mark those that are whole, and set aside the others.
 
     Exit codes: 0 when all is well or was repaired, 64 when a checkpoint is damaged, 81 when the store cannot be read.
     """

@@ -1,8 +1,10 @@
-"""`trainium-trainer precompile`: every useful size of a job, compiled once, kept for all nodes.
+"""Compile every useful size of a job once, for all nodes: `trainium-trainer precompile`.
 
-Invariants: importing this module imports no torch; what is ready already is not compiled again; a size counts as ready
-only when each of its places was compiled, side by side as far as memory goes (`crew.py`); nothing is written but the
-compiler's folder, the shared folder and the log.
+Guarantees:
+- Importing this module imports no torch.
+- What is ready already is not compiled again.
+- A size counts as ready only when each of its places was compiled, side by side as far as memory goes (`crew.py`).
+- Nothing is written but the compiler's folder, the shared folder and the log.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ _OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 class CompileOutcome(StrEnum):
-    """What became of one size."""
+    """Result for one size."""
 
     READY = "ready"
     """The node had it."""
@@ -84,11 +86,11 @@ def precompile(
                 f"the compiler's cache: {error.strerror or error} ({error.filename}): {advice}, or name another "
                 "folder (neuron.cacheDirectory, neuron.sharedCacheDirectory)"
             ) from error
-        told = (
+        sentence = (
             f"{nodes} node{'s' if nodes > 1 else ''}: data parallel {settings.dp_size}, "
             f"{len(_places(settings))} place(s) in the model: {outcome} in {time.monotonic() - began:.1f} s"
         )
-        typer.echo(log_lines.said(told, logger=__name__))
+        typer.echo(log_lines.format_sentence(sentence, logger=__name__))
 
 
 def ready(
@@ -117,7 +119,7 @@ def ready(
 
 
 def _found(key: str, local: LocalCache, shared: SharedCache | None) -> CompileOutcome | None:
-    """How the node came by a key without compiling; None when it did not."""
+    """Return where the node has a key from without compiling; None when it has not."""
     if local.has(key):
         if shared is not None and not shared.has(key):
             shared.publish(key, local)
@@ -126,14 +128,14 @@ def _found(key: str, local: LocalCache, shared: SharedCache | None) -> CompileOu
 
 
 def _compile(settings: Settings, local: LocalCache | None) -> None:
-    """The places of a size, side by side."""
+    """Compile the places of a size, side by side."""
     # Each takes a core of the device for itself, as the ranks of a node do.
     crew = Crew(settings.launch.local_world_size if _is_nxd(settings) else len(os.sched_getaffinity(0)))
     crew.each(_places(settings), lambda place, seat: compile_place(settings, place, local, crew, seat))
 
 
 def compile_place(settings: Settings, place: Place, local: LocalCache | None, crew: Crew, seat: int) -> None:
-    """Rehearse one place in a process of its own. Raises the error that it ended with.
+    """Rehearse one place in a child process. Raises the error that it ended with.
 
     `seat`: a number that none of those beside it has.
     """
@@ -144,7 +146,7 @@ def compile_place(settings: Settings, place: Place, local: LocalCache | None, cr
     request = Request(config=settings.config.to_wire(), rank=rank, world_size=world, local_world_size=local_world)
     command = [sys.executable, "-m", "trainium_trainer.compile.rehearsal"]
     environment = dict(os.environ)
-    # What it says is read here, so it is text whatever the log is.
+    # Its output is read here, so it is text whatever the format of the log.
     for name in (*_OF_A_RANK, worker_env.ENV_PROGRESS_FILE, worker_env.ENV_LOG_FORMAT):
         environment.pop(name, None)
     if local is not None and not neuron_environment.uses_neuron(settings.config):
@@ -172,7 +174,7 @@ def _is_nxd(settings: Settings) -> bool:
 
 
 def _error(code: int, sentence: str) -> TrainerError:
-    """The kind of error that the process ended with, for the same exit code here."""
+    """Return the kind of error that the process ended with, for the same exit code here."""
     kinds = [kind for kind in TrainerError.__subclasses__() if kind.code == code]
     return kinds[0](sentence) if kinds else UserError(sentence)
 

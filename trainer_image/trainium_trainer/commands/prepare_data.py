@@ -1,6 +1,8 @@
-"""`trainium-trainer prepare-data`: tokenise or encode once, train often.
+"""Tokenize or encode data ahead of a run: `trainium-trainer prepare-data`.
 
-Invariants: nothing here imports torch; the progress is drawn on stderr, the result is one line on stdout.
+Guarantees:
+- Nothing here imports torch.
+- The progress is drawn on stderr, the result is one line on stdout.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ def prepare_data(
     """
     if config is not None:
         if source or output:
-            raise UserError("prepare-data: --config says what is prepared and where: leave --source and --output out")
+            raise UserError("prepare-data: --config names what is prepared and where: leave --source and --output out")
         _prepare_for(config, overrides or ())
         return
     if not source or output is None:
@@ -121,7 +123,7 @@ def _prepare_for(file: Path, overrides: Sequence[str]) -> None:
 
 
 def _checked(tokenizer: Path | None, vocab_size: int, field: str, workers: int | None, bad: int | None) -> DataConfig:
-    """The bounds of the configuration hold here too."""
+    """Check the options by the bounds of the configuration. Raises UserError."""
     given = {"path": str(tokenizer) if tokenizer else None, "vocab_size": vocab_size}
     try:
         return DataConfig.model_validate(

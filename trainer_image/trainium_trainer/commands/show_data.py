@@ -1,7 +1,8 @@
-"""`trainium-trainer show-data`: what the model will see, decoded, and what became of the records.
+"""Print samples as the model sees them, and counts of the records: `trainium-trainer show-data`.
 
-Invariants: what is shown is what a run with this configuration sees first, read the way the run reads it; nothing here
-imports torch but for data that are tokenised while training.
+Guarantees:
+- What is shown is what a run with this configuration sees first, read the way the run reads it.
+- Nothing here imports torch but for data that are tokenised while training.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class Shown:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Look:
-    """How samples are printed."""
+class _Display:
+    """Format of printed samples."""
 
     tokenizer: Tokenizer = field(kw_only=False)
     colour: bool = field(kw_only=False)
@@ -70,10 +71,10 @@ def show_data(
     data = open_data(given.data, given.batch.global_size, epochs=given.epochs, steps_differ=given.batch.tolerance > 0)
     console = Console(highlight=False)
     tokenizer = load_tokenizer(data.tokenizer)
-    look = _Look(tokenizer, console.is_terminal and not console.no_color, borders=borders, ids=ids)
+    display = _Display(tokenizer, console.is_terminal and not console.no_color, borders=borders, ids=ids)
     seen = ""
     for number, shown in enumerate(_samples(given, data, first, samples), start=first):
-        _print_sample(console, look, number, shown, given.data.sequence_length)
+        _print_sample(console, display, number, shown, given.data.sequence_length)
         if shown and not seen:
             seen = str(tokenizer.decode(list(shown[0].ids), skip_special_tokens=False))
     _print_summary(console, given, data)
@@ -82,7 +83,7 @@ def show_data(
 
 
 def _samples(config: TrainingConfig, data: Data, first: int, count: int) -> Iterator[list[Shown] | None]:
-    """Samples by position; None for one that only fills up an epoch."""
+    """Yield samples by position; None for one that only fills up an epoch."""
     from trainium_trainer.data.batches.samples import Samples, TextSample  # noqa: PLC0415
     from trainium_trainer.data.examples.part import ExampleSample  # noqa: PLC0415 - as above
 
@@ -101,7 +102,7 @@ def _samples(config: TrainingConfig, data: Data, first: int, count: int) -> Iter
 
 
 def _streamed(config: TrainingConfig, data: Data, first: int, count: int) -> Iterator[list[Shown]]:
-    """Samples of text that is tokenised while training: of the step that the first one is in, and the next ones."""
+    """Yield samples of text that is tokenized while training, from the step of the first one on."""
     from trainium_trainer.data.batches.loader import Share  # noqa: PLC0415 - only for streams
     from trainium_trainer.data.streaming import open_loader  # noqa: PLC0415
     from trainium_trainer.models.loss import IGNORED_LABEL  # noqa: PLC0415
@@ -117,7 +118,7 @@ def _streamed(config: TrainingConfig, data: Data, first: int, count: int) -> Ite
         loader.close()
 
 
-def _print_sample(console: Console, look: _Look, number: int, shown: list[Shown] | None, length: int) -> None:
+def _print_sample(console: Console, display: _Display, number: int, shown: list[Shown] | None, length: int) -> None:
     from rich.text import Text  # noqa: PLC0415
 
     if shown is None:
@@ -131,13 +132,13 @@ def _print_sample(console: Console, look: _Look, number: int, shown: list[Shown]
     for index, one in enumerate(shown):
         if index:
             console.print(Text(f"── example {index + 1} of this sample, which does not see the one before ──", "dim"))
-        console.print(_coloured(look, one), soft_wrap=True)
-        if look.ids:
+        console.print(_coloured(display, one), soft_wrap=True)
+        if display.ids:
             console.print(Text(f"ids: {' '.join(map(str, one.ids))}", "dim"), soft_wrap=True)
     console.print()
 
 
-def _coloured(look: _Look, shown: Shown) -> Text:
+def _coloured(display: _Display, shown: Shown) -> Text:
     """Return the decoded text; what is learned is coloured, or between brackets."""
     from rich.text import Text  # noqa: PLC0415
 
@@ -145,15 +146,15 @@ def _coloured(look: _Look, shown: Shown) -> Text:
     ids, learned = list(shown.ids), list(shown.learned)
     while start < len(ids):
         end = start + 1
-        while end < len(ids) and learned[end] == learned[start] and not look.borders:
+        while end < len(ids) and learned[end] == learned[start] and not display.borders:
             end += 1
         # Decoded from the beginning each time: many tokenizers drop the blank that a text begins with.
-        now = str(look.tokenizer.decode(ids[:end], skip_special_tokens=False))
+        now = str(display.tokenizer.decode(ids[:end], skip_special_tokens=False))
         piece, before, is_learned = now[len(before) :], now, learned[start]
-        if look.borders and start:
+        if display.borders and start:
             text.append(_BORDER, "dim")
         start = end
-        if look.colour:
+        if display.colour:
             text.append(piece, _LEARNED if is_learned else "")
         else:
             text.append(f"{_OPEN}{piece}{_CLOSE}" if is_learned else piece)

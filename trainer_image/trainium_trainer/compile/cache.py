@@ -1,9 +1,13 @@
-"""The compiler's folder on a node, and the folder that nodes share: copied in before a start, out after a compilation.
+"""Keep compiled graphs in the compiler's folder of a node and in a folder that nodes share.
 
 A shared folder holds `files/<digest>` (each file once, named by its SHA-256) and `keys/<key>.json` (which files a key
-needs, and where they belong). Invariants: a file appears under its name only when it is whole (written aside, then
-renamed), and a key only when all of its files have; a file whose digest is not its name is never copied into a node's
-folder; what a compiler has not finished is not copied out.
+needs, and where they belong).
+
+Guarantees:
+- A file appears under its name only when it is whole (written aside, then renamed), and a key only when all of its
+  files have.
+- A file whose digest is not its name is never copied into a node's folder.
+- What a compiler has not finished is not copied out.
 """
 
 from __future__ import annotations
@@ -44,14 +48,14 @@ class CachedFile(ContractModel):
 
 
 class CacheEntry(MessageModel):
-    """What is kept for one key."""
+    """Files that are kept for one key."""
 
     key: str
     files: tuple[CachedFile, ...] = ()
 
 
 class DamagedError(Exception):
-    """A file of the shared folder is not what its name says; the text names it."""
+    """A file of the shared folder does not have the digest in its name; the text names it."""
 
 
 class LocalCache:
@@ -65,12 +69,12 @@ class LocalCache:
         return self.folder / _OWN / "locks" / key
 
     def has(self, key: str) -> bool:
-        """Whether everything of the key is there, by name and size."""
+        """Return whether all files of the key are there, by name and size."""
         entry = _read(self._note(key), key)
         return entry is not None and all(_size(self.folder / file.path) == file.size for file in entry.files)
 
     def finished(self) -> Iterator[Path]:
-        """The files that a compiler is done with."""
+        """Yield the files that a compiler is done with."""
         for root, folders, names in os.walk(self.folder):
             folders[:] = [name for name in folders if not name.startswith(".")]
             here = Path(root)
@@ -82,7 +86,7 @@ class LocalCache:
                     yield here / name
 
     def entry(self, key: str) -> CacheEntry:
-        """What the folder holds now, as the entry of a key."""
+        """Return the files that the folder holds now, as the entry of a key."""
         files = [
             CachedFile(path=str(path.relative_to(self.folder)), size=path.stat().st_size, digest=_digest(path))
             for path in self.finished()
@@ -108,7 +112,7 @@ class SharedCache:
         return self.folder / "locks" / key
 
     def has(self, key: str) -> bool:
-        """Whether the key was published."""
+        """Return whether the key was published."""
         return self._note(key).exists()
 
     def fetch(self, key: str, local: LocalCache) -> CacheEntry | None:
@@ -187,7 +191,7 @@ def _write(path: Path, entry: CacheEntry) -> None:
 
 
 def _read(path: Path, key: str) -> CacheEntry | None:
-    """The entry of a key; None when there is none, or none that can be read."""
+    """Return the entry of a key; None when there is none, or none that can be read."""
     try:
         entry = CacheEntry.model_validate_json(path.read_bytes())
     except (OSError, ValidationError):

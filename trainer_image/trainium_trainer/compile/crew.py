@@ -1,7 +1,9 @@
-"""Processes side by side, as many as memory allows: the first one alone, to see what one takes.
+"""Run processes side by side, as many as memory allows; the first one alone, to measure it.
 
-Invariants: when one fails, those beside it are ended with all that they began, and its error is the one that is raised;
-no process outlives the call; all stay in this program's process group, by which an agent ends it.
+Guarantees:
+- When one fails, those beside it are ended with all that they began, and its error is the one that is raised.
+- No process outlives the call.
+- All stay in this program's process group, by which an agent ends it.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 T = TypeVar("T")
-_LOOK_SECONDS = 0.2
+_SAMPLE_SECONDS = 0.2
 _SHARE = 0.8
 """Of the memory that is left; the others may need a little more than the first."""
 _PARENT, _RESIDENT = 1, 21
@@ -31,13 +33,13 @@ _PARENT, _RESIDENT = 1, 21
 
 def at_once(left: int, most: int, available: int | None, each: int) -> int:
     """PURE. How many processes fit side by side: of `left`, at most `most`, when one takes `each` bytes."""
-    if available is None or each <= 0:  # nobody says
+    if available is None or each <= 0:  # not known
         return 1
     return max(1, min(left, most, int(available * _SHARE) // each))
 
 
 class Crew:
-    """Runs a job for each of some items, each with a process of its own."""
+    """Runs a job for each of some items, each in a separate process."""
 
     def __init__(self, most: int, available: Callable[[], int | None] = available_bytes) -> None:
         """`most`: so many at once in any case."""
@@ -78,7 +80,7 @@ class Crew:
     def run(
         self, command: Sequence[str], text: str, environment: Mapping[str, str]
     ) -> subprocess.CompletedProcess[str]:
-        """A process with `text` as its input, to its end. OSError when it cannot be started."""
+        """Run a process with `text` as its input, to its end. Raises OSError when it cannot be started."""
         with self._lock:
             if self._stopped:
                 raise RuntimeError("another process failed")
@@ -91,7 +93,7 @@ class Crew:
             given: str | None = text
             while True:
                 try:
-                    out, err = process.communicate(given, timeout=_LOOK_SECONDS)
+                    out, err = process.communicate(given, timeout=_SAMPLE_SECONDS)
                     return subprocess.CompletedProcess(command, process.returncode, out, err)
                 except subprocess.TimeoutExpired:
                     given = None
@@ -124,7 +126,7 @@ def memory_of(process: int) -> int:
 
 
 def _family(process: int) -> list[tuple[int, int]]:
-    """A process and all that it began, in that order, each with its resident pages."""
+    """Return a process and all that it began, in that order, each with its resident pages."""
     resident: dict[int, int] = {}
     children: dict[int, list[int]] = {}
     for folder in Path("/proc").iterdir():

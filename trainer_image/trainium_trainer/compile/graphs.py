@@ -1,7 +1,9 @@
-"""What the graphs of one size of a job depend on, and the name under which their compiled form is kept.
+"""Name the compiled graphs of one size of a job, find the folders that keep them, and fill the node's from the shared.
 
-Invariants: `key` is a pure function of its `Graphs`; what does not change a graph (data, steps, learning rate, where
-checkpoints are) is not in it, so that a run with other data finds what an earlier one compiled.
+Guarantees:
+- `key` is a pure function of its `Graphs`.
+- What does not change a graph (data, steps, learning rate, where checkpoints are) is not in it, so that a run with
+  other data finds what an earlier one compiled.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ class Graphs:
 
 
 def graphs_of(settings: Settings, *, image: str, flags: Sequence[str]) -> Graphs:
-    """The graphs of a configuration at the size of its launch."""
+    """Return the graphs of a configuration at the size of its launch."""
     config = settings.config
     optimizer = {name: value for name, value in config.optimizer if name not in _NOT_COMPILED}
     compute = {
@@ -92,7 +94,7 @@ def micro_batches(settings: Settings) -> int:
 
 
 def digest_of_graphs(graphs: Graphs) -> str:
-    """A name of 32 hexadecimal digits: equal exactly for equal graphs."""
+    """Return a name of 32 hexadecimal digits: equal exactly for equal graphs."""
     text = json.dumps(asdict(graphs), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:_LENGTH]
 
@@ -105,7 +107,7 @@ _NOT_IN_KEY = ("--retry_failed_compilation", "--cache_dir")
 
 
 def local_cache(config: TrainingConfig, environment: Mapping[str, str] = os.environ) -> LocalCache | None:
-    """The compiler's folder on this node; None for one in S3, which the compiler reads and writes by itself."""
+    """Return the compiler's folder on this node; None for one in S3, which the compiler accesses itself."""
     if uses_neuron(config):
         place = config.neuron.cache_directory or environment.get(CACHE_URL) or _NEURON_DEFAULT
         return None if is_address(place) else LocalCache(Path(place))
@@ -114,13 +116,13 @@ def local_cache(config: TrainingConfig, environment: Mapping[str, str] = os.envi
 
 
 def shared_cache(config: TrainingConfig) -> SharedCache | None:
-    """The folder that nodes share; None where none is configured."""
+    """Return the folder that nodes share; None where none is configured."""
     place = config.neuron.shared_cache_directory
     return SharedCache(Path(place)) if place else None
 
 
 def key_of(settings: Settings, environment: Mapping[str, str] = os.environ) -> str:
-    """The key of a configuration at the size of its launch, after its variables were set."""
+    """Return the key of a configuration at the size of its launch, after its variables were set."""
     flags = shlex.split(environment.get(COMPILER_FLAGS, "")) if uses_neuron(settings.config) else []
     kept = [flag for flag in flags if not flag.startswith(_NOT_IN_KEY)]
     return digest_of_graphs(graphs_of(settings, image=environment.get(worker_env.ENV_IMAGE) or _software(), flags=kept))

@@ -1,9 +1,12 @@
-"""One compiler per key among the processes and nodes that share a folder.
+"""Lock a key, so that one of the processes and nodes that share a folder compiles it.
 
 A lock is a file that its holder makes and touches every few seconds. It is stale when its holder, on this machine, has
-ended, or when it has not been touched for a minute by the folder's own clock. Invariants: a live holder's lock is never
-taken away; what two holders would do is harmless all the same (`cache` publishes atomically), so that a lock saves work
-and protects nothing.
+ended, or when it has not been touched for a minute by the folder's own clock.
+
+Guarantees:
+- A live holder's lock is never taken away.
+- What two holders would do is harmless all the same (`cache` publishes atomically), so that a lock saves work and
+  protects nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ def held(
     stale_seconds: float = STALE_SECONDS,
     poll_seconds: float = _POLL_SECONDS,
 ) -> Iterator[bool]:
-    """Hold the lock at `path`, or stop waiting for it once `unless` holds; the value says whether it is held.
+    """Hold the lock at `path`, or stop waiting for it once `unless` holds; the value is whether it is held.
 
     Raises OSError when the folder cannot be written.
     """
@@ -59,7 +62,7 @@ def held(
 
 
 class _Holder:
-    """Who holds a lock: a process of a machine, as far as another process there can tell."""
+    """The holder of a lock: a process of a machine, as far as another process there can know."""
 
     def __init__(self, place: str, pid: int, born: str, token: str) -> None:
         self.place, self.pid, self.born, self.token = place, pid, born, token
@@ -69,7 +72,7 @@ class _Holder:
         return cls(_place(), os.getpid(), _born(os.getpid()), uuid.uuid4().hex)
 
     def take(self, path: Path) -> bool:
-        """Whether the lock was free and is this holder's now."""
+        """Return whether the lock was free and is now this holder's."""
         aside = path.with_name(f".{path.name}.{self.token}")
         aside.write_text(json.dumps(vars(self)), encoding="utf-8")
         try:

@@ -1,9 +1,12 @@
-"""One rank of a world that is not there: forward, backward, update and validation, so that their graphs are compiled.
+"""Run one rank of a world without its peers: forward, backward, update and validation, to compile their graphs.
 
-Run as `python -m trainium_trainer.compile.rehearsal`, a `Request` as JSON on its standard input, in a process of its
-own for each place in the model. Every collective has its shape and its group, and moves nothing; so one process stands
-for a rank of 4,096. Invariants: no data is read, and nothing is written but by the compiler: neither checkpoints nor
-metrics nor progress; the values are without meaning and end with the process.
+Run as `python -m trainium_trainer.compile.rehearsal`, a `Request` as JSON on its standard input, in a separate process
+for each place in the model. Every collective has its shape and its group, and moves nothing; so one process represents
+a rank of 4,096.
+
+Guarantees:
+- No data is read, and nothing is written but by the compiler: neither checkpoints nor metrics nor progress.
+- The values are without meaning and end with the process.
 """
 
 from __future__ import annotations
@@ -27,11 +30,11 @@ if TYPE_CHECKING:
 _STEPS = 2
 """The second one meets the state as every later one does."""
 _MICRO_BATCHES = 2
-"""The last one of a step is a graph of its own; those before it are the same."""
+"""The last one of a step is a separate graph; those before it are equal."""
 
 
 class Request(MessageModel):
-    """What to rehearse."""
+    """A rank to rehearse."""
 
     config: dict[str, Any]
     """A `TrainingConfig`."""
@@ -42,7 +45,7 @@ class Request(MessageModel):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Ranks with graphs of their own: a place in the model, and the first data-parallel rank of a kind."""
+    """Ranks with separate graphs: a place in the model, and the first data-parallel rank of a kind."""
 
     pipeline: int
     tensor: int
@@ -57,7 +60,7 @@ def places(config: TrainingConfig, data_ranks: Sequence[int] = (0,)) -> tuple[Pl
 
 
 def rank_of(place: Place, settings_config: TrainingConfig, world_size: int, *, apart: int = 1) -> int:
-    """The first rank at a place; pipeline x data x tensor, tensor the fastest.
+    """Return the first rank at a place; pipeline x data x tensor, tensor the fastest.
 
     `apart` is how far the ranks of a tensor-parallel group are from each other.
     """
@@ -68,7 +71,7 @@ def rank_of(place: Place, settings_config: TrainingConfig, world_size: int, *, a
 
 
 def launch_at(rank: int, world_size: int, local_world_size: int = 1) -> Launch:
-    """A launch of a rank that has no peers; it takes this node's first device."""
+    """Return a launch of a rank that has no peers; it takes this node's first device."""
     return Launch(
         rank=rank,
         local_rank=0,
@@ -91,7 +94,7 @@ def rehearse(settings: Settings) -> None:
     from trainium_trainer.backends.choose import find_backend, make_backend  # noqa: PLC0415
 
     class ZeroedBuffers(TorchFunctionMode):
-        """What a peer would have filled is zeros: leftover memory may be no number at all."""
+        """Fill with zeros what a peer would have filled: leftover memory may be NaN."""
 
         def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             made = function(*args, **(kwargs or {}))

@@ -1,7 +1,8 @@
-"""Which sizes of a job are compiled, and in which order; from a TrainingJob's manifest or from the trainer's own file.
+"""Choose the sizes of a job that are compiled, and their order, from a manifest or the trainer's own file.
 
-Invariants: only legal sizes come out, of a job only those that it may come to run at; the size that the job starts at
-comes first, then those next to it.
+Guarantees:
+- Only legal sizes come out, of a job only those that it may come to run at.
+- The size that the job starts at comes first, then those next to it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Sizes:
 def read_sizes(
     path: Path, overrides: Sequence[str] = (), *, asked: Sequence[int] = (), cores_per_node: int | None = None
 ) -> Sizes:
-    """The sizes that a file asks for, or those of `asked`. Raises UserError."""
+    """Return the sizes that a file asks for, or those of `asked`. Raises UserError."""
     return sizes_of(path, read_document(path), overrides, asked=asked, cores_per_node=cores_per_node)
 
 
@@ -50,12 +51,12 @@ def sizes_of(
     asked: Sequence[int] = (),
     cores_per_node: int | None = None,
 ) -> Sizes:
-    """The same of what was read from `path`. Raises UserError."""
+    """Return the sizes of a document that was read from `path`. Raises UserError."""
     if document.get("kind") != KIND:
         config = parse(document, overrides, str(path))
         if not asked:
             raise UserError(
-                f"{path} is the trainer's own configuration, which does not say on how many nodes it will run: give "
+                f"{path} is the trainer's own configuration, which does not have the number of nodes: give "
                 "--sizes (and --cores-per-node), or the TrainingJob"
             )
         shape = config.batch_shape(cores_per_node or 1)

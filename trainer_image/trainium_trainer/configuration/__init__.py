@@ -1,1 +1,1 @@
-"""From what a person wrote to a checked configuration, or to one sentence that says what is wrong."""
+"""Turn a written configuration into a checked one, or into one sentence about what is wrong."""

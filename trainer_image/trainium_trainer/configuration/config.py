@@ -1,8 +1,9 @@
-"""From a YAML file and `--set a.b=c` overrides to a checked configuration.
+"""Read a YAML file and `--set a.b=c` overrides into a checked configuration.
 
-Invariants: nothing here touches a device or a process group, nor a network unless the data are in S3; every refusal is
-one sentence that names the field, the value and what to do, raised as UserError (exit code 64); the result is complete
-(`Settings`).
+Guarantees:
+- Nothing here touches a device or a process group, nor a network unless the data are in S3.
+- Every refusal is one sentence that names the field, the value and what to do, raised as UserError (exit code 64).
+- The result is complete (`Settings`).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """What the launcher (the agent, torchrun, or nobody) says about this process."""
+    """The launcher's (the agent's or torchrun's) description of this process."""
 
     rank: int
     local_rank: int
@@ -92,21 +93,21 @@ class Settings:
         return passes(self.batch, self.config.batch.micro_size, self.dp_size)
 
     def fixed(self, data_identity: str, tokenizer: str, *, weights: str = "", adapter: str = "") -> dict[str, Any]:
-        """The settings that must not change between runs of one history, by name.
+        """Return the settings that must not change between runs of one history, by name.
 
         Data, tokenizer, and what the run begins with (`weights`, `adapter`, empty for none) by digests.
         """
-        begun: dict[str, Any] = {
+        initial: dict[str, Any] = {
             name: digest for name, digest in (("weights", weights), ("adapter", adapter)) if digest
         }
         tuning = self.config.tuning
         if tuning != TuningConfig():
-            begun["tuning"] = tuning.model_copy(
+            initial["tuning"] = tuning.model_copy(
                 update={"lora": tuning.lora.model_copy(update={"adapter": None})}
             ).to_wire()
         if self.config.optimizer.kind is not OptimizerKind.ADAMW:
-            begun["optimizer"] = self.config.optimizer.kind
-        return begun | {
+            initial["optimizer"] = self.config.optimizer.kind
+        return initial | {
             "model": self.shape.to_json(),
             "tokenizer": tokenizer,
             "data": data_identity,
@@ -128,7 +129,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> TrainingConfig:
 
 
 def read_document(path: Path) -> dict[str, Any]:
-    """The fields of a YAML file, not validated. Raises UserError."""
+    """Return the fields of a YAML file, not validated. Raises UserError."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -179,7 +180,7 @@ def _with_tokenizer(config: TrainingConfig) -> TrainingConfig:
 
 
 def check_tuning(config: TrainingConfig, shape: ModelShape) -> Choice:
-    """What is trained of a model of this shape. Raises UserError for what cannot be trained usefully."""
+    """Return the trained part of a model of this shape. Raises UserError for what cannot be trained usefully."""
     tuning, location = config.tuning, config.model.weights
     choice = choose(shape, tuning)
     if tuning.freezes and location is None:
@@ -195,7 +196,7 @@ def check_tuning(config: TrainingConfig, shape: ModelShape) -> Choice:
 
 
 def with_steps(config: TrainingConfig, epoch_samples: int | None) -> TrainingConfig:
-    """The steps and the warm-up that follow from `epochs` and `warmupRatio`; an epoch is `epoch_samples` long.
+    """Return the configuration with the steps and warm-up of `epochs` and `warmupRatio`, given `epoch_samples`.
 
     Raises UserError.
     """
@@ -271,7 +272,7 @@ def _number(environment: Mapping[str, str], name: str, default: int) -> int:
 
 
 def _origin(location: tuple[int | str, ...], origins: Mapping[tuple[str, ...], str]) -> str | None:
-    """The override that set the value at `location`, or something above it; None when the file did."""
+    """Return the override that set the value at `location`, or above it; None when the file did."""
     for length in range(len(location), 0, -1):
         found = origins.get(tuple(str(part) for part in location[:length]))
         if found is not None:

@@ -1,4 +1,4 @@
-"""The manifest of a TrainingJob where a configuration of the trainer is asked for: its `spec.trainer` is one."""
+"""Read the trainer's configuration from the manifest of a TrainingJob (`spec.trainer`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def spec_of(path: Path, document: dict[str, Any]) -> TrainingJobSpec:
-    """The spec of a manifest that was read from `path`. Raises UserError."""
+    """Return the spec of a manifest that was read from `path`. Raises UserError."""
     try:
         return TrainingJobSpec.model_validate(document.get("spec") or {})
     except ValidationError as error:

@@ -1,7 +1,9 @@
-"""Which shape a configuration means: a preset, a Hugging Face configuration or a base model, with its overrides.
+"""Resolve the shape of a model from a preset, a Hugging Face configuration or a base model.
 
-Invariant: a shape is consistent, and can be divided over the ranks; everything that a wrong one could break is refused
-here, in one sentence, before a device or a process group is touched.
+Guarantees:
+- A shape is consistent, and can be divided over the ranks.
+- Everything that a wrong one could break is refused here, in one sentence, before a device or a process group is
+  touched.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def resolve_shape(model: ModelConfig, tokenizer_vocabulary: int, *, tensor: int = 1) -> ModelShape:
-    """The preset or the Hugging Face configuration with the overrides, for `tensor` tensor-parallel ranks.
+    """Return the preset or the Hugging Face configuration with the overrides, for `tensor` tensor-parallel ranks.
 
     Raises UserError when the file cannot be used, when the vocabulary is smaller than the tokenizer's, or when a width
     cannot be divided into heads.
@@ -70,7 +72,7 @@ _PADDED_TO = 128
 
 
 def _shape_of_weights(model: ModelConfig, location: str, tokenizer_vocabulary: int, tensor: int) -> ModelShape:
-    """The shape of the model to begin with, its vocabulary grown to the tokenizer's and padded for the ranks.
+    """Return the shape of the initial model, its vocabulary grown to the tokenizer's and padded for the ranks.
 
     It is padded only where the ranks cannot share it as it is, and then to a multiple of 128 too, so that it is the
     same at every usual degree.
@@ -96,7 +98,7 @@ def _shape_of_weights(model: ModelConfig, location: str, tokenizer_vocabulary: i
 
 
 def stretch_of(scaling: RopeScaling) -> RopeStretch | None:
-    """The core's form of a configured scaling; None for none."""
+    """Return the core's form of a configured scaling; None for none."""
     match scaling.kind:
         case RopeScalingKind.UNSCALED:
             return None

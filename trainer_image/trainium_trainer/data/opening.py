@@ -1,7 +1,9 @@
-"""From a data configuration to data that can be trained on: what every rank does first, before it touches a device.
+"""Open the data of a configuration: every rank's first act, before it touches a device.
 
-Invariants: all that can be wrong with the data is found here, or is counted while training; every rank that reads the
-same data under the same configuration gets the same identity; what is held back for validation is never trained on.
+Guarantees:
+- All that can be wrong with the data is found here, or is counted while training.
+- Every rank that reads the same data under the same configuration gets the same identity.
+- What is held back for validation is never trained on.
 """
 
 from __future__ import annotations
@@ -87,8 +89,8 @@ def open_data(
 
     With `epochs` each epoch has every sample of all sources once, and ends with a full batch; their number does not
     matter, only whether they are counted. Where `steps_differ` in their samples an epoch is filled up with nothing,
-    and nothing is tokenised while training, where a step is one sample of each stream. `progress` is told of a long
-    build in place of the log.
+    and nothing is tokenised while training, where a step is one sample of each stream. `progress` replaces the log of
+    a long build.
 
     Where the cache folder cannot be used, what it does not have is made again on this node's disk. Raises UserError for
     unusable data, StorageError for a store that is full or fails.
@@ -143,22 +145,22 @@ def refuse_unusable(config: DataConfig) -> None:
 
 
 def text_prompt_ids(config: DataConfig, texts: Sequence[str]) -> list[tuple[int, ...]]:
-    """The tokens of texts that are to be continued, begun as documents are in training; format Text.
+    """Encode texts that are to be continued; they begin as documents do in training. Format Text.
 
-    Empty ones with data.bos `Auto`, where the model's own tokenizer says how a text begins. Raises UserError or
+    Empty ones with data.bos `Auto`, where the model's own tokenizer decides how a text begins. Raises UserError or
     StorageError.
     """
     if config.bos is BosToken.AUTO:
         return [()] * len(texts)
     known = with_cache(config, lambda cache: text_tokenizer(config, origins_of(config, cache), cache))
     tokenizer = load_tokenizer(known.file)
-    tokenizer.encode_special_tokens = False  # whoever writes a prompt may write them
+    tokenizer.encode_special_tokens = False  # a prompt may have them
     encoded = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-    return [tuple(known.beginning.begun(one.ids)[0]) for one in encoded]
+    return [tuple(known.beginning.prepend_to(one.ids)[0]) for one in encoded]
 
 
 def _identity(config: DataConfig, facts: dict[str, Any], origins: Sequence[Origin], tokenizer: Path) -> str:
-    """Of one whole source that of its tokens; else a digest of all that the stream of samples depends on."""
+    """Return the identity of a whole source's tokens; else a digest of all that the stream of samples depends on."""
     held = config.validation
     fraction = held.fraction if held is not None else None
     if list(facts) == ["tokens"] and len(origins) == 1 and fraction is None and not config.mask_documents:
@@ -175,7 +177,7 @@ def _identity(config: DataConfig, facts: dict[str, Any], origins: Sequence[Origi
 def _divided(
     config: DataConfig, origins: Sequence[Origin], whole: Sequence[Prepared], cache: Path
 ) -> tuple[list[TextPart], list[TextPart]]:
-    """What is trained on, and what is held back."""
+    """Divide the sources into training and validation."""
     parts = [TextPart(origin.spec.name, prepared) for origin, prepared in zip(origins, whole, strict=True)]
     held = config.validation
     if held is None or held.fraction is None:
@@ -218,7 +220,7 @@ def _validation(
     texts: TextTokenizer,
     cache: Path,
 ) -> ValidationSet | None:
-    """The samples of a measurement: the first ones of each source, as many of each as it has a share in."""
+    """Return the samples of a measurement: the first ones of each source, by its share."""
     held = config.validation
     if held is None:
         return None

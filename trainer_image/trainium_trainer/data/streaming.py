@@ -1,8 +1,15 @@
-"""What is known of the tokens in each block: a note beside the checkpoints, so that a resume need not count again.
+"""Train on text while it is tokenized: the rank's side of `lanes`, and notes of the tokens in each block.
 
-Each data-parallel rank appends to a file of its own and everybody reads all of them. Invariants: the notes are only a
-memory of a pure function: any of them may be lost, torn, doubled or from another size of the job; a record that is not
-whole is not believed; nothing is written once they are closed, whichever thread closes them.
+The notes are beside the checkpoints, so that a resume need not count again. Each data-parallel rank appends to its
+file, and all ranks read all of them.
+
+Guarantees:
+- The samples are the same for any number of processes.
+- An error in a process is raised by the step that needs its rows, with its traceback.
+- The notes are only a memory of a pure function: any of them may be lost, torn, doubled or from another size of the
+  job.
+- A record that is not whole is not believed.
+- Nothing is written once they are closed, whichever thread closes them.
 """
 
 from __future__ import annotations
@@ -15,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainium_trainer.data.batches.broadcast import Fellows, Giver, Receiver
+from trainium_trainer.data.batches.broadcast import BatchGroup, BatchSender, Receiver
 from trainium_trainer.data.batches.loader import BatchMaker, Loader, Passes, RankBatch, SampleMaker
 from trainium_trainer.data.batches.samples import TextSample
 from trainium_trainer.data.online.lanes import Rows, install_lanes, rows_of
@@ -118,7 +125,7 @@ _CALLS_AHEAD = 2
 
 
 class StreamMaker:
-    """Batches of one rank's lanes, by processes of its own."""
+    """Batches of one rank's lanes, by its processes."""
 
     def __init__(self, streams: Streams, share: Share, counts: BlockCounts) -> None:
         assert share.global_size == streams.plan.lanes, "each row of the global batch is a lane"
@@ -188,22 +195,22 @@ def open_loader(
     ahead: int = 1,
     notes: Path | None = None,
     writes: bool = True,
-    fellows: Fellows | None = None,
+    batch_group: BatchGroup | None = None,
 ) -> Loader:
-    """A loader of one rank's batches.
+    """Return a loader of one rank's batches.
 
     What it learns of streams is remembered in the folder `notes`; of ranks with the same samples one `writes`. Of the
-    `fellows`, who train on the same samples, one makes the batches of streams and hands them to the others.
+    `batch_group`, who train on the same samples, one makes the batches of streams and hands them to the others.
     """
     training = data.training
     maker: BatchMaker
     if not isinstance(training, Streams):
         maker = SampleMaker(training, share)
-    elif fellows is not None and fellows.follows:
-        maker = Receiver(fellows)
+    elif batch_group is not None and batch_group.follows:
+        maker = Receiver(batch_group)
     else:
         counts = BlockCounts(notes, training.identity, share.dp_rank if writes else None)
         maker = StreamMaker(training, share, counts)
-        if fellows is not None and fellows.others:
-            maker = Giver(maker, fellows)
+        if batch_group is not None and batch_group.others:
+            maker = BatchSender(maker, batch_group)
     return Loader(maker, global_size=share.global_size, ahead=ahead)

@@ -105,5 +105,5 @@ def patience(reading: PulseReading) -> float:
 
 
 def _leave(code: ExitCode, sentence: str) -> NoReturn:
-    exits.say(sentence, level=LogLevel.INFO if code is ExitCode.YIELDING else LogLevel.ERROR)
+    exits.report_end(sentence, level=LogLevel.INFO if code is ExitCode.YIELDING else LogLevel.ERROR)
     exits.leave(code)

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 
 from trainium_trainer.artifacts.stage import at_milestones
 from trainium_trainer.backends.choose import find_backend, make_backend
-from trainium_trainer.backends.sample_group import fellows_of
+from trainium_trainer.backends.sample_group import batch_group_of
 from trainium_trainer.checkpoint.interfaces import Position
 from trainium_trainer.checkpoint.manager import CheckpointManager
 from trainium_trainer.checkpoint.root.metrics_copy import records_folder
 from trainium_trainer.checkpoint.root.owner import Start
 from trainium_trainer.configuration.config import with_steps
-from trainium_trainer.data.batches.broadcast import Fellows
+from trainium_trainer.data.batches.broadcast import BatchGroup
 from trainium_trainer.data.batches.loader import Share
 from trainium_trainer.data.online.streams import Streams
 from trainium_trainer.data.opening import open_data
@@ -154,7 +154,7 @@ def start(settings: Settings, progress: ProgressWriter, stop: StopRequest) -> Ru
         record_samples=config.monitor.record_samples,
         resume_step=position.step,
         aside=history.aside,
-        tell=history.tell,
+        notify=history.tell,
     )
     loader = open_loader(
         data,
@@ -168,7 +168,7 @@ def start(settings: Settings, progress: ProgressWriter, stop: StopRequest) -> Ru
         ahead=config.data.prefetch_steps,
         notes=root / "data",
         writes=mesh.counts_samples,
-        fellows=fellows_of(mesh) if isinstance(data.training, Streams) else Fellows(),
+        batch_group=batch_group_of(mesh) if isinstance(data.training, Streams) else BatchGroup(),
     )
     stopwatch.lap("files")
     if mesh.rank == 0 and data.report is not None:

@@ -1,4 +1,4 @@
-"""`python -m trainium_trainer.monitor`: what the ranks of this pod do now, one JSON object a line.
+"""Print the current state of this pod's ranks, one JSON object a line: `python -m trainium_trainer.monitor`.
 
 For `kubectl exec POD -- python -m trainium_trainer.monitor`. Reads the progress records of the newest generation; a pod
 without ranks prints nothing.

@@ -1,11 +1,11 @@
-"""Model FLOPs utilisation: the work that the model needs per token, over what the devices could do.
+"""Compute model FLOPs utilisation: the work of the model per token over the devices' peak.
 
     FLOPs per token = 6 N + 12 L H D S        MFU = tokens/s x FLOPs per token / (devices x peak)
 
 N: parameters that multiply (all but an embedding that is only looked up), 2 FLOPs forward and 4 backward each. L layers
 of H heads of width D at sequence length S: the two products of attention, in full although half of them is masked.
 This is the definition of PaLM (arXiv 2204.02311, appendix B); recomputation is not counted as work. Where weights are
-frozen, the 2 FLOPs of their own gradient are left out: 4 N + 2 T, with T the parameters that are trained.
+frozen, the 2 FLOPs of their gradient are left out: 4 N + 2 T, with T the parameters that are trained.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ _CORES_PER_LOGICAL_CORE = 2
 _TERA = 1e12
 
 CUDA_PEAKS = {"H200": 989.4, "H100 80GB": 989.4, "H100 PCIe": 756.0, "A100": 312.0}
-"""Part of a device's name -> TFLOP/s in dense bfloat16 (NVIDIA's data sheets, half of what they say with sparsity)."""
+"""Part of a device's name -> TFLOP/s in dense bfloat16 (NVIDIA's data sheets, half of those with sparsity)."""
 NEURON_PEAKS = {"trn1": 190 / 2, "trn2": 667 / 8, "trn3": 671 / 8}
 """Instance family -> TFLOP/s in bfloat16 of one physical core: the chip's figure in AWS's Neuron documentation
 (architecture of Trainium, Trainium2, Trainium3) over its 2, 8 and 8 cores."""
 
 
 def flops_per_token(shape: ModelShape, sequence_length: int, *, trained: int | None = None) -> float:
-    """Forward and backward floating-point operations of one token, as the module says.
+    """Return the forward and backward floating-point operations of one token, by the formula of the module.
 
     `trained` is how many numbers are trained where not all are.
     """
-    looked_up = 0 if shape.tie_embeddings else shape.vocab_size * shape.hidden_size
-    products = shape.num_parameters - looked_up
+    embedded = 0 if shape.tie_embeddings else shape.vocab_size * shape.hidden_size
+    products = shape.num_parameters - embedded
     own = products if trained is None else trained
     attention = shape.num_layers * shape.num_attention_heads * shape.head_dim * sequence_length
     return 4.0 * products + 2.0 * own + 12.0 * attention
@@ -81,7 +81,7 @@ def utilisation(tokens_per_second: float, flops: float, *, devices: int, peak: f
 
 
 def host_bytes(statm: Path = Path("/proc/self/statm")) -> int | None:
-    """Resident memory of this process, bytes; None where the system does not tell."""
+    """Resident memory of this process, bytes; None where the system does not report it."""
     try:
         return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, IndexError, ValueError):

@@ -1,4 +1,4 @@
-"""The figures of one step, as they are written to metrics.jsonl and to TensorBoard.
+"""Hold the figures of one step, as written to metrics.jsonl and to TensorBoard.
 
 Importing this module imports nothing heavy.
 """
@@ -54,7 +54,7 @@ class StepFigures:
     stability: Stability = field(default_factory=Stability)
 
     def to_json(self) -> dict[str, Any]:
-        """The line of metrics.jsonl."""
+        """Return the line of metrics.jsonl."""
         stability = self.stability
         line = {
             "step": self.step,
@@ -69,7 +69,7 @@ class StepFigures:
             "productiveSeconds": round(self.productive_seconds, 3),
             "spikes": stability.spikes,
             "spikeSteps": stability.spike_steps,
-            "spikeTold": stability.spike_told,
+            "spikeReported": stability.spike_reported,
             "lossDifferences": stability.differences,
             "lossNoise": stability.noise,
             "lowestLoss": _finite(stability.lowest),
@@ -91,7 +91,7 @@ class StepFigures:
         return line | {name: value for name, given in measured.items() if (value := _short(given)) is not None}
 
     def scalars(self) -> dict[str, float]:
-        """What TensorBoard shows."""
+        """Return the values for TensorBoard."""
         found = {
             "train/loss": self.loss,
             "train/perplexity": perplexity(self.loss),

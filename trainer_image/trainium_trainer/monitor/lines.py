@@ -1,8 +1,11 @@
-"""Files of lines of JSON that people read: their end, and a writer whom a file that takes nothing does not stop.
+"""Write and read files of JSON lines; a file that takes no lines does not stop the writer.
 
-Invariants: lines are in the file in their order and whole; what the file does not take is kept aside, at most
-`ROOM_BYTES` of the newest lines, in memory and, where there is a folder for it, in a file on the node that the next
-process finds, and it is written as soon as the file takes lines again; the writer never raises OSError.
+Guarantees:
+- Lines are in the file in their order and whole.
+- What the file does not take is kept aside, at most `ASIDE_BYTES` of the newest lines, in memory and, where there is a
+  folder for it, in a file on the node that the next process finds, and it is written as soon as the file takes lines
+  again.
+- The writer never raises OSError.
 """
 
 from __future__ import annotations
@@ -23,14 +26,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-ROOM_BYTES = 4 << 20
+ASIDE_BYTES = 4 << 20
 """What is kept aside: some ten thousand steps."""
 _PAUSE_SECONDS = 5.0
 """Between two tries of a file that took nothing."""
 
 
 def unwritable(path: Path, error: OSError) -> StorageError:
-    """The sentence for a file of records that cannot be used."""
+    """Return the sentence for a file of records that cannot be used."""
     if error.errno in FORBIDDEN:
         advice = what_forbids(error.errno)
     else:
@@ -39,7 +42,7 @@ def unwritable(path: Path, error: OSError) -> StorageError:
 
 
 def step_of(line: bytes) -> int | None:
-    """The step of a line; None for a line that is not whole."""
+    """Return the step of a line; None for a line that is not whole."""
     try:
         step = json.loads(line)["step"]
     except (ValueError, KeyError, TypeError):
@@ -92,7 +95,7 @@ def _end_of_step(descriptor: int, step: int) -> int:
 
 
 def newest_lines(path: Path, count: int) -> list[dict[str, Any]]:
-    """The last lines, at most `count`, oldest first, of a file that `forget_after` has left whole.
+    """Return the last lines, at most `count`, oldest first, of a file that `forget_after` has left whole.
 
     Raises StorageError.
     """
@@ -116,7 +119,7 @@ def _newest(path: Path, count: int) -> list[bytes]:
 
 
 def first_line(path: Path) -> dict[str, Any] | None:
-    """The first line of such a file; None when there is none. Raises StorageError."""
+    """Return the first line of such a file; None when there is none. Raises StorageError."""
     try:
         with path.open("rb") as file:
             line = file.readline()
@@ -129,7 +132,7 @@ def first_line(path: Path) -> dict[str, Any] | None:
 
 
 def _silent(_: str) -> None:
-    """Nobody is told."""
+    """Ignore a sentence."""
 
 
 class LineWriter:
@@ -142,23 +145,23 @@ class LineWriter:
         aside: Path | None = None,
         last: int | None = None,
         earlier: Sequence[bytes] | None = None,
-        tell: Callable[[str], None] = _silent,
+        notify: Callable[[str], None] = _silent,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`aside`: a folder on the node; `last`: the newest step of the history, later lines are dropped in both.
 
         `earlier`: the lines in `aside` that are still to be written; by default all.
-        `tell` gets a sentence when the file begins to take no lines, and when it takes them again.
+        `notify` gets a sentence when the file begins to take no lines, and when it takes them again.
         """
         self._path = path
-        self._tell = tell
+        self._notify = notify
         self._clock = clock
         self._aside = None if aside is None else aside / path.name
         self._waiting: deque[bytes] = deque()
         self._bytes = 0
         self._lost = 0
         self._late = 0
-        self._told = False
+        self._notified = False
         self._again_at = 0.0
         self._descriptor: int | None = None
         self._last = last
@@ -197,7 +200,7 @@ class LineWriter:
     def _keep(self, line: bytes) -> None:
         self._waiting.append(line)
         self._bytes += len(line)
-        while self._bytes > ROOM_BYTES and len(self._waiting) > 1:
+        while self._bytes > ASIDE_BYTES and len(self._waiting) > 1:
             self._bytes -= len(self._waiting.popleft())
             self._lost += 1
 
@@ -209,18 +212,18 @@ class LineWriter:
                 self._write_one()
         except OSError as error:
             self._again_at = self._clock() + _PAUSE_SECONDS
-            if not self._told:
-                self._told = True
-                self._tell(
+            if not self._notified:
+                self._notified = True
+                self._notify(
                     f"{unwritable(self._path, error)}; training goes on, its newest lines are kept aside and written "
                     "when the file takes them"
                 )
             self._keep_file()
             return
-        if self._told:
+        if self._notified:
             lost = f", {self._lost} were too many to keep" if self._lost else ""
-            self._tell(f"{self._path} can be written again: {self._late} lines were written late{lost}")
-            self._told, self._late = False, 0
+            self._notify(f"{self._path} can be written again: {self._late} lines were written late{lost}")
+            self._notified, self._late = False, 0
         if self._aside is not None:
             with contextlib.suppress(OSError):
                 self._aside.unlink(missing_ok=True)
@@ -231,7 +234,7 @@ class LineWriter:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         if self._last is not None:
             _forget_after(self._path, self._last)
-        # Of those that waited, some were written by a process that did not come to say so.
+        # Of those that waited, some were written by a process that ended before it noted that.
         written = set(_newest(self._path, len(self._waiting)))
         self._waiting = deque(line for line in self._waiting if line not in written)
         self._bytes = sum(map(len, self._waiting))
@@ -247,7 +250,7 @@ class LineWriter:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._waiting.popleft()
         self._bytes -= len(line)
-        self._late += self._told
+        self._late += self._notified
 
     def _keep_line(self, line: bytes) -> None:
         """On the node, for the next process; where that fails too, this process has it in memory."""
@@ -255,7 +258,7 @@ class LineWriter:
             return
         with contextlib.suppress(OSError), self._aside.open("ab") as file:
             file.write(line)
-            crowded = file.tell() > 2 * ROOM_BYTES
+            crowded = file.tell() > 2 * ASIDE_BYTES
             if not crowded:
                 return
         self._keep_file()

@@ -1,7 +1,9 @@
-"""`trainium-trainer plot`: a picture of one run's history, or of several beside each other.
+"""Draw the history of one run, or of several beside each other: `trainium-trainer plot`.
 
-Invariants: what is drawn is what metrics.jsonl says; a line that is cut off (the run goes on) is left out; matplotlib
-is imported only here, since a worker has no use for it.
+Guarantees:
+- What is drawn is the content of metrics.jsonl.
+- A line that is cut off (the run goes on) is left out.
+- Matplotlib is imported only here, since a worker has no use for it.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ class PlottedRun:
     """In order of their steps, at least one."""
 
     def values(self, field: str) -> tuple[list[int], list[float]]:
-        """Steps in which a field was measured, and its values."""
+        """Return steps in which a field was measured, and its values."""
         found = [(line["step"], line[field]) for line in self.lines if line.get(field) is not None]
         return [step for step, _ in found], [float(value) for _, value in found]
 
@@ -49,7 +51,7 @@ class PlottedRun:
 
 
 def read_history(run: Path) -> PlottedRun:
-    """The history of a run by its folder or its metrics.jsonl. Raises UserError for what is neither."""
+    """Return the history of a run by its folder or its metrics.jsonl. Raises UserError for what is neither."""
     file = run / METRICS_NAME if run.is_dir() else run
     try:
         text = file.read_text(encoding="utf-8")
@@ -157,7 +159,7 @@ def _titled(axes: Axes, title: str, right: str) -> None:
 
 
 def _caption(runs: Sequence[PlottedRun]) -> str:
-    """What a single run came to."""
+    """Return the result of a single run."""
     if len(runs) > 1:
         return ""
     last = runs[0].lines[-1]

@@ -1,11 +1,13 @@
-"""The progress record: a few numbers in shared memory that a training process writes and its agent reads.
+"""Publish the progress of a training process to its agent, in shared memory.
 
 The process's pulse (`monitor.pulse`) lies behind the record in the same file.
 
-Invariants: one writer, any number of readers, no system call per write; a reader gets a whole record or None (a
-sequence count that is odd while a write is under way, and a checksum); the layout is fixed and versioned, so the two
-sides may be different builds: a reader of another layout sees none; importing this module imports nothing heavy.
-What is longer than a number lies in files beside the record: the notice, the alerts, the results.
+Guarantees:
+- One writer, any number of readers, no system call per write.
+- A reader gets a whole record or None (a sequence count that is odd while a write is under way, and a checksum).
+- The layout is fixed and versioned, so the two sides may be different builds: a reader of another layout sees none.
+- Importing this module imports nothing heavy. What is longer than a number lies in files beside the record: the notice,
+  the alerts, the results.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ _STAGES = tuple(RunStage)
 
 
 class ProgressPhase(IntEnum):
-    """What a training process is doing."""
+    """Phase of a training process."""
 
     LOADING = 1
     TRAINING = 2
@@ -94,13 +96,13 @@ class ProgressRecord:
     goodput: float = math.nan
     """Share of the time since the first step that went into steps of the history, 0 to 1; known to rank 0."""
     stage_progress: float = 0.0
-    """Share of the stage that is over, 0 to 1; 0 in `Train`, whose steps tell."""
+    """Share of the stage that is over, 0 to 1; 0 in `Train`, which counts steps."""
     stage_since: float = 0.0
     """Unix seconds when this process came into the stage; 0 in `Train`."""
 
     @property
     def stage(self) -> RunStage:
-        """What the run does: steps, or what follows the last one."""
+        """Record the stage of the run: steps, or what follows the last one."""
         return _STAGES[self.stage_number]
 
 
@@ -121,7 +123,7 @@ class ProgressWriter:
         self._notice = notice_path(path) if path else None
         self._alerts = alerts_path(path) if path else None
         self._results = results_path(path) if path else None
-        self._told: dict[str, dict[str, object]] = {}
+        self._sent_alerts: dict[str, dict[str, object]] = {}
         self._found = RunResults()
         if path and self._previous is not None and self._previous.generation == generation:
             self._found = read_results(path)
@@ -191,8 +193,8 @@ class ProgressWriter:
     def alert(self, kind: str, step: int, sentence: str) -> None:
         """Leave an alert beside the record; of each kind the newest counts."""
         if self._alerts is not None:
-            self._told[kind] = {"step": step, "message": sentence}
-            _leave(self._alerts, json.dumps(self._told))
+            self._sent_alerts[kind] = {"step": step, "message": sentence}
+            _leave(self._alerts, json.dumps(self._sent_alerts))
 
     def total_steps(self, steps: int) -> None:
         """Record how many steps the whole run has, once that is known."""
@@ -204,7 +206,7 @@ class ProgressWriter:
         """Record the stage that the run is in, and the share of it that is over (0 to 1); a sign of life too.
 
         To be called often in `Export` and `Evaluate`: a process that gives no sign for as long as a save may take is
-        called hung. A step brings the run back to `Train` by itself.
+        called hung. A step returns the run to `Train` by itself.
         """
         record = self.record
         trains = stage is RunStage.TRAIN
@@ -218,7 +220,7 @@ class ProgressWriter:
         self.pulse.stage(trains=trains)
 
     def artifact(self, report: ArtifactReport) -> None:
-        """Leave word of a complete artifact beside the record. Raises OSError."""
+        """Record a complete artifact beside the progress record. Raises OSError."""
         self._leave(self._found.with_artifact(report))
 
     def evaluation(self, figures: tuple[EvaluationFigure, ...]) -> None:
@@ -255,7 +257,7 @@ def _leave(path: Path, text: str) -> None:
 
 
 def _replace(path: Path, text: str) -> None:
-    """By a draft of its own: artifacts are reported from another thread than notices and alerts."""
+    """Write by a separate draft: artifacts are reported from another thread than notices and alerts."""
     draft = path.with_name(f"{path.name}.draft")
     draft.write_text(text)
     draft.replace(path)
@@ -272,7 +274,7 @@ def alerts_path(path: Path) -> Path:
 
 
 def read_notice(path: Path) -> str:
-    """The newest sentence beside the record at `path`; empty for none."""
+    """Return the newest sentence beside the record at `path`; empty for none."""
     try:
         return notice_path(path).read_text()
     except FileNotFoundError:
@@ -280,12 +282,12 @@ def read_notice(path: Path) -> str:
 
 
 def read_alerts(path: Path) -> dict[str, dict[str, Any]]:
-    """The alerts beside the record at `path`: kind -> step and message."""
+    """Return the alerts beside the record at `path`: kind -> step and message."""
     try:
-        told: dict[str, dict[str, Any]] = json.loads(alerts_path(path).read_text())
+        alerts: dict[str, dict[str, Any]] = json.loads(alerts_path(path).read_text())
     except FileNotFoundError:
         return {}
-    return told
+    return alerts
 
 
 def results_path(path: Path) -> Path:
@@ -294,7 +296,7 @@ def results_path(path: Path) -> Path:
 
 
 def read_results(path: Path) -> RunResults:
-    """What lies beside the record at `path`; nothing where it cannot be read."""
+    """Read the results beside the record at `path`; empty where they cannot be read."""
     try:
         return RunResults.model_validate_json(results_path(path).read_bytes())
     except (OSError, ValueError):
@@ -316,13 +318,13 @@ def _map(path: Path) -> mmap.mmap:
 
 
 def read_progress(path: Path) -> ProgressRecord | None:
-    """The newest whole record; None when there is none, it has another layout, or it keeps changing."""
+    """Return the newest whole record; None when there is none, it has another layout, or it keeps changing."""
     found = read_with_pulse(path)
     return None if found is None else found[0]
 
 
 def read_with_pulse(path: Path) -> tuple[ProgressRecord, PulseReading | None] | None:
-    """The newest whole record and the pulse behind it; None as for `read_progress`."""
+    """Return the newest whole record and the pulse behind it; None as for `read_progress`."""
     for _ in range(_READ_ATTEMPTS):
         try:
             data = path.read_bytes()

@@ -1,9 +1,12 @@
-"""The pulse: what a training process does right now, in shared memory, so that its agent can tell standstill from work.
+"""The current activity of a training process, in shared memory: its agent distinguishes a hang from work by it.
 
-One 64-bit word holds a count that grows with every sign of life, the activity, and whether the process waits for its
-peers; a ring beside it holds the lengths of the newest steps. Invariants: a sign of life is one store into mapped
-memory, no system call; the word is written in one piece and never read as two halves; a first step (which compiles) is
-not in the ring. Importing this module imports nothing heavy.
+One 64-bit word holds a count that grows with every heartbeat, the activity, and whether the process waits for its
+peers; a ring beside it holds the lengths of the newest steps.
+
+Guarantees:
+- A heartbeat is one store into mapped memory, no system call.
+- The word is written in one piece and never read as two halves.
+- A first step (which compiles) is not in the ring. Importing this module imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ _ACTIVITY_SHIFT = 8
 
 
 class Activity(IntEnum):
-    """What a training process is doing, as far as limits of a standstill differ."""
+    """Activity of a training process, as far as the limits of a hang differ."""
 
     INIT = 1
     """Opening data, meeting the other ranks, building the model."""
@@ -41,12 +44,12 @@ class Activity(IntEnum):
 
 
 class Waiting(IntEnum):
-    """Whether a process waits for its peers."""
+    """A flag: a process waits for its peers."""
 
     NO = 0
     YES = 1
     MAYBE = 2
-    """Its work has collectives inside, so only its stack can tell."""
+    """Its work has collectives inside, so only its stack shows which."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +85,7 @@ class Pulse:
         self.work_with_collectives = _Wait(self, Waiting.MAYBE)
         """Context of work that has collectives inside."""
         self.work = _Wait(self, Waiting.NO)
-        """Context of work of its own: a sign of life at its beginning and at its end."""
+        """Context of local work: a heartbeat at its start and at its end."""
         self.saving = _Doing(self, Activity.SAVE)
         """Context of a place that waits for storage."""
         self.measuring = _Measuring(self)
@@ -90,7 +93,7 @@ class Pulse:
         self.beat()
 
     def beat(self) -> None:
-        """A sign of life."""
+        """Record a heartbeat."""
         self._beats += 1
         self._words[0] = self._beats << _COUNT_SHIFT | self._activity << _ACTIVITY_SHIFT | self._waiting
 
@@ -100,18 +103,18 @@ class Pulse:
         self.beat()
 
     def stage(self, *, trains: bool) -> None:
-        """What follows the last step goes on, with collectives inside; or steps do (`trains`)."""
+        """Record that the stage after the last step continues, with collectives; or that steps do (`trains`)."""
         self._waiting = int(Waiting.NO if trains else Waiting.MAYBE)
         self.enter(Activity.STEP if trains else Activity.SAVE)
 
     def begin_steps(self) -> None:
-        """The loop begins; its first step compiles."""
+        """Record that the loop starts; its first step compiles."""
         self._first = True
         self._waited = 0.0
         self.enter(Activity.COMPILE)
 
     def step_done(self, seconds: float) -> None:
-        """A step that took `seconds` ended."""
+        """Record a completed step of `seconds`."""
         if self._first:
             self._first = False
             self._numbers[0] = seconds
@@ -126,7 +129,7 @@ class Pulse:
         self.enter(Activity.STEP)
 
     def read(self) -> PulseReading | None:
-        """What a reader sees now; from any thread of this process. None once closed."""
+        """Return the current reading; from any thread of this process. None once closed."""
         try:
             return unpack_pulse(self._memory.tobytes())
         except ValueError:  # released
@@ -165,7 +168,7 @@ class _Wait:
 
 
 class _Doing:
-    """Marks a stretch with an activity of its own."""
+    """Marks a stretch with a separate activity."""
 
     __slots__ = ("_activity", "_before", "_pulse")
 
@@ -209,7 +212,7 @@ class _Measuring:
 
 
 def unpack_pulse(data: bytes) -> PulseReading | None:
-    """The reading that `PULSE_BYTES` of memory hold; None when they hold none."""
+    """Return the reading that `PULSE_BYTES` of memory hold; None when they hold none."""
     word, seen, first, *ring = _LAYOUT.unpack(data)
     try:
         activity = Activity(word >> _ACTIVITY_SHIFT & 0xFF)

@@ -1,10 +1,11 @@
-"""Is the run stable? Spikes of the gradient norm, and the alarm about a loss that has risen; pure functions.
+"""Judge whether a run is stable: spikes of the gradient norm, and the alarm about a risen loss.
 
 A spike (HLAT, arXiv 2404.10630, section 4): the norm is above r + 0.1, where r is the mean of the 20 steps before,
 whatever they were; it lasts until the norm is at or below that bound again. At small batches ordinary noise makes many,
-so all are counted, and one is told only when, after 10 steps of it or later, each of the newest 10 norms is above each
-of the 20 before them, and the median of their losses is not below that of the 10 losses before. Of 30 norms that differ
-by chance alone the newest 10 are the highest once in C(30, 10) = 30,045,015 times: the bound of false words, per step.
+so all are counted. One is reported only when, after 10 steps of it or later, each of the newest 10 norms is above each
+of the 20 before them, and the median of their losses is not below that of the 10 losses before. Of 30 norms that
+differ by chance alone the newest 10 are the highest once in C(30, 10) = 30,045,015 times: the bound of false reports,
+per step.
 
 The alarm: the level of the loss, which is the median of the newest 100 steps, is above the lowest level so far by three
 times the noise, which is the mean difference of two successive losses as it was at that level; and by a twentieth of
@@ -15,8 +16,9 @@ p and 1 - p is at most the mean difference over 2 p (1 - p), so one of the two m
 and 0.7887, and 50 of 100 values below the first of them are that rare (`chance`). A loss that jumps is alarmed about
 after 50 to 51 steps.
 
-Invariants: the state is a value that follows from the steps alone, so a resumed run judges as if it had not been
-interrupted; a step whose loss or norm is not finite is not judged and changes nothing.
+Guarantees:
+- The state is a value that follows from the steps alone, so a resumed run judges as if it had not been interrupted.
+- A step whose loss or norm is not finite is not judged and changes nothing.
 """
 
 from __future__ import annotations
@@ -42,20 +44,20 @@ class StabilityRules:
     window: int = 20
     """Steps of the mean; before there are as many, nothing is a spike."""
     margin: float = 0.1
-    told_after: int = 10
+    reported_after: int = 10
     """Steps that a spike must last to be worth an event."""
     alarm_ratio: float = 3.0
     """Rise of the loss in units of its noise."""
 
     @property
     def compared(self) -> int:
-        """Newest steps that are held against a window before them when a spike may be told."""
-        return min(self.told_after, self.window)
+        """Newest steps that are held against a window before them when a spike may be reported."""
+        return min(self.reported_after, self.window)
 
     @property
     def reach(self) -> int:
         """Steps between that window and now: the whole spike, if it is not too long to be remembered."""
-        return self.told_after if self.told_after <= _LONGEST_COMPARED else self.compared
+        return self.reported_after if self.reported_after <= _LONGEST_COMPARED else self.compared
 
     @property
     def kept(self) -> int:
@@ -65,18 +67,18 @@ class StabilityRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stability:
-    """What is known after a step."""
+    """State after a step."""
 
     losses: tuple[float, ...] = ()
     """Of the newest steps, at most `StabilityRules.kept`, newest last."""
     norms: tuple[float, ...] = ()
     """Gradient norms of the same steps."""
     spikes: int = 0
-    """Spikes that have begun since the first step of the run."""
+    """Spikes that started since the first step of the run."""
     spike_steps: int = 0
     """Steps that the present spike has lasted; 0 when there is none."""
-    spike_told: bool = False
-    """The present spike has been told."""
+    spike_reported: bool = False
+    """The present spike has been reported."""
     differences: int = 0
     """Pairs of successive losses so far, at most as many as the noise is the mean of."""
     noise: float = 0.0
@@ -91,15 +93,15 @@ class Stability:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """What one step changed."""
+    """Changes of one step."""
 
     after: Stability
     bound: float = math.inf
     """Gradient norm above which this step is in a spike."""
     spike_ended_after: int = 0
     """Steps that the spike lasted which this step ended; 0 when it ended none."""
-    spike_told: bool = False
-    """The spike has lasted long enough to be told, and is none that noise makes; true at most once per spike."""
+    spike_reported: bool = False
+    """The spike has lasted long enough to be reported, and is none that noise makes; true at most once per spike."""
     level: float = math.nan
     """Median of the newest losses; NaN before there are enough."""
     alarm_raised: bool = False
@@ -107,7 +109,7 @@ class Judgement:
 
 
 def judge(before: Stability, rules: StabilityRules, *, loss: float, gradient_norm: float) -> Judgement:
-    """The next step's verdict; `loss` is the mean of a token, `gradient_norm` that before clipping."""
+    """Judge the next step; `loss` is the mean of a token, `gradient_norm` that before clipping."""
     if not (math.isfinite(loss) and math.isfinite(gradient_norm)):
         return Judgement(after=before)
     full = len(before.norms) >= rules.window
@@ -121,14 +123,14 @@ def judge(before: Stability, rules: StabilityRules, *, loss: float, gradient_nor
         spike_steps=before.spike_steps + 1 if above else 0,
     )
     after, level = _with_level(after, rules.alarm_ratio)
-    known = before.spike_told and above
-    told = not known and after.spike_steps >= rules.told_after and _stands_out(after, rules)
-    after = replace(after, spike_told=known or told)
+    known = before.spike_reported and above
+    is_reported = not known and after.spike_steps >= rules.reported_after and _is_outlier(after, rules)
+    after = replace(after, spike_reported=known or is_reported)
     return Judgement(
         after=after,
         bound=bound,
         spike_ended_after=0 if above else before.spike_steps,
-        spike_told=told,
+        spike_reported=is_reported,
         level=level,
         alarm_raised=after.alarm and not before.alarm,
     )
@@ -137,15 +139,15 @@ def judge(before: Stability, rules: StabilityRules, *, loss: float, gradient_nor
 def resumed(
     losses: tuple[float, ...], norms: tuple[float, ...], rules: StabilityRules, *, spikes: int = 0, spike_steps: int = 0
 ) -> Stability:
-    """The state after these steps where no more is known of it: noise and lowest level begin with them.
+    """Return the state after these steps where no more is known of it: noise and lowest level begin with them.
 
-    A spike that has lasted long enough counts as told.
+    A spike that has lasted long enough counts as reported.
     """
     state = Stability(losses=losses[:1], norms=norms[:1])
     for loss, norm in zip(losses[1:], norms[1:], strict=True):
         state = judge(state, rules, loss=loss, gradient_norm=norm).after
-    told = spike_steps >= rules.told_after
-    return replace(state, spikes=spikes, spike_steps=spike_steps, spike_told=told, alarm=False)
+    is_reported = spike_steps >= rules.reported_after
+    return replace(state, spikes=spikes, spike_steps=spike_steps, spike_reported=is_reported, alarm=False)
 
 
 def chance(ratio: float) -> float:
@@ -183,11 +185,11 @@ def _with_level(state: Stability, ratio: float) -> tuple[Stability, float]:
     return replace(state, alarm=level - state.lowest > (rise / 2 if state.alarm else rise)), level
 
 
-def _stands_out(state: Stability, rules: StabilityRules) -> bool:
-    """Whether each of the newest norms is above all before the spike, and the loss has not fallen with them."""
+def _is_outlier(state: Stability, rules: StabilityRules) -> bool:
+    """Return whether each of the newest norms is above all before the spike, and the loss has not fallen with them."""
     newest, ago = rules.compared, rules.reach
     if len(state.norms) < rules.window + ago:
         return False
     norms, losses = state.norms[-rules.window - ago : -ago], state.losses[-newest - ago : -ago]
-    higher = rules.told_after > _LONGEST_COMPARED or min(state.norms[-newest:]) > max(norms)
+    higher = rules.reported_after > _LONGEST_COMPARED or min(state.norms[-newest:]) > max(norms)
     return higher and median(state.losses[-newest:]) >= median(losses)

@@ -1,4 +1,8 @@
-"""Tokens per second of the whole job over the newest steps."""
+"""Derive the figures of each step: stability, speed, utilisation, goodput, memory, and alerts.
+
+Guarantees:
+- What is carried from step to step is in the lines of metrics.jsonl, so any process continues after a restart.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +50,7 @@ _log = logging.getLogger("trainium.monitor")
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """What the history says of the steps before."""
+    """The history of the steps before."""
 
     stability: Stability = field(default_factory=Stability)
     productive_seconds: float = 0.0
@@ -56,7 +60,7 @@ class Past:
 
 @dataclass(frozen=True, slots=True)
 class JobDevices:
-    """What the figures need of the job's devices."""
+    """Facts about the job's devices that the figures need."""
 
     device: torch.device
     """Of this process."""
@@ -75,17 +79,17 @@ class MonitorAlert:
 
 
 def rules_of(config: MonitorConfig) -> StabilityRules:
-    """The detectors' bounds of a configuration."""
+    """Return the detectors' bounds of a configuration."""
     return StabilityRules(
         window=config.spike_window,
         margin=config.spike_margin,
-        told_after=config.spike_event_steps,
+        reported_after=config.spike_event_steps,
         alarm_ratio=config.alarm_ratio,
     )
 
 
 def read_past(root: Path, rules: StabilityRules, aside: Path | None = None, *, last: int | None = None) -> Past:
-    """The state after the last line of the history below `root`; lines of earlier versions tell less.
+    """Return the state after the last line of the history below `root`.
 
     `aside`: see `lines.LineWriter`, as of the step `last`. Raises StorageError.
     """
@@ -111,7 +115,7 @@ def _stability(lines: list[dict[str, Any]], rules: StabilityRules) -> Stability:
         norms=norms,
         spikes=spikes,
         spike_steps=spike_steps,
-        spike_told=newest["spikeTold"],
+        spike_reported=newest["spikeReported"],
         differences=newest["lossDifferences"],
         noise=newest["lossNoise"],
         lowest=_or(newest["lowestLoss"], math.inf),
@@ -149,7 +153,7 @@ class Watch:
         parameter_norm: float | None = None,
         validation_loss: float | None = None,
     ) -> tuple[StepFigures, tuple[MonitorAlert, ...]]:
-        """The figures of a step that has just ended, and what to report of it.
+        """Return the figures of a step that has just ended, and what to report of it.
 
         `seconds` is None for a step of an earlier process; `new_tokens` are this step's, of all ranks.
         """
@@ -182,7 +186,7 @@ class Watch:
             stability=judgement.after,
         )
         self._resumed = self._resumed and not here
-        if judgement.spike_ended_after >= self._rules.told_after:
+        if judgement.spike_ended_after >= self._rules.reported_after:
             _log.info("step %d: gradient norm is back after a spike of %d steps", step, judgement.spike_ended_after)
         return figures, tuple(_alerts(self._rules, judgement, step=step, norm=grad_norm))
 
@@ -194,12 +198,12 @@ class Watch:
 
 def _alerts(rules: StabilityRules, judgement: Judgement, *, step: int, norm: float) -> list[MonitorAlert]:
     found = []
-    if judgement.spike_told:
+    if judgement.spike_reported:
         found.append(
             MonitorAlert(
                 AlertKind.LOSS_SPIKE,
                 f"Step {step}: the gradient norm, {norm:.4g}, has been above {judgement.bound:.4g} (the mean of "
-                f"{rules.window} steps + {rules.margin:g}) for {rules.told_after} steps, "
+                f"{rules.window} steps + {rules.margin:g}) for {rules.reported_after} steps, "
                 "above all that came before it, and the loss does not fall; it is spike "
                 f"{judgement.after.spikes} of this run. If the loss rises, lower optimizer.learningRate or go back "
                 "to an earlier checkpoint.",

@@ -1,8 +1,15 @@
-"""A writer of TensorBoard scalars in its file format, without TensorBoard.
+"""Write the files that people and tools read: `metrics.jsonl`, `samples-<rank>.jsonl`, TensorBoard.
 
-Own code because importing the library takes longer than a whole restart may take; the format is a sequence of
-length-prefixed, checksummed protocol-buffer messages, of which scalars need six fields.
-Invariant: a reader sees the final history: the first record after a resume tells it to drop what came later before.
+TensorBoard's file format is written here, since importing the library takes longer than a restart may take. It is a
+sequence of length-prefixed, checksummed protocol-buffer messages, of which scalars need six fields.
+
+Guarantees:
+- Each file is always the final history, one line per step in order: a resume at step S first drops the lines of later
+  steps, and a line cut off by a kill. The first TensorBoard record after a resume drops later steps of earlier files.
+- A rank writes its line of a step before its snapshot of it, but another rank's snapshot may outlive it: then the
+  resume writes the missing line (`mend`), unless the line waits on the node of any rank.
+- Only rank 0 drops and mends lines, of every rank's file, before any rank writes.
+- Lines that a file does not take wait aside (`lines.LineWriter`). A node that returns does not write what was mended.
 """
 
 from __future__ import annotations
@@ -107,8 +114,8 @@ TENSORBOARD_NAME = "tensorboard"
 _TENSORBOARD_PAUSE_SECONDS = 30.0
 
 
-def _nobody(_: str) -> None:
-    """Is told."""
+def _ignore(_: str) -> None:
+    """Ignore a sentence."""
 
 
 def _unrecorded_metrics(path: Path, aside: Path | None, last: int) -> list[bytes]:
@@ -152,23 +159,23 @@ class Recorder:
         record_samples: bool,
         resume_step: int,
         aside: Path | None = None,
-        tell: Callable[[str], None] = _nobody,
+        notify: Callable[[str], None] = _ignore,
     ) -> None:
         """Open the files of this rank; `dp_rank` is None for ranks that read the same samples as another one.
 
-        `aside`: a folder on the node for lines that a file does not take. `tell` gets a sentence when that begins and
+        `aside`: a folder on the node for lines that a file does not take. `notify` gets a sentence when that begins and
         when it ends.
         """
-        self._tell = tell
+        self._notify = notify
         self._metrics = self._samples = None
         if rank == 0:
             path = root / METRICS_NAME
             earlier = _unrecorded_metrics(path, aside, resume_step)
-            self._metrics = LineWriter(path, aside=aside, last=resume_step, earlier=earlier, tell=tell)
+            self._metrics = LineWriter(path, aside=aside, last=resume_step, earlier=earlier, notify=notify)
         if record_samples and dp_rank is not None:
             path = root / f"samples-{dp_rank}.jsonl"
             earlier = _unrecorded_samples(root, path, aside, resume_step)
-            self._samples = LineWriter(path, aside=aside, last=resume_step, earlier=earlier, tell=tell)
+            self._samples = LineWriter(path, aside=aside, last=resume_step, earlier=earlier, notify=notify)
         self._tensorboard_folder = root / TENSORBOARD_NAME if rank == 0 and tensorboard else None
         self._tensorboard: ScalarWriter | None = None
         self._tensorboard_again_at = 0.0
@@ -188,7 +195,7 @@ class Recorder:
 
     @staticmethod
     def lacks(root: Path, step: int, aside: Path | None = None) -> bool:
-        """Whether `rewind` found all steps before `step`, but not the line of it: then `mend` writes that line.
+        """Return whether `rewind` found all steps before `step`, but not its line: then `mend` writes that line.
 
         Raises StorageError.
         """
@@ -262,7 +269,7 @@ class Recorder:
             self._resume_step = step
         except OSError as error:
             if not self._tensorboard_again_at:
-                self._tell(f"{unwritable(self._tensorboard_folder, error)}; training goes on without its curves")
+                self._notify(f"{unwritable(self._tensorboard_folder, error)}; training goes on without its curves")
             # Half an event may be in the file, so the next try makes another one.
             self._tensorboard_again_at = time.monotonic() + _TENSORBOARD_PAUSE_SECONDS
             self._close_tensorboard()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from trainium_trainer.monitor.figures import StepFigures
-from trainium_trainer.monitor.lines import ROOM_BYTES, LineWriter
+from trainium_trainer.monitor.lines import ASIDE_BYTES, LineWriter
 from trainium_trainer.monitor.progress import read_notice, read_progress
 from trainium_trainer.monitor.writers import METRICS_NAME, Recorder
 
@@ -78,7 +78,7 @@ class Clock:
 def test_lines_that_a_full_disk_does_not_take_are_written_in_order_when_it_does(disk: SmallDisk) -> None:
     told: list[str] = []
     clock = Clock()
-    writer = LineWriter(disk.root / "metrics.jsonl", tell=told.append, clock=clock)
+    writer = LineWriter(disk.root / "metrics.jsonl", notify=told.append, clock=clock)
     writer.write({"step": 1})
     disk.fill()
     for step in range(2, 400):  # more than the block that the first line lies in
@@ -99,13 +99,13 @@ def test_what_is_kept_aside_is_bounded_and_what_is_lost_is_counted(tmp_path: Pat
     (tmp_path / "metrics.jsonl").mkdir()  # takes no line ever
     aside = tmp_path / "aside"
     told: list[str] = []
-    writer = LineWriter(tmp_path / "metrics.jsonl", aside=aside, tell=told.append)
+    writer = LineWriter(tmp_path / "metrics.jsonl", aside=aside, notify=told.append)
     line = {"text": "x" * 65_000}
     for step in range(300):
         writer.write({"step": step} | line)
     assert writer.waiting + writer.lost == 300
     assert writer.lost > 200
-    assert (aside / "metrics.jsonl").stat().st_size <= 2 * ROOM_BYTES + 100_000
+    assert (aside / "metrics.jsonl").stat().st_size <= 2 * ASIDE_BYTES + 100_000
     assert len(told) == 1
     writer.close()
 
@@ -147,7 +147,7 @@ def test_curves_that_cannot_be_written_stop_no_step(tmp_path: Path) -> None:
     (tmp_path / "tensorboard").write_text("a file where a folder should be")
     told: list[str] = []
     options: dict[str, Any] = {"rank": 0, "dp_rank": 0, "tensorboard": True, "record_samples": False}
-    recorder = Recorder(tmp_path, resume_step=0, tell=told.append, **options)
+    recorder = Recorder(tmp_path, resume_step=0, notify=told.append, **options)
     for step in (1, 2, 3):
         recorder.step(figures(step))
     recorder.close()

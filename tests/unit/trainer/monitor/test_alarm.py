@@ -44,7 +44,7 @@ def told(curve: list[list[float]]) -> list[int]:
     for step, (loss, norm) in enumerate(curve, start=1):
         verdict = judge(state, RULES, loss=loss, gradient_norm=norm)
         state = verdict.after
-        found += [step] * verdict.spike_told
+        found += [step] * verdict.spike_reported
     return found
 
 

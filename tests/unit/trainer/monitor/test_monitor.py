@@ -245,7 +245,7 @@ def test_a_resume_without_a_file_is_nothing_special(tmp_path: Path) -> None:
 def test_a_metrics_file_that_cannot_be_opened_is_told_and_stops_nothing(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").mkdir()
     told: list[str] = []
-    writer = LineWriter(tmp_path / "metrics.jsonl", tell=told.append)
+    writer = LineWriter(tmp_path / "metrics.jsonl", notify=told.append)
     writer.write({"step": 1})
     writer.write({"step": 2})
     assert len(told) == 1

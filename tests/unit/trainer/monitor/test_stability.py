@@ -74,22 +74,22 @@ def test_a_lasting_higher_level_ends_its_spike_when_the_mean_has_come_up() -> No
 
 
 def test_a_spike_is_told_once_when_it_has_lasted_long_enough() -> None:
-    rules = StabilityRules(told_after=3)
-    told = [one.spike_told for one in judged([0.5] * 20 + [9.0] * 5 + [0.5] * 30 + [9.0] * 2 + [0.5], rules)]
+    rules = StabilityRules(reported_after=3)
+    told = [one.spike_reported for one in judged([0.5] * 20 + [9.0] * 5 + [0.5] * 30 + [9.0] * 2 + [0.5], rules)]
     assert [step for step, one in enumerate(told) if one] == [22]
 
 
 def test_a_spike_that_noise_began_is_told_once_when_ten_of_its_steps_stand_out() -> None:
     """At a small batch one step in three is above the bound by itself."""
     found = judged([*[0.5] * 25, 0.9, *[0.5] * 4, 0.8, 0.8, *[9.0] * 15])
-    assert [step for step, one in enumerate(found) if one.spike_told] == [41]
+    assert [step for step, one in enumerate(found) if one.spike_reported] == [41]
 
 
 def test_a_spike_is_told_only_when_its_norms_are_above_each_of_those_before_it() -> None:
     """Of thirty norms that differ by chance the newest ten are the highest once in thirty million times."""
     before = [0.5] * 10 + [3.0] + [0.5] * 9
-    assert not any(one.spike_told for one in judged([*before, *[2.0] * 12]))
-    assert any(one.spike_told for one in judged([*before, *[3.1] * 12]))
+    assert not any(one.spike_reported for one in judged([*before, *[2.0] * 12]))
+    assert any(one.spike_reported for one in judged([*before, *[3.1] * 12]))
     assert math.comb(30, 10) == 30_045_015
 
 
@@ -97,30 +97,30 @@ def test_noise_around_a_level_is_told_of_as_no_spike_however_many_are_counted() 
     choose = random.Random(1)
     noise = [choose.lognormvariate(1.0, 0.5) for _ in range(20_000)]
     found = judged(noise, losses=[choose.gauss(4.0, 0.5) for _ in noise])
-    assert not any(one.spike_told for one in found)
+    assert not any(one.spike_reported for one in found)
     assert found[-1].after.spikes > 1000
 
 
 def test_a_spike_that_is_told_late_is_compared_with_what_was_before_it() -> None:
-    rules = StabilityRules(told_after=60)
+    rules = StabilityRules(reported_after=60)
     found = judged([0.5] * 30 + [4.0 * 1.05**step for step in range(70)], rules)
-    assert [step for step, one in enumerate(found) if one.spike_told] == [89]
+    assert [step for step, one in enumerate(found) if one.spike_reported] == [89]
 
 
 def test_a_spike_too_long_to_be_remembered_is_told_when_it_is_so_long() -> None:
-    rules = StabilityRules(told_after=1_500)
+    rules = StabilityRules(reported_after=1_500)
     found = judged([0.5] * 30 + [2.0 + 0.1 * step for step in range(1_600)], rules)
-    assert [step for step, one in enumerate(found) if one.spike_told] == [1_529]
+    assert [step for step, one in enumerate(found) if one.spike_reported] == [1_529]
     assert len(found[-1].after.norms) == rules.kept == 100
 
 
 def test_a_norm_that_rises_with_the_learning_rate_while_the_loss_falls_is_not_told() -> None:
     warming = [0.3 + 0.03 * step for step in range(60)]
     falling = [8.0 - 0.05 * step for step in range(60)]
-    assert not any(one.spike_told for one in judged(warming, losses=falling))
+    assert not any(one.spike_reported for one in judged(warming, losses=falling))
     assert judged(warming, losses=falling)[-1].after.spikes == 1, "it is counted all the same"
     rising = falling[:22] + [falling[21] + 0.2 * step for step in range(38)]
-    assert any(one.spike_told for one in judged(warming, losses=rising))
+    assert any(one.spike_reported for one in judged(warming, losses=rising))
 
 
 @pytest.mark.parametrize(("loss", "norm"), [(math.nan, 1.0), (math.inf, 1.0), (1.0, math.nan)])
@@ -132,7 +132,7 @@ def test_a_skipped_step_is_not_judged(loss: float, norm: float) -> None:
 
 @given(st.lists(st.floats(0, 10), max_size=70), st.integers(0, 70))
 def test_it_makes_no_difference_where_the_steps_are_cut(norms: list[float], cut: int) -> None:
-    rules = StabilityRules(window=5, told_after=2)
+    rules = StabilityRules(window=5, reported_after=2)
     whole = [one.after for one in judged(norms, rules, losses=norms)]
     state = whole[cut - 1] if 0 < cut <= len(norms) else Stability()
     start = cut if 0 < cut <= len(norms) else 0

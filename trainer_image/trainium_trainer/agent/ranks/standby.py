@@ -158,7 +158,9 @@ def _import_everything(entry: str, config_path: str) -> None:
 
 
 def _tell(sentence: str, error: str = "") -> None:
-    line = log_lines.said(sentence, error=error, level=LogLevel.WARNING, logger=__name__, source=LogSource.AGENT)
+    line = log_lines.format_sentence(
+        sentence, error=error, level=LogLevel.WARNING, logger=__name__, source=LogSource.AGENT
+    )
     sys.stderr.write(f"{line}\n")
 
 

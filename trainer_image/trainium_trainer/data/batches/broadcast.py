@@ -1,9 +1,13 @@
-"""Batches handed on: of the ranks that train on the same samples one makes them, the others receive them.
+"""Send batches from the rank that makes them to the other ranks that train on the same samples.
 
 Text that is tokenised while training is so tokenised once per data-parallel rank, not by every tensor-parallel and
-pipeline rank of it. Invariants: every rank asks for the same positions in the same order; messages go from rank to rank
-on the host, with a tag of their own, from the thread that prepares batches; an error of the maker is raised by all of
-them; a maker that leaves says so, one that is lost ends the connection, so nobody waits for it.
+pipeline rank of it.
+
+Guarantees:
+- Every rank asks for the same positions in the same order.
+- Messages go from rank to rank on the host, with a separate tag, from the thread that prepares batches.
+- An error of the maker is raised by all of them.
+- A maker that leaves sends a farewell, one that fails ends the connection, so no rank waits for it.
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ _FAREWELL = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Fellows:
+class BatchGroup:
     """The ranks that train on the same samples as this one."""
 
     leader: int = 0
@@ -48,13 +52,13 @@ class Fellows:
         return self.rank != self.leader
 
 
-class Giver:
+class BatchSender:
     """Makes batches and hands each on before it is used here."""
 
-    def __init__(self, maker: BatchMaker, fellows: Fellows) -> None:
+    def __init__(self, maker: BatchMaker, batch_group: BatchGroup) -> None:
         self._maker = maker
-        self._fellows = fellows
-        self._told = False
+        self._batch_group = batch_group
+        self._farewell_sent = False
 
     def make(self, position: int) -> RankBatch:
         """See `BatchMaker.make`; an error is handed on and raised."""
@@ -69,33 +73,33 @@ class Giver:
     def _give(self, position: int, content: RankBatch | Exception) -> None:
         data = torch.frombuffer(bytearray(pickle.dumps(content)), dtype=torch.uint8)
         header = torch.tensor([position, len(data)])
-        for rank in self._fellows.others:
-            dist.send(header, rank, group=self._fellows.group, tag=_TAG)
-            dist.send(data, rank, group=self._fellows.group, tag=_TAG + 1)
+        for rank in self._batch_group.others:
+            dist.send(header, rank, group=self._batch_group.group, tag=_TAG)
+            dist.send(data, rank, group=self._batch_group.group, tag=_TAG + 1)
 
     def close(self) -> None:
-        """Let go of what makes batches, and tell the others that nothing more comes."""
+        """Let go of what makes batches, and send the others a farewell."""
         self._maker.close()
-        if not self._told:
-            self._told = True
+        if not self._farewell_sent:
+            self._farewell_sent = True
             # Not waited for: who does not listen leaves as well, and who listens sees the connection end.
-            for rank in self._fellows.others:
-                threading.Thread(target=self._say_farewell, args=(rank,), name="loader-farewell", daemon=True).start()
+            for rank in self._batch_group.others:
+                threading.Thread(target=self._send_farewell, args=(rank,), name="loader-farewell", daemon=True).start()
 
-    def _say_farewell(self, rank: int) -> None:
+    def _send_farewell(self, rank: int) -> None:
         with contextlib.suppress(RuntimeError):  # it left first
-            dist.send(torch.tensor([_FAREWELL, 0]), rank, group=self._fellows.group, tag=_TAG)
+            dist.send(torch.tensor([_FAREWELL, 0]), rank, group=self._batch_group.group, tag=_TAG)
 
 
 class Receiver:
     """The batches that another rank makes."""
 
-    def __init__(self, fellows: Fellows) -> None:
-        self._fellows = fellows
+    def __init__(self, batch_group: BatchGroup) -> None:
+        self._batch_group = batch_group
 
     def make(self, position: int) -> RankBatch:
         """See `BatchMaker.make`. Raises what the maker raised, PeerLostError when it is gone or makes other batches."""
-        leader, group = self._fellows.leader, self._fellows.group
+        leader, group = self._batch_group.leader, self._batch_group.group
         header = torch.zeros(2, dtype=torch.int64)
         dist.recv(header, leader, group=group, tag=_TAG)
         found, length = header.tolist()

@@ -1,9 +1,12 @@
-"""Which samples of a step a data-parallel rank computes, and in which passes.
+"""Prepare the batches of one rank ahead of the step.
 
-Invariants: a pure function of the sizes, the rank and the position; the ranks' shares are contiguous, differ by one
-sample at most and are together the step's batch; every rank makes the same number of passes at every step, the fewest
-that hold the batch. The rows that a share does not fill are its last ones: they are computed like the others, and count
-for nothing.
+Guarantees:
+- A rank's samples of a step are a pure function of the sizes, the rank and the position.
+- The ranks' shares are contiguous, differ by one sample at most and together are the step's batch, so the loss and the
+  order of samples are the same at every size.
+- Every rank makes the same number of passes at every step, the fewest that hold the batch.
+- All micro-batches of a step have the same shape on every rank. Rows that a share does not fill are its last ones: they
+  are computed like the others, and count for nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def samples_at(position: int, batch: int, end: int | None) -> int:
-    """Samples of the step that begins at global sample `position`; the last one before `end` takes what is left."""
+    """Return the samples of the step at global sample `position`; the last one before `end` takes the rest."""
     # Nobody trains beyond the end, but the loader looks ahead.
     return batch if end is None or position >= end else min(batch, end - position)
 
@@ -62,7 +65,7 @@ class Share:
         return len(self._part(self.global_size))
 
     def at(self, position: int) -> range:
-        """The global positions of this rank's samples in the step that begins at `position`."""
+        """Return the global positions of this rank's samples in the step that begins at `position`."""
         part = self._part(samples_at(position, self.global_size, self.end))
         return range(position + part.start, position + part.stop)
 
@@ -98,7 +101,7 @@ class RankBatch:
 
 
 def micro_batch(samples: Sequence[Sample | None], rules: SampleRules, first: int | None = None) -> MicroBatch:
-    """Samples as tensors; a sample that is too short or None is filled up with what does not count.
+    """Return samples as tensors; a sample that is too short or None is filled up with what does not count.
 
     `first` is the global position of the first one, the others follow it; None when they are only measured.
     """
@@ -122,7 +125,7 @@ def micro_batch(samples: Sequence[Sample | None], rules: SampleRules, first: int
 def divided(
     samples: Sequence[Sample | None], rules: SampleRules, micro_size: int, first: int | None = None
 ) -> Iterator[MicroBatch]:
-    """Samples in micro-batches; `first` as for `micro_batch`."""
+    """Yield samples in micro-batches; `first` as for `micro_batch`."""
     for start in range(0, len(samples), micro_size):
         yield micro_batch(samples[start : start + micro_size], rules, None if first is None else first + start)
 
@@ -136,7 +139,7 @@ class BatchMaker(Protocol):
     """Makes one rank's share of a step."""
 
     def make(self, position: int) -> RankBatch:
-        """The share of the step that starts at global sample `position`; quick for the step after the last one."""
+        """Build the share of the step that starts at global sample `position`; quick for the next step."""
         ...
 
     def close(self) -> None:
@@ -195,7 +198,7 @@ class Loader:
         self._ready: deque[tuple[int, Future[RankBatch]]] = deque()
 
     def batch_at(self, position: int) -> RankBatch:
-        """This rank's share of the step that starts at global sample `position`. Raises UserError."""
+        """Return this rank's share of the step that starts at global sample `position`. Raises UserError."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="loader")
         if not self._ready or self._ready[0][0] != position:

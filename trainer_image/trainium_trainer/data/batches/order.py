@@ -1,7 +1,8 @@
-"""Orders as pure functions: the shuffle of an epoch, and which source a sample is from.
+"""Compute orders as pure functions: the shuffle of an epoch, and the source of each sample.
 
-Invariants: nothing is remembered but what can be computed again from seed and position; the results depend on no
-library's random numbers, so they are the same with every version.
+Guarantees:
+- Nothing is remembered but what can be computed again from seed and position.
+- The results depend on no library's random numbers, so they are the same with every version.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Permutation:
         self._keys = [f"{seed}:{epoch}:{number}".encode() for number in range(_ROUNDS)]
 
     def __getitem__(self, index: int) -> int:
-        """The image of `index`; values outside the range are mapped on until they fall inside."""
+        """Return the image of `index`; values outside the range are mapped on until they fall inside."""
         value = self._encrypt(index)
         while value >= self.size:
             value = self._encrypt(value)
@@ -49,7 +50,7 @@ class Permutation:
 
 
 def shuffled(number: int, size: int, seed: int) -> int:
-    """The item of an endless stream of epochs that is its `number`-th: each epoch has each of `size` items once."""
+    """Return item `number` of an endless stream of epochs, each of which has each of `size` items once."""
     epoch, index = divmod(number, size)
     return _permutation(size, seed, epoch)[index]
 
@@ -82,7 +83,7 @@ def _permutation(size: int, seed: int, epoch: int) -> Permutation:
 class Mixture:
     """Which of several sources each number of a stream is from.
 
-    Every window of 10,000 numbers has each source exactly as often as its weight says (rounded once, by largest
+    Every window of 10,000 numbers has each source exactly as often as its weight demands (rounded once, by largest
     remainders); within a window a source comes at even distances, so that any stretch is near its share.
     """
 
@@ -103,7 +104,7 @@ class Mixture:
         self._window = functools.lru_cache(maxsize=2)(self._make_window)
 
     def __getitem__(self, number: int) -> tuple[int, int]:
-        """The source of a number, and how many earlier numbers are from that source."""
+        """Return the source of a number, and how many earlier numbers are from that source."""
         if len(self.quotas) == 1:
             return 0, number
         window, place = divmod(number, WINDOW)
@@ -112,7 +113,7 @@ class Mixture:
         return source, window * self.quotas[source] + int(earlier[place])
 
     def before(self, number: int, source: int) -> int:
-        """How many numbers before this one are from a source."""
+        """Count the numbers before this one that are from a source."""
         if len(self.quotas) == 1:
             return number
         window, place = divmod(number, WINDOW)

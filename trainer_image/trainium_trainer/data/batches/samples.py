@@ -1,9 +1,11 @@
-"""Samples by global position: which tokens a step sees does not depend on how many ranks share it.
+"""Address samples by global position: the tokens of a step do not depend on the number of ranks.
 
-Invariants: sample number g (0, 1, 2, ...) is from the source that the mixture says; of that source it is number n, and
-that is `shuffled(n)`: each epoch of a source has each of its samples once, in a fresh order; where epochs are counted,
-they are those of all sources together, each filled up to a full batch; the position (the count of samples consumed) is
-the whole state, so a run may stop and go on at any size.
+Guarantees:
+- Sample number g (0, 1, 2, ...) is from the source that the mixture chooses.
+- Of that source it is number n, and that is `shuffled(n)`: each epoch of a source has each of its samples once, in a
+  new order.
+- Where epochs are counted, they are those of all sources together, each filled up to a full batch.
+- The position (the count of samples consumed) is the whole state, so a run may stop and continue at any size.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ class TokenRun(Protocol):
 
     @property
     def tokens(self) -> int:
-        """How many there are."""
+        """Number of tokens."""
         ...
 
     def read(self, start: int, stop: int) -> NDArray[Any]:
@@ -37,7 +39,7 @@ class TokenRun(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRules:
-    """How tokens become samples."""
+    """Rules by which tokens become samples."""
 
     sequence_length: int
     vocabulary: int
@@ -50,11 +52,11 @@ class SampleRules:
 
     @property
     def masked(self) -> bool:
-        """Whether samples say where in them something begins that sees nothing before it."""
+        """Whether samples have positions at which something begins that attends to nothing before it."""
         return self.packed or self.end_of_document is not None
 
     def checked(self, tokens: NDArray[Any], name: str) -> NDArray[Any]:
-        """The tokens, all of which are of the vocabulary. Raises UserError."""
+        """Return the tokens, all of which are of the vocabulary. Raises UserError."""
         largest = int(tokens.max())
         if largest >= self.vocabulary:
             raise UserError(
@@ -66,7 +68,7 @@ class SampleRules:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What a sample puts into a batch: at most a sequence of each."""
+    """The part of a batch that a sample fills: at most a sequence of each."""
 
     inputs: NDArray[Any]
     targets: NDArray[Any]
@@ -86,7 +88,7 @@ class Sample(Protocol):
         ...
 
     def row(self, rules: SampleRules) -> Row:
-        """What it puts into a batch."""
+        """Return the row that it adds to a batch."""
         ...
 
 
@@ -116,7 +118,7 @@ class SamplePart(Protocol):
         ...
 
     def size(self, rules: SampleRules) -> int:
-        """Samples of one epoch."""
+        """Return samples of one epoch."""
         ...
 
     def sample(self, rules: SampleRules, number: int, index: int) -> Sample:
@@ -132,7 +134,7 @@ class TextPart:
     run: TokenRun
 
     def size(self, rules: SampleRules) -> int:
-        """Samples of one epoch; the last one may be shorter than the others."""
+        """Return samples of one epoch; the last one may be shorter than the others."""
         return -(-(self.run.tokens - 1) // rules.sequence_length)
 
     def sample(self, rules: SampleRules, number: int, index: int) -> TextSample:
@@ -154,7 +156,7 @@ class Samples:
         rules: SampleRules,
         epoch_batch: int | None = None,
     ) -> None:
-        """`epoch_batch` is the global batch where epochs are counted; the weights of the mixture then say nothing."""
+        """`epoch_batch` is the global batch where epochs are counted; weights of the mixture then have no effect."""
         self.rules = rules
         self.parts: list[Any] = list(parts)
         self._mixture = mixture
@@ -170,7 +172,7 @@ class Samples:
         return sum(self.sizes)
 
     def numbers(self, position: int, count: int) -> list[int]:
-        """What names the samples position .. position + count - 1, without those that only fill up an epoch."""
+        """Return the numbers of samples position .. position + count - 1, without those that only fill up an epoch."""
         places = filter(None, map(self._place, range(position, position + count)))
         return [self._firsts[source] + index for source, index in places]
 
@@ -180,7 +182,7 @@ class Samples:
         return self._epochs.positions if self._epochs is not None else None
 
     def at(self, position: int, count: int) -> list[Sample | None]:
-        """The samples position .. position + count - 1; None fills up an epoch's last batch. Raises UserError."""
+        """Return samples position .. position + count - 1; None fills up an epoch's last batch. Raises UserError."""
         places = map(self._place, range(position, position + count))
         return [self.sample(*place) if place is not None else None for place in places]
 

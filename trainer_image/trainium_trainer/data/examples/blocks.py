@@ -1,7 +1,8 @@
-"""From a block of records to tokens: what a worker process does.
+"""Turn a block of records into tokens, in a worker process.
 
-Invariant: the result is a pure function of the block and the recipe; a block is read again from its beginning when the
-store failed on the way.
+Guarantees:
+- The result is a pure function of the block and the recipe.
+- A block is read again from its beginning when the store failed on the way.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Made:
 
 @dataclass(slots=True)
 class Counts:
-    """What became of records."""
+    """Numbers of records by what was done with them."""
 
     records: int = 0
     unreadable: int = 0
@@ -108,7 +109,7 @@ class ExampleEncoder:
     def encode(
         self, items: Iterable[Record | Skipped], counts: Counts, skipped: list[Skipped], before: list[int]
     ) -> Iterator[Made]:
-        """The examples that are left; what became of the others goes into the other arguments. Raises UserError."""
+        """Yield the examples that are kept; the other arguments count the others. Raises UserError."""
         config = self._recipe.config
         for batch in _batches(self._examples(items, counts, skipped)):
             encoded = self.texts.encode([example for example, _ in batch], self.maker.guard, config.loss)
@@ -123,7 +124,7 @@ class ExampleEncoder:
                 yield Made(example, kept, record)
 
     def block(self, items: Iterable[Record | Skipped]) -> ExampleBlock:
-        """The same as arrays."""
+        """Encode a block, and return its examples as arrays."""
         counts, skipped, before = Counts(), list[Skipped](), list[int]()
         made = list(self.encode(items, counts, skipped, before))
         dtype = np.uint16 if self.texts.vocabulary <= 2**16 else np.uint32
@@ -213,7 +214,7 @@ def install(recipe: Recipe) -> tuple[int, int]:
 
 
 def encode_block(block: FileBlock) -> ExampleBlock:
-    """The examples of a block of the installed source."""
+    """Return the examples of a block of the installed source."""
     source: DocumentSource = _installed["source"]
     encoder: ExampleEncoder = _installed["encoder"]
     return reading(source.named(block), lambda: encoder.block(source.records(block)))

@@ -53,10 +53,14 @@ class Chat:
     def example(self, record: Mapping[str, Any]) -> Example:
         """Build the example of a record. Raises BadRecordError."""
         messages, tools = self._messages(record), self._tools(record)
-        said = [number for number, one in enumerate(messages) if one["role"] == _ASSISTANT]
-        learned = [number for number in said if messages[number].get(_WEIGHT) != 0]
+        assistants = [number for number, one in enumerate(messages) if one["role"] == _ASSISTANT]
+        learned = [number for number in assistants if messages[number].get(_WEIGHT) != 0]
         if not learned:
-            found = "no message is the assistant's" if not said else "all of the assistant's messages have the weight 0"
+            found = (
+                "no message is the assistant's"
+                if not assistants
+                else "all of the assistant's messages have the weight 0"
+            )
             raise BadRecordError(f"{found}, so there is nothing to learn: add its answer")
         if any(not _has_answer(messages[number]) for number in learned):
             raise BadRecordError("the answer is empty: give the assistant's message a content")
@@ -64,7 +68,7 @@ class Chat:
         text = marked.replace(_OPEN, "").replace(_CLOSE, "")
         if _OPEN in marked:
             answers = list(_marked(marked))
-            for number in said:
+            for number in assistants:
                 if number not in learned:
                     start, end = self._stretch(messages, tools, number, text)
                     answers = [answer for answer in answers if answer[1] <= start or answer[0] >= end]
@@ -151,8 +155,8 @@ class Chat:
             before = render(number, prompt=False)
         if not after.startswith(before) or not text.startswith(after):
             raise BadRecordError(
-                "the chat template changes what stands before an answer once it is given, so that the answer cannot be "
-                "found: put {% generation %} and {% endgeneration %} around it in a template of your own "
+                "the chat template changes what comes before an answer once it is given, so that the answer cannot be "
+                "found: put {% generation %} and {% endgeneration %} around it in your template "
                 "(data.examples.chat.template)"
             )
         return len(before), max(len(before), len(after.rstrip()))
@@ -209,7 +213,7 @@ def after_answer(template: str, tokens: Mapping[str, str]) -> str:
 
 
 def _marked(text: str) -> list[tuple[int, int]]:
-    """The stretches between markers, in the text without them."""
+    """Return the stretches between markers, in the text without them."""
     return [
         (found.start() - 2 * number, found.end() - 2 * number - 2)
         for number, found in enumerate(_MARKED.finditer(text))
@@ -217,7 +221,7 @@ def _marked(text: str) -> list[tuple[int, int]]:
 
 
 def _environment() -> Any:
-    """The environment of transformers' chat templates, without the clock."""
+    """Return the environment of transformers' chat templates, without the clock."""
     from jinja2.ext import loopcontrols  # noqa: PLC0415 - as above
     from jinja2.sandbox import ImmutableSandboxedEnvironment  # noqa: PLC0415
 
@@ -243,7 +247,7 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _generation() -> type:
-    """The block `{% generation %}`, which puts markers around what it holds."""
+    """Return the block `{% generation %}`, which puts markers around what it holds."""
     from jinja2 import nodes  # noqa: PLC0415 - as above
     from jinja2.ext import Extension  # noqa: PLC0415
 

@@ -1,7 +1,12 @@
-"""Examples that are longer than a sequence: dropped or cut, never without being counted.
+"""Turn the text of an example into tokens, and mark those that are learned.
 
-Invariants: what is left fits and has something to learn; cut on the left, the last answer is whole and follows at least
-one token of its prompt.
+Guarantees:
+- The tokens before the last answer are those that the prompt has when it is encoded alone, to be answered.
+- Every token that holds a character of an answer is learned, as in the assistant mask of `transformers`.
+- A text begins as `data.bos` demands.
+- An answer that no chat template ends, ends with the tokenizer's EOS token, which is learned.
+- Examples that are longer than a sequence are dropped or cut, and counted. What is left fits and has something to
+  learn. Cut on the left, the last answer is whole and follows at least one token of its prompt.
 """
 
 from __future__ import annotations
@@ -33,7 +38,7 @@ class Encoded:
 
     ids: NDArray[np.int64]
     trained: NDArray[np.bool_]
-    """Whether each token is to be learned; the first one never is, since nothing stands before it."""
+    """Whether each token is to be learned; the first one never is, since nothing comes before it."""
     answer: int
     """Where the last answer begins."""
     frame: int = 0
@@ -41,7 +46,7 @@ class Encoded:
 
 
 def fitted(example: Encoded, most: int, rule: TooLong) -> Encoded | None:
-    """The example in at most `most` tokens; None when it is dropped."""
+    """Return the example in at most `most` tokens; None when it is dropped."""
     if len(example.ids) <= most:
         return example
     if rule is TooLong.DROP:
@@ -86,7 +91,7 @@ class TextEncoder:
         self._beginning = beginning_of(self._tokenizer, file, special, bos)
 
     def encode(self, examples: Sequence[Example], guard: Guard, loss: LossOn) -> list[Encoded]:
-        """The tokens of examples."""
+        """Encode examples."""
         pairs = [number for number, example in enumerate(examples) if not example.framed]
         prompts = self._ids([examples[number].prompt for number in pairs], guard)
         wholes = self._ids([examples[number].text for number in pairs], guard)
@@ -103,9 +108,9 @@ class TextEncoder:
         return results
 
     def prompt_ids(self, prompt: str, guard: Guard, *, framed: bool) -> list[int]:
-        """The tokens of a prompt that is to be answered."""
+        """Return the tokens of a prompt that is to be answered."""
         (ids,) = self._ids([prompt], guard)
-        return self._beginning.begun(ids, framed=framed)[0]
+        return self._beginning.prepend_to(ids, framed=framed)[0]
 
     def end_of(self, answer: str) -> int:
         """Where an answer ends that a chat template wrote: before the special token that ends the turn."""
@@ -115,7 +120,7 @@ class TextEncoder:
     def _pair(self, example: Example, prompt: list[int], whole: list[int], guard: Guard) -> Encoded:
         if whole[: len(prompt)] != prompt:  # a token reaches over the border, or depends on what follows it
             whole = prompt + self._with_places(example.answer, guard, continuing=True)[0].tolist()
-        ids, frame = self._beginning.begun(whole)
+        ids, frame = self._beginning.prepend_to(whole)
         answer = max(0, len(prompt) + len(ids) - len(whole))
         if not ids or ids[-1] != self.end:
             ids = [*ids, self.end]
@@ -130,8 +135,8 @@ class TextEncoder:
             rest, *more = self._with_places(example.text[border:], guard, continuing=True)
             written = np.concatenate([prompt, rest])
             starts, ends = (np.concatenate([a, b + border]) for a, b in zip(places, more, strict=True))
-        begun, frame = self._beginning.begun(written.tolist(), framed=True)
-        ids, by = np.array(begun, np.int64), len(begun) - len(written)
+        ids_with_beginning, frame = self._beginning.prepend_to(written.tolist(), framed=True)
+        ids, by = np.array(ids_with_beginning, np.int64), len(ids_with_beginning) - len(written)
         starts, ends = _moved(starts, by), _moved(ends, by)
         trained = np.zeros(len(ids), bool)
         for start, end in example.answers:
@@ -158,7 +163,7 @@ class TextEncoder:
             encoding = tokenizer.encode(piece, add_special_tokens=False)
             tokenizer.encode_special_tokens = False
             ids += encoding.ids
-            # What stands for one character is one place, whatever it says.
+            # A mark is one character of the text, whatever it represents.
             places += [(at, at + 1)] * len(encoding.ids) if plain else [(at + a, at + b) for a, b in encoding.offsets]
             at += 1 if plain else len(piece)
         table = np.array(places, np.int64).reshape(-1, 2)
@@ -166,12 +171,12 @@ class TextEncoder:
 
 
 def padding_of(tokenizer: Tokenizer, special: Special, end: int) -> int:
-    """The token that fills up a sequence: the tokenizer's, else the one that ends a text."""
+    """Return the token that fills up a sequence: the tokenizer's, else the one that ends a text."""
     name = special.token("pad_token")
     number = tokenizer.token_to_id(name) if name is not None else None
     return end if number is None else int(number)
 
 
 def _moved(places: Places, by: int) -> Places:
-    """The places of the tokens after `by` were put before them, which stand nowhere in the text, or taken away."""
+    """Return the places of the tokens after `by` were added before them, which are not in the text, or removed."""
     return np.concatenate([np.full(by, -1, np.int64), places]) if by >= 0 else places[-by:]

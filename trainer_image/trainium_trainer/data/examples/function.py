@@ -1,7 +1,8 @@
-"""Format Function: a function of the user's, out of a mounted file or an installed module.
+"""Call a user's function from a mounted file or an installed module: format Function.
 
-Invariants: what it raises ends the run with its file and line; the bytes of its file are part of what the samples
-depend on.
+Guarantees:
+- What it raises ends the run with its file and line.
+- The bytes of its file are part of what the samples depend on.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def digest_of_function(reference: str) -> str:
 
 
 def load_function(reference: str) -> Callable[..., Any]:
-    """The function. Raises UserError."""
+    """Import the function. Raises UserError."""
     place, _, name = reference.rpartition(":")
     file = _file_of(place, reference)
     try:
@@ -53,7 +54,7 @@ def load_function(reference: str) -> Callable[..., Any]:
         else:
             module = importlib.import_module(place)
     except (Exception, SystemExit) as error:
-        raise UserError(f"{_where(reference)}: cannot be imported: {_told(error, file)}") from error
+        raise UserError(f"{_where(reference)}: cannot be imported: {_describe(error, file)}") from error
     found = getattr(module, name, None)
     if not callable(found):
         raise UserError(f"{_where(reference)}: {file} has no function {name!r}: correct the name")
@@ -70,12 +71,14 @@ class Caller:
         self._function = load_function(reference)
 
     def __call__(self, fields: Mapping[str, Any], record: Record | None = None) -> dict[str, Any] | None:
-        """What it returns: prompt and completion, or messages, or None to leave the record out. Raises UserError."""
+        """Call the function, and check what it returns; None leaves the record out. Raises UserError."""
         at = f" for {record.skipped('').where()}" if record is not None else ""
         try:
             result = self._function(dict(fields))
         except (Exception, SystemExit) as error:
-            raise UserError(f"{_where(self._reference)}: raised {_told(error, self._file)}{at}: correct it") from error
+            raise UserError(
+                f"{_where(self._reference)}: raised {_describe(error, self._file)}{at}: correct it"
+            ) from error
         if result is None:
             return None
         pair = isinstance(result, dict) and all(isinstance(result.get(key), str) for key in ("prompt", "completion"))
@@ -95,7 +98,7 @@ def _where(reference: str) -> str:
 
 
 def _file_of(place: str, reference: str) -> Path:
-    """The file of a module or path. Raises UserError."""
+    """Return the file of a module or path. Raises UserError."""
     if place.endswith(".py"):
         file = Path(place).expanduser()
         if not file.is_file():
@@ -110,8 +113,8 @@ def _file_of(place: str, reference: str) -> Path:
     return Path(spec.origin)
 
 
-def _told(error: BaseException, file: Path) -> str:
-    """What was raised, and the last line of the user's file on the way there."""
+def _describe(error: BaseException, file: Path) -> str:
+    """Return the error, and the last line of the user's file in its traceback."""
     kind = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}".rstrip(": ")
     if isinstance(error, SyntaxError):
         return f"{kind} ({error.filename} line {error.lineno})"

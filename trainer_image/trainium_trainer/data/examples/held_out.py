@@ -1,7 +1,8 @@
-"""The examples that are held back, as text: what a model is asked in an evaluation.
+"""Return the examples that are held back, as text for an evaluation.
 
-Invariants: always the same examples, in the order of their records, and never one that is trained on; a prompt has the
-tokens that it has in training.
+Guarantees:
+- Always the same examples, in the order of their records, and never one that is trained on.
+- A prompt has the tokens that it has in training.
 """
 
 from __future__ import annotations
@@ -45,16 +46,16 @@ class HeldOutExample:
     answer_ids: tuple[int, ...]
     """Its tokens as in training, the one that ends it among them."""
     label: str | None
-    """The word of the class."""
+    """Name of the class."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """What a model is asked, and what it should say."""
+    """Questions for a model, and the expected answers."""
 
     examples: tuple[HeldOutExample, ...]
     labels: tuple[str, ...]
-    """The words of all classes; none where the format is not Classification."""
+    """Names of all classes; none where the format is not Classification."""
     label_ids: tuple[tuple[int, ...], ...]
     """The tokens of those words as answers, without the one that ends them."""
     end: int
@@ -62,7 +63,7 @@ class HeldOut:
 
 
 def held_out(config: DataConfig, most: int | None = None) -> HeldOut:
-    """The examples that data.validation holds back, at most `most` of them, source by source in their order.
+    """Return at most `most` of the examples that data.validation holds back, source by source in their order.
 
     Raises UserError for data.format Text, for data without data.validation, and for unusable data; StorageError.
     """
@@ -85,7 +86,7 @@ def held_out(config: DataConfig, most: int | None = None) -> HeldOut:
 def _label_ids(
     encoder: ExampleEncoder, examples: Sequence[HeldOutExample], labels: Sequence[str]
 ) -> tuple[tuple[int, ...], ...]:
-    """The tokens of each label after a prompt."""
+    """Return the tokens of each label after a prompt."""
     if not labels or not examples:
         return ()
     first = examples[0]
@@ -97,7 +98,7 @@ def _label_ids(
 
 
 def prompt_of(config: DataConfig, given: dict[str, Any] | str) -> str:
-    """The prompt for a record without an answer, or for a text where the format asks for one field only.
+    """Return the prompt for a record without an answer, or for a text where the format asks for one field only.
 
     Raises UserError.
     """
@@ -105,7 +106,7 @@ def prompt_of(config: DataConfig, given: dict[str, Any] | str) -> str:
 
 
 def prompt_ids_of(config: DataConfig, given: dict[str, Any] | str) -> tuple[int, ...]:
-    """The tokens of that prompt, as in training. Raises UserError."""
+    """Return the tokens of that prompt, as in training. Raises UserError."""
     return prompts_of(config, [given])[0][1]
 
 
@@ -133,7 +134,7 @@ def _refuse_text(config: DataConfig) -> None:
 
 
 def _of_source(source: ExampleSource, encoder: ExampleEncoder) -> Iterator[HeldOutExample]:
-    """The examples of a source that are held back: its records are read again, and counted as when they were stored."""
+    """Yield the examples of a source that are held back: its records are read again, and counted as when stored."""
     guard = encoder.maker.guard
     opened = source.recipe.spec.open()
     made = itertools.chain.from_iterable(

@@ -1,4 +1,9 @@
-"""What became of the records: what a person wants to know before the run, in numbers."""
+"""Open a data configuration as examples that can be trained on, and report what was done with the records.
+
+Guarantees:
+- Every rank that reads the same records under the same configuration gets the same samples and identity.
+- Records that are held back are never trained on, and stay on their side when data are added.
+"""
 
 from __future__ import annotations
 
@@ -103,13 +108,13 @@ class DataReport:
 
 
 def learned_on_examples(recipes: Sequence[Recipe], vocab_size: int, cache: Path) -> Path:
-    """The `tokenizer.json` of a tokenizer for these examples. Raises UserError, StorageError, WorkerError."""
+    """Return the `tokenizer.json` of a tokenizer for these examples. Raises UserError, StorageError, WorkerError."""
     parts = [vocab_size, [recipe.key(cache) for recipe in recipes]]
     return once(parts, cache, _learn, tuple(recipes), vocab_size)
 
 
 def _learn(recipes: tuple[Recipe, ...], vocab_size: int, file: str) -> None:
-    """Train and save; called in a process of its own, whose memory and threads go with it."""
+    """Train and save; called in a child process, whose memory and threads end with it."""
     train_tokenizer([_texts(recipe) for recipe in recipes], vocab_size).save(file)
 
 
@@ -226,7 +231,7 @@ def _refuse(config: DataConfig, cache: Path) -> None:
 
 
 def tokenizer_of(config: DataConfig, cache: Path) -> Path:
-    """The tokenizer's file, trained on the examples when none is given. Raises UserError or StorageError."""
+    """Return the tokenizer's file, trained on the examples when none is given. Raises UserError or StorageError."""
     if config.tokenizer.path is not None:
         file = tokenizer_file(config.tokenizer)
         vocabulary_of(file)
@@ -255,7 +260,7 @@ def open_sources(
 
 
 def validation_sources(config: DataConfig, tokenizer: Path, cache: Path) -> list[ExampleSource]:
-    """The sources that examples are held back of. Raises UserError or StorageError."""
+    """Return the sources with held-back examples. Raises UserError or StorageError."""
     sources = open_sources(config, tokenizer, cache)
     if config.validation is not None and config.validation.source is not None:
         return [_validation_source(config, sources[0], cache)]
@@ -296,7 +301,7 @@ def _held(config: DataConfig, stored: StoredExamples) -> NDArray[np.bool_]:
 
 
 def _identity(config: DataConfig, sources: Sequence[ExampleSource], tokenizer: Path, batch: int | None) -> str:
-    """A digest of all that the stream of samples depends on.
+    """Return a digest of all that the stream of samples depends on.
 
     What examples are made from (records, templates, filter, loss, function) is in the digests of what was made.
     """

@@ -1,7 +1,10 @@
-"""Which examples share a sequence: best fit, the longest first.
+"""Turn stored examples into samples: one in each sequence, or several packed into one by best fit, the longest first.
 
-Invariants: a pure function of the lengths; each example is in exactly one sequence, as a whole; examples of equal
-length keep their order.
+Guarantees:
+- A sample is a pure function of its number.
+- To the model an example is alone, with positions from 0, whatever shares its sequence.
+- Packing is a pure function of the lengths. Each example is in exactly one sequence, as a whole; examples of equal
+  length keep their order.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def packed(lengths: NDArray[np.int64], capacity: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The examples in the order of their sequences, and where each sequence begins (one more than there are).
+    """Return the examples in the order of their sequences, and where each sequence begins (one more than there are).
 
     No length is above `capacity`.
     """
@@ -87,7 +90,7 @@ class ExamplePart:
     def __init__(
         self, name: str, stored: StoredExamples, chosen: NDArray[np.bool_], capacity: int, *, packing: bool
     ) -> None:
-        """The examples that are `chosen`, in sequences of `capacity` tokens."""
+        """Take the examples that are `chosen`, in sequences of `capacity` tokens."""
         self.name = name
         self._stored = stored
         rows = np.flatnonzero(chosen)
@@ -104,11 +107,11 @@ class ExamplePart:
         return len(self._starts) - 1
 
     def size(self, rules: SampleRules) -> int:  # noqa: ARG002 - as `SamplePart` has it
-        """Samples of one epoch."""
+        """Return samples of one epoch."""
         return self.sequences
 
     def members(self, index: int) -> list[int]:
-        """The examples of sequence number `index`, as the store numbers them."""
+        """Return the examples of sequence number `index`, as the store numbers them."""
         start, end = self._starts[index : index + 2]
         return [int(number) for number in self._members[start:end]]
 

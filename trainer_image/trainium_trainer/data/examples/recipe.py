@@ -1,4 +1,9 @@
-"""From a record to its example, by the format that the configuration names."""
+"""Build examples from records by the configured format, with all that the examples of a source depend on.
+
+Guarantees:
+- Two recipes with one key make the same examples on any machine.
+- Invalid templates, tokenizers and functions are refused when the recipe is made, before a record is read.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +84,7 @@ class ExampleMaker:
                 raise AssertionError
 
     def example(self, record: Record) -> Example | None:
-        """The example of a record; None when the function leaves it out. Raises BadRecordError, UserError."""
+        """Return the example of a record; None when the function leaves it out. Raises BadRecordError, UserError."""
         example = self._example(record)
         try:
             if example is not None:
@@ -107,7 +112,7 @@ class ExampleMaker:
             yield from (name for name in record if name not in self._form.fields)
 
     def prompt(self, fields: Mapping[str, Any]) -> tuple[str, bool]:
-        """The prompt for a record without an answer, and whether it has its own beginning.
+        """Return the prompt for a record without an answer, and whether it has its own beginning.
 
         Raises BadRecordError, UserError.
         """
@@ -122,7 +127,7 @@ class ExampleMaker:
         return str(result["prompt"]), False
 
     def prompt_of_text(self, text: str) -> dict[str, Any]:
-        """A record that has nothing but `text` to ask. Raises UserError where that needs several fields."""
+        """Return a record that has nothing but `text` to ask. Raises UserError where that needs several fields."""
         form = self._form if self._caller is None else None
         if isinstance(form, Chat):
             return {form.field: [{"role": "user", "content": text}]}
@@ -153,7 +158,7 @@ _VERSION = 2
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How the records of a source become examples."""
+    """Settings by which the records of a source become examples."""
 
     source: str
     format: DataFormat
@@ -179,7 +184,7 @@ class Recipe:
         return self.sequence_length + 1
 
     def maker(self, guarded: tuple[str, ...]) -> ExampleMaker:
-        """What makes examples; `guarded` are the special tokens that stay text in a record. Raises UserError."""
+        """Return the builder of examples; `guarded`: special tokens that stay text in a record. Raises UserError."""
         return ExampleMaker(self.format, self.config, self.templates, self.chat_template, self.special, guarded)
 
     def key(self, memo: Path | None) -> str:
@@ -214,7 +219,7 @@ class Recipe:
 
 
 def recipe_of(config: DataConfig, source: str, tokenizer: Path | None) -> Recipe:
-    """The recipe for one source. Raises UserError or StorageError."""
+    """Return the recipe for one source. Raises UserError or StorageError."""
     examples = config.examples
     special = special_of(tokenizer) if tokenizer is not None else Special((), None)
     chat_template = special.chat_template

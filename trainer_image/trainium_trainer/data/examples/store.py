@@ -1,4 +1,4 @@
-"""Encoded examples of one source in a folder of the cache.
+"""Encode the examples of one source by worker processes, and keep them in a folder of the cache.
 
     manifest.json    written last: a folder that has it is whole
     ids.bin          tokens of all examples, one after another
@@ -6,8 +6,11 @@
     rows.bin         for each example where its tokens end, where its last answer begins, and the hash of its record
     before.bin       tokens of every example before it was cut or dropped, int64
 
-Invariants: a folder appears by one rename; what a killed build left beside it is continued from its last note, and what
-it wrote after that is cut off; a file of another size than the manifest says is refused.
+Guarantees:
+- The folder is a pure function of the recipe, whatever the number of processes and however often the work was killed.
+- It is built once per machine, and appears by one rename.
+- What a killed build left beside it is continued from its last note; what it wrote after that is cut off.
+- A file of another size than in the manifest is refused.
 """
 
 from __future__ import annotations
@@ -48,7 +51,7 @@ _BETWEEN_NOTES = 64 << 20
 
 @dataclass(slots=True)
 class ExamplesManifest:
-    """What a folder holds."""
+    """Contents of a folder."""
 
     key: str
     vocabulary: int
@@ -67,7 +70,7 @@ class ExamplesManifest:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of the tokens."""
+        """Type of the tokens."""
         return np.dtype(np.uint16 if self.vocabulary <= 2**16 else np.uint32)
 
 
@@ -80,7 +83,7 @@ def _read(file: Path) -> ExamplesManifest | None:
 
 
 def read_manifest(folder: Path) -> ExamplesManifest | None:
-    """The manifest of a whole folder; None when there is none."""
+    """Return the manifest of a whole folder; None when there is none."""
     return _read(folder / _MANIFEST)
 
 
@@ -88,7 +91,7 @@ class Writer:
     """A folder in the making."""
 
     def __init__(self, folder: Path, empty: ExamplesManifest) -> None:
-        """Go on where a killed predecessor left a note, when it made the same; else begin anew."""
+        """Continue where a killed predecessor left a note, when it made the same; else start again."""
         self._folder = folder
         self._path = folder.with_name(folder.name + ".partial")
         left = _read(self._path / _NOTE)
@@ -117,8 +120,8 @@ class Writer:
         manifest.examples += len(rows)
         manifest.tokens += len(block.ids)
         manifest.skipped += len(block.skipped)
-        room = _SENTENCES - len(manifest.sentences)
-        manifest.sentences += [one.sentence() for one in block.skipped[:room]]
+        space = _SENTENCES - len(manifest.sentences)
+        manifest.sentences += [one.sentence() for one in block.skipped[:space]]
         manifest.counts.add(block.counts)
         if sum(manifest.sizes) - self._noted >= _BETWEEN_NOTES:
             self.note()
@@ -249,16 +252,16 @@ def _fill(
     pool.grow(min(processes(workers), len(left)))
     total = sum(block.size for block in blocks)
     done = total - sum(block.size for block in left)
-    _tell(progress, writer, done, total)
+    _report(progress, writer, done, total)
     for block, encoded in zip(left, pool.map(encode_block, [(block,) for block in left]), strict=True):
         for number, skipped in enumerate(encoded.skipped, start=writer.manifest.skipped + 1):
             refuse_skipped(number, skipped, recipe.max_bad_lines, "records")
         writer.add(encoded)
         done += block.size
-        _tell(progress, writer, done, total)
+        _report(progress, writer, done, total)
 
 
-def _tell(progress: Callable[[BuildProgress], None], writer: Writer, done: int, total: int) -> None:
+def _report(progress: Callable[[BuildProgress], None], writer: Writer, done: int, total: int) -> None:
     made = writer.manifest
     progress(BuildProgress(done, total, made.examples, made.tokens, made.skipped, writer.resumed_tokens))
 

@@ -1,7 +1,8 @@
-"""What a record becomes before it is tokenised, and why it may not.
+"""Turn records into the text of examples with templates, and refuse records that cannot be used.
 
-Invariant: an example's text is all that the model sees of the record; what is learned of it is told by stretches of
-that text, so that the tokenizer alone decides where tokens begin.
+Guarantees:
+- An example's text is all that the model sees of the record.
+- What is learned of it is marked by stretches of that text, so that the tokenizer alone decides where tokens begin.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ class Example:
 
     text: str
     answers: tuple[tuple[int, int], ...]
-    """Stretches of the text that the model is to say; at least one."""
+    """Stretches of the text that the model is to generate; at least one."""
     label: str | None = None
-    """The word of the class."""
+    """Name of the class."""
     framed: bool = False
     """The text has its own beginning and ends, from a chat template; else the tokenizer's are put around it."""
 
     @property
     def prompt(self) -> str:
-        """What stands before the last answer."""
+        """Text before the last answer."""
         return self.text[: self.answers[-1][0]]
 
     @property
@@ -60,7 +61,7 @@ def without_nulls(value: Any) -> Any:
 
 
 def answered(prompt: str, answer: str, label: str | None = None) -> Example:
-    """An example of one prompt and one answer. Raises BadRecordError for an empty answer."""
+    """Return an example of one prompt and one answer. Raises BadRecordError for an empty answer."""
     if not answer.strip():
         raise BadRecordError("the answer is empty: give it one, or leave the record out with data.examples.where")
     return Example(prompt + answer, ((len(prompt), len(prompt) + len(answer)),), label)
@@ -84,13 +85,13 @@ class Guard:
         self._mark = re.compile(f"([{chr(_FIRST_MARK)}-{chr(_FIRST_MARK + len(names) - 1)}])") if names else None
 
     def hide(self, text: str) -> str:
-        """The text with a mark in place of each special token."""
+        """Return the text with a mark in place of each special token."""
         if self._special is None or not self._special.search(text):
             return text
         return self._special.sub(lambda found: self._marks[found.group()], text)
 
     def show(self, text: str) -> str:
-        """The text as it was."""
+        """Return the text as it was."""
         return "".join(piece for piece, _ in self.pieces(text))
 
     def pieces(self, text: str) -> list[tuple[str, bool]]:
@@ -99,7 +100,7 @@ class Guard:
         return [(self._names.get(part, part), part in self._names) for part in parts if part]
 
     def marked(self, text: str) -> bool:
-        """Whether the text has marks."""
+        """Return whether the text has marks."""
         return self._mark is not None and self._mark.search(text) is not None
 
 
@@ -118,7 +119,7 @@ class Template:
         return tuple(dict.fromkeys(field for _, field in self.parts if field is not None))
 
     def render(self, record: Mapping[str, Any], guard: Guard) -> str:
-        """The text for a record. Raises BadRecordError when a field is not there."""
+        """Render the text for a record. Raises BadRecordError when a field is missing."""
         if self.fields and all(record.get(field, "") is None for field in self.fields):
             names = " and ".join(map(repr, self.fields))
             raise BadRecordError(f"has nothing under {names}, which {self.where} names: give it a value")
@@ -131,7 +132,7 @@ class Template:
 
 
 def parsed(text: str, where: str) -> Template:
-    """A template from its text. Raises UserError."""
+    """Parse a template. Raises UserError."""
     try:
         found = list(string.Formatter().parse(text))
     except ValueError as error:
@@ -146,21 +147,21 @@ def parsed(text: str, where: str) -> Template:
 
 
 def text_of(record: Mapping[str, Any], field: str, where: str) -> str:
-    """A field's value as text; a null is empty. Raises BadRecordError when the field is not there."""
+    """Return a field's value as text; a null is empty. Raises BadRecordError when the field is not there."""
     if field not in record:
         raise BadRecordError(f"has no field {field!r}, which {where} names ({known_fields(record, field)})")
     return as_text(record[field])
 
 
 def as_text(value: Any) -> str:
-    """A value as text: what is no text as JSON."""
+    """Return a value as text: what is no text as JSON."""
     if isinstance(value, str):
         return value
     return "" if value is None else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def known_fields(record: Mapping[str, Any], wanted: str) -> str:
-    """The fields that there are, the nearest name first, for sentences."""
+    """Return the fields of a record, the nearest name first, for sentences."""
     if not record:
         return "it has none: every record is a JSON object or a row"
     near = difflib.get_close_matches(wanted, list(record), 1)
@@ -180,7 +181,7 @@ class Filter:
         """Some values of the fields that were asked for."""
 
     def __call__(self, record: Mapping[str, Any]) -> bool:
-        """Whether a record is left."""
+        """Return whether a record is kept."""
         fits = True
         for field, value in self._wanted.items():
             if field not in record:
@@ -237,11 +238,11 @@ class Instruction:
         self._completion = parsed(templates.completion or _COMPLETION, f"{templates.where}.completion")
 
     def example(self, record: Mapping[str, Any]) -> Example:
-        """The example of a record. Raises BadRecordError."""
+        """Build the example of a record. Raises BadRecordError."""
         return answered(self.prompt(record), self._completion.render(record, self._guard))
 
     def prompt(self, record: Mapping[str, Any]) -> str:
-        """The prompt alone. Raises BadRecordError."""
+        """Build the prompt alone. Raises BadRecordError."""
         return self._template(record).render(record, self._guard)
 
     @property
@@ -250,18 +251,18 @@ class Instruction:
         return frozenset((*self._prompt.fields, *self._completion.fields))
 
     def prompt_fields(self) -> tuple[str, ...]:
-        """What a record must have for a prompt."""
+        """Return the fields that a prompt needs."""
         return (self._short or self._prompt).fields
 
     def _template(self, record: Mapping[str, Any]) -> Template:
-        """The built-in template leaves an empty context out."""
+        """Return the template of a record; the built-in one leaves an empty context out."""
         if self._short is not None and not as_text(record.get(_CONTEXT)).strip():
             return self._short
         return self._prompt
 
 
 def templates_of(config: TemplateConfig, source: str) -> Templates:
-    """The templates for a source. Raises UserError for a `template.json` that is none, StorageError."""
+    """Return the templates for a source. Raises UserError for a `template.json` that is none, StorageError."""
     if config.prompt is not None and config.completion is not None:
         return Templates(config.prompt, config.completion, "data.examples.template")
     found = _beside(source)
@@ -328,12 +329,12 @@ class Classification:
             self._prompt = parsed("".join(lines) + "label:", f"{_WHERE}.textFields")
 
     def example(self, record: Mapping[str, Any]) -> Example:
-        """The example of a record. Raises BadRecordError."""
+        """Build the example of a record. Raises BadRecordError."""
         prompt, label = self.prompt(record), self._label(record)
         return answered(prompt, label if prompt[-1:].isspace() else f" {label}", label)
 
     def prompt(self, record: Mapping[str, Any]) -> str:
-        """The prompt alone. Raises BadRecordError."""
+        """Build the prompt alone. Raises BadRecordError."""
         return self._prompt.render(record, self._guard)
 
     @property
@@ -342,7 +343,7 @@ class Classification:
         return frozenset((*self._prompt.fields, self._config.label_field))
 
     def prompt_fields(self) -> tuple[str, ...]:
-        """What a record must have for a prompt."""
+        """Return the fields that a prompt needs."""
         return self._prompt.fields
 
     def _label(self, record: Mapping[str, Any]) -> str:
@@ -363,7 +364,7 @@ class Classification:
 
 
 def _whole(text: str) -> int | None:
-    """The number that a text is, 1.0 as well as 1."""
+    """Return the number that a text is, 1.0 as well as 1."""
     try:
         number = float(text)
     except ValueError:

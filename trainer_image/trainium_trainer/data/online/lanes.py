@@ -1,12 +1,15 @@
-"""Text that is tokenised while training: each row of the global batch is a stream of its own, a lane.
+"""Tokenize text while training: each row of the global batch is a separate stream, a lane.
 
-A source is a number of blocks, shuffled anew each epoch; lane l of n takes blocks l, l + n, l + 2n, ... of that endless
-order, joins their tokens and cuts them into samples. With several sources a lane has such a stream for each, and a
-mixture that says which is next.
+A source is a number of blocks, shuffled again each epoch. Lane l of n takes blocks l, l + n, l + 2n, ... of that
+endless order, joins their tokens and cuts them into samples. With several sources a lane has such a stream for each,
+and a mixture that chooses the next.
 
-Invariants: what a lane holds is a pure function of data, seed, number of lanes and step, so a rank needs only its own
-lanes, and any rank may go on with them; each epoch of a source has each of its blocks once, whatever the ranks; a block
-ends with an end-of-document token; nothing is dropped between blocks.
+Guarantees:
+- What a lane holds is a pure function of data, seed, number of lanes and step, so a rank needs only its own lanes, and
+  any rank may continue with them.
+- Each epoch of a source has each of its blocks once, whatever the ranks.
+- A block ends with an end-of-document token.
+- Nothing is dropped between blocks.
 """
 
 from __future__ import annotations
@@ -77,7 +80,7 @@ class Blocks(Protocol):
     """The blocks of a source."""
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return the number of blocks."""
         ...
 
     def count(self, block: int) -> int | None:
@@ -85,7 +88,7 @@ class Blocks(Protocol):
         ...
 
     def tokens(self, block: int) -> tuple[NDArray[Any], tuple[Skipped, ...]]:
-        """The tokens of a block. Raises UserError or StorageError."""
+        """Return the tokens of a block. Raises UserError or StorageError."""
         ...
 
 
@@ -135,7 +138,7 @@ class TextBlocks:
         return len(self._table)
 
     def count(self, block: int) -> int | None:
-        """As far as it is known."""
+        """Return the count, if it is known."""
         return self._counts.get(block)
 
     def tokens(self, block: int) -> tuple[NDArray[Any], tuple[Skipped, ...]]:
@@ -213,7 +216,7 @@ class _Stream:
             count -= dropped
 
     def sample(self, length: int, log: _Log) -> NDArray[Any]:
-        """The next `length` tokens and the one after them, which the next sample begins with."""
+        """Return the next `length` tokens and the one after them, with which the next sample begins."""
         self._fill(length + 1, log)
         parts, missing = [], length + 1
         for part in self._buffer:
@@ -228,14 +231,14 @@ class _Stream:
 
 @dataclass(slots=True)
 class _Log:
-    """What becomes known while blocks are read."""
+    """Facts that become known while blocks are read."""
 
     numbers: dict[int, int]
     counts: list[tuple[int, int, int]] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
 
     def read(self, blocks: Blocks, block: int, *, used: bool) -> NDArray[Any]:
-        """The tokens of a block."""
+        """Return the tokens of a block."""
         tokens, skipped = blocks.tokens(block)
         if isinstance(blocks, TextBlocks):
             self.counts.append((self.numbers[id(blocks)], block, len(tokens)))
@@ -267,7 +270,7 @@ class Lanes:
             )
 
     def rows(self, step: int) -> Rows:
-        """The samples of a step; quick for the step after the last one. Raises UserError or StorageError."""
+        """Return the samples of a step; quick for the step after the last one. Raises UserError or StorageError."""
         log = _Log(self._numbers)
         length = self._plan.sequence_length
         if step != self._step + 1 or self._step < 0:
@@ -304,6 +307,6 @@ def install_lanes(plan: LanePlan, lanes: Sequence[int], known: Sequence[tuple[ND
 
 
 def rows_of(step: int) -> Rows:
-    """The samples of a step."""
+    """Return the samples of a step."""
     rows: Rows = _installed["lanes"].rows(step)
     return rows

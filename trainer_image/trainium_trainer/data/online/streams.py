@@ -1,7 +1,8 @@
-"""Opening text that is tokenised while training; the streams themselves are in `lanes` and `streaming`.
+"""Open text that is tokenized while training; the streams are in `lanes` and `streaming`.
 
-Invariants: nothing is tokenised here but what validation needs; the blocks of a source are listed once per machine, in
-a file that all its processes map.
+Guarantees:
+- Nothing is tokenised here but what validation needs.
+- The blocks of a source are listed once per machine, in a file that all its processes map.
 """
 
 from __future__ import annotations
@@ -60,14 +61,14 @@ class Streams:
         return
 
     def numbers(self, position: int, count: int) -> list[int]:
-        """What names the samples position .. position + count - 1: here their place in the run."""
+        """Return the numbers of samples position .. position + count - 1: here their places in the run."""
         return list(range(position, position + count))
 
 
 def wants_streams(
     config: DataConfig, origins: Sequence[Origin], *, epochs: bool = False, steps_differ: bool = False
 ) -> bool:
-    """Whether the data are tokenised while training. Raises UserError when they are to be and cannot."""
+    """Return whether data are tokenized while training. Raises UserError when they are to be and cannot."""
     texts = [origin.spec.open() for origin in origins if origin.prepared is None]
     if not texts or config.tokenization is Tokenization.AHEAD:
         return False
@@ -97,7 +98,7 @@ def open_streams(
     rules: SampleRules,
     global_size: int,
 ) -> tuple[Streams, list[TextPart], dict[str, Any]]:
-    """The streams, what is held back of the sources, and the facts that the samples follow from.
+    """Return the streams, what is held back of the sources, and the facts that the samples follow from.
 
     Raises UserError or StorageError.
     """
@@ -145,7 +146,7 @@ def open_streams(
 
 
 def _source(origin: Origin, lanes: int, cache: Path) -> tuple[LaneSource, str]:
-    """A source in blocks, and its identity."""
+    """Return a source in blocks, and its identity."""
     if origin.prepared is not None:
         prepared = Prepared(origin.prepared)
         source = LaneSource(origin.spec, origin.weight, str(origin.prepared), None, len(prepared.batch_tokens))
@@ -161,7 +162,7 @@ def _source(origin: Origin, lanes: int, cache: Path) -> tuple[LaneSource, str]:
 
 
 def _table(origin: Origin, identity: str, target: int, cache: Path) -> Path:
-    """A file with the blocks of a text."""
+    """Return a file with the blocks of a text."""
     file = cache / f"blocks-{hashlib.sha256(f'{_FORMAT}-{identity}'.encode()).hexdigest()[:32]}.npy"
     if file.exists():
         return file
@@ -187,7 +188,7 @@ def _held_back(
     tokenizer: TextTokenizer,
     cache: Path,
 ) -> TextPart:
-    """What is held back of a source, or the beginning of it."""
+    """Return the part of a source that is held back, or the beginning of that part."""
     name = origin.spec.name
     if origin.prepared is not None:
         prepared = Prepared(origin.prepared)

@@ -1,8 +1,13 @@
-"""Writing prepared data: a killed process leaves what can be continued, and never what only looks whole.
+"""Tokenize sources into a prepared folder by worker processes, for `prepare-data` and for the cache.
 
-Invariants: everything is written beside the folder, in `<folder>.partial`, and one rename makes it the folder, with the
-manifest in it; each finished file of tokens has a note of where the source goes on, written after it; a partial folder
-that was made from anything else is thrown away.
+Guarantees:
+- The folder is a pure function of sources and tokenizer, whatever the number of processes and however often the work
+  was killed.
+- It is built once, whatever number of processes need it at the same time.
+- Everything is written beside the folder, in `<folder>.partial`, and one rename makes it the folder, with the manifest
+  in it.
+- Each finished file of tokens has a note of where the source continues, written after it. A partial folder that was
+  made from anything else is removed.
 """
 
 from __future__ import annotations
@@ -121,7 +126,7 @@ class PartialFolder:
         return sum(shard.skipped for shard in self.shards)
 
     def writer(self, dtype: np.dtype[Any], end: int) -> ShardWriter:
-        """A writer of the next file."""
+        """Return a writer of the next file."""
         return ShardWriter(self.path / f"tokens-{len(self.shards):05d}.arrow", dtype, end)
 
     def take(self, writer: ShardWriter, blocks: int) -> None:
@@ -184,8 +189,8 @@ class ShardWriter:
     def add(self, block: TokenBlock) -> None:
         """Append a block; small ones are put together."""
         self.skipped += len(block.skipped)
-        room = _EXAMPLES - len(self.examples)
-        self.examples += [skipped.sentence() for skipped in block.skipped[:room]]
+        space = _EXAMPLES - len(self.examples)
+        self.examples += [skipped.sentence() for skipped in block.skipped[:space]]
         if not len(block.tokens):
             return
         self.tokens += len(block.tokens)
@@ -265,7 +270,7 @@ class HeldBack:
 
 @dataclass(frozen=True, slots=True)
 class PreparedRecipe:
-    """What a prepared folder is made from."""
+    """Inputs of a prepared folder."""
 
     specs: tuple[SourceSpec, ...]
     tokenizer: Path
@@ -293,7 +298,7 @@ class PreparedRecipe:
 
 @dataclass(frozen=True, slots=True)
 class BuildProgress:
-    """How far a build is."""
+    """Progress of a build."""
 
     bytes: int
     total_bytes: int
@@ -305,7 +310,7 @@ class BuildProgress:
 
 
 def processes(wanted: int | None) -> int:
-    """How many tokenising processes a node has."""
+    """Return the number of tokenizing processes of a node."""
     return wanted or min(_MOST_WORKERS, len(os.sched_getaffinity(0)))
 
 
@@ -413,7 +418,7 @@ def _selected(results: Iterator[list[TokenBlock]], held: HeldBack | None) -> Ite
 
 
 def select(block: TokenBlock, chosen: Any) -> TokenBlock:
-    """The chosen pieces of a block, and what was skipped in it."""
+    """Return the chosen pieces of a block, and what was skipped in it."""
     return replace(
         block,
         tokens=block.tokens[np.repeat(chosen, block.lengths)],

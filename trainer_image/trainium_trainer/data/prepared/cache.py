@@ -1,7 +1,8 @@
-"""The cache folder of a machine, prepared folders wherever they are, and the vocabulary that follows from them.
+"""Find the cache folder of a machine, prepared folders, and the vocabulary that follows from them.
 
-Invariants: what is in the cache is named by a digest of what it was made from and appears by one rename; data that are
-prepared in S3 are copied into the cache once, and used from there.
+Guarantees:
+- What is in the cache is named by a digest of what it was made from and appears by one rename.
+- Data that are prepared in S3 are copied into the cache once, and used from there.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def with_cache(config: DataConfig, work: Callable[[Path], T]) -> T:
 
 
 class _CacheError(TrainerError):
-    """Says that the cache is at fault."""
+    """An error of the cache, not of the data."""
 
 
 class _ForbiddenCacheError(_CacheError, UserError):
@@ -134,7 +135,7 @@ def has_prepared_sources(config: DataConfig) -> bool:
 
 
 def prepared_folder(name: str, cache: Path) -> Path | None:
-    """The folder of prepared data that a source names, None when it names something else."""
+    """Return the folder of prepared data that a source names, None when it names something else."""
     if not name.startswith(S3):
         folder = Path(name).expanduser()
         return folder if is_prepared(folder) else None
@@ -158,7 +159,7 @@ def _remote_manifest(name: str) -> bytes | None:
 
 
 def _mirrored(name: str, manifest: bytes, cache: Path) -> Path:
-    """A copy in the cache, made by whichever process comes first; a killed one's files are used as far as they are."""
+    """Copy a folder into the cache, by the first process that needs it; files of a killed one are used."""
     folder = cache / f"mirror-{hashlib.sha256(manifest).hexdigest()[:32]}"
     if is_prepared(folder):
         return folder

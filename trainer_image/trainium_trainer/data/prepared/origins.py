@@ -1,6 +1,7 @@
-"""A tokenizer trained on the data, kept in the cache.
+"""Find the sources of a configuration, each as prepared data or as text, and the tokenizer that all of them share.
 
-Invariants: trained once per machine, sources and vocabulary size; a file that is there is whole.
+Guarantees:
+- A tokenizer is trained once per machine, sources and vocabulary size, and its file is whole.
 """
 
 from __future__ import annotations
@@ -45,13 +46,13 @@ _BLOCK_BYTES = 4 << 20
 
 
 def learned(specs: Sequence[SourceSpec], vocab_size: int, cache: Path) -> Path:
-    """The `tokenizer.json` of a tokenizer for these sources. Raises UserError, StorageError, WorkerError."""
+    """Return the `tokenizer.json` of a tokenizer for these sources. Raises UserError, StorageError, WorkerError."""
     parts = [_FORMAT, vocab_size, [spec.open().identity(cache) for spec in specs]]
     return once(parts, cache, _learn, tuple(specs), vocab_size)
 
 
 def once(parts: list[Any], cache: Path, learn: Callable[..., None], *arguments: Any) -> Path:
-    """The file that `learn(*arguments, file)` makes in a process of its own, unless the cache has one for `parts`."""
+    """Return the file that `learn(*arguments, file)` writes in a process, unless the cache has one for `parts`."""
     folder = cache / f"tokenizer-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]}"
     file = folder / TOKENIZER_FILE
     if file.exists():
@@ -67,7 +68,7 @@ def once(parts: list[Any], cache: Path, learn: Callable[..., None], *arguments: 
 
 
 def _learn(specs: tuple[SourceSpec, ...], vocab_size: int, file: str) -> None:
-    """Train and save; called in a process of its own, whose memory and threads go with it."""
+    """Train and save; called in a child process, whose memory and threads end with it."""
     train_tokenizer([_texts(spec.open()) for spec in specs], vocab_size).save(file)
 
 
@@ -98,7 +99,7 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class TextTokenizer:
-    """How documents become tokens."""
+    """Tokenizer of documents, and their beginning."""
 
     file: Path
     """The `tokenizer.json`."""
@@ -106,7 +107,7 @@ class TextTokenizer:
 
 
 def origins_of(config: DataConfig, cache: Path) -> list[Origin]:
-    """What is trained on. Raises UserError or StorageError."""
+    """Return the sources. Raises UserError or StorageError."""
     return [
         Origin(SourceSpec(name, field), weight, prepared_folder(name, cache))
         for name, field, weight in sources_of(config)
@@ -114,16 +115,16 @@ def origins_of(config: DataConfig, cache: Path) -> list[Origin]:
 
 
 def text_tokenizer(config: DataConfig, origins: Sequence[Origin], cache: Path) -> TextTokenizer:
-    """The tokenizer of all sources, and how it lets documents begin. Raises UserError or StorageError."""
+    """Return the tokenizer of all sources, and how it lets documents begin. Raises UserError or StorageError."""
     file = shared_tokenizer(config, origins, cache)
     marks = same_beginning(config, origins)
-    if config.bos is BosToken.ALWAYS and marks:  # the folder's tokenizer.json alone may not say which token it is
+    if config.bos is BosToken.ALWAYS and marks:  # the folder's tokenizer.json alone may not name the token
         return TextTokenizer(file, BosPrefix(config.bos, marks[0]))
     return TextTokenizer(file, beginning_of_documents(config.bos, file))
 
 
 def same_beginning(config: DataConfig, origins: Sequence[Origin]) -> list[tuple[int, ...]]:
-    """The BOS tokens of the sources that are prepared already. Raises UserError where they are not what is asked."""
+    """Return the BOS tokens of the prepared sources. Raises UserError where `data.bos` demands others."""
     marks = []
     for origin in origins:
         if origin.prepared is None:
@@ -140,7 +141,7 @@ def same_beginning(config: DataConfig, origins: Sequence[Origin]) -> list[tuple[
 
 
 def shared_tokenizer(config: DataConfig, origins: Sequence[Origin], cache: Path) -> Path:
-    """The tokenizer's file, trained when there is none; all that is prepared must have been prepared with it."""
+    """Return the tokenizer's file, trained when there is none. Raises UserError for data prepared with another."""
     prepared = [origin.prepared for origin in origins if origin.prepared is not None]
     if config.tokenizer.path is not None:
         file = tokenizer_file(config.tokenizer)
@@ -178,7 +179,7 @@ def tokens_of(
 
 
 def held_back_of(config: DataConfig, origin: Origin, tokenizer: TextTokenizer, held: HeldBack, cache: Path) -> Prepared:
-    """Some of what is held back of a text. Raises UserError or StorageError."""
+    """Tokenize a part of the text that is held back. Raises UserError or StorageError."""
     recipe = PreparedRecipe((origin.spec,), tokenizer.file, config.max_bad_lines, held, tokenizer.beginning)
     return built(config, recipe, cache)
 
@@ -186,7 +187,7 @@ def held_back_of(config: DataConfig, origin: Origin, tokenizer: TextTokenizer, h
 def built(
     config: DataConfig, recipe: PreparedRecipe, cache: Path, progress: Callable[[BuildProgress], None] | None = None
 ) -> Prepared:
-    """The result of a recipe, from the cache if it is there."""
+    """Build the folder of a recipe, unless the cache has it."""
     key = recipe.key(cache)
     folder = cache / f"tokens-{key[:32]}"
     manifest = build(folder, recipe, key, workers=config.workers, progress=progress or Lines(recipe.name))
@@ -198,14 +199,14 @@ def built(
 
 
 class Lines:
-    """Tells the log of a long build now and then."""
+    """Logs the progress of a long build now and then."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._last = time.monotonic()
 
     def __call__(self, progress: BuildProgress) -> None:
-        """Tell how far it is, unless it was told just now."""
+        """Log the progress, unless it was logged just now."""
         now = time.monotonic()
         if now - self._last >= _SECONDS_BETWEEN_LINES:
             self._last = now

@@ -1,6 +1,17 @@
-"""Numbers into Arrow's columns and out of them, without a copy.
+"""Read prepared data: a folder of Arrow files with tokens, an index, a tokenizer and a manifest.
 
-In place of Arrow's own conversions, all of which import pandas where it is installed: half of what a rank would import.
+    manifest.json          written last: a folder that has it is whole
+    tokenizer.json         the tokenizer of the ids
+    tokenizer_config.json  the token that ends documents, where the tokenizer has no usual one
+    index.arrow            one row for each record batch: file, number in it, tokens, pieces of documents
+    tokens-00000.arrow     record batches of `tokens` (list of uint16 or uint32) and `document` (hash, uint64)
+
+Guarantees:
+- All documents are in the order of the source, each with its end-of-document token.
+- Files are mapped into memory, and a sample is read from the batches that it touches.
+- A file of another size than in the manifest is refused before anything is read from it.
+- Numbers go into Arrow's columns and out of them without pandas, which Arrow's conversions import where it is
+  installed: half of what a rank would import.
 """
 
 from __future__ import annotations
@@ -28,7 +39,7 @@ if TYPE_CHECKING:
 
 
 def column_of(numbers: NDArray[Any]) -> Any:
-    """The Arrow array of some numbers, which must not be changed afterwards."""
+    """Return the Arrow array of some numbers, which must not be changed afterwards."""
     import pyarrow as pa  # noqa: PLC0415 - one of the slower imports
 
     numbers = np.ascontiguousarray(numbers)
@@ -36,7 +47,7 @@ def column_of(numbers: NDArray[Any]) -> Any:
 
 
 def numbers_of(column: Any) -> NDArray[Any]:
-    """The numbers of an Arrow array without nulls: read-only, in the array's own memory."""
+    """Return the numbers of an Arrow array without nulls: read-only, in the array's own memory."""
     return np.from_dlpack(column)
 
 
@@ -73,7 +84,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class PreparedManifest:
-    """What a prepared folder holds."""
+    """Contents of a prepared folder."""
 
     key: str
     """Digest of everything that the folder was made from."""
@@ -96,7 +107,7 @@ class PreparedManifest:
     """BOS tokens that every document begins with; omitted: none was put there."""
 
     def to_json(self) -> str:
-        """The file's text."""
+        """Return the file's text."""
         document = asdict(self)
         if not self.beginning:  # as every version of this format can read it
             del document["beginning"]
@@ -104,12 +115,12 @@ class PreparedManifest:
 
 
 def is_prepared(folder: Path) -> bool:
-    """Whether a folder claims to be prepared data."""
+    """Return whether a folder claims to be prepared data."""
     return (folder / MANIFEST_FILE).is_file()
 
 
 def read_manifest(folder: Path) -> PreparedManifest:
-    """The manifest of a folder. Raises UserError when it is none, or one of a newer version."""
+    """Return the manifest of a folder. Raises UserError when it is none, or one of a newer version."""
     file = folder / MANIFEST_FILE
     try:
         document = json.loads(file.read_text(encoding="utf-8"))
@@ -242,7 +253,7 @@ class Selection:
         self._rows = functools.lru_cache(maxsize=_OPEN_BATCHES)(self._select)
 
     def _counts(self, note: Path | None) -> NDArray[np.int64]:
-        """Selected tokens of each record batch; remembered, for it takes a look at every document."""
+        """Count the selected tokens of each record batch; remembered, since every document is read."""
         number = len(self._prepared.batch_tokens)
         if note is not None and note.exists():
             counts: NDArray[np.int64] = np.load(note)
@@ -256,7 +267,7 @@ class Selection:
         return counts
 
     def _select(self, number: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Starts, lengths and ends (among the selected) of the selected pieces of a batch."""
+        """Return starts, lengths and ends (among the selected) of the selected pieces of a batch."""
         _, starts, documents = self._prepared.batch(number)
         chosen = held_back(documents, self._fraction) == self._validation
         lengths = np.diff(starts)[chosen]

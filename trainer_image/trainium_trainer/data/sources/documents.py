@@ -1,8 +1,9 @@
-"""The words of sources: an ordered stream of documents or records, in blocks that can be read alone.
+"""Types of sources: an ordered stream of documents or records, in blocks that can be read alone.
 
-Invariants: order and blocks depend on names, sizes and contents only, so every rank of every size reads the same
-stream; what is unusable in a source is either refused in a sentence that names file, line or column, or handed on as
-`Skipped`, so that somebody counts it.
+Guarantees:
+- Order and blocks depend on names, sizes and contents only, so every rank of every size reads the same stream.
+- What is unusable in a source is either refused in a sentence that names file, line or column, or handed on as
+  `Skipped`, so that somebody counts it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _COUNTED_AT_ONCE = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class TextPiece:
-    """A stretch of text; the last piece of a document says so, and one that another block begins."""
+    """A stretch of text; the last piece of a document is marked, and so is one that another block begins."""
 
     text: str
     ends_document: bool = True
@@ -50,7 +51,7 @@ class Named(Protocol):
         ...
 
     def open(self) -> BinaryIO:
-        """A stream from the beginning."""
+        """Return a stream from the beginning."""
         ...
 
 
@@ -120,7 +121,7 @@ class Record:
     """These as in `Skipped`."""
 
     def skipped(self, reason: str) -> Skipped:
-        """The same place, not to be used."""
+        """Return the same place as one that is skipped."""
         return Skipped(self.file, reason, self.number, self.offset, self.unit)
 
 
@@ -154,21 +155,21 @@ class DocumentSource(Protocol):
         ...
 
     def identity(self, memo: Path | None) -> str:
-        """A digest that changes with the contents; `memo` is a folder for remembered digests of files."""
+        """Return a digest that changes with the contents; `memo` is a folder for remembered digests of files."""
         ...
 
     def blocks(self, target: int) -> list[FileBlock]:
-        """The stream in blocks of about `target` bytes. Raises UserError or StorageError."""
+        """Return the stream in blocks of about `target` bytes. Raises UserError or StorageError."""
         ...
 
     def read(self, block: FileBlock) -> Iterator[TextPiece | Skipped]:
-        """The documents of a block. Raises UserError for what cannot be read, OSError when the store fails."""
+        """Yield the documents of a block. Raises UserError for unreadable files, OSError when the store fails."""
         ...
 
     def records(self, block: FileBlock) -> Iterator[Record | Skipped]:
-        """The records of a block. Raises UserError for what cannot be read, OSError when the store fails."""
+        """Yield the records of a block. Raises UserError for unreadable files, OSError when the store fails."""
         ...
 
     def named(self, block: FileBlock) -> str:
-        """The file of a block, for sentences."""
+        """Return the file of a block, for sentences."""
         ...

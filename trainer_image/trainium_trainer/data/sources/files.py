@@ -1,8 +1,10 @@
-"""Files of a source, on a mounted file system or in S3: finding, opening and identifying them.
+"""Find, open and identify the files of a source, on a mounted file system or in S3.
 
-Invariants: a list of files is in the order of names, whatever a listing returns; S3 is reached through pyarrow only,
-with the credentials, region and endpoint of the usual AWS variables; a store that fails for a while is asked again, and
-then raises StorageError; what the user can correct (no such file, no permission) raises UserError at once.
+Guarantees:
+- A list of files is in the order of names, whatever a listing returns.
+- S3 is reached through pyarrow only, with the credentials, region and endpoint of the usual AWS variables.
+- A store that fails for a while is asked again, and then raises StorageError.
+- What the user can correct (no such file, no permission) raises UserError at once.
 """
 
 from __future__ import annotations
@@ -78,17 +80,17 @@ class DataFile:
 
     @property
     def compression(self) -> str | None:
-        """What pyarrow calls the compression of the whole file."""
+        """Arrow's name for the compression of the whole file."""
         return {".gz": "gzip", ".zst": "zstd"}.get(Path(self.path).suffix)
 
     def open(self) -> BinaryIO:
-        """A buffered stream from the file's beginning, as stored; seekable."""
+        """Return a buffered stream from the file's beginning, as stored; seekable."""
         if self.remote:
             return cast("BinaryIO", io.BufferedReader(s3().open_input_file(self.path), _REMOTE_BUFFER))
         return open(self.path, "rb", buffering=_LOCAL_BUFFER)  # noqa: PTH123 - the caller closes it
 
     def digest(self, memo: Path | None) -> str:
-        """A digest of the contents; of a file above 64 MiB that of its size and of probes all over it.
+        """Return a digest of the contents; of a file above 64 MiB that of its size and of probes all over it.
 
         An object in S3 is known by size and time: both are the same wherever it is read from.
         """
@@ -117,7 +119,7 @@ class DataFile:
 def remember(note: Path, content: bytes) -> None:
     """Write a note of the cache as a whole, without a lock; it is not written where the cache cannot be.
 
-    Neither a process's number nor an object's place in memory tells writers apart: pods count their processes alike,
+    Neither a process's number nor an object's place in memory distinguishes writers: pods count their processes alike,
     and ranks are forks of one process.
     """
     draft = note.with_name(f".{note.name}.{secrets.token_hex(8)}")
@@ -149,7 +151,7 @@ def reading(what: str, action: Callable[[], T]) -> T:
 
 
 def is_transient(error: OSError) -> bool:
-    """Whether the store, and not what it was asked for, is at fault."""
+    """Return whether the store, and not the request, is at fault."""
     if error.errno is not None:
         return error.errno not in _USERS
     text = str(error)
@@ -162,14 +164,14 @@ def refusal(what: str, error: OSError) -> UnreadableError:
 
 
 def reason_of(error: BaseException) -> str:
-    """The cause in one line."""
+    """Return the cause in one line."""
     text = getattr(error, "strerror", None) or str(error) or type(error).__name__
     return " ".join(str(text).split())[:300]
 
 
 @functools.cache
 def s3() -> Any:
-    """The S3 file system of this process; it starts threads, so never before a fork.
+    """Return the S3 file system of this process; it starts threads, so never before a fork.
 
     pyarrow itself waits longer and longer between tries when a request fails.
     """
@@ -187,7 +189,7 @@ def s3() -> Any:
 
 
 def find_files(name: str) -> tuple[DataFile, ...]:
-    """The files that a path, folder or pattern names, in the order of their names below it.
+    """Return the files that a path, folder or pattern names, in the order of their names below it.
 
     Raises UserError when there is none, StorageError when the store does not answer.
     """
@@ -263,7 +265,7 @@ def _matches(path: str, pattern: str) -> bool:
 
 
 def _counts(parts: tuple[str, ...]) -> bool:
-    """Whether a file of a folder is data: of a known kind, and neither hidden nor a note of another program."""
+    """Return whether a file of a folder is data: of a known kind, neither hidden nor a note of another program."""
     hidden = any(part.startswith((".", "_")) for part in parts)
     return not hidden and parts[-1].endswith(SUFFIXES) and not parts[-1].endswith(_NOT_IN_FOLDERS)
 

@@ -1,4 +1,4 @@
-"""Hugging Face data sets by name, through their own library."""
+"""Read Hugging Face data sets by name, through their library."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ class HubDataset:
     has_lines: bool = False
 
     def identity(self, memo: Path | None) -> str:  # noqa: ARG002 - other sources need it
-        """The name: asking for a fingerprint would load the data set at every start."""
+        """Return the name: asking for a fingerprint would load the data set at every start."""
         return hashlib.sha256(f"hub\0{self.name}\0{self.text_field}".encode()).hexdigest()
 
     def blocks(self, target: int) -> list[FileBlock]:  # noqa: ARG002 - as above
-        """One: the library has an order of its own."""
+        """Return one block: the library has its own order."""
         return [FileBlock(0, 0, 0, 0)]
 
     def named(self, block: FileBlock) -> str:  # noqa: ARG002 - as above
-        """The data set."""
+        """Return the data set."""
         return self.name
 
     def read(self, block: FileBlock) -> Iterator[TextPiece | Skipped]:  # noqa: ARG002 - as above
-        """The texts of the training split."""
+        """Yield the texts of the training split."""
         rows = self._rows()
         if self.text_field not in rows.column_names:
             columns = ", ".join(rows.column_names)
@@ -54,7 +54,7 @@ class HubDataset:
                 yield Skipped(_Rows(self.name), f"no text under {self.text_field!r}", number, unit="row")
 
     def records(self, block: FileBlock) -> Iterator[Record]:  # noqa: ARG002 - as above
-        """The rows of the training split."""
+        """Yield the rows of the training split."""
         place = _Rows(self.name)
         for number, fields in enumerate(self._rows(), start=1):
             yield Record(fields, place, number, unit="row")

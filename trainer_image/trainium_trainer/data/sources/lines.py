@@ -1,7 +1,9 @@
-"""Text, JSON lines, and JSON files that hold one array.
+"""Read text, JSON lines, JSON files that hold one array, and comma-separated values with a header.
 
-Invariant: a line belongs to the block that it begins in, and is read once whatever the blocks are; an array is read as
-a whole, since JSON cannot be entered in the middle.
+Guarantees:
+- A line belongs to the block in which it begins, and is read once whatever the blocks are.
+- An array is read as a whole, since JSON cannot be entered in the middle.
+- All comma-separated values are text. A row of another length than the header is skipped and counted.
 """
 
 from __future__ import annotations
@@ -24,12 +26,12 @@ if TYPE_CHECKING:
 
 
 _TEXT_PIECE = 1 << 20
-_LOOKED_AT = 1 << 10
+_PROBED = 1 << 10
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 def opened(file: DataFile) -> BinaryIO:
-    """The file's content, unpacked."""
+    """Return the file's content, unpacked."""
     if file.compression is None:
         return file.open()
     import pyarrow as pa  # noqa: PLC0415 - one of the slower imports
@@ -38,14 +40,14 @@ def opened(file: DataFile) -> BinaryIO:
 
 
 def unpacking_error(file: DataFile, error: OSError) -> UserError | None:
-    """The sentence when it is a decompressor that complains of bad data."""
+    """Return the sentence when it is a decompressor that complains of bad data."""
     if file.compression is None or error.errno is not None or file.remote:
         return None
     return UserError(f"data.source {file.shown}: cannot be decompressed ({' '.join(str(error).split())}): replace it")
 
 
 def _lines(file: DataFile, block: FileBlock) -> Iterator[tuple[int, bytes]]:
-    """The lines that begin in the block, each with the place where it begins."""
+    """Yield the lines that begin in the block, each with the place where it begins."""
     with opened(file) as stream:
         place = block.start
         if place:
@@ -62,7 +64,7 @@ def _lines(file: DataFile, block: FileBlock) -> Iterator[tuple[int, bytes]]:
 
 
 def _decoded(line: bytes, place: int) -> str:
-    """The line's text, without a byte-order mark; raises ValueError with a reason."""
+    """Return the line's text, without a byte-order mark; raises ValueError with a reason."""
     try:
         return line.decode("utf-8-sig" if place == 0 else "utf-8")
     except UnicodeDecodeError as error:
@@ -109,23 +111,23 @@ def read_json_lines(file: DataFile, block: FileBlock) -> Iterator[Record | Skipp
 
 
 def _record(value: Any, file: DataFile, number: int | None, place: int = 0, unit: str | None = None) -> Record:
-    """What is no object becomes a record without fields, which whoever reads it refuses by the name of its field."""
+    """Return a record; a value that is no object has no fields, so each form refuses it by the field's name."""
     return Record(value if isinstance(value, dict) else {}, file, number, place, unit)
 
 
 def is_array(file: DataFile) -> bool:
-    """Whether a .json file holds one array of records, not a record in each line. Raises UserError or StorageError."""
+    """Return whether a .json file holds one array, not a record in each line. Raises UserError or StorageError."""
     if file.format != ".json":
         return False
 
-    def look() -> bytes:
+    def probe() -> bytes:
         with opened(file) as stream:
             try:
-                return stream.read(_LOOKED_AT)
+                return stream.read(_PROBED)
             except OSError as error:
                 raise unpacking_error(file, error) or error from error
 
-    return reading(file.shown, look).removeprefix(_BYTE_ORDER_MARK).lstrip()[:1] == b"["
+    return reading(file.shown, probe).removeprefix(_BYTE_ORDER_MARK).lstrip()[:1] == b"["
 
 
 def read_array(file: DataFile) -> Iterator[Record | Skipped]:

@@ -1,7 +1,8 @@
-"""Real text that every machine has: the documentation that ships with Python.
+"""Read the documentation that ships with Python: real text that every machine has.
 
-Invariants: nothing of the standard library is imported or run, its files are parsed; the order is that of sorted paths
-and of the source text, so one Python build gives one stream everywhere.
+Guarantees:
+- Nothing of the standard library is imported or run, its files are parsed.
+- The order is that of sorted paths and of the source text, so one Python build gives one stream everywhere.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _FORMAT = 1
 _SKIPPED = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "__pycache__", "pydoc_data"}
 )
-_SHORTEST = 40  # characters; shorter docstrings say little more than the name
+_SHORTEST = 40  # characters; shorter docstrings add little to the name
 
 
 class PythonDocs:
@@ -42,11 +43,11 @@ class PythonDocs:
         return [FileBlock(0, 0, 0, 0)]
 
     def named(self, block: FileBlock) -> str:  # noqa: ARG002 - as above
-        """The source."""
+        """Return the source."""
         return "python-docs"
 
     def identity(self, memo: Path | None) -> str:  # noqa: ARG002 - as above
-        """The Python build: its files do not change without it."""
+        """Return the Python build: its files do not change without it."""
         return hashlib.sha256(f"python-docs\0{_FORMAT}\0{sys.version}".encode()).hexdigest()
 
     def records(self, block: FileBlock) -> Iterator[Record]:  # noqa: ARG002 - as above
@@ -80,7 +81,7 @@ def _parse(file: Path) -> ast.Module | None:
 
 
 def _topics(file: Path) -> Iterator[TextPiece]:
-    """The texts of the one dictionary in `pydoc_data/topics.py`."""
+    """Yield the texts of the one dictionary in `pydoc_data/topics.py`."""
     tree = _parse(file)
     for node in ast.walk(tree) if tree else ():
         if isinstance(node, ast.Dict):

@@ -1,8 +1,10 @@
-"""Which format a file is of, and who reads it.
+"""Open the source that `data.source` names (files, a data set of the hub, Python's documentation), by format.
 
-Invariants: the blocks of a file, read in order, give what the file gives in one piece: every line and row belongs to
-exactly one block (a line to the block that it begins in); nothing is read as a whole that can be read in parts; what is
-read as documents and as records is read by the same code.
+Guarantees:
+- The blocks of a file, read in order, give what the file gives in one piece: every line and row belongs to exactly one
+  block, a line to the block in which it begins.
+- Nothing is read as a whole that can be read in parts.
+- Documents and records are read by the same code.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ _KEYS_SHOWN = 8
 
 
 def divide(file: DataFile, number: int, target: int) -> list[FileBlock]:
-    """The blocks of a file, about `target` bytes each. Raises UserError or StorageError."""
+    """Return the blocks of a file, about `target` bytes each. Raises UserError or StorageError."""
     if file.size == 0:
         return []
     match file.format:
@@ -48,7 +50,7 @@ def divide(file: DataFile, number: int, target: int) -> list[FileBlock]:
 
 
 def read(file: DataFile, block: FileBlock, field: str) -> Iterator[TextPiece | Skipped]:
-    """The documents of a block. Raises UserError for what can never be read, OSError when the store fails."""
+    """Yield the documents of a block. Raises UserError for unreadable files, OSError when the store fails."""
     match file.format:
         case ".txt":
             yield from lines.read_text(file, block)
@@ -65,7 +67,7 @@ def read(file: DataFile, block: FileBlock, field: str) -> Iterator[TextPiece | S
 
 
 def read_records(file: DataFile, block: FileBlock) -> Iterator[Record | Skipped]:
-    """The records of a block. Raises UserError for what can never be read, OSError when the store fails."""
+    """Yield the records of a block. Raises UserError for unreadable files, OSError when the store fails."""
     match file.format:
         case ".txt":
             raise UserError(
@@ -97,7 +99,7 @@ _HUB_NAME = re.compile(r"^[\w.-]+(/[\w.-]+)?(:[\w.-]+)?$")
 
 
 def open_source(name: str, text_field: str) -> DocumentSource:
-    """The source that `data.source` names. Raises UserError when there is none of that name."""
+    """Return the source that `data.source` names. Raises UserError when there is none of that name."""
     if name == PYTHON_DOCS:
         from trainium_trainer.data.sources.python_docs import PythonDocs  # noqa: PLC0415 - parses Python, few runs need it
 
@@ -110,7 +112,7 @@ def open_source(name: str, text_field: str) -> DocumentSource:
 
 
 def is_data_set(name: str) -> bool:
-    """Whether a name can only be that of a Hugging Face data set."""
+    """Return whether a name can only be that of a Hugging Face data set."""
     from pathlib import Path  # noqa: PLC0415 - for annotations elsewhere
 
     if name == PYTHON_DOCS or name.startswith((".", "/", "~", S3)) or name.endswith(SUFFIXES):
@@ -160,5 +162,5 @@ class Files:
         return read_records(self.files[block.file], block)
 
     def named(self, block: FileBlock) -> str:
-        """The file."""
+        """Return the file."""
         return self.files[block.file].shown

@@ -1,7 +1,8 @@
-"""Parquet and Arrow files.
+"""Read Parquet and Arrow files.
 
-Invariant: Arrow files on a mounted file system are mapped, not copied; of Parquet only the columns that are asked for
-are read.
+Guarantees:
+- Arrow files on a mounted file system are mapped, not copied.
+- Of Parquet only the columns that are asked for are read.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _ROWS = 1000
 
 
 def read_column(file: DataFile, block: FileBlock, field: str) -> Iterator[TextPiece | Skipped]:
-    """The documents of a block: one in each row of a column of texts or of lists of token ids."""
+    """Yield the documents of a block: one in each row of a column of texts or of lists of token ids."""
     with _refusing(file):
         for row, batch, note in _batches(file, block, field):
             for item in _documents(file, batch.column(0), row, field):
@@ -33,7 +34,7 @@ def read_column(file: DataFile, block: FileBlock, field: str) -> Iterator[TextPi
 
 
 def read_rows(file: DataFile, block: FileBlock) -> Iterator[Record | Skipped]:
-    """The records of a block: one for each row."""
+    """Yield the records of a block: one for each row."""
     with _refusing(file):
         for row, batch, note in _batches(file, block, None):
             for start in range(0, batch.num_rows, _ROWS):
@@ -55,13 +56,13 @@ def _records(file: DataFile, batch: Any, first: int) -> Iterator[Record | Skippe
 
 
 def _batches(file: DataFile, block: FileBlock, field: str | None) -> Iterator[tuple[int, Any, str]]:
-    """Record batches with the number of their first row, and what to say of how it is counted."""
+    """Return record batches with the number of their first row, and a note on how it is counted."""
     return _parquet_batches(file, block, field) if file.format == ".parquet" else _arrow_batches(file, block, field)
 
 
 @contextmanager
 def _refusing(file: DataFile) -> Iterator[None]:
-    """Turn what Arrow says of a broken file into a sentence."""
+    """Turn Arrow's error about a broken file into a sentence."""
     from pyarrow import ArrowException  # noqa: PLC0415 - only tables pay for it
 
     kind = "a Parquet" if file.format == ".parquet" else "an Arrow"
@@ -177,7 +178,7 @@ def _parquet_batches(file: DataFile, block: FileBlock, field: str | None) -> Ite
 
 @functools.lru_cache(maxsize=2)
 def _opened_arrow(file: DataFile) -> Any:
-    """A reader of record batches by number, or the table of a file that has no such numbers."""
+    """Return a reader of record batches by number, or the table of a file that has no such numbers."""
     import pyarrow as pa  # noqa: PLC0415 - one of the slower imports
 
     with _refusing(file):

@@ -1,8 +1,10 @@
-"""From a block of a source to tokens: what a tokenising process does.
+"""Turn a block of a source into tokens, in a worker process.
 
-Invariants: the tokens of a block are a pure function of block, tokenizer and `data.bos`; each document ends with the
-end-of-document token, which stands nowhere else; a document without text leaves no trace; a block is read again from
-its beginning when the store failed on the way.
+Guarantees:
+- The tokens of a block are a pure function of block, tokenizer and `data.bos`.
+- Each document ends with the end-of-document token, which occurs nowhere else.
+- A document without text leaves no trace.
+- A block is read again from its beginning when the store failed on the way.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ class TokenBlock:
 
 
 def token_type(vocabulary: int) -> np.dtype[Any]:
-    """The narrowest type for token ids."""
+    """Return the narrowest type for token ids."""
     return np.dtype(np.uint16 if vocabulary <= 2**16 else np.uint32)
 
 
@@ -79,7 +81,7 @@ class DocumentEncoder:
         self._beginning = beginning
 
     def encode(self, source: DocumentSource, block: FileBlock) -> list[TokenBlock]:
-        """The tokens of a block. Raises UserError or StorageError."""
+        """Return the tokens of a block. Raises UserError or StorageError."""
         return reading(source.named(block), lambda: list(self._blocks(source.read(block), source.named(block))))
 
     def _blocks(self, items: Iterable[TextPiece | Skipped], name: str) -> Iterator[TokenBlock]:
@@ -101,7 +103,7 @@ class DocumentEncoder:
                     document, begins = _hash_of(piece), piece.begins_document
                 tokens = ids
                 if begins and len(ids):
-                    tokens, begins = self._begun(ids), False
+                    tokens, begins = self._with_beginning(ids), False
                 opened = opened or len(ids) > 0
                 if piece.ends_document and opened and not (len(tokens) and tokens[-1] == self.end):
                     tokens = np.append(tokens, self.dtype.type(self.end))
@@ -118,10 +120,10 @@ class DocumentEncoder:
         if rows or skipped:
             yield finished()
 
-    def _begun(self, ids: NDArray[Any]) -> NDArray[Any]:
+    def _with_beginning(self, ids: NDArray[Any]) -> NDArray[Any]:
         if self._beginning == AS_IT_IS:
             return ids
-        return np.array(self._beginning.begun(ids.tolist())[0], self.dtype)
+        return np.array(self._beginning.prepend_to(ids.tolist())[0], self.dtype)
 
     def _ids(self, pieces: list[TextPiece], name: str) -> list[NDArray[Any]]:
         texts = [piece.text for piece in pieces]
@@ -132,7 +134,7 @@ class DocumentEncoder:
         ]
 
     def _checked(self, ids: NDArray[Any], name: str) -> NDArray[Any]:
-        """Ids that the source brought itself."""
+        """Return ids that the source has itself. Raises UserError."""
         for bound in (ids.min(), ids.max()) if len(ids) else ():
             if not 0 <= bound < self.vocabulary:
                 raise UserError(
@@ -184,11 +186,11 @@ def install(specs: tuple[SourceSpec, ...], tokenizer: str, beginning: BosPrefix)
 
 
 def encode(source: int, block: FileBlock) -> list[TokenBlock]:
-    """The tokens of a block of an installed source."""
+    """Return the tokens of a block of an installed source."""
     blocks: list[TokenBlock] = _installed["encoder"].encode(_installed["sources"][source], block)
     return blocks
 
 
 def list_blocks(spec: SourceSpec, target: int) -> list[FileBlock]:
-    """The blocks of a source, listed where it may start threads and take memory."""
+    """Return the blocks of a source, listed where it may start threads and take memory."""
     return spec.open().blocks(target)

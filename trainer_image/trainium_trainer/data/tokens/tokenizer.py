@@ -271,7 +271,7 @@ def special_of(tokenizer: Path) -> Special:
 
 
 def template_of(file: bytes | None, config: Mapping[str, Any]) -> str | None:
-    """Return the chat template: that of a file of its own, or that of `tokenizer_config.json`."""
+    """Return the chat template: that of a separate file, or that of `tokenizer_config.json`."""
     if file is not None:
         return file.decode()
     given = config.get("chat_template")
@@ -373,14 +373,14 @@ _PROBE = "a"
 
 @dataclass(frozen=True, slots=True)
 class BosPrefix:
-    """What stands before a text."""
+    """Tokens before a text."""
 
     rule: BosToken = BosToken.AUTO
     tokens: tuple[int, ...] = ()
     """Ids that a text begins with, or that are taken away with `Never`; none where the tokenizer has no BOS token."""
 
-    def begun(self, ids: Sequence[int], *, framed: bool = False) -> tuple[list[int], int]:
-        """The tokens of a text with their beginning, and how long that is.
+    def prepend_to(self, ids: Sequence[int], *, framed: bool = False) -> tuple[list[int], int]:
+        """Return the tokens of a text with their beginning, and how long that is.
 
         `framed`: a chat template wrote the text, and with `Auto` the template decides.
         """
@@ -393,7 +393,7 @@ class BosPrefix:
         return [*self.tokens, *given], size
 
     def facts(self) -> list[object]:
-        """What samples depend on; nothing for `Auto`, which all data of earlier versions have."""
+        """Return the facts that samples depend on; none for `Auto`."""
         return [] if self.rule is BosToken.AUTO else [self.rule, *self.tokens]
 
 
@@ -402,7 +402,7 @@ AS_IT_IS = BosPrefix()
 
 
 def beginning_of(tokenizer: Tokenizer, file: Path, special: Special, rule: BosToken) -> BosPrefix:
-    """How an example begins. Raises UserError for a tokenizer without a BOS token that is to have one."""
+    """Return the beginning of examples. Raises UserError for a tokenizer that lacks the BOS token."""
     own = _put_before(tokenizer)
     if rule is BosToken.AUTO:
         return BosPrefix(rule, own)
@@ -418,7 +418,7 @@ def beginning_of(tokenizer: Tokenizer, file: Path, special: Special, rule: BosTo
 
 
 def beginning_of_documents(rule: BosToken, file: Path) -> BosPrefix:
-    """How a document of running text begins. Raises UserError for a tokenizer that cannot do it."""
+    """Return the beginning of documents. Raises UserError for a tokenizer that cannot have one."""
     if rule is BosToken.AUTO:
         return AS_IT_IS
     tokenizer = load_tokenizer(file)
@@ -426,14 +426,14 @@ def beginning_of_documents(rule: BosToken, file: Path) -> BosPrefix:
     beginning = beginning_of(tokenizer, file, special_of(file), rule)
     if rule is BosToken.ALWAYS and end_of_document_of(file) in beginning.tokens:
         raise UserError(
-            f"data.bos is Always, but the BOS token of the tokenizer {file} also ends documents, so that one stands "
+            f"data.bos is Always, but the BOS token of the tokenizer {file} also ends documents, so that one is "
             "before every document but the first already: set data.bos to Auto"
         )
     return beginning
 
 
 def _put_before(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """What the tokenizer itself puts before a text."""
+    """Return the tokens that the tokenizer itself puts before a text."""
     plain = tokenizer.encode(_PROBE, add_special_tokens=False).ids
     whole = tokenizer.encode(_PROBE, add_special_tokens=True).ids
     for place in range(len(whole) - len(plain) + 1):

@@ -1,8 +1,10 @@
-"""A pool of worker processes that are started clean, without a fork of this process and whatever it has loaded.
+"""Run worker processes that are started clean, without a fork of this process and what it has loaded.
 
-Invariants: results come in the order of the calls, whichever process is quicker; an error of a call is raised here,
-with the traceback of where it happened; a process that dies is an error, never a wait; no process outlives the pool,
-nor a parent that is killed.
+Guarantees:
+- Results come in the order of the calls, whichever process is quicker.
+- An error of a call is raised here, with the traceback of where it happened.
+- A process that dies is an error, never a wait.
+- No process outlives the pool, nor a parent that is killed.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ class WorkerError(RuntimeError):
 
 
 def start_process(theirs: socket.socket, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    """A clean process that works for whoever holds the other end of the socket."""
+    """Start a clean process that works for the holder of the other end of the socket."""
     return subprocess.Popen(
         [sys.executable, "-m", "trainium_trainer.data.workers.worker", str(theirs.fileno())],
         pass_fds=[theirs.fileno()],
@@ -63,7 +65,7 @@ class HelperProcess:
             raise self._death() from None
 
     def receive(self) -> Any:
-        """The result of the oldest call. Raises what it raised, or WorkerError."""
+        """Return the result of the oldest call. Raises the call's error, or WorkerError."""
         try:
             kind, result, *more = self.connection.recv()
         except (EOFError, ConnectionResetError):
@@ -129,11 +131,11 @@ class Workers:
             worker.send(function, arguments)
 
     def gather(self) -> list[Any]:
-        """The result of the oldest call of every process."""
+        """Return the result of the oldest call of every process."""
         return [worker.receive() for worker in self._workers]
 
     def map(self, function: Callable[..., T], calls: Iterable[tuple[Any, ...]]) -> Iterator[T]:
-        """The results of many calls, in their order; a few calls are worked on ahead of the one that is asked for."""
+        """Yield the results of many calls in their order; a few calls run ahead of the one that is asked for."""
         todo = iter(calls)
         idle = deque(self._workers * _AHEAD)
         order: deque[int] = deque()

@@ -1,7 +1,10 @@
-"""A process that works for another: it takes calls from a socket and sends results back until the socket closes.
+"""Work for another process: take calls from a socket and send results back until it closes.
 
-Started as `python -m trainium_trainer.data.workers.worker FD`. Invariants: it never outlives its parent by more than
-the call that it is at; signals are for the parent, which decides what becomes of the work.
+Started as `python -m trainium_trainer.data.workers.worker FD`.
+
+Guarantees:
+- It never outlives its parent by more than the call that it is at.
+- Signals are for the parent, which decides what becomes of the work.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ def serve(connection: Connection) -> None:
 
 
 def _portable(error: Exception) -> Exception | None:
-    """The error when it survives the journey."""
+    """Return an error that can be pickled; else None."""
     try:
         pickle.loads(pickle.dumps(error))  # noqa: S301 - our own
     except Exception:  # noqa: BLE001 - whatever a foreign exception does
