@@ -111,7 +111,7 @@ def test_an_agent_in_another_namespace_cannot_speak_in_a_job_whose_uid_it_copied
 
         authenticator = process.runtime.coordinator._authenticator
         authenticator._review = review
-        with pytest.raises(RefusedError, match="not a worker of any TrainingJob that exists"):
+        with pytest.raises(RefusedError, match="the TrainingJob of pod llama-w-7 no longer exists"):
             await authenticator.admit(
                 "Bearer token", namespace="elsewhere", job="llama", pod_name="llama-w-7", pod_uid=uid
             )
