@@ -76,6 +76,14 @@ def test_no_page_has_marks_of_a_merge(page: str) -> None:
     assert not re.search(r"^(<{7}|>{7}|={7})( |$)", read(page), re.MULTILINE)
 
 
+def test_tests_that_pages_name_exist() -> None:
+    files = list((ROOT / "tests").rglob("test_*.py"))
+    there = {file.name for file in files}
+    there |= {name for file in files for name in re.findall(r"def (test_\w+)", file.read_text(encoding="utf-8"))}
+    named = {name for page in PAGES for name in re.findall(r"`(?:[\w/]*/)?(test_\w+(?:\.py)?)`", read(page))}
+    assert sorted(named - there) == []
+
+
 def test_links_are_turned_to_where_things_are_on_the_site() -> None:
     text = "[a](../CONTRIBUTING.md#style) [b](../manifests/examples) `[c](x)` [d](decisions/)\n```\n[e](y)\n```\n"
     moved, outside = source.on_the_site(ROOT, "docs/job.md", text)
