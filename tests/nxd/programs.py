@@ -15,7 +15,7 @@ from trainium_trainer.backends.nxd.backend import NxdBackend
 from trainium_trainer.backends.nxd.sharing import Sharing
 from trainium_trainer.configuration.config import Settings, launch_of, load, settle
 from trainium_trainer.data.batches.loader import MicroBatch
-from trainium_trainer.weights.initial import Beginning
+from trainium_trainer.weights.initial import InitialWeights
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -105,7 +105,7 @@ def frozen(settings: Settings) -> dict[str, Any]:
     """What a step of a tuning leaves: of what is held all that is no adapter in float32, and the base's numbers."""
     backend = NxdBackend(settings)
     backend.build()
-    base = Beginning.open(settings.config, settings.shape).base
+    base = InitialWeights.open(settings.config, settings.shape).base
     assert base is not None
     backend.load_frozen(base)
     backend.initialize(3, base)

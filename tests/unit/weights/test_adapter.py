@@ -249,7 +249,7 @@ def test_a_folder_that_is_no_adapter_is_refused(tmp_path: Path, save_base: Calla
         ),
         (
             lambda t: t.update({next(name for name in t if "lora_A" in name): torch.ones(5, 32)}),
-            r"has the size \[5, 32\], which is not of rank 4",
+            r"has the size \[5, 32\], but adapter_config.json has rank 4",
         ),
         (dict.clear, "holds nothing: copy or fetch"),
     ],

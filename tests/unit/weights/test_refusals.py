@@ -128,7 +128,7 @@ def test_an_index_that_names_a_tensor_which_its_file_lacks_is_refused(parts: Pat
     files = sorted(set(places.values()))
     other = next(file for file in files if file != places["model.norm.weight"])
     edit(parts / INDEX, weight_map=places | {"model.norm.weight": other})
-    assert f"says that model.norm.weight is in {other}, which does not hold it" in refusal(parts)
+    assert f"by model.safetensors.index.json model.norm.weight is in {other}, which does not hold it" in refusal(parts)
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", '{"weight_map": {"a": 1}}', "{"])
@@ -166,7 +166,7 @@ def test_a_header_whose_sizes_and_bytes_disagree_is_refused(single: Path) -> Non
     header["model.norm.weight"]["shape"] = [33]
     text = json.dumps(header).encode()
     file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
-    assert "says that model.norm.weight of size [33] in F32 has 128 bytes, not 132" in refusal(single)
+    assert "gives model.norm.weight of size [33] in F32 128 bytes, not 132" in refusal(single)
 
 
 def test_a_tensor_of_another_size_and_a_missing_one_are_named(single: Path) -> None:

@@ -127,7 +127,7 @@ class GenerationWork:
             return on.StoreLost(str(loss))
 
     def close(self) -> None:
-        """The generation is over on this pod."""
+        """Close the connections of the generation, which is over on this pod."""
         self._rendezvous.shutdown()
 
     def _perform(self, errand: do.Errand, given: Given) -> on.Result:

@@ -174,7 +174,7 @@ class GenerationRendezvous:
         return True
 
     def _newest(self, looks: int, seconds: float) -> GenerationState:
-        """The shared state at the watcher's next look, or when that does not come in time."""
+        """Return the shared state at the watcher's next look, or when that does not come in time."""
         return self._watcher.next_look(looks, seconds) or self.store.state()
 
     @staticmethod
@@ -186,7 +186,7 @@ class GenerationRendezvous:
         return self._pair_round is not None and pairing.is_due(state, len(self._membership.members))
 
     def _await_withdrawal(self, attempt: int, bad: frozenset[int]) -> None:
-        """A bad node ends this attempt; whoever replaces it comes with a newer generation."""
+        """Wait for the newer generation that replaces a bad node."""
         self._waiting_for(tuple(sorted(bad)[:_LISTED]))
         state = self.store.state()
         while not self._is_over(attempt, state):

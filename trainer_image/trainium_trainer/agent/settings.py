@@ -126,7 +126,7 @@ class AgentSettings:
 
 
 def settings_from(environment: Mapping[str, str]) -> AgentSettings:
-    """The settings that an environment holds.
+    """Return the settings that an environment holds.
 
     Raises SettingsError with one sentence about everything that is missing, or about the first value that is wrong.
     """
@@ -179,7 +179,7 @@ def _log_format(environment: Mapping[str, str]) -> LogFormat:
 
 
 def _checks(text: str | None) -> frozenset[PreflightCheck]:
-    """The named checks; names that this agent does not know are a newer operator's."""
+    """Return the named checks, without names that this agent does not know."""
     if text is None:
         return QUICK_CHECKS
     known = {check.value: check for check in PreflightCheck}

@@ -140,7 +140,7 @@ class AgentSupervisor:
     # From any thread.
 
     def whereabouts(self) -> Mapping[str, object]:
-        """Generation and attempt of the moment, for lines of the log; none before the first."""
+        """Return generation and attempt for lines of the log; none before the first."""
         generation, attempt = self._report.speaks_for
         return {"generation": generation, "attempt": attempt} if generation else {}
 
@@ -212,7 +212,7 @@ class AgentSupervisor:
             self._leave(_INTERNAL_ERROR)
 
     def _on_broken(self, failure: str) -> None:
-        """The pod must end rather than sit idle."""
+        """End the pod, which must not sit idle."""
         _log.error("the agent failed:\n%s", failure)
         self._leave(_INTERNAL_ERROR)
 

@@ -28,7 +28,7 @@ _MOST_ROWS = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """What a card says."""
+    """The facts on a model card."""
 
     kind: ArtifactKind
     step: int
@@ -46,7 +46,7 @@ class Card:
     """Rows of the vocabulary that the base does not have."""
 
     def to_markdown(self) -> str:
-        """The text, with the header that model hubs read."""
+        """Return the text, with the header that model hubs read."""
         lora = self.tuning.method is TuningMethod.LORA
         head: dict[str, Any] = {"library_name": "peft" if self.kind is ArtifactKind.ADAPTER else "transformers"}
         if self.base:
@@ -97,7 +97,7 @@ class Card:
         return rows + [(text, str(self.settings[name])) for name, text in names.items() if name in self.settings]
 
     def _losses(self) -> list[str]:
-        """Some steps from the first to the last, the goodput, and what was held back."""
+        """Return some steps from the first to the last, the goodput, and what was held back."""
         measured = [line for line in self.history if line.get("loss") is not None and line["step"] <= self.step]
         if not measured:
             return []
@@ -131,7 +131,7 @@ class Card:
 
 
 def read_lines(file: Path) -> tuple[dict[str, Any], ...]:
-    """The whole lines of a metrics.jsonl; none where there is no such file."""
+    """Return the whole lines of a metrics.jsonl; none where there is no such file."""
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):

@@ -1,8 +1,8 @@
 """The small files of an artifact: configuration, generation settings, tokenizer.
 
-They come from the base where there is one, so that what its makers said stays with it; the tokenizer is the one that
-the run was trained with, and what it says about BOS, EOS and PAD goes before what the base says. Where its chat
-template ends a turn with a token of its own, an answer ends there too. Invariant: nothing here reads weights.
+They come from the base where there is one, so that its authors' settings remain; the tokenizer is the one that
+the run was trained with, and its BOS, EOS and PAD replace those of the base. Where its chat
+template ends a turn with a separate token, an answer ends there too. Invariant: nothing here reads weights.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _EOS = "eos_token_id"
 
 
 def model_files(shape: ModelShape, dtype: str, base: WeightsSource | None, tokenizer: Path | None) -> dict[str, bytes]:
-    """Configuration, generation settings and tokenizer of a model; `dtype` is torch's name of the weights' type.
+    """Return configuration, generation settings and tokenizer of a model; `dtype` is torch's name of the weights' type.
 
     `base` is the folder that the run began with, `tokenizer` the `tokenizer.json` that it was trained with.
     Raises UserError, StorageError.
@@ -83,7 +83,7 @@ def model_files(shape: ModelShape, dtype: str, base: WeightsSource | None, token
 def _stops(
     files: dict[str, bytes], base: WeightsSource | None, theirs: list[int], ids: dict[str, int], tokenizer: Path | None
 ) -> list[int]:
-    """The tokens that an answer ends with: those of the base that mean the same here, and what this run has learned."""
+    """Return the tokens that end an answer: those of the base with the same meaning here, and those of this run."""
     if tokenizer is None:
         return list(dict.fromkeys([*theirs, *([ids[_EOS]] if _EOS in ids else [])]))
     ours = vocabulary_in(files[TOKENIZER_FILE])
@@ -102,7 +102,7 @@ def _stops(
 
 
 def _ends_of_turns(files: dict[str, bytes]) -> list[int]:
-    """The token with which the chat template ends an answer, if it is one that stands for nothing else."""
+    """Return the token with which the chat template ends an answer, if it is one that stands for nothing else."""
     if TOKENIZER_FILE not in files:
         return []
     named = json.loads(files.get(_SPECIAL_NAMES, b"{}")) | json.loads(files.get(TOKENIZER_CONFIG, b"{}"))
@@ -117,13 +117,13 @@ def _ends_of_turns(files: dict[str, bytes]) -> list[int]:
 
 
 def _ends_in(document: dict[str, Any]) -> list[int]:
-    """The tokens that end a text, by a configuration."""
+    """Return the tokens that end a text, by a configuration."""
     given = document.get(_EOS)
     return [number for number in (given if isinstance(given, list) else [given]) if isinstance(number, int)]
 
 
 def tokenizer_files(base: WeightsSource | None, tokenizer: Path | None, max_positions: int) -> dict[str, bytes]:
-    """The tokenizer of the run, so that `AutoTokenizer` finds it; nothing where there is none."""
+    """Return the tokenizer of the run, so that `AutoTokenizer` finds it; nothing where there is none."""
     files: dict[str, bytes] = {}
     if tokenizer is not None:
         files[TOKENIZER_FILE] = tokenizer.read_bytes()
@@ -149,7 +149,7 @@ def tokenizer_files(base: WeightsSource | None, tokenizer: Path | None, max_posi
 
 
 def check_tokenizer(tokenizer: Path, vocabulary: int) -> None:
-    """Raise UserError unless the tokenizer has at most `vocabulary` entries and says how a document ends."""
+    """Raise UserError unless the tokenizer has at most `vocabulary` entries and an end-of-document token."""
     load_tokenizer(tokenizer)
     end_name_of(tokenizer)
     if (entries := vocabulary_of(tokenizer)) > vocabulary:
@@ -174,7 +174,7 @@ def _token_ids(files: dict[str, bytes]) -> dict[str, int]:
 
 
 def _text(token: Any) -> str | None:
-    """A token is written as text or as an object with its content."""
+    """Return the text of a token, which is written as text or as an object."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
 

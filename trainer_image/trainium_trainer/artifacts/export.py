@@ -1,6 +1,6 @@
-"""By hand: a durable checkpoint as a Hugging Face folder or as a peft adapter, and an adapter merged into its base.
+"""Export a durable checkpoint as a Hugging Face folder or a peft adapter; merge an adapter into its base.
 
-What model a checkpoint is of, the checkpoint itself says.
+The checkpoint itself names its model.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def merge(
 
 @contextmanager
 def _tokenizer_of(adapter: AdapterWeights) -> Iterator[Path | None]:
-    """A copy of the tokenizer beside an adapter, which may have tokens and a template that the base's has not."""
+    """Copy the tokenizer beside an adapter, which may have tokens and a template that the base lacks."""
     sizes = adapter.source.sizes()
     if TOKENIZER_FILE not in sizes:
         yield None
@@ -135,12 +135,12 @@ def _tuning_of(checkpoint: Committed) -> TuningConfig:
         return TuningConfig.model_validate(checkpoint.manifest.settings.get("tuning", {}))
     except ValidationError as error:
         raise UserError(
-            f"{checkpoint.folder} does not say how it was tuned: take it with the version that wrote it"
+            f"{checkpoint.folder} does not record how it was tuned: export it with the version that wrote it"
         ) from error
 
 
 def _base_of(checkpoint: Committed, root: str, base: str | None) -> BaseWeights | None:
-    """The model that the run began with. UserError when it is needed and not given, or not the one that is given."""
+    """Return the model that the run started from. UserError when it is needed and missing, or another one."""
     recorded = checkpoint.manifest.settings.get("weights")
     if base is None:
         if recorded is not None and _tuning_of(checkpoint).freezes:

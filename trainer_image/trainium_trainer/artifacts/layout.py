@@ -48,7 +48,7 @@ def plan_files(
     largest: int | None = None,
     metadata: Mapping[str, str] | None = None,
 ) -> tuple[PlannedFile, ...]:
-    """The files for tensors of these sizes: `stem.safetensors`, or several with numbers.
+    """Return the files for tensors of these sizes: `stem.safetensors`, or several with numbers.
 
     Each has at most `largest` bytes of tensors; omitted, that follows from the number of writers.
     """
@@ -75,7 +75,7 @@ def plan_files(
 
 
 def index_of(files: tuple[PlannedFile, ...]) -> dict[str, Any]:
-    """What the index of several files says."""
+    """Return the contents of the index of several files."""
     total = sum(file.size - len(file.header) for file in files)
     places = {name: file.name for file in files for name, _ in file.tensors}
     return {"metadata": {"total_size": total}, "weight_map": places}

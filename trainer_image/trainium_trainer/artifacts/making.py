@@ -71,7 +71,7 @@ class Making:
         return replace(self.shape, vocab_size=self.shape.vocab_size - self.shape.vocab_padding, vocab_padding=0)
 
     def blueprint(self, kind: ArtifactKind, precision: ArtifactPrecision, largest: int | None = None) -> Blueprint:
-        """What has to be written for an artifact. Raises UserError when the checkpoint does not fit to the shape."""
+        """Return the plan of an artifact. Raises UserError when the checkpoint does not fit the shape."""
         return self._adapter() if kind is ArtifactKind.ADAPTER else self._model(TYPES[precision], largest)
 
     def _model(self, dtype: str, largest: int | None) -> Blueprint:
@@ -158,7 +158,7 @@ class Making:
 
 
 def of_adapter(adapter: AdapterWeights, base: BaseWeights, tokenizer: Path | None = None) -> Making:
-    """What a merge of an adapter that others made follows from; its targets are what it stands beside.
+    """Return the tuning that an adapter of another program implies; its targets are the adapter's.
 
     `tokenizer` is the `tokenizer.json` that came with the adapter.
     """

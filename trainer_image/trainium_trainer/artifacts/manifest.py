@@ -1,4 +1,4 @@
-"""What an artifact says of itself, and what a writer leaves while it is not complete.
+"""The manifest of an artifact, and the plan and receipts of an incomplete one.
 
 An artifact is a folder. Its data files come first, then what describes them, then `artifact.json` with size and SHA-256
 of each, and last the file without which no program takes the folder for a model (`config.json`) or an adapter
@@ -76,7 +76,7 @@ def receipt_name(file: str) -> str:
 
 
 def file_of(name: str, data: bytes) -> ArtifactFile:
-    """The entry of a small file."""
+    """Return the entry of a small file."""
     return ArtifactFile(name=name, size=len(data), digest=hashlib.sha256(data).hexdigest())
 
 

@@ -36,11 +36,11 @@ _NOTHING: dict[str, Any] = {
     "trainable_token_indices": None,
     "use_dora": False,
 }
-"""Fields that say that something is not used."""
+"""Fields for features that are not used."""
 
 
 def adapter_config(lora: LoraConfig, names: Collection[str], linears: Iterable[str], base: str | None) -> bytes:
-    """The contents of `adapter_config.json`.
+    """Return the contents of `adapter_config.json`.
 
     `names` are the adapter's parameters, `linears` all linear modules of the model, `base` is where the base is.
     """
@@ -59,7 +59,7 @@ def adapter_config(lora: LoraConfig, names: Collection[str], linears: Iterable[s
 
 
 def short_names(modules: Iterable[str], linears: Iterable[str]) -> list[str]:
-    """The last parts of the modules' names where those mean no other module; else the whole names."""
+    """Return the last parts of the modules' names where those mean no other module; else the whole names."""
     chosen = set(modules)
     leaves = {name.rpartition(".")[2] for name in chosen}
     meant = {name for name in linears if name.rpartition(".")[2] in leaves}
@@ -67,7 +67,7 @@ def short_names(modules: Iterable[str], linears: Iterable[str]) -> list[str]:
 
 
 def tensor_names(sizes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """The sizes by the names that peft gives the tensors."""
+    """Return the sizes by the names that peft gives the tensors."""
     return {f"{PREFIX}{name}": size for name, size in sorted(sizes.items())}
 
 
@@ -77,5 +77,5 @@ def parameter_name(tensor: str) -> str:
 
 
 def file_metadata(base_digest: str) -> dict[str, str]:
-    """What the tensor file says beside tensors, so that the adapter is not put beside another base."""
+    """Return the metadata of the tensor file, by which the adapter's base is recognized."""
     return {BASE_DIGEST: base_digest} if base_digest else {}

@@ -52,7 +52,7 @@ class CheckpointWeights:
 
 
 class Result:
-    """What training has made of a model."""
+    """The parameters that training has produced."""
 
     def __init__(self, trained: Boxes, names: Collection[str], frozen: Boxes | None, scale: float) -> None:
         """`names` are those of `trained`; `frozen` has all others; `scale` is that of the adapters."""

@@ -49,32 +49,32 @@ _NEWEST_MILESTONES = 2
 _NAMES = {ArtifactKind.ADAPTER: "adapter", ArtifactKind.MODEL: "model"}
 
 
-class ArtifactTelling(Protocol):
-    """What is told while it lasts: see `monitor.progress.ProgressWriter`."""
+class ArtifactProgress(Protocol):
+    """The reports during a stage; see `monitor.progress.ProgressWriter`."""
 
     def stage(self, stage: RunStage, done: float = 0.0) -> None:
-        """The share that is over; a sign of life."""
+        """Report the share that is done; also a heartbeat."""
         ...
 
     def artifact(self, report: ArtifactReport) -> None:
-        """A complete artifact."""
+        """Report a complete artifact."""
         ...
 
 
 class _Aside:
     """For artifacts that are written while training goes on: the stage stays what it is."""
 
-    def __init__(self, progress: ArtifactTelling, beat: Callable[[], None]) -> None:
+    def __init__(self, progress: ArtifactProgress, beat: Callable[[], None]) -> None:
         self._beat = beat
         self.artifact = progress.artifact
 
-    def stage(self, stage: RunStage, done: float = 0.0) -> None:  # noqa: ARG002 - as `ArtifactTelling` has it
-        """A sign of life."""
+    def stage(self, stage: RunStage, done: float = 0.0) -> None:  # noqa: ARG002 - as `ArtifactProgress` has it
+        """Send a heartbeat."""
         self._beat()
 
 
 def kinds_of(config: TrainingConfig) -> tuple[ArtifactKind, ...]:
-    """What the run leaves behind; `Adapter` is for LoRA only."""
+    """Return the artifacts that the run writes; `Adapter` is for LoRA only."""
     lora = config.tuning.method is TuningMethod.LORA
     kinds = config.artifacts.kinds
     if kinds is None:
@@ -94,7 +94,7 @@ def write_artifacts(
     checkpoint_root: str,
     step: int,
     peers: Group,
-    progress: ArtifactTelling,
+    progress: ArtifactProgress,
     *,
     base: BaseWeights | None = None,
     tokenizer: Path | None = None,
@@ -103,7 +103,7 @@ def write_artifacts(
     """Write what the configuration asks for, from the durable checkpoint of `step`; every rank returns the same.
 
     `base` is what `model.weights` names, opened here when omitted; `tokenizer` is the `tokenizer.json` of the run.
-    Collective, and begun again by a later start of the ranks, of any number, where an earlier one was killed. Raises
+    Collective; a later start of the ranks, of any number, resumes it where an earlier one was killed. Raises
     UserError when the checkpoint or the base cannot be used, StorageError when a store fails.
     """
     kinds = kinds_of(config)
@@ -139,9 +139,9 @@ def write_artifacts(
 
 
 def at_milestones(
-    config: TrainingConfig, mesh: MeshPlace, progress: ArtifactTelling, *, base: BaseWeights | None, tokenizer: Path
+    config: TrainingConfig, mesh: MeshPlace, progress: ArtifactProgress, *, base: BaseWeights | None, tokenizer: Path
 ) -> AfterMilestone | None:
-    """What the durable tier does after a milestone: all ranks write its artifacts in the background; None: nothing."""
+    """Return the hook that writes a milestone's artifacts in the background, on all ranks; None without artifacts."""
     if not config.artifacts.at_milestones or not kinds_of(config):
         return None
 
@@ -155,7 +155,7 @@ def at_milestones(
 def write_milestones(
     config: TrainingConfig,
     peers: Group,
-    progress: ArtifactTelling,
+    progress: ArtifactProgress,
     *,
     base: BaseWeights | None = None,
     tokenizer: Path | None = None,
@@ -163,8 +163,8 @@ def write_milestones(
 ) -> None:
     """Write the artifacts of milestones that lack them; `beat` is called now and then. Collective.
 
-    Those are the newest milestone, the one before it, and what was begun: a rank may have been killed after it. Of
-    others nobody knows whether they were never written or were taken away. Raises what `write_artifacts` raises.
+    Those are the newest milestone, the one before it, and started ones: a rank may have been killed after it. For
+    others it is unknown whether they were never written or were deleted. Raises what `write_artifacts` raises.
     """
     if not config.artifacts.at_milestones or not kinds_of(config):
         return
@@ -175,16 +175,16 @@ def write_milestones(
 
 
 def _lacking(root: str, place: str, retry: Retry) -> list[int]:
-    """Steps of the milestones whose artifacts may be incomplete, oldest first."""
+    """Return steps of the milestones whose artifacts may be incomplete, oldest first."""
     storage = open_storage(root)
     steps = [milestone.step for milestone in retry.run(lambda: survey(storage), root).milestones]
 
-    def begun(step: int) -> bool:
+    def started(step: int) -> bool:
         folder = open_storage(f"{place.rstrip('/')}/{folder_name(step)}")
         names = [entry.name for entry in kept(lambda: folder.list(""), folder.location, retry) if entry.is_folder]
         return any(kept(lambda: folder.list(f"{name}/{UNFINISHED}"), folder.location, retry) for name in names)  # noqa: B023
 
-    return sorted(step for number, step in enumerate(steps) if number < _NEWEST_MILESTONES or begun(step))
+    return sorted(step for number, step in enumerate(steps) if number < _NEWEST_MILESTONES or started(step))
 
 
 def _making(
@@ -214,12 +214,12 @@ def _making(
 
 
 def source_of(checkpoint: Committed) -> str:
-    """A digest of a checkpoint's contents."""
+    """Return a digest of a checkpoint's contents."""
     return identity_of(sorted((file.name, file.size, file.digest) for file in checkpoint.manifest.files))
 
 
 def _committed(storage: Storage, step: int, retry: Retry) -> Committed:
-    """The checkpoint of a step; a milestone first: it is never removed, so what follows from it stays the same."""
+    """Return the checkpoint of a step; a milestone first, because milestones are never removed."""
     found = retry.run(lambda: survey(storage), storage.location)
     for checkpoint in (*found.milestones, *found.committed):
         if checkpoint.step == step:
@@ -232,7 +232,7 @@ def _committed(storage: Storage, step: int, retry: Retry) -> Committed:
 
 
 def _finder(root: str, kind: ArtifactKind, step: int, identity: str, retry: Retry) -> Callable[[], str]:
-    """Finds the folder for an artifact: where it was begun or is complete, or else the first that is free."""
+    """Return the folder for an artifact: the one where it was started or is complete, else the first free one."""
 
     def find() -> str:
         number = 1

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def kept(action: Callable[[], T], where: str, retry: Retry) -> T:
-    """The action's result; StorageError with a sentence when it fails for good."""
+    """Return the action's result; StorageError with a sentence when it fails for good."""
     try:
         return retry.run(action, where)
     except StorageError as error:

@@ -38,7 +38,7 @@ def write_file(
     rows: Callable[[str, int, int, torch.dtype], Tensor],
     beat: Callable[[int], None],
 ) -> ArtifactFile:
-    """Write a file; `rows` gives some rows of a tensor, `beat` hears of bytes that the store has taken.
+    """Write a file; `rows` returns some rows of a tensor, `beat` is called with the bytes that the store has written.
 
     Raises OSError when the store fails, and what `rows` raises.
     """
@@ -58,7 +58,7 @@ def write_file(
         try:
             storage.write_stream(file.name, pieces(), file.size)
         except BaseException:
-            if failures:  # some stores pass it on as an error of their own
+            if failures:  # some stores wrap it in another error
                 raise failures[0] from None
             raise
     return ArtifactFile(name=file.name, size=file.size, digest=sha.hexdigest())

@@ -50,11 +50,11 @@ class Group(Protocol):
     """The ranks that write together: see `trainium_trainer.peers.Peers`."""
 
     @property
-    def rank(self) -> int: ...  # noqa: D102 - the names say it
+    def rank(self) -> int: ...  # noqa: D102 - the names are enough
     @property
     def size(self) -> int: ...  # noqa: D102
     def gather(self, value: T) -> list[T]:
-        """The values of all ranks, in their order. Collective."""
+        """Return the values of all ranks, in their order. Collective."""
         ...
 
 
@@ -71,7 +71,7 @@ class Alone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blueprint:
-    """What is to be written; equal on all ranks."""
+    """The plan of an artifact; equal on all ranks."""
 
     kind: ArtifactKind
     step: int
@@ -101,20 +101,20 @@ def write_artifact(
     retry: Retry,
     beat: Callable[[float], None] = lambda _: None,
 ) -> ArtifactManifest:
-    """Write below the root of `storage` what is not there yet; `beat` hears the share that is done, often. Collective.
+    """Write what is missing below the root of `storage`; `beat` is called often with the share done. Collective.
 
     Raises UserError when the folder holds something else, StorageError when the store fails, and what reading raises.
     """
     writer = _Writer(blueprint, storage, retry, beat)
-    begun = together(peers, (lambda: writer.begin(peers.size)) if peers.rank == 0 else None)[0]
-    assert begun is not None
-    if begun.done is not None:
+    started = together(peers, (lambda: writer.begin(peers.size)) if peers.rank == 0 else None)[0]
+    assert started is not None
+    if started.done is not None:
         beat(1.0)
-        return begun.done
-    files = writer.files(begun.writers)
-    missing = [file for file in files if file.name not in begun.receipts]
+        return started.done
+    files = writer.files(started.writers)
+    missing = [file for file in files if file.name not in started.receipts]
     written = together(peers, lambda: writer.write(missing[peers.rank :: peers.size]))
-    receipts = begun.receipts | {entry.name: entry for entries in written for entry in entries or ()}
+    receipts = started.receipts | {entry.name: entry for entries in written for entry in entries or ()}
     entries = [receipts[file.name] for file in files]
     manifest = together(peers, (lambda: writer.commit(files, entries)) if peers.rank == 0 else None)[0]
     assert manifest is not None
@@ -123,7 +123,7 @@ def write_artifact(
 
 
 def together(peers: Group, work: Callable[[], T] | None) -> list[T | None]:
-    """What `work` returned on each rank; the first error of any rank is raised on all of them. Collective."""
+    """Return the results of `work` of all ranks; the first error of any rank is raised on all of them. Collective."""
     value: T | None = None
     failure: Exception | None = None
     try:
@@ -138,7 +138,7 @@ def together(peers: Group, work: Callable[[], T] | None) -> list[T | None]:
 
 
 def read_manifest(storage: Storage, kind: ArtifactKind, retry: Retry) -> ArtifactManifest | None:
-    """The manifest of a complete artifact; None when there is none. StorageError when the store fails."""
+    """Return the manifest of a complete artifact; None when there is none. StorageError when the store fails."""
     if kept(lambda: read_small(storage, LAST_NAMES[kind]), storage.location, retry) is None:
         return None
     data = kept(lambda: read_small(storage, MANIFEST_NAME), storage.location, retry)
@@ -148,7 +148,7 @@ def read_manifest(storage: Storage, kind: ArtifactKind, retry: Retry) -> Artifac
 
 
 def read_plan(storage: Storage, retry: Retry) -> WritePlan | None:
-    """The plan of an artifact that is not complete; None when there is none. StorageError when the store fails."""
+    """Return the plan of an incomplete artifact; None when there is none. StorageError when the store fails."""
     data = kept(lambda: read_small(storage, PLAN_NAME), storage.location, retry)
     with suppress(ValidationError):
         return None if data is None else WritePlan.model_validate_json(data)
@@ -156,14 +156,14 @@ def read_plan(storage: Storage, retry: Retry) -> WritePlan | None:
 
 
 def is_free(storage: Storage, retry: Retry) -> bool:
-    """Whether a folder holds nothing, or only what a writer left that was killed while it wrote its plan."""
+    """Return whether a folder holds nothing, or only what a writer left that was killed while it wrote its plan."""
     names = [entry.name for entry in kept(lambda: storage.list(""), storage.location, retry)]
     return not names or (names == [UNFINISHED] and not kept(lambda: storage.list(UNFINISHED), storage.location, retry))
 
 
 @dataclass(frozen=True, slots=True)
-class _Begun:
-    """What is there before this writer does anything."""
+class _Started:
+    """Return what the folder holds before this writer writes."""
 
     writers: int
     receipts: dict[str, ArtifactFile] = field(default_factory=dict)
@@ -182,7 +182,7 @@ class _Writer:
         self._beat = beat
 
     def files(self, writers: int) -> tuple[PlannedFile, ...]:
-        """The data files."""
+        """Return the data files."""
         blueprint = self._blueprint
         return plan_files(
             blueprint.sizes,
@@ -193,7 +193,7 @@ class _Writer:
             metadata=blueprint.metadata,
         )
 
-    def begin(self, writers: int) -> _Begun:
+    def begin(self, writers: int) -> _Started:
         """On one rank: look at what is there, or make a plan for `writers` ranks."""
         blueprint, storage = self._blueprint, self._storage
         self._kept(storage.prepare)
@@ -201,7 +201,7 @@ class _Writer:
         found = {entry.name: entry for entry in self._kept(lambda: storage.list(""))}
         if done is not None and done.identity == blueprint.identity:
             self._tidy()
-            return _Begun(writers, done=done)
+            return _Started(writers, done=done)
         ours = plan is not None and plan.identity == blueprint.identity
         if done is not None or not (ours or is_free(storage, self._retry)):
             raise UserError(f"{storage.location} is not empty: name a folder that does not exist yet")
@@ -210,10 +210,10 @@ class _Writer:
         if plan is None:
             text = WritePlan(identity=blueprint.identity, writers=writers).model_dump_json(by_alias=True).encode()
             self._kept(lambda: storage.write(PLAN_NAME, text))
-            return _Begun(writers)
+            return _Started(writers)
         whole = [file for file in self.files(plan.writers) if file.name in found and found[file.name].size == file.size]
         receipts = [receipt for file in whole if (receipt := self._receipt(file.name)) is not None]
-        return _Begun(plan.writers, {receipt.name: receipt for receipt in receipts})
+        return _Started(plan.writers, {receipt.name: receipt for receipt in receipts})
 
     def _receipt(self, file: str) -> ArtifactFile | None:
         data = self._kept(lambda: read_small(self._storage, receipt_name(file)))

@@ -1,1 +1,1 @@
-"""What a model can do: generated answers, and the figures of a model beside those of the one it began from."""
+"""Evaluate a model: generated answers, and its figures beside those of its base."""

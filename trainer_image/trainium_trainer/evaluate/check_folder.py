@@ -1,4 +1,4 @@
-"""Whether a model folder is what it should be, by a forward pass of the training model itself, on any machine's CPU.
+"""Check a model folder by a forward pass of the training model on any machine's CPU.
 
 Layer after layer is read, used and let go, so memory holds one layer or one embedding of the model, whatever its size.
 """
@@ -26,7 +26,7 @@ _PROBE_TOKENS = 24
 
 @dataclass(frozen=True, slots=True)
 class FolderCheck:
-    """What a forward pass found."""
+    """The result of a forward pass."""
 
     finite: bool
     """Whether all logits are numbers."""
@@ -34,7 +34,7 @@ class FolderCheck:
     """Largest difference of a logit from that of the base, None when there is no base; 0: the tuning left no trace."""
 
     def problem(self, folder: str, base: str | None) -> str | None:
-        """A sentence when the folder cannot be right."""
+        """Return a sentence when the folder cannot be right."""
         if not self.finite:
             return f"{folder}: a forward pass gives values that are not finite: do not use this model"
         if self.difference == 0:

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class Gathering(Protocol):
-    """What is needed of the other ranks: see `trainium_trainer.peers.Peers`."""
+    """The collectives that are needed; see `trainium_trainer.peers.Peers`."""
 
     @property
     def rank(self) -> int:
@@ -35,13 +35,13 @@ class Gathering(Protocol):
         ...
 
     def gather(self, value: T) -> list[T]:
-        """The values of all ranks, in their order. Collective."""
+        """Return the values of all ranks, in their order. Collective."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asking:
-    """How questions are put."""
+    """The settings for asking a model."""
 
     generation: GenerationConfig
     device: ComputeDevice = ComputeDevice.AUTO
@@ -58,9 +58,9 @@ def compare(
     *,
     beat: Callable[[float], None] = lambda _: None,
 ) -> EvaluationResult:
-    """The figures of a model, and of its base beside it; every rank gets them. Collective.
+    """Return the figures of a model, and of its base beside it; every rank gets them. Collective.
 
-    `beat` is told the share that is done, often. Raises UserError and StorageError.
+    `beat` is called often with the share that is done. Raises UserError and StorageError.
     """
     parts = 1 if models.base is None else 2
     notes: list[str] = []
@@ -112,7 +112,7 @@ def _outcomes(
     *,
     beat: Callable[[float], None],
 ) -> tuple[list[QuestionScore], str]:
-    """What a model makes of all questions, in their order, and in what it computed. Collective.
+    """Return a model's scores for all questions, in order, and how it computed them. Collective.
 
     Every rank gets the whole. The outcomes are the same, bit for bit, however many ranks of one kind share the batches.
     """

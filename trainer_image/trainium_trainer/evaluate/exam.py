@@ -59,7 +59,7 @@ class Exam:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuestionScore:
-    """What a model made of one question."""
+    """The score of a model for one question."""
 
     number: int
     log_likelihood: float
@@ -84,7 +84,7 @@ def take(
     *,
     beat: Callable[[float], None] = lambda _: None,
 ) -> list[QuestionScore]:
-    """Put the questions of some batches to a model; `beat` is told the share that is done, often. Raises UserError."""
+    """Ask a model the questions of some batches; `beat` is called often with the share done. Raises UserError."""
     seeds = draw_seeds([question.prompt_ids for question in exam.questions], generation.seed)
     outcomes: list[QuestionScore] = []
     for done, batch in enumerate(mine):
@@ -134,7 +134,7 @@ def _batch(
 
 
 def _choices(model: LoadedModel, exam: Exam, questions: Sequence[Question], alive: Callable[[], None]) -> list[int]:
-    """The likeliest label of each question."""
+    """Return the likeliest label of each question."""
     pairs = [(question.prompt_ids, ids) for question in questions for ids in exam.label_ids]
     found = likelihoods(model, pairs, batch_size=len(questions), beat=alive)
     count = len(exam.labels)
@@ -145,7 +145,7 @@ def _choices(model: LoadedModel, exam: Exam, questions: Sequence[Question], aliv
 
 
 def figures(outcomes: Sequence[QuestionScore]) -> dict[str, float]:
-    """The figures by name, over outcomes in any order; those that could not be taken are left out."""
+    """Return the figures by name, over outcomes in any order; those that could not be taken are left out."""
     tokens = sum(outcome.tokens for outcome in outcomes)
     total = math.fsum(outcome.log_likelihood for outcome in outcomes)
     found = {

@@ -1,4 +1,4 @@
-"""How many processes of a machine can hold a model at once."""
+"""Compute how many processes of a machine can hold a model at once."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from pathlib import Path
 
 _MEMINFO = Path("/proc/meminfo")
 _GROUP = Path("/sys/fs/cgroup")
-_ROOM = 1.3
+_MEMORY_FACTOR = 1.3
 """A model's own size, and what it needs while it is loaded and answers."""
 
 
 def available_bytes(meminfo: Path = _MEMINFO, group: Path = _GROUP) -> int | None:
-    """Memory that this machine's processes can still take, the container's limit counted; None where nobody says."""
+    """Return the memory that processes can still allocate within the container's limit; None where it is unknown."""
     found = [int(line.split()[1]) * 1024 for line in _lines(meminfo) if line.startswith("MemAvailable:")]
     limit, used = _lines(group / "memory.max"), _lines(group / "memory.current")
     if limit and used and limit[0].isdecimal():
@@ -20,10 +20,10 @@ def available_bytes(meminfo: Path = _MEMINFO, group: Path = _GROUP) -> int | Non
 
 
 def readers_that_fit(model_bytes: int, available: int | None) -> int:
-    """Processes that can load a model of that size; one in any case."""
+    """Return the number of processes that can load a model of that size; at least one."""
     if available is None:
         return 1
-    return max(1, int(available // max(1, model_bytes * _ROOM)))
+    return max(1, int(available // max(1, model_bytes * _MEMORY_FACTOR)))
 
 
 def _lines(file: Path) -> list[str]:

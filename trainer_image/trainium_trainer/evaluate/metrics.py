@@ -15,14 +15,14 @@ _scorer = rouge_scorer.RougeScorer([_ROUGE])
 
 
 def exact_match(answer: str, reference: str) -> bool:
-    """Whether the texts are equal, apart from white space around them."""
+    """Return whether the texts are equal, apart from white space around them."""
     return answer.strip() == reference.strip()
 
 
 def rouge_l(answer: str, reference: str) -> float | None:
     """F-measure of the longest common subsequence of words, 0 to 1, by `rouge_score`.
 
-    The library counts words of the letters a to z and of digits; None for a reference that has none of them.
+    The library counts words with the letters a to z and digits; None for a reference without any.
     """
     if not any(character.isascii() and character.isalnum() for character in reference.lower()):
         return None

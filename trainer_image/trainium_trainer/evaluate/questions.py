@@ -94,7 +94,7 @@ def _running_text(config: DataConfig, samples: int) -> Exam:
 
 
 def _documents(tokens: list[int], end: int | None) -> Iterator[list[int]]:
-    """The stretches of a sample that see each other: nothing foretells how the next document begins."""
+    """Yield the parts of a sample whose tokens see each other."""
     start = 0
     for place, token in enumerate(tokens, start=1):
         if token == end:
@@ -109,7 +109,7 @@ _PROMPT = "prompt"
 
 
 def read_prompts(file: Path) -> list[Asked]:
-    """The prompts of a file: of .jsonl each line is a text or a record, of any other each line that is not empty.
+    """Return the prompts of a file: the lines of .jsonl are texts or records, of any other file plain prompts.
 
     Raises UserError, also when there is none.
     """
@@ -126,7 +126,7 @@ def read_prompts(file: Path) -> list[Asked]:
 
 
 def plain_text(asked: Asked) -> str:
-    """The prompt where no configuration says how one is made. Raises UserError."""
+    """Return the prompt of a record without a configured format. Raises UserError."""
     if isinstance(asked, str):
         return asked
     if isinstance(asked.get(_PROMPT), str):
@@ -166,7 +166,7 @@ def questions_of(asked: Sequence[Asked], data: DataConfig | None) -> list[Questi
 
 
 def held_out_questions(data: DataConfig, count: int) -> list[Question]:
-    """The first held-out examples. Raises UserError."""
+    """Return the first held-out examples. Raises UserError."""
     return list(exam_of(data, count).questions)
 
 
@@ -194,7 +194,7 @@ def measure(
     precision: str,
     beat: Callable[[float], None],
 ) -> EvaluationResult:
-    """The figures of a model on held-out examples. Raises UserError and StorageError."""
+    """Return the figures of a model on held-out examples. Raises UserError and StorageError."""
     exam = exam_of(data, samples)
     asking = Asking(generation=generation, device=ComputeDevice(device), precision=ComputeType(precision))
     return compare(models, exam, asking, Alone(), beat=beat)

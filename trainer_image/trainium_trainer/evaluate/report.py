@@ -41,7 +41,7 @@ class AnswerRecord(MessageModel):
 
 
 class EvaluationResult(MessageModel):
-    """What an evaluation found."""
+    """The result of an evaluation."""
 
     identity: str = ""
     """Digest of the models, the data and the settings; empty when the evaluation is not part of a run."""
@@ -61,11 +61,11 @@ class EvaluationResult(MessageModel):
     """Of the first questions."""
 
     def to_json(self) -> str:
-        """As a file holds it."""
+        """Return the contents of the file."""
         return self.model_dump_json(by_alias=True, exclude_none=True, indent=2) + "\n"
 
     def to_markdown(self) -> str:
-        """A table, and the first answers below it."""
+        """Return a table, and the first answers below it."""
         before = self.base is not None
         lines = [f"| figure |{' before |' if before else ''} after |", f"|---|{'---:|' if before else ''}---:|"]
         for figure in self.figures:
@@ -81,13 +81,13 @@ class EvaluationResult(MessageModel):
 
 
 def table(before: Sequence[QuestionScore], after: Sequence[QuestionScore]) -> tuple[EvaluationFigure, ...]:
-    """The figures of two models side by side; the first may not have been asked."""
+    """Return the figures of two models side by side; the first may not have been asked."""
     old, new = figures(before), figures(after)
     return tuple(EvaluationFigure(name=name, before=old.get(name), after=new.get(name)) for name in old | new)
 
 
 def answers_of(exam: Exam, before: Sequence[QuestionScore], after: Sequence[QuestionScore]) -> tuple[AnswerRecord, ...]:
-    """The first questions with what the models answered."""
+    """Return the first questions with what the models answered."""
     if not exam.generates:
         return ()
     old, new = ({outcome.number: outcome.answer for outcome in outcomes} for outcomes in (before, after))
@@ -102,7 +102,7 @@ def _cell(value: float | None) -> str:
 
 
 def _shown(name: str, text: str) -> list[str]:
-    """A text in a fence that it cannot close."""
+    """Return a text in a fence that it cannot close."""
     short = text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + " ..."
     fence = "```"
     while fence in short:

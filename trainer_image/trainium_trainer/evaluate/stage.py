@@ -45,15 +45,15 @@ _LIMITED = (
 )
 
 
-class EvaluationTelling(Protocol):
-    """What is told while it lasts: see `monitor.progress.ProgressWriter`."""
+class EvaluationProgress(Protocol):
+    """The reports during a stage; see `monitor.progress.ProgressWriter`."""
 
     def stage(self, stage: RunStage, done: float = 0.0) -> None:
-        """The share that is over; a sign of life."""
+        """Report the share that is done; also a heartbeat."""
         ...
 
     def evaluation(self, figures: tuple[EvaluationFigure, ...]) -> None:
-        """The figures."""
+        """Report the figures."""
         ...
 
 
@@ -62,7 +62,7 @@ def evaluate_artifacts(
     artifacts: Sequence[ArtifactReport],
     *,
     peers: Peers,
-    progress: EvaluationTelling,
+    progress: EvaluationProgress,
     device: str = "cpu",
     trained_loss: float | None = None,
 ) -> EvaluationResult | None:
@@ -96,7 +96,7 @@ def run_evaluation(
     model_folder: str,
     base_folder: str | None,
     peers: Peers,
-    progress: EvaluationTelling,
+    progress: EvaluationProgress,
     output: str,
     device: str = "cpu",
     adapter_folder: str | None = None,
@@ -143,7 +143,7 @@ def run_evaluation(
 
 
 def _identity(config: TrainingConfig, models: Models, device: str) -> str:
-    """A digest of all that the figures depend on."""
+    """Return a digest of all that the figures depend on."""
     folders = [BaseWeights.open(folder).digest for folder in (models.model, models.base) if folder is not None]
     facts = {
         "models": folders,
@@ -164,7 +164,7 @@ def _digest_of_adapter(adapter: str) -> str:
 
 
 def _earlier(storage: Storage, retry: Retry, identity: str) -> str:
-    """The result of an evaluation of the same things, as JSON; empty when there is none."""
+    """Return the result of an evaluation of the same things, as JSON; empty when there is none."""
     data = kept(lambda: read_small(storage, JSON_NAME), storage.location, retry)
     if data is not None:
         with contextlib.suppress(ValidationError):
@@ -177,7 +177,7 @@ def _measured(
     config: TrainingConfig,
     models: Models,
     peers: Peers,
-    progress: EvaluationTelling,
+    progress: EvaluationProgress,
     device: str,
     readers_per_node: int | None,
 ) -> EvaluationResult:
@@ -194,9 +194,9 @@ def _measured(
 
 
 def _limited(
-    config: TrainingConfig, models: Models, peers: Peers, progress: EvaluationTelling, trained_loss: float | None
+    config: TrainingConfig, models: Models, peers: Peers, progress: EvaluationProgress, trained_loss: float | None
 ) -> EvaluationResult:
-    """What can be told without `transformers`."""
+    """Return the result that is possible without `transformers`."""
     notes = [_LIMITED]
     problem = ""
     if peers.rank == 0 and models.adapter is None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from trainium_contract.trainer.config import TrainingConfig
     from trainium_trainer.backends.base import Mesh
     from trainium_trainer.monitor.progress import ProgressWriter
-    from trainium_trainer.weights.initial import Beginning
+    from trainium_trainer.weights.initial import InitialWeights
 
 _log = logging.getLogger("trainium.after")
 
@@ -37,7 +37,7 @@ def run_stages(
     progress: ProgressWriter,
     *,
     step: int,
-    begin: Beginning,
+    begin: InitialWeights,
     tokenizer: Path,
     node_rank: int,
     trained_loss: float | None,

@@ -31,7 +31,7 @@ from trainium_trainer.loop.history import History
 from trainium_trainer.loop.memory_check import told_at_start
 from trainium_trainer.monitor.pulse import Activity
 from trainium_trainer.monitor.writers import Recorder
-from trainium_trainer.weights.initial import Beginning
+from trainium_trainer.weights.initial import InitialWeights
 
 if TYPE_CHECKING:
     from trainium_contract.trainer.config import TrainingConfig
@@ -80,7 +80,7 @@ class Run:
     position: Position
     stopwatch: Stopwatch
     stop: StopRequest
-    begin: Beginning
+    begin: InitialWeights
     validation_loss: float | None = None
     """The newest one that this process has measured."""
 
@@ -99,7 +99,7 @@ def start(settings: Settings, progress: ProgressWriter, stop: StopRequest) -> Ru
     config = with_steps(settings.config, data.epoch_samples)
     settings = replace(settings, config=config)
     course = Course.of(settings, data.epoch_samples)
-    begin = Beginning.open(config, settings.shape)
+    begin = InitialWeights.open(config, settings.shape)
     stopwatch.lap("data")
     backend = make_backend(choice, settings, progress.pulse)
     stopwatch.lap("process group")

@@ -25,7 +25,7 @@ _BITS = 24
 
 
 def sample_keys(places: Tensor, seed: int) -> Tensor:
-    """[samples] int64 global positions to [samples] int32 keys, made on the host."""
+    """Return int32 keys of [samples] int64 global positions, computed on the host."""
     low = (places & 0xFFFFFFFF).to(torch.int64)
     high = (places >> 32).to(torch.int64)
     mixed = (low * 0x9E3779B1 + high * 0x85EBCA77 + seed * 0xC2B2AE3D) & 0xFFFFFFFF
@@ -33,7 +33,7 @@ def sample_keys(places: Tensor, seed: int) -> Tensor:
 
 
 def module_key(name: str) -> int:
-    """A 32-bit number (signed) that names a module."""
+    """Return a 32-bit number (signed) that names a module."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little", signed=True)
 
 
@@ -51,7 +51,7 @@ def dropped(x: Tensor, samples: Tensor, *, module: int, share: float, first: int
         rows = rows.transpose(0, 1)
     columns = _mixed(features * _GOLDEN + module)
     bits = _mixed(rows.unsqueeze(-1) ^ columns)
-    # A number in a tensor of its own: torch_xla would compare with a plain one in 64 bits.
+    # A number in a separate tensor: torch_xla would compare with a plain one in 64 bits.
     threshold = torch.full((), int(share * (1 << _BITS)), dtype=torch.int32, device=device)
     kept = (bits & ((1 << _BITS) - 1)) >= threshold
     return torch.where(kept, x, 0.0)

@@ -42,7 +42,7 @@ class _Rope(BaseModel):
 
 
 class _Config(BaseModel):
-    """What defines a Llama; the defaults are those of `LlamaConfig`."""
+    """The fields that define a Llama; the defaults are those of `LlamaConfig`."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -70,7 +70,7 @@ class _Config(BaseModel):
 
 
 def read_shape(path: Path) -> ModelShape:
-    """The shape that a `config.json`, or a folder with one, describes. Raises UserError."""
+    """Return the shape that a `config.json`, or a folder with one, describes. Raises UserError."""
     file = path / CONFIG_NAME if path.is_dir() else path
     try:
         document = json.loads(file.read_text(encoding="utf-8"))
@@ -85,7 +85,7 @@ def read_shape(path: Path) -> ModelShape:
 
 
 def shape_of_document(document: Any, where: str) -> ModelShape:
-    """The shape that the contents of a `config.json` describe; `where` begins the sentence of a refusal.
+    """Return the shape that the contents of a `config.json` describe; `where` begins the sentence of a refusal.
 
     Raises UserError.
     """
@@ -184,7 +184,7 @@ def _stretch(where: str, config: _Config) -> RopeStretch | None:
 
 
 def to_config(shape: ModelShape) -> dict[str, Any]:
-    """The contents of a `config.json` for a shape, readable by `transformers` 4 and 5."""
+    """Return the contents of a `config.json` for a shape, readable by `transformers` 4 and 5."""
     rope: dict[str, Any] = {"rope_type": "default"}
     if shape.rope_stretch is not None:
         rope = {"rope_type": str(shape.rope_stretch.kind).lower(), "factor": shape.rope_stretch.factor}

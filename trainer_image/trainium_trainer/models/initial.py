@@ -1,6 +1,6 @@
-"""The initial weights of a run that begins with none: any box of them, at the cost of that box.
+"""Draw the initial weights of a run without a base: any box of them, at the cost of that box.
 
-A weight is drawn in tiles, each from a generator of its own, so that a rank draws only the tiles that its part touches
+A weight is drawn in tiles, each from a separate generator, so that a rank draws only the tiles that its part touches
 and finds the same numbers at every layout. Invariants: numbers follow from seed, place of the parameter in the model,
 and place in the weight, never from its size (rows that pad a vocabulary move nothing); no two tiles of a model have the
 same seed, of which torch's generator uses 32 bits.
@@ -40,7 +40,7 @@ _OF_A_LAYER = (
 
 
 def initial_box(name: str, offsets: Sequence[int], sizes: Sequence[int], *, seed: int, shape: ModelShape) -> Tensor:
-    """A box of a parameter's initial value: normal(0, std), residual outputs divided by sqrt(2 layers), norms 1.
+    """Return a box of a parameter's initial value: normal(0, std), residual outputs divided by sqrt(2 layers), norms 1.
 
     That is HLAT's initialisation (arXiv 2404.10630, section 3), without which its training diverged. `offsets` and
     `sizes` are those of the box in the whole parameter; the numbers are float32.
@@ -72,14 +72,14 @@ def initial_whole(name: str, sizes: Sequence[int], *, seed: int, shape: ModelSha
 
 
 def _columns_of(name: str, shape: ModelShape) -> int:
-    """How wide a parameter is, which tensor parallelism never pads."""
+    """Return the width of a parameter, which tensor parallelism never pads."""
     if name.endswith("down_proj.weight"):
         return shape.intermediate_size
     return shape.num_attention_heads * shape.head_dim if name.endswith("o_proj.weight") else shape.hidden_size
 
 
 def _number_of(name: str) -> int:
-    """The parameter's number in any model, from the end of its name; KeyError for one that is none of a Llama."""
+    """Return the parameter's number in any model, by the end of its name. KeyError for none of a Llama."""
     if name in _LAST:
         return _LAST.index(name)
     _, _, layer, leaf = name.split(".", 3)

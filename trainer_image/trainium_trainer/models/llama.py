@@ -33,7 +33,7 @@ class _Weighted(nn.Module):
     """Set by a plan: from the parameter to the tensor that this rank computes with."""
 
     def own_weight(self) -> Tensor:
-        """What this rank computes with."""
+        """Return the parameters that this rank computes with."""
         return self.weight if self.part is None else self.part(self.weight)
 
     def reset_parameters(self) -> None:
@@ -174,12 +174,12 @@ class Llama(nn.Module):
         self._table: Context | None = None
 
     def tie(self) -> None:
-        """Let the output projection share the embedding where the shape says so."""
+        """Let the output projection share the embedding where the shape has tied embeddings."""
         if self.shape.tie_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def rotary_table(self, length: int, device: torch.device) -> Context:
-        """The rotary embedding of `length` positions, computed when it is first asked for."""
+        """Return the rotary embedding of `length` positions, computed when it is first asked for."""
         if self._table is None or self._table[0].shape[0] != length:
             self._table = rotary(self.shape, length, device)
         return self._table

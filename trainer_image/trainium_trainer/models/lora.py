@@ -40,7 +40,7 @@ class AdaptedLinear(Linear):
         return product(x, self.own_weight()) + self.added(x, context)
 
     def added(self, x: Tensor, context: Context | None) -> Tensor:
-        """What the adapter adds to the output, of its size."""
+        """Return the adapter's summand of the output."""
         seen, scale = x, self._scale
         if self._dropout and context is not None and context.samples is not None:
             seen = dropped(

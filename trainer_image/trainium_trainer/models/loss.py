@@ -65,7 +65,7 @@ class _DividedVocabulary(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        """The gradient of the logits, in their type; the saved exponentials become it."""
+        """Return the gradient of the logits, in their type; the saved exponentials become it."""
         exponentials, sums, column, own, valid = ctx.saved_tensors
         (gradient,) = gradients
         softmax = exponentials.mul_((gradient * valid / sums)[:, None])

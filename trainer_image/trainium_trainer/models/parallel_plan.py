@@ -1,4 +1,4 @@
-"""How a Llama is divided over the tensor-parallel ranks, applied from outside.
+"""Divide a Llama over the tensor-parallel ranks, from outside of the model.
 
 Invariants: parameters are DTensors, so that their place in the whole is known to FSDP and to checkpoints; computation
 is on plain local tensors, with one communication where a divided region is entered and one where it is left. Attention
@@ -90,7 +90,7 @@ def _divide_rows(projection: Linear, mesh: DeviceMesh) -> None:
     """Divide the inputs.
 
     Of an adapter A is divided likewise; B is whole, and since the ranks' outputs are summed, each has a summand of its
-    gradient: that of its own part of A's output.
+    gradient: that of its part of A's output.
     """
     _place(projection, mesh, _ROWS)
     if isinstance(projection, AdaptedLinear):
@@ -118,7 +118,7 @@ def _repeat(module: Linear | RMSNorm, mesh: DeviceMesh, *, partial: bool, rows: 
 
 
 def _part(weight: Tensor, *, partial: bool = False, rows: slice | None = None) -> Tensor:
-    """What this rank computes with, of a weight that is a DTensor."""
+    """Return the local part of a weight that is a DTensor."""
     assert isinstance(weight, DTensor)
     local: Tensor = weight.to_local(grad_placements=[Partial()] if partial else None)
     return local if rows is None else local[rows]

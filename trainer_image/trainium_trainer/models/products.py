@@ -44,7 +44,7 @@ def _is_for_onednn(x: Tensor, weight: Tensor) -> bool:
 
 @functools.cache
 def _onednn_is_faster() -> bool:
-    """Whether MKL leaves AVX-512 unused here."""
+    """Return whether MKL leaves AVX-512 unused here."""
     try:
         vendor = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
     except OSError:
@@ -56,7 +56,7 @@ def _onednn_is_faster() -> bool:
 
 
 class _Product(torch.autograd.Function):
-    """The operation is private to torch's compiler and has no gradient of its own."""
+    """Compute the gradient, because the operation is private to torch's compiler and has none."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:

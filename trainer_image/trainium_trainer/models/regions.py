@@ -38,12 +38,12 @@ class Region:
         return entered
 
     def leave(self, x: Tensor) -> Tensor:
-        """This rank's summand, [batch, sequence, hidden], to the sum of all ranks', or a part of its sequence."""
+        """Return the sum of all ranks' summands, [batch, sequence, hidden], or a part of its sequence."""
         left: Tensor = _Leave.apply(x, self)  # type: ignore[no-untyped-call]
         return left
 
     def total(self, x: Tensor) -> Tensor:
-        """The sum over the group."""
+        """Return the sum over the group."""
         return _arrived(collectives.all_reduce(x.contiguous(), "sum", self.group))
 
     def gather(self, x: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ class Region:
         return whole.transpose(0, _SEQUENCE_DIMENSION).contiguous()
 
     def scatter_total(self, x: Tensor) -> Tensor:
-        """This rank's part of the sequence of the sum over the group."""
+        """Return this rank's part of the sequence of the sum over the group."""
         whole = x.transpose(0, _SEQUENCE_DIMENSION).contiguous()
         part = _arrived(collectives.reduce_scatter_tensor(whole, "sum", 0, self.group))
         return part.transpose(0, _SEQUENCE_DIMENSION).contiguous()
@@ -85,5 +85,5 @@ class _Leave(torch.autograd.Function):
 
 
 def _arrived(x: Tensor) -> Tensor:
-    """The result of a functional collective, waited for."""
+    """Return the result of a functional collective, waited for."""
     return x.wait() if isinstance(x, collectives.AsyncCollectiveTensor) else x

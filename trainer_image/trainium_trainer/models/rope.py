@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Context(NamedTuple):
-    """What the layers know of the samples beside their hidden states."""
+    """The positions of the samples, which all layers need."""
 
     cos: Tensor
     """[sequence, head width], or [batch, 1, sequence, head width] where positions differ by sample; float32."""
@@ -31,7 +31,7 @@ class Context(NamedTuple):
 
 
 def rotary(shape: ModelShape, length: int, device: torch.device) -> Context:
-    """The rotary table of `length` positions: the two halves of a head rotate against each other."""
+    """Return the rotary table of `length` positions: the two halves of a head rotate against each other."""
     positions = torch.arange(length, dtype=torch.float32, device=device)
     angles = torch.outer(positions, inverse_frequencies(shape, device))
     angles = torch.cat((angles, angles), dim=-1)
@@ -39,9 +39,9 @@ def rotary(shape: ModelShape, length: int, device: torch.device) -> Context:
 
 
 def at_positions(table: Context, positions: Tensor) -> Context:
-    """The table for samples of several documents; `positions` [batch, sequence] int64, a 0 begins a document.
+    """Return the table for samples of several documents; `positions` [batch, sequence] int64, a 0 begins a document.
 
-    A token sees the earlier tokens of its own document: at place i and position p those from place i - p on.
+    A token sees the earlier tokens of its document: at place i and position p those from place i - p on.
     """
     places = torch.arange(positions.shape[1], device=positions.device)
     begins = (places - positions).unsqueeze(-1)

@@ -62,7 +62,7 @@ class ModelShape:
 
     @staticmethod
     def from_json(values: dict[str, Any]) -> ModelShape:
-        """The reverse of `to_json`, after JSON or not. Raises TypeError or ValueError for anything else."""
+        """Return the reverse of `to_json`, after JSON or not. Raises TypeError or ValueError for anything else."""
         if not isinstance(values, dict):
             raise TypeError(f"{values!r} is not a model's shape")
         stretch = values.get("rope_stretch")
@@ -83,7 +83,7 @@ _LLAMA31_STRETCH = RopeStretch(
 def _shape(
     preset: ModelPreset, rope_theta: float, max_positions: int, stretch: RopeStretch | None = None
 ) -> ModelShape:
-    """The preset's sizes with what its positions are told apart by."""
+    """Return the preset's sizes with its rotary settings."""
     sizes = PRESET_SIZES[preset]
     return ModelShape(
         vocab_size=sizes.vocabulary,

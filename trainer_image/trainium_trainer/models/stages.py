@@ -27,12 +27,12 @@ class Absent(nn.Module):
     """The place of a module that another stage holds."""
 
     def forward(self, x: Tensor, *_: object) -> Tensor:
-        """The input."""
+        """Return the input."""
         return x
 
 
 def layers_of(stage: int, num_stages: int, num_layers: int) -> range:
-    """The layers of one stage: in order, as even as possible.
+    """Return the layers of one stage: in order, as even as possible.
 
     Layers that do not divide evenly go to stages in the middle first: the outer ones also embed or compute the loss.
     """
@@ -85,14 +85,14 @@ class LlamaStage(Llama):
 
 
 def present_layers(model: Llama) -> Iterator[Block]:
-    """The layers that a model or a stage holds."""
+    """Return the layers that a model or a stage holds."""
     for layer in model.model.layers:
         if isinstance(layer, Block):
             yield layer
 
 
 def canonical_parameters(model: Llama) -> list[tuple[str, nn.Parameter]]:
-    """The parameters of a model or a stage under the names of the whole model, in order of use."""
+    """Return the parameters of a model or a stage under the names of the whole model, in order of use."""
     return [
         (EMBEDDING if name == _HEAD and model.shape.tie_embeddings else name, parameter)
         for name, parameter in model.named_parameters()

@@ -1,1 +1,1 @@
-"""What is trained: adapters beside frozen weights, or the weights that patterns name."""
+"""Choose what is trained: adapters beside frozen weights, or the weights that patterns name."""

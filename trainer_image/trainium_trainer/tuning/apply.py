@@ -45,7 +45,7 @@ def apply_tuning(model: Llama, choice: Choice, lora: LoraConfig, *, frozen: torc
 
 
 def _find(model: nn.Module, name: str) -> nn.Module | None:
-    """A module by its name; None where another stage of a pipeline holds it."""
+    """Return a module by its name; None where another stage of a pipeline holds it."""
     try:
         return model.get_submodule(name) if name else model
     except AttributeError:
@@ -53,14 +53,14 @@ def _find(model: nn.Module, name: str) -> nn.Module | None:
 
 
 def _is_tied(model: Llama, name: str, choice: Choice) -> bool:
-    """Whether this is the second name of an embedding that is trained."""
+    """Return whether this is the second name of an embedding that is trained."""
     return name == "lm_head.weight" and model.shape.tie_embeddings and "model.embed_tokens.weight" in choice.weights
 
 
 def initial_adapter(name: str, size: torch.Size, seed: int) -> Tensor:
-    """The full initial value of an adapter's matrix: A as peft draws it, uniform within 1/sqrt(width), B zero.
+    """Return the full initial value of an adapter's matrix: A as peft draws it, uniform within 1/sqrt(width), B zero.
 
-    As for other weights, each has a generator of its own, so that a rank may make only those that it needs.
+    As for other weights, each has a separate generator, so that a rank draws only those that it needs.
     """
     if not name.endswith(f".{LORA_A}.weight"):
         return torch.zeros(size)

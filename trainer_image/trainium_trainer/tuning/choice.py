@@ -30,7 +30,7 @@ _SHOWN = 6
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What a tuning trains."""
+    """The parameters that a tuning trains."""
 
     adapters: tuple[str, ...]
     """Linear modules that get an adapter, in the order of the model."""
@@ -41,12 +41,12 @@ class Choice:
 
     @property
     def trained(self) -> int:
-        """How many numbers are trained."""
+        """Return how many numbers are trained."""
         return sum(math.prod(size) for size in self.sizes.values())
 
 
 def parameter_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Names and sizes of a model's parameters in order; a tied output projection is not one of its own."""
+    """Names and sizes of a model's parameters in order; a tied output projection is not counted twice."""
     hidden, inner = shape.hidden_size, shape.intermediate_size
     query, key_value = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
     layer: dict[str, tuple[int, ...]] = {
@@ -70,7 +70,7 @@ def parameter_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 
 def choose(shape: ModelShape, tuning: TuningConfig) -> Choice:
-    """What `tuning` trains of a model of this shape. Raises UserError."""
+    """Return what `tuning` trains in a model of this shape. Raises UserError."""
     sizes = parameter_sizes(shape)
     if tuning.method is TuningMethod.FULL and tuning.trainable is None:
         return Choice((), frozenset(sizes), sizes)
@@ -92,7 +92,7 @@ def choose(shape: ModelShape, tuning: TuningConfig) -> Choice:
 
 
 def lora_targets(shape: ModelShape, lora: LoraConfig) -> tuple[str, ...]:
-    """The linear modules that get an adapter, in the order of the model. Raises UserError."""
+    """Return the linear modules that get an adapter, in the order of the model. Raises UserError."""
     sizes = {name.removesuffix(".weight"): size for name, size in parameter_sizes(shape).items() if len(size) == 2}
     sizes.pop(EMBEDDING)
     chosen: set[str] = set()
@@ -121,7 +121,7 @@ def adapter_sizes(module: str, width: int, outputs: int, rank: int) -> dict[str,
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter's name is that of an adapter's matrix."""
+    """Return whether a parameter's name is that of an adapter's matrix."""
     return name.endswith((f".{LORA_A}.weight", f".{LORA_B}.weight"))
 
 
@@ -137,7 +137,7 @@ def refuse_untrained_rows(choice: Choice, shape: ModelShape, location: str, rows
 
 
 def _matches(module: str, pattern: str) -> bool:
-    """Whether a pattern means a module: by its whole name or by its last part."""
+    """Return whether a pattern means a module: by its whole name or by its last part."""
     return fnmatch.fnmatchcase(module, pattern) or fnmatch.fnmatchcase(module.rpartition(".")[2], pattern)
 
 

@@ -111,7 +111,7 @@ class AdapterWeights:
     def __init__(
         self, source: WeightsSource, config: _Config, tensors: dict[str, FileTensor], base_digest: str
     ) -> None:
-        """Of a folder that was checked: use `open`."""
+        """Hold the contents of a checked folder; use `open`."""
         self.location = source.where
         self._config = config
         self.source = source
@@ -126,7 +126,7 @@ class AdapterWeights:
         self.targets = tuple(
             name.removesuffix(f".{LORA_A}.weight") for name in tensors if name.endswith(f"{LORA_A}.weight")
         )
-        """The modules that it stands beside."""
+        """The modules that have a pair of matrices."""
         self.whole = tuple(name for name in tensors if not is_adapter(name))
         """Parameters of the model itself that it replaces."""
         self.leaves = tuple(sorted({name.rpartition(".")[2] for name in self.targets}))
@@ -135,7 +135,7 @@ class AdapterWeights:
 
     @classmethod
     def open(cls, location: str, *, field: str = SETTING) -> AdapterWeights:
-        """A folder, or s3://bucket/prefix, that the setting `field` names; reads the header only.
+        """Return a folder, or s3://bucket/prefix, that the setting `field` names; reads the header only.
 
         Raises UserError when it is no adapter that can be used here, StorageError when the store fails.
         """
@@ -167,7 +167,7 @@ class AdapterWeights:
         return sha.hexdigest()
 
     def has(self, name: str) -> bool:
-        """Whether it holds values of a parameter."""
+        """Return whether it holds values of a parameter."""
         return name in self._tensors
 
     def size(self, name: str) -> torch.Size:
@@ -175,7 +175,7 @@ class AdapterWeights:
         return torch.Size(self._tensors[name].shape)
 
     def read(self, name: str) -> Tensor:
-        """A whole parameter in the file's type. KeyError when there is none of that name; else as `fill`."""
+        """Return a whole parameter in the file's type. KeyError when there is none of that name; else as `fill`."""
         target = torch.empty(self.size(name), dtype=TORCH_TYPES[self._tensors[name].dtype])
         self.fill(name, (0,) * target.dim(), target)
         return target
@@ -207,14 +207,14 @@ class AdapterWeights:
                     f"{theirs}"
                 )
         wanted = set(lora_targets(shape, lora))
-        for names, said in (
+        for names, sentence in (
             (wanted - set(self.targets), "tuning.lora.targets names {}, beside which the adapter has nothing"),
             (set(self.targets) - wanted, "the adapter stands beside {}, which tuning.lora.targets does not name"),
         ):
             if names:
                 raise UserError(
-                    f"{where}: {said.format(listed(sorted(names)))}: set tuning.lora.targets to what it was made with "
-                    f"({', '.join(self.leaves)})"
+                    f"{where}: {sentence.format(listed(sorted(names)))}: set tuning.lora.targets to what it was made "
+                    f"with ({', '.join(self.leaves)})"
                 )
         trained = choose(shape, tuning).weights
         if left := [name for name in self.whole if name not in trained and not self._is_copy(name, shape)]:
@@ -281,7 +281,7 @@ class AdapterWeights:
             )
 
     def _is_copy(self, name: str, shape: ModelShape) -> bool:
-        """Whether it is the second copy of an embedding that is the output projection too: peft keeps both."""
+        """Return whether it is the second copy of an embedding that is the output projection too: peft keeps both."""
         return (
             name == OUTPUT
             and shape.tie_embeddings
@@ -395,8 +395,8 @@ def _named(where: str, tensors: dict[str, FileTensor], rank: int) -> dict[str, F
         width = stored.shape[0 if LORA_A in name else 1] if len(stored.shape) == 2 else 0
         if width != rank:
             raise UserError(
-                f"{where}: {name} has the size {list(stored.shape)}, which is not of rank {rank} as {CONFIG_NAME} "
-                "says: copy or fetch the folder again"
+                f"{where}: {name} has the size {list(stored.shape)}, but {CONFIG_NAME} has rank "
+                f"{rank}: copy or fetch the folder again"
             )
     return found
 

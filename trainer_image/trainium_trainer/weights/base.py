@@ -40,7 +40,7 @@ class BaseWeights:
     """The weights in one Hugging Face folder."""
 
     def __init__(self, location: str, folder: ModelFolder) -> None:
-        """Of a folder whose tensors were checked: use `open`."""
+        """Hold the contents of a checked folder; use `open`."""
         self.location = location
         """As the user named it."""
         self.shape = folder.shape
@@ -52,7 +52,7 @@ class BaseWeights:
 
     @classmethod
     def open(cls, location: str, *, field: str = SETTING) -> BaseWeights:
-        """A folder, or s3://bucket/prefix, that the setting `field` names; reads headers only.
+        """Return a folder, or s3://bucket/prefix, that the setting `field` names; reads headers only.
 
         Raises UserError when it is not the whole model that its configuration describes, StorageError when the store
         fails.
@@ -85,7 +85,7 @@ class BaseWeights:
         return torch.Size(self._stored(name).shape)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Number format of a parameter in the file. KeyError when the model has none of that name."""
+        """Return number format of a parameter in the file. KeyError when the model has none of that name."""
         return TORCH_TYPES[self._stored(name).dtype]
 
     @torch.no_grad()
@@ -114,7 +114,7 @@ class BaseWeights:
         return self._tensors[EMBEDDING if name == OUTPUT and self.shape.tie_embeddings else name]
 
     def _mean(self, name: str) -> Tensor:
-        """The mean of all rows in the file, float32: of whole rows in the same chunks, so the same on every rank."""
+        """Return the mean of all rows in the file as float32, from the same chunks and so equal on every rank."""
         if name not in self._means:
             stored = self._stored(name)
             total = torch.zeros(stored.shape[1], dtype=torch.float64)
@@ -131,7 +131,7 @@ class BaseWeights:
     def _refuse_other_output(self) -> None:
         if self._probe(self._tensors[EMBEDDING]) != self._probe(self._tensors[OUTPUT]):
             raise UserError(
-                f"{self.source.where}: config.json says that {OUTPUT} is {EMBEDDING}, but the files hold two that "
+                f"{self.source.where}: by config.json {OUTPUT} is {EMBEDDING}, but the files hold two that "
                 "differ: set tie_word_embeddings to false in config.json, or leave one of them out"
             )
 

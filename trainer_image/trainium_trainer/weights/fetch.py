@@ -89,7 +89,7 @@ def fetch(name: str, output: Path, *, revision: str | None = None) -> str:
     get(files)
     ModelFolder.open(str(output), field="fetch-model")
     for part in (output / ".cache/huggingface/download").glob("*.incomplete"):
-        part.unlink(missing_ok=True)  # of a process that was killed; the library begins such a file anew
+        part.unlink(missing_ok=True)  # of a process that was killed; the library restarts such a file
     size = sum((output / file).stat().st_size for file in files)
     return f"{len(files)} files, {size / 1e9:.2f} GB, commit {info.sha}"
 
@@ -107,7 +107,7 @@ def _refuse_without_weights(name: str, found: list[str], weights: str | None) ->
 
 
 def _asked(request: Callable[[], T], name: str, revision: str | None) -> T:
-    """The hub's answer; its refusals as sentences."""
+    """Return the hub's answer; its refusals as sentences."""
     try:
         return request()
     except Exception as error:
@@ -118,7 +118,7 @@ def _asked(request: Callable[[], T], name: str, revision: str | None) -> T:
 
 
 def _explained(error: Exception, name: str, revision: str | None) -> TrainerError | None:
-    """What an error of the hub's library means; None for none that we know."""
+    """Return the error to raise for one of the hub's library; None for an unknown one."""
     from huggingface_hub import errors  # noqa: PLC0415 - only for this command
 
     where = f"fetch-model {name}"

@@ -29,7 +29,7 @@ _MOST_NAMES = 3
 
 
 def shape_of(location: str, *, field: str = SETTING) -> ModelShape:
-    """The shape of the model in a folder or below s3://bucket/prefix; `field` is the setting that names it.
+    """Return the shape of the model in a folder or below s3://bucket/prefix; `field` is the setting that names it.
 
     Raises UserError when there is none that can be trained; StorageError when the store fails.
     """
@@ -55,7 +55,7 @@ class ModelFolder:
 
 
 def read_config(source: WeightsSource, sizes: dict[str, int]) -> dict[str, Any]:
-    """The contents of `config.json`. UserError when it is not there, not JSON, or says that the model is quantised."""
+    """Return the contents of `config.json`. UserError when it is missing, not JSON, or of a quantised model."""
     if CONFIG_NAME not in sizes:
         raise UserError(f"{source.where}: has no {CONFIG_NAME}: name a folder that holds one beside the safetensors")
     document = read_document(source, CONFIG_NAME)
@@ -71,7 +71,7 @@ def read_config(source: WeightsSource, sizes: dict[str, int]) -> dict[str, Any]:
 def read_tensors(
     source: WeightsSource, name: str, size: int, metadata: dict[str, str] | None = None
 ) -> dict[str, FileTensor]:
-    """The tensors of one safetensors file of `size` bytes; its own metadata are put into `metadata`.
+    """Return the tensors of one safetensors file of `size` bytes; its own metadata are put into `metadata`.
 
     Raises UserError when it is damaged.
     """
@@ -83,8 +83,8 @@ def read_tensors(
         with source.stretch(name, LENGTH_BYTES, length) as text:
             return tensors_of(bytes(text), name, size, metadata)
     except (ValueError, DamagedFileError) as error:
-        said = error if isinstance(error, ValueError) else "ends too early"
-        raise UserError(f"{source.where}: {name} {said}: copy or fetch the file again") from error
+        reason = error if isinstance(error, ValueError) else "ends too early"
+        raise UserError(f"{source.where}: {name} {reason}: copy or fetch the file again") from error
 
 
 def _shape(document: dict[str, Any], source: WeightsSource) -> ModelShape:
@@ -109,14 +109,14 @@ def _all_tensors(source: WeightsSource, sizes: dict[str, int]) -> dict[str, File
     for name, file in places.items():
         if name not in held[file]:
             raise UserError(
-                f"{source.where}: {INDEX_NAME} says that {name} is in {file}, which does not hold it: copy or fetch "
+                f"{source.where}: by {INDEX_NAME} {name} is in {file}, which does not hold it: copy or fetch "
                 "both files again"
             )
     return {name: held[file][name] for name, file in places.items()}
 
 
 def weight_map(index: dict[str, Any], where: str) -> dict[str, str]:
-    """Return which file holds each tensor, as the index says. UserError when it says no such thing."""
+    """Return which file holds each tensor, by the index. UserError when it has no such map."""
     places = index.get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
         raise UserError(f"{where}: {INDEX_NAME} has no weight_map: copy or fetch the file again")
@@ -126,7 +126,7 @@ def weight_map(index: dict[str, Any], where: str) -> dict[str, str]:
 
 
 def _without_index(sizes: dict[str, int]) -> str:
-    """What is wrong with a folder that has neither a whole file nor an index."""
+    """Return what is wrong with a folder that has neither a whole file nor an index."""
     parts = [name for name in sizes if name.endswith(".safetensors")]
     pickles = [name for name in sizes if name.endswith(_PICKLES)]
     if parts:
@@ -144,7 +144,7 @@ def _without_index(sizes: dict[str, int]) -> str:
 
 
 def read_document(source: WeightsSource, name: str) -> dict[str, Any]:
-    """The fields of a JSON file. UserError when it holds none."""
+    """Return the fields of a JSON file. UserError when it holds none."""
     try:
         document = json.loads(source.read(name))
     except ValueError as error:
@@ -155,7 +155,7 @@ def read_document(source: WeightsSource, name: str) -> dict[str, Any]:
 
 
 def listed(names: list[str]) -> str:
-    """A few of the names, for a sentence."""
+    """Return a few of the names, for a sentence."""
     more = len(names) - _MOST_NAMES
     return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
 

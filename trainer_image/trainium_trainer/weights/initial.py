@@ -1,4 +1,4 @@
-"""What a run begins with: the base model's weights and an adapter, opened and checked against the configuration."""
+"""Open the initial weights of a run, a base model and an adapter, and check them against the configuration."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Beginning:
+class InitialWeights:
     """Weights that others made; None where the run has none."""
 
     base: BaseWeights | None
     adapter: AdapterWeights | None
 
     @staticmethod
-    def open(config: TrainingConfig, shape: ModelShape) -> Beginning:
+    def open(config: TrainingConfig, shape: ModelShape) -> InitialWeights:
         """Open what the configuration names. Raises UserError, StorageError."""
         base, adapter = None, None
         if config.model.weights is not None:
@@ -36,11 +36,11 @@ class Beginning:
 
             adapter = AdapterWeights.open(lora.adapter)
             adapter.check(config.tuning, shape, base)
-        return Beginning(base, adapter)
+        return InitialWeights(base, adapter)
 
     @property
     def base_digest(self) -> str:
-        """What names the base; empty for none."""
+        """Digest of the base; empty for none."""
         return "" if self.base is None else self.base.digest
 
     @property
@@ -50,5 +50,5 @@ class Beginning:
 
     @property
     def adapter_digest(self) -> str:
-        """What names the adapter; empty for none."""
+        """Digest of the adapter; empty for none."""
         return "" if self.adapter is None else self.adapter.digest

@@ -35,7 +35,7 @@ class WeightsSource(Protocol):
 
     @property
     def where(self) -> str:
-        """How sentences about it begin: the setting and its value."""
+        """Start of every sentence about it: the setting and its value."""
         ...
 
     def sizes(self, folder: str = "") -> dict[str, int]:
@@ -43,16 +43,16 @@ class WeightsSource(Protocol):
         ...
 
     def read(self, name: str) -> bytes:
-        """A small file as a whole."""
+        """Return a small file as a whole."""
         ...
 
     def stretch(self, name: str, start: int, length: int) -> AbstractContextManager[memoryview]:
-        """Some bytes of a file, valid within the context."""
+        """Return some bytes of a file, valid within the context."""
         ...
 
 
 def open_source(location: str, field: str) -> WeightsSource:
-    """The folder or s3://bucket/prefix that the setting `field` names. UserError when there is no such folder."""
+    """Return the folder or address that the setting `field` names. UserError when there is no such folder."""
     where = f"{field} {location}"
     if is_address(location):
         return RemoteSource(open_storage(location), where)
@@ -70,7 +70,7 @@ def open_source(location: str, field: str) -> WeightsSource:
 
 
 def _may_be_on_the_hub(location: str) -> bool:
-    """Whether it has the form `name` or `owner/name`, which a path of a mounted folder has not."""
+    """Return whether it has the form `name` or `owner/name`, which a path of a mounted folder has not."""
     parts = location.split("/")
     return len(parts) <= 2 and all(part and part[0] not in ".~" for part in parts) and "://" not in location
 
@@ -88,12 +88,12 @@ class LocalSource:
         return _sizes(self._storage, self.where, folder)
 
     def read(self, name: str) -> bytes:
-        """A small file."""
+        """Return a small file."""
         return _tried(lambda: self._storage.read(name), self.where)
 
     @contextmanager
     def stretch(self, name: str, start: int, length: int) -> Iterator[memoryview]:
-        """A buffer with the range, from the pages that all processes of a machine share."""
+        """Return a buffer with the range, from the pages that all processes of a machine share."""
         view: memoryview = torch.empty(length, dtype=torch.uint8).numpy().data
         _tried(lambda: self._storage.read_into(name, start, view), self.where)
         yield view
@@ -114,12 +114,12 @@ class RemoteSource:
         return found
 
     def read(self, name: str) -> bytes:
-        """A small object."""
+        """Return a small object."""
         return _tried(lambda: self._storage.read(name), self.where)
 
     @contextmanager
     def stretch(self, name: str, start: int, length: int) -> Iterator[memoryview]:
-        """A buffer with the range."""
+        """Return a buffer with the range."""
         view = memoryview(bytearray(length))
 
         def fetch(at: int) -> None:
@@ -140,7 +140,7 @@ def _sizes(storage: Storage, where: str, folder: str) -> dict[str, int]:
 
 
 def _tried(action: Callable[[], T], where: str) -> T:
-    """The action's result, after retries; StorageError with a sentence of ours when it fails for good."""
+    """Return the action's result, after retries; StorageError with a sentence of ours when it fails for good."""
     try:
         return Retry().run(action, where)
     except StorageError as error:

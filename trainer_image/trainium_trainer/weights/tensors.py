@@ -1,7 +1,7 @@
-"""PURE. What a safetensors file says of itself in its first bytes: 8 bytes of length, then JSON, then the tensors.
+"""Read tensors of safetensors files: 8 bytes of length, then JSON, then the data; and boxes of them, row by row.
 
-Invariant: what passes here can be read: every tensor lies within the file and has as many bytes as its type and size
-say.
+Invariants: every tensor lies within the file and has as many bytes as its type and size
+need; memory beyond the target of a copy is at most one chunk.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def header_length(head: bytes, size: int) -> int:
 
 
 def tensors_of(text: bytes, file: str, size: int, metadata: dict[str, str] | None = None) -> dict[str, FileTensor]:
-    """The tensors that a header names, of a file of `size` bytes; its own metadata are put into `metadata`.
+    """Return the tensors that a header names, of a file of `size` bytes; its own metadata are put into `metadata`.
 
     Raises ValueError with what is wrong with it.
     """
@@ -71,17 +71,17 @@ def tensors_of(text: bytes, file: str, size: int, metadata: dict[str, str] | Non
 
 
 class _WrongError(ValueError):
-    """Something that the header says cannot be."""
+    """A header that contradicts itself."""
 
 
 def _stored(name: str, entry: dict[str, Any], file: str, base: int) -> FileTensor:
     dtype, shape, (begin, end) = entry["dtype"], tuple(map(int, entry["shape"])), entry["data_offsets"]
     if dtype not in ITEM_BYTES:
-        # Whoever needs this tensor refuses its type; others may be there for some other program.
+        # The reader of this tensor refuses its type; other tensors may be for another program.
         return FileTensor(file, str(dtype), shape, base + int(begin), int(end) - int(begin))
     expected = math.prod(shape) * ITEM_BYTES[dtype]
     if begin < 0 or end - begin != expected:
-        raise _WrongError(f"says that {name} of size {list(shape)} in {dtype} has {end - begin} bytes, not {expected}")
+        raise _WrongError(f"gives {name} of size {list(shape)} in {dtype} {end - begin} bytes, not {expected}")
     return FileTensor(file, dtype, shape, base + begin, end - begin)
 
 
@@ -98,7 +98,7 @@ def rows_of(source: WeightsSource, stored: FileTensor, first: int, count: int) -
         rows = min(most, count - at)
         with source.stretch(stored.file, stored.start + (first + at) * row, rows * row) as view:
             raw = torch.frombuffer(view, dtype=torch.uint8)
-            if raw.data_ptr() % item:  # the format does not promise alignment
+            if raw.data_ptr() % item:  # the format does not guarantee alignment
                 raw = raw.clone()
             yield at, raw.view(TORCH_TYPES[stored.dtype]).view(rows, *stored.shape[1:])
 

@@ -55,7 +55,7 @@ class NodeChecks:
         self._cancelled = threading.Event()
 
     def cancel(self) -> None:
-        """The pod ends, or its ranks are wanted now: what has not ended counts as passed."""
+        """End the checks, because the pod ends or its ranks start; a check that has not ended counts as passed."""
         self._cancelled.set()
 
     def run(self) -> str:

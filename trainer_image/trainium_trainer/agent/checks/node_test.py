@@ -74,7 +74,7 @@ def _leave(task: NodeTask, outcome: dict[str, Any]) -> None:
 
 
 def product_is_right(core: int, multiply: Callable[[Any, Any], Any] | None = None) -> bool:
-    """Whether a product of small whole numbers, which floats hold exactly, is exact on this core's device."""
+    """Return whether a product of small whole numbers, which floats hold exactly, is exact on this core's device."""
     import torch  # noqa: PLC0415 - only this process needs it
 
     from trainium_trainer.backends.device import pick_device  # noqa: PLC0415
@@ -87,7 +87,7 @@ def product_is_right(core: int, multiply: Callable[[Any, Any], Any] | None = Non
 
 
 def sums_are_right(task: NodeTask) -> bool:
-    """Whether an all-reduce among the node's processes over loopback gives the known sums."""
+    """Return whether an all-reduce among the node's processes over loopback gives the known sums."""
     import torch  # noqa: PLC0415 - as above
     from torch import distributed as dist  # noqa: PLC0415
 

@@ -58,7 +58,7 @@ class PairVerdict:
         return self.unsound | self.disconnected
 
     def code_for(self, node: int) -> ExitCode:
-        """The exit code that a bad node's verdict carries."""
+        """Return the exit code that a bad node's verdict carries."""
         return ExitCode.DEVICE_FAULT if node in self.unsound else ExitCode.NETWORK_FAULT
 
 
@@ -135,7 +135,7 @@ class PairRound:
     def _meet(
         self, store: GenerationStore, attempt: int, number: int, group: Group
     ) -> tuple[TCPStore | None, int | None]:
-        """A store for the exchange at its first node, and the store's port."""
+        """Return a store for the exchange at its first node, and the store's port."""
         key = self._key(store, attempt, number, "port", group[0])
         if self._node_rank == group[0]:
             served = serve_store(self._settings.pod_ip, seconds=self._seconds)

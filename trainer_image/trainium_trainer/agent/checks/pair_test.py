@@ -73,7 +73,7 @@ def _leave(outcome: PairingResult, task: PairTask) -> None:
 
 
 def computes_right() -> tuple[bool, str]:
-    """Whether a product of whole numbers is exact; what is wrong otherwise."""
+    """Return whether a product of whole numbers is exact; what is wrong otherwise."""
     try:
         import torch  # noqa: PLC0415 - only this process needs it
 
@@ -91,7 +91,7 @@ def computes_right() -> tuple[bool, str]:
 
 
 def collectives_check() -> tuple[bool, str]:
-    """The vendor's test of this node's collectives, where it is installed; an outcome that is not understood passes."""
+    """Run the vendor's test of this node's collectives, where it is installed; an unknown outcome passes."""
     program = shutil.which("nccom-test")
     if program is None:
         return True, ""

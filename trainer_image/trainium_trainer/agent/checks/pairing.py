@@ -65,12 +65,12 @@ class WaveResults:
 
 
 def is_due(state: GenerationState, nodes: int) -> bool:
-    """Whether the attempt that is about to begin should be preceded by the test."""
+    """Return whether the attempt that is about to begin should be preceded by the test."""
     return nodes >= FEWEST_NODES and state.unexplained >= UNEXPLAINED
 
 
 def noted(before: GenerationState, after: GenerationState) -> GenerationState:
-    """The state after a failure, with a lost peer counted as unexplained until its culprit is known."""
+    """Return the state after a failure, with a lost peer counted as unexplained until its culprit is known."""
     if after.attempt > before.attempt and after.cause is Cause.PEER_LOST:
         return replace(after, unexplained=after.unexplained + 1)
     if after.attempt == before.attempt and before.cause is Cause.PEER_LOST and after.cause is not Cause.PEER_LOST:
@@ -79,7 +79,7 @@ def noted(before: GenerationState, after: GenerationState) -> GenerationState:
 
 
 def next_wave(nodes: int, held: Sequence[WaveResults]) -> Wave | None:
-    """The exchanges to hold next; None when the verdict can be read."""
+    """Return the exchanges to hold next; None when the verdict can be read."""
     plan = _plan(nodes, held)
     return plan[len(held)] if len(held) < len(plan) else None
 
@@ -142,7 +142,7 @@ def _in_turn(nodes: list[int]) -> list[Wave]:
 
 
 def _typical(held: Sequence[WaveResults]) -> float | None:
-    """The usual length of an exchange that went through; None when there is nothing to compare."""
+    """Return the usual length of an exchange that went through; None when there is nothing to compare."""
     lengths = sorted(
         max(each.outcomes[node].seconds for node in group)
         for each in held[:1]

@@ -63,7 +63,7 @@ def preflight(settings: AgentSettings, devices: Path = _DEVICES) -> tuple[Prefli
 
 
 def results(settings: AgentSettings, findings: Iterable[PreflightFinding], seconds: float) -> tuple[CheckResult, ...]:
-    """The outcome of each quick check, for the heartbeat."""
+    """Return the outcome of each quick check, for the heartbeat."""
     found = {finding.check: finding.sentence for finding in findings}
     quick = (PreflightCheck.DEVICES, PreflightCheck.MEMORY, PreflightCheck.DISK)
     return tuple(

@@ -93,7 +93,7 @@ class _Failure:
         return time.time() > self.process.ended_at + _LAST_LINES_SECONDS
 
     def message(self) -> ProcessFailure:
-        """The failure as the coordinator gets it; the same whenever it is asked for once settled."""
+        """Return the failure as the coordinator gets it; the same whenever it is asked for once settled."""
         word = None if self.sentence else last_word(self.process)
         return ProcessFailure(
             sequence=self.sequence,
@@ -187,7 +187,7 @@ class PodReport:
             self._wake()
 
     def enter_generation(self, generation: int, phase: WorkerPhase) -> None:
-        """A newer generation is known; ranks of the old one may still be on their way out."""
+        """Record a newer generation; ranks of the old one may still be ending."""
         self._generation = generation
         self._attempt = 0
         self._verdict = None
@@ -200,7 +200,7 @@ class PodReport:
         self.enter(phase)
 
     def know(self, generation: int) -> None:
-        """A newer generation is known to a pod that cannot take part in any."""
+        """Record a newer generation in which this pod cannot take part."""
         self._generation = generation
         self._wake()
 
@@ -233,12 +233,12 @@ class PodReport:
         self._wake()
 
     def checked(self, result: CheckResult) -> None:
-        """The newest outcome of a check of this node."""
+        """Record the newest outcome of a check of this node."""
         self._checks = {**self._checks, result.check: result}
         self._wake()
 
     def compiled(self, size: CompiledSize) -> None:
-        """The graphs of another size are there."""
+        """Record that the graphs of another size are compiled."""
         self._compiled = (*self._compiled, size)[-MAX_COMPILED:]
         self._wake()
 
@@ -253,7 +253,7 @@ class PodReport:
         self._timing = timing
 
     def give_up(self, process: RankProcess | None = None) -> None:
-        """The failure of this process, else the newest, is the verdict."""
+        """Set the verdict to the failure of this process, else to the newest one."""
         failures = [failure for failure in self._failures if failure.process is process] or list(self._failures)
         generation = failures[-1].generation
         if generation == self._generation:
@@ -261,7 +261,7 @@ class PodReport:
         self.enter(WorkerPhase.FAILED, generation=generation)
 
     def give_up_with(self, code: int, sentence: str) -> None:
-        """A verdict without a process: the pod itself is unfit."""
+        """Set a verdict without a process: the pod itself is unfit."""
         self._verdict = ProcessFailure(
             sequence=self._next_failure,
             generation=self._generation,
@@ -275,7 +275,7 @@ class PodReport:
         self.enter(WorkerPhase.FAILED)
 
     def restarting(self, generation: int, attempt: int, cause: Cause, failed_at: float) -> None:
-        """A restart in place begins."""
+        """Record that a restart in place starts."""
         self._restarts.append(
             RestartRecord(
                 sequence=self._next_restart,
@@ -336,7 +336,7 @@ class PodReport:
             self.enter(WorkerPhase.TRAINING)
 
     def heartbeat(self) -> HeartbeatRequest:
-        """The message for now."""
+        """Return the message for now."""
         self.observe()
         verdict = self._verdict
         return HeartbeatRequest(
@@ -398,5 +398,5 @@ def _resumed_at(record: ReportedProgress, step_before: int) -> float | None:
 
 
 def _finite(value: float) -> float | None:
-    """A number that JSON can carry, or None."""
+    """Return a number that JSON can carry, or None."""
     return value if value == value and abs(value) != float("inf") else None  # noqa: PLR0124 - NaN differs from itself

@@ -53,7 +53,7 @@ class Diagnosis:
 
 
 def last_word(process: RankProcess) -> RuntimeWord | None:
-    """The most telling thing that the runtime said through the process's output before it ended."""
+    """Return the most telling thing that the runtime said through the process's output before it ended."""
     return process.output.last_word(process.ended_at or time.time())
 
 
@@ -87,7 +87,7 @@ def _why_first(code: int, output: str) -> str:
 
 
 def _shortened(code: int, output: str, room: int) -> str:
-    """The first line and the newest of the others; of a process that was killed the newest."""
+    """Return the first line and the newest of the others; of a process that was killed the newest."""
     if len(output) <= room:
         return output
     first, _, rest = output.partition("\n")

@@ -161,7 +161,7 @@ class KernelLog:
                 self._stop.wait(_LOOK_SECONDS)
 
     def _was_replaced(self, descriptor: int) -> bool:
-        """Whether the path now leads to another file, or the file was cut off."""
+        """Return whether the path now leads to another file, or the file was cut off."""
         opened = os.fstat(descriptor)
         if opened.st_size < os.lseek(descriptor, 0, os.SEEK_CUR):
             os.lseek(descriptor, 0, os.SEEK_SET)

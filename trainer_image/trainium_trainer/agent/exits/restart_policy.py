@@ -135,7 +135,7 @@ def judge(
 
 
 def _repeats(verdict: Verdict, attempt: int, best_step: float, state: GenerationState) -> bool:
-    """Whether a user's error began this attempt too and no new step came between, so that a restart does not help.
+    """Return whether a user's error started this attempt too, without a new step since: a restart does not help.
 
     A victim may have begun the next attempt already; then the state reports the one before.
     """
@@ -147,14 +147,14 @@ def _repeats(verdict: Verdict, attempt: int, best_step: float, state: Generation
 
 
 def after_yield(attempt: int, best_step: float, state: GenerationState) -> GenerationState:
-    """The state after all ranks left with 75 and nobody sent a newer generation: the next attempt, uncounted."""
+    """Return the state after all ranks left with 75 and nobody sent a newer generation: the next attempt, uncounted."""
     if state.attempt > attempt:
         return state
     return _next(state, Cause.YIELDED, max(best_step, state.best_step), state.fruitless, state.early_crash)
 
 
 def _with_culprit(state: GenerationState, attempt: int, cause: Cause, early: int | None) -> GenerationState:
-    """The state with the real cause, should a victim of this very failure have counted it first."""
+    """Return the state with the real cause, should a victim of this very failure have counted it first."""
     if state.attempt != attempt + 1 or state.cause is not Cause.PEER_LOST or cause is Cause.PEER_LOST:
         return state
     return replace(state, cause=cause, early_crash=early)

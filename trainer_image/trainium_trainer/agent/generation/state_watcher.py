@@ -145,7 +145,7 @@ class StateWatcher:
             self._looked.notify_all()
 
     def next_look(self, after: int, seconds: float) -> GenerationState | None:
-        """The shared state once `looks` is beyond `after`; None when that takes longer, or it was never seen."""
+        """Return the shared state once `looks` is beyond `after`; None when that takes longer, or it was never seen."""
         with self._looked:
             return self._state if self._looked.wait_for(lambda: self._looks > after, seconds) else None
 

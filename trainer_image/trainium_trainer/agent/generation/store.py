@@ -60,7 +60,7 @@ class _Line:
         self._calls.put(None)
 
     def call(self, operation: Callable[[], _T], patience: Callable[[], float]) -> _T:
-        """The operation's result. Raises StoreLostError when it fails, or takes longer than `patience` seconds."""
+        """Return the operation's result. Raises StoreLostError when it fails or takes longer than `patience`."""
         results: list[_T] = []
         failures: list[Exception] = []
         ended = threading.Event()
@@ -120,7 +120,7 @@ def serve_store(address: str, port: int = 0, *, seconds: float = OPERATION_SECON
 
 
 def serve_rank_store(address: str) -> TCPStore:
-    """A store for the ranks of one attempt."""
+    """Start a store for the ranks of one attempt."""
     return serve_store(address, seconds=_RANK_STORE_SECONDS)
 
 
@@ -166,11 +166,11 @@ class GenerationStore:
         return TCPStore(host, port, None, False, timedelta(seconds=OPERATION_SECONDS), wait_for_workers=False)
 
     def key(self, *parts: object) -> str:
-        """A key of this generation."""
+        """Return a key of this generation."""
         return "/".join([self._prefix, *(str(part) for part in parts)])
 
     def has(self, *keys: str) -> bool:
-        """Whether all keys exist."""
+        """Return whether all keys exist."""
         return self._ask(lambda client: bool(client.check([*keys])))
 
     def set(self, key: str, value: str = "1") -> None:
@@ -197,11 +197,11 @@ class GenerationStore:
         self._ask(lambda client: client.compare_set(key, "", sealed))
 
     def begun(self) -> bool:
-        """Whether the shared state exists."""
+        """Return whether the shared state exists."""
         return self.has(self.key("state"))
 
     def state(self) -> GenerationState:
-        """The shared state."""
+        """Return the shared state."""
         return GenerationState.decode(self.get(self.key("state")))
 
     def change(self, step: Callable[[GenerationState], GenerationState]) -> GenerationState:
@@ -242,7 +242,7 @@ class GenerationStore:
             raise
 
     def _on_line(self, operation: Callable[[], _T]) -> _T:
-        """A line on which a call failed may be stuck, so the next call gets another."""
+        """Replace the line on which a call failed, because it may be stuck."""
         line = self._line or _Line()
         self._line = None
         result = line.call(operation, lambda: _HURRIED_SECONDS if self._hurried() else OPERATION_SECONDS)
@@ -298,19 +298,19 @@ class Roll:
         self._seen_at = 0.0
 
     def sign(self, attempt: int, phase: WorkerPhase) -> None:
-        """This pod's ranks all ended so."""
+        """Record how the ranks of this pod ended."""
         self._seen_at = time.monotonic()
         store = self._store
         self._add(store.key(attempt, phase), 1)
 
     def all_signed(self, attempt: int) -> bool:
-        """Whether the ranks of all members have ended in peace."""
+        """Return whether the ranks of all members have ended in peace."""
         return (
             sum(self._count(attempt, phase) for phase in (WorkerPhase.YIELDED, WorkerPhase.FINISHED)) >= self._members
         )
 
     def all_finished(self, attempt: int) -> bool:
-        """Whether every member has finished."""
+        """Return whether every member has finished."""
         store = self._store
         if not store.connected:
             try:

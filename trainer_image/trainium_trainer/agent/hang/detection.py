@@ -83,12 +83,12 @@ def _limit_of(phase: TrainerPhase, spec: HangSpec, usual: Usual) -> float:
 
 
 def _calibrated(usual: float, floor: float, factor: float) -> float:
-    """A limit by experience; infinite while there is none."""
+    """Return a limit by experience; infinite while there is none."""
     return max(floor, factor * usual) if usual > 0 else math.inf
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that `share` of the values do not exceed; 0 for none."""
+    """Return the smallest value that `share` of the values do not exceed; 0 for none."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else 0.0
 
@@ -257,7 +257,7 @@ def find(testimony: Mapping[int, Sequence[Standstill]], members: int) -> Finding
 
 
 def _odd_ones(overdue: list[Standstill], ranks: list[Standstill]) -> list[Standstill]:
-    """The overdue ranks that differ from the rest; none when all stand alike, or may do so in a moment."""
+    """Return the overdue ranks that differ from the rest; none when all stand alike, or may do so in a moment."""
     stopped = [rank for rank in overdue if rank.stopped]
     if stopped:
         return stopped
@@ -274,7 +274,7 @@ def _odd_ones(overdue: list[Standstill], ranks: list[Standstill]) -> list[Stands
 
 
 def after_hang(finding: Finding, attempt: int, best_step: float, state: GenerationState, limit: int) -> GenerationState:
-    """The shared state after the ranks of `attempt` were ended for a standstill; counts once, as any failure."""
+    """Return the shared state after the ranks of `attempt` were ended for a standstill; counts once, as any failure."""
     after = judge(ExitCode.HUNG, attempt, best_step, state, limit).state
     if after.attempt > state.attempt and finding.kind is FindingKind.COLLECTIVE:
         return replace(after, unexplained=after.unexplained + 1)
@@ -307,7 +307,7 @@ def _where(still: Standstill) -> str:
 
 
 def encode(standstills: Sequence[Standstill]) -> str:
-    """An agent's word on its ranks, as text."""
+    """Encode an agent's answer about its ranks."""
     return json.dumps([_body(still) for still in standstills])
 
 
@@ -317,7 +317,7 @@ def decode(text: str) -> tuple[Standstill, ...]:
 
 
 def _body(still: Standstill) -> dict[str, Any]:
-    """A stage is named only where there is one: agents of earlier builds know none."""
+    """Encode one standstill; the stage is left out where there is none."""
     body = asdict(still)
     return body if still.stage is not RunStage.TRAIN else {name: body[name] for name in body if name != "stage"}
 
@@ -336,11 +336,11 @@ class Calibration:
     _inits: dict[int, float] = field(default_factory=dict)
 
     def note_first_step(self, world: int, seconds: float) -> None:
-        """A first step ended."""
+        """Record the length of a first step."""
         self._first_steps[world] = max(seconds, self._first_steps.get(world, 0.0))
 
     def note_init(self, world: int, seconds: float) -> None:
-        """A rank began to load."""
+        """Record the length of an initialization."""
         self._inits[world] = max(seconds, self._inits.get(world, 0.0))
 
     def usual(self, world: int, steps: tuple[float, ...]) -> Usual:

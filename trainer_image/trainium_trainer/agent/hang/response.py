@@ -69,7 +69,7 @@ class HangResponse:
         self._stuck: tuple[StuckRank, ...] | None = None
 
     def see(self, living: tuple[RankProcess, ...]) -> None:
-        """These ranks are alive and were not told to end."""
+        """Set the ranks that are alive and were not ended by the agent."""
         self._living = living
         self._stuck = None
 
@@ -82,12 +82,12 @@ class HangResponse:
         return Looked(overdue=True, timing=self._watch.timing)
 
     def ask(self, attempt: int) -> Inquired:
-        """A local rank is overdue. Raises StoreLostError."""
+        """Ask all agents, because a local rank is overdue. Raises StoreLostError."""
         self._inquiry.ask(attempt)
         return self.inquired()
 
     def answer(self, state: GenerationState) -> Inquired:
-        """The shared state changed: answer a question in it. Raises StoreLostError."""
+        """Answer the question in the shared state. Raises StoreLostError."""
         self._inquiry.answer(state)
         return self.inquired()
 
@@ -96,7 +96,7 @@ class HangResponse:
         return Inquired(self._inquiry.open, self._stuck)
 
     def conclude(self, attempt: int) -> Finding | None:
-        """The finding that ends the attempt, known to all; None while nothing is to be done. Raises StoreLostError."""
+        """Return the finding that ends the attempt, after publishing it; None for now. Raises StoreLostError."""
         finding = self._inquiry.conclude(attempt)
         if finding is None or finding.kind is FindingKind.MOVING:
             return None
@@ -104,7 +104,7 @@ class HangResponse:
         return finding
 
     def published(self, attempt: int) -> Finding:
-        """The finding of the agent that concluded. Raises StoreLostError."""
+        """Return the finding of the agent that concluded. Raises StoreLostError."""
         return self._inquiry.published(attempt)
 
     def found(self, finding: Finding, after: GenerationState) -> HangFound:
@@ -234,7 +234,7 @@ class Inquiry:
         self._heard_of_at = self._not_before = 0.0
 
     def ask(self, attempt: int) -> None:
-        """A local rank is overdue: ask all, unless somebody is asking or everybody was excused a moment ago.
+        """Open an inquiry, unless one is open or all ranks were excused a moment ago.
 
         Raises StoreLostError.
         """
@@ -285,7 +285,7 @@ class Inquiry:
         self._store.set(self._key(attempt, "finding"), finding.encode())
 
     def published(self, attempt: int) -> Finding:
-        """The finding that ended an attempt; that nobody is odd, where none was left. Raises StoreLostError."""
+        """Return the finding that ended an attempt; by default that no rank is odd. Raises StoreLostError."""
         store, key = self._store, self._key(attempt, "finding")
         return Finding.decode(store.get(key)) if store.has(key) else Finding(FindingKind.COLLECTIVE)
 

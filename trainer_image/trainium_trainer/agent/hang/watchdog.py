@@ -146,6 +146,6 @@ def timing_of(steps: tuple[tuple[float, float], ...], cpu_wait: float | None = N
 
 
 def _slowest(timings: list[StepTiming | None]) -> StepTiming | None:
-    """The timing of the rank with the most work of its own."""
+    """Return the timing of the rank with the most work."""
     known = [timing for timing in timings if timing is not None]
     return max(known, key=lambda timing: timing.own_seconds, default=None)

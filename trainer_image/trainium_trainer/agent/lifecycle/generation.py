@@ -204,7 +204,7 @@ def _waiting(life: Life, now: float) -> _Answer | None:
 
 
 def _ended(life: Life, end: on.Ended, now: float) -> _Answer | None:
-    """A rank has ended, and this is the first look at it."""
+    """Handle the end of a rank."""
     if end.asked or end.attempt != life.attempt:
         return None
     if end.code not in _PEACEFUL:
@@ -223,7 +223,7 @@ def _failures(life: Life) -> tuple[on.Ended, ...]:
 
 
 def _follow(terms: Terms, life: Life, state: GenerationState, now: float) -> _Answer | None:
-    """The shared state is another."""
+    """Handle a change of the shared state."""
     if state.stopped is not None:
         if state.stopped == ExitCode.HUNG:
             return _do(life, do.TakeFinding(life.attempt, state))
@@ -281,7 +281,7 @@ def _hang_found(terms: Terms, life: Life, found: on.HangFound, now: float) -> _A
 
 
 def _store_lost(terms: Terms, life: Life, errand: do.Errand, reason: str, now: float) -> _Answer:
-    """The agent that hosts the store is gone or hangs: try again until it is back or a newer generation comes."""
+    """Retry until the store answers or a newer generation arrives: the agent that hosts it is missing or hangs."""
     if isinstance(errand, do.Ask | do.Conclude):
         return _end(life, CountHang(reason), now)
     assert isinstance(errand, do.Judge | do.CountSilent), f"{errand} is quiet about a lost store"
@@ -311,7 +311,7 @@ def _failed(life: Life) -> Life:
 
 
 def _begin_again(life: Life, attempt: int, cause: Cause, failed_at: float | None, now: float) -> _Answer:
-    """The next attempt; to a pod whose own ranks did not fail the cause is a lost peer."""
+    """Start the next attempt; for a pod whose ranks did not fail the cause is a lost peer."""
     told = (do.Observe(), do.Restarting(attempt, cause, failed_at))
     return _end(replace(life, inquiring=False, overdue=False), JoinAgain(), now, *told)
 

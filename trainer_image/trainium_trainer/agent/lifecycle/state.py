@@ -119,5 +119,5 @@ class Life:
         return self.started > len(self.ends)
 
     def all_ended_with(self, code: int) -> bool:
-        """Whether there were ranks and each of them ended with this code."""
+        """Return whether there were ranks and each of them ended with this code."""
         return self.started > 0 and not self.alive and all(end.code == code for end in self.ends)

@@ -53,7 +53,7 @@ def lower_thread_priority() -> None:
 
 
 def raise_thread_priority(native_id: int) -> None:
-    """Normal CPU priority for a thread again, where that is allowed."""
+    """Restore the normal CPU priority of a thread, where that is allowed."""
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, native_id, 0)
 
@@ -110,7 +110,7 @@ class ProcessState:
 
 
 def state_of(pid: int) -> ProcessState:
-    """The state of a process as of now."""
+    """Return the state of a process as of now."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
         # Fields 3 (state), 14 and 15 (ticks in user and kernel mode) of proc(5).
@@ -120,7 +120,7 @@ def state_of(pid: int) -> ProcessState:
 
 
 def handles(pid: int, number: int) -> bool:
-    """Whether a process has a handler for a signal."""
+    """Return whether a process has a handler for a signal."""
     try:
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("SigCgt:"):

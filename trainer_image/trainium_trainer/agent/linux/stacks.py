@@ -48,7 +48,7 @@ def stacks_path(progress: Path) -> Path:
 
 
 def answer_on_signal(progress: Path) -> None:
-    """Called in a rank: write the stacks of all threads whenever `DUMP_SIGNAL` comes; a rank goes on without it too."""
+    """Make this process write the stacks of all threads at each `DUMP_SIGNAL`; a rank continues without it too."""
     with contextlib.suppress(OSError):
         path = stacks_path(progress)
         path.parent.mkdir(parents=True, exist_ok=True)

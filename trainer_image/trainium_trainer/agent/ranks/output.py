@@ -57,13 +57,13 @@ class Tail:
         """Set when everything that the rank wrote has been read."""
 
     def text(self, limit: int) -> str:
-        """The last lines, cut at the front to at most `limit` characters."""
+        """Return the last lines, cut at the front to at most `limit` characters."""
         with self._lock:
             text = "\n".join(self._lines)
         return text[-limit:] if limit > 0 else ""
 
     def last_word(self, at: float) -> RuntimeWord | None:
-        """The most telling thing that the runtime said shortly before `at` (Unix seconds)."""
+        """Return the most telling thing that the runtime said shortly before `at` (Unix seconds)."""
         with self._lock:
             return self._runtime.last(at)
 
@@ -110,7 +110,7 @@ class OutputPump:
         self._thread.start()
 
     def open(self, speaker: Speaker) -> tuple[int, Tail]:
-        """A pipe for a rank: the end that it writes to (the caller closes its copy) and the tail of its output."""
+        """Return a pipe for a rank: the end that it writes to, which the caller closes, and its tail."""
         read_end, write_end = os.pipe()
         os.set_blocking(read_end, False)
         tail = Tail(speaker.prefix, form_of(self._settings, speaker))
@@ -217,7 +217,7 @@ def form_of(settings: AgentSettings, speaker: Speaker) -> Form:
 
 
 def _output_of(settings: AgentSettings, speaker: Speaker) -> LogLine:
-    """A line of this process, without words."""
+    """Write bytes to this process's output."""
     return log_line(
         "",
         time=moment(0),
@@ -235,7 +235,7 @@ def _output_of(settings: AgentSettings, speaker: Speaker) -> LogLine:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """The text in parts that fit into a line each; escaped characters take up to twelve times their place."""
+    """Return the text in parts that each fit into a line; escaped characters take up to twelve times their size."""
     for at in range(0, len(text), MESSAGE_CHARACTERS):
         part = text[at : at + MESSAGE_CHARACTERS]
         size = len(part) if len(json.dumps(part)) <= _MESSAGE_BYTES else _MESSAGE_BYTES // 12

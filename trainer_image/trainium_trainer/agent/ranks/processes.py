@@ -128,7 +128,7 @@ class RankProcess:
 
 
 def _has_ended(pid: int) -> bool:
-    """Whether a child has ended and was not collected yet; what it failed with is still on its way."""
+    """Return whether a child has ended and was not collected yet; what it failed with is still on its way."""
     try:
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
     except ChildProcessError:

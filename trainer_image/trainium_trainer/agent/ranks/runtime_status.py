@@ -47,7 +47,7 @@ class RuntimeWord:
 
 
 def status_in(line: str) -> int | None:
-    """The most telling runtime status that a line of output names; None when it names none."""
+    """Return the most telling runtime status that a line of output names; None when it names none."""
     text = line[:_LONGEST_LINE]
     if _HARMLESS.search(text):
         return None
@@ -73,7 +73,7 @@ class RuntimeWords:
             self._newest[status] = RuntimeWord(status, text, at)
 
     def last(self, at: float) -> RuntimeWord | None:
-        """The most telling word shortly before a process ended at `at` (Unix seconds)."""
+        """Return the most telling word shortly before a process ended at `at` (Unix seconds)."""
         near = [word for word in self._newest.values() if word.at >= at - _SHORTLY_SECONDS]
         return min(near, key=lambda word: _ORDER[word.status], default=None)
 

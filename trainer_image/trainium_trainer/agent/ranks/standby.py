@@ -55,14 +55,14 @@ class StartRequest:
     """`module:function` to call instead of the ranks' entry point."""
 
     def encode(self) -> bytes:
-        """The packet."""
+        """Return the packet."""
         return json.dumps(
             {"argv": [*self.argv], "env": {**self.environment}, "title": self.title, "entry": self.entry}
         ).encode()
 
     @staticmethod
     def decode(packet: bytes) -> StartRequest:
-        """The request of a packet."""
+        """Return the request of a packet."""
         body = json.loads(packet)
         return StartRequest(body["argv"], body["env"], body["title"], body["entry"])
 
@@ -110,7 +110,7 @@ def receive(channel: socket.socket) -> tuple[bytes, list[int]]:
 
 
 def is_readable(channel: socket.socket, seconds: float) -> bool:
-    """Whether a packet, or the end, is there within so many seconds; of a descriptor beyond 1,024 too."""
+    """Return whether a packet, or the end, is there within so many seconds; of a descriptor beyond 1,024 too."""
     poll = select.poll()
     poll.register(channel, select.POLLIN)
     return bool(poll.poll(max(0.0, seconds) * 1000))

@@ -1,4 +1,4 @@
-"""Folders with a model in Hugging Face's form, before they are loaded: what is there, and what it says about itself.
+"""Open folders with a model in Hugging Face's format, without loading weights.
 
 Invariants: no torch and no weights are touched; what cannot be used is refused in one sentence, a UserError.
 """
@@ -43,7 +43,7 @@ class Models:
 
     @property
     def name(self) -> str:
-        """Of the measured one, for people."""
+        """Return the name of the evaluated model for people."""
         return self.model if self.adapter is None else f"{self.model} with {self.adapter}"
 
 
@@ -56,7 +56,7 @@ class Candidate:
     """Folder of an adapter in peft's format that is put beside the weights."""
     tokenizer: Tokenizer
     positions: int | None
-    """Longest sequence, tokens; None where the folder does not say."""
+    """Longest sequence in tokens; None where the folder does not name it."""
     vocabulary: int
     """Rows of the embedding."""
     endings: tuple[int, ...]
@@ -75,7 +75,7 @@ class Candidate:
         return list(self.tokenizer.encode(text, add_special_tokens=not begins).ids)
 
     def decode(self, ids: list[int]) -> str:
-        """The text of an answer, without special tokens."""
+        """Return the text of an answer, without special tokens."""
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
 
@@ -124,7 +124,7 @@ def _check_adapter(adapter: Path) -> None:
 
 
 def _tokenizer_file(*folders: Path | None) -> Path:
-    """The first one counts: an adapter's or a tuned model's may have tokens that the base's does not have."""
+    """Return the first tokenizer file: an adapter's or a tuned model's may have tokens that the base's lacks."""
     for folder in folders:
         if folder is not None and (folder / TOKENIZER).is_file():
             return folder / TOKENIZER
@@ -157,7 +157,7 @@ def _endings(path: Path, config: dict[str, Any], settings: dict[str, Any], token
 
 
 def _content(token: Any) -> str | None:
-    """A special token is written as its text, or as an object with it."""
+    """Return the text of a special token, which is written as text or as an object."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) and text else None
 
@@ -190,7 +190,7 @@ _CHUNK = 16 << 20
 
 @contextlib.contextmanager
 def local_folder(location: str, beat: Callable[[], None] = lambda: None) -> Iterator[Path]:
-    """The folder itself, or a copy of what is in S3 in a folder of temporary files; `beat` is called while copying.
+    """Yield the folder itself, or a temporary copy of a remote one; `beat` is called while copying.
 
     Raises StorageError, and UserError when there is nothing.
     """

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class GeneratedAnswer:
-    """What a model answers."""
+    """An answer of a model."""
 
     text: str
     tokens: int
@@ -103,8 +103,8 @@ def _answers(
 
     folder = model.folder
     ids, mask = left_padded(prompts, model.device)
-    room = [config.max_new_tokens if folder.positions is None else folder.positions - len(row) for row in prompts]
-    limits = [min(config.max_new_tokens, each) for each in room]
+    capacity = [config.max_new_tokens if folder.positions is None else folder.positions - len(row) for row in prompts]
+    limits = [min(config.max_new_tokens, each) for each in capacity]
     stop = config.stop or ()
     endings = Endings(folder.decode, width=ids.shape[1], limits=limits, stop=stop, beat=beat)
     out = model.network.generate(
@@ -124,7 +124,7 @@ def _answers(
 
 
 def _answer(folder: Candidate, ids: list[int], stop: Sequence[str], endings: list[int]) -> GeneratedAnswer:
-    """An answer out of what was generated, which goes on with padding after its end."""
+    """Return an answer out of what was generated, which goes on with padding after its end."""
     places = [place for place, token in enumerate(ids) if token in endings]
     ids = ids[: places[0]] if places else ids
     text = folder.decode(ids)
@@ -144,12 +144,12 @@ def batches(lengths: Sequence[int], size: int) -> list[list[int]]:
 
 
 def share(batches: Sequence[list[int]], place: int, places: int) -> list[list[int]]:
-    """The batches that one of `places` readers takes: whole ones, so that no figure depends on how many read."""
+    """Return the batches that one of `places` readers takes: whole ones, so that no figure depends on how many read."""
     return list(batches[place::places])
 
 
 def draw_seeds(prompts: Sequence[Sequence[int]], seed: int) -> list[int]:
-    """A seed for the draws of each prompt: of `seed`, the prompt's ids, and how many equal prompts stand before it."""
+    """Return a seed for each prompt, from `seed`, the prompt's ids and the number of equal prompts before it."""
     before: Counter[bytes] = Counter()
     seeds = []
     for ids in prompts:
@@ -161,7 +161,7 @@ def draw_seeds(prompts: Sequence[Sequence[int]], seed: int) -> list[int]:
 
 
 class GumbelNoise(LogitsProcessor):
-    """Adds noise to each row from a generator of its own."""
+    """Adds noise to each row from a separate generator."""
 
     def __init__(self, seeds: Sequence[int]) -> None:
         self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
@@ -175,7 +175,7 @@ class GumbelNoise(LogitsProcessor):
 
 
 def processors(config: GenerationConfig, seeds: Sequence[int]) -> LogitsProcessorList:
-    """What is done to the logits before the largest is taken; nothing at temperature 0."""
+    """Return the logits processors for sampling; none at temperature 0."""
     found = LogitsProcessorList()
     if config.temperature == 0:
         return found
@@ -201,7 +201,7 @@ class Ending(StrEnum):
 
 
 def cut(text: str, stop: Sequence[str]) -> str | None:
-    """The text before the first stop text in it; None when there is none."""
+    """Return the text before the first stop text in it; None when there is none."""
     places = [place for place in map(text.find, stop) if place >= 0]
     return text[: min(places)] if places else None
 
@@ -249,7 +249,7 @@ Pair = tuple["Sequence[int]", "Sequence[int]"]
 
 @dataclass(frozen=True, slots=True)
 class Likelihood:
-    """Of one answer."""
+    """The likelihood of one answer."""
 
     log: float
     """Sum of the natural logarithms of its tokens' probabilities."""
@@ -259,7 +259,7 @@ class Likelihood:
 def likelihoods(
     model: LoadedModel, pairs: Sequence[Pair], *, batch_size: int, beat: Callable[[], None] = lambda: None
 ) -> list[Likelihood]:
-    """Of each pair, how likely its second part follows its first; of an empty prompt the first token is not counted."""
+    """Return the likelihood of each answer after its prompt; after an empty prompt the first token is not counted."""
     rows = [
         (list(prompt), list(answer)) if prompt else (list(answer[:1]), list(answer[1:])) for prompt, answer in pairs
     ]

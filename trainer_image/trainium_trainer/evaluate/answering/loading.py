@@ -57,7 +57,7 @@ class LoadedModel:
 
 
 def device_of(choice: ComputeDevice) -> torch.device:
-    """The device to compute on. Raises UserError when it is not there."""
+    """Return the device to compute on. Raises UserError when it is not there."""
     there = torch.cuda.is_available()
     if choice is ComputeDevice.CUDA and not there:
         raise UserError("--device cuda: torch finds no GPU on this machine: leave the option out, or use cpu")
@@ -81,8 +81,8 @@ def load(
             folder.path, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        said = " ".join(str(error).split())[:300]
-        raise UserError(f"{folder.path}: transformers cannot load the model ({said}): replace the folder") from error
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"{folder.path}: transformers cannot load the model ({reason}): replace the folder") from error
     network, report = loaded
     absent = sorted(map(str, report["missing_keys"])) + sorted(str(each[0]) for each in report["mismatched_keys"])
     if absent:
@@ -97,7 +97,7 @@ def load(
 
 
 def _with_adapter(network: Any, base: Path, adapter: Path) -> Any:
-    """The model with an adapter applied, not merged."""
+    """Return the model with an adapter applied, not merged."""
     _check_sizes(network, base, adapter)
     try:
         from peft import PeftModel  # noqa: PLC0415 - needed for adapters alone
@@ -108,11 +108,13 @@ def _with_adapter(network: Any, base: Path, adapter: Path) -> Any:
         ) from error
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # what the two libraries say to each other
+            warnings.simplefilter("ignore", FutureWarning)  # warnings of one library about the other
             return PeftModel.from_pretrained(network, str(adapter))
     except (OSError, ValueError, KeyError, RuntimeError, TypeError) as error:
-        said = " ".join(str(error).split())[:300]
-        raise UserError(f"{adapter}: peft cannot apply the adapter ({said}): give the model it was made for") from error
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(
+            f"{adapter}: peft cannot apply the adapter ({reason}): give the model it was made for"
+        ) from error
 
 
 def _check_sizes(network: Any, base: Path, adapter: Path) -> None:
