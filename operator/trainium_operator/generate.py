@@ -96,7 +96,7 @@ def reference_text() -> str:
         _table("status: the operator's memory", memory, _MEMORY),
     )
     text = "\n\n".join(tables)
-    return f"<!-- {_HEADER} -->\n# Fields of a TrainingJob\n\nTasks and examples: [job.md](job.md).\n\n{text}\n"
+    return f"<!-- {_HEADER} -->\n# Fields of a TrainingJob\n\n[Write a job](job.md) has tasks and examples.\n\n{text}\n"
 
 
 def _table(title: str, rows: Iterable[tuple[str, dict[str, Any]]], word: str = "") -> str:
