@@ -1,4 +1,4 @@
-"""The command `trainium-operator`: starts the parts, supervises them, and stops them in order.
+"""The command `trainium-operator`: start the parts, supervise them, and stop them in order.
 
 Invariants: any task that ends with an error ends the process (the kubelet starts it again; nothing is kept that is not
 in the cluster); a lost Lease does so too. SIGTERM and SIGINT are orderly: agents are sent on, the plan in hand is

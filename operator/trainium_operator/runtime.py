@@ -16,64 +16,23 @@ from typing import TYPE_CHECKING
 from trainium_contract.wire.log_line import LogFormat
 from trainium_contract.wire.worker_env import LABEL_JOB, LABEL_ROLE, ROLE_WORKER
 from trainium_operator.clock import SteadyClock
-from trainium_operator.cluster.api.client import Api
-from trainium_operator.cluster.api.errors import ApiError
-from trainium_operator.cluster.api.resources import (
-    ACCESS_REVIEWS,
-    CONFIG_MAPS,
-    DISRUPTION_BUDGETS,
-    JOBS,
-    LEASES,
-    NETWORK_POLICIES,
-    NODES,
-    PODS,
-    TOKEN_REVIEWS,
-)
-from trainium_operator.cluster.cache.discovery import Discovery
-from trainium_operator.cluster.cache.dra import Dra
-from trainium_operator.cluster.cache.kueue import Kueue
-from trainium_operator.cluster.cache.namespaces import EVERYWHERE, Namespaces
-from trainium_operator.cluster.cache.reflector import Lister, Reflector
-from trainium_operator.cluster.cache.store import IndexedCache
-from trainium_operator.cluster.cache.views import child_record, job_record, node_view, pod_view
-from trainium_operator.cluster.coordinator_ports import KubernetesSecret, Reviewer, WorkerPods
-from trainium_operator.cluster.execute.deletion_limit import ForceDeleteLimiter
-from trainium_operator.cluster.execute.events import EventRecorder
-from trainium_operator.cluster.execute.executor import Executor
-from trainium_operator.cluster.execute.policy_writes import PolicyWrites
-from trainium_operator.cluster.execute.undeclared_fields import UndeclaredFields
-from trainium_operator.cluster.fleet.fleet_reconciler import FleetMeter, FleetReconciler
-from trainium_operator.cluster.job_pages import JobPageData
-from trainium_operator.cluster.lease import LeaseElector, LeaseTimes
-from trainium_operator.cluster.queue.creation_backoff import CreationBackoff
-from trainium_operator.cluster.queue.observe import Caches, Observer, enqueue_on_change
-from trainium_operator.cluster.queue.pace import Pace
-from trainium_operator.cluster.queue.pod_warnings import PodWarnings
-from trainium_operator.cluster.queue.waiting_gangs import WaitingGangs
-from trainium_operator.cluster.queue.work_queue import WorkQueue
-from trainium_operator.cluster.reconciler import Reconciler
-from trainium_operator.cluster.release import OwnedObject, Release
-from trainium_operator.coordinator.authentication import Authenticator
-from trainium_operator.coordinator.certificate_keeper import CertificateKeeper
-from trainium_operator.coordinator.certificates import server_names
-from trainium_operator.coordinator.probe import Prober
-from trainium_operator.coordinator.server import CoordinatorServer
-from trainium_operator.coordinator.state import CoordinatorState
-from trainium_operator.endpoints.access import Access
-from trainium_operator.endpoints.servers import EndpointServer, Exposition, ProbeServer
-from trainium_operator.http.tls import CertificateFolder
-from trainium_operator.monitoring.metrics import Metrics
+from trainium_operator.cluster import coordinator_ports, job_pages, lease, reconciler, release
+from trainium_operator.cluster.api import client, errors, resources
+from trainium_operator.cluster.cache import discovery, dra, kueue, namespaces, reflector, store, views
+from trainium_operator.cluster.execute import deletion_limit, events, executor, policy_writes, undeclared_fields
+from trainium_operator.cluster.fleet import fleet_reconciler
+from trainium_operator.cluster.queue import creation_backoff, observe, pace, pod_warnings, waiting_gangs, work_queue
+from trainium_operator.coordinator import authentication, certificate_keeper, certificates, probe, server, state
+from trainium_operator.endpoints import access, servers
+from trainium_operator.http import tls
+from trainium_operator.monitoring import metrics
 from trainium_operator.plan.model.observed import PlanSettings
 from trainium_operator.plan.plan import plan
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from trainium_operator.cluster.api.resources import Resource
     from trainium_operator.cluster.api.transport import Transport
-    from trainium_operator.cluster.cache.store import Entry, Key
-    from trainium_operator.cluster.cache.views import ChildRecord, JobRecord
-    from trainium_operator.coordinator.state import ProbeTarget
     from trainium_operator.plan.model.actions import Plan
     from trainium_operator.plan.model.observed import Observed, PodView
     from trainium_operator.settings import Settings
@@ -106,53 +65,57 @@ class Runtime:
         """Agents are answered: the Lease is ours, and the newest memberships are known."""
         self.leading = asyncio.Event()
         """Jobs are planned: everything else is known too."""
-        self.metrics = Metrics(named_jobs=settings.named_jobs)
+        self.metrics = metrics.Metrics(named_jobs=settings.named_jobs)
         self.api_last_seen = 0.0
-        self.api = Api(transport, on_request=self._on_request)
-        self.queue: WorkQueue[Key] = WorkQueue(most_slow=max(1, settings.workers // 2))
-        self.pace = Pace(self.queue)
+        self.api = client.Api(transport, on_request=self._on_request)
+        self.queue: work_queue.WorkQueue[store.Key] = work_queue.WorkQueue(most_slow=max(1, settings.workers // 2))
+        self.pace = pace.Pace(self.queue)
         clock = SteadyClock(wall_clock, asyncio.get_running_loop().time)
         self.caches = make_caches(self.api, settings, clock, on_change=self._apis_changed)
-        self.state = CoordinatorState(clock)
+        self.state = state.CoordinatorState(clock)
         self._stopped = False
-        self.recorder = EventRecorder(self.api, identity, wall_clock=wall_clock)
-        lease_api = Api(lease_transport or transport, on_request=self._on_request)
-        times = LeaseTimes.of(
+        self.recorder = events.EventRecorder(self.api, identity, wall_clock=wall_clock)
+        lease_api = client.Api(lease_transport or transport, on_request=self._on_request)
+        times = lease.LeaseTimes.of(
             duration=settings.lease_duration, renew_deadline=settings.lease_renew_deadline, retry=settings.lease_retry
         )
-        self.elector = LeaseElector(
+        self.elector = lease.LeaseElector(
             lease_api,
             namespace,
             settings.lease_name,
             identity,
             wall_clock=wall_clock,
             times=times,
-            owners=lambda: self.release.owners_of(LEASES),
+            owners=lambda: self.release.owners_of(resources.LEASES),
         )
-        self.acting = Api(transport, on_request=self._on_request, may_write=self.elector.may_act)
-        self.release = Release(
+        self.acting = client.Api(transport, on_request=self._on_request, may_write=self.elector.may_act)
+        self.release = release.Release(
             self.acting,
             self.leading,
             namespace=namespace,
             deployment=settings.deployment,
             owned_objects=(
-                OwnedObject(LEASES, settings.lease_name),
-                OwnedObject(CONFIG_MAPS, settings.memory_name, kept=settings.keep_memory),
+                release.OwnedObject(resources.LEASES, settings.lease_name),
+                release.OwnedObject(resources.CONFIG_MAPS, settings.memory_name, kept=settings.keep_memory),
             ),
         )
         services = filter(None, (settings.coordinator_service, settings.ui_service))
-        self.keeper = CertificateKeeper(
-            KubernetesSecret(self.api, namespace, settings.secret_name),
-            tuple(dict.fromkeys(name for service in services for name in server_names(service, namespace))),
+        self.keeper = certificate_keeper.CertificateKeeper(
+            coordinator_ports.KubernetesSecret(self.api, namespace, settings.secret_name),
+            tuple(
+                dict.fromkeys(name for service in services for name in certificates.server_names(service, namespace))
+            ),
             wall_clock=wall_clock,
             on_new_bundle=self.enqueue_all,
         )
-        token_reviewer = Reviewer(self.api, TOKEN_REVIEWS)
-        self.coordinator = CoordinatorServer(
+        token_reviewer = coordinator_ports.Reviewer(self.api, resources.TOKEN_REVIEWS)
+        self.coordinator = server.CoordinatorServer(
             self.state,
-            Authenticator(
+            authentication.Authenticator(
                 token_reviewer.review,
-                WorkerPods(self.caches.pods.store, self.caches.jobs.store, is_current=self.leading.is_set),
+                coordinator_ports.WorkerPods(
+                    self.caches.pods.store, self.caches.jobs.store, is_current=self.leading.is_set
+                ),
                 wall_clock=clock,
             ),
             is_serving=self.serving.is_set,
@@ -161,21 +124,25 @@ class Runtime:
             on_message=self.metrics.message,
             on_news=self.metrics.heartbeat_changed,
         )
-        self.prober = Prober(
+        self.prober = probe.Prober(
             self.state, is_serving=self.leading.is_set, notify=self._notify, address_of=self._address_of
         )
-        exposition = Exposition(self._exposition, clock)
-        self.health = ProbeServer(
+        exposition = servers.Exposition(self._exposition, clock)
+        self.health = servers.ProbeServer(
             live=self.live_problem, ready=self.ready_problem, metrics=None if settings.secure_metrics else exposition
         )
-        self.mounted = CertificateFolder(settings.https_certificate) if settings.https_certificate else None
+        self.mounted = tls.CertificateFolder(settings.https_certificate) if settings.https_certificate else None
         """The certificate of the HTTPS port, where it is not the coordinator's."""
-        self.shown = JobPageData(self.api, self.caches, clock) if settings.ui else None
-        self.readers: EndpointServer | None = None
+        self.shown = job_pages.JobPageData(self.api, self.caches, clock) if settings.ui else None
+        self.readers: servers.EndpointServer | None = None
         if settings.serves_readers:
-            access = Access(token_reviewer.review, Reviewer(self.api, ACCESS_REVIEWS).review, wall_clock=clock)
-            self.readers = EndpointServer(
-                access,
+            authorizer = access.Access(
+                token_reviewer.review,
+                coordinator_ports.Reviewer(self.api, resources.ACCESS_REVIEWS).review,
+                wall_clock=clock,
+            )
+            self.readers = servers.EndpointServer(
+                authorizer,
                 exposition if settings.secure_metrics else None,
                 jobs=self.shown,
                 clock=clock,
@@ -183,8 +150,8 @@ class Runtime:
             )
         self.plan_settings = plan_settings(settings, namespace)
         nodes = self.caches.nodes.store if self.caches.nodes is not None else None
-        self.discovery = Discovery(self.api, nodes, on_change=self._discovered)
-        self.fleet = FleetReconciler(
+        self.discovery = discovery.Discovery(self.api, nodes, on_change=self._discovered)
+        self.fleet = fleet_reconciler.FleetReconciler(
             self.acting,
             self.caches,
             self.leading,
@@ -193,42 +160,42 @@ class Runtime:
             taints_nodes=settings.taint_nodes,
             wall_clock=clock,
             on_change=self.enqueue_all,
-            owners=lambda: self.release.owners_of(CONFIG_MAPS),
+            owners=lambda: self.release.owners_of(resources.CONFIG_MAPS),
         )
-        creation_backoff, policies = CreationBackoff(clock), PolicyWrites(clock)
-        warnings = PodWarnings(self.api, self.caches.pods, clock)
-        observer = Observer(
+        backoff, policies = creation_backoff.CreationBackoff(clock), policy_writes.PolicyWrites(clock)
+        warnings = pod_warnings.PodWarnings(self.api, self.caches.pods, clock)
+        observer = observe.Observer(
             self.caches,
             self.state,
             ca_bundle=lambda: self.keeper.ca_bundle,
-            creation_backoff=creation_backoff,
+            creation_backoff=backoff,
             warnings=warnings,
             policy_refusal=policies.refusal,
             wall_clock=clock,
             fleet=self.fleet.current,
-            gangs=WaitingGangs(self.caches.jobs, self.caches.pods, wake=self.pace.put),
+            gangs=waiting_gangs.WaitingGangs(self.caches.jobs, self.caches.pods, wake=self.pace.put),
         )
-        self.reconciler = Reconciler(
+        self.reconciler = reconciler.Reconciler(
             queue=self.queue,
             caches=self.caches,
             observer=observer,
             plan=self._plan,
-            executor=Executor(
+            executor=executor.Executor(
                 self.acting,
                 self.caches,
                 self.recorder,
                 self.state,
-                creation_backoff,
-                ForceDeleteLimiter(clock),
-                UndeclaredFields(clock),
+                backoff,
+                deletion_limit.ForceDeleteLimiter(clock),
+                undeclared_fields.UndeclaredFields(clock),
                 policies,
             ),
             recorder=self.recorder,
-            meter=FleetMeter(self.metrics, self.fleet),
+            meter=fleet_reconciler.FleetMeter(self.metrics, self.fleet),
             pace=self.pace,
             warnings=warnings,
         )
-        enqueue_on_change(self.caches, self.queue, self.pace)
+        observe.enqueue_on_change(self.caches, self.queue, self.pace)
         self.caches.namespaces.listen(self._enqueue_all_of)
         self.caches.jobs.store.listen(self._forget_job)
         self.caches.pods.store.listen(self._forget_pod)
@@ -253,7 +220,7 @@ class Runtime:
         while True:
             try:
                 await reading()
-            except ApiError as error:
+            except errors.ApiError as error:
                 logger.warning("listing what the last leader left: %s", error)
                 await asyncio.sleep(CATCH_UP_SECONDS)
             else:
@@ -300,9 +267,9 @@ class Runtime:
         now = asyncio.get_running_loop().time()
         if now - self.api_last_seen > WATCH_STALE_SECONDS:
             return ""  # the API server is away: a restart would only lose the state of agents
-        for reflector in self.caches.reflectors():
-            if reflector.synced.is_set() and now - reflector.last_seen > WATCH_STALE_SECONDS:
-                return f"the watch of {reflector.resource.plural} has been silent for {now - reflector.last_seen:.0f} s"
+        for each in self.caches.reflectors():
+            if each.synced.is_set() and now - each.last_seen > WATCH_STALE_SECONDS:
+                return f"the watch of {each.resource.plural} has been silent for {now - each.last_seen:.0f} s"
         busy = self.reconciler.busy_seconds()
         return f"a worker has been busy with one job for {busy:.0f} s" if busy > STUCK_SECONDS else ""
 
@@ -363,17 +330,19 @@ class Runtime:
         workers = record.view.status.desired if record is not None and record.view is not None else 0
         self.queue.put_after(key, self.plan_settings.status_interval(workers))
 
-    def _address_of(self, target: ProbeTarget) -> str:
+    def _address_of(self, target: state.ProbeTarget) -> str:
         entry = self.caches.pods.store.entry((target.namespace, target.pod))
         known = entry is not None and entry.uid == target.pod_uid and entry.owner == target.job_id
         return entry.view.ip if entry is not None and known else ""
 
-    def _forget_job(self, _key: Key, old: Entry[JobRecord] | None, new: Entry[JobRecord] | None) -> None:
+    def _forget_job(
+        self, _key: store.Key, old: store.Entry[views.JobRecord] | None, new: store.Entry[views.JobRecord] | None
+    ) -> None:
         if old is not None and (new is None or new.uid != old.uid):
             self.state.forget_job(old.view.id)
             self.metrics.forget(old.uid)
 
-    def _forget_pod(self, _key: Key, old: Entry[PodView] | None, new: Entry[PodView] | None) -> None:
+    def _forget_pod(self, _key: store.Key, old: store.Entry[PodView] | None, new: store.Entry[PodView] | None) -> None:
         if old is not None and old.owner is not None and (new is None or new.uid != old.uid):
             self.state.forget_pod(old.owner, old.uid)
 
@@ -389,45 +358,59 @@ class Runtime:
 
 
 def make_caches(
-    api: Api,
+    api: client.Api,
     settings: Settings,
     clock: Callable[[], float] = time.time,
     *,
     on_change: Callable[[], None] = lambda: None,
-) -> Caches:
+) -> observe.Caches:
     """Create empty caches of what the settings allow; `on_change` follows changes that concern all jobs."""
     served = settings.namespaces
-    namespaces = Namespaces(served or EVERYWHERE, clock=clock)
-    with_separate_pool = bool(served)
-    jobs = Reflector if with_separate_pool else Lister
+    states = namespaces.Namespaces(served or namespaces.EVERYWHERE, clock=clock)
+    by_namespace = bool(served)
+    jobs = reflector.Reflector if by_namespace else reflector.Lister
     labels = f"{LABEL_ROLE}={ROLE_WORKER}"
-    return Caches(
-        jobs=jobs(api, JOBS, IndexedCache(by_namespace=with_separate_pool), job_record, namespaces=namespaces),
-        pods=Reflector(
+    return observe.Caches(
+        jobs=jobs(
             api,
-            PODS,
-            IndexedCache(by_namespace=with_separate_pool),
-            pod_view,
-            namespaces=namespaces,
+            resources.JOBS,
+            store.IndexedCache(by_namespace=by_namespace),
+            views.job_record,
+            namespaces=states,
+        ),
+        pods=reflector.Reflector(
+            api,
+            resources.PODS,
+            store.IndexedCache(by_namespace=by_namespace),
+            views.pod_view,
+            namespaces=states,
             labels=labels,
             of_jobs=True,
         ),
-        config_maps=_children(api, CONFIG_MAPS, namespaces),
-        nodes=Reflector(api, NODES, IndexedCache(), node_view) if settings.watch_nodes else None,
-        disruption_budgets=_children(api, DISRUPTION_BUDGETS, namespaces),
-        kueue=Kueue(api, enabled=settings.kueue, namespaces=served, on_change=on_change),
-        dra=Dra(api, enabled=settings.dra, namespaces=served, on_change=on_change),
-        namespaces=namespaces,
+        config_maps=_children(api, resources.CONFIG_MAPS, states),
+        nodes=reflector.Reflector(api, resources.NODES, store.IndexedCache(), views.node_view)
+        if settings.watch_nodes
+        else None,
+        disruption_budgets=_children(api, resources.DISRUPTION_BUDGETS, states),
+        kueue=kueue.Kueue(api, enabled=settings.kueue, namespaces=served, on_change=on_change),
+        dra=dra.Dra(api, enabled=settings.dra, namespaces=served, on_change=on_change),
+        namespaces=states,
         # They have separate states of namespaces: one where they cannot be read is served like the others.
-        network_policies=_children(api, NETWORK_POLICIES, Namespaces(served or EVERYWHERE))
+        network_policies=_children(
+            api, resources.NETWORK_POLICIES, namespaces.Namespaces(served or namespaces.EVERYWHERE)
+        )
         if settings.job_network_policy
         else None,
     )
 
 
-def _children(api: Api, resource: Resource, namespaces: Namespaces) -> Reflector[ChildRecord]:
-    store: IndexedCache[ChildRecord] = IndexedCache(by_namespace=not namespaces.single)
-    return Reflector(api, resource, store, child_record, namespaces=namespaces, labels=LABEL_JOB, of_jobs=True)
+def _children(
+    api: client.Api, resource: resources.Resource, states: namespaces.Namespaces
+) -> reflector.Reflector[views.ChildRecord]:
+    cache: store.IndexedCache[views.ChildRecord] = store.IndexedCache(by_namespace=not states.single)
+    return reflector.Reflector(
+        api, resource, cache, views.child_record, namespaces=states, labels=LABEL_JOB, of_jobs=True
+    )
 
 
 def plan_settings(settings: Settings, namespace: str) -> PlanSettings:

@@ -41,11 +41,11 @@ class Dra:
         """`on_change` is called when everything has been read; no `namespaces`: of all."""
         self._wanted = asyncio.Event()
         self._on_change = on_change
-        with_separate_pool = bool(namespaces)
+        by_namespace = bool(namespaces)
         self.templates: Reflector[str] = Reflector(
             api,
             TEMPLATES,
-            IndexedCache(by_namespace=with_separate_pool),
+            IndexedCache(by_namespace=by_namespace),
             template_view,
             namespaces=Namespaces(namespaces or EVERYWHERE),
             labels=LABEL_JOB,
@@ -54,7 +54,7 @@ class Dra:
         self.claims: Reflector[ClaimView] = Reflector(
             api,
             CLAIMS,
-            IndexedCache(by_namespace=with_separate_pool),
+            IndexedCache(by_namespace=by_namespace),
             claim_view,
             namespaces=Namespaces(namespaces or EVERYWHERE),
         )
