@@ -15,7 +15,7 @@ _SENTENCES = 5
 
 def read_losses(folder: Path) -> dict[int, float]:
     """Return step -> loss of the final history."""
-    from trainium_devcluster.story.metrics import read_steps  # noqa: PLC0415 - not needed before a job runs
+    from trainium_devcluster.demos.metrics import read_steps  # noqa: PLC0415 - not needed before a job runs
 
     return {step: float(record["loss"]) for step, record in read_steps(folder / "metrics.jsonl").items()}
 

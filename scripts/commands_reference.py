@@ -39,7 +39,7 @@ _PROGRAMS = (
 
 
 def page() -> str:
-    """The whole file."""
+    """Return the whole file."""
     parts = [_BEGINNING]
     for name, text, app in _PROGRAMS:
         parts.append(f"## {name}\n\n{text}\n")
@@ -48,7 +48,7 @@ def page() -> str:
 
 
 def _command(name: str, command: Any) -> list[str]:
-    """A section for it, or one for each of its commands."""
+    """Yield a section for a command, or one for each of its subcommands."""
     children = getattr(command, "commands", None)
     if children:
         return [section for child in children for section in _command(f"{name} {child}", children[child])]
@@ -90,7 +90,7 @@ def _text(text: str | None) -> str:
 
 
 def _operator() -> str:
-    """The operator's own options, which are fields of its settings."""
+    """Yield the options of the operator, which are fields of its settings."""
     rows = []
     for each in fields(Settings):
         default = "" if each.default in (MISSING, "", None) else f" (default `{each.default}`)"

@@ -21,7 +21,7 @@ from tests.testing.outputs.recording import recorded_now  # noqa: E402
 
 
 def main(arguments: list[str]) -> int:
-    """The exit code."""
+    """Write or check the outputs; return the exit code."""
     if arguments[:1] == ["record"] and len(arguments) > 3:
         found, text = recorded_now(arguments[3:], arguments[2])
         found.write(Path(arguments[1]))

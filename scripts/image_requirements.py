@@ -43,12 +43,12 @@ def blocks(text: str) -> dict[str, str]:
 
 
 def without_hashes(block: str) -> list[str]:
-    """The versions and markers of a package's lines."""
+    """Return the versions and markers of the lines of a package."""
     return re.findall(r"^[A-Za-z0-9][^\\\n]*?(?=\s*\\?$)", block, re.MULTILINE)
 
 
 def normal(name: str) -> str:
-    """A package name as indices compare it."""
+    """Return the normalized name of a package."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
@@ -59,7 +59,7 @@ def rooms() -> dict[str, dict[str, Any]]:
 
 
 def needs(requirement: str, known: Mapping[str, dict[str, Any]]) -> set[str]:
-    """What others make of all that a requirement brings; one of our own is followed into its room."""
+    """Yield the third-party requirements of a requirement, through packages of this repository."""
     match = re.match(rf"({OWN}[a-z]+)(?:\[([^]]*)\])?", requirement)
     if match is None:
         return {requirement}
@@ -72,7 +72,7 @@ def needs(requirement: str, known: Mapping[str, dict[str, Any]]) -> set[str]:
 
 
 def wanted(part: str) -> list[str]:
-    """The requirements of one part, as the rooms give them."""
+    """Return the requirements of a part."""
     known = rooms()
     if part == "build":
         return sorted({need for room in known.values() for need in room["build-system"]["requires"]})
@@ -109,7 +109,7 @@ def installed_torch() -> dict[str, str]:
 
 
 def main(part: str) -> None:
-    """Prints the requirements of `part`; exits with a sentence when one of them is not pinned."""
+    """Print the requirements of `part`; exit with a message if one of them is not pinned."""
     pinned = blocks(Path("constraints.txt").read_text(encoding="utf-8"))
     kept = installed_torch()
     for name in kept:

@@ -68,7 +68,7 @@ goodput, bad machines, a page to share, a bundle for a bug report.
 
 
 def closure(requirements: list[str]) -> list[str]:
-    """The installed distributions that these stand for, and what those need by their metadata."""
+    """Return the installed distributions of these names and of all that they require."""
     found: set[str] = set()
     waiting = list(requirements)
     while waiting:
@@ -85,7 +85,7 @@ def closure(requirements: list[str]) -> list[str]:
 
 
 def library() -> dict[str, bytes]:
-    """What every platform has of `lib/`: path -> content. Raises ValueError when one more package is compiled."""
+    """Return the files of `lib/` for every platform by path. Raises ValueError for an unexpected compiled package."""
     files = {}
     for root in OWN:
         for file in root.rglob("*.py"):
@@ -102,13 +102,13 @@ def library() -> dict[str, bytes]:
 
 
 def compiled_here() -> dict[str, bytes]:
-    """The compiled files of this machine and Python."""
+    """Return the compiled files of this machine and Python."""
     found = (entry for entry in importlib.metadata.files(COMPILED) or () if str(entry).endswith(".so"))
     return {str(entry): Path(str(entry.locate())).read_bytes() for entry in found}
 
 
 def compiled_for(tag: str) -> dict[str, bytes]:
-    """The compiled files of a platform for every Python, from wheels with the digests of constraints.txt."""
+    """Return the compiled files of a platform for every Python, from wheels with the digests of constraints.txt."""
     pins = re.split(r"\n(?=[A-Za-z0-9])", Path("constraints.txt").read_text(encoding="utf-8"))
     (pin,) = [each for each in pins if each.startswith(f"{COMPILED}==")]
     files = {}
@@ -128,14 +128,14 @@ def compiled_for(tag: str) -> dict[str, bytes]:
 
 
 def starters() -> dict[str, bytes]:
-    """The programs of the archive."""
+    """Return the programs of the archive."""
     oldest, newest = (each.replace(".", ", ") for each in (PYTHONS[0], PYTHONS[-1]))
     words = {"oldest": oldest, "newest": newest, "first": PYTHONS[0], "last": PYTHONS[-1]}
     return {name: _STARTER.format(name=name, module=module, **words).encode() for name, module in STARTERS.items()}
 
 
 def archive(files: dict[str, bytes]) -> bytes:
-    """A tar.gz without times, owners and modes of this machine."""
+    """Return a tar.gz without times, owners and modes of this machine."""
     packed = io.BytesIO()
     with gzip.GzipFile(fileobj=packed, mode="wb", mtime=0) as stream, tarfile.open(fileobj=stream, mode="w") as tar:
         for path, content in sorted(files.items()):
@@ -147,7 +147,7 @@ def archive(files: dict[str, bytes]) -> bytes:
 
 
 def manifest(release: str, homepage: str, archives: dict[str, tuple[str, str]]) -> str:
-    """What krew reads; `archives`: platform -> address, digest."""
+    """Return the manifest of krew; `archives`: platform -> address, digest."""
     platforms = []
     for name, (uri, digest) in archives.items():
         system, _, processor = name.partition("-")
@@ -166,13 +166,13 @@ def manifest(release: str, homepage: str, archives: dict[str, tuple[str, str]]) 
 
 
 def this_platform() -> str:
-    """What krew calls this machine."""
+    """Return krew's name of this machine."""
     processor = {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
     return f"{platform.system().lower()}-{processor}"
 
 
 def make(base: str, homepage: str, out: Path, *, everywhere: bool) -> Path:
-    """Writes the archives and returns the manifest's path."""
+    """Write the archives and return the path of the manifest."""
     release = rooms()["trainium-client"]["project"]["version"]
     common = {f"lib/{path}": content for path, content in library().items()}
     common |= starters() | {"LICENSE": Path("LICENSE").read_bytes()}

@@ -28,7 +28,7 @@ class ReplacedPlugin(Plugin):
     """Gives `replaced` the model's own fields as keywords."""
 
     def get_method_signature_hook(self, fullname: str) -> Callable[[MethodSigContext], FunctionLike] | None:
-        """The hook of every method of that name; others are none of its business."""
+        """Return the hook of every method of that name."""
         return _signature if fullname.endswith(_METHOD) else None
 
 

@@ -30,11 +30,11 @@ class StatusPartPlugin(Plugin):
     """Gives the methods of a part the model's own fields as names."""
 
     def get_method_signature_hook(self, fullname: str) -> Callable[[MethodSigContext], FunctionLike] | None:
-        """The hook of every method that takes a name."""
+        """Return the hook of every method that takes a name."""
         return _signature if fullname.startswith(_PART) else None
 
     def get_method_hook(self, fullname: str) -> Callable[[MethodContext], Type] | None:
-        """The hook of those that answer with a part."""
+        """Return the hook of methods that return a part."""
         return _answer if fullname in {_PART + "part", _PART + "parts"} else None
 
 
@@ -50,7 +50,7 @@ def _signature(context: MethodSigContext) -> FunctionLike:
 
 
 def _answer(context: MethodContext) -> Type:
-    """The part with the model of the field that is asked for."""
+    """Return the part with the model of the requested field."""
     answer = get_proper_type(context.default_return_type)
     given = get_proper_type(context.arg_types[0][0]) if context.arg_types and context.arg_types[0] else None
     if isinstance(given, Instance):
@@ -66,7 +66,7 @@ def _answer(context: MethodContext) -> Type:
 
 
 def _model(of: Type | None) -> Instance | None:
-    """The model in the type of a field: itself, None beside it, or a tuple of it."""
+    """Return the model in the type of a field: itself, optional, or a tuple of it."""
     found = get_proper_type(of)
     if isinstance(found, UnionType):
         return next((model for each in found.items if (model := _model(each)) is not None), None)

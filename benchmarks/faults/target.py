@@ -86,7 +86,7 @@ class TargetJob:
 
     def records(self) -> dict[int, Json]:
         """Return step -> line of metrics.jsonl."""
-        from trainium_devcluster.story.metrics import read_steps  # noqa: PLC0415 - not needed before a job runs
+        from trainium_devcluster.demos.metrics import read_steps  # noqa: PLC0415 - not needed before a job runs
 
         return read_steps(self.job.folder / "metrics.jsonl")
 

@@ -72,7 +72,7 @@ def up(
     kueue: Annotated[bool, typer.Option("--kueue", help="Run the real Kueue controller in it.")] = False,
 ) -> None:
     """Start a cluster and leave it running until `down`."""
-    begun = time.monotonic()
+    started = time.monotonic()
     count = (0 if fleet else 4) if nodes is None else nodes
     specs = node_specs(
         count, neuron=neuron, efa=efa, cpu=cpu, memory=memory, labels=parse_labels(label), taints=tuple(taint or ())
@@ -88,10 +88,10 @@ def up(
         write=to_stderr,
     )
     server = cluster.ports.server
-    to_stderr(f"cluster {name} is ready after {time.monotonic() - begun:.1f} s: {server}, {count + fleet} nodes")
+    to_stderr(f"cluster {name} is ready after {time.monotonic() - started:.1f} s: {server}, {count + fleet} nodes")
     to_stderr(f"  use it:     eval $(trainium-devcluster env{_suffix(name)}); kubectl get nodes")
     to_stderr(f"  look:       trainium-devcluster status{_suffix(name)}   (logs: {cluster.paths.logs})")
-    to_stderr(f"  take down:  trainium-devcluster down{_suffix(name)}")
+    to_stderr(f"  stop it:    trainium-devcluster down{_suffix(name)}")
 
 
 @app.command()
@@ -99,7 +99,7 @@ def down(
     name: Name = "trainium",
     every: Annotated[bool, typer.Option("--all", help="Take down every cluster of this user.")] = False,
 ) -> None:
-    """End a cluster: afterwards nothing of it runs and its files are gone."""
+    """Stop a cluster and remove its files."""
     names = cluster_names() if every else [name]
     for one in names:
         paths = ClusterPaths.of(one)

@@ -51,12 +51,12 @@ def add_node(
 def remove_node(node: NodeName, name: Name = "trainium") -> None:
     """Shut a node down politely and delete its Node object."""
     Cluster.connect(name).remove_node(node)
-    to_stderr(f"node {node} is gone")
+    to_stderr(f"node {node} is removed")
 
 
 @fault_app.command("kill-node")
 def kill_node(node: NodeName, name: Name = "trainium") -> None:
-    """Power loss: the node and all its pods' processes are gone at once."""
+    """Power loss: the node and all its pods' processes end at once."""
     Cluster.connect(name).faults.kill_node(node)
     to_stderr(f"node {node} lost its power; bring it back with: fault start-node {node}")
 
@@ -70,7 +70,7 @@ def start_node(node: NodeName, name: Name = "trainium") -> None:
 
 @fault_app.command("freeze-node")
 def freeze_node(node: NodeName, name: Name = "trainium") -> None:
-    """A hung machine: every process of the node stops where it is."""
+    """Freeze every process of a node, as on a hung machine."""
     Cluster.connect(name).faults.freeze_node(node)
     to_stderr(f"node {node} is frozen; let it go on with: fault thaw-node {node}")
 
@@ -91,7 +91,7 @@ def slow_node(
         float, typer.Option("--share", help="Share of the time that its pods run; 1 is full speed.")
     ] = 0.25,
 ) -> None:
-    """A straggler: the node's pods run only a share of the time."""
+    """Let the pods of a node run only a share of the time."""
     Cluster.connect(name).faults.slow_node(node, share)
     to_stderr(f"node {node} runs {share:.0%} of the time")
 

@@ -2,7 +2,7 @@
 
 Invariants: a cluster that `start` made belongs to this process: it ends with the `with` block and with the process
 itself, even one that is killed (unless it is detached); a cluster reached by `connect` is left as it is; every method
-either did what it says or raises ClusterError.
+either succeeds or raises ClusterError.
 """
 
 from __future__ import annotations
@@ -276,7 +276,7 @@ class Cluster:
         return self.supervisor({"op": "status"})
 
     def wait_for_component(self, component: Component, seconds: float = 60.0) -> None:
-        """Wait until a component says that it is ready."""
+        """Wait until a component is ready."""
         deadline = time.monotonic() + seconds
         while not components.is_ready(component, self.paths, self.ports):
             if time.monotonic() > deadline:
@@ -293,7 +293,7 @@ def node_specs(count: int, *, prefix: str = "node", **fields: Any) -> list[NodeS
 
 
 def system_node() -> NodeSpec:
-    """A node without devices that takes only what asks for it, as `system_values` does."""
+    """Return a node without devices for pods that select it, as `system_values` does."""
     return NodeSpec(
         name="system", neuron=0, efa=0, cpu="2", memory="4Gi",
         labels=dict([_SYSTEM]), taints=(f"{'='.join(_SYSTEM)}:NoSchedule",),
@@ -320,7 +320,7 @@ def take_down_leftovers(paths: ClusterPaths, *, even_kept: bool = False) -> int:
 
 
 def _end_process(process: subprocess.Popen[bytes]) -> None:
-    """Wait for a process to end by itself, then ask it to, then kill it."""
+    """Wait for a process to end, then terminate it, then kill it."""
     for act in (process.terminate, process.kill):
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_STOP_SECONDS)
@@ -330,7 +330,7 @@ def _end_process(process: subprocess.Popen[bytes]) -> None:
 
 
 def _wait_while_running(paths: ClusterPaths, supervisor: ProcessId | None, seconds: float) -> None:
-    """Wait until the lock is free and the process that held it, which ends a little later, is gone too."""
+    """Wait until the lock is free and the process that held it, which ends a little later, has ended."""
     deadline = time.monotonic() + seconds
     while paths.is_running() or (supervisor is not None and supervisor.is_alive()):
         if time.monotonic() > deadline:

@@ -8,4 +8,4 @@ from __future__ import annotations
 
 
 class ClusterError(Exception):
-    """The development cluster cannot do what was asked; the message says why and what to do."""
+    """The development cluster cannot do what was requested; the message has the reason and the remedy."""

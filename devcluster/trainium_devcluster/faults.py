@@ -30,7 +30,7 @@ class Faults:
     # --- whole nodes -------------------------------------------------------------------------------------------------
 
     def kill_node(self, node: str) -> None:
-        """Power loss: the node's runtime and every process of its pods are gone at once."""
+        """Power loss: the node's runtime and every process of its pods end at once."""
         self._cluster.supervisor({"op": "kill-node", "node": node})
 
     def start_node(self, node: str) -> None:
@@ -38,7 +38,7 @@ class Faults:
         self._cluster.supervisor({"op": "start-node", "node": node})
 
     def freeze_node(self, node: str) -> None:
-        """A hung machine: every process of the node stops where it is and holds its connections."""
+        """Freeze every process of a node, which keeps its connections."""
         self._cluster.supervisor({"op": "freeze-node", "node": node})
 
     def thaw_node(self, node: str) -> None:
@@ -46,13 +46,13 @@ class Faults:
         self._cluster.supervisor({"op": "thaw-node", "node": node})
 
     def slow_node(self, node: str, share: float = 0.25) -> None:
-        """A straggler: the node's containers run only this share of the time; 1 is full speed."""
+        """Let the containers of a node run only this share of the time; 1 is full speed."""
         if not 0 < share <= 1:
             raise ClusterError(f"A node cannot run {share:g} of the time; give a share above 0 and up to 1.")
         self._node(node, {"op": "slow", "factor": share})
 
     def partition_node(self, node: str) -> None:
-        """A lost link: the node runs on but reaches the API server no more, and it is not reached."""
+        """Cut the links of a node: it continues to run, but does not reach the API server and is not reached."""
         self._node(node, {"op": "partition", "on": True})
 
     def heal_node(self, node: str) -> None:

@@ -44,5 +44,5 @@ class ClusterHandle(Protocol):
         ...
 
     def wait_for_component(self, component: Component, seconds: float = 60.0) -> None:
-        """Wait until a component says that it is ready."""
+        """Wait until a component is ready."""
         ...

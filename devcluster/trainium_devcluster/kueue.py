@@ -77,7 +77,7 @@ def _configuration(certificates: Path, port: int, health: int, framework: str) -
         "leaderElection": {"leaderElect": False},
         "internalCertManagement": {"enable": True, "webhookServiceName": _SERVICE, "webhookSecretName": _SECRET},
         "integrations": {"frameworks": ["batch/job"], "externalFrameworks": [framework]},
-        # An API server of its own, with certificates in a folder of root's: nothing here asks it.
+        # A separate API server, with certificates in a folder of root's: nothing here asks it.
         "featureGates": {"VisibilityOnDemand": False},
     }
 
@@ -100,7 +100,7 @@ def _definitions(manifests: Path, port: int) -> Iterator[dict[str, Any]]:
 
 
 def _webhooks(manifests: Path, port: int) -> Iterator[dict[str, Any]]:
-    """The webhooks of Kueue's own objects; those of kinds that it would manage itself are left out."""
+    """Return the webhooks of Kueue's own objects, without those of workloads that it would manage itself."""
     for document in yaml.safe_load_all((manifests / "webhook" / "manifests.yaml").read_text()):
         kept = [each for each in document["webhooks"] if all(rule["apiGroups"] == [_GROUP] for rule in each["rules"])]
         for each in kept:

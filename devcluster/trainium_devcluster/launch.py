@@ -1,7 +1,6 @@
-"""Starts the supervisor of a new cluster.
+"""Start the supervisor of a new cluster.
 
-Invariant: between two starts of the same name at the same time, one wins and the other is told so; neither removes what
-the other has begun.
+Of two simultaneous starts with one name, one wins and the other gets an error; neither removes files of the other.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ def launch_supervisor(
             if process.stdin is not None:
                 process.stdin.close()
             lines = log.read_text(errors="replace").strip().splitlines()
-            last = lines[-1] if lines else f"nothing is said in {log}"
+            last = lines[-1] if lines else f"{log} is empty"
             raise ClusterError(f"The supervisor of cluster {spec.name!r} did not start: {last}")
         time.sleep(0.02)
     return process

@@ -10,7 +10,7 @@ _HELD: deque[socket.socket] = deque()
 
 
 def reserved_port() -> int:
-    """A port that is free on all addresses of this machine, kept until 64 more were asked for."""
+    """Return a port that is free on all addresses of this machine, reserved until 64 more are requested."""
     if len(_HELD) == 64:
         _HELD.popleft().close()
     held = socket.socket()

@@ -52,7 +52,7 @@ class ProgressLines:
     def step(self, label: str, *, so_far: Callable[[], str] = _nothing, then: str = "") -> Iterator[None]:
         """Time one step and report it while it runs; a step that raises is not reported as done.
 
-        `so_far` says how much of it is done, `then` what is left after it; both may be empty.
+        `so_far` is how much of it is done, `then` what remains after it; both may be empty.
         """
         self._number += 1
         head = f"[{self._number}/{max(self._total, self._number)}] {label}"

@@ -55,7 +55,7 @@ class ClusterSpec:
     name: str
     nodes: tuple[NodeSpec, ...] = ()
     node_monitor_grace_seconds: float | None = None
-    """How long a silent node stays Ready; None keeps what the controller manager does by itself."""
+    """How long a silent node stays Ready; None keeps the default of the controller manager."""
     apiserver_args: tuple[str, ...] = ()
     controller_manager_args: tuple[str, ...] = ()
     scheduler_args: tuple[str, ...] = ()
@@ -159,7 +159,7 @@ class ClusterPaths:
         return self.root / "images"
 
     def node(self, name: str) -> Path:
-        """The folder of one node."""
+        """Return the folder of a node."""
         return self.root / "nodes" / name
 
     def node_socket(self, name: str) -> Path:
@@ -167,7 +167,7 @@ class ClusterPaths:
         return short_socket(self.node(name) / "control.sock")
 
     def marker(self, node: str) -> str:
-        """The value of the marker variable in the processes of a node."""
+        """Return the value of the marker variable in the processes of a node."""
         return f"{self.root}/{node}"
 
     def is_running(self) -> bool:

@@ -44,7 +44,7 @@ Answer = dict[str, Any]
 
 
 class ClusterSupervisor:
-    """Runs one cluster until it is told to end it."""
+    """Run one cluster until it is stopped."""
 
     def __init__(self, paths: ClusterPaths, binaries: Path, venv_bin: Path) -> None:
         self._paths = paths
@@ -74,7 +74,7 @@ class ClusterSupervisor:
     # --- life --------------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Serve until the cluster is taken down."""
+        """Serve until the cluster is stopped."""
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGCHLD, self._children.collect)
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -96,15 +96,15 @@ class ClusterSupervisor:
             socket_path.unlink(missing_ok=True)
 
     def end(self) -> None:
-        """Begin to take the cluster down, because its owner is gone."""
+        """Start to stop the cluster, because its owner has ended."""
         asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
         self._ending.set()
 
     async def _start(self) -> None:
-        begun = time.monotonic()
+        started = time.monotonic()
 
         def phase(name: str) -> None:
-            self._phases[name] = round(time.monotonic() - begun, 2)
+            self._phases[name] = round(time.monotonic() - started, 2)
 
         try:
             components.prepare(self._paths, self._ports)
@@ -188,7 +188,7 @@ class ClusterSupervisor:
         self._children.watch(self._keep(component, child))
 
     async def _keep(self, component: Component, child: Child) -> None:
-        """Start a component again that ended by itself, as a kubelet does with the control plane of a real cluster."""
+        """Restart a component that ended unexpectedly, as a kubelet does with the control plane of a real cluster."""
         await child.ended.wait()
         if component in self._stopped or not self._started.is_set() or self._failure is not None:
             return
@@ -215,7 +215,7 @@ class ClusterSupervisor:
         self._fleet = self._children.start("kwok", command, dict(os.environ))
 
     async def _start_kueue(self, program: str, configuration: str) -> None:
-        """Start Kueue, in place of one that runs: so it reads its configuration anew."""
+        """Start Kueue, in place of one that runs: so that it reads its configuration again."""
         if self._kueue is not None:
             self._kueue.identity.signal(signal.SIGKILL)
             await self._kueue.ended.wait()

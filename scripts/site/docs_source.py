@@ -84,7 +84,7 @@ def place(root: Path, path: str) -> str:
 
 
 def resolved(root: Path, page: str, target: str) -> tuple[str, str]:
-    """The file or folder that a link of a page leads to, below the root, and its anchor. Raises ValueError."""
+    """Return the file or folder that a link points to, below the root, and its anchor. Raises ValueError."""
     path, _, anchor = target.partition("#")
     found = normpath(str(PurePosixPath(page).parent / path)) if path else page
     if found.startswith("..") or not (root / found).exists():
@@ -93,7 +93,7 @@ def resolved(root: Path, page: str, target: str) -> tuple[str, str]:
 
 
 def on_the_site(root: Path, page: str, text: str) -> tuple[str, set[str]]:
-    """A page with its links as they are on the site, and what it links to outside of docs/."""
+    """Rewrite the links of a page for the site; return it and its targets outside of docs/."""
     here = PurePosixPath(place(root, page)).parent
     outside = set()
 
@@ -110,7 +110,7 @@ def on_the_site(root: Path, page: str, text: str) -> tuple[str, set[str]]:
 
 
 def shown(root: Path, path: str) -> str:
-    """The page that shows a file, or lists a folder."""
+    """Return the page that shows a file or lists a folder."""
     file = root / path
     if file.is_dir():
         names = sorted(child.name for child in file.iterdir() if child.is_file())
@@ -120,7 +120,7 @@ def shown(root: Path, path: str) -> str:
 
 
 def decisions(root: Path) -> str:
-    """The page that lists the decisions, newest first."""
+    """Return the page that lists the decisions, newest first."""
     rows = []
     for file in sorted((root / DECISIONS).glob("[0-9]*.md"), reverse=True):
         title, _, status, *_ = file.read_text(encoding="utf-8").splitlines()

@@ -137,7 +137,7 @@ def build_all(
 
     Those that are built stay when a later one fails.
     """
-    module_root()  # what is missing there is said before Go is looked for
+    module_root()  # missing files are reported before Go is looked for
     go = find_go(tools, progress)
     with contextlib.ExitStack() as under_way:
         fetch = _fetch(go, sources[0], under_way)
@@ -170,7 +170,7 @@ def _fetched(fetch: GoCommand, source: Source, progress: ProgressLines) -> int:
         with progress.step(f"fetching the sources of {source.label}", so_far=fetch.downloaded):
             if not fetch.succeeds(_FETCH_SECONDS):
                 raise ClusterError(
-                    f"The sources of {source.label} cannot be had; the last lines say:\n{fetch.complaint()}"
+                    f"The sources of {source.label} could not be fetched; its last lines:\n{fetch.complaint()}"
                 )
     except subprocess.TimeoutExpired:
         raise ClusterError(f"The sources of {source.label} were not here after {_FETCH_SECONDS:.0f} s.") from None
@@ -189,7 +189,7 @@ def _compile(go: Go, source: Source, staging: Path, progress: ProgressLines, pac
     try:
         with run, progress.step(label, so_far=so_far, then=left):
             if not run.succeeds(_BUILD_SECONDS):
-                raise ClusterError(f"Building {source.label} failed; the last lines say:\n{run.complaint()}")
+                raise ClusterError(f"Building {source.label} failed; its last lines:\n{run.complaint()}")
     except subprocess.TimeoutExpired:
         raise ClusterError(f"Building {source.label} took more than {_BUILD_SECONDS:.0f} s and was stopped.") from None
 
@@ -222,7 +222,7 @@ def _keep_files(go: Go, source: Source, target: Path) -> None:
     module, path = source.files
     with go.command("list", "-m", "-f", "{{.Dir}}", module, folder=module_root() / source.folder) as listed:
         if not listed.succeeds(_LIST_SECONDS):
-            raise ClusterError(f"The files of {module} were not found; the last lines say:\n{listed.complaint()}")
+            raise ClusterError(f"The files of {module} were not found; the last lines of Go:\n{listed.complaint()}")
         unpacked = Path(listed.output().strip())
     kept = target / Path(path).name
     shutil.rmtree(kept, ignore_errors=True)

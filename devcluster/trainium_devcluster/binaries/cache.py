@@ -137,7 +137,7 @@ def _download_all(
     architecture: Architecture,
     progress: ProgressLines,
 ) -> None:
-    """Download what can be had; a failure is told in one line, and its host is not tried again."""
+    """Download what can be had; a failure is reported in one line, and its host is not tried again."""
     dead_hosts: set[str] = set()
     for program in sorted(missing):
         release = releases(program, architecture)

@@ -26,7 +26,7 @@ def prepare(*, fleet: bool = False, kueue: bool = False, s3: bool = False, helm:
     optional = ((FLEET_PROGRAMS, fleet), (KUEUE_PROGRAMS, kueue), (S3_PROGRAMS, s3))
     sets += [programs for programs, wanted in optional if wanted]
     try:
-        with interrupts.heard():
+        with interrupts.catch_interrupts():
             folders = [ensure_binaries(programs=programs).folder for programs in sets]
     except KeyboardInterrupt:
         raise ClusterError(

@@ -38,7 +38,7 @@ class Limits:
 
 
 class DownloadError(Exception):
-    """The release could not be had from its host; the message says why in a few words."""
+    """The release could not be downloaded; the message has the reason."""
 
 
 class UnreachableError(DownloadError):
@@ -101,7 +101,7 @@ def _fetch(url: str, target: Path, limits: Limits) -> str:
 
 
 def _open(url: str, limits: Limits) -> BinaryIO:
-    """Open a URL within `limits.open` seconds, in a thread because looking up a name has no time-out of its own."""
+    """Open a URL within `limits.open` seconds, in a thread because looking up a name has no timeout."""
     answers: queue.Queue[BinaryIO | Exception] = queue.Queue()
 
     def work() -> None:

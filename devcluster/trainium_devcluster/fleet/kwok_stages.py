@@ -1,8 +1,8 @@
-"""What kwok is told: which nodes are its own, and what becomes of the pods on them.
+"""Configure kwok: which nodes it manages, and what happens to the pods on them.
 
-Invariants: kwok keeps the leases of a fleet's nodes, and takes back what the controller manager says of a node that it
-did not hear of for a while (Unknown), as a kubelet does; every other condition that somebody sets stays; a pod runs as
-soon as it is bound, has an address of its own, and goes as soon as it is deleted; a pod that was made to fail stays
+Invariants: kwok keeps the leases of a fleet's nodes, and reverts what the controller manager sets for a node
+without a heartbeat (Unknown), as a kubelet does; every other condition that somebody sets stays; a pod runs as
+soon as it is bound, has a separate address, and is removed as soon as it is deleted; a pod that was made to fail stays
 failed.
 """
 
@@ -58,7 +58,7 @@ conditions:
 
 
 def kwok_configuration(lease_seconds: int) -> str:
-    """The configuration file; the leases run out after `lease_seconds` and are renewed four times as often."""
+    """Return the configuration; leases expire after `lease_seconds` and are renewed four times as often."""
     options = {
         "cidr": POD_ADDRESSES,
         "enableCRDs": [],

@@ -15,12 +15,12 @@ from trainium_devcluster.node.processes.launcher import fork_launcher
 
 
 def main() -> int:
-    """Run the node until it is told to stop; returns the exit code."""
+    """Run the node until it is stopped; returns the exit code."""
     options = parse(sys.argv[1:])
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     options.state_dir.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(PermissionError):
-        os.setsid()  # whoever started us as a session leader has done it already
+        os.setsid()  # already done if the process was started as a session leader
     found = isolation.find()
     isolation.enter(found)
     launcher_socket, _ = fork_launcher(found)

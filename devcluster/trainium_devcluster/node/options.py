@@ -26,7 +26,7 @@ class Taint:
 
 @dataclass(frozen=True, slots=True)
 class NodeOptions:
-    """What a node is told at start. Paths are absolute; `api_server` is host and port as pods are to use them."""
+    """Options of a node. Paths are absolute; `api_server` is host and port as pods are to use them."""
 
     name: str
     kubeconfig: Path

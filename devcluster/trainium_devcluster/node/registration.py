@@ -1,4 +1,4 @@
-"""The Node object: registering it, its conditions, and the lease that says that the node lives.
+"""The Node object: registering it, its conditions, and the lease that shows that the node is alive.
 
 Invariants: the lease is renewed once a heartbeat and only then; status is written when it changes, every five minutes,
 and when a heartbeat finds that the API server has it otherwise (the controller manager calls a silent node Unknown, and
@@ -86,13 +86,13 @@ class Registration:
         self._changed.set()
 
     def clear_condition(self, kind: str) -> None:
-        """Report the node's own condition again; one that it does not have by itself is removed."""
+        """Report the node's own condition again; others are removed."""
         if self._forced.pop(kind, None) is not None:
             self._cleared.add(kind)
         self._changed.set()
 
     def allocatable(self) -> dict[str, str]:
-        """What pods may use; all of the capacity."""
+        """Return what pods may use, which is all of the capacity."""
         return dict(self.options.capacity)
 
     def _labels(self) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """The running node: puts the parts together and hands pods to their runners.
 
-Invariants: a pod bound to this node has exactly one runner, by uid; what a former process of this node left behind
+Invariants: a pod bound to this node has exactly one runner, by uid; leftovers of a former process of this node
 (pod directories, claims on running containers) is settled before anything new is started; a polite stop kills the
 containers and leaves the API as it is, as a power cut does.
 """
@@ -55,7 +55,7 @@ async def run(options: NodeOptions, isolation: Isolation, launcher_socket: socke
     ):
         node = _assemble(options, isolation, launcher, api, http)
         tasks = [asyncio.create_task(node.run()), asyncio.create_task(stop.wait())]
-        tasks.append(asyncio.ensure_future(launcher.gone))
+        tasks.append(asyncio.ensure_future(launcher.ended))
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         launcher.close()
         for task in tasks:

@@ -1,1 +1,1 @@
-"""The nodes of a running cluster, each a process of its own."""
+"""Run the nodes of a cluster, each as a separate process."""

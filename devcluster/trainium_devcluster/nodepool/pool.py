@@ -101,7 +101,7 @@ class NodePool:
         await node.child.ended.wait()
 
     async def forget(self, name: str) -> None:
-        """Kill a node and drop its name and its files: a machine that is gone for good takes its disk along."""
+        """Kill a node and drop its name and its files: a machine that is removed for good loses its disk."""
         await self.kill(name)
         self._break_silence(self._nodes[name])
         del self._nodes[name]
@@ -129,7 +129,7 @@ class NodePool:
             self._kill(node)
 
     def rows(self) -> dict[str, dict[str, object]]:
-        """Return what `status` says of the nodes."""
+        """Return the part of `status` about the nodes."""
         return {name: node.child.row(node.state) for name, node in self._nodes.items()}
 
     def _start(self, spec: NodeSpec) -> None:

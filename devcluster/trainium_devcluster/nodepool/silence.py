@@ -1,4 +1,4 @@
-"""Ports of a machine without power: whoever knocks gets no answer, where loopback alone would say that nobody is in.
+"""Let the ports of a machine without power not answer, where loopback alone would refuse connections.
 
 A refused connection is a sign of life of the other machine, and software tells the two apart. So before a node is
 killed the ports that its processes listen on are noted, and afterwards they are held open by sockets that accept
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _LISTEN = "0A"
 _SOCKET = re.compile(r"socket:\[(\d+)\]")
 _KNOCKS = 2
-"""Connections that fill a queue of length 0: the kernel lets one more wait than it says."""
+"""Connections that fill a queue of length 0: the kernel queues one more."""
 
 Address = tuple[str, int]
 
@@ -35,7 +35,7 @@ class Silence:
     def __init__(self, addresses: Iterable[Address]) -> None:
         self._sockets: list[socket.socket] = []
         self.missing = [address for address in addresses if not self._hold(address)]
-        """Those that could not be held: who listened there may not be quite gone."""
+        """Return ports that could not be held, because a former listener may still end."""
 
     def try_again(self) -> None:
         """Hold what is missing, where that is possible by now."""

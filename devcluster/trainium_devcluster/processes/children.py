@@ -45,7 +45,7 @@ class Child:
         return True
 
     def row(self, state: str) -> dict[str, object]:
-        """Return what `status` says of it; memory in bytes."""
+        """Return the part of `status` about the process; memory in bytes."""
         pid = self.identity.pid
         return {"pid": pid, "state": state, "code": self.code, "bytes": resident_bytes(pid)}
 

@@ -1,4 +1,4 @@
-"""Ends and removes what a cluster left behind whose supervisor is gone.
+"""End and remove the leftovers of a cluster whose supervisor has ended.
 
 Invariant: nothing is killed by its name: only processes that a pid file identifies or that carry the cluster's own
 marker.

@@ -1,8 +1,9 @@
-"""Operating-system processes that cannot outlive their supervisor, found and signalled as whole families.
+"""Start processes that cannot outlive their supervisor, and signal them with all their descendants.
 
-Invariants: a child is the leader of its own session and is killed by the kernel when the supervisor dies; a pid read
-from a file is used only when the process that has it now began when the file says; a family is stopped from its root
-on, so that none of it escapes while it is killed.
+Guarantees:
+- A child is the leader of a session and is killed by the kernel when the supervisor dies.
+- A pid from a file is used only if its process started at the time in the file.
+- A family is stopped from its root, so that no process escapes while it is killed.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True, slots=True)
 class ProcessId:
-    """A process, told apart from a later one with the same number by when it began (clock ticks since boot)."""
+    """A process, distinguished from a later one with the same number by its start (clock ticks since boot)."""
 
     pid: int
     started: int
@@ -39,7 +40,7 @@ class ProcessId:
         return stat is not None and stat.started == self.started and stat.state != "Z"
 
     def signal(self, number: signal.Signals) -> bool:
-        """Send a signal; False when the process is gone."""
+        """Send a signal; False if the process has ended."""
         if not self.is_alive():
             return False
         try:
@@ -85,7 +86,7 @@ def become_subreaper() -> None:
 def spawn(
     command: Sequence[str], *, log: Path, environment: Mapping[str, str], folder: Path
 ) -> subprocess.Popen[bytes]:
-    """Start a command in a session of its own; the kernel kills it when the calling thread's process dies.
+    """Start a command in a new session; the kernel kills it when the calling thread's process dies.
 
     Must be called from the main thread: the kernel's death signal is bound to the thread that forked.
     """
@@ -182,7 +183,7 @@ def thaw_family(root: int, variable: str, value: str) -> None:
 
 
 def resident_bytes(pid: int) -> int:
-    """Return the memory that a process holds, in bytes; 0 when it is gone."""
+    """Return the memory that a process holds, in bytes; 0 if it has ended."""
     try:
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("VmRSS:"):
@@ -204,7 +205,7 @@ def _family(root: int | None, variable: str, value: str, *, prefix: bool = False
 
 
 def _stands(pid: int) -> bool:
-    """Say whether a process is stopped, by a signal or by a tracer, or gone."""
+    """Return whether a process is stopped, by a signal or a tracer, or has ended."""
     stat = _stat(pid)
     return stat is None or stat.state in "TtZX"
 

@@ -8,31 +8,31 @@ from typing import Annotated
 
 import typer
 
+from trainium_devcluster.demos.curves import fault_table
+from trainium_devcluster.demos.frame import REPOSITORY, cluster, console, empty_folder, usage_of
+from trainium_devcluster.demos.view import View
 from trainium_devcluster.errors import ClusterError
-from trainium_devcluster.story.command import REPOSITORY, cluster, console, fresh, how_to_look
-from trainium_devcluster.story.curves import fault_table
-from trainium_devcluster.story.view import View
 from trainium_devcluster.tune import report
-from trainium_devcluster.tune.material import prepare
-from trainium_devcluster.tune.story import TuneStory
+from trainium_devcluster.tune.demo import TuneDemo
+from trainium_devcluster.tune.texts import prepare
 
 
 def tune(
     *,
-    keep: Annotated[bool, typer.Option("--keep", help="Leave the cluster up and say how to use it.")] = False,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the cluster and print how to use it.")] = False,
     out: Annotated[Path, typer.Option("--out", help="Folder of the report, the picture and the run's files.")] = Path(
         "out/tune"
     ),
     name: Annotated[str | None, typer.Option("--name", help="Name of the cluster; by default a free one.")] = None,
 ) -> None:
     """Tune a base model by LoRA on a real control plane, through real faults, and compare answers before and after."""
-    screen, out, started = console(), fresh(out), time.monotonic()
+    screen, out, started = console(), empty_folder(out), time.monotonic()
     try:
         with View(screen) as view:
             (out / "material").mkdir()
-            prepare(out / "material", view.say)
+            prepare(out / "material", view.log)
             with cluster(view, name or ("tune" if keep else None), keep=keep) as running:
-                result = TuneStory(running, view, REPOSITORY, out).tell(started)
+                result = TuneDemo(running, view, REPOSITORY, out).run_and_compare(started)
         report.write(result, out)
     except ClusterError as error:
         screen.print(f"tune: {error}", style="red", markup=False)
@@ -52,7 +52,7 @@ def tune(
         soft_wrap=True,
     )
     if keep:
-        screen.print(how_to_look(running.name), highlight=False, soft_wrap=True)
+        screen.print(usage_of(running.name), highlight=False, soft_wrap=True)
     for problem in result.problems:
         screen.print(problem, style="red", markup=False)
     if result.problems:

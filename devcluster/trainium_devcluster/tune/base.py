@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from trainium_devcluster.binaries.cache import cache_root
+from trainium_devcluster.demos.metrics import StepLog
 from trainium_devcluster.errors import ClusterError
-from trainium_devcluster.story.metrics import StepLog
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -57,8 +57,8 @@ class Base:
     seconds: float
 
 
-def base_model(texts: Iterable[str], say: Callable[[str], None], *, root: Path | None = None) -> Base:
-    """The base of these texts; trained when the cache has none. Raises ClusterError when that fails."""
+def base_model(texts: Iterable[str], report: Callable[[str], None], *, root: Path | None = None) -> Base:
+    """Return the base model of these texts, trained if the cache has none. Raises ClusterError if that fails."""
     began = time.monotonic()
     corpus = "".join(json.dumps({"text": text}) + "\n" for text in texts)
     cache = (cache_root() if root is None else root) / "tune"
@@ -67,9 +67,9 @@ def base_model(texts: Iterable[str], say: Callable[[str], None], *, root: Path |
         return Base(folder, cached=True, seconds=time.monotonic() - began)
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        with _alone(folder.with_suffix(".lock"), say):
+        with _alone(folder.with_suffix(".lock"), report):
             if not folder.is_dir():
-                _make(folder, corpus, say)
+                _make(folder, corpus, report)
     except OSError as error:
         raise ClusterError(
             f"The base model cannot be kept in {cache} ({error}): free space there, or set TRAINIUM_CACHE to another "
@@ -85,17 +85,17 @@ def identity(corpus: str, configuration: dict[str, Any]) -> str:
 
 
 @contextmanager
-def _alone(lock: Path, say: Callable[[str], None]) -> Iterator[None]:
+def _alone(lock: Path, report: Callable[[str], None]) -> Iterator[None]:
     with lock.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            say("the base model is being trained by another process; waiting for it")
+            report("the base model is being trained by another process; waiting for it")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
-def _make(folder: Path, corpus: str, say: Callable[[str], None]) -> None:
+def _make(folder: Path, corpus: str, report: Callable[[str], None]) -> None:
     work = folder.with_suffix(".partial")
     work.mkdir(exist_ok=True)
     (work / "documentation.jsonl").write_text(corpus)
@@ -111,18 +111,18 @@ def _make(folder: Path, corpus: str, say: Callable[[str], None]) -> None:
     (work / "base.yaml").write_text(yaml.safe_dump(config))
     ranks = str(min(_RANKS, len(os.sched_getaffinity(0))))
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", ranks, "-m", "trainium_trainer", "train"]
-    say(f"the base model is trained on {len(corpus) / 1e6:.1f} MB of Python's documentation, once")
-    _run([*launcher, "--config", str(work / "base.yaml")], work, say)
+    report(f"the base model is trained on {len(corpus) / 1e6:.1f} MB of Python's documentation, once")
+    _run([*launcher, "--config", str(work / "base.yaml")], work, report)
     shutil.rmtree(work / "model", ignore_errors=True)
     (tokenizer,) = (work / "cache").glob("tokenizer-*")
     export = ["-m", "trainium_trainer", "export", str(work / "run"), str(work / "model")]
-    _run([*export, "--tokenizer", str(tokenizer), "--dtype", "float32"], work, say)
+    _run([*export, "--tokenizer", str(tokenizer), "--dtype", "float32"], work, report)
     (work / "model").rename(folder)
     shutil.rmtree(work)
 
 
-def _run(command: list[str], work: Path, say: Callable[[str], None]) -> None:
-    """Run a command of the trainer, telling of its steps."""
+def _run(command: list[str], work: Path, report: Callable[[str], None]) -> None:
+    """Run a command of the trainer, and report its steps."""
     log, steps = work / "log.txt", StepLog(work / "run" / "metrics.jsonl")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with (
@@ -137,7 +137,7 @@ def _run(command: list[str], work: Path, say: Callable[[str], None]) -> None:
                     steps.refresh()
                     if steps.newest:
                         loss = steps.losses()[steps.newest]
-                        say(f"base model: step {steps.newest}/{CONFIGURATION['steps']}, loss {loss:.3f}")
+                        report(f"base model: step {steps.newest}/{CONFIGURATION['steps']}, loss {loss:.3f}")
         finally:
             process.terminate()  # of one that has ended: nothing
     if process.returncode:

@@ -1,4 +1,4 @@
-"""What the standard library's source says about itself: modules, classes and functions, with signature and docstring.
+"""Read the source of the standard library: modules, classes and functions, with signature and docstring.
 
 Invariants: files are parsed, never imported or run; the order is that of sorted paths and of the source text, so one
 Python build gives one library everywhere.
@@ -59,7 +59,7 @@ class Module:
 
 
 def standard_library(root: Path | None = None) -> list[Module]:
-    """The modules below `root`, by default those of this Python; files that this Python cannot parse are left out."""
+    """Return the modules below `root`, by default those of this Python, without files that it cannot parse."""
     root = Path(sysconfig.get_path("stdlib")) if root is None else root
     found = []
     for file in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
@@ -106,7 +106,7 @@ def _leave_owner_out(found: ast.arguments) -> None:
 
 
 def _arguments(found: ast.arguments) -> list[ast.arg]:
-    """In the order of the signature; a lambda that is a default has arguments of its own, which are not meant."""
+    """In the order of the signature; a lambda that is a default has other arguments, which do not count."""
     several = [found.vararg] if found.vararg else []
     named = [found.kwarg] if found.kwarg else []
     return [*found.posonlyargs, *found.args, *several, *found.kwonlyargs, *named]

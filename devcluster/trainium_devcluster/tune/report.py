@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from trainium_devcluster.story.curves import draw
+from trainium_devcluster.demos.curves import draw
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from matplotlib.axes import Axes
 
-    from trainium_devcluster.story.curves import Curves
+    from trainium_devcluster.demos.curves import Curves
 
 _NAMES = {"perplexity": "perplexity of the answers", "exactMatch": "exact match", "rougeL": "ROUGE-L"}
 _PERPLEXITY = 0.5
@@ -108,7 +108,7 @@ class TuneResult:
         return [sentence for sentence, holds in found.items() if holds]
 
     def to_json(self) -> dict[str, Any]:
-        """The contents of report.json."""
+        """Return the contents of report.json."""
         return {
             "completed": self.completed,
             **self.curves.to_json(),
@@ -125,7 +125,7 @@ class TuneResult:
 
 
 def figure_table(evaluation: Evaluation) -> Table:
-    """The figures, one a row."""
+    """Return a table of the figures."""
     shown = Table(title=f"Before and after, on {evaluation.examples} held-out examples")
     for heading in ("figure", "before", "after"):
         shown.add_column(heading, justify="left" if heading == "figure" else "right")
@@ -135,7 +135,7 @@ def figure_table(evaluation: Evaluation) -> Table:
 
 
 def answer_table(evaluation: Evaluation) -> Table:
-    """The first answers, one a row."""
+    """Return a table of the first answers."""
     shown = Table(title="Answers to questions about modules that neither model has seen", show_lines=True)
     for heading in ("question", "expected", "before", "after"):
         shown.add_column(heading, ratio=3 if heading == "question" else 2, overflow="fold")
@@ -147,7 +147,7 @@ def answer_table(evaluation: Evaluation) -> Table:
 
 
 def _question(prompt: str) -> str:
-    """A prompt without the headings of the template."""
+    """Return a prompt without the headings of the template."""
     return "\n".join(line for line in prompt.splitlines() if line and not line.startswith("###"))
 
 

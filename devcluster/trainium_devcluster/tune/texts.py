@@ -6,13 +6,20 @@ Invariant: a module is held out by a hash of its name, and then from both.
 from __future__ import annotations
 
 import hashlib
+import json
+import pydoc_data.topics
 import re
+import shutil
 import textwrap
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from trainium_devcluster.tune.base import base_model
+from trainium_devcluster.tune.library import standard_library
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from trainium_devcluster.tune.library import Function, Module
 
@@ -33,7 +40,7 @@ def held_out(module: str) -> bool:
 
 
 def documentation(modules: Iterable[Module], topics: Mapping[str, str]) -> Iterator[str]:
-    """What `help()` prints: the language's topics, then a text for each module that is not held out."""
+    """Yield what `help()` prints: the topics of the language, then each module that is not held out."""
     for _, text in sorted(topics.items()):
         yield text
     for module in modules:
@@ -42,7 +49,7 @@ def documentation(modules: Iterable[Module], topics: Mapping[str, str]) -> Itera
 
 
 def _help(module: Module) -> Iterator[str]:
-    """The parts of a module's text."""
+    """Yield the parts of a module's text."""
     yield f"Help on module {module.name}:\n\n{textwrap.indent(module.text, '    ')}".rstrip()
     for function in module.functions:
         place = f"class {function.owner}" if function.owner else f"module {module.name}"
@@ -64,17 +71,17 @@ def examples(modules: Sequence[Module]) -> Examples:
     No question is asked twice, and none that is held out is asked in training, as functions alike would have it.
     """
     asked: set[tuple[str, str]] = set()
-    training = list(_fresh((module for module in modules if not held_out(module.name)), asked))
-    held = list(_fresh((module for module in modules if held_out(module.name)), asked))
+    training = list(_empty_folder((module for module in modules if not held_out(module.name)), asked))
+    held = list(_empty_folder((module for module in modules if held_out(module.name)), asked))
     return Examples(tuple(sorted(training, key=_chance)[:_TRAINED_ON]), tuple(sorted(held, key=_chance)))
 
 
 def _chance(record: Mapping[str, str]) -> bytes:
-    """An order by chance, the same each time: the first of them stand for all."""
+    """Return a key of a random order that is always the same."""
     return hashlib.sha256(f"{record['instruction']}\0{record['context']}".encode()).digest()
 
 
-def _fresh(modules: Iterable[Module], asked: set[tuple[str, str]]) -> Iterator[dict[str, str]]:
+def _empty_folder(modules: Iterable[Module], asked: set[tuple[str, str]]) -> Iterator[dict[str, str]]:
     for module in modules:
         for function in module.functions:
             for record in _questions(function):
@@ -101,7 +108,23 @@ def _record(kind: str, instruction: str, context: str, response: str) -> dict[st
 
 
 def summary(text: str) -> str:
-    """The first sentence of a docstring, on one line."""
+    """Return the first sentence of a docstring, on one line."""
     first = " ".join(text.split("\n\n", 1)[0].split())
     found = _SENTENCE.match(first)
     return found.group() if found else first
+
+
+def prepare(folder: Path, log: Callable[[str], None]) -> None:
+    """Fill a folder with all that the job mounts. Raises ClusterError."""
+    modules = standard_library()
+    base = base_model(documentation(modules, pydoc_data.topics.topics), log)
+    shutil.copytree(base.folder, folder / "base")
+    made = examples(modules)
+    _write(folder / "train.jsonl", made.training)
+    _write(folder / "held-out.jsonl", made.held_out)
+    origin = "from the cache" if base.cached else f"trained in {base.seconds:.0f} s"
+    log(f"base model {origin}; {len(made.training):,} questions to train on, {len(made.held_out):,} are held out")
+
+
+def _write(file: Path, records: Iterable[dict[str, str]]) -> None:
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))

@@ -12,7 +12,7 @@ import yaml
 
 from tests.testing.suite.patience import Deadline
 from trainium_contract.wire.recorded_membership import members_of
-from trainium_devcluster.story.metrics import StepLog
+from trainium_devcluster.demos.metrics import StepLog
 
 if TYPE_CHECKING:
     from collections.abc import Callable

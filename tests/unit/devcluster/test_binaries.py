@@ -154,10 +154,10 @@ def test_a_missing_file_is_told_with_its_status(host: ReleaseHost, tmp_path: Pat
 
 def test_a_host_that_never_answers_is_given_up(host: ReleaseHost, tmp_path: Path) -> None:
     host.hanging.add("/kubectl")
-    begun = time.monotonic()
+    started = time.monotonic()
     with pytest.raises(UnreachableError, match=r"did not answer|cannot be reached"):
         download_program(plain(host), tmp_path / "kubectl", QUICK)
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - started < 5
 
 
 def test_a_download_that_stalls_half_way_is_given_up(host: ReleaseHost, tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ def test_a_build_that_fails_is_told_in_the_words_of_go_and_what_was_fetched_mean
     with pytest.raises(ClusterError) as caught:
         ensure_binaries(root=tmp_path / "cache", origin=Origin.BUILD, write=lambda _: None)
     assert str(caught.value) == (
-        "Building etcd, the Kubernetes control plane and kubectl failed; the last lines say:\n"
+        "Building etcd, the Kubernetes control plane and kubectl failed; its last lines:\n"
         "control-plane.go:7: undefined: x"
     )
     assert not list((tmp_path / "cache").rglob("*.build"))
@@ -140,7 +140,7 @@ def test_a_build_that_fails_is_told_in_the_words_of_go_and_what_was_fetched_mean
 
 def test_sources_that_cannot_be_had_are_a_sentence(book: Path, tmp_path: Path) -> None:
     (book / "fail-list-control-plane").touch()
-    with pytest.raises(ClusterError, match=r"The sources of etcd, .* cannot be had; the last lines say:\ncontrol"):
+    with pytest.raises(ClusterError, match=r"The sources of etcd, .* could not be fetched; its last lines:\ncontrol"):
         ensure_binaries(root=tmp_path / "cache", origin=Origin.BUILD, write=lambda _: None)
 
 

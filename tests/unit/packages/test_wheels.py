@@ -24,7 +24,7 @@ HELD = {
     ),
     "trainium-devcluster": (
         "trainium_devcluster",
-        {"binaries", "controlplane", "demo", "fleet", "node", "nodepool", "processes", "story", "tune"},
+        {"binaries", "controlplane", "fleet", "node", "nodepool", "processes", "demos", "tune"},
         {"py.typed", "tune/job.yaml"},
     ),
     "trainium-operator": (

@@ -1,7 +1,7 @@
 """A small Kubernetes API client: what a node needs, over one aiohttp session, JSON in and out.
 
 Invariants: TLS is verified against the kubeconfig's certificate authority, always; while `partitioned` is set nothing
-is sent and open watches are cut, as if the network to the API server were gone.
+is sent and open watches are cut, as if the network to the API server failed.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ MERGE_PATCH = "application/merge-patch+json"
 STRATEGIC_PATCH = "application/strategic-merge-patch+json"
 
 _REQUEST_TIMEOUT = 15.0  # seconds; a watch has none
-_PARTITION_DELAY = 1.0  # seconds that a request waits in vain while the node is partitioned
+_PARTITION_DELAY = 1.0  # seconds until a request fails while the node is partitioned
 _MAX_LINE = 16 * 1024 * 1024
 
 
@@ -55,7 +55,7 @@ def load_kubeconfig(path: Path) -> Credentials:
     """Read the current context of a kubeconfig file.
 
     Raises:
-        ValueError: when the file lacks what is needed, with a sentence that says what.
+        ValueError: when the file lacks what is needed, with a message that names it.
     """
     config = yaml.safe_load(path.read_text(encoding="utf-8"))
     try:

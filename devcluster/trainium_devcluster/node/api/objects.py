@@ -23,32 +23,32 @@ def micro_timestamp(seconds: float) -> str:
 
 
 def parse_time(text: str) -> float:
-    """The inverse of both."""
+    """Encode an object."""
     return datetime.fromisoformat(text).timestamp()
 
 
 def uid(obj: Json) -> str:
-    """The object's unique id."""
+    """Return the unique id of an object."""
     return str(obj["metadata"]["uid"])
 
 
 def name(obj: Json) -> str:
-    """The object's name."""
+    """Return the name of an object."""
     return str(obj["metadata"]["name"])
 
 
 def namespace(obj: Json) -> str:
-    """The object's namespace, empty for what has none."""
+    """Return the namespace of an object; empty if it has none."""
     return str(obj["metadata"].get("namespace", ""))
 
 
 def containers(pod: Json) -> list[Json]:
-    """The pod's main containers."""
+    """Return the main containers of a pod."""
     return list(pod["spec"].get("containers") or [])
 
 
 def init_containers(pod: Json) -> list[Json]:
-    """The pod's init containers, native sidecars among them."""
+    """Return the init containers of a pod, including native sidecars."""
     return list(pod["spec"].get("initContainers") or [])
 
 
@@ -58,7 +58,7 @@ def is_sidecar(container: Json) -> bool:
 
 
 def find(items: Iterable[Json] | None, key: str, value: str) -> Json | None:
-    """The first of `items` whose `key` is `value`."""
+    """Return the first of `items` whose `key` is `value`."""
     return next((item for item in items or () if item.get(key) == value), None)
 
 

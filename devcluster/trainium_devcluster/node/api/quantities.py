@@ -16,7 +16,7 @@ _SUFFIXES = {
 
 
 def parse(text: str | float) -> Decimal:
-    """The number that a quantity means.
+    """Return the number of a quantity.
 
     Raises:
         ValueError: when it is not a quantity.
@@ -36,7 +36,7 @@ def divide(quantity: str, divisor: str) -> str:
 
 
 def pod_requests(pod: Json) -> dict[str, Decimal]:
-    """What the scheduler counts for a pod: containers and sidecars together, or one init container if that is more."""
+    """Return what the scheduler counts for a pod: containers and sidecars, or one init container if that is more."""
     total: dict[str, Decimal] = {"pods": Decimal(1)}
     for container in containers(pod):
         _add(total, container)

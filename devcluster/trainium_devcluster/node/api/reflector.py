@@ -1,7 +1,7 @@
 """List and watch: a local copy of some objects that follows the API server.
 
 Invariants: `on_change` is called with every object once after each list and on each later change, and with `deleted`
-set when an object is gone (also when that is only noticed by a new list); a broken connection is retried for ever
+set when an object is deleted (also when that is only noticed by a new list); a broken connection is retried for ever
 with a pause of at most two seconds.
 """
 
@@ -125,10 +125,10 @@ class ObjectCache:
         self._objects: dict[tuple[str, str, str], WatchedObject] = {}
 
     async def use(self, plural: str, namespace: str, name: str, user: str, listener: Callable[[], None]) -> Json | None:
-        """The object, or None when it does not exist. `listener` is called on its changes until `user` releases it.
+        """Return the object or None; `listener` is called on its changes until `user` releases it.
 
         Raises:
-            Unreachable: when the API server does not tell within some seconds.
+            Unreachable: when the API server does not answer within some seconds.
         """
         key = (plural, namespace, name)
         watched = self._objects.get(key)

@@ -22,7 +22,7 @@ async def until(event: asyncio.Event, seconds: float | None) -> bool:
 
 
 async def within(awaitable: Awaitable[Result], seconds: float | None) -> Result:
-    """The result of `awaitable`.
+    """Return the result of `awaitable`.
 
     Raises:
         TimeoutError: when it takes longer than `seconds`.

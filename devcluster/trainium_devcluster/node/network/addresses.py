@@ -19,7 +19,7 @@ class NoAddressError(Exception):
 
 
 def candidates(seed: str) -> Iterator[ipaddress.IPv4Network]:
-    """The /24s that a node tries, in an order that depends on `seed` only."""
+    """Yield the /24 networks that a node tries, in an order that depends on `seed` only."""
     for attempt in range(_TRIES):
         digest = hashlib.sha256(f"{seed}/{attempt}".encode()).digest()
         second = _FIRST_SECOND_OCTET + digest[0] % (255 - _FIRST_SECOND_OCTET)
@@ -27,7 +27,7 @@ def candidates(seed: str) -> Iterator[ipaddress.IPv4Network]:
 
 
 def claim(networks: Iterator[ipaddress.IPv4Network], port: int) -> tuple[ipaddress.IPv4Network, socket.socket]:
-    """The first of `networks` that nobody has, and the listening socket that makes it ours.
+    """Reserve the first free network; return it and the listening socket that reserves it.
 
     Raises:
         NoAddressError: when all are taken.
@@ -54,7 +54,7 @@ class PodAddresses:
         self._owners: dict[str, str] = {}
 
     def take(self, owner: str, wanted: str = "") -> str:
-        """An address for the pod with uid `owner`; the one it had (`wanted`) when that is free.
+        """Allocate an address for the pod with uid `owner`, the former one (`wanted`) if it is free.
 
         Raises:
             NoAddressError: when every address is in use.
@@ -74,6 +74,6 @@ class PodAddresses:
         raise NoAddressError(f"all {len(self._all)} pod addresses of this node are in use")
 
     def release(self, owner: str) -> None:
-        """The pod has ended."""
+        """Release the address of a pod."""
         for address in [address for address, known in self._owners.items() if known == owner]:
             del self._owners[address]

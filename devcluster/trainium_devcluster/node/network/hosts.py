@@ -35,7 +35,7 @@ class ServiceNames:
 
 
 def endpoints(service: Json, pods: Iterable[Json]) -> tuple[Endpoint, ...]:
-    """The pods behind `service`, sorted by address."""
+    """Return the pods behind `service`, sorted by address."""
     selector = service["spec"].get("selector")
     if not selector:
         return ()
@@ -55,7 +55,7 @@ def endpoints(service: Json, pods: Iterable[Json]) -> tuple[Endpoint, ...]:
 
 
 def service_view(service: Json, behind: tuple[Endpoint, ...]) -> ServiceView | None:
-    """What pods of the same namespace get as environment for `service`; None for a headless one."""
+    """Return the environment of pods of the same namespace for `service`; None for a headless one."""
     if service["spec"].get("clusterIP") in {None, "", "None"}:
         return None
     ports = tuple(
@@ -79,7 +79,7 @@ def unreachable_ports(service: Json) -> list[str]:
 
 
 def render(pod_address: str, hostname: str, pod: Json, services: Iterable[ServiceNames]) -> str:
-    """The text of the hosts file of `pod`."""
+    """Return the text of the hosts file of `pod`."""
     space = namespace(pod)
     own = [hostname]
     subdomain = pod["spec"].get("subdomain")

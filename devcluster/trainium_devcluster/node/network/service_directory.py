@@ -64,7 +64,7 @@ class ServiceDirectory:
         self._files.pop(key, None)
 
     def views(self, space: str) -> list[ServiceView]:
-        """The Services of a namespace as its pods' environment shows them."""
+        """Return the Services of a namespace, as the environment of its pods has them."""
         found = []
         for service in self._services.objects.values():
             if namespace(service) == space and not (space == "default" and name(service) == "kubernetes"):

@@ -29,7 +29,7 @@ class Backoff:
         return self._delay
 
     def restarted(self, now: float) -> None:
-        """The container is being started again."""
+        """Record a restart of the container."""
         self._delay = INITIAL if self._expired(now) else min(MAXIMUM, self._delay * 2)
         self._updated = now
 

@@ -90,7 +90,7 @@ class Container:
         return self._began
 
     def view(self) -> ContainerView:
-        """What the pod's status is to say about it."""
+        """Return the status of the container."""
         mounted = tuple(
             {
                 "name": m["name"],
@@ -125,7 +125,7 @@ class Container:
             self.last = _terminated(before)
 
     def log_path(self, *, previous: bool = False) -> Path | None:
-        """The log of the present run, or of the one before; None when there is none."""
+        """Return the log of the current run or of the previous one; None if there is none."""
         attempt = self._attempt - (1 if previous else 0)
         path = self.folder / f"{attempt}.log"
         return path if attempt >= 1 and path.exists() else None
@@ -257,7 +257,7 @@ class Container:
         return await container_exec.run(process, argv, base, timeout)
 
     def exec_command(self, argv: list[str]) -> Command | None:
-        """The command with which `argv` would run inside the container; None when it does not run."""
+        """Return the command that runs `argv` inside the container; None if it does not run."""
         if self.process is None or self._base is None:
             return None
         return container_exec.command_inside(self.process, argv, self._base)
@@ -336,7 +336,7 @@ class Container:
             shrunk.cancel()
 
     def give_up(self) -> None:
-        """The pod ends: what waits to start again never will, and what never started is reported as a kubelet does."""
+        """End the container with its pod: one that never started is reported as a kubelet does."""
         if not isinstance(self.state, Waiting):
             return
         if self.last is not None:

@@ -44,7 +44,7 @@ class LogWriter:
         self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def pipe(self, stream: str) -> int:
-        """The write end of a new pipe for `stream` (stdout or stderr); the caller closes it after handing it on."""
+        """Return the write end of a new pipe for `stream` (stdout or stderr), which the caller closes."""
         read, write = os.pipe()
         os.set_blocking(read, False)
         self._open[stream] = read
@@ -113,7 +113,7 @@ class LogQuery:
 
 
 async def read(path: Path, query: LogQuery, ended: Callable[[], bool]) -> AsyncIterator[bytes]:
-    """Yield pieces of the log at `path`; with `follow` until `ended` says that its container has."""
+    """Yield pieces of the log at `path`; with `follow` until `ended` is set."""
     left = query.limit
     async for entry in _entries(path, query, ended):
         text = _render(entry, query)
@@ -158,7 +158,7 @@ class _Source:
         self._rest = b""
 
     def lines(self) -> list[bytes]:
-        """The lines that came since the last call."""
+        """Return the lines since the last call."""
         data, self._before = self._before, b""
         data += self._rest + self._file.read()
         if not data and self._path.stat().st_ino != os.fstat(self._file.fileno()).st_ino:
@@ -190,7 +190,7 @@ def _render(line: bytes, query: LogQuery) -> bytes | None:
 
 
 def last_lines(path: Path, max_bytes: int = 2048, max_lines: int = 80) -> str:
-    """The end of a log as FallbackToLogsOnError puts it into a status."""
+    """Return the end of a log, as FallbackToLogsOnError writes it into a status."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 4 * max_bytes - 100 * max_lines))

@@ -49,7 +49,7 @@ class NodeServices:
     _noted: set[str] = field(default_factory=set)
 
     def base_environment(self, hostname: str) -> dict[str, str]:
-        """What every container's environment begins with."""
+        """Return the variables that every container has."""
         host, port = self.options.api_server
         env = {
             "PATH": f"{self.options.venv_bin}:{_SYSTEM_PATH}",
@@ -65,7 +65,7 @@ class NodeServices:
         return env
 
     def shortage(self, pod: Json) -> tuple[str, str] | None:
-        """The first resource of which the node has too little for `pod`, and a kubelet's sentence about it."""
+        """Return the first resource that the node lacks for `pod`, with the message of a kubelet."""
         others = [p for p in self.active_pods() if uid(p) != uid(pod)]
         for resource, wanted in quantities.pod_requests(pod).items():
             capacity = quantities.parse(self.allocatable.get(resource, "0"))
@@ -85,6 +85,6 @@ class NodeServices:
             self._noted.update(fresh)
             message = (
                 f"accepted without effect on a process node: {', '.join(fresh)} "
-                f"(first seen in pod {namespace(pod)}/{name(pod)}; said once per node)"
+                f"(first seen in pod {namespace(pod)}/{name(pod)}; reported once per node)"
             )
             self.events.emit(self.node(), "Node", EventSeverity.NORMAL, "NotEnforced", message)

@@ -1,7 +1,7 @@
-"""The life of one pod on this node: from the moment it is bound here until it is gone from the API server.
+"""Run one pod on this node: from its binding until it is deleted from the API server.
 
 One task per pod looks, after every change, at what should be true and does the next thing: make volumes, run init
-containers in order, start the main containers, start again what ended and should run, end the pod. It is told of
+containers in order, start the main containers, start again what ended and should run, end the pod. It is notified of
 changes (a process ended, a probe spoke, the pod was edited or deleted) through one event and polls nothing.
 
 Invariants: containers start only after all volumes are there; a pod that reached Succeeded or Failed is never started
@@ -70,7 +70,7 @@ class PodRunner:
     _verdict: tuple[str, str, str] | None = None
     _sandbox: bool = False
     _ended: bool = False
-    _removed: bool = False  # the object is gone from the API server
+    _removed: bool = False  # the object is deleted from the API server
     _start_time: str = ""
 
     def __post_init__(self) -> None:
@@ -103,7 +103,7 @@ class PodRunner:
     # --- What the node calls -----------------------------------------------------------------------------------------
 
     def update(self, pod: Json) -> None:
-        """The object changed."""
+        """Apply a change of the object."""
         refused = None if unsupported_fields.ephemeral_refusal(self.pod) else unsupported_fields.ephemeral_refusal(pod)
         self.pod = pod
         if refused:
@@ -112,9 +112,9 @@ class PodRunner:
         self.wake()
 
     def removed(self, pod: Json) -> None:
-        """The object is gone from the API server."""
+        """Handle the deletion of the object."""
         self.pod = pod
-        self._removed = self.writer.gone = True
+        self._removed = self.writer.deleted = True
         self.wake()
 
     def wake(self) -> None:
@@ -129,7 +129,7 @@ class PodRunner:
         return not self._ended or any(c.running for c in self.containers)
 
     def container(self, wanted: str | None = None) -> Container | None:
-        """The container of that name; the first main container when none is named."""
+        """Return the container of that name; the first main container without a name."""
         if wanted is None:
             return next(c for c in self.containers if c.kind is ContainerKind.MAIN)
         return next((c for c in self.containers if c.name == wanted), None)
@@ -137,7 +137,7 @@ class PodRunner:
     # --- The pod's task ----------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Run the pod to its end and until it is gone; never raises but on cancellation."""
+        """Run the pod until it has ended and is deleted; raises on cancellation only."""
         writer = asyncio.create_task(self.writer.run())
         self.wake()
         try:
@@ -354,7 +354,7 @@ class PodRunner:
         return bool((self.pod.get("status") or {}).get("podIP"))
 
     def phase(self) -> str:
-        """The phase as it is now."""
+        """Return the current phase."""
         return phase(self.pod, [c.view() for c in self.containers], terminal=self._ended)
 
     def _status_written(self, pod: Json) -> None:

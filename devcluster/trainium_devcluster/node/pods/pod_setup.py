@@ -138,7 +138,7 @@ def pod_folder(state_dir: Path, pod_uid: str) -> Path:
 
 
 def capabilities(context: Json) -> tuple[int, ...]:
-    """The capabilities that a container keeps, as numbers."""
+    """Return the capabilities that a container keeps, as numbers."""
     wanted = context.get("capabilities") or {}
     dropped = {text.removeprefix("CAP_") for text in wanted.get("drop") or []}
     kept = {} if "ALL" in dropped else {key: value for key, value in CAPABILITIES.items() if key not in dropped}

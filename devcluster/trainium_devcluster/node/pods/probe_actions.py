@@ -23,7 +23,7 @@ Execute = Callable[[list[str], float | None], Awaitable[InsideResult]]
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """Whether a check succeeded, and what it said."""
+    """Whether a check succeeded, and its output."""
 
     success: bool
     message: str = ""
@@ -59,7 +59,7 @@ async def perform(action: Json, target: CheckTarget, timeout: float | None) -> P
 
 
 def port_number(port: str | int, container: Json) -> int | None:
-    """The number of a port given by number or by the name of a container port."""
+    """Return the number of a port that is given by number or by the name of a container port."""
     if isinstance(port, int) or port.isdigit():
         return int(port)
     known = find(container.get("ports"), "name", port)

@@ -14,7 +14,7 @@ class ClaimError(Exception):
 
 
 async def check_claims(api: Api, pod: Json) -> None:
-    """Raises ClaimError, with a kubelet's sentence, while a claim of the pod cannot be used."""
+    """Raise ClaimError, with the message of a kubelet, while a claim of the pod cannot be used."""
     for wanted in pod["spec"].get("resourceClaims") or []:
         claim = await _read(api, pod, _name_of(pod, wanted))
         status = claim.get("status") or {}
@@ -25,7 +25,7 @@ async def check_claims(api: Api, pod: Json) -> None:
 
 
 def _name_of(pod: Json, wanted: Json) -> str:
-    """The claim's own name, or that of the claim that was made of the template."""
+    """Return the name of a claim, or of the claim that was created from the template."""
     made = find((pod.get("status") or {}).get("resourceClaimStatuses"), "name", wanted["name"])
     found = wanted.get("resourceClaimName") or (made or {}).get("resourceClaimName")
     if not found:

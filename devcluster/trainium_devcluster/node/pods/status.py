@@ -88,12 +88,12 @@ def kind_of(pod: Json, container: Json) -> ContainerKind:
 
 
 def restart_policy(pod: Json, container: Json) -> str:
-    """The policy that holds for this container: a main container's is the pod's."""
+    """Return the restart policy of a container; that of a main container is the pod's."""
     own = container.get("restartPolicy")
     if own:
         return str(own)
     policy = pod["spec"].get("restartPolicy", "Always")
-    # An init container that succeeded is never run again, whatever the policy says.
+    # An init container that succeeded is never run again, regardless of the policy.
     if policy == "Always" and kind_of(pod, container) is ContainerKind.INIT:
         return "OnFailure"
     return str(policy)
@@ -106,12 +106,12 @@ def should_restart(pod: Json, container: Json, exit_code: int) -> bool:
 
 
 def exit_reason(exit_code: int) -> str:
-    """The reason that a container runtime gives for an exit code."""
+    """Return the reason that a container runtime gives for an exit code."""
     return "Completed" if exit_code == 0 else "Error"
 
 
 def phase(pod: Json, views: Sequence[ContainerView], *, terminal: bool) -> str:
-    """The pod's phase. `terminal` means that nothing will be started any more and nothing runs."""
+    """Return the phase of a pod; `terminal` if nothing runs and nothing will be started."""
     by_name = {view.name: view for view in views}
     specs = {c["name"]: c for c in [*init_containers(pod), *containers(pod)]}
     init_failed = init_pending = False
@@ -146,7 +146,7 @@ def phase(pod: Json, views: Sequence[ContainerView], *, terminal: bool) -> str:
 
 
 def pod_status(view: PodView, now: str) -> Json:
-    """The status to write. `now` is the time for transitions."""
+    """Return the status to write; `now` is the time of transitions."""
     old = view.pod.get("status") or {}
     chosen = phase(view.pod, view.containers, terminal=view.terminal)
     reason = message = None
@@ -175,7 +175,7 @@ def pod_status(view: PodView, now: str) -> Json:
 
 
 def _generation(pod: Json) -> int | None:
-    """The generation that the status is about; a pod that has ended is not looked at again."""
+    """Return the observed generation; that of a pod that has ended does not change."""
     old = pod.get("status") or {}
     ended = old.get("phase") in {"Succeeded", "Failed"}
     found: int | None = old.get("observedGeneration") if ended else pod["metadata"].get("generation")

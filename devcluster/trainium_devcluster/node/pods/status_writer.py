@@ -1,7 +1,7 @@
 """Writes one pod's status, at once and never twice at the same time.
 
 Invariants: what is written last is the newest; writes that pile up become one; a write names the pod's uid, so it
-never touches a pod that was made anew under the same name; an API server that is away is tried again until it
+never touches a pod that was recreated under the same name; an API server that is away is tried again until it
 answers.
 """
 
@@ -27,18 +27,18 @@ class StatusWriter:
     pod: Callable[[], Json]
     render: Callable[[str], Json]
     written: Callable[[Json], None]
-    gone: bool = False
+    deleted: bool = False
     _dirty: asyncio.Event = field(default_factory=asyncio.Event)
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
     _last: Json | None = None
 
     def changed(self) -> None:
-        """The status may have changed."""
+        """Request a write of the status."""
         self._dirty.set()
         self._idle.clear()
 
     async def flush(self) -> None:
-        """Return when everything up to now is written (or the pod is gone from the API server)."""
+        """Return when everything up to now is written (or the pod is deleted from the API server)."""
         self.changed()
         await self._idle.wait()
 
@@ -50,7 +50,7 @@ class StatusWriter:
             await self._dirty.wait()
             self._dirty.clear()
             status = self.render(timestamp(time.time()))
-            if self.gone or _same(status, self._last):
+            if self.deleted or _same(status, self._last):
                 continue
             await self._write(status)
 
@@ -63,7 +63,7 @@ class StatusWriter:
                 answer = await self.api.patch(path, {"metadata": {"uid": uid(pod)}, "status": status})
             except ApiError as error:
                 if error.status in {_NOT_FOUND, _CONFLICT}:
-                    self.gone = True
+                    self.deleted = True
                     return
                 _log.warning("status of pod %s/%s: %s", namespace(pod), name(pod), error)
                 if error.status == _INVALID:

@@ -28,7 +28,7 @@ class InsideResult:
 
 
 def command_inside(process: Process, argv: Sequence[str], base: Command) -> Command:
-    """A command that joins the container of `process`, which was started with `base`."""
+    """Return a command that joins the container of `process`, which was started with `base`."""
     return replace(base, argv=tuple(argv), join=process.pid, mounts=())
 
 

@@ -35,7 +35,7 @@ class Isolation:
 
 
 def find() -> Isolation:
-    """The strongest isolation that works here."""
+    """Return the strongest isolation that works on this machine."""
     candidates = [Namespaces.ROOT, Namespaces.USER] if os.geteuid() == 0 else [Namespaces.USER]
     for namespaces in candidates:
         for own_pids in (True, False):

@@ -1,6 +1,6 @@
 """The launcher: a small single-threaded process, forked from the node at once, that starts all container processes.
 
-Why a process of its own: forking it costs a millisecond where a new interpreter costs twenty, the kernel wants a
+Why a separate process: forking it costs a millisecond where a new interpreter costs twenty, the kernel wants a
 single thread for namespaces, and being the parent (and the adopter of orphans) of every container process it learns
 of each exit at once.
 
@@ -137,7 +137,7 @@ class _Launcher:
 def _fork_contained(
     payload: dict[str, Any], isolation: Isolation, stdio: tuple[int, int, int], error_fd: int
 ) -> tuple[int, int]:
-    """Two forks; returns the inner process's id and the pipe on which to tell it to go on."""
+    """Two forks; returns the inner process's id and the pipe that lets it continue."""
     join = [
         os.open(f"/proc/{payload['join']}/ns/{kind}", os.O_RDONLY | os.O_CLOEXEC)
         for kind in _joined(payload, isolation)

@@ -30,7 +30,7 @@ ADDABLE_CAPABILITIES = CAPABILITIES | {
 
 
 class LaunchError(Exception):
-    """The container's command could not be started; `stage` says how far it came."""
+    """The container's command could not be started; `stage` is the step that failed."""
 
     def __init__(self, stage: str, message: str) -> None:
         super().__init__(f"{stage}: {message}")
@@ -66,7 +66,7 @@ class Command:
     )
 
     def payload(self) -> bytes:
-        """What the launcher reads."""
+        """Encode a request for the launcher."""
         body: dict[str, Any] = {
             "argv": list(self.argv), "env": dict(self.env), "cwd": self.cwd, "hostname": self.hostname,
             "mounts": [{"source": m.source, "target": m.target, "read_only": m.read_only} for m in self.mounts],
@@ -101,7 +101,7 @@ class Launcher:
         self._socket.setblocking(False)
         self._processes: dict[str, Process] = {}
         self._names = itertools.count(1)
-        self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         asyncio.get_running_loop().add_reader(sock.fileno(), self._receive)
 
     def start(self, command: Command, stdin: int, stdout: int, stderr: int) -> Process:
@@ -159,7 +159,7 @@ class Launcher:
         if data:
             report = json.loads(data)
             process.running.set_exception(LaunchError(report["stage"], report["message"]))
-            process.running.exception()  # whoever waits gets it; nobody waiting is no error
+            process.running.exception()  # a waiter gets it; without one it is no error
         else:
             process.running.set_result(None)
 
@@ -171,8 +171,8 @@ class Launcher:
                 return
             if not data:
                 asyncio.get_running_loop().remove_reader(self._socket.fileno())
-                if not self.gone.done():
-                    self.gone.set_result(None)
+                if not self.ended.done():
+                    self.ended.set_result(None)
                 return
             self._handle(json.loads(data))
 

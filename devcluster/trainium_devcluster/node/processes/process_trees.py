@@ -47,7 +47,7 @@ def signal_tree(pid: int, number: signal.Signals) -> list[int]:
 
 
 def command_line(pid: int) -> str:
-    """The command line of `pid`, or an empty string when it has ended."""
+    """Return the command line of `pid`; empty if it has ended."""
     try:
         raw = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -56,7 +56,7 @@ def command_line(pid: int) -> str:
 
 
 def inner_pid(pid: int) -> int:
-    """The process id that `pid` has in its own container, as the pod sees it; `pid` itself when it has ended."""
+    """Return the process id of `pid` inside its container; `pid` itself if it has ended."""
     try:
         for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines():
             if line.startswith("NSpid:"):

@@ -1,7 +1,7 @@
-"""The folders that stand for what an image holds: the virtual environment, its interpreter, and editable sources.
+"""Find the folders that replace the contents of an image: virtual environment, interpreter, editable sources.
 
-A volume may be mounted over a folder that contains one of them (a checkout below /tmp, say). In a real image the
-programs lie elsewhere, so here they are shown again below such a volume.
+A volume may be mounted over a folder that contains one of them (for instance a checkout below /tmp). A real image has
+the programs elsewhere, so they are mounted again below such a volume.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def program_folders(bin_folder: Path, search_path: Sequence[str] = sys.path) -> tuple[str, ...]:
-    """The outermost folders that programs of `bin_folder` and their modules are read from."""
+    """Return the outermost folders that programs of `bin_folder` and their modules are read from."""
     found = {bin_folder.absolute().parent}
     interpreter = bin_folder / "python"
     if interpreter.exists():

@@ -2,7 +2,7 @@
 
 Every binary message begins with a channel byte: 0 standard input, 1 output, 2 error, 3 the result (a metav1.Status),
 4 the terminal's size, 255 (protocol v5) the end of a channel.
-Invariants: the result is the last message; a caller that goes away takes the command with it.
+Invariants: the result is the last message; the command ends when its caller disconnects.
 """
 
 import asyncio
@@ -78,7 +78,7 @@ async def _pump(fd: int, channel: int, socket: web.WebSocketResponse) -> None:
 
 
 async def _feed(socket: web.WebSocketResponse, fd: int | None) -> None:
-    """Write what the caller sends into the command's standard input; returns when the caller has gone."""
+    """Write what the caller sends into the command's standard input; returns when the caller disconnects."""
     try:
         async for message in socket:
             if message.type is not WSMsgType.BINARY or not message.data:

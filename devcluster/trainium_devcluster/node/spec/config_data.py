@@ -25,7 +25,7 @@ class FileContent:
 
 
 def decode(obj: Json, plural: str) -> dict[str, bytes]:
-    """The values of a ConfigMap or Secret by key."""
+    """Return the values of a ConfigMap or Secret by key."""
     if plural == "secrets":
         return {key: base64.b64decode(value) for key, value in (obj.get("data") or {}).items()}
     values = {key: value.encode() for key, value in (obj.get("data") or {}).items()}
@@ -35,7 +35,7 @@ def decode(obj: Json, plural: str) -> dict[str, bytes]:
 def select(
     values: dict[str, bytes], items: list[Json] | None, mode: int, optional: bool, what: str
 ) -> dict[str, FileContent]:
-    """The files, by relative path, that a volume source makes of `values`.
+    """Return the files, by relative path, that a volume source creates from `values`.
 
     Raises:
         MissingKeyError: when `items` names a key that is not there.

@@ -28,7 +28,7 @@ class PodFacts:
 
 
 def field(facts: PodFacts, path: str) -> str:
-    """The text for a fieldRef.
+    """Return the text for a fieldRef.
 
     Raises:
         UnknownFieldError: for a path that the downward API does not have.
@@ -56,7 +56,7 @@ def field(facts: PodFacts, path: str) -> str:
 
 
 def resource(facts: PodFacts, reference: Json, own_container: str) -> str:
-    """The text for a resourceFieldRef; a limit that is not set is the node's allocatable amount, as with a kubelet.
+    """Return the text for a resourceFieldRef; a missing limit is the allocatable amount of the node, as with a kubelet.
 
     Raises:
         UnknownFieldError: for a container or a resource that does not exist.

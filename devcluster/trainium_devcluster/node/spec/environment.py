@@ -25,7 +25,7 @@ class ConfigError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ServiceView:
-    """What a pod is told about one Service of its namespace: `address` is where it is reached."""
+    """A Service of the namespace, as pods see it: `address` is where it is reached."""
 
     name: str
     address: str
@@ -43,7 +43,7 @@ def expand(text: str, variables: Mapping[str, str]) -> str:
 
 
 def references(container: Json) -> list[tuple[str, str]]:
-    """The ConfigMaps and Secrets, as (plural, name), that the container's environment reads."""
+    """Return the ConfigMaps and Secrets, as (plural, name), that the environment of a container reads."""
     found: list[tuple[str, str]] = []
     for source in container.get("envFrom") or []:
         for key, plural in (("configMapRef", "configmaps"), ("secretRef", "secrets")):
@@ -60,7 +60,7 @@ def references(container: Json) -> list[tuple[str, str]]:
 def build(
     container: Json, facts: downward_api.PodFacts, lookup: Lookup, services: Iterable[ServiceView]
 ) -> dict[str, str]:
-    """The variables that the pod's spec gives to this container.
+    """Return the variables that the spec of the pod gives to a container.
 
     Raises:
         ConfigError: for a reference to something missing.
@@ -81,12 +81,12 @@ def build(
 
 
 def command(container: Json, env: Mapping[str, str]) -> list[str]:
-    """The container's command line with $(NAME) replaced."""
+    """Return the command line of a container with $(NAME) replaced."""
     return [expand(part, env) for part in [*(container.get("command") or []), *(container.get("args") or [])]]
 
 
 def service_variables(service: ServiceView) -> dict[str, str]:
-    """The variables that a kubelet sets for a Service of the same namespace."""
+    """Return the variables that a kubelet sets for a Service of the same namespace."""
     prefix = service.name.upper().replace("-", "_")
     env: dict[str, str] = {}
     for index, (port_name, port, protocol) in enumerate(service.ports):

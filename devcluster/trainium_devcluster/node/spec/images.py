@@ -22,12 +22,12 @@ class Image:
     modules: tuple[str, ...] = ()
 
     def environment(self) -> dict[str, str]:
-        """What a container of it begins with, beside what every one does."""
+        """Return the variables that containers of the image have in addition."""
         return {"PYTHONPATH": ":".join(self.modules)} if self.modules else {}
 
 
 def write_image(folder: Path, name: str, modules: Sequence[Path] | None) -> None:
-    """Give the name modules of its own; None: it cannot be pulled."""
+    """Give the image separate modules; None: it cannot be pulled."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     draft = folder / f".{quote(name, safe='')}"
     draft.write_text(json.dumps(None if modules is None else [str(each.absolute()) for each in modules]))
@@ -35,7 +35,7 @@ def write_image(folder: Path, name: str, modules: Sequence[Path] | None) -> None
 
 
 def read_image(folder: Path, name: str) -> Image:
-    """The image of that name.
+    """Return the image of that name.
 
     Raises:
         PullError: when it cannot be pulled.

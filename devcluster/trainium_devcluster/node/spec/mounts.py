@@ -1,7 +1,7 @@
 """Which mounts a container gets: its volume mounts, and the small files that every container has.
 
 Invariants: a subPath never leads out of its volume; symlinks in sources are resolved on the machine, where they were
-made, not in the container; a volume mount at a path of ours (say /etc/hosts) wins over ours.
+made, not in the container; a volume mount at the same path (for instance /etc/hosts) takes precedence.
 """
 
 import os
@@ -16,7 +16,7 @@ DEFAULT_TERMINATION_LOG = "/dev/termination-log"
 
 
 def volume_mounts(container: Json, volumes: dict[str, Path], env: dict[str, str]) -> list[Mount]:
-    """The container's volume mounts.
+    """Return the volume mounts of a container.
 
     Raises:
         ConfigError: for a mount of a volume that the pod does not have, or a subPath that leads out of it.
@@ -49,7 +49,7 @@ def _sub_path(volume: Path, sub: str) -> Path:
 
 
 def own_files(container: Json, pod_folder: Path, termination_log: Path, taken: set[str]) -> list[Mount]:
-    """The files that every container gets from its node, except where a volume mount is at the same path."""
+    """Return the files that every container gets from its node, except where a volume is mounted at the same path."""
     wanted = {
         "/etc/hosts": pod_folder / "hosts",
         "/etc/hostname": pod_folder / "hostname",
@@ -60,7 +60,7 @@ def own_files(container: Json, pod_folder: Path, termination_log: Path, taken: s
 
 
 def write_pod_files(pod_folder: Path, hostname: str) -> None:
-    """The files of `own_files` that do not change (the hosts file does and is written elsewhere)."""
+    """Return the files of `own_files` that do not change (the hosts file does and is written elsewhere)."""
     (pod_folder / "hostname").write_text(hostname + "\n", encoding="utf-8")
     # A name with several addresses must resolve to all of them.
     (pod_folder / "host.conf").write_text("multi on\n", encoding="utf-8")

@@ -18,7 +18,7 @@ _PROJECTED = frozenset({"serviceAccountToken", "configMap", "secret", "downwardA
 _POD_FLAGS = {
     "hostPID": "processes of the machine are never shown to pods",
     "hostIPC": "the machine's shared memory is never shown to pods",
-    "shareProcessNamespace": "each container has processes of its own",
+    "shareProcessNamespace": "each container has a separate process namespace",
     "setHostnameAsFQDN": "the host name is the pod's name",
 }
 
@@ -29,7 +29,7 @@ def refusals(pod: Json, isolation: Isolation) -> list[str]:
 
 
 def ephemeral_refusal(pod: Json) -> str | None:
-    """The sentence for a pod that asks for ephemeral containers, which may be added while it runs."""
+    """Return the message for a pod with ephemeral containers, which may be added while it runs."""
     if pod["spec"].get("ephemeralContainers"):
         return "spec.ephemeralContainers is not supported by the process node; use `kubectl exec` instead"
     return None
@@ -56,7 +56,7 @@ def not_enforced(pod: Json) -> list[str]:
 
 
 def runs_as_root(pod: Json, container: Json) -> str | None:
-    """A kubelet's sentence when runAsNonRoot forbids the user that the container asks for, else None."""
+    """Return the message of a kubelet if runAsNonRoot forbids the user of the container, else None."""
     merged = {**(pod["spec"].get("securityContext") or {}), **(container.get("securityContext") or {})}
     if merged.get("runAsNonRoot") and merged.get("runAsUser") == 0:
         return "container's runAsUser breaks non-root policy"
@@ -115,7 +115,7 @@ def _container(container: Json) -> Iterator[str]:
         if "grpc" in (container.get(key) or {}):
             yield f"{key}.grpc is not supported by the process node: use httpGet, tcpSocket or exec"
     if any(port.get("hostPort") for port in container.get("ports") or []):
-        yield "ports.hostPort is not supported by the process node: every pod has an address of its own on this machine"
+        yield "ports.hostPort is not supported by the process node: every pod has a separate address on this machine"
     for mount in container.get("volumeMounts") or []:
         if mount.get("mountPropagation", "None") != "None":
             yield f"volumeMounts[{mount['mountPath']}].mountPropagation is not supported by the process node"

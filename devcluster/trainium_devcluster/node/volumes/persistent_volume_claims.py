@@ -25,7 +25,7 @@ _CONFLICT = 409
 
 
 async def backing(api: Api, space: str, claim_name: str) -> Json:
-    """The host path source behind a claim.
+    """Return the host path source behind a claim.
 
     Raises:
         OSError: when the claim is not bound, or its volume is of a kind that this node cannot show.

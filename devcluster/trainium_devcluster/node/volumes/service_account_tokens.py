@@ -27,7 +27,7 @@ class TokenSource:
     _renew_at: float = field(default=0.0)
 
     async def get(self) -> str:
-        """The token, renewed when it is due.
+        """Return the token, renewed when it is due.
 
         Raises:
             ApiError, Unreachable: when there is no token yet and none can be had.

@@ -78,7 +78,7 @@ class PodVolumes:
         return self.folder / "shm"
 
     def pod_changed(self) -> None:
-        """The pod's labels or annotations may have changed."""
+        """Update files for changed labels or annotations of the pod."""
         self.changed.set()
 
     def remove(self) -> None:
@@ -176,7 +176,7 @@ class PodVolumes:
             token = self._tokens[key] = TokenSource(self.api, self._pod, source)
         context = self._pod["spec"].get("securityContext") or {}
         if context.get("fsGroup") is not None:
-            mode = 0o640  # whatever defaultMode says, as with a kubelet
+            mode = 0o640  # regardless of defaultMode, as with a kubelet
         elif context.get("runAsUser") is not None:
             mode = 0o600
         return {source["path"]: FileContent((await token.get()).encode(), mode)}
@@ -210,7 +210,7 @@ class PodVolumes:
 
 
 def check_host_path(source: Json) -> Path:
-    """The host path of a volume, checked or created as its `type` says.
+    """Return the host path of a volume, checked or created according to its `type`.
 
     Raises:
         VolumeError: when it is not what `type` demands.

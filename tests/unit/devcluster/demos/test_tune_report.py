@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from rich.console import Console
 
-from trainium_devcluster.story.curves import Curves, Fault
+from trainium_devcluster.demos.curves import Curves, Fault
 from trainium_devcluster.tune import report
 from trainium_devcluster.tune.report import Evaluation, TuneResult
 

@@ -137,7 +137,7 @@ async def test_the_status_of_a_pod_that_was_made_anew_is_left_alone(api: Any) ->
     writer = StatusWriter(api, lambda: item("u"), lambda _: {"phase": "Running"}, lambda _: None)
     task = asyncio.create_task(writer.run())
     await writer.flush()
-    assert writer.gone
+    assert writer.deleted
     task.cancel()
 
 

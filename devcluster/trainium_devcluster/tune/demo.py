@@ -7,20 +7,20 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainium_devcluster.demos.curves import Curves
+from trainium_devcluster.demos.jobs import WAIT_SECONDS, Demo
+from trainium_devcluster.demos.metrics import every_sample_once_an_epoch
 from trainium_devcluster.errors import ClusterError
-from trainium_devcluster.story.curves import Curves
-from trainium_devcluster.story.jobs import WAIT_SECONDS, Story
-from trainium_devcluster.story.metrics import every_sample_once_an_epoch
 from trainium_devcluster.tune.report import Evaluation, TuneResult
 
 if TYPE_CHECKING:
-    from trainium_devcluster.story.jobs import Run
+    from trainium_devcluster.demos.jobs import Run
 
 _JOB = Path(__file__).with_name("job.yaml")
 _EVALUATION = "evaluation.json"
 
 
-class TuneStory(Story):
+class TuneDemo(Demo):
     """Adapters trained beside a base, merged and measured, all in one job."""
 
     command = "make tune"
@@ -30,45 +30,45 @@ class TuneStory(Story):
         """The folder that the job mounts."""
         return self.out / "material"
 
-    def manifest(self, name: str) -> dict[str, Any]:
-        """The job, with the demo's own material."""
-        job = self.job_of(_JOB, name)
+    def create_manifest(self, name: str) -> dict[str, Any]:
+        """Return the job with the inputs of the demo."""
+        job = self.read_job(_JOB, name)
         (volume,) = job["spec"]["workers"]["template"]["spec"]["volumes"]
         volume["hostPath"]["path"] = str(self.material)
         return job
 
-    def disturbed(self) -> tuple[Run, dict[str, Any]]:
-        """The run with all faults; returns it with its last status."""
-        with self.run(self.manifest("tune")) as run:
+    def run_with_faults(self) -> tuple[Run, dict[str, Any]]:
+        """Run the job with all faults; return it with its last status."""
+        with self.run(self.create_manifest("tune")) as run:
             self.until(run, "the first step", lambda: run.log.newest >= 1, seconds=WAIT_SECONDS * 2)
             self.until(run, "the number of steps", lambda: run.steps > 0)
-            self.view.say(f"the first step is done, of {run.steps}")
+            self.view.log(f"the first step is done, of {run.steps}")
             at = [round(run.steps * share) for share in (0.15, 0.35, 0.7)]
-            self.kill_then_lose(run, at[0], at[1])
+            self.kill_process_and_node(run, at[0], at[1])
             self.until_step(run, at[2])
             self.resize(run, 2)
             self.until(run, "the last step", lambda: run.log.newest >= run.steps)
-            self.view.say("all steps are done; adapter and merged model are written, then measured beside the base")
+            self.view.log("all steps are done; adapter and merged model are written, then measured beside the base")
             self.until(run, "the end", lambda: run.finished, seconds=WAIT_SECONDS * 2)
-            self.view.say("the job is complete")
+            self.view.log("the job is complete")
             return run, run.watch.status
 
-    def reference(self) -> Run:
-        """The same training, left alone."""
-        job = self.manifest("reference")
+    def run_undisturbed(self) -> Run:
+        """Run the same training without faults."""
+        job = self.create_manifest("reference")
         job["spec"]["workers"] |= {"spares": 0, "minReplicas": 3}
         job["spec"]["trainer"] |= {"artifacts": {"kinds": []}, "evaluate": {"enabled": False}}
         with self.run(job) as run:
             self.until(run, "the end", lambda: run.finished, seconds=WAIT_SECONDS * 3)
             run.log.refresh()
-            self.view.say("the undisturbed run is complete")
+            self.view.log("the undisturbed run is complete")
             return run
 
-    def tell(self, started: float) -> TuneResult:
+    def run_and_compare(self, started: float) -> TuneResult:
         """Run everything and compare; `started` is when the demo began, monotonic seconds."""
         self.install()
-        run, status = self.disturbed()
-        reference = self.reference()
+        run, status = self.run_with_faults()
+        reference = self.run_undisturbed()
         steps = run.log.newest
         return TuneResult(
             completed=status.get("phase") == "Completed",

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from trainium_devcluster.cluster import Cluster, node_specs, system_node
-from trainium_devcluster.story.jobs import NAMESPACE
+from trainium_devcluster.demos.jobs import NAMESPACE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from trainium_devcluster.story.view import View
+    from trainium_devcluster.demos.view import View
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 _NODES = 5
@@ -29,8 +29,8 @@ def console() -> Console:
     return found if found.is_terminal else Console(width=_PLAIN_WIDTH)
 
 
-def fresh(folder: Path) -> Path:
-    """The folder of a demo's results, empty; what an earlier one left there goes."""
+def empty_folder(folder: Path) -> Path:
+    """Return the folder of results, without those of an earlier run."""
     folder = folder.absolute()
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -39,19 +39,19 @@ def fresh(folder: Path) -> Path:
 
 @contextmanager
 def cluster(view: View, name: str | None, *, keep: bool) -> Iterator[Cluster]:
-    """A cluster that ends with the block unless it is kept."""
+    """Run a cluster that ends with the block unless it is kept."""
     nodes = [*node_specs(_NODES, cpu="4", memory="8Gi"), system_node()]
-    started = Cluster.start(name, nodes, detached=keep, write=view.say)
+    started = Cluster.start(name, nodes, detached=keep, write=view.log)
     try:
-        view.say(f"{_NODES} nodes for workers and one for the operator are ready")
+        view.log(f"{_NODES} nodes for workers and one for the operator are ready")
         yield started
     finally:
         if not keep:
             started.stop()
 
 
-def how_to_look(name: str) -> str:
-    """What to type at a cluster that was kept."""
+def usage_of(name: str) -> str:
+    """Return the commands for a cluster that was kept."""
     return (
         f"\nThe cluster {name!r} is still up:\n"
         f"  eval $({REPOSITORY / '.venv/bin/trainium-devcluster'} env --name {name})\n"

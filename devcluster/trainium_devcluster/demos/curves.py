@@ -17,7 +17,7 @@ _RESIZE = "resize"
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One disturbance and what it cost; seconds from the disturbance, by the demo's own clock where it can tell."""
+    """One disturbance and what it cost; seconds from the disturbance, by the clock of the demo where possible."""
 
     kind: str
     step: int
@@ -86,7 +86,7 @@ def _camel(name: str) -> str:
 
 
 def fault_table(faults: tuple[Fault, ...]) -> Table:
-    """The faults, one a row."""
+    """Return a table of the faults."""
     shown = Table(title="What was done to the job, and what it cost")
     for heading in ("fault", "at step", "detected", "first new step", "pause", "steps lost", "pods replaced"):
         shown.add_column(heading, justify="left" if heading == "fault" else "right")

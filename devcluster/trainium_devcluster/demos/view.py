@@ -27,13 +27,13 @@ class View:
         self._started = time.monotonic()
         self._live: Live | None = None
         self._job: tuple[str, dict[str, Any], dict[str, Any], int] | None = None
-        self._happened: list[str] = []
+        self._lines: list[str] = []
         self._printed, self._line = 0.0, ""
 
-    def say(self, sentence: str) -> None:
+    def log(self, sentence: str) -> None:
         """Something happened, or is about to."""
         line = f"[{time.monotonic() - self._started:6.1f} s] {sentence}"
-        self._happened = [*self._happened[-7:], line]
+        self._lines = [*self._lines[-7:], line]
         if self._live is None:
             self.console.print(line, markup=False, highlight=False, soft_wrap=True)
         else:
@@ -41,7 +41,7 @@ class View:
             self._live.update(self._panel())
 
     def show(self, title: str, status: dict[str, Any], newest: dict[str, Any], steps: int) -> None:
-        """The job's status and the newest record of its metrics."""
+        """Show the status of a job and the newest record of its metrics."""
         self._job = (title, status, newest, steps)
         if self._live is not None:
             self._live.update(self._panel())
@@ -93,7 +93,7 @@ class View:
 
 
 def _phase(status: dict[str, Any]) -> str:
-    """The phase, with the stage when it is one after training: `Running (Evaluate 40 %)`."""
+    """Return the phase, with a stage after training: `Running (Evaluate 40 %)`."""
     phase: str = status.get("phase", "Pending")
     progress = status.get("stageProgress")
     if phase != "Running" or progress is None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from trainium_devcluster.story.view import View
+from trainium_devcluster.demos.view import View
 
 RUNNING: dict[str, Any] = {"phase": "Running", "readyReplicas": 2, "membership": {"size": 3}, "spares": 1}
 

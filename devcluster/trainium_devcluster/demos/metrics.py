@@ -1,4 +1,4 @@
-"""What the trainer's files say: one record per step of the final history, and the samples it was trained on.
+"""Read the files of the trainer: a record for each step of the final history, and the samples of each step.
 
 `StepLog` re-reads `metrics.jsonl`, so it notices a step that is computed again after a fault: its record changes.
 Times are Unix seconds of this machine.
@@ -60,7 +60,7 @@ class StepLog:
         return max(self.steps, default=0)
 
     def steps_lost_after(self, moment: float) -> int:
-        """Steps that had been completed before `moment` and were computed again after it."""
+        """Return the number of steps that were completed before `moment` and computed again after it."""
         return len({step for step, time in self.recomputed if time > moment})
 
     def time_of(self, step: int) -> float | None:
@@ -78,7 +78,7 @@ def every_sample_once(folder: Path, steps: int, batch: int) -> bool:
 
 
 def every_sample_once_in_batches(folder: Path, batches: Mapping[int, int]) -> bool:
-    """Whether every step saw as many samples as `batches` says, and none was seen twice; within the first epoch."""
+    """Whether every step saw as many samples as in `batches`, and none was seen twice; within the first epoch."""
     seen = _samples(folder)
     every = [sample for samples in seen.values() for sample in samples]
     return {step: len(samples) for step, samples in seen.items()} == batches and len(set(every)) == len(every)

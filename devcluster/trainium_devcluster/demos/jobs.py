@@ -1,39 +1,99 @@
 """TrainingJobs of a demo: installed, applied, followed and disturbed, one disturbance after the other.
 
 Invariants: each disturbance waits until the one before is over; a wait that is not fulfilled ends the demo with a
-sentence that says what was waited for and where to look.
+message that names what was waited for and where to look.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import threading
 import time
 from abc import ABC, abstractmethod
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import yaml
 
 from trainium_contract.wire.recorded_membership import members_of
 from trainium_devcluster.binaries import Program
 from trainium_devcluster.cluster import system_values
+from trainium_devcluster.demos.curves import Fault
+from trainium_devcluster.demos.metrics import StepLog
 from trainium_devcluster.errors import ClusterError
-from trainium_devcluster.story.curves import Fault
-from trainium_devcluster.story.metrics import StepLog
-from trainium_devcluster.story.watch import JobWatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     from trainium_devcluster.cluster import Cluster
-    from trainium_devcluster.story.view import View
+    from trainium_devcluster.demos.view import View
 
 NAMESPACE = "training"
 OPERATOR_NAMESPACE = "trainium-system"
 RELEASE = "trainium-operator"
 WAIT_SECONDS = 120.0
+
+
+class JobWatch:
+    """Newest known state of one TrainingJob; `close` ends the thread and its kubectl."""
+
+    def __init__(self, kubectl: Path, environment: Mapping[str, str], namespace: str, name: str) -> None:
+        self.job: dict[str, Any] = {}
+        self._changed = threading.Condition()
+        self._process = subprocess.Popen(
+            [str(kubectl), "get", "trainingjob", name, "-n", namespace, "--watch", "-o", "json"],
+            env={**os.environ, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    @property
+    def status(self) -> dict[str, Any]:
+        """The status, empty before the operator has written one."""
+        status: dict[str, Any] = self.job.get("status") or {}
+        return status
+
+    def history(self) -> list[dict[str, Any]]:
+        """Interruptions, oldest first."""
+        return list(self.status.get("history") or [])
+
+    def wait_change(self, seconds: float) -> None:
+        """Return at the next change, or after `seconds`."""
+        with self._changed:
+            self._changed.wait(seconds)
+
+    def _read(self) -> None:
+        # kubectl prints one indented document after another; a document ends with a brace in the first column.
+        lines: list[str] = []
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            lines.append(line)
+            if line.rstrip() == "}":
+                with self._changed:
+                    self.job = json.loads("".join(lines))
+                    self._changed.notify_all()
+                lines = []
+
+    def close(self) -> None:
+        """End the watch."""
+        self._process.terminate()
+        self._process.wait()
+        self._thread.join()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 @dataclass
@@ -66,7 +126,7 @@ class Run:
         return self.watch.status.get("phase") in {"Completed", "Failed"}
 
 
-class Story(ABC):
+class Demo(ABC):
     """A demo on one running cluster."""
 
     command = "make demo"
@@ -80,8 +140,8 @@ class Story(ABC):
         self.faults: list[Fault] = []
 
     @abstractmethod
-    def manifest(self, name: str) -> dict[str, Any]:
-        """The demo's TrainingJob under a name."""
+    def create_manifest(self, name: str) -> dict[str, Any]:
+        """Return the TrainingJob of the demo under a name."""
 
     # --- set-up --------------------------------------------------------------------------------------------------
 
@@ -105,10 +165,10 @@ class Story(ABC):
             "--timeout",
             "90s",
         )
-        self.view.say(f"helm install {RELEASE}: the operator is ready ({time.monotonic() - started:.1f} s)")
+        self.view.log(f"helm install {RELEASE}: the operator is ready ({time.monotonic() - started:.1f} s)")
 
-    def job_of(self, file: Path, name: str) -> dict[str, Any]:
-        """The TrainingJob of a file under a name, with its checkpoints below the demo's own folder."""
+    def read_job(self, file: Path, name: str) -> dict[str, Any]:
+        """Read the TrainingJob of a file, with this name and its checkpoints in the folder of the demo."""
         job: dict[str, Any] = yaml.safe_load(file.read_text())
         job["metadata"] |= {"name": name, "namespace": NAMESPACE}
         job["spec"]["checkpoint"]["storage"] = {"hostPath": {"path": str(self.out / "checkpoints")}, "subPath": name}
@@ -121,7 +181,7 @@ class Story(ABC):
         path = self.out / f"{name}.yaml"
         path.write_text(yaml.safe_dump(job, sort_keys=False))
         self.cluster.kubectl("apply", "-f", str(path))
-        self.view.say(f"kubectl apply -f {path.name}")
+        self.view.log(f"kubectl apply -f {path.name}")
         folder = self.out / "checkpoints" / name
         kubectl = self.cluster.binaries.path(Program.KUBECTL)
         with JobWatch(kubectl, {**self.cluster.variables()}, NAMESPACE, name) as watch:
@@ -140,7 +200,7 @@ class Story(ABC):
                 raise ClusterError(f"The job {run.name} failed: {run.watch.status.get('verdict')}")
             if time.monotonic() > deadline:
                 raise ClusterError(
-                    f"Waited {seconds:.0f} s for {what} of job {run.name}, in vain; see `trainium-devcluster run` or "
+                    f"No {what} of job {run.name} within {seconds:.0f} s; see `trainium-devcluster run` or "
                     f"`kubectl describe trainingjob -n {NAMESPACE} {run.name}` with `{self.command} ARGS=--keep`."
                 )
             run.watch.wait_change(0.1)
@@ -152,7 +212,7 @@ class Story(ABC):
     # --- disturbances --------------------------------------------------------------------------------------------
 
     def members(self, run: Run) -> list[dict[str, Any]]:
-        """The current members by node rank."""
+        """Return the current members by node rank."""
         record = json.loads(
             self.cluster.kubectl("get", "configmap", f"{run.name}-membership", "-n", NAMESPACE, "-o", "json")
         )
@@ -160,36 +220,36 @@ class Story(ABC):
 
     def kill_process(self, run: Run) -> None:
         """SIGKILL one training process; its pod and all others stay."""
-        victim = self.members(run)[1]
-        pod = victim["podName"]
+        member = self.members(run)[1]
+        pod = member["podName"]
         inside = ("exec", pod, "-n", NAMESPACE, "-c", "worker", "--")
         records = self.cluster.kubectl(*inside, "python", "-m", "trainium_trainer.monitor")
         pid = json.loads(records.splitlines()[0])["pid"]
-        self.view.say(f"fault: SIGKILL of the training process in {pod} (rank {victim['nodeRank']})")
+        self.view.log(f"fault: SIGKILL of the training process in {pod} (rank {member['nodeRank']})")
         self._measure(run, "killed process", lambda: self.cluster.kubectl(*inside, "sh", "-c", f"kill -9 {pid}"))
 
-    def lose_node(self, run: Run) -> str:
+    def power_off_node(self, run: Run) -> str:
         """Power loss of the node that holds the last rank; returns its name."""
-        victim = self.members(run)[-1]
-        node: str = victim["nodeName"]
-        self.view.say(f"fault: power loss of {node} with {victim['podName']} (rank {victim['nodeRank']})")
+        member = self.members(run)[-1]
+        node: str = member["nodeName"]
+        self.view.log(f"fault: power loss of {node} with {member['podName']} (rank {member['nodeRank']})")
         self._measure(run, "lost node", lambda: self.cluster.faults.kill_node(node))
         return node
 
-    def kill_then_lose(self, run: Run, first: int, second: int) -> None:
-        """A killed process at one step, a lost node at a later one; returns when there is a warm spare again."""
+    def kill_process_and_node(self, run: Run, first: int, second: int) -> None:
+        """Kill a process at one step, and power a node off at a later one; return when a spare is ready again."""
         self.until_step(run, first)
         self.kill_process(run)
         self.until_step(run, second)
-        node = self.lose_node(run)
+        node = self.power_off_node(run)
         self.cluster.faults.start_node(node)
-        self.view.say(f"{node} is powered on again; the operator refills the spare")
+        self.view.log(f"{node} is powered on again; the operator refills the spare")
         self.until(run, "a new warm spare", lambda: run.watch.status.get("spares", 0) >= 1)
 
     def resize(self, run: Run, size: int) -> None:
         """`kubectl scale` to `size` nodes."""
         before = run.watch.status["membership"]["size"]
-        self.view.say(f"kubectl scale trainingjob {run.name} --replicas={size}")
+        self.view.log(f"kubectl scale trainingjob {run.name} --replicas={size}")
         command = ("scale", "trainingjob", run.name, "-n", NAMESPACE, f"--replicas={size}")
         self._measure(run, f"resize {before} to {size}", lambda: self.cluster.kubectl(*command), resize=True)
 
@@ -227,7 +287,7 @@ class Story(ABC):
             pods_replaced=entry.get("podsReplaced", 0),
         )
         self.faults.append(fault)
-        self.view.say(
+        self.view.log(
             f"{kind}: {entry['rung']}, first new step after {fault.recovered_seconds or 0:.2f} s, "
             f"{fault.steps_lost} steps lost, {fault.pods_replaced} pods replaced"
         )

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from trainium_devcluster.story.curves import Curves, Fault
-from trainium_devcluster.story.metrics import (
+from trainium_devcluster.demos.curves import Curves, Fault
+from trainium_devcluster.demos.metrics import (
     every_sample_once,
     every_sample_once_an_epoch,
     every_sample_once_in_batches,
