@@ -21,7 +21,7 @@ from rich.progress import Progress
 
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.spec.workers import MAX_NODES
-from trainium_simulator.errors import InputError, told
+from trainium_simulator.errors import InputError, describe_errors
 from trainium_simulator.job import make_spec, parse_variation, read_job
 from trainium_simulator.picture import draw_picture
 from trainium_simulator.report import document, show
@@ -157,7 +157,7 @@ def read_model(path: Path) -> FailureModel:
         return FailureModel.model_validate({} if document is None else document)
     except ValidationError as error:
         known = ", ".join(sorted(field.alias or name for name, field in FailureModel.model_fields.items()))
-        raise InputError(f"{path}: {told(error)}. Known are {known}") from error
+        raise InputError(f"{path}: {describe_errors(error)}. Known are {known}") from error
 
 
 def parse_counts(text: str) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ class InputError(Exception):
     """A file, an option or a job that cannot be simulated; its text says what was wrong, where, and what to do."""
 
 
-def told(error: ValidationError) -> str:
+def describe_errors(error: ValidationError) -> str:
     """Return the first things that a model refused, each with its place, in one line."""
     parts = []
     for each in error.errors()[:3]:

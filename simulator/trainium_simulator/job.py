@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from trainium_contract.job import TrainingJobSpec
 from trainium_operator.plan.view.size import decide_size
-from trainium_simulator.errors import InputError, told
+from trainium_simulator.errors import InputError, describe_errors
 from trainium_simulator.stages import read_yaml
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def make_spec(
     try:
         spec = TrainingJobSpec.model_validate(changed)
     except ValidationError as error:
-        raise InputError(f"{path}: spec: {told(error)}") from error
+        raise InputError(f"{path}: spec: {describe_errors(error)}") from error
     asked = spec.workers.replicas
     if (spec.workers.min_replicas or 1) > asked:
         raise InputError(f"{path}: workers.minReplicas is {spec.workers.min_replicas}, more than {asked} nodes")

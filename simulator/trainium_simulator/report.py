@@ -40,15 +40,15 @@ def judgement(results: Sequence[Result], goal: float | None) -> Iterator[str]:
     for result in results if goal is not None else ():
         assert goal is not None
         reached = result.strict.mean >= goal
-        told = f"{_name(result)}: {_percent(result.strict.mean)} of {_percent(goal)}"
+        text = f"{_name(result)}: {_percent(result.strict.mean)} of {_percent(goal)}"
         if reached:
-            yield f"{told}: reached."
+            yield f"{text}: reached."
         elif result.stage_to_shorten:
             stage = result.stage_to_shorten
             share = _percent(result.by_stage[stage])
-            yield f"{told}: missed; most is lost in {stage_words(stage)}, {share}: shorten that first."
+            yield f"{text}: missed; most is lost in {stage_words(stage)}, {share}: shorten that first."
         else:
-            yield f"{told}: missed, by overhead in the steps."
+            yield f"{text}: missed, by overhead in the steps."
 
 
 def _goodput(results: Sequence[Result]) -> Table:
@@ -102,8 +102,8 @@ def _losses(results: Sequence[Result]) -> Table:
 
 
 def _parts(shares: Mapping[str, float]) -> str:
-    told = [f"{name} {_percent(share)}" for name, share in shares.items() if share >= _LEAST]
-    return ", ".join(told[:_ROWS]) or "nothing to speak of"
+    text = [f"{name} {_percent(share)}" for name, share in shares.items() if share >= _LEAST]
+    return ", ".join(text[:_ROWS]) or "nothing to speak of"
 
 
 def _recoveries(results: Sequence[Result]) -> Table:
@@ -132,14 +132,14 @@ def _intervals(results: Sequence[Result]) -> Table:
         most = "" if rollbacks.seen else "≤ "
         by_interval = {each.seconds: f"{most}{_percent(each.total)}" for each in losses(rollbacks, stages)}
         present = present_interval(result.case.spec, stages)
-        told = "-"
+        text = "-"
         if present is not None:
-            told = f"{_duration(present)}: {most}{_percent(loss(present, rollbacks, stages).total)}"
+            text = f"{_duration(present)}: {most}{_percent(loss(present, rollbacks, stages).total)}"
         table.add_row(
             _name(result),
             f"{most}{rollbacks.a_second * MONTH:,.2f}",
             f"{'≥ ' if most else ''}{_duration(best_interval(rollbacks, stages))}",
-            told,
+            text,
             *(by_interval.get(each, "-") for each in USUAL_INTERVALS),
         )
     return table

@@ -17,7 +17,7 @@ from trainium_contract.base import ContractModel
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import TrainingJobStatus
 from trainium_contract.status.interruptions import Interruption, Rung
-from trainium_simulator.errors import InputError, told
+from trainium_simulator.errors import InputError, describe_errors
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -87,7 +87,7 @@ def read_stages(path: Path, base: StageTimes) -> StageTimes:
         return base.replaced_by(document)
     except ValidationError as error:
         known = ", ".join(sorted(field.alias or name for name, field in StageTimes.model_fields.items()))
-        raise InputError(f"{path}: {told(error)}. Known are {known}") from error
+        raise InputError(f"{path}: {describe_errors(error)}. Known are {known}") from error
 
 
 def learn_stages(path: Path, base: StageTimes) -> StageTimes:
@@ -103,7 +103,7 @@ def learn_stages(path: Path, base: StageTimes) -> StageTimes:
         status = TrainingJobStatus.model_validate({**raw, "history": ()})
         history = tuple(Interruption.model_validate(entry) for entry in raw.get("history") or ())
     except (ValidationError, TypeError) as error:
-        text = told(error) if isinstance(error, ValidationError) else "history is no list"
+        text = describe_errors(error) if isinstance(error, ValidationError) else "history is no list"
         raise InputError(f"{path}: status: {text}") from error
     learnt = learnt_from(status, history, base)
     if not learnt:

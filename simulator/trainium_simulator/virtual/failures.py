@@ -103,7 +103,7 @@ _ALL_CAUSES = {
     FaultClass.RACK: 0.004,
     FaultClass.CORRUPTION: 0.014,
 }
-_PLAYED = (
+_INJECTED = (
     FaultClass.PROCESS_CRASH,
     FaultClass.HANG,
     FaultClass.DEVICE_ERROR,
@@ -111,7 +111,7 @@ _PLAYED = (
     FaultClass.MAINTENANCE,
     FaultClass.RACK,
 )
-_EVEN = {kind: 1 / len(_PLAYED) for kind in _PLAYED}
+_EVEN = {kind: 1 / len(_INJECTED) for kind in _INJECTED}
 SHARES = {Mix.HARDWARE: _HARDWARE, Mix.ALL_CAUSES: _ALL_CAUSES, Mix.EVEN: _EVEN}
 
 

@@ -58,7 +58,7 @@ class Nodes:
     def __init__(self, count: int, *, instance_type: str, model: FailureModel, lemons: frozenset[int]) -> None:
         self._model = model
         self._instance_type = instance_type
-        self.gone: dict[str, str] = {}
+        self.deleted: dict[str, str] = {}
         """Node name -> provider ID of nodes that no longer exist."""
         self.slots = [
             Slot(number, self._view(number, 0), lemon=number in lemons, born=float("-inf")) for number in range(count)
@@ -116,7 +116,7 @@ class Nodes:
             return None
         old = slot.view
         del self.views[old.name], self._by_name[old.name]
-        self.gone[old.name] = old.provider_id
+        self.deleted[old.name] = old.provider_id
         slot.serial += 1
         slot.lemon, slot.born, slot.slowness = lemon, now, 1.0
         self.show(slot, self._view(slot.number, slot.serial))

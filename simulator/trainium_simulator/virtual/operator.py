@@ -84,13 +84,13 @@ class SimulatedOperator:
         self._since = EPOCH - 3600.0
         self._published = 0
         self._woken = False
-        self._look = 0
+        self._check = 0
         self._news_at = 0.0
         self._written = 0.0
         self._up = True
         self._memory: Memory | None = None
         self._fleet = FleetView()
-        self._fleet_look = 0
+        self._fleet_check = 0
         self._fleet_stale = True
         self._failures: object = None
 
@@ -126,7 +126,7 @@ class SimulatedOperator:
     def go_away(self) -> None:
         """Return the API server is out of reach, and the operator ends with its Lease."""
         self._up, self._woken = False, False
-        self._look += 1
+        self._check += 1
 
     def come_back(self) -> None:
         """Return a new process leads, and has heard nobody."""
@@ -147,7 +147,7 @@ class SimulatedOperator:
         self._children.clear()
         self.wake()
 
-    def hear(self) -> None:
+    def observe(self) -> None:
         """Hear the agents once more: some will tell nothing from now on, and this was their last heartbeat."""
         if self._up:
             self._agents()
@@ -176,13 +176,13 @@ class SimulatedOperator:
         if not self._up or self.stopped:
             return
         requeue = self._plan_once(_SETTINGS)
-        self._look += 1
-        number = self._look
+        self._check += 1
+        number = self._check
         if requeue is not None and requeue < _NEVER / 2:
-            seconds = self._patient(requeue)
-            self._timeline.after(seconds, lambda: self._reconcile() if number == self._look else None)
+            seconds = self._limited_requeue(requeue)
+            self._timeline.after(seconds, lambda: self._reconcile() if number == self._check else None)
 
-    def _patient(self, requeue: float) -> float:
+    def _limited_requeue(self, requeue: float) -> float:
         """Return when to look again: the operator polls while somebody is missing, and for hours that would cost much.
 
         The longer nothing has changed, the seldomer; the end of the wait for capacity is met exactly.
@@ -193,7 +193,7 @@ class SimulatedOperator:
         return seconds if deadline is None or not 0 < deadline < seconds else max(requeue, deadline)
 
     def _plan_once(self, settings: PlanSettings) -> float | None:
-        self._look_at_fleet()
+        self._plan_fleet()
         self.plans += 1
         result = plan(self._observe(), settings)
         if result.actions:
@@ -240,7 +240,7 @@ class SimulatedOperator:
         )
 
     def _agents(self) -> dict[str, AgentView]:
-        return self.workforce.agents(self._timeline.now, self.run.tell(), deaf_until=self._since)
+        return self.workforce.agents(self._timeline.now, self.run.report(), deaf_until=self._since)
 
     def _act(self, action: Action) -> None:
         match action:
@@ -258,7 +258,7 @@ class SimulatedOperator:
             case _:
                 pass
 
-    def _look_at_fleet(self) -> None:
+    def _plan_fleet(self) -> None:
         if not self._fleet_stale:
             return
         self._fleet_stale = False
@@ -277,13 +277,13 @@ class SimulatedOperator:
                 jobs=(records,),
                 memory=self._memory,
                 now=self._timeline.now,
-                machines=self._nodes.gone,
+                machines=self._nodes.deleted,
             )
         )
         self._memory, self._fleet = result.memory, result.view
-        self._fleet_look += 1
-        number = self._fleet_look
-        if result.look_again is not None:
+        self._fleet_check += 1
+        number = self._fleet_check
+        if result.requeue_after is not None:
             self._timeline.after(
-                max(1.0, result.look_again), lambda: self.nodes_changed() if number == self._fleet_look else None
+                max(1.0, result.requeue_after), lambda: self.nodes_changed() if number == self._fleet_check else None
             )

@@ -328,7 +328,7 @@ class Run:
 
     # --- what they tell ---------------------------------------------------------------------------------------------
 
-    def tell(self) -> Ranks:
+    def report(self) -> Ranks:
         """Return what the heartbeats of the members say now."""
         training, now = self.training, self._timeline.now
         if self.membership is None:

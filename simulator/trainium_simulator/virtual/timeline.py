@@ -21,12 +21,12 @@ class EventClock:
 
     def __init__(self) -> None:
         self.now = EPOCH
-        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._pending: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
 
     def at(self, when: float, what: Callable[[], None]) -> None:
         """Let it happen then, or now when that has passed."""
-        heapq.heappush(self._due, (max(when, self.now), next(self._numbers), what))
+        heapq.heappush(self._pending, (max(when, self.now), next(self._numbers), what))
 
     def after(self, seconds: float, what: Callable[[], None]) -> None:
         """Let it happen in so many seconds."""
@@ -34,10 +34,10 @@ class EventClock:
 
     def advance(self, until: float) -> bool:
         """Go to the next moment at which something is due, and let it happen; False when that is after `until`."""
-        if not self._due or self._due[0][0] > until:
+        if not self._pending or self._pending[0][0] > until:
             self.now = until
             return False
-        self.now = self._due[0][0]
-        while self._due and self._due[0][0] <= self.now:
-            heapq.heappop(self._due)[2]()
+        self.now = self._pending[0][0]
+        while self._pending and self._pending[0][0] <= self.now:
+            heapq.heappop(self._pending)[2]()
         return True

@@ -156,15 +156,15 @@ class Training:
         self.slowness = slowness
 
     def resume_from(self, lost: Collection[int]) -> int:
-        """Return the step that the ranks can go on from when these of them, and what their nodes held, are gone."""
+        """Return the step that the ranks can go on from when these of them, and what their nodes held, are missing."""
         memory = self._spec.checkpoint.memory
         if not memory.every_steps:
             return self.durable
         newest = self._newest_in_memory()
         if lost and self._spec.trainer.data_parallel.is_sharded:
-            gone = set(lost)
+            missing = set(lost)
             half = max(1, self.size // 2)
-            alone = any((rank + half) % max(1, self.size) in gone for rank in gone)
+            alone = any((rank + half) % max(1, self.size) in missing for rank in missing)
             if not memory.buddies or alone or self.size < 2:
                 return self.durable
         if self.size and len(set(lost)) >= self.size:
@@ -188,7 +188,7 @@ class Training:
         return stages.rendezvous_seconds + seconds
 
     def roll_back(self) -> int:
-        """Return everything but the durable checkpoint is gone: how many steps are to be made again."""
+        """Return everything but the durable checkpoint is missing: how many steps are to be made again."""
         lost = rolled = self.best - self.durable
         for size in sorted(self.fresh, reverse=True):
             taken = min(rolled, self.fresh[size])

@@ -53,7 +53,7 @@ class Agent:
     """As the operator knows it, since the last plan."""
     beat: HeartbeatRequest | None = None
     """What it last told, and what that was made of."""
-    told: tuple[object, ...] | None = None
+    reported: tuple[object, ...] | None = None
     kept: tuple[object, ...] = ()
 
     def turn(self, phase: WorkerPhase, now: float) -> None:
@@ -182,7 +182,7 @@ class Workforce:
                     pod.view = replace(pod.view, unschedulable_message=_NOWHERE)
                     self._changed()
                     if not pod.view.extra:
-                        self._make_room(pod)
+                        self._preempt_extra(pod)
                 continue
             avoided = pod.avoided
             slot = min(open_to, key=lambda each: each.name in avoided) if avoided else open_to[0]
@@ -192,7 +192,7 @@ class Workforce:
             pod.view = replace(pod.view, node=slot.name, scheduled=True, unschedulable_message="")
             self._timeline.after(self._stages.pod_seconds + self._stages.warm_seconds, partial(self._started, pod))
 
-    def _make_room(self, pod: Pod) -> None:
+    def _preempt_extra(self, pod: Pod) -> None:
         """Return a pod that was asked for takes the node of an extra; called when it first finds no node."""
         for other in list(self.pods.values()):
             slot = other.slot
@@ -319,13 +319,13 @@ class Workforce:
 def _heartbeat(pod: Pod, agent: Agent, ranks: Ranks) -> HeartbeatRequest:
     slowness = pod.slot.slowness if pod.slot is not None else 1.0
     timing = ranks.timings.get(slowness) if agent.phase is WorkerPhase.TRAINING else None
-    told = (agent.generation, agent.attempt, agent.phase, agent.waiting_for, id(timing))
+    reported = (agent.generation, agent.attempt, agent.phase, agent.waiting_for, id(timing))
     kept = (agent.failures, agent.restarts, agent.verdict)
-    same = agent.told is not None and told == agent.told and all(map(operator.is_, kept, agent.kept))
+    same = agent.reported is not None and reported == agent.reported and all(map(operator.is_, kept, agent.kept))
     leads = ranks.progress is not None and pod.view.uid == ranks.leader
     if agent.beat is None or not same or leads:
         progress = ranks.progress if agent.generation > 0 else None
-        agent.told, agent.kept = told, kept
+        agent.reported, agent.kept = reported, kept
         agent.beat = agent.base.replaced(
             generation=agent.generation,
             attempt=agent.attempt,

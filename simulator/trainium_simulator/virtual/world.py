@@ -101,7 +101,7 @@ class World:
     def live(self, faults: Iterable[Fault]) -> SimulationResult:
         """Return everything until the end."""
         for fault in faults:
-            self.timeline.at(EPOCH + fault.at, partial(self._strike, fault))
+            self.timeline.at(EPOCH + fault.at, partial(self._inject, fault))
         for day in range(1, math.floor(self._setting.days) + 1):
             self.timeline.at(EPOCH + day * DAY, self._close_day)
         self.operator.wake()
@@ -146,7 +146,7 @@ class World:
 
     # --- faults -----------------------------------------------------------------------------------------------------
 
-    def _strike(self, fault: Fault) -> None:
+    def _inject(self, fault: Fault) -> None:
         if fault.kind in OF_THE_CLUSTER:
             self._lose_operator(fault)
             return
@@ -207,7 +207,7 @@ class World:
             self._repair_after(slot, fault, repair)
 
     def _lose_power(self, slots: list[Slot]) -> None:
-        self.operator.hear()
+        self.operator.observe()
         self.run.lose_power(slots)
 
     def _darken(self, slot: Slot, repair: int) -> None:
@@ -286,11 +286,11 @@ class World:
             if slot.repair != repair:
                 return
             was_up = slot.up
-            gone = self.nodes.restore(slot, self.timeline.now, same_machine=fault.same_machine, lemon=lemon)
-            if gone is not None:
+            old_name = self.nodes.restore(slot, self.timeline.now, same_machine=fault.same_machine, lemon=lemon)
+            if old_name is not None:
                 if was_up:
                     self._lose_power([slot])
-                self.workforce.node_deleted(slot, gone)
+                self.workforce.node_deleted(slot, old_name)
             elif not was_up:
                 self.workforce.power_returns(slot)
             self.operator.nodes_changed()

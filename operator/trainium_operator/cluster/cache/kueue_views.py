@@ -43,7 +43,7 @@ def workload_view(raw: Json) -> WorkloadView:
         content_hash=text_of(annotations.get(names.ANNOTATION_CONTENT_HASH)),
         active=spec.get("active") is not False,
         deleting="deletionTimestamp" in metadata,
-        said=tuple(
+        conditions=tuple(
             _condition(each) for each in items_of(status.get("conditions")) if text_of(each.get("type")) in _KNOWN
         ),
         grants=tuple(map(_grant, grants)),

@@ -156,7 +156,11 @@ class FleetReconciler:
                 return SETTLE_SECONDS  # it is written before anything else follows from it
             for write in plan.taints:
                 await self._taint(write)
-            return POLL_SECONDS if plan.look_again is None else min(POLL_SECONDS, max(SETTLE_SECONDS, plan.look_again))
+            return (
+                POLL_SECONDS
+                if plan.requeue_after is None
+                else min(POLL_SECONDS, max(SETTLE_SECONDS, plan.requeue_after))
+            )
         raise ConflictError(f"ConfigMap {self._namespace}/{self._name} is changed by somebody else all the time")
 
     def _plan(self, memory: Memory | None) -> FleetPlan:

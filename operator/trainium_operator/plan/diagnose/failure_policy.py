@@ -104,8 +104,8 @@ def _verdict(
     reason: Reason, cause: Cause, message: str, *, advice: str = "", pod: str = "", node: str = ""
 ) -> StopVerdict:
     """Return a verdict whose message starts with what happened and ends with what to do, also when it is cut."""
-    told = f"{message.rstrip('. ')}. {advice or _ADVICE.get(reason, '')}".strip()
-    return StopVerdict(reason=reason, cause=cause, message=sentence(told[0].upper() + told[1:]), pod=pod, node=node)
+    text = f"{message.rstrip('. ')}. {advice or _ADVICE.get(reason, '')}".strip()
+    return StopVerdict(reason=reason, cause=cause, message=sentence(text[0].upper() + text[1:]), pod=pod, node=node)
 
 
 def _impossible_size(facts: Facts) -> StopVerdict | None:
@@ -258,8 +258,8 @@ def budget_verdict(facts: Facts, status: TrainingJobStatus) -> StopVerdict | Non
         return None
     last = status.failures[-1]
     node, seen = _last_words(facts, status, last.pod)
-    told = f"{message}. Last seen: {seen}" if seen else message
-    return _verdict(Reason.BUDGET_EXHAUSTED, last.cause, told, pod=last.pod, node=node)
+    text = f"{message}. Last seen: {seen}" if seen else message
+    return _verdict(Reason.BUDGET_EXHAUSTED, last.cause, text, pod=last.pod, node=node)
 
 
 def _last_words(facts: Facts, status: PublicStatus, pod: str) -> tuple[str, str]:
@@ -271,9 +271,9 @@ def _last_words(facts: Facts, status: PublicStatus, pod: str) -> tuple[str, str]
     worker = next((each for each in facts.workers.values() if pod and each.pod.name == pod), None)
     if worker is not None:
         given_up = worker.heartbeat.verdict if worker.heartbeat is not None else None
-        said = given_up.message if given_up is not None else worker.pod.message
-        if said:
-            return worker.pod.node, said
+        output = given_up.message if given_up is not None else worker.pod.message
+        if output:
+            return worker.pod.node, output
     return "", faults[-1].message if faults else ""
 
 

@@ -67,7 +67,7 @@ class Evidence:
 
     witnesses: bool
     """Whether there are any."""
-    awaited: frozenset[int]
+    waited_for: frozenset[int]
     """Node ranks that they wait for."""
     lost_a_peer: bool
     stalls_at: float | None
@@ -82,13 +82,15 @@ class Evidence:
 
 def collect_evidence(facts: Facts) -> Evidence:
     """Hear the witnesses."""
-    heard = {member.pod_uid for member, worker in facts.members if worker is not None and not worker.silent}
-    beats = [beat for member, beat in facts.beats if member.pod_uid in heard]
+    reporting = {member.pod_uid for member, worker in facts.members if worker is not None and not worker.silent}
+    beats = [beat for member, beat in facts.beats if member.pod_uid in reporting]
     progressed, stalls_at = _stall(facts)
-    newest = max((facts.observed.agents[uid].last_seen for uid in heard if uid in facts.observed.agents), default=0.0)
+    newest = max(
+        (facts.observed.agents[uid].last_seen for uid in reporting if uid in facts.observed.agents), default=0.0
+    )
     return Evidence(
         witnesses=bool(beats),
-        awaited=frozenset(rank for beat in beats for rank in beat.waiting_for),
+        waited_for=frozenset(rank for beat in beats for rank in beat.waiting_for),
         lost_a_peer=any(_lost_a_peer(beat) for beat in beats),
         stalls_at=stalls_at,
         seen_to_stall=stalls_at is not None and newest >= progressed + _SEEN_FRACTION * (stalls_at - progressed),
@@ -103,7 +105,7 @@ def explain_silence(evidence: Evidence, member: Member, worker: Worker, now: flo
         return f"its node {worker.pod.node} is not ready"
     if not evidence.witnesses:
         return None
-    if member.node_rank in evidence.awaited:
+    if member.node_rank in evidence.waited_for:
         return "the other workers wait for it"
     if evidence.lost_a_peer:
         return "another worker lost its connection to a peer"
@@ -114,14 +116,12 @@ def explain_silence(evidence: Evidence, member: Member, worker: Worker, now: flo
 
 def _lost_a_peer(beat: HeartbeatRequest) -> bool:
     return beat.phase is not WorkerPhase.TRAINING and any(
-        _stood_in_a_collective(failure)
-        and failure.generation == beat.generation
-        and failure.attempt >= beat.attempt - 1
+        _waited_in_collective(failure) and failure.generation == beat.generation and failure.attempt >= beat.attempt - 1
         for failure in beat.failures
     )
 
 
-def _stood_in_a_collective(failure: ProcessFailure) -> bool:
+def _waited_in_collective(failure: ProcessFailure) -> bool:
     """By its code, or by the runtime's word: it waited for others that did not come."""
     status = find_runtime_status(failure.runtime_status)
     return failure.exit_code == ExitCode.PEER_LOST or (status is not None and status.indirect)
@@ -207,7 +207,7 @@ def _limit(facts: Facts) -> float:
 
 def unhealthy(facts: Facts, evidence: Evidence, member: Member, worker: Worker) -> Loss | None:
     """Return a member whose node is broken for good; it saves if it can, and nothing waits for a replacement."""
-    problem = facts.troubles.get(worker.pod.uid)
+    problem = facts.node_problems.get(worker.pod.uid)
     if problem is None or problem.severity is not Severity.FATAL:
         return None
     return _loss(facts, member, worker, problem, saves=_trains(facts, evidence, worker))
@@ -228,7 +228,7 @@ def hand_overs(facts: Facts, evidence: Evidence, found: list[Loss]) -> list[Loss
             break
         if member.pod_uid not in lost and not worker.silent and not worker.node_bad:
             saves = is_settled(facts) and _trains(facts, evidence, worker)
-            problem = facts.troubles[worker.pod.uid]
+            problem = facts.node_problems[worker.pod.uid]
             found.append(replace(_loss(facts, member, worker, problem, saves=saves), stays=saves))
             free -= 1
     return found
@@ -237,7 +237,7 @@ def hand_overs(facts: Facts, evidence: Evidence, found: list[Loss]) -> list[Loss
 def members_to_move(facts: Facts) -> Iterator[tuple[Member, Worker]]:
     """Yield members that train on while somebody to take their rank is made ready, by rank."""
     for member, worker in facts.members:
-        problem = facts.troubles.get(member.pod_uid)
+        problem = facts.node_problems.get(member.pod_uid)
         if worker is not None and problem is not None and problem.severity is Severity.DRAIN and worker.alive:
             yield member, worker
 
@@ -259,7 +259,7 @@ def _loss(facts: Facts, member: Member, worker: Worker, problem: NodeProblem, *,
 
 
 def _is_fatal(facts: Facts, loss: Loss) -> bool:
-    problem = facts.troubles.get(loss.member.pod_uid)
+    problem = facts.node_problems.get(loss.member.pod_uid)
     return loss.worker is not None and loss.saves and problem is not None and problem.severity is Severity.FATAL
 
 
@@ -276,18 +276,18 @@ def find_losses(facts: Facts) -> tuple[tuple[Loss, ...], tuple[float, ...]]:
     found: list[Loss] = []
     requeue_at: list[float] = []
     evidence = collect_evidence(facts)
-    awaited = join_deadlines(facts)
+    waited_for = join_deadlines(facts)
     at_rest = _is_at_rest(facts)
     if at_rest:
         requeue_at.append(facts.now + facts.status_interval)
     for member, worker in facts.members:
-        join_by = awaited.get(member.node_rank)
+        join_by = waited_for.get(member.node_rank)
         loss = _loss_of(facts, evidence, member, worker, join_by)
         if loss is not None:
             found.append(loss)
         elif worker is not None and not worker.finished:
-            if not at_rest or _is_in_doubt(worker):
-                requeue_at.append(_next_look(facts, evidence, worker))
+            if not at_rest or _is_suspect(worker):
+                requeue_at.append(_next_check(facts, evidence, worker))
             if join_by is not None:
                 requeue_at.append(join_by)
     found = hand_overs(facts, evidence, accused(facts, found)) or slowest_to_hand_over(facts)
@@ -351,7 +351,7 @@ def _leaving(facts: Facts, member: Member, worker: Worker) -> Loss | None:
     if not worker.pod.deleting and not worker.pod.disrupted:
         return None
     answers = not worker.silent and not worker.node_bad and worker.agent is not None
-    cause, problem = cause_of_leaving(worker.pod), facts.troubles.get(worker.pod.uid)
+    cause, problem = cause_of_leaving(worker.pod), facts.node_problems.get(worker.pod.uid)
     seen = f": {problem}" if problem is not None and problem.cause is cause else ""
     return Loss(
         member=member,
@@ -372,8 +372,8 @@ def _silent(facts: Facts, evidence: Evidence, member: Member, worker: Worker) ->
         return None
     # Whoever refuses a connection has power: the agent is gone, its machine is not.
     host_answers = worker.refuses and not worker.node_bad
-    heard = "the time of the failure is when it was last heard"
-    since = heard if worker.agent is not None else "this operator never heard it"
+    reporting = "the time of the failure is when it was last heard"
+    since = reporting if worker.agent is not None else "this operator never heard it"
     message = (
         f"no word from pod {worker.pod.name} on node {worker.pod.node} for {worker.silent_seconds:.1f} s, and "
         f"{why}; {since}"
@@ -412,12 +412,12 @@ def _is_at_rest(facts: Facts) -> bool:
     return status.phase is Phase.RUNNING and all(entry.recovered_seconds is not None for entry in status.history)
 
 
-def _is_in_doubt(worker: Worker) -> bool:
+def _is_suspect(worker: Worker) -> bool:
     """Return whether it was not seen recently; the coordinator reports when others fall silent."""
     return worker.agent is None or not worker.silent_seconds < SILENCE_REPORTED_SECONDS < worker.timeout
 
 
-def _next_look(facts: Facts, evidence: Evidence, worker: Worker) -> float:
+def _next_check(facts: Facts, evidence: Evidence, worker: Worker) -> float:
     """Return when silence could become a loss: at its deadline, then whenever training would count as stalled."""
     deadline = facts.now - worker.silent_seconds + worker.timeout
     if worker.agent is None or not worker.silent:
@@ -469,7 +469,7 @@ def planned_departures(facts: Facts, losses: tuple[Loss, ...]) -> Notices:
         departures=departures,
         since=since,
         requeue_at=tuple(at for at in (shrink_at, last_call) if facts.now < at < _NEVER),
-        events=(_told(facts, leaving),) if known is None else (),
+        events=(_notice_event(facts, leaving),) if known is None else (),
     )
 
 
@@ -477,18 +477,20 @@ def _leaving_members(facts: Facts) -> list[tuple[Member, Worker]]:
     """Return members whose nodes are not bad, but on their way out."""
     moving = members_to_move(facts)
     return [
-        each for each in moving if facts.troubles[each[0].pod_uid].cause is Cause.PREEMPTED and not each[1].finished
+        each
+        for each in moving
+        if facts.node_problems[each[0].pod_uid].cause is Cause.PREEMPTED and not each[1].finished
     ]
 
 
-def _told(facts: Facts, leaving: list[tuple[Member, Worker]]) -> EventIntent:
+def _notice_event(facts: Facts, leaving: list[tuple[Member, Worker]]) -> EventIntent:
     """Told once, when the first notice comes."""
     member = leaving[0][0]
     names = listed(tuple(each.pod_name for each, _ in leaving))
     return event(
         Reason.INTERRUPTION_NOTICE,
-        f"Node {member.node_name} is about to leave: {facts.troubles[member.pod_uid]}; {names} trains on until another "
-        "worker can take the rank.",
+        f"Node {member.node_name} is about to leave: {facts.node_problems[member.pod_uid]}; {names} trains on until "
+        "another worker can take the rank.",
         warning=True,
         node=member.node_name,
     )
@@ -513,7 +515,9 @@ def _departure(facts: Facts, each: tuple[Member, Worker], *, stays: bool) -> Los
         worker=worker,
         cause=Cause.PREEMPTED,
         failed_at=facts.now,
-        message=f"node {worker.pod.node} of pod {worker.pod.name} is about to leave: {facts.troubles[member.pod_uid]}",
+        message=(
+            f"node {worker.pod.node} of pod {worker.pod.name} is about to leave: {facts.node_problems[member.pod_uid]}"
+        ),
         saves=not worker.silent and not worker.node_bad and worker.agent is not None,
         stays=stays,
     )

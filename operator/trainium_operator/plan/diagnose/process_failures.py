@@ -63,7 +63,7 @@ class _Report:
     meaning: Verdict
 
 
-def find_culprit(facts: Facts, attempt: int, *, all_spoke: bool) -> Culprit | None:
+def find_culprit(facts: Facts, attempt: int, *, all_reported: bool) -> Culprit | None:
     """Return who began the interruption of this attempt of the generation in force; None when nobody is known to.
 
     What only the comparison of all reports shows is looked at when no report is missing any more.
@@ -75,7 +75,7 @@ def find_culprit(facts: Facts, attempt: int, *, all_spoke: bool) -> Culprit | No
         or _kernel_event(facts, reports, records)
         or _own_account(reports, records, facts)
     )
-    if certain is not None or not all_spoke:
+    if certain is not None or not all_reported:
         return certain
     return _only_reporter(reports, records) or _laggard(reports, records)
 
@@ -228,7 +228,7 @@ def accused(facts: Facts, found: list[Loss]) -> list[Loss]:
         failure = beat.verdict
         if failure is None or not meaning_of_failure(beat, failure, facts.job.spec.recovery.rules).indirect:
             continue
-        culprit = find_culprit(facts, failure.attempt, all_spoke=True)
+        culprit = find_culprit(facts, failure.attempt, all_reported=True)
         worker = facts.workers.get(culprit.member.pod_uid) if culprit is not None else None
         if culprit is None or worker is None or default_responses(culprit.cause).repeated is not Response.REPLACE_NODE:
             return found

@@ -62,14 +62,14 @@ def find_stragglers(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
             entry = entry.replaced(since_step=step)
         if not entry.reported and step - entry.since_step >= spec.persist_steps:
             entry = entry.replaced(reported=True, slowdown=round(ratio, 2))
-            told = _sentence(entry, step) + _why_it_stays(facts, pod, spec)
-            events.append(event(Reason.STRAGGLER_DETECTED, told, warning=True, pod=pod))
+            text = _sentence(entry, step) + _why_it_stays(facts, pod, spec)
+            events.append(event(Reason.STRAGGLER_DETECTED, text, warning=True, pod=pod))
             requeue_at.append(facts.now)  # it is told first, and handed over by the next plan
         found.append(entry)
     for pod, entry in known.items():
         if entry.reported and pod in paces and all(each.pod != pod for each in found):
-            gone = f"Pod {pod} on node {entry.node} keeps pace with the others again."
-            events.append(event(Reason.STRAGGLER_GONE, gone, pod=pod))
+            text = f"Pod {pod} on node {entry.node} keeps pace with the others again."
+            events.append(event(Reason.STRAGGLER_GONE, text, pod=pod))
     found.sort(key=lambda entry: (-entry.reported, -entry.slowdown, entry.pod))
     status = status.replaced(stragglers=tuple(found[:_LISTED]))
     return PolicyResult(status=status, events=tuple(events), requeue_at=tuple(requeue_at))

@@ -76,7 +76,7 @@ class Demand:
     """It claims its devices, which a node's allocatable resources do not count."""
 
 
-_TOLD_OTHERWISE = ("node.kubernetes.io/", TAINT_QUARANTINED)
+_READ_ELSEWHERE = ("node.kubernetes.io/", TAINT_QUARANTINED)
 """Beginnings of taints that only repeat what is read elsewhere (Ready, pressure, cordon, our own memory)."""
 _OUT_OF_SERVICE = "node.kubernetes.io/out-of-service"
 _STATUS = {True: NodeReadiness.TRUE, False: NodeReadiness.FALSE}
@@ -142,7 +142,7 @@ def _capacity(node: NodeView, demand: Demand | None) -> Iterator[NodeProblem]:
 
 def _taint(taint: Taint, demand: Demand | None) -> Iterator[NodeProblem]:
     source, reason = f"taint {taint.key}", taint.value or taint.effect
-    if taint.key.startswith(_TOLD_OTHERWISE) and taint.key != _OUT_OF_SERVICE:
+    if taint.key.startswith(_READ_ELSEWHERE) and taint.key != _OUT_OF_SERVICE:
         return
     if demand is not None and tolerates(demand.tolerations, taint):
         return

@@ -92,8 +92,8 @@ class Machine:
         """The only namespace that speaks against it; empty when it is confirmed, or was written by a person."""
         if self.state is MachineState.PERMANENT or not self.strikes:
             return ""
-        said = frozenset[str]().union(*(strike.namespaces for strike in self.strikes))
-        return next(iter(said)) if len(said) == 1 else ""
+        accusers = frozenset[str]().union(*(strike.namespaces for strike in self.strikes))
+        return next(iter(accusers)) if len(accusers) == 1 else ""
 
     @property
     def cause(self) -> Cause:
@@ -116,7 +116,7 @@ def quarantined(memory: Memory) -> frozenset[str]:
     return frozenset(machine for machine, entry in memory.machines.items() if entry.state in confined)
 
 
-def struck(entry: Machine, node: str, strike: Strike) -> Machine:
+def add_strike(entry: Machine, node: str, strike: Strike) -> Machine:
     """Add a strike to the machine; one that reports the same fault as an earlier one only confirms that."""
     for at, old in enumerate(entry.strikes):
         if abs(strike.at - old.at) < SAME_FAULT_SECONDS:
@@ -129,10 +129,10 @@ def struck(entry: Machine, node: str, strike: Strike) -> Machine:
 def _newest(strikes: tuple[Strike, ...]) -> tuple[Strike, ...]:
     """Return at most `MOST_STRIKES`; of those that say no more than others do the oldest goes first."""
     while len(strikes) > MOST_STRIKES:
-        said = Counter(name for strike in strikes for name in strike.namespaces)
-        spare = (at for at, strike in enumerate(strikes) if all(said[name] > 1 for name in strike.namespaces))
-        gone = next(spare, 0)
-        strikes = strikes[:gone] + strikes[gone + 1 :]
+        accusers = Counter(name for strike in strikes for name in strike.namespaces)
+        spare = (at for at, strike in enumerate(strikes) if all(accusers[name] > 1 for name in strike.namespaces))
+        index = next(spare, 0)
+        strikes = strikes[:index] + strikes[index + 1 :]
     return strikes
 
 

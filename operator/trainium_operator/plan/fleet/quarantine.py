@@ -26,11 +26,11 @@ from trainium_operator.plan.fleet.memory import (
     MachineState,
     Memory,
     Strike,
+    add_strike,
     aged,
     bounded,
     is_due,
     quarantined,
-    struck,
 )
 from trainium_operator.plan.model.names import LABEL_INSTANCE_TYPE, NEURON, TAINT_QUARANTINED
 from trainium_operator.plan.model.observed import CAP, FleetView, NodeReadiness, Taint, cap_of
@@ -93,7 +93,7 @@ class FleetPlan:
     memory: Memory
     view: FleetView
     taints: tuple[TaintNode, ...] = ()
-    look_again: float | None = None
+    requeue_after: float | None = None
     """Seconds after which something changes by itself."""
     news: tuple[str, ...] = ()
     """What changed in the memory, as sentences."""
@@ -121,7 +121,7 @@ def plan_fleet(observed: FleetObserved) -> FleetPlan:
             suspected=tuple((namespace, _kept_out(fleet, memory, namespace)) for namespace in accusers),
         ),
         taints=() if frozen or not observed.taints_nodes else _taints(observed, fleet, memory, confined),
-        look_again=_next_change(observed, fleet, memory),
+        requeue_after=_next_change(observed, fleet, memory),
         news=_news(before, memory),
     )
 
@@ -160,9 +160,9 @@ class _SortedNodes:
     def _is_broken(self, worst: NodeProblem, now: float, debounce: float) -> bool:
         if worst.severity < Severity.DRAIN:
             return False
-        due = now if worst.since is None or worst.severity is Severity.FATAL else worst.since + debounce
-        if now < due <= now + debounce:
-            self.later.append(due)
+        counts_from = now if worst.since is None or worst.severity is Severity.FATAL else worst.since + debounce
+        if now < counts_from <= now + debounce:
+            self.later.append(counts_from)
             return False
         return True
 
@@ -259,7 +259,7 @@ def _take_reports(observed: FleetObserved, fleet: _SortedNodes, machines: dict[s
 
 
 def _strike(machines: dict[str, Machine], machine: str, node: str, strike: Strike) -> None:
-    machines[machine] = struck(machines.get(machine) or Machine(machine=machine, node=node), node, strike)
+    machines[machine] = add_strike(machines.get(machine) or Machine(machine=machine, node=node), node, strike)
 
 
 def _confine(observed: FleetObserved, fleet: _SortedNodes, memory: Memory) -> Memory:
@@ -319,7 +319,7 @@ def _next_change(observed: FleetObserved, fleet: _SortedNodes, memory: Memory) -
 
 
 def _news(before: Memory, after: Memory) -> tuple[str, ...]:
-    told = []
+    sentences = []
     for machine in sorted(before.machines.keys() | after.machines.keys()):
         old, new = before.machines.get(machine), after.machines.get(machine)
         if new is None or (old is not None and old.state is new.state and old.until == new.until):
@@ -329,5 +329,5 @@ def _news(before: Memory, after: Memory) -> tuple[str, ...]:
         until = f" for namespace {new.suspected_by}" if new.suspected_by else ""
         until += f" until {rfc3339(new.until)}" if new.until is not None else ""
         why = listed(tuple(f"{strike.cause.value} ({strike.by})" for strike in new.strikes[-LEMON_STRIKES:]))
-        told.append(f"node {new.node} ({machine}) is {new.state.value}{until}: {why}")
-    return tuple(told)
+        sentences.append(f"node {new.node} ({machine}) is {new.state.value}{until}: {why}")
+    return tuple(sentences)

@@ -33,9 +33,9 @@ def record_restarts(facts: Facts, status: TrainingJobStatus, *, member_lost: boo
         return PolicyResult(status=status)
     newest = max((beat.attempt for _, beat in facts.beats), default=0)
     for attempt in range(max(status.membership.attempt, newest - HISTORY_LENGTH), newest):
-        all_spoke = not member_lost and _all_spoke(facts, newest)
-        culprit = find_culprit(facts, attempt, all_spoke=all_spoke)
-        if culprit is None and not member_lost and not all_spoke:
+        all_reported = not member_lost and _all_reported(facts, newest)
+        culprit = find_culprit(facts, attempt, all_reported=all_reported)
+        if culprit is None and not member_lost and not all_reported:
             return PolicyResult(status=status, requeue_at=(facts.now + facts.settings.heartbeat_seconds,))
         if culprit is not None or not member_lost:
             status = _open(facts, status, attempt, culprit)
@@ -46,7 +46,7 @@ def record_restarts(facts: Facts, status: TrainingJobStatus, *, member_lost: boo
 def _open(facts: Facts, status: TrainingJobStatus, attempt: int, culprit: Culprit | None) -> TrainingJobStatus:
     """Record that `attempt` was interrupted and the next one began."""
     record = _dated(facts, attempt, culprit)
-    cause, message = _told(facts, attempt, culprit)
+    cause, message = _describe(facts, attempt, culprit)
     return open_interruption(
         facts,
         status,
@@ -56,7 +56,7 @@ def _open(facts: Facts, status: TrainingJobStatus, attempt: int, culprit: Culpri
         attempt=attempt,
         pod=culprit.member.pod_name if culprit else "",
         node=culprit.member.node_name if culprit else "",
-        suspect=culprit.member.node_name if culprit and _stood_still(culprit) else "",
+        suspect=culprit.member.node_name if culprit and _stalled(culprit) else "",
         message=message,
         detected_seconds=max(0.0, record.detected_at - record.failed_at) if record else 0.0,
         step_before=record.step_before if record and record.step_before >= 0 else None,
@@ -71,22 +71,22 @@ def _dated(facts: Facts, attempt: int, culprit: Culprit | None) -> RestartRecord
     return next((record for member, record in records_of(facts, attempt + 1) if member.pod_uid in right), None)
 
 
-def _stood_still(culprit: Culprit) -> bool:
+def _stalled(culprit: Culprit) -> bool:
     """Its own agent says so; that it lagged behind the others is told, but too little to keep away from its node."""
     return culprit.failure is not None and culprit.failure.exit_code == ExitCode.HUNG
 
 
-def _told(facts: Facts, attempt: int, culprit: Culprit | None) -> tuple[Cause, str]:
+def _describe(facts: Facts, attempt: int, culprit: Culprit | None) -> tuple[Cause, str]:
     if culprit is None:
         causes = {record.cause for _, record in records_of(facts, attempt + 1)}
         victims = sum(
             any((failure.generation, failure.attempt) == (beat.generation, attempt) for failure in beat.failures)
             for _, beat in facts.beats
         )
-        told = _lost_peers(victims, len(facts.members))
+        prefix = _lost_peers(victims, len(facts.members))
         return (
             min(causes, key=severity, default=Cause.PEER_LOST),
-            f"the processes restarted in place; {told}none reported a failure of its own, so no worker is blamed",
+            f"the processes restarted in place; {prefix}none reported a failure of its own, so no worker is blamed",
         )
     who = f"rank {culprit.failure.rank} in" if culprit.failure else "a process of"
     return culprit.cause, f"{who} pod {culprit.member.pod_name}, restarted in place: {culprit.why}"
@@ -100,7 +100,7 @@ def _lost_peers(victims: int, members: int) -> str:
     return f"{victims} worker{'s' if victims > 1 else ''} lost a peer and "
 
 
-def _all_spoke(facts: Facts, attempt: int) -> bool:
+def _all_reported(facts: Facts, attempt: int) -> bool:
     """Return whether every member that is heard at all has reported from this attempt on."""
     beats = {member.pod_uid: beat for member, beat in facts.beats}
     return all(

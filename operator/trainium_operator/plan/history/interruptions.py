@@ -73,8 +73,8 @@ def open_interruption(
 def with_valid_counts(status: TrainingJobStatus) -> TrainingJobStatus:
     """Return the status without counts below 0 and with their sum as the total, also after an edit."""
     by_cause = {name: max(0, count) for name, count in status.restarts.by_cause.items()}
-    sound = status.restarts.replaced(total=sum(by_cause.values()), by_cause=by_cause)
-    return status if sound == status.restarts else status.replaced(restarts=sound)
+    valid = status.restarts.replaced(total=sum(by_cause.values()), by_cause=by_cause)
+    return status if valid == status.restarts else status.replaced(restarts=valid)
 
 
 def _counted(status: TrainingJobStatus, cause: Cause) -> TrainingJobStatus:

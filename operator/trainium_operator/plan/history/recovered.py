@@ -126,13 +126,13 @@ def _observed(facts: Facts, entry: Interruption) -> _Resumption | None:
             continue
         # After a graceful change the ranks resume past the step that was known when it was decided.
         if progress.step > max(entry.step_before, progress.resume_step or 0):
-            told = is_clock_in_sync(beat) and progress.updated > (entry.failed_at or 0.0)
-            at = _first_new_step(entry, progress) if told else facts.now
+            dated = is_clock_in_sync(beat) and progress.updated > (entry.failed_at or 0.0)
+            at = _first_new_step(entry, progress) if dated else facts.now
             stopped_at = _stopped_at(facts, entry, progress)
             return _Resumption(at=at, resume_step=progress.resume_step, step_before=-1, stopped_at=stopped_at)
         if not progress.training and progress.step >= entry.step_before:
-            told = is_clock_in_sync(beat) and progress.stage_since > (entry.failed_at or 0.0)
-            at = progress.stage_since if told else facts.now
+            dated = is_clock_in_sync(beat) and progress.stage_since > (entry.failed_at or 0.0)
+            at = progress.stage_since if dated else facts.now
             return _Resumption(at=at, resume_step=progress.resume_step, step_before=-1)
     return None
 

@@ -205,7 +205,7 @@ def expire(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
         status = status.replaced(completion_time=rfc3339(facts.now))
         ended = facts.now
     # A time from the future (a clock that was set back) delays the deletion by no more than the whole time.
-    due = min(ended, facts.now) + ttl
-    if facts.now < due or status != facts.job.status:
-        return PolicyResult(status=status, requeue_at=(max(due, facts.now),))
+    delete_at = min(ended, facts.now) + ttl
+    if facts.now < delete_at or status != facts.job.status:
+        return PolicyResult(status=status, requeue_at=(max(delete_at, facts.now),))
     return PolicyResult(status=status, actions=(DeleteJob(facts.job.uid, facts.job.resource_version),))

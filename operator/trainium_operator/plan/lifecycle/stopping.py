@@ -125,12 +125,12 @@ def _over(status: PublicStatus, reason: Reason, limit: int) -> str:
         return f"The job has been active for {limit} s, as long as activeDeadlineSeconds allows."
     kinds = (ConditionType.PODS_READY, ConditionType.ADMITTED, ConditionType.RUNNING)
     found = (find_condition(status, kind) for kind in kinds)
-    waits = next((each.message for each in found if each is not None and _says_why(each.status, each.message)), "")
+    waits = next((each.message for each in found if each is not None and _gives_reason(each.status, each.message)), "")
     why = f": {waits.rstrip('. ')}" if waits else ""
     return f"The job has made no step within {limit} s, as long as startupDeadlineSeconds allows{why}."
 
 
-def _says_why(status: ConditionStatus, message: str) -> bool:
+def _gives_reason(status: ConditionStatus, message: str) -> bool:
     return status is ConditionStatus.FALSE and bool(message)
 
 
@@ -138,8 +138,8 @@ def _verdict(status: PublicStatus) -> StopVerdict:
     target = find_condition(status, ConditionType.FAILURE_TARGET)
     # Edited by hand it may give any reason: the job ends all the same.
     reason = Reason.DEADLINE_EXCEEDED if target is None or target.reason not in _ADVICE else Reason(target.reason)
-    told = "" if target is None else target.message
+    text = "" if target is None else target.message
     step = status.checkpoint.durable_step
     saved = f"Its newest durable checkpoint is step {step}." if step >= 0 else "It has no durable checkpoint."
-    message = sentence(f"{told} {saved} {_ADVICE[reason]}")
+    message = sentence(f"{text} {saved} {_ADVICE[reason]}")
     return StopVerdict(reason=reason, cause=Cause.YIELDED, message=message)

@@ -148,8 +148,8 @@ def needs_of_workers(job: TrainingJobSpec) -> WorkerRequests | None:
 
 def _asking(container: Json, wanted: Json) -> Json:
     resources = container.get("resources") or {}
-    said = {*(resources.get("requests") or {}), *(resources.get("limits") or {})}
-    ours = {name: amount for name, amount in wanted.items() if name not in said}
+    stated = {*(resources.get("requests") or {}), *(resources.get("limits") or {})}
+    ours = {name: amount for name, amount in wanted.items() if name not in stated}
     if not ours:
         return container
     return {**container, "resources": {**resources, "requests": {**ours, **(resources.get("requests") or {})}}}

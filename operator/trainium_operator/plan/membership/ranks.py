@@ -63,16 +63,16 @@ class RankContext:
 
 def rank_context(facts: Facts) -> RankContext:
     """Return the nodes, and the joiners on suspected ones."""
-    doubtful = (worker.pod.uid for worker in facts.candidates if is_second_choice(facts, worker))
-    return RankContext(facts.observed.nodes, frozenset(doubtful))
+    suspected = (worker.pod.uid for worker in facts.candidates if is_second_choice(facts, worker))
+    return RankContext(facts.observed.nodes, frozenset(suspected))
 
 
 def order_first_ranks(workers: Sequence[Worker], size: int, around: RankContext | None = None) -> tuple[Worker, ...]:
     """Return the `size` workers that are nearest to each other, by rank, for a first generation."""
     around = around or RankContext()
     good = [worker for worker in workers if worker.pod.uid not in around.last_resort]
-    doubtful = [worker for worker in workers if worker.pod.uid in around.last_resort]
-    chosen = [*nearest_first(good, around.nodes), *nearest_first(doubtful, around.nodes)][:size]
+    suspected = [worker for worker in workers if worker.pod.uid in around.last_resort]
+    chosen = [*nearest_first(good, around.nodes), *nearest_first(suspected, around.nodes)][:size]
     return tuple(sorted(chosen, key=lambda worker: (_place(worker.pod.node, around), worker.pod.ordinal)))
 
 
@@ -89,8 +89,8 @@ def assign_ranks(
     movers = [member for member in survivors if member.node_rank >= size]
     joining = [member_of(worker) for worker in newcomers]
     good = [member for member in joining if member.pod_uid not in around.last_resort]
-    doubtful = [member for member in joining if member.pod_uid in around.last_resort]
-    pools = [_Pool(members, around) for members in (movers, good, doubtful)]
+    suspected = [member for member in joining if member.pod_uid in around.last_resort]
+    pools = [_Pool(members, around) for members in (movers, good, suspected)]
     for rank in range(size):
         if rank not in placed:
             pool = next(each for each in pools if each.left)

@@ -75,7 +75,7 @@ class WorkloadView:
     content_hash: str = ""
     active: bool = True
     deleting: bool = False
-    said: tuple[WorkloadConditionView, ...] = ()
+    conditions: tuple[WorkloadConditionView, ...] = ()
     grants: tuple[PodSetGrant, ...] = ()
     """Empty while it holds no quota."""
     updates: Mapping[str, Placement] = field(default_factory=dict)
@@ -83,7 +83,7 @@ class WorkloadView:
 
     def find(self, kind: WorkloadCondition) -> WorkloadConditionView | None:
         """Return the condition of that type; None when it was never set."""
-        return next((each for each in self.said if each.type is kind), None)
+        return next((each for each in self.conditions if each.type is kind), None)
 
     def is_true(self, kind: WorkloadCondition) -> bool:
         """Return whether the condition is there and True."""

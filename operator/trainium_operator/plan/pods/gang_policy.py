@@ -51,7 +51,7 @@ def withhold_pods(facts: Facts, status: TrainingJobStatus) -> tuple[bool, Policy
         gang = gang.replaced(holding_since=None, releases=0, retry_at=None)
         return False, PolicyResult(status=status.replaced(gang=gang))
     if gang.retry_at is not None and facts.now < gang.retry_at:
-        return True, _give_back(facts, status, gang.retry_at)
+        return True, _release_workers(facts, status, gang.retry_at)
     if not _is_partial(facts):
         return False, PolicyResult(status=status.replaced(gang=gang.replaced(holding_since=None)))
     since = facts.now if gang.holding_since is None else gang.holding_since
@@ -63,7 +63,7 @@ def withhold_pods(facts: Facts, status: TrainingJobStatus) -> tuple[bool, Policy
     times = gang.releases + 1
     retry_at = facts.now + pause_seconds(facts.job.uid, times)
     gang = gang.replaced(holding_since=None, releases=times, retry_at=retry_at)
-    given = _give_back(facts, status.replaced(gang=gang), retry_at)
+    given = _release_workers(facts, status.replaced(gang=gang), retry_at)
     return True, replace(given, events=(event(Reason.GANG_TIMED_OUT, _timed_out(facts, gang), warning=True),))
 
 
@@ -124,7 +124,7 @@ def _is_partial(facts: Facts) -> bool:
     return 0 < bound < least_pods(facts)
 
 
-def _give_back(facts: Facts, status: TrainingJobStatus, retry_at: float) -> PolicyResult:
+def _release_workers(facts: Facts, status: TrainingJobStatus, retry_at: float) -> PolicyResult:
     """Delete every worker that holds a node or could; the wait for missing ones begins anew with the next attempt."""
     workers = (worker for worker in facts.workers.values() if worker.holds_node)
     deletions = tuple(action for worker in workers for action in deletion(worker, force=worker.node_bad))

@@ -77,7 +77,7 @@ def _bad_nodes(facts: Facts) -> tuple[str, ...]:
     bad = {
         worker.pod.node
         for worker in facts.workers.values()
-        if (problem := facts.troubles.get(worker.pod.uid)) is not None
+        if (problem := facts.node_problems.get(worker.pod.uid)) is not None
         and problem.severity >= Severity.DRAIN
         and problem.cause is not Cause.DEVICE_TAINTED
     }

@@ -46,10 +46,10 @@ def record_start_failures(facts: Facts, memory: InternalStatus) -> StartFailures
     known = memory.start_failures
     since = known.next_ordinal if known.next_ordinal <= memory.next_pod_ordinal else 0  # ordinals began anew
     made = [worker for worker in facts.workers.values() if worker.pod.ordinal >= since and not worker.pod.extra]
-    heard = known.rounds > 0 and any(worker.agent is not None and not worker.ended for worker in made)
+    seen = known.rounds > 0 and any(worker.agent is not None and not worker.ended for worker in made)
     changed = facts.job.status.observed_generation != facts.job.generation
     old = known.at is not None and facts.now >= known.at + _FORGOTTEN_SECONDS
-    rounds = 0 if heard or changed or old else max(0, known.rounds)
+    rounds = 0 if seen or changed or old else max(0, known.rounds)
     nodes = () if changed else _counted(facts, known.nodes)
     refused = [worker.pod for worker in facts.outsiders if worker.pod.ordinal >= since and _is_refused(worker)]
     if refused:
@@ -68,8 +68,8 @@ def record_start_failures(facts: Facts, memory: InternalStatus) -> StartFailures
         since = memory.next_pod_ordinal
     message = known.message if rounds or batch else ""
     found = StartFailuresStatus(rounds=rounds, at=at, next_ordinal=since, batch=batch, message=message, nodes=nodes)
-    told = known.rounds or known.batch or known.nodes
-    return found if told else known
+    recorded = known.rounds or known.batch or known.nodes
+    return found if recorded else known
 
 
 def next_creation_at(memory: InternalStatus, now: float) -> float:

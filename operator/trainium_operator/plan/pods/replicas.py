@@ -70,8 +70,8 @@ def reconcile_configuration(facts: Facts, status: TrainingJobStatus) -> PolicyRe
 def reconcile_pods(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...]) -> PolicyResult:
     """Ask for the deletions and creations that bring the pods to what is wanted."""
     answer = _converged(facts, status, losses)
-    gone = (*facts.outsiders, *(loss.worker for loss in losses if loss.worker is not None))
-    return replace(answer, actions=ended_last(answer.actions, gone))
+    deleted = (*facts.outsiders, *(loss.worker for loss in losses if loss.worker is not None))
+    return replace(answer, actions=ended_last(answer.actions, deleted))
 
 
 def _converged(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...]) -> PolicyResult:

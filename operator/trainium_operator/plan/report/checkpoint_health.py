@@ -87,15 +87,15 @@ def _overdue(facts: Facts, status: PublicStatus) -> tuple[str, tuple[float, ...]
     newest = f"step {step}" if status.checkpoint.durable_step >= 0 else "none"
     tail = _own_error(facts, status) or "storage stands still, or is too slow for this interval"
     if durable.every_seconds is not None:
-        due = since + max(SHORTEST_OVERDUE_SECONDS, OVERDUE_INTERVALS * durable.every_seconds)
-        if facts.now >= due:
+        overdue_at = since + max(SHORTEST_OVERDUE_SECONDS, OVERDUE_INTERVALS * durable.every_seconds)
+        if facts.now >= overdue_at:
             return f"a checkpoint is due every {durable.every_seconds} s and the newest is {newest}: {tail}", ()
-        requeue_at.append(due)
+        requeue_at.append(overdue_at)
     behind = status.progress.step - step
     if durable.every_steps is not None and behind >= OVERDUE_INTERVALS * durable.every_steps:
         if facts.now >= since + SHORTEST_OVERDUE_SECONDS:
-            told = f"a checkpoint is due every {durable.every_steps} steps and the newest is {newest}: {tail}"
-            return told, tuple(requeue_at)
+            text = f"a checkpoint is due every {durable.every_steps} steps and the newest is {newest}: {tail}"
+            return text, tuple(requeue_at)
         requeue_at.append(since + SHORTEST_OVERDUE_SECONDS)
     return "", tuple(requeue_at)
 

@@ -69,8 +69,8 @@ def _reported(facts: Facts, entry: Interruption) -> tuple[float, float]:
     return _last([each.started for each in later], over=over), _last([each.loaded for each in later], over=over)
 
 
-def _last(told: list[float], *, over: bool) -> float:
-    return max(told, default=0.0) if over or all(told) else 0.0
+def _last(times: list[float], *, over: bool) -> float:
+    return max(times, default=0.0) if over or all(times) else 0.0
 
 
 _MOST_STAGES = 8
@@ -96,13 +96,13 @@ def account(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
     wall = round(goodput.wall_seconds + aside + passed, 3)
     goodput = goodput.replaced(wall_seconds=wall)
     interrupted, starting = _any_open(status.history), goodput.starting
-    lately = 0.0 if interrupted else _lately(facts, passed)
-    goodput = _charge_startup(facts, goodput, 0.0 if interrupted else passed - lately)
+    recent = 0.0 if interrupted else _recent_stage_seconds(facts, passed)
+    goodput = _charge_startup(facts, goodput, 0.0 if interrupted else passed - recent)
     before = _lost(goodput)
     goodput, history = _charge_interruptions(facts, status.history, goodput, passed if starting else None)
     stages = aside + passed - (_lost(goodput) - before)
     if starting or not past_steps(old) or _any_open(old.history):
-        stages = min(stages, aside + lately)
+        stages = min(stages, aside + recent)
     goodput = _set_aside(goodput, old.stage if past_steps(old) else _stage(facts), max(0.0, stages), aside, held)
     undisturbed = not interrupted and not starting and not _any_open(old.history) and not _stage(facts)
     goodput = sample_step_time(facts, goodput, clean=undisturbed)
@@ -116,7 +116,7 @@ def _stage(facts: Facts) -> str:
     return "" if progress is None or progress.training else progress.stage
 
 
-def _lately(facts: Facts, passed: float) -> float:
+def _recent_stage_seconds(facts: Facts, passed: float) -> float:
     """Return how much of the last `passed` seconds the ranks were in the stage that they are in now."""
     progress = newest_progress(facts)
     if progress is None or progress.training:
@@ -227,9 +227,9 @@ def _charge(
     if starting is not None and startup > 0 and more > starting:
         # Until it was known, its time was taken for start-up.
         goodput = _set_loss(goodput, STARTUP, startup - (more - starting), StageSeconds(), startup=True)
-    room = goodput.wall_seconds - _lost(goodput)
-    if more > room + 0.001 and stages.total > 0:
-        share = max(0.0, room + before.total) / stages.total
+    left = goodput.wall_seconds - _lost(goodput)
+    if more > left + 0.001 and stages.total > 0:
+        share = max(0.0, left + before.total) / stages.total
         stages = StageSeconds(**{name: round(getattr(stages, name) * share, 3) for name in STAGES})
         more = stages.total - before.total
     delta = StageSeconds(**{name: getattr(stages, name) - getattr(before, name) for name in STAGES})

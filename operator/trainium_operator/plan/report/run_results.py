@@ -25,9 +25,9 @@ _DOING = {RunStage.EXPORT.value: "writing artifacts", RunStage.EVALUATE.value: "
 
 def record_results(facts: Facts, status: TrainingJobStatus, reports: list[Progress]) -> TrainingJobStatus:
     """Bring stage, artifacts and evaluation up to date; `reports` are those of the members, by rank."""
-    told = [artifact for report in reports for artifact in report.artifacts]
+    reported = [artifact for report in reports for artifact in report.artifacts]
     status = status.replaced(
-        artifacts=_merged(status.artifacts, told) if told else status.artifacts,
+        artifacts=_merged(status.artifacts, reported) if reported else status.artifacts,
         evaluation=next((report.evaluation for report in reports if report.evaluation), status.evaluation),
     )
     newest = newest_progress(facts)
@@ -66,15 +66,15 @@ def artifact_sentence(artifact: ArtifactReport) -> str:
 
 def evaluation_sentence(figures: Iterable[EvaluationFigure]) -> str:
     """`perplexity 12.4 -> 5.1, rougeL 0.11 -> 0.37`."""
-    return "The result was measured: " + ", ".join(_told(figure) for figure in figures) + "."
+    return "The result was measured: " + ", ".join(_format_figure(figure) for figure in figures) + "."
 
 
-def _told(figure: EvaluationFigure) -> str:
+def _format_figure(figure: EvaluationFigure) -> str:
     after = "none" if figure.after is None else f"{figure.after:.4g}"
     return f"{figure.name} {after}" if figure.before is None else f"{figure.name} {figure.before:.4g} -> {after}"
 
 
-def _merged(old: tuple[ArtifactReport, ...], told: list[ArtifactReport]) -> tuple[ArtifactReport, ...]:
+def _merged(old: tuple[ArtifactReport, ...], reported: list[ArtifactReport]) -> tuple[ArtifactReport, ...]:
     """Return each once with its newest figures, the newest steps, oldest first."""
-    known = {place_of(each): each for each in (*old, *told)}
+    known = {place_of(each): each for each in (*old, *reported)}
     return tuple(sorted(known.values(), key=lambda each: each.step)[-MAX_ARTIFACTS:])

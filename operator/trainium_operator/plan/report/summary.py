@@ -66,21 +66,21 @@ def set_nodes_healthy(facts: Facts, status: AnyShown) -> AnyShown:
         return status
     frozen = facts.observed.fleet.frozen
     found: dict[str, NodeProblem] = {}
-    for uid, problem in facts.troubles.items():
+    for uid, problem in facts.node_problems.items():
         found.setdefault(facts.workers[uid].pod.node, problem)
     if not found:
         reason = Reason.NODE_ACTIONS_FROZEN if frozen else Reason.NODES_HEALTHY
         message = frozen or "nothing is wrong with the nodes in use"
         return with_condition(status, ConditionType.NODES_HEALTHY, True, reason, message, now=facts.now)
     worst = sorted(found, key=lambda node: (-found[node].severity, node))
-    told = "; ".join(_told(node, found[node]) for node in worst[:_SHOWN])
+    text = "; ".join(_format_problem(node, found[node]) for node in worst[:_SHOWN])
     more = f"; and {len(worst) - _SHOWN} more nodes" if len(worst) > _SHOWN else ""
     reason = Reason.NODE_ACTIONS_FROZEN if frozen else Reason.NODE_UNHEALTHY
-    message = f"{told}{more}. {frozen}" if frozen else told + more
+    message = f"{text}{more}. {frozen}" if frozen else text + more
     return with_condition(status, ConditionType.NODES_HEALTHY, False, reason, message, now=facts.now)
 
 
-def _told(node: str, problem: NodeProblem) -> str:
+def _format_problem(node: str, problem: NodeProblem) -> str:
     since = f" since {rfc3339(problem.since)}" if problem.since is not None else ""
     answer = {
         Severity.FATAL: "its workers are replaced",
@@ -94,11 +94,11 @@ def record_compiled_sizes(facts: Facts, status: TrainingJobStatus) -> TrainingJo
     """Bring the sizes up to date; the status as it is where nothing is new."""
     if not facts.job.spec.precompile.enabled or not facts.workers:
         return status.replaced(compiled=CompiledStatus()) if status.compiled.sizes else status
-    told = [each for worker in facts.workers.values() if worker.heartbeat for each in worker.heartbeat.compiled]
+    text = [each for worker in facts.workers.values() if worker.heartbeat for each in worker.heartbeat.compiled]
     known = dict.fromkeys((*status.compiled.sizes, *_compiled_by_job(facts)))
     workers = facts.job.spec.workers
     most = max(workers.replicas, workers.max_replicas or 0)
-    fresh = [each for each in told if each.nodes not in known and each.nodes <= most and facts.size.passes(each.nodes)]
+    fresh = [each for each in text if each.nodes not in known and each.nodes <= most and facts.size.passes(each.nodes)]
     sizes = tuple(dict.fromkeys((*known, *(each.nodes for each in fresh))))[:MAX_COMPILED]
     seconds = max((*(each.seconds for each in fresh if each.nodes in sizes), status.compiled.seconds or 0.0))
     return status.replaced(compiled=CompiledStatus(sizes=sizes, seconds=round(seconds, 1) if seconds else None))

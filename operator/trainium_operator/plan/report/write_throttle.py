@@ -35,10 +35,10 @@ def next_write_at(facts: Facts, old: TrainingJobStatus, status: TrainingJobStatu
 def only_counts_differ(old: TrainingJobStatus, new: TrainingJobStatus) -> bool:
     """Return whether nothing but counts of workers, with the sentences that tell them, and progress has changed."""
     before = {condition.type: condition for condition in old.conditions}
-    told = tuple(
+    new_conditions = tuple(
         condition.replaced(message=before[condition.type].message) if condition.type in before else condition
         for condition in new.conditions
-        if condition.type in before or not _says_all_is_well(condition)
+        if condition.type in before or not _is_first_healthy(condition)
     )
     membership = new.membership.replaced(reserve=old.membership.reserve)
     # Since when nodes are held by too few: nobody reads it but the time-out, which comes later by as much.
@@ -47,12 +47,16 @@ def only_counts_differ(old: TrainingJobStatus, new: TrainingJobStatus) -> bool:
     return only_progress_differs(
         old,
         new.replaced(
-            ready_replicas=old.ready_replicas, spares=old.spares, membership=membership, conditions=told, gang=gang
+            ready_replicas=old.ready_replicas,
+            spares=old.spares,
+            membership=membership,
+            conditions=new_conditions,
+            gang=gang,
         ),
     )
 
 
-def _says_all_is_well(condition: Condition) -> bool:
+def _is_first_healthy(condition: Condition) -> bool:
     """WorkloadConditionView for the first time, of nodes that have just been given: nobody waits for it."""
     return condition.type is ConditionType.NODES_HEALTHY and condition.reason == Reason.NODES_HEALTHY.value
 

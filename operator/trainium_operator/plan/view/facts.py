@@ -54,7 +54,7 @@ class Facts:
     """Workers that are not in the generation in force, by ordinal."""
     beats: tuple[tuple[Member, HeartbeatRequest], ...]
     """The newest heartbeats of the members that are in the generation in force by their own account."""
-    troubles: Mapping[str, NodeProblem]
+    node_problems: Mapping[str, NodeProblem]
     """The worst problem of the node of each worker, by pod uid; see `node_problems`."""
     counts_from: tuple[float, ...] = ()
     """When problems of nodes that are too young to count will count (Unix seconds)."""
@@ -97,7 +97,7 @@ def sort_facts(observed: Observed, settings: PlanSettings, size: SizeDecision) -
     workers = with_contact(workers, contact)
     listed = current.members if current is not None else ()
     uids = {member.pod_uid for member in listed}
-    troubles = problems_by_pod(observed, workers, settings.features)
+    problems = problems_by_pod(observed, workers, settings.features)
     return Facts(
         observed=observed,
         settings=settings,
@@ -107,8 +107,8 @@ def sort_facts(observed: Observed, settings: PlanSettings, size: SizeDecision) -
         members=tuple((member, workers.get(member.pod_uid)) for member in listed),
         outsiders=tuple(worker for uid, worker in workers.items() if uid not in uids),
         beats=() if current is None else current_heartbeats(observed, current),
-        troubles=troubles.by_pod,
-        counts_from=troubles.counts_from + _confirmed_at(observed, workers),
+        node_problems=problems.by_pod,
+        counts_from=problems.counts_from + _confirmed_at(observed, workers),
         lost_contact=contact.lost if any_lost_contact(workers.values(), observed.coordinator_since) else "",
         grant=next(filter(None, (each.admit(observed, settings) for each in settings.features)), None),
     )
@@ -148,7 +148,7 @@ def healthy_joiners(facts: Facts) -> tuple[Worker, ...]:
 
 def is_unfit(facts: Facts, worker: Worker) -> bool:
     """Return whether a worker must not get a rank: its node is bad, or in quarantine."""
-    problem = facts.troubles.get(worker.pod.uid)
+    problem = facts.node_problems.get(worker.pod.uid)
     if problem is not None and problem.severity >= Severity.DRAIN:
         return True
     return worker.pod.node in quarantined_nodes(facts)
@@ -156,7 +156,7 @@ def is_unfit(facts: Facts, worker: Worker) -> bool:
 
 def is_second_choice(facts: Facts, worker: Worker) -> bool:
     """Return whether another worker should rather get a rank: something is not as it should be with its node."""
-    if worker.pod.uid in facts.troubles or worker.pod.node in facts.job.status.avoided_nodes:
+    if worker.pod.uid in facts.node_problems or worker.pod.node in facts.job.status.avoided_nodes:
         return True
     return worker.heartbeat is not None and any(not check.passed for check in worker.heartbeat.checks)
 

@@ -31,7 +31,7 @@ _CLOCK_SKEW_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Troubles:
+class NodeProblems:
     """The outcome."""
 
     by_pod: Mapping[str, NodeProblem]
@@ -40,7 +40,7 @@ class Troubles:
     """When problems that are still too young will count (Unix seconds)."""
 
 
-def problems_by_pod(observed: Observed, workers: Mapping[str, Worker], features: Collection[Feature]) -> Troubles:
+def problems_by_pod(observed: Observed, workers: Mapping[str, Worker], features: Collection[Feature]) -> NodeProblems:
     """Look at the node of each worker."""
     found: dict[str, NodeProblem] = {}
     later: set[float] = set()
@@ -57,7 +57,7 @@ def problems_by_pod(observed: Observed, workers: Mapping[str, Worker], features:
         problem = known or _of_clock(worker)
         if problem is not None:
             found[uid] = problem
-    return Troubles(found, tuple(sorted(later)))
+    return NodeProblems(found, tuple(sorted(later)))
 
 
 def problem_of(observed: Observed, node: NodeView) -> NodeProblem | None:
@@ -75,9 +75,9 @@ def demand_of(spec: TrainingJobSpec) -> Demand:
 def _worst(node: NodeView, demand: Demand, observed: Observed, later: set[float]) -> NodeProblem | None:
     debounce = observed.job.spec.health.quarantine.debounce_seconds
     for problem in with_rules(node, problems_of(node, demand), observed.job.spec.recovery.rules):
-        due = _due(problem, observed.now, debounce)
-        if due > observed.now:
-            later.add(due)
+        counts_from = _counts_from(problem, observed.now, debounce)
+        if counts_from > observed.now:
+            later.add(counts_from)
             continue
         return _as_it_counts(problem, observed)
     return None
@@ -98,10 +98,10 @@ def _worse(one: NodeProblem | None, other: NodeProblem | None) -> NodeProblem | 
 
 def _with_kernel(worker: Worker, known: NodeProblem | None, observed: Observed) -> NodeProblem | None:
     """Return the worse of what is known of the node and what its kernel log reports."""
-    told = kernel_problem(worker.heartbeat, observed.job.spec.recovery.rules)
-    if told is None:
+    kernel = kernel_problem(worker.heartbeat, observed.job.spec.recovery.rules)
+    if kernel is None:
         return known
-    return _worse(known, _as_it_counts(told, observed))
+    return _worse(known, _as_it_counts(kernel, observed))
 
 
 def is_clock_in_sync(beat: HeartbeatRequest) -> bool:
@@ -131,7 +131,7 @@ def _as_it_counts(problem: NodeProblem, observed: Observed) -> NodeProblem:
     return replace(problem, severity=Severity.SUSPECT)
 
 
-def _due(problem: NodeProblem, now: float, debounce: float) -> float:
+def _counts_from(problem: NodeProblem, now: float, debounce: float) -> float:
     """Return when it counts; now or earlier when it does already."""
     if problem.severity is Severity.FATAL or problem.since is None or problem.since > now + _CLOCK_SKEW_SECONDS:
         return now

@@ -92,7 +92,7 @@ def decide_size(spec: TrainingJobSpec) -> SizeDecision:
         return SizeDecision(desired=0, floor=0, reason=Reason.INVALID_SPEC, message=message, shape=shape)
     floor = spec.least_size(desired)
     takes = spec.elasticity.idle_nodes is IdleNodes.TAKE
-    reason, message = _told(workers.replicas, requested, largest, desired, shape)
+    reason, message = _explain(workers.replicas, requested, largest, desired, shape)
     if floor > (workers.min_replicas or floor):
         message = f"{message.rstrip('.')}. {_bounded(floor, workers)}"
     return SizeDecision(
@@ -107,7 +107,7 @@ def decide_size(spec: TrainingJobSpec) -> SizeDecision:
     )
 
 
-def _told(asked: int, requested: int, largest: int, desired: int, shape: BatchShape) -> tuple[Reason, str]:
+def _explain(asked: int, requested: int, largest: int, desired: int, shape: BatchShape) -> tuple[Reason, str]:
     """Return why the desired size is the one for what was asked."""
     cut = "" if requested == asked else f", at most {requested} are allowed (maxReplicas)"
     worth = _worth(desired, shape)

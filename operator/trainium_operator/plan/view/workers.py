@@ -188,13 +188,13 @@ def workers_of(observed: Observed, settings: PlanSettings) -> dict[str, Worker]:
     workers: dict[str, Worker] = {}
     for pod in sorted(observed.pods, key=lambda view: view.ordinal):
         agent = observed.agents.get(pod.uid)
-        heard = agent.last_seen if agent is not None and agent.last_seen >= observed.coordinator_since else expected
+        seen = agent.last_seen if agent is not None and agent.last_seen >= observed.coordinator_since else expected
         workers[pod.uid] = Worker(
             pod=_as_its_worker(pod),
             holds_node=pod.phase not in _ENDED,
             agent=agent,
             node=observed.nodes.get(pod.node),
-            silent_seconds=max(0.0, observed.now - heard),
+            silent_seconds=max(0.0, observed.now - seen),
             timeout=timeout,
         )
     return workers

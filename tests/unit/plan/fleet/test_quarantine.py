@@ -12,7 +12,15 @@ from plan_builders import NOW
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.internal import FailureRecord
-from trainium_operator.plan.fleet.memory import MOST_MACHINES, Machine, MachineState, Memory, Strike, bounded, struck
+from trainium_operator.plan.fleet.memory import (
+    MOST_MACHINES,
+    Machine,
+    MachineState,
+    Memory,
+    Strike,
+    add_strike,
+    bounded,
+)
 from trainium_operator.plan.fleet.quarantine import FleetObserved, FleetPlan, JobRecords, TaintNode, plan_fleet
 from trainium_operator.plan.model.names import TAINT_QUARANTINED
 from trainium_operator.plan.model.observed import NodeCondition, NodeReadiness, NodeView, Taint, cap_of
@@ -88,14 +96,14 @@ def test_a_broken_device_puts_the_node_in_quarantine_for_an_hour_and_on_probatio
     fleet.fail("node-3")
     result = fleet.plan()
     assert result.view.quarantined == {"node-3"}
-    assert result.look_again == HOUR
+    assert result.requeue_after == HOUR
     told = "is Quarantined for namespace team until 2027-01-15T09:00:00Z: Device (team/llama)"
     assert result.news == (f"node node-3 (aws:///i-3) {told}",)
     assert fleet.wait(HOUR - 1).view.quarantined == {"node-3"}
     after = fleet.wait(1)
     assert after.view.quarantined == frozenset()
     assert fleet.state(3) is MachineState.PROBATION
-    assert after.look_again == DAY
+    assert after.requeue_after == DAY
     fleet.wait(DAY)
     assert fleet.state(3) is None
 
@@ -370,7 +378,7 @@ def test_a_namespace_that_repeats_itself_does_not_drive_out_the_word_of_another(
 def test_of_many_strikes_the_oldest_goes_that_says_no_more_than_others() -> None:
     entry = Machine(machine="m", node="n")
     for at, job in enumerate(("team/llama", *("hostile/a",) * 9)):
-        entry = struck(entry, "n", Strike(NOW + at * HOUR, Cause.DEVICE, job))
+        entry = add_strike(entry, "n", Strike(NOW + at * HOUR, Cause.DEVICE, job))
     assert [(strike.at - NOW) / HOUR for strike in entry.strikes] == [0, 3, 4, 5, 6, 7, 8, 9]
 
 

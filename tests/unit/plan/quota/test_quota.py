@@ -44,12 +44,14 @@ QUEUE = {"queueName": "team"}
 WORKERS, SPARES = "workers", "spares"
 
 
-def said(kind: WorkloadCondition, true: bool = True, reason: str = "R", message: str = "why") -> WorkloadConditionView:
+def workload_condition(
+    kind: WorkloadCondition, true: bool = True, reason: str = "R", message: str = "why"
+) -> WorkloadConditionView:
     return WorkloadConditionView(kind, true=true, reason=reason, message=message)
 
 
-ADMITTED = (said(WorkloadCondition.QUOTA_RESERVED), said(WorkloadCondition.ADMITTED))
-EVICTED = (*ADMITTED, said(WorkloadCondition.EVICTED, reason="Preempted", message="for somebody else"))
+ADMITTED = (workload_condition(WorkloadCondition.QUOTA_RESERVED), workload_condition(WorkloadCondition.ADMITTED))
+EVICTED = (*ADMITTED, workload_condition(WorkloadCondition.EVICTED, reason="Preempted", message="for somebody else"))
 
 
 def workload(part: int, workers: int, spares: int = 0, **changes: Any) -> WorkloadView:
@@ -61,14 +63,16 @@ def workload(part: int, workers: int, spares: int = 0, **changes: Any) -> Worklo
         version="7",
         part=part,
         asked=counts,
-        said=ADMITTED,
+        conditions=ADMITTED,
         grants=tuple(PodSetGrant(name=name, count=count, flavors=("blue",)) for name, count in counts.items()),
     )
     return replace(view, **changes)
 
 
 def pending(view: WorkloadView, *more: WorkloadConditionView) -> WorkloadView:
-    return replace(view, grants=(), said=(said(WorkloadCondition.QUOTA_RESERVED, true=False), *more))
+    return replace(
+        view, grants=(), conditions=(workload_condition(WorkloadCondition.QUOTA_RESERVED, true=False), *more)
+    )
 
 
 def in_queue(seen: Observed, *workloads: WorkloadView, **changes: Any) -> Observed:
@@ -142,21 +146,21 @@ def test_an_elastic_job_asks_for_its_smallest_size_first() -> None:
 
 
 def test_what_kueue_says_is_told_while_the_job_waits() -> None:
-    waiting = pending(workload(0, 4, 1), said(WorkloadCondition.ADMITTED, true=False))
+    waiting = pending(workload(0, 4, 1), workload_condition(WorkloadCondition.ADMITTED, true=False))
     result = plan(in_queue(new(), waiting), READY)
     assert "queue team: why" in condition(result).message
 
 
 def test_a_workload_that_kueue_has_not_looked_at_is_told_so() -> None:
-    result = plan(in_queue(new(), workload(0, 4, 1, grants=(), said=())), READY)
+    result = plan(in_queue(new(), workload(0, 4, 1, grants=(), conditions=())), READY)
     assert condition(result).message == "queue team: Kueue has not looked at it yet"
 
 
 def test_why_a_job_had_to_go_is_told_until_kueue_says_why_it_waits() -> None:
-    evicted = said(WorkloadCondition.EVICTED, reason="Preempted", message="for somebody else")
-    waiting = said(WorkloadCondition.QUOTA_RESERVED, true=False, message="no room")
+    evicted = workload_condition(WorkloadCondition.EVICTED, reason="Preempted", message="for somebody else")
+    waiting = workload_condition(WorkloadCondition.QUOTA_RESERVED, true=False, message="no room")
     for more, why in (((), "for somebody else"), ((waiting,), "no room")):
-        result = plan(in_queue(new(), workload(0, 4, 1, grants=(), said=(evicted, *more))), READY)
+        result = plan(in_queue(new(), workload(0, 4, 1, grants=(), conditions=(evicted, *more))), READY)
         assert condition(result).message == f"evicted from queue team (Preempted): {why}"
 
 
@@ -209,7 +213,7 @@ def test_a_step_that_is_admitted_is_used() -> None:
 
 
 def test_a_step_that_is_evicted_shrinks_the_job_and_is_returned_when_its_pod_is_gone() -> None:
-    held = (workload(0, 2), workload(1, 1), workload(2, 1, said=EVICTED))
+    held = (workload(0, 2), workload(1, 1), workload(2, 1, conditions=EVICTED))
     result = plan(in_queue(at_work(4, minReplicas=2), *held), READY)
     assert of(result, SetQuotaConditions) == of(result, DeleteWorkload) == [] or all(
         not each.returns for each in of(result, SetQuotaConditions)
@@ -232,7 +236,7 @@ def test_a_step_that_is_evicted_shrinks_the_job_and_is_returned_when_its_pod_is_
 
 
 def test_an_evicted_job_saves_and_leaves_and_returns_its_quota_only_then() -> None:
-    evicted = workload(0, 4, said=EVICTED)
+    evicted = workload(0, 4, conditions=EVICTED)
     result = plan(in_queue(at_work(), evicted), READY)
     assert set(deleted(result)) == {f"demo-w-{at}" for at in range(4)}
     assert set(deleted(result).values()) == {None}, "with its grace"
@@ -255,13 +259,13 @@ def test_an_evicted_job_saves_and_leaves_and_returns_its_quota_only_then() -> No
     ("reason", "again"), [("Preempted", True), ("NodeFailures", True), ("PodsReadyTimeout", False), ("Other", False)]
 )
 def test_it_is_queued_again_at_once_only_after_the_evictions_that_kueue_says_so_of(reason: str, again: bool) -> None:
-    evicted = workload(0, 4, 1, said=(*ADMITTED, said(WorkloadCondition.EVICTED, reason=reason)))
+    evicted = workload(0, 4, 1, conditions=(*ADMITTED, workload_condition(WorkloadCondition.EVICTED, reason=reason)))
     (told,) = of(plan(in_queue(new(), evicted), READY), SetQuotaConditions)
     assert {each.type: each.true for each in told.conditions}[WorkloadCondition.REQUEUED] is again
 
 
 def test_quota_that_was_returned_is_not_returned_again_and_nothing_else_is_asked() -> None:
-    waiting = pending(workload(0, 4, 1), said(WorkloadCondition.EVICTED, reason="Preempted"))
+    waiting = pending(workload(0, 4, 1), workload_condition(WorkloadCondition.EVICTED, reason="Preempted"))
     first = plan(in_queue(new(), waiting), READY)
     (ask,) = of(first, ApplyWorkload)
     digest = ask.manifest["metadata"]["annotations"]["trainium.dev/content-hash"]
@@ -316,14 +320,14 @@ def test_the_end_of_a_job_is_told_when_no_pod_runs(kind: ConditionType) -> None:
     assert finished.reason == ("Succeeded" if kind is ConditionType.COMPLETE else "Failed")
     assert not told.returns
     assert of(result, DeleteWorkload) == [DeleteWorkload("demo-quota-1", "workload-1")]
-    over = (replace(held[0], said=(*ADMITTED, said(WorkloadCondition.FINISHED))),)
+    over = (replace(held[0], conditions=(*ADMITTED, workload_condition(WorkloadCondition.FINISHED))),)
     assert of(plan(in_queue(replace(ended, pods=()), *over), READY), SetQuotaConditions) == []
 
 
 def test_a_job_that_trains_says_that_its_pods_are_ready_once() -> None:
     (told,) = of(plan(in_queue(at_work(), workload(0, 4)), READY), SetQuotaConditions)
     assert [(each.type.value, each.true) for each in told.conditions] == [("PodsReady", True)]
-    ready = workload(0, 4, said=(*ADMITTED, said(WorkloadCondition.PODS_READY)))
+    ready = workload(0, 4, conditions=(*ADMITTED, workload_condition(WorkloadCondition.PODS_READY)))
     assert of(plan(in_queue(at_work(), ready), READY), SetQuotaConditions) == []
 
 
@@ -410,7 +414,7 @@ def test_time_without_quota_does_not_count_towards_a_deadline(
     asked_for = spec(workers={"replicas": 4, "spares": 0}, scheduling=QUEUE, activeDeadlineSeconds=40)
     seen = running(4, job_spec=asked_for, status={"activity": ActivityStatus(since=NOW - 50, stepped=True)})
     seen = replace(seen, pods=tuple(replace(each, pod_set=WORKERS) for each in seen.pods))
-    result = plan(in_queue(seen, workload(0, 4, said=answer)), READY)
+    result = plan(in_queue(seen, workload(0, 4, conditions=answer)), READY)
     target = find_condition(result.status, ConditionType.FAILURE_TARGET)
     assert (target is not None and target.status is ConditionStatus.TRUE) == ends
     assert (result.status.activity.since is None) == (not ends), "it begins anew with the next admission"
@@ -444,7 +448,7 @@ def test_a_step_beyond_is_used_by_an_extra_when_it_is_granted() -> None:
 
 
 def test_a_step_beyond_that_is_taken_back_shrinks_the_job_to_what_it_asked_for() -> None:
-    held = (workload(0, 2), workload(1, 1, said=EVICTED), workload(2, 1, said=EVICTED))
+    held = (workload(0, 2), workload(1, 1, conditions=EVICTED), workload(2, 1, conditions=EVICTED))
     result = plan(beyond(4, *held, wanted=2, extras=2), READY)
     (published,) = of(result, PublishMembership)
     assert [member.pod_name for member in published.membership.members] == ["demo-w-0", "demo-w-1"]

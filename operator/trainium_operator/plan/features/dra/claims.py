@@ -94,10 +94,10 @@ def taint_problem(taint: DeviceTaint) -> NodeProblem | None:
     return NodeProblem(_SEVERITY.get(taint.effect, Severity.SUSPECT), cause, source, reason, taint.since)
 
 
-def health_problem(told: tuple[str, str] | None) -> NodeProblem | None:
+def health_problem(reported: tuple[str, str] | None) -> NodeProblem | None:
     """Return the problem that the kubelet reports of a claimed device; None for a healthy one."""
-    if told is None:
+    if reported is None:
         return None
-    health, message = told
+    health, message = reported
     cause = cause_of_claim_health(health)
     return None if cause is None else NodeProblem(Severity.DRAIN, cause, "claim health", f"{health}, {message}")

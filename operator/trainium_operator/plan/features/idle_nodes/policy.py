@@ -41,7 +41,7 @@ _NEVER = IdleNodesStatus()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Room:
+class _Limits:
     """How far the job may go beyond what was asked for, in nodes."""
 
     base: int
@@ -67,15 +67,15 @@ def use_idle_nodes(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, 
         return PolicyResult(status=status.replaced(idle_nodes=_NEVER))
     lost = {loss.member.pod_uid for loss in losses}
     usable = extras_usable(facts, lost)
-    room = _Room(
+    limits = _Limits(
         base=status.desired,
         most=_most(facts, status),
         usable=len(usable) if facts.grant is None else max(0, min(len(usable), facts.grant.workers - status.desired)),
         available=len(facts.member_uids - lost) + len(healthy_joiners(facts)),
     )
-    target, requeue_at = _target(facts, status, room, losses)
-    idle, later = _kept(facts, status, room, losses)
-    idle = idle.replaced(taken=target - room.base)
+    target, requeue_at = _target(facts, status, limits, losses)
+    idle, later = _kept(facts, status, limits, losses)
+    idle = idle.replaced(taken=target - limits.base)
     return PolicyResult(status=status.replaced(desired=target, idle_nodes=idle), requeue_at=requeue_at + later)
 
 
@@ -87,21 +87,23 @@ def _most(facts: Facts, status: PublicStatus) -> int:
     return max(status.desired, facts.size.most)
 
 
-def _target(facts: Facts, status: PublicStatus, room: _Room, losses: tuple[Loss, ...]) -> tuple[int, tuple[float, ...]]:
+def _target(
+    facts: Facts, status: PublicStatus, limits: _Limits, losses: tuple[Loss, ...]
+) -> tuple[int, tuple[float, ...]]:
     """Return the size to work towards, and when to look again (Unix seconds)."""
     if losses:
-        return room.beyond(facts, room.available), ()
+        return limits.beyond(facts, limits.available), ()
     present = len(facts.members)
-    kept, larger = room.beyond(facts, present), room.beyond(facts, room.available)
+    kept, larger = limits.beyond(facts, present), limits.beyond(facts, limits.available)
     if larger <= max(kept, present) or not _trains_on(facts, status):
         return kept, ()
-    due = _due(facts, status, present, larger)
-    if due is None:
+    grow_at = _grow_at(facts, status, present, larger)
+    if grow_at is None:
         return kept, ()
-    return (kept, (due,)) if facts.now < due else (larger, ())
+    return (kept, (grow_at,)) if facts.now < grow_at else (larger, ())
 
 
-def _due(facts: Facts, status: PublicStatus, present: int, size: int) -> float | None:
+def _grow_at(facts: Facts, status: PublicStatus, present: int, size: int) -> float | None:
     """Return when to grow beyond what was asked for (Unix seconds); None when what is left does not repay it."""
     price = resize_cost_seconds(status) or 0.0
     if not is_worth_growing(facts, status, present, size, beside=price + compile_seconds(facts, status, size)):
@@ -113,27 +115,27 @@ def _due(facts: Facts, status: PublicStatus, present: int, size: int) -> float |
 
 
 def _kept(
-    facts: Facts, status: TrainingJobStatus, room: _Room, losses: tuple[Loss, ...]
+    facts: Facts, status: TrainingJobStatus, limits: _Limits, losses: tuple[Loss, ...]
 ) -> tuple[IdleNodesStatus, tuple[float, ...]]:
     """Return how many extras to keep or to ask for, and when to look again (Unix seconds)."""
-    idle, limit = status.idle_nodes, room.most - room.base
+    idle, limit = status.idle_nodes, limits.most - limits.base
     if limit <= 0:
         return _NEVER, ()
     alive = extras_alive(facts)
     bound = sum(bool(worker.pod.node) for worker in alive)
-    useful = facts.size.legal_at_most(min(room.base + bound, room.most)) - room.base
+    useful = facts.size.legal_at_most(min(limits.base + bound, limits.most)) - limits.base
     held = max(0, min(useful, bound))
     if any(worker.pod.extra and _failed(worker) for worker in facts.outsiders):
-        return _in_vain(facts, idle, held)  # another one would fail there too, and nobody is in a hurry
+        return _give_up_request(facts, idle, held)  # another one would fail there too, and nobody is in a hurry
     if idle.asked_at is not None:
         return _asking(facts, idle, min(idle.wanted, limit), bound, held)
-    found = room.usable >= held > facts.job.status.idle_nodes.taken
+    found = limits.usable >= held > facts.job.status.idle_nodes.taken
     idle = idle.replaced(wanted=held, failed_requests=0 if found else idle.failed_requests)
-    if held >= limit or losses or len(facts.members) < room.base or not _trains_on(facts, status):
+    if held >= limit or losses or len(facts.members) < limits.base or not _trains_on(facts, status):
         return idle, ()
     present = len(facts.members)
     price = resize_cost_seconds(status) or 0.0
-    if not is_worth_growing(facts, status, present, room.most, beside=price):
+    if not is_worth_growing(facts, status, present, limits.most, beside=price):
         return idle, ()
     since = max(idle.retry_at or 0.0, growth_resumes_at(facts, status), facts.observed.creations_from)
     if facts.now < since:
@@ -149,10 +151,10 @@ def _asking(
     if bound >= wanted:
         return idle.replaced(wanted=held, asked_at=None), ()
     over = idle.asked_at + _patience(facts)
-    return (idle.replaced(wanted=wanted), (over,)) if facts.now < over else _in_vain(facts, idle, held)
+    return (idle.replaced(wanted=wanted), (over,)) if facts.now < over else _give_up_request(facts, idle, held)
 
 
-def _in_vain(facts: Facts, idle: IdleNodesStatus, held: int) -> tuple[IdleNodesStatus, tuple[float, ...]]:
+def _give_up_request(facts: Facts, idle: IdleNodesStatus, held: int) -> tuple[IdleNodesStatus, tuple[float, ...]]:
     """Keep what is there, and ask again after a pause that grows."""
     times = idle.failed_requests + 1
     pause = min(_LONGEST_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS * 2.0 ** min(times - 1, 16))

@@ -48,8 +48,8 @@ def reconcile_quota(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
     if base is None or base.finished:
         if _pods(facts):
             return PolicyResult(status=status)
-        gone = _dropped(quota.workloads)
-        return PolicyResult(status=status, actions=gone or (_ask(facts, quota, 0, needed_workers(facts.size)),))
+        deletions = _dropped(quota.workloads)
+        return PolicyResult(status=status, actions=deletions or (_ask(facts, quota, 0, needed_workers(facts.size)),))
     if grant.state is not AdmissionState.ADMITTED:
         return PolicyResult(status=status, actions=tuple(_waits(facts, quota, base)))
     extras = status.idle_nodes.wanted
@@ -62,14 +62,16 @@ def end_quota(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
     if quota is None or _pods(facts):
         return PolicyResult(status=status)
     succeeded = is_true(status, ConditionType.COMPLETE)
-    said = WorkloadConditionView(
+    condition = WorkloadConditionView(
         WorkloadCondition.FINISHED,
         true=True,
         reason="Succeeded" if succeeded else "Failed",
         message=status.verdict or "the job has ended",
     )
     open_ = [each for each in quota.workloads if not each.finished and not each.deleting]
-    ended = (_tell(each, said) if each.part == 0 else DeleteWorkload(each.name, each.uid) for each in open_)
+    ended = (
+        _set_condition(each, condition) if each.part == 0 else DeleteWorkload(each.name, each.uid) for each in open_
+    )
     return PolicyResult(status=status, actions=tuple(ended))
 
 
@@ -103,9 +105,9 @@ def _steps(facts: Facts, quota: QuotaView, grant: QueueGrant, extras: int) -> It
     base = needed(quota)
     assert base is not None
     covered = base.asked.get(WORKERS, 0) + sum(each.asked.get(WORKERS, 0) for each in held)
-    room = _pods(facts) <= grant.workers + grant.spares
+    pods_fit = _pods(facts) <= grant.workers + grant.spares
     for each in held:
-        if room and not each.deleting and (each.is_true(WorkloadCondition.EVICTED) or not each.active):
+        if pods_fit and not each.deleting and (each.is_true(WorkloadCondition.EVICTED) or not each.active):
             yield _return(each)
     selector = grant.placement(WORKERS).node_selector
     wanted = steps_from(facts.size, covered, MOST_STEPS - len(held), extras=extras)
@@ -134,10 +136,12 @@ def _ready(quota: QuotaView, status: PublicStatus) -> Iterator[QuotaAction]:
     """Yield the condition PodsReady, which Kueue may wait for; from then on this operator recovers the job."""
     if status.membership.size == 0:
         return
-    said = WorkloadConditionView(WorkloadCondition.PODS_READY, true=True, reason="Started", message="the job trains")
+    condition = WorkloadConditionView(
+        WorkloadCondition.PODS_READY, true=True, reason="Started", message="the job trains"
+    )
     for each in quota.workloads:
         if each.admitted and not each.is_true(WorkloadCondition.PODS_READY):
-            yield _tell(each, said)
+            yield _set_condition(each, condition)
 
 
 def _ask(
@@ -181,8 +185,8 @@ def _return(each: WorkloadView) -> SetQuotaConditions:
     )
 
 
-def _tell(each: WorkloadView, said: WorkloadConditionView) -> SetQuotaConditions:
-    return SetQuotaConditions(name=each.name, uid=each.uid, version=each.version, conditions=(said,))
+def _set_condition(each: WorkloadView, condition: WorkloadConditionView) -> SetQuotaConditions:
+    return SetQuotaConditions(name=each.name, uid=each.uid, version=each.version, conditions=(condition,))
 
 
 def steps_from(size: SizeDecision, workers: int, most: int = MOST_STEPS, *, extras: int = 0) -> tuple[int, ...]:

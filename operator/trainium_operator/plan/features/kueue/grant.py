@@ -110,7 +110,7 @@ def _admitted(quota: QuotaView, base: WorkloadView, own: Placement) -> QueueGran
 def _waiting(queue: str, base: WorkloadView) -> QueueGrant:
     evicted = base.find(WorkloadCondition.EVICTED)
     pending = base.find(WorkloadCondition.QUOTA_RESERVED)
-    told = pending.message if pending is not None and not pending.true else ""
+    pending_message = pending.message if pending is not None and not pending.true else ""
     if base.deleting or base.finished:
         over = "is being deleted" if base.deleting else "is finished, though the job is not"
         return QueueGrant(
@@ -121,7 +121,7 @@ def _waiting(queue: str, base: WorkloadView) -> QueueGrant:
         return QueueGrant(state=AdmissionState.EVICTED, reason=Reason.EVICTED, message=message)
     if evicted is not None and evicted.true:
         # Once it is queued again, why it waits says more than why it had to go.
-        why = evicted.message if base.holds or not told else told
+        why = evicted.message if base.holds or not pending_message else pending_message
         return QueueGrant(
             state=AdmissionState.EVICTED,
             reason=Reason.EVICTED,
@@ -132,7 +132,7 @@ def _waiting(queue: str, base: WorkloadView) -> QueueGrant:
             state=AdmissionState.WAITING, message=f"queue {queue} has quota for it; admission checks are not ready"
         )
     return QueueGrant(
-        state=AdmissionState.WAITING, message=f"queue {queue}: {told or 'Kueue has not looked at it yet'}"
+        state=AdmissionState.WAITING, message=f"queue {queue}: {pending_message or 'Kueue has not looked at it yet'}"
     )
 
 

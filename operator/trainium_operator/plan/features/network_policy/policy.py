@@ -40,7 +40,7 @@ API_VERSION = "networking.k8s.io/v1"
 _NAMESPACE_NAME = "kubernetes.io/metadata.name"
 """Label that the API server gives every namespace."""
 _KIND = ConditionType.NETWORK_POLICY_APPLIED
-LOOK_SECONDS = 5.0
+RECHECK_SECONDS = 5.0
 """Until the policies that there are have been read."""
 
 
@@ -60,16 +60,16 @@ def reconcile_network_policy(facts: Facts, status: TrainingJobStatus) -> PolicyR
             status = with_condition(status, _KIND, True, Reason.POLICY_APPLIED, "", now=facts.now)
         return PolicyResult(status=status)
     if not observed.policies_known:
-        return PolicyResult(status=status, requeue_at=(facts.now + LOOK_SECONDS,))
+        return PolicyResult(status=status, requeue_at=(facts.now + RECHECK_SECONDS,))
     answer = PolicyResult(status=status)
     if observed.policy_refusal is not None:
-        answer = _told(facts, status, observed.policy_refusal)
+        answer = _report_refusal(facts, status, observed.policy_refusal)
         if facts.now < observed.policy_refusal.again_from:
             return answer.then(PolicyResult(status=answer.status, requeue_at=(observed.policy_refusal.again_from,)))
     return answer.then(PolicyResult(status=answer.status, actions=(ApplyPolicy(manifest),)))
 
 
-def _told(facts: Facts, status: TrainingJobStatus, refusal: PolicyRefusal) -> PolicyResult:
+def _report_refusal(facts: Facts, status: TrainingJobStatus, refusal: PolicyRefusal) -> PolicyResult:
     """Set the condition, and add an event when it is new."""
     reason = Reason.NAME_TAKEN if refusal.taken else Reason.WRITE_FAILED
     text = f"others can reach the workers' ports: {refusal.sentence}"
