@@ -1,13 +1,21 @@
-"""`support-bundle`: everything that a bug report needs, in one archive, secrets left out."""
+"""`support-bundle`: everything that a bug report needs, in one archive, without secrets.
+
+Guarantees:
+- Values of environment variables, arguments that look like secrets, kubectl's copy of what was applied and the
+  managers' bookkeeping are left out.
+- Everything else that looks like a key, token or password is replaced.
+"""
 
 from __future__ import annotations
 
 import io
 import json
+import re
 import tarfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -22,14 +30,19 @@ from trainium_client.commands.options import JobName, Session
 from trainium_client.errors import ClientError
 from trainium_client.pod_exec import for_each_pod
 from trainium_client.read import decode_members
-from trainium_client.redact import redacted, redacted_text
 from trainium_client.render.machine import as_json
 from trainium_contract.pages.formatting import plural, size
+from trainium_contract.redaction import redact_secrets
 from trainium_contract.views.raw import mapping, objects, text
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
+HIDDEN = "***"
+_DROPPED = frozenset({"managedFields", "kubectl.kubernetes.io/last-applied-configuration"})
+_SECRET_NAME = re.compile(r"(?i)secret|token|passw|credential|api[-_]?key|access[-_]?key|private")
+_REFERENCES = frozenset({
+    "secretName", "secretRef", "secretKeyRef", "serviceAccountToken", "automountServiceAccountToken", "tokenizer",
+    "imagePullSecrets", "tokensPerSecond", "tokens", "tokenExpirationSeconds",
+})  # fmt: skip
+"""Names that speak of secrets and hold none."""
 _LOG_LINES = "5000"
 _MOST_PODS = 64
 """Pods whose logs are taken: those that are not well, and the first members."""
@@ -153,3 +166,34 @@ def _write(path: Path, folder: str, parts: Mapping[str, str]) -> None:
             entry = tarfile.TarInfo(f"{folder}/{name}")
             entry.size, entry.mtime, entry.mode = len(data), int(time.time()), 0o600
             archive.addfile(entry, io.BytesIO(data))
+
+
+def redacted(value: Any) -> Any:
+    """Copy a value without secrets."""
+    if isinstance(value, Mapping):
+        return {key: _field(str(key), each) for key, each in value.items() if key not in _DROPPED}
+    if isinstance(value, list):
+        return [redacted(each) for each in value]
+    return redacted_text(value) if isinstance(value, str) else value
+
+
+def redacted_text(text: str) -> str:
+    """Text without what looks like a secret."""
+    return "\n".join(redact_secrets(line) for line in text.split("\n"))
+
+
+def _field(key: str, value: Any) -> Any:
+    if key == "env" and isinstance(value, list):
+        return [_variable(each) for each in value]
+    if isinstance(value, str) and value and _SECRET_NAME.search(key) and key not in _REFERENCES:
+        return HIDDEN
+    return redacted(value)
+
+
+def _variable(raw: Any) -> Any:
+    """Copy an environment variable: its name, and the source of its value; the operator's own are not secret."""
+    if not isinstance(raw, Mapping) or "value" not in raw:
+        return redacted(raw)
+    name = str(raw.get("name") or "")
+    ours = name.startswith("TRAINIUM_") or name in {"POD_IP", "OMP_NUM_THREADS", "PYTHONPATH"}
+    return {**raw, "value": redacted_text(str(raw["value"])) if ours else HIDDEN}

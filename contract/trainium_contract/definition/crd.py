@@ -17,13 +17,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from trainium_contract.base import DERIVED, MATCHING
-from trainium_contract.definition.activity_rules import ACTIVITY_RULES, CONTROLLER_RULES
+from trainium_contract.definition.accelerator_rules import ACCELERATOR_RULES
 from trainium_contract.definition.cel import Rule
-from trainium_contract.definition.claim_rules import CLAIM_RULES
-from trainium_contract.definition.core_rules import CORE_RULES
-from trainium_contract.definition.recovery_rules import BY_CAUSE_RULES, RECOVERY_RULE_RULES
-from trainium_contract.definition.rules import ROOT_RULES, SPEC_RULES, STORAGE_RULES
-from trainium_contract.definition.tuning_rules import TUNING_RULES
+from trainium_contract.definition.rules import (
+    BY_CAUSE_RULES,
+    RECOVERY_RULE_RULES,
+    ROOT_RULES,
+    SPEC_RULES,
+    STORAGE_RULES,
+)
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
 from trainium_contract.wire.worker_env import GROUP, KIND, PLURAL, VERSION
 
@@ -117,8 +119,8 @@ def object_schema() -> dict[str, Any]:
     """Return the openAPIV3Schema of a whole TrainingJob."""
     spec = model_schema(TrainingJobSpec, "spec", strict=True)
     status = model_schema(TrainingJobStatus, "status", strict=False)
-    _attach(spec, (*SPEC_RULES, *TUNING_RULES, *ACTIVITY_RULES))
-    _attach(spec["properties"]["workers"]["properties"]["accelerator"], (*CLAIM_RULES, *CORE_RULES))
+    _attach(spec, SPEC_RULES)
+    _attach(spec["properties"]["workers"]["properties"]["accelerator"], ACCELERATOR_RULES)
     _attach(spec["properties"]["checkpoint"]["properties"]["storage"], STORAGE_RULES)
     # Users set a size of 0 to stop a job: a rule explains the way, and rules do not run where the schema has refused.
     del spec["properties"]["workers"]["properties"]["replicas"]["minimum"]
@@ -137,7 +139,7 @@ def object_schema() -> dict[str, Any]:
             "status": status,
         },
     }
-    _attach(root, (*ROOT_RULES, *CONTROLLER_RULES))
+    _attach(root, ROOT_RULES)
     return root
 
 

@@ -25,13 +25,15 @@ from trainium_contract.definition.size_expressions import (
     format_size_message,
     with_cores,
 )
+from trainium_contract.faults.causes import NO_FAULT_CAUSES, USER_CAUSES, Cause
 from trainium_contract.job import MAX_NAME
 from trainium_contract.sizes import INSTANCES
+from trainium_contract.spec.managed_by import MANAGER
 from trainium_contract.trainer.config import TrainerSpec
 
 _KNOWN = "[" + ", ".join(f"'{name}'" for name in INSTANCES) + "]"
 _KNOWN_TEXT = ", ".join(INSTANCES)
-ON_NXD = (
+_ON_NXD = (
     "!has(self.workers.accelerator.instanceType) || !self.workers.accelerator.instanceType.startsWith('trn1') "
     "|| self.trainer.backend == 'Native'"
 )
@@ -47,6 +49,8 @@ _SUSPEND_INSTEAD = (
     "(kubectl trn suspend NAME)"
 )
 
+_LORA = "self.trainer.tuning.method == 'LoRA'"
+_WEIGHTS = "has(self.trainer.model.weights)"
 SPEC_RULES: tuple[Rule, ...] = (
     Rule(
         f"{NODES} >= 1",
@@ -162,7 +166,7 @@ SPEC_RULES: tuple[Rule, ...] = (
         reason=RefusalReason.REQUIRED,
     ),
     Rule(
-        f"{ON_NXD} || self.trainer.torchCompile == 'None'",
+        f"{_ON_NXD} || self.trainer.torchCompile == 'None'",
         "trainer.torchCompile must be None on trn1: its backend Nxd compiles whole steps by itself; leave it out",
         ".trainer.torchCompile",
     ),
@@ -191,12 +195,12 @@ SPEC_RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
-        f"{ON_NXD} || self.parallelism.pipeline == 1",
+        f"{_ON_NXD} || self.parallelism.pipeline == 1",
         "parallelism.pipeline must be 1 on trn1: its backend Nxd has no pipeline; raise parallelism.tensor",
         ".parallelism.pipeline",
     ),
     Rule(
-        f"{ON_NXD} || !self.trainer.data.maskDocuments",
+        f"{_ON_NXD} || !self.trainer.data.maskDocuments",
         "trainer.data.maskDocuments cannot be had on trn1: its backend Nxd has no such mask; leave it out",
         ".trainer.data.maskDocuments",
     ),
@@ -261,6 +265,83 @@ SPEC_RULES: tuple[Rule, ...] = (
         || {_WARMUP} + self.trainer.schedule.decaySteps <= self.trainer.steps""",
         "trainer.schedule.warmupSteps and decaySteps must together not be above trainer.steps",
         ".trainer.schedule.decaySteps",
+    ),
+    # Fine-tuning; the trainer checks the same in a file that a person wrote.
+    Rule(
+        f"!{_WEIGHTS} || self.trainer.model.preset == 'Tiny'",
+        "trainer.model.weights and trainer.model.preset both name a shape: leave model.preset out",
+        ".trainer.model.preset",
+        format_message(
+            "trainer.model.weights is %s and trainer.model.preset is %s: both name a shape, leave model.preset out",
+            "self.trainer.model.?weights.orValue('')",
+            "self.trainer.model.preset",
+        ),
+    ),
+    Rule(
+        f"!{_WEIGHTS} || !has(self.trainer.model.path)",
+        "trainer.model.weights and trainer.model.path both name a shape: leave model.path out",
+        ".trainer.model.path",
+    ),
+    Rule(
+        f"(!({_LORA}) && !has(self.trainer.tuning.trainable)) || {_WEIGHTS}",
+        "trainer.tuning leaves weights as they are, but there are none: give trainer.model.weights, the folder of a "
+        "base model",
+        ".trainer.model.weights",
+        reason=RefusalReason.REQUIRED,
+    ),
+    Rule(
+        f"{_LORA} || !has(self.trainer.tuning.lora.adapter)",
+        "trainer.tuning.lora.adapter is given but trainer.tuning.method is Full: set tuning.method to LoRA",
+        ".trainer.tuning.lora.adapter",
+    ),
+    Rule(
+        f"!({_LORA}) || self.trainer.precision != 'BFloat16Stochastic'",
+        "trainer.precision is BFloat16Stochastic but trainer.tuning.method is LoRA, whose adapters are in float32: use "
+        "BFloat16",
+        ".trainer.precision",
+    ),
+    Rule(
+        f"{_LORA} || !has(self.trainer.artifacts.kinds) || !('Adapter' in self.trainer.artifacts.kinds)",
+        "trainer.artifacts.kinds names Adapter but trainer.tuning.method is Full: leave Adapter out, or set "
+        "tuning.method to LoRA",
+        ".trainer.artifacts.kinds",
+    ),
+    Rule(
+        "self.trainer.data.format != 'Function' || has(self.trainer.data.examples.function)",
+        "trainer.data.format is Function but trainer.data.examples.function is not given: name module:function",
+        ".trainer.data.examples.function",
+        reason=RefusalReason.REQUIRED,
+    ),
+    Rule(
+        "!self.trainer.evaluate.enabled || has(self.trainer.data.validation)",
+        "trainer.evaluate.enabled is true but no examples are held back: give trainer.data.validation",
+        ".trainer.data.validation",
+        reason=RefusalReason.REQUIRED,
+    ),
+    Rule(
+        f"{_ON_NXD} || self.trainer.data.format == 'Text' || !self.trainer.data.examples.packing",
+        "trainer.data.examples.packing cannot be had on trn1: its backend Nxd has no mask that keeps examples apart; "
+        "leave it out",
+        ".trainer.data.examples.packing",
+    ),
+    # Deadlines, and the job's controller.
+    Rule(
+        """!has(self.startupDeadlineSeconds) || !has(self.activeDeadlineSeconds)
+        || self.startupDeadlineSeconds <= self.activeDeadlineSeconds""",
+        "startupDeadlineSeconds must not be above activeDeadlineSeconds, which would end the job before",
+        ".startupDeadlineSeconds",
+        format_message(
+            "startupDeadlineSeconds %s is above activeDeadlineSeconds %s, which would end the job before: lower it, or "
+            "leave one of them out",
+            "self.startupDeadlineSeconds",
+            "self.activeDeadlineSeconds",
+        ),
+    ),
+    Rule(
+        """!has(self.managedBy) || self.managedBy.matches(
+        '^[a-z0-9]([-a-z0-9]*[a-z0-9])?([.][a-z0-9]([-a-z0-9]*[a-z0-9])?)*/[-A-Za-z0-9._~%/:@+=]+$')""",
+        f"managedBy names a controller as domain/name, for instance {MANAGER} (this operator)",
+        ".managedBy",
     ),
 )
 
@@ -337,4 +418,47 @@ ROOT_RULES: tuple[Rule, ...] = (
         ".spec.checkpoint.storage",
         reason=RefusalReason.FORBIDDEN,
     ),
+    Rule(
+        """has(self.spec.managedBy) == has(oldSelf.spec.managedBy)
+        && (!has(self.spec.managedBy) || self.spec.managedBy == oldSelf.spec.managedBy)""",
+        "managedBy cannot change: a job has one controller from its creation on; create the job again, and it resumes "
+        "from its newest checkpoint",
+        ".spec.managedBy",
+        reason=RefusalReason.FORBIDDEN,
+    ),
 )
+
+
+def _listed(causes: frozenset[Cause]) -> str:
+    return "[" + ", ".join(f"'{cause.value}'" for cause in Cause if cause in causes) + "]"
+
+
+_NO_FAULTS = ", ".join(cause.value for cause in Cause if cause in NO_FAULT_CAUSES)
+_FAULTS = frozenset(Cause) - NO_FAULT_CAUSES
+
+RECOVERY_RULE_RULES: tuple[Rule, ...] = (
+    Rule(
+        """(has(self.exitCodes) && size(self.exitCodes) > 0) || (has(self.reason) && self.reason != '')
+        || (has(self.message) && self.message != '')""",
+        "a rule needs a condition: give exitCodes, reason or message, or it would match every failure",
+    ),
+    Rule(
+        f"!(self.cause in {_listed(NO_FAULT_CAUSES)})",
+        f"{_NO_FAULTS} are no faults: give the cause that the failure is to be attributed to, for instance UserCode",
+        ".cause",
+    ),
+    Rule(
+        f"self.action != 'AvoidNode' || !(self.cause in {_listed(USER_CAUSES)})",
+        "a node is not to blame for an error of the user: choose action ReplaceWorker, or a cause such as Host",
+        ".action",
+    ),
+)
+"""Of one entry of `spec.recovery.rules`."""
+
+BY_CAUSE_RULES: tuple[Rule, ...] = (
+    Rule(
+        f"self.all(cause, cause in {_listed(_FAULTS)})",
+        "a key of byCause is not the cause of a fault; see the causes of recovery.rules[].cause",
+    ),
+)
+"""Of `spec.recovery.budgets.byCause`."""

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.testing.api.recorded_jobs import CORE, JOBS, ApiServer, recorded, recorded_answers
+from trainium_client.commands.bundle import redacted
 from trainium_client.commands.main import main
-from trainium_client.redact import redacted
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 
-from trainium_contract.definition.activity_rules import ACTIVITY_RULES, CONTROLLER_RULES
+from trainium_contract.definition.accelerator_rules import ACCELERATOR_RULES
 from trainium_contract.definition.cel import RefusalReason, Rule
-from trainium_contract.definition.claim_rules import CLAIM_RULES
-from trainium_contract.definition.core_rules import CORE_RULES
 from trainium_contract.definition.crd import object_schema
-from trainium_contract.definition.recovery_rules import BY_CAUSE_RULES, RECOVERY_RULE_RULES
-from trainium_contract.definition.rules import ROOT_RULES, SPEC_RULES, STORAGE_RULES
-from trainium_contract.definition.tuning_rules import TUNING_RULES
+from trainium_contract.definition.rules import (
+    BY_CAUSE_RULES,
+    RECOVERY_RULE_RULES,
+    ROOT_RULES,
+    SPEC_RULES,
+    STORAGE_RULES,
+)
 from trainium_contract.trainer.config import TrainerSpec
 
 ROOT = object_schema()
@@ -23,9 +25,9 @@ ACCELERATOR = SPEC["properties"]["workers"]["properties"]["accelerator"]
 STORAGE = SPEC["properties"]["checkpoint"]["properties"]["storage"]
 RECOVERY = SPEC["properties"]["recovery"]["properties"]
 ALL = [
-    *((rule, ROOT) for rule in (*ROOT_RULES, *CONTROLLER_RULES)),
-    *((rule, SPEC) for rule in (*SPEC_RULES, *TUNING_RULES, *ACTIVITY_RULES)),
-    *((rule, ACCELERATOR) for rule in (*CLAIM_RULES, *CORE_RULES)),
+    *((rule, ROOT) for rule in ROOT_RULES),
+    *((rule, SPEC) for rule in SPEC_RULES),
+    *((rule, ACCELERATOR) for rule in ACCELERATOR_RULES),
     *((rule, STORAGE) for rule in STORAGE_RULES),
     *((rule, RECOVERY["rules"]["items"]) for rule in RECOVERY_RULE_RULES),
     *((rule, RECOVERY["budgets"]["properties"]["byCause"]) for rule in BY_CAUSE_RULES),
@@ -64,7 +66,8 @@ def test_everything_in_the_trainer_but_the_monitor_is_fixed_while_the_job_runs()
         rule.field for rule in ROOT_RULES if rule.reason is RefusalReason.FORBIDDEN and rule.field.startswith(".spec")
     }
     trainer = {f".spec.trainer.{field.alias}" for name, field in TrainerSpec.model_fields.items() if name != "monitor"}
-    assert fixed == trainer | {".spec.parallelism", ".spec.workers.accelerator", ".spec.checkpoint.storage"}
+    others = {".spec.parallelism", ".spec.workers.accelerator", ".spec.checkpoint.storage", ".spec.managedBy"}
+    assert fixed == trainer | others
 
 
 def test_a_field_that_is_compared_as_a_whole_always_has_a_value() -> None:

@@ -1,15 +1,38 @@
-"""CEL rules about devices that workers claim (`spec.workers.accelerator.claim`)."""
+"""CEL rules of `spec.workers.accelerator`: devices that workers claim, and training processes on a node.
+
+A core is what a process has to itself. A trn2 shows half as many as it has unless configured otherwise (a claim's
+logicalNeuronCore, or the node's own setting), so without a claim the physical ones are the bound.
+"""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from trainium_contract.definition.cel import RefusalReason, Rule, format_message
 from trainium_contract.sizes import INSTANCES
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trainium_contract.sizes import Instance
+
+
+def _of(figure: Callable[[Instance], int]) -> str:
+    """Return an expression for a figure of the job's instance type."""
+    known = ", ".join(f"'{name}': {figure(each)}" for name, each in INSTANCES.items())
+    return f"{{{known}}}[self.instanceType]"
+
+
 _DEVICES = "{" + ", ".join(f"'{name}': {instance.devices}" for name, instance in INSTANCES.items()) + "}"
 _KNOWN = f"self.?instanceType.orValue('') in {_DEVICES}"
 _OF_TYPE = f"{_DEVICES}[self.instanceType]"
+_ALL = _of(lambda each: each.cores * each.core_parts)
+_CLAIMED = f"""{_of(lambda each: each.cores * each.core_parts // each.devices)}
+* self.claim.?count.orValue({_of(lambda each: each.devices)})
+/ self.claim.?logicalNeuronCore.orValue({_of(lambda each: each.core_parts)})"""
+_MOST = f"(has(self.claim) && !self.claim.ultraServerNode ? {_CLAIMED} : {_ALL})"
 
-CLAIM_RULES: tuple[Rule, ...] = (
+ACCELERATOR_RULES: tuple[Rule, ...] = (
     Rule(
         "!has(self.claim) || self.device != 'cuda'",
         "accelerator.claim is for Neuron devices: leave it out, or set device to neuron",
@@ -75,5 +98,16 @@ CLAIM_RULES: tuple[Rule, ...] = (
         ".claim.ultraServerNode",
         reason=RefusalReason.FORBIDDEN,
     ),
+    Rule(
+        f"self.device != 'neuron' || !has(self.coresPerNode) || !({_KNOWN}) || self.coresPerNode <= {_MOST}",
+        "accelerator.coresPerNode must not be above the cores that a worker has on a node of the instance type",
+        ".coresPerNode",
+        format_message(
+            "accelerator.coresPerNode %s is above the %s cores that a worker has on a node of %s: lower it, or leave "
+            "it out",
+            "self.coresPerNode",
+            _MOST,
+            "self.instanceType",
+        ),
+    ),
 )
-"""Of `spec.workers.accelerator`."""
