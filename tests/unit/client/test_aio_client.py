@@ -11,7 +11,6 @@ import pytest
 import trainium_client
 from tests.testing.api.recorded_jobs import JOBS, ApiServer, recorded, recorded_answers
 from trainium_client.aio import ClientError, JobFailedError, TrainingJob
-from trainium_contract.job import TrainingJobSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -52,33 +51,6 @@ async def test_what_is_read_is_what_the_blocking_client_reads(server: ApiServer)
     assert artifacts == status.artifacts
     with pytest.raises(ClientError, match="no rank 9"):
         await found.logs(9)
-
-
-async def test_a_typed_spec_is_applied_and_the_job_deleted(server: ApiServer) -> None:
-    spec = TrainingJobSpec.model_validate({"trainer": {"steps": 7}})
-    made = TrainingJob.from_spec("llama", spec, kubeconfig=str(server.kubeconfig))
-
-    assert await made.apply() is made
-    method, path, body = server.requests[-1]
-    assert (method, path.partition("?")[0]) == ("PATCH", f"{JOBS}/llama")
-    assert body["spec"]["trainer"]["steps"] == 7
-
-    await made.delete()
-    assert server.requests[-1][2]["preconditions"] == {"uid": recorded("job")["metadata"]["uid"]}
-
-
-async def test_acting_is_a_patch(server: ApiServer) -> None:
-    server.answers[f"{JOBS}/llama/scale"] = {}
-
-    await job(server).suspend()
-    await job(server).resume()
-    await job(server).scale(3)
-
-    assert [body["spec"] for method, _, body in server.requests if method == "PATCH"] == [
-        {"suspend": True},
-        {"suspend": False},
-        {"replicas": 3},
-    ]
 
 
 async def test_waiting_ends_with_the_phase_or_the_verdict_and_leaves_the_program_free(server: ApiServer) -> None:

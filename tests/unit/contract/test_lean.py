@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from trainium_contract import base
-from trainium_contract.wire.messages import HeartbeatRequest, Progress, WorkerPhase
-
-if TYPE_CHECKING:
-    import pytest
+from trainium_contract.wire.messages import HeartbeatRequest
 
 
 def heartbeat(step: int, **more: object) -> HeartbeatRequest:
@@ -42,18 +36,3 @@ def test_a_lean_message_says_what_it_said_and_its_copies_do_not_change_it() -> N
     changed = (lean.replaced(attempt=3), lean.model_copy(update={"attempt": 3}))
     assert [each.model_fields_set - lean.model_fields_set for each in changed] == [{"attempt"}, {"attempt"}]
     assert "attempt" not in heartbeat(2).lean().model_fields_set
-
-
-def test_who_brings_ever_other_fields_fills_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = dict(list(base._given.items())[:1])
-    monkeypatch.setattr(base, "_given", known)
-    monkeypatch.setattr(base, "_MOST_GIVEN", 3)
-    for attempt in range(3):
-        for ready in (False, True):
-            given = {"attempt": attempt} | ({"ready": ready} if ready else {})
-            progress = Progress(**dict.fromkeys(list(Progress.model_fields)[: attempt + 1], 0))
-            HeartbeatRequest(
-                namespace="t", job="j", pod_name="w", pod_uid="u", generation=1, phase=WorkerPhase.STANDBY,
-                progress=progress, **given,
-            ).lean()  # fmt: skip
-    assert len(known) == 3
