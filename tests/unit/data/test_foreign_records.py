@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -15,6 +17,7 @@ from transformers import AutoTokenizer
 
 from tests.testing.trainer.example_files import CHAT, EOS, config, opened, texts, write_records, write_tokenizer
 from trainium_contract.trainer.data import TokenizerConfig
+from trainium_contract.wire import worker_env
 from trainium_trainer import cli
 from trainium_trainer.data.examples.held_out import held_out, prompts_of
 from trainium_trainer.data.opening import open_data
@@ -111,13 +114,19 @@ def test_an_answer_after_a_border_gets_no_blank_that_its_record_does_not_have(tm
     assert texts(opened(config(tmp_path, source, examples={"template": template})))[0][0].endswith(f"which rank{EOS}")
 
 
-def test_tokens_that_only_the_settings_add_are_tokens_as_in_transformers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("key", ["added_tokens_decoder", "added_tokens.json", "additional_special_tokens"])
+def test_tokens_that_only_the_settings_add_are_tokens_as_in_transformers(tmp_path: Path, key: str) -> None:
     folder = tmp_path / "tokenizer"
     write_tokenizer(folder, specials=("<|begin|>", "<|endoftext|>", "<|pad|>"))
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     plain = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False, "special": True}
     added = {str(420 + number): {"content": text} | plain for number, text in enumerate(("<|im_start|>", "<|im_end|>"))}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"added_tokens_decoder": added}))
+    contents = [token["content"] for token in added.values()]
+    if key == "added_tokens.json":
+        (folder / key).write_text(json.dumps(dict(zip(contents, map(int, added), strict=True))))
+    else:
+        settings |= {key: added if key == "added_tokens_decoder" else contents}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     template = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' }}{% endfor %}"
     theirs = AutoTokenizer.from_pretrained(folder)
     expected = theirs.apply_chat_template(ONE, chat_template=template, tokenize=True, return_dict=True)["input_ids"]
@@ -209,6 +218,8 @@ def test_an_answer_of_weight_0_is_read_and_not_learned(tmp_path: Path, template:
 def test_content_in_parts_is_the_text_of_the_parts(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "tokenizer")
     parts = [{"role": one["role"], "content": [{"type": "text", "text": one["content"]}]} for one in TWO]
+    assert texts(opened(chat(tmp_path, [{"messages": parts}]))) == texts(opened(chat(tmp_path, [{"messages": TWO}])))
+    parts[0]["content"] = [TWO[0]["content"][:7], {"type": "input_text", "text": TWO[0]["content"][7:]}]
     assert texts(opened(chat(tmp_path, [{"messages": parts}]))) == texts(opened(chat(tmp_path, [{"messages": TWO}])))
     parts[0]["content"] = [{"type": "image", "url": "x"}]
     with pytest.raises(UserError, match=r"line 1: the content has a part of type 'image', which a model of text"):
@@ -332,6 +343,18 @@ def test_data_that_are_gone_are_storages_fault_only_where_this_run_has_read_them
         open_data(config(tmp_path, tmp_path / "gone"), 1)
     with pytest.raises(UserError, match="holds no example"), blaming_storage(restarted=restarted):
         open_data(chat(tmp_path, [{"messages": []}]), 1)
+
+
+@pytest.mark.parametrize(("attempt", "code"), [("0", 64), ("1", 81)])
+def test_a_restarted_rank_whose_data_are_gone_ends_as_for_storage(tmp_path: Path, attempt: str, code: int) -> None:
+    run = {"data": {"source": f"{tmp_path}/gone.txt", "cacheDirectory": f"{tmp_path}/cache"}, "steps": 1}
+    (tmp_path / "run.yaml").write_text(json.dumps(run | {"schedule": {"warmupSteps": 0}}))
+    command = [sys.executable, "-m", "trainium_trainer", "train", "--config", str(tmp_path / "run.yaml")]
+    done = subprocess.run(
+        command, env=os.environ | {worker_env.ENV_ATTEMPT: attempt}, check=False, capture_output=True, text=True
+    )
+    assert done.returncode == code, done.stderr
+    assert "gone.txt: there is no such file or folder" in done.stderr.splitlines()[-1]
 
 
 def test_held_out_prompts_are_those_of_the_border(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainium_trainer.checkpoint.errors import DamagedFileError
-from trainium_trainer.exits import UserError
+from trainium_trainer.exits import UnreadableError, UserError
 from trainium_trainer.models.huggingface import CONFIG_NAME, shape_of_document
 from trainium_trainer.weights.source import open_source
 from trainium_trainer.weights.tensors import LENGTH_BYTES, header_length, tensors_of
@@ -57,7 +57,9 @@ class ModelFolder:
 def read_config(source: WeightsSource, sizes: dict[str, int]) -> dict[str, Any]:
     """Return the contents of `config.json`. UserError when it is missing, not JSON, or of a quantised model."""
     if CONFIG_NAME not in sizes:
-        raise UserError(f"{source.where}: has no {CONFIG_NAME}: name a folder that holds one beside the safetensors")
+        raise UnreadableError(
+            f"{source.where}: has no {CONFIG_NAME}: name a folder that holds one beside the safetensors"
+        )
     document = read_document(source, CONFIG_NAME)
     if document.get("quantization_config"):
         kind = document["quantization_config"].get("quant_method", "some method")

@@ -17,7 +17,7 @@ from trainium_contract.trainer.addresses import is_address
 from trainium_trainer.checkpoint.errors import StorageError
 from trainium_trainer.checkpoint.storage.opening import open_storage
 from trainium_trainer.checkpoint.storage.protocol import Retry
-from trainium_trainer.exits import UserError
+from trainium_trainer.exits import UnreadableError, UserError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -66,7 +66,7 @@ def open_source(location: str, field: str) -> WeightsSource:
             f"{where}: there is no such folder; if it is a name on the hub, fetch it first: `trainium-trainer "
             f"fetch-model {location} --output DIR`, then name DIR"
         )
-    raise UserError(f"{where}: there is no such folder: correct the path, or mount it in every worker")
+    raise UnreadableError(f"{where}: there is no such folder: correct the path, or mount it in every worker")
 
 
 def _may_be_on_the_hub(location: str) -> bool:
@@ -110,7 +110,7 @@ class RemoteSource:
         """See WeightsSource. UserError when there is nothing below the prefix."""
         found = _sizes(self._storage, self.where, folder)
         if not found and not folder:
-            raise UserError(f"{self.where}: there is nothing below this prefix: correct it")
+            raise UnreadableError(f"{self.where}: there is nothing below this prefix: correct it")
         return found
 
     def read(self, name: str) -> bytes:

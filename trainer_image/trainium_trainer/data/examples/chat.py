@@ -29,6 +29,7 @@ _TOOLS = "tools"
 _WEIGHT = "weight"
 _OPEN, _CLOSE = "\U000ffff0", "\U000ffff1"
 _MARKED = re.compile(f"{_OPEN}(.*?){_CLOSE}", re.DOTALL)
+_TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 _FREE_CONTENT = frozenset({"tool", "ipython", "function"})
 """Roles whose content may be any value, which the template writes as it likes."""
 
@@ -113,11 +114,12 @@ class Chat:
         """Return a message as the template gets it: content is a text or null, and nothing else is null."""
         message: dict[str, Any] = self._hidden(without_nulls(given)) | {"role": given["role"]}
         content = message.get("content")
-        if isinstance(content, list) and all(isinstance(part, dict) and "type" in part for part in content):
-            other = next((part["type"] for part in content if part["type"] != "text"), None)
+        if isinstance(content, list) and all(map(_is_part, content)):
+            parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
+            other = next((part["type"] for part in parts if part["type"] not in _TEXT_PARTS), None)
             if other is not None:
                 raise BadRecordError(f"the content has a part of type {other!r}, which a model of text cannot read")
-            content = "".join(str(part.get("text", "")) for part in content)
+            content = "".join(str(part.get("text", "")) for part in parts)
         if content is not None and not isinstance(content, str) and message["role"] not in _FREE_CONTENT:
             raise BadRecordError(
                 f"the content of the {message['role']}'s message is neither text nor a list of parts with `type` and "
@@ -179,6 +181,10 @@ def _from_json(value: Any) -> Any:
         return json.loads(value)
     except ValueError:
         return None
+
+
+def _is_part(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, dict) and "type" in value)
 
 
 def _has_answer(message: Mapping[str, Any]) -> bool:

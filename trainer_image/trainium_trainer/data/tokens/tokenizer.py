@@ -115,14 +115,15 @@ def read_tokenizer(file: Path) -> dict[str, Any]:
     known = {text: number for number, text in entries.items()}
     places = {token["content"]: place for place, token in enumerate(added)}
     beside = _added_beside(file)
-    for token in beside:
+    extra = [token for token in _extra_special(file) if token["content"] not in known]
+    for token in [*beside, *extra]:
         text = token["content"]
         if text in places:
             added[places[text]] = added[places[text]] | token
         else:
             number = known.setdefault(text, max(known.values(), default=-1) + 1)
             added.append({"id": number} | token)
-    return dict(document, added_tokens=added) if beside else dict(document)
+    return dict(document, added_tokens=added) if beside or extra else dict(document)
 
 
 def _added_beside(file: Path) -> list[dict[str, Any]]:
@@ -146,6 +147,19 @@ def _added_beside(file: Path) -> list[dict[str, Any]]:
         {"content": token["content"]} | {flag: bool(token.get(flag, False)) for flag in _TOKEN_FLAGS}
         for _, token in sorted(found.items())
     ]
+
+
+def _extra_special(file: Path) -> list[dict[str, Any]]:
+    """Return the special tokens without a name of their kind that the settings list; `transformers` adds them too."""
+    config, names = _read_json(file.with_name(CONFIG_FILE)), _read_json(file.with_name(_MAP_FILE))
+    found: dict[str, None] = {}
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        listed = config.get(key, names.get(key))
+        for one in listed.values() if isinstance(listed, dict) else listed if isinstance(listed, list) else ():
+            text = one.get("content") if isinstance(one, dict) else one
+            if isinstance(text, str) and text:
+                found[text] = None
+    return [{"content": text} | {flag: flag == "special" for flag in _TOKEN_FLAGS} for text in found]
 
 
 def _entries(document: Mapping[str, Any]) -> dict[int, str]:
