@@ -6,6 +6,7 @@ layers stay; a missing compiler is told before a device is touched.
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from trainium_contract.trainer.parallelism import TorchCompile
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from trainium_trainer.models.llama import Llama
 
 _NEURON = "neuron"
+_log = logging.getLogger("trainium.compiled")
 
 
 def check_compiler(mode: TorchCompile, device_type: str) -> None:
@@ -33,9 +35,15 @@ def check_compiler(mode: TorchCompile, device_type: str) -> None:
         ) from None
 
 
-def compile_layers(model: Llama, mode: TorchCompile, device_type: str) -> None:
-    """Have every layer of a model or a stage compiled when it is first called; to be called before FSDP is applied."""
+def compile_layers(model: Llama, mode: TorchCompile, device_type: str, *, adapters: bool = False) -> None:
+    """Have every layer of a model or a stage compiled when it is first called; to be called before FSDP is applied.
+
+    Layers with adapters stay uncompiled on a CPU: Inductor's programs for their narrow matrices train a third slower.
+    """
     if mode is TorchCompile.NONE:
+        return
+    if adapters and device_type == "cpu":
+        _log.warning("torchCompile is ignored: on a CPU, layers with LoRA adapters are slower when they are compiled")
         return
     # TorchNeuron compiles with a backend of its own and takes fixed shapes only; ours are fixed in any case.
     backend = _NEURON if device_type == _NEURON else "inductor"

@@ -92,7 +92,8 @@ class NativeBackend:
                 apply_tensor_parallel(model, mesh["tp"], sequence=parallelism.sequence)
         for model in self._models:
             apply_recompute(model, self._config.recompute)
-            compile_layers(model, self._config.torch_compile, self._device.type)
+            lora = self._config.tuning.method is TuningMethod.LORA
+            compile_layers(model, self._config.torch_compile, self._device.type, adapters=lora)
         moments = self._config.optimizer.kind.moments
         self._store: StateStore
         if self.mesh.dp_mode.is_sharded:

@@ -124,3 +124,16 @@ def test_without_a_compiler_the_run_is_refused_in_a_sentence(launch: Launcher, t
     assert job.wait() == [64], job.log()
     assert "no C++ compiler is here" in job.log()
     assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(("device", "adapters", "compiled"), [("cpu", False, 2), ("cpu", True, 0), ("cuda", True, 2)])
+def test_layers_with_adapters_stay_uncompiled_on_a_cpu(
+    device: str, adapters: bool, compiled: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls: list[dict[str, Any]] = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda _self, **options: calls.append(options))
+    with torch.device("meta"):
+        model = Llama(resolve_shape(ModelConfig(num_layers=2, hidden_size=32, intermediate_size=64), 64))
+    compile_layers(model, TorchCompile.LAYERS, device, adapters=adapters)
+    assert len(calls) == compiled
+    assert ("torchCompile is ignored" in caplog.text) == (compiled == 0)
