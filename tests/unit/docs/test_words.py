@@ -75,11 +75,14 @@ def replacement(word: str) -> str:
 def private_words(path: str, text: str, *sections: str) -> list[str]:
     """The private words of a text, without phrases that an exception allows in this file."""
     plain = re.sub(r"\s+", " ", text).lower()
+    pattern = word_pattern(*sections)
+    if not pattern.search(plain):
+        return []
     for exception in LIST["exceptions"]:
-        if any(matches(path, pattern) for pattern in exception["paths"].split()):
+        if any(matches(path, each) for each in exception["paths"].split()):
             phrases = "|".join(phrase.replace("_", " ") for phrase in exception["phrase"].split())
             plain = re.sub(rf"\b(?:{phrases})\b", "-", plain)
-    return word_pattern(*sections).findall(plain)
+    return pattern.findall(plain)
 
 
 def name_parts(name: str) -> str:
