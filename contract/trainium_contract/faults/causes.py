@@ -147,7 +147,7 @@ CAUSES: tuple[CauseRow, ...] = (
         Cause.HANG,
         Blame.NOBODY,
         _P,
-        "a process stood still",
+        "a process hung",
         "See the stacks in the pod's log; if it was only slow, raise the limit of its phase in spec.recovery.hang.",
         suspects_node=True,
     ),

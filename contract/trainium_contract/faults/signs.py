@@ -123,7 +123,7 @@ EXIT_CODES = (
     _code(ExitCode.OUT_OF_MEMORY, Cause.MEMORY, "out of host or device memory", STOP),
     _code(ExitCode.YIELDING, Cause.YIELDED, "saved and left on request"),
     _code(ExitCode.PEER_LOST, Cause.PEER_LOST, "collective timeout or peer lost (a victim)", indirect=True),
-    _code(ExitCode.HUNG, Cause.HANG, "stood still and was ended", RESTART),
+    _code(ExitCode.HUNG, Cause.HANG, "hung and was ended", RESTART),
     _code(ExitCode.DEVICE_FAULT, Cause.DEVICE, "device fault reported by the runtime"),
     _code(ExitCode.STORAGE_UNAVAILABLE, Cause.STORAGE, "checkpoint storage unavailable"),
     _code(ExitCode.NETWORK_FAULT, Cause.NETWORK, "cannot exchange data with its peers as it should", LEAVE_NODE),
@@ -146,7 +146,9 @@ RUNTIME_STATUSES = (
         101, "NRT_EXEC_UNIT_UNRECOVERABLE", Cause.DEVICE_REPAIRABLE, "an execution unit of the device needs a reset"
     ),
     _status(1206, "NRT_NETWORK_PROXY_FAILURE", Cause.NETWORK, "the EFA network proxy failed", indirect=True),
-    _status(1003, "NRT_EXEC_COMPLETED_WITH_NUM_ERR", Cause.NUMERICAL, "the device computed NaN; its hardware is sound"),
+    _status(
+        1003, "NRT_EXEC_COMPLETED_WITH_NUM_ERR", Cause.NUMERICAL, "the device computed NaN; its hardware is healthy"
+    ),
     _status(1002, "NRT_EXEC_BAD_INPUT", Cause.USER_CODE, "invalid input to the compiled program"),
     _status(1006, "NRT_EXEC_OOB", Cause.USER_CODE, "an access of the compiled program was out of bounds"),
     _status(2, "NRT_INVALID", Cause.USER_CODE, "invalid compiled program (NEFF) or arguments"),
@@ -176,7 +178,7 @@ RUNTIME_STATUSES = (
     _status(13, "NRT_UNINITIALIZED", Cause.USER_CODE, "the runtime was used before its start"),
     _status(14, "NRT_CLOSED", Cause.USER_CODE, "the runtime was used after its end"),
     _status(15, "NRT_QUEUE_EMPTY", Cause.USER_CODE, "the runtime's queue was empty"),
-    _status(1, "NRT_FAILURE", Cause.RUNTIME, "the runtime failed and does not say why", indirect=True),
+    _status(1, "NRT_FAILURE", Cause.RUNTIME, "the runtime failed and gives no reason", indirect=True),
 )
 """The most specific first: when the output names several, for instance 5 and 1201, the first of these counts."""
 
@@ -320,7 +322,7 @@ DEVICE_TAINTS = (
 
 CLAIM_HEALTH = (Sign(SignKind.CLAIM_HEALTH, "Unhealthy", Cause.DEVICE),)
 
-SILENCE = Sign(SignKind.SILENCE, "no heartbeats, and something else says that the worker is lost", Cause.NODE_LOST)
+SILENCE = Sign(SignKind.SILENCE, "no heartbeats, and other evidence that the worker failed", Cause.NODE_LOST)
 
 SIGNS = (
     *EXIT_CODES,

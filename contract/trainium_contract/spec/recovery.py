@@ -77,7 +77,7 @@ class RecoverySpec(ContractModel):
     """Detection of faults, and the responses to them."""
 
     heartbeat_timeout_seconds: Annotated[float, Field(ge=1, le=600)] = 4.0
-    """A member that is silent this long, while the others cannot go on, is lost."""
+    """A member that is silent this long, while the others cannot continue, has failed."""
     max_in_place_restarts: Annotated[int, Field(ge=0, le=1000)] = 3
     """Restarts of the processes in place without a new step in between, before the pod is replaced."""
     rescale_after_seconds: Annotated[int, Field(ge=0, le=86_400)] = 120

@@ -70,8 +70,8 @@ class StorageSpec(ContractModel):
     sub_path: SubPath | None = None
     """Folder below the volume's root, without `.`, `..` and blanks; omitted: the job's namespace and name."""
     take_over: JobLabel | None = None
-    """`namespace/name` of the job that the folder belongs to and that is over: this job goes on with its checkpoints.
-    A job that still runs ends then. Not needed for a job that is made again under its own name."""
+    """`namespace/name` of the job that the folder belongs to and that has ended: this job continues with its
+    checkpoints. A job that still runs ends then. Not needed for a job that is made again under its own name."""
 
 
 class JobCheckpointSpec(ContractModel):
@@ -84,4 +84,4 @@ class JobCheckpointSpec(ContractModel):
     durable: DurableTierConfig = DurableTierConfig()
     """Sharded checkpoints on the storage."""
     milestones: Milestones = Milestones()
-    """Checkpoints of the weights alone, kept for ever."""
+    """Checkpoints of the weights alone, kept forever."""

@@ -58,7 +58,7 @@ class Interruption(StatusModel):
     step_before: int = -1
     """Last step completed before it."""
     resume_step: int | None = None
-    """Step that training went on from."""
+    """Step that training resumed from."""
     steps_lost: int | None = None
     """Steps that were computed again."""
     pods_replaced: int = 0

@@ -39,4 +39,4 @@ class ArtifactsConfig(ContractModel):
     path: _Path | None = None
     """Folder or s3://bucket/prefix to write below; omitted: `artifacts` below the checkpoints."""
     at_milestones: bool = False
-    """Also at each milestone (checkpoint.milestones), while training goes on."""
+    """Also at each milestone (checkpoint.milestones), during training."""

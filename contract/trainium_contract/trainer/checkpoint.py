@@ -49,7 +49,7 @@ class DurableTierConfig(ContractModel):
 
 
 class Milestones(ContractModel):
-    """Checkpoints of the weights alone, kept for ever."""
+    """Checkpoints of the weights alone, kept forever."""
 
     every_tokens: Annotated[int, Field(ge=1, le=10**15)] | None = None
     """Valid tokens between two milestones; omitted: none are made."""

@@ -22,7 +22,7 @@ class MonitorConfig(ContractModel):
     parameter_norm_steps: Annotated[int, Field(ge=0, le=2**31 - 1)] = 10
     """Steps between measurements of the norm of all parameters; 0: never."""
     spike_window: Annotated[int, Field(ge=2, le=10_000)] = 20
-    """Steps before a step whose mean gradient norm it is held against."""
+    """Steps before a step, whose mean gradient norm it is compared with."""
     spike_margin: Annotated[float, Field(gt=0, le=1_000_000)] = 0.1
     """A gradient norm above that mean and this together is a spike."""
     spike_event_steps: Annotated[int, Field(ge=1, le=1_000_000)] = 10

@@ -92,8 +92,8 @@ class NeuronConfig(ContractModel):
     stochastic_rounding_seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
     """Seed of the stochastic rounding."""
     async_exec_inflight_requests: Annotated[int, Field(ge=0, le=64)] = 3
-    """Graphs that wait on the device while the host goes on; 0 makes execution synchronous. Backend Nxd only: SDKs from
-    2.31 on do not have it."""
+    """Graphs that wait on the device while the host continues; 0 makes execution synchronous. Backend Nxd only: SDKs
+    from 2.31 on do not have it."""
     exec_timeout_seconds: Annotated[int, Field(ge=2, le=86_400)] = 4000
     """How long the runtime waits for one execution, which includes waiting for other ranks that still compile; hangs
     are found by the operator, long before."""

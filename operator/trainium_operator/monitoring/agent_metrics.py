@@ -29,7 +29,7 @@ class AgentMetrics:
         )
         self._refused = Counter(f"{prefix}preflight_failed_total", "Checks that failed", ("check",), registry=registry)
         self._hangs = Counter(
-            f"{prefix}hangs_total", "Ranks that stood still longer than allowed", ("phase",), registry=registry
+            f"{prefix}hangs_total", "Ranks that hung longer than allowed", ("phase",), registry=registry
         )
         for phase in TrainerPhase:
             self._hangs.labels(phase.value)
