@@ -137,19 +137,19 @@ def _in_staging(passes: PassCounter, rng: random.Random) -> None:
 
         return copy_all
 
-    place = rng.choice(("copy", "copy", "seal", "send"))
-    # Always: without a memory tier nothing is sealed or sent.
+    place = rng.choice(("copy", "copy", "finalize", "send"))
+    # Always: without a memory tier nothing is finalized or sent.
     staging.copy_all = halved(staging.copy_all)  # type: ignore[attr-defined]
     if place == "copy":
         memory_tier.copy_all = halved(memory_tier.copy_all)  # type: ignore[attr-defined]
-    elif place == "seal":
-        seal = snapshot.SnapshotFile.seal
-        snapshot.SnapshotFile.seal = lambda *given: passes.around(lambda: seal(*given))  # type: ignore[method-assign]
+    elif place == "finalize":
+        finalize = snapshot.SnapshotFile.finalize
+        snapshot.SnapshotFile.finalize = lambda *given: passes.around(lambda: finalize(*given))  # type: ignore[method-assign]
     else:
-        send, seal = buddy.Sender.send, snapshot.SnapshotFile.seal
-        if rng.random() < 0.5:  # where nothing is sent, at the seal
+        send, finalize = buddy.Sender.send, snapshot.SnapshotFile.finalize
+        if rng.random() < 0.5:  # where nothing is sent, at the finalize
             buddy.Sender.send = lambda *given: passes.around(lambda: send(*given))  # type: ignore[method-assign]
-        snapshot.SnapshotFile.seal = lambda *given: passes.around(lambda: seal(*given))  # type: ignore[method-assign]
+        snapshot.SnapshotFile.finalize = lambda *given: passes.around(lambda: finalize(*given))  # type: ignore[method-assign]
 
 
 def _in_writing(passes: PassCounter, _: random.Random) -> None:
@@ -197,8 +197,8 @@ def _in_load(passes: PassCounter, rng: random.Random) -> None:
     resume: Any = imported  # it calls these names, and gives them to nobody
     place = rng.choice(("gather", "copy"))
     if place == "gather":
-        deal = resume.deal
-        resume.deal = lambda *given: passes.around(lambda: deal(*given))
+        scatter = resume.scatter_from_root
+        resume.scatter_from_root = lambda *given: passes.around(lambda: scatter(*given))
         return
     copy, read = resume.copy_all, contents.Contents._read_extent
 

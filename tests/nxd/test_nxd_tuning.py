@@ -210,8 +210,8 @@ def test_a_run_begins_with_an_adapter_that_peft_saved(run: Run, base: Path, tmp_
     )
     theirs = run(1, "native", NATIVE, tuning)
     assert_same(run(4, "nxd", NXD, tuning, TP, SP), theirs)
-    begun, _ = run(1, "fresh", NATIVE, tuning.replace(str(tmp_path / "adapter"), "null"), "steps=2")
-    assert begun[0]["loss"] != pytest.approx(theirs[0][0]["loss"], rel=1e-3), "the adapter was used"
+    started, _ = run(1, "fresh", NATIVE, tuning.replace(str(tmp_path / "adapter"), "null"), "steps=2")
+    assert started[0]["loss"] != pytest.approx(theirs[0][0]["loss"], rel=1e-3), "the adapter was used"
 
 
 @pytest.mark.parametrize("overrides", [[TP], pytest.param([TP, SP, ZERO1], marks=needs_torch_xla)])

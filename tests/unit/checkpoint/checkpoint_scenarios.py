@@ -14,7 +14,7 @@ import torch.distributed as dist
 from checkpoint_world import HookedStorage, Place, Run, position, solo
 
 from trainium_contract.wire.checkpoint_manifest import COMMIT_NAME
-from trainium_trainer.checkpoint.collectives import deal, gather, settle
+from trainium_trainer.checkpoint.collectives import gather, reduce_on_root, scatter_from_root
 from trainium_trainer.checkpoint.errors import StorageError
 from trainium_trainer.checkpoint.memory.snapshot import SnapshotFile
 
@@ -47,7 +47,7 @@ def report_after(place: Place, root: Any, memories: Any, steps: int, settings: A
     run.manager.before_update()
     report["reached"] = run.step
     report["durable"] = run.manager.durable_step
-    report["guarded"] = run.manager.guarded_step
+    report["guarded"] = run.manager.buddy_step
     run.manager.close()
     return report
 
@@ -111,7 +111,7 @@ def settle_with_failures(place: Place) -> list[str]:
             return place.rank
 
         try:
-            return str(settle(say, decide, group, label, fold))
+            return str(reduce_on_root(say, decide, group, label, fold))
         except Exception as error:  # noqa: BLE001 - that is the question
             return f"{type(error).__name__}: {error}"
 
@@ -144,7 +144,7 @@ def deal_with_failures(place: Place) -> list[str]:
             return chr(ord("a") + place.rank)
 
         try:
-            return str(deal(say, decide, group, label))
+            return str(scatter_from_root(say, decide, group, label))
         except Exception as error:  # noqa: BLE001 - that is the question
             return f"{type(error).__name__}: {error}"
 

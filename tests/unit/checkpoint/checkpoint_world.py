@@ -19,7 +19,7 @@ from trainium_contract.trainer.checkpoint import CheckpointConfig
 from trainium_contract.trainer.parallelism import DataParallelMode
 from trainium_trainer.checkpoint.durable.save_policy import Save, decided
 from trainium_trainer.checkpoint.interfaces import Position
-from trainium_trainer.checkpoint.manager import CheckpointManager, Outside
+from trainium_trainer.checkpoint.manager import CheckpointManager, Environment
 from trainium_trainer.checkpoint.root.owner import NOBODY, Start
 from trainium_trainer.checkpoint.storage.posix import PosixStorage
 from trainium_trainer.checkpoint.storage.protocol import Retry
@@ -176,7 +176,7 @@ class Run:
             start=Start(generation, job or NOBODY, run),
             memory_directory=memory,
             settings={"model": settings.pop("settings", "one")},
-            outside=Outside(storage, retry or Retry(delays=())),
+            outside=Environment(storage, retry or Retry(delays=())),
         )
         self.resumed = self.manager.resume()
         self.step = self.resumed.step if self.resumed else 0

@@ -25,7 +25,7 @@ from trainium_trainer import neuron_environment
 from trainium_trainer.backends.nxd.limits import check_limits
 from trainium_trainer.configuration.config import Launch, settle, with_steps
 from trainium_trainer.exits import UserError
-from trainium_trainer.loop.memory_check import needs_of, refuse_what_does_not_fit
+from trainium_trainer.loop.memory_check import needs_of, refuse_too_small
 from trainium_trainer.loop.schedule import learning_rate
 from trainium_trainer.models.shapes import PRESETS, ModelShape
 
@@ -238,7 +238,7 @@ def test_the_true_shape_of_an_example_fits_its_cores_at_each_of_its_sizes(exampl
             each = replace(settings, config=settings.config.model_copy(update={"backend": backend}))
             found = needs_of(each, accelerator.cores(), accelerator.instance_type or "")
             assert found is not None
-            assert refuse_what_does_not_fit(found, instance, "the instance") == []
+            assert refuse_too_small(found, instance, "the instance") == []
 
 
 def test_the_70b_example_would_not_fit_the_cores_of_trn1(tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ def test_the_70b_example_would_not_fit_the_cores_of_trn1(tmp_path: Path) -> None
     assert found is not None
     assert found.state == pytest.approx(13.7e9 + 0.2e9, rel=0.005)
     with pytest.raises(UserError, match=r"has 16.0 GiB, but a process needs 13.0 GiB of weights"):
-        refuse_what_does_not_fit(found, INSTANCES["trn1.32xlarge"], "trn1.32xlarge")
+        refuse_too_small(found, INSTANCES["trn1.32xlarge"], "trn1.32xlarge")
 
 
 def mounted(document: dict[str, Any], example: str) -> dict[str, str]:

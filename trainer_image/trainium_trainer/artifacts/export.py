@@ -23,7 +23,7 @@ from trainium_trainer.artifacts.result import CheckpointWeights
 from trainium_trainer.artifacts.stage import source_of
 from trainium_trainer.artifacts.writer import Alone, write_artifact
 from trainium_trainer.checkpoint.format.contents import Contents
-from trainium_trainer.checkpoint.root.selection import choose, damage_is_a_sentence, shape_of
+from trainium_trainer.checkpoint.root.selection import choose, explain_damage, shape_of
 from trainium_trainer.checkpoint.storage.opening import open_storage
 from trainium_trainer.checkpoint.storage.protocol import Retry
 from trainium_trainer.data.tokens.tokenizer import TOKENIZER_FILE, tokenizer_file, vocabulary_of
@@ -63,7 +63,7 @@ def export(
     shape, tuning = shape_of(checkpoint), _tuning_of(checkpoint)
     if file is not None:
         check_tokenizer(file, shape.vocab_size - shape.vocab_padding)
-    with damage_is_a_sentence(root):
+    with explain_damage(root):
         trained = CheckpointWeights(Contents(storage, checkpoint, retry))
         if not trained.names:
             raise UserError(f"{checkpoint.folder} holds no weights: name the root of a training run")

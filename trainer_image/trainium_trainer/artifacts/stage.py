@@ -23,7 +23,7 @@ from trainium_trainer.artifacts.writer import is_free, read_manifest, read_plan,
 from trainium_trainer.checkpoint.errors import UnusableCheckpointError
 from trainium_trainer.checkpoint.format.contents import Contents
 from trainium_trainer.checkpoint.root.metrics_copy import records_folder
-from trainium_trainer.checkpoint.root.selection import damage_is_a_sentence, shape_of
+from trainium_trainer.checkpoint.root.selection import explain_damage, shape_of
 from trainium_trainer.checkpoint.root.survey import survey
 from trainium_trainer.checkpoint.storage.opening import open_storage
 from trainium_trainer.checkpoint.storage.protocol import Retry
@@ -117,7 +117,7 @@ def write_artifacts(
     chosen = together(peers, (lambda: _committed(storage, step, retry)) if peers.rank == 0 else None)[0]
     assert chosen is not None
     reports: list[ArtifactReport] = []
-    with damage_is_a_sentence(checkpoint_root):
+    with explain_damage(checkpoint_root):
         making = _making(config, storage, chosen, base, tokenizer, retry)
         for number, kind in enumerate(kinds):
             blueprint = making.blueprint(kind, config.artifacts.precision)

@@ -1,7 +1,9 @@
-"""What the training loop and the checkpoint manager know of a device: a mesh, a state, and five verbs.
+"""The interface of a device to the training loop and the checkpoint manager: a mesh, a state, and five verbs.
 
-Invariants: nothing here names a device library; every method marked *collective* is called by all ranks of the job in
-the same order; tensors of a state keep their identity for the life of the process, so a snapshot may hold references.
+Guarantees:
+- Nothing here names a device library.
+- All ranks of the job call every method marked *collective* in the same order.
+- Tensors of a state keep their identity for the life of the process, so that a snapshot may hold references.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ class Mesh:
 
 @dataclass(frozen=True, slots=True)
 class StepTotals:
-    """What all ranks agree on after the micro-batches of a step; numbers that the host has without the device."""
+    """The numbers that all ranks agree on after the micro-batches of a step; the host has them without the device."""
 
     tokens: int
     """Valid tokens of the global batch."""
@@ -71,7 +73,7 @@ class StepTotals:
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """What one optimizer step did; but for `culprits` the same on all ranks."""
+    """The outcome of one optimizer step; the same on all ranks, except for `culprits`."""
 
     loss: float
     """Mean loss of a valid token of the global batch, before the update; nan when there was none."""
@@ -102,7 +104,7 @@ class TrainState(Protocol):
         ...
 
     def local_tensors(self) -> dict[str, torch.Tensor]:
-        """This rank's buffers, aliasing the live state: clone them for a snapshot, copy into them to restore."""
+        """Return this rank's buffers, aliasing the live state: clone them for a snapshot, copy into them to restore."""
         ...
 
 
@@ -135,7 +137,7 @@ class Backend(Protocol):
         ...
 
     def agree(self, value: int) -> bool:
-        """Whether all ranks passed the same 62-bit number. Collective."""
+        """Return whether all ranks passed the same 62-bit number. Collective."""
         ...
 
     def accumulate(self, batch: MicroBatch, *, last: bool) -> None:

@@ -1,7 +1,8 @@
-"""Which backend drives this run, from the configuration and from what is installed; all that names more than one.
+"""The backend of a run, from the configuration and from what is installed; all that names more than one.
 
-Invariants: no backend's library is imported before it is chosen, and only the chosen one is; what a backend needs and
-cannot do is said by its own room.
+Guarantees:
+- No backend's library is imported before it is chosen, and only the chosen one is.
+- The needs and limits of a backend are in its folder.
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ def choose(choice: BackendChoice, device: DeviceChoice = DeviceChoice.AUTO) -> B
 
 
 def refuse_what_it_cannot(settings: Settings) -> None:
-    """Raise UserError for what a backend that is asked for cannot do, told from the configuration alone.
+    """Raise UserError for what a backend that is asked for cannot do, from the configuration alone.
 
-    Nothing is imported or touched for it, so `trainium-trainer check` says the same as a run would.
+    Nothing is imported or touched for it, so `trainium-trainer check` refuses what a run would refuse.
     """
     if settings.config.backend is BackendChoice.NXD:
         limits.check_limits(settings.config, settings.dp_size)
 
 
 def find_backend(settings: Settings, *, devices: Path = Path("/dev")) -> BackendChoice:
-    """The backend of this run, once it is sure that its packages and its device are there. Raises UserError.
+    """Return the backend of this run, once it is sure that its packages and its device are there. Raises UserError.
 
     `devices` is the folder of device files.
     """
@@ -64,7 +65,7 @@ def find_backend(settings: Settings, *, devices: Path = Path("/dev")) -> Backend
 
 
 def make_backend(choice: BackendChoice, settings: Settings, pulse: Pulse | None = None) -> Backend:
-    """The backend that `find_backend` has found, with its process group joined. Collective.
+    """Return the backend that `find_backend` has found, with its process group joined. Collective.
 
     Raises UserError where a package of it cannot be imported.
     """

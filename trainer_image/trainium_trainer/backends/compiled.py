@@ -1,7 +1,8 @@
 """Layers as compiled programs: torch.compile, one program for all layers of a model.
 
-Invariants: modules stay in place, so names of parameters and what recompute, FSDP and tensor parallelism hook into
-layers stay; a missing compiler is told before a device is touched.
+Guarantees:
+- Modules stay in place, so names of parameters and what recompute, FSDP and tensor parallelism hook into layers stay.
+- A missing compiler is reported before a device is touched.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def compile_layers(model: Llama, mode: TorchCompile, device_type: str, *, adapte
     if adapters and device_type == "cpu":
         _log.warning("torchCompile is ignored: on a CPU, layers with LoRA adapters are slower when they are compiled")
         return
-    # TorchNeuron compiles with a backend of its own and takes fixed shapes only; ours are fixed in any case.
+    # TorchNeuron compiles with a separate backend and takes fixed shapes only; ours are fixed in any case.
     backend = _NEURON if device_type == _NEURON else "inductor"
     for layer in present_layers(model):
         layer.compile(backend=backend, dynamic=False, fullgraph=True)

@@ -1,7 +1,9 @@
 """Which device this rank computes on, and how the ranks meet: CPU (gloo), CUDA (nccl) or Neuron (TorchNeuron).
 
-Invariants: nothing is initialised on a device before the choice is known to be possible; small agreements always have
-gloo beside the device's own library; a Neuron device that cannot be used is an error, never a slow run on the CPU.
+Guarantees:
+- Nothing is initialised on a device before the choice is known to be possible.
+- Small agreements always have gloo beside the device's own library.
+- A Neuron device that cannot be used is an error, never a slow run on the CPU.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ WHERE_NEURON = "https://awsdocs-neuron.readthedocs-hosted.com (setup for PyTorch
 def pick_device(
     local_rank: int, choice: DeviceChoice = DeviceChoice.AUTO, *, devices: Path = Path("/dev")
 ) -> torch.device:
-    """The device of this node's process number `local_rank`: Neuron, CUDA, else the CPU, or the one that is asked for.
+    """Return the device of this node's process number `local_rank`.
+
+    Neuron, CUDA, else the CPU, or the one that is asked for.
 
     Raises UserError when the choice is not there, or when the node has Neuron devices that nothing here can drive.
     `devices` is the folder of device files.
@@ -77,7 +81,7 @@ def _neuron_is_missing(premise: str, *, installed: bool) -> str:
 def _refuse_more_ranks_than(count: int, local_rank: int, what: str) -> None:
     if local_rank >= count:
         raise UserError(
-            f"process {local_rank} of this node has no device of its own, there are {count} {what}: start at most "
+            f"process {local_rank} of this node has no device, there are {count} {what}: start at most "
             f"{count} processes per node (workers.accelerator.coresPerNode), or set device to Cpu"
         )
 
@@ -98,9 +102,9 @@ def join_process_group(device: torch.device, launch: Launch) -> None:
 
 
 def meet(backend: str, launch: Launch) -> None:
-    """Make the default process group, as torchrun's variables say; without any, a world of one."""
+    """Make the default process group, from torchrun's variables; without any, a world of one."""
     use_interface(os.environ.get("MASTER_ADDR", "localhost"))
-    # Read when the first group is made: two ranks connect when they first have something to say to each other.
+    # Read when the first group is made: two ranks connect when they first communicate.
     os.environ.setdefault(ENV_LAZY_CONNECTIONS, "1")
     if "RANK" in os.environ and "MASTER_ADDR" in os.environ:
         dist.init_process_group(backend, timeout=_TIMEOUT)
@@ -113,13 +117,13 @@ def _join_alone(device: torch.device, launch: Launch) -> None:
     # Importing it registers the backend `fake`; it is what torchtitan's dry runs use, under the same private name.
     from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415
 
-    # Before its first micro-batch a pipeline votes, by plain messages, whether shapes are known: the others say yes.
+    # Before its first micro-batch a pipeline votes, by plain messages, whether shapes are known: the others agree.
     dist.recv = _yes
     backend = "fake" if device.type in {"cpu", "cuda"} else f"cpu:fake,{device.type}:fake"
     dist.init_process_group(backend, store=FakeStore(), rank=launch.rank, world_size=launch.world_size)
 
 
 def _yes(tensor: torch.Tensor, *_: Any, **__: Any) -> int:
-    """What a peer that agrees would send."""
+    """Return what a peer that agrees would send."""
     tensor.fill_(1)
     return 0

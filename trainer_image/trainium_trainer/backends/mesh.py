@@ -1,7 +1,9 @@
 """The process groups of a rank: pipeline x data x tensor, tensor fastest, so that a tensor group lies within a node.
 
-Invariants: DeviceMesh, which is slow to import, is made only for configurations that need it; a dimension of size 1
-has no group; a dimension that is the whole world uses the world's group.
+Guarantees:
+- DeviceMesh, which is slow to import, is made only for configurations that need it.
+- A dimension of size 1 has no group.
+- A dimension that is the whole world uses the world's group.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ def refuse_another_mesh(settings: Settings, group: ProcessGroup | None = None) -
     first = mine.clone()
     dist.broadcast(first, 0, group=group)
     apart = torch.tensor([-1, 0, 0, 0]) if torch.equal(first, mine) else torch.tensor([launch.rank, *mine.tolist()])
-    # The greatest rank that differs is told of by all; its numbers come from itself.
+    # All ranks report the greatest rank that differs; its numbers come from itself.
     greatest = apart[:1].clone()
     dist.all_reduce(greatest, dist.ReduceOp.MAX, group=group)
     rank = int(greatest)
@@ -44,12 +46,12 @@ def refuse_another_mesh(settings: Settings, group: ProcessGroup | None = None) -
     theirs = apart[1:].clone() if launch.rank == rank else torch.zeros(3, dtype=torch.int64)
     dist.broadcast(theirs, rank, group=group)
     raise UserError(
-        f"rank {rank} has {_said(theirs.tolist())}, but rank 0 has {_said(first.tolist())}: start every rank with the "
-        "same configuration"
+        f"rank {rank} has {_format_degrees(theirs.tolist())}, but rank 0 has {_format_degrees(first.tolist())}: start "
+        "every rank with the same configuration"
     )
 
 
-def _said(numbers: list[int]) -> str:
+def _format_degrees(numbers: list[int]) -> str:
     tensor, pipeline, mode = numbers
     return f"parallelism.tensor {tensor}, parallelism.pipeline {pipeline}, dataParallel {list(DataParallelMode)[mode]}"
 
@@ -61,7 +63,10 @@ def place_of(rank: int, *, dp_size: int, tp_size: int) -> tuple[int, int, int]:
 
 
 def make_mesh(settings: Settings, device: torch.device) -> tuple[Mesh, DeviceMesh | None]:
-    """This rank's place, and the DeviceMesh (dimensions pp, dp, tp) where the configuration needs one. Collective."""
+    """Return this rank's place, and the DeviceMesh (dimensions pp, dp, tp) where the configuration needs one.
+
+    Collective.
+    """
     refuse_another_mesh(settings)
     config, launch = settings.config, settings.launch
     sizes = {"pp": config.parallelism.pipeline, "dp": settings.dp_size, "tp": config.parallelism.tensor}

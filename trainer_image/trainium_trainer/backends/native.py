@@ -1,7 +1,9 @@
 """The native backend: one code path for CPU, CUDA and Neuron devices, with the process group, mesh and state of a rank.
 
-Invariants: small agreements travel over gloo on the CPU, so they cost the device nothing; DeviceMesh, DTensor and FSDP
-are imported only by a configuration that uses them; what runs here is deterministic for a given size.
+Guarantees:
+- Small agreements travel over gloo on the CPU, so they cost the device nothing.
+- DeviceMesh, DTensor and FSDP are imported only by a configuration that uses them.
+- What runs here is deterministic for a given size.
 """
 
 from __future__ import annotations
@@ -126,7 +128,7 @@ class NativeBackend:
         apply_tuning(model, self._choice, tuning.lora, frozen=torch.bfloat16 if narrow else None)
 
     def _make_stages(self) -> list[LlamaStage]:
-        """This rank's stages: every pp_size-th of the whole."""
+        """Return this rank's stages: every pp_size-th of the whole."""
         from trainium_trainer.models.stages import LlamaStage  # noqa: PLC0415 - only a pipeline has them
 
         total = self._config.parallelism.stages_per_rank * self.mesh.pp_size
@@ -218,43 +220,43 @@ class NativeBackend:
             if last:
                 self._run_pipeline(self._pipeline)
             return
-        self._store.expect(1 if last else 0)
+        self._store.begin_backward(1 if last else 0)
         with self._working(), self._compute():
             loss = self._forward(batch, samples=self._keys(batch))
             loss.backward()  # type: ignore[no-untyped-call]
-        self._store.absorb()
+        self._store.accumulate()
         self._losses.append(local_of(loss))
 
     def _forward(self, batch: MicroBatch, *, samples: Tensor | None = None) -> Tensor:
-        """Summed loss of a micro-batch, through the whole model."""
+        """Return summed loss of a micro-batch, through the whole model."""
         inputs, labels = batch.inputs.to(self._device), batch.labels.to(self._device)
         positions = None if batch.positions is None else batch.positions.to(self._device)
         return self._sum_of_losses(self._models[0](inputs, positions=positions, samples=samples), labels)
 
     def _sum_of_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The loss on this rank's part of the vocabulary, without the rows that no token has."""
+        """Return the loss on this rank's part of the vocabulary, without the rows that no token has."""
         known = self._shape.vocab_size - self._shape.vocab_padding
         return sum_of_losses(logits, labels, group=self.mesh.tp, vocabulary=known)
 
     def _keys(self, batch: MicroBatch) -> Tensor | None:
-        """What names the samples for dropout; None where nothing is dropped."""
+        """Return what names the samples for dropout; None where nothing is dropped."""
         tuning = self._config.tuning
         if tuning.method is not TuningMethod.LORA or not tuning.lora.dropout:
             return None
         return sample_keys(batch.places, self._config.seed).to(self._device)
 
     def _working(self) -> AbstractContextManager[None]:
-        """Tells the pulse whether the work of a pass has collectives inside."""
+        """Mark whether the work of a pass has collectives inside."""
         divided = self.mesh.tp is not None or self.mesh.dp_mode.is_sharded
         return self._pulse.work_with_collectives if divided else self._pulse.work
 
     def _run_pipeline(self, pipeline: Pipeline) -> None:
         """Forward and backward of all micro-batches of the step."""
         batches, self._waiting = self._waiting, []
-        self._store.expect(len(batches))
+        self._store.begin_backward(len(batches))
         with self._pulse.work_with_collectives, self._compute():
             self._losses += pipeline.run(batches)
-        self._store.absorb()
+        self._store.accumulate()
 
     def totals(self, *, stop: bool, memory_ends: bool, vote: int) -> StepTotals:
         """One small sum over all ranks; loss and tokens of a data-parallel share are counted by one of its ranks."""
@@ -283,7 +285,7 @@ class NativeBackend:
             outcome = replace(outcome, culprits=self._nonfinite_parameters(), origins=self._origins(backward=True))
         else:
             outcome = replace(outcome, origins=self._origins(backward=False))
-        self._store.forget()
+        self._store.zero_grad()
         self._stage_outputs.clear()
         self._stage_gradients.clear()
         return outcome
@@ -428,7 +430,7 @@ class NativeBackend:
         return float(values[0] / values[1])  # nan for 0 / 0
 
     def barrier(self) -> None:
-        """An empty reduction: as cheap as a barrier gets on gloo."""
+        """Run an empty reduction: as cheap as a barrier gets on gloo."""
         with self._pulse.peers:
             dist.all_reduce(torch.zeros(1))
 
@@ -438,7 +440,7 @@ class NativeBackend:
 
 
 def _sum(losses: list[Tensor]) -> float:
-    """Added up in double precision on the host: the device is asked once, and need not know that type."""
+    """Return added up in double precision on the host: the device is asked once, and need not know that type."""
     return float(torch.stack(losses).cpu().double().sum()) if losses else 0.0
 
 

@@ -1,8 +1,12 @@
 """Pipeline parallelism by torch's own schedules: this rank's stages, and one call for all micro-batches of a step.
 
 Schedules: 1F1B (PipeDream-Flush, arXiv 2006.09503), GPipe (arXiv 1811.06965), and with several stages per rank the
-interleaved forms of both (arXiv 2104.04473 and 2211.05953). Invariants: shapes and types between stages are given, not
-inferred, so that no pass runs twice; gradients are sums over the micro-batches; micro-batches are of one size.
+interleaved forms of both (arXiv 2104.04473 and 2211.05953).
+
+Guarantees:
+- Shapes and types between stages are given, not inferred, so that no pass runs twice.
+- Gradients are sums over the micro-batches.
+- Micro-batches are of one size.
 """
 
 from __future__ import annotations
@@ -42,7 +46,7 @@ _log = logging.getLogger("trainium.pipeline")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """What flows through the pipeline: sizes of one micro-batch."""
+    """The tensors between stages: sizes of one micro-batch."""
 
     samples: int
     length: int
@@ -56,13 +60,13 @@ class Traffic:
     logits: torch.dtype
 
     def input_of(self, stage: int) -> Tensor:
-        """A tensor without values like the input of a stage."""
+        """Return a tensor without values like the input of a stage."""
         if stage == 0:
             return torch.empty(self.samples, self.length, dtype=torch.int64, device="meta")
         return torch.empty(self.samples, self.part, self.hidden, dtype=self.between, device="meta", requires_grad=True)
 
     def output_of(self, *, last: bool) -> Tensor:
-        """A tensor without values like the output of a stage."""
+        """Return a tensor without values like the output of a stage."""
         if not last:
             return self.input_of(1)
         return torch.empty(
@@ -121,7 +125,7 @@ class Pipeline:
         return self._run(self._schedule.step, batch, self._keys(batch))
 
     def evaluate(self, batch: MicroBatch) -> list[Tensor]:
-        """The same without the backward pass, of micro-batches that were `joined`. Collective."""
+        """Return the same without the backward pass, of micro-batches that were `joined`. Collective."""
         with torch.no_grad():
             return self._run(self._schedule.eval, batch, None)
 

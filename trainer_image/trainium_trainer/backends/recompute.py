@@ -1,7 +1,9 @@
 """Activation recompute: what a layer's backward pass computes again instead of having kept it (arXiv 1604.06174).
 
-Invariants: results are the same to the bit, because the same operations run on the same inputs; names of parameters
-stay, because a layer's forward is replaced and no module is wrapped; hooks of FSDP and tensor parallelism stay outside.
+Guarantees:
+- Results are the same to the bit, because the same operations run on the same inputs.
+- Names of parameters stay, because a layer's forward is replaced and no module is wrapped.
+- Hooks of FSDP and tensor parallelism stay outside.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ def apply_recompute(model: Llama, mode: Recompute) -> None:
 
 
 def _recomputed(forward: Callable[..., Tensor], options: dict[str, Any]) -> Callable[..., Tensor]:
-    """A function of ours rather than a partial one of torch's, which torch.compile would pass over."""
+    """Return a function of ours rather than a partial one of torch's, which torch.compile would pass over."""
 
     def run(*inputs: Any) -> Tensor:
         out: Tensor = checkpoint(forward, *inputs, **options)
@@ -63,7 +65,7 @@ def _count_products(layer: nn.Module) -> int:
 
 
 def _contexts(products: int) -> Any:
-    """The pair of contexts of one layer's forward pass and its recomputation."""
+    """Return the pair of contexts of one layer's forward pass and its recomputation."""
     return create_selective_checkpoint_contexts(_Policy(products))  # type: ignore[no-untyped-call]
 
 

@@ -1,8 +1,10 @@
 """Replicated data parallelism: each kind of value in one flat buffer, gradients summed bucket by bucket.
 
-Invariants: parameters and their gradients are views of the flat buffers, so a snapshot, an update and a reduction each
-touch a few long stretches; buckets are reduced in one fixed order on every rank, so sums are reproducible bit for bit;
-gradients are sums (not means) over the ranks.
+Guarantees:
+- Parameters and their gradients are views of the flat buffers, so a snapshot, an update and a reduction each touch a
+  few long stretches.
+- Buckets are reduced in one fixed order on every rank, so sums are reproducible bit for bit.
+- Gradients are sums (not means) over the ranks.
 """
 
 from __future__ import annotations
@@ -118,7 +120,7 @@ class ReplicatedStore:
         return bounds
 
     def _cut_by_kind(self, total: int) -> list[tuple[int, int, bool]]:
-        """The buckets, cut also where matrices end and vectors begin: (start, end, whether it holds matrices)."""
+        """Return the buckets, cut also where matrices end and vectors begin: (start, end, has matrices)."""
         kinds = {entry.offset: len(entry.size) > 1 for entry in self._entries}
         if not kinds:
             return []
@@ -126,7 +128,7 @@ class ReplicatedStore:
         cuts = sorted({start for start, _ in self._bounds} | set(changes))
         return [(start, end, kinds[start]) for start, end in itertools.pairwise([*cuts, total])]
 
-    def expect(self, passes: int) -> None:
+    def begin_backward(self, passes: int) -> None:
         """Arm the buckets: each is reduced when its parameters have seen this many more backward passes."""
         self._passes = [passes] * len(self._entries)
         if passes:
@@ -135,7 +137,7 @@ class ReplicatedStore:
 
     @torch.no_grad()
     def _ready(self, index: int, gradient: Tensor, parameter: Tensor) -> None:
-        """Called by autograd when a parameter's gradient is complete for this backward pass."""
+        """Count a parameter whose gradient is complete for this backward pass; called by autograd."""
         if self._half and parameter.grad is not None:
             gradient += parameter.grad
             parameter.grad = None
@@ -159,7 +161,7 @@ class ReplicatedStore:
         work = torch.distributed.all_reduce(self._gradients[start:end], group=self._dp, async_op=True)
         self._works.append(work)
 
-    def absorb(self) -> None:
+    def accumulate(self) -> None:
         """Nothing is left: hooks have seen every gradient."""
 
     def reduce(self) -> None:
@@ -178,11 +180,11 @@ class ReplicatedStore:
         return bool(torch.stack(sums).isfinite().all())
 
     def square_sums(self) -> tuple[float, float]:
-        """Sums of squares of divided and of repeated gradients, over fixed stretches."""
+        """Return sums of squares of divided and of repeated gradients, over fixed stretches."""
         return self._square_sums(self._gradients)
 
     def weight_square_sums(self) -> tuple[float, float]:
-        """The same of the weights; what lies between two of them is zero."""
+        """Return the same of the weights; what lies between two of them is zero."""
         return self._square_sums(self._flat[WEIGHT])
 
     def _square_sums(self, flat: Tensor) -> tuple[float, float]:
@@ -195,7 +197,7 @@ class ReplicatedStore:
         return self._gradients[entry.offset : entry.offset + entry.local_size.numel()]
 
     def slots(self) -> Iterator[Slot]:
-        """The flat buffers in stretches that keep temporaries small, matrices apart from vectors.
+        """Yield the flat buffers in stretches that keep temporaries small, matrices apart from vectors.
 
         In bfloat16 by parameter, because noise goes by name: a tied weight has copies in other places.
         """
@@ -215,7 +217,7 @@ class ReplicatedStore:
         weight, *moments = (flat[at] for flat in self._flat.values())
         return Slot(weight, self._gradients[at], tuple(moments), is_matrix, key)
 
-    def forget(self) -> None:
+    def zero_grad(self) -> None:
         """Set the gradients to zero; they keep their memory."""
         self._gradients.zero_()
         self._own_sums.clear()
@@ -244,7 +246,7 @@ class ReplicatedStore:
         }
 
     def local_tensors(self) -> dict[str, Tensor]:
-        """The flat buffers themselves."""
+        """Return the flat buffers themselves."""
         return dict(self._flat)
 
 
@@ -282,7 +284,7 @@ def _lay_out(models: Sequence[Llama], tp_rank: int) -> tuple[list[_Entry], tuple
 
 
 def _frozen_entries(models: Sequence[Llama], tp_rank: int) -> list[_Entry]:
-    """What is not trained; it has no place in the buffers."""
+    """Return what is not trained; it has no place in the buffers."""
     return [
         _Entry(name, parameter, parameter.shape, local_of(parameter).shape, -1, bool(cuts), cuts)
         for model in models
@@ -293,7 +295,7 @@ def _frozen_entries(models: Sequence[Llama], tp_rank: int) -> list[_Entry]:
 
 
 def _cuts(parameter: nn.Parameter, tp_rank: int) -> tuple[tuple[int, int, int], ...]:
-    """How tensor parallelism cuts this rank's part from the whole."""
+    """Return how tensor parallelism cuts this rank's part from the whole."""
     if not is_dtensor(parameter):
         return ()
     placement = _dtensor(parameter).placements[0]
@@ -317,5 +319,5 @@ def _like(parameter: nn.Parameter, local: Tensor) -> Tensor:
 
 
 def _dtensor(parameter: nn.Parameter) -> Any:
-    """The parameter with the attributes that only a DTensor has."""
+    """Return the parameter with the attributes that only a DTensor has."""
     return parameter

@@ -2,8 +2,10 @@
 
 With it weights can live in bfloat16 alone: an update that is smaller than half the distance to the next number, which
 rounding to the nearest would always lose, is taken with a probability in proportion to its size (arXiv 1502.02551;
-arXiv 2010.06192 for bfloat16 weights). Invariant: the noise is a function of seed, step and key, so that ranks which
-hold the same value round it the same way.
+arXiv 2010.06192 for bfloat16 weights).
+
+Guarantees:
+- The noise is a function of seed, step and key, so that ranks which hold the same value round it the same way.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ _MASK = (1 << _LOW_BITS) - 1
 
 
 def noise_generator(seed: int, step: int, key: str, device: torch.device) -> torch.Generator:
-    """The source of noise for one value of one step."""
+    """Return the source of noise for one value of one step."""
     digest = hashlib.blake2b(f"{seed}:{step}:{key}".encode(), digest_size=8).digest()
     return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
 

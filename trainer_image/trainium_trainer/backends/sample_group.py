@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 def batch_group_of(mesh: Mesh) -> BatchGroup:
-    """Those of this rank, as all ranks tell their places. Collective where samples are shared."""
+    """Those of this rank, from the places of all ranks. Collective where samples are shared."""
     if mesh.tp_size * mesh.pp_size == 1:
         return BatchGroup(mesh.rank, mesh.rank)
     places = [torch.zeros(2, dtype=torch.int64) for _ in range(mesh.world_size)]
     dist.all_gather(places, torch.tensor([mesh.dp_rank, mesh.counts_samples]), group=mesh.world)
-    told = [tuple(place.tolist()) for place in places]
-    same = [rank for rank, (dp_rank, _) in enumerate(told) if dp_rank == mesh.dp_rank]
-    leader = next(rank for rank in same if told[rank][1])
+    found = [tuple(place.tolist()) for place in places]
+    same = [rank for rank, (dp_rank, _) in enumerate(found) if dp_rank == mesh.dp_rank]
+    leader = next(rank for rank in same if found[rank][1])
     return BatchGroup(leader, mesh.rank, tuple(rank for rank in same if rank != leader), mesh.world)

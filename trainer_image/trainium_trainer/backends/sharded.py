@@ -1,8 +1,10 @@
 """Fully sharded data parallelism (FSDP2): parameters, gradients and moments divided over the data-parallel ranks.
 
-Invariants: one FSDP unit per layer and one for the rest, with master weights also one per normalisation; a value is
-rounded where the replicated layout rounds it, and nowhere else; reductions are sums in float32; moments have the
-placement of their parameter, so a checkpoint of them is as reshardable as the weights.
+Guarantees:
+- One FSDP unit per layer and one for the rest, with master weights also one per normalisation.
+- A value is rounded where the replicated layout rounds it, and nowhere else.
+- Reductions are sums in float32.
+- Moments have the placement of their parameter, so a checkpoint of them is as reshardable as the weights.
 """
 
 from __future__ import annotations
@@ -82,7 +84,7 @@ class _Entry:
     cuts: tuple[tuple[int, int, int], ...]
 
     def sum(self) -> Tensor:
-        """This rank's part of the step's gradient, float32."""
+        """Return this rank's part of the step's gradient, float32."""
         return local_of(self.parameter.grad) if self.gradient is None else self.gradient
 
 
@@ -134,14 +136,14 @@ class ShardedStore:
             if parameter.requires_grad
         ]
 
-    def expect(self, passes: int) -> None:
+    def begin_backward(self, passes: int) -> None:
         """Every backward pass reduces, which keeps gradients divided at all times, unless that is to happen once."""
         for root in self._roots:
             root.set_requires_gradient_sync(passes > 0)
             root.set_reshard_after_backward(passes > 0)
 
     @torch.no_grad()
-    def absorb(self) -> None:
+    def accumulate(self) -> None:
         """Add what FSDP has left in the type of the parameters to our sums."""
         for entry in self._entries:
             if entry.gradient is not None and entry.parameter.grad is not None:
@@ -152,11 +154,11 @@ class ShardedStore:
         """Nothing is left to reduce after the backward pass."""
 
     def square_sums(self) -> tuple[float, float]:
-        """Sums of squares of this rank's shards."""
+        """Return sums of squares of this rank's shards."""
         return self._square_sums(_Entry.sum)
 
     def weight_square_sums(self) -> tuple[float, float]:
-        """Sums of squares of this rank's shards of the weights."""
+        """Return sums of squares of this rank's shards of the weights."""
         return self._square_sums(lambda entry: local_of(entry.parameter))
 
     def _square_sums(self, values: Callable[[_Entry], Tensor]) -> tuple[float, float]:
@@ -186,7 +188,7 @@ class ShardedStore:
                 shared=entry.shared,
             )
 
-    def forget(self) -> None:
+    def zero_grad(self) -> None:
         """Free the gradients."""
         self._own_sums.clear()
         for entry in self._entries:
@@ -218,7 +220,7 @@ class ShardedStore:
         }
 
     def local_tensors(self) -> dict[str, Tensor]:
-        """This rank's shards."""
+        """Return this rank's shards."""
         return {name: local_of(value) for name, value in self.state_dict().items()}
 
 
@@ -250,7 +252,7 @@ def _entry(
 
 
 def _cuts(parameter: nn.Parameter, dp: tuple[int, int], tp: tuple[int, int]) -> tuple[tuple[int, int, int], ...]:
-    """How this rank's part is cut from the whole."""
+    """Return how this rank's part is cut from the whole."""
     placements: tuple[Any, ...] = parameter.placements  # type: ignore[attr-defined]
     by_data = (placements[0].dim, *dp)
     if len(placements) == 2 and placements[1].is_shard():

@@ -1,7 +1,9 @@
 """Where a rank's weights, gradients and moments live: the interface of the two data-parallel layouts.
 
-Invariants: sums of gradients are float32, weights and moments too unless the precision keeps them in bfloat16; `slots`
-and `locals` alias the live state; names are those of `models.state_dict`.
+Guarantees:
+- Sums of gradients are float32, weights and moments too unless the precision keeps them in bfloat16.
+- `slots` and `locals` alias the live state.
+- Names are those of `models.state_dict`.
 """
 
 from __future__ import annotations
@@ -24,11 +26,11 @@ _PIECE = 1 << 14
 class StateStore(Protocol):
     """One layout of the training state."""
 
-    def expect(self, passes: int) -> None:
-        """Say how many more backward passes complete the step's gradients; 0 when that is not known yet."""
+    def begin_backward(self, passes: int) -> None:
+        """Set how many more backward passes complete the step's gradients; 0 when that is not known yet."""
         ...
 
-    def absorb(self) -> None:
+    def accumulate(self) -> None:
         """Take over what backward passes have left; called after each."""
         ...
 
@@ -41,38 +43,38 @@ class StateStore(Protocol):
         ...
 
     def square_sums(self) -> tuple[float, float]:
-        """Sums of squared gradients on this rank: of what tensor parallelism divides, and of what it repeats.
+        """Return sums of squared gradients on this rank: of what tensor parallelism divides, and of what it repeats.
 
         What a pipeline's last stage shares with the first is left to that one.
         """
         ...
 
     def weight_square_sums(self) -> tuple[float, float]:
-        """The same of the weights."""
+        """Return the same of the weights."""
         ...
 
     def gradient(self, name: str) -> Tensor:
-        """This rank's part of the gradient of one parameter, aliasing it."""
+        """Return this rank's part of the gradient of one parameter, aliasing it."""
         ...
 
     def slots(self) -> Iterable[Slot]:
-        """What the optimizer updates."""
+        """Return what the optimizer updates."""
         ...
 
-    def forget(self) -> None:
+    def zero_grad(self) -> None:
         """Drop the gradients."""
         ...
 
     def after_evaluation(self) -> None:
-        """Passes without gradients have ended: let go of what only they needed."""
+        """Release what only passes without gradients needed."""
         ...
 
     def parameters(self) -> Iterable[tuple[str, torch.Size, Tensor, tuple[tuple[int, int, int], ...]]]:
-        """Of what is trained: name, full size, this rank's part, how to cut that part from the whole (see `cut`)."""
+        """Yield of each trained parameter: name, full size, this rank's part, its cuts from the whole (see `cut`)."""
         ...
 
     def frozen(self) -> Iterable[tuple[str, torch.Size, Tensor, tuple[tuple[int, int, int], ...]]]:
-        """The same of what is not trained, and so is neither in the state nor in the slots."""
+        """Return the same of what is not trained, and so is neither in the state nor in the slots."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -85,7 +87,10 @@ class StateStore(Protocol):
 
 
 def cut(whole: Tensor, cuts: tuple[tuple[int, int, int], ...]) -> Tensor:
-    """A rank's part of a whole tensor: for each (dimension, pieces, index) in turn, keep one piece, as DTensor does."""
+    """Return a rank's part of a whole tensor: for each (dimension, pieces, index) in turn, keep one piece.
+
+    As DTensor does.
+    """
     for dimension, pieces, index in cuts:
         chunks = whole.chunk(pieces, dim=dimension)
         # Like DTensor: when there are fewer rows than pieces, the last ranks hold nothing.
@@ -105,12 +110,12 @@ def box(size: torch.Size, cuts: tuple[tuple[int, int, int], ...]) -> tuple[tuple
 
 
 def is_dtensor(value: Any) -> bool:
-    """Whether a tensor is divided; asks without importing DTensor, which takes more than a second."""
+    """Return whether a tensor is divided, without importing DTensor, which takes more than a second."""
     return type(value).__name__ == "DTensor"
 
 
 def local_of(value: Any) -> Tensor:
-    """The plain tensor of this rank behind a tensor or DTensor, sharing its memory."""
+    """Return the plain tensor of this rank behind a tensor or DTensor, sharing its memory."""
     tensor = value.detach()
     local: Tensor = tensor.to_local() if is_dtensor(tensor) else tensor
     return local

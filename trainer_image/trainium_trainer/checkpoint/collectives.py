@@ -1,15 +1,16 @@
-"""One value of each rank for all ranks, of any size, at a cost that 4,096 ranks can bear.
+"""Collectives of Python values of any size, at a cost that 4,096 ranks can bear.
 
-`all_gather_object` gives every rank as much room as the longest value needs: one rank with a long sentence and 4,096
-ranks hold 4,096 long sentences. Here values climb a tree of pairs to rank 0, joined and compressed at each meeting, and
-come back in one broadcast.
+`all_gather_object` gives every rank as much memory as the longest value needs: one rank with a long sentence and 4,096
+ranks hold 4,096 long sentences. Here values are reduced up a tree of pairs to rank 0, joined and compressed at each
+level, and the result returns in one broadcast.
 
-Where rank 0 alone has to know and decide, `settle` sends back what it decided instead, and `deal` to each rank what
-concerns it, down the same tree: then only rank 0 hears of all, and the bytes of all ranks together grow with their
-number and the height of the tree.
+Where rank 0 alone decides, `reduce_on_root` sends back the decision instead of the values, and `scatter_from_root`
+sends each rank its part, down the same tree. Then only rank 0 receives the values of all, and the bytes of all ranks
+together grow with their number and the height of the tree.
 
-Invariants: a rank receives the sum of what was said, compressed, and no padding; it meets at most log2(ranks) others on
-the way up; all ranks return equal lists, or the same outcome, or all raise the same error.
+Guarantees:
+- A rank receives the values of others compressed and without padding, from at most log2(ranks) others.
+- All ranks return equal lists, or the same outcome, or all raise the same error.
 """
 
 from __future__ import annotations
@@ -35,39 +36,44 @@ A = TypeVar("A")
 _TAG = 1 << 15
 """Above those of the exchange at resume, below those of the buddies."""
 _LEVEL = 1
-"""Of zlib: what ranks say differs in few bytes, which the fastest level finds as well."""
+"""Of zlib: what ranks produce differs in few bytes, which the fastest level finds as well."""
 
 _VALUE, _ERROR = "value", "error"
 
 
 def gather(value: T, group: ProcessGroup | None) -> list[T]:
-    """The values of all ranks, in their order. Collective over `group`, which spans all ranks; None: one rank alone."""
+    """Return the values of all ranks, in their order.
+
+    Collective over `group`, which spans all ranks; None: one rank alone.
+    """
     if group is None:
         return [value]
-    said = _climb(value, group)
-    return [pickle.loads(each) for each in unpack(_broadcast(pack(said) if said else b"", group))]  # noqa: S301 - our own ranks
+    values = _reduce_up(value, group)
+    return [pickle.loads(each) for each in unpack(_broadcast(pack(values) if values else b"", group))]  # noqa: S301 - our own ranks
 
 
-def settle(
-    say: Callable[[], T],
+def reduce_on_root(
+    produce: Callable[[], T],
     decide: Callable[[list[T]], A],
     group: ProcessGroup | None,
     label: str,
     fold: Callable[[list[T]], list[T]] | None = None,
 ) -> A:
-    """What rank 0 makes of what all ranks say: `decide` runs there alone, all ranks get its outcome. Collective.
+    """Run `decide` on rank 0 with the values of all ranks; all ranks get its outcome.
 
-    An error on any rank, in saying or in deciding, is raised on all of them, if there are several the first one's, and
-    one with a sentence for a person before others. `label` names the occasion; ranks at different occasions get a
-    RuntimeError instead of each other's values. `fold`: what a rank makes of the values that it has heard, its own
+    Collective.
+
+    An error on any rank, in producing or in deciding, is raised on all of them, if there are several the first one's,
+    and one with a sentence for a person before others. `label` names the occasion; ranks at different occasions get a
+    RuntimeError instead of each other's values. `fold`: what a rank makes of the values that it has received, its own
     first, before it passes them on: fewer or smaller ones, in the same order.
     """
     if group is None:
-        return decide([say()])
-    mine = _outcome(say)
-    shorter = None if fold is None else lambda said: _folded(said, label, fold)
-    said = [pickle.loads(each) for each in _climb((label, _told(mine)), group, shorter)]  # noqa: S301 - our own ranks
-    answer = _told(_outcome(lambda: decide(_agreed(said, label)))) if said else b""
+        return decide([produce()])
+    mine = _outcome(produce)
+    reducer = None if fold is None else lambda values: _fold(values, label, fold)
+    values = [pickle.loads(each) for each in _reduce_up((label, _pickled(mine)), group, reducer)]  # noqa: S301 - our own ranks
+    answer = _pickled(_outcome(lambda: decide(_values_or_error(values, label)))) if values else b""
     kind, value = pickle.loads(_broadcast(answer, group))  # noqa: S301 - our own ranks
     if kind == _ERROR:
         raise value from (mine[1] if mine[0] == _ERROR else None)
@@ -75,20 +81,25 @@ def settle(
     return outcome
 
 
-def deal(say: Callable[[], T], decide: Callable[[list[T]], Sequence[A]], group: ProcessGroup | None, label: str) -> A:
-    """Like `settle`, but `decide` gives an answer for each rank, in their order; each rank gets its own. Collective.
+def scatter_from_root(
+    produce: Callable[[], T], decide: Callable[[list[T]], Sequence[A]], group: ProcessGroup | None, label: str
+) -> A:
+    """Run `decide` on rank 0, which returns an answer for each rank, in their order. Collective.
 
     What several answers share (one object) is written once into each message.
     """
     if group is None:
-        (answer,) = decide([say()])
+        (answer,) = decide([produce()])
         return answer
-    mine = _outcome(say)
-    climbed = _climb((label, _told(mine)), group)
-    with uncollected():
-        said = [pickle.loads(each) for each in climbed]  # noqa: S301 - our own ranks
-        told = pickle.loads(_told(_outcome(lambda: list(decide(_agreed(said, label)))))) if said else None  # noqa: S301
-        kind, value = _descend(told, group)
+    mine = _outcome(produce)
+    collected = _reduce_up((label, _pickled(mine)), group)
+    with without_gc():
+        values = [pickle.loads(each) for each in collected]  # noqa: S301 - our own ranks
+        outcome = None
+        if values:
+            decided = _pickled(_outcome(lambda: list(decide(_values_or_error(values, label)))))
+            outcome = pickle.loads(decided)  # noqa: S301 - just pickled
+        kind, value = _scatter_down(outcome, group)
     if kind == _ERROR:
         raise value from (mine[1] if mine[0] == _ERROR else None)
     own: A = value[0]
@@ -96,11 +107,11 @@ def deal(say: Callable[[], T], decide: Callable[[list[T]], Sequence[A]], group: 
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
-    """No search for circles of objects meanwhile.
+def without_gc() -> Iterator[None]:
+    """Disable the garbage collector meanwhile.
 
-    What ranks say holds none, and lives until all is read: at 4,096 ranks the searches take as long as everything else,
-    and grow faster than the number of ranks.
+    What ranks produce holds none, and lives until all is read: at 4,096 ranks the searches take as long as everything
+    else, and grow faster than the number of ranks.
     """
     collecting = gc.isenabled()
     gc.disable()
@@ -111,26 +122,26 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _agreed(said: list[tuple[str, bytes]], label: str) -> list[Any]:
-    """What the ranks said, if all did; else the error to raise everywhere is raised."""
-    if labels := {each for each, _ in said} - {label}:
+def _values_or_error(values: list[tuple[str, bytes]], label: str) -> list[Any]:
+    """Return what the ranks values, if all did; else the error to raise everywhere is raised."""
+    if labels := {each for each, _ in values} - {label}:
         raise RuntimeError(f"ranks are at different points: {label} and {min(labels)}")
-    outcomes = [pickle.loads(told) for _, told in said]  # noqa: S301 - our own ranks
+    outcomes = [pickle.loads(outcome) for _, outcome in values]  # noqa: S301 - our own ranks
     errors = [value for kind, value in outcomes if kind == _ERROR]
     if errors:
         raise next((error for error in errors if isinstance(error, TrainerError)), errors[0])
     return [value for _, value in outcomes]
 
 
-def _folded(said: list[bytes], label: str, fold: Callable[[list[T]], list[T]]) -> list[bytes]:
-    """What a rank passes on; an error of its own beside what it has heard, and errors of others untouched."""
-    heard = [pickle.loads(each) for each in said]  # noqa: S301 - our own ranks
-    if any(theirs != label or pickle.loads(told)[0] == _ERROR for theirs, told in heard):  # noqa: S301
-        return said
-    kind, value = _outcome(lambda: fold(_agreed(heard, label)))
+def _fold(values: list[bytes], label: str, fold: Callable[[list[T]], list[T]]) -> list[bytes]:
+    """Return what a rank passes on: the folded values, or all of them with an error of this rank."""
+    received = [pickle.loads(each) for each in values]  # noqa: S301 - our own ranks
+    if any(theirs != label or pickle.loads(outcome)[0] == _ERROR for theirs, outcome in received):  # noqa: S301
+        return values
+    kind, value = _outcome(lambda: fold(_values_or_error(received, label)))
     if kind == _ERROR:
-        return [*said, pickle.dumps((label, _told((kind, value))))]
-    return [pickle.dumps((label, _told((_VALUE, each)))) for each in value]
+        return [*values, pickle.dumps((label, _pickled((kind, value))))]
+    return [pickle.dumps((label, _pickled((_VALUE, each)))) for each in value]
 
 
 def _outcome(action: Callable[[], Any]) -> tuple[str, Any]:
@@ -140,8 +151,8 @@ def _outcome(action: Callable[[], Any]) -> tuple[str, Any]:
         return _ERROR, error
 
 
-def _told(outcome: Any) -> bytes:
-    """An outcome as it travels; of an error that cannot, its words."""
+def _pickled(outcome: Any) -> bytes:
+    """Pickle an outcome; an error that cannot be pickled becomes its text."""
     try:
         data = pickle.dumps(outcome)
         pickle.loads(data)  # noqa: S301 - just made; some errors can be written and not read
@@ -150,30 +161,30 @@ def _told(outcome: Any) -> bytes:
     return data
 
 
-def _climb(
-    value: Any, group: ProcessGroup, shorter: Callable[[list[bytes]], list[bytes]] | None = None
+def _reduce_up(
+    value: Any, group: ProcessGroup, reducer: Callable[[list[bytes]], list[bytes]] | None = None
 ) -> list[bytes]:  # fmt: skip
-    """On rank 0 what each rank says, in their order; nothing on the others."""
+    """Return the values of all ranks, in their order, on rank 0; nothing on the others."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    said = [pickle.dumps(value)]
+    values = [pickle.dumps(value)]
     distance = 1
     while distance < size:
         if rank % (2 * distance):
-            _send(pack(said if shorter is None else shorter(said)), rank - distance, group)
+            _send(pack(values if reducer is None else reducer(values)), rank - distance, group)
             return []
         if rank + distance < size:
-            said += unpack(_receive(rank + distance, group))
+            values += unpack(_receive(rank + distance, group))
         distance *= 2
-    return said
+    return values
 
 
-def _descend(told: tuple[str, Any] | None, group: ProcessGroup) -> tuple[str, Any]:
-    """Of an outcome with a list of values for all ranks, given on rank 0, this rank's part; an error goes to all."""
+def _scatter_down(outcome: tuple[str, Any] | None, group: ProcessGroup) -> tuple[str, Any]:
+    """Return this rank's part of an outcome that rank 0 has for all ranks; an error goes to all."""
     rank, size = dist.get_rank(), dist.get_world_size()
     distance = rank & -rank if rank else 1 << (size - 1).bit_length()
-    if told is None:
-        told = pickle.loads(zlib.decompress(_receive(rank - distance, group)))  # noqa: S301 - our own ranks
-    kind, values = told
+    if outcome is None:
+        outcome = pickle.loads(zlib.decompress(_receive(rank - distance, group)))  # noqa: S301 - our own ranks
+    kind, values = outcome
     while distance > 1:
         distance //= 2
         if rank + distance < size:
@@ -183,19 +194,19 @@ def _descend(told: tuple[str, Any] | None, group: ProcessGroup) -> tuple[str, An
 
 
 def part(kind: str, values: Any) -> bytes:
-    """A part of an outcome as it travels down."""
+    """Return a part of an outcome as it travels down."""
     return zlib.compress(pickle.dumps((kind, values)), _LEVEL)
 
 
-def pack(said: list[bytes]) -> bytes:
-    """What several ranks said, in their order, as it travels."""
-    return zlib.compress(pickle.dumps(said), _LEVEL)
+def pack(values: list[bytes]) -> bytes:
+    """Return what several ranks values, in their order, as it travels."""
+    return zlib.compress(pickle.dumps(values), _LEVEL)
 
 
 def unpack(packed: bytes) -> list[bytes]:
-    """What `pack` was given."""
-    said: list[bytes] = pickle.loads(zlib.decompress(packed))  # noqa: S301 - our own ranks
-    return said
+    """Return the values that `pack` was given."""
+    values: list[bytes] = pickle.loads(zlib.decompress(packed))  # noqa: S301 - our own ranks
+    return values
 
 
 def _send(data: bytes, target: int, group: ProcessGroup) -> None:

@@ -38,12 +38,12 @@ class UnusableCheckpointError(UserError):
 
 
 def is_transient(error: OSError) -> bool:
-    """Whether trying again may help: a full disk or a network fault may pass, a missing permission does not."""
+    """Return whether trying again may help: a full disk or a network fault may pass, a missing permission does not."""
     return error.errno not in _LASTING
 
 
 def storage_error(error: OSError, where: str) -> StorageError:
-    """The sentence for an I/O error: what, where, what to do."""
+    """Return the sentence for an I/O error: what, where, what to do."""
     if error.errno in FULL:
         advice = "the store is full (or a file-size limit was hit): free space, raise the limit or lower keepLast"
     elif error.errno in FORBIDDEN:

@@ -1,7 +1,8 @@
-"""What `trainium-trainer inspect` says and does: list, verify and repair the durable checkpoints below a root.
+"""The command `trainium-trainer inspect`: list, verify and repair the durable checkpoints below a root.
 
-Invariants: nothing is removed; what is repaired is only taken out of use: the receipt gives way to a note with the
-reason, and all other files stay where they are.
+Guarantees:
+- Nothing is removed. A repaired checkpoint is only taken out of use: a note with the reason replaces the receipt, and
+  all other files stay where they are.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _MINUTE, _HOUR, _DAY = 60, 3600, 86400
 
 
 class CheckpointState(StrEnum):
-    """What a checkpoint's folder is."""
+    """The state of a checkpoint's folder."""
 
     COMMITTED = "committed"
     """It counts; files and sizes are as they were written."""
@@ -68,18 +69,18 @@ class ListedCheckpoint:
 
 
 def list_checkpoints(storage: Storage, *, verify: bool = False, retry: Retry | None = None) -> list[ListedCheckpoint]:
-    """The checkpoints below a root by step; StorageError when they cannot be read."""
+    """Return the checkpoints below a root by step; StorageError when they cannot be read."""
     retry = retry or Retry()
     found = retry.run(lambda: surveys.survey(storage), storage.location)
     rows: list[ListedCheckpoint] = []
     for item in [*found.committed, *found.milestones]:
         problems = surveys.verify(storage, item, retry) if verify else []
         rows.append(_whole(item, problems, verified=verify))
-    told = {name: (CheckpointState.DAMAGED, problem) for name, problem in found.damaged.items()}
-    told |= {name: (CheckpointState.OTHER_VERSION, problem) for name, problem in found.newer.items()}
-    told |= {name: (CheckpointState.SET_ASIDE, _reason(storage, name)) for name in found.set_aside}
-    told |= dict.fromkeys(found.uncommitted, (CheckpointState.UNCOMMITTED, ""))
-    for name, (state, problem) in told.items():
+    states = {name: (CheckpointState.DAMAGED, problem) for name, problem in found.damaged.items()}
+    states |= {name: (CheckpointState.OTHER_VERSION, problem) for name, problem in found.newer.items()}
+    states |= {name: (CheckpointState.SET_ASIDE, _reason(storage, name)) for name in found.set_aside}
+    states |= dict.fromkeys(found.uncommitted, (CheckpointState.UNCOMMITTED, ""))
+    for name, (state, problem) in states.items():
         step, milestone = step_of(name), milestone_of(name)
         kind = CheckpointKind.STATE if milestone is None else CheckpointKind.WEIGHTS
         entries = _files(storage, name)
@@ -103,7 +104,7 @@ def set_aside(storage: Storage, rows: list[ListedCheckpoint], retry: Retry | Non
 
 
 def table(rows: list[ListedCheckpoint], *, now: float) -> str:
-    """The rows for a person."""
+    """Return the rows for a person."""
     head = f"{'CHECKPOINT':<18} {'STATE':<13} {'AGE':>8} {'SIZE':>11} {'TOKENS':>16} {'WORLD':>10}  PROBLEM"
     lines = [head]
     for row in rows:
@@ -118,7 +119,7 @@ def table(rows: list[ListedCheckpoint], *, now: float) -> str:
 
 
 def as_json(rows: list[ListedCheckpoint]) -> str:
-    """The rows for a program: a JSON list."""
+    """Return the rows for a program: a JSON list."""
     return json.dumps([asdict(row) for row in rows], indent=2)
 
 

@@ -1,6 +1,7 @@
-"""What the checkpoint code needs of the trainer, and the few values that both exchange.
+"""The interface between checkpoints and the trainer, and the few values that both exchange.
 
-Invariant: everything here is structural (Protocols) or a frozen value, so that no back end and no loop is imported.
+Guarantees:
+- Everything here is structural (Protocols) or a frozen value, so that no backend and no loop is imported.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Position:
-    """Where the run stands: equal on all ranks and valid at every data-parallel size."""
+    """The position of the run: equal on all ranks and valid at every data-parallel size."""
 
     step: int
     """Optimizer steps completed."""
@@ -59,15 +60,15 @@ class TrainingState(Protocol):
         ...
 
     def local_tensors(self) -> dict[str, torch.Tensor]:
-        """This rank's live local shards, optimizer moments included, from construction on; restored in place."""
+        """Return this rank's live local shards, optimizer moments included, from construction on; restored in place."""
         ...
 
 
 class MeshPlace(Protocol):
-    """Where this rank stands in the device mesh."""
+    """The place of this rank in the device mesh."""
 
     @property
-    def rank(self) -> int: ...  # noqa: D102 - the names say it
+    def rank(self) -> int: ...  # noqa: D102 - the names are enough
     @property
     def world_size(self) -> int: ...  # noqa: D102
     @property

@@ -2,9 +2,10 @@
 
 Order of a step: `before_update`, the step's own all-reduce (which also sums `vote`), the optimizer step, `after_step`.
 
-Invariants: all ranks start a durable save at the same step, because they act on the same sum of votes; a save that is
-due while one is under way is skipped, never queued; the training thread copies memory and nothing else: hashing,
-writing, talking and committing happen elsewhere.
+Guarantees:
+- All ranks start a durable save at the same step, because they act on the same sum of votes.
+- A save that is due while one is under way is skipped, never queued.
+- The training thread copies memory and nothing else: hashing, writing, communicating and committing happen elsewhere.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from trainium_trainer.checkpoint.interfaces import Position, ResumeSource
 from trainium_trainer.checkpoint.memory.claims import Moment, ShardKey
 from trainium_trainer.checkpoint.memory.memory_tier import MemoryTier, directory_of_run
 from trainium_trainer.checkpoint.resume.resume import ResumeOutcome, Resumption
-from trainium_trainer.checkpoint.root.acquisition import Entrance
 from trainium_trainer.checkpoint.root.commit import FenceToken
-from trainium_trainer.checkpoint.root.late_step_check import Ownership
+from trainium_trainer.checkpoint.root.commit_lease import CommitLease
+from trainium_trainer.checkpoint.root.late_step_check import OwnershipCheck
 from trainium_trainer.checkpoint.root.metrics_copy import RecordCopies
 from trainium_trainer.checkpoint.root.owner import OwnerRecords
 from trainium_trainer.checkpoint.root.run_identity import settings_digest
@@ -56,8 +57,8 @@ _GROUP_TIMEOUT = timedelta(hours=2)
 
 
 @dataclass(frozen=True, slots=True)
-class Outside:
-    """What a manager meets that is not of the run: where it writes, how often it tries, what time it is."""
+class Environment:
+    """The environment of a manager: where it writes, how often it retries, its clock."""
 
     storage: Storage | None = None
     """None: what the configured path names."""
@@ -69,7 +70,7 @@ class CheckpointManager:
     """Checkpoints of one rank; every method is called from the training thread.
 
     `settings`: what must not change between the runs of one history, by name; values that JSON can hold.
-    `memory_step`, `durable_step`: newest safe step of each tier, -1 for none; `guarded_step`: of the copy that another
+    `memory_step`, `durable_step`: newest safe step of each tier, -1 for none; `buddy_step`: of the copy that another
     node has of this rank's shard, -1 where the shard needs or has none. `resumed_from`: where the state came
     from. `warnings`: sentences about what was damaged or is switched off.
     """
@@ -84,7 +85,7 @@ class CheckpointManager:
         memory_directory: Path | None,
         settings: Mapping[str, Any],
         after_milestone: AfterMilestone | None = None,
-        outside: Outside | None = None,
+        outside: Environment | None = None,
     ) -> None:
         self._config = config
         self._state = state
@@ -92,7 +93,7 @@ class CheckpointManager:
         self._start = start
         self._settings = settings
         self._config_digest = settings_digest(settings)
-        outside = outside or Outside()
+        outside = outside or Environment()
         self._storage = outside.storage if outside.storage is not None else open_storage(config.path)
         self._retry = outside.retry
         self._clock = outside.clock
@@ -103,8 +104,8 @@ class CheckpointManager:
         self._memory: MemoryTier | None = None
         self._durable: DurableTier | None = None
         self._token = FenceToken(start.generation, start.name, "")
-        self._entrance = self._new_entrance()
-        self._ownership = Ownership(self._check_owner)
+        self._lease = self._new_lease()
+        self._ownership_check = OwnershipCheck(self._check_owner)
         self._group: ProcessGroup | None = None
         self._session = ""
         self._keeps_snapshots = False
@@ -131,7 +132,7 @@ class CheckpointManager:
         layout = BufferLayout.of(self._state.local_tensors())
         self._memory = self._open_memory(key, layout)
         token = self._token = FenceToken(self._start.generation, self._start.name, self._session)
-        self._entrance = self._new_entrance()
+        self._lease = self._new_lease()
         session = Session(
             state=self._state,
             mesh=self._mesh,
@@ -142,25 +143,25 @@ class CheckpointManager:
             settings=self._settings,
             config_digest=self._config_digest,
         )
-        outcome = Resumption(session, key=key, layout=layout, memory=self._memory, entrance=self._entrance).run()
+        outcome = Resumption(session, key=key, layout=layout, memory=self._memory, lease=self._lease).run()
         self._adopt(outcome, session, token)
         if self._memory is not None:
-            self._memory_warnings = len(self._memory.warnings)  # told with the outcome
+            self._memory_warnings = len(self._memory.warnings)  # reported with the outcome
         return outcome.position
 
     # ---- in a step --------------------------------------------------------------------------------------------------
 
     def before_update(self) -> None:
-        """Before the last collective of a step: wait (normally for nothing) until the previous snapshot is sealed.
+        """Before the last collective of a step: wait (normally for nothing) until the previous snapshot is finalized.
 
         The completion of a step on any rank then implies that every rank has the state before it.
         """
         if self._memory is not None:
-            self._memory.settle()
-            self._note_sealed()
+            self._memory.wait_for_snapshot()
+            self._record_finalized()
 
     def vote(self) -> int:
-        """This rank's word on a durable save after the step under way, to be summed in the step's own all-reduce."""
+        """Return this rank's vote on a durable save after the step under way, to be summed in the step's all-reduce."""
         tier = self._tier()
         wanted = Save.NOTHING
         if self._mesh.rank == 0:
@@ -171,17 +172,17 @@ class CheckpointManager:
         """StaleGenerationError when the run has gone on without this rank; asked before something is recorded.
 
         `since`: a moment (`time.monotonic`) after which its peers still needed it for the step. The store is asked only
-        when the step took clearly longer than those before it, see `Ownership`.
+        when the step took clearly longer than those before it, see `OwnershipCheck`.
         """
-        self._ownership.confirm(since)
+        self._ownership_check.confirm(since)
 
     def after_step(self, position: Position, votes: int) -> None:
-        """After the optimizer step: snapshot to memory, start a durable save when `votes` (the sum) says so.
+        """After the optimizer step: snapshot to memory, start a durable save when `votes`, the sum, decides it.
 
         A save that failed is reported in `warnings`. Raises StorageError when too many in a row have failed, when one
         does not end, or when a snapshot cannot be written; StaleGenerationError when another start owns the root.
         """
-        self._hear_of_saves()
+        self._observe_saves()
         self._completed = position.step
         every = self._config.memory.every_steps
         if every and position.step % every == 0:
@@ -194,7 +195,7 @@ class CheckpointManager:
 
     # ---- end --------------------------------------------------------------------------------------------------------
 
-    def yield_(self, position: Position, *, memory_ends: bool = False) -> None:
+    def save_before_exit(self, position: Position, *, memory_ends: bool = False) -> None:
         """Make `position` safe before leaving on request; all ranks together.
 
         In memory where that is enough; durable when a rank has no memory tier or loses it (`memory_ends`), or when the
@@ -226,7 +227,7 @@ class CheckpointManager:
         while True:
             try:
                 tier.wait()
-                self._hear_of_saves()
+                self._observe_saves()
                 missing = Save.STATE if tier.committed_step != position.step else Save.NOTHING
                 if self._policy.crosses(position.tokens):
                     missing |= Save.MILESTONE
@@ -259,9 +260,9 @@ class CheckpointManager:
         return NONE_YET if self._durable is None else self._durable.committed_step
 
     @property
-    def guarded_step(self) -> int:
+    def buddy_step(self) -> int:
         """Newest step that the buddy of this rank's shard has, -1 for none."""
-        step = None if self._memory is None else self._memory.guarded_step
+        step = None if self._memory is None else self._memory.buddy_step
         return NONE_YET if step is None else step
 
     # ---- internals --------------------------------------------------------------------------------------------------
@@ -272,14 +273,14 @@ class CheckpointManager:
         return self._durable
 
     def _check_owner(self) -> None:
-        self._entrance.check()
+        self._lease.check()
 
-    def _new_entrance(self) -> Entrance:
+    def _new_lease(self) -> CommitLease:
         owner = OwnerRecords(self._storage, self._start.job, self._config.take_over)
-        return Entrance(self._storage, owner, self._token, self._retry)
+        return CommitLease(self._storage, owner, self._token, self._retry)
 
     def _open_group(self) -> None:
-        """A gloo group of our own for resume and background saves, and the session id of this start."""
+        """Create a gloo group for resume and background saves, and agree on the session id of this start."""
         session = [secrets.token_hex(6)]
         if self._mesh.world_size > 1:
             self._group = dist.new_group(backend="gloo", timeout=_GROUP_TIMEOUT)
@@ -320,7 +321,7 @@ class CheckpointManager:
         )
 
     def _adopt(self, outcome: ResumeOutcome, session: Session, token: FenceToken) -> None:
-        self._entrance.claimed = outcome.fenced
+        self._lease.claimed = outcome.fenced
         self.resumed_from = outcome.source
         self._keeps_snapshots = outcome.keeps_snapshots
         self._memory_is_safe = outcome.memory_is_safe
@@ -337,7 +338,7 @@ class CheckpointManager:
         self._durable = DurableTier(
             session,
             token=token,
-            enter=self._entrance.confirm,
+            ensure_lease=self._lease.ensure,
             known_bad=outcome.known_bad,
             after_milestone=self._after_milestone,
         )
@@ -355,18 +356,18 @@ class CheckpointManager:
         if self._keeps_snapshots:
             moment = Moment(position, self._start.generation, self._session)
             self._memory.stage(moment, self._state.local_tensors())
-            self._note_sealed()
+            self._record_finalized()
         else:
-            # A neighbour keeps this shard: its previous snapshot was sealed before this step could complete.
+            # A neighbour keeps this shard: its previous snapshot was finalized before this step could complete.
             self.memory_step = max(self.memory_step, self._snapshot_step)
         self._snapshot_step = position.step
 
-    def _note_sealed(self) -> None:
+    def _record_finalized(self) -> None:
         memory = self._memory
         if memory is None:
             return
-        if memory.sealed_step is not None:
-            self.memory_step = memory.sealed_step
+        if memory.finalized_step is not None:
+            self.memory_step = memory.finalized_step
         self.warnings += memory.warnings[self._memory_warnings :]
         self._memory_warnings = len(memory.warnings)
 
@@ -375,8 +376,8 @@ class CheckpointManager:
             self._policy.started(position.step, self._clock())
         self._tier().start(position, what)
 
-    def _hear_of_saves(self) -> None:
-        """Take note of how the newest save ended, if it did."""
+    def _observe_saves(self) -> None:
+        """Record how the newest save ended, if it did."""
         tier = self._tier()
         try:
             tier.poll()
@@ -391,6 +392,6 @@ class CheckpointManager:
                 self._report(f"saving works again: step {tier.committed_step} is committed")
 
     def _report(self, sentence: str) -> None:
-        """Say it on the first rank; the others have seen the same."""
+        """Add a warning on the first rank; the others have seen the same."""
         if self._mesh.rank == 0:
             self.warnings.append(sentence)

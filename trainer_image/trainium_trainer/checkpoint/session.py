@@ -1,4 +1,4 @@
-"""What the parts of one start of a rank share: the agreement where to resume, and the saves after it."""
+"""The values that the parts of one start of a rank share: the agreement where to resume, and the saves after it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,11 @@
 """Writes a checkpoint from whole tensors, one after the other: for conversions, where no ranks share the work.
 
-To readers each file is a pipeline stage of one rank. Invariants: one tensor is in memory at a time, beside what is
-being hashed and written; the result is an ordinary checkpoint that any number of ranks loads; it is committed last,
-into a root that held none.
+To readers each file is a pipeline stage of one rank.
+
+Guarantees:
+- One tensor is in memory at a time, beside what is being hashed and written.
+- The result is an ordinary checkpoint that any number of ranks loads.
+- It is committed last, into a root that held none.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from trainium_trainer.data.sources.files import S3
 from trainium_trainer.data.sources.resolve import PYTHON_DOCS, is_data_set
 from trainium_trainer.exits import UserError
 from trainium_trainer.loop import memory_check
-from trainium_trainer.loop.memory_check import needs_of, refuse_what_does_not_fit
+from trainium_trainer.loop.memory_check import needs_of, refuse_too_small
 from trainium_trainer.loop.schedule import learning_rate
 from trainium_trainer.models.shapes import PRESETS
 from trainium_trainer.open_files import limit
@@ -129,7 +129,7 @@ def check(
     found = needs_of(settings, max(1, launch.world_size // nodes), instance_type)
     memory = memory_check.lines(found, of_node=bool(instance_type) or not elsewhere)
     if instance_type in INSTANCES:
-        warnings += refuse_what_does_not_fit(found, INSTANCES[instance_type], instance_type)
+        warnings += refuse_too_small(found, INSTANCES[instance_type], instance_type)
     typer.echo("\n".join([*lines, *meaning(settings, nodes), *memory, *(f"warning: {each}" for each in warnings)]))
 
 

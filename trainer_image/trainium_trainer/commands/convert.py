@@ -90,7 +90,7 @@ def to_nxd(
     from trainium_trainer.backends.nxd.layout.parameter_names import Projections  # noqa: PLC0415
     from trainium_trainer.checkpoint.format.contents import Contents  # noqa: PLC0415
     from trainium_trainer.checkpoint.interfaces import Position  # noqa: PLC0415
-    from trainium_trainer.checkpoint.root.selection import choose, damage_is_a_sentence, shape_of  # noqa: PLC0415
+    from trainium_trainer.checkpoint.root.selection import choose, explain_damage, shape_of  # noqa: PLC0415
     from trainium_trainer.configuration.config import load  # noqa: PLC0415
 
     storage = open_storage(root)
@@ -106,7 +106,7 @@ def to_nxd(
     )
     optimizer = OptimizerConfig() if config is None else load(config).optimizer
     position = Position(step=manifest.step, samples=manifest.samples, tokens=manifest.tokens)
-    with damage_is_a_sentence(root):
+    with explain_damage(root):
         contents = Contents(storage, checkpoint, Retry())
         write_tag(tag, contents, shape_of(checkpoint), target, optimizer, position)
     typer.echo(f"{tag}: step {manifest.step}, tensor parallel {tensor}" + (f", ZeRO-1 over {zero1}" if zero1 else ""))

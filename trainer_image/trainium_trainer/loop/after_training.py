@@ -1,7 +1,9 @@
-"""What follows the last step, in the same processes: artifacts, then the evaluation.
+"""The stages after the last step, in the same processes: artifacts, then the evaluation.
 
-Invariants: the last step is committed before; both stages read what is on storage and nothing of a rank's memory, so a
-fault repeats a stage and no step; a process that is asked to leave does so at once, since nothing would be lost.
+Guarantees:
+- The last step is committed before.
+- Both stages read storage and nothing of a rank's memory, so that a fault repeats a stage and no step.
+- A process that is asked to leave does so at once, since nothing would be lost.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ _log = logging.getLogger("trainium.after")
 
 
 def has_stages(config: TrainingConfig) -> bool:
-    """Whether anything follows the last step."""
+    """Return whether anything follows the last step."""
     return bool(kinds_of(config)) or config.evaluate.enabled
 
 
@@ -63,10 +65,10 @@ def run_stages(
         config, artifacts, peers=peers, progress=progress, device=mesh.device.type, trained_loss=trained_loss
     )
     if mesh.rank == 0 and result is not None:
-        _log.info("evaluation: %s", ", ".join(_told(figure) for figure in result.figures))
+        _log.info("evaluation: %s", ", ".join(_format_figure(figure) for figure in result.figures))
 
 
-def _told(figure: EvaluationFigure) -> str:
+def _format_figure(figure: EvaluationFigure) -> str:
     """`perplexity 54.7 -> 25.6`."""
     before, after = ("none" if value is None else f"{value:.4g}" for value in (figure.before, figure.after))
     return f"{figure.name} {before} -> {after}"

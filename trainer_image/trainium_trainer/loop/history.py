@@ -1,6 +1,7 @@
 """The history that people read, taken up where the state was resumed: rewound, mended, and the monitors after it.
 
-Invariant: a history that cannot be read or written is reported and stops nothing.
+Guarantees:
+- A history that cannot be read or written is reported and stops nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from trainium_trainer.checkpoint.interfaces import Position
     from trainium_trainer.configuration.config import Settings
     from trainium_trainer.data.opening import Data
-    from trainium_trainer.loop.course import Course
+    from trainium_trainer.loop.run_progress import RunProgress
     from trainium_trainer.monitor.progress import ProgressWriter
 
 _log = logging.getLogger("trainium.train")
@@ -40,12 +41,12 @@ class History:
         self._progress = progress
         self.aside = None if memory_directory is None else memory_directory / "aside"
 
-    def tell(self, sentence: str) -> None:
-        """Pass on what is wrong with the files."""
+    def notify(self, sentence: str) -> None:
+        """Report what is wrong with the files."""
         _log.warning("%s", sentence)
         self._progress.notice(sentence)
 
-    def open(self, settings: Settings, course: Course, position: Position, data: Data, mesh: Mesh) -> Watch:
+    def open(self, settings: Settings, course: RunProgress, position: Position, data: Data, mesh: Mesh) -> Watch:
         """Make the files the history up to `position`, on rank 0; the monitors after it. Collective."""
         config, past = settings.config, Past()
         if mesh.rank == 0:
@@ -74,12 +75,12 @@ class History:
         try:
             yield
         except StorageError as error:
-            self.tell(f"{error}; training goes on without the earlier history")
+            self.notify(f"{error}; training goes on without the earlier history")
 
     def _mend(
         self,
         config: TrainingConfig,
-        course: Course,
+        course: RunProgress,
         position: Position,
         data: Data,
         watch: Watch,

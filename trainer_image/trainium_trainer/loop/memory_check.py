@@ -1,7 +1,8 @@
-"""What a configuration takes of memory, and whether it fits: for `check` and for the start of a run.
+"""The memory that a configuration needs, and whether it fits: for `check` and for the start of a run.
 
-Invariant: what does not fit a core is refused; what does not fit /dev/shm or a node is told, with what is switched off
-or ends by it.
+Guarantees:
+- A configuration that does not fit a core is refused.
+- One that does not fit /dev/shm or a node gets a warning with what is switched off or ends by it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from trainium_contract.requirements.memory_estimate import (
     estimate_memory,
 )
 from trainium_contract.requirements.worker_requests import SHARED_SHARE, memory_setting
-from trainium_trainer.backends.room import device_memory
+from trainium_trainer.backends.device_memory import device_memory
 from trainium_trainer.exits import UserError
 from trainium_trainer.tuning.choice import EMBEDDING, LORA_B, is_adapter
 
@@ -35,7 +36,7 @@ _DIVIDED_AT_INPUT = ("o_proj", "down_proj")
 def needs_of(
     settings: Settings, processes_per_node: int, instance_type: str = "", *, on_host: bool = True
 ) -> MemoryEstimate:
-    """The numbers of a run; without the type of a Trainium instance `on_host` says whether the device is the CPU."""
+    """Return the numbers of a run; without a Trainium instance `on_host` is whether the device is the CPU."""
     config, shape = settings.config, settings.shape
     model = ModelSizes(
         hidden=shape.hidden_size,
@@ -60,7 +61,10 @@ def needs_of(
 
 
 def trained_of_rank(settings: Settings) -> Trained:
-    """What the rank with most of it trains; stages hold equal runs of layers, the first and the last an end more."""
+    """Return what the rank with most of it trains.
+
+    Stages hold equal runs of layers, the first and the last an end more.
+    """
     shape, degrees = settings.shape, settings.config.parallelism
     layers = -(-shape.num_layers // degrees.pipeline)
     found = [Trained(0, 0)] * degrees.pipeline
@@ -82,33 +86,33 @@ def trained_of_rank(settings: Settings) -> Trained:
 
 
 def _is_divided(name: str, dimensions: int) -> bool:
-    """Whether tensor parallelism divides it; of an adapter the matrix at the divided side of its projection."""
+    """Return whether tensor parallelism divides it; of an adapter the matrix at the divided side of its projection."""
     if not is_adapter(name):
         return dimensions > 1
     by_columns = not any(f".{projection}." in name for projection in _DIVIDED_AT_INPUT)
     return name.endswith(f".{LORA_B}.weight") == by_columns
 
 
-def told_at_start(settings: Settings, device: torch.device) -> list[str]:
+def warnings_at_start(settings: Settings, device: torch.device) -> list[str]:
     """Return warnings about this rank's device, where its memory is known. Raises UserError when the job cannot fit.
 
     A Neuron core is held to what `check` refuses for its instance type. On a GPU, whose allocator frees what it can,
     the estimate of activations only warns. The memory tier itself reserves /dev/shm, or switches snapshots off.
     """
-    room = device_memory(device)
-    if not room:
+    capacity = device_memory(device)
+    if not capacity:
         return []
     found = needs_of(settings, settings.launch.local_world_size, on_host=False)
-    usable = room if device.type == "cuda" else room * (1 - DEVICE_RESERVE) - found.activations
+    usable = capacity if device.type == "cuda" else capacity * (1 - DEVICE_RESERVE) - found.activations
     if found.state > usable:
-        raise UserError(_too_small(found, room, f"the device {device}"))
-    if found.device > room * (1 - DEVICE_RESERVE):
-        return [_too_small(found, room, f"the device {device}")]
+        raise UserError(_too_small(found, capacity, f"the device {device}"))
+    if found.device > capacity * (1 - DEVICE_RESERVE):
+        return [_too_small(found, capacity, f"the device {device}")]
     return []
 
 
 def lines(found: MemoryEstimate, *, of_node: bool) -> list[str]:
-    """The numbers for a reader; those of a node where it is known how many processes it has."""
+    """Return the numbers for a reader; those of a node where it is known how many processes it has."""
     process = (
         f"memory of a process: {_gib(found.state)} of weights, gradients and optimizer ({found.parameters:,} "
         f"parameters), about {_gib(found.activations)} of activations"
@@ -117,17 +121,17 @@ def lines(found: MemoryEstimate, *, of_node: bool) -> list[str]:
     return [process, node] if of_node else [process]
 
 
-def refuse_what_does_not_fit(found: MemoryEstimate, instance: Instance, instance_type: str) -> list[str]:
+def refuse_too_small(found: MemoryEstimate, instance: Instance, instance_type: str) -> list[str]:
     """Sentences about a node that is too small. Raises UserError for a core that is."""
     if instance.core_bytes and found.device > instance.core_bytes * (1 - DEVICE_RESERVE):
         raise UserError(_too_small(found, instance.core_bytes, f"a core of {instance_type}"))
     warnings = []
-    room = int(instance.host_bytes * SHARED_SHARE)
-    if instance.host_bytes and found.shared_memory > room:
+    capacity = int(instance.host_bytes * SHARED_SHARE)
+    if instance.host_bytes and found.shared_memory > capacity:
         warnings.append(
             f"snapshots need {_gib(found.shared_memory)} of /dev/shm on each node, but {instance_type} has about "
-            f"{_gib(room)} there: workers without room switch them, or the copies of a buddy's, off and say so; set "
-            "checkpoint.memory.buddies or everySteps to 0, or raise the limit of the volume shared-memory"
+            f"{_gib(capacity)} there: workers without room switch them, or the copies of a buddy's, off and warn; "
+            "set checkpoint.memory.buddies or everySteps to 0, or raise the limit of the volume shared-memory"
         )
     if instance.host_bytes and found.host > instance.host_bytes:
         warnings.append(
@@ -138,10 +142,10 @@ def refuse_what_does_not_fit(found: MemoryEstimate, instance: Instance, instance
     return warnings
 
 
-def _too_small(found: MemoryEstimate, room: int, device: str) -> str:
+def _too_small(found: MemoryEstimate, capacity: int, device: str) -> str:
     return (
-        f"{device} has {_gib(room)}, but a process needs {_gib(found.state)} of weights, gradients and optimizer and "
-        f"about {_gib(found.activations)} of activations, with {DEVICE_RESERVE:.0%} left for the runtime: raise "
+        f"{device} has {_gib(capacity)}, but a process needs {_gib(found.state)} of weights, gradients and optimizer "
+        f"and about {_gib(found.activations)} of activations, with {DEVICE_RESERVE:.0%} left for the runtime: raise "
         "parallelism.tensor or recompute, divide more with dataParallel, or take an instance type with more memory "
         "(docs/parallelism.md, Fit the model)"
     )

@@ -22,7 +22,7 @@ def learning_rate(config: TrainingConfig, step: float) -> float:
 
 
 def factor(schedule: ScheduleConfig, *, steps: int, step: float) -> float:
-    """The same as a fraction of the peak, 0 to 1, in a run of `steps` steps."""
+    """Return the same as a fraction of the peak, 0 to 1, in a run of `steps` steps."""
     warmup = schedule.warmup_steps
     if step + 1 <= warmup:
         return (step + 1) / warmup
@@ -38,7 +38,7 @@ def factor(schedule: ScheduleConfig, *, steps: int, step: float) -> float:
 
 
 def _decayed(schedule: ScheduleConfig, *, steps: int, step: float) -> float:
-    """How much of the decay is done after the update that completes step `step + 1`, 0 to 1."""
+    """Return how much of the decay is done after the update that completes step `step + 1`, 0 to 1."""
     after_warmup = max(1, steps - schedule.warmup_steps)
     if schedule.kind is ScheduleKind.WARMUP_STABLE_DECAY:
         length = schedule.decay_steps or max(1, min(steps // 10, after_warmup))

@@ -1,14 +1,15 @@
-"""The request to leave: a signal sets a flag, and the loop brings it up with the other ranks at the next step.
+"""The request to leave: a signal sets a flag, and the loop shares it with the other ranks at the next step.
 
-SIGTERM asks to save and leave. SIGUSR1 asks the same and says that this node's memory goes too (its pod ends), so that
-a snapshot in memory is not enough.
+SIGTERM asks to save and leave. SIGUSR1 asks the same and adds that this node's memory is released too (its pod ends),
+so that a snapshot in memory is not enough.
 
-A process that waits for a peer inside a collective cannot see the flag, and a peer that is gone without a trace lets it
-wait for half an hour. So a thread of its own hears the signal too: it leaves at once while there is nothing to save
+A process that waits for a peer inside a collective cannot see the flag, and a peer that failed without a trace lets it
+wait for half an hour. So a separate thread receives the signal too: it leaves at once while there is nothing to save
 yet, and with "lost a peer" when the wait lasts much longer than steps do.
 
-Invariants: the thread acts only after a signal and only until the ranks have agreed to leave; a process that works on
-its own is never ended by it, unless nothing of it is left to save.
+Guarantees:
+- The thread acts only after a signal and only until the ranks have agreed to leave.
+- A process that computes is never ended by it, unless nothing of it is left to save.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ if TYPE_CHECKING:
 
     from trainium_trainer.monitor.pulse import Pulse, PulseReading
 
-_SHORTEST_PATIENCE_SECONDS = 10.0
-_PATIENT_STEPS = 3.0
+_MIN_WAIT_SECONDS = 10.0
+_WAIT_STEPS = 3.0
 _POLL_SECONDS = 0.1
 _DONE_LATER = "asked to leave after the last step: what follows it goes on at the next start"
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopRequest:
-    """Whether this process was asked to save and leave."""
+    """The request to this process to save and leave."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -63,7 +64,7 @@ class StopRequest:
             threading.Thread(target=self._guard, args=(self._wakeup, pulse), name="stop", daemon=True).start()
 
     def agreed(self) -> None:
-        """All ranks leave together, or have finished: nobody is waited for in vain from now on."""
+        """All ranks leave together, or have finished: no wait can fail from now on."""
         self._agreed.set()
 
     def nothing_to_save(self) -> None:
@@ -92,16 +93,16 @@ class StopRequest:
                 seen, since = newest, time.monotonic()
             if newest is not None and not memory_ends and newest.activity in (Activity.INIT, Activity.LOAD):
                 _leave(ExitCode.YIELDING, "asked to leave before the first step: nothing to save")
-            if newest is not None and time.monotonic() - since > patience(newest):
+            if newest is not None and time.monotonic() - since > max_wait_seconds(newest):
                 _leave(ExitCode.PEER_LOST, "asked to leave, and a peer that this process waits for does not come")
 
 
-def patience(reading: PulseReading) -> float:
-    """How long a process that was asked to leave may wait for its peers, in seconds; infinite while it does not."""
+def max_wait_seconds(reading: PulseReading) -> float:
+    """Return how many seconds a leaving process may wait for its peers; infinite while it does not wait."""
     if reading.waiting is Waiting.NO:
         return float("inf")
     slowest = max([reading.first_step_seconds, *(length for length, _ in reading.steps)])
-    return max(_SHORTEST_PATIENCE_SECONDS, _PATIENT_STEPS * slowest)
+    return max(_MIN_WAIT_SECONDS, _WAIT_STEPS * slowest)
 
 
 def _leave(code: ExitCode, sentence: str) -> NoReturn:

@@ -1,8 +1,10 @@
 """The training loop: one rank from its configuration to its exit code.
 
-Invariants: the position (step, samples, tokens) is equal on all ranks and is all that the loop remembers beside the
-state; every decision that could differ between ranks (stop, save, skip, give up) is taken from numbers that all ranks
-have summed together; nothing is written to the history that the state does not contain.
+Guarantees:
+- The position (step, samples, tokens) is equal on all ranks and is all that the loop remembers beside the state.
+- Every decision that could differ between ranks (stop, save, skip, give up) is taken from numbers that all ranks have
+  summed together.
+- Nothing is written to the history that the state does not contain.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ def train(settings: Settings, stop: StopRequest) -> ExitCode:
         run = start(settings, progress, stop)
         code = loop(run)
         if code is ExitCode.FINISHED:
-            _after(run, launch.local_rank)
+            _run_stages(run, launch.local_rank)
         progress.phase(ProgressPhase.FINISHED if code is ExitCode.FINISHED else ProgressPhase.YIELDED)
         run.backend.barrier()
         run.manager.close()
@@ -55,8 +57,8 @@ def train(settings: Settings, stop: StopRequest) -> ExitCode:
     return code
 
 
-def _after(run: Run, node_rank: int) -> None:
-    """What follows the last step, if anything does. Collective."""
+def _run_stages(run: Run, node_rank: int) -> None:
+    """Run the stages after the last step, if there are any. Collective."""
     from trainium_trainer.loop.after_training import has_stages, run_stages  # noqa: PLC0415 - few runs have such stages
 
     if has_stages(run.config):
@@ -74,7 +76,7 @@ def _after(run: Run, node_rank: int) -> None:
 
 
 def loop(run: Run) -> ExitCode:
-    """Steps until the last one or until any rank is asked to leave. Collective."""
+    """Run steps until the last one or until any rank is asked to leave. Collective."""
     config, course, manager, pulse = run.config, run.course, run.manager, run.progress.pulse
     steps = course.total_steps(run.position)
     skipped = 0
@@ -128,7 +130,7 @@ def loop(run: Run) -> ExitCode:
             if done.applied:
                 manager.after_step(run.position, totals.votes)
         run.progress.step_done(figures, seconds=seconds)
-        _tell(run, step, alerts)
+        _report_alerts(run, step, alerts)
         run.progress.checkpoints(memory_step=manager.memory_step, durable_step=manager.durable_step)
         warned = report_warnings(manager, run.progress, warned)
         if run.backend.mesh.rank == 0 and (last or totals.stop or now - last_line >= _SECONDS_BETWEEN_LINES):
@@ -146,13 +148,13 @@ def loop(run: Run) -> ExitCode:
 
 
 def _parameter_norm(run: Run, step: int) -> float | None:
-    """The norm of all parameters where it is due. Collective."""
+    """Return the norm of all parameters where it is due. Collective."""
     every = run.config.monitor.parameter_norm_steps
     return run.backend.parameter_norm() if every and step % every == 0 else None
 
 
 def _validation_loss(run: Run, step: int, *, last: bool) -> float | None:
-    """The loss on what is held back, where it is due. Collective."""
+    """Return the loss on what is held back, where it is due. Collective."""
     data, config, mesh = run.data.validation, run.config, run.backend.mesh
     if data is None or config.data.validation is None:
         return None
@@ -168,7 +170,7 @@ def _validation_loss(run: Run, step: int, *, last: bool) -> float | None:
     return loss
 
 
-def _tell(run: Run, step: int, alerts: tuple[MonitorAlert, ...]) -> None:
+def _report_alerts(run: Run, step: int, alerts: tuple[MonitorAlert, ...]) -> None:
     """Pass on what the monitors of rank 0 have found: only they know the whole history."""
     if run.backend.mesh.rank == 0:
         for alert in alerts:
@@ -177,17 +179,17 @@ def _tell(run: Run, step: int, alerts: tuple[MonitorAlert, ...]) -> None:
 
 
 def _leave(run: Run, *, memory_ends: bool) -> ExitCode:
-    """Save as every rank agreed, and say so. Collective."""
+    """Save as every rank agreed, and log it. Collective."""
     run.stop.agreed()
     with run.progress.pulse.saving:
-        run.manager.yield_(run.position, memory_ends=memory_ends)
+        run.manager.save_before_exit(run.position, memory_ends=memory_ends)
     run.progress.checkpoints(memory_step=run.manager.memory_step, durable_step=run.manager.durable_step)
     _log.info("asked to leave: saved step %d", run.position.step)
     return ExitCode.YIELDING
 
 
 def _skip(run: Run, step: int, done: StepOutcome, skipped: int) -> None:
-    """Say that a step was skipped; NumericalError when that were more in a row than the configuration bears."""
+    """Report a skipped step; NumericalError when more were skipped in a row than the configuration allows."""
     tolerance = run.config.non_finite_tolerance
     found = f"step {step}: loss is {done.loss}, gradient norm is {done.gradient_norm}"
     found += format_nonfinite_ranks(done.origins, run.backend.mesh.world_size)

@@ -1,6 +1,7 @@
 """One rank, put together: data, peers, model, checkpoints and records, until the first step can be made.
 
-Invariant: what is wrong with packages, devices or data is found before a device or a process group is touched.
+Guarantees:
+- What is wrong with packages, devices or data is found before a device or a process group is touched.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from trainium_trainer.data.prepared.prepared import watching
 from trainium_trainer.data.streaming import open_loader
 from trainium_trainer.data.tokens.tokenizer import digest_of
 from trainium_trainer.exits import UserError
-from trainium_trainer.loop.course import Course
 from trainium_trainer.loop.history import History
-from trainium_trainer.loop.memory_check import told_at_start
+from trainium_trainer.loop.memory_check import warnings_at_start
+from trainium_trainer.loop.run_progress import RunProgress
 from trainium_trainer.monitor.pulse import Activity
 from trainium_trainer.monitor.writers import Recorder
 from trainium_trainer.weights.initial import InitialWeights
@@ -69,7 +70,7 @@ class Run:
     """The parts of one rank, put together by `start`."""
 
     config: TrainingConfig
-    course: Course
+    course: RunProgress
     backend: Backend
     data: Data
     loader: Loader
@@ -98,7 +99,7 @@ def start(settings: Settings, progress: ProgressWriter, stop: StopRequest) -> Ru
         )
     config = with_steps(settings.config, data.epoch_samples)
     settings = replace(settings, config=config)
-    course = Course.of(settings, data.epoch_samples)
+    course = RunProgress.of(settings, data.epoch_samples)
     begin = InitialWeights.open(config, settings.shape)
     stopwatch.lap("data")
     backend = make_backend(choice, settings, progress.pulse)
@@ -113,7 +114,7 @@ def start(settings: Settings, progress: ProgressWriter, stop: StopRequest) -> Ru
             f"model.weights {config.model.weights}: the ranks do not begin with the same model: mount the same folder "
             "everywhere"
         )
-    for sentence in told_at_start(settings, backend.mesh.device):
+    for sentence in warnings_at_start(settings, backend.mesh.device):
         _log.warning("%s", sentence)
         progress.notice(sentence)
     backend.build()
@@ -154,7 +155,7 @@ def start(settings: Settings, progress: ProgressWriter, stop: StopRequest) -> Ru
         record_samples=config.monitor.record_samples,
         resume_step=position.step,
         aside=history.aside,
-        notify=history.tell,
+        notify=history.notify,
     )
     loader = open_loader(
         data,
@@ -193,7 +194,7 @@ def start(settings: Settings, progress: ProgressWriter, stop: StopRequest) -> Ru
 
 
 def report_warnings(manager: CheckpointManager, progress: ProgressWriter, already: int) -> int:
-    """Pass on what the checkpoint manager has to say; returns how many sentences were seen."""
+    """Report the warnings of the checkpoint manager; return how many there were in all."""
     for sentence in manager.warnings[already:]:
         _log.warning("%s", sentence)
         progress.notice(sentence)

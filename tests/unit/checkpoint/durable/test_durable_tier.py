@@ -519,9 +519,9 @@ def test_a_rank_that_leaves_does_not_wait_for_room_on_a_full_store(
     run.advance(save=False)
     if memory_ends:
         with pytest.raises(StorageError, match="the store is full"):
-            run.manager.yield_(position(4), memory_ends=True)
+            run.manager.save_before_exit(position(4), memory_ends=True)
     else:
-        run.manager.yield_(position(4))
+        run.manager.save_before_exit(position(4))
         assert run.manager.memory_step == 4
         assert run.manager.warnings[-1].startswith(f"checkpoint storage {tmp_path / 'root'}: ")
         assert run.manager.warnings[-1].endswith("step 4 is in memory only")
@@ -593,7 +593,7 @@ def test_finishing_commits_the_last_step_and_only_once(tmp_path: Path) -> None:
 
 def test_yielding_without_a_memory_folder_saves_durably(tmp_path: Path) -> None:
     run = solo(tmp_path).to(3)
-    run.manager.yield_(position(3))
+    run.manager.save_before_exit(position(3))
     assert run.manager.durable_step == 3
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from trainium_contract.wire.checkpoint_manifest import digest_of
 from trainium_trainer.checkpoint.collectives import pack
-from trainium_trainer.checkpoint.durable.file_digests import Said, folded
+from trainium_trainer.checkpoint.durable.file_digests import DigestReport, fold_reports
 from trainium_trainer.checkpoint.format.shards import WrittenFile, blocks_name, shard_name, write_digests
 from trainium_trainer.checkpoint.storage.posix import PosixStorage
 from trainium_trainer.checkpoint.storage.protocol import Retry
@@ -35,17 +35,17 @@ class Tree:
     def __init__(self, root: Path, files: list[WrittenFile | None], places: list[int]) -> None:
         self.storage = PosixStorage(root)
         self.storage.prepare()
-        said = {rank: [Said.of(rank, places[rank], file)] for rank, file in enumerate(files)}
+        reports = {rank: [DigestReport.of(rank, places[rank], file)] for rank, file in enumerate(files)}
         self.received = [0] * len(files)
         distance = 1
         while distance < len(files):
             for rank in range(distance, len(files), 2 * distance):
-                passed = folded(said.pop(rank), self.write)
+                passed = fold_reports(reports.pop(rank), self.write)
                 self.received[rank - distance] += len(pack([pickle.dumps(each) for each in passed]))
-                said[rank - distance] += passed
+                reports[rank - distance] += passed
             distance *= 2
-        left = {place: file for each in said[0] for place, file in each.files}
-        tables = [table for each in said[0] for table in each.tables]
+        left = {place: file for each in reports[0] for place, file in each.files}
+        tables = [table for each in reports[0] for table in each.tables]
         self.by_others = len(tables)
         self.tables = [*tables, *self.write(left, [table.first for table in tables])]
 

@@ -20,7 +20,7 @@ from tests.testing.trainer.schemes import assert_written_once
 from trainium_contract.trainer.parallelism import DataParallelMode
 from trainium_trainer.checkpoint.dividing.cuts import Axis, Box, Cut, Grid, problem_of
 from trainium_trainer.checkpoint.dividing.scheme import Divided, Scheme, merged, placed
-from trainium_trainer.checkpoint.durable.save_plan import Word, agreed
+from trainium_trainer.checkpoint.durable.save_plan import SchemeReport, agreed
 from trainium_trainer.checkpoint.format.live_state import box_of, scheme_of
 from trainium_trainer.models.shapes import ModelShape
 from trainium_trainer.models.state_dict import OPTIMIZER_STEP
@@ -131,7 +131,9 @@ def test_a_tensor_of_several_stages_is_written_by_the_first() -> None:
         Scheme(grid, [tensor(f"own{stage}", (6,), Cut(0, Axis.DATA), stage=stage), tensor("all", (5,), stage=stage)])
         for stage in range(3)
     ]
-    whole, moved = agreed([Word(each, each // 2, stages[each // 2].digest, stages[each // 2]) for each in range(6)])
+    whole, moved = agreed(
+        [SchemeReport(each, each // 2, stages[each // 2].digest, stages[each // 2]) for each in range(6)]
+    )
     assert moved == {"all": 0}
     assert_written_once(whole)
     for rank in range(6):
@@ -142,14 +144,14 @@ def test_ranks_that_disagree_are_refused_before_anything_is_written() -> None:
     grid = Grid(2, 2, 1)
     one, two = (Scheme(grid, [tensor("a", (4,), Cut(0, Axis.DATA))]), Scheme(grid, [tensor("a", (4,))]))
     with pytest.raises(ValueError, match="rank 1 divides the state otherwise"):
-        agreed([Word(0, 0, one.digest, one), Word(1, 0, two.digest, None)])
+        agreed([SchemeReport(0, 0, one.digest, one), SchemeReport(1, 0, two.digest, None)])
     with pytest.raises(ValueError, match="two ranks have one place"):
-        agreed([Word(0, 0, one.digest, one), Word(0, 0, one.digest, None)])
+        agreed([SchemeReport(0, 0, one.digest, one), SchemeReport(0, 0, one.digest, None)])
     with pytest.raises(ValueError, match="a is not the same in pipeline stages 0 and 1"):
         merged([one, Scheme(grid, [tensor("a", (5,), stage=1)])])
     gap = Scheme(grid, [tensor("a", (9,), Cut(0, Axis.DATA, 4))])
     with pytest.raises(ValueError, match="the state cannot be saved: a: no rank along data holds window 2"):
-        agreed([Word(0, 0, gap.digest, gap)])
+        agreed([SchemeReport(0, 0, gap.digest, gap)])
 
 
 MESHES = [(1, 1), (3, 1), (1, 2), (1, 8), (2, 2), (3, 2), (5, 2), (2, 4)]
@@ -217,7 +219,7 @@ def test_a_division_without_words_is_refused() -> None:
     with state_of_rank(SHAPE, grid, 0, mode) as state:
         name = next(name for name in state if name != OPTIMIZER_STEP)
         state[name]._spec = replace(state[name]._spec, placements=(Partial(), *state[name].placements[1:]))
-        with pytest.raises(TypeError, match="no words for the placement"):
+        with pytest.raises(TypeError, match="cannot express the placement"):
             scheme_of(state, Place(grid, 0, mode))
     with pytest.raises(TypeError, match="step: checkpoints do not hold"):
         scheme_of({"step": torch.zeros(2, dtype=torch.complex64)}, Place(Grid(), 0, mode))

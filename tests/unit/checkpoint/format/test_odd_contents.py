@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from trainium_trainer.checkpoint.collectives import gather, uncollected
+from trainium_trainer.checkpoint.collectives import gather, without_gc
 from trainium_trainer.checkpoint.dividing.cuts import Axis, Box, Cut, Grid, meeting
 from trainium_trainer.checkpoint.dividing.scheme import Divided, Scheme
 from trainium_trainer.checkpoint.durable.staging import flatten
@@ -38,14 +38,14 @@ def _uncollecting() -> Iterator[None]:
 
 
 def test_the_search_for_circles_goes_on_afterwards() -> None:
-    with uncollected():
+    with without_gc():
         assert not gc.isenabled()
     assert gc.isenabled()
 
 
 @pytest.mark.usefixtures("_uncollecting")
 def test_a_process_that_does_not_search_for_circles_does_not_begin_to() -> None:
-    with uncollected():
+    with without_gc():
         pass
     assert not gc.isenabled()
 

@@ -50,7 +50,7 @@ def test_a_snapshot_that_is_overwritten_before_the_copy_begins_goes_out_under_it
     copying = Copying(network)
     slot = SnapshotFile.create(tmp_path / "a.snapshot", 4096)
     moment = Moment(Position(step=7, samples=0, tokens=0), 1, "session")
-    claim = slot.seal(moment, ShardKey(0, 1), "layout", "settings")
+    claim = slot.finalize(moment, ShardKey(0, 1), "layout", "settings")
     copying.offer(slot, 7)
     slot.invalidate(slot.path)  # as its writer does when it has waited in vain for an earlier copy
     assert copying.wait(10)
@@ -81,7 +81,7 @@ class SlowNetwork(Network):
 
 def offered(copying: Copying, folder: Path, step: int) -> None:
     slot = SnapshotFile.create(folder / f"{step}.snapshot", 4096)
-    slot.seal(Moment(Position(step=step, samples=0, tokens=0), 1, "session"), ShardKey(0, 1), "layout", "settings")
+    slot.finalize(Moment(Position(step=step, samples=0, tokens=0), 1, "session"), ShardKey(0, 1), "layout", "settings")
     copying.offer(slot, step)
 
 

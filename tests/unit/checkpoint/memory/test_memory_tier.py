@@ -207,7 +207,7 @@ def test_no_room_in_memory_switches_the_tier_off_with_a_sentence(
     run = solo(tmp_path / "root", tmp_path / "memory")
     assert any("memory snapshots are off" in w and "MiB are needed" in w for w in run.manager.warnings)
     run.to(3)
-    run.manager.yield_(position(3))
+    run.manager.save_before_exit(position(3))
     run.manager.close()
     again = solo(tmp_path / "root")
     assert (again.resumed.step, again.wrong, again.report()["source"]) == (3, [], "durable")
@@ -237,7 +237,7 @@ def test_snapshots_every_few_steps(tmp_path: Path) -> None:
 
 def test_yielding_snapshots_also_between_intervals(tmp_path: Path) -> None:
     run = solo(tmp_path / "root", tmp_path / "memory", memory_every=3).to(8)
-    run.manager.yield_(position(8))
+    run.manager.save_before_exit(position(8))
     assert run.manager.memory_step == 8
     run.manager.close()
     again = solo(tmp_path / "root", tmp_path / "memory", memory_every=3)
@@ -249,5 +249,5 @@ def test_a_memory_folder_that_cannot_be_made_switches_the_tier_off_with_a_senten
     (tmp_path / "file").write_text("")
     run = solo(tmp_path / "root", tmp_path / "file" / "inside").to(2)
     assert ["memory snapshots are off" in warning for warning in run.manager.warnings] == [True]
-    run.manager.yield_(position(2))
+    run.manager.save_before_exit(position(2))
     assert run.manager.durable_step == 2

@@ -28,9 +28,9 @@ def slots(folder: Path, count: int = 3) -> Slots:
     return Slots(folder, KEY, generation=1, count=count)
 
 
-def sealed(opened: Slots, step: int) -> SnapshotFile:
+def finalized(opened: Slots, step: int) -> SnapshotFile:
     slot = opened.next()
-    slot.seal(Moment(position(step), 1, "session"), KEY, "layout", "settings")
+    slot.finalize(Moment(position(step), 1, "session"), KEY, "layout", "settings")
     return slot
 
 
@@ -60,7 +60,7 @@ def full(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 def test_files_that_are_open_are_not_opened_again(tmp_path: Path) -> None:
     opened = slots(tmp_path)
     open_all(opened, tmp_path)
-    sealed(opened, 7)
+    finalized(opened, 7)
     open_all(opened, tmp_path)
     assert [claim.moment.position.step for claim in opened.claims()] == [7]
     assert len(list(tmp_path.glob("*.snapshot"))) == 3
@@ -71,7 +71,7 @@ def test_memory_that_is_full_takes_no_finished_snapshot_away_and_leaves_no_unfin
 ) -> None:
     before = slots(tmp_path, count=1)
     open_all(before, tmp_path)
-    kept = sealed(before, 7)
+    kept = finalized(before, 7)
     before.close()
     again = slots(tmp_path)
     full(1)
@@ -95,10 +95,10 @@ def test_a_snapshot_that_arrives_altered_is_not_kept(tier: MemoryTier) -> None:
     slot = tier.receiving_slot()
     slot.payload.fill_(7)
     sent = Claim(Moment(position(3), 1, "s"), KEY, tier.layout.digest, 12345)
-    assert tier.seal_received(slot, sent) is False
+    assert tier.finalize_received(slot, sent) is False
     assert tier.claims() == frozenset()
-    whole = slot.seal(sent.moment, KEY, tier.layout.digest, "c")
-    assert tier.seal_received(slot, whole) is True
+    whole = slot.finalize(sent.moment, KEY, tier.layout.digest, "c")
+    assert tier.finalize_received(slot, whole) is True
     assert tier.claims() == {whole}
 
 
@@ -123,16 +123,16 @@ def test_a_copy_that_does_not_arrive_is_waited_for_once_and_told_once(tier: Memo
     copy = SlowCopy()
     tier._copying = copy
     for _ in range(3):
-        tier.settle()
+        tier.wait_for_snapshot()
     assert copy.waits == [memory_tier._COPY_PATIENCE_SECONDS, 0.0, 0.0]
     assert len(tier.warnings) == 1
     assert "has not arrived at its buddy" in tier.warnings[0]
-    assert tier.guarded_step is None
+    assert tier.buddy_step is None
 
     copy.arrived = True
-    tier.settle()
-    assert tier.guarded_step == 3
+    tier.wait_for_snapshot()
+    assert tier.buddy_step == 3
     copy.arrived = False
-    tier.settle()
+    tier.wait_for_snapshot()
     assert copy.waits[-1] == memory_tier._COPY_PATIENCE_SECONDS, "the next one gets its time again"
     assert len(tier.warnings) == 2

@@ -15,9 +15,9 @@ from trainium_trainer.checkpoint.resume.agreement import (
     FromDurable,
     FromMemory,
     RankView,
-    caretakers,
+    choose_buddies,
+    cleanup_ranks,
     decide,
-    guards,
     writers,
 )
 
@@ -95,10 +95,10 @@ def test_ranks_that_changed_places_get_their_shard_from_the_node_that_has_it() -
 def test_ranks_of_one_node_share_a_snapshot_and_one_of_them_writes_it() -> None:
     views = [view(rank, [], store=f"node-{rank // 4}") for rank in range(8)]
     assert writers(views) == {0, 4}
-    assert caretakers(views) == {0, 4}
+    assert cleanup_ranks(views) == {0, 4}
     sharded = [view(rank, [], store="node", key=ShardKey(rank, 4)) for rank in range(4)]
     assert writers(sharded) == {0, 1, 2, 3}
-    assert caretakers(sharded) == {0}
+    assert cleanup_ranks(sharded) == {0}
 
 
 def test_a_node_without_a_snapshot_receives_it_once_for_all_its_ranks() -> None:
@@ -211,20 +211,20 @@ def test_what_is_only_recorded_does_not_divide_the_ranks() -> None:
 
 def test_what_every_node_holds_needs_no_guard() -> None:
     replicas = [view(rank, [], store=f"node-{rank // 2}", key=ShardKey(rank % 2, 2)) for rank in range(8)]
-    assert guards(replicas, {v.store for v in replicas}) == ()
+    assert choose_buddies(replicas, {v.store for v in replicas}) == ()
     alone = [view(rank, [], store="node", key=ShardKey(0, 1, rank, 4)) for rank in range(4)]
-    assert guards(alone, {"node"}) == ()
+    assert choose_buddies(alone, {"node"}) == ()
 
 
 def test_nodes_guard_each_other_in_pairs_far_apart() -> None:
     views = [view(rank, [], key=ShardKey(0, 1, rank, 6)) for rank in range(6)]
-    pairs = {(guard.source, guard.target) for guard in guards(views, {v.store for v in views})}
+    pairs = {(guard.source, guard.target) for guard in choose_buddies(views, {v.store for v in views})}
     assert pairs == {(0, 3), (3, 0), (1, 4), (4, 1), (2, 5), (5, 2)}
 
 
 def test_an_odd_node_makes_a_ring_of_three() -> None:
     views = [view(rank, [], key=ShardKey(0, 1, rank, 5)) for rank in range(5)]
-    pairs = {(guard.source, guard.target) for guard in guards(views, {v.store for v in views})}
+    pairs = {(guard.source, guard.target) for guard in choose_buddies(views, {v.store for v in views})}
     assert pairs == {(0, 2), (2, 0), (1, 3), (3, 4), (4, 1)}
 
 
@@ -233,7 +233,7 @@ def test_an_odd_node_makes_a_ring_of_three() -> None:
 def test_each_shard_of_a_single_node_has_one_guard_on_another(views: Any, without_room: set[int]) -> None:
     stores = {v.store for v in views}
     usable = stores - {f"node-{number}" for number in without_room}
-    found = guards(views, usable)
+    found = choose_buddies(views, usable)
     holders = {v.needs: {w.store for w in views if w.needs == v.needs} for v in views}
     single = {key for key, where in holders.items() if len(where) == 1 and where <= usable}
     assert {guard.key for guard in found} == (single if len(usable) > 1 else set())

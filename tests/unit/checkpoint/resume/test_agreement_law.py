@@ -23,11 +23,11 @@ from trainium_trainer.checkpoint.resume.agreement import (
     FromMemory,
     RankView,
     Transfer,
+    choose_buddies,
+    claims_to_report,
     decide,
-    guards,
-    spoken_for,
 )
-from trainium_trainer.checkpoint.resume.inventory import Holdings
+from trainium_trainer.checkpoint.resume.inventory import SnapshotInventory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -120,11 +120,11 @@ def worlds(draw: Any) -> list[RankView]:
 STEPS = st.lists(st.integers(0, 5), max_size=3)
 
 
-def as_told(views: list[RankView]) -> Holdings:
+def as_told(views: list[RankView]) -> SnapshotInventory:
     """What all ranks know when each has told what it speaks for."""
-    return Holdings(
+    return SnapshotInventory(
         [RankView(view.rank, view.store, view.needs, view.layout) for view in views],
-        [spoken_for(views, view.rank, view.claims) for view in views],
+        [claims_to_report(views, view.rank, view.claims) for view in views],
     )
 
 
@@ -143,7 +143,7 @@ def test_ranks_that_tell_of_each_snapshot_once_decide_as_if_each_had_told_everyt
     assert decide(told, durable) == plainly(views, durable)
     needed = {view.needs for view in views}
     everything = {(view.store, claim) for view in views for claim in view.claims if claim.key in needed}
-    assert sum(len(spoken_for(views, view.rank, view.claims)) for view in views) == len(everything)
+    assert sum(len(claims_to_report(views, view.rank, view.claims)) for view in views) == len(everything)
 
 
 @settings(max_examples=trials(150))
@@ -154,7 +154,7 @@ def test_a_snapshot_that_one_rank_finds_damaged_is_gone_for_its_whole_node(
     holdings = as_told(views)
     rank = data.draw(st.sampled_from(range(len(views))))
     lost = data.draw(st.sets(st.sampled_from(sorted(views[rank].claims)))) if views[rank].claims else set()
-    holdings.lose(rank, lost)
+    holdings.remove_claims(rank, lost)
     left = [
         RankView(v.rank, v.store, v.needs, v.layout, v.claims - lost if v.store == views[rank].store else v.claims)
         for v in views
@@ -249,7 +249,8 @@ def test_the_decision_costs_in_proportion_to_ranks_and_snapshots(replaced: int) 
 def test_choosing_buddies_costs_in_proportion_to_the_ranks() -> None:
     worlds = [fleet(ranks) for ranks in (128, 1024)]
     small, large = (
-        bytecodes(agreement, lambda views=views: guards(views, {view.store for view in views})) for views in worlds
+        bytecodes(agreement, lambda views=views: choose_buddies(views, {view.store for view in views}))
+        for views in worlds
     )
     assert large < 8.5 * small
 
@@ -258,6 +259,6 @@ def test_a_start_from_memory_costs_the_first_rank_less_than_256_bytes_of_every_o
     """It then hears less than a MiB at 4,096 ranks; `docs/scale.md` says how much."""
     views = fleet(512)
     places = [RankView(view.rank, view.store, view.needs, view.layout) for view in views]
-    told = [spoken_for(views, view.rank, view.claims) for view in views]
+    told = [claims_to_report(views, view.rank, view.claims) for view in views]
     heard = sum(len(pack([pickle.dumps(each) for each in values])) for values in (places, told))
     assert heard < 256 * len(views)

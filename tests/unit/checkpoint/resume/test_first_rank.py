@@ -15,17 +15,17 @@ from trainium_contract.wire.checkpoint_manifest import Manifest
 from trainium_trainer.checkpoint.collectives import pack, part
 from trainium_trainer.checkpoint.errors import StorageError, UnusableCheckpointError
 from trainium_trainer.checkpoint.memory.claims import Claim, ShardKey
-from trainium_trainer.checkpoint.resume.agreement import Fresh, FromDurable, FromMemory, RankView, spoken_for
-from trainium_trainer.checkpoint.resume.buddy_pairing import Room, duties_of, promises_of
+from trainium_trainer.checkpoint.resume.agreement import Fresh, FromDurable, FromMemory, RankView, claims_to_report
+from trainium_trainer.checkpoint.resume.buddy_pairing import Capacity, assignments_of, tasks_of
 from trainium_trainer.checkpoint.resume.first_rank import (
-    TOLD_TO_ALL,
+    SHARED_WARNINGS,
     Check,
-    Council,
+    ClaimReport,
     Done,
     Exchange,
     Load,
-    Offer,
     RankReport,
+    ResumeLeader,
 )
 from trainium_trainer.checkpoint.root.survey import Committed, Survey
 from trainium_trainer.exits import UserError
@@ -43,12 +43,12 @@ def committed(step: int) -> Committed:
 
 
 class Ranks:
-    """All ranks of a start around one council; what each rank says and hears is kept for counting."""
+    """All ranks of a start around one leader; what each rank says and hears is kept for counting."""
 
     def __init__(self, views: Sequence[RankView], durable: Sequence[int] = ()) -> None:
         self.views = views
-        self.council = Council("root")
-        self.council.take_survey(Survey([committed(step) for step in sorted(set(durable), reverse=True)]))
+        self.leader = ResumeLeader("root")
+        self.leader.record_survey(Survey([committed(step) for step in sorted(set(durable), reverse=True)]))
         self.stores = {view.store: set(view.claims) for view in views}
         self.own: dict[int, Claim] = {}
         """What each rank has at hand to restore."""
@@ -64,19 +64,19 @@ class Ranks:
     def start(self, lost: frozenset[Claim] = frozenset(), damaged: frozenset[int] = frozenset()) -> list[Done]:
         """To the end; `lost`: snapshots whose contents are damaged, `damaged`: checkpoints."""
         places = [RankView(view.rank, view.store, view.needs, view.layout) for view in self.views]
-        neighbours = self.ask(places, self.council.meet)
-        offers = [
-            Offer(spoken_for(near, view.rank, view.claims), keeps=True)
+        neighbours = self.ask(places, self.leader.collect)
+        reports = [
+            ClaimReport(claims_to_report(near, view.rank, view.claims), keeps=True)
             for near, view in zip(neighbours, self.views, strict=True)
         ]
-        orders = self.ask(offers, self.council.hear_offers)
+        orders = self.ask(reports, self.leader.decide)
         while not isinstance(orders[0], Done):
             assert len({type(order) for order in orders}) == 1
             if isinstance(orders[0], Exchange):
                 reports = self.exchange(orders)
             else:
                 reports = [self.do(view, order, lost, damaged) for view, order in zip(self.views, orders, strict=True)]
-            orders = self.ask(reports, self.council.hear)
+            orders = self.ask(reports, self.leader.next_orders)
         return orders
 
     def do(self, view: RankView, order: Any, lost: frozenset[Claim], damaged: frozenset[int]) -> RankReport:
@@ -137,7 +137,7 @@ def test_every_rank_ends_with_its_shard_of_the_newest_state_that_is_whole(
             assert (own.moment, own.key) == (decision.moment, view.needs)
     else:
         assert decision == best
-    assert {end.caretaker for end in ends} >= {True}
+    assert {end.cleans_up for end in ends} >= {True}
 
 
 def test_a_damaged_checkpoint_turns_all_ranks_to_the_one_before() -> None:
@@ -157,26 +157,26 @@ def test_a_rank_whose_mesh_differs_is_named() -> None:
     views = [RankView(rank, "node", ShardKey(rank, 4), "L") for rank in range(3)]
     other = RankView(3, "node", ShardKey(1, 2, 1, 2), "L")
     with pytest.raises(UserError, match="rank 3 has the mesh 2 x 2 x 1 and rank 0 4 x 1 x 1"):
-        Council("root").meet([*views, other])
+        ResumeLeader("root").collect([*views, other])
 
 
 def test_the_error_of_one_rank_is_raised_for_all() -> None:
     ranks = Ranks(fleet(64), [1])
-    council = ranks.council
-    council.meet(list(ranks.views))
-    council.hear_offers([Offer() for _ in ranks.views])
+    leader = ranks.leader
+    leader.collect(list(ranks.views))
+    leader.decide([ClaimReport() for _ in ranks.views])
     with pytest.raises(StorageError, match="no answer"):
-        council.hear([RankReport(), RankReport(ok=False, error=StorageError("no answer")), *[RankReport()] * 62])
+        leader.next_orders([RankReport(), RankReport(ok=False, error=StorageError("no answer")), *[RankReport()] * 62])
 
 
 def test_what_all_are_told_of_many_warnings_is_bounded_and_the_first_rank_has_them_all() -> None:
     ranks = Ranks(fleet(64))
-    council = ranks.council
-    council.meet(list(ranks.views))
-    council.hear_offers([Offer(warnings=(f"rank {rank}: no room",)) for rank in range(64)])
-    assert len(council.warnings) == 64
-    (told,) = {end.agreed.warnings for end in council.hear([RankReport() for _ in ranks.views])}
-    assert len(told) == TOLD_TO_ALL + 1
+    leader = ranks.leader
+    leader.collect(list(ranks.views))
+    leader.decide([ClaimReport(warnings=(f"rank {rank}: no room",)) for rank in range(64)])
+    assert len(leader.warnings) == 64
+    (told,) = {end.agreed.warnings for end in leader.next_orders([RankReport() for _ in ranks.views])}
+    assert len(told) == SHARED_WARNINGS + 1
     assert told[-1] == "44 more such warnings are in the output of rank 0"
 
 
@@ -201,18 +201,18 @@ def travelled(rounds: Sequence[tuple[list[Any], list[Any]]]) -> tuple[int, int]:
 
 @pytest.mark.parametrize("replaced", [0, 1])
 def test_the_bytes_of_a_start_grow_with_ranks_and_the_height_of_the_tree(replaced: int) -> None:
-    """From 128 to 1,024 ranks 8 x 10/7; were all to hear all, 64. A quarter of the nodes came new, or none."""
+    """From 128 to 1,024 ranks 8 x 10/7; were all to next_orders all, 64. A quarter of the nodes came new, or none."""
     found = []
     for ranks in (128, 1024):
         world = Ranks(fleet(ranks, replaced=replaced * ranks // 128))
         assert isinstance(world.start()[0].agreed.decision, FromMemory)
-        wanted, views = world.council.wanted, world.council.views
-        duties = duties_of(wanted, views, [1000] * ranks)
-        rooms = [
-            Room(frozenset(duty.number for duty in mine if duty.guard.target == rank), ())
-            for rank, mine in enumerate(duties)
+        wanted, views = world.leader.wanted, world.leader.views
+        tasks = tasks_of(wanted, views, [1000] * ranks)
+        capacities = [
+            Capacity(frozenset(task.number for task in mine if task.guard.target == rank), ())
+            for rank, mine in enumerate(tasks)
         ]
-        copies = [([1000] * ranks, [*duties]), (list(rooms), [*promises_of(wanted, views, rooms)])]
+        copies = [([1000] * ranks, [*tasks]), (list(capacities), [*assignments_of(wanted, views, capacities)])]
         found.append(travelled([*world.rounds, *copies]))
     (small, _), (large, most) = found
     assert large < 8 * 10 / 7 * 1.15 * small
@@ -222,19 +222,21 @@ def test_the_bytes_of_a_start_grow_with_ranks_and_the_height_of_the_tree(replace
 def test_each_guard_that_has_room_is_known_to_both_its_ranks_and_to_the_keeping_node() -> None:
     world = Ranks(fleet(128))
     world.start()
-    wanted, views = world.council.wanted, world.council.views
+    wanted, views = world.leader.wanted, world.leader.views
     assert len(wanted) == 128
-    duties = duties_of(wanted, views, list(range(128)))
-    full = {duty.number for rank, mine in enumerate(duties) for duty in mine if duty.guard.target == rank == 5}
-    rooms = [
-        Room(frozenset(duty.number for duty in mine if duty.guard.target == rank) - full, (f"{rank}",) * (rank == 5))
-        for rank, mine in enumerate(duties)
+    tasks = tasks_of(wanted, views, list(range(128)))
+    full = {task.number for rank, mine in enumerate(tasks) for task in mine if task.guard.target == rank == 5}
+    capacities = [
+        Capacity(
+            frozenset(task.number for task in mine if task.guard.target == rank) - full, (f"{rank}",) * (rank == 5)
+        )
+        for rank, mine in enumerate(tasks)
     ]
-    promises = promises_of(wanted, views, rooms)
+    promises = assignments_of(wanted, views, capacities)
     for number, guard in enumerate(wanted):
-        knowing = {rank for rank, promise in enumerate(promises) if number in promise.numbers}
+        knowing = {rank for rank, assignment in enumerate(promises) if number in assignment.numbers}
         assert knowing == (set() if number in full else {guard.source, guard.target})
         here = views[guard.target].store
         assert all((guard.key in promises[v.rank].keys) == (number not in full) for v in views if v.store == here)
-    assert all(duty.payload_bytes == duty.guard.source for mine in duties for duty in mine)
-    assert {promise.warnings for promise in promises} == {("5",)}
+    assert all(task.payload_bytes == task.guard.source for mine in tasks for task in mine)
+    assert {assignment.warnings for assignment in promises} == {("5",)}

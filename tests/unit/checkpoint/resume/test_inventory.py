@@ -6,16 +6,16 @@ from checkpoint_world import position
 
 from trainium_trainer.checkpoint.memory.claims import Claim, Moment, ShardKey
 from trainium_trainer.checkpoint.resume.agreement import RankView
-from trainium_trainer.checkpoint.resume.inventory import Holdings
+from trainium_trainer.checkpoint.resume.inventory import SnapshotInventory
 
 KEY = ShardKey(0, 1)
 CLAIM = Claim(Moment(position(3), 1, "s"), KEY, "layout", 7)
 
 
-def holdings() -> Holdings:
+def holdings() -> SnapshotInventory:
     """Ranks 0 and 1 share a node, rank 2 has one to itself."""
     views = [RankView(rank, store, KEY, "layout") for rank, store in enumerate(("a", "a", "b"))]
-    return Holdings(views, [[CLAIM], [], []])
+    return SnapshotInventory(views, [[CLAIM], [], []])
 
 
 def test_of_ranks_that_share_a_store_one_speaks_for_it() -> None:

@@ -143,7 +143,7 @@ def test_commands_name_a_checkpoint_that_they_cannot_take(tmp_path: Path, capsys
     targets: list[Any] = [("export", str(root), str(tmp_path / "model"))]
     targets.append(("convert", "to-nxd", str(root), str(tmp_path / "tag"), "--tensor", "1"))
     for target in targets:
-        assert "does not say what model it holds" in refusal(*target)
+        assert "has no description of its model" in refusal(*target)
         assert "no committed checkpoint of step 3" in refusal(*target, "--step", "3")
     newer = root / "step-1" / "COMMITTED"
     newer.write_text(json.dumps(json.loads(newer.read_text()) | {"formatVersion": 9}))

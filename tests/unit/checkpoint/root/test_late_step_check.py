@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from trainium_trainer.checkpoint.errors import StaleGenerationError, StorageError
-from trainium_trainer.checkpoint.root.late_step_check import LATE_SECONDS, Ownership
+from trainium_trainer.checkpoint.root.late_step_check import LATE_SECONDS, OwnershipCheck
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,7 +42,7 @@ class Steps:
 
     def __init__(self, ask: Callable[[], None], patience: float = 60.0) -> None:
         self._now = 0.0
-        self._owner = Ownership(ask, patience=patience, clock=lambda: self._now)
+        self._owner = OwnershipCheck(ask, patience=patience, clock=lambda: self._now)
 
     def take(self, seconds: float) -> None:
         since, self._now = self._now, self._now + seconds

@@ -112,7 +112,7 @@ def test_a_folder_is_taken_over_on_request_once_and_not_in_turns(tmp_path: Path)
     assert taken.resumed is not None
     taken.manager.close()
     assert solo(tmp_path, job=BETA, take_over="team-a/alpha").resumed is not None
-    with pytest.raises(TrainerError, match=r"taken over by the job team-b/beta.*create this job anew"):
+    with pytest.raises(TrainerError, match=r"taken over by the job team-b/beta.*recreate this job"):
         solo(tmp_path, job=ALPHA, take_over="team-b/beta")
     assert solo(tmp_path, job=ALPHA_AGAIN, take_over="team-b/beta").resumed is not None
 
@@ -154,8 +154,8 @@ def test_of_many_jobs_that_begin_in_the_same_moment_one_has_the_folder(store: St
         owning = OwnerRecords(store, job)
         began.wait()
         try:
-            retry.run(owning.take, store.location)
-            outcomes[job.name] = "owner" if retry.run(owning.held, store.location) else "nobody"
+            retry.run(owning.take_ownership, store.location)
+            outcomes[job.name] = "owner" if retry.run(owning.is_held, store.location) else "nobody"
         except TrainerError as error:
             outcomes[job.name] = str(error)
 
@@ -180,6 +180,6 @@ def test_the_owner_is_known_before_anything_else_is_written(tmp_path: Path) -> N
 
 def test_a_record_that_cannot_be_read_is_refused_with_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "OWNER-3").write_text("{")
-    with pytest.raises(TrainerError, match="OWNER-3, which says whose the folder is, cannot be read: remove it"):
+    with pytest.raises(TrainerError, match="OWNER-3, which names the owner of the folder, cannot be read: remove it"):
         solo(tmp_path, job=ALPHA)
     assert read_fence(PosixStorage(tmp_path)) is None

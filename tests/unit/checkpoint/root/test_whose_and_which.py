@@ -11,8 +11,8 @@ from tests.testing.trainer.s3_gateway import serving
 from trainium_contract.trainer.checkpoint import CheckpointConfig
 from trainium_contract.wire.checkpoint_manifest import COMMIT_NAME, OWNER_PREFIX, Manifest, Owner
 from trainium_trainer.checkpoint.errors import StaleGenerationError, StorageError, UnusableCheckpointError
-from trainium_trainer.checkpoint.root.acquisition import Entrance
 from trainium_trainer.checkpoint.root.commit import FenceToken, Receipt, claim_fence, publish, read_fence
+from trainium_trainer.checkpoint.root.commit_lease import CommitLease
 from trainium_trainer.checkpoint.root.metrics_copy import RecordCopies, records_folder
 from trainium_trainer.checkpoint.root.owner import NOBODY, JobIdentity, OwnerRecords
 from trainium_trainer.checkpoint.root.run_identity import differences, refuse_foreign
@@ -114,12 +114,12 @@ def test_a_job_that_lost_the_race_for_a_folder_that_it_may_take_over_tries_again
             other = Owner(cluster="cluster-1", namespace="team-a", name="alpha", uid="uid-alpha-2", since=0.0)
             PosixStorage(tmp_path).create(name, other.model_dump_json(by_alias=True).encode())
 
-    OwnerRecords(PosixStorage(tmp_path), ALPHA).take()
+    OwnerRecords(PosixStorage(tmp_path), ALPHA).take_ownership()
     records = OwnerRecords(HookedStorage(tmp_path, rival), beta, take_over="team-a/alpha")
     with pytest.raises(OSError, match="the owner of the folder has just changed"):
-        records.take()
-    records.take()  # as whoever tries again does
-    assert records.held()
+        records.take_ownership()
+    records.take_ownership()  # as whoever tries again does
+    assert records.is_held()
 
 
 class LosesAnswers(PosixStorage):
@@ -154,26 +154,26 @@ def test_a_fence_that_cannot_be_parsed_is_none(tmp_path: Path, text: bytes, toke
     assert read_fence(PosixStorage(tmp_path)) == token
 
 
-def entrance(folder: Path) -> Entrance:
+def lease(folder: Path) -> CommitLease:
     storage = PosixStorage(folder)
-    return Entrance(storage, OwnerRecords(storage, NOBODY), TOKEN, AT_ONCE)
+    return CommitLease(storage, OwnerRecords(storage, NOBODY), TOKEN, AT_ONCE)
 
 
 def test_a_fence_that_is_claimed_is_not_claimed_again_before_each_commit(tmp_path: Path) -> None:
-    ours = entrance(tmp_path)
-    ours.open(lambda _: None)
+    ours = lease(tmp_path)
+    ours.acquire(lambda _: None)
     newer = FenceToken(4, "run", "newer session")
     claim_fence(PosixStorage(tmp_path), newer)
-    ours.confirm()
+    ours.ensure()
     assert read_fence(PosixStorage(tmp_path)) == newer, "it would be taken away from the start that came after"
     with pytest.raises(StaleGenerationError):
         ours.check()
 
 
 def test_a_start_that_could_not_claim_the_fence_claims_it_before_its_first_commit(tmp_path: Path) -> None:
-    ours = entrance(tmp_path)
+    ours = lease(tmp_path)
     ours.check()  # nobody newer is there
-    ours.confirm()
+    ours.ensure()
     assert ours.claimed
     assert read_fence(PosixStorage(tmp_path)) == TOKEN
     ours.check()

@@ -45,7 +45,7 @@ def test_updates_equal_those_of_torch(
     reference = torch.optim.AdamW(groups, lr=0.01, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.7)
     for step in range(1, 4):
         tokens = torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(step))
-        store.expect(1)
+        store.begin_backward(1)
         for each in (plain, model):
             loss_sum(each(tokens), tokens).backward()
         store.reduce()
@@ -55,7 +55,7 @@ def test_updates_equal_those_of_torch(
         reference.step()
         reference.zero_grad()
         own.update(store.slots(), config, step=step, learning_rate=0.01, gradient_scale=0.25)
-        store.forget()
+        store.zero_grad()
     expected = dict(plain.named_parameters())
     for name, parameter in model.named_parameters():
         # A ten-thousandth of an update: a last bit of a weight shows in gradients that all but cancel.

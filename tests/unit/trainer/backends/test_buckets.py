@@ -51,7 +51,7 @@ def test_buckets_are_reduced_in_order_during_the_last_backward_pass(
             local.copy_(initial_whole(name, size, seed=0, shape=shape))
     tokens = torch.randint(0, 64, (2, 3, 10), generator=torch.Generator().manual_seed(0))
     for number, micro_batch in enumerate(tokens):
-        store.expect(int(number == 1))
+        store.begin_backward(int(number == 1))
         loss_sum(model(micro_batch), micro_batch).backward()
         loss_sum(plain(micro_batch), micro_batch).backward()
         assert bool(launched) == (number == 1)

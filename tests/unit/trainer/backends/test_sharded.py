@@ -69,12 +69,12 @@ def test_weights_are_gathered_once_a_step_where_only_the_optimizer_is_sharded(
     for step in range(2):
         found = []
         for number in range(3):
-            store.expect(int(number == 2))
+            store.begin_backward(int(number == 2))
             with Gathers() as gathers:
                 loss_sum(model(tokens), tokens).backward()
-            store.absorb()
+            store.accumulate()
             found.append(gathers.count)
             reduced = all(entry.parameter.grad is not None for entry in store._entries)
             assert reduced == (not once or number == 2)
         assert found == passes, step
-        store.forget()
+        store.zero_grad()

@@ -21,7 +21,7 @@ from trainium_trainer.checkpoint.root.run_identity import settings_digest
 from trainium_trainer.commands.check import missing
 from trainium_trainer.configuration.config import Launch, launch_of, load, settle, with_steps
 from trainium_trainer.exits import UserError
-from trainium_trainer.loop.memory_check import refuse_what_does_not_fit
+from trainium_trainer.loop.memory_check import refuse_too_small
 
 
 def write(tmp_path: Path, document: Any) -> Path:
@@ -272,13 +272,13 @@ def test_too_little_shared_memory_on_a_node_is_told_with_what_is_switched_off() 
     gib = 1 << 30
     found = MemoryEstimate(10**9, 2 * gib, gib, shared_memory=20 * gib, host=40 * gib)
     small = INSTANCES["trn1.2xlarge"]
-    first, second = refuse_what_does_not_fit(found, small, "trn1.2xlarge")
+    first, second = refuse_too_small(found, small, "trn1.2xlarge")
     assert first.startswith(
         "snapshots need 20.0 GiB of /dev/shm on each node, but trn1.2xlarge has about 16.0 GiB there"
     )
     assert "switch them, or the copies of a buddy's, off" in first
     assert second.startswith("a node needs 40.0 GiB of memory")
-    assert refuse_what_does_not_fit(found, INSTANCES["trn1.32xlarge"], "") == []
+    assert refuse_too_small(found, INSTANCES["trn1.32xlarge"], "") == []
 
 
 def test_settings_without_effect_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

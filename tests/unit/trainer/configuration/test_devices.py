@@ -76,7 +76,7 @@ def test_a_node_with_neuron_devices_that_nothing_can_drive_never_trains_on_its_c
 
 def test_neuron_is_taken_where_it_is_and_each_process_has_a_core(neuron: SimpleNamespace) -> None:
     assert pick_device(3) == ("neuron", 3)
-    with pytest.raises(UserError, match="process 4 of this node has no device of its own, there are 4 Neuron cores"):
+    with pytest.raises(UserError, match="process 4 of this node has no device, there are 4 Neuron cores"):
         pick_device(4)
     neuron.is_available = lambda: False
     with pytest.raises(UserError, match="TorchNeuron finds no core that it can use"):

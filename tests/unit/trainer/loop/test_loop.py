@@ -18,7 +18,7 @@ import pytest
 from trainium_contract.wire.nonfinite_origin import parse_nonfinite_rank
 from trainium_trainer.agent.linux.kernel import handles
 from trainium_trainer.checkpoint.root.late_step_check import LATE_SECONDS
-from trainium_trainer.loop.stop import patience
+from trainium_trainer.loop.stop import max_wait_seconds
 from trainium_trainer.monitor.progress import ProgressPhase, alerts_path, read_progress
 from trainium_trainer.monitor.pulse import Activity, PulseReading, Waiting
 
@@ -90,10 +90,10 @@ def test_a_rank_that_is_asked_to_leave_does_not_wait_for_a_peer_that_stands_stil
 
 def test_patience_with_peers_follows_the_steps_and_own_work_is_never_cut_short() -> None:
     reading = PulseReading(1, Activity.STEP, Waiting.YES, 2.0, ((1.0, 0.9), (30.0, 1.0)))
-    assert patience(reading) == 90.0
-    assert patience(replace(reading, steps=())) == 10.0
-    assert patience(replace(reading, waiting=Waiting.MAYBE)) == 90.0
-    assert patience(replace(reading, waiting=Waiting.NO)) == float("inf")
+    assert max_wait_seconds(reading) == 90.0
+    assert max_wait_seconds(replace(reading, steps=())) == 10.0
+    assert max_wait_seconds(replace(reading, waiting=Waiting.MAYBE)) == 90.0
+    assert max_wait_seconds(replace(reading, waiting=Waiting.NO)) == float("inf")
 
 
 def test_a_late_zombie_neither_writes_snapshots_nor_commits(launch: Launcher) -> None:

@@ -12,14 +12,14 @@ import torch
 from trainium_contract.requirements.memory_estimate import Trained
 from trainium_contract.sizes import Instance
 from trainium_contract.trainer.config import TrainingConfig
+from trainium_trainer.backends.device_memory import device_memory
 from trainium_trainer.backends.replicated import ReplicatedStore
-from trainium_trainer.backends.room import device_memory
 from trainium_trainer.compile.rehearsal import launch_at
 from trainium_trainer.configuration.config import Settings
 from trainium_trainer.configuration.model_shape import resolve_shape
 from trainium_trainer.exits import UserError
 from trainium_trainer.loop import memory_check
-from trainium_trainer.loop.memory_check import needs_of, refuse_what_does_not_fit, told_at_start, trained_of_rank
+from trainium_trainer.loop.memory_check import needs_of, refuse_too_small, trained_of_rank, warnings_at_start
 from trainium_trainer.models.llama import Llama
 from trainium_trainer.tuning.apply import apply_tuning
 from trainium_trainer.tuning.choice import choose, parameter_sizes
@@ -80,11 +80,11 @@ def test_a_device_that_is_too_small_is_refused_before_the_model_is_built_and_a_n
 ) -> None:
     settings, device = settings_of(LORA), torch.device("cuda")
     found = needs_of(settings, 1, on_host=False)
-    assert told_at_start(settings, torch.device("cpu")) == [], "nobody knows how much a CPU may take"
+    assert warnings_at_start(settings, torch.device("cpu")) == [], "nobody knows how much a CPU may take"
 
     def with_room(room: int) -> list[str]:
         monkeypatch.setattr(memory_check, "device_memory", lambda _: room)
-        return told_at_start(settings, device)
+        return warnings_at_start(settings, device)
 
     assert with_room(2 * found.device) == []
     (told,) = with_room(found.state + 1)
@@ -96,9 +96,9 @@ def test_a_device_that_is_too_small_is_refused_before_the_model_is_built_and_a_n
         instance = Instance(devices=1, cores=1, efa=0, core_bytes=room)
         monkeypatch.setattr(memory_check, "device_memory", lambda _, room=room: room)
         with pytest.raises(UserError) if refused else nullcontext():
-            told_at_start(settings, core)
+            warnings_at_start(settings, core)
         with pytest.raises(UserError) if refused else nullcontext():
-            refuse_what_does_not_fit(found, instance, "x")
+            refuse_too_small(found, instance, "x")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""AdamW for devices that run whole graphs: every number of a step is a tensor, so no step needs a graph of its own.
+"""AdamW for devices that run whole graphs: every number of a step is a tensor, so no step needs a separate graph.
 
 The arithmetic is that of `backends.optimizers.adamw`.
 
@@ -84,7 +84,7 @@ class GraphAdamW(Optimizer):
 
 
 def adamw_settings(config: OptimizerConfig) -> dict[str, Any]:
-    """What stays the same over a run."""
+    """Return what stays the same over a run."""
     return {
         "lr": config.learning_rate,
         "beta1": config.beta1,

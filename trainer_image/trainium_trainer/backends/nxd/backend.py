@@ -1,9 +1,12 @@
 """One rank of a job on neuronx-distributed.
 
 A step is one graph per micro-batch; the last one also reduces the gradients, updates and makes the weights, and is
-launched before its loss and norm are read. Invariants: the host waits for the device in `step`, once, and nowhere else;
-everything that changes between steps reaches a graph as data, so nothing is compiled again after the first step; the
-model's weights follow the master weights from before the first micro-batch on, whatever filled the state.
+launched before its loss and norm are read.
+
+Guarantees:
+- The host waits for the device in `step`, once, and nowhere else.
+- Everything that changes between steps reaches a graph as data, so nothing is compiled again after the first step.
+- The model's weights follow the master weights from before the first micro-batch on, whatever filled the state.
 """
 
 from __future__ import annotations
@@ -81,7 +84,7 @@ class NxdBackend:
         self._derived = False
 
     def _known_columns(self) -> int | None:
-        """How many of this rank's rows of the vocabulary have a token; None for all."""
+        """Return how many of this rank's rows of the vocabulary have a token; None for all."""
         share = self._shape.vocab_size // self.mesh.tp_size
         known = self._shape.vocab_size - self._shape.vocab_padding - self.mesh.tp_rank * share
         return None if known >= share else max(0, known)
@@ -94,7 +97,7 @@ class NxdBackend:
         self._model = self._make_model(dtype)
         self._model.to_empty(device=self._device.device)
         self._model.tie()
-        # Now, or the first micro-batch would be a graph of its own.
+        # Now, or the first micro-batch would be a separate graph.
         self._model.rotary_table(self._config.data.sequence_length, self._device.device)
         parts = [self._named(name, parameter) for name, parameter in self._model.named_parameters()]
         named = [entry for entry in parts if entry.parameter.requires_grad]
@@ -130,7 +133,7 @@ class NxdBackend:
             )
 
     def _make_model(self, dtype: torch.dtype) -> Llama:
-        """The divided model, of NxD's layers unless something is frozen."""
+        """Return the divided model, of NxD's layers unless something is frozen."""
         rank, tuning, flash = self._groups.tensor_rank, self._config.tuning, self._device.is_neuron
         if not tuning.freezes:
             return divided_llama(rank, sequence=self._sequence, flash=flash, dtype=dtype)
@@ -189,7 +192,7 @@ class NxdBackend:
     def _derive(self) -> None:
         """Make the model's weights once, however the state was filled: from a seed, a checkpoint or a snapshot."""
         if not self._derived:
-            self.state.settle()
+            self.state.upload_local_tensors()
             self._store.derive()
             self._device.sync()
             self._derived = True
@@ -206,7 +209,7 @@ class NxdBackend:
         )
 
     def _keys(self, batch: MicroBatch) -> Tensor | None:
-        """What names the samples for dropout; None where nothing is dropped."""
+        """Return what names the samples for dropout; None where nothing is dropped."""
         return sample_keys(batch.places, self._config.seed).to(self._device.device) if self._drops else None
 
     def totals(self, *, stop: bool, memory_ends: bool, vote: int) -> StepTotals:
@@ -237,7 +240,7 @@ class NxdBackend:
                 ]
             ).to(self._device.device)
             self._store.step(lambda squares: self._decide(squares, numbers, own_loss, finite))
-            self._store.forget()
+            self._store.zero_grad()
             self._loss.zero_()
             self._device.sync()  # launches; `_note`, given to it by `_decide`, then waits for loss and norm
         loss, norm, own, own_finite = self._noted
@@ -257,7 +260,7 @@ class NxdBackend:
         return tuple(found.nonzero().flatten().tolist())
 
     def _decide(self, squares: Tensor, numbers: Tensor, own_loss: Tensor, own_finite: Tensor) -> Controls:
-        """Sum loss and norm over the ranks, and say what the update has to do, all on the device."""
+        """Sum loss and norm over the ranks, and compute the numbers of the update, all on the device."""
         learning_rate, per_token, clip_norm, correction, root_correction = numbers.unbind()
         loss = self._loss.clone()
         dist.all_reduce(loss, group=self._groups.data)
@@ -314,7 +317,7 @@ class NxdBackend:
         return self._noted[0]
 
     def barrier(self) -> None:
-        """An empty reduction on the host."""
+        """Run an empty reduction on the host."""
         with self._pulse.peers:
             dist.all_reduce(torch.zeros(1), group=self._groups.host)
 

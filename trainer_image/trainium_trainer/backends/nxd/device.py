@@ -1,8 +1,11 @@
 """The XLA device behind four verbs: launch the graph, do something after it, fetch to the host, and is it there at all.
 
-On XLA an operation only records; `sync` compiles and launches what was recorded since the last one. Invariants: numbers
-leave the device in `fetch` and in what `after_sync` was given, nowhere else, so nothing breaks a graph in two; with
-NXD_CPU_MODE=1 (NxD on plain CPU tensors) everything happens at once and these verbs are trivial.
+On XLA an operation only records; `sync` compiles and launches what was recorded since the last one.
+
+Guarantees:
+- Numbers leave the device in `fetch` and in what `after_sync` was given, nowhere else, so nothing breaks a graph in
+  two.
+- With NXD_CPU_MODE=1 (NxD on plain CPU tensors) everything happens at once and these verbs are trivial.
 """
 
 from __future__ import annotations
@@ -46,7 +49,7 @@ class XlaDevice:
             closure(value)
 
     def fetch(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors on the host, in one transfer; without a device between, they share the tensors' memory."""
+        """Return the tensors on the host, in one transfer; without a device between, they share the tensors' memory."""
         if not self.is_lazy:
             return [tensor.detach() for tensor in tensors]
         xla: Any = torch_xla._XLAC  # noqa: SLF001 - torch_xla has no public name for a transfer of many tensors

@@ -1,10 +1,14 @@
-"""How graphs of backend Nxd are compiled ahead of a run: by which program, and which ranks have graphs of their own.
+"""The compilation of backend Nxd's graphs ahead of a run: its program, and the ranks with different graphs.
 
 A data-parallel rank has its own where its rows of the state are counted apart. With ZeRO-1 it holds a run of rows of
 every parameter; where some of these rows are on several tensor-parallel ranks (key and value heads with more ranks than
 heads, an adapter's whole matrix), the sum of squares divides by how many, and that number and its rows are constants of
-the graph. Invariants: it is decided by the functions that the store itself cuts with (`norm_terms`, `shared_rows`), so
-a rank whose graphs differ cannot be missed; no torch, no NxD.
+the graph.
+
+Guarantees:
+- It is decided by the functions that the store itself cuts with (`norm_terms`, `shared_rows`), so a rank whose graphs
+  differ cannot be missed.
+- No torch, no NxD.
 """
 
 from __future__ import annotations
@@ -27,13 +31,13 @@ TOOL = "neuron_parallel_compile"
 
 
 def tool_command(program: Sequence[str], scratch: str) -> list[str]:
-    """The command line that extracts a program's graphs; `scratch` is a folder for it alone."""
-    # The tool begins by removing its folder, which is that of the user unless it is told another.
+    """Return the command line that extracts a program's graphs; `scratch` is a folder for it alone."""
+    # The tool begins by removing its folder, which is that of the user unless another is given.
     return [TOOL, "--parallel_compile_workdir", f"{scratch}/graphs", *program]
 
 
 def environment(rank: int, world: int, local_world: int) -> dict[str, str]:
-    """What torch-xla and the Neuron plug-in ask of a launcher; a store without sockets, since nobody answers."""
+    """Return what torch-xla and the Neuron plug-in ask of a launcher; a store without sockets, since nobody answers."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(world),
@@ -54,7 +58,7 @@ def ranks_apart(settings: Settings) -> int:
 
 
 def data_ranks(settings: Settings) -> tuple[int, ...]:
-    """The first data-parallel rank of each kind on backend Nxd, 0 always the first of them."""
+    """Return the first data-parallel rank of each kind on backend Nxd, 0 always the first of them."""
     config, size = settings.config, settings.dp_size
     if size == 1 or config.data_parallel is DataParallelMode.REPLICATED:
         return (0,)
@@ -75,13 +79,13 @@ def data_ranks(settings: Settings) -> tuple[int, ...]:
 
 
 def _run(pieces: tuple[Piece, ...], number: int, size: int) -> tuple[Piece, ...]:
-    """What one of `size` data-parallel ranks holds of a parameter: equal runs of rows, the last ones padded."""
+    """Return what one of `size` data-parallel ranks holds of a parameter: equal runs of rows, the last ones padded."""
     rows = -(-sum(piece.sizes[0] for piece in pieces) // size)
     found = (piece.within(number * rows, (number + 1) * rows) for piece in pieces)
     return tuple(piece for piece in found if piece is not None)
 
 
 def _of_one_layer(name: str) -> str:
-    """The same parameter of the first layer."""
+    """Return the same parameter of the first layer."""
     parts = name.split(".")
     return ".".join([*parts[:2], "0", *parts[3:]]) if parts[1] == "layers" else name

@@ -2,7 +2,10 @@
 
 NxD orders ranks as pipeline x data x tensor with tensor fastest, as our mesh does, but for two cases that follow the
 wiring: 4-fold tensor parallelism on trn1 takes every eighth core of a node, and on trn2 half-node groups are made of
-opposite rows. Invariant: this rank's coordinates are therefore always asked of NxD, never computed from the rank.
+opposite rows.
+
+Guarantees:
+- This rank's coordinates are therefore always asked of NxD, never computed from the rank.
 """
 
 from __future__ import annotations

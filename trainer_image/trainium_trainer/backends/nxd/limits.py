@@ -1,6 +1,7 @@
-"""What backend Nxd cannot do, told from the configuration alone.
+"""The limits of backend Nxd, from the configuration alone.
 
-Invariant: nothing is imported or touched for it, so `trainium-trainer check` says the same as a run would.
+Guarantees:
+- Nothing is imported or touched for it, so that `trainium-trainer check` refuses what a run would refuse.
 """
 
 from __future__ import annotations

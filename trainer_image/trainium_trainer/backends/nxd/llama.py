@@ -1,9 +1,13 @@
 """The one Llama (`models.llama`) divided by NxD's layers, put in from outside as the native plan is.
 
 Query, key and value come from one coalesced projection with key/value heads repeated where ranks outnumber them, gate
-and up from another (HLAT, arXiv 2404.10630, section 3.3). Invariants: parameters are those that `layout.pieces`
-describes; with sequence parallelism activations are [sequence / ranks, batch, hidden] between the divided regions, the
-layout that NxD's layers communicate without transposing; the loss is computed on divided logits.
+and up from another (HLAT, arXiv 2404.10630, section 3.3).
+
+Guarantees:
+- Parameters are those that `layout.pieces` describes.
+- With sequence parallelism activations are [sequence / ranks, batch, hidden] between the divided regions, the layout
+  that NxD's layers communicate without transposing.
+- The loss is computed on divided logits.
 """
 
 from __future__ import annotations
@@ -113,14 +117,14 @@ class NxdMLP(nn.Module):
         self.down_proj = _row(width, shape.hidden_size, sequence=sequence, dtype=dtype)
 
     def forward(self, x: Tensor, _: Context) -> Tensor:
-        """Of the size of `x`."""
+        """Return a tensor of the size of `x`."""
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         out: Tensor = self.down_proj(F.silu(gate) * up)
         return out
 
 
 def _column(width: int, outputs: int, *, sequence: bool, dtype: torch.dtype, stride: int = 1) -> nn.Module:
-    """A projection whose outputs are divided."""
+    """Return a projection whose outputs are divided."""
     # Without sequence parallelism the gradient of the input is summed in `dtype`: asked for another type, NxD 0.18 sums
     # a copy and goes on with this rank's part (`_linear_autograd_bwd_grad_reduce`).
     layer: nn.Module = ColumnParallelLinear(
@@ -160,7 +164,7 @@ class _ContiguousGradient(torch.autograd.Function):
 
 
 def divided_llama(rank: TensorRank, *, sequence: bool, flash: bool, dtype: torch.dtype) -> Llama:
-    """This rank's share of the model, on the meta device, with all parameters of type `dtype`."""
+    """Return this rank's share of the model, on the meta device, with all parameters of type `dtype`."""
     shape = rank.shape
     with torch.device("meta"):
         model = Llama(shape).to(dtype)
@@ -177,7 +181,7 @@ def divided_llama(rank: TensorRank, *, sequence: bool, flash: bool, dtype: torch
 
 
 def apply_recompute(model: Llama, mode: Recompute) -> None:
-    """Let the backward pass compute again what `mode` says; names of parameters change, so collect them before."""
+    """Let the backward pass recompute what `mode` selects; names of parameters change, so collect them before."""
     if mode is Recompute.NONE:
         return
     layers = model.model.layers
@@ -190,7 +194,7 @@ def apply_recompute(model: Llama, mode: Recompute) -> None:
 
 
 def _with_gradient(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """The arguments of a block, of which the first gets a gradient where it has none."""
+    """Return the arguments of a block, of which the first gets a gradient where it has none."""
     if not torch.is_grad_enabled() or args[0].requires_grad:
         return None
     return (args[0].detach().requires_grad_(), *args[1:])

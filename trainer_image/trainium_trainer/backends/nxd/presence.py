@@ -1,7 +1,8 @@
-"""Whether what backend Nxd needs is there: its packages, and on the node of a rank its devices.
+"""The presence of what backend Nxd needs: its packages, and on the node of a rank its devices.
 
-Invariants: `missing_packages` looks names up and imports nothing; a missing package is one sentence that names it and
-says where it comes from.
+Guarantees:
+- `missing_packages` looks names up and imports nothing.
+- A missing package is one sentence that names it and its source.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def require_packages() -> None:
 
 
 def cannot_be_imported(what: str) -> str:
-    """The sentence for packages that are not there."""
+    """Return the sentence for packages that are not there."""
     return (
         f"backend is Nxd, but {what} cannot be imported: use the image pytorch-training-neuronx of Neuron SDK 2.30, or "
         "install torch-neuronx 2.9 and neuronx-distributed (https://awsdocs-neuron.readthedocs-hosted.com, setup for "

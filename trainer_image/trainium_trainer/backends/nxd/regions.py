@@ -1,9 +1,13 @@
 """Entering and leaving a divided region with NxD's collectives: one communication each way, as `models.regions`.
 
 NxD's layers communicate by themselves, each for its own weight. Where adapters stand beside a projection, or weights
-are frozen, the projections of a region share one input and one output instead. Invariants: what enters is the same on
-all ranks of the group, what leaves is summed over them, and the backward pass does the opposite; sums are float32 in
-any precision; with sequence parallelism activations outside are [sequence / ranks, batch, hidden].
+are frozen, the projections of a region share one input and one output instead.
+
+Guarantees:
+- What enters is the same on all ranks of the group, what leaves is summed over them, and the backward pass does the
+  opposite.
+- Sums are float32 in any precision.
+- With sequence parallelism activations outside are [sequence / ranks, batch, hidden].
 """
 
 from __future__ import annotations
@@ -30,12 +34,12 @@ class NxdRegion:
         self.sequence = sequence
 
     def enter(self, x: Tensor) -> Tensor:
-        """What every rank has, or the ranks' parts of the sequence joined, for this rank's share of the work."""
+        """Return what every rank has, or the ranks' parts of the sequence joined, for this rank's share of the work."""
         entered: Tensor = _Enter.apply(x, self)  # type: ignore[no-untyped-call]
         return entered
 
     def leave(self, x: Tensor) -> Tensor:
-        """This rank's summand to the sum of all ranks', or to this rank's part of its sequence."""
+        """Return this rank's summand to the sum of all ranks', or to this rank's part of its sequence."""
         left: Tensor = _Leave.apply(x, self)  # type: ignore[no-untyped-call]
         return left
 
@@ -47,7 +51,7 @@ class NxdRegion:
         return whole
 
     def total(self, x: Tensor) -> Tensor:
-        """The sum over the group, or this rank's part of its sequence, in the type of `x`."""
+        """Return the sum over the group, or this rank's part of its sequence, in the type of `x`."""
         size = self._group.size()
         wide = x.to(torch.float32, copy=True).contiguous()  # collectives write where they read
         if size == 1:

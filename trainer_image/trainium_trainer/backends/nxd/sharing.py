@@ -1,8 +1,11 @@
 """One value for what several tensor-parallel ranks hold, where each of them rounds at random.
 
 Norms and repeated key/value heads are updated on every rank that has them. With deterministic rounding equal inputs
-stay equal; with a NeuronCore's stochastic rounding they would drift apart. Invariant: after `agree` the weights are bit
-for bit those of the group's first rank (adding zeros changes no number); moments may differ, the first rank's count.
+stay equal; with a NeuronCore's stochastic rounding they would drift apart.
+
+Guarantees:
+- After `agree` the weights are bit for bit those of the group's first rank (adding zeros changes no number).
+- Moments may differ, the first rank's count.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """The training state of one rank of the nxd backend under its checkpoint names.
 
-Invariants: names and boxes are those of whole tensors with Hugging Face's names, whatever NxD's layers coalesce, repeat
-or pad; the weights of a checkpoint are the master weights; values reach the host in one transfer, and only when asked.
+Guarantees:
+- Names and boxes are those of whole tensors with Hugging Face's names, whatever NxD's layers coalesce, repeat or pad.
+- The weights of a checkpoint are the master weights.
+- Values reach the host in one transfer, and only when asked.
 """
 
 from __future__ import annotations
@@ -95,7 +97,7 @@ class NxdState:
 
     @torch.no_grad()
     def _replace(self, write: Callable[[str, Piece, Tensor], None]) -> None:
-        """Make every tensor anew on the host, zero where nothing is written, and send it to the device."""
+        """Recreate every tensor on the host, zero where nothing is written, and send it to the device."""
         for (part, name), tensor in self._tensors.items():
             made = torch.zeros(tensor.shape, dtype=tensor.dtype)
             for stored in self._stored[name]:
@@ -106,7 +108,7 @@ class NxdState:
         self._device.sync()
 
     def local_tensors(self) -> dict[str, Tensor]:
-        """See `TrainState.local_tensors`; on a device they are copies, so `settle` has to follow writing."""
+        """See `TrainState.local_tensors`; on a device they are copies, and `upload_local_tensors` follows writes."""
         copies = self._fetch()
         if not self._settled:
             self._lent = copies
@@ -114,8 +116,8 @@ class NxdState:
         return dict(zip(names, copies, strict=True)) | {OPTIMIZER_STEP: self.step}
 
     @torch.no_grad()
-    def settle(self) -> None:
-        """Before the first step: bring to the device what was written into the `local_tensors` that were given last."""
+    def upload_local_tensors(self) -> None:
+        """Load to the device, before the first step, what was written into the newest `local_tensors`."""
         for tensor, copy in zip(self._tensors.values(), self._lent, strict=False):
             if copy.device != tensor.device:
                 tensor.copy_(copy.to(tensor.device))

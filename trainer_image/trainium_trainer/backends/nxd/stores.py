@@ -1,9 +1,11 @@
 """Where weights, master weights, gradients and moments live on the nxd backend: replicated, or by NxD's ZeRO-1.
 
-Invariants: the master weights (of the type that the optimizer computes in) are the state; the model's weights are made
-from them by `derive` and by every step, never the other way round, so no order of loading can bring back old weights;
-gradients are summed and reduced in float32, to means over the data-parallel ranks, and keep their memory between steps,
-so every micro-batch is the same graph.
+Guarantees:
+- The master weights (of the type that the optimizer computes in) are the state.
+- The model's weights are made from them by `derive` and by every step, never the other way round, so no order of
+  loading can restore old weights.
+- Gradients are summed and reduced in float32, to means over the data-parallel ranks, and keep their memory between
+  steps, so every micro-batch is the same graph.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ class NamedParameter:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What this rank holds of one parameter's state."""
+    """The part of one parameter's state that this rank holds."""
 
     name: str
     pieces: tuple[Piece, ...]
@@ -72,11 +74,11 @@ class NxdStateStore(Protocol):
 
     @property
     def inner(self) -> GraphAdamW:
-        """What updates the state."""
+        """The optimizer of the state."""
         ...
 
     def gradients(self) -> list[Tensor]:
-        """This rank's accumulated gradients, in the order of the parameters, not yet reduced."""
+        """Return this rank's accumulated gradients, in the order of the parameters, not yet reduced."""
         ...
 
     def step(self, decide: Decide) -> None:
@@ -87,7 +89,7 @@ class NxdStateStore(Protocol):
         """Make the model's weights from the master weights. Collective."""
         ...
 
-    def forget(self) -> None:
+    def zero_grad(self) -> None:
         """Set the gradients to zero; they keep their memory."""
         ...
 
@@ -142,14 +144,14 @@ class NxdReplicatedStore:
             if entry.parameter is not master:
                 entry.parameter.copy_(master)
 
-    def forget(self) -> None:
-        """See `NxdStateStore.forget`."""
+    def zero_grad(self) -> None:
+        """See `NxdStateStore.zero_grad`."""
         for gradient in self._gradients:
             gradient.zero_()
 
 
 def _adder(total: Tensor) -> Callable[[Tensor], None]:
-    """A hook that adds a parameter's gradient to `total` and lets go of it."""
+    """Return a hook that adds a parameter's gradient to `total` and lets go of it."""
 
     def add(parameter: Tensor) -> None:
         assert parameter.grad is not None
@@ -186,7 +188,7 @@ class Zero1Store:
             pieces = tuple(piece for piece in own if piece is not None)
             stored = zero1(entry.pieces, entry.divisions, rank, rows)
             self.held.append(Held(entry.name, pieces, shard, state["exp_avg"], state["exp_avg_sq"], stored))
-            # The library would make them in the first backward pass, which would then be a graph of its own.
+            # The library would make them in the first backward pass, which would then be a separate graph.
             gradient = torch.zeros(entry.parameter.shape, device=entry.parameter.device)
             shard.main_grad = entry.parameter.main_grad = gradient  # type: ignore[attr-defined]
 
@@ -214,8 +216,8 @@ class Zero1Store:
         """See `NxdStateStore.derive`."""
         self._optimizer.allgather_weights_and_update_full_parameter()
 
-    def forget(self) -> None:
-        """See `NxdStateStore.forget`."""
+    def zero_grad(self) -> None:
+        """See `NxdStateStore.zero_grad`."""
         for gradient in self.gradients():
             gradient.zero_()
 
@@ -226,7 +228,7 @@ class _GuidedZero1(NeuronZero1Optimizer):  # type: ignore[misc]
     before_update: Callable[[], None]
 
     def _clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> None:  # noqa: ARG002 - the library's signature
-        """Called between reducing and updating."""
+        """Compute the numbers of the update, between reducing and updating."""
         self.before_update()
 
 

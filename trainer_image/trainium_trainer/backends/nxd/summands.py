@@ -3,7 +3,10 @@
 A norm that has seen its rank's part of the sequence; the half of an adapter that is whole on every rank, through which
 each rank's share of the other half flows back; keys and values that several ranks hold, each with other query heads.
 NxD's own LoRA leaves such gradients as they are, so that the ranks drift apart; its layers sum those of repeated keys
-and values by themselves. Invariant: a sum is made once a step, of what the micro-batches have added up.
+and values by themselves.
+
+Guarantees:
+- A sum is made once a step, of what the micro-batches have added up.
 """
 
 from __future__ import annotations
@@ -57,7 +60,7 @@ class Summands:
 
 
 def _buckets(gradients: Sequence[Tensor], places: Sequence[tuple[int, Piece]]) -> Iterator[list[Tensor]]:
-    """The rows in runs of a limited size."""
+    """Yield the rows in runs of a limited size."""
     bucket: list[Tensor] = []
     for number, piece in places:
         rows = gradients[number][piece.start : piece.end]

@@ -1,10 +1,14 @@
-"""The divided Llama of a run that freezes weights: NxD's division and layout, with regions of our own.
+"""The divided Llama of a run that freezes weights: NxD's division and layout, with separate regions.
 
 NxD's layers are not made for it: its fused query/key/value layer fails on a weight without a gradient, and its LoRA
-shares one A between fused projections and leaves partial gradients as they are. Invariants: names of parameters are
-those of `layout.pieces`, each adapter's under Hugging Face's name of its projection; query, key and value, and gate
-and up, are one weight and one matrix product each, unless some of them are trained and others are not; adapters are
-float32 parameters, computed with in the model's type; they see whole sequences.
+shares one A between fused projections and leaves partial gradients as they are.
+
+Guarantees:
+- Names of parameters are those of `layout.pieces`, each adapter's under Hugging Face's name of its projection.
+- Query, key and value, and gate and up, are one weight and one matrix product each, unless some of them are trained and
+  others are not.
+- Adapters are float32 parameters, computed with in the model's type.
+- They see whole sequences.
 """
 
 from __future__ import annotations
@@ -37,14 +41,14 @@ if TYPE_CHECKING:
 def tuned_llama(
     rank: TensorRank, region: NxdRegion, choice: Choice, lora: LoraConfig, *, flash: bool, dtype: torch.dtype
 ) -> Llama:
-    """This rank's share of the model, on the meta device; all but the adapters of type `dtype`."""
+    """Return this rank's share of the model, on the meta device; all but the adapters of type `dtype`."""
     shape = rank.shape
     parallel_state.initialize_kv_group(rank.key_value_copies)
     with torch.device("meta"):
         model = Llama(shape).to(dtype)
         apply_tuning(model, choice, lora, frozen=dtype)
         for name, parameter in model.named_parameters():
-            if not is_adapter(name):  # a projection that got an adapter was made anew
+            if not is_adapter(name):  # a projection that got an adapter was recreated
                 parameter.data = parameter.data.to(dtype)
         model.model.embed_tokens = ParallelEmbedding(
             shape.vocab_size, shape.hidden_size, dtype=dtype, sequence_parallel_enabled=region.sequence
@@ -133,7 +137,7 @@ class TunedMLP(nn.Module):
         self.gate_up_proj = Stack((self.gate_proj, self.up_proj), "weight")
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        """Of the size of `x`."""
+        """Return a tensor of the size of `x`."""
         gate, up = self.gate_up_proj(self._region.enter(x), context)
         return self._region.leave(self.down_proj(F.silu(gate) * up, context))
 
@@ -153,7 +157,7 @@ def _divide(projection: Linear, name: str, rank: TensorRank, region: NxdRegion) 
 
 
 def _run(weight: Tensor, dimension: int, length: int) -> nn.Parameter:
-    """A parameter without values of the size of a run; on the meta device as the whole is."""
+    """Return a parameter without values of the size of a run; on the meta device as the whole is."""
     return nn.Parameter(weight.detach().narrow(dimension, 0, length).clone(), requires_grad=weight.requires_grad)
 
 

@@ -41,7 +41,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """How float32 results get into a state in bfloat16."""
+    """The rounding of float32 results into a state in bfloat16."""
 
     seed: int
     by_device: bool

@@ -1,1 +1,1 @@
-"""How tensors are divided over the ranks of a job, and which rank writes what; pure, the same on every rank."""
+"""The division of tensors over the ranks of a job, and the rank that writes each part; pure, the same on every rank."""

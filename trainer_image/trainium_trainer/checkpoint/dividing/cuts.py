@@ -1,12 +1,14 @@
-"""How a tensor is divided over the ranks of a pipeline stage: a few cuts, from which each rank's box follows.
+"""The division of a tensor over the ranks of a pipeline stage: a few cuts, from which each rank's box follows.
 
 A stage's ranks stand in a table of data x tensor parallelism. A cut divides one dimension of what the cuts before it
 left along one axis of that table: into equal chunks, as DTensor does, or into windows of a given number of rows, as
 ZeRO-1 over stacked weights needs. Axes without a cut hold copies.
 
-Invariants: an axis is cut along once at most; boxes are a function of tensor size, cuts and coordinates and of nothing
-else, so every rank and every later reader derives the same ones; what meets a box is found without a look at the
-others.
+Guarantees:
+- An axis is cut along once at most.
+- Boxes are a function of tensor size, cuts and coordinates and of nothing else, so every rank and every later reader
+  derives the same ones.
+- What meets a box is found without a look at the others.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ class Grid:
         return self.data if axis is Axis.DATA else self.tensor
 
     def rank(self, stage: int, data: int, tensor: int) -> int:
-        """The rank at a place."""
+        """Return the rank at a place."""
         return (stage * self.data + data) * self.tensor + tensor
 
     def place(self, rank: int) -> tuple[int, int, int]:
@@ -78,7 +80,7 @@ class Cut:
         return self.order[coordinate] if self.order else coordinate
 
     def coordinates(self, number: int, length: int) -> tuple[int, ...]:
-        """The ranks of an axis of this length that hold a window."""
+        """Return the ranks of an axis of this length that hold a window."""
         if not self.order:
             return (number,) if 0 <= number < length else ()
         return tuple(coordinate for coordinate, each in enumerate(self.order) if each == number)
@@ -90,7 +92,7 @@ class Cut:
         return min(max(begin, 0), extent), min(max(begin + rows, 0), extent)
 
     def numbers(self, low: int, high: int, extent: int, length: int) -> range:
-        """The windows that have rows of [low, high), which lies in the dimension."""
+        """Return the windows that have rows of [low, high), which lies in the dimension."""
         if high <= low:
             return range(0)
         rows = self.rows or -(-extent // length)
@@ -125,13 +127,13 @@ class HeldBox:
     tensor: tuple[int, ...]
 
     def holder(self, turn: int) -> tuple[int, int]:
-        """Data and tensor coordinate of the holder whose turn it is; holders count by rank."""
+        """Return the data and tensor coordinate of holder number `turn`; holders count by rank."""
         row, column = divmod(turn % (len(self.data) * len(self.tensor)), len(self.tensor))
         return self.data[row], self.tensor[column]
 
 
 def box_at(shape: tuple[int, ...], division: Division, grid: Grid, data: int, tensor: int) -> Box:
-    """The box of the rank at these coordinates; some size is 0 when it holds nothing."""
+    """Return the box of the rank at these coordinates; some size is 0 when it holds nothing."""
     offsets, sizes = [0] * len(shape), list(shape)
     for cut in division:
         at = cut.dimension
@@ -143,7 +145,7 @@ def box_at(shape: tuple[int, ...], division: Division, grid: Grid, data: int, te
 
 
 def holders_at(division: Division, grid: Grid, data: int, tensor: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Data and tensor coordinates of the ranks that hold the same box as the rank at these coordinates."""
+    """Return data and tensor coordinates of the ranks that hold the same box as the rank at these coordinates."""
     rows, columns = tuple(range(grid.data)), tuple(range(grid.tensor))
     for cut in division:
         if cut.axis is Axis.DATA:
@@ -154,7 +156,7 @@ def holders_at(division: Division, grid: Grid, data: int, tensor: int) -> tuple[
 
 
 def meeting(shape: tuple[int, ...], division: Division, grid: Grid, wanted: Box) -> Iterator[HeldBox]:
-    """The different boxes that share values with a wanted one; as many steps as there are such boxes."""
+    """Yield the different boxes that share values with a wanted one; as many steps as there are such boxes."""
     if not wanted.volume:
         return
     lows = wanted.offsets

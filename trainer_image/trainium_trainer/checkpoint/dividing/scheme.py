@@ -4,9 +4,10 @@ Of the ranks that hold the same box one writes it. Tensors that are copied in th
 in turn, largest first, so no rank writes more than one tensor more than another. A tensor that several pipeline stages
 hold is written by the first of them.
 
-Invariants: a scheme is small, whatever the number of ranks (a few numbers per tensor); who writes what, and where it
-lies in the file, is a function of the scheme alone and part of the format of checkpoints (index format 3): a change
-needs a new format. No torch, no I/O.
+Guarantees:
+- A scheme is small, whatever the number of ranks (a few numbers per tensor).
+- Who writes what, and where it lies in the file, is a function of the scheme alone and part of the format of
+  checkpoints (index format 3): a change needs a new format. No torch, no I/O.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class Scheme:
 
     @functools.cached_property
     def text(self) -> bytes:
-        """What it is, as JSON; equal for equal schemes."""
+        """The digest of its JSON; equal for equal schemes."""
         return json.dumps(self.to_json(), separators=(",", ":")).encode()
 
     @functools.cached_property
@@ -100,11 +101,11 @@ class Scheme:
         return sum(tensor.volume for tensor in self.tensors.values())
 
     def only(self, wanted: Callable[[str], bool]) -> Scheme:
-        """The tensors of these names alone."""
+        """Return the tensors of these names alone."""
         return Scheme(self.grid, [tensor for name, tensor in self.tensors.items() if wanted(name)])
 
     def problem(self) -> str:
-        """What is wrong with it; empty when every value of every tensor is in exactly one box."""
+        """Return what is wrong with it; empty when every value of every tensor is in exactly one box."""
         seen: set[tuple[tuple[int, ...], Division]] = set()
         for tensor in self.tensors.values():
             if (tensor.shape, tensor.division) not in seen:
@@ -114,13 +115,13 @@ class Scheme:
         return ""
 
     def writers(self, name: str, wanted: Box) -> Iterator[tuple[Box, int]]:
-        """The written boxes of a tensor that share values with a wanted one, and the rank that writes each."""
+        """Yield the written boxes of a tensor that share values with a wanted one, and the rank that writes each."""
         tensor, turn = self.tensors[name], self._turns[name]
         for held in meeting(tensor.shape, tensor.division, self.grid, wanted):
             yield held.box, self.grid.rank(tensor.stage, *held.holder(turn))
 
     def file(self, rank: int) -> tuple[Item, ...]:
-        """What a rank writes, in the order of its file.
+        """Return what a rank writes, in the order of its file.
 
         Wide types first, which keeps every tensor aligned; of a type those that have more copies first, so that what
         other ranks read from this file lies in few blocks.
@@ -182,7 +183,7 @@ class Scheme:
 
     @staticmethod
     def from_json(raw: Mapping[str, Any]) -> Scheme:
-        """What `to_json` gave. ValueError, KeyError or TypeError for anything else."""
+        """Return what `to_json` gave. ValueError, KeyError or TypeError for anything else."""
         grid = Grid(**raw["mesh"])
         divisions = [tuple(_cut_from_json(cut) for cut in division) for division in raw["divisions"]]
         tensors = [
@@ -199,7 +200,7 @@ class Scheme:
 
 
 def merged(stages: Sequence[Scheme]) -> Scheme:
-    """The scheme of all stages: a tensor that several hold is written by the first.
+    """Return the scheme of all stages: a tensor that several hold is written by the first.
 
     ValueError where they hold different things under one name.
     """
@@ -213,7 +214,7 @@ def merged(stages: Sequence[Scheme]) -> Scheme:
 
 
 def placed(scheme: Scheme, stages: Mapping[str, int]) -> Scheme:
-    """The scheme with other stages for the tensors of these names."""
+    """Return the scheme with other stages for the tensors of these names."""
     return Scheme(
         scheme.grid,
         [replace(tensor, stage=stages.get(name, tensor.stage)) for name, tensor in scheme.tensors.items()],

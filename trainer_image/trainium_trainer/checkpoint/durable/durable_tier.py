@@ -1,12 +1,17 @@
 """The durable tier: one asynchronous sharded save at a time, committed the moment the last rank's write ends.
 
-`start` copies the state (the only cost in the step) and hands it to a thread, which writes this rank's file; sizes and
-digests travel to the coordinator over a process group of its own, whose thread then commits. Who writes what was agreed
-before the first save (`save_plan`). The thread is a daemon, so a store that hangs cannot keep a process from leaving.
+`start` copies the state, which is the only cost in the step, and passes it to a thread, which writes this rank's file.
+Sizes and digests travel to the coordinator over a separate process group; the coordinator's thread then commits. The
+ranks agree on who writes what before the first save (`save_plan`). The thread is a daemon, so that a store that hangs
+cannot keep a process from leaving.
 
-Invariants: no collective runs on the training thread; every rank is told the same outcome; a save that fails surfaces
-as StorageError or StaleGenerationError at the next `poll` and leaves no folder behind, unless it may be committed, for
-instance when a peer died before it heard of that; nobody waits for a store beyond the time limit.
+Guarantees:
+- No collective runs on the training thread.
+- Every rank gets the same outcome.
+- A save that fails is raised as StorageError or StaleGenerationError at the next `poll`.
+- A save that fails leaves no folder, unless it may be committed, for instance when a peer failed before the outcome
+  reached it.
+- Nobody waits for a store beyond the time limit.
 """
 
 from __future__ import annotations
@@ -18,8 +23,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from trainium_contract.wire.checkpoint_manifest import CheckpointKind, Manifest, folder_name, milestone_name
-from trainium_trainer.checkpoint.collectives import settle
-from trainium_trainer.checkpoint.durable.file_digests import Said, folded
+from trainium_trainer.checkpoint.collectives import reduce_on_root
+from trainium_trainer.checkpoint.durable.file_digests import DigestReport, fold_reports
 from trainium_trainer.checkpoint.durable.save_plan import Planner
 from trainium_trainer.checkpoint.durable.save_policy import Save
 from trainium_trainer.checkpoint.durable.staging import Staging, flatten
@@ -60,7 +65,7 @@ class DurableTier:
         session: Session,
         *,
         token: FenceToken,
-        enter: Callable[[], None],
+        ensure_lease: Callable[[], None],
         known_bad: frozenset[str],
         after_milestone: AfterMilestone | None = None,
     ) -> None:
@@ -73,7 +78,7 @@ class DurableTier:
         self._config, self._config_digest = session.config, session.config_digest
         self._settings = dict(session.settings)
         self._token = token
-        self._enter = enter
+        self._ensure_lease = ensure_lease
         """Called by the first rank before a commit: claims the fence where the start could not."""
         self._known_bad = known_bad
         self._after_milestone = after_milestone
@@ -84,9 +89,9 @@ class DurableTier:
         self._plans: dict[CheckpointKind, SavePlan] = {}
         self._started = 0.0
         self._published = ""
-        """Attempt of which this rank has begun to publish the receipt, or the last one."""
+        """Attempt whose receipt this rank is publishing, or has published last."""
         self.saves = 0
-        """How many have ended well."""
+        """Saves that have succeeded."""
         self.committed_step = -1
         """Newest step that this rank knows to be committed."""
         self.milestone_tokens = 0
@@ -206,39 +211,39 @@ class DurableTier:
             RecordCopies(self._config, self._storage).send()
 
     def _alive(self) -> None:
-        """What follows a milestone may take longer than a save, but not that long without a sign of life."""
+        """Extend the time limit: what follows a milestone may take longer than a save, but has to make progress."""
         self._started = time.monotonic()
 
     def _write(self, position: Position, tensors: dict[str, torch.Tensor], folder: str, kind: CheckpointKind) -> None:
         attempt, plan = f"{folder}/{self._token.attempt}", self._plans[kind]
 
-        def write() -> Said:
+        def write() -> DigestReport:
             file = write_shard(
                 self._storage, attempt, plan.place, plan.items, lambda item: tensors[item.name], self._retry
             )
-            return Said.of(self._mesh.rank, plan.place, file)
+            return DigestReport.of(self._mesh.rank, plan.place, file)
 
-        def fold(said: list[Said]) -> list[Said]:
-            return folded(said, lambda new, old: write_digests(self._storage, attempt, new, old, self._retry))
+        def fold(reports: list[DigestReport]) -> list[DigestReport]:
+            return fold_reports(reports, lambda new, old: write_digests(self._storage, attempt, new, old, self._retry))
 
-        def commit(said: list[Said]) -> None:
-            self._commit(position, folder, kind, said)
+        def commit(reports: list[DigestReport]) -> None:
+            self._commit(position, folder, kind, reports)
 
         try:
-            settle(write, commit, self._group, attempt, fold)
+            reduce_on_root(write, commit, self._group, attempt, fold)
         except BaseException:
             if self._mesh.rank == 0 and self._published != attempt:
                 with contextlib.suppress(OSError):
                     remove_attempts(self._storage, [attempt])
             raise
 
-    def _commit(self, position: Position, folder: str, kind: CheckpointKind, said: list[Said]) -> None:
+    def _commit(self, position: Position, folder: str, kind: CheckpointKind, reports: list[DigestReport]) -> None:
         """On the coordinator, after the last rank's last write: the tables, then the commit."""
         attempt, whole = f"{folder}/{self._token.attempt}", self._plans[kind].whole
         assert whole is not None, "rank 0 has the scheme of all"
-        self._enter()
-        written = {place: file for each in said for place, file in each.files}
-        tables = [table for each in said for table in each.tables]
+        self._ensure_lease()
+        written = {place: file for each in reports for place, file in each.files}
+        tables = [table for each in reports for table in each.tables]
         files = write_tables(self._storage, attempt, whole, written, self._retry, tables)
         manifest = Manifest(
             kind=kind,
@@ -282,12 +287,12 @@ def load(storage: Storage, checkpoint: Committed, state: TrainingState, retry: R
 
 
 def is_weight(name: str) -> bool:
-    """Whether a milestone has a tensor of this name."""
+    """Return whether a milestone has a tensor of this name."""
     return parameter_of(name) is not None
 
 
 def explain(error: BaseException, where: str) -> BaseException:
-    """The error to raise on the training thread: of a store's failure its sentence."""
+    """Return the error to raise on the training thread: of a store's failure its sentence."""
     if isinstance(error, OSError) and not isinstance(error, ConnectionError):
         return StorageError(f"checkpoint storage {where}: {error}")
     return error

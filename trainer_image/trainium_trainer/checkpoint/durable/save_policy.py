@@ -1,7 +1,9 @@
-"""PURE but for what it remembers: when a durable save is due, and what failed saves mean.
+"""PURE but for the counts that it keeps: when a durable save is due, and when failed saves end the run.
 
-Invariants: the first rank's policy alone decides what is saved, by its vote; every rank counts failures, so each knows
-when the run has to end; a save that failed is due again soon, whatever the interval, and never at once.
+Guarantees:
+- The first rank's policy alone decides what is saved, by its vote.
+- Every rank counts failures, so that each knows when the run has to end.
+- A save that failed is due again soon, whatever the interval, and never at once.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ RETRY_SECONDS = 60.0
 
 
 class Save(Flag):
-    """What a step is followed by."""
+    """The saves that follow a step."""
 
     NOTHING = 0
     STATE = auto()
@@ -30,7 +32,7 @@ class Save(Flag):
 
 
 _BUSY = 4
-"""Above whatever the first rank can want, so that the sum says both: what is wanted, and how many ranks are busy."""
+"""Above whatever the first rank can want, so that the sum holds both: what is wanted, and how many ranks are busy."""
 
 
 def vote(wanted: Save, *, busy: bool) -> int:
@@ -39,14 +41,14 @@ def vote(wanted: Save, *, busy: bool) -> int:
 
 
 def decided(votes: int) -> Save:
-    """What the sum of the votes says; nothing while any rank is busy."""
+    """Return the decision of the sum of the votes; nothing while any rank is busy."""
     busy, wanted = divmod(votes, _BUSY)
     return Save.NOTHING if busy else Save(wanted)
 
 
 @dataclass(slots=True)
 class SavePolicy:
-    """What one rank remembers of saves; times are of the caller's clock, seconds."""
+    """The saves of one rank, and their failures; times are of the caller's clock, seconds."""
 
     durable: DurableTierConfig
     milestones: Milestones
@@ -59,23 +61,23 @@ class SavePolicy:
     """Saves in a row."""
 
     def wanted(self, *, step: int, now: float) -> Save:
-        """What may be saved after `step`; whether it completes a milestone's tokens is seen after it (`crosses`)."""
+        """Return what may be saved after `step`; `crosses` decides after it whether a milestone is due."""
         if self.failures and now - self.saved_at < self._patience():
             return Save.NOTHING
         state = Save.STATE if self.failures or self._interval_is_over(step, now) else Save.NOTHING
         return state | (Save.NOTHING if self.milestones.every_tokens is None else Save.MILESTONE)
 
     def crosses(self, tokens: int) -> bool:
-        """Whether a milestone lies between the newest one and this position."""
+        """Return whether a milestone lies between the newest one and this position."""
         every = self.milestones.every_tokens
         return every is not None and tokens // every > self.milestone_tokens // every
 
     def started(self, step: int, now: float) -> None:
-        """A save has begun."""
+        """Record that a save starts."""
         self.saved_step, self.saved_at = step, now
 
     def ended(self) -> int:
-        """A save has ended well; returns how many before it had failed."""
+        """Return a save has ended well; returns how many before it had failed."""
         failures, self.failures = self.failures, 0
         return failures
 

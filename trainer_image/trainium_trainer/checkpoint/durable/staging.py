@@ -1,7 +1,8 @@
 """A copy of the training state in host memory, taken between two steps and kept while it is written.
 
-Invariants: buffers are made once and reused, so a save costs one memory copy; what later steps change in the live
-state never reaches the copy.
+Guarantees:
+- Buffers are made once and reused, so a save costs one memory copy.
+- What later steps change in the live state never reaches the copy.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def flatten(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested state dictionary with dotted names; TypeError for a value that is not a tensor."""
+    """Return a nested state dictionary with dotted names; TypeError for a value that is not a tensor."""
     flat: dict[str, Any] = {}
     for name, value in state.items():
         if isinstance(value, torch.Tensor):
@@ -36,10 +37,10 @@ class Staging:
     def __init__(self, live: Mapping[str, Any]) -> None:
         """Make the buffers of a flat state and touch their pages, which costs more than ten copies into them."""
         self._signatures = {name: signature_of(value) for name, value in live.items()}
-        self._buffers = {name: _room(value) for name, value in live.items()}
+        self._buffers = {name: _host_buffer(value) for name, value in live.items()}
 
     def fits(self, live: Mapping[str, Any]) -> bool:
-        """Whether a flat state has the names, types, sizes and divisions that the buffers were made for."""
+        """Return whether a flat state has the names, types, sizes and divisions that the buffers were made for."""
         return self._signatures == {name: signature_of(value) for name, value in live.items()}
 
     def fill(self, live: Mapping[str, Any], wanted: Callable[[str], bool] = lambda _: True) -> dict[str, torch.Tensor]:
@@ -49,6 +50,6 @@ class Staging:
         return chosen
 
 
-def _room(value: Any) -> torch.Tensor:
+def _host_buffer(value: Any) -> torch.Tensor:
     """Host memory for a value's local part; nothing is asked of the device for it."""
     return torch.zeros(local_sizes(value), dtype=value.dtype)

@@ -1,1 +1,1 @@
-"""How the tensors of a state lie in files and in memory, and how they are read again."""
+"""The layout of a state's tensors in files and in memory, and their readers."""

@@ -1,11 +1,13 @@
 """Reading the tensors of a committed checkpoint: any box of any tensor, each byte read once and verified.
 
-The index (`index.py`) says where the parts of each tensor lie and what digest each block of 8 MiB of each file has.
+The index (`index.py`) has the places of each tensor's parts and the digest of each block of 8 MiB of each file.
 What is wanted is turned into extents of whole blocks; a few threads read, hash and copy them.
 
-Invariants: no byte reaches a tensor before its block was found to be what was written; a block is read once however
-many boxes need it; memory stays bounded by the extents under way, one chunk per thread and a few kept blocks. Who reads
-a tensor a few rows at a time, as an export does, reads the block on a border once: it is kept for the next rows.
+Guarantees:
+- No byte reaches a tensor before its block was found to be what was written.
+- A block is read once however many boxes need it.
+- Memory stays bounded by the extents under way, one chunk per thread and a few kept blocks. Who reads a tensor a few
+  rows at a time, as an export does, reads the block on a border once: it is kept for the next rows.
 """
 
 from __future__ import annotations
@@ -83,14 +85,14 @@ class Contents:
         return self._index.tensors
 
     def read(self, name: str) -> torch.Tensor:
-        """A whole tensor, on the CPU; KeyError when the checkpoint has none of that name."""
+        """Return a whole tensor, on the CPU; KeyError when the checkpoint has none of that name."""
         stored = self.tensors[name]
         whole = torch.empty(stored.shape, dtype=stored.dtype)
         self.fill(self.wanted(name, (0,) * len(stored.shape), whole))
         return whole
 
     def wanted(self, name: str, offsets: tuple[int, ...], target: torch.Tensor) -> list[Wanted]:
-        """What has to be read for the box of `target`'s size that begins at `offsets` in a tensor.
+        """Return what has to be read for the box of `target`'s size that begins at `offsets` in a tensor.
 
         KeyError when the checkpoint has no tensor of that name; DamagedFileError when not all of the box is there.
         """
@@ -161,7 +163,7 @@ class Contents:
             with lock:
                 if chunk.sink is None:
                     chunk.sink = _sink(chunk)
-            # Plain bytes: torch would begin threads of its own for each copy, in each of these threads.
+            # Plain bytes: torch would start more threads for each copy, in each of these threads.
             chunk.sink.numpy().data[low - chunk.start : high - chunk.start] = view[low - base : high - base]
             with lock:
                 chunk.missing -= high - low
@@ -179,7 +181,7 @@ class Contents:
 
 
 def _chunks(wanted: Wanted) -> Iterator[_Chunk]:
-    """The stretches of rows of a box."""
+    """Yield the stretches of rows of a box."""
     part, target = wanted.part, wanted.target
     if target.numel() == 0:
         return
@@ -204,7 +206,7 @@ def _chunks(wanted: Wanted) -> Iterator[_Chunk]:
 
 
 def _extents(chunks: list[_Chunk]) -> Iterator[tuple[int, int, list[_Chunk]]]:
-    """Runs of neighbouring blocks of one file with the chunks that lie in them; chunks come by their start."""
+    """Yield runs of neighbouring blocks of one file with the chunks that lie in them; chunks come by their start."""
     spans = [range(chunk.start // BLOCK_BYTES, -(-chunk.end // BLOCK_BYTES)) for chunk in chunks]
     needed = sorted({number for span in spans for number in span})
     pending = list(chunks)
@@ -222,7 +224,7 @@ def _extents(chunks: list[_Chunk]) -> Iterator[tuple[int, int, list[_Chunk]]]:
 
 
 def _sink(chunk: _Chunk) -> torch.Tensor:
-    """The target's own bytes where the stored rows lie in it as they are; else a buffer."""
+    """Return the target's own bytes where the stored rows lie in it as they are; else a buffer."""
     target = chunk.target
     if (
         target.device.type == "cpu"

@@ -1,7 +1,9 @@
-"""How a rank's local tensors lie in one flat buffer, and the checksum over that buffer.
+"""The layout of a rank's local tensors in one flat buffer, and the checksum over that buffer.
 
-Invariants: tensors lie in the order of their names at offsets that are multiples of 64 bytes; the payload is a multiple
-of the checksum's block, so that no byte is outside a block; equal layouts have equal digests on all machines.
+Guarantees:
+- Tensors lie in the order of their names at offsets that are multiples of 64 bytes.
+- The payload is a multiple of the checksum's block, so that no byte is outside a block.
+- Equal layouts have equal digests on all machines.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ class BufferLayout:
 
     @staticmethod
     def of(tensors: Mapping[str, torch.Tensor]) -> BufferLayout:
-        """The layout of these tensors; depends on names, types and shapes only."""
+        """Return the layout of these tensors; depends on names, types and shapes only."""
         parts: list[_TensorSpan] = []
         offset = 0
         for name in sorted(tensors):
@@ -59,7 +61,7 @@ class BufferLayout:
         return [payload[part.start : part.end].view(part.dtype).view(part.shape) for part in self.parts]
 
     def ordered(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """The tensors in the layout's order; KeyError when one is missing."""
+        """Return the tensors in the layout's order; KeyError when one is missing."""
         return [tensors[part.name].detach() for part in self.parts]
 
 
@@ -72,11 +74,11 @@ def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 
 @torch.no_grad()
 def checksum(payload: torch.Tensor) -> str:
-    """Sums of 4 KiB blocks as 64-bit integers, hashed.
+    """Return sums of 4 KiB blocks as 64-bit integers, hashed.
 
-    A flipped bit, a torn block or blocks in a wrong place change it. It runs at memory speed (27 GB/s on one core
-    where zlib.crc32 reaches 2.1 and SHA-256 1.1), without the interpreter lock, so that a snapshot every step is
-    affordable. It does not guard against an adversary; the durable tier uses SHA-256.
+    A flipped bit, a torn block or blocks in a wrong place change it. It runs at memory speed (27 GB/s on one core where
+    zlib.crc32 reaches 2.1 and SHA-256 1.1), without the interpreter lock, so that a snapshot every step is affordable.
+    It does not guard against an adversary; the durable tier uses SHA-256.
     """
     sums = payload.view(torch.int64).view(-1, _WORDS).sum(dim=1)
     return hashlib.sha256(sums.numpy().data).hexdigest()[:32]

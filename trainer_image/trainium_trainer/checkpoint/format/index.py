@@ -135,9 +135,9 @@ class Index:
                 entry = self._table(rank)["files"][name]
                 size, blocks = int(entry["size"]), str(entry["blocks"])
                 if hashlib.sha256(header).hexdigest() != entry["header"] or spans[-1][1] != size:
-                    raise DamagedFileError(f"{self._folder}/{name} is not divided as {INDEX_NAME} says")
+                    raise DamagedFileError(f"{self._folder}/{name} is not divided as in {INDEX_NAME}")
             except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-                raise DamagedFileError(f"{self._folder} does not say what {name} consists of") from error
+                raise DamagedFileError(f"{self._folder} has no description of {name}") from error
             digests = [blocks[at : at + _DIGEST] for at in range(0, len(blocks), _DIGEST)]
             starts = array("Q", bytes(8 * len(self._numbers)))
             for item, (start, _) in zip(items, spans, strict=True):
@@ -146,7 +146,7 @@ class Index:
         return self._files[name]
 
     def _table(self, rank: int) -> dict[str, Any]:
-        """The table that has a rank's digests."""
+        """Return the table that has a rank's digests."""
         at = bisect_right(self._firsts, rank) - 1
         if at < 0:
             raise KeyError(rank)

@@ -1,7 +1,9 @@
-"""What the tensors of a live state say of how they are divided: a scheme for saving, a box for loading.
+"""The division of a live state: a scheme for saving, a box for loading.
 
-Invariants: nothing is asked of a device; a state whose tensors are not where the scheme says is refused before anything
-is written; plain tensors are copies on all ranks of a stage.
+Guarantees:
+- Nothing is read from a device.
+- A state whose tensors are not where the scheme places them is refused before anything is written.
+- Plain tensors are copies on all ranks of a stage.
 """
 
 from __future__ import annotations
@@ -26,12 +28,12 @@ _AXES = {"dp": Axis.DATA, "tp": Axis.TENSOR}
 
 
 def is_dtensor(value: Any) -> bool:
-    """Whether a tensor is divided; by name: importing DTensor takes a second, and a state without one needs it not."""
+    """Return whether a tensor is divided, by the name of its class: importing DTensor takes a second."""
     return type(value).__name__ == "DTensor"
 
 
 def local_of(value: Any) -> torch.Tensor:
-    """This rank's values."""
+    """Return this rank's values."""
     if isinstance(value, TensorPart):
         return value.local
     local: torch.Tensor = value.detach()
@@ -41,10 +43,10 @@ def local_of(value: Any) -> torch.Tensor:
 
 
 def division_of(value: Any) -> Division:
-    """How a tensor is divided. TypeError for a division that checkpoints have no words for."""
+    """Return how a tensor is divided. TypeError for a division that checkpoints cannot express."""
     if isinstance(value, TensorPart):
         if value.division is None:
-            raise TypeError("a TensorPart that is to be saved has to say how the whole is divided")
+            raise TypeError("a TensorPart that is to be saved needs the division of the whole")
         return value.division
     if not is_dtensor(value):
         return ()
@@ -55,7 +57,7 @@ def division_of(value: Any) -> Division:
         if size == 1 or placement.is_replicate():
             continue
         if name not in _AXES or getattr(placement, "dim", None) is None:
-            raise TypeError(f"checkpoints have no words for the placement {placement} along {name}")
+            raise TypeError(f"checkpoints cannot express the placement {placement} along {name}")
         # What FSDP divides after tensor parallelism is strided: in the order of the mesh it would come first.
         strided = type(placement).__name__ == "_StridedShard"
         (later if strided else cuts).append(Cut(placement.dim, _AXES[name]))
@@ -63,7 +65,7 @@ def division_of(value: Any) -> Division:
 
 
 def box_of(value: Any) -> Box:
-    """The box of the whole that this rank holds."""
+    """Return the box of the whole that this rank holds."""
     shape = tuple(value.shape)
     if isinstance(value, TensorPart):
         return Box(tuple(value.offsets), tuple(value.sizes))
@@ -77,7 +79,7 @@ def box_of(value: Any) -> Box:
 
 
 def signature_of(value: Any) -> tuple[object, ...]:
-    """What has to be the same for a plan, and for the memory of a copy, to fit."""
+    """Return what has to be the same for a plan, and for the memory of a copy, to fit."""
     kind: tuple[object, ...] = ()
     if isinstance(value, TensorPart):
         kind = (value.offsets, value.sizes, value.division)
@@ -87,7 +89,7 @@ def signature_of(value: Any) -> tuple[object, ...]:
 
 
 def grid_of(mesh: MeshPlace) -> Grid:
-    """The table of ranks. ValueError when it has not as many as there are."""
+    """Return the table of ranks. ValueError when it has not as many as there are."""
     grid = Grid(mesh.pp_size, mesh.dp_size, mesh.tp_size)
     if mesh.world_size != grid.size:
         raise ValueError(f"there are {mesh.world_size} ranks, but {grid} has {grid.size}")
@@ -95,7 +97,7 @@ def grid_of(mesh: MeshPlace) -> Grid:
 
 
 def place_of(mesh: MeshPlace) -> int:
-    """The number of this rank's place in the table, which names its file.
+    """Return the number of this rank's place in the table, which names its file.
 
     It is not always the rank: NxD follows the wiring of a node (docs/backends.md).
     """
@@ -103,9 +105,9 @@ def place_of(mesh: MeshPlace) -> int:
 
 
 def scheme_of(tensors: Mapping[str, Any], mesh: MeshPlace) -> Scheme:
-    """The scheme of this rank's stage, the same on all its ranks.
+    """Return the scheme of this rank's stage, the same on all its ranks.
 
-    TypeError for what cannot be saved; ValueError when this rank holds something else than the scheme says.
+    TypeError for what cannot be saved; ValueError when this rank holds something else than in the scheme.
     """
     grid = grid_of(mesh)
     found: list[Divided] = []

@@ -1,8 +1,12 @@
 """A rank's box of a whole tensor, for divisions that DTensor cannot express.
 
 DTensor knows equal chunks along mesh dimensions. A weight that several tensors are stacked in, cut again by ZeRO-1, has
-other boundaries on every rank. Invariants: a `TensorPart` says how all ranks' boxes divide the whole, so what it wrote
-is read at any division, and the other way round; what the values are is asked of the device only when they are needed.
+other boundaries on every rank.
+
+Guarantees:
+- A `TensorPart` has the division of the whole over all ranks, so what it wrote is read at any division, and the other
+  way round.
+- The values are fetched from the device only when they are needed.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ class TensorPart(torch.Tensor):
     """How the whole is divided over the ranks of a stage; None: it can be read into, not saved."""
     _values: Callable[[], Tensor]
     _local: Tensor | None
-    __torch_function__: Any = torch._C._disabled_torch_function_impl  # noqa: SLF001 - a subclass that has none says so
+    __torch_function__: Any = torch._C._disabled_torch_function_impl  # noqa: SLF001 - a subclass without one
 
     @staticmethod
     def __new__(
@@ -46,7 +50,10 @@ class TensorPart(torch.Tensor):
         dtype: torch.dtype,
         division: Division | None = None,
     ) -> Self:
-        """The box of `sizes` that begins at `offsets` of a tensor of size `whole`; `values` gives the tensor in it."""
+        """Return the box of `sizes` that begins at `offsets` of a tensor of size `whole`.
+
+        `values` gives the tensor in it.
+        """
         wrap: Any = torch.Tensor._make_wrapper_subclass  # noqa: SLF001 - as DTensor is made
         part: Self = wrap(cls, torch.Size(whole), dtype=dtype, device="cpu")
         part.whole, part.offsets, part.sizes = torch.Size(whole), torch.Size(offsets), torch.Size(sizes)

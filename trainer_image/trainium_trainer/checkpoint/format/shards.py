@@ -1,12 +1,14 @@
-"""The files of a durable checkpoint: what ranks write, and how readers learn what is where.
+"""The files of a durable checkpoint: the files that ranks write, and their tables for readers.
 
-Every rank writes one `shard-<rank>.safetensors` that any safetensors reader opens. `index.json` says how the tensors
-are divided (`dividing.scheme`), from which everybody derives what each file holds and where: it is as small at 4,096
+Every rank writes one `shard-<rank>.safetensors` that any safetensors reader opens. `index.json` describes how the
+tensors are divided (`dividing.scheme`), from which readers derive the contents of each file: it is as small at 4,096
 ranks as at one. `blocks-<first rank>.json` have size, digest of the header and digests of the blocks of 8 MiB of the
 files of some ranks, so that a reader fetches those of the files that it reads.
 
-Invariants: no pickle is ever read from storage; a file is hashed while it is written and verified while it is read,
-block by block, so either takes one pass; the tables themselves are verified by the manifest.
+Guarantees:
+- No pickle is ever read from storage.
+- A file is hashed while it is written and verified while it is read, block by block, so either takes one pass.
+- The tables themselves are verified by the manifest.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from trainium_contract.wire.checkpoint_manifest import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-    from concurrent.futures import Future as Promise
+    from concurrent.futures import Future as Assignment
 
     from trainium_trainer.checkpoint.dividing.scheme import Item, Scheme
     from trainium_trainer.checkpoint.storage.protocol import Retry, Storage
@@ -133,10 +135,10 @@ def write_tables(
     retry: Retry,
     tables: Sequence[WrittenTable] = (),
 ) -> list[ManifestFile]:
-    """After the last rank's last write: the index and the digests; the manifest's entries of all files.
+    """Write the index and the digests, after the last rank's last write; return the manifest's entries of all files.
 
-    `tables`: those that other ranks have written, of other files. ValueError when the files do not hold what the scheme
-    says.
+    `tables`: those that other ranks have written, of other files. ValueError when the files do not hold what is in
+    the scheme.
     """
     every = [*tables, *write_digests(storage, folder, files, [table.first for table in tables], retry)]
     if (found := sum(table.values for table in every)) != scheme.volume:
@@ -167,7 +169,7 @@ def write_digests(
 
 
 def enough_for_a_table(files: Iterable[WrittenFile]) -> bool:
-    """Whether the digests of some files are so many that a rank writes them rather than pass them on."""
+    """Return whether the digests of some files are so many that a rank writes them rather than pass them on."""
     return 2 * sum(len(file.blocks) + _ENTRY_BYTES for file in files) >= _GROUP_DIGEST_BYTES
 
 
@@ -203,7 +205,7 @@ def _to_json(file: WrittenFile) -> dict[str, Any]:
 def write_hashed(storage: Storage, name: str, views: Iterable[memoryview], size: int) -> bytes:
     """Write a file of `size` bytes; the digests of its blocks, each computed while the store writes the block."""
     with ThreadPoolExecutor(1, thread_name_prefix="checkpoint-hash", initializer=_lower_priority) as pool:
-        digests: list[Promise[str]] = []
+        digests: list[Assignment[str]] = []
 
         def pieces() -> Iterator[memoryview]:
             for block in blocks_of(views):
@@ -215,25 +217,25 @@ def write_hashed(storage: Storage, name: str, views: Iterable[memoryview], size:
 
 
 def blocks_of(views: Iterable[memoryview]) -> Iterator[list[memoryview]]:
-    """The bytes of the views one after the other, cut into blocks of BLOCK_BYTES; each block is a list of pieces."""
+    """Yield the bytes of the views in blocks of BLOCK_BYTES; each block is a list of pieces."""
     block: list[memoryview] = []
-    room = BLOCK_BYTES
+    space = BLOCK_BYTES
     for view in views:
         at = 0
         while at < len(view):
-            piece = view[at : at + room]
+            piece = view[at : at + space]
             block.append(piece)
             at += len(piece)
-            room -= len(piece)
-            if not room:
+            space -= len(piece)
+            if not space:
                 yield block
-                block, room = [], BLOCK_BYTES
+                block, space = [], BLOCK_BYTES
     if block:
         yield block
 
 
 def _giving_way(work: Callable[[], bytes]) -> bytes:
-    """The outcome of `work`, done at a low priority so that training goes first.
+    """Return the outcome of `work`, done at a low priority so that training goes first.
 
     Hashing and writing are most of a save's work and hold no lock that training needs. The thread is a daemon: a store
     that hangs must not keep the process from leaving.
@@ -257,13 +259,13 @@ def _giving_way(work: Callable[[], bytes]) -> bytes:
 
 
 def _lower_priority() -> None:
-    if sys.platform == "linux":  # where a thread has a priority of its own
+    if sys.platform == "linux":  # where each thread has a priority
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOW_PRIORITY)
 
 
 def header_of(items: Sequence[Item]) -> tuple[bytes, list[tuple[int, int]]]:
-    """The safetensors header of a file and each item's start and end in it, bytes."""
+    """Return the safetensors header of a file and each item's start and end in it, bytes."""
     entries: dict[str, Any] = {}
     offset = 0
     for item in items:
@@ -278,7 +280,7 @@ def header_of(items: Sequence[Item]) -> tuple[bytes, list[tuple[int, int]]]:
 
 
 def bytes_of(tensor: Any) -> memoryview:
-    """A tensor's bytes, sharing its memory when it is contiguous."""
+    """Return a tensor's bytes, sharing its memory when it is contiguous."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     view: memoryview = flat.numpy().data
     return view

@@ -1,14 +1,15 @@
-"""Copies of snapshots on another node: what a rank sends to its buddy, and what it keeps for others.
+"""Copies of snapshots on another node: a rank sends to its buddy, and keeps copies for others.
 
-A shard that only one node holds would be lost with the node. So its writer passes each sealed snapshot on to a rank of
-another node (`agreement.guards` says which), over the process group that checkpoints have for themselves: a header
-page, the payload, and back an acknowledgement once the copy lies sealed in the other node's memory with the same
-checksum.
+A shard that only one node holds would be lost with the node. So its writer sends each finalized snapshot to a rank of
+another node (`agreement.choose_buddies`), over the process group of checkpoints: a header page, the payload, and back
+an acknowledgement once the copy is finalized in the other node's memory with the same checksum.
 
-Invariants: one copy per shard is under way at a time; what is being sent is not overwritten (its writer waits for the
-copy before the next snapshot but one, and says so when it waited in vain; what is overwritten all the same does not
-have the checksum of its page, which is taken when the snapshot is offered); a peer that is gone ends the copying and
-nothing else: the training step itself will notice the loss.
+Guarantees:
+- One copy per shard is under way at a time.
+- What is being sent is not overwritten: its writer waits for the copy before the next snapshot but one, and warns when
+  the copy does not arrive. What is overwritten all the same does not have the checksum of its page, which is taken when
+  the snapshot is offered.
+- A peer that fails ends the copying and nothing else: the training step notices the loss.
 """
 
 from __future__ import annotations
@@ -44,14 +45,14 @@ class Sender:
     """Passes one shard's snapshots on; `send` is called from one thread at a time."""
 
     def __init__(self, group: ProcessGroup, target: int, number: int) -> None:
-        """`number` counts the guards: sender and keeper of one guard name the same."""
+        """Send to a rank; `number` is that of the copy, the same for its sender and its keeper."""
         self._group = group
         self._target = target
         self._tag = _FIRST_TAG + 3 * number
         self._closing = False
 
     def send(self, header: bytes, payload: torch.Tensor) -> bool:
-        """Copy a sealed snapshot; whether the buddy has it, whole. RuntimeError when the buddy is gone."""
+        """Copy a finalized snapshot; whether the buddy has it, whole. RuntimeError when the buddy is gone."""
         page = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         answer = torch.zeros(1, dtype=torch.uint8)
         reply = dist.irecv(answer, self._target, group=self._group, tag=self._tag + 2)
@@ -61,13 +62,13 @@ class Sender:
         return bool(answer[0])
 
     def close(self) -> None:
-        """Tell the keeper that nothing more comes."""
+        """Notify the keeper that nothing more comes."""
         farewell = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
-        thread = threading.Thread(target=self._say, args=(farewell,), name="buddy-farewell", daemon=True)
+        thread = threading.Thread(target=self._send_page, args=(farewell,), name="buddy-farewell", daemon=True)
         thread.start()
         thread.join(_CLOSING_SECONDS)
 
-    def _say(self, page: torch.Tensor) -> None:
+    def _send_page(self, page: torch.Tensor) -> None:
         try:
             _wait(dist.isend(page, self._target, group=self._group, tag=self._tag))
         except RuntimeError:
@@ -81,7 +82,7 @@ class Copying:
         self._sender = sender
         self._changed = threading.Condition()
         self._offered: tuple[bytes, torch.Tensor, int] | None = None
-        """The header page as it was sealed, the payload, the step."""
+        """The header page as it was finalized, the payload, the step."""
         self._idle = True
         self._ended = False
         self.newest: int | None = None
@@ -89,7 +90,7 @@ class Copying:
         threading.Thread(target=self._run, name="buddy-copy", daemon=True).start()
 
     def offer(self, slot: SnapshotFile, step: int) -> None:
-        """Copy a sealed snapshot, unless an earlier one is still under way: then this one has no copy."""
+        """Copy a finalized snapshot, unless an earlier one is still under way: then this one has no copy."""
         with self._changed:
             if self._idle and not self._ended:
                 self._offered = (slot.page(), slot.payload, step)
@@ -97,7 +98,7 @@ class Copying:
                 self._changed.notify_all()
 
     def wait(self, seconds: float) -> bool:
-        """Whether nothing is under way, at the latest after `seconds`."""
+        """Return whether nothing is under way, at the latest after `seconds`."""
         with self._changed:
             return self._changed.wait_for(lambda: self._idle or self._ended, seconds)
 
@@ -133,7 +134,7 @@ class Copying:
 
 
 class Keeper:
-    """Receives the snapshots of one shard of another node, on a thread of its own."""
+    """Receives the snapshots of one shard of another node, on a separate thread."""
 
     def __init__(
         self,
@@ -142,13 +143,13 @@ class Keeper:
         number: int,
         *,
         slot: Callable[[], SnapshotFile],
-        seal: Callable[[SnapshotFile, Header], bool],
+        finalize: Callable[[SnapshotFile, Header], bool],
     ) -> None:
         self._group = group
         self._source = source
         self._tag = _FIRST_TAG + 3 * number
         self._slot = slot
-        self._seal = seal
+        self._finalize = finalize
         self._thread = threading.Thread(target=self._run, name=f"buddy-of-{source}", daemon=True)
         self._thread.start()
 
@@ -175,7 +176,7 @@ class Keeper:
             return False
         slot = self._slot()
         _wait(dist.irecv(slot.payload, self._source, group=self._group, tag=self._tag + 1))
-        answer = torch.tensor([self._seal(slot, header)], dtype=torch.uint8)
+        answer = torch.tensor([self._finalize(slot, header)], dtype=torch.uint8)
         _wait(dist.isend(answer, self._source, group=self._group, tag=self._tag + 2))
         return True
 

@@ -1,4 +1,4 @@
-"""PURE. What a snapshot is of: the part of the state, the moment, and what a store says that it holds."""
+"""PURE. The identity of a snapshot: the part of the state, the moment, and the claim of a store to hold it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ShardKey:
     pp_size: int = 1
 
     def same_layout(self, other: ShardKey) -> bool:
-        """Whether both belong to the same way of cutting up the state."""
+        """Return whether both belong to the same way of cutting up the state."""
         return (self.tp_size, self.dp_size, self.pp_size) == (other.tp_size, other.dp_size, other.pp_size)
 
     def __str__(self) -> str:
@@ -40,7 +40,7 @@ class Moment:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Claim:
-    """A snapshot that a store says it holds."""
+    """A snapshot that a store claims to hold."""
 
     moment: Moment
     key: ShardKey

@@ -1,14 +1,16 @@
 """The memory tier: the newest snapshots of this rank's shard in a folder that outlives the process.
 
-The training thread copies the state straight into a mapped, preallocated file (the only cost in the step); a thread
-then sums it and writes the header, and, where no other node holds the shard, another one passes it on to a buddy
-(`buddy.py`). Three files per shard rotate, so the newest two finished ones are always there; of a guarded shard the
-buddy's node has two.
+The training thread copies the state into a mapped, preallocated file, which is the only cost in the step. A thread then
+computes the checksum and writes the header. Where no other node holds the shard, another thread sends it to a buddy
+(`buddy.py`). Three files per shard rotate, so that the newest two finished ones always exist; of a shard with a buddy,
+the buddy's node has two.
 
-Invariants: a finished snapshot among the newest two is never touched; a writer whose generation is below the folder's
-GENERATION stops; file names carry the generation; a step is complete on any rank only after every rank has sealed its
-snapshot of the step before, copies included (see `settle`), hence at most one step is lost, also with a node; snapshots
-newer than the resumed step belong to an abandoned history and are removed at resume.
+Guarantees:
+- A finished snapshot among the newest two is never touched.
+- A writer whose generation is below the folder's GENERATION stops; file names carry the generation.
+- A step is complete on any rank only after every rank has finalized its snapshot of the step before, copies included
+  (see `wait_for_snapshot`). So at most one step is lost, also with a node.
+- Snapshots newer than the resumed step belong to an abandoned history and are removed at resume.
 """
 
 from __future__ import annotations
@@ -71,8 +73,8 @@ class MemoryTier:
         self.local_keys = frozenset({key})
         """The shards that belong into this folder, by ranks of this node or as copies; others' files are leftovers."""
         self.config_digest = config_digest
-        self.sealed_step: int | None = None
-        self.guarded_step: int | None = None
+        self.finalized_step: int | None = None
+        self.buddy_step: int | None = None
         """Newest step of which the buddy has a copy; stays None without a buddy."""
         self.warnings: list[str] = []
         self._own = Slots(directory, key, generation=generation, count=_OWN_FILES)
@@ -81,7 +83,7 @@ class MemoryTier:
         self._copying: Copying | None = None
         self._late = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="memory-snapshot")
-        self._sealing: Future[Claim] | None = None
+        self._finalizing: Future[Claim] | None = None
         self._rejected: set[Path] = set()
         self._staged_in_session = 0
         self._fence_stamp: tuple[int, int] | None = None
@@ -90,7 +92,7 @@ class MemoryTier:
     # ---- the folder -------------------------------------------------------------------------------------------------
 
     def store_id(self) -> str:
-        """An id that all processes which see this folder read alike."""
+        """Return an id that all processes which see this folder read alike."""
         path = self.directory / _STORE_ID
         if not path.exists():
             draft = self.directory / f".{_STORE_ID}.{os.getpid()}"
@@ -109,11 +111,11 @@ class MemoryTier:
         self._check_fence()
 
     def claims(self) -> frozenset[Claim]:
-        """The finished snapshots of all shards in the folder whose headers are whole and fit the configuration."""
+        """Return the finished snapshots in the folder whose headers are whole and fit the configuration."""
         return frozenset(header.claim for header in self._headers().values())
 
     def open_claim(self, claim: Claim) -> torch.Tensor | None:
-        """The verified payload of a claimed snapshot; None, with a warning, when it is damaged or gone."""
+        """Return the verified payload of a claimed snapshot; None, with a warning, when it is damaged or gone."""
         for path, header in self._headers().items():
             if header.claim != claim:
                 continue
@@ -140,44 +142,44 @@ class MemoryTier:
         return True
 
     def receiving_slot(self) -> SnapshotFile:
-        """A file to receive a peer's snapshot of this rank's own shard into."""
+        """Return a file to receive a peer's snapshot of this rank's own shard into."""
         return self._own.next()
 
-    def seal_received(self, slot: SnapshotFile, claim: Claim) -> bool:
+    def finalize_received(self, slot: SnapshotFile, claim: Claim) -> bool:
         """Finish a received snapshot; False when it did not arrive as it was sent."""
-        sealed = slot.seal(claim.moment, claim.key, claim.layout, self.config_digest)
-        if sealed != claim:
+        finalized = slot.finalize(claim.moment, claim.key, claim.layout, self.config_digest)
+        if finalized != claim:
             slot.invalidate(slot.path)
             return False
         return True
 
     def stage(self, moment: Moment, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy the state at a step's end; the copy is sealed by the thread. Waits for an earlier seal first."""
-        self.settle()
+        """Copy the state at a step's end; the copy is finalized by the thread. Waits for an earlier finalize first."""
+        self.wait_for_snapshot()
         self._check_fence()
         if self._staged_in_session == _OWN_FILES - 1:
-            # Every rank has sealed this session's first snapshot by now: what other sessions left is history.
+            # Every rank has finalized this session's first snapshot by now: what other sessions left is history.
             self._remove_foreign()
         slot = self._own.next()
         copy_all(self.layout.views(slot.payload), self.layout.ordered(tensors))
         self._staged_in_session += 1
-        self._sealing = self._thread.submit(self._seal, slot, moment)
+        self._finalizing = self._thread.submit(self._finalize, slot, moment)
 
-    def settle(self) -> None:
-        """Wait until the last staged snapshot is sealed, and its copy too.
+    def wait_for_snapshot(self) -> None:
+        """Wait until the last staged snapshot is finalized, and its copy too.
 
         Called before the last collective of every step, it makes the completion of a step on any rank imply that every
-        rank has sealed the step before.
+        rank has finalized the step before.
         """
-        if self._sealing is not None:
-            claim = self._sealing.result()
-            self._sealing = None
-            self.sealed_step = claim.moment.position.step
+        if self._finalizing is not None:
+            claim = self._finalizing.result()
+            self._finalizing = None
+            self.finalized_step = claim.moment.position.step
         if self._copying is not None:
             self._await_copy(self._copying)
 
     def close(self) -> None:
-        """Finish a seal under way, part with the buddies and end the threads."""
+        """Finish a finalize under way, part with the buddies and end the threads."""
         self._thread.shutdown(wait=True)
         if self._copying is not None:
             self._copying.close()
@@ -213,17 +215,17 @@ class MemoryTier:
             self._check_fence()
             return slots.next()
 
-        def seal(slot: SnapshotFile, header: Header) -> bool:
-            return header.claim.key == key and self.seal_received(slot, header.claim)
+        def finalize(slot: SnapshotFile, header: Header) -> bool:
+            return header.claim.key == key and self.finalize_received(slot, header.claim)
 
-        self._keepers.append(Keeper(group, source, number, slot=slot, seal=seal))
+        self._keepers.append(Keeper(group, source, number, slot=slot, finalize=finalize))
 
     def send_to(self, group: ProcessGroup, target: int, number: int) -> None:
-        """Pass each sealed snapshot on to a buddy, from now on."""
+        """Pass each finalized snapshot on to a buddy, from now on."""
         self._copying = Copying(Sender(group, target, number))
 
-    def _seal(self, slot: SnapshotFile, moment: Moment) -> Claim:
-        claim = slot.seal(moment, self.key, self.layout.digest, self.config_digest)
+    def _finalize(self, slot: SnapshotFile, moment: Moment) -> Claim:
+        claim = slot.finalize(moment, self.key, self.layout.digest, self.config_digest)
         if self._copying is not None:
             self._copying.offer(slot, moment.position.step)
         return claim
@@ -238,7 +240,7 @@ class MemoryTier:
                 )
             return
         self._late = False
-        self.guarded_step = copying.newest
+        self.buddy_step = copying.newest
 
     # ---- cleaning ---------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,9 @@
 """The files of one shard's snapshots in a memory folder: a few that rotate.
 
-Invariants: names are `g<generation>-<shard>-<random>.snapshot`; the oldest file is used next, unfinished ones first;
-files that earlier processes left for the shard are taken over when they fit and removed when they do not.
+Guarantees:
+- Names are `g<generation>-<shard>-<random>.snapshot`.
+- The oldest file is used next, unfinished ones first.
+- Files that earlier processes left for the shard are taken over when they fit and removed when they do not.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ class Slots:
             raise
 
     def next(self) -> SnapshotFile:
-        """The oldest file, declared unfinished, under a name of this process."""
+        """Return the oldest file, declared unfinished, under a name of this process."""
         slot = min(self._files, key=_age_order)
         slot.invalidate(self._directory / self._name())
         return slot
@@ -69,7 +71,7 @@ class Slots:
                 slot.invalidate(path)
 
     def claims(self) -> list[Claim]:
-        """What the finished files say they hold."""
+        """Return the claims of the finished files."""
         return [slot.header.claim for slot in self._files if slot.header is not None]
 
     def close(self) -> None:
@@ -95,7 +97,7 @@ class Slots:
 
 
 def key_text(path: Path) -> str:
-    """The shard in a file name `g<generation>-<shard>-<random>.snapshot`."""
+    """Return the shard in a file name `g<generation>-<shard>-<random>.snapshot`."""
     return path.name.partition("-")[2].rpartition("-")[0]
 
 

@@ -1,9 +1,11 @@
 """One snapshot file of the memory tier: a header page, then the payload, mapped into the process.
 
-Invariants: a file counts only while its header is whole and names a checksum that the payload has; the header is wiped
-before the payload changes and written again after it was summed, magic last, so a process killed at any instant leaves
-either a valid snapshot or one that says of itself that it is not finished; the space is reserved when the file is made,
-so that a full memory volume is an error there and never a bus error in the middle of a step.
+Guarantees:
+- A file counts only while its header is whole and names a checksum that the payload has.
+- The header is wiped before the payload changes and written again after it was summed, magic last, so a process killed
+  at any instant leaves either a valid snapshot or one that is marked as unfinished.
+- The space is reserved when the file is made, so that a full memory volume is an error there and never a bus error in
+  the middle of a step.
 """
 
 from __future__ import annotations
@@ -35,14 +37,14 @@ class DamagedSnapshotError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a snapshot is."""
+    """The identity of a snapshot and the size of its payload."""
 
     claim: Claim
     config_digest: str
     payload_bytes: int
 
     def to_bytes(self) -> bytes:
-        """The header page without its magic."""
+        """Return the header page without its magic."""
         moment, key = self.claim.moment, self.claim.key
         text = json.dumps(
             {
@@ -65,7 +67,7 @@ class Header:
 
     @staticmethod
     def from_text(text: bytes) -> Header:
-        """The reverse; KeyError, TypeError or ValueError for a text of another format."""
+        """Return the reverse; KeyError, TypeError or ValueError for a text of another format."""
         raw: dict[str, Any] = json.loads(text)
         position = Position(
             step=raw["step"],
@@ -81,7 +83,10 @@ class Header:
 
 
 def read_header(path: Path) -> Header | None:
-    """The header of a finished snapshot, None for an unfinished one; DamagedSnapshotError when it is altered or cut."""
+    """Return the header of a finished snapshot, None for an unfinished one.
+
+    DamagedSnapshotError when it is altered or cut.
+    """
     with path.open("rb") as file:
         page = file.read(HEADER_BYTES)
         size = os.fstat(file.fileno()).st_size
@@ -92,7 +97,7 @@ def read_header(path: Path) -> Header | None:
 
 
 def parse_header(page: bytes, name: str) -> Header | None:
-    """The header in a page; None for an unfinished one. DamagedSnapshotError, with the name, when it is altered."""
+    """Return the header in a page; None for an unfinished one. DamagedSnapshotError when it is altered."""
     if page[:8] != _MAGIC:
         return None
     length = int.from_bytes(page[8:12], "little")
@@ -122,7 +127,7 @@ class SnapshotFile:
 
     @staticmethod
     def create(path: Path, payload_bytes: int) -> SnapshotFile:
-        """A new, unfinished snapshot with all of its space reserved; OSError when there is no room."""
+        """Return a new, unfinished snapshot with all of its space reserved; OSError when there is no room."""
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
             os.posix_fallocate(descriptor, 0, HEADER_BYTES + payload_bytes)
@@ -134,7 +139,7 @@ class SnapshotFile:
         return SnapshotFile(path, payload_bytes, None)
 
     def page(self) -> bytes:
-        """The header page as it is."""
+        """Return the header page as it is."""
         return self._map[:HEADER_BYTES]
 
     def invalidate(self, path: Path) -> None:
@@ -145,7 +150,7 @@ class SnapshotFile:
             self.path.rename(path)
             self.path = path
 
-    def seal(self, moment: Moment, key: ShardKey, layout: str, config_digest: str) -> Claim:
+    def finalize(self, moment: Moment, key: ShardKey, layout: str, config_digest: str) -> Claim:
         """Sum the payload and declare the file finished."""
         claim = Claim(moment, key, layout, checksum(self.payload))
         header = Header(claim, config_digest, self._payload_bytes)
@@ -157,7 +162,7 @@ class SnapshotFile:
 
 
 def open_verified(path: Path, header: Header) -> torch.Tensor:
-    """The payload of a finished snapshot, privately mapped; DamagedSnapshotError when its checksum is another."""
+    """Return the payload of a finished snapshot, privately mapped; DamagedSnapshotError for another checksum."""
     with path.open("rb") as file:
         mapped = mmap.mmap(file.fileno(), HEADER_BYTES + header.payload_bytes, access=mmap.ACCESS_COPY)
     payload = torch.frombuffer(mapped, dtype=torch.uint8, offset=HEADER_BYTES)

@@ -1,1 +1,1 @@
-"""How a run starts: which state the ranks agree on, and how each gets its part."""
+"""The start of a run: the state that the ranks agree on, and how each gets its part."""

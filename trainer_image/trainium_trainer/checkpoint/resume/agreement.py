@@ -1,11 +1,13 @@
-"""PURE. Which step to resume, from where, and who sends which snapshot to whom.
+"""PURE. The step to resume, its source, and who sends which snapshot to whom.
 
-The first rank evaluates `decide` on what all say they hold (`first_rank.py`).
+The first rank evaluates `decide` on what all ranks report (`first_rank.py`).
 
-Invariants: a step is taken from memory only when every shard that some rank needs exists in some store, written by the
-same session (two sessions may have written different states under one step number); the newest such step wins and
-loses only to a strictly newer durable one; every store that lacks a shard receives it exactly once, from a store that
-has it by then, and the number of rounds grows with the logarithm of the number of receivers.
+Guarantees:
+- A step is taken from memory only when every shard that some rank needs exists in some store, written by the same
+  session: two sessions may have written different states under one step number.
+- The newest such step wins and loses only to a strictly newer durable one.
+- Every store that lacks a shard receives it exactly once, from a store that has it by then.
+- The number of rounds grows with the logarithm of the number of receivers.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RankView:
-    """What one rank needs and what the snapshot store that it can read holds; ranks of a node share a store."""
+    """The needs of one rank, and the contents of the snapshot store that it can read; ranks of a node share a store."""
 
     rank: int
     store: str
@@ -72,7 +74,7 @@ Decision = FromMemory | FromDurable | Fresh
 
 
 def decide(views: Sequence[RankView], durable_steps: Iterable[int]) -> Decision:
-    """The newest state that the ranks of `views` can all resume, memory before storage at the same step.
+    """Return the newest state that the ranks of `views` can all resume, memory before storage at the same step.
 
     Its cost is linear in the number of views and claims together: each is looked at once.
     """
@@ -86,23 +88,25 @@ def decide(views: Sequence[RankView], durable_steps: Iterable[int]) -> Decision:
     return Fresh() if durable is None else FromDurable(durable)
 
 
-def spoken_for(neighbours: Iterable[RankView], rank: int, claims: Iterable[Claim]) -> frozenset[Claim]:
-    """Of the `claims` of its store, those that `rank` reports; `neighbours`: at least all who share the store.
+def claims_to_report(neighbours: Iterable[RankView], rank: int, claims: Iterable[Claim]) -> frozenset[Claim]:
+    """Return those of a store's `claims` that `rank` reports; `neighbours` are at least all that share the store.
 
-    One rank of a store speaks for each shard, the same that would send it, and nobody for shards of another way of
-    cutting up the state, which no rank can need. So all ranks together report each snapshot once, and `decide` comes
-    to what it would had each told everything.
+    One rank of a store represents each shard, the same that would send it, and nobody represents shards of another
+    way of cutting up the state, which no rank can need. So all ranks together report each snapshot once, and `decide`
+    comes to what it would if each reported everything.
     """
     here = list(neighbours)
     mine = next(view for view in here if view.rank == rank)
-    speaks = _Spokesmen(view for view in here if view.store == mine.store)
+    representatives = _Representatives(view for view in here if view.store == mine.store)
     return frozenset(
-        claim for claim in claims if claim.key.same_layout(mine.needs) and speaks.of(mine.store, claim.key) == rank
+        claim
+        for claim in claims
+        if claim.key.same_layout(mine.needs) and representatives.of(mine.store, claim.key) == rank
     )
 
 
 def writers(views: Sequence[RankView]) -> frozenset[int]:
-    """The ranks that write snapshots: one of those that share both a store and a shard, the lowest."""
+    """Return the ranks that write snapshots: one of those that share both a store and a shard, the lowest."""
     chosen: dict[tuple[str, ShardKey], int] = {}
     for view in views:
         place = (view.store, view.needs)
@@ -110,16 +114,16 @@ def writers(views: Sequence[RankView]) -> frozenset[int]:
     return frozenset(chosen.values())
 
 
-def caretakers(views: Sequence[RankView]) -> frozenset[int]:
-    """The ranks that clear leftovers: the lowest of each store."""
+def cleanup_ranks(views: Sequence[RankView]) -> frozenset[int]:
+    """Return the ranks that clear leftovers: the lowest of each store."""
     lowest: dict[str, int] = {}
     for view in views:
         lowest[view.store] = min(view.rank, lowest.get(view.store, view.rank))
     return frozenset(lowest.values())
 
 
-def guards(views: Sequence[RankView], usable: Iterable[str]) -> tuple[BuddyCopy, ...]:
-    """Who keeps copies of which shards, so that no shard is lost with one of the `usable` stores.
+def choose_buddies(views: Sequence[RankView], usable: Iterable[str]) -> tuple[BuddyCopy, ...]:
+    """Return who keeps copies of which shards, so that no shard is lost with one of the `usable` stores.
 
     Only shards that a single store holds need one: replicas are copies already. Stores are paired, so that of two lost
     stores only a partner's loss costs a shard (2 in N-1 cases for a ring, 1 for pairs: Gemini, SOSP 2023), and far
@@ -159,7 +163,7 @@ def _partners(stores: Sequence[str]) -> dict[str, str]:
 
 @dataclass(slots=True)
 class _Held:
-    """What all stores together hold of one moment."""
+    """The parts of one moment that all stores together hold."""
 
     whole: set[tuple[ShardKey, str]] = field(default_factory=set)
     """Shards and their layouts."""
@@ -178,7 +182,7 @@ def _index(views: Sequence[RankView]) -> dict[Moment, _Held]:
     return found
 
 
-class _Spokesmen:
+class _Representatives:
     """The rank that sends or receives a shard for a store: one that needs it if there is one, the lowest."""
 
     def __init__(self, views: Iterable[RankView]) -> None:
@@ -200,14 +204,14 @@ def _rounds(views: Sequence[RankView], holders: Mapping[ShardKey, set[str]]) -> 
     `holders`: the stores that have a shard of the moment to resume.
     """
     rounds: list[list[Transfer]] = []
-    speaks = _Spokesmen(views)
+    representatives = _Representatives(views)
     wanting: dict[ShardKey, set[str]] = {}
     for view in views:
         wanting.setdefault(view.needs, set()).add(view.store)
     for key, stores in sorted(wanting.items()):
         has = holders[key]
-        senders = sorted(speaks.of(store, key) for store in has)
-        receivers = sorted(speaks.of(store, key) for store in stores - has)
+        senders = sorted(representatives.of(store, key) for store in has)
+        receivers = sorted(representatives.of(store, key) for store in stores - has)
         number = 0
         while receivers:
             batch, receivers = receivers[: len(senders)], receivers[len(senders) :]

@@ -1,7 +1,9 @@
-"""The collective that gives each shard that a single node holds a buddy on another node.
+"""The collective that assigns each shard that a single node holds to a buddy on another node.
 
-Invariants: all ranks run `pair_up` together, after leftovers were cleared; the first rank knows who shall guard what,
-the others hear of what they keep and send; a shard whose buddy has no room goes without, with a warning.
+Guarantees:
+- All ranks run `assign_buddies` together, after leftovers were cleared.
+- The first rank knows all assignments; the others receive those that they have part in.
+- A shard whose buddy has no space gets no copy, with a warning.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from trainium_trainer.checkpoint.collectives import deal
+from trainium_trainer.checkpoint.collectives import scatter_from_root
 from trainium_trainer.checkpoint.resume.first_rank import for_all
 
 if TYPE_CHECKING:
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Duty:
+class ReplicaTask:
     """A guard that a rank has part in, as source or as target."""
 
     number: int
@@ -35,26 +37,26 @@ class Duty:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """What one rank says of its duties."""
+class Capacity:
+    """The capacity of one rank for its tasks."""
 
     numbers: frozenset[int]
-    """The guards for which it has reserved files."""
+    """The copies for which it has reserved files."""
     warnings: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Promise:
-    """What comes of it for one rank."""
+class Assignment:
+    """The assignment of one rank."""
 
     numbers: frozenset[int]
-    """Of its guards those that are kept."""
+    """Of its choose_buddies those that are kept."""
     keys: frozenset[ShardKey]
     """Shards of which its store has copies."""
     warnings: tuple[str, ...]
 
 
-def pair_up(
+def assign_buddies(
     memory: MemoryTier | None, group: ProcessGroup, wanted: Sequence[BuddyCopy], views: Sequence[RankView]
 ) -> list[str]:
     """Agree on buddies and start copying; returns warnings. Collective over `group`, which spans all ranks.
@@ -64,32 +66,41 @@ def pair_up(
     rank = dist.get_rank()
     size = 0 if memory is None else memory.layout.payload_bytes
     # Also a barrier: leftovers are cleared everywhere before anyone makes new files.
-    duties = deal(lambda: size, lambda sizes: duties_of(wanted, views, sizes), group, "resume: copies")
-    room = _reserve(memory, duties, rank)
-    promise = deal(lambda: room, lambda rooms: promises_of(wanted, views, rooms), group, "resume: room for copies")
+    tasks = scatter_from_root(lambda: size, lambda sizes: tasks_of(wanted, views, sizes), group, "resume: copies")
+    capacity = _reserve(memory, tasks, rank)
+    assignment = scatter_from_root(
+        lambda: capacity,
+        lambda capacities: assignments_of(wanted, views, capacities),
+        group,
+        "resume: space for copies",
+    )
     if memory is not None:
-        memory.local_keys |= promise.keys
-        for duty in (duty for duty in duties if duty.number in promise.numbers):
-            if duty.guard.target == rank:
-                memory.keep_for(duty.guard.key, group, duty.guard.source, duty.number)
-            if duty.guard.source == rank:
-                memory.send_to(group, duty.guard.target, duty.number)
-    return list(promise.warnings)
+        memory.local_keys |= assignment.keys
+        for task in (task for task in tasks if task.number in assignment.numbers):
+            if task.guard.target == rank:
+                memory.keep_for(task.guard.key, group, task.guard.source, task.number)
+            if task.guard.source == rank:
+                memory.send_to(group, task.guard.target, task.number)
+    return list(assignment.warnings)
 
 
-def duties_of(wanted: Sequence[BuddyCopy], views: Sequence[RankView], sizes: Sequence[int]) -> list[tuple[Duty, ...]]:
-    """PURE. By rank, in the order of the guards. `sizes`: bytes of each rank's own shard."""
-    found: list[list[Duty]] = [[] for _ in views]
+def tasks_of(
+    wanted: Sequence[BuddyCopy], views: Sequence[RankView], sizes: Sequence[int]
+) -> list[tuple[ReplicaTask, ...]]:
+    """PURE. Return the tasks by rank, in the order of the copies. `sizes`: bytes of each rank's own shard."""
+    found: list[list[ReplicaTask]] = [[] for _ in views]
     for number, guard in enumerate(wanted):
-        duty = Duty(number, guard, views[guard.source].layout, sizes[guard.source])
+        task = ReplicaTask(number, guard, views[guard.source].layout, sizes[guard.source])
         for rank in (guard.source, guard.target):
-            found[rank].append(duty)
-    return [tuple(duties) for duties in found]
+            found[rank].append(task)
+    return [tuple(tasks) for tasks in found]
 
 
-def promises_of(wanted: Sequence[BuddyCopy], views: Sequence[RankView], rooms: Sequence[Room]) -> list[Promise]:
-    """PURE. By rank, once all have said what they have room for."""
-    kept = frozenset(number for room in rooms for number in room.numbers)
+def assignments_of(
+    wanted: Sequence[BuddyCopy], views: Sequence[RankView], capacities: Sequence[Capacity]
+) -> list[Assignment]:
+    """PURE. Return the assignments by rank, once all have reported their capacity."""
+    kept = frozenset(number for capacity in capacities for number in capacity.numbers)
     numbers: list[set[int]] = [set() for _ in views]
     copies: dict[str, set[ShardKey]] = {view.store: set() for view in views}
     for number in kept:
@@ -98,17 +109,17 @@ def promises_of(wanted: Sequence[BuddyCopy], views: Sequence[RankView], rooms: S
         numbers[guard.source].add(number)
         numbers[guard.target].add(number)
     keys = {store: frozenset(found) for store, found in copies.items()}
-    warnings = for_all(warning for room in rooms for warning in room.warnings)
-    return [Promise(frozenset(numbers[rank]), keys[view.store], warnings) for rank, view in enumerate(views)]
+    warnings = for_all(warning for capacity in capacities for warning in capacity.warnings)
+    return [Assignment(frozenset(numbers[rank]), keys[view.store], warnings) for rank, view in enumerate(views)]
 
 
-def _reserve(memory: MemoryTier | None, duties: Sequence[Duty], rank: int) -> Room:
+def _reserve(memory: MemoryTier | None, tasks: Sequence[ReplicaTask], rank: int) -> Capacity:
     """Files for the copies that this rank is to keep."""
     numbers: set[int] = set()
     if memory is None:
-        return Room(frozenset(), ())
+        return Capacity(frozenset(), ())
     known = len(memory.warnings)
-    for duty in duties:
-        if duty.guard.target == rank and memory.open_kept(duty.guard.key, duty.layout, duty.payload_bytes):
-            numbers.add(duty.number)
-    return Room(frozenset(numbers), tuple(f"rank {rank}: {warning}" for warning in memory.warnings[known:]))
+    for task in tasks:
+        if task.guard.target == rank and memory.open_kept(task.guard.key, task.layout, task.payload_bytes):
+            numbers.add(task.number)
+    return Capacity(frozenset(numbers), tuple(f"rank {rank}: {warning}" for warning in memory.warnings[known:]))

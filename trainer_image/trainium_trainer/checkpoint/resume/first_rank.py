@@ -1,11 +1,14 @@
-"""PURE. What the first rank makes of what all ranks say at a start: it decides, and tells each rank its part.
+"""PURE. The decisions of the first rank at a start, from what all ranks report, and the part of each rank.
 
-The ranks climb a tree to it with what they have (`collectives.deal`), and what comes back to each is its own part: the
-snapshots to verify, what to send and to receive, or the end. So no rank hears of all others, whose number a large job
-squares.
+Reports travel up a tree to the first rank (`collectives.scatter_from_root`). Each rank gets back its part: the
+snapshots to verify, what to send and to receive, or the end. So no rank receives the reports of all others, whose
+number grows with the square of a job's size.
 
-Invariants: one decision, made in one place, of which all ranks hear parts; nothing is exchanged before every rank has
-verified its part, and nobody is done before all have exchanged or loaded theirs; on damage all begin again without it.
+Guarantees:
+- One decision is made in one place, and all ranks receive parts of it.
+- Nothing is exchanged before every rank has verified its part.
+- No rank is done before all have exchanged or loaded theirs.
+- On damage all start again without the damaged part.
 """
 
 from __future__ import annotations
@@ -23,11 +26,11 @@ from trainium_trainer.checkpoint.resume.agreement import (
     FromDurable,
     FromMemory,
     RankView,
-    caretakers,
+    choose_buddies,
+    cleanup_ranks,
     decide,
-    guards,
 )
-from trainium_trainer.checkpoint.resume.inventory import Holdings
+from trainium_trainer.checkpoint.resume.inventory import SnapshotInventory
 from trainium_trainer.exits import TrainerError, UserError
 
 if TYPE_CHECKING:
@@ -36,16 +39,16 @@ if TYPE_CHECKING:
     from trainium_trainer.checkpoint.memory.claims import Claim, ShardKey
     from trainium_trainer.checkpoint.root.survey import Committed, Survey
 
-TOLD_TO_ALL = 20
+SHARED_WARNINGS = 20
 """So many warnings go to every rank; the first has all of them."""
 
 
-# ---- what ranks say -------------------------------------------------------------------------------------------------
+# ---- reports of ranks ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
-    """The snapshots that a rank speaks for, after it has said where it is and what it needs (its view)."""
+class ClaimReport:
+    """The snapshots that a rank represents, after it has reported its place and its needs (its view)."""
 
     claims: frozenset[Claim] = frozenset()
     keeps: bool | None = None
@@ -55,7 +58,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """How a rank did its part."""
+    """The outcome of a rank's part."""
 
     ok: bool = True
     lost: frozenset[Claim] = frozenset()
@@ -66,7 +69,7 @@ class RankReport:
     """Folder and what is wrong."""
 
 
-# ---- what ranks are told --------------------------------------------------------------------------------------------
+# ---- orders to ranks --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +108,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """What all ranks are told at the end."""
+    """The agreement that all ranks get at the end."""
 
     decision: Decision
     """Without transfers."""
@@ -127,7 +130,7 @@ class Done:
     """Every rank has its state, or its verified snapshot at hand."""
 
     agreed: Agreed
-    caretaker: bool
+    cleans_up: bool
     """Whether this rank clears the leftovers of its store."""
 
 
@@ -138,7 +141,7 @@ Order = Check | Exchange | Load | Done
 
 
 @dataclass(slots=True)
-class Council:
+class ResumeLeader:
     """One start, as the first rank keeps it; empty on the others."""
 
     location: str
@@ -158,23 +161,23 @@ class Council:
     """Why the fence of the durable root is not ours, or why nothing is known of the root."""
     _surveyed: bool = False
     _kept: tuple[bool | None, ...] = ()
-    _holdings: Holdings = field(default_factory=lambda: Holdings([], []))
+    _inventory: SnapshotInventory = field(default_factory=lambda: SnapshotInventory([], []))
     _decision: Decision = field(default_factory=Fresh)
     _exchanging: bool = False
 
-    def take_problem(self, problem: StorageError) -> None:
-        """The durable root could not be read or become ours: nothing is known of it."""
+    def record_problem(self, problem: StorageError) -> None:
+        """Record that the durable root could not be read or acquired: nothing is known of it."""
         self._problem = problem
 
-    def take_survey(self, found: Survey, problem: StorageError | None = None) -> None:
-        """What the first rank has seen below the durable root, and why the fence is not ours, if it is not."""
+    def record_survey(self, found: Survey, problem: StorageError | None = None) -> None:
+        """Record what is below the durable root, and why this start does not hold the fence, if it does not."""
         self._problem, self._surveyed = problem, True
         self._committed = {item.step: item for item in found.committed}
         self.leftovers = tuple(found.leftovers)
         self._milestone_tokens = max((item.manifest.tokens for item in found.milestones), default=0)
-        self._take_note(found.damaged.items(), (f"{problem}: it is not used" for problem in found.newer.values()))
+        self._record_damage(found.damaged.items(), (f"{problem}: it is not used" for problem in found.newer.values()))
 
-    def meet(self, views: list[RankView]) -> list[tuple[RankView, ...]]:
+    def collect(self, views: list[RankView]) -> list[tuple[RankView, ...]]:
         """To each rank, who shares its store. `views`: of all ranks, by rank, without claims."""
         self.views = views
         _refuse_other_meshes(views)
@@ -184,27 +187,27 @@ class Council:
         neighbours = {store: tuple(sharing) for store, sharing in together.items()}
         return [neighbours[view.store] for view in views]
 
-    def hear_offers(self, offers: list[Offer]) -> list[Order]:
-        """The first decision."""
-        self._kept = tuple(offer.keeps for offer in offers)
-        for offer in offers:
-            self._take_note((), offer.warnings)
-        self._holdings = Holdings(self.views, [offer.claims for offer in offers])
-        self._holdings.split(rank for rank, keeps in enumerate(self._kept) if keeps is False)
+    def decide(self, reports: list[ClaimReport]) -> list[Order]:
+        """Return the first decision."""
+        self._kept = tuple(report.keeps for report in reports)
+        for report in reports:
+            self._record_damage((), report.warnings)
+        self._inventory = SnapshotInventory(self.views, [report.claims for report in reports])
+        self._inventory.split(rank for rank, keeps in enumerate(self._kept) if keeps is False)
         return self._decide()
 
-    def hear(self, reports: list[RankReport]) -> list[Order]:
-        """What comes after each rank's part: the next one, or another decision when something was damaged."""
+    def next_orders(self, reports: list[RankReport]) -> list[Order]:
+        """Return the orders after each rank's part: the next part, or another decision when something was damaged."""
         for rank, each in enumerate(reports):
             if each.error is not None:
                 raise each.error
-            self._holdings.lose(rank, each.lost)
-            self._take_note(each.damaged, each.warnings)
+            self._inventory.remove_claims(rank, each.lost)
+            self._record_damage(each.damaged, each.warnings)
         fine = all(each.ok for each in reports)
         decision = self._decision
         if isinstance(decision, FromMemory):
             if not fine and self._exchanging:
-                self._holdings.exclude(decision.moment)
+                self._inventory.exclude(decision.moment)
                 self.warnings["a snapshot arrived altered at a peer: an older state is used"] = None
             elif fine and decision.rounds and not self._exchanging:
                 self._exchanging = True
@@ -214,12 +217,12 @@ class Council:
     # ---- decisions --------------------------------------------------------------------------------------------------
 
     def _decide(self) -> list[Order]:
-        self.views = self._holdings.views()
+        self.views = self._inventory.views()
         self._exchanging = False
         decision = self._decision = decide(self.views, self._good_steps())
         self._need_storage(decision)
         if isinstance(decision, FromMemory):
-            return [Check(claims) for claims in self._holdings.checks(decision)]
+            return [Check(claims) for claims in self._inventory.checks(decision)]
         if isinstance(decision, FromDurable):
             load = Load(self._committed[decision.step].for_readers())
             return [load for _ in self.views]
@@ -233,14 +236,14 @@ class Council:
                 move = Move(number, tag, each.source, each.target, each.key)
                 for rank in {each.source, each.target}:
                     moves[rank].append(move)
-        origins = self._holdings.origins(decision)
+        origins = self._inventory.origins(decision)
         return [Exchange(tuple(mine), origin) for mine, origin in zip(moves, origins, strict=True)]
 
     def _done(self) -> list[Order]:
         decision = self._decision
         broken = {view.store for view, keeps in zip(self.views, self._kept, strict=True) if keeps is False}
         if self.buddies and len(self.views) > 1:
-            self.wanted = guards(self.views, {view.store for view in self.views} - broken)
+            self.wanted = choose_buddies(self.views, {view.store for view in self.views} - broken)
         agreed = Agreed(
             decision=replace(decision, rounds=()) if isinstance(decision, FromMemory) else decision,
             position=self._position(decision),
@@ -252,7 +255,7 @@ class Council:
             guarded=bool(self.wanted),
             fenced=self._problem is None,
         )
-        caring = caretakers(self.views)
+        caring = cleanup_ranks(self.views)
         return [Done(agreed, view.rank in caring) for view in self.views]
 
     # ---- small parts ------------------------------------------------------------------------------------------------
@@ -294,7 +297,7 @@ class Council:
                 "backup, or choose another checkpoint.path to start again from the beginning"
             )
 
-    def _take_note(self, damaged: Iterable[tuple[str, str]], warnings: Iterable[str]) -> None:
+    def _record_damage(self, damaged: Iterable[tuple[str, str]], warnings: Iterable[str]) -> None:
         for name, problem in damaged:
             self._bad[name] = problem
             what = f"checkpoint of step {step_of(name)}" if step_of(name) is not None else name
@@ -303,15 +306,15 @@ class Council:
 
 
 def for_all(warnings: Iterable[str]) -> tuple[str, ...]:
-    """Of what is wrong on some rank, as much as every rank is told."""
+    """Return the warnings of some rank that every rank gets."""
     every = tuple(warnings)
-    if len(every) <= TOLD_TO_ALL:
+    if len(every) <= SHARED_WARNINGS:
         return every
-    return (*every[:TOLD_TO_ALL], f"{len(every) - TOLD_TO_ALL} more such warnings are in the output of rank 0")
+    return (*every[:SHARED_WARNINGS], f"{len(every) - SHARED_WARNINGS} more such warnings are in the output of rank 0")
 
 
 def _refuse_other_meshes(views: Sequence[RankView]) -> None:
-    """A rank whose table of ranks has another form would look for shards that nobody has."""
+    """Raise UserError for a rank whose table of ranks has another form: it would look for shards that nobody has."""
     first = views[0].needs
     for view in views:
         if not view.needs.same_layout(first):

@@ -1,8 +1,10 @@
-"""PURE. What every snapshot store holds, as the first rank has learnt it at a start.
+"""PURE. The contents of every snapshot store, as the first rank learns them at a start.
 
-Each rank tells once what it speaks for (`agreement.spoken_for`); what follows is told as differences: a snapshot that
-turned out damaged, a moment that could not be exchanged, a store that has no room. Invariant: every method's cost is
-linear in the ranks, their claims and the transfers.
+Each rank reports once what it represents (`agreement.claims_to_report`). Differences follow: a snapshot that turned out
+damaged, a moment that could not be exchanged, a store without space.
+
+Guarantees:
+- The cost of every method is linear in the ranks, their claims and the transfers.
 """
 
 from __future__ import annotations
@@ -17,44 +19,47 @@ if TYPE_CHECKING:
     from trainium_trainer.checkpoint.resume.agreement import FromMemory, RankView
 
 
-class Holdings:
+class SnapshotInventory:
     """The stores of one start."""
 
-    def __init__(self, views: Sequence[RankView], told: Sequence[Iterable[Claim]]) -> None:
-        """`views`: of all ranks, by rank, without claims; `told`: what each rank speaks for."""
+    def __init__(self, views: Sequence[RankView], reported: Sequence[Iterable[Claim]]) -> None:
+        """Take the views of all ranks, by rank, without claims, and the claims that each rank reports."""
         self._places = tuple(views)
         self._claims: dict[str, set[Claim]] = {view.store: set() for view in views}
-        for view, claims in zip(views, told, strict=True):
+        for view, claims in zip(views, reported, strict=True):
             self._claims[view.store].update(claims)
         self._split: set[str] = set()
 
     def views(self) -> list[RankView]:
-        """What `decide` is asked with, by rank; one rank of each store has the store's claims."""
-        told: set[str] = set()
+        """Return what `decide` is asked with, by rank; one rank of each store has the store's claims."""
+        reported: set[str] = set()
         found: list[RankView] = []
         for view in self._places:
             if view.store in self._split:
                 # They cannot share what arrives, though they all read what is there.
                 own = replace(view, store=f"{view.store}#{view.rank}", claims=frozenset(self._claims[view.store]))
             else:
-                own = view if view.store in told else replace(view, claims=frozenset(self._claims[view.store]))
-                told.add(view.store)
+                own = view if view.store in reported else replace(view, claims=frozenset(self._claims[view.store]))
+                reported.add(view.store)
             found.append(own)
         return found
 
-    def split(self, without_room: Iterable[int]) -> None:
-        """The stores of these ranks cannot be written: where several ranks share one, each helps itself."""
+    def split(self, without_space: Iterable[int]) -> None:
+        """Split the stores of these ranks, which cannot be written, where several ranks share one.
+
+        Each rank gets its part.
+        """
         sharing: dict[str, int] = {}
         for view in self._places:
             sharing[view.store] = sharing.get(view.store, 0) + 1
-        self._split |= {store for rank in without_room if sharing[store := self._places[rank].store] > 1}
+        self._split |= {store for rank in without_space if sharing[store := self._places[rank].store] > 1}
 
-    def lose(self, rank: int, claims: Iterable[Claim]) -> None:
+    def remove_claims(self, rank: int, claims: Iterable[Claim]) -> None:
         """Snapshots that `rank` could not read in its store."""
         self._claims[self._places[rank].store].difference_update(claims)
 
     def exclude(self, moment: Moment) -> None:
-        """A moment that could not be exchanged."""
+        """Exclude a moment that could not be exchanged."""
         for store, claims in self._claims.items():
             self._claims[store] = {claim for claim in claims if claim.moment != moment}
 
@@ -86,7 +91,7 @@ class Holdings:
         return [origin(view.rank, view.needs) for view in self._places]
 
     def _held(self, moment: Moment) -> dict[str, dict[ShardKey, Claim]]:
-        """What each store has of a moment; of two snapshots of a shard the lesser."""
+        """Return what each store has of a moment; of two snapshots of a shard the lesser."""
         found: dict[str, dict[ShardKey, Claim]] = {}
         for store, claims in self._claims.items():
             here = found[store] = {}

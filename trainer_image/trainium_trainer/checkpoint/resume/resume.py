@@ -1,11 +1,14 @@
-"""The collective that starts a run: look, decide, verify, exchange, restore.
+"""The collective that starts a run: locate, decide, verify, exchange, restore.
 
-All ranks run `Resumption.run` together. Each says what its snapshot store holds; the first one, which has looked at the
-durable root too, decides (`first_rank.py`) and tells each its part; on any damage it decides again without it.
-Invariants: no rank restores a snapshot before every rank has verified its part; what comes from storage is verified
-while it is read, and a rank that has read damage makes all ranks load another state; all ranks return the same position
-or raise the same error; a restart that finds its snapshots costs three rounds up and down a tree: who is where, what is
-there (each snapshot is told of once), and whether it is whole. A rank hears what concerns it and its node.
+All ranks run `Resumption.run` together. Each reports what its snapshot store holds. The first rank, which has read the
+durable root too, decides (`first_rank.py`) and sends each its part; on any damage it decides again without it.
+
+Guarantees:
+- No rank restores a snapshot before every rank has verified its part.
+- What comes from storage is verified while it is read; when a rank reads damage, all ranks load another state.
+- All ranks return the same position or raise the same error.
+- A restart that finds its snapshots costs three rounds up and down a tree: the places of all, their snapshots, which
+  are reported once, and whether these are whole. A rank receives what concerns it and its node.
 """
 
 from __future__ import annotations
@@ -17,14 +20,23 @@ import torch
 import torch.distributed as dist
 
 from trainium_contract.wire.checkpoint_manifest import folder_name
-from trainium_trainer.checkpoint.collectives import deal
+from trainium_trainer.checkpoint.collectives import scatter_from_root
 from trainium_trainer.checkpoint.durable import durable_tier
 from trainium_trainer.checkpoint.errors import StorageError, storage_error
 from trainium_trainer.checkpoint.format.flat_buffer import BufferLayout, checksum, copy_all
 from trainium_trainer.checkpoint.interfaces import ResumeSource
-from trainium_trainer.checkpoint.resume.agreement import FromDurable, FromMemory, RankView, spoken_for, writers
-from trainium_trainer.checkpoint.resume.buddy_pairing import pair_up
-from trainium_trainer.checkpoint.resume.first_rank import Check, Council, Done, Exchange, Load, Offer, Order, RankReport
+from trainium_trainer.checkpoint.resume.agreement import FromDurable, FromMemory, RankView, claims_to_report, writers
+from trainium_trainer.checkpoint.resume.buddy_pairing import assign_buddies
+from trainium_trainer.checkpoint.resume.first_rank import (
+    Check,
+    ClaimReport,
+    Done,
+    Exchange,
+    Load,
+    Order,
+    RankReport,
+    ResumeLeader,
+)
 from trainium_trainer.checkpoint.root.run_identity import refuse_foreign
 
 if TYPE_CHECKING:
@@ -33,14 +45,14 @@ if TYPE_CHECKING:
     from trainium_trainer.checkpoint.interfaces import Position
     from trainium_trainer.checkpoint.memory.claims import Claim, ShardKey
     from trainium_trainer.checkpoint.memory.memory_tier import MemoryTier
-    from trainium_trainer.checkpoint.root.acquisition import Entrance
+    from trainium_trainer.checkpoint.root.commit_lease import CommitLease
     from trainium_trainer.checkpoint.root.survey import Committed
     from trainium_trainer.checkpoint.session import Session
 
 
 @dataclass(frozen=True, slots=True)
 class ResumeOutcome:
-    """What the ranks agreed on; equal on all of them but where it says so."""
+    """The agreement of the ranks; equal on all of them except where noted."""
 
     position: Position | None
     source: ResumeSource
@@ -73,7 +85,7 @@ class Resumption:
         key: ShardKey,
         layout: BufferLayout,
         memory: MemoryTier | None,
-        entrance: Entrance,
+        lease: CommitLease,
     ) -> None:
         self._state, self._mesh, self._group = session.state, session.mesh, session.group
         self._storage, self._retry = session.storage, session.retry
@@ -81,9 +93,9 @@ class Resumption:
         self._key = key
         self._layout = layout
         self._memory = memory
-        self._entrance = entrance
+        self._lease = lease
         self._buddies = session.config.memory.buddies > 0
-        self._council = Council(self._storage.location, self._buddies, entrance.generation)
+        self._leader = ResumeLeader(self._storage.location, self._buddies, lease.generation)
         self._payloads: dict[ShardKey, torch.Tensor] = {}
         self._origin: Claim | None = None
         self._keeps: bool | None = None
@@ -91,10 +103,12 @@ class Resumption:
 
     def run(self) -> ResumeOutcome:
         """Find, verify and restore the newest state; raises the same TrainerError on all ranks."""
-        council = self._council
-        neighbours = deal(self._look, council.meet, self._group, "resume: who is where")
+        leader = self._leader
+        neighbours = scatter_from_root(self._locate, leader.collect, self._group, "resume: who is where")
         self._take_role(neighbours)
-        order: Order = deal(lambda: self._offer(neighbours), council.hear_offers, self._group, "resume: what is there")
+        order: Order = scatter_from_root(
+            lambda: self._offer(neighbours), leader.decide, self._group, "resume: what is there"
+        )
         source = ResumeSource.FRESH
         while not isinstance(order, Done):
             report = self._carry_out(order)
@@ -107,8 +121,8 @@ class Resumption:
 
     # ---- rounds -----------------------------------------------------------------------------------------------------
 
-    def _look(self) -> RankView:
-        """The local store, and on the first rank the durable root, which it takes over."""
+    def _locate(self) -> RankView:
+        """Return the local store, and on the first rank the durable root, which it takes over."""
         try:
             if self._memory is not None:
                 self._memory.claim_fence()
@@ -123,20 +137,20 @@ class Resumption:
     def _survey(self) -> None:
         where = self._storage.location
         try:
-            found, problem = self._entrance.open(
+            found, problem = self._lease.acquire(
                 lambda found: refuse_foreign(found, where, self._settings, self._config_digest)
             )
         except StorageError as error:
-            self._council.take_problem(error)
+            self._leader.record_problem(error)
         else:
-            self._council.take_survey(found, problem)
+            self._leader.record_survey(found, problem)
 
-    def _offer(self, neighbours: Sequence[RankView]) -> Offer:
-        """What this rank speaks for in its store."""
+    def _offer(self, neighbours: Sequence[RankView]) -> ClaimReport:
+        """Report the claims of this rank's store that this rank represents."""
         if self._memory is None:
-            return Offer(keeps=self._keeps)
-        claims = spoken_for(neighbours, self._mesh.rank, self._memory.claims())
-        return Offer(claims, self._keeps, self._new_warnings())
+            return ClaimReport(keeps=self._keeps)
+        claims = claims_to_report(neighbours, self._mesh.rank, self._memory.claims())
+        return ClaimReport(claims, self._keeps, self._new_warnings())
 
     def _carry_out(self, order: Check | Exchange | Load) -> RankReport:
         if isinstance(order, Check):
@@ -146,8 +160,8 @@ class Resumption:
         return self._load(order.checkpoint)
 
     def _report(self, report: RankReport) -> Order:
-        """Tell how it went, hear what comes next. Collective."""
-        return deal(lambda: report, self._council.hear, self._group, "resume: how it went")
+        """Report how it went and return the next order. Collective."""
+        return scatter_from_root(lambda: report, self._leader.next_orders, self._group, "resume: how it went")
 
     def _check(self, claims: Sequence[Claim]) -> RankReport:
         """Open and verify snapshots: of the own shard if this store has it, and what others will be sent."""
@@ -163,7 +177,7 @@ class Resumption:
         return RankReport(not lost, frozenset(lost), self._new_warnings())
 
     def _load(self, checkpoint: Committed) -> RankReport:
-        """Fill the live state from storage; the report tells the others of damage, or of a store that fails."""
+        """Fill the live state from storage; the report has damage, or the error of a store that fails."""
         try:
             durable_tier.load(self._storage, checkpoint, self._state, self._retry)
         except BaseException as error:
@@ -171,7 +185,7 @@ class Resumption:
             if isinstance(cause, (MemoryError, torch.OutOfMemoryError)):
                 raise cause from error
             if isinstance(cause, StorageError):
-                # It says nothing about the checkpoint: the run ends here and tries again later.
+                # The checkpoint may be whole: the run ends here and retries later.
                 return RankReport(ok=False, error=cause)
             return RankReport(ok=False, damaged=((folder_name(checkpoint.step), f"it cannot be loaded: {cause}"),))
         return RankReport()
@@ -200,7 +214,7 @@ class Resumption:
                     each.wait()
             if arriving is not None:
                 if slot is not None and self._memory is not None:
-                    ok = self._memory.seal_received(slot, order.origin) and ok
+                    ok = self._memory.finalize_received(slot, order.origin) and ok
                 else:
                     ok = checksum(arriving) == order.origin.checksum and ok
                 self._payloads[self._key] = arriving
@@ -221,7 +235,7 @@ class Resumption:
         self._keeps = self._memory.open_slots() if self._mesh.rank in writers(neighbours) else None
 
     def _new_warnings(self) -> tuple[str, ...]:
-        """What the memory tier has to say since it was asked last."""
+        """Return the warnings of the memory tier since the last call."""
         if self._memory is None:
             return ()
         new = self._memory.warnings[self._warned :]
@@ -236,18 +250,18 @@ class Resumption:
         copy_all(self._layout.ordered(self._state.local_tensors()), self._layout.views(payload))
 
     def _conclude(self, done: Done, source: ResumeSource) -> ResumeOutcome:
-        agreed, council = done.agreed, self._council
+        agreed, leader = done.agreed, self._leader
         if isinstance(agreed.decision, FromMemory):
             self._restore_from_memory()
         elif not isinstance(agreed.decision, FromDurable):
             source = ResumeSource.FRESH
         if self._memory is not None:
             step = -1 if agreed.position is None else agreed.position.step
-            self._memory.forget_after(step, own=bool(self._keeps), others=done.caretaker)
+            self._memory.forget_after(step, own=bool(self._keeps), others=done.cleans_up)
         first = self._mesh.rank == 0
-        warnings = dict.fromkeys(council.warnings if first else agreed.warnings)
+        warnings = dict.fromkeys(leader.warnings if first else agreed.warnings)
         if agreed.guarded and self._group is not None:
-            warnings.update(dict.fromkeys(pair_up(self._memory, self._group, council.wanted, council.views)))
+            warnings.update(dict.fromkeys(assign_buddies(self._memory, self._group, leader.wanted, leader.views)))
         return ResumeOutcome(
             position=agreed.position,
             source=source,
@@ -256,7 +270,7 @@ class Resumption:
             durable_step=agreed.durable_step,
             milestone_tokens=agreed.milestone_tokens,
             known_bad=agreed.known_bad,
-            leftovers=council.leftovers,
+            leftovers=leader.leftovers,
             warnings=tuple(warnings),
             fenced=agreed.fenced,
         )

@@ -1,1 +1,1 @@
-"""What stands below a checkpoint root, whose it is, and who may commit there."""
+"""The contents of a checkpoint root, its owner, and who may commit there."""

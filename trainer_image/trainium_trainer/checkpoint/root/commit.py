@@ -5,8 +5,10 @@ Layout below the root (`trainium_contract.wire.checkpoint_manifest`):
 - `step-<n>/g<generation>-<session>/` is an attempt: the folder in which the ranks of one session write;
 - `step-<n>/COMMITTED` commits an attempt.
 
-Invariants: `COMMITTED` is written last, is created and never replaced unless the checkpoint it stands for was found
-damaged, and names the digest of the manifest; only the session that claimed the fence last commits.
+Guarantees:
+- `COMMITTED` is written last, is created and never replaced unless the checkpoint it stands for was found damaged, and
+  names the digest of the manifest.
+- Only the session that claimed the fence last commits.
 """
 
 from __future__ import annotations
@@ -34,11 +36,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class FenceToken:
-    """Who may commit below a root."""
+    """The start that may commit below a root."""
 
     generation: int
     run: str
-    """Identity of the job; a job made anew starts again at generation 1 and may take over an old root."""
+    """Identity of the job; a recreated job starts again at generation 1 and may take over an old root."""
     session: str
     """Identity of one start of the ranks; an earlier attempt of the same generation is fenced out as well."""
 
@@ -105,7 +107,7 @@ def check_fence(storage: Storage, token: FenceToken) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """What makes a checkpoint count once it is published."""
+    """The receipt that commits a checkpoint once it is published."""
 
     folder: str
     """The checkpoint's folder, relative to the root."""
@@ -148,7 +150,7 @@ def publish(storage: Storage, receipt: Receipt, retry: Retry, *, damaged: bool =
 
 
 def read_commit(storage: Storage, folder: str) -> Commit | None:
-    """The receipt in a checkpoint's folder; None when there is none. ValueError when it cannot be understood."""
+    """Return the receipt in a checkpoint's folder; None when there is none. ValueError when it cannot be understood."""
     data = read_small(storage, f"{folder}/{COMMIT_NAME}")
     if data is None:
         return None

@@ -1,12 +1,15 @@
-"""Whether the run still belongs to this rank, asked of the store when a step took clearly longer than those before it.
+"""Checks with the store that the run still belongs to this rank, when a step took clearly longer than those before it.
 
-A process that was stopped with its whole node, and goes on later, is where it was: it may find its peers' parts of a
-collective in its sockets long after those were replaced and the step was done, and recorded, by others. They need time
-for that: to miss the node, to start, to resume, and to do the step again. So a step that took hardly longer than usual
-was not done elsewhere meanwhile, however long steps are.
+A process that was stopped with its whole node, and continues later, is where it was: it may find its peers' parts of a
+collective in its sockets long after those were replaced and others repeated and recorded the step. They need time for
+that: to miss the node, to start, to resume, and to repeat the step. So a step that took hardly longer than usual was
+not repeated elsewhere meanwhile, however long steps are.
 
-Invariants: the training thread never waits for the store longer than the patience, and not at all while an earlier
-question is unanswered; an answer that comes late still counts; what a store that fails would say is not waited for.
+Guarantees:
+- The training thread never waits for the store longer than the timeout, and not at all while an earlier query is
+  unanswered.
+- An answer that arrives late still counts.
+- A store that fails is not waited for.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ _ENOUGH = 3
 """Steps from which what is usual follows; the first of a run are often long."""
 
 
-class Ownership:
+class OwnershipCheck:
     """The watch of one rank; `confirm` is called from the training thread."""
 
     def __init__(
@@ -64,11 +67,11 @@ class Ownership:
         usual = statistics.median_low(self._newest) if len(self._newest) >= _ENOUGH else 0.0
         self._newest.append(took)
         if took > usual + LATE_SECONDS:
-            self._question()
+            self._query()
         if self._refusal is not None:
             raise self._refusal
 
-    def _question(self) -> None:
+    def _query(self) -> None:
         if self._asking is not None and self._asking.is_alive():
             return
         # A daemon: a store that never answers does not keep the process from ending either.
@@ -76,7 +79,10 @@ class Ownership:
         self._asking.start()
         self._asking.join(self._patience)
         if self._asking.is_alive():
-            log.warning("the store has not said in %g s who owns the run: this step goes on without", self._patience)
+            log.warning(
+                "the store has not answered within %g s who owns the run: this step continues without its answer",
+                self._patience,
+            )
 
     def _answer(self) -> None:
         with contextlib.suppress(OSError, StorageError):

@@ -1,9 +1,12 @@
-"""Whose run a checkpoint folder holds: one job's, until somebody asks by name to take it over.
+"""The owner of a checkpoint folder: one job, until a user names it in takeOver of another.
 
-`OWNER-<n>` below the root name the owners, in order; the newest counts. Invariants: such a file is created and never
-replaced, so of two jobs that begin in the same moment one is the owner, on every store; a job that gave a folder away
-never gets it back, so two jobs cannot take it from each other in turns; a process outside of Kubernetes, which has no
-identity, is no owner and is refused where there is one.
+`OWNER-<n>` below the root name the owners, in order; the newest counts.
+
+Guarantees:
+- Such a file is created and never replaced, so that of two jobs that start in the same moment one is the owner, on
+  every store.
+- A job whose folder was taken over never gets it back, so that two jobs cannot take it from each other in turns.
+- A process outside of Kubernetes, which has no identity, is no owner and is refused where there is one.
 """
 
 from __future__ import annotations
@@ -56,7 +59,7 @@ class Start:
 
     @property
     def name(self) -> str:
-        """What tells this run from others."""
+        """The name that distinguishes this run from others."""
         return self.run or self.job.uid
 
 
@@ -68,7 +71,7 @@ class Holder:
     owner: Owner | None = None
 
 
-def may_enter(owner: Owner | None, me: JobIdentity, take_over: str | None, where: str) -> bool:
+def is_owner(owner: Owner | None, me: JobIdentity, take_over: str | None, where: str) -> bool:
     """PURE. Whether the folder is this job's already; False when it may have it.
 
     Raises UnusableCheckpointError when it may not. An object of the same namespace and name with another uid can only
@@ -86,7 +89,7 @@ def may_enter(owner: Owner | None, me: JobIdentity, take_over: str | None, where
     if me.uid in owner.before:
         raise UnusableCheckpointError(
             f"{where} was taken over by the job {owner.label} while this one still ran: nothing is lost, {owner.label} "
-            f"goes on from the newest checkpoint; to have it back create this job anew with {_request(owner)}"
+            f"goes on from the newest checkpoint; to have it back recreate this job with {_request(owner)}"
         )
     same = (owner.cluster, owner.namespace, owner.name) == (me.cluster, me.namespace, me.name)
     if same or take_over == owner.label:
@@ -119,14 +122,14 @@ class OwnerRecords:
         self._take_over = take_over
         self._clock = clock
 
-    def held(self) -> bool:
-        """Whether the folder is ours already; UnusableCheckpointError when it may not become ours either."""
-        return self._may_enter(self._newest())
+    def is_held(self) -> bool:
+        """Return whether the folder is ours already; UnusableCheckpointError when it may not become ours either."""
+        return self._is_owner(self._newest())
 
-    def take(self) -> None:
+    def take_ownership(self) -> None:
         """Become the owner unless we are; UnusableCheckpointError when another job was faster."""
         found = self._newest()
-        if self._may_enter(found):
+        if self._is_owner(found):
             return
         before = () if found.owner is None else (*found.owner.before, found.owner.uid)[-_REMEMBERED:]
         record = Owner(
@@ -141,12 +144,12 @@ class OwnerRecords:
         try:
             self._storage.create(name, record.model_dump_json(by_alias=True).encode())
         except FileExistsError:
-            # Another job was faster, or our own answer was lost on its way back: what is there now tells.
-            if not self._may_enter(self._newest()):
+            # Another job was faster, or our own answer was lost on its way back: what is there now decides.
+            if not self._is_owner(self._newest()):
                 raise OSError(errno.EAGAIN, "the owner of the folder has just changed", name) from None
 
-    def _may_enter(self, found: Holder) -> bool:
-        return may_enter(found.owner, self._me, self._take_over, self._storage.location)
+    def _is_owner(self, found: Holder) -> bool:
+        return is_owner(found.owner, self._me, self._take_over, self._storage.location)
 
     def _newest(self) -> Holder:
         entries = (OWNER_NAME.match(entry.name) for entry in self._storage.list("") if not entry.is_folder)
@@ -159,6 +162,6 @@ class OwnerRecords:
             return Holder(number, Owner.model_validate_json(data or b""))
         except ValidationError:
             raise UnusableCheckpointError(
-                f"{self._storage.location}/{name}, which says whose the folder is, cannot be read: remove it when no "
-                "other job uses the folder"
+                f"{self._storage.location}/{name}, which names the owner of the folder, cannot be read: remove it "
+                "when no other job uses the folder"
             ) from None

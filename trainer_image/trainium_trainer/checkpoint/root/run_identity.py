@@ -1,4 +1,4 @@
-"""PURE. Whether the checkpoints below a root are those of this run, as far as they say.
+"""PURE. The comparison of the checkpoints below a root with the settings of this run.
 
 Guarantees:
 - A checkpoint of another model, of other data or of another format is refused by name and never started over.
@@ -44,7 +44,7 @@ def refuse_foreign(found: Survey, where: str, settings: Mapping[str, Any], confi
     if differing or not converted:
         raise UnusableCheckpointError(
             f"{where}/step-{newest} was written with other settings ({differing or 'model, data or seed'}): go back to "
-            "those settings, or choose another checkpoint.path (of a job checkpoint.storage.subPath) to begin anew"
+            "those settings, or choose another checkpoint.path (of a job checkpoint.storage.subPath) for a new run"
         )
 
 

@@ -1,7 +1,7 @@
-"""The checkpoint that a person asks a command for, and what it says of its model.
+"""The checkpoint that a command is to read, and the model that it holds.
 
-Invariant: a file that is not what was written ends a command with a sentence that names it, never with half a result
-that looks whole.
+Guarantees:
+- A damaged file ends a command with a sentence that names it, never with half a result that looks whole.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ if TYPE_CHECKING:
 
 
 def choose(storage: Storage, root: str, step: int | None, *, milestones: bool) -> Committed:
-    """The checkpoint of a step, the newest for None; `milestones`: those, which are the weights alone, count too.
+    """Return the checkpoint of a step, the newest for None.
 
-    Raises UserError with the steps that there are, and with what is wrong where one is damaged; StorageError when the
+    `milestones`: those, which are the weights alone, count too.
+
+    Raises UserError with the steps that exist, and with what is wrong where one is damaged; StorageError when the
     store fails.
     """
     try:
@@ -48,18 +50,18 @@ def choose(storage: Storage, root: str, step: int | None, *, milestones: bool) -
 
 
 def shape_of(checkpoint: Committed) -> ModelShape:
-    """The model that a checkpoint holds. Raises UserError when it does not say."""
+    """Return the model that a checkpoint holds. Raises UserError when it has no description of it."""
     try:
         return ModelShape.from_json(checkpoint.manifest.settings["model"])
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(
-            f"{checkpoint.folder} does not say what model it holds ({error}): take it with the version that wrote it"
+            f"{checkpoint.folder} has no description of its model ({error}): take it with the version that wrote it"
         ) from error
 
 
 @contextmanager
-def damage_is_a_sentence(root: str) -> Iterator[None]:
-    """Turn DamagedFileError into UnusableCheckpointError that says what to do."""
+def explain_damage(root: str) -> Iterator[None]:
+    """Turn DamagedFileError into UnusableCheckpointError with the remedy."""
     try:
         yield
     except DamagedFileError as error:

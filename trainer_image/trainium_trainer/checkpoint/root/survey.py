@@ -1,4 +1,4 @@
-"""What is below a root of durable checkpoints: which are committed, whole, damaged, left over; retention.
+"""The contents of a root of durable checkpoints: committed, damaged and left over ones; retention.
 
 Guarantees:
 - A survey reads receipts, manifests and sizes, no contents.
@@ -67,14 +67,14 @@ class Committed:
         return sum(file.size for file in self.manifest.files)
 
     def for_readers(self) -> Committed:
-        """What a rank needs to read from it: the tables, not the list of all ranks' files."""
+        """Return what a rank needs to read from it: the tables, not the list of all ranks' files."""
         tables = tuple(file for file in self.manifest.files if file.name.endswith(".json"))
         return replace(self, manifest=self.manifest.model_copy(update={"files": tables}))
 
 
 @dataclass(slots=True)
 class Survey:
-    """What is below a root."""
+    """The contents of a root."""
 
     committed: list[Committed] = field(default_factory=list)
     """Newest first; sizes have been compared, digests have not."""
@@ -105,9 +105,9 @@ def survey(storage: Storage) -> Survey:
 
 
 def verify(storage: Storage, checkpoint: Committed, retry: Retry) -> list[str]:
-    """What is wrong with the contents of a checkpoint's files; empty when every digest is right.
+    """Return what is wrong with the contents of a checkpoint's files; empty when every digest is right.
 
-    Raises StorageError when they cannot be read, which says nothing about them.
+    Raises StorageError when they cannot be read, whatever their contents.
     """
     with ThreadPoolExecutor(_VERIFY_THREADS, thread_name_prefix="verify") as pool:
         outcomes = pool.map(

@@ -99,7 +99,7 @@ class ObjectStorage:
             self._store.list_with_delimiter("")
 
     def list(self, folder: str) -> list[Entry]:
-        """The names below a prefix, all pages of them."""
+        """Return the names below a prefix, all pages of them."""
         with _translated(folder):
             found = self._store.list_with_delimiter(folder)
         entries = [Entry(path.rstrip("/").rpartition("/")[2], 0, True, 0.0) for path in found["common_prefixes"]]
@@ -110,7 +110,7 @@ class ObjectStorage:
         return sorted(entries, key=lambda entry: entry.name)
 
     def read(self, name: str) -> bytes:
-        """A small object."""
+        """Return a small object."""
         with _translated(name):
             return bytes(self._store.get(name).bytes())
 
@@ -135,7 +135,7 @@ class ObjectStorage:
             self._store.put(name, data, mode="create", use_multipart=False)
 
     def write_stream(self, name: str, pieces: Iterable[memoryview], size: int) -> None:
-        """A multipart upload, a few parts at a time."""
+        """Upload in several parts, a few at a time."""
         part = max(_PART_BYTES, -(-size // _MOST_PARTS))
         try:
             with _translated(name):
@@ -190,7 +190,7 @@ def _translated(name: str) -> Iterator[None]:
 
 
 def _number(text: str) -> int:
-    """The error number that fits best to what the package says."""
+    """Return the error number that fits best to the package's text."""
     if "TimedOut" in text or "kind: Timeout" in text:
         return errno.ETIMEDOUT
     status = _STATUS.search(text)
@@ -198,16 +198,16 @@ def _number(text: str) -> int:
 
 
 def _error(name: str, text: str, number: int) -> OSError:
-    """The error to raise; OSError makes the right subclass of it."""
+    """Return the error to raise; OSError makes the right subclass of it."""
     if "NoSuchBucket" in text:
         return OSError(errno.ENODEV, "the bucket does not exist", name)
     if number in (errno.ENOENT, errno.EEXIST):
         return OSError(number, os.strerror(number), name)
-    return OSError(number, "the store did not answer in time" if number == errno.ETIMEDOUT else _said(text), name)
+    return OSError(number, "the store did not answer in time" if number == errno.ETIMEDOUT else _reason(text), name)
 
 
-def _said(text: str) -> str:
-    """The store's own error code and sentence, or the kind of failure; never the rest, which quotes the request."""
+def _reason(text: str) -> str:
+    """Return the store's error code and sentence, or the kind of failure; never the quoted request."""
     if answer := _ANSWER.search(text):
         return ": ".join(part for part in answer.groups() if part)
     if status := _STATUS.search(text):

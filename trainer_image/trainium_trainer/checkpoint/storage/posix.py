@@ -1,8 +1,9 @@
 """A folder of a file system as a checkpoint store: a local disk, NFS, Lustre (FSx), EFS.
 
-Invariants: files appear whole, by a rename or a hard link of a finished draft, so a process that wakes up late cannot
-harm what others have finished; data is synchronised to the device before a call returns, and so is the folder that
-holds a new name.
+Guarantees:
+- Files appear whole, by a rename or a hard link of a finished draft, so a process that wakes up late cannot harm what
+  others have finished.
+- Data is synchronised to the device before a call returns, and so is the folder that holds a new name.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class PosixStorage:
         self._root.mkdir(parents=True, exist_ok=True)
 
     def list(self, folder: str) -> list[Entry]:
-        """The names in a folder; drafts are nobody's business."""
+        """Return the names in a folder; drafts are nobody's business."""
         entries: list[Entry] = []
         try:
             with os.scandir(self._root / folder) as scan:
@@ -64,7 +65,7 @@ class PosixStorage:
         return sorted(entries, key=lambda entry: entry.name)
 
     def read(self, name: str) -> bytes:
-        """A small file."""
+        """Return a small file."""
         return (self._root / name).read_bytes()
 
     def read_into(self, name: str, start: int, target: memoryview) -> None:
@@ -155,7 +156,7 @@ class PosixStorage:
 
 @contextlib.contextmanager
 def _drafted(path: Path) -> Iterator[tuple[Path, FileIO]]:
-    """A draft beside a file, synchronised when the context ends; nothing is left of one that fails."""
+    """Yield a draft beside a file, synchronised when the context ends; nothing is left of one that fails."""
     draft = path.with_name(f"{_DRAFT}{secrets.token_hex(_DRAFT_BYTES)}")
     try:
         with _new_file(draft) as file:
@@ -168,7 +169,7 @@ def _drafted(path: Path) -> Iterator[tuple[Path, FileIO]]:
 
 
 def _new_file(path: Path) -> FileIO:
-    """A new file in a folder that is made as needed, also while somebody removes it because it was empty."""
+    """Return a new file in a folder that is made as needed, also while somebody removes it because it was empty."""
     for _ in range(_FOLDER_ATTEMPTS):
         path.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):

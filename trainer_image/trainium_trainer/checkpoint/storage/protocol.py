@@ -1,8 +1,11 @@
-"""What durable checkpoints need of a store: a small protocol, and its retries.
+"""The interface of durable checkpoints to a store: a small protocol, and its retries.
 
-Invariants: names are relative to the root, with `/`; nothing of a file that was not written to its end is ever taken
-for the file; what a call has written is on stable storage when it returns; no commit is a rename, because object stores
-cannot. `posix.py` and `s3.py` are the stores, `opening.py` finds the one behind a path.
+Guarantees:
+- Names are relative to the root, with `/`.
+- Nothing of a file that was not written to its end is ever taken for the file.
+- What a call has written is on stable storage when it returns.
+- No commit is a rename, because object stores cannot. `posix.py` and `s3.py` are the stores, `opening.py` finds the one
+  behind a path.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ class Entry:
 
 
 class Storage(Protocol):
-    """What checkpoints need of a store; every method raises OSError when the store fails."""
+    """A store of checkpoints; every method raises OSError when the store fails."""
 
     @property
     def location(self) -> str:
@@ -48,7 +51,7 @@ class Storage(Protocol):
         ...
 
     def read(self, name: str) -> bytes:
-        """A small file; FileNotFoundError when it is not there."""
+        """Return a small file; FileNotFoundError when it is not there."""
         ...
 
     def read_into(self, name: str, start: int, target: memoryview) -> None:
@@ -91,7 +94,7 @@ class Storage(Protocol):
 
 
 def read_small(storage: Storage, name: str) -> bytes | None:
-    """The contents of a small file, None when it does not exist."""
+    """Return the contents of a small file, None when it does not exist."""
     try:
         return storage.read(name)
     except FileNotFoundError:
@@ -100,7 +103,7 @@ def read_small(storage: Storage, name: str) -> bytes | None:
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """How often and how long a failed access is tried again when the fault may pass."""
+    """The number and the delays of further attempts of an access that failed, when the fault may pass."""
 
     delays: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
     """Seconds before each further try: a store that fails five times in a row costs time and nothing else."""
@@ -109,7 +112,7 @@ class Retry:
     """Whether another try may help."""
 
     def run(self, action: Callable[[], T], where: str) -> T:
-        """The action's result; StorageError with a sentence when it fails for good."""
+        """Return the action's result; StorageError with a sentence when it fails for good."""
         for delay in self.delays:
             try:
                 return action()
@@ -126,7 +129,7 @@ class Retry:
 def read_part(storage: Storage, name: str, start: int, target: memoryview, retry: Retry) -> None:
     """Fill `target` from a file that must be there; DamagedFileError when it is not, or ends too early.
 
-    StorageError when the store fails for good, which says nothing about the file.
+    StorageError when the store fails for good, whatever the state of the file.
     """
 
     def read() -> None:

@@ -1,7 +1,8 @@
 """Ask the kernel to write a part of a file to its device now, without waiting for that.
 
-Invariant: a hint. Where it cannot be given (another system, another C library, another kind of file) nothing happens,
-and `fsync` at the end is what makes the bytes last.
+Guarantees:
+- A hint. Where it cannot be given (another system, another C library, another kind of file) nothing happens, and
+  `fsync` at the end is what makes the bytes last.
 """
 
 from __future__ import annotations

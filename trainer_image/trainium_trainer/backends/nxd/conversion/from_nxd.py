@@ -1,7 +1,9 @@
 """From NxD's own checkpoints to this trainer's: a tag as whole tensors.
 
-Invariants: one whole tensor is in memory at a time; master weights, where there are any, are the weights; what does not
-fit the model is refused by name, before anything is written.
+Guarantees:
+- One whole tensor is in memory at a time.
+- Master weights, where there are any, are the weights.
+- What does not fit the model is refused by name, before anything is written.
 """
 
 from __future__ import annotations
@@ -66,7 +68,7 @@ class NxdSource:
         return found
 
     def optimizer_step(self) -> int:
-        """Updates that the moments have seen."""
+        """Return updates that the moments have seen."""
         if not self._tag.has_optimizer:
             return 0
         state = _state_of(self._tag.optimizer(0, 0, 0))
@@ -77,7 +79,7 @@ class NxdSource:
         kept = self._tag.user_content()
         step = step if step is not None else _number(kept, "step", "global_step", "total_steps")
         if step is None:
-            raise UserError(f"{self._tag.folder}/user_content.pt does not say the step: give it with --step")
+            raise UserError(f"{self._tag.folder}/user_content.pt has no step: give it with --step")
         samples = samples if samples is not None else _number(kept, "samples", "consumed_samples", "total_samples")
         tokens = tokens if tokens is not None else _number(kept, "tokens", "consumed_tokens")
         return Position(step=step, samples=samples or 0, tokens=tokens or 0)
@@ -114,7 +116,7 @@ class NxdSource:
                 )
 
     def _drop_head(self, values: dict[str, torch.Tensor], rank: TensorRank) -> None:
-        """Where the output projection is the embedding, a tag may hold it twice. UserError for one of its own."""
+        """Where the output projection is the embedding, a tag may hold it twice. UserError for a separate one."""
         head, embedding = values.pop(LM_HEAD, None), self._tag.model(rank.rank, 0).get(EMBEDDING)
         if head is None or embedding is None or head.is_meta or embedding.is_meta:
             return
@@ -125,7 +127,7 @@ class NxdSource:
             )
 
     def _numbers(self, values: Mapping[str, torch.Tensor], groups: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-        """The optimizer's number of each parameter: they are counted through its groups, in the module's order."""
+        """Return the optimizer's number of each parameter, counted through its groups in the module's order."""
         names = [list(values)]
         if len(groups) > 1:
             # One group decays and the other does not: norms and biases, which have one dimension.
@@ -134,7 +136,7 @@ class NxdSource:
             names = [spared if not group.get("weight_decay") else others for group in groups]
         if groups and [len(each) for each in names] != [len(group["params"]) for group in groups]:
             raise UserError(
-                f"{self._tag.folder}/optim: it cannot be told which parameters its {len(groups)} groups hold: convert "
+                f"{self._tag.folder}/optim: the parameters of its {len(groups)} groups cannot be determined: convert "
                 "the weights alone (--weights-only)"
             )
         ordered = [name for each in names for name in each]
@@ -165,7 +167,7 @@ class NxdSource:
         return whole
 
     def _local(self, part: str, place: _Place) -> torch.Tensor:
-        """A rank's parameter, or what the optimizer has of it, in full."""
+        """Return a rank's parameter, or what the optimizer has of it, in full."""
         if self._tag.has_optimizer:
             states = [self._optimizer(data, place) for data in range(self._tag.sizes.data)]
             if part == WEIGHT:

@@ -6,8 +6,10 @@ A tag is a folder: `checkpoint` (a mark, written first), `model/dp_rank_00_tp_ra
 `X.pt.tensors/tensor_N.pt`, and `X.pt.info.pt` has their types and sizes; weights may be left out where the optimizer
 has master weights (`avoid_saving_lower_precision_weights`), and are then tensors on the device `meta` here.
 
-Invariants: nothing but tensors and plain values is ever unpickled (NxD itself unpickles anything); of a large file only
-the tensors that are used are read; `done` is written last.
+Guarantees:
+- Nothing but tensors and plain values is ever unpickled (NxD itself unpickles anything).
+- Of a large file only the tensors that are used are read.
+- `done` is written last.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _FILE = re.compile(r"^dp_rank_(\d+)_tp_rank_(\d+)_pp_rank_(\d+)\.pt$")
-_BEGUN, _DONE = "checkpoint", "done"
+_STARTED, _DONE = "checkpoint", "done"
 _OPEN_FILES = 256
 """Mapped at a time."""
 
@@ -55,7 +57,7 @@ class Tag:
         """Look at the files. UserError when it is not a tag, or not a complete one."""
         self.folder = folder
         self._cached = functools.lru_cache(_OPEN_FILES)(self._load)
-        if not (folder / _BEGUN).exists():
+        if not (folder / _STARTED).exists():
             raise UserError(f"{folder} is not a tag of an NxD checkpoint: name the folder that has `model` and `done`")
         if not (folder / _DONE).exists():
             raise UserError(f"{folder} has no `done`: the save of that tag never ended; take an older one")
@@ -71,21 +73,21 @@ class Tag:
             self._expect("optim", optimizer, self.sizes.data)
 
     def model(self, tensor: int, pipeline: int) -> dict[str, torch.Tensor]:
-        """A rank's weights by the names of its modules' parameters; read when they are used."""
+        """Return a rank's weights by the names of its modules' parameters; read when they are used."""
         content = self._cached(f"model/{name_of(0, tensor, pipeline)}")
         if not isinstance(content, dict):
             raise UserError(f"{self.folder}/model: not a dictionary of weights")
         return {name: value for name, value in content.items() if isinstance(value, torch.Tensor)}
 
     def optimizer(self, data: int, tensor: int, pipeline: int) -> dict[str, Any]:
-        """A rank's state of the optimizer: `state` and `param_groups`, with ZeRO-1 `base_state` and more."""
+        """Return a rank's state of the optimizer: `state` and `param_groups`, with ZeRO-1 `base_state` and more."""
         content = self._cached(f"optim/{name_of(data, tensor, pipeline)}")
         if not isinstance(content, dict) or "param_groups" not in content:
             raise UserError(f"{self.folder}/optim: not the state of an optimizer")
         return content
 
     def user_content(self) -> dict[str, Any]:
-        """What the training script kept, if those are plain values; else nothing."""
+        """Return what the training script kept, if those are plain values; else nothing."""
         try:
             content = self._load("user_content.pt")
         except UserError:
@@ -114,7 +116,7 @@ class Tag:
         return self._resolved(content, path)
 
     def _resolved(self, content: Any, path: Path) -> Any:
-        """The content with references replaced by the tensors that they mean."""
+        """Return the content with references replaced by the tensors that they mean."""
         if isinstance(content, TensorReference):
             return self._referenced(content.tid, path)
         if isinstance(content, dict):
@@ -135,7 +137,7 @@ class Tag:
 
 
 def name_of(data: int, tensor: int, pipeline: int) -> str:
-    """A rank's file."""
+    """Return a rank's file."""
     return f"dp_rank_{data:02d}_tp_rank_{tensor:02d}_pp_rank_{pipeline:02d}.pt"
 
 
@@ -145,7 +147,7 @@ def begin(folder: Path) -> None:
         raise UserError(f"{folder} is not empty: name a new folder, DIRECTORY/TAG")
     for kind in ("model", "optim"):
         (folder / kind).mkdir(parents=True, exist_ok=True)
-    (folder / _BEGUN).write_text("1")
+    (folder / _STARTED).write_text("1")
 
 
 def finish(folder: Path) -> None:

@@ -1,7 +1,10 @@
 """From this trainer's checkpoints to NxD's own: a tag that NxD's `load_checkpoint` reads.
 
-Invariants: one tensor-parallel rank is in memory at a time; the weights in `model` have the type that was asked for,
-the master weights of ZeRO-1 and the moments are what the checkpoint holds, in float32; `done` is written last.
+Guarantees:
+- One tensor-parallel rank is in memory at a time.
+- The weights in `model` have the type that was asked for, the master weights of ZeRO-1 and the moments are what the
+  checkpoint holds, in float32.
+- `done` is written last.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class NxdTarget:
-    """How the tag is to be cut and spelled."""
+    """The layout and the names of the tag."""
 
     tensor: int
     """Tensor-parallel degree."""
@@ -96,7 +99,7 @@ def _write_rank(
 
 
 def _local(contents: Contents, rank: TensorRank, part: str, parameter: str) -> torch.Tensor:
-    """A rank's parameter, put together from boxes of whole tensors."""
+    """Return a rank's parameter, put together from boxes of whole tensors."""
     pieces = pieces_of(rank, parameter)
     rows = sum(piece.sizes[0] for piece in pieces)
     local = torch.empty((rows, *pieces[0].sizes[1:]), dtype=torch.float32)

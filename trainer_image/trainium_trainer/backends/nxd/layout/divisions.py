@@ -1,6 +1,7 @@
-"""How the ranks of the nxd backend divide whole tensors, in the words of checkpoints.
+"""The division of whole tensors over the ranks of the nxd backend, in the form of checkpoints.
 
-Invariant: follows from the boxes of all ranks of the group, so it cannot differ from where the values are.
+Guarantees:
+- Follows from the boxes of all ranks of the group, so it cannot differ from where the values are.
 """
 
 from __future__ import annotations
@@ -28,13 +29,16 @@ class StoredRows:
 
 
 def divisions(rank: TensorRank, parameter: str, *, adapter_rank: int = 0) -> tuple[Division, ...]:
-    """The division of each piece of a parameter over the tensor-parallel group; KeyError like `TensorRank.pieces`."""
+    """Return the division of each piece of a parameter over the tensor-parallel group.
+
+    KeyError like `TensorRank.pieces`.
+    """
     group = [replace(rank, rank=each).pieces(parameter, adapter_rank=adapter_rank) for each in range(rank.size)]
     return tuple(_division([pieces[number] for pieces in group]) for number in range(len(group[0])))
 
 
 def _division(boxes: list[Piece]) -> Division:
-    """Of one piece, from its boxes on all ranks of the group, which are of equal size."""
+    """Return the division of one piece, from its boxes on all ranks of the group, which are of equal size."""
     first = boxes[0]
     for dimension, (size, whole) in enumerate(zip(first.sizes, first.whole, strict=True)):
         if size != whole:
@@ -44,12 +48,12 @@ def _division(boxes: list[Piece]) -> Division:
 
 
 def replicated(pieces: Sequence[Piece], divided: Sequence[Division]) -> tuple[StoredRows, ...]:
-    """What a parameter is stacked of where every data-parallel rank holds its state."""
+    """Return what a parameter is stacked of where every data-parallel rank holds its state."""
     return tuple(StoredRows(piece, division) for piece, division in zip(pieces, divided, strict=True))
 
 
 def zero1(pieces: Sequence[Piece], divided: Sequence[Division], rank: int, rows: int) -> tuple[StoredRows, ...]:
-    """The same where data-parallel rank number `rank` holds the state of the `rank`-th run of `rows` rows."""
+    """Return the same where data-parallel rank number `rank` holds the state of the `rank`-th run of `rows` rows."""
     return tuple(
         StoredRows(
             piece.within(rank * rows, (rank + 1) * rows) or piece.nothing(),

@@ -3,9 +3,10 @@
 NxD keeps one file per rank, cut by tensor and pipeline parallelism, and with ZeRO-1 the optimizer's state by data
 parallelism too: every parameter's rows padded to a multiple of the ranks and dealt out in equal runs. Its names are
 those of its layers, which hold query, key and value in one weight or in three, and gate and up likewise; a checkpoint
-of this trainer has whole tensors under Hugging Face's names. Which rows are which says `pieces`.
+of this trainer has whole tensors under Hugging Face's names. `pieces` gives the rows.
 
-Invariant: a number in the optimizer's state is the place of a parameter in the order of the module.
+Guarantees:
+- A number in the optimizer's state is the place of a parameter in the order of the module.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ MOMENTS = {moment("expAvg"): "exp_avg", moment("expAvgSq"): "exp_avg_sq"}
 
 
 class Projections(StrEnum):
-    """How the tag names query, key and value."""
+    """The names of query, key and value in the tag."""
 
     FUSED = "fused"
     """`qkv_proj.weight_qkv`: GQAQKVColumnParallelLinear with `fuse_qkv`, as this trainer's nxd backend has it."""
@@ -46,7 +47,7 @@ class Projections(StrEnum):
 
 
 def pieces_of(rank: TensorRank, parameter: str) -> tuple[Piece, ...]:
-    """What a parameter of any of these spellings consists of; KeyError for an unknown name."""
+    """Return what a parameter of any of these spellings consists of; KeyError for an unknown name."""
     owner, _, leaf = parameter.rpartition(".")
     prefix, _, module = owner.rpartition(".")
     last = f"{module}.{leaf}"
@@ -58,7 +59,7 @@ def pieces_of(rank: TensorRank, parameter: str) -> tuple[Piece, ...]:
 
 
 def parameters_of(shape: ModelShape, projections: Projections) -> Iterator[str]:
-    """The module's parameters in the order of registration, which numbers them in the optimizer's state."""
+    """Yield the module's parameters in the order of registration, which numbers them in the optimizer's state."""
     qkv = [_FUSED] if projections is Projections.FUSED else [f"qkv_proj.weight_{which}" for which in "qkv"]
     yield "model.embed_tokens.weight"
     for number in range(shape.num_layers):

@@ -1,9 +1,11 @@
 """Where the values of a Llama lie in the parameters of NxD's parallel layers, and back: names, rows, replicas.
 
 NxD computes query, key and value from one weight and gate and up from another (HLAT's coalesced layers), and repeats
-key and value heads when there are more tensor-parallel ranks than heads. Invariants: names on one side are Hugging
-Face's, on the other those of the modules of `backends.nxd.llama`; every stretch of a local parameter is one box of a
-whole tensor.
+key and value heads when there are more tensor-parallel ranks than heads.
+
+Guarantees:
+- Names on one side are Hugging Face's, on the other those of the modules of `backends.nxd.llama`.
+- Every stretch of a local parameter is one box of a whole tensor.
 """
 
 from __future__ import annotations
@@ -56,17 +58,17 @@ class Piece:
         return self.start + self.sizes[0]
 
     def of(self, whole: Tensor) -> Tensor:
-        """The box, of the whole tensor."""
+        """Return the box, of the whole tensor."""
         for dimension, (offset, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):
             whole = whole.narrow(dimension, offset, size)
         return whole
 
     def nothing(self) -> Piece:
-        """The piece without rows."""
+        """Return the piece without rows."""
         return replace(self, start=0, offsets=(0,) * len(self.whole), sizes=(0, *self.sizes[1:]))
 
     def within(self, start: int, end: int) -> Piece | None:
-        """What of the piece lies in local rows [start, end), counted from `start`; None for nothing."""
+        """Return what of the piece lies in local rows [start, end), counted from `start`; None for nothing."""
         first, last = max(self.start, start), min(self.end, end)
         if first >= last:
             return None
@@ -79,7 +81,7 @@ class Piece:
 
 
 def norm_terms(pieces: Sequence[Piece]) -> tuple[tuple[int | None, int | None, int], ...]:
-    """How a sum of squares goes over what a rank holds of a parameter: first row, end and by what it is divided.
+    """Return how a sum of squares goes over what a rank holds of a parameter: first row, end and by what it is divided.
 
     What several tensor-parallel ranks hold counts for its share on each; rows None: all of them.
     """
@@ -137,7 +139,7 @@ class TensorRank:
         return self.query_chunk // self.key_value_copies
 
     def cut(self, projection: str) -> ProjectionCut:
-        """How a projection is divided, by Hugging Face's name of the module. KeyError for one that no model has."""
+        """Return how a projection is divided, by Hugging Face's name of the module. KeyError for an unknown one."""
         shape, hidden = self.shape, self.shape.hidden_size
         query, key_value = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
         match projection.rpartition(".")[2]:
@@ -160,7 +162,7 @@ class TensorRank:
         return ProjectionCut(whole, dimension, chunk * length, length, copies)
 
     def pieces(self, parameter: str, *, adapter_rank: int = 0) -> tuple[Piece, ...]:
-        """What a module's parameter consists of; KeyError for a name that the model does not have.
+        """Return what a module's parameter consists of; KeyError for a name that the model does not have.
 
         `adapter_rank` is the width of the adapters, if there are any.
         """
@@ -181,7 +183,7 @@ class TensorRank:
         raise KeyError(parameter)
 
     def _stacked(self, prefix: str, *projections: str) -> tuple[Piece, ...]:
-        """The rows of several projections, one below the other."""
+        """Return the rows of several projections, one below the other."""
         found: list[Piece] = []
         for name in projections:
             start = found[-1].end if found else 0
@@ -189,7 +191,7 @@ class TensorRank:
         return tuple(found)
 
     def _adapter(self, parameter: str, cut: ProjectionCut, first: bool, rank: int) -> Piece:
-        """Of A, [rank, inputs], and B, [outputs, rank], one is divided as the projection is, the other is whole."""
+        """Divide one of A, [rank, inputs], and B, [outputs, rank], as the projection; the other is whole."""
         side = 1 if first else 0
         whole = (rank, cut.whole[1]) if first else (cut.whole[0], rank)
         if cut.dimension == side:

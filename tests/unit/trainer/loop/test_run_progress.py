@@ -14,20 +14,20 @@ from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer.checkpoint.interfaces import Position
 from trainium_trainer.configuration.config import launch_of, settle, with_steps
 from trainium_trainer.data.batches.loader import Share
-from trainium_trainer.loop.course import Course
+from trainium_trainer.loop.run_progress import RunProgress
 from trainium_trainer.loop.schedule import factor, learning_rate
 
 START = Position(step=0, samples=0, tokens=0)
 
 
-def course(ranks: int, *, steps: int = 10, micro_size: int = 1, **batch: Any) -> Course:
+def course(ranks: int, *, steps: int = 10, micro_size: int = 1, **batch: Any) -> RunProgress:
     fields = {"batch": {"microSize": micro_size, **batch}, "steps": steps, "schedule": {"warmupSteps": 0}}
     config = TrainingConfig.model_validate(fields)
     launch = launch_of({"RANK": "0", "WORLD_SIZE": str(ranks)})
-    return Course.of(settle(with_steps(config, None), launch, vocabulary=512))
+    return RunProgress.of(settle(with_steps(config, None), launch, vocabulary=512))
 
 
-def after(position: Position, course: Course) -> Position:
+def after(position: Position, course: RunProgress) -> Position:
     taken = course.next_batch(position.samples)
     return Position(step=position.step + 1, samples=position.samples + taken, tokens=0, batch=taken)
 
@@ -47,7 +47,7 @@ def test_every_sample_is_taken_once_whatever_the_sizes_and_batches_stay_within_t
     position, seen = START, []
     for number, (ranks, most) in enumerate(history):
         batch = step_batch(global_size, micro_size, ranks, tolerance)
-        at = Course(batch=batch, steps=steps, end=steps * global_size)
+        at = RunProgress(batch=batch, steps=steps, end=steps * global_size)
         shares = [
             Share(global_size=batch, micro_size=micro_size, dp_rank=rank, dp_size=ranks, end=at.end)
             for rank in range(ranks)
@@ -75,7 +75,7 @@ def test_without_a_tolerance_steps_are_counted_as_ever(
     global_size: int, micro_size: int, ranks: int, steps: int, step: int
 ) -> None:
     batch = step_batch(global_size, micro_size, ranks)
-    at = Course(batch=batch, steps=steps)
+    at = RunProgress(batch=batch, steps=steps)
     position = Position(step=step, samples=step * global_size, tokens=0)
     assert at.next_batch(position.samples) == global_size
     assert at.is_over(position) == (step >= steps)

@@ -1,6 +1,7 @@
-"""How much memory the device of this process has.
+"""The memory of the device of this process.
 
-Invariant: a number is given where the machine says it, never guessed.
+Guarantees:
+- The number is one that the machine reports, never a guess.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""How far a run has come and how long its next step is: in steps, or in samples where steps differ.
+"""The progress of a run and the length of its next step: in steps, or in samples where steps differ.
 
-Invariants: a pure function of configuration, size and position. Without a tolerance (`batch.tolerance`) all steps are
-alike and are what is counted. With one the samples are: the run ends with the sample at which it would have ended
-without, and the last step takes what is left.
+Guarantees:
+- The values are a pure function of configuration, size and position.
+- Without a tolerance (`batch.tolerance`) all steps are alike, and steps are counted.
+- With one, samples are counted: the run ends with the sample at which it would have ended without, and the last step
+  takes what is left.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Course:
+class RunProgress:
     """From a run's first sample to its last, at one size."""
 
     batch: int
@@ -30,28 +32,28 @@ class Course:
     """The samples of the whole run; None where steps are counted."""
 
     @staticmethod
-    def of(settings: Settings, epoch_samples: int | None = None) -> Course:
-        """The course of a configuration whose steps are known; an epoch is `epoch_samples` long."""
+    def of(settings: Settings, epoch_samples: int | None = None) -> RunProgress:
+        """Return the course of a configuration whose steps are known; an epoch is `epoch_samples` long."""
         config, end = settings.config, None
         if config.batch.tolerance:
             counted = config.epochs and epoch_samples
             end = math.ceil(config.epochs * counted) if counted else config.steps * config.batch.global_size
-        return Course(batch=settings.batch, steps=config.steps, end=end)
+        return RunProgress(batch=settings.batch, steps=config.steps, end=end)
 
     def next_batch(self, samples: int) -> int:
-        """Samples of the step that begins at a global position."""
+        """Return samples of the step that begins at a global position."""
         return samples_at(samples, self.batch, self.end)
 
     def is_over(self, position: Position) -> bool:
-        """Whether there is no step left."""
+        """Return whether there is no step left."""
         return position.step >= self.steps if self.end is None else position.samples >= self.end
 
     def done(self, position: Position) -> float:
-        """How many of `steps` a position is from the beginning, for the schedule."""
+        """Return how many of `steps` a position is from the beginning, for the schedule."""
         return position.step if self.end is None else position.samples * self.steps / self.end
 
     def total_steps(self, position: Position) -> int:
-        """Steps of the whole run, were it to go on at this size."""
+        """Return steps of the whole run, were it to go on at this size."""
         if self.end is None:
             return self.steps
         left = max(0, self.end - position.samples)

@@ -1,8 +1,13 @@
-"""How a start of the ranks gets hold of the durable root, on the first rank: owner, settings, fence, in this order.
+"""The acquisition of the durable root by a start of the ranks, on the first rank.
 
-Invariants: whoever is refused, because the folder is another job's or holds another run, has written nothing and has
-fenced nobody out; nothing is committed before the fence is ours. A fence that cannot be written because the store is
-full or away is claimed by the first save that can: a run that has its state in memory goes on meanwhile.
+Owner, settings, fence, in this order.
+
+Guarantees:
+- A start that is refused, because the folder is another job's, holds another run or lies inside another root, has
+  written nothing and has fenced nobody out.
+- Nothing is committed before this start holds the fence.
+- A fence that cannot be written, because the store is full or unreachable, is claimed by the first save that can: a run
+  that has its state in memory continues meanwhile.
 """
 
 from __future__ import annotations
@@ -26,8 +31,8 @@ _ONCE_MORE = 1
 """Tries of a fence that the start can do without: a full store does not get room within half a minute."""
 
 
-class Entrance:
-    """One rank's right to commit below the root; the first rank's `open` is called before all else."""
+class CommitLease:
+    """One rank's right to commit below the root; the first rank's `acquire` is called before all else."""
 
     def __init__(self, storage: Storage, owner: OwnerRecords, token: FenceToken, retry: Retry) -> None:
         self._storage = storage
@@ -39,25 +44,25 @@ class Entrance:
 
     @property
     def generation(self) -> int:
-        """Of this start."""
+        """The generation of this start."""
         return self._token.generation
 
-    def open(self, refuse: Callable[[Survey], None]) -> tuple[Survey, StorageError | None]:
-        """What is below the root, and why the fence could not be claimed, if it could not.
+    def acquire(self, refuse: Callable[[Survey], None]) -> tuple[Survey, StorageError | None]:
+        """Return what is below the root, and why the fence could not be claimed, if it could not.
 
         `refuse` raises when what is there is not this run's. Raises StorageError when the root cannot be read or become
         ours, UnusableCheckpointError when it is another job's, StaleGenerationError when a newer start owns it.
         """
         where, problem = self._storage.location, None
         self._retry.run(self._storage.prepare, where)
-        if not self._retry.run(self._owner.held, where) or self._is_other_run():
+        if not self._retry.run(self._owner.is_held, where) or self._is_other_run():
             if (other := nested_root(self._storage)) is not None:
                 raise UnusableCheckpointError(
                     f"{where} and {other}, which holds the checkpoints of a run, lie one in the other: choose a "
                     "checkpoint.path (of a job checkpoint.storage.subPath) beside it"
                 )
             refuse(self._retry.run(lambda: survey(self._storage), where))
-            self._retry.run(self._owner.take, where)
+            self._retry.run(self._owner.take_ownership, where)
         try:
             self._claim(Retry(self._retry.delays[:_ONCE_MORE], self._retry.sleep))
         except StorageError as error:
@@ -67,14 +72,14 @@ class Entrance:
         refuse(found)
         return found, problem
 
-    def confirm(self) -> None:
-        """Before a commit: claim the fence where the start could not. Raises like `open`."""
+    def ensure(self) -> None:
+        """Before a commit: claim the fence where the start could not. Raises like `acquire`."""
         if not self.claimed:
-            self._retry.run(self._owner.take, self._storage.location)
+            self._retry.run(self._owner.take_ownership, self._storage.location)
             self._claim(self._retry)
 
     def check(self) -> None:
-        """StaleGenerationError when the run has gone on without this start of it; OSError when nobody can tell."""
+        """Raise StaleGenerationError when the run has gone on without this start, OSError when the store fails."""
         if self.claimed:
             check_fence(self._storage, self._token)
         else:
