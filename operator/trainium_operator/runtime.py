@@ -19,7 +19,7 @@ from trainium_operator.clock import SteadyClock
 from trainium_operator.cluster import coordinator_ports, job_pages, lease, reconciler, release
 from trainium_operator.cluster.api import client, errors, resources
 from trainium_operator.cluster.cache import discovery, dra, kueue, namespaces, reflector, store, views
-from trainium_operator.cluster.execute import deletion_limit, events, executor, policy_writes, undeclared_fields
+from trainium_operator.cluster.execute import events, executor, policy_writes
 from trainium_operator.cluster.fleet import fleet_reconciler
 from trainium_operator.cluster.queue import creation_backoff, observe, pace, pod_warnings, waiting_gangs, work_queue
 from trainium_operator.coordinator import authentication, certificate_keeper, certificates, probe, server, state
@@ -186,9 +186,8 @@ class Runtime:
                 self.recorder,
                 self.state,
                 backoff,
-                deletion_limit.ForceDeleteLimiter(clock),
-                undeclared_fields.UndeclaredFields(clock),
                 policies,
+                clock,
             ),
             recorder=self.recorder,
             meter=fleet_reconciler.FleetMeter(self.metrics, self.fleet),

@@ -16,8 +16,10 @@ from trainium_operator.cluster.api.errors import NotFoundError
 from trainium_operator.cluster.cache.kueue_views import with_conditions
 from trainium_operator.cluster.fleet.fleet_reconciler import FleetReconciler
 from trainium_operator.cluster.job_pages import JobPageData
+from trainium_operator.cluster.queue.creation_backoff import CreationBackoff
 from trainium_operator.cluster.queue.observe import Observer, enqueue_on_change
 from trainium_operator.cluster.queue.pace import Pace
+from trainium_operator.cluster.queue.pod_warnings import PodWarnings
 from trainium_operator.cluster.queue.waiting_gangs import WaitingGangs
 from trainium_operator.cluster.queue.work_queue import WorkQueue
 from trainium_operator.coordinator.state import CoordinatorState
@@ -127,6 +129,9 @@ class World:
             self.state,
             ca_bundle=lambda: "-----BEGIN CERTIFICATE-----\n",
             wall_clock=self.clock,
+            creation_backoff=CreationBackoff(self.clock),
+            warnings=PodWarnings(api, self.caches.pods, self.clock),
+            policy_refusal=lambda _uid: None,
             fleet=self.fleet.current,
             gangs=WaitingGangs(self.caches.jobs, self.caches.pods, wake=pace.put),
         )

@@ -16,7 +16,7 @@ import asyncio
 import re
 from functools import partial
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from trainium_operator.cluster.api.errors import (
     AlreadyExistsError,
@@ -45,9 +45,7 @@ from trainium_operator.cluster.execute.events import note_of, write_failed
 from trainium_operator.cluster.execute.membership_writes import MembershipWrites
 from trainium_operator.cluster.execute.merge_patch import replace_content
 from trainium_operator.cluster.execute.optional_api_writes import drop_quota, drop_template, write_quota_conditions
-from trainium_operator.cluster.execute.policy_writes import PolicyWrites
 from trainium_operator.cluster.execute.undeclared_fields import UndeclaredFields
-from trainium_operator.cluster.queue.creation_backoff import CreationBackoff
 from trainium_operator.plan.model.actions import (
     ApplyGroup,
     ApplyObject,
@@ -63,17 +61,18 @@ from trainium_operator.plan.model.actions import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
-    from trainium_contract.wire.messages import Membership
     from trainium_operator.cluster.api.client import Api, Json
     from trainium_operator.cluster.api.resources import Resource
     from trainium_operator.cluster.cache.reflector import Lister
     from trainium_operator.cluster.cache.store import IndexedCache
     from trainium_operator.cluster.execute.events import EventRecorder
+    from trainium_operator.cluster.execute.policy_writes import PolicyWrites
+    from trainium_operator.cluster.queue.creation_backoff import CreationBackoff
     from trainium_operator.cluster.queue.observe import Caches
+    from trainium_operator.coordinator.state import CoordinatorState
     from trainium_operator.plan.model.actions import Action, Plan
-    from trainium_operator.plan.model.names import JobId
     from trainium_operator.plan.model.observed import JobView
 
 REPORT_FROM_PAUSE = 2.0
@@ -86,14 +85,6 @@ _FORBIDDEN = re.compile(r'^(?:[A-Z]+ \S+: HTTP \d+: )?(?:\w+ "[^"]*" is (?:forbi
 _APPLIED = (CONFIG_MAPS, DISRUPTION_BUDGETS, NETWORK_POLICIES, TEMPLATES)
 
 
-class Publisher(Protocol):
-    """The coordinator, as far as a plan changes it."""
-
-    def publish(self, job: JobId, membership: Membership) -> None:
-        """Serve this membership to the job's agents."""
-        ...
-
-
 class Executor:
     """One per process; `execute` may run for several jobs at once, never twice for the same."""
 
@@ -102,16 +93,15 @@ class Executor:
         api: Api,
         caches: Caches,
         recorder: EventRecorder,
-        publisher: Publisher,
-        creation_backoff: CreationBackoff | None = None,
-        destruction: ForceDeleteLimiter | None = None,
-        undeclared: UndeclaredFields | None = None,
-        policies: PolicyWrites | None = None,
+        publisher: CoordinatorState,
+        creation_backoff: CreationBackoff,
+        policies: PolicyWrites,
+        clock: Callable[[], float],
     ) -> None:
-        self._undeclared = undeclared or UndeclaredFields(lambda: 0.0)
-        self._destruction = destruction or ForceDeleteLimiter(lambda: 0.0)
-        self._policies = policies or PolicyWrites(lambda: 0.0)
-        self._creation_backoff = creation_backoff or CreationBackoff(lambda: 0.0)
+        self._undeclared = UndeclaredFields(clock)
+        self._force_deletions = ForceDeleteLimiter(clock)
+        self._policies = policies
+        self._creation_backoff = creation_backoff
         self._api = api
         self._caches = caches
         self._recorder = recorder
@@ -122,7 +112,7 @@ class Executor:
         )
 
     async def execute(self, job: JobView, plan: Plan) -> None:
-        """Do it. Raises ApiError of the first write that failed."""
+        """Execute the plan. Raises the ApiError of the first write that failed."""
         if plan.status != job.status:
             await self._write_status(job, plan)
         for intent in plan.events:
@@ -322,7 +312,7 @@ class Executor:
 
     async def _delete_pod(self, job: JobView, action: DeletePod) -> None:
         if action.grace_seconds == 0:
-            self._destruction.permit(action.uid, len(self._caches.pods.store))
+            self._force_deletions.permit(action.uid, len(self._caches.pods.store))
         async with self._slots.of(job.id):
             try:
                 raw = await self._api.delete(

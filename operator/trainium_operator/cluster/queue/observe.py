@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from trainium_operator.cluster.cache.reflector import Reflector
-from trainium_operator.cluster.queue.creation_backoff import CreationBackoff
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.names import LABEL_INSTANCE_TYPE
 from trainium_operator.plan.model.observed import (
@@ -21,7 +20,7 @@ from trainium_operator.plan.model.observed import (
 from trainium_operator.plan.report.write_throttle import only_progress_differs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from trainium_operator.cluster.cache.device_views import SliceView
     from trainium_operator.cluster.cache.dra import Dra
@@ -30,12 +29,13 @@ if TYPE_CHECKING:
     from trainium_operator.cluster.cache.reflector import Lister
     from trainium_operator.cluster.cache.store import Entry, Key
     from trainium_operator.cluster.cache.views import ChildRecord, JobRecord
+    from trainium_operator.cluster.queue.creation_backoff import CreationBackoff
     from trainium_operator.cluster.queue.pace import Pace
     from trainium_operator.cluster.queue.pod_warnings import PodWarnings
     from trainium_operator.cluster.queue.waiting_gangs import WaitingGangs
     from trainium_operator.cluster.queue.work_queue import WorkQueue
-    from trainium_operator.plan.model.names import JobId
-    from trainium_operator.plan.model.observed import AgentView, JobView, PodView, PolicyRefusal
+    from trainium_operator.coordinator.state import CoordinatorState
+    from trainium_operator.plan.model.observed import JobView, PodView, PolicyRefusal
     from trainium_operator.plan.model.quota import WorkloadView
 
 
@@ -96,38 +96,23 @@ class Caches:
         return self.config_maps.store.owned_by(job.id).get(key)
 
 
-class Agents(Protocol):
-    """The coordinator's state."""
-
-    since: float
-    """When this process began to answer agents as the leader, in Unix seconds."""
-
-    def agents(self, job: JobId) -> Mapping[str, AgentView]:
-        """Agents of a job by pod uid."""
-        ...
-
-    def published(self, job: JobId) -> int:
-        """Return the generation that is served; 0 for none."""
-        ...
-
-
 class Observer:
     """Builds `Observed`."""
 
     def __init__(
         self,
         caches: Caches,
-        agents: Agents,
+        agents: CoordinatorState,
         *,
         ca_bundle: Callable[[], str],
         wall_clock: Callable[[], float],
-        creation_backoff: CreationBackoff | None = None,
-        warnings: PodWarnings | None = None,
-        policy_refusal: Callable[[str], PolicyRefusal | None] = lambda _uid: None,
-        fleet: Callable[[], FleetView] = FleetView,
-        gangs: WaitingGangs | None = None,
+        creation_backoff: CreationBackoff,
+        warnings: PodWarnings,
+        policy_refusal: Callable[[str], PolicyRefusal | None],
+        fleet: Callable[[], FleetView],
+        gangs: WaitingGangs,
     ) -> None:
-        self._creation_backoff = creation_backoff or CreationBackoff(wall_clock)
+        self._creation_backoff = creation_backoff
         self._warnings = warnings
         self._policy_refusal = policy_refusal
         self._caches = caches
@@ -155,8 +140,7 @@ class Observer:
             for (_, name), record in lister.store.owned_by(job.id).items()
         }
         membership = caches.membership_of(job)
-        if self._warnings is not None:
-            pods = self._warnings.applied_to(job, pods)
+        pods = self._warnings.applied_to(job, pods)
         return Observed(
             job=job,
             pods=pods,
@@ -176,7 +160,7 @@ class Observer:
             policy_refusal=self._policy_refusal(job.uid),
             fleet=self._fleet().seen_from(job.namespace),
             quota=caches.kueue.quota(job),
-            wanted_elsewhere=self._gangs.nodes_wanted(job) if self._gangs is not None else 0,
+            wanted_elsewhere=self._gangs.nodes_wanted(job),
             devices=caches.dra.devices(job, pods, self._usable(job)),
             status_written=status_written,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from tests.testing.api.fake_kubernetes import FakeCluster
 from tests.testing.suite.virtual_time import run_virtual
@@ -13,6 +13,7 @@ from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.api.resources import JOBS
 from trainium_operator.cluster.execute.events import EventRecorder
 from trainium_operator.cluster.execute.executor import Executor
+from trainium_operator.cluster.execute.policy_writes import PolicyWrites
 from trainium_operator.cluster.queue.creation_backoff import CreationBackoff
 from trainium_operator.plan.manifests.config_maps import membership_map
 from trainium_operator.plan.model import names
@@ -25,6 +26,7 @@ from trainium_operator.runtime import make_caches
 from trainium_operator.settings import Settings
 
 if TYPE_CHECKING:
+    from trainium_operator.coordinator.state import CoordinatorState
     from trainium_operator.plan.model.names import JobId
     from trainium_operator.plan.model.observed import JobView
 
@@ -39,7 +41,15 @@ class World:
         self.published: list[int] = []
         self.now = 1000.0
         self.creation_backoff = CreationBackoff(lambda: self.now)
-        self.executor = Executor(api, self.caches, self.recorder, self, self.creation_backoff)
+        self.executor = Executor(
+            api,
+            self.caches,
+            self.recorder,
+            cast("CoordinatorState", self),
+            self.creation_backoff,
+            PolicyWrites(lambda: self.now),
+            lambda: self.now,
+        )
 
     def publish(self, job: JobId, membership: Membership) -> None:
         assert job == self.job.id
