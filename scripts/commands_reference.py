@@ -53,12 +53,12 @@ def _command(name: str, command: Any) -> list[str]:
     if children:
         return [section for child in children for section in _command(f"{name} {child}", children[child])]
     usage = " ".join([name, *(_metavar(each) for each in command.params if each.param_type_name == "argument")])
-    rows = [f"| {_flags(each)} | {_cell(each)} |" for each in command.params if _told(each)]
+    rows = [f"| {_flags(each)} | {_cell(each)} |" for each in command.params if _is_shown(each)]
     table = "\n| | |\n| --- | --- |\n" + "\n".join(rows) + "\n" if rows else ""
     return [f"### {name}\n\n`{usage}`\n\n{_text(command.help)}\n{table}"]
 
 
-def _told(parameter: Any) -> bool:
+def _is_shown(parameter: Any) -> bool:
     return not getattr(parameter, "hidden", False) and parameter.name not in {
         "help", "install_completion", "show_completion",
     }  # fmt: skip

@@ -1,7 +1,7 @@
 # ruff: noqa: INP001, T201 - a script that prints
 """Run the property tests of `tests/unit/fuzz` under atheris, which is guided by coverage (`make fuzz`).
 
-Each target runs in a process of its own and stops at the first failure. Hypothesis saves a failing input in its
+Each target runs in a separate process and stops at the first failure. Hypothesis saves a failing input in its
 database, so `make test ARGS=tests/unit/fuzz` replays and shrinks it. Inputs that reach new code are kept in
 out/fuzz/TARGET, so the next run continues there.
 """

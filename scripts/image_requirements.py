@@ -1,12 +1,12 @@
 # ruff: noqa: INP001 - a script
-"""Prints what one image installs: the part of constraints.txt that it needs, versions pinned and with hashes.
+"""Print what one image installs: the part of constraints.txt that it needs, versions pinned and with hashes.
 
 Usage, from the repository's root: python scripts/image_requirements.py operator|trainer|client|build|dev
 `operator` and `client` are what the distributions of that name need by their pyproject.toml, `trainer` the same with
 extra s3, `build` is what makes wheels, `dev` is all that the tests need (not the group docs, whose pins are
-docs_requirements.txt). A torch that is already installed (a vendor's image brings its own) is left alone, and so is
+docs_requirements.txt). A torch that is already installed (a vendor's image includes one) is left alone, and so is
 everything that only the pinned torch would need.
-Invariant: no distribution of our own is in the answer, nor asked for at an index: they are installed from wheels.
+Invariant: the output has no distribution of this repository, and no index is asked for one: they come from wheels.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 OWN = "trainium-"
-"""How the names of our own distributions begin."""
+"""Prefix of the names of the distributions of this repository."""
 PARTS = {"operator": "trainium-operator", "trainer": "trainium-trainer[s3]", "client": "trainium-client"}
-"""Part -> what it is."""
+"""Part -> its distribution."""
 
 
 def blocks(text: str) -> dict[str, str]:
@@ -52,10 +52,10 @@ def normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def rooms() -> dict[str, dict[str, Any]]:
-    """Distribution -> the pyproject.toml of its room, as far as rooms are here: an image sees only its own."""
+def projects() -> dict[str, dict[str, Any]]:
+    """Map distributions to their pyproject.toml, as far as they exist here: an image has only its own."""
     found = (tomllib.loads(file.read_text(encoding="utf-8")) for file in sorted(Path().glob("*/pyproject.toml")))
-    return {room["project"]["name"]: room for room in found}
+    return {each["project"]["name"]: each for each in found}
 
 
 def needs(requirement: str, known: Mapping[str, dict[str, Any]]) -> set[str]:
@@ -64,7 +64,7 @@ def needs(requirement: str, known: Mapping[str, dict[str, Any]]) -> set[str]:
     if match is None:
         return {requirement}
     if match[1] not in known:
-        sys.exit(f"no room here is {match[1]}, which {requirement} asks for; give its pyproject.toml too")
+        sys.exit(f"no pyproject.toml here is of {match[1]}, which {requirement} requires; add it")
     project = known[match[1]]["project"]
     extras = project.get("optional-dependencies", {})
     chosen = [need for name in (match[2] or "").split(",") if name for need in extras[name]]
@@ -73,12 +73,12 @@ def needs(requirement: str, known: Mapping[str, dict[str, Any]]) -> set[str]:
 
 def wanted(part: str) -> list[str]:
     """Return the requirements of a part."""
-    known = rooms()
+    known = projects()
     if part == "build":
-        return sorted({need for room in known.values() for need in room["build-system"]["requires"]})
+        return sorted({need for each in known.values() for need in each["build-system"]["requires"]})
     if part != "dev":
         return sorted(needs(PARTS[part], known))
-    extras = {name: ",".join(room["project"].get("optional-dependencies", ())) for name, room in known.items()}
+    extras = {name: ",".join(each["project"].get("optional-dependencies", ())) for name, each in known.items()}
     found = {each for name, chosen in extras.items() for each in needs(f"{name}[{chosen}]", known)}
     groups = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["dependency-groups"]
     return sorted({*found, *groups["dev"]})

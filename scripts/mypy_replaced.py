@@ -1,7 +1,7 @@
 # ruff: noqa: INP001 - a script
 """A mypy plugin that types `model.replaced(field=value, ...)`: only fields of the model, each with its own type.
 
-Python has no way to say this for a method of a base class; mypy has the same rule built in for `dataclasses.replace`.
+Python cannot express this for a method of a base class; mypy has the same rule built in for `dataclasses.replace`.
 Invariant: without the plugin the code means the same and is only checked less. Named in `[tool.mypy]`.
 """
 

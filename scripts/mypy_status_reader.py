@@ -1,7 +1,7 @@
 # ruff: noqa: INP001 - a script
 """A mypy plugin that types `part.text("field")` of a `StatusReader[Model]`: only wire names of the model's fields.
 
-`part.part("field")` and `part.parts("field")` are of the model that the field has. Python has no way to say either.
+`part.part("field")` and `part.parts("field")` are of the model that the field has. Python cannot express either.
 Invariant: without the plugin the code means the same and is only checked less. Named in `[tool.mypy]`.
 """
 

@@ -33,7 +33,7 @@ _FENCE = re.compile(r"^ {0,3}(```+|~~~+)")
 
 
 def is_elsewhere(target: str) -> bool:
-    """Whether a link leads out of the repository."""
+    """Return whether a link leads out of the repository."""
     return re.match(r"[a-z][a-z0-9+.-]*:", target) is not None
 
 

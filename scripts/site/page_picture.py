@@ -1,7 +1,7 @@
 # ruff: noqa: INP001 - a script
-"""Writes docs/images/page.png: the page of the recorded job (tests/testing/api/recorded) in chromium.
+"""Write docs/images/page.png: the page of the recorded job (tests/testing/api/recorded) in chromium.
 
-Its curve is what the recorded log tells of the last steps. Needs chromium on PATH.
+Its curve is that of the last steps in the recorded log. Needs chromium on PATH.
 """
 
 from __future__ import annotations

@@ -97,5 +97,5 @@ def test_an_extra_of_our_own_is_followed_and_a_room_that_is_not_there_is_never_a
     }
     assert script.needs("trainium-one==1", rooms) == {"a>=1", "b", "c", "d<2"}
     del rooms["trainium-two"]
-    with pytest.raises(SystemExit, match=r"no room here is trainium-two, which trainium-two\[x,y\]==1 asks for"):
+    with pytest.raises(SystemExit, match=r"is of trainium-two, which trainium-two\[x,y\]==1 requires; add it"):
         script.needs("trainium-one==1", rooms)
