@@ -11,9 +11,11 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import torch
+from torch import distributed as dist
+
 from trainium_trainer.artifacts.stage import at_milestones
 from trainium_trainer.backends.choose import find_backend, make_backend
-from trainium_trainer.backends.sample_group import batch_group_of
 from trainium_trainer.checkpoint.interfaces import Position
 from trainium_trainer.checkpoint.manager import CheckpointManager
 from trainium_trainer.checkpoint.root.metrics_copy import records_folder
@@ -36,7 +38,7 @@ from trainium_trainer.weights.initial import InitialWeights
 
 if TYPE_CHECKING:
     from trainium_contract.trainer.config import TrainingConfig
-    from trainium_trainer.backends.base import Backend
+    from trainium_trainer.backends.base import Backend, Mesh
     from trainium_trainer.configuration.config import Settings
     from trainium_trainer.data.batches.loader import Loader
     from trainium_trainer.data.opening import Data
@@ -169,7 +171,7 @@ def start(settings: Settings, progress: ProgressWriter, stop: StopRequest) -> Ru
         ahead=config.data.prefetch_steps,
         notes=root / "data",
         writes=mesh.counts_samples,
-        batch_group=batch_group_of(mesh) if isinstance(data.training, Streams) else BatchGroup(),
+        batch_group=_batch_group_of(mesh) if isinstance(data.training, Streams) else BatchGroup(),
     )
     stopwatch.lap("files")
     if mesh.rank == 0 and data.report is not None:
@@ -199,3 +201,15 @@ def report_warnings(manager: CheckpointManager, progress: ProgressWriter, alread
         _log.warning("%s", sentence)
         progress.notice(sentence)
     return len(manager.warnings)
+
+
+def _batch_group_of(mesh: Mesh) -> BatchGroup:
+    """Find the ranks that train on this rank's samples. Collective where samples are shared."""
+    if mesh.tp_size * mesh.pp_size == 1:
+        return BatchGroup(mesh.rank, mesh.rank)
+    places = [torch.zeros(2, dtype=torch.int64) for _ in range(mesh.world_size)]
+    dist.all_gather(places, torch.tensor([mesh.dp_rank, mesh.counts_samples]), group=mesh.world)
+    found = [tuple(place.tolist()) for place in places]
+    same = [rank for rank, (dp_rank, _) in enumerate(found) if dp_rank == mesh.dp_rank]
+    leader = next(rank for rank in same if found[rank][1])
+    return BatchGroup(leader, mesh.rank, tuple(rank for rank in same if rank != leader), mesh.world)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from trainium_trainer.checkpoint.storage import writeback
+from trainium_trainer.checkpoint.storage import posix
 from trainium_trainer.checkpoint.storage.posix import PosixStorage
 
 if TYPE_CHECKING:
@@ -49,9 +49,9 @@ def test_a_full_disk_is_not_taken_for_a_file_system_without_hard_links(
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(sys, "platform", "darwin")
-    writeback._function.cache_clear()
+    posix._sync_file_range.cache_clear()
     yield
-    writeback._function.cache_clear()
+    posix._sync_file_range.cache_clear()
 
 
 @pytest.mark.usefixtures("elsewhere")

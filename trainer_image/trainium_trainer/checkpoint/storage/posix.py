@@ -9,15 +9,17 @@ Guarantees:
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
 import re
 import secrets
-from typing import TYPE_CHECKING
+import sys
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 from trainium_trainer.checkpoint.errors import DamagedFileError
 from trainium_trainer.checkpoint.storage.protocol import Entry
-from trainium_trainer.checkpoint.storage.writeback import send_to_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -29,6 +31,8 @@ _DRAFT = ".draft-"
 _DRAFT_BYTES = 6
 _DRAFT_NAME = re.compile(rf"{re.escape(_DRAFT)}[0-9a-f]{{{2 * _DRAFT_BYTES}}}")
 _SEND_BYTES = 16 << 20
+_SYNC_FILE_RANGE_WRITE = 2
+"""SYNC_FILE_RANGE_WRITE of <fcntl.h>: begin to write what is dirty, wait for nothing."""
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 
 
@@ -110,7 +114,7 @@ class PosixStorage:
                 _write_all(file, piece)
                 written += len(piece)
                 if written - sent >= _SEND_BYTES:
-                    send_to_device(file.fileno(), sent, written - sent)
+                    _send_to_device(file.fileno(), sent, written - sent)
                     sent = written
         draft.replace(path)
         _sync_folder(path.parent)
@@ -189,3 +193,24 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _send_to_device(descriptor: int, start: int, length: int) -> None:
+    """Ask the kernel to begin to write these bytes of an open file, without waiting; does nothing where it cannot."""
+    function = _sync_file_range()
+    if function is not None:
+        function(descriptor, start, length, _SYNC_FILE_RANGE_WRITE)
+
+
+@cache
+def _sync_file_range() -> Callable[..., Any] | None:
+    """sync_file_range(2); None where there is none."""
+    if sys.platform != "linux":
+        return None
+    try:
+        function = ctypes.CDLL(None, use_errno=True).sync_file_range
+    except (OSError, AttributeError):
+        return None
+    function.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    function.restype = ctypes.c_int
+    return function
