@@ -68,7 +68,7 @@ def simulate(
     _check(days, seeds, goal, output, idle_nodes)
     given = _Given(job, nodes, spares, idle_nodes, failures, days, trace, stages, learn_from, model, mix, vary or [])
     cases = tuple(_cases(given))
-    # Plans make many short-lived objects and no circles: the collector would only search in vain.
+    # Plans make many short-lived objects and no circles: the collector would only search without effect.
     gc.set_threshold(100_000, 20, 20)
     rounds = 1 if trace is not None else seeds
     with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
@@ -83,7 +83,7 @@ def simulate(
 
 
 class _Given:
-    """What the command line says of the cases."""
+    """Options of the cases on the command line."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What is wrong with what a person gave, as a sentence."""
+"""Describe invalid input in a sentence."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class InputError(Exception):
-    """A file, an option or a job that cannot be simulated; its text says what was wrong, where, and what to do."""
+    """A file, an option or a job that cannot be simulated; its text states what was wrong, where, and what to do."""
 
 
 def describe_errors(error: ValidationError) -> str:

@@ -42,7 +42,7 @@ class IntervalLoss:
 
 @dataclass(frozen=True, slots=True)
 class Rollbacks:
-    """How often training went on from the durable tier."""
+    """Counts of resumptions from the durable tier."""
 
     seen: int
     seconds: float

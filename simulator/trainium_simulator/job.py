@@ -1,4 +1,4 @@
-"""The job that is simulated: read from a manifest, changed as the command line says, and refused with a sentence."""
+"""The job that is simulated: read from a manifest, changed as the command line states, and refused with a sentence."""
 
 from __future__ import annotations
 

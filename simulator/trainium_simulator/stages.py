@@ -1,8 +1,8 @@
-"""How long each stage of a recovery takes: a file, what a job's own ledger shows, or what our benchmarks measured.
+"""Read how long each stage of a recovery takes: a file, what a job's own ledger shows, or what our benchmarks measured.
 
 The defaults are those of the development cluster (docs/benchmarks.md and docs/fault-table.md: four workers, a small
 model): they are the machinery alone. A model's own start-up, its graphs and its state come on top on a real cluster, so
-bring a file (`--stages`) or a job (`--learn-from`).
+use a file (`--stages`) or a job (`--learn-from`).
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ class Recoveries:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What came of one case."""
+    """Result of one case."""
 
     case: Case
     seeds: int
@@ -165,7 +165,7 @@ def study(case: Case, seeds: int, *, done: Callable[[], None] = lambda: None) ->
 
 
 def bought(before: Result, after: Result) -> tuple[float, float]:
-    """Return what the further spares of `after` bring and hold, in node-hours a month of 30 days."""
+    """Return what the further spares of `after` gain and hold, in node-hours a month of 30 days."""
     hours = MONTH / HOUR
     gain = (after.work.mean - before.work.mean) * after.case.nodes * hours
     return gain, (after.case.spares - before.case.spares) * hours

@@ -1,4 +1,4 @@
-"""What fails, how often, and together with what: the failure model, with its sources.
+"""Model what fails, how often, and together with what, with the sources of the figures.
 
 Two regimes are published, ten-fold apart; a rate takes the mix of the one that it belongs to (`mix_of`):
 
@@ -7,7 +7,7 @@ Two regimes are published, ten-fold apart; a rate takes the mix of the one that 
   HBM 72, SRAM 19, system processor 17, thermal and sensors 6 (together `DeviceError`); software and dependencies 56
   (`ProcessCrash`); switches, cables and interfaces 42, of which we take one in five to be a switch (`Rack`; assumed)
   and the others to lose one node; unscheduled maintenance 32 (`Maintenance`); hosts 14 (`NodeLost`); communication
-  that stood still 7 (`Hang`); silent corruption 6 (`Corruption`). Others: RSC-1, 6.5 per 1,000 node-days (arXiv
+  that stalled 7 (`Hang`); silent corruption 6 (`Corruption`). Others: RSC-1, 6.5 per 1,000 node-days (arXiv
   2410.21680); FT-HSDP 2.3.
 * **AllCauses** (above). About 22 per 1,000 node-days in four sources (OPT-175B's log book; ByteRobust, SOSP'25; Ant's
   DLRover; RSC-1's jobs of 1,024 GPUs). Shares: half crashes of processes, an eighth hangs (ByteRobust's 12 % of
@@ -16,11 +16,11 @@ Two regimes are published, ten-fold apart; a rate takes the mix of the one that 
 Besides:
 
 * **Lemons**: 3 of 63 nodes had more than half of all exclusions (SKT and Lablup): one machine in 21 fails 20 times as
-  often at what its hardware does. A repair that changes the machine may bring another lemon.
+  often at what its hardware does. A repair that changes the machine may yield another lemon.
 * **Infant mortality**: a machine that was just put in fails three times as often for three days (assumed; SuperBench
   found 10 % of new nodes defective).
 * **Stragglers**: one per 10 interruptions, 1.3 times as slow, for hours (assumed; ByteRobust, Guard: up to 1.7).
-* **Outages of the API server**: one in 30 days, ten minutes (assumed; EKS promises 99.95 %, 22 minutes a month).
+* **Outages of the API server**: one in 30 days, ten minutes (assumed; EKS guarantees 99.95 %, 22 minutes a month).
 * **Repair**: a reboot takes 10 minutes, half of lost nodes and all notices need no more. Another machine comes after 45
   minutes in the median with a long tail (log-normal, sigma 0.8; EKS waits 10 to 30 minutes before it acts, HyperPod
   then takes about 3; capacity may be absent). A switch is repaired in 30 minutes.
@@ -43,7 +43,7 @@ HARDWARE_BELOW = 10.0
 
 
 class FaultClass(StrEnum):
-    """What can go wrong; the names that a trace uses."""
+    """Classes of faults; the names that a trace uses."""
 
     PROCESS_CRASH = "ProcessCrash"
     HANG = "Hang"
@@ -82,7 +82,7 @@ class Mix(StrEnum):
     HARDWARE = "Hardware"
     ALL_CAUSES = "AllCauses"
     EVEN = "Even"
-    """Each class that a soak can play as often as any other; no corruption, which ends the job by design."""
+    """Each class that a soak can run as often as any other; no corruption, which ends the job by design."""
 
 
 _HARDWARE = {

@@ -83,7 +83,7 @@ class Nodes:
         return [slot for slot in self.slots if slot.number // self._model.rack_nodes == rack]
 
     def hazard(self, slot: Slot, now: float) -> float:
-        """Return how often the machine fails, in units of a sound one."""
+        """Return how often the machine fails, in units of a healthy one."""
         young = now - slot.born < self._model.infant_seconds
         return (self._model.lemon_factor if slot.lemon else 1.0) * (self._model.infant_factor if young else 1.0)
 

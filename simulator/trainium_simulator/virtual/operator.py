@@ -1,8 +1,8 @@
 """The operator in virtual time: the same `plan` and the same plan of the fleet; the simulated cluster obeys them.
 
-Invariants: the status is what the operator would have written, nothing else is remembered; while the API server is away
-nothing is planned. The interval of status writes that only bring progress is set beyond the end, so that a job at rest
-is not planned again and again: ledger and deadlines follow from times and do not depend on it.
+Invariants: the status is what the operator would have written, nothing else is remembered; while the API server is
+away nothing is planned. The interval of status writes that only contains progress is set beyond the end, so that a
+job at rest is not planned again and again: ledger and deadlines follow from times and do not depend on it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ EntryKey = tuple[int, int, int, str]
 
 
 def _quiet(spec: TrainingJobSpec) -> TrainingJobSpec:
-    """Return the job without what only tells people, or drains, how old checkpoints are.
+    """Return the job without what only reports people, or drains, how old checkpoints are.
 
     Each look at it would cost a plan.
     """
@@ -129,7 +129,7 @@ class SimulatedOperator:
         self._check += 1
 
     def come_back(self) -> None:
-        """Return a new process leads, and has heard nobody."""
+        """Return a new process leads, and has seen no agent."""
         self._up, self._published, self._fleet_stale = True, 0, True
         self._since = self._timeline.now
         self._timeline.after(self._reconnect_seconds, self.wake)
@@ -141,19 +141,19 @@ class SimulatedOperator:
         self.wake()
 
     def create_again(self) -> None:
-        """Return a person deletes the job and creates it anew; it finds its newest checkpoint."""
+        """Return a person deletes the job and creates it again; it finds its newest checkpoint."""
         self.incarnation += 1
         self.status, self.membership, self._published = TrainingJobStatus(), None, 0
         self._children.clear()
         self.wake()
 
     def observe(self) -> None:
-        """Hear the agents once more: some will tell nothing from now on, and this was their last heartbeat."""
+        """Observe the agents once more: some report nothing from now on, and this was their last heartbeat."""
         if self._up:
             self._agents()
 
     def settle_accounts(self) -> None:
-        """Bring the ledger up to now."""
+        """Update the ledger."""
         if not self.stopped:
             self._plan_once(_WRITES_ALL)
 

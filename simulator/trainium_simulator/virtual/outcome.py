@@ -1,4 +1,4 @@
-"""What came of one simulated month, and the figures that are read off it."""
+"""Hold the outcome of one simulated month, and derive its figures."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PERSON = "Person"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovery:
-    """One interruption, as the history of the job tells it."""
+    """One interruption, as the history of the job reports it."""
 
     cause: str
     rung: str

@@ -1,6 +1,6 @@
-"""What the agents of a generation do together: leave, meet, load, train, restart in place; and what befalls them.
+"""Simulate what the agents of a generation do together: leave, join, load, train, restart in place.
 
-Invariants: ranks step only when all members are there; a restart in place needs no operator; what was begun for an
+Invariants: ranks step only when all members are there; a restart in place needs no operator; what was started for an
 older attempt never goes on (`_epoch`).
 """
 
@@ -216,7 +216,7 @@ class Run:
         )
 
     def hang(self, slot: Slot, forever: float) -> None:
-        """Return a rank stands still, and the others with it, until its agent finds it (else for so long)."""
+        """Return a rank stalls, and the others with it, until its agent finds it (else for so long)."""
         if self.member_on(slot) is None or self.training.state is not State.RUNNING:
             return
         limits, step = self._spec.recovery.hang, self.training.pace
@@ -242,7 +242,7 @@ class Run:
         self._later(0.0, lambda at: self._give_up(slot, at, int(ExitCode.NUMERICAL), None))
 
     def lose_power(self, slots: list[Slot]) -> None:
-        """Return nodes without power: who trained with them waits in a collective and tells nothing."""
+        """Return nodes without power: who trained with them waits in a collective and reports nothing."""
         hit = any(self.member_on(slot) is not None for slot in slots)
         for slot in slots:
             self._workforce.lose_power(slot)
@@ -326,10 +326,10 @@ class Run:
         self.membership, self._attempt = None, 0
         self.training.size = 0
 
-    # --- what they tell ---------------------------------------------------------------------------------------------
+    # --- what they report ---------------------------------------------------------------------------------------------
 
     def report(self) -> Ranks:
-        """Return what the heartbeats of the members say now."""
+        """Return what the heartbeats of the members state now."""
         training, now = self.training, self._timeline.now
         if self.membership is None:
             return Ranks(progress=None, leader="", stepped=None, step_seconds=None, timings={})

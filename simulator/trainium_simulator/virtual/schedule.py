@@ -1,6 +1,6 @@
 """When what fails: drawn from the failure model by a seed, or read from a trace.
 
-Invariants: the same seed gives the same faults; each node of the cluster has streams of its own, so one more spare
+Invariants: the same seed gives the same faults; each node of the cluster has streams, so one more spare
 leaves the faults of the others as they are, and what it buys is measured on the same bad luck.
 """
 
@@ -91,7 +91,7 @@ def _use(dice: random.Random, slot: int, until: float, model: FailureModel) -> I
 
 
 def worst_hazard(model: FailureModel) -> float:
-    """Of the worst machine, in units of a sound one."""
+    """Return the hazard of the worst machine, in units of a healthy one."""
     return model.lemon_factor * model.infant_factor
 
 

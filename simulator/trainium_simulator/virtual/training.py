@@ -19,7 +19,7 @@ _ROUNDING = 1e-6
 
 
 class State(Enum):
-    """What the ranks of the generation in force do."""
+    """States of the ranks of the generation in force."""
 
     IDLE = auto()
     JOINING = auto()
@@ -31,7 +31,7 @@ class State(Enum):
 
 
 class Training:
-    """The run, whoever makes it."""
+    """The run."""
 
     def __init__(self, spec: TrainingJobSpec, stages: StageTimes) -> None:
         self._spec = spec
@@ -187,7 +187,7 @@ class Training:
             seconds = stages.load_peer_seconds if newcomers else stages.load_memory_seconds
         return stages.rendezvous_seconds + seconds
 
-    def roll_back(self) -> int:
+    def rollback(self) -> int:
         """Return everything but the durable checkpoint is missing: how many steps are to be made again."""
         lost = rolled = self.best - self.durable
         for size in sorted(self.fresh, reverse=True):

@@ -1,7 +1,7 @@
-"""Simulated pods and their agents: scheduled, started, stopped, and what each agent says.
+"""Simulated pods and their agents: scheduled, started, stopped, and what each agent states.
 
-Invariants: a pod has a place of its own; a pod on a node without power neither ends nor confirms a deletion; an agent
-that cannot talk is heard for the last time when it could. What the ranks do is told in `run.Run`.
+Invariants: a pod has a place; a pod on a node without power neither ends nor confirms a deletion; an agent
+that cannot talk is seen for the last time when it could. What the ranks do is reported in `run.Run`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 NAMESPACE, JOB = "default", "simulated"
 HALF_A_HEARTBEAT = 0.5
-"""A node that loses its power was heard so long before, on the average."""
+"""A node that loses its power was seen so long before, on the average."""
 _NOWHERE = "0 nodes are available"
 
 
@@ -52,7 +52,7 @@ class Agent:
     known: AgentView | None = None
     """As the operator knows it, since the last plan."""
     beat: HeartbeatRequest | None = None
-    """What it last told, and what that was made of."""
+    """What it last reported, and what that was made of."""
     reported: tuple[object, ...] | None = None
     kept: tuple[object, ...] = ()
 
@@ -74,7 +74,7 @@ class Pod:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """What the members' ranks tell now."""
+    """Reports of the members' ranks."""
 
     progress: Progress | None
     leader: str
@@ -248,7 +248,7 @@ class Workforce:
                 yield pod
 
     def lose_power(self, slot: Slot) -> None:
-        """Return what runs there ends and tells nobody."""
+        """Return what runs there ends and reports nobody."""
         for pod in self.on(slot):
             if pod.agent is not None and pod.agent.silent_since is None:
                 pod.agent.silent_since = self._timeline.now - HALF_A_HEARTBEAT
@@ -286,12 +286,12 @@ class Workforce:
             self._remove(pod)
         self._taken.clear()
 
-    # --- what the coordinator hears ---------------------------------------------------------------------------------
+    # --- what the coordinator receives -------------------------------------------------------------------------------
 
     def agents(self, now: float, ranks: Ranks, *, deaf_until: float) -> dict[str, AgentView]:
         """Return every agent by pod uid, as a coordinator that has listened since `deaf_until` knows it.
 
-        Only the first rank tells each step; the others are known as they were when they last did something else.
+        Only the first rank reports each step; the others are known as they were when they last did something else.
         """
         known: dict[str, AgentView] = {}
         for pod in self.pods.values():

@@ -39,7 +39,7 @@ CONDEMNED_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What one simulation is about."""
+    """Setting of one simulation."""
 
     spec: TrainingJobSpec
     stages: StageTimes
@@ -134,7 +134,7 @@ class World:
 
     def _create_again(self) -> None:
         self._close_ledger()
-        self.run.training.roll_back()
+        self.run.training.rollback()
         self.workforce.clear()
         self.operator.create_again()
 

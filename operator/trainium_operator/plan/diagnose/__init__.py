@@ -1,1 +1,1 @@
-"""Who is lost, and why; whether the job has failed. Answers only: nothing is changed here."""
+"""Find failed members and their causes, and decide whether the job has failed. Nothing is changed here."""

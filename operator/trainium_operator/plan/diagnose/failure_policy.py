@@ -1,4 +1,4 @@
-"""Policy: when a job stops for good, and the sentence that says why and what to do.
+"""Policy: when a job stops for good, and the sentence that states why and what to do.
 
 Invariants: a verdict is about the user's program, data or configuration, or an exhausted budget; no node is blamed by
 it. What only happens to single workers (a lost node, an eviction) is never a verdict by itself.
@@ -50,7 +50,7 @@ _REASONS: dict[Cause, Reason] = {
     Cause.MEMORY: Reason.OUT_OF_MEMORY,
     Cause.RUNTIME: Reason.ACCELERATOR_RUNTIME,
 }
-"""Any other cause only stops a job because a rule of the job says so."""
+"""Any other cause only stops a job because a rule of the job reports it."""
 _ADVICE: dict[Reason, str] = {
     Reason.WORKERS_DO_NOT_START: "Look at the pod's log (kubectl logs); correct the image, the command or the "
     "template.",
@@ -263,7 +263,7 @@ def budget_verdict(facts: Facts, status: TrainingJobStatus) -> StopVerdict | Non
 
 
 def _last_words(facts: Facts, status: PublicStatus, pod: str) -> tuple[str, str]:
-    """Node and last words of the pod that failed last: its log goes with it, and it may never have been a member."""
+    """Node and last output of the pod that failed last: its log goes with it, and it may never have been a member."""
     faults = [entry for entry in status.history if entry.message and entry.rung not in (Rung.RESIZE, Rung.GROW)]
     named = next((entry for entry in reversed(faults) if entry.pod == pod), None)
     if named is not None:

@@ -22,7 +22,7 @@ class Loss:
     """None when its pod is gone."""
     cause: Cause
     failed_at: float
-    """Unix seconds, as well as it is known; for a silent worker when it was last heard, see `silence.failed_since`."""
+    """Unix seconds, as well as it is known; for a silent worker when it was last seen, see `silence.failed_since`."""
     message: str
     force: bool = False
     """Its node cannot confirm a deletion."""
@@ -34,7 +34,7 @@ class Loss:
     missed: bool = True
     """False: the others go on without it at once, and nobody on such a node is waited for."""
     blames_node: bool | None = None
-    """Whether its node is suspected, where a rule of the job says so; None: as its cause says."""
+    """Whether its node is suspected, where a rule of the job decides it; None: as its cause does."""
 
     @property
     def suspect(self) -> str:

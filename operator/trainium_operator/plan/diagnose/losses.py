@@ -58,12 +58,12 @@ _STALL_STEPS = 3.0
 _STALL_FRACTION = 0.75
 """A step may have ended up to a heartbeat after the loss; the rest of the time-out must pass without another."""
 _SEEN_FRACTION = 0.5
-"""Of that time, before which no word of a witness says anything; agents speak several times in the rest of it."""
+"""Of that time, before which no report of a witness states anything; agents speak several times in the rest of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What the members that still report say, taken once per plan."""
+    """Reports of the members that still report, collected once per plan."""
 
     witnesses: bool
     """Whether there are any."""
@@ -73,15 +73,15 @@ class Evidence:
     stalls_at: float | None
     """When, without another step, training counts as stalled (Unix seconds); None while no step time is known."""
     seen_to_stall: bool = False
-    """Whether a witness was heard well after the newest step. Who was cut off with all others tells of none either."""
+    """Whether a witness was seen well after the newest step. Who was cut off with all others reports of none either."""
 
     def stalled(self, now: float) -> bool:
-        """Return whether training stands still, as somebody says who would know."""
+        """Return whether training stalls, as somebody states who would know."""
         return self.stalls_at is not None and now >= self.stalls_at and self.seen_to_stall
 
 
 def collect_evidence(facts: Facts) -> Evidence:
-    """Hear the witnesses."""
+    """Receive from the witnesses."""
     reporting = {member.pod_uid for member, worker in facts.members if worker is not None and not worker.silent}
     beats = [beat for member, beat in facts.beats if member.pod_uid in reporting]
     progressed, stalls_at = _stall(facts)
@@ -98,7 +98,7 @@ def collect_evidence(facts: Facts) -> Evidence:
 
 
 def explain_silence(evidence: Evidence, member: Member, worker: Worker, now: float) -> str | None:
-    """Return why a silent member is believed to be lost, as the end of a sentence; None while nothing says so."""
+    """Return why a silent member is believed to be lost, as the end of a sentence; None while nothing reports it."""
     if worker.refuses:
         return "nobody listens on its agent's port any more"
     if worker.node_bad:
@@ -154,12 +154,12 @@ def _stall(facts: Facts) -> tuple[float, float | None]:
 def failed_since(facts: Facts, worker: Worker | None) -> float:
     """Return when a worker that is silent or gone failed.
 
-    When it was last heard, else when the others last made a step.
+    When it was last seen, else when the others last made a step.
     """
     silent_since = facts.now if worker is None else facts.now - worker.silent_seconds
     if worker is not None and worker.agent is not None and worker.agent.last_seen >= facts.observed.coordinator_since:
         return silent_since
-    # All step together, so nobody has made a step since one of them was lost; after the last step none tells.
+    # All step together, so nobody has made a step since one of them was lost; after the last step none reports.
     reports = [beat.progress for _, beat in facts.beats if beat.progress is not None]
     if any(not report.training for report in reports):
         return silent_since
@@ -370,7 +370,7 @@ def _silent(facts: Facts, evidence: Evidence, member: Member, worker: Worker) ->
     why = explain_silence(evidence, member, worker, facts.now)
     if why is None:
         return None
-    # Whoever refuses a connection has power: the agent is gone, its machine is not.
+    # A worker that refuses a connection has power: the agent is gone, its machine is not.
     host_answers = worker.refuses and not worker.node_bad
     reporting = "the time of the failure is when it was last heard"
     since = reporting if worker.agent is not None else "this operator never heard it"
@@ -435,12 +435,12 @@ _NEVER = float("inf")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notices:
-    """What the notices in force ask for."""
+    """Consequences of the current notices."""
 
     departures: tuple[Loss, ...] = ()
     """Members that give up their ranks now although nobody takes them."""
     since: float | None = None
-    """Since when the oldest one stands (Unix seconds); None when nobody is about to leave."""
+    """Since when the oldest one is (Unix seconds); None when nobody is about to leave."""
     requeue_at: tuple[float, ...] = ()
     """When to look again (Unix seconds)."""
     events: tuple[EventIntent, ...] = ()
@@ -484,7 +484,7 @@ def _leaving_members(facts: Facts) -> list[tuple[Member, Worker]]:
 
 
 def _notice_event(facts: Facts, leaving: list[tuple[Member, Worker]]) -> EventIntent:
-    """Told once, when the first notice comes."""
+    """Return the event of the first notice."""
     member = leaving[0][0]
     names = listed(tuple(each.pod_name for each, _ in leaving))
     return event(
@@ -525,12 +525,12 @@ def _departure(facts: Facts, each: tuple[Member, Worker], *, stays: bool) -> Los
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """What is wrong with the members of the generation in force."""
+    """Problems of the members of the generation in force."""
 
     losses: tuple[Loss, ...]
-    """Those that cannot go on or leave now, the most telling cause first."""
+    """Those that cannot go on or leave now, the most severe cause first."""
     leaving_since: float | None
-    """Since when a notice stands that a member's node will leave (Unix seconds); None for none."""
+    """Since when a notice is that a member's node will leave (Unix seconds); None for none."""
     requeue_at: tuple[float, ...]
     """When to look again (Unix seconds)."""
     events: tuple[EventIntent, ...]

@@ -1,6 +1,6 @@
 """Find members that failed because of what their processes report, and the member that caused an interruption.
 
-A member whose process failed for a reason of its own is the cause, then one whose kernel log reports a fault at that
+A member whose process failed for a reason is the cause, then one whose kernel log reports a fault at that
 time, then the only one that reports what a healthy node may report because of another, then the only one that lagged.
 
 Guarantees:
@@ -107,7 +107,7 @@ def reported_alone(facts: Facts, member: Member, beat: HeartbeatRequest) -> tupl
 
 
 def _reports(facts: Facts, attempt: int) -> Iterator[_Report]:
-    """Yield one failure of each member, one of its own first."""
+    """Yield one failure of each member, one first."""
     rules = facts.job.spec.recovery.rules
     for member, beat in facts.beats:
         found = [
@@ -152,7 +152,7 @@ def _kernel_event(facts: Facts, reports: tuple[_Report, ...], records: dict[str,
 def _own_account(reports: tuple[_Report, ...], records: dict[str, RestartRecord], facts: Facts) -> Culprit | None:
     """Return a member that recorded a cause, whose failure is no longer among the newest.
 
-    A hang without a failure is one of all ranks alike: whoever stood still alone has one.
+    A hang without a failure is one of all ranks alike: any that stalled alone has one.
     """
     indirect = {report.member.pod_uid for report in reports}
     for member, _ in facts.beats:
@@ -256,7 +256,7 @@ def given_up_with(facts: Facts, worker: Worker) -> tuple[ProcessFailure, Verdict
 def cause_of_standstill(facts: Facts) -> Cause:
     """Return the cause of a generation that stopped although no member reported a failure.
 
-    When the agents say that they gave up because their peers were lost to them, that is what connects them.
+    When the agents state that they gave up because their peers were lost to them, that is what connects them.
     """
     rules = facts.job.spec.recovery.rules
     verdicts = [meaning_of_failure(beat, beat.verdict, rules) for _, beat in facts.beats if beat.verdict is not None]

@@ -43,7 +43,7 @@ _LOADED_SHARE = 0.2
 
 
 def find_stragglers(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
-    """Bring the list up to date, and report members that have been slow for long, once each."""
+    """Update the list, and report members that have been slow for long, once each."""
     if not _steady(facts):
         return PolicyResult(status=status)
     spec, step = facts.job.spec.recovery.stragglers, last_step(facts)
@@ -64,12 +64,12 @@ def find_stragglers(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
             entry = entry.replaced(reported=True, slowdown=round(ratio, 2))
             text = _sentence(entry, step) + _why_it_stays(facts, pod, spec)
             events.append(event(Reason.STRAGGLER_DETECTED, text, warning=True, pod=pod))
-            requeue_at.append(facts.now)  # it is told first, and handed over by the next plan
+            requeue_at.append(facts.now)  # it is reported first, and handed over by the next plan
         found.append(entry)
     for pod, entry in known.items():
         if entry.reported and pod in paces and all(each.pod != pod for each in found):
             text = f"Pod {pod} on node {entry.node} keeps pace with the others again."
-            events.append(event(Reason.STRAGGLER_GONE, text, pod=pod))
+            events.append(event(Reason.STRAGGLER_RECOVERED, text, pod=pod))
     found.sort(key=lambda entry: (-entry.reported, -entry.slowdown, entry.pod))
     status = status.replaced(stragglers=tuple(found[:_LISTED]))
     return PolicyResult(status=status, events=tuple(events), requeue_at=tuple(requeue_at))
@@ -119,7 +119,7 @@ def _steady(facts: Facts) -> bool:
 
 
 def _paces(facts: Facts) -> Mapping[str, tuple[str, float]]:
-    """Pod -> (node, own work in units of the median member's); empty while too few tell."""
+    """Pod -> (node, own work in units of the median member's); empty while too few report."""
     own = {
         member.pod_name: (member.node_name, beat.timing.own_seconds)
         for member, beat in facts.beats

@@ -1,4 +1,4 @@
-"""What the end of a process or a pod stands for: the contract's table of faults, asked with what the operator sees."""
+"""Classify the end of a process or a pod by the contract's table of faults."""
 
 from __future__ import annotations
 

@@ -48,16 +48,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class NodeProblem:
-    """One thing that is wrong with a node, whoever reported it."""
+    """One thing that is wrong with a node, from any source."""
 
     severity: Severity
     cause: Cause
     source: str
-    """Who says so: `condition NeuronHealth`, `capacity aws.amazon.com/neuron`, `taint karpenter.sh/disrupted`, ..."""
+    """Its reporter: `condition NeuronHealth`, `capacity aws.amazon.com/neuron`, `taint karpenter.sh/disrupted`, ..."""
     reason: str
     """Why, as the source words it."""
     since: float | None = None
-    """Unix seconds by the source's clock; None when it does not tell."""
+    """Unix seconds by the source's clock; None when it does not report."""
     message: str = ""
 
     def __str__(self) -> str:
@@ -66,7 +66,7 @@ class NodeProblem:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a job asks of its nodes, as far as it decides what is wrong with one."""
+    """Demands of a job on its nodes, as far as they decide what is a problem."""
 
     resources: Mapping[str, int]
     """Extended resources per worker."""

@@ -1,10 +1,9 @@
-"""What is remembered of one machine, and how its strikes turn into quarantine, probation and release. Pure.
+"""Keep the strikes of each machine, and turn them into quarantine, probation and release. Pure.
 
-What a job says of a machine is the word of its namespace, whose users decide what runs in its pods. It is a suspicion,
-for that namespace alone, until the node itself or another namespace says so too.
-Invariants: nothing but time or a person makes a machine's state milder; strikes are forgotten after a day, a quarantine
-for good never is, and no namespace alone brings it about; the memory is bounded, and what is forgotten first is what
-matters least.
+What a job states of a machine is the report of its namespace, whose users decide what runs in its pods. It is a
+suspicion, for that namespace alone, until the node itself or another namespace reports it too. Invariants: nothing
+but time or a person makes a machine's state milder; strikes are forgotten after a day, a quarantine for good never
+is, and no namespace alone causes it; the memory is bounded, and what is forgotten first is what matters least.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ MOST_MACHINES = 512
 _CERTAIN = frozenset({Cause.DEVICE})
 """Causes of which a single strike is enough."""
 _PERHAPS_THE_PROGRAM = frozenset({Cause.CRASH, Cause.HANG, Cause.RUNTIME})
-"""Causes that a program can have on any node: they count when more than one job, or something else, says so too."""
+"""Causes that a program can have on any node: they count when more than one job, or something else, reports it too."""
 
 
 class MachineState(StrEnum):
     """From mild to severe, but for Probation, which follows Quarantined."""
 
     WATCHED = "Watched"
-    """It was struck, not often enough."""
+    """It was reported, not often enough."""
     PROBATION = "Probation"
     """It may be used again; the next strike counts at once."""
     QUARANTINED = "Quarantined"
@@ -56,11 +55,11 @@ class Strike:
     at: float
     cause: Cause
     by: str
-    """The jobs (`namespace/name`) and signals that say so, with `+` between them: the first of each namespace."""
+    """The jobs (`namespace/name`) and signals that report it, with `+` between them: the first of each namespace."""
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Each who says so."""
+        """Each who reports it."""
         return tuple(self.by.split("+"))
 
     @property
@@ -71,7 +70,7 @@ class Strike:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What is remembered of one machine."""
+    """Memory of one machine."""
 
     machine: str
     node: str
@@ -97,7 +96,7 @@ class Machine:
 
     @property
     def cause(self) -> Cause:
-        """Of the newest strike; a person who writes an entry by hand need not give one."""
+        """Cause of the newest strike; an entry that a person writes need not give one."""
         return self.strikes[-1].cause if self.strikes else Cause.HOST
 
 
@@ -127,7 +126,7 @@ def add_strike(entry: Machine, node: str, strike: Strike) -> Machine:
 
 
 def _newest(strikes: tuple[Strike, ...]) -> tuple[Strike, ...]:
-    """Return at most `MOST_STRIKES`; of those that say no more than others do the oldest goes first."""
+    """Return at most `MOST_STRIKES`; of those that state no more than others do the oldest goes first."""
     while len(strikes) > MOST_STRIKES:
         accusers = Counter(name for strike in strikes for name in strike.namespaces)
         spare = (at for at, strike in enumerate(strikes) if all(accusers[name] > 1 for name in strike.namespaces))

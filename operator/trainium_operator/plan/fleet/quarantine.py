@@ -4,8 +4,8 @@ A machine (by provider ID, so that a node's new name hides nothing; by node name
 a job's failure is attributed to its node, or when its node reports a broken device. Enough strikes: quarantine, and
 no new worker goes there. When that is over it is on probation, and the next strike puts it back at once and for longer;
 three strikes in a day are for good. A person releases a machine by deleting its entry. What only the jobs of one
-namespace say keeps the workers of that namespace away, and nobody else's.
-Invariants: level-triggered and idempotent (every failure record of a job is taken once, `Memory.accounted` says up to
+namespace state keeps the workers of that namespace away, and nobody else's.
+Invariants: level-triggered and idempotent (every failure record of a job is taken once, `Memory.accounted` states up to
 where); one fault is one strike, however many report it; never more than `CAP` of the fleet is put in quarantine for
 all, and no more for one namespace by its own word; while more than that is bad at once nothing is done to any node, and
 no machine is blamed: that many do not break by chance.
@@ -43,13 +43,10 @@ if TYPE_CHECKING:
     from trainium_operator.plan.faults.node_signals import NodeProblem
     from trainium_operator.plan.model.observed import NodeView
 
-_ROUNDED = 0.0005
-"""Seconds by which a version before may have rounded down up to when failures were counted."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRecords:
-    """What one job says about nodes."""
+    """Failures that one job attributes to nodes."""
 
     uid: str
     name: str
@@ -88,7 +85,7 @@ class TaintNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetPlan:
-    """What to remember, what jobs should know, and what to do, in this order."""
+    """The memory to keep, the view for jobs, and the actions, in this order."""
 
     memory: Memory
     view: FleetView
@@ -229,7 +226,7 @@ def _take_faults(observed: FleetObserved, fleet: _SortedNodes, memory: Memory, *
     for job in observed.jobs:
         taken = memory.accounted.get(job.uid, 0.0)
         for record in sorted(job.failures, key=lambda each: each.at):
-            if record.at > taken + _ROUNDED and record.node and blame and job.takes_part:
+            if record.at > taken and record.node and blame and job.takes_part:
                 strike = Strike(min(record.at, observed.now), record.cause, job.name)
                 _strike(machines, fleet.machine_of(record.node), record.node, strike)
         if max(taken, _newest(job)) > 0.0:
@@ -263,9 +260,9 @@ def _strike(machines: dict[str, Machine], machine: str, node: str, strike: Strik
 
 
 def _confine(observed: FleetObserved, fleet: _SortedNodes, memory: Memory) -> Memory:
-    """Put machines in quarantine whose strikes ask for it, the most often struck first, as many as the cap allows.
+    """Put machines in quarantine whose strikes ask for it, the most often reported first, as many as the cap allows.
 
-    Suspicions of a namespace have a cap of their own: they take nobody else's room.
+    Suspicions of a namespace have a cap: they take nobody else's room.
     """
     machines = dict(memory.machines)
     confined: dict[str, frozenset[str]] = {}
@@ -285,7 +282,7 @@ def _confine(observed: FleetObserved, fleet: _SortedNodes, memory: Memory) -> Me
 
 
 def _kept_out(fleet: _SortedNodes, memory: Memory, accuser: str) -> frozenset[str]:
-    """Return nodes of the machines in quarantine by the word of one namespace, or for all (empty).
+    """Return nodes of the machines in quarantine by the report of one namespace, or for all (empty).
 
     The worst first, never more than the cap: nodes may have come or gone.
     """

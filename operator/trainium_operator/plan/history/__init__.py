@@ -1,1 +1,1 @@
-"""What is being recovered from: interruptions, opened once, counted once, closed once."""
+"""Record interruptions: each is opened once, counted once and closed once."""

@@ -1,7 +1,7 @@
 """Policy: take note of restarts in place, which the agents do by themselves, also while the operator is away.
 
 An attempt is taken into account once, when its culprit is known (`culprits`). Until then the other members' heartbeats
-may still bring it; when all have spoken and none names one, nobody is blamed.
+may still name it; when all have reported and none names one, no worker is blamed.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _open(facts: Facts, status: TrainingJobStatus, attempt: int, culprit: Culpri
 
 
 def _dated(facts: Facts, attempt: int, culprit: Culprit | None) -> RestartRecord | None:
-    """Return who tells when it was: the culprit's agent, else another one; nobody whose clock is wrong."""
+    """Return who reports when it was: the culprit's agent, else another one; nobody whose clock is wrong."""
     right = {member.pod_uid for member, beat in facts.beats if is_clock_in_sync(beat)}
     if culprit is not None and (culprit.record is None or culprit.member.pod_uid in right):
         return culprit.record
@@ -72,7 +72,7 @@ def _dated(facts: Facts, attempt: int, culprit: Culprit | None) -> RestartRecord
 
 
 def _stalled(culprit: Culprit) -> bool:
-    """Its own agent says so; that it lagged behind the others is told, but too little to keep away from its node."""
+    """Return whether its agent reports the stall; a lag behind the others is too little to avoid its node."""
     return culprit.failure is not None and culprit.failure.exit_code == ExitCode.HUNG
 
 
@@ -86,7 +86,7 @@ def _describe(facts: Facts, attempt: int, culprit: Culprit | None) -> tuple[Caus
         prefix = _lost_peers(victims, len(facts.members))
         return (
             min(causes, key=severity, default=Cause.PEER_LOST),
-            f"the processes restarted in place; {prefix}none reported a failure of its own, so no worker is blamed",
+            f"the processes restarted in place; {prefix}none reported a failure, so no worker is blamed",
         )
     who = f"rank {culprit.failure.rank} in" if culprit.failure else "a process of"
     return culprit.cause, f"{who} pod {culprit.member.pod_name}, restarted in place: {culprit.why}"
@@ -101,7 +101,7 @@ def _lost_peers(victims: int, members: int) -> str:
 
 
 def _all_reported(facts: Facts, attempt: int) -> bool:
-    """Return whether every member that is heard at all has reported from this attempt on."""
+    """Return whether every member that is seen at all has reported from this attempt on."""
     beats = {member.pod_uid: beat for member, beat in facts.beats}
     return all(
         worker is None or worker.silent or (member.pod_uid in beats and beats[member.pod_uid].attempt >= attempt)

@@ -1,6 +1,6 @@
 """Closing interruptions: at the first new step, or when what was interrupted is given up.
 
-The agents' own records tell best when training resumed and from which step; without one, the first heartbeat that
+The agents' own records report best when training resumed and from which step; without one, the first heartbeat that
 shows a new step does. Seconds are from the failure to the first step that had not been completed before. After the last
 step there is none: then it is over when the ranks have come to a stage again with no step left to do.
 """
@@ -166,6 +166,6 @@ def _stopped_at(facts: Facts, entry: Interruption, progress: Progress) -> float:
 
 
 def _past_steps(facts: Facts) -> bool:
-    """Return whether the ranks are in a stage after the last step, so that no step will tell that they go on."""
+    """Return whether the ranks are in a stage after the last step, so that no step will report that they go on."""
     newest = newest_progress(facts)
     return newest is not None and not newest.training

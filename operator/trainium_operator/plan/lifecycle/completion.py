@@ -3,7 +3,7 @@
 Guarantees:
 - A job is complete only when every member finished; a terminal condition never changes back.
 - Nothing that may still write is killed when a job completes. Pods that show what happened are kept for their logs
-  unless the job says otherwise: those that have ended, and of a failed job the one that the verdict names and a few
+  unless the job states otherwise: those that have ended, and of a failed job the one that the verdict names and a few
   whose agents end by themselves with the verdict. A pod that does not end in time is deleted.
 - A sidecar keeps no node after the end of the job, except in the pod of the failure.
 - Only the incarnation and version of the job that this plan observed are deleted.
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 _WITNESSES = 3
 """Pods of a failed job that may end by themselves."""
 _WITNESS_SECONDS = 15.0
-"""For an agent to end with its verdict, and for its kubelet to say so; one of an older version does not end."""
+"""For an agent to end with its verdict, and for its kubelet to report it; one of an older version does not end."""
 
 
 _HOLDERS = {
@@ -124,7 +124,7 @@ def _compared(facts: Facts, record: FailedSpecStatus | None) -> FailedSpecStatus
 
 
 def clean_up(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
-    """Release what an ended job does not need, as `cleanPodPolicy` says; the members of a completed job end first."""
+    """Release what an ended job does not need, by `cleanPodPolicy`; the members of a completed job end first."""
     policy = facts.job.spec.clean_pod_policy
     if policy is CleanPodPolicy.NONE and is_true(status, ConditionType.FAILURE_TARGET):
         policy = CleanPodPolicy.RUNNING  # a deadline leaves nothing running, whatever is kept
@@ -148,7 +148,7 @@ def clean_up(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
 
 
 def _witnesses(facts: Facts, status: PublicStatus) -> frozenset[str]:
-    """Return pods that end by themselves with a verdict of their own, by uid.
+    """Return pods that end by themselves with a verdict, by uid.
 
     The one that the job's verdict names first.
     """
@@ -201,7 +201,7 @@ def expire(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
         return PolicyResult(status=status)
     ended = parse_rfc3339(status.completion_time)
     if ended is None:
-        # Lost, or edited by hand: the time begins anew rather than the job going at once.
+        # Lost, or edited by hand: the time restarts rather than the job going at once.
         status = status.replaced(completion_time=rfc3339(facts.now))
         ended = facts.now
     # A time from the future (a clock that was set back) delays the deletion by no more than the whole time.

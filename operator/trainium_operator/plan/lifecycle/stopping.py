@@ -47,7 +47,7 @@ def release(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
 
 
 def suspend(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
-    """Release everything, and say so."""
+    """Release everything, and report it."""
     released = release(facts, status)
     status, workers, kind = released.status, facts.workers.values(), ConditionType.SUSPENDED
     if workers:
@@ -60,7 +60,7 @@ def suspend(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
 
 
 def clear_suspended(facts: Facts, status: AnyShown) -> AnyShown:
-    """Say that the job is not suspended."""
+    """Report that the job is not suspended."""
     return with_condition(status, ConditionType.SUSPENDED, False, Reason.NOT_SUSPENDED, "", now=facts.now)
 
 

@@ -1,1 +1,1 @@
-"""What the objects of a job look like: pure construction, no decision."""
+"""Build the objects of a job: pure construction, no decision."""

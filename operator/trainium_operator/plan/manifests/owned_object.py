@@ -1,4 +1,4 @@
-"""What every object that belongs to a job carries: its owner, its labels and, of ConfigMaps and budgets, a digest.
+"""Add to every object of a job its owner, its labels and, to ConfigMaps and budgets, a digest.
 
 Invariant: the digest is of the object's own content, so it is applied once and again only when that changes.
 """

@@ -65,11 +65,11 @@ def with_affinity(spec: Json, job: JobView, settings: PlanSettings) -> Json:
 
 
 _UNREACHABLE_SECONDS = 30
-"""How long a pod stays on a node that the control plane lost sight of; the plan acts earlier, this is the net below."""
+"""How long a pod stays on a node that the control plane no longer reaches; the plan acts earlier."""
 
 
 def extended_resources(accelerator: AcceleratorSpec) -> dict[str, str]:
-    """Return devices that a worker asks for: all of its node, as the instance type has them, or what the spec says."""
+    """Return devices that a worker asks for: all of its node by the instance type, or what the spec states."""
     if accelerator.resources:
         return dict(accelerator.resources)
     if accelerator.device is Device.CUDA:
@@ -82,7 +82,7 @@ def extended_resources(accelerator: AcceleratorSpec) -> dict[str, str]:
 
 
 def expected_devices(accelerator: AcceleratorSpec) -> str | None:
-    """Neuron devices that a worker must find, claimed or handed out; None where nothing says how many."""
+    """Neuron devices that a worker must find, claimed or handed out; None where nothing states how many."""
     claim, instance = accelerator.claim, accelerator.instance()
     if claim is None:
         return extended_resources(accelerator).get("aws.amazon.com/neuron")
@@ -128,7 +128,7 @@ def with_worker_needs(spec: Json, job: TrainingJobSpec) -> Json:
         return spec
     wanted = {"memory": _mebibytes(found.memory), "cpu": _cpus(found.milli_cpu)}
     containers = spec.get("containers") or []
-    if not spec.get("resources"):  # of the whole pod: whoever sets that means it so
+    if not spec.get("resources"):  # of the whole pod: a person who sets that means it
         containers = [_asking(each, wanted) if each.get("name") == WORKER_CONTAINER else each for each in containers]
     volumes = spec.get("volumes") or []
     if found.shared_memory is not None:
@@ -138,7 +138,7 @@ def with_worker_needs(spec: Json, job: TrainingJobSpec) -> Json:
 
 
 def needs_of_workers(job: TrainingJobSpec) -> WorkerRequests | None:
-    """Return None while the spec contradicts itself, which is told elsewhere."""
+    """Return None while the spec contradicts itself, which is reported elsewhere."""
     try:
         config = job.training_config()
         return worker_requests(config, job.workers.accelerator, job.batch_shape())
@@ -172,7 +172,7 @@ def _cpus(milli: int) -> str:
 
 PRECOMPILE_CONTAINER = "precompile"
 TEMPLATE_REVISION = 0
-"""Counts changes of this module by which the same job gets other pods (a test says when). No user caused them,
+"""Counts changes of this module by which the same job gets other pods (a test states when). No user caused them,
 so an upgrade of the operator replaces no pod for them, and reports none as outdated."""
 _OF_A_RUNNING_WORKER = frozenset({"args", "ports", "lifecycle", "livenessProbe", "readinessProbe", "startupProbe"})
 _TOKEN_SECONDS = 3600
@@ -287,9 +287,9 @@ def template_hash(job: JobView, settings: PlanSettings) -> str:
 
 
 def is_outdated(made_with: str, wanted: str) -> bool:
-    """Return whether a pod with this digest was made before the job, or the operator's settings, said something else.
+    """Return whether a pod with this digest was created before the job, or the operator's settings, changed.
 
-    Digests of two revisions differ though nobody changed anything, so they say nothing.
+    Digests of two revisions differ though nobody changed anything, so they mean nothing.
     """
     return bool(made_with) and made_with != wanted and _revision(made_with) == _revision(wanted)
 
@@ -376,7 +376,7 @@ def _precompiling(job: JobView, spec: Json) -> list[Json]:
     """Build the init container that compiles, or fetches what another worker compiled."""
     try:
         nodes = job.spec.sizes_to_compile()
-    except ValueError:  # the spec contradicts itself, which is told elsewhere
+    except ValueError:  # the spec contradicts itself, which is reported elsewhere
         return []
     containers = spec.get("containers") or []
     worker = next((each for each in containers if each.get("name") == WORKER_CONTAINER), None)
@@ -391,7 +391,7 @@ def _precompiling(job: JobView, spec: Json) -> list[Json]:
 def _sizes_for_spares(job: JobView) -> tuple[int, ...]:
     try:
         return job.spec.sizes_for_spares()
-    except ValueError:  # the spec contradicts itself, which is told elsewhere
+    except ValueError:  # the spec contradicts itself, which is reported elsewhere
         return ()
 
 
@@ -505,7 +505,7 @@ def _device_environment(accelerator: AcceleratorSpec, neuron: NeuronConfig) -> d
         return {}
     found = {}
     # A compilation that was killed leaves a failed entry behind; a cache on shared storage gets corrupted. Where the
-    # job says otherwise, the trainer sets its own, and refuses a variable that contradicts it.
+    # job states otherwise, the trainer sets its own, and refuses a variable that contradicts it.
     if neuron.retry_failed_compilation:
         found["NEURON_CC_FLAGS"] = "--retry_failed_compilation"
     if neuron.cache_directory is None:

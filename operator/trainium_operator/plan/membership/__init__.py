@@ -1,1 +1,1 @@
-"""Who trains: ranks, generations, sizes."""
+"""Decide who trains: ranks, generations, sizes."""

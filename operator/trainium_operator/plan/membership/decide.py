@@ -4,7 +4,7 @@ The first generation begins when enough workers are warm; an elastic job that la
 `rescaleAfterSeconds`. A failed member is replaced by a warm spare, else by a new pod, else (elastic jobs, after a wait)
 the job shrinks. A job that had to shrink grows back when all workers are there; a size that a user requests is taken at
 once. A generation that was decided on and never recorded, because the operator died between the two writes, is finished
-by the members that are there once each of them was heard.
+by the members that are there once each of them was seen.
 
 Guarantees:
 - The first policy that wants a new generation gets it. This module alone writes `waitingSince`, except for its start
@@ -112,7 +112,7 @@ def restart_stopped(facts: Facts, status: TrainingJobStatus) -> Decision:
         rung=Rung.REPLACE,
         failed_at=facts.now,
         attempt=status.membership.attempt,
-        message="all workers stopped, and none reported a failure of its own; they start again",
+        message="all workers stopped, and none reported a failure; they start again",
     )
     new = NewGeneration(members=facts.current.members, transition=Transition.IMMEDIATE, cause=cause)
     return Decision(status=status, new=new)

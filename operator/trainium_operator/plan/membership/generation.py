@@ -32,7 +32,7 @@ _FARTHEST_AHEAD = 1_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewGeneration:
-    """What a policy decided."""
+    """A generation that a policy decided on."""
 
     members: tuple[Member, ...]
     transition: Transition
@@ -41,7 +41,7 @@ class NewGeneration:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What a policy of this room answers."""
+    """Result of a membership policy."""
 
     status: TrainingJobStatus
     """With the interruption that a new generation ends."""
@@ -75,7 +75,7 @@ def start_generation(facts: Facts, status: TrainingJobStatus, new: NewGeneration
     )
     events: tuple[EventIntent, ...] = ()
     if number > facts.job.status.membership.generation:
-        # Decided anew after a crash it has been told already.
+        # Decided again after a crash it has been reported already.
         # The first one answers nothing, so it has no cause.
         why = f" ({new.cause.value}, {new.transition.value})" if number > 1 else ""
         note = f"Generation {number} begins on {counted(size, 'node')}{why}."
@@ -84,7 +84,7 @@ def start_generation(facts: Facts, status: TrainingJobStatus, new: NewGeneration
 
 
 def _with_date_of_decision(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
-    """Tell the interruption that this generation answers when it was decided on."""
+    """Report the interruption that this generation answers when it was decided on."""
     index = None if facts.current is None else open_membership_entry(status, facts.current.generation)
     if index is None or status.history[index].decided_at is not None:
         return status

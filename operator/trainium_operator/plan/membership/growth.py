@@ -88,7 +88,7 @@ def growth_resumes_at(facts: Facts, status: PublicStatus) -> float:
 
 def _counts(entry: Interruption) -> bool:
     if entry.rung is Rung.RESIZE:
-        return entry.cause is Cause.CAPACITY  # given back; the other ones were asked for by a person or a queue
+        return entry.cause is Cause.CAPACITY  # released; the other ones were asked for by a person or a queue
     return entry.rung not in (Rung.GROW, Rung.STOP)
 
 

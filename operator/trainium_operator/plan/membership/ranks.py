@@ -54,7 +54,7 @@ def _flattened(placed: list[tuple[Place, Worker]], depth: int) -> list[tuple[Pla
 
 @dataclass(frozen=True, slots=True)
 class RankContext:
-    """What the choice among newcomers depends on; without it they are taken in their order."""
+    """Context of the choice among joiners; without it they are taken in their order."""
 
     nodes: Mapping[str, NodeView] = field(default_factory=dict)
     last_resort: frozenset[str] = frozenset()
@@ -82,7 +82,7 @@ def assign_ranks(
     """Return exactly `size` members, ascending by rank; needs at least `size` survivors and newcomers together.
 
     Survivors whose rank is below `size` keep it. The other survivors, then the newcomers, fill the free ranks from
-    below, each time the one that is nearest to the ranks beside it; whoever is not needed is left out.
+    below, each time the one that is nearest to the ranks beside it; any that is not needed is left out.
     """
     around = around or RankContext()
     placed = {member.node_rank: member for member in survivors if member.node_rank < size}
@@ -116,7 +116,7 @@ class _Pool:
         starts = {place[:length] for place in beside for length in range(len(place))} | {()}
         for start in sorted(starts, key=lambda each: (-len(each), each)):
             if start and not any(start):
-                continue  # labels that are missing on both sides say nothing
+                continue  # labels that are missing on both sides mean nothing
             found = self._first(start)
             if found is not None:
                 self.left -= 1

@@ -1,6 +1,6 @@
 """Define what a plan asks for (`Plan`) and what each policy returns (`PolicyResult`): a status, actions, events.
 
-Plain frozen data. `plan.plan` alone joins the results of policies. Whoever executes a plan follows these rules:
+Plain frozen data. `plan.plan` alone joins the results of policies. A worker that executes a plan follows these rules:
 
 * The executor writes `Plan.status` first, when it differs from the observed one and with the observed
   `resource_version` as precondition, then the actions in order, then the events. When a write fails it stops, and the
@@ -43,7 +43,7 @@ class ApplyGroup:
 
 @dataclass(frozen=True, slots=True)
 class ApplyPolicy:
-    """Create the job's NetworkPolicy, or bring it in line. Nothing waits for it: refused, it stops nothing else."""
+    """Create or update the job's NetworkPolicy. Nothing waits for it: refused, it stops nothing else."""
 
     manifest: dict[str, Any]
 
@@ -54,7 +54,7 @@ class PublishMembership:
 
     The write must be a compare-and-swap (create, or update with resourceVersion): it may only replace a ConfigMap that
     holds generation `replaces` (0: no ConfigMap) or the very same membership; anything else is a conflict, after which
-    the job is planned anew. So one generation number never stands for two memberships.
+    the job is planned again. So one generation number never stands for two memberships.
     """
 
     membership: Membership
@@ -82,7 +82,7 @@ class DeletePod:
 
 @dataclass(frozen=True, slots=True)
 class ApplyWorkload:
-    """Create a Workload of Kueue, or bring the job's own in line; only while it holds no quota."""
+    """Create or update a Workload of Kueue; only while it holds no quota."""
 
     manifest: dict[str, Any]
 
@@ -147,7 +147,7 @@ class EventType(StrEnum):
 
 
 class EventKind(StrEnum):
-    """What an event is about besides the job."""
+    """Kinds of objects that an event is about besides the job."""
 
     POD = "Pod"
     NODE = "Node"
@@ -179,7 +179,7 @@ def event(reason: Reason, note: str, *, warning: bool = False, pod: str = "", no
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to do now."""
+    """Status, actions and events of one plan."""
 
     status: TrainingJobStatus
     actions: tuple[Action, ...] = ()

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from trainium_operator.plan.model.reasons import Reason
 
 AnyShown = TypeVar("AnyShown", bound="PublicStatus")
-"""The status of whoever sees no more of it than what people read, sets conditions, and hands the whole of it on."""
+"""The status of any that sees no more of it than what people read, sets conditions, and hands the whole of it on."""
 
 
 def find_condition(status: PublicStatus, kind: ConditionType) -> Condition | None:

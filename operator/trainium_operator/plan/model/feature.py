@@ -46,7 +46,7 @@ class AdmissionState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grant:
-    """What a queue grants the job."""
+    """Grant of a queue to the job."""
 
     state: AdmissionState
     reason: Reason | None = None
@@ -132,7 +132,7 @@ class Feature:
     creates_as_a_whole: Callable[[Facts, PublicStatus], bool] = _no
     """Return whether no new pod gets a node before all of its group exist."""
     is_misplaced: Callable[[Facts, PublicStatus, Worker], bool] = _never_misplaced
-    """Return whether a pod waits in a group that can no longer bring it onto a node."""
+    """Return whether a pod waits in a group that can no longer get it onto a node."""
     describe_wait: Callable[[Facts], str] = _no_sentence
     """Return how workers wait for their nodes, as the rest of a sentence."""
     reconcile: Callable[[Facts, TrainingJobStatus], PolicyResult] = _unchanged

@@ -3,7 +3,7 @@
 Guarantees:
 - Every name follows from the job's name (and a pod's ordinal), so that a repeated write hits the same object.
 - An ordinal is never used twice, so neither is a pod's name.
-- No object is found by a uid alone: whoever may create an object writes its ownerReferences and can copy any uid into
+- No object is found by a uid alone: any that may create an object writes its ownerReferences and can copy any uid into
   them, and the namespace is the one part that the API server vouches for.
 """
 

@@ -1,4 +1,4 @@
-"""What a plan sees (`Observed`) and the operator's own configuration (`PlanSettings`): plain frozen data.
+"""Define the input of a plan (`Observed`) and the operator's configuration (`PlanSettings`): plain frozen data.
 
 Who fills it must hold to these rules:
 
@@ -36,10 +36,10 @@ def cap_of(size: int) -> int:
 
 
 class ApiState(StrEnum):
-    """Whether plans may go by it."""
+    """State of an optional API."""
 
     OFF = "Off"
-    """The operator was not told to, so it has no rights to."""
+    """The operator was not reported to, so it has no rights to."""
     ABSENT = "Absent"
     """The cluster does not serve the version that is known here."""
     READING = "Reading"
@@ -57,12 +57,12 @@ class DeviceTaint:
     effect: str
     value: str = ""
     since: float | None = None
-    """When it was added (Unix seconds, by the API server's clock); None when that is not told."""
+    """When it was added (Unix seconds, by the API server's clock); None when that is not reported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DevicesView:
-    """What is known of the devices of one job."""
+    """Devices of one job."""
 
     templates: Mapping[str, str] = field(default_factory=dict)
     """Name -> uid of each template that the job controls."""
@@ -91,11 +91,11 @@ class JobView:
     finalizers: tuple[str, ...] = ()
     """What a job that is being deleted waits for."""
     unknown: tuple[str, ...] = ()
-    """Places in the spec that a newer version wrote and this one left out: what runs is not brought in line with it."""
+    """Places in the spec that a newer version wrote and this one left out: running pods are not changed to match."""
 
     @property
     def id(self) -> JobId:
-        """What its objects and agents are kept by."""
+        """Key of its objects and agents."""
         return JobId(self.namespace, self.name, self.uid)
 
 
@@ -127,7 +127,7 @@ class PodView:
     """Empty until it is scheduled."""
     ready: bool = False
     reason: str = ""
-    """The most telling one: the pod's own (Evicted, NodeLost, ...), else the worker container's terminated or waiting
+    """The most reporting one: the pod's own (Evicted, NodeLost, ...), else the worker container's terminated or waiting
     reason (OOMKilled, Error, ImagePullBackOff, ...)."""
     message: str = ""
     """The message that belongs to it; for a terminated container its termination message."""
@@ -165,7 +165,7 @@ class PodView:
     claim_template: str = ""
     """ResourceClaimTemplate that its devices are claimed by; empty without a claim."""
     device_health: tuple[str, str] | None = None
-    """Of the claimed device that is worst off: its health, and which it is with what is said of it."""
+    """Of the claimed device that is worst off: its health, its name and its message."""
 
 
 class NodeReadiness(StrEnum):
@@ -223,7 +223,7 @@ class NodeView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentView:
-    """What the coordinator knows of one pod's agent."""
+    """One pod's agent, as the coordinator knows it."""
 
     registration: RegisterRequest
     last_seen: float
@@ -232,18 +232,18 @@ class AgentView:
     heartbeat: HeartbeatRequest | None = None
     """The newest one."""
     progressed: float | None = None
-    """When a heartbeat last brought a higher step than the one before it; None while none has."""
+    """When a heartbeat last reported a higher step than the one before it; None while none has."""
     step_seconds: float | None = None
     """Seconds per step as the last two such heartbeats of an attempt show it: (time - previous) / (step - previous)."""
     joining_since: float | None = None
-    """When it was first heard to wait for others in its present generation and attempt; None while it does not."""
+    """When it was first seen to wait for others in its present generation and attempt; None while it does not."""
     refused: float | None = None
-    """When its port, which had answered before, refused a connection while it was silent; None since it was heard."""
+    """When its port, which had answered before, refused a connection while it was silent; None since it was seen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetView:
-    """What the operator knows about nodes across jobs (`plan/fleet` decides it, one job's plan reads it)."""
+    """Nodes as known across jobs (`plan/fleet` decides it, one job's plan reads it)."""
 
     quarantined: frozenset[str] = frozenset()
     """Names of nodes that no new worker should be put on."""
@@ -271,7 +271,7 @@ class GangApi(StrEnum):
 
 
 SILENCE_REPORTED_SECONDS = 2.0
-"""Two heartbeats; the coordinator tells who has fallen silent, so a member heard more recently needs no look."""
+"""Two heartbeats; the coordinator reports who has fallen silent, so a member seen more recently needs no look."""
 
 _EVERY_INTERVAL_WORKERS = 256
 """Jobs of up to so many workers write their status every `status_interval_seconds`; their plan takes about 10 ms."""
@@ -280,7 +280,7 @@ _LARGEST_FACTOR = 6.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerIngress:
-    """Who may open connections to a job's workers, besides each other."""
+    """Peers that may open connections to a job's workers, besides each other."""
 
     operator_namespace: str
     operator_labels: Mapping[str, str]
@@ -309,7 +309,7 @@ class PlanSettings:
     coordinator: str
     """`host:port` that workers reach the coordinator at."""
     status_interval_seconds: float = 15.0
-    """Shortest time between two status writes that only bring progress."""
+    """Shortest time between two status writes that only contains progress."""
     count_interval_seconds: float = 2.0
     """Shortest time between two status writes that only count how many workers are there or train."""
     heartbeat_seconds: float = 1.0
@@ -336,7 +336,7 @@ class PlanSettings:
     dra: ApiState = ApiState.OFF
     """Whether jobs may claim their devices."""
     worker_ingress: WorkerIngress | None = None
-    """What a NetworkPolicy of each job says; None: none is made."""
+    """What a NetworkPolicy of each job states; None: none is made."""
     features: tuple[Feature, ...] = ()
     """Optional features that the job uses; `plan.plan` sets it."""
     worker_log_format: LogFormat = LogFormat.TEXT
@@ -355,7 +355,7 @@ class Observed:
     pods: tuple[PodView, ...]
     nodes: Mapping[str, NodeView]
     agents: Mapping[str, AgentView]
-    """By pod uid: of every pod in `pods`, and of each member whose pod is gone, as far as this process heard of it."""
+    """By pod uid: of every pod in `pods`, and of each member whose pod is gone, as far as this process seen of it."""
     membership: Membership | None
     """Read from the ConfigMap `names.membership_name`, see `cluster.membership_record`; None when there is none."""
     published: int
@@ -374,11 +374,11 @@ class Observed:
     in_the_way: Mapping[str, str] = field(default_factory=dict)
     """Objects of others that bear a name that the job needs: `Kind/name` -> a sentence."""
     policies_known: bool = False
-    """Whether the NetworkPolicies that there are were read, or may not be: one that is not in `children` is missing."""
+    """Whether the NetworkPolicies were read, or may not be: one that is not in `children` is missing."""
     policy_refusal: PolicyRefusal | None = None
     fleet: FleetView = FleetView()
     quota: QuotaView | None = None
-    """What Kueue says of the job's quota; None when it cannot be asked."""
+    """What Kueue states of the job's quota; None when it cannot be asked."""
     wanted_elsewhere: int = 0
     """Nodes like those of this job that whole gangs of other jobs wait for: no scheduler preempts an extra for them."""
     devices: DevicesView | None = None

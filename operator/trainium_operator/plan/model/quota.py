@@ -1,4 +1,4 @@
-"""What Kueue says of a job's quota, as plans see it: Workloads, flavors, priorities. Plain frozen data.
+"""Define a job's quota in Kueue as plans see it: Workloads, flavors, priorities. Plain frozen data.
 
 Field names and reasons are those of kueue.x-k8s.io/v1beta2, read from its sources and from objects of a real
 controller (0.19.2). Invariant: only Workloads that the job controls are here, so none of another's is ever touched.
@@ -42,7 +42,7 @@ class WorkloadConditionView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodSetGrant:
-    """What was admitted of one pod set."""
+    """Admitted part of one pod set."""
 
     name: str
     count: int
@@ -52,7 +52,7 @@ class PodSetGrant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """What pods of a pod set get beside what their template says."""
+    """Placement that pods of a pod set get beside their template."""
 
     labels: Mapping[str, str] = field(default_factory=dict)
     annotations: Mapping[str, str] = field(default_factory=dict)

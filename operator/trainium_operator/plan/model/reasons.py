@@ -93,7 +93,7 @@ class Reason(StrEnum):
     WAITING_FOR_DEVICES = "WaitingForDevices"
     # Slow nodes
     STRAGGLER_DETECTED = "StragglerDetected"
-    STRAGGLER_GONE = "StragglerGone"
+    STRAGGLER_RECOVERED = "StragglerRecovered"
     # Checkpoints that do not come
     CHECKPOINT_OVERDUE = "CheckpointOverdue"
     # WorkloadConditionView by the operator about itself

@@ -13,7 +13,7 @@ SENTENCE_LIMIT = 1000
 def sentence(text: str, limit: int = SENTENCE_LIMIT) -> str:
     """Return the text on one line, cut in the middle when longer than `limit`: cause and advice are at its ends.
 
-    Lines of a program's output stay apart, so that it shows where its last word ends and what it said before begins.
+    Lines of a program's output stay apart, so that its last line is apart from those before.
     """
     lines = (" ".join(line.split()) for line in text.splitlines())
     line = redact_secrets(" | ".join(line for line in lines if line))

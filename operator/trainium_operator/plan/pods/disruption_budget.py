@@ -55,7 +55,7 @@ class _Judgement:
 
 
 def limit_disruptions(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
-    """Say whether a disruption is allowed now, and bring the budget in line; call when the status is complete."""
+    """Report whether a disruption is allowed now, and update the budget; call when the status is complete."""
     ended = is_terminal(status)
     if ended and facts.job.spec.clean_pod_policy is not CleanPodPolicy.NONE:
         return PolicyResult(status=status)

@@ -43,7 +43,7 @@ def least_pods(facts: Facts) -> int:
 
 
 def withhold_pods(facts: Facts, status: TrainingJobStatus) -> tuple[bool, PolicyResult]:
-    """Return whether no pod may be made now; gives back what a partial gang has held for too long."""
+    """Return whether no pod may be made now; releases what a partial gang has held for too long."""
     gang = status.gang
     if facts.grant is not None and facts.grant.state is not AdmissionState.ADMITTED:
         return True, PolicyResult(status=status)
@@ -77,7 +77,7 @@ def pause_seconds(uid: str, times: int) -> float:
 
 
 def set_admitted(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
-    """Say whether the workers have their nodes, and who decides it. Never how many: that changes with each pod."""
+    """Report whether the workers have their nodes, and who decides it. Never how many: that changes with each pod."""
     admitted, reason, message = _admission(facts, status)
     return with_condition(status, ConditionType.ADMITTED, admitted, reason, message, now=facts.now)
 
@@ -125,7 +125,7 @@ def _is_partial(facts: Facts) -> bool:
 
 
 def _release_workers(facts: Facts, status: TrainingJobStatus, retry_at: float) -> PolicyResult:
-    """Delete every worker that holds a node or could; the wait for missing ones begins anew with the next attempt."""
+    """Delete every worker that holds a node or could; the wait for missing ones restarts with the next attempt."""
     workers = (worker for worker in facts.workers.values() if worker.holds_node)
     deletions = tuple(action for worker in workers for action in deletion(worker, force=worker.node_bad))
     return PolicyResult(status=status.replaced(waiting_since=None), actions=deletions, requeue_at=(retry_at,))

@@ -2,7 +2,7 @@
 
 Nodes that are bad by what is known of them or in quarantine, one that has just gone dark for as long as Kubernetes may
 still take it for ready, and those that refused pods. Invariant: while the fleet is frozen no node is avoided for what
-its own signals say.
+its own signals state.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def forbidden_nodes(facts: Facts, status: TrainingJobStatus) -> tuple[str, ...]:
     refusing = (_host_name(facts, node) for node in refusing_nodes(status, facts.now))
     dark = (_dark_nodes(facts, status) | frozenset(refusing)) - set(bad)
     if dark and released_nodes(facts):
-        # All of them, not those of one pod: the pod that is made anew must not wait in vain for another of them.
+        # All of them, not those of one pod: the recreated pod must not wait for another of them.
         there = _there(facts)
         dark = frozenset(name for name in dark if name not in there or _is_bad(facts, there[name]))
     return (*bad, *sorted(dark))[:MOST_FORBIDDEN]
@@ -43,7 +43,7 @@ def forbidden_nodes(facts: Facts, status: TrainingJobStatus) -> tuple[str, ...]:
 def released_nodes(facts: Facts) -> frozenset[str]:
     """Return host names of nodes that pods which find no node keep away from, and need not any longer.
 
-    Among them those that are merely dark, or that refuse: such a pod has nowhere else to go, and is made anew without
+    Among them those that are merely dark, or that refuse: such a pod has nowhere else to go, and is made again without
     that demand.
     """
     pods = (worker.pod for worker in facts.outsiders)
@@ -72,7 +72,7 @@ def _is_bad(facts: Facts, node: NodeView) -> bool:
 def _bad_nodes(facts: Facts) -> tuple[str, ...]:
     """Return host names of nodes that are bad by what is known of them, or in quarantine.
 
-    A tainted device makes none bad: the scheduler gives that device to nobody, and others of the node may be sound.
+    A tainted device makes none bad: the scheduler gives that device to nobody, and others of the node may be healthy.
     """
     bad = {
         worker.pod.node

@@ -1,12 +1,12 @@
-"""Policy: pods that end before their agent was heard make the next ones fewer and later, until one is heard.
+"""Policy: pods that end before their agent was seen make the next ones fewer and later, until one is seen.
 
-Whoever ends them (a kubelet that does not admit them, a container that cannot be made, an eviction at once) does so
-within a second, so the pods that replace them would be made as fast, and all of them at once.
-Invariants: what is counted is rounds, not pods: a batch counts once, however many of it end so and whenever. The first
-rounds cost no wait, so a few who are lost are replaced as fast as ever. After a round pods are made in batches that
-begin with a few and grow while all of a batch live; who waits for a node holds none of them up.
-A node that refused twice is kept away from for a while (`refusing_nodes`), a few of them at most: where all refuse, it
-is not the nodes. A change of the job, a suspension or a pod that is heard ends the wait.
+A worker that ends them (a kubelet that does not admit them, a container that cannot be made, an eviction at once)
+does so within a second, so the pods that replace them would be made as fast, and all of them at once. Invariants:
+what is counted is rounds, not pods: a batch counts once, however many of it end so and whenever. The first rounds
+cost no wait, so a few who are lost are replaced as fast as ever. After a round pods are made in batches that begin
+with a few and grow while all of a batch live; who waits for a node holds none of them up. A node that refused twice
+is kept away from for a while (`refusing_nodes`), a few of them at most: where all refuse, it is not the nodes. A
+change of the job, a suspension or a pod that is seen ends the wait.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _FREE_ROUNDS = 2
 _FIRST_PAUSE_SECONDS = 4.0
 _LONGEST_PAUSE_SECONDS = 300.0
 _FORGOTTEN_SECONDS = 600.0
-"""After the longest pause, so that a job to which it happens again and again does not begin anew each time."""
+"""After the longest pause, so that a job to which it happens again and again does not restarts each time."""
 _AT_ONCE_SECONDS = 20.0
-"""Whoever has not ended by then was not refused at once, though its image may take longer."""
+"""A worker that has not ended by then was not refused at once, though its image may take longer."""
 _FIRST_BATCH = 4
 _GROWTH = 4
 _ALL = 256
@@ -44,7 +44,7 @@ _LARGEST_SHARE = 4
 def record_start_failures(facts: Facts, memory: InternalStatus) -> StartFailuresStatus:
     """Count the round in which pods ended before their agent was seen, or drop earlier rounds."""
     known = memory.start_failures
-    since = known.next_ordinal if known.next_ordinal <= memory.next_pod_ordinal else 0  # ordinals began anew
+    since = known.next_ordinal if known.next_ordinal <= memory.next_pod_ordinal else 0  # ordinals restarted
     made = [worker for worker in facts.workers.values() if worker.pod.ordinal >= since and not worker.pod.extra]
     seen = known.rounds > 0 and any(worker.agent is not None and not worker.ended for worker in made)
     changed = facts.job.status.observed_generation != facts.job.generation
@@ -84,7 +84,7 @@ def next_creation_at(memory: InternalStatus, now: float) -> float:
 def limit_batch(facts: Facts, status: TrainingJobStatus, missing: int) -> tuple[int, tuple[float, ...]]:
     """Return how many of those that are missing may be made now, and when to look again for more (Unix seconds).
 
-    A gang waits for its last pod, so a part of it would never be heard: it is made as a whole.
+    A gang waits for its last pod, so a part of it would never be seen: it is made as a whole.
     """
     known = status.start_failures
     if known.batch <= 0 or any(each.creates_as_a_whole(facts, status) for each in facts.settings.features):
@@ -118,7 +118,7 @@ def with_refusing(avoided: tuple[str, ...], status: TrainingJobStatus, now: floa
 
 
 def _counted(facts: Facts, known: tuple[StartFailureNode, ...]) -> tuple[StartFailureNode, ...]:
-    """Return who refused how often: a pod once, at the moment that its node said so."""
+    """Return who refused how often: a pod once, when its node refused it."""
     nodes = {each.node: each for each in known if facts.now - _FORGOTTEN_SECONDS < each.at <= facts.now}
     for worker in sorted(facts.outsiders, key=lambda worker: worker.pod.ordinal):
         pod = worker.pod
@@ -150,7 +150,7 @@ def _is_refused(worker: Worker) -> bool:
 
 
 def _lives(worker: Worker, now: float) -> bool:
-    """Nobody will refuse it any more, or nobody can yet: it was heard or runs, or there is no node for it."""
+    """Nobody will refuse it any more, or nobody can yet: it was seen or runs, or there is no node for it."""
     pod = worker.pod
     if worker.ended:
         return False

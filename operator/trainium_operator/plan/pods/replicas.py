@@ -68,7 +68,7 @@ def reconcile_configuration(facts: Facts, status: TrainingJobStatus) -> PolicyRe
 
 
 def reconcile_pods(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...]) -> PolicyResult:
-    """Ask for the deletions and creations that bring the pods to what is wanted."""
+    """Delete and create pods until they match what is wanted."""
     answer = _converged(facts, status, losses)
     deleted = (*facts.outsiders, *(loss.worker for loss in losses if loss.worker is not None))
     return replace(answer, actions=ended_last(answer.actions, deleted))
@@ -136,7 +136,7 @@ def _sort_outsiders(facts: Facts, status: TrainingJobStatus) -> tuple[list[Worke
                 status = status.replaced(failures=_counted(facts, status, failure))
             events.append(event(Reason.WORKER_FAILED, failure.note, warning=True, pod=worker.pod.name))
             if exhausted_budget(status.failures, facts.job.spec.recovery, facts.now) is not None:
-                continue  # the next plan ends the job and names this pod, and its log says why
+                continue  # the next plan ends the job and names this pod, and its log states why
         deletions += deletion(worker, force=worker.node_bad and (worker.pod.deleting or worker.holds_node))
     return usable, PolicyResult(status=status, actions=tuple(deletions), events=tuple(events))
 
@@ -170,7 +170,7 @@ def _cannot_be_scheduled(worker: Worker, released: frozenset[str]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """Of a worker that never became a member; it counts once, by the pod's name."""
+    """Failure of a worker that never became a member; it counts once, by the pod's name."""
 
     cause: Cause
     pod: str

@@ -1,1 +1,1 @@
-"""What people and machines read: status, conditions, events, ledger."""
+"""Report to people and machines: status, conditions, events, ledger."""

@@ -1,6 +1,6 @@
 """Policy: whether durable checkpoints can be relied on: storage answers, and saves end about as often as they are due.
 
-A store that refuses makes the processes end (81); one that merely stands still stops nothing, because saves run in the
+A store that refuses makes the processes end (81); one that merely stalls stops nothing, because saves run in the
 background, so it is noticed by the commits that do not come.
 
 Guarantees:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from trainium_operator.plan.view.facts import Facts
 
 OVERDUE_INTERVALS = 3
-"""Saves that may fail to come before it is said: one may be skipped while another is still being written."""
+"""Saves that may fail to come before the alarm: one may be skipped while another is still being written."""
 SHORTEST_OVERDUE_SECONDS = 10.0
 _ALARMS = (Reason.CHECKPOINT_OVERDUE, Reason.STORAGE_UNAVAILABLE)
 _OF_STORE = "checkpoint storage"

@@ -1,4 +1,4 @@
-"""Events: what changed between the old status and the new one, told once, after the new one is written."""
+"""Events: what changed between the old status and the new one, reported once, after the new one is written."""
 
 from __future__ import annotations
 

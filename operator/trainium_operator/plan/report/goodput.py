@@ -54,9 +54,9 @@ def _ends(facts: Facts, entry: Interruption, end: float) -> tuple[float, float, 
 def _reported(facts: Facts, entry: Interruption) -> tuple[float, float]:
     """Return when the slowest member's processes were up, and had loaded, in a later attempt.
 
-    0 while not all have said so.
+    0 while not all have reported it.
 
-    Of an interruption that is over, whoever has said it counts: the heartbeat that ended it was the first of several.
+    Of an interruption that is over, each report counts: the heartbeat that ended it was the first of several.
     """
     later = [
         beat.progress
@@ -80,7 +80,7 @@ _DOWN = ("Detect", "Decide", "Restart", "Load", STARTUP)
 
 def account(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
     """Update the ledger; call when the history is as this plan leaves it."""
-    goodput = _adopted(status.goodput, len(facts.members), facts.job.status.progress.step)
+    goodput = status.goodput
     held, running = _held_nodes(facts), facts.current is not None
     if not running and not held:
         return status.replaced(goodput=goodput.replaced(accounted_until=None, starting=True))
@@ -91,7 +91,7 @@ def account(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
     if not running:
         return status.replaced(goodput=_totalled(facts, goodput.replaced(starting=True), pending=0.0))
     old = facts.job.status
-    # A fault that is known late began in what was set aside for a stage, so that stands open until all is charged.
+    # A fault that is known late began in what was set aside for a stage, so that is open until all is charged.
     aside = sum(goodput.stage_seconds.values()) if past_steps(old) else 0.0
     wall = round(goodput.wall_seconds + aside + passed, 3)
     goodput = goodput.replaced(wall_seconds=wall)
@@ -140,20 +140,6 @@ def _set_aside(goodput: GoodputStatus, stage: str, seconds: float, before: float
     )
 
 
-def _adopted(goodput: GoodputStatus, size: int, step: int) -> GoodputStatus:
-    """Continue a ledger that was kept without counting steps."""
-    if goodput.wall_seconds == 0 or goodput.node_seconds > 0:
-        return goodput
-    kept = goodput.productive_seconds
-    return goodput.replaced(
-        earlier_seconds=kept,
-        earlier_node_seconds=kept * size,
-        starting=False,
-        counted_step=step,
-        node_seconds=goodput.wall_seconds * max(1, size),
-    )
-
-
 def _held_nodes(facts: Facts) -> int:
     """Return nodes that this job's pods hold, spares included, and those that are quarantined for what it saw there."""
     held = {worker.pod.node for worker in facts.workers.values() if worker.pod.node and worker.holds_node}
@@ -186,14 +172,13 @@ def _charge_startup(facts: Facts, goodput: GoodputStatus, passed: float) -> Good
 def _charge_interruptions(
     facts: Facts, history: tuple[Interruption, ...], goodput: GoodputStatus, starting: float | None
 ) -> tuple[GoodputStatus, tuple[Interruption, ...]]:
-    """Bring what each interruption lost up to now; one that was closed by an earlier plan is settled.
+    """Charge what each interruption lost so far; one that was closed by an earlier plan is settled.
 
     `starting`: seconds since the last account, when no step had been made by then.
     """
     status = facts.job.status
-    adopted = status.goodput.node_seconds == 0
     closed = [each for each in status.history if not _is_open(each)]
-    settled = {_identity(each) for each in closed if adopted or each.stages is not None}
+    settled = {_identity(each) for each in closed if each.stages is not None}
     charged = list(history)
     covered = 0.0
     for index in sorted(range(len(history)), key=lambda index: history[index].failed_at or 0.0):

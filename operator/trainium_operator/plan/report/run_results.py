@@ -1,7 +1,7 @@
-"""What the run tells beside its steps, in the status: the stage, the artifacts, the figures of the evaluation.
+"""Report the results of the run in the status: the stage, the artifacts, the figures of the evaluation.
 
-Invariants: a stage stands until ranks that are past their load tell another one, so a recovery does not show as a step
-back; an artifact is kept once, whoever tells it and however often; the list keeps the newest steps and stays short.
+Invariants: a stage is until ranks that are past their load report another one, so a recovery does not show as a step
+back; an artifact is kept once, any that reports it and however often; the list keeps the newest steps and stays short.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _DOING = {RunStage.EXPORT.value: "writing artifacts", RunStage.EVALUATE.value: "
 
 
 def record_results(facts: Facts, status: TrainingJobStatus, reports: list[Progress]) -> TrainingJobStatus:
-    """Bring stage, artifacts and evaluation up to date; `reports` are those of the members, by rank."""
+    """Update stage, artifacts and evaluation; `reports` are those of the members, by rank."""
     reported = [artifact for report in reports for artifact in report.artifacts]
     status = status.replaced(
         artifacts=_merged(status.artifacts, reported) if reported else status.artifacts,

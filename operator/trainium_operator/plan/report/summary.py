@@ -91,7 +91,7 @@ def _format_problem(node: str, problem: NodeProblem) -> str:
 
 
 def record_compiled_sizes(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
-    """Bring the sizes up to date; the status as it is where nothing is new."""
+    """Update the sizes; the status as it is where nothing is new."""
     if not facts.job.spec.precompile.enabled or not facts.workers:
         return status.replaced(compiled=CompiledStatus()) if status.compiled.sizes else status
     text = [each for worker in facts.workers.values() if worker.heartbeat for each in worker.heartbeat.compiled]
@@ -114,7 +114,7 @@ def _compiled_by_job(facts: Facts) -> tuple[int, ...]:
 
 
 def count_outdated_pods(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
-    """Count them; told when there are some for the first time since there were none."""
+    """Count them; reported when there are some for the first time since there were none."""
     running = [worker for worker in facts.workers.values() if not worker.ended and worker.pod.template_hash]
     wanted = template_hash(facts.job, facts.settings) if running else ""
     outdated = sum(is_outdated(worker.pod.template_hash, wanted) for worker in running)
@@ -255,7 +255,7 @@ def _last_words(facts: Facts) -> tuple[tuple[Member, HeartbeatRequest], ...]:
 
 
 def _newest_alerts(old: tuple[AlertStatus, ...], newest: Progress) -> tuple[AlertStatus, ...]:
-    """Of each kind the newest; a run that is resumed and comes to the same step again has nothing new to tell."""
+    """Return the newest alert of each kind; a resumed run that repeats a step reports nothing new."""
     known = {alert.kind: alert for alert in old}
     for alert in newest.alerts:
         before = known.get(alert.kind)

@@ -1,4 +1,4 @@
-"""Policy: a status that only brings progress or counts is written less often; anything else is written at once."""
+"""Policy: a status that only contains progress or counts is written less often; anything else is written at once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def next_write_at(facts: Facts, old: TrainingJobStatus, status: TrainingJobStatus) -> float:
     """Return when the status may be written.
 
-    One that only brings progress or counts waits a while after the last one.
+    One that only contains progress or counts waits a while after the last one.
     """
     if status == old:
         return 0.0
@@ -33,7 +33,7 @@ def next_write_at(facts: Facts, old: TrainingJobStatus, status: TrainingJobStatu
 
 
 def only_counts_differ(old: TrainingJobStatus, new: TrainingJobStatus) -> bool:
-    """Return whether nothing but counts of workers, with the sentences that tell them, and progress has changed."""
+    """Return whether nothing but counts of workers, with the sentences that report them, and progress has changed."""
     before = {condition.type: condition for condition in old.conditions}
     new_conditions = tuple(
         condition.replaced(message=before[condition.type].message) if condition.type in before else condition

@@ -59,7 +59,7 @@ class Facts:
     counts_from: tuple[float, ...] = ()
     """When problems of nodes that are too young to count will count (Unix seconds)."""
     lost_contact: str = ""
-    """Why silence says nothing now, as a sentence for people; see `contact`. Empty while workers merely start."""
+    """Why silence means nothing now, as a sentence for people; see `contact`. Empty while workers merely start."""
     grant: Grant | None = None
     """What a queue grants the job; None for a job without a queue."""
 
@@ -75,7 +75,7 @@ class Facts:
 
     @property
     def status_interval(self) -> float:
-        """Shortest time in seconds between two status writes that only bring progress."""
+        """Shortest time in seconds between two status writes that only contains progress."""
         return self.settings.status_interval(self.job.status.desired)
 
     @property
@@ -162,7 +162,7 @@ def is_second_choice(facts: Facts, worker: Worker) -> bool:
 
 
 def quarantined_nodes(facts: Facts) -> frozenset[str]:
-    """Return nodes in quarantine, as far as this job heeds it."""
+    """Return nodes in quarantine, as far as this job applies it."""
     fleet = facts.observed.fleet
     return fleet.quarantined if facts.job.spec.health.quarantine.enabled and not fleet.frozen else frozenset()
 

@@ -1,7 +1,7 @@
-"""What is wrong with the nodes of a job's workers, debounced: the part of health that other policies read as a fact.
+"""Find the problems of the nodes of a job's workers, debounced, for all other policies.
 
 Invariants: a fatal problem counts at once; any other after `spec.health.quarantine.debounceSeconds`, by the age that
-its source tells (one without an age, or from the future, is taken for old); nothing counts for more than a suspicion
+its source reports (one without an age, or from the future, is taken for old); nothing counts for more than a suspicion
 while the fleet is frozen.
 """
 

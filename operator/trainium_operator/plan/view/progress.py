@@ -29,7 +29,7 @@ def has_progress(facts: Facts) -> bool:
 
 
 def has_stepped(facts: Facts) -> bool:
-    """Return whether the generation in force has made a step of its own, or is past the last one."""
+    """Return whether the generation in force has made a step, or is past the last one."""
     for _, beat in facts.beats:
         progress = beat.progress
         if progress is None or beat.phase not in (WorkerPhase.TRAINING, WorkerPhase.FINISHED):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizeDecision:
-    """What the spec asks for, in nodes."""
+    """Size that the spec asks for, in nodes."""
 
     desired: int
     """The legal size to work towards; 0 when there is none."""

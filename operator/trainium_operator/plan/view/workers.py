@@ -36,9 +36,9 @@ class Contact:
     """The judgement."""
 
     lost: str = ""
-    """Why silence says nothing now, as a sentence; empty while it does."""
+    """Why silence means nothing now, as a sentence; empty while it does."""
     ports_believed: bool = True
-    """Whether a port that refuses still says that its agent is gone."""
+    """Whether a port that refuses still states that its agent is gone."""
 
 
 def judge_contact(*, running: int, silent: int, refusing: int, frozen: str) -> Contact:
@@ -83,11 +83,11 @@ class Worker:
     node: NodeView | None
     """None when it is not scheduled, and when its node is gone."""
     silent_seconds: float
-    """Since its agent was last heard, not counting the time in which it had no coordinator to talk to."""
+    """Since its agent was last seen, not counting the time in which it had no coordinator to talk to."""
     timeout: float
     """Silence in seconds from which on it matters."""
     contact: Contact = _IN_CONTACT
-    """Whether what the control plane and its port say against it counts."""
+    """Whether what the control plane and its port state against it counts."""
     holds_node: bool = True
     """Some container of its pod runs, or may still start: its node and its devices are not free."""
 
@@ -100,7 +100,7 @@ class Worker:
     def node_deleted(self) -> bool:
         """Whether the pod is bound to a node that no longer exists, or that was declared out of service.
 
-        A copy of the nodes may be old: whoever was heard a moment ago has a node.
+        A copy of the nodes may be old: any that was seen a moment ago has a node.
         """
         if self.node is None:
             return bool(self.pod.node) and not self.contact.lost and not self.recently_seen
@@ -120,7 +120,7 @@ class Worker:
 
     @property
     def silent(self) -> bool:
-        """Its agent should have been heard and was not."""
+        """Its agent should have been seen and was not."""
         return self.silent_seconds >= self.timeout
 
     @property
@@ -135,7 +135,7 @@ class Worker:
 
     @property
     def never_ran(self) -> bool:
-        """Its agent was never heard of, and not merely since the operator started a moment ago."""
+        """Its agent was never seen, and not merely since the operator started a moment ago."""
         return self.agent is None and (self.silent or self.pod.phase is PodPhase.PENDING)
 
     @cached_property
@@ -144,7 +144,7 @@ class Worker:
         if self.pod.deleting or self.ended or self.node_deleted:
             return False
         if self.agent is None:
-            # Not heard yet is not the same as gone: after an outage of the API server no node is ready.
+            # Not seen yet is not the same as gone: after an outage of the API server no node is ready.
             return not (self.node_bad and self.silent)
         stale = self.silent and (self.node_bad or (not self.contact.lost and self.silent_seconds >= self.stale_after))
         return not stale and not self.gave_up
@@ -158,7 +158,7 @@ class Worker:
     def gave_up(self) -> bool:
         """Its agent does not restart its processes any more, and it is the one that failed.
 
-        The other members of a generation that was given up are Failed too, without a verdict of their own.
+        The other members of a generation that was given up are Failed too, without a verdict.
         """
         beat = self.heartbeat
         return beat is not None and beat.phase is WorkerPhase.FAILED and beat.verdict is not None
@@ -218,7 +218,7 @@ def with_contact(workers: dict[str, Worker], contact: Contact) -> dict[str, Work
 
 
 def judge_workers_contact(workers: Collection[Worker], frozen: str) -> Contact:
-    """Return whether so many are silent at once that it says nothing; see `contact`."""
+    """Return whether so many are silent at once that it means nothing; see `contact`."""
     if not any(worker.silent_seconds >= worker.timeout for worker in workers):
         return Contact()  # the usual case, of thousands of workers
     running = _running(workers)
@@ -249,7 +249,7 @@ def _written_off(node: NodeView) -> bool:
 
 
 def _audible_since(observed: Observed, settings: PlanSettings) -> float:
-    """Return when an agent that was not heard yet should have been (Unix seconds).
+    """Return when an agent that was not seen yet should have been (Unix seconds).
 
     Agents need a while to find a coordinator that took over, so silence counts only after it. That while ends early
     once nearly all members have called: what they could do, the missing one could too.

@@ -222,7 +222,7 @@ def test_a_member_counts_as_slow_until_it_is_clearly_not() -> None:
     assert published(between) is None, "in between it is not evicted"
     better = planned(job(own=1.05, stragglers=(entry(reported=True),)))
     assert better.status.stragglers == ()
-    assert events(better).count(Reason.STRAGGLER_GONE) == 1
+    assert events(better).count(Reason.STRAGGLER_RECOVERED) == 1
 
 
 def test_differences_too_small_to_matter_are_none() -> None:

@@ -108,19 +108,6 @@ def test_a_broken_device_puts_the_node_in_quarantine_for_an_hour_and_on_probatio
     assert fleet.state(3) is None
 
 
-def test_a_failure_that_a_version_before_counted_to_the_millisecond_does_not_count_again() -> None:
-    fleet = Fleet()
-    fleet.now = NOW + 0.8574047
-    fleet.fail("node-3")
-    memory = fleet.plan().memory
-    fleet.memory = Memory(accounted={uid: round(at, 3) for uid, at in memory.accounted.items()})
-    fleet.wait(1)
-    assert fleet.state(3) is None
-    fleet.fail("node-3")
-    fleet.plan()
-    assert fleet.state(3) is MachineState.QUARANTINED
-
-
 def test_on_probation_the_next_fault_counts_at_once_and_for_longer() -> None:
     fleet = Fleet()
     fleet.fail("node-3")

@@ -117,7 +117,7 @@ def test_who_lost_a_peer_is_counted_in_words_that_fit_the_job(workers: int, vict
         return agent(at, WorkerPhase.LOADING, generation=1, attempt=1, failures=failures, restarts=(record,))
 
     entry = newest(planned(running(workers, agents={at: agent_of(at) for at in range(workers)})))
-    assert entry.message == (f"the processes restarted in place; {told} a failure of its own, so no worker is blamed")
+    assert entry.message == (f"the processes restarted in place; {told} a failure, so no worker is blamed")
     assert "1 workers" not in entry.message
 
 

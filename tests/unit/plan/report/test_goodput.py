@@ -344,13 +344,6 @@ def test_overlapping_interruptions_lose_their_time_once() -> None:
     holds(goodput)
 
 
-def test_the_ledger_of_an_older_operator_goes_on() -> None:
-    old = GoodputStatus(wall_seconds=100.0, productive_seconds=90.0, lost_seconds={"Crash": 10.0}, accounted_until=NOW)
-    goodput = after(steady(120, old, progress={"step": 120})).goodput
-    assert goodput.productive_seconds == pytest.approx(90.0)
-    assert goodput.ratio == pytest.approx(0.9)
-
-
 def test_many_sizes_stay_bounded_and_nothing_is_lost() -> None:
     sizes = tuple(SizeAccount(size=at, steps=10, step_seconds=1.0, settled=True) for at in range(10, 10 + MAX_SIZES))
     goodput = after(steady(110, STEADY.model_copy(update={"sizes": sizes, "wall_seconds": 1000.0}))).goodput

@@ -249,7 +249,16 @@ def second_generation(step: Any, phase: Any = WorkerPhase.TRAINING, restarts: An
             "membership": MembershipStatus(generation=2, size=4, data_parallel=4),
             "history": (OPEN,),
             "start_time": rfc3339(NOW - 100),
-            "goodput": GoodputStatus(wall_seconds=92.0, productive_seconds=92.0, accounted_until=NOW - 8),
+            "goodput": GoodputStatus(
+                wall_seconds=92.0,
+                node_seconds=368.0,
+                productive_seconds=92.0,
+                earlier_seconds=92.0,
+                earlier_node_seconds=368.0,
+                accounted_until=NOW - 8,
+                starting=False,
+                counted_step=20,
+            ),
         },
     )
     agents = {

@@ -64,7 +64,7 @@ def cannot_claim(facts: Facts) -> tuple[Reason, str] | None:
 
 
 def free_devices(facts: Facts) -> str:
-    """Return how many nodes could take a worker by their ResourceSlices, as a sentence of its own.
+    """Return how many nodes could take a worker by their ResourceSlices, as a sentence.
 
     Empty without a claim.
     """
@@ -77,7 +77,7 @@ def free_devices(facts: Facts) -> str:
 def find_problems(observed: Observed, worker: Worker) -> Iterator[NodeProblem]:
     """Return what is reported about the devices that the worker claims.
 
-    A taint says nothing of the other devices of its node, which the scheduler may give to a new worker; a device that
+    A taint means nothing of the other devices of its node, which the scheduler may give to a new worker; a device that
     is unhealthy and not tainted would be given out again, so its node is left.
     """
     taints = observed.devices.taints.get(worker.pod.uid, ()) if observed.devices is not None else ()

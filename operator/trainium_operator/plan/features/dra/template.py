@@ -1,4 +1,4 @@
-"""The ResourceClaimTemplate of a job that claims its devices, and what its pods say of it. Pure construction.
+"""The ResourceClaimTemplate of a job that claims its devices, and what its pods state of it. Pure construction.
 
 Invariants: the name of a template is made of its content, because its spec cannot change; devices are counted, never
 `All`, so that quotas and people can count them too; a job without a claim has nothing of this.

@@ -1,4 +1,4 @@
-"""What each gang API needs: its object and its marks on pods. Pure construction, one function per API.
+"""Build the object of each gang API and its marks on pods.
 
 Field names were read from API servers and their sources, not from memory: scheduling.k8s.io v1alpha1 (Kubernetes 1.35:
 Workload, `pod.spec.workloadRef`), v1alpha2 (1.36) and v1alpha3, v1beta1 (1.37: PodGroup, `pod.spec.schedulingGroup`);
@@ -99,7 +99,7 @@ def waits_as_gang(facts: Facts, status: PublicStatus) -> bool:
 
 
 def is_misplaced(facts: Facts, status: PublicStatus, worker: Worker) -> bool:
-    """Return whether a pod without a node waits in a group that can no longer bring it onto one."""
+    """Return whether a pod without a node waits in a group that can no longer get it onto one."""
     pod = worker.pod
     if not pod.gang or pod.node or pod.phase is not PodPhase.PENDING or worker.agent is not None:
         return False

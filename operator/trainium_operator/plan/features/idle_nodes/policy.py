@@ -1,7 +1,7 @@
 """Policy: nodes that nobody needs are taken beyond those that were asked for, and are the first to be given up.
 
-`elasticity.idleNodes: Take`. What is idle the scheduler says: workers of the lowest priority are asked for, up to
-`workers.maxReplicas`, and those that get a node are extras. Whoever needs the node has a higher priority, and the
+`elasticity.idleNodes: Take`. What is idle the scheduler states: workers of the lowest priority are asked for, up to
+`workers.maxReplicas`, and those that get a node are extras. A worker that needs the node has a higher priority, and the
 scheduler preempts an extra for it: like a notice on its node, that is a planned departure, which saves first. The job
 grows onto extras only to a size that saves a pass, when it has rested (`growth_resumes_at`), where the steps that are
 left repay the growth and the way back, and only after the extras have been there for as long as that takes to repay:
@@ -42,7 +42,7 @@ _NEVER = IdleNodesStatus()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Limits:
-    """How far the job may go beyond what was asked for, in nodes."""
+    """Limits of the job beyond what was asked for, in nodes."""
 
     base: int
     """What was asked for."""

@@ -1,6 +1,6 @@
-"""Policy: what is asked of Kueue, what is told to it, and what is given back.
+"""Policy: what is asked of Kueue, what is reported to it, and what is released.
 
-Invariants: quota is given back (by returning it after an eviction, or by deleting the Workload) only when no pod is
+Invariants: quota is released (by returning it after an eviction, or by deleting the Workload) only when no pod is
 left that it was for; a Workload that holds quota is never changed; each write is one step from what is seen to what is
 wanted, so a crash between any two only delays.
 """
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 MOST_STEPS = 8
 """Workloads beside the first; with more useful sizes than that a step is several of them."""
 _AT_ONCE = frozenset({"Preempted", "NodeFailures"})
-"""Reasons of evictions after which a Workload is queued again at once; after others Kueue says when."""
+"""Reasons of evictions after which a Workload is queued again at once; after others Kueue states when."""
 
 
 def reconcile_quota(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
-    """Bring the job's Workloads in line with what it wants, and tell Kueue how its pods are."""
+    """Reconcile the job's Workloads, and report the state of its pods to Kueue."""
     quota, grant = facts.observed.quota, facts.grant
     if quota is None:
         return PolicyResult(status=status)
@@ -57,7 +57,7 @@ def reconcile_quota(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
 
 
 def end_quota(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
-    """Tell Kueue that the job has ended, once none of its pods runs; what was never admitted is deleted."""
+    """Notify Kueue that the job has ended, once none of its pods runs; what was never admitted is deleted."""
     quota = facts.observed.quota
     if quota is None or _pods(facts):
         return PolicyResult(status=status)
@@ -123,7 +123,7 @@ def _steps(facts: Facts, quota: QuotaView, grant: QueueGrant, extras: int) -> It
 
 
 def _too_many(facts: Facts, held: list[WorkloadView], unneeded: int, grant: QueueGrant) -> Iterator[QuotaAction]:
-    """Give back the last step among `unneeded` workers that a smaller job has no use for, when its pods are gone."""
+    """Release the last step among `unneeded` workers that a smaller job has no use for, when its pods are gone."""
     for each in reversed(held):
         workers = each.asked.get(WORKERS, 0)
         unused = grant.workers + grant.spares - (workers if each.admitted else 0)
@@ -166,7 +166,7 @@ def _differs(found: WorkloadView, asked: ApplyWorkload) -> bool:
 
 
 def _return(each: WorkloadView) -> SetQuotaConditions:
-    """Give quota back after an eviction, so that Kueue queues the Workload again: as its own controllers do it."""
+    """Return quota after an eviction, so that Kueue queues the Workload again: as its own controllers do it."""
     evicted = each.find(WorkloadCondition.EVICTED)
     reason = evicted.reason if evicted is not None and evicted.true else "Deactivated"
     message = evicted.message if evicted is not None and evicted.true else "the Workload is not active"

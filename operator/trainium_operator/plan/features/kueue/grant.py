@@ -1,4 +1,4 @@
-"""What Kueue grants a job now, of all its Workloads: whether pods may be, how many, and what they get from flavors.
+"""Derive what Kueue grants a job from all its Workloads: how many pods, and what they get from flavors.
 
 A job that names a queue has no pods without an admission. The first Workload is what the job needs; while it is not
 admitted nothing runs, whatever further ones hold.
@@ -31,7 +31,7 @@ ANNOTATION_WORKLOAD = "kueue.x-k8s.io/workload"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueGrant(Grant):
-    """What is granted, and what pods get from it."""
+    """A grant, and what pods get from it."""
 
     placements: tuple[tuple[str, Placement], ...] = ()
     """By pod set."""
@@ -72,7 +72,7 @@ def steps(quota: QuotaView) -> tuple[WorkloadView, ...]:
 
 
 def _own(observed: Observed, settings: PlanSettings, base: WorkloadView) -> Placement:
-    """Return where the job's own template wants its pods. Kueue heeds it for flavors.
+    """Return where the job's own template wants its pods. Kueue applies it for flavors.
 
     What checks add may contradict it.
     """
@@ -114,13 +114,13 @@ def _waiting(queue: str, base: WorkloadView) -> QueueGrant:
     if base.deleting or base.finished:
         over = "is being deleted" if base.deleting else "is finished, though the job is not"
         return QueueGrant(
-            state=AdmissionState.WAITING, message=f"Workload {base.name} {over}; then quota is asked for anew"
+            state=AdmissionState.WAITING, message=f"Workload {base.name} {over}; then quota is asked for again"
         )
     if not base.active:
         message = f"Workload {base.name} is not active: set its spec.active to true to let the job go on"
         return QueueGrant(state=AdmissionState.EVICTED, reason=Reason.EVICTED, message=message)
     if evicted is not None and evicted.true:
-        # Once it is queued again, why it waits says more than why it had to go.
+        # Once it is queued again, why it waits states more than why it had to go.
         why = evicted.message if base.holds or not pending_message else pending_message
         return QueueGrant(
             state=AdmissionState.EVICTED,

@@ -3,7 +3,7 @@
 Workers accept connections from the job's own workers, at every port (the store of a generation, collectives, tests of
 pairs), from the operator's pods, which check whether the port of a silent agent still answers, and from what the
 chart's `networkPolicy.jobs.ingress` adds. Workers serve no metrics, and what goes through the kubelet (probes, logs,
-exec, port-forward, so all of `kubectl trn`) is not subject to policies. Policies add up, so a job with ports of its own
+exec, port-forward, so all of `kubectl trn`) is not subject to policies. Policies add up, so a job with ports
 is opened further by another policy that selects its pods.
 
 Egress is left open: a job reaches the coordinator, DNS, shared file systems, S3 and hubs, wherever those are, and a
@@ -12,7 +12,7 @@ group of the device decides there. Pods on the network of their host are no targ
 labels recognises them: an existing policy then admits everybody.
 
 Guarantees:
-- Nothing waits for the policy: it is written after the pods, with a back-off of its own, and a job without it trains.
+- Nothing waits for the policy: it is written after the pods, with a back-off, and a job without it trains.
 - It depends on names and settings alone, so it is written once in a job's life.
 - The condition NetworkPolicyApplied exists only from the first refusal on.
 """
@@ -41,11 +41,11 @@ _NAMESPACE_NAME = "kubernetes.io/metadata.name"
 """Label that the API server gives every namespace."""
 _KIND = ConditionType.NETWORK_POLICY_APPLIED
 RECHECK_SECONDS = 5.0
-"""Until the policies that there are have been read."""
+"""Until the policies have been read."""
 
 
 def reconcile_network_policy(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
-    """Make the policy, or bring it in line with the settings; what turned out not to be possible is told."""
+    """Create or update the policy, and report what was refused."""
     observed, ingress = facts.observed, facts.settings.worker_ingress
     if ingress is None:
         return PolicyResult(status=_without_condition(status))
