@@ -17,18 +17,18 @@ from trainium_trainer.agent.lifecycle import actions as do
 from trainium_trainer.agent.lifecycle import events as on
 from trainium_trainer.agent.lifecycle.events import GenerationEnd, Order
 from trainium_trainer.agent.lifecycle.generation import step, wake_at
-from trainium_trainer.agent.lifecycle.state import Life, Stage, Terms
+from trainium_trainer.agent.lifecycle.state import GenerationLimits, LocalGeneration, Stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-TERMS = Terms(generation=3, grace_seconds=20.0, look_seconds=2.0)
+TERMS = GenerationLimits(generation=3, grace_seconds=20.0, sample_seconds=2.0)
 LOCAL_RANKS = 3
 FAILURES = (1, 64, 66, 76, 80, 81, 137)
 PEACEFUL = (0, 75)
 LONGEST_ERRAND_SECONDS = 6.0
 ENOUGH_SECONDS = 90.0
-"""After an order: grace, the longest errands, and every kill."""
+"""After an order: grace, the longest tasks, and every kill."""
 
 
 @dataclass
@@ -55,11 +55,11 @@ class Generation:
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.now = 0.0
-        self.life = Life()
+        self.life = LocalGeneration()
         self.shared = self.told = GenerationState()
         self.ranks: list[Rank] = []
         self.all_ranks: list[Rank] = []
-        self.errand: do.Errand | None = None
+        self.task: do.Task | None = None
         self.hurried = False
         self.stages: set[Stage] = set()
         self.restarts: list[int] = []
@@ -93,7 +93,7 @@ class Generation:
         ordered = 50 * self.random.random() ** 2
         orders = self.random.sample([Order.GRACEFUL, Order.TERMINATE, Order.IMMEDIATE], self.random.randrange(1, 4))
         for order in orders:
-            self.after(ordered, lambda order=order: self.take(on.Ordered(order, 4)))
+            self.after(ordered, lambda order=order: self.take(on.LeaveOrdered(order, 4)))
             ordered += self.soon(30)
         while self._queue and self.life.stage is not Stage.OVER:
             due = heapq.heappop(self._queue)
@@ -109,10 +109,10 @@ class Generation:
         before = self.life
         self.life, actions = step(TERMS, before, event, self.now)
         self.stages.add(self.life.stage)
-        assert sum(isinstance(action, do.Do) for action in actions) <= 1
+        assert sum(isinstance(action, do.RunTask) for action in actions) <= 1
         if before.busy is not None and not isinstance(event, on.Result):
-            assert self.life.busy == before.busy, "an errand under way was forgotten"
-            assert not any(isinstance(action, do.Do) for action in actions), "two errands at once"
+            assert self.life.busy == before.busy, "an task under way was forgotten"
+            assert not any(isinstance(action, do.RunTask) for action in actions), "two tasks at once"
         for action in actions:
             self.carry_out(action)
         self.check_nothing_is_lost(event)
@@ -142,36 +142,36 @@ class Generation:
 
     def carry_out(self, action: do.Action) -> None:
         match action:
-            case do.Do(errand):
-                assert self.errand is None, f"{errand} while {self.errand} is under way"
+            case do.RunTask(task):
+                assert self.task is None, f"{task} while {self.task} is under way"
                 assert self.life.stage is not Stage.OVER
-                self.errand = errand
-                self.begin(errand)
-            case do.Hurry():
+                self.task = task
+                self.begin(task)
+            case do.InterruptTask():
                 self.hurried = True
             case do.Kill():
                 for rank in self.ranks:
                     self.signal(rank, 137)
-            case do.AskToLeave():
+            case do.RequestExit():
                 for rank in self.ranks:
                     self.signal(rank, self.random.choice((75, 75, 75, 75, 0, 1, 143)))
-            case do.Failed(local_rank):
+            case do.ReportFailure(local_rank):
                 rank = self.ranks[local_rank]
                 assert not rank.asked, "an end that was asked for is no failure"
                 assert rank.code not in (None, *PEACEFUL)
                 rank.reports += 1
                 assert rank.reports == 1, "one end, one report"
-            case do.Hung(number, _):
+            case do.ReportHang(number, _):
                 rank = self.ranks[number]
                 rank.reports += 1
                 assert rank.reports == 1, "a rank that failed is not one that hung"
-            case do.Restarting(attempt):
+            case do.ReportRestart(attempt):
                 assert attempt > self.restart_before, "an attempt is begun once"
                 self.restarts.append(attempt)
-            case do.GiveUp() | do.GiveUpWith():
+            case do.ReportVerdict() | do.ReportNodeVerdict():
                 self.verdicts += 1
                 assert self.verdicts == 1, "one verdict"
-            case do.Break():
+            case do.FailPod():
                 assert self.unkillable
                 self.broken = True
 
@@ -190,7 +190,7 @@ class Generation:
         if rank.code is not None:
             return
         rank.code = code
-        event = on.Ended(rank.attempt, rank.local_rank, rank.local_rank, code, rank.asked)
+        event = on.RankEnded(rank.attempt, rank.local_rank, rank.local_rank, code, rank.asked)
         self.after(self.random.choice((0.0, 0.0, 0.002)), lambda: self.take(event))
 
     def start(self, attempt: int) -> None:
@@ -226,8 +226,8 @@ class Generation:
 
     # The worker.
 
-    def begin(self, errand: do.Errand) -> None:
-        match errand:
+    def begin(self, task: do.Task) -> None:
+        match task:
             case do.Join():
                 assert not any(rank.code is None for rank in self.all_ranks), "a rank is alive while the next is joined"
                 self.after(self.soon(3.0), self.join)
@@ -235,7 +235,7 @@ class Generation:
             case do.StartRanks(attempt):
                 self.start(attempt)
         longest = LONGEST_ERRAND_SECONDS if self.random.random() < 0.05 else 0.6
-        self.after(self.soon(longest), lambda: self.finish(self.outcome(errand)))
+        self.after(self.soon(longest), lambda: self.finish(self.outcome(task)))
 
     def join(self) -> None:
         if self.hurried:
@@ -244,7 +244,7 @@ class Generation:
             self.finish(on.GenerationStopped())
         elif self.random.random() < 0.01:
             self.change(replace(self.shared, attempt=self.shared.attempt + 1))
-            self.finish(on.FoundBad(80, "it computes wrong numbers"))
+            self.finish(on.NodeFailedPairTest(80, "it computes wrong numbers"))
         elif self.random.random() < 0.2:
             self.take(on.WaitingFor((1,)))
             self.after(self.soon(3.0), self.join)
@@ -252,57 +252,64 @@ class Generation:
             self.finish(on.Joined(self.shared, 29_500))
 
     def finish(self, result: on.Result) -> None:
-        self.errand = None
+        self.task = None
         self.take(result)
 
-    def outcome(self, errand: do.Errand) -> on.Result:
+    def outcome(self, task: do.Task) -> on.Result:
         chance = self.random.random
-        if isinstance(errand, do.Judge | do.CountSilent | do.Ask | do.Conclude) and chance() < self.loss:
+        if (
+            isinstance(task, do.DiagnoseEnds | do.CountUnansweredHang | do.OpenInquiry | do.ConcludeInquiry)
+            and chance() < self.loss
+        ):
             return on.StoreLost("it does not answer")
-        match errand:
+        match task:
             case do.StartRanks():
                 return on.Started(LOCAL_RANKS)
-            case do.Judge():
-                return self.judged(errand)
-            case do.CountSilent(attempt):
-                return on.Counted(self.bumped(attempt, Cause.HANG))
-            case do.Look():
-                return on.Looked(overdue=chance() < self.hang / 4)
-            case do.Ask():
-                return on.Inquired(chance() < 0.8, ())
+            case do.DiagnoseEnds():
+                return self.judged(task)
+            case do.CountUnansweredHang(attempt):
+                return on.HangCounted(self.bumped(attempt, Cause.HANG))
+            case do.SampleRanks():
+                return on.RanksSampled(overdue=chance() < self.hang / 4)
+            case do.OpenInquiry():
+                return on.InquiryUpdated(chance() < 0.8, ())
             case do.AnswerQuestion():
-                return on.Inquired(open=False, stuck=())
-            case do.Conclude(attempt):
-                return self.hung(self.bumped(attempt, Cause.HANG)) if chance() < 0.2 else on.Inquired(chance() < 0.8)
-            case do.TakeFinding(_, after):
+                return on.InquiryUpdated(open=False, stuck=())
+            case do.ConcludeInquiry(attempt):
+                return (
+                    self.hung(self.bumped(attempt, Cause.HANG)) if chance() < 0.2 else on.InquiryUpdated(chance() < 0.8)
+                )
+            case do.ReadFinding(_, after):
                 return self.hung(after)
-            case do.Finish(attempt):
+            case do.CheckFinished(attempt):
                 return self.finish_looked(attempt)
-            case do.GoOn(attempt):
-                return on.YieldLooked(self.bumped(attempt, Cause.YIELDED) if chance() < 0.3 else None)
+            case do.CheckYielded(attempt):
+                return on.YieldChecked(self.bumped(attempt, Cause.YIELDED) if chance() < 0.3 else None)
             case _:
-                return on.ErrandDone()
+                return on.TaskDone()
 
-    def finish_looked(self, attempt: int) -> on.FinishLooked:
+    def finish_looked(self, attempt: int) -> on.FinishChecked:
         parted = self.random.random() < 0.3
         self.parted += parted
         self.finished_attempt = attempt
-        return on.FinishLooked(parted)
+        return on.FinishChecked(parted)
 
-    def judged(self, errand: do.Judge) -> on.Judged:
-        assert errand.local_ranks, "somebody failed"
-        decides = self.ranks[self.random.choice(errand.local_ranks)]
+    def judged(self, task: do.DiagnoseEnds) -> on.EndsDiagnosed:
+        assert task.local_ranks, "somebody failed"
+        decides = self.ranks[self.random.choice(task.local_ranks)]
         assert decides.reports == 1, "what is judged was reported"
         assert not any(rank.code is None for rank in self.ranks), "judged while ranks are alive"
         withdraw = self.random.random() < 0.05
         stopped = 64 if self.random.random() < 0.05 else self.shared.stopped
-        after = self.bumped(errand.attempt, Cause.CRASH)
+        after = self.bumped(task.attempt, Cause.CRASH)
         if stopped is not None:
             after = replace(after, stopped=stopped)
             self.change(after)
         backoff = self.random.choice((0.0, 0.0, 0.0, 8.0))
         code = decides.code or 0
-        return on.Judged(decides.local_rank, decides.local_rank, code, Cause.CRASH, "", 1.0, withdraw, backoff, after)
+        return on.EndsDiagnosed(
+            decides.local_rank, decides.local_rank, code, Cause.CRASH, "", 1.0, withdraw, backoff, after
+        )
 
     def hung(self, after: GenerationState) -> on.HangFound:
         living = [rank.local_rank for rank in self.ranks if rank.code is None and not rank.asked]
@@ -324,7 +331,7 @@ class Generation:
         assert self.now <= ordered + ENOUGH_SECONDS, "an order was forgotten"
         if self.broken:
             return
-        assert self.errand is None, "over while an errand is under way"
+        assert self.task is None, "over while an task is under way"
         assert not any(rank.code is None for rank in self.all_ranks), "over while a rank is alive"
         assert self.parted == (self.life.outcome is GenerationEnd.FINISHED), "the agents part at most once"
         if self.life.outcome is GenerationEnd.FINISHED:
@@ -333,5 +340,5 @@ class Generation:
         if self.life.yielded:
             assert all(rank.code == 75 for rank in self.ranks)
         before = self.life
-        for late in (on.Tick(), on.SharedChanged(self.shared), on.Ordered(Order.IMMEDIATE), on.WaitingFor((1,))):
+        for late in (on.Tick(), on.SharedChanged(self.shared), on.LeaveOrdered(Order.IMMEDIATE), on.WaitingFor((1,))):
             assert step(TERMS, before, late, self.now + 1) == (before, ()), "nothing follows the end"

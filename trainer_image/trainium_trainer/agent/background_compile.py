@@ -1,8 +1,10 @@
-"""Compiling for other sizes of the job while this pod is an idle spare.
+"""Compile for other sizes of the job while this pod is an idle spare.
 
-Invariants: it never runs beside ranks, which are started when `on_end` has come; it runs at the lowest priority;
-that it fails harms nothing, the size then compiles in its first step. One size after the other, each time the one
-that the job may need the soonest. What was stopped is begun again when the pod is idle again, what ended is not.
+Guarantees:
+- It never runs beside ranks, which start after `on_end`, and it runs at the lowest priority.
+- A failure has no effect: the size then compiles in its first step.
+- Sizes are compiled one after the other, in the order in which the job may need them. A stopped compilation restarts
+  when the pod is idle again; an ended one does not.
 """
 
 from __future__ import annotations
@@ -41,17 +43,17 @@ class BackgroundCompiler:
         keeper: StandbyKeeper,
         *,
         post: Callable[[Callable[[], None]], None],
-        tell: Callable[[CompiledSize], None],
+        on_compiled: Callable[[CompiledSize], None],
         on_end: Callable[[], None],
     ) -> None:
-        """`post` has something done in the event loop, from any thread.
+        """`post` runs a function in the event loop, from any thread.
 
-        `tell` hears of each size whose graphs are there; `on_end` that no process of a `start` is left.
+        `on_compiled` is called for each size with graphs, `on_end` when no process of a `start` is left.
         """
         self._settings = settings
         self._keeper = keeper
         self._post = post
-        self._tell = tell
+        self._on_compiled = on_compiled
         self._on_end = on_end
         self._left = [*settings.background_sizes]
         self._run: _Run | None = None
@@ -77,7 +79,7 @@ class BackgroundCompiler:
         def take() -> None:
             self._left.remove(nodes)
             if seconds is not None:
-                self._tell(CompiledSize(nodes=nodes, seconds=seconds))
+                self._on_compiled(CompiledSize(nodes=nodes, seconds=seconds))
 
         self._post(take)
 
@@ -90,7 +92,7 @@ class BackgroundCompiler:
 
 
 class _Run:
-    """One try, in a thread of its own."""
+    """Compile one size, in a separate thread."""
 
     def __init__(
         self,

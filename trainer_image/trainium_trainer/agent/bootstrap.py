@@ -79,7 +79,7 @@ async def _supervise(settings: AgentSettings, standby: Any, findings: Any, check
         return int(ExitCode.USER_ERROR)
     supervisor = AgentSupervisor(settings, standby, store, _progress_reader())
     place = log_lines.place()
-    log_lines.write_as_agent(lambda: {**place, **supervisor.whereabouts()})
+    log_lines.write_as_agent(lambda: {**place, **supervisor.log_context()})
     return await supervisor.run(findings, checked)
 
 

@@ -1,7 +1,10 @@
-"""The owner of a generation in the agent's event loop: it alone holds the state, decides by `life`, and has it done.
+"""Run this pod's part of a generation from the agent's event loop, by the decisions of `lifecycle`.
 
-Every other thread only posts events to it. Invariants: events are answered one at a time, in the order in which they
-were posted; what an errand is given is a copy; nothing here blocks. See docs/decisions/0104-one-owner-loop.md.
+Every other thread only posts events to it.
+
+Guarantees:
+- Events are handled one at a time, in the order in which they were posted.
+- A task gets a copy of the state; nothing here blocks.
 """
 
 from __future__ import annotations
@@ -15,12 +18,12 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.exit_codes import ExitCode
 from trainium_trainer.agent.generation.state_watcher import StateWatcher
-from trainium_trainer.agent.generation_tasks import GenerationWork, Given
-from trainium_trainer.agent.hang.watchdog import look_seconds
+from trainium_trainer.agent.generation_tasks import GenerationTasks, TaskContext
+from trainium_trainer.agent.hang.watchdog import sample_seconds
 from trainium_trainer.agent.lifecycle import actions as do
 from trainium_trainer.agent.lifecycle import events as on
 from trainium_trainer.agent.lifecycle.generation import step, wake_at
-from trainium_trainer.agent.lifecycle.state import Life, Stage, Terms
+from trainium_trainer.agent.lifecycle.state import GenerationLimits, LocalGeneration, Stage
 
 if TYPE_CHECKING:
     import asyncio
@@ -28,7 +31,7 @@ if TYPE_CHECKING:
 
     from trainium_contract.wire.messages import CheckResult, Membership
     from trainium_trainer.agent.coordinator.report import PodReport
-    from trainium_trainer.agent.generation_tasks import ErrandThread
+    from trainium_trainer.agent.generation_tasks import BlockingWorker
     from trainium_trainer.agent.hang.detection import Calibration
     from trainium_trainer.agent.lifecycle.events import Order
     from trainium_trainer.agent.ranks.processes import RankProcess
@@ -38,7 +41,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-class GenerationOwner:
+class GenerationRunner:
     """Runs this pod's ranks for one generation, through any number of restarts in place."""
 
     def __init__(
@@ -50,10 +53,10 @@ class GenerationOwner:
         keeper: StandbyKeeper,
         report: PodReport,
         calibration: Calibration,
-        worker: ErrandThread,
+        worker: BlockingWorker,
         post: Callable[[Callable[[], None]], None],
         call_at: Callable[[float, Callable[[], None]], asyncio.TimerHandle],
-        on_over: Callable[[Life], None],
+        on_over: Callable[[LocalGeneration], None],
         on_broken: Callable[[str], None],
     ) -> None:
         """`post` has something done in the event loop, from any thread; `call_at` and what is called back are its own.
@@ -61,23 +64,23 @@ class GenerationOwner:
         Times are those of `time.monotonic`.
         """
         self._generation = membership.generation
-        self._terms = Terms(membership.generation, settings.grace_seconds, look_seconds(settings.hang))
+        self._terms = GenerationLimits(membership.generation, settings.grace_seconds, sample_seconds(settings.hang))
         self._report = report
         self._worker = worker
         self._post = post
         self._call_at = call_at
         self._on_over = on_over
         self._on_broken = on_broken
-        self._life = Life()
+        self._life = LocalGeneration()
         self._ranks: tuple[RankProcess, ...] = ()
         self._alarm: asyncio.TimerHandle | None = None
-        self._told_to_leave = threading.Event()
+        self._leave_requested = threading.Event()
         self._watcher = StateWatcher(
             membership,
-            on_change=lambda state: self._say(on.SharedChanged(state)),
+            on_change=lambda state: self._post_event(on.SharedChanged(state)),
             on_loss=lambda: _log.info("the store of generation %d cannot be reached", membership.generation),
         )
-        self._work = GenerationWork(
+        self._work = GenerationTasks(
             settings,
             membership,
             node_rank,
@@ -86,8 +89,8 @@ class GenerationOwner:
             calibration=calibration,
             watcher=self._watcher,
             reached=report.reached,
-            told_to_leave=self._told_to_leave,
-            say=self._say,
+            leave_requested=self._leave_requested,
+            post_fact=self._post_event,
             on_started=lambda ranks: post(lambda: self._adopt(ranks)),
             on_exit=self._ended,
             report_check=lambda result: post(lambda: self._checked(result)),
@@ -101,17 +104,17 @@ class GenerationOwner:
 
     def order(self, order: Order, superseded_by: int = 0) -> None:
         """Leave the generation; `on_over` is called when no rank is alive."""
-        self._take(on.Ordered(order, superseded_by))
+        self._take(on.LeaveOrdered(order, superseded_by))
 
     # From any thread.
 
-    def _say(self, event: on.Event) -> None:
+    def _post_event(self, event: on.Event) -> None:
         self._post(lambda: self._take(event))
 
     def _ended(self, process: RankProcess) -> None:
         code = process.exit_code
         assert code is not None
-        self._say(on.Ended(process.attempt, process.local_rank, process.rank, code, process.asked))
+        self._post_event(on.RankEnded(process.attempt, process.local_rank, process.rank, code, process.asked))
 
     # In the event loop.
 
@@ -125,9 +128,9 @@ class GenerationOwner:
             self._alarm.cancel()
             self._alarm = None
         if self._life.stage is not Stage.OVER:
-            due = wake_at(self._life)
-            if due is not None:
-                self._alarm = self._call_at(due, lambda: self._take(on.Tick()))
+            deadline = wake_at(self._life)
+            if deadline is not None:
+                self._alarm = self._call_at(deadline, lambda: self._take(on.Tick()))
         elif before is not Stage.OVER:
             self._end()
 
@@ -151,52 +154,52 @@ class GenerationOwner:
     def _carry_out(self, action: do.Action) -> None:
         report = self._report
         match action:
-            case do.Do(errand):
-                self._give(errand)
-            case do.Hurry():
-                self._told_to_leave.set()
+            case do.RunTask(task):
+                self._give(task)
+            case do.InterruptTask():
+                self._leave_requested.set()
                 self._watcher.nudge()
             case do.Kill():
                 self._signal(signal.SIGKILL)
-            case do.AskToLeave(memory_ends):
+            case do.RequestExit(memory_ends):
                 self._signal(signal.SIGUSR1 if memory_ends else signal.SIGTERM)
-            case do.Enter(phase, attempt):
+            case do.EnterPhase(phase, attempt):
                 report.enter(phase, generation=self._generation, attempt=attempt)
-            case do.Restarting(attempt, cause, failed_at):
+            case do.ReportRestart(attempt, cause, failed_at):
                 report.restarting(self._generation, attempt, cause, time.time() if failed_at is None else failed_at)
-            case do.Failed(local_rank):
+            case do.ReportFailure(local_rank):
                 report.failed(self._generation, self._ranks[local_rank])
-            case do.Hung(rank, sentence):
+            case do.ReportHang(rank, sentence):
                 process = next(each for each in self._ranks if each.rank == rank)
                 report.hung(self._generation, process, ExitCode.HUNG, sentence)
-            case do.GiveUp(local_rank):
+            case do.ReportVerdict(local_rank):
                 report.give_up(None if local_rank is None else self._ranks[local_rank])
-            case do.GiveUpWith(code, sentence):
+            case do.ReportNodeVerdict(code, sentence):
                 report.give_up_with(code, sentence)
-            case do.Waits(nodes):
+            case do.ReportWaiting(nodes):
                 report.wait_for(nodes)
-            case do.Observe():
+            case do.ObserveProgress():
                 report.observe()
-            case do.Stuck(ranks):
+            case do.ReportStuck(ranks):
                 report.stuck(ranks)
-            case do.Timed(timing):
+            case do.ReportTiming(timing):
                 report.timed(timing)
-            case do.Say(sentence, severe):
+            case do.Log(sentence, severe):
                 _log.log(logging.ERROR if severe else logging.WARNING, "%s", sentence)
-            case do.Break(sentence):
+            case do.FailPod(sentence):
                 self._on_broken(sentence)
 
-    def _give(self, errand: do.Errand) -> None:
-        given = Given(self._report.reached, self._ranks)
+    def _give(self, task: do.Task) -> None:
+        given = TaskContext(self._report.reached, self._ranks)
 
         def perform() -> None:
             try:
-                result = self._work.perform(errand, given)
+                result = self._work.perform(task, given)
             except Exception:  # noqa: BLE001 - the pod must end rather than sit idle
                 failure = traceback.format_exc()
                 self._post(lambda: self._on_broken(failure))
             else:
-                self._say(result)
+                self._post_event(result)
 
         self._worker.do(perform)
 

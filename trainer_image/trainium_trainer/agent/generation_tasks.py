@@ -1,8 +1,7 @@
-"""What blocks in the life of a generation: its errands, done one after another in the pod's worker thread.
+"""Run the blocking tasks of a generation, one after another, in the pod's worker thread.
 
-An errand gets all that it needs of the owner's state when it is given, and answers with one result; it changes nothing
-else that the owner knows. Invariant: the connection to the generation's store, the rendezvous and what was seen of
-standstills belong to the worker alone.
+A task gets all that it needs of the runner's state when it is submitted, and returns one result. Invariant: the
+connection to the generation's store, the rendezvous and the observed stalls belong to the worker alone.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from trainium_contract.spec.health import PreflightCheck
-from trainium_trainer.agent.checks.pair_round import FoundBadError, PairRound
+from trainium_trainer.agent.checks.pair_round import NodeFailedPairTestError, PairRound
 from trainium_trainer.agent.checks.pairing import noted
 from trainium_trainer.agent.exits.diagnosis import weight
 from trainium_trainer.agent.exits.restart_policy import Decision, GenerationState, RestartJudgement, after_yield, judge
-from trainium_trainer.agent.generation.store import Roll, StoreLostError
+from trainium_trainer.agent.generation.store import ExitBarrier, StoreLostError
 from trainium_trainer.agent.hang.detection import Finding, FindingKind, after_hang
 from trainium_trainer.agent.hang.response import HangResponse
 from trainium_trainer.agent.lifecycle import actions as do
@@ -44,25 +43,25 @@ _T = TypeVar("_T")
 _LAST_LINES_SECONDS = 1.0
 
 
-class ErrandThread:
-    """The thread in which errands are done, one after another, for the life of the pod."""
+class BlockingWorker:
+    """The thread in which tasks are done, one after another, for the life of the pod."""
 
     def __init__(self) -> None:
-        self._errands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="worker", daemon=True).start()
 
-    def do(self, errand: Callable[[], None]) -> None:
+    def do(self, task: Callable[[], None]) -> None:
         """Do it when those before it are done; it raises nothing."""
-        self._errands.put(errand)
+        self._tasks.put(task)
 
     def _run(self) -> None:
         while True:
-            self._errands.get()()
+            self._tasks.get()()
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
-    """The owner's state as of when an errand is given."""
+class TaskContext:
+    """The owner's state as of when an task is given."""
 
     reached: float
     """How far this pod has seen the run come."""
@@ -70,8 +69,8 @@ class Given:
     """Of the newest attempt, by local rank."""
 
 
-class GenerationWork:
-    """The errands of one generation."""
+class GenerationTasks:
+    """The tasks of one generation."""
 
     def __init__(
         self,
@@ -84,19 +83,19 @@ class GenerationWork:
         calibration: Calibration,
         watcher: StateWatcher,
         reached: float,
-        told_to_leave: threading.Event,
-        say: Callable[[on.Fact], None],
+        leave_requested: threading.Event,
+        post_fact: Callable[[on.Fact], None],
         on_started: Callable[[tuple[RankProcess, ...]], None],
         on_exit: Callable[[RankProcess], None],
         report_check: Callable[[CheckResult], None],
     ) -> None:
-        """What is called back is called from the worker's thread, `on_exit` from any."""
+        """Callbacks run in the worker's thread, `on_exit` in any."""
         self._settings = settings
         self._membership = membership
         self._node_rank = node_rank
         self._keeper = keeper
         self._signs = signs
-        self._told_to_leave = told_to_leave
+        self._leave_requested = leave_requested
         self._on_exit = on_exit
         self._on_started = on_started
         self._diagnosed: tuple[RankProcess, Diagnosis] | None = None
@@ -105,24 +104,24 @@ class GenerationWork:
             membership,
             node_rank,
             initial=GenerationState(best_step=reached),
-            interrupted=told_to_leave.is_set,
-            waiting_for=lambda nodes: say(on.WaitingFor(nodes)),
+            interrupted=leave_requested.is_set,
+            waiting_for=lambda nodes: post_fact(on.WaitingFor(nodes)),
             watcher=watcher,
             pair_round=PairRound(
-                settings, membership, node_rank, keeper, interrupted=self._stop_when_told, report=report_check
+                settings, membership, node_rank, keeper, interrupted=self._stop_when_ordered, report=report_check
             )
             if pairs
             else None,
         )
         self._store = self._rendezvous.store
-        self._roll = Roll(self._store, node_rank, len(membership.members))
+        self._exit_barrier = ExitBarrier(self._store, node_rank, len(membership.members))
         self._hangs = HangResponse(settings, membership, node_rank, calibration=calibration, store=self._store)
 
-    def perform(self, errand: do.Errand, given: Given) -> on.Result:
+    def perform(self, task: do.Task, given: TaskContext) -> on.Result:
         """Do it. Raises what makes the whole pod useless, as a standby that cannot be replaced."""
         self._hangs.see(tuple(each for each in given.ranks if each.alive and not each.asked))
         try:
-            return self._perform(errand, given)
+            return self._perform(task, given)
         except StoreLostError as loss:
             return on.StoreLost(str(loss))
 
@@ -130,36 +129,36 @@ class GenerationWork:
         """Close the connections of the generation, which is over on this pod."""
         self._rendezvous.shutdown()
 
-    def _perform(self, errand: do.Errand, given: Given) -> on.Result:
-        match errand:
+    def _perform(self, task: do.Task, given: TaskContext) -> on.Result:
+        match task:
             case do.Join():
                 return self._join(given)
             case do.StartRanks():
-                return self._start(errand)
-            case do.Judge():
-                return self._judge(errand, given)
-            case do.CountSilent():
-                self._connect_again(wanted=errand.reconnect)
-                return on.Counted(self._count(Finding(FindingKind.SILENT), errand.attempt, given))
-            case do.SignOff():
-                self._roll.sign(errand.attempt, errand.phase)
-                return on.ErrandDone()
-            case do.Finish():
-                return self._finish(errand.attempt)
-            case do.GoOn():
-                return on.YieldLooked(self._quietly(lambda: self._go_on(errand.attempt, given)))
+                return self._start(task)
+            case do.DiagnoseEnds():
+                return self._judge(task, given)
+            case do.CountUnansweredHang():
+                self._connect_again(wanted=task.reconnect)
+                return on.HangCounted(self._count(Finding(FindingKind.SILENT), task.attempt, given))
+            case do.SignExit():
+                self._exit_barrier.sign(task.attempt, task.phase)
+                return on.TaskDone()
+            case do.CheckFinished():
+                return self._finish(task.attempt)
+            case do.CheckYielded():
+                return on.YieldChecked(self._quietly(lambda: self._go_on(task.attempt, given)))
             case do.Announce():
-                self._quietly(lambda: self._store.change(lambda state: _announced(errand, state)))
-                return on.ErrandDone()
-            case do.TellBroken():
+                self._quietly(lambda: self._store.change(lambda state: _announced(task, state)))
+                return on.TaskDone()
+            case do.AnnounceBroken():
                 self._quietly(lambda: self._store.change(lambda state: replace(state, broken=True)))
-                return on.ErrandDone()
+                return on.TaskDone()
             case _:
-                return self._stand(errand, given)
+                return self._perform_hang_task(task, given)
 
     # The beginning of an attempt.
 
-    def _join(self, given: Given) -> on.Result:
+    def _join(self, given: TaskContext) -> on.Result:
         self._hangs.forget()
         try:
             return on.Joined(*self._rendezvous.next_rendezvous())
@@ -167,10 +166,10 @@ class GenerationWork:
             return on.Interrupted()
         except GenerationStoppedError:
             return on.GenerationStopped()
-        except FoundBadError as found:
+        except NodeFailedPairTestError as found:
             code, attempt = found.code, self._rendezvous.attempt
             self._quietly(lambda: self._store.change(lambda state: judge(code, attempt, given.reached, state, 0).state))
-            return on.FoundBad(code, str(found))
+            return on.NodeFailedPairTest(code, str(found))
 
     def _start(self, start: do.StartRanks) -> on.Started:
         generation, members = self._membership.generation, self._membership.members
@@ -190,11 +189,11 @@ class GenerationWork:
 
     # What an end stands for.
 
-    def _judge(self, errand: do.Judge, given: Given) -> on.Judged:
-        self._connect_again(wanted=errand.reconnect)
-        ended = [given.ranks[local_rank] for local_rank in errand.local_ranks]
+    def _judge(self, task: do.DiagnoseEnds, given: TaskContext) -> on.EndsDiagnosed:
+        self._connect_again(wanted=task.reconnect)
+        ended = [given.ranks[local_rank] for local_rank in task.local_ranks]
         process = ended[0] if len(ended) == 1 else max(ended, key=lambda each: weight(self._signs.meaning(each)))
-        code, attempt, diagnosis = process.exit_code or 0, errand.attempt, self._diagnosis_of(process)
+        code, attempt, diagnosis = process.exit_code or 0, task.attempt, self._diagnosis_of(process)
 
         def judged(state: GenerationState) -> RestartJudgement:
             return judge(
@@ -212,7 +211,7 @@ class GenerationWork:
         withdraw = judgement.decision is Decision.WITHDRAW
         if withdraw or after.stopped is not None:
             process.output.complete.wait(_LAST_LINES_SECONDS)  # nobody can ask for them later
-        return on.Judged(
+        return on.EndsDiagnosed(
             local_rank=process.local_rank,
             rank=process.rank,
             code=code,
@@ -232,38 +231,38 @@ class GenerationWork:
 
     # Standstills.
 
-    def _stand(self, errand: do.Errand, given: Given) -> on.Result:
-        match errand:
-            case do.Ask():
-                return self._hangs.ask(errand.attempt)
+    def _perform_hang_task(self, task: do.Task, given: TaskContext) -> on.Result:
+        match task:
+            case do.OpenInquiry():
+                return self._hangs.ask(task.attempt)
             case do.AnswerQuestion():
-                return self._quietly(lambda: self._hangs.answer(errand.state)) or self._hangs.inquired()
-            case do.Conclude():
-                finding = self._hangs.conclude(errand.attempt)
+                return self._quietly(lambda: self._hangs.answer(task.state)) or self._hangs.inquired()
+            case do.ConcludeInquiry():
+                finding = self._hangs.conclude(task.attempt)
                 if finding is None:
                     return self._hangs.inquired()
-                return self._hangs.found(finding, self._count(finding, errand.attempt, given))
-            case do.TakeFinding():
-                finding = self._quietly(lambda: self._hangs.published(errand.attempt))
-                return self._hangs.found(finding or Finding(FindingKind.COLLECTIVE), errand.after)
+                return self._hangs.found(finding, self._count(finding, task.attempt, given))
+            case do.ReadFinding():
+                finding = self._quietly(lambda: self._hangs.published(task.attempt))
+                return self._hangs.found(finding or Finding(FindingKind.COLLECTIVE), task.after)
             case _:
-                return self._hangs.look()
+                return self._hangs.sample()
 
-    def _count(self, finding: Finding, attempt: int, given: Given) -> GenerationState:
+    def _count(self, finding: Finding, attempt: int, given: TaskContext) -> GenerationState:
         limit = self._settings.max_in_place_restarts
         return self._store.change(lambda state: after_hang(finding, attempt, given.reached, state, limit))
 
     # The end in peace.
 
-    def _finish(self, attempt: int) -> on.FinishLooked:
-        finished = self._roll.all_finished(attempt)
+    def _finish(self, attempt: int) -> on.FinishChecked:
+        finished = self._exit_barrier.all_finished(attempt)
         if finished:
-            self._roll.part()
-        return on.FinishLooked(finished)
+            self._exit_barrier.part()
+        return on.FinishChecked(finished)
 
-    def _go_on(self, attempt: int, given: Given) -> GenerationState | None:
+    def _go_on(self, attempt: int, given: TaskContext) -> GenerationState | None:
         """All ranks yielded though no newer generation came: go on in place, unless a member is leaving for good."""
-        if not self._roll.all_signed(attempt):
+        if not self._exit_barrier.all_signed(attempt):
             return None
         state = self._store.state()
         if state.leaving or state.stopped is not None or state.superseded > self._membership.generation:
@@ -282,12 +281,10 @@ class GenerationWork:
         except StoreLostError:
             return None
 
-    def _stop_when_told(self) -> None:
-        if self._told_to_leave.is_set():
-            raise RendezvousInterruptedError("told to leave")
+    def _stop_when_ordered(self) -> None:
+        if self._leave_requested.is_set():
+            raise RendezvousInterruptedError("ordered to leave")
 
 
-def _announced(errand: do.Announce, state: GenerationState) -> GenerationState:
-    return replace(
-        state, leaving=state.leaving or errand.leaving, superseded=max(state.superseded, errand.superseded_by)
-    )
+def _announced(task: do.Announce, state: GenerationState) -> GenerationState:
+    return replace(state, leaving=state.leaving or task.leaving, superseded=max(state.superseded, task.superseded_by))

@@ -13,7 +13,7 @@ import time
 from typing import TYPE_CHECKING
 
 from trainium_trainer.agent.checks import pairing
-from trainium_trainer.agent.generation.state_watcher import LONGEST_TURN_SECONDS, TurnCaller
+from trainium_trainer.agent.generation.state_watcher import LONGEST_TURN_SECONDS, StatePublisher
 from trainium_trainer.agent.generation.store import GenerationStore, StoreLostError, serve_rank_store
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ _PAIRS_FIRST = "pairs"
 
 
 class RendezvousInterruptedError(Exception):
-    """The agent was told to leave while it waited for the others."""
+    """The agent must leave while it waits for the others."""
 
 
 class GenerationStoppedError(Exception):
@@ -68,7 +68,7 @@ class GenerationRendezvous:
         self._watcher = watcher
         # Node 0 asks for all others at once: the same bytes a second at any size.
         self._poll_seconds = max(_POLL_SECONDS, len(membership.members) * 0.0001)
-        self._caller: TurnCaller | None = None
+        self._caller: StatePublisher | None = None
         self._rank_store: TCPStore | None = None
         self.store = GenerationStore(membership, hurried=interrupted)
         self.attempt = initial.attempt
@@ -77,7 +77,7 @@ class GenerationRendezvous:
     def next_rendezvous(self) -> tuple[GenerationState, int]:
         """Join the newest attempt and wait for all members; the attempt's state, and the port of its ranks' store.
 
-        Raises RendezvousInterruptedError, GenerationStoppedError, and FoundBadError for this very node.
+        Raises RendezvousInterruptedError, GenerationStoppedError, and NodeFailedPairTestError for this very node.
         """
         while True:
             self._stop_when_interrupted()
@@ -107,14 +107,14 @@ class GenerationRendezvous:
         if self._node_rank == 0:
             self.store.begin(self._initial)
             if self._caller is None:
-                self._caller = TurnCaller(self._membership)
+                self._caller = StatePublisher(self._membership)
                 self._caller.start()
         pause = _POLL_SECONDS
-        while not self.store.begun():
-            looks = self._watcher.looks
+        while not self.store.has_started():
+            observations = self._watcher.observations
             self._stop_when_interrupted()
             self._waiting_for((0,))
-            self._watcher.next_look(looks, pause)
+            self._watcher.next_observation(observations, pause)
             pause = min(2 * pause, _LONGEST_BEGIN_SECONDS)
 
     def _join(self, state: GenerationState) -> tuple[GenerationState, int] | None:
@@ -143,39 +143,39 @@ class GenerationRendezvous:
         missing = [*range(1, len(self._membership.members))]
         next_listing = time.monotonic() + _MISSING_SECONDS
         while not store.has(go_key):
-            looks = self._watcher.looks
+            observations = self._watcher.observations
             self._stop_when_interrupted()
             missing = self._still_missing(attempt, missing)
             if not missing:
-                # Only now have all members said what they know of the last attempt.
+                # Only now have all members published what they know of the last attempt.
                 store.set(go_key, _PAIRS_FIRST if self._tests_pairs(store.state()) else _GO)
                 continue  # a write has no answer: it is there, for everybody, when it is seen
             if time.monotonic() > next_listing:
                 next_listing += _MISSING_SECONDS
                 missing = self._list_missing(attempt, missing)
-            if self._is_over(attempt, self._newest(looks, self._poll_seconds)):
+            if self._is_over(attempt, self._newest(observations, self._poll_seconds)):
                 return False
         if self._caller is not None:
-            self._caller.ring()
+            self._caller.notify()
         return True
 
     def _await_go(self, attempt: int) -> bool:
         """All others: wait for it. False when a newer attempt began, or the generation stopped."""
         next_listing = time.monotonic() + _MISSING_SECONDS
-        looks = self._watcher.looks
+        observations = self._watcher.observations
         while not self.store.has(self.store.key(attempt, "go")):
             self._stop_when_interrupted()
             if time.monotonic() > next_listing:
                 next_listing += _MISSING_SECONDS
                 self._take_missing(attempt)
-            if self._is_over(attempt, self._newest(looks, _TURN_PATIENCE_SECONDS)):
+            if self._is_over(attempt, self._newest(observations, _TURN_PATIENCE_SECONDS)):
                 return False
-            looks = self._watcher.looks
+            observations = self._watcher.observations
         return True
 
-    def _newest(self, looks: int, seconds: float) -> GenerationState:
+    def _newest(self, observations: int, seconds: float) -> GenerationState:
         """Return the shared state at the watcher's next look, or when that does not come in time."""
-        return self._watcher.next_look(looks, seconds) or self.store.state()
+        return self._watcher.next_observation(observations, seconds) or self.store.state()
 
     @staticmethod
     def _is_over(attempt: int, state: GenerationState) -> bool:
@@ -190,9 +190,9 @@ class GenerationRendezvous:
         self._waiting_for(tuple(sorted(bad)[:_LISTED]))
         state = self.store.state()
         while not self._is_over(attempt, state):
-            looks = self._watcher.looks
+            observations = self._watcher.observations
             self._stop_when_interrupted()
-            state = self._newest(looks, _TURN_PATIENCE_SECONDS)
+            state = self._newest(observations, _TURN_PATIENCE_SECONDS)
 
     def _still_missing(self, attempt: int, missing: list[int]) -> list[int]:
         """Those of `missing` from the first one on that has not joined: one question where nobody more has."""
@@ -203,7 +203,7 @@ class GenerationRendezvous:
         return missing
 
     def _list_missing(self, attempt: int, missing: list[int]) -> list[int]:
-        """Node 0 asks for each, tells the others of the first of them, and has those that are left."""
+        """Ask for each at node 0, and publish the first of the missing ones to the others."""
         absent: list[int] = []
         for at, rank in enumerate(missing):
             if len(absent) == _LISTED:
@@ -217,7 +217,7 @@ class GenerationRendezvous:
         return absent
 
     def _take_missing(self, attempt: int) -> None:
-        """What node 0 told, if it did."""
+        """Return what node 0 published, if it did."""
         key = self.store.key(attempt, "missing")
         if self.store.has(key):
             text = self.store.get(key)
@@ -225,4 +225,4 @@ class GenerationRendezvous:
 
     def _stop_when_interrupted(self) -> None:
         if self._interrupted():
-            raise RendezvousInterruptedError("told to leave")
+            raise RendezvousInterruptedError("ordered to leave")

@@ -1,4 +1,4 @@
-"""What the agent is told by its environment (names: `trainium_contract.wire.worker_env`).
+"""Read the agent's settings from its environment (names: `trainium_contract.wire.worker_env`).
 
 Invariant: either every value is present and well formed, or one sentence names all that is missing or wrong.
 """
@@ -31,7 +31,7 @@ ENV_CHECK_ENTRY = "TRAINIUM_CHECK_ENTRY"
 """`module:function` that each process of the node's own checks calls."""
 DEFAULT_CHECK_ENTRY = "trainium_trainer.agent.checks.node_test:main"
 QUICK_CHECKS = frozenset({PreflightCheck.DEVICES, PreflightCheck.MEMORY, PreflightCheck.DISK, PreflightCheck.CLOCK})
-"""What an agent checks that is not told."""
+"""The checks of an agent without a setting."""
 
 DEFAULT_KERNEL_LOG = Path("/dev/kmsg")
 _DEFAULT_HANG = HangSpec()
@@ -52,7 +52,7 @@ _REQUIRED = (
 
 
 class SettingsError(ValueError):
-    """The environment is not one that the operator makes; the text says what to change."""
+    """The environment is not one that the operator creates; the text names the change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +90,9 @@ class AgentSettings:
     """What those checks may take."""
     check_entry: str = DEFAULT_CHECK_ENTRY
     scratch_directory: Path | None = None
-    """Where caches are; None when it is not told."""
+    """Directory of caches; None when it is not set."""
     hang: HangSpec = _DEFAULT_HANG
-    """When a rank that stands still counts as hung."""
+    """When a stalled rank counts as hung."""
     background_sizes: tuple[int, ...] = ()
     """Numbers of nodes that an idle spare compiles for."""
     pair_entry: str = DEFAULT_PAIR_ENTRY
@@ -112,7 +112,7 @@ class AgentSettings:
 
     @property
     def largest_nodes(self) -> int:
-        """How many nodes the job may have, as the operator says beside the configuration; 0 where it does not."""
+        """Return the largest number of nodes of the job, written beside the configuration; 0 where it is missing."""
         try:
             text = self.config_path.with_name(worker_env.NODES_NAME).read_text(encoding="ascii").strip()
         except (OSError, UnicodeDecodeError):

@@ -1,8 +1,10 @@
-"""The owner of a worker pod in the agent's event loop: one generation after another until the job is finished.
+"""Run a worker pod from the agent's event loop: one generation after another until the job is finished.
 
-It alone holds what is known of the pod, decides by `life/pod.py`, and has it done; threads only post to it. Invariants:
-what blocks is done in threads that know nothing of the owner's state; when `run` returns, no process that the agent
-started is left.
+It alone holds the state of the pod and decides by `lifecycle/pod.py`; threads only post to it.
+
+Guarantees:
+- Blocking work is done in threads that know nothing of the supervisor's state.
+- When `run` returns, no process that the agent started is left.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ from trainium_trainer.agent.checks.preflight import compare_clocks
 from trainium_trainer.agent.coordinator.client import CoordinatorClient
 from trainium_trainer.agent.coordinator.report import PodReport, ReadProgress
 from trainium_trainer.agent.exits.kernel_log import KernelLog
-from trainium_trainer.agent.generation_runner import GenerationOwner
-from trainium_trainer.agent.generation_tasks import ErrandThread
+from trainium_trainer.agent.generation_runner import GenerationRunner
+from trainium_trainer.agent.generation_tasks import BlockingWorker
 from trainium_trainer.agent.hang.detection import Calibration
 from trainium_trainer.agent.lifecycle import pod
 from trainium_trainer.agent.lifecycle.events import Order
@@ -44,7 +46,7 @@ if TYPE_CHECKING:
 
     from trainium_contract.wire.messages import CheckResult
     from trainium_trainer.agent.checks.preflight import PreflightFinding
-    from trainium_trainer.agent.lifecycle.state import Life
+    from trainium_trainer.agent.lifecycle.state import LocalGeneration
     from trainium_trainer.agent.settings import AgentSettings
 
 _log = logging.getLogger(__name__)
@@ -54,7 +56,7 @@ _FORSAKEN_SECONDS = 300.0
 _LAST_KILL_SECONDS = 5.0
 _SLACK_SECONDS = 5.0
 _FLUSH_SECONDS = 2.0
-"""For telling the coordinator what was saved last; out of the margin between grace and kill."""
+"""For the last heartbeat, with what was saved last; out of the margin between grace and kill."""
 _INTERNAL_ERROR = 70
 
 
@@ -66,7 +68,7 @@ class AgentSupervisor:
         self._loop = asyncio.get_running_loop()
         self._store = store  # serves for as long as the pod lives
         self._reaper = Reaper()
-        self._worker = ErrandThread()
+        self._worker = BlockingWorker()
         self._report = PodReport(settings, read_progress, lambda: self._post(self._client.heartbeat_now))
         self._keeper = StandbyKeeper(
             settings, standby, self._reaper, OutputPump(settings), self._loop.call_soon_threadsafe
@@ -75,7 +77,7 @@ class AgentSupervisor:
             settings,
             self._keeper,
             post=self._post,
-            tell=self._report.compiled,
+            on_compiled=self._report.compiled,
             on_end=lambda: self._take(pod.CompilerEnded()),
         )
         self._checks = NodeChecks(
@@ -96,7 +98,7 @@ class AgentSupervisor:
         self._calibration = Calibration()
         self._pod = pod.Pod(settings.check_seconds)
         self._membership: Membership | None = None
-        self._running: GenerationOwner | None = None
+        self._running: GenerationRunner | None = None
         self._alarm: asyncio.TimerHandle | None = None
         self._clock_passed: bool | None = None
         self._exit: asyncio.Future[int] = self._loop.create_future()
@@ -139,9 +141,9 @@ class AgentSupervisor:
 
     # From any thread.
 
-    def whereabouts(self) -> Mapping[str, object]:
+    def log_context(self) -> Mapping[str, object]:
         """Return generation and attempt for lines of the log; none before the first."""
-        generation, attempt = self._report.speaks_for
+        generation, attempt = self._report.reporting_as
         return {"generation": generation, "attempt": attempt} if generation else {}
 
     def _post(self, what: Callable[[], None]) -> None:
@@ -168,13 +170,13 @@ class AgentSupervisor:
         )
         self._membership = membership
         immediate = membership.transition is Transition.IMMEDIATE
-        self._take(pod.Came(membership.generation, immediate=immediate, member=node_rank is not None))
+        self._take(pod.MembershipReceived(membership.generation, immediate=immediate, member=node_rank is not None))
 
     def _on_acknowledged(self, message: HeartbeatRequest) -> None:
         if message.phase is WorkerPhase.FINISHED:
             self._take(pod.Acknowledged(message.generation))
         elif message.phase is WorkerPhase.FAILED and message.verdict and stops_job(message.verdict.exit_code):
-            self._take(pod.VerdictTaken(message.generation))
+            self._take(pod.VerdictAcknowledged(message.generation))
 
     def _on_coordinator_time(self, theirs: float, asked: float, answered: float) -> None:
         if PreflightCheck.CLOCK not in self._settings.checks:
@@ -191,15 +193,15 @@ class AgentSupervisor:
         if unfit:
             self._give_up(ExitCode.DEVICE_FAULT, unfit)
             return
-        self._take(pod.Checked())
+        self._take(pod.NodeChecked())
         self._client.heartbeat_now()
 
-    def _on_over(self, life: Life) -> None:
+    def _on_over(self, life: LocalGeneration) -> None:
         self._running = None
         self._take(pod.GenerationOver(life.outcome, life.yielded))
 
     def _give_up(self, code: int, sentence: str) -> None:
-        self._take(pod.Unfit())
+        self._take(pod.NodeUnfit())
         self._report.give_up_with(code, sentence)
 
     def _terminate(self) -> None:
@@ -235,8 +237,8 @@ class AgentSupervisor:
         except Exception:  # noqa: BLE001 - the loop would only log it
             self._on_broken(traceback.format_exc())
 
-    def _call_at(self, due: float, what: Callable[[], None]) -> asyncio.TimerHandle:
-        return self._loop.call_at(due, self._guarded, what)
+    def _call_at(self, deadline: float, what: Callable[[], None]) -> asyncio.TimerHandle:
+        return self._loop.call_at(deadline, self._guarded, what)
 
     def _take(self, event: pod.Event) -> None:
         assert threading.current_thread() is threading.main_thread(), "threads post, they do not take"
@@ -247,8 +249,8 @@ class AgentSupervisor:
             self._carry_out(action)
         if self._alarm is not None:
             self._alarm.cancel()
-        due = self._pod.wake_at
-        self._alarm = None if due is None else self._call_at(due, lambda: self._take(pod.Later()))
+        deadline = self._pod.wake_at
+        self._alarm = None if deadline is None else self._call_at(deadline, lambda: self._take(pod.Tick()))
 
     def _carry_out(self, action: pod.Action) -> None:
         match action:
@@ -262,7 +264,7 @@ class AgentSupervisor:
                 self._background.stop()
             case pod.LeaveGeneration(order, superseded_by):
                 self._order(order, superseded_by)
-            case pod.Know(generation):
+            case pod.ReportGeneration(generation):
                 self._report.know(generation)
             case pod.LeavePod(code):
                 self._leave((self._report.verdict_code or ExitCode.FINISHED) if code is None else code)
@@ -278,7 +280,7 @@ class AgentSupervisor:
         assert node_rank is not None, "only a member takes part"
         self._report.enter_generation(membership.generation, WorkerPhase.JOINING)
         self._report.follow(_fresh_progress_files(self._settings, membership))
-        self._running = GenerationOwner(
+        self._running = GenerationRunner(
             self._settings,
             membership,
             node_rank,
@@ -298,7 +300,7 @@ class AgentSupervisor:
             grace = self._settings.grace_seconds if order is Order.TERMINATE else 0.0
             self._loop.call_later(grace + _SLACK_SECONDS, self._leave, ExitCode.YIELDING)
         else:
-            # Nothing that its ranks do from now on is told as the new generation's.
+            # Nothing that its ranks do from now on is reported as the new generation's.
             self._report.enter_generation(superseded_by, WorkerPhase.JOINING)
         if self._running is not None:
             self._running.order(order, superseded_by)

@@ -18,7 +18,7 @@ from trainium_trainer.agent.checks.pairing import (
     is_due,
     next_wave,
     noted,
-    unsound,
+    unhealthy,
 )
 from trainium_trainer.agent.exits.restart_policy import GenerationState, judge
 
@@ -81,8 +81,8 @@ def test_a_node_that_says_nothing_failed() -> None:
 
 
 def test_wrong_numbers_of_its_own_convict_a_node_at_once() -> None:
-    wrong = {0: PairingResult(passed=True), 1: PairingResult(passed=True, sound=False)}
-    assert unsound([WaveResults(((0, 1),), wrong)]) == {1}
+    wrong = {0: PairingResult(passed=True), 1: PairingResult(passed=True, healthy=False)}
+    assert unhealthy([WaveResults(((0, 1),), wrong)]) == {1}
 
 
 @given(st.integers(2, 200))
@@ -93,7 +93,7 @@ def test_everybody_has_a_partner_in_the_first_round(nodes: int) -> None:
 
 
 def test_an_outcome_survives_the_store() -> None:
-    outcome = PairingResult(passed=False, seconds=1.5, sound=False, detail="why")
+    outcome = PairingResult(passed=False, seconds=1.5, healthy=False, detail="why")
     assert PairingResult.decode(outcome.encode()) == outcome
 
 

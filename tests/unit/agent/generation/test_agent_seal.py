@@ -18,8 +18,8 @@ from trainium_trainer.agent.generation.store import (
     LONGEST_VALUE,
     ForgedValueError,
     GenerationStore,
-    Seal,
     StoreLostError,
+    ValueSigner,
     serve_store,
 )
 
@@ -99,25 +99,25 @@ def test_a_sealed_value_counts_for_its_own_name_and_generation_only(server: TCPS
     stranger(server).set(ours.key(1, "port"), sealed)
     with pytest.raises(StoreLostError):
         ours.get(ours.key(1, "port"))
-    next_one = Seal(membership_at(generation=2))
+    next_one = ValueSigner(membership_at(generation=2))
     with pytest.raises(ForgedValueError):
-        next_one.open(ours.key(0, "port"), sealed)
+        next_one.verify(ours.key(0, "port"), sealed)
     with pytest.raises(ForgedValueError):
-        Seal(membership_at(uid="other")).open(ours.key(0, "port"), sealed)
+        ValueSigner(membership_at(uid="other")).verify(ours.key(0, "port"), sealed)
 
 
 def test_a_value_beyond_all_bounds_is_not_read() -> None:
     with pytest.raises(ForgedValueError, match="longer than anything"):
-        Seal(membership_at()).open("state", b"x" * (LONGEST_VALUE + 1))
+        ValueSigner(membership_at()).verify("state", b"x" * (LONGEST_VALUE + 1))
 
 
 @given(name=st.text(max_size=40), value=st.text(max_size=200), at=st.integers(0, 250), to=st.characters(codec="utf-8"))
 def test_any_change_of_a_sealed_value_is_noticed(name: str, value: str, at: int, to: str) -> None:
-    seal = Seal(membership_at())
-    sealed = seal.close(name, value)
-    assert seal.open(name, sealed.encode()) == value
+    seal = ValueSigner(membership_at())
+    sealed = seal.sign(name, value)
+    assert seal.verify(name, sealed.encode()) == value
     at %= len(sealed)
     changed = sealed[:at] + to + sealed[at + 1 :]
     if changed != sealed:
         with pytest.raises(ForgedValueError):
-            seal.open(name, changed.encode())
+            seal.verify(name, changed.encode())

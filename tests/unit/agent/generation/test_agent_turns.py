@@ -17,7 +17,7 @@ from trainium_contract.wire.messages import Member, Membership, Transition
 from trainium_trainer.agent.exits.restart_policy import GenerationState
 from trainium_trainer.agent.generation import state_watcher
 from trainium_trainer.agent.generation import store as generation_store
-from trainium_trainer.agent.generation.state_watcher import LONGEST_TURN_SECONDS, StateWatcher, TurnCaller
+from trainium_trainer.agent.generation.state_watcher import LONGEST_TURN_SECONDS, StatePublisher, StateWatcher
 from trainium_trainer.agent.generation.store import GenerationStore, StoreLostError, serve_store
 from trainium_trainer.agent.rendezvous import (
     GenerationRendezvous,
@@ -79,15 +79,15 @@ class Party:
         self.store = GenerationStore(self.membership)
         self.store.connect()
         self.followers: list[Follower] = []
-        self.callers: list[TurnCaller] = []
+        self.callers: list[StatePublisher] = []
         self.handlers: list[GenerationRendezvous] = []
         self.threads: list[threading.Thread] = []
         self.over = threading.Event()
 
-    def caller(self) -> TurnCaller:
+    def caller(self) -> StatePublisher:
         self.store.begin(GenerationState())
         before = self.store.count(self.store.key("turns"))
-        caller = TurnCaller(self.membership)
+        caller = StatePublisher(self.membership)
         caller.start()
         self.callers.append(caller)
         self.until(lambda: self.store.count(self.store.key("turns")) > before)
@@ -188,7 +188,7 @@ def test_old_turns_are_forgotten(party: Party, monkeypatch: pytest.MonkeyPatch) 
     caller, store = party.caller(), party.store
     for _ in range(8):
         number = store.count(store.key("turns"))
-        caller.ring()
+        caller.notify()
         party.until(lambda number=number: store.count(store.key("turns")) > number)
     newest = store.count(store.key("turns"))
     party.until(lambda: not store.has(store.key("turn", newest - 3)))
@@ -321,22 +321,6 @@ def test_a_rendezvous_goes_on_when_its_watcher_hears_nothing(party: Party) -> No
     party.store.set(party.store.key(0, "go"))
     thread.join(5)
     assert len(results) == 1
-
-
-def test_agents_of_an_older_version_find_what_they_ask_for(party: Party) -> None:
-    """They know nothing of turns: `go`, `port`, `missing` and `state` are where they were."""
-    handler = party.rendezvous(0)
-    first = party.joins(handler)
-    older = party.store
-    party.until(older.begun)
-    party.until(lambda: older.has(older.key(0, "missing")))
-    assert older.get(older.key(0, "missing")) == "1,2"
-    for rank in (1, 2):
-        older.set(older.key(0, "joined", rank))
-    assert older.get(older.key(0, "go")) == "1"
-    assert int(older.get(older.key(0, "port"))) > 0
-    first[0].join(20)
-    assert len(first[1]) == 1
 
 
 @pytest.mark.parametrize("patience", [5.0, 0.2], ids=["the library gives up", "we give up first"])

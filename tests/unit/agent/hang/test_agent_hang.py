@@ -18,9 +18,9 @@ from trainium_trainer.agent.hang.detection import (
     Calibration,
     Finding,
     FindingKind,
-    Sight,
-    Standstill,
-    StandstillWatch,
+    RankSample,
+    Stall,
+    StallWatch,
     Usual,
     after_hang,
     decode,
@@ -45,9 +45,9 @@ STEP, SAVE, COMPILE, INIT, LOAD = (
 )
 
 
-def still(rank: int, seconds: float = 16.0, *, waiting: bool | None = True, **changes: object) -> Standstill:
+def still(rank: int, seconds: float = 16.0, *, waiting: bool | None = True, **changes: object) -> Stall:
     """A rank that has waited for its peers in step 120 for longer than its limit."""
-    base = Standstill(rank=rank, phase=STEP, step=119, seconds=seconds, limit=15.0, waiting=waiting)
+    base = Stall(rank=rank, phase=STEP, step=119, seconds=seconds, limit=15.0, waiting=waiting)
     return replace(base, **changes)
 
 
@@ -109,30 +109,30 @@ def test_experience_of_another_world_size_does_not_count() -> None:
     assert calibration.usual(32, ()).first_step == 0.0
 
 
-def look(watch: StandstillWatch, now: float, beats: int = 7, **changes: object) -> Standstill:
-    sight = Sight(rank=0, sign=(1, beats), phase=STEP, step=4, limit=15.0, waiting=False)
-    (seen,) = watch.look(now, [replace(sight, **changes)])
+def sample(watch: StallWatch, now: float, beats: int = 7, **changes: object) -> Stall:
+    sample = RankSample(rank=0, sign=(1, beats), phase=STEP, step=4, limit=15.0, waiting=False)
+    (seen,) = watch.sample(now, [replace(sample, **changes)])
     return seen
 
 
 def test_a_standstill_grows_while_no_sign_of_life_comes_and_ends_with_one() -> None:
-    watch = StandstillWatch()
-    assert [look(watch, at).seconds for at in (0.0, 0.5, 1.0)] == [0.0, 0.5, 1.0]
-    assert look(watch, 1.5, beats=8).seconds == 0.0
-    assert look(watch, 2.0, beats=8).seconds == 0.5
+    watch = StallWatch()
+    assert [sample(watch, at).seconds for at in (0.0, 0.5, 1.0)] == [0.0, 0.5, 1.0]
+    assert sample(watch, 1.5, beats=8).seconds == 0.0
+    assert sample(watch, 2.0, beats=8).seconds == 0.5
 
 
 def test_time_in_which_the_agent_did_not_look_hardly_counts() -> None:
-    watch = StandstillWatch()
-    look(watch, 0.0)
-    assert look(watch, 3600.0).seconds == 2.0
+    watch = StallWatch()
+    sample(watch, 0.0)
+    assert sample(watch, 3600.0).seconds == 2.0
 
 
 def test_processor_time_tells_a_loop_from_a_sleep() -> None:
-    watch = StandstillWatch()
-    look(watch, 0.0)
-    look(watch, 1.0, state="R", cpu_seconds=50.0)
-    assert look(watch, 2.0, state="R", cpu_seconds=50.9).busy == pytest.approx(0.9)
+    watch = StallWatch()
+    sample(watch, 0.0)
+    sample(watch, 1.0, state="R", cpu_seconds=50.0)
+    assert sample(watch, 2.0, state="R", cpu_seconds=50.9).busy == pytest.approx(0.9)
 
 
 WAITING = {0: (still(0), still(1)), 1: (still(2), still(3))}
@@ -157,7 +157,7 @@ WAITING = {0: (still(0), still(1)), 1: (still(2), still(3))}
     ],
 )
 def test_the_odd_one_out_is_named_and_who_waits_is_not(
-    testimony: dict[int, tuple[Standstill, ...]], finding: Finding
+    testimony: dict[int, tuple[Stall, ...]], finding: Finding
 ) -> None:
     assert find(testimony, 2 if len(testimony) > 1 or testimony == {0: WAITING[0]} else 1) == finding
 
@@ -173,7 +173,7 @@ def test_the_odd_one_out_is_named_and_who_waits_is_not(
         still(2, 14.0),
     ],
 )
-def test_one_who_has_time_left_excuses_all_who_wait_for_it(excused: Standstill) -> None:
+def test_one_who_has_time_left_excuses_all_who_wait_for_it(excused: Stall) -> None:
     finding = find({0: (still(0), still(1)), 1: (excused,)}, 2)
     assert finding.kind is FindingKind.MOVING
     assert 0 < finding.retry_seconds <= 5
@@ -187,7 +187,7 @@ def test_ranks_that_meet_the_same_obstacle_a_moment_apart_are_not_blamed_for_bei
 
 
 standstills = st.builds(
-    Standstill,
+    Stall,
     rank=st.integers(0, 9),
     phase=st.sampled_from(list(TrainerPhase)),
     step=st.integers(-1, 100),
@@ -201,7 +201,7 @@ standstills = st.builds(
 
 @given(st.lists(st.lists(standstills, max_size=4), min_size=1, max_size=4), st.integers(0, 2))
 def test_a_victim_is_never_a_culprit_and_nothing_is_done_while_nobody_is_overdue(
-    nodes: list[list[Standstill]], missing: int
+    nodes: list[list[Stall]], missing: int
 ) -> None:
     nodes = [
         [replace(each, rank=4 * node + number) for number, each in enumerate(rows)] for node, rows in enumerate(nodes)
@@ -220,26 +220,26 @@ def test_a_victim_is_never_a_culprit_and_nothing_is_done_while_nobody_is_overdue
 
 
 @given(st.lists(standstills, max_size=5))
-def test_an_agents_word_survives_the_store(word: list[Standstill]) -> None:
+def test_an_agents_word_survives_the_store(word: list[Stall]) -> None:
     assert decode(encode(word)) == tuple(word)
 
 
 def test_a_long_stage_is_no_hang_as_long_as_it_tells_of_itself(tmp_path: Path) -> None:
     writer = ProgressWriter(tmp_path / "r0")
-    watch, limit = StandstillWatch(), limit_of(SAVE, SPEC, Usual())
+    watch, limit = StallWatch(), limit_of(SAVE, SPEC, Usual())
 
-    def look(now: int) -> Standstill:
+    def sample(now: int) -> Stall:
         found = read_with_pulse(tmp_path / "r0")
         assert found is not None
         assert found[1] is not None
-        sight = Sight(0, (1, found[1].beats), SAVE, 100, limit, waiting=None, stage=found[0].stage)
-        return watch.look(float(now), [sight])[0]
+        sample = RankSample(0, (1, found[1].beats), SAVE, 100, limit, waiting=None, stage=found[0].stage)
+        return watch.sample(float(now), [sample])[0]
 
     for now in range(10 * int(limit)):
         if now % (int(limit) // 2) == 0:
             writer.stage(RunStage.EXPORT, now / (10 * limit))
-        assert not look(now).overdue
-    silent = [look(now) for now in range(10 * int(limit), 12 * int(limit))]
+        assert not sample(now).overdue
+    silent = [sample(now) for now in range(10 * int(limit), 12 * int(limit))]
     assert silent[-1].overdue
     assert silent[-1].stage is RunStage.EXPORT
     writer.close()
@@ -298,5 +298,5 @@ def test_a_hang_counts_once_like_a_crash_and_only_one_without_a_culprit_stays_un
         (still(3, phase=INIT), "rank 3 of pod w-1 stood still for 16 s while starting (waiting for its peers)"),
     ],
 )
-def test_a_standstill_is_one_sentence(seen: Standstill, sentence: str) -> None:
+def test_a_standstill_is_one_sentence(seen: Stall, sentence: str) -> None:
     assert describe(seen, "w-1") == sentence

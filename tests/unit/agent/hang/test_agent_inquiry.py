@@ -8,7 +8,7 @@ from shared_store import Shared
 from trainium_contract.wire.messages import TrainerPhase
 from trainium_trainer.agent.exits.restart_policy import GenerationState
 from trainium_trainer.agent.hang import response
-from trainium_trainer.agent.hang.detection import Finding, FindingKind, Standstill
+from trainium_trainer.agent.hang.detection import Finding, FindingKind, Stall
 from trainium_trainer.agent.hang.response import Inquiry
 
 
@@ -19,8 +19,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def still(rank: int, *, waiting: bool) -> Standstill:
-    return Standstill(rank=rank, phase=TrainerPhase.STEP, step=9, seconds=60.0, limit=15.0, waiting=waiting)
+def still(rank: int, *, waiting: bool) -> Stall:
+    return Stall(rank=rank, phase=TrainerPhase.STEP, step=9, seconds=60.0, limit=15.0, waiting=waiting)
 
 
 def agents(shared: Shared, count: int = 2) -> list[Inquiry]:

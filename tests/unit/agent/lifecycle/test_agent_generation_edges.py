@@ -12,19 +12,19 @@ from trainium_trainer.agent.lifecycle import actions as do
 from trainium_trainer.agent.lifecycle import events as on
 from trainium_trainer.agent.lifecycle.events import GenerationEnd, Order
 from trainium_trainer.agent.lifecycle.generation import step, wake_at
-from trainium_trainer.agent.lifecycle.state import JoinAgain, JudgeEnds, Life, Stage, Terms
+from trainium_trainer.agent.lifecycle.state import GenerationLimits, JoinAgain, JudgeEnds, LocalGeneration, Stage
 
-TERMS = Terms(generation=3, grace_seconds=20.0, look_seconds=2.0)
-RUNNING = Life(stage=Stage.RUNNING, attempt=1, started=2, look_due=1000.0)
+TERMS = GenerationLimits(generation=3, grace_seconds=20.0, sample_seconds=2.0)
+RUNNING = LocalGeneration(stage=Stage.RUNNING, attempt=1, started=2, next_sample_at=1000.0)
 
 
-def ended(rank: int = 0, code: int = 1, *, attempt: int = 1, asked: bool = False) -> on.Ended:
-    return on.Ended(attempt=attempt, local_rank=rank, rank=rank, code=code, asked=asked)
+def ended(rank: int = 0, code: int = 1, *, attempt: int = 1, asked: bool = False) -> on.RankEnded:
+    return on.RankEnded(attempt=attempt, local_rank=rank, rank=rank, code=code, asked=asked)
 
 
 def test_a_pod_that_has_not_begun_waits() -> None:
-    assert step(TERMS, Life(), on.Tick(), 0.0) == (Life(), ())
-    assert wake_at(Life()) is None
+    assert step(TERMS, LocalGeneration(), on.Tick(), 0.0) == (LocalGeneration(), ())
+    assert wake_at(LocalGeneration()) is None
 
 
 def test_a_rank_of_an_earlier_attempt_that_ends_late_says_nothing() -> None:
@@ -41,26 +41,26 @@ def test_a_rank_that_was_told_to_end_is_no_failure() -> None:
 
 @pytest.mark.parametrize("order", [Order.TERMINATE, Order.GRACEFUL])
 def test_a_pod_that_is_to_leave_starts_no_ranks_though_all_have_joined(order: Order) -> None:
-    joining = Life(stage=Stage.JOINING, busy=do.Join(), order=order)
+    joining = LocalGeneration(stage=Stage.JOINING, busy=do.Join(), order=order)
     life, actions = step(TERMS, joining, on.Joined(GenerationState(), 29500), 1.0)
     assert life.stage is not Stage.STARTING
     assert not any(isinstance(action, do.StartRanks) for action in actions)
     free = replace(joining, order=Order.NONE)
     life, actions = step(TERMS, free, on.Joined(GenerationState(attempt=2), 29500), 1.0)
     assert (life.stage, life.attempt) == (Stage.STARTING, 2)
-    assert do.Enter(WorkerPhase.LOADING, 2) in actions
+    assert do.EnterPhase(WorkerPhase.LOADING, 2) in actions
 
 
 def test_a_rank_that_does_not_die_of_a_kill_ends_the_pod_and_not_before_its_time() -> None:
-    ending = replace(RUNNING, stage=Stage.ENDING, after=JoinAgain(), due=30.0)
+    ending = replace(RUNNING, stage=Stage.ENDING, after=JoinAgain(), deadline=30.0)
     assert step(TERMS, ending, on.Tick(), 29.9) == (ending, ())
     assert wake_at(ending) == 30.0
     life, actions = step(TERMS, ending, on.Tick(), 30.0)
     assert life.stage is Stage.OVER
-    assert actions == (do.Break("a training process did not end within 30 s of SIGKILL"),)
+    assert actions == (do.FailPod("a training process did not end within 30 s of SIGKILL"),)
 
 
 def test_what_is_over_hears_nothing() -> None:
-    over = Life(stage=Stage.OVER, outcome=GenerationEnd.FINISHED)
-    assert step(TERMS, over, on.Ordered(Order.TERMINATE), 1.0) == (over, ())
+    over = LocalGeneration(stage=Stage.OVER, outcome=GenerationEnd.FINISHED)
+    assert step(TERMS, over, on.LeaveOrdered(Order.TERMINATE), 1.0) == (over, ())
     assert wake_at(over) is None

@@ -20,7 +20,7 @@ from trainium_trainer.agent.lifecycle import events as on
 from trainium_trainer.agent.lifecycle import pod
 from trainium_trainer.agent.lifecycle.events import GenerationEnd
 from trainium_trainer.agent.lifecycle.generation import step, wake_at
-from trainium_trainer.agent.lifecycle.state import Life, Stage, Terms
+from trainium_trainer.agent.lifecycle.state import GenerationLimits, LocalGeneration, Stage
 
 HISTORIES = 10_000
 PARTS = 4
@@ -57,7 +57,7 @@ class VirtualPod:
         self.running = 0
         self.gave_up = False
         """No rank is alive, and the coordinator may know why."""
-        self.told_to_leave = False
+        self.leave_requested = False
         self.checking, self.compiling = True, False
         self.waits_since: float | None = None
         self.begun: list[int] = []
@@ -78,7 +78,7 @@ class VirtualPod:
                 waited = self.now - (self.now if self.waits_since is None else self.waits_since)
                 assert not self.checking or waited >= 5.0, "ranks beside the node's checks"
                 assert generation == self.pod.newest.generation > max(self.begun, default=0)
-                self.running, self.told_to_leave, self.gave_up = generation, False, False
+                self.running, self.leave_requested, self.gave_up = generation, False, False
                 self.begun.append(generation)
             case pod.Idle(generation):
                 assert not self.running
@@ -86,7 +86,7 @@ class VirtualPod:
                 self.compiling = True
             case pod.LeaveGeneration():
                 assert self.running, "nobody is there to leave"
-                self.told_to_leave = True
+                self.leave_requested = True
             case pod.LeavePod(code):
                 assert not self.running or self.gave_up, "the pod is left while ranks are alive"
                 self.exits.append(code)
@@ -98,35 +98,35 @@ class VirtualPod:
                 self.waits_since = self.now
             number = newest + self.random.choice((0, 1, 1, 2))
             self.gave_up = self.gave_up and number == newest
-            self.take(pod.Came(number, immediate=pick < 0.1, member=self.random.random() < 0.7))
+            self.take(pod.MembershipReceived(number, immediate=pick < 0.1, member=self.random.random() < 0.7))
         elif pick < 0.4 and self.checking:
             self.checking = False
-            self.take(pod.Unfit() if pick < 0.27 else pod.Checked())
+            self.take(pod.NodeUnfit() if pick < 0.27 else pod.NodeChecked())
         elif pick < 0.6 and self.running:
             over, self.running, self.gave_up = self.random.choice(tuple(GenerationEnd)), 0, False
             self.take(pod.GenerationOver(over, yielded=self.random.random() < 0.3))
         elif pick < 0.75 and self.compiling:
             self.compiling = False
             self.take(pod.CompilerEnded())
-        elif pick < 0.8 and self.running == newest and not self.told_to_leave:
+        elif pick < 0.8 and self.running == newest and not self.leave_requested:
             self.gave_up = True
-            self.take(pod.VerdictTaken(self.random.choice((newest, newest - 1))))
+            self.take(pod.VerdictAcknowledged(self.random.choice((newest, newest - 1))))
         elif pick < 0.85:
             self.take(pod.Acknowledged(newest))
         elif pick < 0.88:
             self.take(self.random.choice((pod.Terminate, pod.Terminate, pod.JobDeleted))())
         else:
             self.now += 4 * self.random.random()
-            self.take(pod.Later())
+            self.take(pod.Tick())
         self.check()
 
     def check(self) -> None:
         newest = self.pod.newest.generation
         if self.running and newest > self.running:
-            assert self.told_to_leave, "a newer generation was lost"
+            assert self.leave_requested, "a newer generation was lost"
         if self.running or self.exits or self.compiling or newest <= self.pod.done or self.pod.unfit:
             return
-        assert self.pod.due is not None, "it waits for nothing"
+        assert self.pod.deadline is not None, "it waits for nothing"
 
 
 def test_a_pod_keeps_its_invariants_in_ten_thousand_random_orders_of_events() -> None:
@@ -144,33 +144,33 @@ def test_a_pod_keeps_its_invariants_in_ten_thousand_random_orders_of_events() ->
 
 
 def test_a_pod_ends_with_its_verdict_once_that_is_known_unless_the_job_goes_on() -> None:
-    came = pod.Came(1, member=True)
+    came = pod.MembershipReceived(1, member=True)
     begun, _ = pod.step(replace(pod.Pod(check_seconds=5.0), checked=True), came, 0.0)
     assert begun.running == 1
-    waiting, actions = pod.step(begun, pod.VerdictTaken(1), 10.0)
+    waiting, actions = pod.step(begun, pod.VerdictAcknowledged(1), 10.0)
     assert actions == (), "the others read in its store why it stopped"
     assert waiting.wake_at == pytest.approx(13.0)
-    assert pod.step(waiting, pod.Later(), 12.9)[1] == ()
-    ended, actions = pod.step(pod.step(waiting, pod.VerdictTaken(1), 12.0)[0], pod.Later(), 13.0)
+    assert pod.step(waiting, pod.Tick(), 12.9)[1] == ()
+    ended, actions = pod.step(pod.step(waiting, pod.VerdictAcknowledged(1), 12.0)[0], pod.Tick(), 13.0)
     assert (ended.left, actions) == (True, (pod.LeavePod(None),))
-    going_on, _ = pod.step(waiting, pod.Came(2, member=True), 11.0)
+    going_on, _ = pod.step(waiting, pod.MembershipReceived(2, member=True), 11.0)
     assert going_on.wake_at is None
-    assert pod.step(going_on, pod.VerdictTaken(1), 11.5)[0] == going_on, "it was about the generation before"
+    assert pod.step(going_on, pod.VerdictAcknowledged(1), 11.5)[0] == going_on, "it was about the generation before"
 
 
 def test_what_was_told_of_a_standstill_is_taken_back_though_the_next_attempt_is_not_joined_yet() -> None:
-    terms = Terms(1, grace_seconds=10.0, look_seconds=0.5)
-    life = Life(stage=Stage.RUNNING, attempt=2, started=1, busy=do.Conclude(2))
+    terms = GenerationLimits(1, grace_seconds=10.0, sample_seconds=0.5)
+    life = LocalGeneration(stage=Stage.RUNNING, attempt=2, started=1, busy=do.ConcludeInquiry(2))
     stuck = (StuckRank(rank=0, phase=TrainerPhase.STEP, step=7, seconds=9.0, waiting=False),)
     found = on.HangFound(GenerationState(attempt=3, cause=Cause.HANG), Cause.HANG, 1.0, named=True, stuck=stuck)
     life, told = step(terms, life, found, 100.0)
-    assert do.Stuck(stuck) in told
-    life, _ = step(terms, life, on.Ended(2, 0, 0, 137, asked=True), 100.1)
+    assert do.ReportStuck(stuck) in told
+    life, _ = step(terms, life, on.RankEnded(2, 0, 0, 137, asked=True), 100.1)
     assert life.busy == do.Join()
     due = wake_at(life)
     assert due == 102.5, "a heartbeat carries it first"
     life, told = step(terms, life, on.Tick(), due)
-    assert told == (do.Stuck(()),)
+    assert told == (do.ReportStuck(()),)
     assert wake_at(life) is None
 
 

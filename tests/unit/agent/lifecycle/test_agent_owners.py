@@ -17,16 +17,16 @@ from trainium_contract.wire.messages import Member, Membership, TrainerPhase, Tr
 from trainium_trainer.agent import supervisor as supervisor_module
 from trainium_trainer.agent.checks import pair_test
 from trainium_trainer.agent.generation import store as store_module
-from trainium_trainer.agent.generation.store import GenerationStore, Roll, StoreLostError
-from trainium_trainer.agent.generation_runner import GenerationOwner
-from trainium_trainer.agent.generation_tasks import GenerationWork, Given
+from trainium_trainer.agent.generation.store import ExitBarrier, GenerationStore, StoreLostError
+from trainium_trainer.agent.generation_runner import GenerationRunner
+from trainium_trainer.agent.generation_tasks import GenerationTasks, TaskContext
 from trainium_trainer.agent.hang import response
-from trainium_trainer.agent.hang.detection import Finding, FindingKind, Standstill
+from trainium_trainer.agent.hang.detection import Finding, FindingKind, Stall
 from trainium_trainer.agent.lifecycle import actions as do
 from trainium_trainer.agent.lifecycle import events as on
 from trainium_trainer.agent.lifecycle import pod
 from trainium_trainer.agent.lifecycle.events import Order
-from trainium_trainer.agent.lifecycle.state import Life, Stage, Terms
+from trainium_trainer.agent.lifecycle.state import GenerationLimits, LocalGeneration, Stage
 from trainium_trainer.agent.ranks import output
 from trainium_trainer.agent.ranks.output import Tail
 from trainium_trainer.agent.rendezvous import RendezvousInterruptedError
@@ -45,18 +45,18 @@ MEMBERSHIP = Membership(
         for at in range(2)
     ),
 )
-GIVEN = Given(7.0, ())
+GIVEN = TaskContext(7.0, ())
 
 
-def work(store: Any = None, *, signed: bool = True) -> GenerationWork:
-    """The errands of one generation, as far as they need no process."""
-    made = object.__new__(GenerationWork)
+def work(store: Any = None, *, signed: bool = True) -> GenerationTasks:
+    """The tasks of one generation, as far as they need no process."""
+    made = object.__new__(GenerationTasks)
     made._settings = SimpleNamespace(max_in_place_restarts=3)
     made._membership = MEMBERSHIP
     made._store = store or Shared()
-    made._roll = SimpleNamespace(all_signed=lambda _: signed)
-    made._told_to_leave = threading.Event()
-    made._hangs = SimpleNamespace(look=lambda: on.Looked(overdue=False), see=lambda _: None)
+    made._exit_barrier = SimpleNamespace(all_signed=lambda _: signed)
+    made._leave_requested = threading.Event()
+    made._hangs = SimpleNamespace(sample=lambda: on.RanksSampled(overdue=False), see=lambda _: None)
     return made
 
 
@@ -74,8 +74,8 @@ def work(store: Any = None, *, signed: bool = True) -> GenerationWork:
 def test_ranks_that_yielded_go_on_in_place_only_when_all_did_and_nobody_leaves(
     state: dict[str, Any], signed: bool, goes_on: bool
 ) -> None:
-    found = work(Shared(**state), signed=signed).perform(do.GoOn(0), GIVEN)
-    assert isinstance(found, on.YieldLooked)
+    found = work(Shared(**state), signed=signed).perform(do.CheckYielded(0), GIVEN)
+    assert isinstance(found, on.YieldChecked)
     assert (found.after is not None and found.after.attempt == 1) is goes_on
 
 
@@ -100,38 +100,38 @@ class Lost(Shared):
 
 
 def test_a_standstill_that_could_not_be_talked_about_is_counted_once_the_store_is_back() -> None:
-    silent = do.CountSilent(0, reconnect=True)
+    silent = do.CountUnansweredHang(0, reconnect=True)
     assert isinstance(work(Lost()).perform(silent, GIVEN), on.StoreLost)
     counted = work(Lost(comes_back=True)).perform(silent, GIVEN)
-    assert isinstance(counted, on.Counted)
+    assert isinstance(counted, on.HangCounted)
     assert counted.after.attempt == 1
 
 
 def test_what_others_should_know_is_not_worth_an_error_when_nobody_hears_it() -> None:
     shared = Shared()
-    assert work(shared).perform(do.TellBroken(), GIVEN) == on.ErrandDone()
+    assert work(shared).perform(do.AnnounceBroken(), GIVEN) == on.TaskDone()
     assert shared.state().broken
-    assert work(shared).perform(do.Announce(leaving=True, superseded_by=5), GIVEN) == on.ErrandDone()
+    assert work(shared).perform(do.Announce(leaving=True, superseded_by=5), GIVEN) == on.TaskDone()
     assert (shared.state().leaving, shared.state().superseded) == (True, 5)
-    assert work(Lost()).perform(do.TellBroken(), GIVEN) == on.ErrandDone()
-    assert work(Lost()).perform(do.GoOn(0), GIVEN).after is None  # type: ignore[union-attr]
+    assert work(Lost()).perform(do.AnnounceBroken(), GIVEN) == on.TaskDone()
+    assert work(Lost()).perform(do.CheckYielded(0), GIVEN).after is None  # type: ignore[union-attr]
 
 
 def test_a_round_of_pairs_ends_when_the_pod_is_told_to_leave() -> None:
     mine = work()
-    mine._stop_when_told()
-    mine._told_to_leave.set()
+    mine._stop_when_ordered()
+    mine._leave_requested.set()
     with pytest.raises(RendezvousInterruptedError):
-        mine._stop_when_told()
+        mine._stop_when_ordered()
 
 
 # ---- the owner of a generation --------------------------------------------------------------------------------
 
 
-def owner(life: Life = Life(stage=Stage.RUNNING), perform: Any = None) -> Any:  # noqa: B008 - frozen
-    made = object.__new__(GenerationOwner)
+def owner(life: LocalGeneration = LocalGeneration(stage=Stage.RUNNING), perform: Any = None) -> Any:  # noqa: B008 - frozen
+    made = object.__new__(GenerationRunner)
     made._life, made._alarm, made._ranks, made._generation = life, None, (), 3
-    made._terms = Terms(generation=3, grace_seconds=1.0, look_seconds=1.0)
+    made._terms = GenerationLimits(generation=3, grace_seconds=1.0, sample_seconds=1.0)
     made._report = SimpleNamespace(reached=0.0, stuck=lambda _: None)
     made._watcher = SimpleNamespace(stop=lambda: None)
     made._work = SimpleNamespace(perform=perform, close=lambda: None)
@@ -147,16 +147,16 @@ def test_work_that_fails_in_a_way_that_nobody_foresaw_ends_the_pod() -> None:
         raise KeyError("unforeseen")
 
     made = owner(perform=perform)
-    made._give(do.TellBroken())
+    made._give(do.AnnounceBroken())
     assert len(made.broken) == 1
     assert "KeyError: 'unforeseen'" in made.broken[0]
 
 
 def test_what_makes_the_pod_useless_and_what_is_to_be_said_is_passed_on(caplog: pytest.LogCaptureFixture) -> None:
     made = owner()
-    made._carry_out(do.Break("a process did not end"))
-    made._carry_out(do.Say("a word"))
-    made._carry_out(do.Say("a hard word", severe=True))
+    made._carry_out(do.FailPod("a process did not end"))
+    made._carry_out(do.Log("a word"))
+    made._carry_out(do.Log("a hard word", severe=True))
     assert made.broken == ["a process did not end"]
     assert [(record.levelname, record.message) for record in caplog.records] == [
         ("WARNING", "a word"),
@@ -165,10 +165,10 @@ def test_what_makes_the_pod_useless_and_what_is_to_be_said_is_passed_on(caplog: 
 
 
 def test_a_generation_ends_once_though_events_come_afterwards() -> None:
-    made = owner(Life(stage=Stage.OVER))
+    made = owner(LocalGeneration(stage=Stage.OVER))
     made._take(on.Tick())
     assert made.over == []
-    made = owner(Life(stage=Stage.ENDING, started=1, due=0.0))
+    made = owner(LocalGeneration(stage=Stage.ENDING, started=1, deadline=0.0))
     made._take(on.Tick())
     made._take(on.Tick())
     assert [life.stage for life in made.over] == [Stage.OVER]
@@ -231,10 +231,10 @@ def test_a_node_that_fails_its_checks_is_given_up_with_what_was_found() -> None:
     made._on_checked("core 3 computes wrong numbers")
     assert [sentence for _, sentence in made._report.given_up] == ["core 3 computes wrong numbers"]
     assert made._pod.unfit
-    sound = supervisor()
-    sound._on_checked("")
-    assert sound._pod.checked
-    assert not sound._pod.unfit
+    healthy = supervisor()
+    healthy._on_checked("")
+    assert healthy._pod.checked
+    assert not healthy._pod.unfit
 
 
 async def test_a_task_that_fails_ends_the_pod_and_one_that_is_cancelled_does_not() -> None:
@@ -273,7 +273,7 @@ def test_after_the_end_nothing_is_taken_any_more() -> None:
     made = supervisor()
     made.codes.append(0)
     before = made._pod
-    made._take(pod.Checked())
+    made._take(pod.NodeChecked())
     assert made._pod is before
 
 
@@ -307,13 +307,13 @@ def test_when_the_first_node_has_left_the_others_take_it_that_all_have_finished(
     now = [1000.0]
     monkeypatch.setattr(store_module.time, "monotonic", lambda: now[0])
     store = Lost(comes_back=True)
-    roll = Roll(store, 1, 2)
-    roll.sign(0, WorkerPhase.FINISHED)
-    assert not roll.all_finished(0), "one of two"
+    barrier = ExitBarrier(store, 1, 2)
+    barrier.sign(0, WorkerPhase.FINISHED)
+    assert not barrier.all_finished(0), "one of two"
     store.connected, store.comes_back = False, False
-    assert not roll.all_finished(0), "it may come back"
+    assert not barrier.all_finished(0), "it may come back"
     now[0] += 10_000.0
-    assert roll.all_finished(0)
+    assert barrier.all_finished(0)
 
 
 def test_a_line_of_output_that_never_ends_is_shown_in_pieces() -> None:
@@ -323,7 +323,7 @@ def test_a_line_of_output_that_never_ends_is_shown_in_pieces() -> None:
     assert tail.feed(b"z\n") == b"[rank 0] z\n"
 
 
-STILL = Standstill(rank=1, phase=TrainerPhase.STEP, step=9, seconds=60.0, limit=15.0, waiting=None)
+STILL = Stall(rank=1, phase=TrainerPhase.STEP, step=9, seconds=60.0, limit=15.0, waiting=None)
 
 
 @pytest.mark.parametrize(
@@ -354,11 +354,11 @@ def test_the_log_says_who_is_to_blame_for_a_standstill_and_where_each_rank_was(
 
 
 def test_a_stack_tells_whether_a_rank_waits_where_nothing_else_does() -> None:
-    assert response._told_by_stack(STILL, None) is STILL
-    assert response._told_by_stack(STILL, SimpleNamespace(in_collective=None)) is STILL
-    assert response._told_by_stack(STILL, SimpleNamespace(in_collective=True)).waiting is True
-    known = Standstill(rank=1, phase=TrainerPhase.STEP, step=9, seconds=60.0, limit=15.0, waiting=False)
-    assert response._told_by_stack(known, SimpleNamespace(in_collective=True)) is known
+    assert response._apply_stack(STILL, None) is STILL
+    assert response._apply_stack(STILL, SimpleNamespace(in_collective=None)) is STILL
+    assert response._apply_stack(STILL, SimpleNamespace(in_collective=True)).waiting is True
+    known = Stall(rank=1, phase=TrainerPhase.STEP, step=9, seconds=60.0, limit=15.0, waiting=False)
+    assert response._apply_stack(known, SimpleNamespace(in_collective=True)) is known
 
 
 NCCOM = """#!/bin/sh
@@ -369,7 +369,7 @@ exit {code}
 
 
 @pytest.mark.parametrize(
-    ("say", "code", "sound"),
+    ("say", "code", "healthy"),
     [
         ('echo \'{"results": [{"check": "passed"}]}\' >$last', 0, True),
         ('echo \'{"results": [{"check": "failed"}]}\' >$last', 1, False),
@@ -380,10 +380,10 @@ exit {code}
     ],
 )
 def test_the_vendors_test_of_collectives_fails_a_node_only_by_a_word_that_is_understood(
-    say: str, code: int, sound: bool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    say: str, code: int, healthy: bool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = tmp_path / "nccom-test"
     program.write_text(NCCOM.format(say=say, code=code))
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    assert pair_test.collectives_check()[0] is sound
+    assert pair_test.collectives_check()[0] is healthy

@@ -47,7 +47,7 @@ class Spare:
         self.ends = 0
         self.compiler = BackgroundCompiler(
             SimpleNamespace(background_sizes=sizes, processes_per_node=1), keeper, post=self.posted.put,
-            tell=lambda size: self.told.append(size.nodes), on_end=self._end,
+            on_compiled=lambda size: self.told.append(size.nodes), on_end=self._end,
         )  # fmt: skip
 
     def _end(self) -> None:
@@ -106,12 +106,12 @@ def test_a_compilation_waits_for_a_standby_that_becomes_warm(monkeypatch: pytest
     monkeypatch.setattr(background_compile, "_POLL_SECONDS", 0.001)
 
     class Warming(Keeper):
-        looks = 0
+        observations = 0
 
         @property
         def warm(self) -> bool:
-            self.looks += 1
-            return self.looks > 3
+            self.observations += 1
+            return self.observations > 3
 
         @warm.setter
         def warm(self, _: bool) -> None: ...

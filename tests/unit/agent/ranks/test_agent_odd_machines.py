@@ -205,8 +205,8 @@ def until(condition: Callable[[], object]) -> None:
 def test_a_storm_of_lines_and_a_file_that_is_cut_off_end_nothing(
     tmp_path: Path, taken: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernel_log, "_LINES_PER_LOOK", 2)
-    monkeypatch.setattr(kernel_log, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(kernel_log, "_LINES_PER_POLL", 2)
+    monkeypatch.setattr(kernel_log, "_POLL_SECONDS", 0.01)
     monkeypatch.setattr(kernel_log, "_CHUNK", 64)
     path = tmp_path / "kmsg"
     path.write_bytes(b"old\n")

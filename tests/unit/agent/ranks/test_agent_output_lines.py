@@ -67,7 +67,7 @@ def test_what_a_program_printed_is_wrapped_and_what_the_trainer_logged_is_passed
             SETTINGS.namespace, SETTINGS.job, SETTINGS.pod_name, SETTINGS.node_name,
         )  # fmt: skip
         assert (line.generation, line.attempt, line.rank) == (2, 1, 3)
-    assert show(b"  ").log == b"", "nobody looks for empty lines"
+    assert show(b"  ").log == b"", "nobody observations for empty lines"
 
 
 def test_a_line_that_claims_to_be_somebody_else_is_told_as_its_speaker_s() -> None:
@@ -121,7 +121,7 @@ def test_the_diagnosis_of_an_end_is_the_same_in_both_forms(code: int) -> None:
     other = ended(JSON, code, *as_json)
     assert describe_exit(one) == describe_exit(other)
     assert "(the sentence)" in describe_exit(one)
-    words = [each.output.last_word(each.ended_at) for each in (one, other)]
+    words = [each.output.last_message(each.ended_at) for each in (one, other)]
     assert [word.status if word else None for word in words] == [1004, 1004]
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from trainium_contract.faults.signs import RUNTIME_STATUSES, Sign
 from trainium_trainer.agent.ranks.output import Tail
-from trainium_trainer.agent.ranks.runtime_status import RuntimeWords, status_in
+from trainium_trainer.agent.ranks.runtime_status import RuntimeMessages, status_in
 
 NOW = 1_800_000_000.0
 STAMP = "2026-Jul-30 14:22:31.305961 65191:69012"
@@ -60,7 +60,7 @@ def test_every_status_of_the_table_is_found_by_name_and_by_number(sign: Sign) ->
 
 @given(st.binary(max_size=6000))
 def test_no_bytes_whatsoever_break_the_reader_or_keep_it_busy(data: bytes) -> None:
-    words = RuntimeWords()
+    words = RuntimeMessages()
     began = time.perf_counter()
     words.read(b"nrt " + data, NOW)
     assert time.perf_counter() - began < 0.5
@@ -69,7 +69,7 @@ def test_no_bytes_whatsoever_break_the_reader_or_keep_it_busy(data: bytes) -> No
 
 
 def test_of_several_statuses_the_most_telling_counts() -> None:
-    words = RuntimeWords()
+    words = RuntimeMessages()
     words.read(b"Uncorrectable HBM memory error is detected. Please terminate this instance", NOW - 3)
     words.read(b"nrt_execute status=5", NOW - 2)
     words.read(b"NRT_CLOSED", NOW - 1)
@@ -77,7 +77,7 @@ def test_of_several_statuses_the_most_telling_counts() -> None:
 
 
 def test_what_was_said_long_before_the_end_does_not_count() -> None:
-    words = RuntimeWords()
+    words = RuntimeMessages()
     words.read(b"nrt_execute status=1202", NOW - 600)
     assert words.last(NOW) is None
 
@@ -86,4 +86,4 @@ def test_a_status_counts_even_when_a_long_dump_follows_it() -> None:
     tail = Tail("[rank 0] ")
     tail.feed(b"ERROR NRT:nrt_infodump Failure: NRT_EXEC_HW_ERR_NC_UE in nrt_execute()\n")
     tail.feed(b"ERROR NRT:nrt_infodump Environment:\n" * 200)
-    assert tail.last_word(time.time()).status == 1202
+    assert tail.last_message(time.time()).status == 1202

@@ -46,7 +46,7 @@ def test_a_compiler_that_is_stopped_while_its_process_starts_leaves_none() -> No
 
     compiler = BackgroundCompiler(
         SimpleNamespace(background_sizes=(1, 2), processes_per_node=1), Keeper(), post=posted.put,
-        tell=lambda size: ended.append(f"{size.nodes} nodes"), on_end=lambda: ended.append("over"),
+        on_compiled=lambda size: ended.append(f"{size.nodes} nodes"), on_end=lambda: ended.append("over"),
     )  # fmt: skip
     compiler.start(1)
     under_way.set()

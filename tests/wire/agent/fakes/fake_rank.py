@@ -96,9 +96,9 @@ def main(argv: list[str]) -> int:
         time.sleep(STEP_SECONDS)
         command = control / f"exit-{rank}"
         if command.exists():
-            code, _, last_words = command.read_text().partition("\n")
+            code, _, last_messages = command.read_text().partition("\n")
             command.unlink()
-            print(last_words or f"rank {rank} leaves with {code}", flush=True)  # noqa: T201 - ranks print
+            print(last_messages or f"rank {rank} leaves with {code}", flush=True)  # noqa: T201 - ranks print
             return int(code)
         if last.exists() and step >= int(last.read_text()):
             if export(progress, control, rank, step):

@@ -39,7 +39,7 @@ _WRONG = {
 
 
 class NodeChecks:
-    """`run` once, in a thread of its own; ranks may be started when it has ended."""
+    """The checks of a node; call `run` once, in a separate thread. Ranks may start when it has ended."""
 
     def __init__(
         self, settings: AgentSettings, keeper: StandbyKeeper, *, report: Callable[[CheckResult], None]
@@ -115,13 +115,13 @@ class NodeChecks:
     def _judge(self, outcomes: list[dict[str, Any]], seconds: float) -> str:
         sentences = []
         for check in self._checks:
-            told = [outcome.get(_NAMES[check]) for outcome in outcomes]
-            wrong = [index for index, value in enumerate(told) if value is False]
+            reported = [outcome.get(_NAMES[check]) for outcome in outcomes]
+            wrong = [index for index, value in enumerate(reported) if value is False]
             detail = ""
             if wrong:
                 detail = _WRONG[check].format(cores=", ".join(map(str, wrong[:16])))
                 sentences.append(f"node {self._settings.node_name}: {detail}")
-            elif told.count(True) < self._settings.processes_per_node:
+            elif reported.count(True) < self._settings.processes_per_node:
                 reasons = [str(outcome.get(f"{_NAMES[check]}-reason", "")) for outcome in outcomes]
                 why = next((reason for reason in reasons if reason), "it did not end in time")
                 detail = f"not made on all cores ({why}); counts as passed"

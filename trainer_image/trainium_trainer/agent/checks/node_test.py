@@ -1,8 +1,8 @@
-"""One process of the node's own checks: a product of matrices on its device, and sums with its siblings on loopback.
+"""Run the node's checks in one process: a matrix product on its device, and sums with its siblings on loopback.
 
-A process of its own, so that whatever hangs or crashes can be ended without harm. What it saw is left in a file as
-JSON: for each check true or false, or null with a reason when it could not be made. Invariant: false is said only of
-numbers that were computed and are wrong.
+It is a separate process, so that a check that hangs or crashes can be ended. It leaves its results in a file as JSON:
+for each check true or false, or null with a reason when it could not run. Invariant: false means that numbers were
+computed and are wrong.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _VALUES = 1 << 14
 
 @dataclass(frozen=True, slots=True)
 class NodeTask:
-    """What one process is told."""
+    """The task of one process."""
 
     index: int
-    """Which of the node's processes it is, and which core it looks at."""
+    """Which of the node's processes it is, and which core it observations at."""
     size: int
     folder: str
     seconds: float
@@ -37,7 +37,7 @@ class NodeTask:
     loopback: bool = True
 
     def encode(self) -> str:
-        """As text."""
+        """Return the value as text."""
         return json.dumps(asdict(self))
 
     @property
@@ -47,7 +47,7 @@ class NodeTask:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Do the task; 0 in any case, since the file tells."""
+    """Run the task; return 0 in any case, because the file has the result."""
     task = NodeTask(**json.loads(argv[0]))
     outcome: dict[str, Any] = {}
     if task.matmul:
@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
 def _take(outcome: dict[str, Any], name: str, check: Callable[[], bool]) -> None:
     try:
         outcome[name] = check()
-    except Exception as error:  # noqa: BLE001 - a check that cannot be made says nothing about the node
+    except Exception as error:  # noqa: BLE001 - a check that cannot run is no finding
         outcome[name] = None
         outcome[f"{name}-reason"] = " ".join(f"{type(error).__name__}: {error}".split())[:200]
 

@@ -1,8 +1,11 @@
-"""The pairwise test among the agents of a generation, coordinated through its store, before an attempt begins.
+"""Run the pairwise test among the agents of a generation, through its store, before an attempt starts.
 
 Node 0 plans the waves (`pairing`) and reads the outcomes; every agent runs its part as a process (`pair_test`).
-Invariants: it ends within a bound, whatever any node does; an agent that is told to leave leaves; only the node that
-was found bad learns so as a verdict, the others wait for its replacement.
+
+Guarantees:
+- It ends within a bound, whatever any node does.
+- An agent that must leave leaves.
+- Only the node that failed learns so as a verdict; the others wait for its replacement.
 """
 
 from __future__ import annotations
@@ -47,22 +50,22 @@ _SECONDS_PER_NODE = 0.005
 
 @dataclass(frozen=True, slots=True)
 class PairVerdict:
-    """What the test found."""
+    """The result of the test."""
 
-    unsound: frozenset[int] = frozenset()
+    unhealthy: frozenset[int] = frozenset()
     disconnected: frozenset[int] = frozenset()
 
     @property
     def bad(self) -> frozenset[int]:
         """Node ranks that cannot stay."""
-        return self.unsound | self.disconnected
+        return self.unhealthy | self.disconnected
 
     def code_for(self, node: int) -> ExitCode:
         """Return the exit code that a bad node's verdict carries."""
-        return ExitCode.DEVICE_FAULT if node in self.unsound else ExitCode.NETWORK_FAULT
+        return ExitCode.DEVICE_FAULT if node in self.unhealthy else ExitCode.NETWORK_FAULT
 
 
-class FoundBadError(Exception):
+class NodeFailedPairTestError(Exception):
     """This very node was found bad."""
 
     def __init__(self, code: ExitCode, sentence: str) -> None:
@@ -83,7 +86,7 @@ class PairRound:
         interrupted: Callable[[], None],
         report: Callable[[CheckResult], None],
     ) -> None:
-        """`interrupted` raises when the agent is told to leave."""
+        """`interrupted` raises when the agent must leave."""
         self._settings = settings
         self._membership = membership
         self._node_rank = node_rank
@@ -94,7 +97,7 @@ class PairRound:
         self._report = report
 
     def run(self, store: GenerationStore, attempt: int) -> PairVerdict:
-        """Hold all waves. Raises FoundBadError, StoreLostError, and what `interrupted` raises."""
+        """Hold all waves. Raises NodeFailedPairTestError, StoreLostError, and what `interrupted` raises."""
         _log.warning("collectives failed again and nobody is known to be at fault: testing the nodes in pairs")
         began = time.monotonic()
         own: list[PairingResult] = []
@@ -194,7 +197,7 @@ class PairRound:
         wave = pairing.next_wave(self._nodes, held)
         word = {
             "wave": wave,
-            "unsound": sorted(pairing.unsound(held)),
+            "unhealthy": sorted(pairing.unhealthy(held)),
             "disconnected": sorted(pairing.disconnected(held)),
         }
         if wave is None:
@@ -214,7 +217,7 @@ class PairRound:
         word = json.loads(store.get(key))
         if word["wave"] is not None:
             return tuple(tuple(group) for group in word["wave"]), None
-        return (), PairVerdict(frozenset(word["unsound"]), frozenset(word["disconnected"]))
+        return (), PairVerdict(frozenset(word["unhealthy"]), frozenset(word["disconnected"]))
 
     def _conclude(self, verdict: PairVerdict, own: list[PairingResult], seconds: float) -> None:
         detail = "; ".join(outcome.detail for outcome in own if outcome.detail)
@@ -223,8 +226,8 @@ class PairRound:
             CheckResult(check=PreflightCheck.PAIRWISE, passed=not bad, seconds=round(seconds, 3), detail=detail[:1000])
         )
         if bad:
-            what = "computes wrong numbers" if self._node_rank in verdict.unsound else "cannot exchange with any peer"
-            raise FoundBadError(
+            what = "computes wrong numbers" if self._node_rank in verdict.unhealthy else "cannot exchange with any peer"
+            raise NodeFailedPairTestError(
                 verdict.code_for(self._node_rank),
                 f"pairwise test: node {self._settings.node_name} {what}, while others can: {detail}",
             )

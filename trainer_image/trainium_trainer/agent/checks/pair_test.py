@@ -1,7 +1,7 @@
-"""One node's part in one exchange of the pairwise test: a process of its own, so that whatever hangs can be ended.
+"""Run one node's part in one exchange of the pairwise test, in a separate process that can be ended.
 
-It sums known numbers with the other node over the network a few times, then multiplies matrices whose product is known.
-What it saw is left in a file as JSON. Invariant: a check that cannot run counts as passed, one that gives wrong
+It sums known numbers with the other node over the network a few times, then multiplies matrices whose product is known,
+and leaves its results in a file as JSON. Invariant: a check that cannot run counts as passed, one that gives wrong
 numbers does not; the network's check passes only when it ran.
 """
 
@@ -33,7 +33,7 @@ _PORT_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class PairTask:
-    """What one process of an exchange is told."""
+    """The task of one process of an exchange."""
 
     index: int
     """Its place in the group."""
@@ -46,12 +46,12 @@ class PairTask:
     """Path of the file for its outcome."""
 
     def encode(self) -> str:
-        """As text."""
+        """Return the value as text."""
         return json.dumps(asdict(self))
 
 
 def main(argv: Sequence[str]) -> int:
-    """Do the task; 0 in any case, since the file tells."""
+    """Run the task; return 0 in any case, because the file has the result."""
     task = PairTask(**json.loads(argv[0]))
     try:
         seconds = exchange(task)
@@ -60,9 +60,9 @@ def main(argv: Sequence[str]) -> int:
     except Exception as error:  # noqa: BLE001 - whatever fails is the finding
         outcome = PairingResult(passed=False, detail=" ".join(str(error).split())[:300] or type(error).__name__)
     _leave(outcome, task)  # the node's own checks may take their time, and the others wait for this
-    sound, why = computes_right()
-    if not sound:
-        _leave(replace(outcome, sound=False, detail=why), task)
+    healthy, why = computes_right()
+    if not healthy:
+        _leave(replace(outcome, healthy=False, detail=why), task)
     return 0
 
 
@@ -85,7 +85,7 @@ def computes_right() -> tuple[bool, str]:
         product = (left.float().to(device) @ right.float().to(device)).cpu()
         if not torch.equal(product.long(), left @ right):
             return False, f"a matrix product on {device.type} is wrong"
-    except Exception:  # noqa: BLE001 - a check that cannot run says nothing
+    except Exception:  # noqa: BLE001 - a check that cannot run is no finding
         return True, ""
     return collectives_check()
 
@@ -99,8 +99,8 @@ def collectives_check() -> tuple[bool, str]:
     arguments = [program, "allr", "-r", "2", "-e", "1M", "--check", "--report-to-json-file", str(report)]
     try:
         done = subprocess.run(arguments, capture_output=True, timeout=_NCCOM_SECONDS, check=False)
-        told = json.loads(report.read_text(encoding="utf-8"))
-        wrong = [row for row in told["results"] if row.get("check") == "failed"]
+        reported = json.loads(report.read_text(encoding="utf-8"))
+        wrong = [row for row in reported["results"] if row.get("check") == "failed"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, subprocess.SubprocessError):
         return True, ""
     finally:

@@ -1,11 +1,12 @@
-"""Finding a node that hides: rounds of exchanges between pairs of nodes, as pure functions of what came of them.
+"""Find a faulty node by rounds of exchanges between pairs of nodes, as pure functions of their results.
 
-First all nodes are paired. The nodes of pairs that fail are suspects; each of them is paired anew with a node whose own
-exchange went well, and one that fails again is bad. Two rounds do for any number of nodes; with more suspects than good
-nodes the second takes several waves, and where no pair went well a few nodes are paired with each other in turn.
+First all nodes are paired. The nodes of failed pairs are suspects; each of them is paired again with a node whose
+exchange passed, and one that fails again is bad. Two rounds are enough for any number of nodes; with more suspects than
+good nodes the second takes several waves, and where no pair passed a few nodes are paired with each other in turn.
 
-Invariants: a node that passed an exchange with anybody is never found bad for its exchanges; where nobody passed,
-nobody is; a fault that only one pair of nodes has (a link between them) is attributed to neither.
+Guarantees:
+- A node that passed an exchange with any node is never found bad for its exchanges; where none passed, none is.
+- A fault of one pair only (a link between them) is attributed to neither.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 UNEXPLAINED = 2
 """Collective failures without a culprit that call for the test."""
 FEWEST_NODES = 3
-"""With two nodes a failed exchange says nothing about either."""
+"""With two nodes a failed exchange blames neither."""
 _SLOW_FACTOR = 4.0
 _SLOW_SECONDS = 0.5
 _MOST_IN_TURN = 8
@@ -37,17 +38,17 @@ Wave = tuple[Group, ...]
 
 @dataclass(frozen=True, slots=True)
 class PairingResult:
-    """What one node saw in one exchange."""
+    """The result of one node in one exchange."""
 
     passed: bool
     """The exchange went through and its numbers were right."""
     seconds: float = 0.0
-    sound: bool = True
+    healthy: bool = True
     """The node's own computation was right."""
     detail: str = ""
 
     def encode(self) -> str:
-        """As text."""
+        """Return the value as text."""
         return json.dumps(asdict(self))
 
     @staticmethod
@@ -84,9 +85,9 @@ def next_wave(nodes: int, held: Sequence[WaveResults]) -> Wave | None:
     return plan[len(held)] if len(held) < len(plan) else None
 
 
-def unsound(held: Sequence[WaveResults]) -> frozenset[int]:
+def unhealthy(held: Sequence[WaveResults]) -> frozenset[int]:
     """Nodes that compute wrong numbers by themselves."""
-    return frozenset(node for each in held for node, outcome in each.outcomes.items() if not outcome.sound)
+    return frozenset(node for each in held for node, outcome in each.outcomes.items() if not outcome.healthy)
 
 
 def disconnected(held: Sequence[WaveResults]) -> frozenset[int]:

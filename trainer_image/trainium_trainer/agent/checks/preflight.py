@@ -1,8 +1,12 @@
-"""Checks that this pod can train at all, before anybody waits for it: those that take milliseconds.
+"""Check within milliseconds whether this pod can train at all.
 
-Invariants: a check looks at this pod only; what fails is one sentence, with the exit code that tells the operator whom
-to blame (64 the job, 80 the node) or none when the pod may train all the same. The coordinator's absence never fails a
-pod: the operator may be down while training goes on. What takes longer is in `node_checks`.
+Guarantees:
+- A check examines this pod only.
+- A failure is one sentence, with the exit code that decides whom the operator blames (64 the job, 80 the node), or
+  none when the pod may train all the same.
+- A missing coordinator never fails a pod: training continues while the operator is down.
+
+Longer checks are in `node_checks`.
 """
 
 from __future__ import annotations
@@ -122,7 +126,7 @@ def _unwritable(directory: Path) -> str:
 
 
 def _file_system_of(directory: Path) -> str:
-    """Type of the file system that holds a directory; empty when the kernel does not tell."""
+    """Return the type of the file system that holds a directory; empty where it is unknown."""
     best, kind = "", ""
     resolved = str(directory.resolve())
     try:
@@ -177,7 +181,7 @@ def _versions(expected: int) -> Iterator[PreflightFinding]:
 
 
 def _memory(processes: int, meminfo: Path = _MEMORY) -> Iterator[PreflightFinding]:
-    """What cannot be read says nothing."""
+    """Check the memory of the host; no finding where it cannot be read."""
     try:
         lines = dict(line.split(":", 1) for line in meminfo.read_text(encoding="utf-8").splitlines() if ":" in line)
         available = int(lines["MemAvailable"].split()[0]) << 10
@@ -229,7 +233,7 @@ def mismatch(driver: Version | None, runtime: Version | None) -> str:
     """PURE. Why the two do not work together, and what to do; empty where they do or one is not known."""
     if driver is None or runtime is None:
         return ""
-    pair = f"the node's Neuron driver {_told(driver)} and the image's runtime {_told(runtime)}"
+    pair = f"the node's Neuron driver {_format_version(driver)} and the image's runtime {_format_version(runtime)}"
     if driver <= (2, 26) and runtime >= (2, 32):
         return f"{pair} do not work together: this runtime needs a driver above 2.26; update the node (its AMI)."
     if driver >= (2, 29) and runtime < (2, 33):
@@ -238,12 +242,12 @@ def mismatch(driver: Version | None, runtime: Version | None) -> str:
 
 
 def driver_version(path: Path = DRIVER) -> Version | None:
-    """Of the kernel's module; None without one."""
+    """Return the version of the kernel's module; None without one."""
     return _version(_read(path))
 
 
 def runtime_version(path: Path = PACKAGES) -> Version | None:
-    """Of the image's package; None where it was installed in another way."""
+    """Return the version of the image's package; None where it was installed in another way."""
     found = _STANZA.search(_read(path))
     return _version(found[1]) if found else None
 
@@ -261,5 +265,5 @@ def _read(path: Path) -> str:
         return ""
 
 
-def _told(version: Version) -> str:
+def _format_version(version: Version) -> str:
     return f"{version[0]}.{version[1]}"

@@ -1,1 +1,1 @@
-"""The way to the operator's coordinator, and what is told there."""
+"""Report to the operator's coordinator and receive memberships from it."""

@@ -3,7 +3,7 @@
 Guarantees:
 - Token and certificate authority are read again whenever they may have changed.
 - Every way in which an address does not answer as the leader does is a CoordinatorUnavailableError with one sentence.
-- A name that does not resolve, or not soon, keeps its last addresses: whoever answers there proves by certificate that
+- A name that does not resolve, or not soon, keeps its last addresses: the server there proves by certificate that
   it is the coordinator. At most one look-up of a name is under way, and none keeps the agent from leaving.
 """
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 REQUEST_SECONDS = 3.0
 """Until an answer."""
-_GONE = 410
+_JOB_DELETED = 410
 LOOKUP_SECONDS = 1.5
 """Until a name whose addresses are known keeps them. A resolver gives up a silent name server after 10 s for each
 search domain."""
@@ -93,7 +93,9 @@ class Connector:
                 )
         except StreamRefusedError as error:
             sentence = _refusal(address, error.status, error.body)
-            raise (JobDeletedError if error.status == _GONE else CoordinatorUnavailableError)(sentence) from error
+            raise (JobDeletedError if error.status == _JOB_DELETED else CoordinatorUnavailableError)(
+                sentence
+            ) from error
         except ssl.SSLError as error:
             self._tls = None  # read the certificate authority again: it may have been rotated
             raise CoordinatorUnavailableError(

@@ -1,9 +1,10 @@
-"""What the agent tells the coordinator: phase, progress, failures, restarts, as of now.
+"""Collect what the agent reports to the coordinator: phase, progress, failures, restarts.
 
-Invariants: the agent's event loop has it to itself, so what is read of a record is taken in before anything else
-changes and nothing of an old generation is told as a new one's; nobody speaks for a generation that is over; sequence
-numbers count up over the life of the agent and are never given twice; a restart is resumed when a step ends that had
-not been completed before the failure, or when the ranks are past their last step again.
+Guarantees:
+- It is used in the agent's event loop only, so nothing of an old generation is reported as the new one's.
+- Sequence numbers count up over the life of the agent and are never used twice.
+- A restart is resumed when a step ends that had not been completed before the failure, or when the ranks are past
+  their last step again.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from trainium_contract.wire.messages import (
     StuckRank,
     WorkerPhase,
 )
-from trainium_trainer.agent.exits.diagnosis import MESSAGE_CHARACTERS, Signs, describe_exit, last_word
+from trainium_trainer.agent.exits.diagnosis import MESSAGE_CHARACTERS, Signs, describe_exit, last_message
 from trainium_trainer.monitor.progress import read_alerts, read_notice, read_results
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class ReportedProgress(Protocol):
 
     @property
     def stage(self) -> RunStage:
-        """What the run does."""
+        """The stage of the run."""
 
 
 ReadProgress = Callable[[Path], ReportedProgress | None]
@@ -81,7 +82,7 @@ class _Failure:
     exit_code: int
     step: int
     sentence: str = ""
-    """What happened, where the output does not tell: the agent ended the process itself."""
+    """What happened, where the output does not show it: the agent ended the process itself."""
     at: float = 0.0
     """Unix seconds, for such a failure."""
 
@@ -94,7 +95,7 @@ class _Failure:
 
     def message(self) -> ProcessFailure:
         """Return the failure as the coordinator gets it; the same whenever it is asked for once settled."""
-        word = None if self.sentence else last_word(self.process)
+        word = None if self.sentence else last_message(self.process)
         return ProcessFailure(
             sequence=self.sequence,
             generation=self.generation,
@@ -128,7 +129,7 @@ class PodReport:
         self._waiting_for: tuple[int, ...] = ()
         self._best_step = -1
         self._reached = -1.0
-        self._begun: tuple[int, int] = (0, -1)
+        self._dated: tuple[int, int] = (0, -1)
         self._started = self._loaded = 0.0
         self._stuck: tuple[StuckRank, ...] = ()
         self._checks: dict[PreflightCheck, CheckResult] = {}
@@ -138,13 +139,13 @@ class PodReport:
         self._timing: StepTiming | None = None
 
     @property
-    def speaks_for(self) -> tuple[int, int]:
+    def reporting_as(self) -> tuple[int, int]:
         """Generation and attempt; 0 before the first."""
         return self._generation, self._attempt
 
     @property
     def phase(self) -> WorkerPhase:
-        """What the agent is doing."""
+        """The phase of the agent."""
         return self._phase
 
     @property
@@ -154,7 +155,7 @@ class PodReport:
 
     @property
     def reached(self) -> float:
-        """How far this pod has seen the run come: rises with each new step, then with the stages after the last one.
+        """Progress that this pod has observed: rises with each new step, then with the stages after the last one.
 
         Steps, and for a stage its number and the share of it that is over; -1 for nothing.
         """
@@ -172,7 +173,7 @@ class PodReport:
         return None if verdict is None else verdict.exit_code
 
     def enter(self, phase: WorkerPhase, *, generation: int | None = None, attempt: int | None = None) -> None:
-        """Change the phase, and the attempt with it; of a `generation` that is over nothing is heard any more.
+        """Change the phase, and the attempt with it; calls for a `generation` that is over have no effect.
 
         Its attempt would make the coordinator pass over the first attempt of the generation that has come.
         """
@@ -193,7 +194,7 @@ class PodReport:
         self._verdict = None
         self._waiting_for = ()
         if self._progress is not None:
-            # The step stands until the new ranks know theirs; what belongs to a generation starts anew.
+            # The step remains until the new ranks know theirs; everything that belongs to a generation restarts.
             self._progress = self._progress.model_copy(
                 update={"resume_step": None, "productive_seconds": 0.0, "started": 0.0, "loaded": 0.0}
             )
@@ -213,7 +214,7 @@ class PodReport:
         self._waiting_for = node_ranks[:_LISTED_RANKS]
 
     def failed(self, generation: int, process: RankProcess) -> None:
-        """Take down an exit that nobody asked for."""
+        """Record an unrequested exit."""
         self.observe()
         assert process.exit_code is not None
         record = self._current_record(process.local_rank)
@@ -223,7 +224,7 @@ class PodReport:
         self._wake()
 
     def hung(self, generation: int, process: RankProcess, code: int, sentence: str) -> None:
-        """Take down a process that the agent is about to end for standing still."""
+        """Record a process that the agent is about to end because it hangs."""
         record = self._current_record(process.local_rank)
         step = record.step if record is not None else -1
         self._failures.append(
@@ -243,7 +244,7 @@ class PodReport:
         self._wake()
 
     def stuck(self, ranks: tuple[StuckRank, ...]) -> None:
-        """Local ranks that stand still now."""
+        """Record the local ranks that are stalled now."""
         changed, self._stuck = bool(ranks or self._stuck), ranks
         if changed:
             self._wake()
@@ -361,10 +362,10 @@ class PodReport:
         )
 
     def _date(self, record: ReportedProgress) -> None:
-        """Take down when this attempt's processes were up and when they began to train, as seen from here."""
+        """Record when this attempt's processes were up and when they started to train."""
         attempt = (record.generation, record.attempt)
-        if attempt != self._begun:
-            self._begun, self._started, self._loaded = attempt, time.time(), 0.0
+        if attempt != self._dated:
+            self._dated, self._started, self._loaded = attempt, time.time(), 0.0
         if not self._loaded and record.phase.name == "TRAINING":
             self._loaded = time.time()
 
@@ -382,7 +383,7 @@ class PodReport:
 
 
 def _alerts(path: Path) -> tuple[Alert, ...]:
-    """What the monitors of the pod's first rank have told."""
+    """Return the alerts of the monitors of the pod's first rank."""
     return tuple(
         Alert(kind=kind, step=alert["step"], message=alert["message"][:MESSAGE_CHARACTERS])
         for kind, alert in read_alerts(path).items()

@@ -1,1 +1,1 @@
-"""What the end of a training process stands for, and what this pod does about it."""
+"""Diagnose the end of a training process and decide what this pod does about it."""

@@ -1,8 +1,11 @@
-"""What the end of a training process stands for, all signs of this pod together: the agent's side of the fault table.
+"""Diagnose the end of a training process from all signs on this pod: the agent's side of the fault table.
 
-Code, runtime status, kernel lines and rules are read as the operator reads them (`faults.classify`). Invariants:
-rules are read anew for each failure, so a change reaches pods that run; rules that cannot be read are as good as none,
-because training must heal without them; nothing here waits longer than a moment.
+Code, runtime status, kernel lines and rules are read as the operator reads them (`faults.classify`).
+
+Guarantees:
+- Rules are read again for each failure, so a change reaches running pods. Unreadable rules count as none, because
+  training must recover without them.
+- Nothing here waits longer than a moment.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ if TYPE_CHECKING:
 
     from trainium_contract.faults.classify import Verdict
     from trainium_trainer.agent.ranks.processes import RankProcess
-    from trainium_trainer.agent.ranks.runtime_status import RuntimeWord
+    from trainium_trainer.agent.ranks.runtime_status import RuntimeMessage
 
 _log = logging.getLogger(__name__)
 _RULES: TypeAdapter[tuple[RecoveryRule, ...]] = TypeAdapter(tuple[RecoveryRule, ...])
@@ -52,21 +55,21 @@ class Diagnosis:
     """For a cause of this node: within a week, in this pod's life."""
 
 
-def last_word(process: RankProcess) -> RuntimeWord | None:
-    """Return the most telling thing that the runtime said through the process's output before it ended."""
-    return process.output.last_word(process.ended_at or time.time())
+def last_message(process: RankProcess) -> RuntimeMessage | None:
+    """Return the most specific message of the runtime in the process's output before it ended."""
+    return process.output.last_message(process.ended_at or time.time())
 
 
 def describe_exit(process: RankProcess) -> str:
-    """Why a process ended, without secrets: its last word first, then the lines before it, as many as fit.
+    """Describe why a process ended, without secrets: its last message first, then as many lines before it as fit.
 
-    A program that ends by itself says why in its last line, so that comes first, where nobody who shortens the message
-    cuts it; what went well says nothing about the end. The runtime's word stands at the beginning when what came
-    after it has driven it out of the last lines; what the code means where the output does not tell.
+    A program that ends by itself gives the reason in its last line, so that comes first, where no reader that shortens
+    the message cuts it; output of success is no reason. The runtime's message comes first when later output has
+    displaced it from the last lines; without either, the meaning of the code.
     """
     code = process.exit_code or 0
     output = _why_first(code, redact_secrets(process.output.text(4 * MESSAGE_CHARACTERS)))
-    word = last_word(process)
+    word = last_message(process)
     heads = []
     if code > _SIGNAL_BASE:
         heads.append(f"killed by signal {code - _SIGNAL_BASE}")
@@ -75,8 +78,8 @@ def describe_exit(process: RankProcess) -> str:
     if word is not None and word.line not in output[: MESSAGE_CHARACTERS // 2]:
         heads.append(redact_secrets(named(word))[:_WORD_CHARACTERS])
     head = "\n".join(heads)
-    room = MESSAGE_CHARACTERS - len(head) - (1 if head else 0)
-    return "\n".join(part for part in (head, _shortened(code, output, room)) if part)
+    capacity = MESSAGE_CHARACTERS - len(head) - (1 if head else 0)
+    return "\n".join(part for part in (head, _shortened(code, output, capacity)) if part)
 
 
 def _why_first(code: int, output: str) -> str:
@@ -86,14 +89,14 @@ def _why_first(code: int, output: str) -> str:
     return "\n".join(lines)
 
 
-def _shortened(code: int, output: str, room: int) -> str:
+def _shortened(code: int, output: str, capacity: int) -> str:
     """Return the first line and the newest of the others; of a process that was killed the newest."""
-    if len(output) <= room:
+    if len(output) <= capacity:
         return output
     first, _, rest = output.partition("\n")
-    if code > _SIGNAL_BASE or len(first) >= room - 2:
-        return _whole_lines(output[-room:]) if code > _SIGNAL_BASE else output[:room]
-    return f"{first}\n{_whole_lines(rest[-(room - len(first) - 1) :])}"
+    if code > _SIGNAL_BASE or len(first) >= capacity - 2:
+        return _whole_lines(output[-capacity:]) if code > _SIGNAL_BASE else output[:capacity]
+    return f"{first}\n{_whole_lines(rest[-(capacity - len(first) - 1) :])}"
 
 
 def _whole_lines(cut: str) -> str:
@@ -102,7 +105,7 @@ def _whole_lines(cut: str) -> str:
 
 
 def weight(verdict: Verdict) -> tuple[bool, bool, bool]:
-    """Of several exits at the same moment the one with the greatest weight decides."""
+    """Return the weight of an exit: of several at the same moment the one with the greatest decides."""
     replaces = verdict.response in (Response.REPLACE_NODE, Response.REPLACE_WORKER)
     return verdict.response is Response.STOP, replaces, not verdict.indirect
 
@@ -117,7 +120,7 @@ class Signs:
         self.kernel = KernelEvents(on_event)
 
     def diagnose(self, process: RankProcess) -> Diagnosis:
-        """What the end of this process stands for; remembers it."""
+        """Diagnose the end of this process and remember the diagnosis."""
         verdict = self.meaning(process)
         at = process.ended_at
         seen = any(cause is verdict.cause and at - before < _MEMORY_SECONDS for before, cause in self._earlier)
@@ -125,9 +128,9 @@ class Signs:
         return Diagnosis(verdict, seen and verdict.blame is Blame.NODE and not verdict.indirect)
 
     def meaning(self, process: RankProcess) -> Verdict:
-        """What the end of this process stands for."""
+        """Return the meaning of this process's end."""
         process.output.complete.wait(_LAST_WORDS_SECONDS)  # the last lines are on their way through a pipe
-        word = last_word(process)
+        word = last_message(process)
         return classify_exit(
             process.exit_code or 0,
             runtime_status=word.status if word is not None else None,

@@ -1,9 +1,13 @@
-"""Kernel lines that report a device or host fault, followed where the pod may read them.
+"""Follow kernel lines that report a device or host fault, where the pod may read them.
 
-/dev/kmsg needs a privilege that few pods have; without it nothing is reported and nothing else changes. For tests, and
-for nodes that copy the kernel's lines elsewhere, any file or FIFO will do. Invariants: lines from before the agent's
-start are not read; a storm costs bounded work and memory, and a line of one kind never drives out one of another, nor a
-lesser one a more telling one; the follower never raises and ends when it is told to.
+/dev/kmsg needs a privilege that few pods have; without it nothing is reported. For tests, and for nodes that copy the
+kernel's lines elsewhere, any file or FIFO works.
+
+Guarantees:
+- Lines from before the agent's start are not read.
+- A storm costs bounded work and memory; a line of one kind never displaces one of another, nor a less specific one a
+  more specific one.
+- The follower never raises and ends on request.
 """
 
 from __future__ import annotations
@@ -34,16 +38,16 @@ _CHUNK = 1 << 13
 """A record of /dev/kmsg is at most 8 KiB, and a read with less room fails."""
 _LONGEST_PARTIAL = 1 << 14
 _SAME_SECONDS = 10.0
-"""A kind of line is taken down at most once in this time."""
-_LOOK_SECONDS = 0.25
+"""A kind of line is recorded at most once in this time."""
+_POLL_SECONDS = 0.25
 _ABSENT_SECONDS = 1.0
-_LINES_PER_LOOK = 2000
+_LINES_PER_POLL = 2000
 _PREFIX = re.compile(rb"^\d+,\d+,\d+,[^;]{0,64};")
 _IMPORTANCE = {sign.key: index for index, sign in enumerate(KERNEL_LINES)}
 
 
 class KernelEvents:
-    """The newest telling lines, at most one of each kind at a time; any thread may call."""
+    """The newest fault lines, at most one of each kind at a time; any thread may call."""
 
     def __init__(self, on_event: Callable[[], None]) -> None:
         self._on_event = on_event
@@ -53,7 +57,7 @@ class KernelEvents:
         self._next = 0
 
     def take(self, line: str, at: float) -> bool:
-        """Take down a line if it reports a fault and is no repetition; `at` in Unix seconds. Whether it did."""
+        """Record a line if it reports a fault and is no repetition; return whether it was. `at` in Unix seconds."""
         sign = match_kernel_line(line)
         if sign is None:
             return False
@@ -68,7 +72,7 @@ class KernelEvents:
             if len(kept) > _KEPT:
                 kept.remove(max(kept, key=lambda known: _IMPORTANCE[known[0]]))
             self._events = kept
-        _log.error("the kernel says (%s): %s", classify_sign(sign).sentence, event.line)
+        _log.error("kernel message (%s): %s", classify_sign(sign).sentence, event.line)
         self._on_event()
         return True
 
@@ -80,7 +84,7 @@ class KernelEvents:
 
 
 class KernelLog:
-    """Follows a source of kernel lines in a thread of its own."""
+    """Follows a source of kernel lines in a separate thread."""
 
     def __init__(self, path: Path, events: KernelEvents) -> None:
         self._path = path
@@ -136,14 +140,14 @@ class KernelLog:
         return descriptor
 
     def _read(self, descriptor: int) -> None:
-        """Until the end is asked for, or the file was replaced."""
+        """Follow the file until the end is requested or it was replaced."""
         regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
         poll = select.poll()
         poll.register(descriptor, select.POLLIN)
         while not self._stop.is_set():
             if not regular:
-                poll.poll(int(_LOOK_SECONDS * 1000))
-            for _ in range(_LINES_PER_LOOK):
+                poll.poll(int(_POLL_SECONDS * 1000))
+            for _ in range(_LINES_PER_POLL):
                 try:
                     data = os.read(descriptor, _CHUNK)
                 except BlockingIOError:
@@ -154,11 +158,11 @@ class KernelLog:
                     break
                 self._take(data)
             else:
-                self._stop.wait(_LOOK_SECONDS)  # a storm; the rest can wait
+                self._stop.wait(_POLL_SECONDS)  # a storm; the rest can wait
             if regular:
                 if self._was_replaced(descriptor):
                     return
-                self._stop.wait(_LOOK_SECONDS)
+                self._stop.wait(_POLL_SECONDS)
 
     def _was_replaced(self, descriptor: int) -> bool:
         """Return whether the path now leads to another file, or the file was cut off."""

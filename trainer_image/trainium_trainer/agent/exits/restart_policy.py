@@ -1,8 +1,10 @@
-"""What a pod does about one exit of a training process: a pure function of the exit, the shared state and the limits.
+"""Decide what a pod does about an exit: a pure function of the exit, the shared state and the limits.
 
-Invariants: the state is shared by all agents of a generation through its store, so each of them judges alike and
-failures at the same moment count once; a step is new only when nobody had completed it before, so re-computing old
-steps never refills the budget. What follows the last step counts on: `Report.reached` rises with its stages.
+Guarantees:
+- All agents of a generation share the state through its store, so each of them decides alike and failures at the same
+  moment count once.
+- A step is new only when no rank had completed it before, so re-computed steps never refill the budget. Stages after
+  the last step count as progress (`Report.reached`).
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ _LONGEST_BACKOFF_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class GenerationState:
-    """What the agents of one generation agree on; one value in the store, changed by compare-and-set."""
+    """The shared state of the agents of one generation; one value in the store, changed by compare-and-set."""
 
     attempt: int = 0
     """Restarts in place so far."""
@@ -40,13 +42,13 @@ class GenerationState:
     stopped: int | None = None
     """Exit code that ended the generation with a verdict."""
     broken: bool = False
-    """A rank died while the ranks were asked to save and leave, so the others wait for it in vain."""
+    """A rank died while the ranks were asked to save and leave, so the others need not wait for it."""
     leaving: bool = False
     """A member's pod is ending, so only a newer generation can go on."""
     superseded: int = 0
-    """A newer generation that some member has heard of."""
+    """A newer generation that some member knows."""
     inquiry: int = 0
-    """Counts the times that an agent asked all others about ranks that stand still."""
+    """Counts the times that an agent asked all others about stalled ranks."""
     asked_in: int = -1
     """Attempt that the newest inquiry is about."""
     asked_by: int = -1
@@ -55,7 +57,7 @@ class GenerationState:
     """Collective failures and hangs without a culprit since the last pairwise test."""
 
     def encode(self) -> str:
-        """As text."""
+        """Return the value as text."""
         return json.dumps(asdict(self), sort_keys=True)
 
     @staticmethod
@@ -68,7 +70,7 @@ class GenerationState:
 
 
 class Decision(StrEnum):
-    """What follows from an exit that was not asked for."""
+    """The decision about an unrequested exit."""
 
     RESTART = "Restart"
     """All ranks of the generation restart in place."""
@@ -98,9 +100,9 @@ def judge(
     verdict: Verdict | None = None,
     seen_before: bool = False,
 ) -> RestartJudgement:
-    """What to do about a rank that ended with `code` (neither 0 nor 75) during `attempt`.
+    """Decide about a rank that ended with `code` (neither 0 nor 75) during `attempt`.
 
-    `best_step` is how far this pod has seen the run come (`Report.reached`), `limit` how many restarts in a row may
+    `best_step` is the progress that this pod has observed (`Report.reached`), `limit` how many restarts in a row may
     pass without progress. When the state is already at a later attempt, the failure has been counted by someone else.
     `verdict` is what all signs of the exit together mean (default: what its code means), `seen_before` whether this
     node has failed for the same cause before.
@@ -137,7 +139,7 @@ def judge(
 def _repeats(verdict: Verdict, attempt: int, best_step: float, state: GenerationState) -> bool:
     """Return whether a user's error started this attempt too, without a new step since: a restart does not help.
 
-    A victim may have begun the next attempt already; then the state reports the one before.
+    A victim may have started the next attempt already; then the state reports the one before.
     """
     if verdict.blame is not Blame.USER or attempt == 0:
         return False

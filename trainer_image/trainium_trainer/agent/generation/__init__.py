@@ -1,1 +1,1 @@
-"""What the agents of one generation share and agree on, and how they part."""
+"""Share state among the agents of one generation: the store, its watcher and the exit barrier."""

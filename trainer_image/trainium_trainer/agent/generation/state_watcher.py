@@ -1,13 +1,14 @@
-"""How agents wait for each other: in the generation's store, for the next turn, which the agent of node rank 0 calls.
+"""Watch the state that the agents of a generation share, through publications of the agent of node rank 0.
 
-Only that agent asks again and again, its own server and at any size as often. It writes what the agents share as the
-next turn: as soon as it changed or somebody rings, else each second. The others wait for the turn in the store, so that
-waiting costs each of them two messages a turn however long it lasts. Each turn is called in time because the library's
-client, where a wait runs out, writes to standard error and asks DNS for the server's name, which may take seconds.
+Only that agent polls, its own server and at any size as often. It publishes the shared state as soon as it changed or
+an agent notified it, else each second. The others wait for the publication in the store, so that waiting costs each of
+them two messages a publication. Publications are frequent because the library's client, where a
+wait times out, writes to standard error and asks DNS for the server's name, which may take seconds.
 
-Invariants: a turn holds the whole shared state, so whoever missed some is told all by the next; what one agent changed
-and did not live to tell is told by the turns; where none are called (the first agent is of an older version, or has
-left) the state is asked for at intervals; nobody's wait outlives a nudge.
+Guarantees:
+- A publication holds the whole shared state, so an agent that missed some gets everything with the next.
+- Where there is none (the first agent has left) the state is polled at intervals.
+- No wait outlives a nudge.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from trainium_contract.wire.messages import Membership
 
 LONGEST_TURN_SECONDS = 1.0
-_LOOK_SECONDS = 0.05
+_POLL_SECONDS = 0.05
 _RETRY_SECONDS = 0.2
 _RECONNECT_SECONDS = 1.0
 _LONGEST_BEGIN_SECONDS = 0.5
@@ -43,8 +44,8 @@ def _turn_key(store: GenerationStore, number: int) -> str:
     return store.key("turn", number)
 
 
-class TurnCaller:
-    """Calls the turns of a generation from a thread of its own, in the agent that serves its store."""
+class StatePublisher:
+    """Publishes the state of a generation from a separate thread, in the agent that serves its store."""
 
     def __init__(self, membership: Membership) -> None:
         self._store = GenerationStore(membership)
@@ -56,7 +57,7 @@ class TurnCaller:
         """Begin to call; the shared state has to exist."""
         self._thread.start()
 
-    def ring(self) -> None:
+    def notify(self) -> None:
         """Call a turn now: something changed in the store that is not in the shared state."""
         self._rung.set()
 
@@ -70,24 +71,24 @@ class TurnCaller:
             self._call_turns()
             self._call(_OVER)
         except StoreLostError:
-            pass  # then who waits is told so by the store's end, or by its own patience
+            pass  # then an agent that waits notices the store's end, or its wait times out
         finally:
             self._store.close()
 
     def _call_turns(self) -> None:
-        store, last, due = self._store, "", 0.0
+        store, last, publish_at = self._store, "", 0.0
         while not self._stopped.is_set():
-            rung = self._rung.wait(_LOOK_SECONDS)
+            rung = self._rung.wait(_POLL_SECONDS)
             self._rung.clear()
             try:
                 if not store.connected:
                     store.connect()
                 state = store.get(store.key("state"))  # as it is written, with what only newer agents know of it
-                if rung or state != last or time.monotonic() >= due:
+                if rung or state != last or time.monotonic() >= publish_at:
                     self._call(state)
-                    last, due = state, time.monotonic() + LONGEST_TURN_SECONDS
+                    last, publish_at = state, time.monotonic() + LONGEST_TURN_SECONDS
             except StoreLostError:
-                last = ""  # what was rung for is told by the turn that this brings
+                last = ""  # publish what was notified
                 time.sleep(_RETRY_SECONDS)
 
     def _call(self, text: str) -> None:
@@ -100,7 +101,7 @@ class TurnCaller:
 
 
 class StateWatcher:
-    """Follows the shared state from a thread of its own and reports, from there, each change and a lost store."""
+    """Follows the shared state from a separate thread and reports, from there, each change and a lost store."""
 
     def __init__(
         self,
@@ -115,11 +116,11 @@ class StateWatcher:
         # Where no turns are called all agents ask one server: at sixty members each 0.05 s, at a thousand each 0.8 s.
         self._interval = max(0.05, len(membership.members) * 0.0008)
         self._turn = 0
-        """The last one heard; 0 while none is awaited."""
+        """The last one received; 0 while none is expected."""
         self._last_turn = 0
         """Nothing followed it when it was last awaited."""
-        self._looked = threading.Condition()
-        self._looks = 0
+        self._observed = threading.Condition()
+        self._observations = 0
         self._state: GenerationState | None = None
         self._thread = threading.Thread(target=self._run, name="state-watcher", daemon=True)
 
@@ -132,22 +133,22 @@ class StateWatcher:
         self._stopped.set()
 
     @property
-    def looks(self) -> int:
-        """Counts turns and nudges; see `next_look`."""
-        with self._looked:
-            return self._looks
+    def observations(self) -> int:
+        """Counts turns and nudges; see `next_observation`."""
+        with self._observed:
+            return self._observations
 
     def nudge(self, seen: GenerationState | None = None) -> None:
         """End the wait of who waits for a look."""
-        with self._looked:
+        with self._observed:
             self._state = seen or self._state
-            self._looks += 1
-            self._looked.notify_all()
+            self._observations += 1
+            self._observed.notify_all()
 
-    def next_look(self, after: int, seconds: float) -> GenerationState | None:
-        """Return the shared state once `looks` is beyond `after`; None when that takes longer, or it was never seen."""
-        with self._looked:
-            return self._state if self._looked.wait_for(lambda: self._looks > after, seconds) else None
+    def next_observation(self, after: int, seconds: float) -> GenerationState | None:
+        """Return the shared state once `observations` is beyond `after`; None where that takes longer."""
+        with self._observed:
+            return self._state if self._observed.wait_for(lambda: self._observations > after, seconds) else None
 
     def _run(self) -> None:
         try:
@@ -181,10 +182,10 @@ class StateWatcher:
                 self._stopped.wait(pause)
 
     def _next_state(self) -> GenerationState | None:
-        """As of the next turn, or of now where none is called; None when there is nothing new to say."""
+        """Return the state of the next publication, or the current one where there is none; None without a change."""
         if self._turn:
             return self._await_turn(self._turn + 1)
-        if self._is_new() and not self._store.begun():
+        if self._is_new() and not self._store.has_started():
             return None
         number = self._store.count(_count_key(self._store))  # before the state: what changes after it has a later turn
         state = self._store.state()
@@ -192,11 +193,11 @@ class StateWatcher:
         return state
 
     def _is_new(self) -> bool:
-        with self._looked:
+        with self._observed:
             return self._state is None
 
     def _await_turn(self, number: int) -> GenerationState | None:
-        # Until it is heard it counts as the one that never came.
+        # Until it arrives it counts as the missing one.
         self._turn, self._last_turn = 0, number - 1
         text = self._store.get(_turn_key(self._store, number))
         if text == _OVER:

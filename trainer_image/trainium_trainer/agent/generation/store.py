@@ -1,12 +1,14 @@
-"""The store that the agents of one generation share: a TCPStore in the agent of node rank 0.
+"""Hold the state that the agents of one generation share: a TCPStore in the agent of node rank 0.
 
 Every agent hosts one such server for the life of its pod, on the port that it reserved at its start; a generation uses
-the server of its node rank 0, with its number in front of every key. The ranks have a store of their own, fresh for
+the server of its node rank 0, with its number in front of every key. The ranks have a separate store, fresh for
 each attempt, so that nothing of an earlier attempt can be read by accident.
 
-Invariants: what is read was written by an agent of the generation (`seal.py`); the shared state changes only by
-compare-and-set; no call blocks longer than `OPERATION_SECONDS`, whatever
-the server's host does; every failure to reach the server is StoreLostError.
+Guarantees:
+- A value that is read was signed by an agent of the generation. The key follows from the membership: the uids of its
+  pods are random and known only to those who may read pods in the namespace. It is on no command line and in no log.
+- The shared state changes only by compare-and-set.
+- No call blocks longer than `OPERATION_SECONDS`; every failure to reach the server is StoreLostError.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 OPERATION_SECONDS = 5.0
 _HURRIED_SECONDS = 2.0
-_LOOK_SECONDS = 0.1
+_POLL_SECONDS = 0.1
 _CONNECT_SECONDS = 1.0
 _RANK_STORE_SECONDS = 300.0
 _BACKLOG = 1024
@@ -46,7 +48,7 @@ class StoreLostError(ConnectionError):
 
 
 class _Line:
-    """Makes the blocking calls on one connection in a thread of its own, which is left behind when one never returns.
+    """Makes the blocking calls on one connection in a separate thread, which is abandoned when one never returns.
 
     The library's time-outs do not hold when the server's host hangs: it then waits, without any, for the server to
     confirm that it gave up waiting.
@@ -74,12 +76,12 @@ class _Line:
 
         self._calls.put(carry)
         began = time.monotonic()
-        while not ended.wait(_LOOK_SECONDS):
+        while not ended.wait(_POLL_SECONDS):
             if time.monotonic() - began > patience():
                 raise StoreLostError("the host of the generation's store does not answer")
         if not failures:
             return results[0]
-        # Taken out, and forgotten at the end: an error that a frame of its own traceback holds keeps itself, and the
+        # Taken out, and dropped at the end: an error that a frame of its traceback holds keeps itself, and the
         # connection with it, until the collector comes by, which in a quiet agent is hours later.
         failure = failures.pop()
         try:
@@ -132,7 +134,7 @@ class GenerationStore:
         host = membership.members[0]
         self._address = (host.pod_ip, host.rendezvous_port)
         self._prefix = f"generation/{membership.generation}"
-        self._seal = Seal(membership)
+        self._signer = ValueSigner(membership)
         self._hurried = hurried
         self._complained = False
         self._client: TCPStore | None = None
@@ -155,7 +157,7 @@ class GenerationStore:
         self._client = self._on_line(self._open)
 
     def close(self) -> None:
-        """Let go of the connection at once, whoever still holds this object: the server counts it until then."""
+        """Close the connection at once, even while this object is referenced: the server counts it until then."""
         self._client = None
         self._line = None
 
@@ -175,8 +177,8 @@ class GenerationStore:
 
     def set(self, key: str, value: str = "1") -> None:
         """Write a key."""
-        sealed = self._seal.close(key, value)
-        self._ask(lambda client: client.set(key, sealed))
+        signed = self._signer.sign(key, value)
+        self._ask(lambda client: client.set(key, signed))
 
     def get(self, key: str) -> str:
         """Read a key that exists (waits for it otherwise)."""
@@ -193,10 +195,10 @@ class GenerationStore:
     def begin(self, state: GenerationState) -> None:
         """Create the shared state unless it exists."""
         key = self.key("state")
-        sealed = self._seal.close(key, state.encode())
-        self._ask(lambda client: client.compare_set(key, "", sealed))
+        signed = self._signer.sign(key, state.encode())
+        self._ask(lambda client: client.compare_set(key, "", signed))
 
-    def begun(self) -> bool:
+    def has_started(self) -> bool:
         """Return whether the shared state exists."""
         return self.has(self.key("state"))
 
@@ -213,7 +215,7 @@ class GenerationStore:
             wanted = step(GenerationState.decode(seen)).encode()
             if wanted == seen:
                 return GenerationState.decode(seen)
-            found = self._swap(key, self._seal.close(key, seen), self._seal.close(key, wanted))
+            found = self._swap(key, self._signer.sign(key, seen), self._signer.sign(key, wanted))
             if self._opened(key, found) == wanted:
                 return GenerationState.decode(wanted)
             stored = found
@@ -226,7 +228,7 @@ class GenerationStore:
 
     def _opened(self, key: str, stored: bytes) -> str:
         try:
-            return self._seal.open(key, stored)
+            return self._signer.verify(key, stored)
         except ForgedValueError as error:
             if not self._complained:
                 self._complained = True
@@ -258,18 +260,18 @@ class ForgedValueError(Exception):
     """A value that no agent of this generation wrote."""
 
 
-class Seal:
+class ValueSigner:
     """Signs and verifies the values of one generation."""
 
     def __init__(self, membership: Membership) -> None:
         words = (str(membership.generation), *(member.pod_uid for member in membership.members))
         self._key = hashlib.sha256("\0".join(("trainium store", *words)).encode()).digest()
 
-    def close(self, name: str, value: str) -> str:
+    def sign(self, name: str, value: str) -> str:
         """Return the value as it is stored under this name."""
         return self._sign(name, value) + value
 
-    def open(self, name: str, stored: bytes | str) -> str:
+    def verify(self, name: str, stored: bytes | str) -> str:
         """Return the value that is stored under this name. Raises ForgedValueError."""
         if len(stored) > LONGEST_VALUE:
             raise ForgedValueError(f"{name} in the generation's store is longer than anything that agents write")
@@ -288,7 +290,7 @@ _FAREWELL_SECONDS = 5.0
 _ORPHANED_SECONDS = 30.0
 
 
-class Roll:
+class ExitBarrier:
     """One agent's view of the roll; used by the generation's worker only."""
 
     def __init__(self, store: GenerationStore, node_rank: int, members: int) -> None:

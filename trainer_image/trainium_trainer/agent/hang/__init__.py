@@ -1,1 +1,1 @@
-"""Ranks that stand still: who notices, who is to blame, what is done."""
+"""Detect ranks that hang, find the rank to blame, and respond."""

@@ -1,11 +1,12 @@
-"""When a process that stands still is hung, and which one of them is to blame: pure functions of what was seen.
+"""Decide when a stalled process is hung, and which rank is to blame: pure functions of observations.
 
-A rank stands still while its pulse does not beat. How long it may depends on what it does; the limit of a step follows
-the job's own step times. Who is to blame is decided from what all agents of the generation say about their ranks.
+A rank is stalled while its pulse does not change. How long it may be depends on what it does; the limit of a step
+follows the job's step times. The rank to blame is decided from what all agents of the generation report.
 
-Invariants: time passes only as looks pass, so an agent that was itself frozen sees no standstill of its ranks; a rank
-that moves, saves, loads or compiles within its limit excuses all who wait for it; a rank that waits for its peers is a
-victim, never the culprit, unless it was stopped by a signal.
+Guarantees:
+- Time passes only as observations pass, so an agent that was itself frozen sees no stall of its ranks.
+- A rank that moves, saves, loads or compiles within its limit excuses all that wait for it.
+- A rank that waits for its peers is a victim, never the culprit, unless a signal stopped it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     from trainium_contract.spec.recovery import HangSpec
 
-_LONGEST_LOOK_SECONDS = 2.0
+_LONGEST_SAMPLE_SECONDS = 2.0
 """What one look may add to a standstill: a longer gap was the agent's own."""
 _ENOUGH_STEPS = 3
 _BUSY = 0.5
@@ -47,7 +48,7 @@ _STATES = {
 
 @dataclass(frozen=True, slots=True)
 class Usual:
-    """What is known of this job's own times on this pod, in seconds."""
+    """The usual times of this job on this pod, in seconds."""
 
     steps: tuple[float, ...] = ()
     """Newest steps, without first ones."""
@@ -58,7 +59,7 @@ class Usual:
 
 
 def limit_of(phase: TrainerPhase, spec: HangSpec, usual: Usual, *, state: str = "") -> float:
-    """How long a rank may stand still in a phase, in seconds; `state` is its letter in /proc, empty where not asked.
+    """Return how long a rank may be stalled in a phase, in seconds; `state` is its letter in /proc, if known.
 
     What is stopped neither waits for storage nor compiles: it has no longer than in a step.
     """
@@ -94,7 +95,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class RankSample:
     """One look at one living rank."""
 
     rank: int
@@ -104,7 +105,7 @@ class Sight:
     step: int
     """Last step that it completed."""
     limit: float
-    """Seconds that it may stand still in this phase."""
+    """Seconds that it may be stalled in this phase."""
     waiting: bool | None
     """By its own account; None when its work has collectives inside."""
     state: str = ""
@@ -114,8 +115,8 @@ class Sight:
 
 
 @dataclass(frozen=True, slots=True)
-class Standstill:
-    """How long one rank has been still, and what can be said of it."""
+class Stall:
+    """The stall of one rank."""
 
     rank: int
     phase: TrainerPhase
@@ -131,7 +132,7 @@ class Standstill:
 
     @property
     def overdue(self) -> bool:
-        """It has stood still for longer than it may."""
+        """Return whether it is stalled for longer than it may be."""
         return self.seconds >= self.limit
 
     @property
@@ -141,7 +142,7 @@ class Standstill:
 
     @property
     def waits(self) -> bool | None:
-        """Whether it waits for its peers; None when nothing tells."""
+        """Return whether it waits for its peers; None where that is unknown."""
         if self.stopped:
             return False
         if self.waiting is None and (self.state == _UNINTERRUPTIBLE or self.busy >= _BUSY):
@@ -149,29 +150,29 @@ class Standstill:
         return self.waiting
 
 
-class StandstillWatch:
-    """Adds up standstills over successive looks at the ranks of one pod."""
+class StallWatch:
+    """Adds up standstills over successive observations at the ranks of one pod."""
 
     def __init__(self) -> None:
-        self._looked_at: float | None = None
+        self._sampled_at: float | None = None
         self._still: dict[int, _Still] = {}
 
-    def look(self, now: float, sights: Iterable[Sight]) -> tuple[Standstill, ...]:
+    def sample(self, now: float, samples: Iterable[RankSample]) -> tuple[Stall, ...]:
         """All ranks that are seen, with how long each has been still; `now` is monotonic."""
-        passed = 0.0 if self._looked_at is None else min(max(0.0, now - self._looked_at), _LONGEST_LOOK_SECONDS)
-        self._looked_at = now
+        passed = 0.0 if self._sampled_at is None else min(max(0.0, now - self._sampled_at), _LONGEST_SAMPLE_SECONDS)
+        self._sampled_at = now
         before, self._still = self._still, {}
         found = []
-        for sight in sights:
-            known = before.get(sight.rank)
-            if known is None or known.sign != sight.sign:
-                known = _Still(sight.sign)
+        for sample in samples:
+            known = before.get(sample.rank)
+            if known is None or known.sign != sample.sign:
+                known = _Still(sample.sign)
             else:
                 known = replace(known, seconds=known.seconds + passed)
-            if known.cpu_at is None and sight.state:
-                known = replace(known, cpu_at=(sight.cpu_seconds, known.seconds))
-            self._still[sight.rank] = known
-            found.append(_standstill(sight, known))
+            if known.cpu_at is None and sample.state:
+                known = replace(known, cpu_at=(sample.cpu_seconds, known.seconds))
+            self._still[sample.rank] = known
+            found.append(_standstill(sample, known))
         return tuple(found)
 
 
@@ -183,26 +184,26 @@ class _Still:
     """Processor time, and the length of the standstill, when /proc was first asked."""
 
 
-def _standstill(sight: Sight, known: _Still) -> Standstill:
+def _standstill(sample: RankSample, known: _Still) -> Stall:
     busy = 0.0
-    if known.cpu_at is not None and sight.state:
+    if known.cpu_at is not None and sample.state:
         cpu, since = known.cpu_at
-        busy = (sight.cpu_seconds - cpu) / (known.seconds - since) if known.seconds > since else 0.0
-    return Standstill(
-        rank=sight.rank,
-        phase=sight.phase,
-        step=sight.step,
+        busy = (sample.cpu_seconds - cpu) / (known.seconds - since) if known.seconds > since else 0.0
+    return Stall(
+        rank=sample.rank,
+        phase=sample.phase,
+        step=sample.step,
         seconds=round(known.seconds, 3),
-        limit=round(min(sight.limit, 1e9), 3),
-        waiting=sight.waiting,
-        state=sight.state,
+        limit=round(min(sample.limit, 1e9), 3),
+        waiting=sample.waiting,
+        state=sample.state,
         busy=round(max(0.0, busy), 3),
-        stage=sight.stage,
+        stage=sample.stage,
     )
 
 
 class FindingKind(StrEnum):
-    """What the agents find together."""
+    """The kinds of findings."""
 
     MOVING = "Moving"
     """Nothing is wrong, or somebody still has time."""
@@ -211,7 +212,7 @@ class FindingKind(StrEnum):
     COLLECTIVE = "Collective"
     """All wait, or all stand alike: nobody is odd."""
     SILENT = "Silent"
-    """All that are heard wait, and some agents are not heard."""
+    """All agents that answer wait, and some agents do not answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +228,7 @@ class Finding:
     """When to look again, if anybody is overdue and excused; 0: not before somebody else is."""
 
     def encode(self) -> str:
-        """As text."""
+        """Return the value as text."""
         return json.dumps(asdict(self))
 
     @staticmethod
@@ -237,8 +238,8 @@ class Finding:
         return Finding(FindingKind(body["kind"]), tuple(body["culprits"]), tuple(body["silent"]), body["retry_seconds"])
 
 
-def find(testimony: Mapping[int, Sequence[Standstill]], members: int) -> Finding:
-    """Whom to blame, from what each agent (by node rank) says about all its living ranks."""
+def find(testimony: Mapping[int, Sequence[Stall]], members: int) -> Finding:
+    """Find the ranks to blame from each agent's report (by node rank) about all its living ranks."""
     ranks = [rank for node in testimony.values() for rank in node]
     overdue = [rank for rank in ranks if rank.overdue]
     if not overdue:
@@ -256,7 +257,7 @@ def find(testimony: Mapping[int, Sequence[Standstill]], members: int) -> Finding
     return Finding(FindingKind.COLLECTIVE)
 
 
-def _odd_ones(overdue: list[Standstill], ranks: list[Standstill]) -> list[Standstill]:
+def _odd_ones(overdue: list[Stall], ranks: list[Stall]) -> list[Stall]:
     """Return the overdue ranks that differ from the rest; none when all stand alike, or may do so in a moment."""
     stopped = [rank for rank in overdue if rank.stopped]
     if stopped:
@@ -281,16 +282,20 @@ def after_hang(finding: Finding, attempt: int, best_step: float, state: Generati
     return after
 
 
-def describe(still: Standstill, pod: str) -> str:
+def describe(still: Stall, pod: str) -> str:
     """One standstill as a sentence without its full stop."""
-    told = {True: "waiting for its peers", False: "not waiting for peers", None: "in work that has collectives inside"}
-    notes = [told[still.waits], *([_STATES[still.state]] if still.state in _STATES else [])]
+    waiting_words = {
+        True: "waiting for its peers",
+        False: "not waiting for peers",
+        None: "in work that has collectives inside",
+    }
+    notes = [waiting_words[still.waits], *([_STATES[still.state]] if still.state in _STATES else [])]
     if still.busy >= _BUSY:
         notes.append(f"using {still.busy:.0%} of a processor")
     return f"rank {still.rank} of pod {pod} stood still for {still.seconds:.0f} s {_where(still)} ({', '.join(notes)})"
 
 
-def _where(still: Standstill) -> str:
+def _where(still: Stall) -> str:
     if still.stage is not RunStage.TRAIN:
         return f"while {_STAGES[still.stage]} after step {max(still.step, 0)}"
     match still.phase:
@@ -306,26 +311,26 @@ def _where(still: Standstill) -> str:
             return "while starting"
 
 
-def encode(standstills: Sequence[Standstill]) -> str:
+def encode(standstills: Sequence[Stall]) -> str:
     """Encode an agent's answer about its ranks."""
     return json.dumps([_body(still) for still in standstills])
 
 
-def decode(text: str) -> tuple[Standstill, ...]:
+def decode(text: str) -> tuple[Stall, ...]:
     """From text of the same generation's agents."""
     return tuple(_standstill_of(body) for body in json.loads(text))
 
 
-def _body(still: Standstill) -> dict[str, Any]:
+def _body(still: Stall) -> dict[str, Any]:
     """Encode one standstill; the stage is left out where there is none."""
     body = asdict(still)
     return body if still.stage is not RunStage.TRAIN else {name: body[name] for name in body if name != "stage"}
 
 
-def _standstill_of(body: dict[str, Any]) -> Standstill:
-    known = {name: body[name] for name in Standstill.__dataclass_fields__ if name in body}
+def _standstill_of(body: dict[str, Any]) -> Stall:
+    known = {name: body[name] for name in Stall.__dataclass_fields__ if name in body}
     enums = {"phase": TrainerPhase(body["phase"]), "stage": RunStage(body.get("stage", RunStage.TRAIN))}
-    return Standstill(**{**known, **enums})
+    return Stall(**{**known, **enums})
 
 
 @dataclass(slots=True)
@@ -344,5 +349,5 @@ class Calibration:
         self._inits[world] = max(seconds, self._inits.get(world, 0.0))
 
     def usual(self, world: int, steps: tuple[float, ...]) -> Usual:
-        """What is known at this size."""
+        """Return the usual times at this size."""
         return Usual(steps, self._first_steps.get(world, 0.0), self._inits.get(world, 0.0))

@@ -1,10 +1,12 @@
-"""What one agent finds out about ranks that stand still, from the first doubt to the finding that ends the attempt.
+"""Investigate stalled ranks with the other agents, from the first suspicion to the finding that ends the attempt.
 
-An agent whose rank is overdue asks all; the agents exchange what they see; before that each asks its overdue ranks for
-their stacks, because once one rank is ended the others leave too. Ending them is the owner's.
+An agent whose rank is overdue asks all; the agents exchange their observations. Before that each asks its overdue ranks
+for their stacks, because once one rank is ended the others leave too. The runner ends them.
 
-Invariants: every agent of the generation comes to the same finding, because one of them concludes it for all; only the
-agent of a culprit reports a failure, so victims are never blamed. The generation's worker has it to itself.
+Guarantees:
+- Every agent of the generation comes to the same finding, because one of them concludes it for all.
+- Only the agent of a culprit reports a failure, so victims are never blamed.
+- It is used in the generation's worker only.
 """
 
 from __future__ import annotations
@@ -19,9 +21,9 @@ from trainium_contract.faults.causes import Cause
 from trainium_contract.wire.log_line import LogFormat
 from trainium_contract.wire.messages import StuckRank
 from trainium_trainer.agent.hang import detection
-from trainium_trainer.agent.hang.detection import Finding, FindingKind, Standstill
+from trainium_trainer.agent.hang.detection import Finding, FindingKind, Stall
 from trainium_trainer.agent.hang.watchdog import HangWatch
-from trainium_trainer.agent.lifecycle.events import HangFound, Inquired, Looked
+from trainium_trainer.agent.lifecycle.events import HangFound, InquiryUpdated, RanksSampled
 from trainium_trainer.agent.linux import stacks
 from trainium_trainer.agent.ranks.standby_keeper import progress_file
 
@@ -73,27 +75,27 @@ class HangResponse:
         self._living = living
         self._stuck = None
 
-    def look(self) -> Looked:
+    def sample(self) -> RanksSampled:
         """Look at them, no more."""
-        overdue = any(still.overdue for still in self._watch.look(self._living))
+        overdue = any(still.overdue for still in self._watch.sample(self._living))
         if not (overdue and self._settings.hang.enabled):
             self._stacks = {}
-            return Looked(overdue=False, timing=self._watch.timing)
-        return Looked(overdue=True, timing=self._watch.timing)
+            return RanksSampled(overdue=False, timing=self._watch.timing)
+        return RanksSampled(overdue=True, timing=self._watch.timing)
 
-    def ask(self, attempt: int) -> Inquired:
+    def ask(self, attempt: int) -> InquiryUpdated:
         """Ask all agents, because a local rank is overdue. Raises StoreLostError."""
         self._inquiry.ask(attempt)
         return self.inquired()
 
-    def answer(self, state: GenerationState) -> Inquired:
+    def answer(self, state: GenerationState) -> InquiryUpdated:
         """Answer the question in the shared state. Raises StoreLostError."""
         self._inquiry.answer(state)
         return self.inquired()
 
-    def inquired(self) -> Inquired:
+    def inquired(self) -> InquiryUpdated:
         """Where the inquiry is, and what was seen."""
-        return Inquired(self._inquiry.open, self._stuck)
+        return InquiryUpdated(self._inquiry.open, self._stuck)
 
     def conclude(self, attempt: int) -> Finding | None:
         """Return the finding that ends the attempt, after publishing it; None for now. Raises StoreLostError."""
@@ -108,16 +110,16 @@ class HangResponse:
         return self._inquiry.published(attempt)
 
     def found(self, finding: Finding, after: GenerationState) -> HangFound:
-        """Log what stood still here, and what the owner has to tell of it."""
-        standing, asked = self._look()
-        own = [still for still in standing if still.rank in finding.culprits]
-        self._write_log(finding, standing, asked)
+        """Log the stalls on this pod and return the result for the runner."""
+        stalled, asked = self._sample_ranks()
+        own = [still for still in stalled if still.rank in finding.culprits]
+        self._write_log(finding, stalled, asked)
         culprits = []
         for still in own:
             known = asked.get(still.rank)
             sentence = detection.describe(still, self._settings.pod_name)
             culprits.append((still.rank, f"{sentence}; {known.innermost}" if known is not None else sentence))
-        longest = max((still.seconds for still in own or standing), default=0.0)
+        longest = max((still.seconds for still in own or stalled), default=0.0)
         alike = finding.kind is FindingKind.COLLECTIVE
         return HangFound(
             after,
@@ -133,15 +135,15 @@ class HangResponse:
         self._inquiry.forget()
         self._stacks = {}
 
-    def _testify(self) -> tuple[Standstill, ...]:
-        return self._look()[0]
+    def _testify(self) -> tuple[Stall, ...]:
+        return self._sample_ranks()[0]
 
-    def _look(self) -> tuple[tuple[Standstill, ...], Mapping[int, Stacks]]:
+    def _sample_ranks(self) -> tuple[tuple[Stall, ...], Mapping[int, Stacks]]:
         """Look at the local ranks, with the stacks of those that are overdue, or soon are."""
-        standing = self._watch.look(self._living)
-        suspicious = any(still.overdue for still in standing)
-        doubtful = {still.rank for still in standing if suspicious and still.seconds > still.limit / 2}
-        unasked = [each for each in self._living if each.rank in doubtful and each.rank not in self._stacks]
+        stalled = self._watch.sample(self._living)
+        suspicious = any(still.overdue for still in stalled)
+        suspects = {still.rank for still in stalled if suspicious and still.seconds > still.limit / 2}
+        unasked = [each for each in self._living if each.rank in suspects and each.rank not in self._stacks]
         answers = stacks.ask(
             {
                 each.rank: (each.pid, progress_file(self._settings, self._generation, each.local_rank))
@@ -150,11 +152,11 @@ class HangResponse:
             }
         )
         self._stacks = known = {**self._stacks, **answers}
-        told = tuple(_told_by_stack(still, known.get(still.rank)) for still in standing)
-        self._stuck = tuple(_stuck(still, known.get(still.rank)) for still in told if still.overdue)[:_REPORTED]
-        return told, known
+        explained = tuple(_apply_stack(still, known.get(still.rank)) for still in stalled)
+        self._stuck = tuple(_stuck(still, known.get(still.rank)) for still in explained if still.overdue)[:_REPORTED]
+        return explained, known
 
-    def _write_log(self, finding: Finding, standing: tuple[Standstill, ...], asked: Mapping[int, Stacks]) -> None:
+    def _write_log(self, finding: Finding, stalled: tuple[Stall, ...], asked: Mapping[int, Stacks]) -> None:
         match finding.kind:
             case FindingKind.STUCK:
                 summary = f"ranks {', '.join(map(str, finding.culprits))} are to blame"
@@ -162,8 +164,8 @@ class HangResponse:
                 summary = f"the agents of node ranks {', '.join(map(str, finding.silent))} do not answer"
             case _:
                 summary = "all ranks stand alike, nobody is to blame"
-        _log.error("training stands still: %s; all ranks restart in place", summary)
-        for still in standing:
+        _log.error("training hangs: %s; all ranks restart in place", summary)
+        for still in stalled:
             known = asked.get(still.rank)
             _log.warning(
                 "%s; %s", detection.describe(still, self._settings.pod_name), known.innermost if known else "not asked"
@@ -179,13 +181,13 @@ class HangResponse:
             sys.stdout.write("".join(f"[rank {rank}] {line}\n" for line in text.splitlines()))
 
 
-def _told_by_stack(still: Standstill, known: Stacks | None) -> Standstill:
+def _apply_stack(still: Stall, known: Stacks | None) -> Stall:
     if still.waiting is not None or known is None or known.in_collective is None:
         return still
     return replace(still, waiting=known.in_collective)
 
 
-def _stuck(still: Standstill, known: Stacks | None) -> StuckRank:
+def _stuck(still: Stall, known: Stacks | None) -> StuckRank:
     return StuckRank(
         rank=still.rank,
         phase=still.phase,
@@ -210,17 +212,17 @@ class Inquiry:
         store: GenerationStore,
         node_rank: int,
         members: int,
-        look: Callable[[], tuple[Standstill, ...]],
+        sample: Callable[[], tuple[Stall, ...]],
     ) -> None:
-        """`look` gives this agent's own word."""
+        """`sample` gives this agent's own word."""
         self._store = store
         self._node_rank = node_rank
         self._members = members
-        self._look = look
+        self._sample_ranks = sample
         self._asked = 0
         self._deadline = 0.0
         self._answered = 0
-        self._heard_of_at = 0.0
+        self._inquiry_seen_at = 0.0
         self._not_before = 0.0
 
     @property
@@ -231,7 +233,7 @@ class Inquiry:
     def forget(self) -> None:
         """Another attempt begins."""
         self._asked = 0
-        self._heard_of_at = self._not_before = 0.0
+        self._inquiry_seen_at = self._not_before = 0.0
 
     def ask(self, attempt: int) -> None:
         """Open an inquiry, unless one is open or all ranks were excused a moment ago.
@@ -239,7 +241,7 @@ class Inquiry:
         Raises StoreLostError.
         """
         now = time.monotonic()
-        if self.open or now < self._not_before or now < self._heard_of_at + _TAKE_OVER_SECONDS:
+        if self.open or now < self._not_before or now < self._inquiry_seen_at + _TAKE_OVER_SECONDS:
             return
         own = self._node_rank
 
@@ -256,24 +258,26 @@ class Inquiry:
         self.answer(state)
 
     def answer(self, state: GenerationState) -> None:
-        """Say what is seen of the local ranks, once per inquiry. Raises StoreLostError."""
+        """Answer with the samples of the local ranks, once per inquiry. Raises StoreLostError."""
         if state.inquiry <= self._answered or state.asked_in != state.attempt:
             return
         self._answered = state.inquiry
         if state.asked_by != self._node_rank:
-            self._heard_of_at = time.monotonic()
+            self._inquiry_seen_at = time.monotonic()
             self._asked = 0  # somebody else asked at the same time, or took over
         store = self._store
-        store.set(self._key(state.attempt, self._node_rank), f"{state.inquiry} {detection.encode(self._look())}")
+        store.set(
+            self._key(state.attempt, self._node_rank), f"{state.inquiry} {detection.encode(self._sample_ranks())}"
+        )
         store.count(self._key(state.attempt, "answers", state.inquiry), 1)
 
     def conclude(self, attempt: int) -> Finding | None:
-        """What the answers say, when all are there or time is up; None before. Raises StoreLostError."""
+        """Return the finding of the answers, when all are there or time is up; None before. Raises StoreLostError."""
         if not self.open:
             return None
         store = self._store
-        heard = store.count(self._key(attempt, "answers", self._asked))
-        if heard < self._members and time.monotonic() < self._deadline:
+        answered_count = store.count(self._key(attempt, "answers", self._asked))
+        if answered_count < self._members and time.monotonic() < self._deadline:
             return None
         finding = detection.find(self._testimony(store, attempt), self._members)
         self._asked = 0
@@ -289,7 +293,7 @@ class Inquiry:
         store, key = self._store, self._key(attempt, "finding")
         return Finding.decode(store.get(key)) if store.has(key) else Finding(FindingKind.COLLECTIVE)
 
-    def _testimony(self, store: GenerationStore, attempt: int) -> dict[int, tuple[Standstill, ...]]:
+    def _testimony(self, store: GenerationStore, attempt: int) -> dict[int, tuple[Stall, ...]]:
         found = {}
         for node_rank in range(self._members):
             key = self._key(attempt, node_rank)

@@ -1,6 +1,6 @@
-"""Looks at this pod's ranks: how long each has stood still, and how long its steps take.
+"""Sample this pod's ranks: how long each has been stalled, and how long its steps take.
 
-Invariants: looking costs a rank nothing (shared memory and /proc are read) and signals nobody.
+Invariant: a sample costs a rank nothing (shared memory and /proc are read) and signals no process.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING
 
 from trainium_contract.wire.messages import StepTiming, TrainerPhase
-from trainium_trainer.agent.hang.detection import Calibration, Sight, Standstill, StandstillWatch, limit_of, percentile
+from trainium_trainer.agent.hang.detection import Calibration, RankSample, Stall, StallWatch, limit_of, percentile
 from trainium_trainer.agent.linux import kernel
 from trainium_trainer.agent.linux.kernel import CpuWait
 from trainium_trainer.monitor.progress import ProgressPhase, read_with_pulse
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from trainium_trainer.agent.ranks.processes import RankProcess
 
 _LONGEST_INTERVAL_SECONDS = 0.5
-_LOOKS_PER_FLOOR = 8
+_SAMPLES_PER_LIMIT = 8
 _ASK_KERNEL_AFTER_SECONDS = 0.5
 _TIMED_STEPS = 20
 """Newest steps that a `StepTiming` stands for."""
@@ -39,13 +39,13 @@ _WAITING = {Waiting.NO: False, Waiting.YES: True, Waiting.MAYBE: None}
 _ENDING = (ProgressPhase.FINISHED, ProgressPhase.YIELDED, ProgressPhase.FAILED)
 
 
-def look_seconds(spec: HangSpec) -> float:
-    """Between two looks."""
-    return min(_LONGEST_INTERVAL_SECONDS, spec.step_floor_seconds / _LOOKS_PER_FLOOR)
+def sample_seconds(spec: HangSpec) -> float:
+    """Between two observations."""
+    return min(_LONGEST_INTERVAL_SECONDS, spec.step_floor_seconds / _SAMPLES_PER_LIMIT)
 
 
 class HangWatch:
-    """What was seen of one generation's ranks on this pod."""
+    """The samples of one generation's ranks on this pod."""
 
     def __init__(
         self,
@@ -61,28 +61,28 @@ class HangWatch:
         self._generation = generation
         self._world = world
         self._calibration = calibration
-        self._interval = look_seconds(spec)
-        self._watch = StandstillWatch()
+        self._interval = sample_seconds(spec)
+        self._watch = StallWatch()
         self._waits = CpuWait()
         self._starting_since: dict[int, float | None] = {}
         self._quiet_since: dict[int, tuple[tuple[int, int], float]] = {}
         self.timing: StepTiming | None = None
         """Step times of this pod's ranks; None until enough steps were made."""
 
-    def look(self, living: Iterable[RankProcess]) -> tuple[Standstill, ...]:
+    def sample(self, living: Iterable[RankProcess]) -> tuple[Stall, ...]:
         """Look now."""
         now = time.monotonic()
-        sights, timings, pids = [], [], set()
+        samples, timings, pids = [], [], set()
         for process in living:
-            sight, timing = self._sight(process, now)
-            sights.append(sight)
+            sample, timing = self._sample_rank(process, now)
+            samples.append(sample)
             timings.append(timing)
             pids.add(process.pid)
         self.timing = _slowest(timings)
         self._waits.forget_others(frozenset(pids))
-        return self._watch.look(now, sights)
+        return self._watch.sample(now, samples)
 
-    def _sight(self, process: RankProcess, now: float) -> tuple[Sight, StepTiming | None]:
+    def _sample_rank(self, process: RankProcess, now: float) -> tuple[RankSample, StepTiming | None]:
         began = self._starting_since.setdefault(process.pid, now)
         found = read_with_pulse(self._progress_of(process.local_rank))
         record, pulse = found if found is not None else (None, None)
@@ -92,7 +92,7 @@ class HangWatch:
             sign = (process.pid, -1)
             state = self._kernel_word(process, sign, now)
             limit = limit_of(TrainerPhase.INIT, self._spec, usual, state=state[0])
-            return Sight(
+            return RankSample(
                 process.rank, sign, TrainerPhase.INIT, -1, limit, waiting=False, state=state[0], cpu_seconds=state[1]
             ), None
         phase = _PHASES[pulse.activity]
@@ -107,7 +107,7 @@ class HangWatch:
         usual = self._calibration.usual(self._world, lengths)
         sign = (process.pid, pulse.beats)
         state = self._kernel_word(process, sign, now)
-        sight = Sight(
+        sample = RankSample(
             rank=process.rank,
             sign=sign,
             phase=phase,
@@ -118,7 +118,7 @@ class HangWatch:
             cpu_seconds=state[1],
             stage=record.stage,
         )
-        return sight, timing_of(pulse.steps, self._waits.share(process.pid, now))
+        return sample, timing_of(pulse.steps, self._waits.share(process.pid, now))
 
     def _kernel_word(self, process: RankProcess, sign: tuple[int, int], now: float) -> tuple[str, float]:
         """State and processor time, asked only of a rank that has not moved for a while."""

@@ -1,1 +1,1 @@
-"""What an agent decides, as pure functions: what has happened in, what to do out. No clock, no thread, no I/O."""
+"""Decide what an agent does, as pure functions from events to actions: no clock, no thread, no I/O."""

@@ -1,6 +1,6 @@
-"""What the owner of a generation has done: errands and acts.
+"""The outputs of a generation's state machine: tasks and actions.
 
-Errands block, so the worker does them, one after another. Acts take no time: the edge of the owner does them at once.
+Tasks block, so the worker runs them, one after another. Actions take no time: the runner carries them out at once.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from trainium_trainer.agent.exits.restart_policy import GenerationState
 
 
-# Errands.
+# Tasks.
 
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """Meet the other agents: Joined, Interrupted, GenerationStopped or FoundBad."""
+    """Meet the other agents: Joined, Interrupted, GenerationStopped or NodeFailedPairTest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,8 @@ class StartRanks:
 
 
 @dataclass(frozen=True, slots=True)
-class Judge:
-    """Diagnose these ends and count the failure: Judged or StoreLost."""
+class DiagnoseEnds:
+    """Diagnose these ends and count the failure: EndsDiagnosed or StoreLost."""
 
     attempt: int
     local_ranks: tuple[int, ...]
@@ -40,43 +40,43 @@ class Judge:
 
 
 @dataclass(frozen=True, slots=True)
-class CountSilent:
-    """Count a standstill that the agents could not talk about: Counted or StoreLost."""
+class CountUnansweredHang:
+    """Count a standstill that the agents could not talk about: HangCounted or StoreLost."""
 
     attempt: int
     reconnect: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """Look at the living ranks: Looked."""
+class SampleRanks:
+    """Look at the living ranks: RanksSampled."""
 
     attempt: int
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """Ask all agents about their ranks: Inquired or StoreLost."""
+class OpenInquiry:
+    """Ask all agents about their ranks: InquiryUpdated or StoreLost."""
 
     attempt: int
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerQuestion:
-    """Answer the question in this state: Inquired."""
+    """Answer the question in this state: InquiryUpdated."""
 
     state: GenerationState
 
 
 @dataclass(frozen=True, slots=True)
-class Conclude:
-    """Read the answers: Inquired, HangFound or StoreLost."""
+class ConcludeInquiry:
+    """Read the answers: InquiryUpdated, HangFound or StoreLost."""
 
     attempt: int
 
 
 @dataclass(frozen=True, slots=True)
-class TakeFinding:
+class ReadFinding:
     """Read what another agent concluded: HangFound."""
 
     attempt: int
@@ -84,43 +84,44 @@ class TakeFinding:
 
 
 @dataclass(frozen=True, slots=True)
-class SignOff:
-    """Write down how the ranks of this pod ended: Done."""
+class SignExit:
+    """Write down how the ranks of this pod ended: TaskDone."""
 
     attempt: int
     phase: WorkerPhase
 
 
 @dataclass(frozen=True, slots=True)
-class Finish:
-    """Part, if all have finished: FinishLooked."""
+class CheckFinished:
+    """Part, if all have finished: FinishChecked."""
 
     attempt: int
 
 
 @dataclass(frozen=True, slots=True)
-class GoOn:
-    """Begin the next attempt, if all yielded and nobody calls: YieldLooked."""
+class CheckYielded:
+    """Begin the next attempt, if all yielded and nobody calls: YieldChecked."""
 
     attempt: int
 
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """Tell the others why this pod leaves: Done."""
+    """Publish why this pod leaves: TaskDone."""
 
     leaving: bool
     superseded_by: int
 
 
 @dataclass(frozen=True, slots=True)
-class TellBroken:
-    """Tell those that save that a rank has died, so they need not wait for it: Done."""
+class AnnounceBroken:
+    """Publish that a rank has died, so that those that save need not wait for it: TaskDone."""
 
 
-Errand = (
-    Join | StartRanks | Judge | CountSilent | Look | Ask | AnswerQuestion | Conclude | TakeFinding | SignOff | Finish
-    | GoOn | Announce | TellBroken
+Task = (
+    Join | StartRanks | DiagnoseEnds | CountUnansweredHang | SampleRanks | OpenInquiry | AnswerQuestion
+    | ConcludeInquiry | ReadFinding | SignExit | CheckFinished
+    | CheckYielded | Announce | AnnounceBroken
 )  # fmt: skip
 
 
@@ -128,15 +129,15 @@ Errand = (
 
 
 @dataclass(frozen=True, slots=True)
-class Do:
-    """Give the worker this errand."""
+class RunTask:
+    """Give the worker this task."""
 
-    errand: Errand
+    task: Task
 
 
 @dataclass(frozen=True, slots=True)
-class Hurry:
-    """The errand that is under way, and those that follow, need not be finished: the pod leaves."""
+class InterruptTask:
+    """The task that is under way, and those that follow, need not be finished: the pod leaves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +146,7 @@ class Kill:
 
 
 @dataclass(frozen=True, slots=True)
-class AskToLeave:
+class RequestExit:
     """Finish the step, agree, save, leave with 75."""
 
     memory_ends: bool
@@ -153,7 +154,7 @@ class AskToLeave:
 
 
 @dataclass(frozen=True, slots=True)
-class Enter:
+class EnterPhase:
     """Report another phase."""
 
     phase: WorkerPhase
@@ -161,7 +162,7 @@ class Enter:
 
 
 @dataclass(frozen=True, slots=True)
-class Restarting:
+class ReportRestart:
     """Report that a restart in place begins."""
 
     attempt: int
@@ -171,29 +172,29 @@ class Restarting:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class ReportFailure:
     """Report an end that nobody asked for."""
 
     local_rank: int
 
 
 @dataclass(frozen=True, slots=True)
-class Hung:
-    """Report a rank that is ended for standing still."""
+class ReportHang:
+    """Report a rank that is ended for stalled still."""
 
     rank: int
     sentence: str
 
 
 @dataclass(frozen=True, slots=True)
-class GiveUp:
+class ReportVerdict:
     """Report a verdict: the failure of this rank, else the newest."""
 
     local_rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class GiveUpWith:
+class ReportNodeVerdict:
     """Report a verdict on the node."""
 
     code: int
@@ -201,33 +202,33 @@ class GiveUpWith:
 
 
 @dataclass(frozen=True, slots=True)
-class Waits:
+class ReportWaiting:
     """Report whom the rendezvous lacks."""
 
     nodes: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Observe:
+class ObserveProgress:
     """Read the ranks' progress once more."""
 
 
 @dataclass(frozen=True, slots=True)
-class Stuck:
-    """Report local ranks that stand still."""
+class ReportStuck:
+    """Report local ranks that are stalled."""
 
     ranks: tuple[StuckRank, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Timed:
+class ReportTiming:
     """Report the step times."""
 
     timing: StepTiming | None
 
 
 @dataclass(frozen=True, slots=True)
-class Say:
+class Log:
     """A line of the log."""
 
     sentence: str
@@ -235,13 +236,14 @@ class Say:
 
 
 @dataclass(frozen=True, slots=True)
-class Break:
+class FailPod:
     """The pod cannot go on."""
 
     sentence: str
 
 
 Action = (
-    Do | Hurry | Kill | AskToLeave | Enter | Restarting | Failed | Hung | GiveUp | GiveUpWith | Waits | Observe | Stuck
-    | Timed | Say | Break
+    RunTask | InterruptTask | Kill | RequestExit | EnterPhase | ReportRestart | ReportFailure | ReportHang
+    | ReportVerdict | ReportNodeVerdict | ReportWaiting | ObserveProgress | ReportStuck
+    | ReportTiming | Log | FailPod
 )  # fmt: skip

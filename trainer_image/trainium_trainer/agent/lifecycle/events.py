@@ -1,6 +1,6 @@
-"""What the owner of a generation is told: facts from outside, and how its errands ended.
+"""The inputs of a generation's state machine: facts from outside, and results of its tasks.
 
-Each comes once and in the order in which it was posted; an errand ends with exactly one of the results.
+Each arrives once and in the order in which it was posted; a task ends with exactly one of the results.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Order(IntEnum):
-    """How the agent is told to leave a generation; a higher one overrides a lower one."""
+    """The orders to leave a generation; a higher one overrides a lower one."""
 
     NONE = 0
     GRACEFUL = 1
@@ -28,7 +28,7 @@ class Order(IntEnum):
 
 
 class GenerationEnd(StrEnum):
-    """How a generation ended on this pod."""
+    """The ends of a generation on this pod."""
 
     FINISHED = "Finished"
     """Every rank of every member ended with code 0."""
@@ -45,7 +45,7 @@ class Begin:
 
 
 @dataclass(frozen=True, slots=True)
-class Ordered:
+class LeaveOrdered:
     """Leave the generation."""
 
     order: Order
@@ -53,7 +53,7 @@ class Ordered:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class RankEnded:
     """A local rank ended and was collected."""
 
     attempt: int
@@ -61,7 +61,7 @@ class Ended:
     rank: int
     code: int
     asked: bool
-    """The agent had told it to end."""
+    """The agent had requested its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +83,10 @@ class Tick:
     """It is later."""
 
 
-Fact = Begin | Ordered | Ended | SharedChanged | WaitingFor | Tick
+Fact = Begin | LeaveOrdered | RankEnded | SharedChanged | WaitingFor | Tick
 
 
-# How errands end.
+# How tasks end.
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Interrupted:
-    """The rendezvous heard of the order to leave."""
+    """The rendezvous was interrupted by the order to leave."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class GenerationStopped:
 
 
 @dataclass(frozen=True, slots=True)
-class FoundBad:
+class NodeFailedPairTest:
     """The pairwise test found this very node bad; the others know."""
 
     code: int
@@ -124,8 +124,8 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
-    """What follows from the ends of an attempt's ranks."""
+class EndsDiagnosed:
+    """The decision about the ends of an attempt's ranks."""
 
     local_rank: int
     """Whose end decided."""
@@ -142,22 +142,22 @@ class Judged:
 
 @dataclass(frozen=True, slots=True)
 class StoreLost:
-    """The errand could not reach the generation's store."""
+    """The task could not reach the generation's store."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Looked:
+class RanksSampled:
     """A look at the living ranks."""
 
     overdue: bool
-    """One stands still for longer than it may."""
+    """One is stalled for longer than it may be."""
     timing: StepTiming | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Inquired:
+class InquiryUpdated:
     """This agent's part in an inquiry into a standstill."""
 
     open: bool
@@ -183,33 +183,34 @@ class HangFound:
 
 
 @dataclass(frozen=True, slots=True)
-class Counted:
+class HangCounted:
     """A standstill that could not be talked about was counted, or had been by another agent."""
 
     after: GenerationState
 
 
 @dataclass(frozen=True, slots=True)
-class FinishLooked:
-    """Whether every member has finished, and the agents have parted."""
+class FinishChecked:
+    """The exit barrier was checked: whether every member has finished."""
 
     parted: bool
 
 
 @dataclass(frozen=True, slots=True)
-class YieldLooked:
+class YieldChecked:
     """The next attempt's state, when all have yielded and nobody calls; None while that is not so."""
 
     after: GenerationState | None
 
 
 @dataclass(frozen=True, slots=True)
-class ErrandDone:
-    """Nothing more to say."""
+class TaskDone:
+    """The task ended without a result."""
 
 
 Result = (
-    Joined | Interrupted | GenerationStopped | FoundBad | Started | Judged | StoreLost | Looked | Inquired | HangFound
-    | Counted | FinishLooked | YieldLooked | ErrandDone
+    Joined | Interrupted | GenerationStopped | NodeFailedPairTest | Started | EndsDiagnosed | StoreLost
+    | RanksSampled | InquiryUpdated | HangFound
+    | HangCounted | FinishChecked | YieldChecked | TaskDone
 )  # fmt: skip
 Event = Fact | Result

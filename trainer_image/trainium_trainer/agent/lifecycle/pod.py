@@ -1,8 +1,11 @@
-"""The life of a pod, one generation after another, as a pure function like that of a generation (`generation.py`).
+"""The state machine of a pod, one generation after another, in the form of `generation.py`.
 
-Invariants: at most one generation is under way; a newer membership always wins; no generation is begun before the
-node's checks and the compiler for other sizes have ended, since they hold the devices; the pod is left once, and with a
-verdict that ends the job only when the coordinator knows it and no newer generation has come.
+Guarantees:
+- At most one generation runs, and a newer membership always wins.
+- No generation starts before the node's checks and the compiler for other sizes have ended, because they hold the
+  devices.
+- The pod ends once, and with a verdict that ends the job only when the coordinator has acknowledged it and no newer
+  generation has arrived.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ _PEERS_SECONDS = 3.0
 
 
 @dataclass(frozen=True, slots=True)
-class Came:
+class MembershipReceived:
     """A newer generation is known."""
 
     generation: int
@@ -28,12 +31,12 @@ class Came:
 
 
 @dataclass(frozen=True, slots=True)
-class Unfit:
+class NodeUnfit:
     """This pod can take part in none: its environment or its node."""
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
+class NodeChecked:
     """The node's checks have ended, or never began."""
 
 
@@ -58,7 +61,7 @@ class Acknowledged:
 
 
 @dataclass(frozen=True, slots=True)
-class VerdictTaken:
+class VerdictAcknowledged:
     """The coordinator knows why this pod gave up in that generation, and it is what ends the job; no rank is alive."""
 
     generation: int
@@ -75,13 +78,14 @@ class JobDeleted:
 
 
 @dataclass(frozen=True, slots=True)
-class Later:
+class Tick:
     """It is later."""
 
 
 Event = (
-    Came | Unfit | Checked | CompilerEnded | GenerationOver | Acknowledged | VerdictTaken | Terminate | JobDeleted
-    | Later
+    MembershipReceived | NodeUnfit | NodeChecked | CompilerEnded | GenerationOver | Acknowledged
+    | VerdictAcknowledged | Terminate | JobDeleted
+    | Tick
 )  # fmt: skip
 
 
@@ -113,7 +117,7 @@ class LeaveGeneration:
 
 
 @dataclass(frozen=True, slots=True)
-class Know:
+class ReportGeneration:
     """Report that the generation is known, though this pod cannot take part."""
 
     generation: int
@@ -126,7 +130,7 @@ class LeavePod:
     code: int | None
 
 
-Action = BeginGeneration | Idle | StopCompiler | LeaveGeneration | Know | LeavePod
+Action = BeginGeneration | Idle | StopCompiler | LeaveGeneration | ReportGeneration | LeavePod
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +139,7 @@ class Pod:
 
     check_seconds: float
     """How long the node's checks may keep a generation waiting."""
-    newest: Came = Came(0)
+    newest: MembershipReceived = MembershipReceived(0)
     done: int = 0
     """Newest generation that was taken part in, or passed by."""
     running: int = 0
@@ -149,7 +153,7 @@ class Pod:
     known_finished: int = 0
     terminating: bool = False
     yielded: bool = False
-    due: float | None = None
+    deadline: float | None = None
     """When what is waited for is no longer; monotonic seconds."""
     ends_at: float | None = None
     """When the pod ends with its verdict, so that its log stays; monotonic seconds."""
@@ -157,45 +161,45 @@ class Pod:
 
     @property
     def wake_at(self) -> float | None:
-        """When it is to be told that it is later; None while only events lead on."""
-        return min((at for at in (self.due, self.ends_at) if at is not None), default=None)
+        """When it is to be acknowledged that it is later; None while only events lead on."""
+        return min((at for at in (self.deadline, self.ends_at) if at is not None), default=None)
 
 
 _Answer = tuple[Pod, tuple[Action, ...]]
 
 
 def step(pod: Pod, event: Event, now: float) -> _Answer:
-    """Take down the event and decide all that can be decided now."""
+    """Record the event and decide all that can be decided now."""
     if pod.left:
         return pod, ()
-    pod, actions = _take(pod, event, now)
+    pod, actions = _record(pod, event, now)
     while not pod.left:
-        follows = _follows(pod, now)
-        if follows is None:
+        decided = _decide(pod, now)
+        if decided is None:
             break
-        pod, more = follows
+        pod, more = decided
         actions = (*actions, *more)
     return pod, actions
 
 
-def _take(pod: Pod, event: Event, now: float) -> _Answer:
+def _record(pod: Pod, event: Event, now: float) -> _Answer:
     match event:
-        case Came():
-            return _came(pod, event)
-        case Unfit():
+        case MembershipReceived():
+            return _receive_membership(pod, event)
+        case NodeUnfit():
             return replace(pod, unfit=True, checked=True), ()
-        case Checked():
+        case NodeChecked():
             return replace(pod, checked=True), ()
         case CompilerEnded():
             return replace(pod, compiling=False, stopping=False), ()
         case GenerationOver():
             over = replace(pod, running=0, yielded=event.yielded)
             if event.outcome is GenerationEnd.FINISHED:
-                return replace(over, finished=pod.running, due=now + _ACKNOWLEDGE_SECONDS), ()
+                return replace(over, finished=pod.running, deadline=now + _ACKNOWLEDGE_SECONDS), ()
             return over, ()
         case Acknowledged():
             return replace(pod, known_finished=max(pod.known_finished, event.generation)), ()
-        case VerdictTaken(generation):
+        case VerdictAcknowledged(generation):
             late = pod.ends_at is not None or generation < pod.newest.generation
             return (pod if late else replace(pod, ends_at=now + _PEERS_SECONDS)), ()
         case Terminate() | JobDeleted():
@@ -204,42 +208,44 @@ def _take(pod: Pod, event: Event, now: float) -> _Answer:
                 return replace(ending, left=True), (LeavePod(None),)
             order = Order.TERMINATE if isinstance(event, Terminate) else Order.IMMEDIATE
             return ending, (LeaveGeneration(order),)
-        case Later():
+        case Tick():
             return pod, ()
 
 
-def _came(pod: Pod, came: Came) -> _Answer:
-    if came.generation <= pod.newest.generation:
+def _receive_membership(pod: Pod, received: MembershipReceived) -> _Answer:
+    if received.generation <= pod.newest.generation:
         return pod, ()
-    known = (Know(came.generation),) if pod.unfit else ()
-    pod = replace(pod, newest=came, ends_at=None)
+    known = (ReportGeneration(received.generation),) if pod.unfit else ()
+    pod = replace(pod, newest=received, ends_at=None)
     if not pod.running:
         return pod, known
-    order = Order.IMMEDIATE if came.immediate else Order.GRACEFUL
-    return pod, (*known, LeaveGeneration(order, came.generation))
+    order = Order.IMMEDIATE if received.immediate else Order.GRACEFUL
+    return pod, (*known, LeaveGeneration(order, received.generation))
 
 
-def _follows(pod: Pod, now: float) -> _Answer | None:
+def _decide(pod: Pod, now: float) -> _Answer | None:
     newest = pod.newest.generation
     if pod.ends_at is not None and now >= pod.ends_at:
         return replace(pod, left=True), (LeavePod(None),)
     if pod.running:
         return None
     if pod.finished and newest <= pod.finished:
-        told = pod.known_finished >= pod.finished or pod.terminating or (pod.due is not None and now >= pod.due)
-        return (replace(pod, left=True), (LeavePod(ExitCode.FINISHED),)) if told else None
+        acknowledged = (
+            pod.known_finished >= pod.finished or pod.terminating or (pod.deadline is not None and now >= pod.deadline)
+        )
+        return (replace(pod, left=True), (LeavePod(ExitCode.FINISHED),)) if acknowledged else None
     if pod.finished:
-        return replace(pod, finished=0, due=None), ()
+        return replace(pod, finished=0, deadline=None), ()
     if pod.terminating:
         return replace(pod, left=True), (LeavePod(ExitCode.YIELDING if pod.yielded else ExitCode.FINISHED),)
     if newest <= pod.done:
         return None
     if not pod.checked:
-        if pod.due is None:
-            return replace(pod, due=now + pod.check_seconds), ()
-        if now < pod.due:
+        if pod.deadline is None:
+            return replace(pod, deadline=now + pod.check_seconds), ()
+        if now < pod.deadline:
             return None
-    return _next_generation(replace(pod, checked=True, due=None))
+    return _next_generation(replace(pod, checked=True, deadline=None))
 
 
 def _next_generation(pod: Pod) -> _Answer | None:

@@ -1,4 +1,4 @@
-"""What is known of a generation on one pod, and what is fixed for it."""
+"""The state of a generation on one pod, and its limits."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
-    """What is fixed for a generation."""
+class GenerationLimits:
+    """The limits of a generation."""
 
     generation: int
     grace_seconds: float
     """For the ranks to save and leave."""
-    look_seconds: float
-    """Between two looks at living ranks."""
+    sample_seconds: float
+    """Between two observations at living ranks."""
 
 
 class Stage(StrEnum):
@@ -35,7 +35,7 @@ class Stage(StrEnum):
     """The ranks are killed; what follows does so when none is left."""
     JUDGING = "Judging"
     STORE_LOST = "StoreLost"
-    """An errand is tried again soon."""
+    """An task is tried again soon."""
     BACKOFF = "Backoff"
     YIELDED = "Yielded"
     FINISHED = "Finished"
@@ -67,7 +67,7 @@ class CountHang:
 class Fail:
     """Give up, with this verdict; None where another agent did."""
 
-    verdict: do.GiveUp | None = None
+    verdict: do.ReportVerdict | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,36 +79,36 @@ After = JoinAgain | JudgeEnds | CountHang | Fail | LeaveNow
 
 
 @dataclass(frozen=True, slots=True)
-class Life:
+class LocalGeneration:
     """All that is known of the generation on this pod."""
 
     stage: Stage = Stage.NEW
     attempt: int = 0
     started: int = 0
     """Local ranks of the newest attempt that was started."""
-    ends: tuple[on.Ended, ...] = ()
+    ends: tuple[on.RankEnded, ...] = ()
     """Those that have ended."""
-    pending: tuple[on.Ended | on.SharedChanged, ...] = ()
+    pending: tuple[on.RankEnded | on.SharedChanged, ...] = ()
     """What happened and was not answered yet."""
-    busy: do.Errand | None = None
+    busy: do.Task | None = None
     order: Order = Order.NONE
     superseded_by: int = 0
     after: After | None = None
     """What follows when no rank is left."""
-    retry: do.Judge | do.CountSilent | None = None
-    due: float = 0.0
+    retry: do.DiagnoseEnds | do.CountUnansweredHang | None = None
+    deadline: float = 0.0
     """When the stage goes on, or is given up; monotonic seconds, as all times here."""
-    look_due: float = 0.0
+    next_sample_at: float = 0.0
     overdue: bool = False
-    """A rank was seen to stand still for too long."""
+    """A rank is stalled for too long."""
     inquiring: bool = False
     """This agent waits for answers about a standstill."""
     answered: int = 0
     """Newest question that was answered."""
-    told_at: float | None = None
+    stuck_reported_at: float | None = None
     """When a standstill was reported last."""
     signed: bool = False
-    told_broken: bool = False
+    broken_announced: bool = False
     outcome: GenerationEnd = GenerationEnd.LEFT
     yielded: bool = False
     """The ranks ended with code 75 when this pod left."""

@@ -1,1 +1,1 @@
-"""What Linux says about processes and does for them, beyond Python's own library."""
+"""Query and control processes through Linux, beyond Python's library."""

@@ -59,7 +59,7 @@ def raise_thread_priority(native_id: int) -> None:
 
 
 def set_process_title(title: str) -> None:
-    """Show `title` in ps and in /proc/self/cmdline, as far as it fits into the room of the original arguments."""
+    """Show `title` in ps and in /proc/self/cmdline, as far as it fits into the capacity of the original arguments."""
     try:
         fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
         # Fields 48 and 49 of proc(5), counted from the third, which is the first one after the name.
@@ -67,8 +67,8 @@ def set_process_title(title: str) -> None:
     except (OSError, IndexError, ValueError):
         return
     if 0 < start < end:
-        room = end - start
-        ctypes.memmove(start, title.encode()[: room - 1].ljust(room, b"\0"), room)
+        capacity = end - start
+        ctypes.memmove(start, title.encode()[: capacity - 1].ljust(capacity, b"\0"), capacity)
     _libc.prctl(_PR_SET_NAME, title.encode()[:_NAME_BYTES].ljust(_NAME_BYTES + 1, b"\0"), 0, 0, 0)
 
 
@@ -181,6 +181,6 @@ class CpuWait:
             try:
                 on, queued, *_ = path.read_text().split()
                 ran, waited = ran + int(on), waited + int(queued)
-            except (OSError, ValueError):  # a thread that has just ended, or a kernel that does not tell
+            except (OSError, ValueError):  # a thread that has just ended, or a kernel without this file
                 continue
         return ran, waited

@@ -59,7 +59,7 @@ def answer_on_signal(progress: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Stacks:
-    """What one process answered."""
+    """The answer of one process."""
 
     text: str = ""
     """All threads as the fault handler writes them; empty when it did not answer."""
@@ -114,7 +114,7 @@ def ask(processes: Mapping[int, tuple[int, Path]]) -> dict[int, Stacks]:
 
 
 def _await_answers(files: dict[int, tuple[Path, int]]) -> None:
-    """Until each file has grown and stopped growing, or time is up."""
+    """Wait until each file has grown and stopped growing, or time is up."""
     deadline = time.monotonic() + _ANSWER_SECONDS
     sizes = {rank: size for rank, (_, size) in files.items()}
     waiting = set(files)

@@ -1,1 +1,1 @@
-"""How training processes are started, heard and ended."""
+"""Start training processes, read their output and end them."""

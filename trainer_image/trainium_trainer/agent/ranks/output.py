@@ -29,13 +29,13 @@ from trainium_contract.wire.log_line import (
     log_line,
     read_log_line,
 )
-from trainium_trainer.agent.ranks.runtime_status import RuntimeWords
+from trainium_trainer.agent.ranks.runtime_status import RuntimeMessages
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from trainium_contract.wire.log_line import LogLine
-    from trainium_trainer.agent.ranks.runtime_status import RuntimeWord
+    from trainium_trainer.agent.ranks.runtime_status import RuntimeMessage
     from trainium_trainer.agent.settings import AgentSettings
 
 _LINES = 20
@@ -47,11 +47,11 @@ class Tail:
     """The last lines of one rank's output, without frames of C++: one thread feeds it, any may ask."""
 
     def __init__(self, prefix: str, form: Form | None = None) -> None:
-        """`form`: how a line looks in the log; without it the prefix stands before each."""
+        """`form` formats a line of the log; without it the prefix precedes each."""
         self._form = form or prefixed(prefix)
         self._lock = threading.Lock()
         self._lines: deque[str] = deque(maxlen=_LINES)
-        self._runtime = RuntimeWords()
+        self._runtime = RuntimeMessages()
         self._partial = b""
         self.complete = threading.Event()
         """Set when everything that the rank wrote has been read."""
@@ -62,8 +62,8 @@ class Tail:
             text = "\n".join(self._lines)
         return text[-limit:] if limit > 0 else ""
 
-    def last_word(self, at: float) -> RuntimeWord | None:
-        """Return the most telling thing that the runtime said shortly before `at` (Unix seconds)."""
+    def last_message(self, at: float) -> RuntimeMessage | None:
+        """Return the most specific message of the runtime shortly before `at` (Unix seconds)."""
         with self._lock:
             return self._runtime.last(at)
 
@@ -76,7 +76,7 @@ class Tail:
         return b"".join(self._line(line) for line in complete)
 
     def close(self) -> bytes:
-        """What the log should show at the end of the output."""
+        """Return the rest of the output for the log."""
         rest, self._partial = self._partial, b""
         shown = self._line(rest) if rest else b""
         self.complete.set()
@@ -84,14 +84,14 @@ class Tail:
 
     def _line(self, line: bytes) -> bytes:
         shown = self._form(line)
-        for said in shown.words.split(b"\n"):
-            if said.strip():
-                text = said.decode(errors="replace").rstrip()
+        for sentence in shown.words.split(b"\n"):
+            if sentence.strip():
+                text = sentence.decode(errors="replace").rstrip()
                 with self._lock:
-                    # A stack of them would drive out what the program says in words.
+                    # A stack of them would displace the program's messages.
                     if not is_native_frame(text):
                         self._lines.append(text)
-                    self._runtime.read(said, time.time())
+                    self._runtime.read(sentence, time.time())
         return shown.log
 
 
@@ -173,16 +173,16 @@ class Speaker:
 
     @property
     def prefix(self) -> str:
-        """What begins each of its lines in a log for people."""
+        """Prefix of each of its lines in a log for people."""
         return f"[{self.label}] "
 
 
 @dataclass(frozen=True, slots=True)
 class ShownLine:
-    """What becomes of one line of output."""
+    """One line of output, formatted."""
 
     words: bytes
-    """What is remembered of it: as the process would say it to people, maybe several lines."""
+    """The text that is remembered, maybe several lines."""
     log: bytes
     """What the log gets, with the end of each line."""
 
@@ -197,7 +197,7 @@ def prefixed(prefix: str) -> Form:
 
 
 def form_of(settings: AgentSettings, speaker: Speaker) -> Form:
-    """How the log shows what this process writes."""
+    """Return how the log formats this process's output."""
     if settings.log_format is LogFormat.TEXT:
         return prefixed(speaker.prefix)
     blank = _output_of(settings, speaker)

@@ -1,8 +1,11 @@
-"""The agent's child processes: reaping every zombie, and knowing the moment a watched child ends.
+"""Start, reap and signal the agent's child processes.
 
-Invariants: this is the only place that waits for children; who failed by itself is never taken for one that was told to
-end, however late its exit is collected; a rank's process group is killed before its leader's pid is
-given back to the kernel, so no signal can ever reach a stranger; exit codes follow the shell's convention.
+Guarantees:
+- This is the only place that waits for children.
+- A process that failed by itself is never taken for one that the agent ended, however late its exit is collected.
+- A rank's process group is killed before its leader's pid is released to the kernel, so no signal can reach another
+  process.
+- Exit codes follow the shell's convention.
 """
 
 from __future__ import annotations
@@ -75,7 +78,7 @@ class Reaper:
 
 @dataclass(slots=True)
 class RankProcess:
-    """One training process of this pod; any thread may ask and signal, and what it is told is whole."""
+    """One training process of this pod; any thread may query and signal it."""
 
     local_rank: int
     rank: int
@@ -105,12 +108,12 @@ class RankProcess:
 
     @property
     def asked(self) -> bool:
-        """Whether the agent has told it to end while it lived, so that its exit is no failure."""
+        """Whether the agent requested its end while it lived, so that its exit is no failure."""
         with self._lock:
             return self._asked
 
     def ended(self, code: int) -> None:
-        """Take down the exit."""
+        """Record the exit."""
         with self._lock:
             self._end = (code, time.time())
 

@@ -1,9 +1,12 @@
-"""The Neuron runtime's status in the output of a training process: it is in no exit code, only in text.
+"""Find the Neuron runtime's status in the output of a training process: no exit code carries it.
 
 Statuses appear as names (`Failure: NRT_RESOURCE in nrt_load()`), as numbers (`nrt_execute: status=1004`, `nrt status
-code 5`, `NMGR:... err: 4`) and as sentences of the runtime's log, which tell more than the status that follows them.
-Invariants: bounded work per line and no exception for any bytes; a number counts only where the text says that it is
-the runtime's and only when the table has it; of what was said shortly before the end the most telling counts.
+code 5`, `NMGR:... err: 4`) and as sentences of the runtime's log, which are more specific than the status after them.
+
+Guarantees:
+- Bounded work per line and no exception for any bytes.
+- A number counts only where the text names the runtime and only when the table has it; of the messages shortly before
+  the end the most specific counts.
 """
 
 from __future__ import annotations
@@ -37,8 +40,8 @@ _HARMLESS = re.compile(r"\s(?:INFO|DEBUG|TRACE|WARN)\s+\w{2,8}:")
 
 
 @dataclass(frozen=True, slots=True)
-class RuntimeWord:
-    """One thing that the runtime said."""
+class RuntimeMessage:
+    """One message of the runtime."""
 
     status: int
     line: str
@@ -47,7 +50,7 @@ class RuntimeWord:
 
 
 def status_in(line: str) -> int | None:
-    """Return the most telling runtime status that a line of output names; None when it names none."""
+    """Return the most specific runtime status in a line of output; None without one."""
     text = line[:_LONGEST_LINE]
     if _HARMLESS.search(text):
         return None
@@ -57,11 +60,11 @@ def status_in(line: str) -> int | None:
     return min((status for status in found if status in _ORDER), key=_ORDER.__getitem__, default=None)
 
 
-class RuntimeWords:
-    """What the runtime said through one process's output."""
+class RuntimeMessages:
+    """The runtime's messages in one process's output."""
 
     def __init__(self) -> None:
-        self._newest: dict[int, RuntimeWord] = {}
+        self._newest: dict[int, RuntimeMessage] = {}
 
     def read(self, line: bytes, at: float) -> None:
         """Take in one line of output, seen at `at` (Unix seconds)."""
@@ -70,15 +73,15 @@ class RuntimeWords:
         text = line[:_LONGEST_LINE].decode(errors="replace").strip()
         status = status_in(text)
         if status is not None:
-            self._newest[status] = RuntimeWord(status, text, at)
+            self._newest[status] = RuntimeMessage(status, text, at)
 
-    def last(self, at: float) -> RuntimeWord | None:
-        """Return the most telling word shortly before a process ended at `at` (Unix seconds)."""
+    def last(self, at: float) -> RuntimeMessage | None:
+        """Return the most specific message shortly before a process ended at `at` (Unix seconds)."""
         near = [word for word in self._newest.values() if word.at >= at - _SHORTLY_SECONDS]
         return min(near, key=lambda word: _ORDER[word.status], default=None)
 
 
-def named(word: RuntimeWord) -> str:
+def named(word: RuntimeMessage) -> str:
     """`NRT_TIMEOUT (5): <the line>`, for people."""
     sign = find_runtime_status(word.status)
     assert sign is not None

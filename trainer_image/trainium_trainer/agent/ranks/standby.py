@@ -46,7 +46,7 @@ _HARMLESS_THREADS = frozenset({"jemalloc_bg_thd"})
 
 @dataclass(frozen=True, slots=True)
 class StartRequest:
-    """What one rank gets: its part of the environment, its arguments, and a name for ps."""
+    """The start of one rank: its part of the environment, its arguments, and a name for ps."""
 
     argv: Sequence[str]
     environment: Mapping[str, str]
@@ -152,12 +152,12 @@ def _import_everything(entry: str, config_path: str) -> None:
             importlib.import_module("trainium_trainer.warm").warm(config_path)
         importlib.import_module(entry.partition(":")[0])
     except Exception:  # noqa: BLE001 - the rank meets the same error and reports it with the right exit code
-        _tell("trainium-standby: warming up failed; ranks will start cold", traceback.format_exc())
+        _log("trainium-standby: warming up failed; ranks will start cold", traceback.format_exc())
     except SystemExit as leave:
-        _tell(f"trainium-standby: an import left with {leave.code!r}; ranks will start cold")
+        _log(f"trainium-standby: an import left with {leave.code!r}; ranks will start cold")
 
 
-def _tell(sentence: str, error: str = "") -> None:
+def _log(sentence: str, error: str = "") -> None:
     line = log_lines.format_sentence(
         sentence, error=error, level=LogLevel.WARNING, logger=__name__, source=LogSource.AGENT
     )

@@ -39,7 +39,7 @@ _RESPAWN_SECONDS = 30.0
 
 
 def _speaker(request: standby.StartRequest, rank: int, attempt: int, label: str) -> Speaker:
-    """Whose output it will be; what has a label of its own is no rank."""
+    """Return the source of the output; a process with a label is no rank."""
     if label:
         return Speaker(label)
     generation = request.environment.get(worker_env.ENV_GENERATION)
@@ -76,7 +76,7 @@ class Standby:
 
     @classmethod
     def spawn(cls, settings: AgentSettings) -> Standby:
-        """Start one that imports everything anew; safe in a process with threads."""
+        """Start one that imports everything again; safe in a process with threads."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         descriptor = 3
         arguments = [
@@ -135,7 +135,7 @@ class Standby:
                     os.kill(self.pid, signal.SIGKILL)
 
     def ended(self) -> None:
-        """Its exit was seen; the pid is given back to the kernel after this."""
+        """Record its exit; the pid is released to the kernel after this."""
         with self._ending:
             self._ended = True
         self._lose()
@@ -277,7 +277,7 @@ def progress_file(settings: AgentSettings, generation: int, local_rank: int) -> 
 
 @dataclass(frozen=True, slots=True)
 class AttemptLayout:
-    """Who is who in an attempt: all of it follows from the membership, and the port of its store from node 0."""
+    """The layout of an attempt: it follows from the membership, and the port of its store from node 0."""
 
     generation: int
     attempt: int
@@ -319,7 +319,7 @@ def start_ranks(
 
 
 def _environment(settings: AgentSettings, layout: AttemptLayout, local_rank: int, run_id: str) -> Mapping[str, str]:
-    """What torch's `env://` rendezvous and programs written for its launcher read."""
+    """Return the environment that torch's `env://` rendezvous and programs written for its launcher read."""
     rank, world = str(layout.rank(local_rank)), str(layout.world)
     return {
         "RANK": rank,
