@@ -96,7 +96,7 @@ def _operator() -> str:
         default = "" if each.default in (MISSING, "", None) else f" (default `{each.default}`)"
         flag = each.name.replace("_", "-")
         rows.append(f"| `--{flag}` | `{PREFIX}{each.name.upper()}` | {_text(each.metadata['help'])}{default} |")
-    text = "The operator itself. The chart passes these; `extraArgs` those without a value of their own."
+    text = "The operator. The chart passes these options; `extraArgs` passes those without a value in the chart."
     head = "| option | variable | |\n| --- | --- | --- |"
     return "\n".join(["## trainium-operator", "", text, "", head, *rows, ""])
 

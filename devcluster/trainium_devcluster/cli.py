@@ -97,7 +97,7 @@ def up(
 @app.command()
 def down(
     name: Name = "trainium",
-    every: Annotated[bool, typer.Option("--all", help="Take down every cluster of this user.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Stop every cluster of this user.")] = False,
 ) -> None:
     """Stop a cluster and remove its files."""
     names = cluster_names() if every else [name]
@@ -160,7 +160,7 @@ def run(
 
 @app.command()
 def binaries(
-    fleet: Annotated[bool, typer.Option("--fleet", help="Also kwok, which plays fleets of fake nodes.")] = False,
+    fleet: Annotated[bool, typer.Option("--fleet", help="Also kwok, which simulates fleets of fake nodes.")] = False,
     kueue: Annotated[bool, typer.Option("--kueue", help="Also Kueue, which admits jobs by quota.")] = False,
     s3: Annotated[bool, typer.Option("--s3", help="Also versitygw, an S3 server over a folder.")] = False,
     helm: Annotated[bool, typer.Option("--helm", help="Only helm, which renders the chart: no control plane.")] = False,

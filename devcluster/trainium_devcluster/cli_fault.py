@@ -77,7 +77,7 @@ def freeze_node(node: NodeName, name: Name = "trainium") -> None:
 
 @fault_app.command("thaw-node")
 def thaw_node(node: NodeName, name: Name = "trainium") -> None:
-    """Let a frozen node go on."""
+    """Let a frozen node continue."""
     Cluster.connect(name).faults.thaw_node(node)
     to_stderr(f"node {node} goes on")
 
@@ -166,7 +166,7 @@ def freeze_container(
 def thaw_container(
     pod: PodName, name: Name = "trainium", namespace: Namespace = "default", container: Container = None
 ) -> None:
-    """Let a frozen container go on."""
+    """Let a frozen container continue."""
     Cluster.connect(name).faults.thaw_container(namespace, pod, container)
     to_stderr(f"pod {namespace}/{pod} goes on")
 
@@ -180,13 +180,13 @@ def stop_component(component: Component, name: Name = "trainium") -> None:
 
 @fault_app.command("start-component")
 def start_component(component: Component, name: Name = "trainium") -> None:
-    """Bring a part of the control plane back and wait until it is ready."""
+    """Start a part of the control plane again and wait until it is ready."""
     Cluster.connect(name).faults.start(component)
     to_stderr(f"{component} is ready")
 
 
 @fault_app.command("restart-apiserver")
 def restart_apiserver(name: Name = "trainium") -> None:
-    """Kill the API server and bring it back at the same address."""
+    """Kill the API server and start it again at the same address."""
     Cluster.connect(name).faults.restart_apiserver()
     to_stderr("the API server is ready")

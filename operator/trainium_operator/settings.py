@@ -59,7 +59,8 @@ class Settings:
     image_pull_secrets: str = _setting("", "names of image pull secrets of worker pods, separated by commas")
     worker_user: int = _setting(1000, "user and group id of worker processes")
     worker_template: str = _setting(
-        "", "pod template for the workers of all jobs, as JSON (metadata and spec); what a job's own says wins"
+        "",
+        "pod template for the workers of all jobs, as JSON (metadata and spec); the template of a job takes precedence",
     )
     lease_name: str = _setting("trainium-operator", "name of the Lease that the acting replica holds")
     lease_duration: int = _setting(
@@ -120,12 +121,12 @@ class Settings:
     https_certificate: str = _setting(
         "", "folder with tls.crt and tls.key for the HTTPS port; default: the coordinator's certificate"
     )
-    named_jobs: int = _setting(0, "jobs that have metrics of their own, by namespace and name; 0: none")
+    named_jobs: int = _setting(0, "jobs with separate metrics, by namespace and name; 0: none")
     bind_address: str = _setting("", "address to listen at; default: the pod's, else all", variable="POD_IP")
     workers: int = _setting(
         32, "jobs that are reconciled at the same time; half of them at most may be slow ones (a webhook that hangs)"
     )
-    status_interval: float = _setting(5.0, "shortest time between two status writes that only bring progress")
+    status_interval: float = _setting(5.0, "shortest time between two status writes that only report progress")
     resync: float = _setting(300.0, "every job is looked at once in this time even when nothing has changed")
     log_level: str = _setting("info", "debug, info, warning or error")
     log_format: str = _setting("json", "json or text")

@@ -33,7 +33,7 @@ def resume(
     session: Session,
     name: JobName,
 ) -> None:
-    """Go on from the newest checkpoint."""
+    """Resume from the newest checkpoint."""
     _set_suspend(session, name, yes=False)
 
 

@@ -178,7 +178,7 @@ def release(
     operator_namespace: OperatorNamespace = DEFAULT_NAMESPACE,
     quarantine: Quarantine = DEFAULT_QUARANTINE,
 ) -> None:
-    """Take a machine out of quarantine; what was held against it does not count again."""
+    """Release a machine from quarantine; its evidence does not count again."""
     api = session.open(operator_namespace)
     machines = read_machines(api, quarantine)
     found = find_machine(machines, node)

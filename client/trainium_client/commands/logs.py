@@ -53,7 +53,7 @@ def logs(
     session: Session,
     name: JobName,
     rank: Annotated[int, typer.Option("--rank", min=0, help="Which rank.")] = 0,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on, into its next pod as well.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Continue, into its next pod as well.")] = False,
     previous: Annotated[bool, typer.Option("--previous", "-p", help="The pod that had this rank before.")] = False,
     every: Annotated[bool, typer.Option("--all", help="All lines of its pod: other ranks and the agent too.")] = False,
     tail: Annotated[int, typer.Option("--tail", min=-1, help="Only the last lines of the pod; -1 for all.")] = -1,

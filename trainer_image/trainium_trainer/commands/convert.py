@@ -46,7 +46,7 @@ def from_nxd(
     weights_only: Annotated[bool, typer.Option("--weights-only", help="Leave the optimizer's state out.")] = False,
     hardware: Annotated[str, typer.Option(help="Where key/value heads were repeated: trn1 or trn2.")] = "trn1",
 ) -> None:
-    """Make a checkpoint that training goes on from out of one that neuronx-distributed wrote."""
+    """Convert a checkpoint of neuronx-distributed to one that training resumes from."""
     from trainium_trainer.backends.nxd.conversion.from_nxd import NxdSource  # noqa: PLC0415 - imports torch
     from trainium_trainer.checkpoint.whole_tensors import write_whole  # noqa: PLC0415
     from trainium_trainer.configuration.config import load  # noqa: PLC0415

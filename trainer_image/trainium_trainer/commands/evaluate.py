@@ -79,7 +79,7 @@ def register(app: typer.Typer) -> None:
 def generate(
     model: _Model = None,
     *,
-    base: Annotated[str | None, typer.Option(help="The model that --adapter was made for.")] = None,
+    base: Annotated[str | None, typer.Option(help="The base model of --adapter.")] = None,
     adapter: _Adapter = None,
     prompt: Annotated[list[str] | None, typer.Option(help="A prompt; may be repeated.")] = None,
     prompts: Annotated[
@@ -144,7 +144,7 @@ def evaluate(
     ],
     overrides: Overrides = None,
     base: Annotated[
-        str | None, typer.Option(help="The model to compare with, and that --adapter was made for; the column before.")
+        str | None, typer.Option(help="The model to compare with, also the base of --adapter; the column before.")
     ] = None,
     adapter: _Adapter = None,
     samples: Annotated[
