@@ -171,7 +171,7 @@ BAD_AT_CREATION = {
     "checkpoint: {storage: {hostPath: {path: /a}, subPath: a/..}}": "write names of folders",
     "checkpoint: {storage: {hostPath: {path: /a}, takeOver: llama}}": "write namespace/name",
     "trainer: {neuron: {extraCompilerFlags: [O1]}}": "write one option as on a command line",
-    "checkpoint: {storage: {hostPath: {path: /a}, s3: {path: 's3://bucket/a'}}}": "give exactly one of",
+    "checkpoint: {storage: {hostPath: {path: /a}, uri: 's3://bucket/a'}}": "give exactly one of",
     "checkpoint: {storage: {uri: 's3://Bucket'}}": "write s3://bucket or s3://bucket/prefix",
     # The model and the schedule.
     "{trainer: {model: {numAttentionHeads: 6}}, parallelism: {tensor: 4}, elasticity: {sizes: Even}}": (
