@@ -112,7 +112,9 @@ def main() -> int:
         "seconds": round(seconds, 1),
         "processorSeconds": round(after.ru_utime + after.ru_stime - computed.ru_utime - computed.ru_stime, 1),
         "settings": settings,
-        "parameters": configuration.settle(configuration.load(trial), launch_at(0, ranks)).shape.num_parameters,
+        "parameters": configuration.resolve_settings(
+            configuration.load(trial), launch_at(0, ranks)
+        ).shape.num_parameters,
         "steps": steps,
         "tokens": tokens | {"batch": batch, "trained": lines[-1]["tokens"]},
         "nGrams": {str(order): loss for order, loss in grams.items()},

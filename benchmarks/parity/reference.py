@@ -14,7 +14,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from trainium_contract.trainer.optimizer import ScheduleKind, WeightDecayScope
-from trainium_trainer.configuration.config import Launch, settle
+from trainium_trainer.configuration.config import Launch, resolve_settings
 from trainium_trainer.data.batches.loader import Share
 from trainium_trainer.data.opening import open_data
 from trainium_trainer.data.streaming import open_loader
@@ -52,7 +52,7 @@ def shape_of(config: TrainingConfig) -> ModelShape:
         progress_file=None,
         memory_directory=None,
     )
-    return settle(config, alone).shape
+    return resolve_settings(config, alone).shape
 
 
 def train_reference(config: TrainingConfig) -> Reference:

@@ -91,7 +91,7 @@ class Inputs:
         import torch
         from transformers import LlamaConfig, LlamaForCausalLM
 
-        from trainium_trainer.data.prepared.origins import learned
+        from trainium_trainer.data.prepared.origins import train_for_texts
         from trainium_trainer.data.tokens.encoding import SourceSpec
 
         torch.manual_seed(0)
@@ -109,5 +109,5 @@ class Inputs:
         )
         model.save_pretrained(self._base)
         self._cache.mkdir()
-        tokenizer = learned([SourceSpec(str(self._text), "text")], _VOCABULARY, self._cache)
+        tokenizer = train_for_texts([SourceSpec(str(self._text), "text")], _VOCABULARY, self._cache)
         (self._base / "tokenizer.json").write_bytes(tokenizer.read_bytes())

@@ -13,7 +13,7 @@ from torch import distributed as dist
 from trainium_trainer.backends.choose import find_backend, make_backend
 from trainium_trainer.backends.nxd.backend import NxdBackend
 from trainium_trainer.backends.nxd.sharing import Sharing
-from trainium_trainer.configuration.config import Settings, launch_of, load, settle
+from trainium_trainer.configuration.config import Settings, load, read_launch, resolve_settings
 from trainium_trainer.data.batches.loader import MicroBatch
 from trainium_trainer.weights.initial import InitialWeights
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def main(name: str, argv: Sequence[str]) -> None:
     """Run `--config FILE --set A=B --set C=D ...` as the program `name`."""
-    settings = settle(load(Path(argv[1]), argv[3::2]), launch_of())
+    settings = resolve_settings(load(Path(argv[1]), argv[3::2]), read_launch())
     answer = {"agree": agree, "evaluate": evaluate, "frozen": frozen, "reload": reload}[name](settings)
     print(json.dumps(answer), flush=True)  # noqa: T201 - the answer
     dist.barrier()

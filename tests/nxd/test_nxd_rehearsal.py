@@ -16,7 +16,7 @@ import pytest
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer.backends.nxd import extraction
 from trainium_trainer.compile.rehearsal import Place, Request, launch_at, rank_of
-from trainium_trainer.configuration.config import settle
+from trainium_trainer.configuration.config import resolve_settings
 
 pytestmark = [pytest.mark.torch_xla, pytest.mark.timeout(600)]
 
@@ -85,7 +85,7 @@ def test_with_repeated_heads_every_replica_has_the_graphs_of_one_that_is_rehears
     }
     world = 16
     config = TrainingConfig.model_validate(base_config | {"backend": "Nxd"} | fields)
-    kinds = extraction.data_ranks(settle(config, launch_at(0, world, world)))
+    kinds = extraction.data_ranks(resolve_settings(config, launch_at(0, world, world)))
     made: dict[int, set[str]] = {}
     for number in range(world // 4):
         file = tmp_path / f"graphs-{number}"

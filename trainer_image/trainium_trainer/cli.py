@@ -24,7 +24,7 @@ from trainium_trainer.commands.options import DEFAULT_CONFIG, ConfigFile, Overri
 from trainium_trainer.commands.prepare_data import prepare_data
 from trainium_trainer.commands.show_data import show_data
 from trainium_trainer.compile import graphs
-from trainium_trainer.configuration.config import launch_of, load, settle
+from trainium_trainer.configuration.config import load, read_launch, resolve_settings
 from trainium_trainer.loop.stop import StopRequest
 from trainium_trainer.monitor.plot import plot
 from trainium_trainer.open_files import raise_limit
@@ -60,14 +60,14 @@ def train(
         choose_log_format(os.environ)
     except ValueError as error:
         raise exits.UserError(str(error)) from error
-    launch = launch_of()
+    launch = read_launch()
     with exits.blaming_storage(restarted=launch.is_restart):
-        settings = settle(load(config, overrides or ()), launch)
+        settings = resolve_settings(load(config, overrides or ()), launch)
         refuse_what_it_cannot(settings)
         log_lines.write_as_rank(launch.rank)
         check.refuse_few_files(launch)
         if launch.rank == 0:
-            for sentence in check.without_effect(settings.config):
+            for sentence in check.find_settings_without_effect(settings.config):
                 logging.getLogger("trainium.config").warning("%s", sentence)
         neuron_environment.apply(settings.config)  # before a device library is imported
         graphs.fill_local_cache(settings)

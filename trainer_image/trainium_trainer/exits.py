@@ -97,7 +97,7 @@ def blaming_storage(*, restarted: bool) -> Iterator[None]:
         raise
 
 
-def code_of(error: BaseException) -> int:
+def find_exit_code(error: BaseException) -> int:
     """Return the exit code of any exception; 1 (a crash) when the contract has none for it."""
     if isinstance(error, TrainerError):
         return error.code
@@ -131,7 +131,7 @@ def _code_of_runtime_error(error: RuntimeError) -> int:
     return _CRASH
 
 
-def sentence_of(error: BaseException) -> str:
+def describe_exit(error: BaseException) -> str:
     """Return the one line that is reported for an exception."""
     text = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, TrainerError):
@@ -139,7 +139,7 @@ def sentence_of(error: BaseException) -> str:
     if isinstance(error, MemoryError):
         return f"out of memory: {text}; use fewer samples per micro-batch or more memory per worker"
     first = f"{type(error).__name__}: {text.split(' Exception raised from ')[0]}"
-    return f"lost another rank ({first})" if code_of(error) == ExitCode.PEER_LOST else first
+    return f"lost another rank ({first})" if find_exit_code(error) == ExitCode.PEER_LOST else first
 
 
 def report(error: BaseException, *, where: str = "") -> int:
@@ -147,9 +147,9 @@ def report(error: BaseException, *, where: str = "") -> int:
 
     A traceback is printed only for what no sentence explains: not for a lost peer, whose victims all report at once.
     """
-    code = code_of(error)
+    code = find_exit_code(error)
     explained = isinstance(error, (TrainerError, KeyboardInterrupt, SystemExit)) or code == ExitCode.PEER_LOST
-    report_end(f"{where}{sentence_of(error)}", trace="" if explained else "".join(traceback.format_exception(error)))
+    report_end(f"{where}{describe_exit(error)}", trace="" if explained else "".join(traceback.format_exception(error)))
     return code
 
 

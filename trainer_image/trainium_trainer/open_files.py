@@ -22,6 +22,6 @@ def raise_limit() -> int:
     return hard
 
 
-def limit() -> int:
+def read_limit() -> int:
     """Return the hard limit; negative for none."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[1]

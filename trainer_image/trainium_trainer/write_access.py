@@ -17,7 +17,7 @@ FORBIDDEN = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 """No right to, whatever room there is; trying again does not help."""
 
 
-def what_forbids(number: int | None, where: object = "", *, user: int | None = None) -> str:
+def explain_forbidden(number: int | None, where: object = "", *, user: int | None = None) -> str:
     """Return the cause and the remedy for an errno of `FORBIDDEN`.
 
     `where`: the place, a bucket or a folder; `user`: the id of who writes, default ours.

@@ -23,7 +23,7 @@ from trainium_contract.trainer.parallelism import BackendChoice, Precision, Reco
 from trainium_contract.trainer.tuning import TuningMethod
 from trainium_trainer import neuron_environment
 from trainium_trainer.backends.nxd.limits import check_limits
-from trainium_trainer.configuration.config import Launch, settle, with_steps
+from trainium_trainer.configuration.config import Launch, resolve_settings, with_steps
 from trainium_trainer.exits import UserError
 from trainium_trainer.loop.memory_check import needs_of, refuse_too_small
 from trainium_trainer.loop.schedule import learning_rate
@@ -109,7 +109,7 @@ def here(config: TrainingConfig, folder: Path) -> TrainingConfig:
 def settled(example: str, folder: Path, nodes: int | None = None) -> Settings:
     spec = spec_of(example)
     ranks = (nodes or spec.workers.replicas) * spec.workers.accelerator.cores()
-    return settle(here(spec.training_config(), folder), launch(ranks))
+    return resolve_settings(here(spec.training_config(), folder), launch(ranks))
 
 
 def legal_sizes(spec: TrainingJobSpec) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from tests.testing.trainer.example_files import (
     write_records,
     write_tokenizer,
 )
-from trainium_trainer.data.tokens.tokenizer import load_tokenizer, vocabulary_of
+from trainium_trainer.data.tokens.tokenizer import count_entries, load_tokenizer
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -163,11 +163,11 @@ def test_loss_on_all_learns_the_prompt_too(tmp_path: Path) -> None:
 def test_special_tokens_that_were_added_count_as_vocabulary(tmp_path: Path) -> None:
     file = write_tokenizer(tmp_path / "tokenizer")
     tokenizer = load_tokenizer(file)
-    before = vocabulary_of(file)
+    before = count_entries(file)
     assert before == tokenizer.get_vocab_size(with_added_tokens=True)
     tokenizer.add_special_tokens(["<|new|>", "<|newer|>"])
     tokenizer.save(str(file))
-    assert vocabulary_of(file) == before + 2
+    assert count_entries(file) == before + 2
     data = opened(config(tmp_path, write_records(tmp_path / "d.jsonl", [{"instruction": "a", "response": "b"}])))
     assert data.training.rules.vocabulary == before + 2
     assert data.training.rules.padding == tokenizer.token_to_id("<|pad|>")

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from tests.testing.suite.trials import trials
 from tests.testing.trainer.example_files import BOS, EOS, config, opened, records, texts, write_records, write_tokenizer
 from trainium_contract.trainer.examples import TooLong
-from trainium_trainer.data.batches.loader import micro_batch
-from trainium_trainer.data.examples.encode import Encoded, fitted
-from trainium_trainer.data.examples.part import packed
+from trainium_trainer.data.batches.loader import build_micro_batch
+from trainium_trainer.data.examples.encode import Encoded, fit_length
+from trainium_trainer.data.examples.part import pack_examples
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,7 +32,7 @@ def encoded(draw: st.DrawFn) -> Encoded:
 @given(encoded(), st.integers(2, 40), st.sampled_from(TooLong))
 @settings(max_examples=trials(300))
 def test_what_is_left_fits_and_keeps_what_the_rule_says(example: Encoded, most: int, rule: TooLong) -> None:
-    kept = fitted(example, most, rule)
+    kept = fit_length(example, most, rule)
     if len(example.ids) <= most:
         assert kept is example
         return
@@ -61,7 +61,7 @@ def test_what_is_left_fits_and_keeps_what_the_rule_says(example: Encoded, most: 
 @settings(max_examples=trials(100))
 def test_each_example_is_in_one_sequence_and_all_sequences_fit(lengths: list[int]) -> None:
     values = np.array(lengths, np.int64)
-    members, starts = packed(values, 50)
+    members, starts = pack_examples(values, 50)
     assert sorted(members.tolist()) == list(range(len(lengths)))
     sums = [int(values[members[a:b]].sum()) for a, b in itertools.pairwise(starts)]
     assert all(0 < total <= 50 for total in sums)
@@ -73,7 +73,7 @@ def test_lengths_like_those_of_dolly_use_95_of_100_positions(capacity: int) -> N
     drawn = np.random.default_rng(0).lognormal(np.log(110), 0.95, 15_000).astype(np.int64) + 10
     lengths = np.minimum(drawn, capacity)
     assert 160 < lengths.mean() < 200
-    _, starts = packed(lengths, capacity)
+    _, starts = pack_examples(lengths, capacity)
     assert lengths.sum() / ((len(starts) - 1) * capacity) >= 0.95
 
 
@@ -98,7 +98,7 @@ def test_too_long_examples_are_always_counted(tmp_path: Path, rule: str, cut: in
 
 
 def rows_of(data: Any, count: int) -> Any:
-    return micro_batch(data.training.at(0, count), data.training.rules, 0)
+    return build_micro_batch(data.training.at(0, count), data.training.rules, 0)
 
 
 def test_one_example_a_sequence_is_filled_up_with_the_padding_token_and_no_labels(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 from tests.testing.trainer.example_files import CHAT, config, opened, records, texts, write_records, write_tokenizer
 from trainium_trainer.data.batches.order import EpochOrder
 from trainium_trainer.data.examples import store
-from trainium_trainer.data.examples.held_out import held_out, prompt_ids_of, prompt_of
+from trainium_trainer.data.examples.held_out import build_prompt, build_prompt_ids, read_held_out
 from trainium_trainer.data.examples.store import StoredExamples
 from trainium_trainer.data.opening import open_data
 from trainium_trainer.data.tokens.tokenizer import load_tokenizer
@@ -167,7 +167,7 @@ def test_the_end_of_each_source_or_a_source_of_its_own_may_be_held_back(tmp_path
     assert data.validation is not None
     assert data.validation.num_samples == 9
     assert data.report.held_back == 0
-    asked = held_out(given)
+    asked = read_held_out(given)
     assert [one.answer_text for one in asked.examples] == [row["response"] for row in records(9, seed=5)]
     assert asked.examples[0].prompt_text.startswith("### Instruction"), "prompts are those of the training"
 
@@ -179,7 +179,7 @@ def test_held_out_examples_are_those_that_are_held_back_with_their_tokens(
     given = settings.model_validate({**settings.model_dump(), "validation": validation})
     data = opened(given)
     (source,) = data.sources
-    asked = held_out(given)
+    asked = read_held_out(given)
     numbers = source.held.nonzero()[0].tolist()
     assert len(asked.examples) == len(numbers)
     for one, number in zip(asked.examples, numbers, strict=True):
@@ -188,7 +188,7 @@ def test_held_out_examples_are_those_that_are_held_back_with_their_tokens(
         assert one.prompt_text.startswith("### Instruction\nsay ")
         assert one.answer_text == texts(data)[number][1].removesuffix("<|end|>")
         assert one.label is None
-    assert held_out(given, 3).examples == asked.examples[:3]
+    assert read_held_out(given, 3).examples == asked.examples[:3]
     assert asked.labels == ()
     assert asked.end == load_tokenizer(data.tokenizer).token_to_id("<|end|>")
 
@@ -197,7 +197,7 @@ def test_held_out_classes_have_their_words(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "tokenizer")
     rows = [{"question": f"q{number}", "sentence": "s", "label": number % 2} for number in range(40)]
     source = write_records(tmp_path / "d.jsonl", rows)
-    asked = held_out(config(tmp_path, source, format="Classification", validation={"fraction": 0.3}))
+    asked = read_held_out(config(tmp_path, source, format="Classification", validation={"fraction": 0.3}))
     assert asked.labels == ("entailment", "not_entailment")
     assert {one.label for one in asked.examples} == set(asked.labels)
     assert all(one.answer_text == f" {one.label}" for one in asked.examples)
@@ -215,7 +215,7 @@ def test_held_out_answers_of_a_chat_are_what_is_said_and_the_turn_has_its_own_en
         for number in range(10)
     ]
     source = write_records(tmp_path / "d.jsonl", talks)
-    asked = held_out(config(tmp_path, source, format="Chat", validation={"fraction": 0.3, "split": "Tail"}))
+    asked = read_held_out(config(tmp_path, source, format="Chat", validation={"fraction": 0.3, "split": "Tail"}))
     assert [one.answer_text for one in asked.examples] == ["7 <|eot|>!", "8 <|eot|>!", "9 <|eot|>!"]
     assert asked.examples[0].prompt_text.endswith("say 7<|eot|><|head|>assistant<|tail|>\n\n")
     turn = load_tokenizer(file).token_to_id("<|eot|>")
@@ -226,21 +226,21 @@ def test_held_out_answers_of_a_chat_are_what_is_said_and_the_turn_has_its_own_en
 
 def test_a_prompt_of_ones_own_is_put_together_as_in_training(tmp_path: Path, settings: DataConfig) -> None:
     built_in = "### Instruction\nsay rank\n\n### Answer\n"
-    assert prompt_of(settings, "say rank") == prompt_of(settings, {"instruction": "say rank"}) == built_in
-    row = held_out(settings, 1).examples[0]
+    assert build_prompt(settings, "say rank") == build_prompt(settings, {"instruction": "say rank"}) == built_in
+    row = read_held_out(settings, 1).examples[0]
     instruction = row.prompt_text.split("\n")[1]
     context = row.prompt_text.split("### Context\n")[1].split("\n")[0] if "### Context" in row.prompt_text else ""
-    assert prompt_ids_of(settings, {"instruction": instruction, "context": context}) == row.prompt_ids
+    assert build_prompt_ids(settings, {"instruction": instruction, "context": context}) == row.prompt_ids
     with pytest.raises(UserError, match="the prompt: has no field 'instruction'"):
-        prompt_of(settings, {"context": "a"})
+        build_prompt(settings, {"context": "a"})
     talk = config(tmp_path, tmp_path / "d.jsonl", format="Chat")
-    assert prompt_of(talk, "hello") == ("<|begin|><|head|>user<|tail|>\n\nhello<|eot|><|head|>assistant<|tail|>\n\n")
-    assert prompt_ids_of(talk, "hello").count(0) == 1, CHAT
+    assert build_prompt(talk, "hello") == ("<|begin|><|head|>user<|tail|>\n\nhello<|eot|><|head|>assistant<|tail|>\n\n")
+    assert build_prompt_ids(talk, "hello").count(0) == 1, CHAT
     two = config(tmp_path, tmp_path / "d.jsonl", format="Classification")
     with pytest.raises(UserError, match="needs the fields question, sentence: give a JSON object with them"):
-        prompt_of(two, "hello")
+        build_prompt(two, "hello")
     with pytest.raises(UserError, match=r"data.format is Text, which has no prompts and answers"):
-        prompt_of(config(tmp_path, tmp_path / "d.jsonl", format="Text"), "hello")
+        build_prompt(config(tmp_path, tmp_path / "d.jsonl", format="Text"), "hello")
 
 
 @pytest.mark.parametrize("packing", [False, True])

@@ -19,7 +19,7 @@ from tests.testing.trainer.example_files import CHAT, EOS, config, opened, texts
 from trainium_contract.trainer.data import TokenizerConfig
 from trainium_contract.wire import worker_env
 from trainium_trainer import cli
-from trainium_trainer.data.examples.held_out import held_out, prompts_of
+from trainium_trainer.data.examples.held_out import build_prompts, read_held_out
 from trainium_trainer.data.opening import open_data
 from trainium_trainer.data.prepared import cache as cache_module
 from trainium_trainer.exits import StorageError, UnreadableError, UserError, blaming_storage
@@ -94,7 +94,7 @@ def test_a_conversation_has_the_prompt_of_transformers_and_learns_all_of_its_ans
     ids, trained = first(opened(given))
 
     assert ids[: len(asked)] == asked
-    assert prompts_of(given, [{"messages": talk[:-1]}])[0][1] == tuple(asked)
+    assert build_prompts(given, [{"messages": talk[:-1]}])[0][1] == tuple(asked)
     assert trained[len(asked) :] == [True] * (len(ids) - len(asked)), "the last answer and its end"
     if ids == whole["input_ids"] and template is MARKED:
         assert trained == [bool(one) for one in whole["assistant_masks"]]
@@ -360,5 +360,5 @@ def test_a_restarted_rank_whose_data_are_gone_ends_as_for_storage(tmp_path: Path
 def test_held_out_prompts_are_those_of_the_border(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "tokenizer")
     given = chat(tmp_path, [{"messages": TWO}] * 4, BLANK, validation={"fraction": 0.5, "split": "Tail"})
-    asked = prompts_of(given, [{"messages": TWO[:-1]}])[0][1]
-    assert {one.prompt_ids for one in held_out(given).examples} == {asked}
+    asked = build_prompts(given, [{"messages": TWO[:-1]}])[0][1]
+    assert {one.prompt_ids for one in read_held_out(given).examples} == {asked}

@@ -19,7 +19,7 @@ from trainium_contract.exit_codes import ExitCode
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer import cli
 from trainium_trainer.data.prepared.build import BuildProgress, PreparedRecipe, build
-from trainium_trainer.data.prepared.cache import vocabulary_of_data
+from trainium_trainer.data.prepared.cache import find_vocabulary_size
 from trainium_trainer.data.prepared.prepared import Prepared, Selection, watching
 from trainium_trainer.data.sources.files import DataFile
 from trainium_trainer.data.tokens.encoding import SourceSpec, held_back
@@ -69,13 +69,13 @@ def test_a_tokenizer_may_be_brought_and_must_be_one(tmp_path: Path, tokenizer: P
     def given(path: Path) -> Any:
         return config(tmp_path, tmp_path / "d.txt", tokenizer={"path": str(path)})
 
-    assert vocabulary_of_data(given(tokenizer)) == load_tokenizer(tokenizer).get_vocab_size()
-    assert vocabulary_of_data(config(tmp_path, "x", tokenizer={"vocab_size": 512})) == 512
+    assert find_vocabulary_size(given(tokenizer)) == load_tokenizer(tokenizer).get_vocab_size()
+    assert find_vocabulary_size(config(tmp_path, "x", tokenizer={"vocab_size": 512})) == 512
     with pytest.raises(UserError, match="there is no tokenizer"):
-        vocabulary_of_data(given(tmp_path / "gone"))
+        find_vocabulary_size(given(tmp_path / "gone"))
     (tmp_path / "broken.json").write_text("{}")
     with pytest.raises(UserError, match="not a tokenizer"):
-        vocabulary_of_data(given(tmp_path / "broken.json"))
+        find_vocabulary_size(given(tmp_path / "broken.json"))
     own = opened(given(tokenizer))
     assert own.identity == opened(config(tmp_path, tmp_path / "d.txt")).identity
     document = json.loads(tokenizer.read_text())
@@ -435,7 +435,7 @@ def test_the_command_makes_data_that_are_recognised_with_their_tokenizer(
     settings = config(tmp_path, out, tokenizer={})
     data = opened(settings)
     assert decoded(data) == "".join(text + END for text in texts)
-    assert vocabulary_of_data(settings) == 300
+    assert find_vocabulary_size(settings) == 300
     assert cli.run([*command, "--output", str(out)]) == 0, "again: it is there"
     assert cli.run([*command, "--output", str(tmp_path)]) == ExitCode.USER_ERROR
     assert "is there already and is not prepared data" in capsys.readouterr().err
@@ -474,7 +474,7 @@ def test_several_sources_are_mixed_by_their_weights_and_share_a_tokenizer(tmp_pa
         {"source": str(tmp_path / "b.jsonl"), "textField": "body"},
     ]
     settings = config(tmp_path, "unused", sources=sources, tokenizer={})
-    assert vocabulary_of_data(settings) == 300
+    assert find_vocabulary_size(settings) == 300
     data = opened(settings)
     assert data.tokenizer == tmp_path / "made" / "tokenizer.json"
     from_made = data.training.sizes[0]

@@ -15,8 +15,8 @@ from tests.testing.trainer.s3_server import Fault, S3Server
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.trainer.data import TokenizerConfig
 from trainium_trainer import exits
-from trainium_trainer.data.examples.held_out import held_out
-from trainium_trainer.data.prepared.cache import vocabulary_of_data
+from trainium_trainer.data.examples.held_out import read_held_out
+from trainium_trainer.data.prepared.cache import find_vocabulary_size
 from trainium_trainer.data.sources import files
 from trainium_trainer.data.sources.documents import TextPiece
 from trainium_trainer.data.sources.resolve import open_source
@@ -96,7 +96,7 @@ def test_examples_and_the_template_beside_them_are_read_from_s3(
     held = {"fraction": 0.2, "split": "Tail"}
     given = config(tmp_path, source, format="Instruction", sequence_length=64, validation=held)
     assert opened(given).report.examples == 30
-    assert [(one.prompt_text, one.answer_text) for one in held_out(given).examples] == [
+    assert [(one.prompt_text, one.answer_text) for one in read_held_out(given).examples] == [
         (f"Q: what is {number}\nA:", f" it is {number}") for number in range(24, 30)
     ]
 
@@ -148,7 +148,7 @@ def test_a_store_that_goes_on_failing_ends_with_the_storage_code(
         StorageError, match=r"s3://bucket/data: cannot be read after 2 tries .*: look at the storage"
     ) as error:
         opened(config(tmp_path, "s3://bucket/data"))
-    assert exits.code_of(error.value) == ExitCode.STORAGE_UNAVAILABLE
+    assert exits.find_exit_code(error.value) == ExitCode.STORAGE_UNAVAILABLE
 
 
 def test_what_the_user_must_correct_is_refused_at_once(
@@ -170,7 +170,7 @@ def test_prepared_data_in_s3_are_copied_into_the_cache_once(server: S3Server, tm
     for file in made.iterdir():
         server.put("bucket", f"made/{file.name}", file.read_bytes())
     settings: Any = config(tmp_path, "s3://bucket/made/", cache_directory=str(tmp_path / "elsewhere"), tokenizer={})
-    assert vocabulary_of_data(settings) == 300
+    assert find_vocabulary_size(settings) == 300
     server.fail(Fault(status=500, method="GET", fits=lambda request: request.key.endswith(".arrow"), times=2))
     there = opened(settings)
     assert there.identity == here.identity

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 from trainium_trainer.data.examples.chat import after_answer
 from trainium_trainer.data.tokens.tokenizer import (
     TOKENIZER_FILE,
-    end_name_of,
+    count_entries,
+    find_end_token,
     known_end,
     load_tokenizer,
     template_of,
     vocabulary_in,
-    vocabulary_of,
     write_tokenizer,
 )
 from trainium_trainer.exits import UserError
@@ -139,7 +139,7 @@ def tokenizer_files(base: WeightsSource | None, tokenizer: Path | None, max_posi
     if tokenizer is not None and TOKENIZER_CONFIG not in files:
         settings = {
             "tokenizer_class": "PreTrainedTokenizerFast",
-            "eos_token": end_name_of(tokenizer),
+            "eos_token": find_end_token(tokenizer),
             "model_max_length": max_positions,
         }
         files[TOKENIZER_CONFIG] = _json(settings)
@@ -151,8 +151,8 @@ def tokenizer_files(base: WeightsSource | None, tokenizer: Path | None, max_posi
 def check_tokenizer(tokenizer: Path, vocabulary: int) -> None:
     """Raise UserError unless the tokenizer has at most `vocabulary` entries and an end-of-document token."""
     load_tokenizer(tokenizer)
-    end_name_of(tokenizer)
-    if (entries := vocabulary_of(tokenizer)) > vocabulary:
+    find_end_token(tokenizer)
+    if (entries := count_entries(tokenizer)) > vocabulary:
         raise UserError(
             f"{tokenizer}: has {entries} entries, but the model has {vocabulary}: name the tokenizer "
             "that the model was trained with"

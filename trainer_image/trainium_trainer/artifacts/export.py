@@ -26,7 +26,7 @@ from trainium_trainer.checkpoint.format.contents import Contents
 from trainium_trainer.checkpoint.root.selection import choose, explain_damage, shape_of
 from trainium_trainer.checkpoint.storage.opening import open_storage
 from trainium_trainer.checkpoint.storage.protocol import Retry
-from trainium_trainer.data.tokens.tokenizer import TOKENIZER_FILE, tokenizer_file, vocabulary_of
+from trainium_trainer.data.tokens.tokenizer import TOKENIZER_FILE, count_entries, tokenizer_file
 from trainium_trainer.exits import UserError
 from trainium_trainer.monitor.writers import METRICS_NAME
 from trainium_trainer.weights.adapter import AdapterWeights
@@ -106,9 +106,9 @@ def merge(
     tuned = AdapterWeights.open(adapter, field="--adapter")
     tuned.check_base(weights.shape, weights)
     with _tokenizer_of(tuned) as tokenizer:
-        if tokenizer is not None and vocabulary_of(tokenizer) > weights.shape.vocab_size:
+        if tokenizer is not None and count_entries(tokenizer) > weights.shape.vocab_size:
             raise UserError(
-                f"--adapter {adapter}: its tokenizer has {vocabulary_of(tokenizer)} entries, but the model at --base "
+                f"--adapter {adapter}: its tokenizer has {count_entries(tokenizer)} entries, but the model at --base "
                 f"has {weights.shape.vocab_size} rows, none for the new tokens: export the model of the run that made "
                 f"it, or take {TOKENIZER_FILE} out of the folder to keep the base's"
             )

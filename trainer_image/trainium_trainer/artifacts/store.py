@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeVar
 
 from trainium_trainer.exits import StorageError
-from trainium_trainer.write_access import FORBIDDEN, FULL, what_forbids
+from trainium_trainer.write_access import FORBIDDEN, FULL, explain_forbidden
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,7 +26,7 @@ def kept(action: Callable[[], T], where: str, retry: Retry) -> T:
         if number in FULL:
             advice = "free space and start again, what is complete is not written again"
         elif number in FORBIDDEN:
-            advice = f"{what_forbids(number, where)}, or name another place"
+            advice = f"{explain_forbidden(number, where)}, or name another place"
         else:
             advice = "look at the store and start again, what is complete is not written again"
         raise StorageError(f"artifact {where}: cannot be written ({reason}): {advice}") from cause

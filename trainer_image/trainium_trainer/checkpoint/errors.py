@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 
 from trainium_trainer.exits import PeerLostError, StorageError, UserError
-from trainium_trainer.write_access import FORBIDDEN, FULL, what_forbids
+from trainium_trainer.write_access import FORBIDDEN, FULL, explain_forbidden
 
 __all__ = [
     "DamagedFileError",
@@ -47,7 +47,7 @@ def storage_error(error: OSError, where: str) -> StorageError:
     if error.errno in FULL:
         advice = "the store is full (or a file-size limit was hit): free space, raise the limit or lower keepLast"
     elif error.errno in FORBIDDEN:
-        advice = f"{what_forbids(error.errno, where)}, or choose another checkpoint.path"
+        advice = f"{explain_forbidden(error.errno, where)}, or choose another checkpoint.path"
     elif error.errno == errno.ENODEV:
         advice = "make the bucket, or choose another checkpoint.path"
     elif error.errno == errno.ETIMEDOUT:

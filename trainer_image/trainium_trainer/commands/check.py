@@ -20,8 +20,8 @@ from trainium_contract.trainer.parallelism import BackendChoice
 from trainium_contract.wire.worker_env import KIND
 from trainium_trainer.backends.choose import choose, refuse_what_it_cannot
 from trainium_trainer.commands.options import DEFAULT_CONFIG, ConfigFile, Overrides
-from trainium_trainer.compile.sizes import sizes_of
-from trainium_trainer.configuration.config import launch_of, parse, read_document, settle, with_steps
+from trainium_trainer.compile.sizes import resolve_sizes
+from trainium_trainer.configuration.config import parse, read_document, read_launch, resolve_settings, with_steps
 from trainium_trainer.data.sources.files import S3
 from trainium_trainer.data.sources.resolve import PYTHON_DOCS, is_data_set
 from trainium_trainer.exits import UserError
@@ -29,7 +29,7 @@ from trainium_trainer.loop import memory_check
 from trainium_trainer.loop.memory_check import needs_of, refuse_too_small
 from trainium_trainer.loop.schedule import learning_rate
 from trainium_trainer.models.shapes import PRESETS
-from trainium_trainer.open_files import limit
+from trainium_trainer.open_files import read_limit
 
 if TYPE_CHECKING:
     from trainium_contract.trainer.config import TrainingConfig
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 _WEIGHTS = ("*.safetensors", "*.bin")
 
 
-def missing(config: TrainingConfig) -> list[str]:
+def find_missing(config: TrainingConfig) -> list[str]:
     """Return what a run on this machine would end with: a sentence for data or a package that is not here."""
     data = config.data
     names = [data.source] if data.sources is None else [source.source for source in data.sources]
@@ -57,7 +57,7 @@ def missing(config: TrainingConfig) -> list[str]:
     return found
 
 
-def unread(model: ModelConfig) -> list[str]:
+def find_unread_weights(model: ModelConfig) -> list[str]:
     """Report weights beside a shape that the run does not start from."""
     if model.path is None:
         return []
@@ -101,7 +101,7 @@ def check(
     # A job, or so many ranks, run elsewhere; what `train` would refuse here is refused.
     elsewhere = document.get("kind") == KIND or ranks is not None
     if document.get("kind") == KIND:
-        plan = sizes_of(config, document, overrides or ())
+        plan = resolve_sizes(config, document, overrides or ())
         start = f"{_sized(plan.nodes[0], 'node')} of {_sized(plan.cores_per_node, 'process')}"
         lines = [f"job: starts on {start}; {_sizes(plan.nodes)}"]
         ranks = ranks or plan.nodes[0] * plan.cores_per_node
@@ -110,11 +110,11 @@ def check(
         trainer = plan.config
     else:
         trainer = parse(document, overrides or (), str(config))
-    launch = replace(launch_of({}), world_size=ranks or 1)
+    launch = replace(read_launch({}), world_size=ranks or 1)
     tokenizer = _tokenizer_elsewhere(trainer)
-    settings = settle(trainer, launch, vocabulary=0 if tokenizer else None)
+    settings = resolve_settings(trainer, launch, vocabulary=0 if tokenizer else None)
     refuse_what_it_cannot(settings)
-    absent = missing(settings.config)
+    absent = find_missing(settings.config)
     if absent and not elsewhere:
         raise UserError(absent[0])
     if not tokenizer and not absent:
@@ -123,19 +123,19 @@ def check(
         refuse_unusable(settings.config.data)
     if not elsewhere:
         refuse_few_files(launch)
-    warnings = [*([tokenizer] if tokenizer else ()), *absent, *without_effect(settings.config)]
-    warnings += unread(settings.config.model)
-    warnings += without_work(settings)
+    warnings = [*([tokenizer] if tokenizer else ()), *absent, *find_settings_without_effect(settings.config)]
+    warnings += find_unread_weights(settings.config.model)
+    warnings += find_idle_ranks(settings)
     found = needs_of(settings, max(1, launch.world_size // nodes), instance_type)
     memory = memory_check.lines(found, of_node=bool(instance_type) or not elsewhere)
     if instance_type in INSTANCES:
         warnings += refuse_too_small(found, INSTANCES[instance_type], instance_type)
-    typer.echo("\n".join([*lines, *meaning(settings, nodes), *memory, *(f"warning: {each}" for each in warnings)]))
+    typer.echo("\n".join([*lines, *describe_run(settings, nodes), *memory, *(f"warning: {each}" for each in warnings)]))
 
 
 def refuse_few_files(launch: Launch) -> None:
     """Raise UserError when this machine lets a process open fewer files than the first rank of this world may need."""
-    if launch.world_size > 1 and (sentence := explain_shortage(limit(), launch.world_size)):
+    if launch.world_size > 1 and (sentence := explain_shortage(read_limit(), launch.world_size)):
         raise UserError(sentence)
 
 
@@ -160,7 +160,7 @@ def _sizes(nodes: tuple[int, ...]) -> str:
     return f"useful sizes: {shown}" + (f" and {len(sizes) - _SIZES_SHOWN} more" if len(sizes) > _SIZES_SHOWN else "")
 
 
-def meaning(settings: Settings, nodes: int = 1) -> list[str]:
+def describe_run(settings: Settings, nodes: int = 1) -> list[str]:
     """Return the arithmetic of a run on so many nodes, one line each."""
     config, shape = settings.config, settings.shape
     degrees, batch, length = config.parallelism, config.batch, config.data.sequence_length
@@ -217,7 +217,7 @@ def _rate(config: TrainingConfig) -> str:
     return f"{peak} in {known.schedule.warmup_steps:,} steps, {schedule.kind}, {last:g} in the last"
 
 
-def without_work(settings: Settings) -> list[str]:
+def find_idle_ranks(settings: Settings) -> list[str]:
     """Return a sentence where there are more data-parallel ranks than samples in a step."""
     samples, ranks = settings.batch, settings.dp_size
     if samples >= ranks:
@@ -229,7 +229,7 @@ def without_work(settings: Settings) -> list[str]:
     return [sentence]
 
 
-def without_effect(config: TrainingConfig) -> list[str]:
+def find_settings_without_effect(config: TrainingConfig) -> list[str]:
     """Return a sentence for each setting without effect, with the reason."""
     schedule, degrees = config.schedule, config.parallelism
     found = []

@@ -51,10 +51,10 @@ def from_nxd(
     from trainium_trainer.checkpoint.whole_tensors import write_whole  # noqa: PLC0415
     from trainium_trainer.configuration.config import load  # noqa: PLC0415
     from trainium_trainer.configuration.model_shape import resolve_shape  # noqa: PLC0415
-    from trainium_trainer.data.prepared.cache import vocabulary_of_data  # noqa: PLC0415
+    from trainium_trainer.data.prepared.cache import find_vocabulary_size  # noqa: PLC0415
 
     settings = load(config)
-    shape = resolve_shape(settings.model, vocabulary_of_data(settings.data))
+    shape = resolve_shape(settings.model, find_vocabulary_size(settings.data))
     source = NxdSource(tag, shape, _order(hardware), weights_only=weights_only)
     position = source.position(step=step, samples=samples, tokens=tokens)
     folder = write_whole(open_storage(root), source.sources(), position, {"model": shape.to_json()}, Retry())

@@ -29,9 +29,9 @@ from trainium_trainer.compile.crew import Crew
 from trainium_trainer.compile.rehearsal import Place, Request, launch_at, rank_of
 from trainium_trainer.compile.rehearsal import places as places_of
 from trainium_trainer.compile.sizes import Sizes, read_sizes
-from trainium_trainer.configuration.config import settle
+from trainium_trainer.configuration.config import resolve_settings
 from trainium_trainer.exits import StorageError, TrainerError, UserError
-from trainium_trainer.write_access import FORBIDDEN, what_forbids
+from trainium_trainer.write_access import FORBIDDEN, explain_forbidden
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -81,7 +81,7 @@ def precompile(
         try:
             outcome = ready(settings, local, shared, force=force)
         except OSError as error:
-            advice = what_forbids(error.errno) if error.errno in FORBIDDEN else "make room"
+            advice = explain_forbidden(error.errno) if error.errno in FORBIDDEN else "make room"
             raise StorageError(
                 f"the compiler's cache: {error.strerror or error} ({error.filename}): {advice}, or name another "
                 "folder (neuron.cacheDirectory, neuron.sharedCacheDirectory)"
@@ -100,7 +100,7 @@ def ready(
     if local is None:  # in S3: the compiler looks there by itself
         _compile(settings, None)
         return CompileOutcome.COMPILED
-    key = graphs.key_of(settings)
+    key = graphs.compute_key(settings)
     home = shared or local
     found = None if force else _found(key, local, shared)
     if found is not None:
@@ -186,7 +186,7 @@ def _reason(log: str) -> str:
 
 def _launches(plan: Sizes) -> Iterator[Settings]:
     for nodes in plan.nodes:
-        settings = settle(plan.config, launch_at(0, nodes * plan.cores_per_node, plan.cores_per_node))
+        settings = resolve_settings(plan.config, launch_at(0, nodes * plan.cores_per_node, plan.cores_per_node))
         refuse_what_it_cannot(settings)
         yield settings
 

@@ -68,24 +68,24 @@ def prepare_data(
     if not source or output is None:
         raise UserError("prepare-data: needs --config FILE, or --source and --output")
     from trainium_trainer.data.prepared.build import PreparedRecipe, build  # noqa: PLC0415 - numpy, only for this command
-    from trainium_trainer.data.prepared.cache import cache_directory, usable  # noqa: PLC0415
-    from trainium_trainer.data.prepared.origins import learned  # noqa: PLC0415
+    from trainium_trainer.data.prepared.cache import cache_directory, use_cache  # noqa: PLC0415
+    from trainium_trainer.data.prepared.origins import train_for_texts  # noqa: PLC0415
     from trainium_trainer.data.tokens.encoding import SourceSpec  # noqa: PLC0415
     from trainium_trainer.data.tokens.tokenizer import (  # noqa: PLC0415
-        beginning_of_documents,
+        count_entries,
+        find_beginning_of_documents,
         tokenizer_file,
-        vocabulary_of,
     )
 
     checked = _checked(tokenizer, vocab_size, text_field, workers, max_bad_lines)
     specs = tuple(SourceSpec(name, text_field) for name in source)
-    with usable(cache_directory(checked)) as cache:
+    with use_cache(cache_directory(checked)) as cache:
         if checked.tokenizer.path is not None:
             file = tokenizer_file(checked.tokenizer)
-            vocabulary_of(file)
+            count_entries(file)
         else:
-            file = learned(specs, vocab_size, cache)
-        recipe = PreparedRecipe(specs, file, max_bad_lines, beginning=beginning_of_documents(bos, file))
+            file = train_for_texts(specs, vocab_size, cache)
+        recipe = PreparedRecipe(specs, file, max_bad_lines, beginning=find_beginning_of_documents(bos, file))
         key = recipe.key(cache)
     bar = _Bar("documents")
     with bar:
@@ -98,10 +98,10 @@ def _prepare_for(file: Path, overrides: Sequence[str]) -> None:
     from trainium_trainer.configuration.config import load  # noqa: PLC0415 - as above
     from trainium_trainer.data.batches.samples import Samples  # noqa: PLC0415
     from trainium_trainer.data.opening import open_data  # noqa: PLC0415
-    from trainium_trainer.data.prepared.cache import cache_directory, usable  # noqa: PLC0415
+    from trainium_trainer.data.prepared.cache import cache_directory, use_cache  # noqa: PLC0415
 
     config = load(file, overrides)
-    with usable(cache_directory(config.data)) as cache:  # a run may do without its cache, its preparation may not
+    with use_cache(cache_directory(config.data)) as cache:  # a run may do without its cache, its preparation may not
         tempfile.TemporaryFile(dir=cache).close()
     bar = _Bar("documents" if config.data.format is DataFormat.TEXT else "examples")
     with bar:

@@ -55,7 +55,7 @@ class Graphs:
     """Ranks of the job at this size: groups of ranks are part of a graph."""
 
 
-def graphs_of(settings: Settings, *, image: str, flags: Sequence[str]) -> Graphs:
+def describe_graphs(settings: Settings, *, image: str, flags: Sequence[str]) -> Graphs:
     """Return the graphs of a configuration at the size of its launch."""
     config = settings.config
     optimizer = {name: value for name, value in config.optimizer if name not in _NOT_COMPILED}
@@ -121,11 +121,13 @@ def shared_cache(config: TrainingConfig) -> SharedCache | None:
     return SharedCache(Path(place)) if place else None
 
 
-def key_of(settings: Settings, environment: Mapping[str, str] = os.environ) -> str:
+def compute_key(settings: Settings, environment: Mapping[str, str] = os.environ) -> str:
     """Return the key of a configuration at the size of its launch, after its variables were set."""
     flags = shlex.split(environment.get(COMPILER_FLAGS, "")) if uses_neuron(settings.config) else []
     kept = [flag for flag in flags if not flag.startswith(_NOT_IN_KEY)]
-    return digest_of_graphs(graphs_of(settings, image=environment.get(worker_env.ENV_IMAGE) or _software(), flags=kept))
+    return digest_of_graphs(
+        describe_graphs(settings, image=environment.get(worker_env.ENV_IMAGE) or _software(), flags=kept)
+    )
 
 
 def _software() -> str:
@@ -159,7 +161,7 @@ def fill_local_cache(settings: Settings) -> None:
     shared, local = shared_cache(settings.config), local_cache(settings.config)
     if shared is None or local is None:
         return
-    key = key_of(settings)
+    key = compute_key(settings)
     try:
         local.folder.mkdir(parents=True, exist_ok=True)
         with (local.folder / ".trainium-fill").open("a") as turn:

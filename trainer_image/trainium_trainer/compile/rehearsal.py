@@ -20,7 +20,7 @@ from trainium_contract.base import MessageModel
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer import exits, neuron_environment
 from trainium_trainer.compile.graphs import micro_batches
-from trainium_trainer.configuration.config import Launch, Settings, settle
+from trainium_trainer.configuration.config import Launch, Settings, resolve_settings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -152,7 +152,7 @@ def main() -> None:
     try:
         request = Request.model_validate_json(sys.stdin.read())
         config = TrainingConfig.model_validate(request.config)
-        settings = settle(config, launch_at(request.rank, request.world_size, request.local_world_size))
+        settings = resolve_settings(config, launch_at(request.rank, request.world_size, request.local_world_size))
         neuron_environment.apply(config)  # before a device library is imported
         rehearse(settings)
     except BaseException as error:  # noqa: BLE001 - this is where an error becomes a code

@@ -40,10 +40,10 @@ def read_sizes(
     path: Path, overrides: Sequence[str] = (), *, asked: Sequence[int] = (), cores_per_node: int | None = None
 ) -> Sizes:
     """Return the sizes that a file asks for, or those of `asked`. Raises UserError."""
-    return sizes_of(path, read_document(path), overrides, asked=asked, cores_per_node=cores_per_node)
+    return resolve_sizes(path, read_document(path), overrides, asked=asked, cores_per_node=cores_per_node)
 
 
-def sizes_of(
+def resolve_sizes(
     path: Path,
     document: dict[str, Any],
     overrides: Sequence[str] = (),

@@ -27,8 +27,8 @@ from trainium_contract.wire import worker_env
 from trainium_contract.wire.worker_env import KIND
 from trainium_trainer.checkpoint.root.owner import NOBODY, JobIdentity
 from trainium_trainer.configuration.model_shape import check_parallelism, resolve_shape
-from trainium_trainer.data.prepared.cache import has_prepared_sources, vocabulary_of_data
-from trainium_trainer.data.tokens.tokenizer import TOKENIZER_FILE, conversion_of
+from trainium_trainer.data.prepared.cache import find_vocabulary_size, has_prepared_sources
+from trainium_trainer.data.tokens.tokenizer import TOKENIZER_FILE, explain_conversion
 from trainium_trainer.exits import UserError
 from trainium_trainer.tuning.choice import Choice, choose, refuse_untrained_rows
 from trainium_trainer.validation_errors import explain, first_problem
@@ -171,7 +171,7 @@ def _with_tokenizer(config: TrainingConfig) -> TrainingConfig:
     if not is_address(location) and not folder.is_dir():  # reported as the model's folder
         return config
     if not is_address(location) and not (folder / TOKENIZER_FILE).is_file():
-        way_out = conversion_of(folder) or (
+        way_out = explain_conversion(folder) or (
             f"has no {TOKENIZER_FILE}: copy the model's tokenizer there, or name it in data.tokenizer.path"
         )
         raise UserError(f"model.weights {location}: {way_out}")
@@ -221,19 +221,19 @@ def with_steps(config: TrainingConfig, epoch_samples: int | None) -> TrainingCon
     return config.model_copy(update={"steps": steps, "schedule": schedule})
 
 
-def settle(config: TrainingConfig, launch: Launch, *, vocabulary: int | None = None) -> Settings:
+def resolve_settings(config: TrainingConfig, launch: Launch, *, vocabulary: int | None = None) -> Settings:
     """Complete a configuration and check it against the launch; `vocabulary` stands for the tokenizer's size.
 
     Raises UserError.
     """
-    known = vocabulary_of_data(config.data) if vocabulary is None else vocabulary
+    known = find_vocabulary_size(config.data) if vocabulary is None else vocabulary
     shape = resolve_shape(config.model, known, tensor=config.parallelism.tensor)
     choice = check_tuning(config, shape)
     check_parallelism(config, shape, launch.world_size)
     return Settings(config=config, shape=shape, launch=launch, choice=choice)
 
 
-def launch_of(environment: Mapping[str, str] = os.environ) -> Launch:
+def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
     """Read the launcher's variables; a process without any is rank 0 of 1. Raises UserError for a bad number."""
     memory = environment.get(worker_env.ENV_MEMORY_DIRECTORY)
     progress = environment.get(worker_env.ENV_PROGRESS_FILE)

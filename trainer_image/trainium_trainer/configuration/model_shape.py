@@ -45,7 +45,7 @@ def resolve_shape(model: ModelConfig, tokenizer_vocabulary: int, *, tensor: int 
         _divides("model.hiddenSize", shape.hidden_size, "model.numAttentionHeads", shape.num_attention_heads)
         shape = replace(shape, head_dim=shape.hidden_size // shape.num_attention_heads)
     if model.rope_scaling is not None:
-        shape = replace(shape, rope_stretch=stretch_of(model.rope_scaling))
+        shape = replace(shape, rope_stretch=build_rope_stretch(model.rope_scaling))
     if shape.vocab_size == 0:
         shape = replace(shape, vocab_size=tokenizer_vocabulary)
     if shape.vocab_size < tokenizer_vocabulary:
@@ -88,7 +88,7 @@ def _shape_of_weights(model: ModelConfig, location: str, tokenizer_vocabulary: i
                 f"model.{field} is {value}, but the model at {location} has {getattr(base, name)}: leave model.{field} "
                 "out"
             )
-    stretch = base.rope_stretch if model.rope_scaling is None else stretch_of(model.rope_scaling)
+    stretch = base.rope_stretch if model.rope_scaling is None else build_rope_stretch(model.rope_scaling)
     known = max(base.vocab_size, tokenizer_vocabulary)
     padded = known
     if known % tensor:
@@ -97,7 +97,7 @@ def _shape_of_weights(model: ModelConfig, location: str, tokenizer_vocabulary: i
     return replace(base, **given, rope_stretch=stretch, vocab_size=padded, vocab_padding=padded - known)
 
 
-def stretch_of(scaling: RopeScaling) -> RopeStretch | None:
+def build_rope_stretch(scaling: RopeScaling) -> RopeStretch | None:
     """Return the core's form of a configured scaling; None for none."""
     match scaling.kind:
         case RopeScalingKind.UNSCALED:

@@ -18,28 +18,28 @@ from trainium_contract.trainer.examples import DataFormat
 from trainium_trainer.data.batches.order import Mixture
 from trainium_trainer.data.batches.samples import SampleRules, Samples, TextPart, ValidationSet, refuse_weights
 from trainium_trainer.data.examples.opening import open_examples
-from trainium_trainer.data.examples.recipe import recipe_of
+from trainium_trainer.data.examples.recipe import build_recipe
 from trainium_trainer.data.online.streams import open_streams, wants_streams
-from trainium_trainer.data.prepared.cache import prepared_folder, sources_of, with_cache
+from trainium_trainer.data.prepared.cache import list_sources, prepared_folder, with_cache
 from trainium_trainer.data.prepared.origins import (
     Origin,
     TextTokenizer,
-    origins_of,
-    same_beginning,
-    same_tokenizer,
-    text_tokenizer,
-    tokens_of,
+    check_beginnings,
+    check_tokenizers,
+    find_origins,
+    find_text_tokenizer,
+    open_tokens,
 )
 from trainium_trainer.data.prepared.prepared import Prepared, Selection, Stretch
 from trainium_trainer.data.sources.files import S3
 from trainium_trainer.data.tokens.encoding import SourceSpec
 from trainium_trainer.data.tokens.tokenizer import (
-    beginning_of_documents,
+    count_entries,
     digest_of,
-    end_of_document_of,
+    find_beginning_of_documents,
+    find_end_of_document,
     load_tokenizer,
     tokenizer_file,
-    vocabulary_of,
 )
 from trainium_trainer.exits import UserError
 
@@ -101,19 +101,19 @@ def open_data(
         return Data(made.training, made.validation, made.identity, made.tokenizer, made.report)
 
     def open_text(cache: Path) -> Data:
-        origins = origins_of(config, cache)
-        texts = text_tokenizer(config, origins, cache)
+        origins = find_origins(config, cache)
+        texts = find_text_tokenizer(config, origins, cache)
         tokenizer = texts.file
         rules = SampleRules(
             sequence_length=config.sequence_length,
-            vocabulary=vocabulary_of(tokenizer),
-            end_of_document=end_of_document_of(tokenizer) if config.mask_documents else None,
+            vocabulary=count_entries(tokenizer),
+            end_of_document=find_end_of_document(tokenizer) if config.mask_documents else None,
         )
         training: Samples | Streams
         if wants_streams(config, origins, epochs=epochs > 0, steps_differ=steps_differ):
             training, held, facts = open_streams(config, origins, texts, cache, rules, global_size)
         else:
-            whole = [tokens_of(config, origin, texts, cache, progress) for origin in origins]
+            whole = [open_tokens(config, origin, texts, cache, progress) for origin in origins]
             kept, held = _divided(config, origins, whole, cache)
             batch = filled if epochs else None
             training = _samples(config, kept, rules, [origin.weight for origin in origins], batch)
@@ -132,12 +132,12 @@ def refuse_unusable(config: DataConfig) -> None:
         return
     file = tokenizer_file(config.tokenizer)
     if config.format is DataFormat.TEXT:
-        end_of_document_of(file)
-        beginning_of_documents(config.bos, file)
+        find_end_of_document(file)
+        find_beginning_of_documents(config.bos, file)
         return
-    for name, _, _ in sources_of(config):
+    for name, _, _ in list_sources(config):
         if not name.startswith(S3):
-            recipe = recipe_of(config, name, file)
+            recipe = build_recipe(config, name, file)
             if config.format is DataFormat.FUNCTION:
                 recipe.key_of_function()
             else:
@@ -152,7 +152,7 @@ def text_prompt_ids(config: DataConfig, texts: Sequence[str]) -> list[tuple[int,
     """
     if config.bos is BosToken.AUTO:
         return [()] * len(texts)
-    known = with_cache(config, lambda cache: text_tokenizer(config, origins_of(config, cache), cache))
+    known = with_cache(config, lambda cache: find_text_tokenizer(config, find_origins(config, cache), cache))
     tokenizer = load_tokenizer(known.file)
     tokenizer.encode_special_tokens = False  # a prompt may have them
     encoded = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
@@ -227,9 +227,9 @@ def _validation(
     weights = [origin.weight for origin in origins]
     if held.source is not None:
         origin = Origin(SourceSpec(held.source, config.text_field), 1.0, prepared_folder(held.source, cache))
-        same_tokenizer(texts.file, [origin])
-        same_beginning(config, [origin])
-        parts, weights = [TextPart(held.source, tokens_of(config, origin, texts, cache))], [1.0]
+        check_tokenizers(texts.file, [origin])
+        check_beginnings(config, [origin])
+        parts, weights = [TextPart(held.source, open_tokens(config, origin, texts, cache))], [1.0]
     for part in parts:
         if part.run.tokens < 2:
             raise UserError(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainium_contract.trainer.examples import DataFormat
 from trainium_trainer.artifacts.writer import Alone
-from trainium_trainer.data.examples.held_out import held_out, prompts_of
+from trainium_trainer.data.examples.held_out import build_prompts, read_held_out
 from trainium_trainer.data.opening import open_data, text_prompt_ids
 from trainium_trainer.evaluate.answering.folder import local_folder, open_candidate
 from trainium_trainer.evaluate.answering.generation import check_prompts, generate
@@ -41,7 +41,7 @@ def exam_of(config: DataConfig, samples: int) -> Exam:
         raise UserError("data.validation is not given, so no examples are held back: give it a fraction or a source")
     if config.format is DataFormat.TEXT:
         return _running_text(config, samples)
-    held = held_out(config, samples)
+    held = read_held_out(config, samples)
     if not held.examples:
         raise UserError(
             "data.validation: of the examples that are held back none has an answer within data.sequenceLength: raise "
@@ -70,7 +70,7 @@ def asked_as_in_training(config: DataConfig, asked: Sequence[Asked]) -> list[Que
         texts = [plain_text(each) for each in asked]
         known = zip(texts, text_prompt_ids(config, texts), strict=True)
         return [Question(prompt=text, prompt_ids=ids, answer="", answer_ids=()) for text, ids in known]
-    made = prompts_of(config, asked)
+    made = build_prompts(config, asked)
     return [Question(prompt=text, prompt_ids=ids, answer="", answer_ids=()) for text, ids in made]
 
 

@@ -15,7 +15,7 @@ from torch import distributed as dist
 from trainium_trainer.exits import StorageError
 from trainium_trainer.loop.schedule import learning_rate
 from trainium_trainer.monitor.efficiency import flops_per_token, peak_flops
-from trainium_trainer.monitor.watch import JobDevices, Past, Watch, read_past, rules_of
+from trainium_trainer.monitor.watch import JobDevices, Past, Watch, read_past, stability_rules
 from trainium_trainer.monitor.writers import Recorder
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class History:
             with self._tolerant():
                 Recorder.rewind(self._root, position.step)
             with self._tolerant():
-                past = read_past(self._root, rules_of(config.monitor), self.aside, last=position.step)
+                past = read_past(self._root, stability_rules(config.monitor), self.aside, last=position.step)
         watch = _watch(settings, past, mesh)
         waiting = self._samples_aside(mesh, position.step) if config.monitor.record_samples else {}
         if mesh.rank == 0:

@@ -75,7 +75,7 @@ def neuron_peak(instance: str, logical_core: str = "") -> float | None:
     return NEURON_PEAKS[family] * cores * _TERA
 
 
-def utilisation(tokens_per_second: float, flops: float, *, devices: int, peak: float | None) -> float | None:
+def compute_utilisation(tokens_per_second: float, flops: float, *, devices: int, peak: float | None) -> float | None:
     """MFU, 0 to 1, of `devices` processes' devices of `peak` FLOP/s each; None where the peak is not known."""
     return None if peak is None else tokens_per_second * flops / (devices * peak)
 

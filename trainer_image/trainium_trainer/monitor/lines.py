@@ -20,7 +20,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from trainium_trainer.exits import StorageError
-from trainium_trainer.write_access import FORBIDDEN, FULL, what_forbids
+from trainium_trainer.write_access import FORBIDDEN, FULL, explain_forbidden
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -32,16 +32,16 @@ _PAUSE_SECONDS = 5.0
 """Between two tries of a file that took nothing."""
 
 
-def unwritable(path: Path, error: OSError) -> StorageError:
+def unwritable_error(path: Path, error: OSError) -> StorageError:
     """Return the sentence for a file of records that cannot be used."""
     if error.errno in FORBIDDEN:
-        advice = what_forbids(error.errno)
+        advice = explain_forbidden(error.errno)
     else:
         advice = "free space" if error.errno in FULL else "make it writable"
     return StorageError(f"{path}: cannot be written ({error.strerror}): {advice}")
 
 
-def step_of(line: bytes) -> int | None:
+def read_step(line: bytes) -> int | None:
     """Return the step of a line; None for a line that is not whole."""
     try:
         step = json.loads(line)["step"]
@@ -50,7 +50,7 @@ def step_of(line: bytes) -> int | None:
     return step if isinstance(step, int) else None
 
 
-def kept_aside(path: Path, aside: Path | None, *, last: int | None = None) -> list[bytes]:
+def read_aside(path: Path, aside: Path | None, *, last: int | None = None) -> list[bytes]:
     """Whole lines that an earlier process could not write to `path`; `last`: none of later steps."""
     if aside is None:
         return []
@@ -58,11 +58,11 @@ def kept_aside(path: Path, aside: Path | None, *, last: int | None = None) -> li
         lines = (aside / path.name).read_bytes().splitlines(keepends=True)
     except OSError:
         return []
-    steps = ((step_of(line), line) for line in lines if line.endswith(b"\n"))
+    steps = ((read_step(line), line) for line in lines if line.endswith(b"\n"))
     return [line for step, line in steps if step is not None and (last is None or step <= last)]
 
 
-def forget_after(path: Path, step: int) -> None:
+def truncate_after(path: Path, step: int) -> None:
     """Drop the lines of steps after `step`, and an unfinished last line; one truncation, so readers see it whole.
 
     Raises StorageError.
@@ -70,7 +70,7 @@ def forget_after(path: Path, step: int) -> None:
     try:
         _forget_after(path, step)
     except OSError as error:
-        raise unwritable(path, error) from error
+        raise unwritable_error(path, error) from error
 
 
 def _forget_after(path: Path, step: int) -> None:
@@ -87,7 +87,7 @@ def _end_of_step(descriptor: int, step: int) -> int:
         end = data.rfind(b"\n") + 1
         while end > 0:
             begin = data.rfind(b"\n", 0, end - 1) + 1
-            number = step_of(data[begin:end])
+            number = read_step(data[begin:end])
             if number is not None and number <= step:
                 break
             end = begin
@@ -102,7 +102,7 @@ def newest_lines(path: Path, count: int) -> list[dict[str, Any]]:
     try:
         return [json.loads(line) for line in _newest(path, count)]
     except OSError as error:
-        raise unwritable(path, error) from error
+        raise unwritable_error(path, error) from error
 
 
 def _newest(path: Path, count: int) -> list[bytes]:
@@ -126,7 +126,7 @@ def first_line(path: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise unwritable(path, error) from error
+        raise unwritable_error(path, error) from error
     found: dict[str, Any] | None = json.loads(line) if line else None
     return found
 
@@ -165,7 +165,7 @@ class LineWriter:
         self._again_at = 0.0
         self._descriptor: int | None = None
         self._last = last
-        for line in kept_aside(path, aside, last=last) if earlier is None else earlier:
+        for line in read_aside(path, aside, last=last) if earlier is None else earlier:
             self._keep(line)
         self._keep_file()
         self._flush()
@@ -215,8 +215,8 @@ class LineWriter:
             if not self._notified:
                 self._notified = True
                 self._notify(
-                    f"{unwritable(self._path, error)}; training goes on, its newest lines are kept aside and written "
-                    "when the file takes them"
+                    f"{unwritable_error(self._path, error)}; training goes on, its newest lines are kept aside and "
+                    "written when the file takes them"
                 )
             self._keep_file()
             return

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from trainium_contract.wire.messages import AlertKind
-from trainium_trainer.monitor.efficiency import device_bytes, host_bytes, utilisation
+from trainium_trainer.monitor.efficiency import compute_utilisation, device_bytes, host_bytes
 from trainium_trainer.monitor.figures import StepFigures
-from trainium_trainer.monitor.lines import first_line, kept_aside, newest_lines
+from trainium_trainer.monitor.lines import first_line, newest_lines, read_aside
 from trainium_trainer.monitor.stability import LEVEL_STEPS, Judgement, Stability, StabilityRules, judge, resumed
 from trainium_trainer.monitor.writers import METRICS_NAME
 
@@ -78,7 +78,7 @@ class MonitorAlert:
     sentence: str
 
 
-def rules_of(config: MonitorConfig) -> StabilityRules:
+def stability_rules(config: MonitorConfig) -> StabilityRules:
     """Return the detectors' bounds of a configuration."""
     return StabilityRules(
         window=config.spike_window,
@@ -94,7 +94,7 @@ def read_past(root: Path, rules: StabilityRules, aside: Path | None = None, *, l
     `aside`: see `lines.LineWriter`, as of the step `last`. Raises StorageError.
     """
     lines = newest_lines(root / METRICS_NAME, 2 * rules.kept)  # skipped steps have no norm
-    lines += [json.loads(line) for line in kept_aside(root / METRICS_NAME, aside, last=last)]
+    lines += [json.loads(line) for line in read_aside(root / METRICS_NAME, aside, last=last)]
     first = first_line(root / METRICS_NAME)
     if not lines or first is None:
         return Past()
@@ -129,7 +129,7 @@ class Watch:
 
     def __init__(self, config: MonitorConfig, past: Past, devices: JobDevices, *, flops_per_token: float) -> None:
         """`flops_per_token`: see `efficiency`."""
-        self._rules = rules_of(config)
+        self._rules = stability_rules(config)
         self._stability = past.stability
         self._productive = past.productive_seconds
         self._began = past.began
@@ -193,7 +193,7 @@ class Watch:
     def _utilisation(self, speed: float | None) -> float | None:
         if speed is None:
             return None
-        return utilisation(speed, self._flops, devices=self._devices.count, peak=self._devices.peak)
+        return compute_utilisation(speed, self._flops, devices=self._devices.count, peak=self._devices.peak)
 
 
 def _alerts(rules: StabilityRules, judgement: Judgement, *, step: int, norm: float) -> list[MonitorAlert]:

@@ -24,7 +24,14 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from trainium_trainer.exits import StorageError
-from trainium_trainer.monitor.lines import LineWriter, forget_after, kept_aside, newest_lines, step_of, unwritable
+from trainium_trainer.monitor.lines import (
+    LineWriter,
+    newest_lines,
+    read_aside,
+    read_step,
+    truncate_after,
+    unwritable_error,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -120,16 +127,16 @@ def _ignore(_: str) -> None:
 
 def _unrecorded_metrics(path: Path, aside: Path | None, last: int) -> list[bytes]:
     """Return the lines on this node of steps after those in the file: another node may have written them since."""
-    kept = kept_aside(path, aside, last=last)
+    kept = read_aside(path, aside, last=last)
     with contextlib.suppress(StorageError):
         newest = newest_lines(path, 1) if kept else []
-        return [line for line in kept if not newest or (step_of(line) or 0) > newest[-1]["step"]]
+        return [line for line in kept if not newest or (read_step(line) or 0) > newest[-1]["step"]]
     return kept
 
 
 def _unrecorded_samples(root: Path, path: Path, aside: Path | None, last: int) -> list[bytes]:
     """Return the lines on this node without samples that were mended while this node was away."""
-    kept = [json.loads(line) for line in kept_aside(path, aside, last=last)]
+    kept = [json.loads(line) for line in read_aside(path, aside, last=last)]
     mended: dict[int, Counter[int]] = {}
     if kept:
         with contextlib.suppress(OSError), (root / "samples-0.jsonl").open(encoding="utf-8") as file:
@@ -189,9 +196,9 @@ class Recorder:
     @staticmethod
     def rewind(root: Path, step: int) -> None:
         """Make all files the history up to `step`; by rank 0, before anyone opens them. Raises StorageError."""
-        forget_after(root / METRICS_NAME, step)
+        truncate_after(root / METRICS_NAME, step)
         for path in root.glob("samples-*.jsonl"):
-            forget_after(path, step)
+            truncate_after(path, step)
 
     @staticmethod
     def lacks(root: Path, step: int, aside: Path | None = None) -> bool:
@@ -199,7 +206,7 @@ class Recorder:
 
         Raises StorageError.
         """
-        waiting = [json.loads(line) for line in kept_aside(root / METRICS_NAME, aside, last=step)]
+        waiting = [json.loads(line) for line in read_aside(root / METRICS_NAME, aside, last=step)]
         newest = waiting or newest_lines(root / METRICS_NAME, 1)
         return bool(newest) and newest[-1]["step"] == step - 1
 
@@ -215,8 +222,8 @@ class Recorder:
         """Return the samples of a step that wait on this node, by the file that they are for and their line."""
         found = {}
         for path in sorted(aside.glob("samples-*.jsonl")) if aside is not None else ():
-            for line in kept_aside(path, aside, last=step):
-                if step_of(line) == step:
+            for line in read_aside(path, aside, last=step):
+                if read_step(line) == step:
                     found[f"{path.name} {line.decode()}"] = list(json.loads(line)["samples"])
         return found
 
@@ -269,7 +276,9 @@ class Recorder:
             self._resume_step = step
         except OSError as error:
             if not self._tensorboard_again_at:
-                self._notify(f"{unwritable(self._tensorboard_folder, error)}; training goes on without its curves")
+                self._notify(
+                    f"{unwritable_error(self._tensorboard_folder, error)}; training goes on without its curves"
+                )
             # Half an event may be in the file, so the next try makes another one.
             self._tensorboard_again_at = time.monotonic() + _TENSORBOARD_PAUSE_SECONDS
             self._close_tensorboard()

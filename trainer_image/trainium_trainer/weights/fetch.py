@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from trainium_trainer.exits import StorageError, TrainerError, UserError
 from trainium_trainer.models.huggingface import CONFIG_NAME, shape_of_document
 from trainium_trainer.weights.folder import INDEX_NAME, WHOLE_NAME, ModelFolder, listed, weight_map
-from trainium_trainer.write_access import FORBIDDEN, what_forbids
+from trainium_trainer.write_access import FORBIDDEN, explain_forbidden
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -146,7 +146,7 @@ def _explained(error: Exception, name: str, revision: str | None) -> TrainerErro
         case errors.LocalEntryNotFoundError() | ConnectionError() | TimeoutError():
             return lost
         case OSError(errno=int() as number):
-            advice = what_forbids(number) if number in FORBIDDEN else "free space"
+            advice = explain_forbidden(number) if number in FORBIDDEN else "free space"
             return StorageError(
                 f"{where}: cannot be written ({error.strerror}): {advice}, or name another folder by --output"
             )

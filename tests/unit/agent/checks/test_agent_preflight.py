@@ -238,7 +238,7 @@ def test_a_pod_that_ends_does_not_wait_for_its_checks(tmp_path: Path) -> None:
 def test_a_worker_that_may_open_too_few_files_for_the_jobs_size_says_what_is_needed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preflight, "limit", lambda: 1024)
+    monkeypatch.setattr(preflight, "read_limit", lambda: 1024)
     found = settings(tmp_path)
 
     def wrong() -> list[preflight.PreflightFinding]:

@@ -21,7 +21,7 @@ from trainium_trainer.checkpoint.durable.save_policy import Save
 from trainium_trainer.checkpoint.errors import StaleGenerationError, StorageError, UnusableCheckpointError
 from trainium_trainer.checkpoint.storage.posix import PosixStorage
 from trainium_trainer.checkpoint.storage.protocol import Retry
-from trainium_trainer.exits import code_of
+from trainium_trainer.exits import find_exit_code
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -248,7 +248,7 @@ def test_when_no_checkpoint_is_whole_a_person_decides(tmp_path: Path) -> None:
     damage_cut(tmp_path / "step-4")
     with pytest.raises(UnusableCheckpointError, match=r"none is whole.*restore one from a backup") as caught:
         solo(tmp_path)
-    assert code_of(caught.value) == ExitCode.USER_ERROR
+    assert find_exit_code(caught.value) == ExitCode.USER_ERROR
     assert folders(tmp_path) == ["step-2", "step-4"]
 
 
@@ -256,7 +256,7 @@ def test_other_settings_are_refused_instead_of_started_over(tmp_path: Path) -> N
     trained(tmp_path, 2)
     with pytest.raises(UnusableCheckpointError, match=r"other settings \(model is one there and two here\)") as caught:
         solo(tmp_path, settings="two")
-    assert code_of(caught.value) == ExitCode.USER_ERROR
+    assert find_exit_code(caught.value) == ExitCode.USER_ERROR
 
 
 def test_the_newest_are_kept_and_damaged_ones_do_not_count(tmp_path: Path) -> None:
@@ -288,7 +288,7 @@ def test_a_checkpoint_of_a_newer_version_is_refused_by_name(tmp_path: Path) -> N
     receipt.write_text(json.dumps(json.loads(receipt.read_text()) | {"formatVersion": 9, "novelty": 1}))
     with pytest.raises(UnusableCheckpointError, match=r"step-2 was written by a newer version .*format 9") as caught:
         solo(tmp_path)
-    assert code_of(caught.value) == ExitCode.USER_ERROR
+    assert find_exit_code(caught.value) == ExitCode.USER_ERROR
     assert folders(tmp_path) == ["step-1", "step-2"]
 
 
@@ -311,7 +311,7 @@ def test_a_store_that_cannot_be_read_says_nothing_about_the_checkpoints_in_it(tm
 
     with pytest.raises(StorageError, match="Input/output error") as caught:
         solo(tmp_path, storage=Unreadable(tmp_path))
-    assert code_of(caught.value) == ExitCode.STORAGE_UNAVAILABLE
+    assert find_exit_code(caught.value) == ExitCode.STORAGE_UNAVAILABLE
     assert solo(tmp_path).resumed.step == 2
 
 
@@ -342,7 +342,7 @@ def test_an_older_generation_cannot_commit(tmp_path: Path) -> None:
     old.to(2, save_at=(2,))
     with pytest.raises(StaleGenerationError, match="generation 2") as caught:
         old.settle()
-    assert code_of(caught.value) == ExitCode.PEER_LOST
+    assert find_exit_code(caught.value) == ExitCode.PEER_LOST
     assert folders(tmp_path) == ["step-1"]
     with pytest.raises(StaleGenerationError):
         solo(tmp_path, generation=1)
@@ -386,7 +386,7 @@ def test_a_folder_that_cannot_be_written_is_a_clear_sentence(tmp_path: Path) -> 
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match=r"file/inside: .*choose another checkpoint\.path") as caught:
         solo(tmp_path / "file" / "inside")
-    assert code_of(caught.value) == ExitCode.STORAGE_UNAVAILABLE
+    assert find_exit_code(caught.value) == ExitCode.STORAGE_UNAVAILABLE
     if os.getuid() != 0:
         (tmp_path / "locked").mkdir(mode=0o500)
         with pytest.raises(StorageError, match=f"user {os.getuid()} cannot write there: make it writable"):
@@ -442,7 +442,7 @@ def test_a_store_that_stays_full_stops_the_run_and_keeps_the_old_checkpoint(tmp_
     run.manager._durable._thread.join()
     with pytest.raises(StorageError, match=r"the store is full.*free space") as caught:
         run.advance()
-    assert code_of(caught.value) == ExitCode.STORAGE_UNAVAILABLE
+    assert find_exit_code(caught.value) == ExitCode.STORAGE_UNAVAILABLE
     assert waits == [0.5, 2.0]
     assert folders(tmp_path) == ["step-1"]
 
@@ -493,7 +493,7 @@ def test_a_save_that_does_not_end_stops_the_run_in_time_and_blocks_no_step(tmp_p
     assert run.manager.warnings == []
     with pytest.raises(StorageError, match=r"has not ended after 1 s .*newest durable checkpoint: none") as caught:
         run.manager.finish(position(3))
-    assert code_of(caught.value) == ExitCode.STORAGE_UNAVAILABLE
+    assert find_exit_code(caught.value) == ExitCode.STORAGE_UNAVAILABLE
     with pytest.raises(StorageError, match="saveTimeoutSeconds"):
         run.advance()
 

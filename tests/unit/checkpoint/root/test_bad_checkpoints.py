@@ -17,7 +17,7 @@ from trainium_contract.trainer.checkpoint import CheckpointConfig
 from trainium_trainer import cli
 from trainium_trainer.checkpoint.storage.object_store import Limits, ObjectStorage
 from trainium_trainer.checkpoint.storage.protocol import Retry
-from trainium_trainer.exits import TrainerError, code_of
+from trainium_trainer.exits import TrainerError, find_exit_code
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -75,7 +75,7 @@ def test_what_cannot_be_resumed_is_refused_and_left_as_it_was(
     before = contents(tmp_path)
     with pytest.raises(TrainerError, match=sentence) as caught:
         solo(tmp_path, settings=settings)
-    assert code_of(caught.value) == ExitCode.USER_ERROR
+    assert find_exit_code(caught.value) == ExitCode.USER_ERROR
     assert contents(tmp_path) == before
 
 

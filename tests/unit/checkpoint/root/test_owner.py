@@ -18,7 +18,7 @@ from trainium_trainer.checkpoint.root.owner import JobIdentity, OwnerRecords
 from trainium_trainer.checkpoint.storage.object_store import Limits, ObjectStorage
 from trainium_trainer.checkpoint.storage.posix import PosixStorage
 from trainium_trainer.checkpoint.storage.protocol import Retry
-from trainium_trainer.exits import TrainerError, code_of
+from trainium_trainer.exits import TrainerError, find_exit_code
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,7 +53,7 @@ def test_a_second_job_is_refused_by_name_and_leaves_no_trace(tmp_path: Path) -> 
     before = files(tmp_path)
     with pytest.raises(TrainerError, match=r"belongs to the job team-a/alpha: .*takeOver: team-a/alpha") as caught:
         solo(tmp_path, job=BETA)
-    assert code_of(caught.value) == ExitCode.USER_ERROR
+    assert find_exit_code(caught.value) == ExitCode.USER_ERROR
     assert files(tmp_path) == before
     # The innocent one has the fence still: its next save is committed.
     first.to(4, save_at=(4,)).settle()
@@ -93,7 +93,7 @@ def test_a_job_made_again_under_its_name_goes_on_and_its_predecessor_never_retur
         old.to(4, save_at=(4,)).settle()
     with pytest.raises(TrainerError, match="was taken over by the job team-a/alpha") as caught:
         solo(tmp_path, job=ALPHA)
-    assert code_of(caught.value) == ExitCode.USER_ERROR
+    assert find_exit_code(caught.value) == ExitCode.USER_ERROR
     new.to(4, save_at=(4,)).settle()
     new.manager.close()
 

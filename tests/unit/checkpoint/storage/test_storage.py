@@ -18,7 +18,7 @@ from trainium_trainer.checkpoint.storage.object_store import Limits, ObjectStora
 from trainium_trainer.checkpoint.storage.opening import open_storage
 from trainium_trainer.checkpoint.storage.posix import PosixStorage
 from trainium_trainer.checkpoint.storage.protocol import Retry, read_part, read_small
-from trainium_trainer.exits import UserError, code_of
+from trainium_trainer.exits import UserError, find_exit_code
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -221,7 +221,7 @@ def test_a_store_that_does_not_answer_is_given_up_in_time_and_tried_again(s3: S3
     stalled = s3.fail(Fault(stall=threading.Event(), times=99))
     with pytest.raises(StorageError, match="did not answer in time") as caught:
         Retry(()).run(lambda: storage.write("GENERATION", b"1"), storage.location)
-    assert code_of(caught.value) == ExitCode.STORAGE_UNAVAILABLE
+    assert find_exit_code(caught.value) == ExitCode.STORAGE_UNAVAILABLE
 
     def recover(_: float) -> None:
         stalled.times = 0

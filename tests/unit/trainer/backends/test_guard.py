@@ -11,7 +11,7 @@ import torch
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer.backends.native import NativeBackend
 from trainium_trainer.compile.rehearsal import launch_at
-from trainium_trainer.configuration.config import launch_of, settle
+from trainium_trainer.configuration.config import read_launch, resolve_settings
 from trainium_trainer.data.batches.loader import MicroBatch
 from trainium_trainer.weights import BaseWeights
 
@@ -30,7 +30,7 @@ CONFIG = {
 
 
 def built(config: TrainingConfig, launch: Launch) -> Iterator[NativeBackend]:
-    made = NativeBackend(settle(config, launch))
+    made = NativeBackend(resolve_settings(config, launch))
     made.build()
     made.initialize(0)
     yield made
@@ -45,7 +45,7 @@ def rehearsing() -> Iterator[NativeBackend]:
 @pytest.fixture(params=["Replicated", "ShardedOptimizer", "FullySharded"])
 def backend(request: pytest.FixtureRequest) -> Iterator[NativeBackend]:
     config = TrainingConfig.model_validate(CONFIG | {"dataParallel": request.param})
-    yield from built(config, launch_of({}))
+    yield from built(config, read_launch({}))
 
 
 def one_step(backend: NativeBackend, seed: int) -> StepOutcome:
@@ -87,7 +87,7 @@ def test_a_gradient_that_is_not_finite_is_named_also_where_most_weights_have_non
     tuning = {"method": "LoRA", "lora": {"rank": 2, "alpha": 4.0}}
     settings = {"data": {"tokenizer": {"vocabSize": 320}}, "device": "Cpu", "model": {"weights": str(base)}}
     config = TrainingConfig.model_validate(settings | {"dataParallel": mode, "tuning": tuning})
-    for backend in built(config, launch_of({})):
+    for backend in built(config, read_launch({})):
         backend.load_frozen(BaseWeights.open(str(base)))
         tokens = torch.randint(0, 320, (2, 9), generator=torch.Generator().manual_seed(1))
         backend.accumulate(MicroBatch(tokens[:, :-1], tokens[:, 1:], 16, torch.arange(2)), last=True)

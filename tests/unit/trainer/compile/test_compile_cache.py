@@ -17,10 +17,10 @@ import yaml
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer.compile import lock
 from trainium_trainer.compile.cache import LocalCache, SharedCache
-from trainium_trainer.compile.graphs import Graphs, digest_of_graphs, graphs_of
+from trainium_trainer.compile.graphs import Graphs, describe_graphs, digest_of_graphs
 from trainium_trainer.compile.rehearsal import Place, launch_at, places, rank_of
 from trainium_trainer.compile.sizes import read_sizes
-from trainium_trainer.configuration.config import settle
+from trainium_trainer.configuration.config import resolve_settings
 from trainium_trainer.exits import UserError
 
 KEY = "k" * 32
@@ -30,7 +30,9 @@ EXAMPLES = Path(__file__).parents[4] / "manifests/examples"
 
 def graphs(nodes: int = 2, **fields: Any) -> Graphs:
     config = TrainingConfig.model_validate({"model": {"preset": "Tiny"}, "batch": {"globalSize": 12}, **fields})
-    return graphs_of(settle(config, launch_at(0, nodes)), image="image@sha256:1", flags=("--model-type=transformer",))
+    return describe_graphs(
+        resolve_settings(config, launch_at(0, nodes)), image="image@sha256:1", flags=("--model-type=transformer",)
+    )
 
 
 def compiled(folder: Path, *, finished: bool = True) -> LocalCache:

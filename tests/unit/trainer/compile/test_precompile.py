@@ -18,7 +18,7 @@ from trainium_trainer.backends.nxd import extraction
 from trainium_trainer.commands import precompile
 from trainium_trainer.compile import crew
 from trainium_trainer.compile.rehearsal import launch_at
-from trainium_trainer.configuration.config import settle
+from trainium_trainer.configuration.config import resolve_settings
 from trainium_trainer.exits import UserError
 
 pytestmark = pytest.mark.timeout(240)  # processes that import torch, one after another
@@ -123,7 +123,7 @@ def test_neurons_tool_gets_a_folder_and_a_core_for_each_place_and_the_one_that_f
     monkeypatch.setattr(extraction, "data_ranks", lambda _: (0,))
     monkeypatch.setattr(crew, "memory_of", lambda _: 1)  # three fit beside each other on any machine
     trainer = JOB["spec"]["trainer"] | {"parallelism": {"tensor": 4}}
-    settings = settle(TrainingConfig.model_validate(trainer), launch_at(0, 4, 4))
+    settings = resolve_settings(TrainingConfig.model_validate(trainer), launch_at(0, 4, 4))
     if fails:
         with pytest.raises(UserError, match="compiling for 4 ranks, rank 2: no such operator"):
             precompile._compile(settings, None)

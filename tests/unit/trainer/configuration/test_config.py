@@ -18,8 +18,8 @@ from trainium_contract.sizes import INSTANCES
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer import cli
 from trainium_trainer.checkpoint.root.run_identity import settings_digest
-from trainium_trainer.commands.check import missing
-from trainium_trainer.configuration.config import Launch, launch_of, load, settle, with_steps
+from trainium_trainer.commands.check import find_missing
+from trainium_trainer.configuration.config import Launch, load, read_launch, resolve_settings, with_steps
 from trainium_trainer.exits import UserError
 from trainium_trainer.loop.memory_check import refuse_too_small
 
@@ -96,7 +96,7 @@ def test_overrides_win_and_take_numbers_as_people_write_them(tmp_path: Path) -> 
         (
             {"batch": {"tolerance": 0.1}, "data": {"tokenization": "Online"}},
             None,
-            "batch.tolerance is 0.1 but data.tokenization is Online, where each row of the global batch is a stream",
+            "batch.tolerance is 0.1 but data.tokenization is Online, where each row of the global batch is",
         ),
         ("- a\n- b\n", None, "holds a list, not fields"),
         ("steps: [", None, "not valid YAML"),
@@ -177,13 +177,13 @@ def test_a_configuration_that_does_not_fit_the_launch_is_refused(
     tmp_path: Path, overrides: list[str], size: int, sentence: str
 ) -> None:
     with pytest.raises(UserError) as refusal:
-        settle(load(write(tmp_path, ""), overrides), world(size))
+        resolve_settings(load(write(tmp_path, ""), overrides), world(size))
     assert sentence in str(refusal.value)
 
 
 def test_what_must_not_change_is_all_that_the_history_is_held_to(tmp_path: Path) -> None:
     def digest(*overrides: str, data: str = "d", tokenizer: str = "t") -> str:
-        return settings_digest(settle(load(write(tmp_path, ""), overrides), world(1)).fixed(data, tokenizer))
+        return settings_digest(resolve_settings(load(write(tmp_path, ""), overrides), world(1)).fixed(data, tokenizer))
 
     assert digest() == digest("steps=50", "optimizer.learningRate=0.1", "batch.microSize=2", "precision=BFloat16")
     others = [digest("model.numLayers=9"), digest("seed=3"), digest("data.sequenceLength=64"), digest(data="e")]
@@ -200,13 +200,13 @@ def test_records_are_beside_the_checkpoints_unless_they_have_a_place(tmp_path: P
 
 
 def test_launch_variables_are_optional_and_checked() -> None:
-    assert launch_of({}) == world(1)
-    launch = launch_of({"RANK": "2", "WORLD_SIZE": "4", "TRAINIUM_GENERATION": "7", "TRAINIUM_RUN_ID": "uid"})
+    assert read_launch({}) == world(1)
+    launch = read_launch({"RANK": "2", "WORLD_SIZE": "4", "TRAINIUM_GENERATION": "7", "TRAINIUM_RUN_ID": "uid"})
     assert (launch.generation, launch.run_id) == (7, "uid")
     with pytest.raises(UserError, match="RANK is 'x', not a number"):
-        launch_of({"RANK": "x"})
+        read_launch({"RANK": "x"})
     with pytest.raises(UserError, match="RANK is 4 but WORLD_SIZE is 2"):
-        launch_of({"RANK": "4", "WORLD_SIZE": "2"})
+        read_launch({"RANK": "4", "WORLD_SIZE": "2"})
 
 
 def test_a_bad_command_line_or_configuration_ends_with_64_and_its_sentence_last(
@@ -319,7 +319,7 @@ def test_data_that_is_here_or_need_not_be_is_not_spoken_of(tmp_path: Path, capsy
     for source in (str(tmp_path / "one.txt"), str(tmp_path), f"{tmp_path}/*.txt", "owner/set"):
         assert cli.run(["check", "--config", str(write(tmp_path, {"data": {"source": source}}))]) == 0
         assert "data.source" not in capsys.readouterr().out
-    assert missing(TrainingConfig.model_validate({"data": {"source": "s3://bucket/corpus"}})) == []
+    assert find_missing(TrainingConfig.model_validate({"data": {"source": "s3://bucket/corpus"}})) == []
 
 
 def test_weights_beside_a_shape_that_are_not_read_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

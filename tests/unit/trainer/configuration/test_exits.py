@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     ],
 )
 def test_every_exception_has_its_code(error: BaseException, code: int) -> None:
-    assert exits.code_of(error) == code
+    assert exits.find_exit_code(error) == code
 
 
 def test_the_last_line_of_stderr_is_the_sentence_and_so_is_the_termination_log(

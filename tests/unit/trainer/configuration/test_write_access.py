@@ -17,9 +17,9 @@ from trainium_trainer.agent.checks.preflight import _unwritable
 from trainium_trainer.artifacts.store import kept
 from trainium_trainer.checkpoint.storage.posix import PosixStorage
 from trainium_trainer.checkpoint.storage.protocol import Retry
-from trainium_trainer.data.prepared.cache import usable
+from trainium_trainer.data.prepared.cache import use_cache
 from trainium_trainer.exits import StorageError, UserError
-from trainium_trainer.monitor.lines import unwritable
+from trainium_trainer.monitor.lines import unwritable_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -64,7 +64,7 @@ def read_only(tmp_path: Path) -> Iterator[Path]:
 
 
 def cache(folder: Path) -> None:
-    with usable(folder / "cache"):
+    with use_cache(folder / "cache"):
         pass
 
 
@@ -81,7 +81,7 @@ def records(folder: Path) -> None:
     try:
         path.write_bytes(b"x")
     except OSError as error:
-        raise unwritable(path, error) from error
+        raise unwritable_error(path, error) from error
 
 
 WRITERS = [(cache, UserError), (checkpoints, StorageError), (artifacts, StorageError), (records, StorageError)]
@@ -116,5 +116,5 @@ def test_a_full_volume_is_still_told_as_full(tmp_path: Path) -> None:
     def full() -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with pytest.raises(StorageError, match=r"free space there or set data\.cacheDirectory"), usable(tmp_path):
+    with pytest.raises(StorageError, match=r"free space there or set data\.cacheDirectory"), use_cache(tmp_path):
         full()

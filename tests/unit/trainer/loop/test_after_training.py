@@ -39,7 +39,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def options(base: Path, text_file: Path, made: Path) -> list[str]:
     """A short tuning on sums, with a base that has a tokenizer."""
-    from trainium_trainer.data.prepared.origins import learned
+    from trainium_trainer.data.prepared.origins import train_for_texts
     from trainium_trainer.data.tokens.encoding import SourceSpec
 
     folder = made / "base"
@@ -47,7 +47,7 @@ def options(base: Path, text_file: Path, made: Path) -> list[str]:
     for file in base.iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
     (made / "cache").mkdir()
-    tokenizer = learned([SourceSpec(str(text_file), "text")], 320, made / "cache")
+    tokenizer = train_for_texts([SourceSpec(str(text_file), "text")], 320, made / "cache")
     (folder / "tokenizer.json").write_bytes(tokenizer.read_bytes())
     records = [{"instruction": f"Add {n} and {n + 1}.", "context": "", "response": str(2 * n + 1)} for n in range(60)]
     (made / "sums.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))

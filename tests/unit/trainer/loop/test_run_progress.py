@@ -12,7 +12,7 @@ from tests.testing.suite.trials import trials
 from trainium_contract.sizes import passes, step_batch
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer.checkpoint.interfaces import Position
-from trainium_trainer.configuration.config import launch_of, settle, with_steps
+from trainium_trainer.configuration.config import read_launch, resolve_settings, with_steps
 from trainium_trainer.data.batches.loader import Share
 from trainium_trainer.loop.run_progress import RunProgress
 from trainium_trainer.loop.schedule import factor, learning_rate
@@ -23,8 +23,8 @@ START = Position(step=0, samples=0, tokens=0)
 def course(ranks: int, *, steps: int = 10, micro_size: int = 1, **batch: Any) -> RunProgress:
     fields = {"batch": {"microSize": micro_size, **batch}, "steps": steps, "schedule": {"warmupSteps": 0}}
     config = TrainingConfig.model_validate(fields)
-    launch = launch_of({"RANK": "0", "WORLD_SIZE": str(ranks)})
-    return RunProgress.of(settle(with_steps(config, None), launch, vocabulary=512))
+    launch = read_launch({"RANK": "0", "WORLD_SIZE": str(ranks)})
+    return RunProgress.of(resolve_settings(with_steps(config, None), launch, vocabulary=512))
 
 
 def after(position: Position, course: RunProgress) -> Position:

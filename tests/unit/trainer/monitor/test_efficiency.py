@@ -10,13 +10,13 @@ import torch
 from trainium_contract.trainer.model import ModelConfig, ModelPreset
 from trainium_trainer.configuration.model_shape import resolve_shape
 from trainium_trainer.monitor.efficiency import (
+    compute_utilisation,
     cuda_peak,
     device_bytes,
     flops_per_token,
     host_bytes,
     neuron_peak,
     peak_flops,
-    utilisation,
 )
 
 if TYPE_CHECKING:
@@ -74,9 +74,9 @@ def test_neuron_cores_are_known_by_the_instance_type(instance: str, logical: str
 def test_utilisation_is_the_work_done_over_the_work_possible() -> None:
     # HLAT 7B: 26,000 tokens/s on 32 cores of 95 TFLOP/s at 6 x 6.6e9 + 12 x 32 x 4096 x 4096 FLOPs per token.
     shape = resolve_shape(ModelConfig(preset=ModelPreset.LLAMA2_7B), 32_000)
-    share = utilisation(26_000, flops_per_token(shape, 4096), devices=32, peak=95e12)
+    share = compute_utilisation(26_000, flops_per_token(shape, 4096), devices=32, peak=95e12)
     assert share == pytest.approx(0.3942, abs=1e-3)
-    assert utilisation(26_000, 1e9, devices=32, peak=None) is None
+    assert compute_utilisation(26_000, 1e9, devices=32, peak=None) is None
 
 
 def test_a_cpu_has_no_peak_and_no_device_memory() -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests.testing.suite.trials import trials
 from trainium_contract.status.results import MAX_ARTIFACTS, ArtifactReport, EvaluationFigure, RunStage
 from trainium_trainer.monitor.figures import StepFigures
-from trainium_trainer.monitor.lines import LineWriter, forget_after
+from trainium_trainer.monitor.lines import LineWriter, truncate_after
 from trainium_trainer.monitor.progress import (
     ProgressPhase,
     ProgressWriter,
@@ -233,12 +233,12 @@ def test_a_resume_keeps_exactly_the_lines_up_to_its_step(
     if torn:
         with path.open("a") as file:
             file.write('{"step": 1')
-    forget_after(path, step)
+    truncate_after(path, step)
     assert lines(path) == list(range(1, min(count, step) + 1))
 
 
 def test_a_resume_without_a_file_is_nothing_special(tmp_path: Path) -> None:
-    forget_after(tmp_path / "none.jsonl", 3)
+    truncate_after(tmp_path / "none.jsonl", 3)
     assert not (tmp_path / "none.jsonl").exists()
 
 

@@ -13,14 +13,14 @@ from trainium_contract.trainer.monitor import MonitorConfig
 from trainium_contract.wire.messages import AlertKind
 from trainium_trainer.monitor.figures import StepFigures, perplexity
 from trainium_trainer.monitor.lines import LineWriter
-from trainium_trainer.monitor.watch import JobDevices, MonitorAlert, Past, Watch, read_past, rules_of
+from trainium_trainer.monitor.watch import JobDevices, MonitorAlert, Past, Watch, read_past, stability_rules
 from trainium_trainer.monitor.writers import METRICS_NAME, Recorder
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 CONFIG = MonitorConfig(spike_window=5, spike_event_steps=3)
-RULES = rules_of(CONFIG)
+RULES = stability_rules(CONFIG)
 CPU = JobDevices(torch.device("cpu"), count=4, peak=None)
 
 

@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
     from fake_figures import figures
     from torch import distributed as dist
 
-    from trainium_trainer.exits import code_of
+    from trainium_trainer.exits import find_exit_code
     from trainium_trainer.monitor.progress import ProgressWriter
 
     progress = ProgressWriter(Path(os.environ["TRAINIUM_PROGRESS_FILE"]), generation=generation, attempt=attempt)
@@ -67,7 +67,7 @@ def main(argv: list[str]) -> int:
                 draft.write_text(str(step))
                 draft.rename(memory)
     except RuntimeError as error:
-        return code_of(error)
+        return find_exit_code(error)
 
 
 def own_work(control: Path, rank: int, pulse: Pulse) -> None:

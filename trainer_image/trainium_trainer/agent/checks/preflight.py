@@ -24,8 +24,8 @@ from trainium_contract.exit_codes import ExitCode
 from trainium_contract.requirements.descriptors import explain_shortage
 from trainium_contract.spec.health import PreflightCheck
 from trainium_contract.wire.messages import CheckResult
-from trainium_trainer.open_files import limit
-from trainium_trainer.write_access import FORBIDDEN, what_forbids
+from trainium_trainer.open_files import read_limit
+from trainium_trainer.write_access import FORBIDDEN, explain_forbidden
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -121,7 +121,7 @@ def _unwritable(directory: Path) -> str:
         probe.unlink()
     except OSError as error:
         reason = error.strerror or str(error)
-        return f"{reason}: {what_forbids(error.errno)}" if error.errno in FORBIDDEN else reason
+        return f"{reason}: {explain_forbidden(error.errno)}" if error.errno in FORBIDDEN else reason
     return ""
 
 
@@ -157,7 +157,7 @@ def _config(path: Path) -> Iterator[PreflightFinding]:
 
 def _open_files(nodes: int, processes: int) -> Iterator[PreflightFinding]:
     """Any worker may become the first, which everybody connects to, so each needs the limit that the first does."""
-    sentence = explain_shortage(limit(), nodes * processes, nodes) if nodes else ""
+    sentence = explain_shortage(read_limit(), nodes * processes, nodes) if nodes else ""
     if sentence:
         yield PreflightFinding(ExitCode.USER_ERROR, f"Too few open files: {sentence}.")
 

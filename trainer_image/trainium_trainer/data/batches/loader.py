@@ -100,7 +100,7 @@ class RankBatch:
     """What names the samples, for the record; what fills up an epoch has no name."""
 
 
-def micro_batch(samples: Sequence[Sample | None], rules: SampleRules, first: int | None = None) -> MicroBatch:
+def build_micro_batch(samples: Sequence[Sample | None], rules: SampleRules, first: int | None = None) -> MicroBatch:
     """Return samples as tensors; a sample that is too short or None is filled up with what does not count.
 
     `first` is the global position of the first one, the others follow it; None when they are only measured.
@@ -122,17 +122,17 @@ def micro_batch(samples: Sequence[Sample | None], rules: SampleRules, first: int
     return MicroBatch(inputs, labels, int((labels != IGNORED_LABEL).sum()), places, positions)
 
 
-def divided(
+def divide_samples(
     samples: Sequence[Sample | None], rules: SampleRules, micro_size: int, first: int | None = None
 ) -> Iterator[MicroBatch]:
     """Yield samples in micro-batches; `first` as for `micro_batch`."""
     for start in range(0, len(samples), micro_size):
-        yield micro_batch(samples[start : start + micro_size], rules, None if first is None else first + start)
+        yield build_micro_batch(samples[start : start + micro_size], rules, None if first is None else first + start)
 
 
 def validation_batches(data: ValidationSet, *, dp_rank: int, dp_size: int, micro_size: int) -> Iterator[MicroBatch]:
     """One rank's share of a measurement: as many micro-batches on every rank, some of them empty."""
-    return divided(data.share(dp_rank, dp_size), data.rules, micro_size)
+    return divide_samples(data.share(dp_rank, dp_size), data.rules, micro_size)
 
 
 class BatchMaker(Protocol):
@@ -162,9 +162,9 @@ class Passes:
         empty = self._share.passes - len(rows) // size
         if empty and self._empty is None:
             # The same tensors each time: a pass without a sample costs the host nothing.
-            self._empty = micro_batch([None] * size, self._rules)
+            self._empty = build_micro_batch([None] * size, self._rules)
         missing = (self._empty,) * empty if self._empty is not None else ()
-        return (*divided(rows, self._rules, size, first), *missing)
+        return (*divide_samples(rows, self._rules, size, first), *missing)
 
 
 class SampleMaker:

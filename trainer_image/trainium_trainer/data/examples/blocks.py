@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainium_trainer.data.examples.encode import TextEncoder, fitted
+from trainium_trainer.data.examples.encode import TextEncoder, fit_length
 from trainium_trainer.data.examples.templates import BadRecordError, Filter, without_nulls
 from trainium_trainer.data.sources.documents import Record, Skipped
-from trainium_trainer.data.sources.files import reading
+from trainium_trainer.data.sources.files import read_with_retries
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -115,7 +115,7 @@ class ExampleEncoder:
             encoded = self.texts.encode([example for example, _ in batch], self.maker.guard, config.loss)
             for (example, record), one in zip(batch, encoded, strict=True):
                 before.append(len(one.ids))
-                kept = fitted(one, self._recipe.most, config.too_long)
+                kept = fit_length(one, self._recipe.most, config.too_long)
                 if kept is None:
                     counts.dropped += 1
                     counts.shortest_dropped = min(counts.shortest_dropped or len(one.ids), len(one.ids))
@@ -146,7 +146,7 @@ class ExampleEncoder:
         chosen = Filter(self._recipe.config.where)
         counts.found = chosen.found
         listed = list(items)
-        known = fields_of(listed)
+        known = list_known_fields(listed)
         for item in listed:
             if isinstance(item, Skipped):
                 skipped.append(item)
@@ -167,7 +167,7 @@ class ExampleEncoder:
             if example is None:
                 counts.left_out += 1
                 continue
-            yield example, hash_of(item.fields)
+            yield example, hash_record(item.fields)
 
     def _example(self, record: Record, known: dict[str, None]) -> Example | None:
         """Build an example; a field that other records have is null, as it is in a table. Raises BadRecordError."""
@@ -179,12 +179,12 @@ class ExampleEncoder:
         return self.maker.example(record)
 
 
-def fields_of(items: Iterable[Record | Skipped]) -> dict[str, None]:
+def list_known_fields(items: Iterable[Record | Skipped]) -> dict[str, None]:
     """Return the names of the fields that records of a block have."""
     return dict.fromkeys(name for item in items if isinstance(item, Record) for name in item.fields)
 
 
-def hash_of(fields: Mapping[str, Any]) -> int:
+def hash_record(fields: Mapping[str, Any]) -> int:
     """Return 64 bits that name a record, whatever the order of its fields and whether missing ones are null."""
     text = json.dumps(without_nulls(fields), sort_keys=True, default=str)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
@@ -217,4 +217,4 @@ def encode_block(block: FileBlock) -> ExampleBlock:
     """Return the examples of a block of the installed source."""
     source: DocumentSource = _installed["source"]
     encoder: ExampleEncoder = _installed["encoder"]
-    return reading(source.named(block), lambda: encoder.block(source.records(block)))
+    return read_with_retries(source.named(block), lambda: encoder.block(source.records(block)))

@@ -15,7 +15,7 @@ import re
 import traceback
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from trainium_trainer.data.examples.templates import BadRecordError, Example, Guard, known_fields, without_nulls
+from trainium_trainer.data.examples.templates import BadRecordError, Example, Guard, list_fields, without_nulls
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class Chat:
         if record.get(self.field) is None:
             raise BadRecordError(
                 f"has no field {self.field!r}, which data.examples.chat.messagesField names "
-                f"({known_fields(record, self.field)})"
+                f"({list_fields(record, self.field)})"
             )
         messages = _from_json(record[self.field])
         whole = isinstance(messages, list) and all(isinstance(one, dict) and one.get("role") for one in messages)

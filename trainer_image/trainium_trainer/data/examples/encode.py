@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from trainium_contract.trainer.examples import LossOn, TooLong
-from trainium_trainer.data.tokens.tokenizer import beginning_of, end_of_document_of, load_tokenizer, vocabulary_of
+from trainium_trainer.data.tokens.tokenizer import count_entries, find_beginning, find_end_of_document, load_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,7 +45,7 @@ class Encoded:
     """Tokens at the beginning that stay whatever is cut: the beginning of a text."""
 
 
-def fitted(example: Encoded, most: int, rule: TooLong) -> Encoded | None:
+def fit_length(example: Encoded, most: int, rule: TooLong) -> Encoded | None:
     """Return the example in at most `most` tokens; None when it is dropped."""
     if len(example.ids) <= most:
         return example
@@ -77,7 +77,7 @@ class TextEncoder:
 
     def __init__(self, file: Path, special: Special, bos: BosToken) -> None:
         """Load a `tokenizer.json`. Raises UserError."""
-        self.vocabulary = vocabulary_of(file)
+        self.vocabulary = count_entries(file)
         self._file = file
         self._tokenizer = load_tokenizer(file)
         self._tokenizer.encode_special_tokens = False
@@ -86,9 +86,9 @@ class TextEncoder:
         self.specials = tuple(sorted(token.content for _, token in added if token.special))
         eos = special.token("eos_token")
         end = self._tokenizer.token_to_id(eos) if eos is not None else None
-        self.end: int = end if end is not None else end_of_document_of(file)
-        self.padding = padding_of(self._tokenizer, special, self.end)
-        self._beginning = beginning_of(self._tokenizer, file, special, bos)
+        self.end: int = end if end is not None else find_end_of_document(file)
+        self.padding = find_padding(self._tokenizer, special, self.end)
+        self._beginning = find_beginning(self._tokenizer, file, special, bos)
 
     def encode(self, examples: Sequence[Example], guard: Guard, loss: LossOn) -> list[Encoded]:
         """Encode examples."""
@@ -170,7 +170,7 @@ class TextEncoder:
         return np.array(ids, np.int64), table[:, 0], table[:, 1]
 
 
-def padding_of(tokenizer: Tokenizer, special: Special, end: int) -> int:
+def find_padding(tokenizer: Tokenizer, special: Special, end: int) -> int:
     """Return the token that fills up a sequence: the tokenizer's, else the one that ends a text."""
     name = special.token("pad_token")
     number = tokenizer.token_to_id(name) if name is not None else None

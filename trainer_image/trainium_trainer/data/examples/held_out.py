@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from trainium_contract.trainer.examples import DataFormat, LossOn
 from trainium_trainer.data.examples.blocks import Counts, ExampleEncoder
-from trainium_trainer.data.examples.opening import tokenizer_of, validation_sources
-from trainium_trainer.data.examples.recipe import recipe_of
+from trainium_trainer.data.examples.opening import find_tokenizer, open_validation_sources
+from trainium_trainer.data.examples.recipe import build_recipe
 from trainium_trainer.data.examples.store import BLOCK_BYTES
-from trainium_trainer.data.examples.templates import BadRecordError, answered
-from trainium_trainer.data.prepared.cache import sources_of, with_cache
-from trainium_trainer.data.sources.files import reading
+from trainium_trainer.data.examples.templates import BadRecordError, build_pair
+from trainium_trainer.data.prepared.cache import list_sources, with_cache
+from trainium_trainer.data.sources.files import read_with_retries
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class HeldOut:
     """The token that ends an answer: that of a turn in a chat, else the tokenizer's EOS."""
 
 
-def held_out(config: DataConfig, most: int | None = None) -> HeldOut:
+def read_held_out(config: DataConfig, most: int | None = None) -> HeldOut:
     """Return at most `most` of the examples that data.validation holds back, source by source in their order.
 
     Raises UserError for data.format Text, for data without data.validation, and for unusable data; StorageError.
@@ -70,7 +70,7 @@ def held_out(config: DataConfig, most: int | None = None) -> HeldOut:
     _refuse_text(config)
     if config.validation is None:
         raise UserError("data.validation is not given, so no example is held back: give it a fraction or a source")
-    sources = with_cache(config, lambda cache: validation_sources(config, tokenizer_of(config, cache), cache))
+    sources = with_cache(config, lambda cache: open_validation_sources(config, find_tokenizer(config, cache), cache))
     encoders = [ExampleEncoder(source.recipe) for source in sources]
     found = itertools.chain.from_iterable(
         _of_source(source, encoder) for source, encoder in zip(sources, encoders, strict=True)
@@ -92,29 +92,29 @@ def _label_ids(
     first = examples[0]
     assert first.label is not None
     space = first.answer_text.removesuffix(first.label)
-    made = [answered(first.prompt_text, f"{space}{label}") for label in labels]
+    made = [build_pair(first.prompt_text, f"{space}{label}") for label in labels]
     encoded = encoder.texts.encode(made, encoder.maker.guard, LossOn.ANSWER)
     return tuple(tuple(one.ids[one.answer : -1].tolist()) for one in encoded)
 
 
-def prompt_of(config: DataConfig, given: dict[str, Any] | str) -> str:
+def build_prompt(config: DataConfig, given: dict[str, Any] | str) -> str:
     """Return the prompt for a record without an answer, or for a text where the format asks for one field only.
 
     Raises UserError.
     """
-    return prompts_of(config, [given])[0][0]
+    return build_prompts(config, [given])[0][0]
 
 
-def prompt_ids_of(config: DataConfig, given: dict[str, Any] | str) -> tuple[int, ...]:
+def build_prompt_ids(config: DataConfig, given: dict[str, Any] | str) -> tuple[int, ...]:
     """Return the tokens of that prompt, as in training. Raises UserError."""
-    return prompts_of(config, [given])[0][1]
+    return build_prompts(config, [given])[0][1]
 
 
-def prompts_of(config: DataConfig, given: Sequence[dict[str, Any] | str]) -> list[tuple[str, tuple[int, ...]]]:
+def build_prompts(config: DataConfig, given: Sequence[dict[str, Any] | str]) -> list[tuple[str, tuple[int, ...]]]:
     """Text and tokens of several prompts, see `prompt_of`. Raises UserError."""
     _refuse_text(config)
-    tokenizer = with_cache(config, lambda cache: tokenizer_of(config, cache))
-    encoder = ExampleEncoder(recipe_of(config, sources_of(config)[0][0], tokenizer))
+    tokenizer = with_cache(config, lambda cache: find_tokenizer(config, cache))
+    encoder = ExampleEncoder(build_recipe(config, list_sources(config)[0][0], tokenizer))
     return [_prompt(encoder, one) for one in given]
 
 
@@ -162,4 +162,4 @@ def _shown(one: Made, guard: Guard, texts: TextEncoder) -> HeldOutExample:
 
 
 def _read(opened: Records, block: FileBlock) -> list[Record | Skipped]:
-    return reading(opened.named(block), lambda: list(opened.records(block)))
+    return read_with_retries(opened.named(block), lambda: list(opened.records(block)))

@@ -20,15 +20,15 @@ from trainium_contract.trainer.data import Tokenization, ValidationSplit
 from trainium_trainer.data.batches.order import Mixture
 from trainium_trainer.data.batches.samples import SampleRules, Samples, ValidationSet, refuse_weights
 from trainium_trainer.data.examples.part import ExamplePart
-from trainium_trainer.data.examples.recipe import FORMAT, recipe_of
+from trainium_trainer.data.examples.recipe import FORMAT, build_recipe
 from trainium_trainer.data.examples.store import BLOCK_BYTES, StoredExamples, build_examples
 from trainium_trainer.data.examples.templates import BadRecordError, Filter
-from trainium_trainer.data.prepared.cache import prepared_folder, sources_of
-from trainium_trainer.data.prepared.origins import Lines, once
+from trainium_trainer.data.prepared.cache import list_sources, prepared_folder
+from trainium_trainer.data.prepared.origins import Lines, train_once
 from trainium_trainer.data.sources.documents import Record
-from trainium_trainer.data.sources.files import reading
+from trainium_trainer.data.sources.files import read_with_retries
 from trainium_trainer.data.tokens.encoding import held_back
-from trainium_trainer.data.tokens.tokenizer import digest_of, tokenizer_file, train_tokenizer, vocabulary_of
+from trainium_trainer.data.tokens.tokenizer import count_entries, digest_of, tokenizer_file, train_tokenizer
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
@@ -107,10 +107,10 @@ class DataReport:
         return [*bars[:-1], (first, max(last, int(self.lengths.max())), count)]
 
 
-def learned_on_examples(recipes: Sequence[Recipe], vocab_size: int, cache: Path) -> Path:
+def train_on_examples(recipes: Sequence[Recipe], vocab_size: int, cache: Path) -> Path:
     """Return the `tokenizer.json` of a tokenizer for these examples. Raises UserError, StorageError, WorkerError."""
     parts = [vocab_size, [recipe.key(cache) for recipe in recipes]]
-    return once(parts, cache, _learn, tuple(recipes), vocab_size)
+    return train_once(parts, cache, _learn, tuple(recipes), vocab_size)
 
 
 def _learn(recipes: tuple[Recipe, ...], vocab_size: int, file: str) -> None:
@@ -133,7 +133,7 @@ def _texts(recipe: Recipe) -> Iterator[str]:
 
 
 def _records(source: DocumentSource, block: FileBlock) -> list[Record | Skipped]:
-    return reading(source.named(block), lambda: list(source.records(block)))
+    return read_with_retries(source.named(block), lambda: list(source.records(block)))
 
 
 _log = logging.getLogger("trainium.data")
@@ -175,7 +175,7 @@ def open_examples(
     Raises UserError or StorageError.
     """
     _refuse(config, cache)
-    tokenizer = tokenizer_of(config, cache)
+    tokenizer = find_tokenizer(config, cache)
     sources = open_sources(config, tokenizer, cache, progress)
     weights = [source.weight for source in sources]
     batch = global_size if epochs else None
@@ -184,7 +184,7 @@ def open_examples(
     examples = config.examples
     rules = SampleRules(
         sequence_length=config.sequence_length,
-        vocabulary=vocabulary_of(tokenizer),
+        vocabulary=count_entries(tokenizer),
         packed=examples.packing,
         padding=sources[0].stored.manifest.padding,
     )
@@ -222,7 +222,7 @@ def _refuse(config: DataConfig, cache: Path) -> None:
             f"data.tokenization is Online, but data.format {config.format} is always encoded before the first step: "
             "leave data.tokenization out"
         )
-    for name, _, _ in sources_of(config):
+    for name, _, _ in list_sources(config):
         if prepared_folder(name, cache) is not None:
             raise UserError(
                 f"data.source {name}: is prepared text, which has no records: set data.format to Text, or give the "
@@ -230,14 +230,14 @@ def _refuse(config: DataConfig, cache: Path) -> None:
             )
 
 
-def tokenizer_of(config: DataConfig, cache: Path) -> Path:
+def find_tokenizer(config: DataConfig, cache: Path) -> Path:
     """Return the tokenizer's file, trained on the examples when none is given. Raises UserError or StorageError."""
     if config.tokenizer.path is not None:
         file = tokenizer_file(config.tokenizer)
-        vocabulary_of(file)
+        count_entries(file)
         return file
-    recipes = [recipe_of(config, name, None) for name, _, _ in sources_of(config)]
-    return learned_on_examples(recipes, config.tokenizer.vocab_size, cache)
+    recipes = [build_recipe(config, name, None) for name, _, _ in list_sources(config)]
+    return train_on_examples(recipes, config.tokenizer.vocab_size, cache)
 
 
 def open_sources(
@@ -245,8 +245,8 @@ def open_sources(
 ) -> list[ExampleSource]:
     """Each source, encoded. Raises UserError or StorageError."""
     sources = []
-    for name, _, weight in sources_of(config):
-        recipe = recipe_of(config, name, tokenizer)
+    for name, _, weight in list_sources(config):
+        recipe = build_recipe(config, name, tokenizer)
         stored = _stored(config, recipe, cache, progress)
         sources.append(ExampleSource(recipe, weight, stored, _held(config, stored)))
     fraction = config.validation.fraction if config.validation is not None else None
@@ -259,7 +259,7 @@ def open_sources(
     return sources
 
 
-def validation_sources(config: DataConfig, tokenizer: Path, cache: Path) -> list[ExampleSource]:
+def open_validation_sources(config: DataConfig, tokenizer: Path, cache: Path) -> list[ExampleSource]:
     """Return the sources with held-back examples. Raises UserError or StorageError."""
     sources = open_sources(config, tokenizer, cache)
     if config.validation is not None and config.validation.source is not None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from trainium_trainer.data.examples.store import StoredExamples
 
 
-def packed(lengths: NDArray[np.int64], capacity: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def pack_examples(lengths: NDArray[np.int64], capacity: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the examples in the order of their sequences, and where each sequence begins (one more than there are).
 
     No length is above `capacity`.
@@ -98,7 +98,7 @@ class ExamplePart:
         """Positions that each example takes."""
         self._members, self._starts = rows, np.arange(len(rows) + 1)
         if packing:
-            order, self._starts = packed(self.used, capacity)
+            order, self._starts = pack_examples(self.used, capacity)
             self._members = rows[order]
 
     @property

@@ -24,11 +24,11 @@ from trainium_trainer.data.examples.templates import (
     Guard,
     Instruction,
     Templates,
-    answered,
-    templates_of,
+    build_pair,
+    find_templates,
 )
 from trainium_trainer.data.tokens.encoding import SourceSpec
-from trainium_trainer.data.tokens.tokenizer import Special, digest_of, special_of
+from trainium_trainer.data.tokens.tokenizer import Special, digest_of, read_special_tokens
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class ExampleMaker:
             return None
         if _MESSAGES in result:
             return self._chatting().example(result)
-        return answered(result["prompt"], result["completion"])
+        return build_pair(result["prompt"], result["completion"])
 
     def unused(self, record: Mapping[str, Any]) -> Iterator[str]:
         """Yield what a record holds that no example depends on; a function may use all of it."""
@@ -218,10 +218,10 @@ class Recipe:
         return digest_of_function(self.config.function)
 
 
-def recipe_of(config: DataConfig, source: str, tokenizer: Path | None) -> Recipe:
+def build_recipe(config: DataConfig, source: str, tokenizer: Path | None) -> Recipe:
     """Return the recipe for one source. Raises UserError or StorageError."""
     examples = config.examples
-    special = special_of(tokenizer) if tokenizer is not None else Special((), None)
+    special = read_special_tokens(tokenizer) if tokenizer is not None else Special((), None)
     chat_template = special.chat_template
     if examples.chat.template is not None:
         file = Path(examples.chat.template).expanduser()
@@ -239,7 +239,7 @@ def recipe_of(config: DataConfig, source: str, tokenizer: Path | None) -> Recipe
         )
     instruction = config.format is DataFormat.INSTRUCTION
     where = "data.examples.template"
-    templates = templates_of(examples.template, source) if instruction else Templates(None, None, where)
+    templates = find_templates(examples.template, source) if instruction else Templates(None, None, where)
     return Recipe(
         source=source,
         format=config.format,

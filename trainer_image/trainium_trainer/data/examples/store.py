@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainium_trainer.data.examples.blocks import Counts, encode_block, install
-from trainium_trainer.data.examples.templates import nothing_left
-from trainium_trainer.data.prepared.build import BuildProgress, durable, locked, processes
+from trainium_trainer.data.examples.templates import explain_empty_filter
+from trainium_trainer.data.prepared.build import BuildProgress, count_processes, hold_lock, write_durably
 from trainium_trainer.data.sources.documents import refuse_skipped, refuse_skipped_share
 from trainium_trainer.data.tokens.encoding import list_blocks
 from trainium_trainer.data.workers.pool import Workers
@@ -129,7 +129,7 @@ class Writer:
     def note(self) -> None:
         """Make what is written so far a place to go on from."""
         self._flush()
-        durable(self._path / _NOTE, json.dumps(asdict(self.manifest)))
+        write_durably(self._path / _NOTE, json.dumps(asdict(self.manifest)))
         self._noted = sum(self.manifest.sizes)
 
     def _flush(self) -> None:
@@ -146,7 +146,7 @@ class Writer:
             with (self._path / name).open("rb") as stream:
                 total.update(hashlib.file_digest(stream, "sha256").digest())
         self.manifest.identity = total.hexdigest()
-        durable(self._path / _MANIFEST, json.dumps(asdict(self.manifest), indent=1) + "\n")
+        write_durably(self._path / _MANIFEST, json.dumps(asdict(self.manifest), indent=1) + "\n")
         self._path.rename(self._folder)
         (self._folder / _NOTE).unlink(missing_ok=True)
         return self.manifest
@@ -213,7 +213,7 @@ def build_examples(
     """Make `folder`, unless it is there. Raises UserError, StorageError, WorkerError, OSError."""
     manifest = read_manifest(folder)
     if manifest is None:
-        with locked(folder.with_name(f".{folder.name}.lock")):
+        with hold_lock(folder.with_name(f".{folder.name}.lock")):
             manifest = read_manifest(folder)
             if manifest is None:
                 manifest = _make(folder, recipe, key, workers, progress)
@@ -249,7 +249,7 @@ def _fill(
     """Write the blocks that are not there yet."""
     blocks = pool.call(list_blocks, recipe.spec, BLOCK_BYTES)
     left = blocks[writer.manifest.blocks :]
-    pool.grow(min(processes(workers), len(left)))
+    pool.grow(min(count_processes(workers), len(left)))
     total = sum(block.size for block in blocks)
     done = total - sum(block.size for block in left)
     _report(progress, writer, done, total)
@@ -280,7 +280,7 @@ def _empty(recipe: Recipe, made: ExamplesManifest) -> UserError:
         first = made.sentences[0]
         return UserError(f"{name}: holds no example: {made.skipped} records were skipped, the first: {first}")
     if counts.filtered:
-        return UserError(f"{name}: {nothing_left(config.where, counts.found, counts.records)}")
+        return UserError(f"{name}: {explain_empty_filter(config.where, counts.found, counts.records)}")
     if counts.left_out:
         return UserError(f"{name}: data.examples.function left all of its {counts.left_out:,} records out: correct it")
     return UserError(f"{name}: holds no record: give a source with records in it")

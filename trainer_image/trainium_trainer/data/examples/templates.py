@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainium_trainer.data.sources.files import S3, reading, s3
+from trainium_trainer.data.sources.files import S3, read_with_retries, s3
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def without_nulls(value: Any) -> Any:
     return [without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
-def answered(prompt: str, answer: str, label: str | None = None) -> Example:
+def build_pair(prompt: str, answer: str, label: str | None = None) -> Example:
     """Return an example of one prompt and one answer. Raises BadRecordError for an empty answer."""
     if not answer.strip():
         raise BadRecordError("the answer is empty: give it one, or leave the record out with data.examples.where")
@@ -127,11 +127,11 @@ class Template:
         for literal, field in self.parts:
             text.append(literal)
             if field is not None:
-                text.append(guard.hide(text_of(record, field, self.where)))
+                text.append(guard.hide(read_field(record, field, self.where)))
         return "".join(text)
 
 
-def parsed(text: str, where: str) -> Template:
+def parse_template(text: str, where: str) -> Template:
     """Parse a template. Raises UserError."""
     try:
         found = list(string.Formatter().parse(text))
@@ -146,10 +146,10 @@ def parsed(text: str, where: str) -> Template:
     return Template(where, tuple((literal, field) for literal, field, _, _ in found))
 
 
-def text_of(record: Mapping[str, Any], field: str, where: str) -> str:
+def read_field(record: Mapping[str, Any], field: str, where: str) -> str:
     """Return a field's value as text; a null is empty. Raises BadRecordError when the field is not there."""
     if field not in record:
-        raise BadRecordError(f"has no field {field!r}, which {where} names ({known_fields(record, field)})")
+        raise BadRecordError(f"has no field {field!r}, which {where} names ({list_fields(record, field)})")
     return as_text(record[field])
 
 
@@ -160,7 +160,7 @@ def as_text(value: Any) -> str:
     return "" if value is None else json.dumps(value, ensure_ascii=False, default=str)
 
 
-def known_fields(record: Mapping[str, Any], wanted: str) -> str:
+def list_fields(record: Mapping[str, Any], wanted: str) -> str:
     """Return the fields of a record, the nearest name first, for sentences."""
     if not record:
         return "it has none: every record is a JSON object or a row"
@@ -195,7 +195,7 @@ class Filter:
         return fits
 
 
-def nothing_left(wanted: Mapping[str, str], found: Mapping[str, Mapping[str, None]], records: int) -> str:
+def explain_empty_filter(wanted: Mapping[str, str], found: Mapping[str, Mapping[str, None]], records: int) -> str:
     """Why no record is left, in one sentence."""
     for field, value in wanted.items():
         if field not in found:
@@ -233,13 +233,13 @@ class Instruction:
         """Check the templates. Raises UserError."""
         self._guard = guard
         name = f"{templates.where}.prompt"
-        self._prompt = parsed(templates.prompt or _WITH_CONTEXT, name)
-        self._short = parsed(_WITHOUT_CONTEXT, name) if templates.prompt is None else None
-        self._completion = parsed(templates.completion or _COMPLETION, f"{templates.where}.completion")
+        self._prompt = parse_template(templates.prompt or _WITH_CONTEXT, name)
+        self._short = parse_template(_WITHOUT_CONTEXT, name) if templates.prompt is None else None
+        self._completion = parse_template(templates.completion or _COMPLETION, f"{templates.where}.completion")
 
     def example(self, record: Mapping[str, Any]) -> Example:
         """Build the example of a record. Raises BadRecordError."""
-        return answered(self.prompt(record), self._completion.render(record, self._guard))
+        return build_pair(self.prompt(record), self._completion.render(record, self._guard))
 
     def prompt(self, record: Mapping[str, Any]) -> str:
         """Build the prompt alone. Raises BadRecordError."""
@@ -261,7 +261,7 @@ class Instruction:
         return self._prompt
 
 
-def templates_of(config: TemplateConfig, source: str) -> Templates:
+def find_templates(config: TemplateConfig, source: str) -> Templates:
     """Return the templates for a source. Raises UserError for a `template.json` that is none, StorageError."""
     if config.prompt is not None and config.completion is not None:
         return Templates(config.prompt, config.completion, "data.examples.template")
@@ -290,7 +290,7 @@ def _beside(source: str) -> tuple[str, bytes] | None:
     while glob.has_magic(str(path)):
         path = path.parent
     file = (path if path.is_dir() else path.parent) / TEMPLATE_FILE
-    return (str(file), reading(str(file), file.read_bytes)) if file.is_file() else None
+    return (str(file), read_with_retries(str(file), file.read_bytes)) if file.is_file() else None
 
 
 def _beside_remote(source: str) -> tuple[str, bytes] | None:
@@ -308,7 +308,7 @@ def _beside_remote(source: str) -> tuple[str, bytes] | None:
                     return S3 + name, bytes(stream.read())
         return None
 
-    return reading(f"{source}/{TEMPLATE_FILE}", content)
+    return read_with_retries(f"{source}/{TEMPLATE_FILE}", content)
 
 
 _WHERE = "data.examples.classification"
@@ -322,16 +322,16 @@ class Classification:
         self._config = config
         self._guard = guard
         if config.prompt is not None:
-            self._prompt = parsed(config.prompt, f"{_WHERE}.prompt")
+            self._prompt = parse_template(config.prompt, f"{_WHERE}.prompt")
         else:
             escaped = [(name.replace("{", "{{").replace("}", "}}"), name) for name in config.text_fields]
             lines = [f"{shown}: {{{name}}}\n" for shown, name in escaped]
-            self._prompt = parsed("".join(lines) + "label:", f"{_WHERE}.textFields")
+            self._prompt = parse_template("".join(lines) + "label:", f"{_WHERE}.textFields")
 
     def example(self, record: Mapping[str, Any]) -> Example:
         """Build the example of a record. Raises BadRecordError."""
         prompt, label = self.prompt(record), self._label(record)
-        return answered(prompt, label if prompt[-1:].isspace() else f" {label}", label)
+        return build_pair(prompt, label if prompt[-1:].isspace() else f" {label}", label)
 
     def prompt(self, record: Mapping[str, Any]) -> str:
         """Build the prompt alone. Raises BadRecordError."""
@@ -350,7 +350,7 @@ class Classification:
         field, labels = self._config.label_field, self._config.labels
         if field not in record:
             raise BadRecordError(
-                f"has no field {field!r}, which {_WHERE}.labelField names ({known_fields(record, field)})"
+                f"has no field {field!r}, which {_WHERE}.labelField names ({list_fields(record, field)})"
             )
         value = record[field]
         text = as_text(value).strip()

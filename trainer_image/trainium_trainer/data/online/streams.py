@@ -17,8 +17,8 @@ import numpy as np
 from trainium_contract.trainer.data import Tokenization, ValidationSplit
 from trainium_trainer.data.batches.samples import TextPart
 from trainium_trainer.data.online.lanes import LanePlan, LaneSource
-from trainium_trainer.data.prepared.build import HeldBack, locked
-from trainium_trainer.data.prepared.origins import held_back_of
+from trainium_trainer.data.prepared.build import HeldBack, hold_lock
+from trainium_trainer.data.prepared.origins import open_held_back
 from trainium_trainer.data.prepared.prepared import Prepared, Selection, Stretch
 from trainium_trainer.data.tokens.encoding import list_blocks
 from trainium_trainer.data.tokens.tokenizer import digest_of, end_facts
@@ -166,7 +166,7 @@ def _table(origin: Origin, identity: str, target: int, cache: Path) -> Path:
     file = cache / f"blocks-{hashlib.sha256(f'{_FORMAT}-{identity}'.encode()).hexdigest()[:32]}.npy"
     if file.exists():
         return file
-    with locked(cache / f".{file.name}.lock"):
+    with hold_lock(cache / f".{file.name}.lock"):
         if not file.exists():
             with Workers(1) as workers:
                 blocks = workers.call(list_blocks, origin.spec, target)
@@ -197,4 +197,4 @@ def _held_back(
         return TextPart(name, Stretch(prepared, int(prepared.ends[kept - 1]), prepared.tokens))
     assert source.table is not None
     held = HeldBack(fraction, enough, source.table, 0 if fraction is not None else kept)
-    return TextPart(name, held_back_of(config, origin, tokenizer, held, cache))
+    return TextPart(name, open_held_back(config, origin, tokenizer, held, cache))

@@ -41,9 +41,9 @@ from trainium_trainer.data.tokens.tokenizer import (
     AS_IT_IS,
     TOKENIZER_FILE,
     BosPrefix,
+    count_entries,
     digest_of,
     end_facts,
-    vocabulary_of,
     write_tokenizer,
 )
 from trainium_trainer.data.workers.pool import Workers
@@ -63,14 +63,14 @@ _PLAN = "plan.json"
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
+def hold_lock(path: Path) -> Iterator[None]:
     """Hold a file lock; the kernel drops it when the holder dies."""
     with path.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
-def durable(path: Path, text: str) -> None:
+def write_durably(path: Path, text: str) -> None:
     """Write a small file so that it is there as a whole or not at all."""
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("w", encoding="utf-8") as stream:
@@ -96,7 +96,7 @@ class PartialFolder:
         if not plan.exists() or json.loads(plan.read_text(encoding="utf-8")) != key:
             shutil.rmtree(self.path, ignore_errors=True)
             self.path.mkdir(parents=True)
-            durable(plan, json.dumps(key))
+            write_durably(plan, json.dumps(key))
         self.shards: list[Shard] = []
         while (note := self._note(len(self.shards))).exists():
             document = json.loads(note.read_text(encoding="utf-8"))
@@ -132,13 +132,13 @@ class PartialFolder:
     def take(self, writer: ShardWriter, blocks: int) -> None:
         """Finish a file: from now on it need not be made again."""
         shard = writer.finish(blocks)
-        durable(self._note(len(self.shards)), json.dumps(asdict(shard)))
+        write_durably(self._note(len(self.shards)), json.dumps(asdict(shard)))
         self.shards.append(shard)
 
     def publish(self, manifest: PreparedManifest) -> None:
         """Write index and manifest and give the folder its name."""
         self._write_index()
-        durable(self.path / MANIFEST_FILE, manifest.to_json())
+        write_durably(self.path / MANIFEST_FILE, manifest.to_json())
         self.path.rename(self.folder)
         for note in (*self.folder.glob("tokens-*.json"), self.folder / _PLAN):  # not before: they are the way back
             note.unlink(missing_ok=True)
@@ -309,7 +309,7 @@ class BuildProgress:
     """Tokens that an earlier, killed run has left."""
 
 
-def processes(wanted: int | None) -> int:
+def count_processes(wanted: int | None) -> int:
     """Return the number of tokenizing processes of a node."""
     return wanted or min(_MOST_WORKERS, len(os.sched_getaffinity(0)))
 
@@ -326,7 +326,7 @@ def build(
     """Make `folder`, unless it is there. Raises UserError, StorageError, WorkerError, OSError."""
     if not is_prepared(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with locked(folder.with_name(f".{folder.name}.lock")):
+        with hold_lock(folder.with_name(f".{folder.name}.lock")):
             if not is_prepared(folder):
                 if folder.exists():
                     raise UserError(f"{folder}: is there already and is not prepared data: choose another folder")
@@ -352,14 +352,14 @@ def _make(
 ) -> PreparedManifest:
     tokenizer = partial.path / TOKENIZER_FILE
     for name, text in write_tokenizer(recipe.tokenizer).items():
-        durable(partial.path / name, text)
-    vocabulary = vocabulary_of(tokenizer)
+        write_durably(partial.path / name, text)
+    vocabulary = count_entries(tokenizer)
     prepare = (install, (recipe.specs, str(tokenizer), recipe.beginning))
     with Workers(1, prepare) as pool:
         end: int = pool.prepared
         blocks = _blocks(recipe, pool)
         left = blocks[partial.blocks :]
-        pool.grow(min(processes(workers), len(left)))
+        pool.grow(min(count_processes(workers), len(left)))
         results = _counted(pool.map(encode, left), left, partial, blocks, progress)
         _write(partial, recipe, _selected(results, recipe.held_back), token_type(vocabulary), end, shard_tokens)
     if not partial.tokens and recipe.held_back is None:

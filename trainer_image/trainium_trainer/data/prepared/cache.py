@@ -8,6 +8,7 @@ Guarantees:
 from __future__ import annotations
 
 import errno
+import functools
 import hashlib
 import json
 import logging
@@ -18,12 +19,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from trainium_trainer.data.prepared.build import locked
+from trainium_trainer.data.prepared.build import hold_lock
 from trainium_trainer.data.prepared.prepared import KIND, MANIFEST_FILE, is_prepared, read_manifest
-from trainium_trainer.data.sources.files import S3, reading, s3
-from trainium_trainer.data.tokens.tokenizer import CONFIG_FILE, TOKENIZER_FILE, tokenizer_file, vocabulary_of
+from trainium_trainer.data.sources.files import S3, read_with_retries, s3
+from trainium_trainer.data.tokens.tokenizer import CONFIG_FILE, TOKENIZER_FILE, count_entries, tokenizer_file
 from trainium_trainer.exits import StorageError, TrainerError, UserError
-from trainium_trainer.write_access import FORBIDDEN, FULL, what_forbids
+from trainium_trainer.write_access import FORBIDDEN, FULL, explain_forbidden
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -55,14 +56,14 @@ def with_cache(config: DataConfig, work: Callable[[Path], T]) -> T:
     """
     cache = cache_directory(config)
     try:
-        with usable(cache):
+        with use_cache(cache):
             return work(cache)
     except (UserError, StorageError) as error:
         cause, other = error.__cause__, _temporary()
         if not isinstance(error, _CacheError) or getattr(cause, "errno", None) in _NOT_A_FOLDER or other == cache:
             raise
         _log.warning("%s; it is only a cache: what is not in it is made again in %s", error, other)
-    with usable(other):
+    with use_cache(other):
         return work(other)
 
 
@@ -83,7 +84,7 @@ def _temporary() -> Path:
 
 
 @contextmanager
-def usable(cache: Path) -> Iterator[Path]:
+def use_cache(cache: Path) -> Iterator[Path]:
     """Create the cache folder, and turn what the file system reports into a sentence about it."""
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -91,7 +92,7 @@ def usable(cache: Path) -> Iterator[Path]:
     except OSError as error:
         kind = _ForbiddenCacheError if error.errno in FORBIDDEN | _NOT_A_FOLDER else _FailingCacheError
         if error.errno in FORBIDDEN:
-            advice = f"{what_forbids(error.errno)}, or "
+            advice = f"{explain_forbidden(error.errno)}, or "
         elif error.errno in FULL:
             advice = "free space there or "
         else:
@@ -102,24 +103,24 @@ def usable(cache: Path) -> Iterator[Path]:
         ) from error
 
 
-def sources_of(config: DataConfig) -> list[tuple[str, str, float]]:
+def list_sources(config: DataConfig) -> list[tuple[str, str, float]]:
     """Name, text field and weight of each source."""
     if not config.sources:
         return [(config.source, config.text_field, 1.0)]
     return [(given.source, given.text_field or config.text_field, given.weight) for given in config.sources]
 
 
-def vocabulary_of_data(config: DataConfig) -> int:
+def find_vocabulary_size(config: DataConfig) -> int:
     """Entries of the tokenizer that the data will have; asks S3 only for data in S3. Raises UserError, StorageError."""
     if config.tokenizer.path is not None:
-        return vocabulary_of(tokenizer_file(config.tokenizer))
-    for name, _, _ in sources_of(config):
+        return count_entries(tokenizer_file(config.tokenizer))
+    for name, _, _ in list_sources(config):
         if name.startswith(S3):
             manifest = _remote_manifest(name)
             if manifest is not None:
                 return int(json.loads(manifest)["vocabulary"])
         elif is_prepared(folder := Path(name).expanduser()):
-            return vocabulary_of(folder / TOKENIZER_FILE)
+            return count_entries(folder / TOKENIZER_FILE)
     return config.tokenizer.vocab_size
 
 
@@ -130,7 +131,7 @@ def has_prepared_sources(config: DataConfig) -> bool:
     """
     return any(
         _remote_manifest(name) is not None if name.startswith(S3) else is_prepared(Path(name).expanduser())
-        for name, _, _ in sources_of(config)
+        for name, _, _ in list_sources(config)
     )
 
 
@@ -154,7 +155,7 @@ def _remote_manifest(name: str) -> bytes | None:
         with s3().open_input_file(path) as stream:
             return bytes(stream.read())
 
-    content = reading(name, text)
+    content = read_with_retries(name, text)
     return content if content is not None and KIND.encode() in content else None
 
 
@@ -163,7 +164,7 @@ def _mirrored(name: str, manifest: bytes, cache: Path) -> Path:
     folder = cache / f"mirror-{hashlib.sha256(manifest).hexdigest()[:32]}"
     if is_prepared(folder):
         return folder
-    with locked(cache / f"{folder.name}.lock"):
+    with hold_lock(cache / f"{folder.name}.lock"):
         if is_prepared(folder):
             return folder
         partial = folder.with_name(folder.name + ".partial")
@@ -175,9 +176,11 @@ def _mirrored(name: str, manifest: bytes, cache: Path) -> Path:
         for file, size in sizes.items():
             target = partial / file
             if not target.exists() or target.stat().st_size != size:
-                reading(f"{name.rstrip('/')}/{file}", lambda file=file, target=target: _copy(name, file, target))  # type: ignore[misc]
-        if reading(name, lambda: s3().get_file_info(_key_of(name, CONFIG_FILE)).is_file):
-            reading(f"{name.rstrip('/')}/{CONFIG_FILE}", lambda: _copy(name, CONFIG_FILE, partial / CONFIG_FILE))
+                read_with_retries(f"{name.rstrip('/')}/{file}", functools.partial(_copy, name, file, target))
+        if read_with_retries(name, lambda: s3().get_file_info(_key_of(name, CONFIG_FILE)).is_file):
+            read_with_retries(
+                f"{name.rstrip('/')}/{CONFIG_FILE}", lambda: _copy(name, CONFIG_FILE, partial / CONFIG_FILE)
+            )
         (partial / MANIFEST_FILE).write_bytes(manifest)
         partial.rename(folder)
     return folder

@@ -14,21 +14,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainium_contract.trainer.data import BosToken
-from trainium_trainer.data.prepared.build import BuildProgress, HeldBack, PreparedRecipe, build, locked
-from trainium_trainer.data.prepared.cache import prepared_folder, sources_of
+from trainium_trainer.data.prepared.build import BuildProgress, HeldBack, PreparedRecipe, build, hold_lock
+from trainium_trainer.data.prepared.cache import list_sources, prepared_folder
 from trainium_trainer.data.prepared.prepared import Prepared, read_manifest
 from trainium_trainer.data.sources.documents import TextPiece
-from trainium_trainer.data.sources.files import reading
+from trainium_trainer.data.sources.files import read_with_retries
 from trainium_trainer.data.tokens.encoding import SourceSpec
 from trainium_trainer.data.tokens.tokenizer import (
     AS_IT_IS,
     TOKENIZER_FILE,
     BosPrefix,
-    beginning_of_documents,
+    count_entries,
     digest_of,
+    find_beginning_of_documents,
     tokenizer_file,
     train_tokenizer,
-    vocabulary_of,
 )
 from trainium_trainer.data.workers.pool import Workers
 from trainium_trainer.exits import UserError
@@ -45,19 +45,19 @@ _FORMAT = 1
 _BLOCK_BYTES = 4 << 20
 
 
-def learned(specs: Sequence[SourceSpec], vocab_size: int, cache: Path) -> Path:
+def train_for_texts(specs: Sequence[SourceSpec], vocab_size: int, cache: Path) -> Path:
     """Return the `tokenizer.json` of a tokenizer for these sources. Raises UserError, StorageError, WorkerError."""
     parts = [_FORMAT, vocab_size, [spec.open().identity(cache) for spec in specs]]
-    return once(parts, cache, _learn, tuple(specs), vocab_size)
+    return train_once(parts, cache, _learn, tuple(specs), vocab_size)
 
 
-def once(parts: list[Any], cache: Path, learn: Callable[..., None], *arguments: Any) -> Path:
+def train_once(parts: list[Any], cache: Path, learn: Callable[..., None], *arguments: Any) -> Path:
     """Return the file that `learn(*arguments, file)` writes in a process, unless the cache has one for `parts`."""
     folder = cache / f"tokenizer-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]}"
     file = folder / TOKENIZER_FILE
     if file.exists():
         return file
-    with locked(cache / f".{folder.name}.lock"):
+    with hold_lock(cache / f".{folder.name}.lock"):
         if not file.exists():
             folder.mkdir(exist_ok=True)
             temporary = folder / "unfinished.json"
@@ -80,7 +80,7 @@ def _texts(source: DocumentSource) -> Iterator[str]:
 
 
 def _items(source: DocumentSource, block: FileBlock) -> list[TextPiece | Skipped]:
-    return reading(source.named(block), lambda: list(source.read(block)))
+    return read_with_retries(source.named(block), lambda: list(source.read(block)))
 
 
 _log = logging.getLogger("trainium.data")
@@ -106,24 +106,24 @@ class TextTokenizer:
     beginning: BosPrefix = AS_IT_IS
 
 
-def origins_of(config: DataConfig, cache: Path) -> list[Origin]:
+def find_origins(config: DataConfig, cache: Path) -> list[Origin]:
     """Return the sources. Raises UserError or StorageError."""
     return [
         Origin(SourceSpec(name, field), weight, prepared_folder(name, cache))
-        for name, field, weight in sources_of(config)
+        for name, field, weight in list_sources(config)
     ]
 
 
-def text_tokenizer(config: DataConfig, origins: Sequence[Origin], cache: Path) -> TextTokenizer:
+def find_text_tokenizer(config: DataConfig, origins: Sequence[Origin], cache: Path) -> TextTokenizer:
     """Return the tokenizer of all sources, and how it lets documents begin. Raises UserError or StorageError."""
-    file = shared_tokenizer(config, origins, cache)
-    marks = same_beginning(config, origins)
+    file = find_shared_tokenizer(config, origins, cache)
+    marks = check_beginnings(config, origins)
     if config.bos is BosToken.ALWAYS and marks:  # the folder's tokenizer.json alone may not name the token
         return TextTokenizer(file, BosPrefix(config.bos, marks[0]))
-    return TextTokenizer(file, beginning_of_documents(config.bos, file))
+    return TextTokenizer(file, find_beginning_of_documents(config.bos, file))
 
 
-def same_beginning(config: DataConfig, origins: Sequence[Origin]) -> list[tuple[int, ...]]:
+def check_beginnings(config: DataConfig, origins: Sequence[Origin]) -> list[tuple[int, ...]]:
     """Return the BOS tokens of the prepared sources. Raises UserError where `data.bos` demands others."""
     marks = []
     for origin in origins:
@@ -140,21 +140,21 @@ def same_beginning(config: DataConfig, origins: Sequence[Origin]) -> list[tuple[
     return marks
 
 
-def shared_tokenizer(config: DataConfig, origins: Sequence[Origin], cache: Path) -> Path:
+def find_shared_tokenizer(config: DataConfig, origins: Sequence[Origin], cache: Path) -> Path:
     """Return the tokenizer's file, trained when there is none. Raises UserError for data prepared with another."""
     prepared = [origin.prepared for origin in origins if origin.prepared is not None]
     if config.tokenizer.path is not None:
         file = tokenizer_file(config.tokenizer)
-        vocabulary_of(file)
+        count_entries(file)
     elif prepared:
         file = prepared[0] / TOKENIZER_FILE
     else:
-        return learned([origin.spec for origin in origins], config.tokenizer.vocab_size, cache)
-    same_tokenizer(file, origins)
+        return train_for_texts([origin.spec for origin in origins], config.tokenizer.vocab_size, cache)
+    check_tokenizers(file, origins)
     return file
 
 
-def same_tokenizer(file: Path, origins: Sequence[Origin]) -> None:
+def check_tokenizers(file: Path, origins: Sequence[Origin]) -> None:
     """Refuse what was prepared with another tokenizer. Raises UserError."""
     for origin in origins:
         if origin.prepared is not None and read_manifest(origin.prepared).tokenizer != digest_of(file):
@@ -164,7 +164,7 @@ def same_tokenizer(file: Path, origins: Sequence[Origin]) -> None:
             )
 
 
-def tokens_of(
+def open_tokens(
     config: DataConfig,
     origin: Origin,
     tokenizer: TextTokenizer,
@@ -175,16 +175,18 @@ def tokens_of(
     if origin.prepared is not None:
         return Prepared(origin.prepared)
     recipe = PreparedRecipe((origin.spec,), tokenizer.file, config.max_bad_lines, beginning=tokenizer.beginning)
-    return built(config, recipe, cache, progress)
+    return build_in_cache(config, recipe, cache, progress)
 
 
-def held_back_of(config: DataConfig, origin: Origin, tokenizer: TextTokenizer, held: HeldBack, cache: Path) -> Prepared:
+def open_held_back(
+    config: DataConfig, origin: Origin, tokenizer: TextTokenizer, held: HeldBack, cache: Path
+) -> Prepared:
     """Tokenize a part of the text that is held back. Raises UserError or StorageError."""
     recipe = PreparedRecipe((origin.spec,), tokenizer.file, config.max_bad_lines, held, tokenizer.beginning)
-    return built(config, recipe, cache)
+    return build_in_cache(config, recipe, cache)
 
 
-def built(
+def build_in_cache(
     config: DataConfig, recipe: PreparedRecipe, cache: Path, progress: Callable[[BuildProgress], None] | None = None
 ) -> Prepared:
     """Build the folder of a recipe, unless the cache has it."""

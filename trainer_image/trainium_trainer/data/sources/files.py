@@ -100,7 +100,7 @@ class DataFile:
         note = memo / f"digest-{key}" if memo else None
         if note is not None and note.exists():
             return note.read_text(encoding="ascii")
-        digest = reading(self.shown, self._digest)
+        digest = read_with_retries(self.shown, self._digest)
         if note is not None:
             remember(note, digest.encode())
         return digest
@@ -131,7 +131,7 @@ def remember(note: Path, content: bytes) -> None:
             draft.unlink(missing_ok=True)
 
 
-def reading(what: str, action: Callable[[], T]) -> T:
+def read_with_retries(what: str, action: Callable[[], T]) -> T:
     """Run a read again when the store fails for a while. Raises UserError or StorageError with a sentence."""
     pause = _FIRST_PAUSE_SECONDS
     for attempt in range(1, _TRIES + 1):
@@ -139,10 +139,10 @@ def reading(what: str, action: Callable[[], T]) -> T:
             return action()
         except OSError as error:
             if not is_transient(error):
-                raise refusal(what, error) from error
+                raise unreadable_error(what, error) from error
             if attempt == _TRIES:
                 raise StorageError(
-                    f"data.source {what}: cannot be read after {_TRIES} tries ({reason_of(error)}): "
+                    f"data.source {what}: cannot be read after {_TRIES} tries ({describe_error(error)}): "
                     "look at the storage, then start again"
                 ) from error
             time.sleep(pause)
@@ -158,12 +158,12 @@ def is_transient(error: OSError) -> bool:
     return "AWS Error" in text and not any(code in text for code in _USERS_TEXTS)
 
 
-def refusal(what: str, error: OSError) -> UnreadableError:
+def unreadable_error(what: str, error: OSError) -> UnreadableError:
     """Return the sentence for a file that the user has to correct."""
-    return UnreadableError(f"data.source {what}: cannot be read ({reason_of(error)}): correct or replace it")
+    return UnreadableError(f"data.source {what}: cannot be read ({describe_error(error)}): correct or replace it")
 
 
-def reason_of(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return the cause in one line."""
     text = getattr(error, "strerror", None) or str(error) or type(error).__name__
     return " ".join(str(text).split())[:300]
@@ -196,7 +196,7 @@ def find_files(name: str) -> tuple[DataFile, ...]:
     try:
         found = _find_remote(name) if name.startswith(S3) else _find_local(name)
     except OSError as error:
-        raise refusal(name, error) from error
+        raise unreadable_error(name, error) from error
     return tuple(sorted(found, key=lambda file: file.relative))
 
 
@@ -243,7 +243,7 @@ def _find_remote(name: str) -> list[DataFile]:
             yield from s3().get_file_info(fs.FileSelector(path, recursive=True))
 
     files = []
-    for info in reading(name, lambda: list(listed())):
+    for info in read_with_retries(name, lambda: list(listed())):
         parts = tuple(info.path.removeprefix(path).strip("/").split("/"))
         wanted = _matches(info.path, pattern) if pattern else _counts(parts)
         if info.type == fs.FileType.File and (wanted or info.path == path):

@@ -15,7 +15,7 @@ import sys
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from trainium_trainer.data.sources.documents import Record, Skipped, TextPiece
-from trainium_trainer.data.sources.files import reading
+from trainium_trainer.data.sources.files import read_with_retries
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ _PROBED = 1 << 10
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
-def opened(file: DataFile) -> BinaryIO:
+def open_unpacked(file: DataFile) -> BinaryIO:
     """Return the file's content, unpacked."""
     if file.compression is None:
         return file.open()
@@ -48,7 +48,7 @@ def unpacking_error(file: DataFile, error: OSError) -> UserError | None:
 
 def _lines(file: DataFile, block: FileBlock) -> Iterator[tuple[int, bytes]]:
     """Yield the lines that begin in the block, each with the place where it begins."""
-    with opened(file) as stream:
+    with open_unpacked(file) as stream:
         place = block.start
         if place:
             # The line that this byte is in began earlier, unless the byte before it ends one.
@@ -121,18 +121,18 @@ def is_array(file: DataFile) -> bool:
         return False
 
     def probe() -> bytes:
-        with opened(file) as stream:
+        with open_unpacked(file) as stream:
             try:
                 return stream.read(_PROBED)
             except OSError as error:
                 raise unpacking_error(file, error) or error from error
 
-    return reading(file.shown, probe).removeprefix(_BYTE_ORDER_MARK).lstrip()[:1] == b"["
+    return read_with_retries(file.shown, probe).removeprefix(_BYTE_ORDER_MARK).lstrip()[:1] == b"["
 
 
 def read_array(file: DataFile) -> Iterator[Record | Skipped]:
     """One record for each item of the array."""
-    with opened(file) as stream:
+    with open_unpacked(file) as stream:
         try:
             values = json.loads(stream.read().decode("utf-8-sig"))
         except OSError as error:
@@ -154,7 +154,7 @@ def read_rows(file: DataFile) -> Iterator[Record | Skipped]:
     """One record for each row; quoted values may hold line breaks, so a file is one stretch."""
     csv.field_size_limit(sys.maxsize)
     # What is no UTF-8 is carried as lone surrogates up to the row that it is in.
-    with io.TextIOWrapper(opened(file), "utf-8-sig", errors="surrogateescape", newline="") as stream:
+    with io.TextIOWrapper(open_unpacked(file), "utf-8-sig", errors="surrogateescape", newline="") as stream:
         rows = csv.reader(stream, strict=True)
         try:
             header = next(rows, [])

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from trainium_trainer.data.sources import lines, tables
 from trainium_trainer.data.sources.documents import FileBlock, Record, TextPiece
-from trainium_trainer.data.sources.files import S3, SUFFIXES, find_files, reading
+from trainium_trainer.data.sources.files import S3, SUFFIXES, find_files, read_with_retries
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
@@ -37,9 +37,9 @@ def divide(file: DataFile, number: int, target: int) -> list[FileBlock]:
         return []
     match file.format:
         case ".parquet":
-            return reading(file.shown, lambda: tables.divide_parquet(file, number, target))
+            return read_with_retries(file.shown, lambda: tables.divide_parquet(file, number, target))
         case ".arrow":
-            return reading(file.shown, lambda: tables.divide_arrow(file, number, target))
+            return read_with_retries(file.shown, lambda: tables.divide_arrow(file, number, target))
     if file.compression is not None:
         return [FileBlock(number, 0, file.size, file.size * 4)]
     if file.format == ".csv" or lines.is_array(file):

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainium_trainer.data.sources.documents import Skipped, TextPiece
-from trainium_trainer.data.sources.files import reading
+from trainium_trainer.data.sources.files import read_with_retries
 from trainium_trainer.data.sources.resolve import open_source
 from trainium_trainer.data.tokens.tokenizer import (
     AS_IT_IS,
     BosPrefix,
-    end_of_document_of,
+    count_entries,
+    find_end_of_document,
     load_tokenizer,
-    vocabulary_of,
 )
 from trainium_trainer.exits import UserError
 
@@ -74,15 +74,17 @@ class DocumentEncoder:
 
     def __init__(self, file: Path, beginning: BosPrefix = AS_IT_IS) -> None:
         """Load a `tokenizer.json`. Raises UserError."""
-        self.vocabulary = vocabulary_of(file)
+        self.vocabulary = count_entries(file)
         self.dtype = token_type(self.vocabulary)
         self._tokenizer = load_tokenizer(file)
-        self.end = end_of_document_of(file)
+        self.end = find_end_of_document(file)
         self._beginning = beginning
 
     def encode(self, source: DocumentSource, block: FileBlock) -> list[TokenBlock]:
         """Return the tokens of a block. Raises UserError or StorageError."""
-        return reading(source.named(block), lambda: list(self._blocks(source.read(block), source.named(block))))
+        return read_with_retries(
+            source.named(block), lambda: list(self._blocks(source.read(block), source.named(block)))
+        )
 
     def _blocks(self, items: Iterable[TextPiece | Skipped], name: str) -> Iterator[TokenBlock]:
         rows: list[NDArray[Any]] = []

@@ -59,7 +59,7 @@ def tokenizer_file(config: TokenizerConfig) -> Path:
     file = path / TOKENIZER_FILE if path.is_dir() else path
     if file.is_file():
         return file
-    if path.is_dir() and (way_out := conversion_of(path)):
+    if path.is_dir() and (way_out := explain_conversion(path)):
         raise UserError(f"data.tokenizer.path {config.path}: {way_out}")
     raise UnreadableError(
         f"data.tokenizer.path {config.path}: there is no {TOKENIZER_FILE}: correct the path or leave it out"
@@ -88,7 +88,7 @@ def _copied(address: str) -> Path:
     return Path(target.location)
 
 
-def conversion_of(folder: Path) -> str:
+def explain_conversion(folder: Path) -> str:
     """Return how a folder with a tokenizer in another format gets a `tokenizer.json`; empty where it has none."""
     found = next((name for name in _OTHER_FORMATS if (folder / name).is_file()), None)
     if found is None:
@@ -174,7 +174,7 @@ def vocabulary_in(file: bytes) -> dict[int, str]:
     return _entries(json.loads(file))
 
 
-def vocabulary_of(file: Path) -> int:
+def count_entries(file: Path) -> int:
     """Return the number of entries of a tokenizer, from JSON alone. Raises UserError for an unusable file."""
     return max(_entries(read_tokenizer(file))) + 1
 
@@ -222,7 +222,7 @@ def write_tokenizer(file: Path) -> dict[str, str]:
     text = file.read_text(encoding="utf-8")
     document = read_tokenizer(file)
     files = {TOKENIZER_FILE: text if document == json.loads(text) else json.dumps(document, ensure_ascii=False)}
-    if (name := end_name_of(file)) not in _END_NAMES:
+    if (name := find_end_token(file)) not in _END_NAMES:
         files[CONFIG_FILE] = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": name})
     return files
 
@@ -235,7 +235,7 @@ def known_end(vocabulary: Container[str]) -> str | None:
     return next((name for name in _END_NAMES if name in vocabulary), None)
 
 
-def end_name_of(file: Path) -> str:
+def find_end_token(file: Path) -> str:
     """Return the token that ends a document: a usual one, else the folder's EOS token. Raises UserError."""
     known = set(_entries(read_tokenizer(file)).values())
     eos = dict(_special_names(file)).get("eos_token")
@@ -248,15 +248,15 @@ def end_name_of(file: Path) -> str:
     return name
 
 
-def end_of_document_of(file: Path) -> int:
+def find_end_of_document(file: Path) -> int:
     """Return the id of the token that ends a document. Raises UserError."""
-    name = end_name_of(file)
+    name = find_end_token(file)
     return next(number for number, text in _entries(read_tokenizer(file)).items() if text == name)
 
 
 def end_facts(file: Path) -> dict[str, str]:
     """Return what documents depend on beside the tokenizer's own file: an end token that only its folder names."""
-    name = end_name_of(file)
+    name = find_end_token(file)
     return {} if name in _END_NAMES else {"end": name}
 
 
@@ -275,7 +275,7 @@ class Special:
         return dict(self.tokens).get(name)
 
 
-def special_of(tokenizer: Path) -> Special:
+def read_special_tokens(tokenizer: Path) -> Special:
     """Read special tokens and template beside a `tokenizer.json`. Raises UserError for files that do not fit it."""
     found = _special_names(tokenizer)
     _check_special(tokenizer, dict(found))
@@ -415,7 +415,7 @@ AS_IT_IS = BosPrefix()
 """Running text with `Auto`: nothing is put before a document."""
 
 
-def beginning_of(tokenizer: Tokenizer, file: Path, special: Special, rule: BosToken) -> BosPrefix:
+def find_beginning(tokenizer: Tokenizer, file: Path, special: Special, rule: BosToken) -> BosPrefix:
     """Return the beginning of examples. Raises UserError for a tokenizer that lacks the BOS token."""
     own = _put_before(tokenizer)
     if rule is BosToken.AUTO:
@@ -431,14 +431,14 @@ def beginning_of(tokenizer: Tokenizer, file: Path, special: Special, rule: BosTo
     return BosPrefix(rule, tokens)
 
 
-def beginning_of_documents(rule: BosToken, file: Path) -> BosPrefix:
+def find_beginning_of_documents(rule: BosToken, file: Path) -> BosPrefix:
     """Return the beginning of documents. Raises UserError for a tokenizer that cannot have one."""
     if rule is BosToken.AUTO:
         return AS_IT_IS
     tokenizer = load_tokenizer(file)
     tokenizer.encode_special_tokens = False
-    beginning = beginning_of(tokenizer, file, special_of(file), rule)
-    if rule is BosToken.ALWAYS and end_of_document_of(file) in beginning.tokens:
+    beginning = find_beginning(tokenizer, file, read_special_tokens(file), rule)
+    if rule is BosToken.ALWAYS and find_end_of_document(file) in beginning.tokens:
         raise UserError(
             f"data.bos is Always, but the BOS token of the tokenizer {file} also ends documents, so that one is "
             "before every document but the first already: set data.bos to Auto"

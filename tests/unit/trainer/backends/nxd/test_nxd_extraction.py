@@ -6,7 +6,7 @@ from typing import Any
 
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer.backends.nxd.extraction import data_ranks
-from trainium_trainer.compile.graphs import graphs_of
+from trainium_trainer.compile.graphs import describe_graphs
 from trainium_trainer.compile.rehearsal import Place, launch_at, places, rank_of
 from trainium_trainer.configuration.config import Settings
 from trainium_trainer.models.shapes import PRESETS
@@ -44,7 +44,7 @@ def test_an_adapter_of_fewer_rows_than_replicas_has_ranks_without_any_of_it() ->
 
 def test_an_entry_that_was_made_for_one_kind_of_rank_is_not_taken_for_all() -> None:
     with_more, with_one = nxd_settings(32, 128), nxd_settings(8, 16)
-    found = [graphs_of(each, image="i", flags=()).compute for each in (with_more, with_one)]
+    found = [describe_graphs(each, image="i", flags=()).compute for each in (with_more, with_one)]
     assert found[0]["dataRanks"] == (0, 64)
     assert "dataRanks" not in found[1], "what needs no more places keeps its key"
 

@@ -14,7 +14,7 @@ from trainium_trainer.backends.choose import choose, find_backend, refuse_what_i
 from trainium_trainer.backends.nxd.presence import PACKAGES
 from trainium_trainer.cli import run
 from trainium_trainer.compile.rehearsal import launch_at, places, rank_of
-from trainium_trainer.configuration.config import Settings, settle
+from trainium_trainer.configuration.config import Settings, resolve_settings
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ PACKED = TEXT | {"format": "Instruction", "source": "/data/examples.jsonl", "exa
 def settings(ranks: int = 1, *, node: int = 1, alone: bool = False, **fields: Any) -> Settings:
     document = {"backend": "Nxd", "model": MODEL, "batch": {"globalSize": 8}, "data": TEXT} | fields
     launch = replace(launch_at(0, ranks, node), alone=alone)
-    return settle(TrainingConfig.model_validate(document), launch, vocabulary=320)
+    return resolve_settings(TrainingConfig.model_validate(document), launch, vocabulary=320)
 
 
 @pytest.mark.parametrize(

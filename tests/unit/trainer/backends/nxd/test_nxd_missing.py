@@ -11,7 +11,7 @@ import pytest
 from trainium_contract.trainer.parallelism import BackendChoice
 from trainium_trainer.backends.choose import make_backend
 from trainium_trainer.backends.nxd.presence import PACKAGES
-from trainium_trainer.exits import UserError, code_of
+from trainium_trainer.exits import UserError, find_exit_code
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,7 +42,7 @@ def test_importing_the_backend_names_what_is_missing_and_where_it_is(packages: P
     error = refusal()
     assert "backend is Nxd, but torch_xla cannot be imported" in str(error)
     assert "Neuron SDK 2.30" in str(error)
-    assert code_of(error) == 64
+    assert find_exit_code(error) == 64
 
 
 def test_a_package_that_lacks_another_is_told_by_the_one_that_lacks(packages: Path) -> None:
