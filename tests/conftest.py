@@ -98,7 +98,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
-    """What is collected stays to the end: the garbage collector need not look at it, now or while tests run."""
+    """Freeze collected items: they live to the end, so the garbage collector can skip them."""
     gc.disable()
     try:
         done = yield
@@ -131,7 +131,7 @@ def _choose_ring(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 _OPENED = pytest.StashKey[Site]()
 _NEEDS = {"defined": RingNeed.DEFINITION, "operator": RingNeed.OPERATOR}
-"""What a fixture promises of a cluster that rings share."""
+"""The state in which a fixture finds a shared cluster."""
 
 
 @pytest.hookimpl(wrapper=True)

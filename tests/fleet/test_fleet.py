@@ -30,7 +30,7 @@ def test_a_node_of_a_fleet_claims_what_a_trainium_node_has(cluster: Cluster) -> 
     assert node["metadata"]["labels"]["topology.k8s.aws/network-node-layer-3"] == "nn-leaf-0"
 
 
-def test_its_pods_run_at_once_and_fail_when_they_are_told_to(cluster: Cluster) -> None:
+def test_its_pods_run_at_once_and_fail_on_request(cluster: Cluster) -> None:
     assert cluster.fleet is not None
     cluster.kubectl("run", "plain", "--image=none", "--restart=Never")
     status = until(lambda: (found := pod(cluster, "plain")["status"])["phase"] == "Running" and found, "the pod runs")
@@ -42,7 +42,7 @@ def test_its_pods_run_at_once_and_fail_when_they_are_told_to(cluster: Cluster) -
     cluster.kubectl("delete", "pod", "plain", "--wait", f"--timeout={patient(30):.0f}s")
 
 
-def test_a_condition_stays_and_a_device_that_vanished_is_gone(cluster: Cluster) -> None:
+def test_a_condition_stays_and_a_device_that_vanished_is_missing(cluster: Cluster) -> None:
     assert cluster.fleet is not None
     node = cluster.fleet.nodes[-1]
     cluster.fleet.set_condition(node, "NeuronHealth", "True", reason="NeuronHasError")
@@ -63,7 +63,7 @@ def test_the_operator_trains_a_fleet_and_replaces_a_failed_worker_by_the_spare(
 
 
 async def _one_fault(cluster: Cluster, folder: Path) -> list[int]:
-    """Start a job of four nodes and a spare with simulated agents, fail one pod; the generations that all heard of."""
+    """Start a job of four nodes and a spare with simulated agents, fail one pod; return the common generations."""
     from benchmarks.fleet.agents_process import AgentsProcess
     from benchmarks.fleet.job import NAME, training_job
     from benchmarks.fleet.kube import Kube, PodWatch
