@@ -95,7 +95,7 @@ def _end_of_step(descriptor: int, step: int) -> int:
 
 
 def newest_lines(path: Path, count: int) -> list[dict[str, Any]]:
-    """Return the last lines, at most `count`, oldest first, of a file that `forget_after` has left whole.
+    """Return the last lines, at most `count`, oldest first, of a file that `truncate_after` has left whole.
 
     Raises StorageError.
     """

@@ -125,7 +125,7 @@ def build_micro_batch(samples: Sequence[Sample | None], rules: SampleRules, firs
 def divide_samples(
     samples: Sequence[Sample | None], rules: SampleRules, micro_size: int, first: int | None = None
 ) -> Iterator[MicroBatch]:
-    """Yield samples in micro-batches; `first` as for `micro_batch`."""
+    """Yield samples in micro-batches; `first` as for `build_micro_batch`."""
     for start in range(0, len(samples), micro_size):
         yield build_micro_batch(samples[start : start + micro_size], rules, None if first is None else first + start)
 
@@ -156,7 +156,7 @@ class Passes:
         self._empty: MicroBatch | None = None
 
     def of(self, samples: Sequence[Sample | None], first: int) -> tuple[MicroBatch, ...]:
-        """Micro-batches of one size; what the samples do not fill is empty. `first` is as for `micro_batch`."""
+        """Micro-batches of one size; what the samples do not fill is empty. `first` is as for `build_micro_batch`."""
         size = self._share.micro_size
         rows = [*samples, *[None] * (-len(samples) % size)]
         empty = self._share.passes - len(rows) // size
