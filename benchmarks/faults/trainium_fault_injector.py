@@ -164,7 +164,7 @@ _FAULTS: dict[str, Callable[[NativeBackend, dict[str, Any]], None]] = {
 
 def _stall_storage() -> None:
     """Patch storage: reads and writes of checkpoints block while the file `stall` exists."""
-    from trainium_trainer.checkpoint.storage.posix import PosixStorage  # noqa: PLC0415 - as above
+    from trainium_trainer.storage.posix import PosixStorage  # noqa: PLC0415 - as above
 
     def wait() -> None:
         while (FOLDER / "stall").exists():

@@ -19,11 +19,11 @@ from benchmarks.parity.tuning_rows import ADAPTER_TOLERANCE, MERGED_TOLERANCE
 from trainium_contract.trainer.tuning import TuningMethod
 from trainium_trainer.checkpoint.format.contents import Contents
 from trainium_trainer.checkpoint.root.selection import choose
-from trainium_trainer.checkpoint.storage.opening import open_storage
-from trainium_trainer.checkpoint.storage.protocol import Retry
 from trainium_trainer.configuration import config as configuration
 from trainium_trainer.data.batches.loader import validation_batches
 from trainium_trainer.data.opening import open_data
+from trainium_trainer.storage.opening import open_storage
+from trainium_trainer.storage.protocol import Retry
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

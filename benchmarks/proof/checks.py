@@ -15,10 +15,10 @@ from trainium_trainer.artifacts.manifest import UNFINISHED
 from trainium_trainer.artifacts.peft_format import parameter_name
 from trainium_trainer.checkpoint.format.contents import Contents
 from trainium_trainer.checkpoint.root.survey import survey, verify
-from trainium_trainer.checkpoint.storage.posix import PosixStorage
-from trainium_trainer.checkpoint.storage.protocol import Retry
 from trainium_trainer.models.state_dict import WEIGHT, state_name
 from trainium_trainer.monitor.progress import read_results
+from trainium_trainer.storage.posix import PosixStorage
+from trainium_trainer.storage.protocol import Retry
 
 if TYPE_CHECKING:
     from pathlib import Path

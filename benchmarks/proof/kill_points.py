@@ -153,7 +153,7 @@ def _in_staging(passes: PassCounter, rng: random.Random) -> None:
 
 
 def _in_writing(passes: PassCounter, _: random.Random) -> None:
-    from trainium_trainer.checkpoint.storage.posix import PosixStorage
+    from trainium_trainer.storage.posix import PosixStorage
 
     write = PosixStorage.write_stream
 
@@ -164,7 +164,7 @@ def _in_writing(passes: PassCounter, _: random.Random) -> None:
 
 
 def _in_commit(passes: PassCounter, rng: random.Random) -> None:
-    from trainium_trainer.checkpoint.storage.posix import PosixStorage
+    from trainium_trainer.storage.posix import PosixStorage
 
     def around(method: str) -> None:
         original = getattr(PosixStorage, method)
@@ -289,7 +289,7 @@ def _drawn(places: dict[str, int], passes: PassCounter, rng: random.Random) -> t
 
 
 def _in_data_file(passes: PassCounter) -> None:
-    from trainium_trainer.checkpoint.storage.posix import PosixStorage
+    from trainium_trainer.storage.posix import PosixStorage
 
     write = PosixStorage.write_stream
 
@@ -310,7 +310,7 @@ def _in_gather(passes: PassCounter, counts: Callable[[], bool]) -> None:
 
 
 def _around(method: str, passes: PassCounter, counts: Callable[[str], bool]) -> None:
-    from trainium_trainer.checkpoint.storage.posix import PosixStorage
+    from trainium_trainer.storage.posix import PosixStorage
 
     original = getattr(PosixStorage, method)
 

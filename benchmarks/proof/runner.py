@@ -27,8 +27,8 @@ from benchmarks.proof.kill_points import ARTIFACTS, VARIABLE
 from benchmarks.proof.suites import Attempt, Layout
 from trainium_devcluster.ports import reserved_port
 from trainium_trainer.checkpoint.root.survey import survey
-from trainium_trainer.checkpoint.storage.posix import PosixStorage
 from trainium_trainer.monitor.progress import read_progress
+from trainium_trainer.storage.posix import PosixStorage
 
 if TYPE_CHECKING:
     from benchmarks.proof.suites import Family, Suite, Trial

@@ -13,8 +13,8 @@ import yaml
 from trainium_trainer import cli
 from trainium_trainer.checkpoint.format.contents import Contents
 from trainium_trainer.checkpoint.root.survey import survey
-from trainium_trainer.checkpoint.storage.posix import PosixStorage
-from trainium_trainer.checkpoint.storage.protocol import Retry
+from trainium_trainer.storage.posix import PosixStorage
+from trainium_trainer.storage.protocol import Retry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

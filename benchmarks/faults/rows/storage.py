@@ -10,8 +10,8 @@ from benchmarks.faults.record import FaultRun, Findings
 from benchmarks.faults.recovery import SPARE_OR_REPLACE, Expect, Run, expect_in_place
 from benchmarks.faults.row import Row
 from trainium_trainer.checkpoint.root.survey import survey, verify
-from trainium_trainer.checkpoint.storage.posix import PosixStorage
-from trainium_trainer.checkpoint.storage.protocol import Retry
+from trainium_trainer.storage.posix import PosixStorage
+from trainium_trainer.storage.protocol import Retry
 
 if TYPE_CHECKING:
     from pathlib import Path

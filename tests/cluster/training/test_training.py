@@ -10,8 +10,8 @@ import pytest
 from tests.testing.suite.patience import until
 from trainium_devcluster.demos.metrics import every_sample_once
 from trainium_trainer.checkpoint.root.survey import survey, verify
-from trainium_trainer.checkpoint.storage.posix import PosixStorage
-from trainium_trainer.checkpoint.storage.protocol import Retry
+from trainium_trainer.storage.posix import PosixStorage
+from trainium_trainer.storage.protocol import Retry
 
 if TYPE_CHECKING:
     from collections.abc import Callable

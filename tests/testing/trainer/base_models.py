@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainium_trainer.checkpoint.interfaces import Position
-from trainium_trainer.checkpoint.storage.opening import open_storage
-from trainium_trainer.checkpoint.storage.protocol import Retry
 from trainium_trainer.checkpoint.whole_tensors import TensorSource, write_whole
+from trainium_trainer.storage.opening import open_storage
+from trainium_trainer.storage.protocol import Retry
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

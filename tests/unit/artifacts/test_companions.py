@@ -204,9 +204,9 @@ def test_merging_keeps_the_tokenizer_that_came_with_the_adapter(tmp_path: Path, 
 
 
 def test_a_model_that_came_from_nxd_is_exported_with_its_end(tmp_path: Path) -> None:
-    from trainium_trainer.checkpoint.storage.opening import open_storage
-    from trainium_trainer.checkpoint.storage.protocol import Retry
     from trainium_trainer.checkpoint.whole_tensors import TensorSource, write_whole
+    from trainium_trainer.storage.opening import open_storage
+    from trainium_trainer.storage.protocol import Retry
 
     model = save_base(tmp_path / "base", tie_word_embeddings=False)
     shape = BaseWeights.open(str(tmp_path / "base")).shape

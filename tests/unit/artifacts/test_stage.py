@@ -22,9 +22,9 @@ from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer.artifacts import layout, stage
 from trainium_trainer.artifacts.manifest import ArtifactManifest
 from trainium_trainer.artifacts.stage import kinds_of, write_artifacts
-from trainium_trainer.checkpoint.storage.opening import open_storage
-from trainium_trainer.checkpoint.storage.protocol import Retry
 from trainium_trainer.exits import StorageError, UserError
+from trainium_trainer.storage.opening import open_storage
+from trainium_trainer.storage.protocol import Retry
 from trainium_trainer.weights import BaseWeights
 
 if TYPE_CHECKING:

@@ -24,8 +24,8 @@ from trainium_contract.trainer.artifacts import ArtifactKind, ArtifactPrecision
 from trainium_contract.trainer.tuning import TuningConfig
 from trainium_trainer.artifacts.making import Making
 from trainium_trainer.artifacts.writer import Alone, write_artifact
-from trainium_trainer.checkpoint.storage.opening import open_storage
-from trainium_trainer.checkpoint.storage.protocol import Retry
+from trainium_trainer.storage.opening import open_storage
+from trainium_trainer.storage.protocol import Retry
 from trainium_trainer.tuning.choice import choose
 from trainium_trainer.weights import BaseWeights
 

@@ -15,8 +15,8 @@ from checkpoint_world import HookedStorage, Place, Run, position, solo
 
 from trainium_contract.wire.checkpoint_manifest import COMMIT_NAME
 from trainium_trainer.checkpoint.collectives import gather, reduce_on_root, scatter_from_root
-from trainium_trainer.checkpoint.errors import StorageError
 from trainium_trainer.checkpoint.memory.snapshot import SnapshotFile
+from trainium_trainer.storage.errors import StorageError
 
 
 def train_until_killed(root: Any, memory: Any, completed: Any) -> None:

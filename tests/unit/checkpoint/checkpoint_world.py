@@ -21,8 +21,8 @@ from trainium_trainer.checkpoint.durable.save_policy import Save, decided
 from trainium_trainer.checkpoint.interfaces import Position
 from trainium_trainer.checkpoint.manager import CheckpointManager, Environment
 from trainium_trainer.checkpoint.root.owner import NOBODY, Start
-from trainium_trainer.checkpoint.storage.posix import PosixStorage
-from trainium_trainer.checkpoint.storage.protocol import Retry
+from trainium_trainer.storage.posix import PosixStorage
+from trainium_trainer.storage.protocol import Retry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -13,8 +13,8 @@ from trainium_contract.trainer.artifacts import ArtifactKind
 from trainium_contract.trainer.tuning import TuningMethod
 from trainium_trainer.artifacts.manifest import CARD_NAME
 from trainium_trainer.artifacts.store import kept
-from trainium_trainer.checkpoint.storage.opening import open_storage
-from trainium_trainer.checkpoint.storage.protocol import Retry, read_small
+from trainium_trainer.storage.opening import open_storage
+from trainium_trainer.storage.protocol import Retry, read_small
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

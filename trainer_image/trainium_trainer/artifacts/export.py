@@ -24,11 +24,11 @@ from trainium_trainer.artifacts.stage import source_of
 from trainium_trainer.artifacts.writer import Alone, write_artifact
 from trainium_trainer.checkpoint.format.contents import Contents
 from trainium_trainer.checkpoint.root.selection import choose, explain_damage, shape_of
-from trainium_trainer.checkpoint.storage.opening import open_storage
-from trainium_trainer.checkpoint.storage.protocol import Retry
 from trainium_trainer.data.tokens.tokenizer import TOKENIZER_FILE, count_entries, tokenizer_file
 from trainium_trainer.exits import UserError
 from trainium_trainer.monitor.writers import METRICS_NAME
+from trainium_trainer.storage.opening import open_storage
+from trainium_trainer.storage.protocol import Retry
 from trainium_trainer.weights.adapter import AdapterWeights
 from trainium_trainer.weights.base import BaseWeights
 

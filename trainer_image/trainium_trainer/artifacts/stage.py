@@ -25,10 +25,10 @@ from trainium_trainer.checkpoint.format.contents import Contents
 from trainium_trainer.checkpoint.root.metrics_copy import records_folder
 from trainium_trainer.checkpoint.root.selection import explain_damage, shape_of
 from trainium_trainer.checkpoint.root.survey import survey
-from trainium_trainer.checkpoint.storage.opening import open_storage
-from trainium_trainer.checkpoint.storage.protocol import Retry
 from trainium_trainer.monitor.writers import METRICS_NAME
 from trainium_trainer.peers import Peers
+from trainium_trainer.storage.opening import open_storage
+from trainium_trainer.storage.protocol import Retry
 from trainium_trainer.weights.base import BaseWeights
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from trainium_trainer.checkpoint.durable.durable_tier import AfterMilestone
     from trainium_trainer.checkpoint.interfaces import MeshPlace
     from trainium_trainer.checkpoint.root.survey import Committed
-    from trainium_trainer.checkpoint.storage.protocol import Storage
+    from trainium_trainer.storage.protocol import Storage
 
 DEFAULT_FOLDER = "artifacts"
 _NEWEST_MILESTONES = 2

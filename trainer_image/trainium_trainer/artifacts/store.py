@@ -10,7 +10,7 @@ from trainium_trainer.write_access import FORBIDDEN, FULL, explain_forbidden
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trainium_trainer.checkpoint.storage.protocol import Retry
+    from trainium_trainer.storage.protocol import Retry
 
 T = TypeVar("T")
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from trainium_trainer.artifacts.layout import PlannedFile
-    from trainium_trainer.checkpoint.storage.protocol import Storage
+    from trainium_trainer.storage.protocol import Storage
 
 CHUNK_BYTES = 16 << 20
 """Of the rows that are made at once, in float32: what the C library gives again without new pages."""

@@ -30,8 +30,8 @@ from trainium_trainer.artifacts.manifest import (
 )
 from trainium_trainer.artifacts.store import kept
 from trainium_trainer.artifacts.streams import write_file
-from trainium_trainer.checkpoint.storage.protocol import read_small
 from trainium_trainer.exits import UserError
+from trainium_trainer.storage.protocol import read_small
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from trainium_contract.trainer.artifacts import ArtifactKind
     from trainium_trainer.artifacts.layout import PlannedFile
-    from trainium_trainer.checkpoint.storage.protocol import Retry, Storage
+    from trainium_trainer.storage.protocol import Retry, Storage
 
 T = TypeVar("T")
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from trainium_trainer.checkpoint.durable.durable_tier import DurableTier
 from trainium_trainer.checkpoint.durable.save_policy import Save, SavePolicy, decided, vote
-from trainium_trainer.checkpoint.errors import StorageError, TooSlowError
+from trainium_trainer.checkpoint.errors import TooSlowError
 from trainium_trainer.checkpoint.format.flat_buffer import BufferLayout
 from trainium_trainer.checkpoint.interfaces import Position, ResumeSource
 from trainium_trainer.checkpoint.memory.claims import Moment, ShardKey
@@ -34,8 +34,9 @@ from trainium_trainer.checkpoint.root.metrics_copy import RecordCopies
 from trainium_trainer.checkpoint.root.owner import OwnerRecords
 from trainium_trainer.checkpoint.root.run_identity import settings_digest
 from trainium_trainer.checkpoint.session import Session
-from trainium_trainer.checkpoint.storage.opening import open_storage
-from trainium_trainer.checkpoint.storage.protocol import Retry
+from trainium_trainer.storage.errors import StorageError
+from trainium_trainer.storage.opening import open_storage
+from trainium_trainer.storage.protocol import Retry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     from trainium_trainer.checkpoint.durable.durable_tier import AfterMilestone
     from trainium_trainer.checkpoint.interfaces import MeshPlace, TrainingState
     from trainium_trainer.checkpoint.root.owner import Start
-    from trainium_trainer.checkpoint.storage.protocol import Storage
+    from trainium_trainer.storage.protocol import Storage
 
 log = logging.getLogger(__name__)
 

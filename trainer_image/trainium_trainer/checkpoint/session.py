@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from trainium_contract.trainer.checkpoint import CheckpointConfig
     from trainium_trainer.checkpoint.interfaces import MeshPlace, TrainingState
-    from trainium_trainer.checkpoint.storage.protocol import Retry, Storage
+    from trainium_trainer.storage.protocol import Retry, Storage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import torch
 
     from trainium_trainer.checkpoint.interfaces import Position
-    from trainium_trainer.checkpoint.storage.protocol import Retry, Storage
+    from trainium_trainer.storage.protocol import Retry, Storage
 
 _FILE_BYTES = 2 << 30
 

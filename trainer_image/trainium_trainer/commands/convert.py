@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from trainium_trainer.checkpoint.storage.opening import open_storage
-from trainium_trainer.checkpoint.storage.protocol import Retry
 from trainium_trainer.exits import UserError
+from trainium_trainer.storage.opening import open_storage
+from trainium_trainer.storage.protocol import Retry
 
 if TYPE_CHECKING:
     from trainium_trainer.backends.nxd.layout.pieces import KeyValueOrder

@@ -233,8 +233,8 @@ def _bar() -> Iterator[Any]:
 def _write(result: EvaluationResult, markdown: Path | None, output: Path | None) -> None:
     """Whole files or none. Raises StorageError."""
     from trainium_trainer.artifacts.store import kept  # noqa: PLC0415 - as the next
-    from trainium_trainer.checkpoint.storage.posix import PosixStorage  # noqa: PLC0415 - only where a file is asked for
-    from trainium_trainer.checkpoint.storage.protocol import Retry  # noqa: PLC0415
+    from trainium_trainer.storage.posix import PosixStorage  # noqa: PLC0415 - only where a file is asked for
+    from trainium_trainer.storage.protocol import Retry  # noqa: PLC0415
 
     for file, text in ((markdown, result.to_markdown()), (output, result.to_json())):
         if file is not None:

@@ -12,9 +12,9 @@ from typing import Annotated
 import typer
 
 from trainium_trainer.checkpoint import inspect as inspection
-from trainium_trainer.checkpoint.errors import storage_error
-from trainium_trainer.checkpoint.storage.opening import open_storage
 from trainium_trainer.exits import UserError
+from trainium_trainer.storage.errors import storage_error
+from trainium_trainer.storage.opening import open_storage
 
 
 def register(app: typer.Typer) -> None:

@@ -18,8 +18,6 @@ from trainium_contract.status.results import EvaluationFigure, RunStage
 from trainium_contract.trainer.artifacts import ArtifactKind
 from trainium_trainer.artifacts.card import add_evaluation
 from trainium_trainer.artifacts.store import kept
-from trainium_trainer.checkpoint.storage.opening import open_storage
-from trainium_trainer.checkpoint.storage.protocol import Retry, Storage, read_small
 from trainium_trainer.evaluate.answering.folder import Models, local_folder
 from trainium_trainer.evaluate.answering.loading import ComputeDevice
 from trainium_trainer.evaluate.check_folder import check_folder
@@ -28,6 +26,8 @@ from trainium_trainer.evaluate.memory import available_bytes, readers_that_fit
 from trainium_trainer.evaluate.metrics import perplexity
 from trainium_trainer.evaluate.questions import exam_of
 from trainium_trainer.evaluate.report import JSON_NAME, MARKDOWN_NAME, EvaluationResult
+from trainium_trainer.storage.opening import open_storage
+from trainium_trainer.storage.protocol import Retry, Storage, read_small
 from trainium_trainer.weights import BaseWeights, shape_of
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from trainium_trainer.checkpoint.errors import DamagedFileError
 from trainium_trainer.exits import UserError
+from trainium_trainer.storage.errors import DamagedFileError
 from trainium_trainer.tuning.choice import HEAD, LORA_A, LORA_B, choose, is_adapter, lora_targets, parameter_sizes
 from trainium_trainer.validation_errors import explain
 from trainium_trainer.weights.base import EMBEDDING, OUTPUT

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trainium_trainer.checkpoint.errors import DamagedFileError
 from trainium_trainer.exits import UserError
+from trainium_trainer.storage.errors import DamagedFileError
 from trainium_trainer.tuning.choice import parameter_sizes
 from trainium_trainer.weights.folder import SETTING, ModelFolder, listed
 from trainium_trainer.weights.tensors import ITEM_BYTES, TORCH_TYPES, check_box, copy_box, rows_of

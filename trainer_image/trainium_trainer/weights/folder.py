@@ -10,9 +10,9 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainium_trainer.checkpoint.errors import DamagedFileError
 from trainium_trainer.exits import UnreadableError, UserError
 from trainium_trainer.models.huggingface import CONFIG_NAME, shape_of_document
+from trainium_trainer.storage.errors import DamagedFileError
 from trainium_trainer.weights.source import open_source
 from trainium_trainer.weights.tensors import LENGTH_BYTES, header_length, tensors_of
 

@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import torch
 
 from trainium_contract.trainer.addresses import is_address
-from trainium_trainer.checkpoint.errors import StorageError
-from trainium_trainer.checkpoint.storage.opening import open_storage
-from trainium_trainer.checkpoint.storage.protocol import Retry
 from trainium_trainer.exits import UnreadableError, UserError
+from trainium_trainer.storage.errors import StorageError
+from trainium_trainer.storage.opening import open_storage
+from trainium_trainer.storage.protocol import Retry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
-    from trainium_trainer.checkpoint.storage.protocol import Storage
+    from trainium_trainer.storage.protocol import Storage
 
 T = TypeVar("T")
 _RANGE_BYTES = 8 << 20

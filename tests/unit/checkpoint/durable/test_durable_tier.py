@@ -18,10 +18,11 @@ from safetensors import safe_open
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.trainer.parallelism import DataParallelMode
 from trainium_trainer.checkpoint.durable.save_policy import Save
-from trainium_trainer.checkpoint.errors import StaleGenerationError, StorageError, UnusableCheckpointError
-from trainium_trainer.checkpoint.storage.posix import PosixStorage
-from trainium_trainer.checkpoint.storage.protocol import Retry
+from trainium_trainer.checkpoint.errors import StaleGenerationError, UnusableCheckpointError
 from trainium_trainer.exits import find_exit_code
+from trainium_trainer.storage.errors import StorageError
+from trainium_trainer.storage.posix import PosixStorage
+from trainium_trainer.storage.protocol import Retry
 
 if TYPE_CHECKING:
     from collections.abc import Callable

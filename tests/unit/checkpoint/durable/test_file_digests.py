@@ -15,8 +15,8 @@ from trainium_contract.wire.checkpoint_manifest import digest_of
 from trainium_trainer.checkpoint.collectives import pack
 from trainium_trainer.checkpoint.durable.file_digests import DigestReport, fold_reports
 from trainium_trainer.checkpoint.format.shards import WrittenFile, blocks_name, shard_name, write_digests
-from trainium_trainer.checkpoint.storage.posix import PosixStorage
-from trainium_trainer.checkpoint.storage.protocol import Retry
+from trainium_trainer.storage.posix import PosixStorage
+from trainium_trainer.storage.protocol import Retry
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -16,8 +16,8 @@ from trainium_trainer.checkpoint.format.live_state import local_of, scheme_of
 from trainium_trainer.checkpoint.format.part import TensorPart
 from trainium_trainer.checkpoint.format.shards import write_shard, write_tables
 from trainium_trainer.checkpoint.root.survey import Committed
-from trainium_trainer.checkpoint.storage.posix import PosixStorage
-from trainium_trainer.checkpoint.storage.protocol import Retry
+from trainium_trainer.storage.posix import PosixStorage
+from trainium_trainer.storage.protocol import Retry
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

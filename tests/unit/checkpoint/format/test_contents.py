@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from trainium_contract.wire.checkpoint_manifest import BLOCK_BYTES
-from trainium_trainer.checkpoint.errors import DamagedFileError
 from trainium_trainer.checkpoint.format.contents import Contents
 from trainium_trainer.checkpoint.interfaces import Position
 from trainium_trainer.checkpoint.root.survey import survey
-from trainium_trainer.checkpoint.storage.posix import PosixStorage
-from trainium_trainer.checkpoint.storage.protocol import Retry
 from trainium_trainer.checkpoint.whole_tensors import TensorSource, write_whole
+from trainium_trainer.storage.errors import DamagedFileError
+from trainium_trainer.storage.posix import PosixStorage
+from trainium_trainer.storage.protocol import Retry
 
 if TYPE_CHECKING:
     from pathlib import Path

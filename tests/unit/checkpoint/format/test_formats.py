@@ -13,12 +13,12 @@ from trainium_contract.wire.checkpoint_manifest import BLOCK_BYTES, Manifest, Ma
 from trainium_trainer.checkpoint.dividing.cuts import Axis, Cut, Grid
 from trainium_trainer.checkpoint.dividing.scheme import Divided, Scheme
 from trainium_trainer.checkpoint.durable import durable_tier
-from trainium_trainer.checkpoint.errors import DamagedFileError
 from trainium_trainer.checkpoint.format.contents import Contents
 from trainium_trainer.checkpoint.format.shards import write_shard, write_tables
 from trainium_trainer.checkpoint.root.survey import Committed, survey
-from trainium_trainer.checkpoint.storage.posix import PosixStorage
-from trainium_trainer.checkpoint.storage.protocol import Retry
+from trainium_trainer.storage.errors import DamagedFileError
+from trainium_trainer.storage.posix import PosixStorage
+from trainium_trainer.storage.protocol import Retry
 
 if TYPE_CHECKING:
     from collections.abc import Callable

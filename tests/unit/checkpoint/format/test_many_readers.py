@@ -16,13 +16,13 @@ from trainium_contract.wire.checkpoint_manifest import ManifestFile, digest_of
 from trainium_trainer.checkpoint.dividing.cuts import Axis, Cut, Grid
 from trainium_trainer.checkpoint.dividing.scheme import Divided, Scheme
 from trainium_trainer.checkpoint.durable import durable_tier
-from trainium_trainer.checkpoint.errors import DamagedFileError, StorageError
 from trainium_trainer.checkpoint.format.contents import Contents
 from trainium_trainer.checkpoint.format.shards import INDEX_FORMAT, write_shard, write_tables
 from trainium_trainer.checkpoint.root.survey import Committed, survey
-from trainium_trainer.checkpoint.storage.object_store import Limits, ObjectStorage
-from trainium_trainer.checkpoint.storage.posix import PosixStorage
-from trainium_trainer.checkpoint.storage.protocol import Retry
+from trainium_trainer.storage.errors import DamagedFileError, StorageError
+from trainium_trainer.storage.object_store import Limits, ObjectStorage
+from trainium_trainer.storage.posix import PosixStorage
+from trainium_trainer.storage.protocol import Retry
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

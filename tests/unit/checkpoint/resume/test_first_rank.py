@@ -13,7 +13,7 @@ from test_agreement_law import STEPS, fleet, plainly, worlds
 from tests.testing.suite.trials import trials
 from trainium_contract.wire.checkpoint_manifest import Manifest
 from trainium_trainer.checkpoint.collectives import pack, part
-from trainium_trainer.checkpoint.errors import StorageError, UnusableCheckpointError
+from trainium_trainer.checkpoint.errors import UnusableCheckpointError
 from trainium_trainer.checkpoint.memory.claims import Claim, ShardKey
 from trainium_trainer.checkpoint.resume.agreement import Fresh, FromDurable, FromMemory, RankView, claims_to_report
 from trainium_trainer.checkpoint.resume.buddy_pairing import Capacity, assignments_of, tasks_of
@@ -29,6 +29,7 @@ from trainium_trainer.checkpoint.resume.first_rank import (
 )
 from trainium_trainer.checkpoint.root.survey import Committed, Survey
 from trainium_trainer.exits import UserError
+from trainium_trainer.storage.errors import StorageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

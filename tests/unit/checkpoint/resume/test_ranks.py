@@ -16,7 +16,7 @@ from checkpoint_scenarios import (
 
 from trainium_trainer.checkpoint.memory.snapshot import read_header
 from trainium_trainer.checkpoint.root.survey import survey
-from trainium_trainer.checkpoint.storage.posix import PosixStorage
+from trainium_trainer.storage.posix import PosixStorage
 
 if TYPE_CHECKING:
     from collections.abc import Callable

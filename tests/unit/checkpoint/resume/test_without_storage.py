@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from checkpoint_world import HookedStorage, solo
 
-from trainium_trainer.checkpoint.errors import StaleGenerationError, StorageError
+from trainium_trainer.checkpoint.errors import StaleGenerationError
 from trainium_trainer.checkpoint.root.commit import read_fence
 from trainium_trainer.checkpoint.root.owner import JobIdentity
-from trainium_trainer.checkpoint.storage.posix import PosixStorage
+from trainium_trainer.storage.errors import StorageError
+from trainium_trainer.storage.posix import PosixStorage
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -15,9 +15,9 @@ from tests.testing.trainer.s3_server import Fault, S3Server
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.trainer.checkpoint import CheckpointConfig
 from trainium_trainer import cli
-from trainium_trainer.checkpoint.storage.object_store import Limits, ObjectStorage
-from trainium_trainer.checkpoint.storage.protocol import Retry
 from trainium_trainer.exits import TrainerError, find_exit_code
+from trainium_trainer.storage.object_store import Limits, ObjectStorage
+from trainium_trainer.storage.protocol import Retry
 
 if TYPE_CHECKING:
     from collections.abc import Callable

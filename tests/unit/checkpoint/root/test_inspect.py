@@ -12,7 +12,7 @@ from tests.testing.trainer.s3_gateway import serving
 from trainium_contract.exit_codes import ExitCode
 from trainium_trainer import cli
 from trainium_trainer.checkpoint import inspect
-from trainium_trainer.checkpoint.storage.opening import open_storage
+from trainium_trainer.storage.opening import open_storage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from trainium_trainer.checkpoint.errors import StaleGenerationError, StorageError
+from trainium_trainer.checkpoint.errors import StaleGenerationError
 from trainium_trainer.checkpoint.root.late_step_check import LATE_SECONDS, OwnershipCheck
+from trainium_trainer.storage.errors import StorageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable

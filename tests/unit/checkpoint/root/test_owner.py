@@ -15,16 +15,16 @@ from trainium_contract.wire.checkpoint_manifest import GENERATION_FENCE_NAME
 from trainium_trainer.checkpoint.errors import StaleGenerationError
 from trainium_trainer.checkpoint.root.commit import read_fence
 from trainium_trainer.checkpoint.root.owner import JobIdentity, OwnerRecords
-from trainium_trainer.checkpoint.storage.object_store import Limits, ObjectStorage
-from trainium_trainer.checkpoint.storage.posix import PosixStorage
-from trainium_trainer.checkpoint.storage.protocol import Retry
 from trainium_trainer.exits import TrainerError, find_exit_code
+from trainium_trainer.storage.object_store import Limits, ObjectStorage
+from trainium_trainer.storage.posix import PosixStorage
+from trainium_trainer.storage.protocol import Retry
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from trainium_trainer.checkpoint.storage.protocol import Storage
+    from trainium_trainer.storage.protocol import Storage
 
 pytestmark = pytest.mark.timeout(180)
 

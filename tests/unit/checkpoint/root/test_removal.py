@@ -12,13 +12,13 @@ from tests.testing.trainer.s3_gateway import serving
 from trainium_trainer.checkpoint.errors import UnusableCheckpointError
 from trainium_trainer.checkpoint.root.owner import JobIdentity
 from trainium_trainer.checkpoint.root.survey import survey
-from trainium_trainer.checkpoint.storage.opening import open_storage
+from trainium_trainer.storage.opening import open_storage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from trainium_trainer.checkpoint.storage.protocol import Storage
+    from trainium_trainer.storage.protocol import Storage
 
 pytestmark = pytest.mark.timeout(180)
 

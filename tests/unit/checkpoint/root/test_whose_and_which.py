@@ -10,7 +10,7 @@ from checkpoint_world import HookedStorage, solo
 from tests.testing.trainer.s3_gateway import serving
 from trainium_contract.trainer.checkpoint import CheckpointConfig
 from trainium_contract.wire.checkpoint_manifest import COMMIT_NAME, OWNER_PREFIX, Manifest, Owner
-from trainium_trainer.checkpoint.errors import StaleGenerationError, StorageError, UnusableCheckpointError
+from trainium_trainer.checkpoint.errors import StaleGenerationError, UnusableCheckpointError
 from trainium_trainer.checkpoint.root.commit import FenceToken, Receipt, claim_fence, publish, read_fence
 from trainium_trainer.checkpoint.root.commit_lease import CommitLease
 from trainium_trainer.checkpoint.root.metrics_copy import RecordCopies, records_folder
@@ -18,9 +18,10 @@ from trainium_trainer.checkpoint.root.owner import NOBODY, JobIdentity, OwnerRec
 from trainium_trainer.checkpoint.root.run_identity import differences, refuse_foreign
 from trainium_trainer.checkpoint.root.selection import choose
 from trainium_trainer.checkpoint.root.survey import Committed, Survey, survey
-from trainium_trainer.checkpoint.storage.posix import PosixStorage
-from trainium_trainer.checkpoint.storage.protocol import Retry
 from trainium_trainer.exits import UserError
+from trainium_trainer.storage.errors import StorageError
+from trainium_trainer.storage.posix import PosixStorage
+from trainium_trainer.storage.protocol import Retry
 
 if TYPE_CHECKING:
     from pathlib import Path

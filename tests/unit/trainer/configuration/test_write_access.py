@@ -15,11 +15,11 @@ import pytest
 
 from trainium_trainer.agent.checks.preflight import _unwritable
 from trainium_trainer.artifacts.store import kept
-from trainium_trainer.checkpoint.storage.posix import PosixStorage
-from trainium_trainer.checkpoint.storage.protocol import Retry
 from trainium_trainer.data.prepared.cache import use_cache
 from trainium_trainer.exits import StorageError, UserError
 from trainium_trainer.monitor.lines import unwritable_error
+from trainium_trainer.storage.posix import PosixStorage
+from trainium_trainer.storage.protocol import Retry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -28,7 +28,7 @@ from trainium_trainer.checkpoint.durable.file_digests import DigestReport, fold_
 from trainium_trainer.checkpoint.durable.save_plan import Planner
 from trainium_trainer.checkpoint.durable.save_policy import Save
 from trainium_trainer.checkpoint.durable.staging import Staging, flatten
-from trainium_trainer.checkpoint.errors import DamagedFileError, StorageError, TooSlowError, is_transient
+from trainium_trainer.checkpoint.errors import TooSlowError
 from trainium_trainer.checkpoint.format.contents import Contents
 from trainium_trainer.checkpoint.format.live_state import box_of, local_of
 from trainium_trainer.checkpoint.format.shards import write_digests, write_shard, write_tables
@@ -36,6 +36,7 @@ from trainium_trainer.checkpoint.root.commit import prepare_commit, publish
 from trainium_trainer.checkpoint.root.metrics_copy import RecordCopies
 from trainium_trainer.checkpoint.root.survey import prune, remove_attempts
 from trainium_trainer.models.state_dict import parameter_of
+from trainium_trainer.storage.errors import DamagedFileError, StorageError, is_transient
 from trainium_trainer.write_access import FULL
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
     from trainium_trainer.checkpoint.root.commit import FenceToken
     from trainium_trainer.checkpoint.root.survey import Committed
     from trainium_trainer.checkpoint.session import Session
-    from trainium_trainer.checkpoint.storage.protocol import Retry, Storage
+    from trainium_trainer.storage.protocol import Retry, Storage
 
 AfterMilestone: TypeAlias = "Callable[[int, ProcessGroup | None, Callable[[], None]], None]"
 """What every rank does in the background after a milestone was committed: called with its step, the group of the saves,

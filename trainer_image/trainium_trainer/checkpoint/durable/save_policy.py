@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Flag, auto
 from typing import TYPE_CHECKING
 
-from trainium_trainer.checkpoint.errors import StorageError
+from trainium_trainer.storage.errors import StorageError
 
 if TYPE_CHECKING:
     from trainium_contract.trainer.checkpoint import DurableTierConfig, Milestones

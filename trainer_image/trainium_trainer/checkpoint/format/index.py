@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any
 from trainium_contract.wire.checkpoint_manifest import BLOCK_BYTES, INDEX_NAME, blocks_name, digest_of, shard_name
 from trainium_trainer.checkpoint.dividing.cuts import Box
 from trainium_trainer.checkpoint.dividing.scheme import ITEM_BYTES, Scheme
-from trainium_trainer.checkpoint.errors import DamagedFileError
 from trainium_trainer.checkpoint.format.shards import (
     INDEX_FORMAT,
     SAFETENSORS_TYPES,
     header_of,
 )
-from trainium_trainer.checkpoint.storage.protocol import read_small
+from trainium_trainer.storage.errors import DamagedFileError
+from trainium_trainer.storage.protocol import read_small
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import torch
 
     from trainium_trainer.checkpoint.root.survey import Committed
-    from trainium_trainer.checkpoint.storage.protocol import Retry, Storage
+    from trainium_trainer.storage.protocol import Retry, Storage
 
 TORCH_TYPES = {name: dtype for dtype, name in SAFETENSORS_TYPES.items()}
 _DIGEST = 64

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future as Assignment
 
     from trainium_trainer.checkpoint.dividing.scheme import Item, Scheme
-    from trainium_trainer.checkpoint.storage.protocol import Retry, Storage
+    from trainium_trainer.storage.protocol import Retry, Storage
 
 INDEX_FORMAT = 3
 SAFETENSORS_TYPES = {

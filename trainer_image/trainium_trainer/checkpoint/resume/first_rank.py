@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from trainium_contract.wire.checkpoint_manifest import folder_name, step_of
-from trainium_trainer.checkpoint.errors import StorageError, UnusableCheckpointError
+from trainium_trainer.checkpoint.errors import UnusableCheckpointError
 from trainium_trainer.checkpoint.interfaces import Position
 from trainium_trainer.checkpoint.resume.agreement import (
     BuddyCopy,
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
     from trainium_trainer.checkpoint.memory.claims import Claim, ShardKey
     from trainium_trainer.checkpoint.root.survey import Committed, Survey
+    from trainium_trainer.storage.errors import StorageError
 
 SHARED_WARNINGS = 20
 """So many warnings go to every rank; the first has all of them."""

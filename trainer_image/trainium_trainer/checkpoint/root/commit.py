@@ -28,10 +28,10 @@ from trainium_contract.wire.checkpoint_manifest import (
     Manifest,
 )
 from trainium_trainer.checkpoint.errors import StaleGenerationError
-from trainium_trainer.checkpoint.storage.protocol import read_small
+from trainium_trainer.storage.protocol import read_small
 
 if TYPE_CHECKING:
-    from trainium_trainer.checkpoint.storage.protocol import Retry, Storage
+    from trainium_trainer.storage.protocol import Retry, Storage
 
 
 @dataclass(frozen=True, slots=True)

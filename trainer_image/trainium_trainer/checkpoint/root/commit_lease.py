@@ -14,10 +14,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainium_trainer.checkpoint.errors import StorageError, UnusableCheckpointError
+from trainium_trainer.checkpoint.errors import UnusableCheckpointError
 from trainium_trainer.checkpoint.root.commit import check_fence, claim_fence, read_fence, refuse_newer
 from trainium_trainer.checkpoint.root.survey import nested_root, survey
-from trainium_trainer.checkpoint.storage.protocol import Retry
+from trainium_trainer.storage.errors import StorageError
+from trainium_trainer.storage.protocol import Retry
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from trainium_trainer.checkpoint.root.commit import FenceToken
     from trainium_trainer.checkpoint.root.owner import OwnerRecords
     from trainium_trainer.checkpoint.root.survey import Survey
-    from trainium_trainer.checkpoint.storage.protocol import Storage
+    from trainium_trainer.storage.protocol import Storage
 
 _ONCE_MORE = 1
 """Tries of a fence that the start can do without: a full store does not get room within half a minute."""

@@ -22,7 +22,8 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
-from trainium_trainer.checkpoint.errors import StaleGenerationError, StorageError
+from trainium_trainer.checkpoint.errors import StaleGenerationError
+from trainium_trainer.storage.errors import StorageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable

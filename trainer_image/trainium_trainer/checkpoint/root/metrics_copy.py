@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainium_contract.trainer.addresses import is_address
-from trainium_trainer.checkpoint.storage.opening import open_storage
-from trainium_trainer.checkpoint.storage.protocol import read_small
+from trainium_trainer.storage.opening import open_storage
+from trainium_trainer.storage.protocol import read_small
 
 if TYPE_CHECKING:
     from trainium_contract.trainer.checkpoint import CheckpointConfig
-    from trainium_trainer.checkpoint.storage.protocol import Storage
+    from trainium_trainer.storage.protocol import Storage
 
 _NAME = "metrics.jsonl"
 

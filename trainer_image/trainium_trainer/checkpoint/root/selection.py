@@ -9,15 +9,16 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from trainium_trainer.checkpoint.errors import DamagedFileError, UnusableCheckpointError, storage_error
+from trainium_trainer.checkpoint.errors import UnusableCheckpointError
 from trainium_trainer.checkpoint.root.survey import Committed, survey
 from trainium_trainer.exits import UserError
 from trainium_trainer.models.shapes import ModelShape
+from trainium_trainer.storage.errors import DamagedFileError, storage_error
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from trainium_trainer.checkpoint.storage.protocol import Storage
+    from trainium_trainer.storage.protocol import Storage
 
 
 def choose(storage: Storage, root: str, step: int | None, *, milestones: bool) -> Committed:

@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any
 
 from trainium_contract.trainer.addresses import is_address
 from trainium_contract.trainer.data import BosToken
-from trainium_trainer.checkpoint.storage.opening import open_storage
-from trainium_trainer.checkpoint.storage.posix import PosixStorage
-from trainium_trainer.checkpoint.storage.protocol import Retry, read_small
 from trainium_trainer.exits import UnreadableError, UserError
+from trainium_trainer.storage.opening import open_storage
+from trainium_trainer.storage.posix import PosixStorage
+from trainium_trainer.storage.protocol import Retry, read_small
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Iterator, Mapping, Sequence

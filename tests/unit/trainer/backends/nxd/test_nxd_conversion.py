@@ -21,12 +21,12 @@ from trainium_trainer.backends.nxd.layout.pieces import KeyValueOrder
 from trainium_trainer.checkpoint.format.contents import Contents
 from trainium_trainer.checkpoint.interfaces import Position
 from trainium_trainer.checkpoint.root.survey import survey, verify
-from trainium_trainer.checkpoint.storage.posix import PosixStorage
-from trainium_trainer.checkpoint.storage.protocol import Retry
 from trainium_trainer.checkpoint.whole_tensors import TensorSource, write_whole
 from trainium_trainer.exits import UserError
 from trainium_trainer.models.shapes import ModelShape
 from trainium_trainer.models.state_dict import OPTIMIZER_STEP, WEIGHT, moment, state_name
+from trainium_trainer.storage.posix import PosixStorage
+from trainium_trainer.storage.protocol import Retry
 
 SHAPE = ModelShape(
     vocab_size=48,

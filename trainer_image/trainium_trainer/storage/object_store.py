@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, cast
 
-from trainium_trainer.checkpoint.errors import DamagedFileError
-from trainium_trainer.checkpoint.storage.protocol import Entry
 from trainium_trainer.exits import UserError
+from trainium_trainer.storage.errors import DamagedFileError
+from trainium_trainer.storage.protocol import Entry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

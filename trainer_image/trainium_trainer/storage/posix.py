@@ -18,8 +18,8 @@ import sys
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from trainium_trainer.checkpoint.errors import DamagedFileError
-from trainium_trainer.checkpoint.storage.protocol import Entry
+from trainium_trainer.storage.errors import DamagedFileError
+from trainium_trainer.storage.protocol import Entry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

@@ -9,7 +9,7 @@ from trainium_contract.trainer.addresses import OBJECT_STORES, is_address
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
-    from trainium_trainer.checkpoint.storage.protocol import Storage
+    from trainium_trainer.storage.protocol import Storage
 
 
 def open_storage(path: str) -> Storage:
@@ -19,12 +19,12 @@ def open_storage(path: str) -> Storage:
     """
     scheme = path.partition("://")[0]
     if scheme in OBJECT_STORES:
-        from trainium_trainer.checkpoint.storage.object_store import ObjectStorage  # noqa: PLC0415 - optional package
+        from trainium_trainer.storage.object_store import ObjectStorage  # noqa: PLC0415 - optional package
 
         return ObjectStorage(path)
     if is_address(path):
         known = " or ".join(f"{each}://bucket/prefix" for each in OBJECT_STORES)
         raise UserError(f"checkpoint.path {path}: there is no store {scheme!r}: give a folder or {known}")
-    from trainium_trainer.checkpoint.storage.posix import PosixStorage  # noqa: PLC0415 - as the other one
+    from trainium_trainer.storage.posix import PosixStorage  # noqa: PLC0415 - as the other one
 
     return PosixStorage(Path(path))

@@ -13,18 +13,18 @@ import pytest
 from tests.testing.trainer.s3_gateway import S3Gateway, serving
 from tests.testing.trainer.s3_server import ACCESS_KEY, SECRET_KEY, Fault, S3Server
 from trainium_contract.exit_codes import ExitCode
-from trainium_trainer.checkpoint.errors import DamagedFileError, StorageError
-from trainium_trainer.checkpoint.storage.object_store import Limits, ObjectStorage
-from trainium_trainer.checkpoint.storage.opening import open_storage
-from trainium_trainer.checkpoint.storage.posix import PosixStorage
-from trainium_trainer.checkpoint.storage.protocol import Retry, read_part, read_small
 from trainium_trainer.exits import UserError, find_exit_code
+from trainium_trainer.storage.errors import DamagedFileError, StorageError
+from trainium_trainer.storage.object_store import Limits, ObjectStorage
+from trainium_trainer.storage.opening import open_storage
+from trainium_trainer.storage.posix import PosixStorage
+from trainium_trainer.storage.protocol import Retry, read_part, read_small
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from trainium_trainer.checkpoint.storage.protocol import Storage
+    from trainium_trainer.storage.protocol import Storage
 
 QUICK = Limits(request_seconds=2.0, retries=3, first_pause_seconds=0.01, longest_pause_seconds=0.02, retry_seconds=5)
 

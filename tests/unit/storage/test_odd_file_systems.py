@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from trainium_trainer.checkpoint.storage import posix
-from trainium_trainer.checkpoint.storage.posix import PosixStorage
+from trainium_trainer.storage import posix
+from trainium_trainer.storage.posix import PosixStorage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from trainium_trainer.checkpoint.errors import DamagedFileError, is_transient, storage_error
+from trainium_trainer.storage.errors import DamagedFileError, is_transient, storage_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

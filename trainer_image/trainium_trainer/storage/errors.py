@@ -1,0 +1,39 @@
+"""Classify failures of folders and buckets; explain each in a sentence with what to do."""
+
+from __future__ import annotations
+
+import errno
+
+from trainium_trainer.exits import StorageError
+from trainium_trainer.write_access import FORBIDDEN, FULL, explain_forbidden
+
+__all__ = ["DamagedFileError", "StorageError", "is_transient", "storage_error"]
+
+_NOT_A_FOLDER = frozenset({errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG})
+_LASTING = FORBIDDEN | _NOT_A_FOLDER | {errno.EFBIG, errno.ENOENT, errno.EISDIR, errno.ENODEV}
+
+
+class DamagedFileError(Exception):
+    """A file is missing, ends too early or has other contents than were written: trying again does not cure it."""
+
+
+def is_transient(error: OSError) -> bool:
+    """Return whether trying again may help: a full disk or a network fault may pass, a missing permission does not."""
+    return error.errno not in _LASTING
+
+
+def storage_error(error: OSError, where: str) -> StorageError:
+    """Return the sentence for an I/O error: what, where, what to do."""
+    if error.errno in FULL:
+        advice = "the store is full (or a file-size limit was hit): free space, raise the limit or lower keepLast"
+    elif error.errno in FORBIDDEN:
+        advice = f"{explain_forbidden(error.errno, where)}, or choose another checkpoint.path"
+    elif error.errno == errno.ENODEV:
+        advice = "make the bucket, or choose another checkpoint.path"
+    elif error.errno == errno.ETIMEDOUT:
+        advice = "look at the network and at the store"
+    elif error.errno in _NOT_A_FOLDER:
+        advice = "the path is not a usable folder: choose another checkpoint.path"
+    else:
+        advice = "check the store behind checkpoint.path"
+    return StorageError(f"checkpoint storage {where}: {error.strerror or error}: {advice}")
