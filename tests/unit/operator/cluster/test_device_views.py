@@ -57,7 +57,7 @@ CLAIM: dict[str, Any] = {
         "resourceVersion": "9",
         "uid": "c",
         "ownerReferences": [
-            {"apiVersion": "v1", "kind": "Pod", "name": "demo-w-0", "uid": "said-uid", "controller": True}
+            {"apiVersion": "v1", "kind": "Pod", "name": "demo-w-0", "uid": "owner-uid", "controller": True}
         ],
     },
     "status": {
@@ -107,23 +107,23 @@ def test_a_slice_of_another_driver_holds_nothing() -> None:
     assert (slice_view(raw).node, slice_view(raw).devices) == ("", {})
 
 
-def test_a_claim_is_of_the_pods_that_it_is_reserved_for_whoever_it_says_owns_it() -> None:
+def test_a_claim_belongs_to_the_pods_it_is_reserved_for_and_not_to_its_owner() -> None:
     assert claim_view(CLAIM) == ClaimView(("pod-uid",), (("n-0", "neurondevice1"),))
     assert claim_view({"metadata": {}, "spec": {}}) == ClaimView((), ())
 
 
-def test_what_is_claimed_for_looking_only_is_held_by_nobody() -> None:
+def test_a_claim_with_admin_access_holds_no_device() -> None:
     raw = copy.deepcopy(CLAIM)
     raw["status"]["allocation"]["devices"]["results"][0]["adminAccess"] = True
     assert claim_view(raw).held == ()
 
 
-def test_a_pod_tells_its_template_and_the_device_that_is_not_well() -> None:
+def test_a_pod_names_its_claim_template_and_its_unhealthy_device() -> None:
     assert claim_template_of(POD) == "demo-devices-1"
     assert device_health_of(POD) == ("Unhealthy", "neuron.aws.com/n-0/neurondevice1: HBM")
 
 
-def test_health_of_claims_that_are_not_ours_and_of_unknown_devices_says_nothing() -> None:
+def test_the_health_of_other_claims_and_of_unknown_devices_is_ignored() -> None:
     raw = copy.deepcopy(POD)
     (status,) = raw["status"]["containerStatuses"][0]["allocatedResourcesStatus"]
     status["resources"][1]["health"] = "Unknown"
@@ -216,11 +216,11 @@ def taints_among(known: dict[str, SliceView], devices: list[tuple[str, str]]) ->
 
 
 @given(changes)
-def test_what_is_free_is_what_a_count_from_the_beginning_finds(story: list[tuple[str, str, Any]]) -> None:
+def test_free_devices_and_taints_equal_a_count_from_scratch(timeline: list[tuple[str, str, Any]]) -> None:
     by_slice: IndexedCache[SliceView] = IndexedCache()
     by_claim: IndexedCache[ClaimView] = IndexedCache()
     inventory = Inventory(by_slice, by_claim)
-    for version, (kind, name, view) in enumerate(story, start=1):
+    for version, (kind, name, view) in enumerate(timeline, start=1):
         store: IndexedCache[Any] = by_slice if kind == "slice" else by_claim
         if view is None:
             store.remove(("", name), version)

@@ -102,7 +102,7 @@ def test_the_worker_is_found_by_name_whatever_the_order_of_statuses() -> None:
         ),
     ],
 )
-def test_the_most_telling_reason(status: dict[str, Any], reason: str, message: str) -> None:
+def test_the_most_specific_reason_is_reported(status: dict[str, Any], reason: str, message: str) -> None:
     view = pod_view(pod(status))
     assert (view.reason, view.message) == (reason, message)
 
@@ -154,7 +154,7 @@ WAITS = state("worker", waiting={"reason": "PodInitializing"})
         pytest.param([state("mesh", running={})], WAITS, "PodInitializing", "mesh", None, id="a sidecar is not ready"),
     ],
 )
-def test_a_sidecar_never_hides_the_worker_and_an_init_container_is_named_while_it_holds_it_back(
+def test_a_sidecar_never_hides_the_worker_and_a_blocking_init_container_is_named(
     inits: list[Any], worker: Any, reason: str, held_by: str, code: int | None
 ) -> None:
     raw = pod({"phase": "Pending", "initContainerStatuses": inits, "containerStatuses": [PROXY, worker]})
@@ -163,13 +163,13 @@ def test_a_sidecar_never_hides_the_worker_and_an_init_container_is_named_while_i
     assert (view.reason, view.init_container, view.init_exit_code) == (reason, held_by, code)
 
 
-def test_a_pod_whose_scheduling_is_gated_says_so() -> None:
+def test_a_gated_pod_reports_the_gate_as_its_reason() -> None:
     gated = {"type": "PodScheduled", "status": "False", "reason": "SchedulingGated", "message": "blocked"}
     view = pod_view(pod({"phase": "Pending", "conditions": [gated]}))
     assert (view.reason, view.message, view.unschedulable_message) == ("SchedulingGated", "blocked", "")
 
 
-def test_disruption_deletion_and_lack_of_room_are_seen() -> None:
+def test_disruption_deletion_and_lack_of_capacity_are_seen() -> None:
     conditions = [
         {"type": "DisruptionTarget", "status": "True"},
         {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes"},
@@ -184,7 +184,7 @@ def test_disruption_deletion_and_lack_of_room_are_seen() -> None:
 
 
 @pytest.mark.parametrize(("length", "kept"), [(253, True), (254, False)])
-def test_what_is_longer_than_a_name_can_be_names_no_node_and_no_machine(length: int, kept: bool) -> None:
+def test_a_text_longer_than_a_name_names_no_node_and_no_machine(length: int, kept: bool) -> None:
     raw = pod({"phase": "Pending"})
     raw["spec"]["nodeName"] = "n" * length
     assert bool(pod_view(raw).node) is kept
@@ -221,7 +221,7 @@ def test_nodes(conditions: list[Any], ready: NodeReadiness, since: float | None)
     )
 
 
-def test_a_job_that_cannot_be_read_says_where() -> None:
+def test_an_invalid_job_reports_the_place_of_the_error() -> None:
     metadata = {"name": "j", "namespace": "ns", "uid": "u", "resourceVersion": "1"}
     record = job_record({"metadata": metadata, "spec": {"workers": {"replicas": -1}}})
     assert record.view is None
@@ -231,7 +231,7 @@ def test_a_job_that_cannot_be_read_says_where() -> None:
 
 
 @pytest.mark.parametrize("wrong", [7, 1.5, True, [], {}, ["a"], {"a": "b"}, None])
-def test_a_pod_of_which_any_part_is_of_another_type_is_read_without_that_part(wrong: Any) -> None:
+def test_a_part_of_another_type_is_left_out_of_a_pod(wrong: Any) -> None:
     whole = pod(
         {
             "phase": wrong, "podIP": wrong, "reason": wrong, "message": wrong,
@@ -250,9 +250,9 @@ def test_a_pod_of_which_any_part_is_of_another_type_is_read_without_that_part(wr
         is_of_its_type(pod_view({**whole, part: wrong}))
 
 
-def test_what_a_pod_says_of_its_end_is_bounded() -> None:
-    said = {"phase": "Failed", "reason": "R" * 1_000_000, "message": "m" * 1_000_000}
-    view = pod_view(pod(said))
+def test_the_reason_and_message_of_a_pod_are_bounded() -> None:
+    status = {"phase": "Failed", "reason": "R" * 1_000_000, "message": "m" * 1_000_000}
+    view = pod_view(pod(status))
     assert (len(view.reason), len(view.message)) == (LONGEST_REASON_OF_A_POD, LONGEST_WORDS)
 
 
@@ -324,7 +324,7 @@ def test_a_record_of_more_values_than_a_membership_has_is_refused_without_readin
     assert read == []
 
 
-def test_a_record_is_not_read_before_somebody_asks_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_is_unpacked_only_when_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     metadata = {"name": "m", "annotations": {names.ANNOTATION_CONTENT_HASH: "h"}}
     record = child_record({"metadata": metadata, "binaryData": {names.MEMBERSHIP_PACKED_KEY: "x"}})
     read: list[str] = []
@@ -357,7 +357,7 @@ def node(**parts: Any) -> dict[str, Any]:
     return raw
 
 
-def test_a_node_is_what_plans_read_of_it_and_no_more() -> None:
+def test_a_node_view_holds_only_what_plans_read() -> None:
     view = node_view(
         node(status={"conditions": [HEALTHY, DEVICE]}, metadata={"name": "n", "deletionTimestamp": CREATED})
     )
@@ -381,24 +381,14 @@ def test_a_heartbeat_of_a_kubelet_changes_no_view() -> None:
 
 @pytest.mark.parametrize(
     ("quantity", "capacity"),
-    [
-        ("16", 16),
-        (16, 16),
-        ("0", 0),
-        ("16.5", None),
-        ("", None),
-        (None, None),
-        ("-1", None),
-        ("1e400", None),
-        ([], None),
-    ],
+    [("16", 16), (16, 16), ("0", 0), *((each, None) for each in ("16.5", "", None, "-1", "1e400", []))],
 )
 def test_a_quantity_that_is_no_whole_number_is_left_out(quantity: Any, capacity: int | None) -> None:
     view = node_view(node(status={"allocatable": {"aws.amazon.com/neuron": quantity}}))
     assert view.capacity.get("aws.amazon.com/neuron") == capacity
 
 
-def test_what_is_malformed_is_counted_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_malformed_parts_are_counted_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     left_out.clear()
     for _ in range(3):
         view = node_view(node(status={"conditions": ["Ready", {**DEVICE, "lastTransitionTime": "yesterday"}]}))

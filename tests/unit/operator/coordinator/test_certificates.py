@@ -36,8 +36,12 @@ def server(material: Material) -> x509.Certificate:
     return x509.load_pem_x509_certificate(material.server_cert)
 
 
-def test_a_fresh_server_certificate_bears_every_name_and_is_signed_by_the_authority() -> None:
-    material = renew_material(None, NAMES, NOW)
+@pytest.fixture
+def material() -> Material:
+    return renew_material(None, NAMES, NOW)
+
+
+def test_a_fresh_server_certificate_bears_every_name_and_is_signed_by_the_authority(material: Material) -> None:
     names = server(material).extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert set(names.get_values_for_type(x509.DNSName)) == {
         "coordinator",
@@ -49,13 +53,11 @@ def test_a_fresh_server_certificate_bears_every_name_and_is_signed_by_the_author
     server(material).verify_directly_issued_by(authorities(material)[0])
 
 
-def test_nothing_changes_while_nothing_is_due() -> None:
-    material = renew_material(None, NAMES, NOW)
+def test_nothing_changes_before_a_renewal_is_due(material: Material) -> None:
     assert renew_material(material, NAMES, NOW + 19 * DAY) is material
 
 
-def test_a_server_certificate_is_renewed_at_two_thirds_of_its_life_by_the_same_authority() -> None:
-    material = renew_material(None, NAMES, NOW)
+def test_a_server_certificate_is_renewed_at_two_thirds_of_its_life_by_the_same_authority(material: Material) -> None:
     later = renew_material(material, NAMES, NOW + 20.1 * DAY)
     assert later.ca_bundle == material.ca_bundle
     assert later.ca_key == material.ca_key
@@ -63,8 +65,7 @@ def test_a_server_certificate_is_renewed_at_two_thirds_of_its_life_by_the_same_a
     server(later).verify_directly_issued_by(authorities(material)[0])
 
 
-def test_a_new_authority_is_announced_before_anything_is_signed_by_it() -> None:
-    material = renew_material(None, NAMES, NOW)
+def test_a_new_authority_is_announced_before_anything_is_signed_by_it(material: Material) -> None:
     rotated = renew_material(material, NAMES, NOW + 245 * DAY)
     old, new = authorities(material)[0], authorities(rotated)
     assert len(new) == 2
@@ -75,8 +76,7 @@ def test_a_new_authority_is_announced_before_anything_is_signed_by_it() -> None:
     server(afterwards).verify_directly_issued_by(new[0])
 
 
-def test_at_every_moment_of_five_years_the_bundle_of_the_day_before_verifies_the_server() -> None:
-    material = renew_material(None, NAMES, NOW)
+def test_at_every_moment_of_five_years_the_bundle_of_the_day_before_verifies_the_server(material: Material) -> None:
     for day in range(0, 5 * 365, 1):
         before, material = material, renew_material(material, NAMES, NOW + day * DAY)
         signers = [a for a in authorities(before) if a.subject == server(material).issuer]
@@ -86,27 +86,23 @@ def test_at_every_moment_of_five_years_the_bundle_of_the_day_before_verifies_the
         assert len(authorities(material)) <= 2
 
 
-def test_an_expired_authority_leaves_the_bundle() -> None:
-    material = renew_material(None, NAMES, NOW)
+def test_an_expired_authority_leaves_the_bundle(material: Material) -> None:
     rotated = renew_material(material, NAMES, NOW + 245 * DAY)
     assert len(authorities(renew_material(rotated, NAMES, NOW + 367 * DAY))) == 1
 
 
-def test_after_years_without_the_operator_everything_is_made_anew() -> None:
-    material = renew_material(None, NAMES, NOW)
+def test_after_years_without_the_operator_everything_is_recreated(material: Material) -> None:
     later = renew_material(material, NAMES, NOW + 1000 * DAY)
     assert authorities(later)[0] not in authorities(material)
 
 
-def test_another_service_name_gets_a_certificate_of_its_own() -> None:
-    material = renew_material(None, NAMES, NOW)
+def test_another_service_name_gets_a_new_certificate(material: Material) -> None:
     other = renew_material(material, server_names("renamed", "system"), NOW + DAY)
     assert other.server_cert != material.server_cert
     assert other.ca_bundle == material.ca_bundle
 
 
-def test_a_secret_round_trip_and_its_damage() -> None:
-    material = renew_material(None, NAMES, NOW)
+def test_a_secret_round_trip_and_its_damage(material: Material) -> None:
     assert Material.from_data(material.to_data()) == material
     assert Material.from_data({}) is None
     with pytest.raises(UnusableMaterialError):
@@ -115,8 +111,7 @@ def test_a_secret_round_trip_and_its_damage() -> None:
         Material.from_data({"ca.crt": material.ca_bundle})
 
 
-def test_no_key_is_ever_shown() -> None:
-    material = renew_material(None, NAMES, NOW)
+def test_no_key_is_ever_shown(material: Material) -> None:
     assert "PRIVATE" not in repr(material)
     assert "ca_key" not in repr(material)
 
@@ -156,7 +151,7 @@ def keeper(box: Box, clock: Clock, **options: Any) -> CertificateKeeper:
     return CertificateKeeper(box, NAMES, wall_clock=clock, **options)
 
 
-async def test_the_leader_fills_the_empty_secret_and_followers_take_it() -> None:
+async def test_the_leader_fills_the_empty_secret_and_followers_load_it() -> None:
     box, clock = Box(), Clock()
     leader, follower = keeper(box, clock), keeper(box, clock)
     await follower.refresh(write=False)
@@ -168,22 +163,23 @@ async def test_the_leader_fills_the_empty_secret_and_followers_take_it() -> None
     assert box.writes == 1
 
 
-async def test_a_renewed_certificate_is_loaded_into_the_same_context_and_a_new_bundle_is_told() -> None:
-    box, clock, told = Box(), Clock(), []
-    kept = keeper(box, clock, on_new_bundle=lambda: told.append(clock.now))
+async def test_a_renewed_certificate_is_loaded_into_the_same_context_and_a_new_bundle_notifies() -> None:
+    box, clock = Box(), Clock()
+    notified: list[float] = []
+    kept = keeper(box, clock, on_new_bundle=lambda: notified.append(clock.now))
     context = kept.tls.context
     await kept.refresh(write=True)
     clock.now += 21 * DAY
     await kept.refresh(write=True)
-    assert told == [NOW]
+    assert notified == [NOW]
     clock.now += 224 * DAY
     await kept.refresh(write=True)
-    assert len(told) == 2
+    assert len(notified) == 2
     assert kept.tls.context is context
     assert box.writes == 3
 
 
-async def test_a_leader_that_was_overtaken_takes_what_the_other_wrote() -> None:
+async def test_a_leader_that_lost_the_write_race_loads_the_certificate_of_the_other() -> None:
     box, clock = Box(), Clock()
     box.interloper = renew_material(None, NAMES, NOW).to_data()
     theirs = box.interloper["ca.crt"].decode()
@@ -194,7 +190,7 @@ async def test_a_leader_that_was_overtaken_takes_what_the_other_wrote() -> None:
     assert kept.ca_bundle == theirs
 
 
-async def test_a_damaged_secret_is_made_anew_by_the_leader_only() -> None:
+async def test_only_the_leader_recreates_a_damaged_secret() -> None:
     box, clock = Box(), Clock()
     box.data = {"ca.crt": b"garbage"}
     kept = keeper(box, clock)

@@ -25,33 +25,51 @@ JOB = JobId("ns", "job", "job-uid")
 PODS = ("a", "b")
 IPS = {"a": "10.0.0.1", "b": "10.0.0.2"}
 SILENCE = [("ns", "j", True)]
-"""What is told when members of the job fall silent."""
+"""The notification when members of the job fall silent."""
 PODS_OF = {ip: pod for pod, ip in IPS.items()}
 
 
-def registration(pod: str, *, pod_ip: str = "", port: int = 4000) -> RegisterRequest:
+def member(pod: str, pod_ip: str = "", *, rank: int = 0, port: int = 4000) -> Member:
+    return Member(
+        pod_uid=pod, pod_name=pod, pod_ip=pod_ip or IPS[pod], node_name="n", node_rank=rank, rendezvous_port=port
+    )
+
+
+def membership(*members: Member) -> Membership:
+    return Membership(
+        generation=1, transition=Transition.IMMEDIATE, cause=Cause.RESIZE, members=members, processes_per_node=1
+    )
+
+
+def registration(member: Member, job: str = "j") -> RegisterRequest:
     return RegisterRequest(
         namespace="ns",
-        job="j",
-        pod_name=pod,
-        pod_uid=pod,
-        pod_ip=pod_ip or IPS[pod],
-        node_name="n",
-        rendezvous_port=port,
+        job=job,
+        pod_name=member.pod_name,
+        pod_uid=member.pod_uid,
+        pod_ip=member.pod_ip,
+        node_name=member.node_name,
+        rendezvous_port=member.rendezvous_port,
         agent_version="1",
     )
 
 
+def heartbeat(pod: str, job: str = "j") -> HeartbeatRequest:
+    return HeartbeatRequest(
+        namespace="ns", job=job, pod_name=pod, pod_uid=pod, generation=1, phase=WorkerPhase.TRAINING
+    )
+
+
 class Network:
-    """What a connection to each host does."""
+    """Connections that answer, refuse or drop, by host."""
 
     def __init__(self) -> None:
         self.does: dict[str, object] = {}
-        self.asked: list[str] = []
+        self.connected_to: list[str] = []
 
     async def connect(self, host: str, port: int) -> None:
         pod = PODS_OF[host]
-        self.asked.append(pod)
+        self.connected_to.append(pod)
         answer = self.does.get(pod)
         if answer == "drop":
             await asyncio.sleep(3600)
@@ -64,50 +82,33 @@ class World:
         self.now = 1000.0
         self.state = CoordinatorState(lambda: self.now)
         self.network = Network()
-        self.told: list[tuple[str, str, bool]] = []
+        self.notified: list[tuple[str, str, bool]] = []
         self.addresses = dict(IPS)
-        """As the API server has them."""
+        """The addresses that the API server reports."""
         self.prober = Prober(
             self.state,
             is_serving=lambda: True,
-            notify=lambda *words: self.told.append(words),
+            notify=lambda *words: self.notified.append(words),
             address_of=lambda target: self.addresses[target.pod],
             connect=self.network.connect,
         )
-        members = tuple(
-            Member(pod_uid=pod, pod_name=pod, pod_ip=IPS[pod], node_name="n", node_rank=rank, rendezvous_port=4000)
-            for rank, pod in enumerate(PODS)
-        )
-        self.state.publish(
-            JOB,
-            Membership(
-                generation=1,
-                transition=Transition.IMMEDIATE,
-                cause=Cause.RESIZE,
-                members=members,
-                processes_per_node=1,
-            ),
-        )
+        members = [member(pod, rank=rank) for rank, pod in enumerate(PODS)]
+        self.state.publish(JOB, membership(*members))
         for pod in PODS:
             self.register(pod)
 
     def register(self, pod: str) -> None:
-        self.state.register(JOB, registration(pod))
+        self.state.register(JOB, registration(member(pod)))
 
     def beat(self, *pods: str) -> None:
         for pod in pods:
-            self.state.heartbeat(
-                JOB,
-                HeartbeatRequest(
-                    namespace="ns", job="j", pod_name=pod, pod_uid=pod, generation=1, phase=WorkerPhase.TRAINING
-                ),
-            )
+            self.state.heartbeat(JOB, heartbeat(pod))
 
-    def look(self) -> list[str]:
-        """One look; whom it asked."""
-        self.network.asked.clear()
+    def probe(self) -> list[str]:
+        """Probe once and return the pods that were connected to."""
+        self.network.connected_to.clear()
         run_virtual(self.prober.probe_once())
-        return sorted(self.network.asked)
+        return sorted(self.network.connected_to)
 
     def refused(self, pod: str) -> bool:
         return self.state.agents(JOB)[pod].refused is not None
@@ -118,80 +119,80 @@ def world() -> World:
     return World()
 
 
-def test_each_member_is_asked_once_when_it_is_new_and_then_only_while_it_is_silent(world: World) -> None:
-    assert world.look() == ["a", "b"]
+def test_each_member_is_probed_once_when_it_is_new_and_then_only_while_it_is_silent(world: World) -> None:
+    assert world.probe() == ["a", "b"]
     world.now += 1
     world.beat("a", "b")
-    assert world.look() == []
+    assert world.probe() == []
     world.now += 2.5
     world.beat("a")
-    assert world.look() == ["b"]
+    assert world.probe() == ["b"]
 
 
-def test_a_refusal_after_an_answer_is_evidence_and_the_plan_hears_of_it_at_once(world: World) -> None:
-    world.look()
+def test_a_refusal_after_an_answer_is_evidence_and_notifies_the_plan_at_once(world: World) -> None:
+    world.probe()
     world.network.does["b"] = ConnectionRefusedError()
     world.now += 2.5
     world.beat("a")
-    world.look()
+    world.probe()
     assert world.refused("b")
     assert not world.refused("a")
-    assert world.told == [("ns", "j", True)] * 2, "of the silence, and of the refusal"
-    assert world.look() == [], "once is enough"
+    assert world.notified == [("ns", "j", True)] * 2, "the silence, and the refusal"
+    assert world.probe() == [], "once is enough"
 
 
-def test_the_plan_hears_once_of_each_silence(world: World) -> None:
-    world.look()
+def test_each_silence_notifies_the_plan_once(world: World) -> None:
+    world.probe()
     world.now += 1.9
-    world.look()
-    assert world.told == []
+    world.probe()
+    assert world.notified == []
     world.now += 0.1
-    world.look()
-    world.look()
-    assert world.told == [("ns", "j", True)], "once for all who fell silent"
+    world.probe()
+    world.probe()
+    assert world.notified == [("ns", "j", True)], "once for all that fell silent"
     world.beat("a", "b")
-    world.look()
+    world.probe()
     world.now += 2
     world.beat("a")
-    world.look()
-    assert world.told == [("ns", "j", True)] * 2
+    world.probe()
+    assert world.notified == [("ns", "j", True)] * 2
 
 
 @pytest.mark.parametrize("answer", ["drop", TimeoutError(), OSError(113, "No route to host")])
-def test_what_is_no_refusal_says_nothing(world: World, answer: object) -> None:
-    world.look()
+def test_an_error_other_than_a_refusal_is_no_evidence(world: World, answer: object) -> None:
+    world.probe()
     world.network.does["b"] = answer
     world.now += 30
-    world.look()
+    world.probe()
     assert not world.refused("b")
-    assert world.told == SILENCE
+    assert world.notified == SILENCE
 
 
 def test_a_port_that_never_answered_may_be_behind_a_firewall(world: World) -> None:
     world.network.does = {pod: ConnectionRefusedError() for pod in PODS}
-    world.look()
+    world.probe()
     world.now += 60
-    world.look()
+    world.probe()
     assert not world.refused("a")
-    assert world.told == SILENCE
+    assert world.notified == SILENCE
 
 
-def test_an_agent_that_is_heard_again_takes_the_evidence_back(world: World) -> None:
-    world.look()
+def test_a_message_from_the_agent_clears_the_evidence(world: World) -> None:
+    world.probe()
     world.network.does["b"] = ConnectionRefusedError()
     world.now += 2.5
-    world.look()
+    world.probe()
     world.beat("b")
     assert not world.refused("b")
     world.now += 2.5
-    world.look()
+    world.probe()
     assert world.refused("b")
     world.register("b")
     assert not world.refused("b")
 
 
 def test_a_refusal_that_comes_after_a_newer_message_is_too_late(world: World) -> None:
-    world.look()
+    world.probe()
     world.now += 2.5
     (target, _) = world.state.probe_targets()
     world.beat("a")
@@ -202,83 +203,46 @@ def test_a_refusal_that_comes_after_a_newer_message_is_too_late(world: World) ->
 @pytest.mark.parametrize("address", ["169.254.169.254", "10.0.0.9", ""])
 def test_an_address_that_is_not_the_pods_own_is_never_connected_to(world: World, address: str) -> None:
     world.addresses["b"] = address
-    assert world.look() == ["a"]
+    assert world.probe() == ["a"]
     world.now += 2.5
-    assert world.look() == ["a"]
+    assert world.probe() == ["a"]
     assert not world.refused("b")
 
 
 def test_one_address_may_be_written_in_several_ways(world: World) -> None:
-    world.state.register(JOB, registration("b", pod_ip="fd00::2"))
+    world.state.register(JOB, registration(member("b", "fd00::2")))
     PODS_OF["fd00:0:0::2"] = "b"
     world.addresses["b"] = "fd00:0:0::2"
-    assert world.look() == ["a", "b"]
+    assert world.probe() == ["a", "b"]
 
 
 class TwoJobs:
-    """A thousand members of one job fall silent behind a wire that swallows everything; another job has one member."""
+    """A thousand members of one job fall silent behind a network that drops everything; another job has one member."""
 
-    def __init__(self, dark: int = 1000) -> None:
+    def __init__(self) -> None:
         self.clock = asyncio.get_running_loop().time
         self.state = CoordinatorState(self.clock)
-        self.told: list[tuple[float, str]] = []
+        self.notified: list[tuple[float, str]] = []
         self.connected = 0
         self.at_once = 0
-        self.small_gone = False
-        for job, count in (("dark", dark), ("small", 1)):
-            members = tuple(
-                Member(
-                    pod_uid=f"{job}-{rank}",
-                    pod_name=f"{job}-{rank}",
-                    pod_ip="10.0.0.1" if job == "dark" else "10.0.0.2",
-                    node_name="n",
-                    node_rank=rank,
-                    rendezvous_port=4000,
-                )
-                for rank in range(count)
-            )
-            self.state.publish(
-                JobId("ns", job, job),
-                Membership(
-                    generation=1,
-                    transition=Transition.IMMEDIATE,
-                    cause=Cause.RESIZE,
-                    members=members,
-                    processes_per_node=1,
-                ),
-            )
-            for member in members:
-                self.hear(job, member)
+        self.small_exited = False
+        for job, pod_ip, count in (("dark", "10.0.0.1", 1000), ("small", "10.0.0.2", 1)):
+            members = [member(f"{job}-{rank}", pod_ip, rank=rank) for rank in range(count)]
+            self.state.publish(JobId("ns", job, job), membership(*members))
+            for each in members:
+                self.state.register(JobId("ns", job, job), registration(each, job))
         self.prober = Prober(
             self.state,
             is_serving=lambda: True,
-            notify=lambda _namespace, job, _urgent: self.told.append((self.clock(), job)),
+            notify=lambda _namespace, job, _urgent: self.notified.append((self.clock(), job)),
             address_of=lambda target: target.host,
             connect=self.connect,
         )
         self.silent = False
 
-    def hear(self, job: str, member: Member) -> None:
-        request = RegisterRequest(
-            namespace="ns",
-            job=job,
-            pod_name=member.pod_name,
-            pod_uid=member.pod_uid,
-            pod_ip=member.pod_ip,
-            node_name="n",
-            rendezvous_port=4000,
-            agent_version="1",
-        )
-        self.state.register(JobId("ns", job, job), request)
-
-    def beat(self, job: str, pod: str) -> None:
-        phase = WorkerPhase.TRAINING
-        beat = HeartbeatRequest(namespace="ns", job=job, pod_name=pod, pod_uid=pod, generation=1, phase=phase)
-        self.state.heartbeat(JobId("ns", job, job), beat)
-
     async def connect(self, host: str, _port: int) -> None:
         if host == "10.0.0.2":
-            if self.small_gone:
+            if self.small_exited:
                 raise ConnectionRefusedError
             return
         if self.silent:
@@ -289,38 +253,38 @@ class TwoJobs:
             finally:
                 self.connected -= 1
 
-    async def play(self) -> None:
-        """All ports answer; then the thousand fall silent; 5 s later the other job's agent is gone."""
+    async def run(self) -> None:
+        """All ports answer; then the thousand fall silent; 5 s later the other job's agent has exited."""
         task = asyncio.create_task(self.prober.run())
         await asyncio.sleep(1)
         self.silent = True
         for _ in range(10):
-            self.beat("small", "small-0")
+            self.state.heartbeat(JobId("ns", "small", "small"), heartbeat("small-0", "small"))
             await asyncio.sleep(0.5)
-        self.small_gone = True
+        self.small_exited = True
         await asyncio.sleep(4)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         await asyncio.sleep(0)
 
 
-def test_ports_that_do_not_answer_hold_back_neither_the_news_nor_the_evidence_of_another_job() -> None:
+def test_ports_that_do_not_answer_delay_neither_the_notification_nor_the_evidence_of_another_job() -> None:
     async def scenario() -> None:
         world = TwoJobs()
         began = world.clock()
-        await world.play()
-        dark, *_ = [round(when - began, 1) for when, job in world.told if job == "dark"]
-        small = [round(when - began, 1) for when, job in world.told if job == "small"]
-        assert dark <= 2.5, "silent for 2 s, told at the next look"
-        assert small[0] <= 8.0, "heard last at 5.5 s: told of its silence at the next look"
+        await world.run()
+        dark, *_ = [round(when - began, 1) for when, job in world.notified if job == "dark"]
+        small = [round(when - began, 1) for when, job in world.notified if job == "small"]
+        assert dark <= 2.5, "silent for 2 s, reported by the next probe"
+        assert small[0] <= 8.0, "last seen at 5.5 s: the next probe reports its silence"
         assert small[1] <= small[0] + 1.5, "and of the refusal a connection later"
         assert world.at_once == 16, "one job's ports take a quarter of the slots"
-        assert world.connected == 0, "nothing is asked when the prober has ended"
+        assert world.connected == 0, "nothing is connected when the prober has ended"
 
     run_virtual(scenario())
 
 
-def test_a_follower_asks_nobody() -> None:
+def test_a_follower_probes_nobody() -> None:
     async def scenario() -> None:
         world = World()
         prober = Prober(
@@ -333,7 +297,7 @@ def test_a_follower_asks_nobody() -> None:
         task = asyncio.create_task(prober.run())
         await asyncio.sleep(5)
         task.cancel()
-        assert world.network.asked == []
+        assert world.network.connected_to == []
 
     run_virtual(scenario())
 
@@ -342,11 +306,11 @@ async def test_a_real_port_answers_while_it_is_open_and_refuses_afterwards() -> 
     server = await asyncio.start_server(lambda _reader, writer: writer.close(), "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     world = World()
-    world.state.register(JOB, registration("b", pod_ip="127.0.0.1", port=port))
+    world.state.register(JOB, registration(member("b", "127.0.0.1", port=port)))
     prober = Prober(
         world.state,
         is_serving=lambda: True,
-        notify=lambda *words: world.told.append(words),
+        notify=lambda *words: world.notified.append(words),
         address_of=lambda target: target.host,
     )
     world.state.forget_pod(JOB, "a")
