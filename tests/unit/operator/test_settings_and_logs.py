@@ -28,7 +28,7 @@ def test_a_flag_wins_over_its_variable_and_the_variable_over_the_default() -> No
     assert parse_settings([], environment).workers == 7
 
 
-def test_the_pod_tells_its_namespace_and_address() -> None:
+def test_the_environment_of_the_pod_gives_its_namespace_and_address() -> None:
     settings = parse_settings([], {"POD_NAMESPACE": "system", "POD_IP": "10.1.2.3"})
     assert (settings.namespace, settings.bind_address) == ("system", "10.1.2.3")
 
@@ -103,7 +103,7 @@ def test_an_unusable_variable_is_named(capsys: pytest.CaptureFixture[str]) -> No
     assert "TRAINIUM_OPERATOR_RESYNC" in capsys.readouterr().err
 
 
-def test_help_tells_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse_settings(["--help"], {})
     text = capsys.readouterr().out
@@ -139,7 +139,7 @@ def test_logs_are_one_json_object_a_line_with_the_job(lines: io.StringIO) -> Non
     assert "secret" not in lines.getvalue()
 
 
-def test_a_line_of_kopf_s_says_which_job_it_is_about(lines: io.StringIO) -> None:
+def test_a_log_line_of_kopf_names_its_job(lines: io.StringIO) -> None:
     about = {"kind": "TrainingJob", "namespace": "ns", "name": "llama", "uid": "u"}
     logging.getLogger("kopf.objects").error("a handler failed", extra={"k8s_ref": about})
     logging.getLogger("kopf.objects").error("a handler failed", extra={"k8s_ref": {**about, "kind": "Pod"}})

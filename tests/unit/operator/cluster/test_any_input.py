@@ -49,7 +49,7 @@ LONGEST_SENTENCE = 4096
 
 
 def bounded(answer: object, raw: Any) -> None:
-    """What is made of an object has at most four times its size, and what a view needs to be empty."""
+    """Check that a view has at most four times the size of its object, plus the size of an empty view."""
     assert len(repr(answer)) <= 4 * len(json.dumps(raw)) + 4096
 
 
@@ -132,7 +132,7 @@ def test_any_watched_object_is_read_or_left_out_with_an_error_that_is_expected(
 
 
 @pytest.mark.parametrize("stamp", ["0000-12-31T00:01:00Z", "soon", 7])
-def test_a_time_stamp_that_is_none_does_not_make_a_pod_look_gone(stamp: Any) -> None:
+def test_an_invalid_time_stamp_does_not_mark_a_pod_as_finished(stamp: Any) -> None:
     pod: Any = copy.deepcopy(POD)
     pod["metadata"]["creationTimestamp"] = stamp
     pod["status"]["containerStatuses"][0]["state"]["terminated"]["finishedAt"] = stamp

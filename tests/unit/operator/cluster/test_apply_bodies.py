@@ -1,4 +1,4 @@
-"""What is applied must be read alike as JSON and as YAML: the server reads it as YAML."""
+"""Apply bodies mean the same as JSON and as YAML: the server reads them as YAML."""
 
 from __future__ import annotations
 

@@ -40,10 +40,10 @@ def test_what_returns_quota_is_what_the_real_controller_took() -> None:
     written = with_conditions(raw["status"]["conditions"], _return(workload_view(raw)).conditions, NOW)
     taken = recorded("cleared")["status"]["conditions"]
 
-    def told(conditions: list[dict[str, Any]]) -> set[tuple[str, str, str, str]]:
+    def without_messages(conditions: list[dict[str, Any]]) -> set[tuple[str, str, str, str]]:
         return {(each["type"], each["status"], each["reason"], each["lastTransitionTime"]) for each in conditions}
 
-    assert told(written) == told(taken)
+    assert without_messages(written) == without_messages(taken)
 
 
 def test_the_time_of_a_condition_changes_only_with_its_status() -> None:

@@ -86,7 +86,7 @@ def test_numbers_that_json_cannot_carry_are_left_out_of_a_status() -> None:
     assert (status.goodput.ratio, status.gang.holding_since, status.gang.releases) == (0.0, None, 2)
 
 
-def test_an_end_that_the_job_has_not_come_to_is_left_out_so_that_there_is_room_for_what_is_written() -> None:
+def test_end_conditions_that_are_false_are_left_out_so_that_new_conditions_fit() -> None:
     others = [{**COMPLETE, "type": kind.value, "status": "False"} for kind in ConditionType]
     status = readable_status({"conditions": others[:16]}, "team/llama")
     assert not {ConditionType.COMPLETE, ConditionType.FAILED} & {each.type for each in status.conditions}

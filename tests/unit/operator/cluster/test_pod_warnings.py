@@ -117,7 +117,7 @@ def test_a_warning_that_is_not_repeated_is_not_shown_for_long() -> None:
 
 
 @pytest.mark.parametrize("case", ["no node", "an init container runs"])
-def test_nothing_is_listed_for_a_pod_that_says_itself_what_it_waits_for(case: str) -> None:
+def test_nothing_is_listed_for_a_pod_whose_status_names_its_problem(case: str) -> None:
     async def run(world: World) -> None:
         if case == "no node":
             world.pod(node="")

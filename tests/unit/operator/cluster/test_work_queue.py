@@ -104,7 +104,7 @@ def test_a_delay_of_zero_is_now() -> None:
     run_virtual(scenario())
 
 
-def test_the_back_off_grows_per_key_and_starts_anew_after_a_success() -> None:
+def test_the_back_off_grows_per_key_and_is_reset_by_a_success() -> None:
     async def scenario() -> None:
         queue: WorkQueue[str] = WorkQueue(first_delay=1, longest_delay=5)
         assert [queue.retry("a") for _ in range(4)] == [1, 2, 4, 5]

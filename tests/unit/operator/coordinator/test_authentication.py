@@ -56,18 +56,18 @@ class World:
         return answer
 
     async def admit(self, token: str = "good", **changes: Any) -> JobId:
-        says = {"namespace": "team", "job": "job-a", "pod_name": "job-a-w-0", "pod_uid": "pod-uid", **changes}
-        return await self.authenticator.admit(f"Bearer {token}", **says)
+        identity = {"namespace": "team", "job": "job-a", "pod_name": "job-a-w-0", "pod_uid": "pod-uid", **changes}
+        return await self.authenticator.admit(f"Bearer {token}", **identity)
 
 
-async def test_a_pod_may_speak_for_itself_in_its_own_job() -> None:
+async def test_a_pod_may_send_messages_as_itself_in_its_job() -> None:
     world = World()
     assert await world.admit() == JOB_A
     assert world.specs[0]["audiences"] == [TOKEN_AUDIENCE]
 
 
 @pytest.mark.parametrize(
-    ("says", "sentence"),
+    ("identity", "message"),
     [
         ({"pod_uid": "other"}, "speaks for another pod"),
         ({"pod_name": "job-b-w-0"}, "speaks for another pod"),
@@ -75,9 +75,9 @@ async def test_a_pod_may_speak_for_itself_in_its_own_job() -> None:
         ({"job": "job-b"}, "works for job job-a, not for job-b"),
     ],
 )
-async def test_it_may_speak_for_nobody_else(says: dict[str, str], sentence: str) -> None:
-    with pytest.raises(RefusedError, match=sentence):
-        await World().admit(**says)
+async def test_a_pod_may_not_send_messages_as_another(identity: dict[str, str], message: str) -> None:
+    with pytest.raises(RefusedError, match=message):
+        await World().admit(**identity)
 
 
 async def test_an_agent_that_presents_the_token_of_another_job_is_refused() -> None:
@@ -89,7 +89,7 @@ async def test_an_agent_that_presents_the_token_of_another_job_is_refused() -> N
         await world.admit("stolen", pod_name="job-b-w-0", pod_uid="other")
 
 
-async def test_a_pod_that_is_gone_or_is_no_worker_is_refused() -> None:
+async def test_a_deleted_pod_or_one_that_is_no_worker_is_refused() -> None:
     world = World()
     world.answers["old"] = status(uid="previous")
     with pytest.raises(RefusedError, match="not a worker of any TrainingJob"):

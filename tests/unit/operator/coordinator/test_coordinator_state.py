@@ -103,10 +103,10 @@ def test_seconds_per_step_come_from_the_operators_own_clock(state: CoordinatorSt
     assert state.agents(JOB)["a"].progressed == clock.now - 1
 
 
-def test_signs_of_life_tell_steps_as_heartbeats_do(state: CoordinatorState, clock: Clock) -> None:
+def test_signs_of_life_report_steps_as_heartbeats_do(state: CoordinatorState, clock: Clock) -> None:
     state.register(JOB, registration("a"))
     state.alive(JOB, "a", 7)
-    assert state.agents(JOB)["a"].progressed is None, "no heartbeat has told of steps"
+    assert state.agents(JOB)["a"].progressed is None, "no heartbeat has reported a step"
     state.heartbeat(JOB, step("a", 10))
     clock.now += 6
     state.alive(JOB, "a", 13)
@@ -117,11 +117,11 @@ def test_signs_of_life_tell_steps_as_heartbeats_do(state: CoordinatorState, cloc
     state.alive(JOB, "a", -1)
     state.heartbeat(JOB, step("a", 13))
     view = state.agents(JOB)["a"]
-    assert (view.progressed, view.last_seen) == (moved, clock.now), "what was known of the step is not news again"
+    assert (view.progressed, view.last_seen) == (moved, clock.now), "a step that is known already is no progress"
 
 
 def test_what_stopped_the_job_before_an_attempt_is_no_part_of_its_steps(state: CoordinatorState, clock: Clock) -> None:
-    """Else training that stands still after a fault would be noticed the later, the longer the fault was."""
+    """A long fault would otherwise delay the detection of a hang after it."""
     state.register(JOB, registration("a"))
     for seconds, number in ((0, 10), (4, 12)):
         clock.now += seconds
@@ -140,22 +140,22 @@ def test_a_plan_sees_stages_and_results_at_once_and_the_progress_of_a_stage_as_t
 ) -> None:
     state.register(JOB, registration("a"))
 
-    def told(**fields: Any) -> tuple[bool, bool]:
-        accepted = state.heartbeat(JOB, step("a", 10).model_copy(update={"progress": Progress(step=10, **fields)}))
-        return accepted.matters, accepted.progressed
+    def accepted(**fields: Any) -> tuple[bool, bool]:
+        result = state.heartbeat(JOB, step("a", 10).model_copy(update={"progress": Progress(step=10, **fields)}))
+        return result.matters, result.progressed
 
     artifact = ArtifactReport(kind="Model", path="/out", step=10)
-    told()
-    assert told() == (False, False)
-    assert told(stage="Export", stage_progress=0.0) == (True, True)
-    assert told(stage="Export", stage_progress=0.5) == (False, True)
-    assert told(stage="Export", stage_progress=0.5) == (False, False)
-    assert told(stage="Export", stage_progress=0.5, artifacts=(artifact,)) == (True, False)
+    accepted()
+    assert accepted() == (False, False)
+    assert accepted(stage="Export", stage_progress=0.0) == (True, True)
+    assert accepted(stage="Export", stage_progress=0.5) == (False, True)
+    assert accepted(stage="Export", stage_progress=0.5) == (False, False)
+    assert accepted(stage="Export", stage_progress=0.5, artifacts=(artifact,)) == (True, False)
     view = state.agents(JOB)["a"]
     assert view.step_seconds is None, "no step was made"
 
 
-def test_the_wait_of_an_agent_counts_from_its_first_word_of_it_in_an_attempt(
+def test_the_wait_of_an_agent_counts_from_its_first_report_of_joining_in_an_attempt(
     state: CoordinatorState, clock: Clock
 ) -> None:
     def since(attempt: int, phase: WorkerPhase = WorkerPhase.JOINING) -> float | None:
@@ -172,7 +172,7 @@ def test_the_wait_of_an_agent_counts_from_its_first_word_of_it_in_an_attempt(
     assert since(1) == clock.now
 
 
-def test_what_a_lost_member_said_last_stays_until_the_next_generation(state: CoordinatorState) -> None:
+def test_the_last_report_of_a_failed_member_is_kept_until_the_next_generation(state: CoordinatorState) -> None:
     state.publish(JOB, membership(1, "a", "b"))
     for pod in ("a", "b", "spare"):
         state.register(JOB, registration(pod))

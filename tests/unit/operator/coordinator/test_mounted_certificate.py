@@ -57,7 +57,7 @@ async def test_a_changed_certificate_serves_new_connections_and_a_half_changed_o
     server.close()
 
 
-async def test_it_looks_again_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_changed_files_are_loaded_without_a_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainium_operator.http.tls.CHECK_SECONDS", 0.01)
     material = renew_material(None, ("localhost",), time.time())
     mounted = CertificateFolder(str(tmp_path))

@@ -33,15 +33,15 @@ def interruption(cause: Cause = Cause.CRASH, rung: Rung = Rung.IN_PLACE, **field
 
 def test_a_recovery_counts_once_when_it_is_over() -> None:
     metrics = Metrics()
-    begun = TrainingJobStatus(history=(interruption(detected_seconds=1.0),))
+    open_status = TrainingJobStatus(history=(interruption(detected_seconds=1.0),))
     stages = StageSeconds(detect=1.0, restart=2.0, load=1.0, replay=0.5)
     over = TrainingJobStatus(
         history=(interruption(detected_seconds=1.0, recovered_seconds=5.0, steps_lost=2, stages=stages),)
     )
-    metrics.planned(view("a"), begun)
+    metrics.planned(view("a"), open_status)
     for _ in range(3):  # the same plan again, also by another operator: the status is the memory
-        metrics.planned(view("a", begun), begun)
-    metrics.planned(view("a", begun), over)
+        metrics.planned(view("a", open_status), open_status)
+    metrics.planned(view("a", open_status), over)
     metrics.planned(view("a", over), over)
     found = figures(metrics)
     assert found['interruptions_total{cause="Crash"}'] == 1
@@ -164,7 +164,7 @@ def heartbeat(**fields: Any) -> HeartbeatRequest:
     return HeartbeatRequest(**known, phase=WorkerPhase.TRAINING, **fields)
 
 
-def test_a_check_and_a_standstill_count_once_when_a_heartbeat_brings_them() -> None:
+def test_a_check_and_a_hang_count_once_when_a_heartbeat_reports_them() -> None:
     metrics = Metrics()
     passed = CheckResult(check=PreflightCheck.MATMUL, passed=True, seconds=0.2)
     failed = CheckResult(check=PreflightCheck.DISK, passed=False, seconds=0.05, detail="full")

@@ -28,7 +28,7 @@ def alerts() -> list[dict[str, object]]:
 
 
 def queries() -> Iterator[tuple[str, str]]:
-    """Where a query stands, and the query."""
+    """Yield the place and the text of every query."""
     for rule in alerts():
         yield str(rule["alert"]), str(rule["expr"])
     for path in dashboards.texts():
@@ -51,7 +51,7 @@ EXPOSED = exposed()
 
 
 @pytest.mark.parametrize(("place", "query"), list(queries()), ids=[place for place, _ in queries()])
-def test_a_query_asks_for_metrics_labels_and_values_that_there_are(place: str, query: str) -> None:
+def test_a_query_uses_only_existing_metrics_labels_and_values(place: str, query: str) -> None:
     asked = re.findall(rf"({PREFIX}\w+)(?:\{{([^}}]*)\}})?", query)
     assert asked, place
     known: set[str] = set()

@@ -32,14 +32,14 @@ def of_jobs(metrics: Metrics) -> dict[str, float]:
     return {key: value for key, value in figures(metrics).items() if "job_name=" in key}
 
 
-def test_no_job_has_metrics_of_its_own_unless_that_is_asked_for() -> None:
+def test_no_job_has_named_metrics_by_default() -> None:
     metrics = Metrics()
     metrics.planned(view("a"), status())
     assert not of_jobs(metrics)
     assert "jobs_left_out" not in figures(metrics)
 
 
-def test_a_job_shows_what_its_status_says() -> None:
+def test_the_metrics_of_a_job_equal_its_status() -> None:
     metrics = Metrics(lambda: NOW, named_jobs=5)
     metrics.planned(view("a"), status())
     name = 'job_name="job-a",job_namespace="team"'
@@ -58,7 +58,7 @@ def test_a_job_shows_what_its_status_says() -> None:
     assert not [key for key in found if "made up" in key], "only causes that we know become series"
 
 
-def test_a_job_that_waits_for_a_person_and_saves_nothing_says_so() -> None:
+def test_a_job_that_waits_for_a_person_and_saves_nothing_shows_both() -> None:
     given = (
         (ConditionType.STALLED, ConditionStatus.TRUE, "NameTaken"),
         (ConditionType.CHECKPOINT_HEALTHY, ConditionStatus.FALSE, "StorageUnavailable"),
@@ -85,7 +85,7 @@ def test_only_so_many_jobs_have_series_and_those_that_run_come_first() -> None:
     assert len(of_jobs(metrics)) <= 2 * 25
 
 
-def test_a_job_that_is_gone_leaves_no_series() -> None:
+def test_a_deleted_job_leaves_no_series() -> None:
     metrics = Metrics(named_jobs=2)
     metrics.planned(view("a"), status())
     metrics.forget("a")
