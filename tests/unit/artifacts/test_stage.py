@@ -16,10 +16,13 @@ import torch
 from artifact_ranks import run_command, start, write_as_rank
 
 from tests.testing.trainer.base_models import write_run
+from tests.testing.trainer.s3_gateway import serving
+from tests.testing.trainer.s3_server import Fault, S3Server
 from trainium_contract.status.results import ArtifactReport, RunStage
-from trainium_contract.trainer.artifacts import ArtifactKind
+from trainium_contract.trainer.artifacts import ArtifactKind, ArtifactPrecision
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer.artifacts import layout, stage
+from trainium_trainer.artifacts.export import export, merge
 from trainium_trainer.artifacts.manifest import ArtifactManifest
 from trainium_trainer.artifacts.stage import kinds_of, write_artifacts
 from trainium_trainer.exits import StorageError, UserError
@@ -29,6 +32,8 @@ from trainium_trainer.weights import BaseWeights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+
+    from tests.testing.trainer.s3_gateway import S3Gateway
 
 NO_RETRY = Retry(delays=())
 
@@ -76,8 +81,8 @@ class _Rank:
         return self._ranks.gather(self.rank, value)
 
 
-class Told:
-    """What the progress hears."""
+class Progress:
+    """Record the progress that is reported."""
 
     def __init__(self) -> None:
         self.shares: list[float] = []
@@ -133,8 +138,8 @@ class World:
             self.changes.append(what)
 
 
-def write(run: Any, ranks: int = 1, told: Told | None = None, config: TrainingConfig | None = None) -> Any:
-    told = told or Told()
+def write(run: Any, ranks: int = 1, told: Progress | None = None, config: TrainingConfig | None = None) -> Any:
+    told = told or Progress()
     (first, *others) = Ranks(ranks).run(
         lambda group: write_artifacts(config or run.config, run.root, run.step, group, told, retry=NO_RETRY)
     )
@@ -158,7 +163,7 @@ def _small_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_run_of_lora_leaves_an_adapter_and_a_merged_model(tmp_path: Path, tuned: Callable[..., Any]) -> None:
-    run, told = tuned(), Told()
+    run, told = tuned(), Progress()
     reports = write(run, 2, told)
     assert [report.kind for report in reports] == ["Adapter", "Model"]
     assert [report.path for report in reports] == [
@@ -352,7 +357,7 @@ def test_an_error_of_one_rank_is_the_error_of_all(tmp_path: Path, tuned: Callabl
     def one(group: Any) -> None:
         with contextlib.suppress(UserError):
             try:
-                write_artifacts(run.config, run.root, 7, group, Told(), retry=NO_RETRY)
+                write_artifacts(run.config, run.root, 7, group, Progress(), retry=NO_RETRY)
             except UserError as error:
                 heard.append(error)
                 raise
@@ -365,46 +370,71 @@ def test_an_error_of_one_rank_is_the_error_of_all(tmp_path: Path, tuned: Callabl
 def test_a_step_without_a_checkpoint_has_no_artifacts(tuned: Callable[..., Any]) -> None:
     run = tuned()
     with pytest.raises(UserError, match="there is no committed checkpoint of step 8 to make artifacts from"):
-        write_artifacts(run.config, run.root, 8, _Rank(Ranks(1), 0), Told(), retry=NO_RETRY)
+        write_artifacts(run.config, run.root, 8, _Rank(Ranks(1), 0), Progress(), retry=NO_RETRY)
 
 
-def test_artifacts_in_s3_are_whole_objects_written_from_a_base_in_s3(
+def in_bucket(run: Any) -> TrainingConfig:
+    """Return the run's configuration with its artifacts in the bucket."""
+    artifacts = {"path": "s3://bucket/out", "precision": "Float32"}
+    return TrainingConfig.model_validate(run.config.to_wire() | {"artifacts": artifacts})
+
+
+def upload(server: S3Gateway | S3Server, folder: Path, prefix: str) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            server.put("bucket", f"{prefix}/{path.relative_to(folder)}", path.read_bytes())
+
+
+def test_artifacts_in_a_bucket_equal_those_in_a_folder(
     tmp_path: Path, tuned: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tests.testing.trainer.s3_server import Fault, S3Server
+    run = tuned()
+    expected = write(run, 2)
+    folder = tmp_path / "run/artifacts/step-7"
+    weights = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.safetensors")}
+    assert len(weights) > 5
+    with serving(tmp_path, monkeypatch) as server:
+        upload(server, tmp_path / "base", "base")
+        upload(server, tmp_path / "run/step-7", "run/step-7")
+        config, base = in_bucket(run), BaseWeights.open("s3://bucket/base")
+        for _ in range(2):  # the second finds all artifacts complete
+            reports = Ranks(2).run(
+                lambda group: write_artifacts(
+                    config, "s3://bucket/run", 7, group, Progress(), base=base, retry=NO_RETRY
+                )
+            )[0]
+            assert [report.path for report in reports] == [
+                f"s3://bucket/out/step-7/{name}" for name in ("adapter", "model")
+            ]
+            assert reports[1].digest == expected[1].digest  # an adapter names its base, which is elsewhere
+        export("s3://bucket/run", "s3://bucket/exported", base="s3://bucket/base", precision=ArtifactPrecision.FLOAT32)
+        merge("s3://bucket/base", reports[0].path, "s3://bucket/merged", precision=ArtifactPrecision.FLOAT32)
+        objects = server.objects("bucket")
+        assert BaseWeights.open(reports[1].path).shape == run.weights.shape
+    assert not any("unfinished" in key for key in objects)
+    for name, data in weights.items():
+        assert objects[f"out/step-7/{name}"] == data
+        if name.startswith("model/"):
+            assert objects[name.replace("model/", "exported/", 1)] == data
+            assert objects[name.replace("model/", "merged/", 1)] == data
 
+
+def test_a_bucket_that_refuses_writes_leaves_no_adapter_and_the_next_start_completes_it(
+    tmp_path: Path, tuned: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = tuned()
     expected = write(run, 2)
     with S3Server() as server:
         server.make_bucket("bucket")
         for variable, value in server.environment().items():
             monkeypatch.setenv(variable, value)
-        for path in (tmp_path / "base").iterdir():
-            server.put("bucket", f"base/{path.name}", path.read_bytes())
-        config = TrainingConfig.model_validate(
-            run.config.to_wire() | {"artifacts": {"path": "s3://bucket/out", "precision": "Float32"}}
-        )
-        base = BaseWeights.open("s3://bucket/base")
+        config = in_bucket(run)
         server.fail(Fault(status=403, code="AccessDenied", method="PUT", fits=lambda r: r.key.endswith(".safetensors")))
-        told = Told()
-
-        def one(group: Any) -> Any:
-            return write_artifacts(config, run.root, 7, group, told, base=base, retry=NO_RETRY)
-
         with pytest.raises(StorageError, match=r"artifact s3://bucket/out/step-7/adapter: cannot be written \(Access"):
-            Ranks(2).run(one)
+            write(run, 2, config=config)
         assert not any(key.endswith("adapter_config.json") for key in server.objects["bucket"])
-        reports = Ranks(2).run(one)[0]
-        assert [report.path for report in reports] == [
-            f"s3://bucket/out/step-7/{name}" for name in ("adapter", "model")
-        ]
+        assert [report.digest for report in write(run, 2, config=config)] == [report.digest for report in expected]
         assert not any("unfinished" in key for key in server.objects["bucket"])
-        files = list((tmp_path / "run/artifacts/step-7").rglob("*.safetensors"))
-        assert len(files) > 5
-        for path in files:
-            key = f"out/step-7/{path.relative_to(tmp_path / 'run/artifacts/step-7')}"
-            assert server.objects["bucket"][key] == path.read_bytes()
-        assert reports[1].digest == expected[1].digest
 
 
 @pytest.mark.parametrize(
@@ -440,5 +470,5 @@ def test_frozen_weights_that_nobody_kept_are_refused_and_never_drawn_anew(tmp_pa
     with pytest.raises(
         UserError, match=r"the checkpoint has no .* and there is no base to take it from: name the base"
     ):
-        write_artifacts(config, root, 7, _Rank(Ranks(1), 0), Told(), retry=NO_RETRY)
+        write_artifacts(config, root, 7, _Rank(Ranks(1), 0), Progress(), retry=NO_RETRY)
     assert not (tmp_path / "run/artifacts").exists()

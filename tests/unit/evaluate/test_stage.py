@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.testing.trainer.fork_server import fork_context
+from tests.testing.trainer.s3_gateway import serving
 from trainium_contract.status.results import ArtifactReport, RunStage
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_devcluster.ports import reserved_port
@@ -16,11 +19,11 @@ from trainium_trainer.evaluate.stage import evaluate_artifacts, run_evaluation
 from trainium_trainer.exits import UserError
 from trainium_trainer.monitor.progress import ProgressWriter, read_progress, read_results
 from trainium_trainer.peers import Peers
-from trainium_trainer.storage.opening import open_storage
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
+
+    from trainium_trainer.evaluate.report import EvaluationResult
 
 
 @pytest.fixture(scope="module")
@@ -134,8 +137,6 @@ def test_a_result_that_equals_its_base_is_noted(config: TrainingConfig, models: 
 
 
 def test_a_result_that_is_not_finite_is_noted(config: TrainingConfig, models: dict[str, str], tmp_path: Path) -> None:
-    import shutil
-
     from safetensors.torch import load_file, save_file
 
     broken = tmp_path / "broken"
@@ -170,49 +171,48 @@ def test_without_held_back_data_the_sentence_says_what_to_give(
     assert not (tmp_path / "out" / "evaluation.json").exists()
 
 
-def test_a_result_in_s3_is_measured_and_written_there(
+CARD = "# Model\n<!-- evaluation -->\n<!-- end of evaluation -->\nThe end.\n"
+
+
+def evaluate_model(config: TrainingConfig, base: str, model: str) -> EvaluationResult:
+    """Evaluate the model that a run left at `model`."""
+    result = evaluate_artifacts(
+        config.model_copy(update={"model": config.model.model_copy(update={"weights": base})}),
+        [ArtifactReport(kind="Model", path=model, step=7)],
+        peers=Peers(rank=0, size=1),
+        progress=ProgressWriter(None),
+    )
+    assert result is not None
+    return result
+
+
+def test_a_result_in_a_bucket_is_evaluated_and_its_card_completed_there(
     config: TrainingConfig, models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from pathlib import Path
-
-    from tests.testing.trainer.s3_gateway import serving
-
     with serving(tmp_path, monkeypatch) as server:
         for file in Path(models["tuned"]).iterdir():
             server.put("bucket", f"run/model/{file.name}", file.read_bytes())
-        remote = run_evaluation(
-            config,
-            model_folder="s3://bucket/run/model",
-            base_folder=models["base"],
-            peers=Peers(rank=0, size=1),
-            progress=ProgressWriter(None),
-            output="s3://bucket/run",
-        )
-        storage = open_storage("s3://bucket/run")
-        assert storage.read("evaluation.md").decode() == remote.to_markdown()
-        assert storage.read("evaluation.json").decode() == remote.to_json()
+        server.put("bucket", "run/model/README.md", CARD.encode())
+        remote = evaluate_model(config, models["base"], "s3://bucket/run/model")
+        objects = server.objects("bucket")
         with pytest.raises(UserError, match=r"s3://bucket/nothing"):
             stage(config, models | {"tuned": "s3://bucket/nothing"}, tmp_path / "none")
+    assert objects["run/evaluation.md"].decode() == remote.to_markdown()
+    assert objects["run/evaluation.json"].decode() == remote.to_json()
+    card = objects["run/model/README.md"].decode()
+    assert remote.to_markdown().strip() in card
+    assert card.endswith("The end.\n")
     assert remote.figures == stage(config, models, tmp_path / "out").figures
 
 
 def test_the_table_is_in_the_cards_of_the_artifacts(
     config: TrainingConfig, models: dict[str, str], tmp_path: Path
 ) -> None:
-    import shutil
-
     folder = tmp_path / "artifacts" / "step-7"
     shutil.copytree(models["tuned"], folder / "model")
     card = folder / "model" / "README.md"
-    card.write_text("# Model\n<!-- evaluation -->\n<!-- end of evaluation -->\nThe end.\n")
-    weights = config.model.model_copy(update={"weights": models["base"]})
-    result = evaluate_artifacts(
-        config.model_copy(update={"model": weights}),
-        [ArtifactReport(kind="Model", path=str(folder / "model"), step=7)],
-        peers=Peers(rank=0, size=1),
-        progress=ProgressWriter(None),
-    )
-    assert result is not None
+    card.write_text(CARD)
+    result = evaluate_model(config, models["base"], str(folder / "model"))
     assert result.base == models["base"]
     assert (folder / "evaluation.md").read_text() == result.to_markdown()
     assert result.to_markdown().strip() in card.read_text()
