@@ -1,4 +1,4 @@
-"""Small observations for table tests: a job, its pods, nodes and agents, each with what the test says and no more."""
+"""Small observations for table tests: a job, its pods, nodes and agents, each with what the test sets and no more."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def heartbeat(ordinal: int, phase: WorkerPhase = WorkerPhase.STANDBY, **changes:
 
 
 def agent(ordinal: int, phase: WorkerPhase = WorkerPhase.STANDBY, *, silent: float = 0.5, **changes: Any) -> AgentView:
-    """An agent that was last heard `silent` seconds ago."""
+    """An agent that was last seen `silent` seconds ago."""
     view = {
         name: changes.pop(name)
         for name in ("progressed", "step_seconds", "joining_since", "refused")
@@ -214,12 +214,12 @@ def running(
 
 
 def without(seen: Observed, *ordinals: int) -> Observed:
-    """The same without these pods and what their agents said."""
-    gone = {f"uid-{ordinal}" for ordinal in ordinals}
+    """The same without these pods and the reports of their agents."""
+    missing = {f"uid-{ordinal}" for ordinal in ordinals}
     return replace(
         seen,
-        pods=tuple(each for each in seen.pods if each.uid not in gone),
-        agents={uid: known for uid, known in seen.agents.items() if uid not in gone},
+        pods=tuple(each for each in seen.pods if each.uid not in missing),
+        agents={uid: known for uid, known in seen.agents.items() if uid not in missing},
     )
 
 

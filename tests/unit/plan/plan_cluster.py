@@ -1,6 +1,6 @@
 """A fake cluster in virtual time that carries out plans, and an operator that can die after any write.
 
-A restarted operator has heard nobody; a write whose precondition does not hold fails, as at the API server.
+A restarted operator knows no agents; a write whose precondition does not hold fails, as at the API server.
 """
 
 from __future__ import annotations
@@ -75,7 +75,11 @@ class FakeCluster(FaultyWorld):
         copy.__dict__.update(self.__dict__)
         copy.nodes = {name: replace(node) for name, node in self.nodes.items()}
         copy.pods = {name: _copied(pod) for name, pod in self.pods.items()}
-        copy.heard, copy.children, copy.stepped = dict(self.heard), dict(self.children), dict(self.stepped)
+        copy.known_agents, copy.children, copy.stepped = (
+            dict(self.known_agents),
+            dict(self.children),
+            dict(self.stepped),
+        )
         copy.others, copy.wishes = set(self.others), self.wishes
         copy.device_taints = dict(self.device_taints)
         copy.names_used, copy.published_members = set(self.names_used), dict(self.published_members)
@@ -98,7 +102,7 @@ class FakeCluster(FaultyWorld):
             job=job,
             pods=tuple(each.view for each in self.pods.values()),
             nodes={name: self._node_view(each) for name, each in self.nodes.items()},
-            agents=dict(self.heard),
+            agents=dict(self.known_agents),
             membership=self.membership,
             published=self.published.generation if self.published and self.operator_up else 0,
             children=dict(self.children),
@@ -126,8 +130,8 @@ class FakeCluster(FaultyWorld):
         self.requeue_at = None if result.requeue_after is None else self.now + result.requeue_after
         return result
 
-    def writes_due(self) -> int:
-        """How many writes the next plan asks for."""
+    def pending_writes(self) -> int:
+        """Count the writes that the next plan asks for."""
         result = plan(self.observe(), _SETTINGS)
         return len(result.actions) + (result.status != self.status)
 
@@ -141,13 +145,13 @@ class FakeCluster(FaultyWorld):
         if result is not None and (result.actions or result.status != before):
             again = plan(self.observe(), _SETTINGS)
             assert again.actions == (), "the plan does not come to rest"
-            assert again.events == (), "an event is told twice"
+            assert again.events == (), "an event is reported twice"
             assert again.status == self.status
 
     def crash_operator(self, seconds: float = 1.0) -> None:
         self.operator_down_until = self.now + seconds
         self.operator_since = self.now + seconds
-        self.heard, self.stepped = {}, {}
+        self.known_agents, self.stepped = {}, {}
         self.published = None
         self.requeue_at = None
         self.dirty = True
@@ -173,12 +177,12 @@ class FakeCluster(FaultyWorld):
             pod = self.pods.get(record.pod)
             asked = pod is not None and pod.view.deleting and pod.view.exit_code in (None, 75)
             answers = pod is not None and pod.agent is not None and pod.agent.verdict is None
-            # A process that crashed before its pod heard that it has to go did crash.
+            # A process that crashed before its pod was asked to stop did crash.
             news = [entry for entry in status.history if entry not in self.status.history]
             crashed = any(entry.rung is Rung.IN_PLACE and entry.pod == record.pod for entry in news)
             if asked and not crashed and (answers or (pod is not None and pod.agent is None)):
-                told = f"{record.pod} was asked to go, and counts as {record.cause}"
-                assert budget_of(record.cause) is None or self._node_bad(pod), told
+                problem = f"{record.pod} was asked to go, and counts as {record.cause}"
+                assert budget_of(record.cause) is None or self._node_bad(pod), problem
 
     def _node_bad(self, pod: Pod | None) -> bool:
         node = self.nodes.get(pod.view.node) if pod is not None else None
@@ -228,7 +232,7 @@ class FakeCluster(FaultyWorld):
             found.since = self.now
 
     def taint_device(self, name: str, effect: str, *, evicts: bool) -> bool:
-        """A device that the pod holds is tainted, and the pod evicted for it where the effect says so."""
+        """A device that the pod holds is tainted, and the pod evicted for it where the effect demands it."""
         found = self.pods.get(name)
         if found is None or not found.view.node:
             return False
@@ -253,15 +257,15 @@ class FakeCluster(FaultyWorld):
                 by = self.now + SETTINGS.status_interval_seconds
                 self.requeue_at = by if self.requeue_at is None else min(by, self.requeue_at)
                 self.progressed = False
-            due = self.requeue_at is not None and self.now >= self.requeue_at
-            if self.operator_up and (self.dirty or due or self._visible() != self.seen):
+            requeued = self.requeue_at is not None and self.now >= self.requeue_at
+            if self.operator_up and (self.dirty or requeued or self._visible() != self.seen):
                 self.dirty = False
                 self.settle()
             self.seen = self._visible()
             self.check()
 
     def check(self) -> None:
-        """What must hold at any time."""
+        """Assert what must hold at any time."""
         status, job = self.status, self.spec
         asked = (status.desired or job.workers.replicas) - status.idle_nodes.taken
         limit = asked + status.idle_nodes.wanted + decide_size(job).reserve + job.workers.spares
@@ -283,10 +287,12 @@ class FakeCluster(FaultyWorld):
                 view.heartbeat.ready,
                 view.heartbeat.progress and (view.heartbeat.progress.stage, view.heartbeat.progress.artifacts),
             )
-            for uid, view in self.heard.items()
+            for uid, view in self.known_agents.items()
             if view.heartbeat
         }
-        silent = {uid for uid, view in self.heard.items() if self.now - view.last_seen >= SILENCE_REPORTED_SECONDS}
+        silent = {
+            uid for uid, view in self.known_agents.items() if self.now - view.last_seen >= SILENCE_REPORTED_SECONDS
+        }
         return (
             {name: each.view for name, each in self.pods.items()},
             {name: self._node_view(each) for name, each in self.nodes.items()},

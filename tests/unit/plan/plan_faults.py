@@ -1,4 +1,4 @@
-"""What goes wrong in the fake world: processes, agents, pods, nodes and the network between them.
+"""Faults of the fake world: processes, agents, pods, nodes and the network between them.
 
 Each fault answers whether it applied: one that makes no sense in the present state changes nothing.
 """
@@ -122,11 +122,11 @@ class FaultyWorld(FakeWorld):
         return True
 
     def delete_node(self, name: str) -> bool:
-        """The node object and what ran there is gone, as after a scale-in."""
+        """The node object and what ran there are deleted, as after a scale-in."""
         return self.nodes.pop(name, None) is not None
 
     def slow_node(self, name: str, slowness: float = 3.0) -> bool:
-        """What it does takes longer from now on."""
+        """Its work takes longer from now on."""
         node = self.nodes.get(name)
         if node is None or node.slowness == slowness:
             return False

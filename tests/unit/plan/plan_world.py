@@ -1,6 +1,6 @@
 """The part of the fake cluster that the operator does not control: nodes, kubelets, agents, training, and faults.
 
-What it keeps of the real thing: pods take a node of their own, start and stop with a delay, and vanish only when their
+It keeps of a real cluster: each pod takes a whole node; pods start and stop with a delay, and vanish only when their
 node confirms it or by force; agents register, become warm, join the published generation and step together only when
 all members are there; steps are held in memory and committed now and then.
 """
@@ -51,7 +51,7 @@ class Node:
     slowness: float = 1.0
     """How many times as long as elsewhere a step's own work takes here."""
     view: NodeView | None = None
-    """What else the API server shows of it: conditions, taints, a cordon; None while there is nothing to tell."""
+    """What else the API server shows of it: conditions, taints, a cordon; None while there is nothing to show."""
 
 
 @dataclass
@@ -91,7 +91,7 @@ class FakeWorld:
         self.pods: dict[str, Pod] = {}
         self.membership: Membership | None = None
         self.published: Membership | None = None
-        self.heard: dict[str, AgentView] = {}
+        self.known_agents: dict[str, AgentView] = {}
         self.others: set[str] = set()
         """Nodes that somebody else's pods hold."""
         self.wishes = 0
@@ -103,15 +103,15 @@ class FakeWorld:
         self.stepped: dict[str, tuple[int, int]] = {}
         """Generation and attempt of the last heartbeat with a higher step, by pod uid."""
         self.progressed = False
-        """A heartbeat brought nothing but progress since the last plan."""
+        """A heartbeat had nothing but progress since the last plan."""
         self.operator_down_until = 0.0
         self.best_step = 0
         self.committed = 0
         self.stages: tuple[tuple[str, float], ...] = ()
-        """What follows the last step, each with its length in seconds; a fault begins the present one anew."""
+        """What follows the last step, each with its length in seconds; a fault restarts the present one."""
         self.stages_over = 0
         self.compiled: tuple[CompiledSize, ...] = ()
-        """What every agent says of graphs."""
+        """What every agent reports about graphs."""
         self.trained_at = 0.0
         """When the last step ended."""
 
@@ -135,15 +135,15 @@ class FakeWorld:
         held = [each for each in self.pods.values() if each.view.phase not in (PodPhase.FAILED, PodPhase.SUCCEEDED)]
         taken = {each.view.node for each in held if each.view.node} | self.others
         extras = [each for each in held if each.view.extra and each.view.node and not each.view.deleting]
-        promised = sum(each.view.extra and each.view.disrupted for each in held)
+        leaving = sum(each.view.extra and each.view.disrupted for each in held)
         for _ in range(self.wishes):
             free = [name for name in self._free(taken) if self.nodes[name].up]
             if free:
                 self.wishes -= 1
                 self.others.add(free[0])
                 taken.add(free[0])
-            elif promised:
-                promised -= 1
+            elif leaving:
+                leaving -= 1
             elif extras:
                 self._preempt(extras.pop())
         for each in sorted(self.pods.values(), key=lambda each: each.view.extra):
@@ -154,8 +154,8 @@ class FakeWorld:
             free.sort(key=lambda name: ((name in avoided) is not self.scorns_preferences, name))
             if not free:
                 each.view = replace(each.view, unschedulable_message="0 nodes are available")
-                if promised:
-                    promised -= 1
+                if leaving:
+                    leaving -= 1
                 elif extras and not each.view.extra:
                     self._preempt(extras.pop())
                 continue
@@ -183,7 +183,7 @@ class FakeWorld:
             elif each.view.deleting and self.now - each.since >= STOP_SECONDS:
                 if each.agent is None:
                     del self.pods[name]
-                else:  # the API server shows how it ended before it is gone
+                else:  # the API server shows how it ended before it is deleted
                     each.view = replace(each.view, phase=PodPhase.FAILED, exit_code=75, reason="Error", ready=False)
                     each.agent = None
             elif each.view.phase is PodPhase.PENDING and self.now - each.since >= START_SECONDS:
@@ -297,7 +297,7 @@ class FakeWorld:
                 agent.phase = WorkerPhase.FINISHED
 
     def _stage(self, agents: list[Agent]) -> None:
-        """One tick of the stage that is due."""
+        """One tick of the present stage."""
         if self.stages_over < len(self.stages):
             name, seconds = self.stages[self.stages_over]
             if agents[0].stage == name and self.now - agents[0].stage_since >= seconds:
@@ -344,7 +344,7 @@ class FakeWorld:
             if self.nodes[each.view.node].muted:
                 continue
             uid = each.view.uid
-            old = self.heard.get(uid)
+            old = self.known_agents.get(uid)
             beat = HeartbeatRequest(
                 namespace="default",
                 job=self.name,
@@ -368,7 +368,7 @@ class FakeWorld:
             if stepped:
                 self.progressed = True
                 self.stepped[uid] = (agent.generation, agent.attempt)
-            self.heard[uid] = AgentView(
+            self.known_agents[uid] = AgentView(
                 registration=agent.registration,
                 last_seen=self.now,
                 first_seen=old.first_seen if old else self.now,

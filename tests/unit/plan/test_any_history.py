@@ -109,7 +109,7 @@ class AnyHistory(RuleBasedStateMachine):
         self.cluster.dirty = True
 
     @rule(rank=RANKS)
-    def a_process_stands_still(self, rank: int) -> None:
+    def a_process_stalls(self, rank: int) -> None:
         self.cluster.crash_process(rank, 137, Cause.HANG)
 
     @rule(pick=st.integers(0, 9), code=st.sampled_from([80, 1]))

@@ -64,7 +64,7 @@ def test_the_job_comes_to_rest_again_and_survives_the_next_fault(changes: dict[s
     assert at_rest(cluster), describe(cluster)
 
 
-def test_a_status_that_was_emptied_is_built_anew_from_what_is_there() -> None:
+def test_a_status_that_was_emptied_is_rebuilt_from_what_is_there() -> None:
     cluster = trains(spares=1, minReplicas=1)
     pods, generation = set(cluster.pods), cluster.membership.generation
     cluster.status = TrainingJobStatus()

@@ -259,7 +259,7 @@ def test_an_operator_that_dies_after_any_write_of_a_resize_goes_on_from_there(wr
     assert [entry.rung for entry in cluster.status.history] == [Rung.RESIZE]
 
 
-def test_restarts_in_place_go_on_while_the_operator_is_away_and_are_told_afterwards() -> None:
+def test_restarts_in_place_continue_while_the_operator_is_down_and_are_recorded_afterwards() -> None:
     cluster = started()
     cluster.crash_operator(seconds=20)
     cluster.run(2)
@@ -273,14 +273,14 @@ def test_restarts_in_place_go_on_while_the_operator_is_away_and_are_told_afterwa
     assert cluster.status.phase is Phase.RUNNING
 
 
-def test_a_job_of_one_worker_is_told_of_in_the_singular_all_its_life() -> None:
+def test_messages_of_a_job_of_one_worker_use_the_singular() -> None:
     cluster = FakeCluster(spec(workers={"replicas": 1, "minReplicas": 1, "spares": 1}, trainer={"steps": 500}), nodes=3)
-    told: list[str] = []
+    messages: list[str] = []
 
     def listen(seconds: int) -> None:
         for _ in range(seconds):
             cluster.run(1)
-            told.extend(condition.message for condition in cluster.status.conditions)
+            messages.extend(condition.message for condition in cluster.status.conditions)
 
     listen(30)
     cluster.kill_pod(cluster.members()[0].view.name)
@@ -291,7 +291,7 @@ def test_a_job_of_one_worker_is_told_of_in_the_singular_all_its_life() -> None:
     listen(40)
     cluster.suspend(value=True)
     listen(20)
-    told += [entry.message for entry in cluster.status.history]
-    assert "1 worker is registered" in told
-    assert "from 2 to 1 node" in told
-    assert not [each for each in told if re.search(r"(?<![\d.,])1 (workers|nodes|pods)\b", each)]
+    messages += [entry.message for entry in cluster.status.history]
+    assert "1 worker is registered" in messages
+    assert "from 2 to 1 node" in messages
+    assert not [each for each in messages if re.search(r"(?<![\d.,])1 (workers|nodes|pods)\b", each)]

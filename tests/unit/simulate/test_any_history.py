@@ -1,4 +1,4 @@
-"""What holds whatever fails: the ledger agrees with what happened, and the same seed is the same run."""
+"""Invariants under any faults: the ledger agrees with what happened, and the same seed is the same run."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ def test_the_jobs_ledger_agrees_with_what_happened(faults: list[Fault], spares: 
     # A person may ask for more nodes than the job began with.
     assert 0 <= outcome.work <= max(4, *outcome.sizes) / 4
     assert outcome.strict <= 1
-    heard = FaultClass.API_OUTAGE not in outcome.faults
-    if set(outcome.sizes) <= {4} and not outcome.verdicts and heard:
+    all_reported = FaultClass.API_OUTAGE not in outcome.faults
+    if set(outcome.sizes) <= {4} and not outcome.verdicts and all_reported:
         # At one size the steps that were kept are the ledger's productive time. Those of ranks that were lost while the
-        # operator was away are told by the ranks after them, which may come after the end.
+        # operator was away are reported by the ranks after them, which may come after the end.
         assert outcome.work_seconds == pytest.approx(ledger.productive_seconds, rel=0.01, abs=60.0)
 
 
@@ -99,14 +99,14 @@ def test_spares_help_on_the_average() -> None:
 def test_the_faults_come_at_the_rate_that_was_asked_for() -> None:
     model = FailureModel(lemon_share=0.0)
     faults = draw(1, slots=500, days=30, rate=20, mix=Mix.HARDWARE, model=model)
-    sound = [
+    healthy = [
         each
         for each in faults
         if each.mark <= 1 / (model.lemon_factor * model.infant_factor)
         and each.kind not in (FaultClass.STRAGGLER, FaultClass.API_OUTAGE)
     ]
 
-    assert len(sound) == pytest.approx(20 * 0.5 * 30, rel=0.2)
+    assert len(healthy) == pytest.approx(20 * 0.5 * 30, rel=0.2)
 
 
 def test_the_shares_of_each_mix_are_all_there_is() -> None:

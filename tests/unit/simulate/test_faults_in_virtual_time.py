@@ -1,4 +1,4 @@
-"""Each class of fault, played once against the operator's own plan."""
+"""Each class of fault, injected once against the operator's plan."""
 
 from __future__ import annotations
 
@@ -81,12 +81,12 @@ def test_the_work_of_a_size_with_a_near_batch_is_counted_in_samples() -> None:
 
 
 def test_a_broken_device_moves_the_rank_and_its_machine_is_kept_away_from() -> None:
-    played = world()
-    outcome = played.live([fault(HOUR, FaultClass.DEVICE_ERROR, lasts=20 * HOUR)])
+    simulated = world()
+    outcome = simulated.live([fault(HOUR, FaultClass.DEVICE_ERROR, lasts=20 * HOUR)])
 
     recovery = only(outcome)
     assert (recovery.cause, recovery.rung) == (Cause.DEVICE, Rung.SPARE)
-    members = {member.node_name for member in played.operator.membership.members}
+    members = {member.node_name for member in simulated.operator.membership.members}
     assert members == {"node-1", "node-2", "node-3", "node-4"}
 
 
@@ -199,7 +199,7 @@ def test_a_lost_node_of_a_divided_state_without_copies_costs_the_steps_since_the
     assert only(live(fault(HOUR + 500, FaultClass.NODE_LOST), job=copied)).steps_lost <= 1
 
 
-def test_a_second_crash_while_the_first_is_mended_only_begins_the_restart_anew() -> None:
+def test_a_second_crash_during_a_restart_only_repeats_the_restart() -> None:
     outcome = live(
         fault(HOUR, FaultClass.PROCESS_CRASH),
         fault(HOUR + 3, FaultClass.PROCESS_CRASH, slot=1),

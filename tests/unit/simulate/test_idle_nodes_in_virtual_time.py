@@ -1,4 +1,4 @@
-"""Idle nodes that come and go, in the simulator: what they bring, and that they cost nothing when they go."""
+"""Idle nodes that come and go, in the simulator: their gain, and that they cost nothing when they go."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_the_use_of_shared_nodes_leaves_the_other_faults_as_they_are() -> None:
     assert sum(each.lasts for each in used) / (4 * 30 * DAY) == pytest.approx(0.5, abs=0.1)
 
 
-def test_a_study_tells_what_idle_nodes_bring() -> None:
+def test_a_study_shows_the_gain_of_idle_nodes() -> None:
     job = spec(4, 0, workers={"maxReplicas": 8, "minReplicas": 2}, **TAKES)
     case = Case(
         spec=job, stages=StageTimes(), model=FailureModel(), mix=Mix.AUTO, days=1.0, rate=4.0, variation="", shared=4

@@ -1,4 +1,4 @@
-"""What the interval of durable saves costs: the arithmetic, and the rollbacks that the simulation counts."""
+"""Costs of the interval of durable saves: the arithmetic, and the rollbacks that the simulation counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line: what it refuses, each with a sentence and code 64, and what it tells."""
+"""The command line: what it refuses, each with a sentence and code 64, and what it prints."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return out.err
 
 
-def test_json_tells_every_case_and_the_same_seeds_give_the_same_answer(
+def test_json_lists_every_case_and_the_same_seeds_give_the_same_answer(
     job: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = [str(job), "--spares", "0..1", "--failures-per-1000-node-days", "100", "--days", "2", "--seeds", "2"]
@@ -67,17 +67,17 @@ def test_json_tells_every_case_and_the_same_seeds_give_the_same_answer(
     assert first["results"][1]["sparesBring"]["holdNodeHours"] == 720
 
 
-def test_a_table_tells_what_a_spare_buys_and_which_stage_to_shorten(
+def test_a_table_shows_what_a_spare_buys_and_which_stage_to_shorten(
     job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trace = written(tmp_path, "trace.csv", "seconds,class,node,lasts\n3600,NodeLost,1,7200\n")
     assert main([str(job), "--spares", "0,1", "--trace", trace, "--days", "1", "--goal", "0.999"]) == 0
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
 
-    assert "What a spare buys" in told
-    assert "missed; most is lost in Decide (wait for a worker), " in told
-    assert "NodeLost" in told
-    assert "reached." in told
+    assert "What a spare buys" in output
+    assert "missed; most is lost in Decide (wait for a worker), " in output
+    assert "NodeLost" in output
+    assert "reached." in output
 
 
 def test_a_field_of_the_job_can_be_varied(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,7 +98,7 @@ def test_a_picture_is_drawn(job: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "words"),
     [
         (("--failures-per-1000-node-days", "4,-1"), "must be from 0 to 100,000"),
         (("--failures-per-1000-node-days", "often"), "must be numbers such as 4,22"),
@@ -117,13 +117,13 @@ def test_a_picture_is_drawn(job: Path, tmp_path: Path) -> None:
     ],
 )
 def test_an_option_of_no_use_is_refused(
-    job: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], told: str
+    job: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], words: str
 ) -> None:
-    assert told in refused(capsys, str(job), *arguments)
+    assert words in refused(capsys, str(job), *arguments)
 
 
 @pytest.mark.parametrize(
-    ("rows", "told"),
+    ("rows", "words"),
     [
         ("seconds,class,node\n1,Fire,0\n", "line 2: unknown class 'Fire'; known are ProcessCrash"),
         ("seconds,class,node\n5,Hang,0\n1,Hang,0\n", "line 3: second 1 comes after second 5; sort the trace"),
@@ -137,13 +137,13 @@ def test_an_option_of_no_use_is_refused(
     ],
 )
 def test_a_bad_trace_is_refused_with_its_line(
-    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], rows: str, told: str
+    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], rows: str, words: str
 ) -> None:
-    assert told in refused(capsys, str(job), "--trace", written(tmp_path, "trace.csv", rows))
+    assert words in refused(capsys, str(job), "--trace", written(tmp_path, "trace.csv", rows))
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "words"),
     [
         ("kind: Job\nspec: {}\n", "is no TrainingJob"),
         ("kind: TrainingJob\n", "has no spec"),
@@ -153,9 +153,9 @@ def test_a_bad_trace_is_refused_with_its_line(
     ],
 )
 def test_a_job_that_does_not_validate_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, told: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, words: str
 ) -> None:
-    assert told in refused(capsys, written(tmp_path, "job.yaml", text))
+    assert words in refused(capsys, written(tmp_path, "job.yaml", text))
 
 
 def test_stages_and_models_are_read_from_files_and_mistakes_in_them_refused(

@@ -42,8 +42,8 @@ def victim(code: int = 76, status: int | None = None, **changes: Any) -> dict[st
     }
 
 
-def story(of: dict[int, dict[str, Any]], **kept: Any) -> Any:
-    """Members that are in attempt 1 of generation 1, each with what it says of attempt 0."""
+def after_attempt_0(of: dict[int, dict[str, Any]], **kept: Any) -> Any:
+    """Members that are in attempt 1 of generation 1, each with its reports about attempt 0."""
     agents = {at: agent(at, WorkerPhase.LOADING, generation=1, attempt=1, **of.get(at, {})) for at in range(4)}
     return running(4, agents=agents, **kept)
 
@@ -55,55 +55,63 @@ def named(seen: Any) -> tuple[Cause, str]:
 
 
 def test_when_all_report_a_stuck_collective_nobody_is_blamed() -> None:
-    entry = newest(planned(story({at: victim(1, 1200) for at in range(4)})))
+    entry = newest(planned(after_attempt_0({at: victim(1, 1200) for at in range(4)})))
     assert (entry.cause, entry.pod, entry.node) == (Cause.PEER_LOST, "", "")
     assert "no worker is blamed" in entry.message
 
 
-def test_of_many_lost_peers_the_one_with_a_failure_of_its_own_is_blamed() -> None:
+def test_of_many_members_that_lost_a_peer_the_one_that_failed_itself_is_blamed() -> None:
     own = {"failures": (failure(1, runtime_status=1003),), "restarts": (restart(1, Cause.NUMERICAL),)}
-    assert named(story({0: victim(), 1: victim(1, 1200), 2: own, 3: victim()})) == (Cause.NUMERICAL, "demo-w-2")
+    assert named(after_attempt_0({0: victim(), 1: victim(1, 1200), 2: own, 3: victim()})) == (
+        Cause.NUMERICAL,
+        "demo-w-2",
+    )
 
 
 def test_of_many_lost_peers_the_one_whose_kernel_saw_a_fault_is_blamed() -> None:
-    seen = story({0: victim(), 1: victim(), 2: {**victim(), "kernel": kernel(EFA)}, 3: victim()})
+    seen = after_attempt_0({0: victim(), 1: victim(), 2: {**victim(), "kernel": kernel(EFA)}, 3: victim()})
     assert named(seen) == (Cause.NETWORK, "demo-w-2")
 
 
 def test_a_kernel_line_of_a_member_that_reported_nothing_names_it() -> None:
-    seen = story({0: victim(), 1: {"restarts": (restart(1, Cause.PEER_LOST),), "kernel": kernel(EFA)}, 2: victim()})
+    seen = after_attempt_0(
+        {0: victim(), 1: {"restarts": (restart(1, Cause.PEER_LOST),), "kernel": kernel(EFA)}, 2: victim()}
+    )
     cause, pod = named(seen)
     assert (cause, pod) == (Cause.NETWORK, "demo-w-1")
 
 
 def test_an_old_kernel_line_names_nobody() -> None:
-    seen = story({at: {**victim(), "kernel": kernel(EFA, ago=900)} for at in range(4)})
+    seen = after_attempt_0({at: {**victim(), "kernel": kernel(EFA, ago=900)} for at in range(4)})
     assert named(seen) == (Cause.PEER_LOST, "")
 
 
 def test_the_only_one_that_timed_out_among_lost_peers_is_blamed() -> None:
-    assert named(story({0: victim(), 1: victim(1, 5), 2: victim(), 3: victim(1, 1200)})) == (Cause.RUNTIME, "demo-w-1")
+    assert named(after_attempt_0({0: victim(), 1: victim(1, 5), 2: victim(), 3: victim(1, 1200)})) == (
+        Cause.RUNTIME,
+        "demo-w-1",
+    )
 
 
 def test_of_several_time_outs_none_is_blamed() -> None:
-    assert named(story({at: victim(1, 5) for at in (0, 1)} | {2: victim(), 3: victim()}))[1] == ""
+    assert named(after_attempt_0({at: victim(1, 5) for at in (0, 1)} | {2: victim(), 3: victim()}))[1] == ""
 
 
 def test_the_one_that_lagged_behind_all_others_is_blamed() -> None:
-    seen = story({at: victim(step=20 if at != 3 else 19) for at in range(4)})
+    seen = after_attempt_0({at: victim(step=20 if at != 3 else 19) for at in range(4)})
     assert named(seen) == (Cause.HANG, "demo-w-3")
     assert "lagged behind" in newest(planned(seen)).message
 
 
-def test_comparisons_wait_until_every_member_has_spoken() -> None:
-    seen = story({0: victim(), 1: victim(1, 5), 2: victim()})
+def test_comparisons_wait_until_every_member_has_reported() -> None:
+    seen = after_attempt_0({0: victim(), 1: victim(1, 5), 2: victim()})
     late = agent(3, WorkerPhase.LOADING, generation=1, attempt=0)
     result = planned(replace(seen, agents={**seen.agents, "uid-3": late}))
     assert result.status.history == ()
 
 
-def test_a_hang_of_all_ranks_alike_is_told_as_a_hang_of_nobody() -> None:
-    seen = story({at: {"restarts": (restart(1, Cause.HANG),)} for at in range(4)})
+def test_a_hang_of_all_ranks_alike_blames_nobody() -> None:
+    seen = after_attempt_0({at: {"restarts": (restart(1, Cause.HANG),)} for at in range(4)})
     assert named(seen) == (Cause.HANG, "")
 
 
@@ -173,7 +181,7 @@ def test_an_efa_line_alone_moves_nobody() -> None:
 
 
 @pytest.mark.parametrize(("action", "moved"), [("AvoidNode", True), ("ReplaceWorker", True), ("RestartInPlace", False)])
-def test_a_rule_of_the_job_says_what_a_kernel_line_means(action: str, moved: bool) -> None:
+def test_a_rule_of_the_job_decides_what_a_kernel_line_means(action: str, moved: bool) -> None:
     rules = [{"message": "NEURON_HW_ERR=SRAM", "cause": "DeviceRepairable", "action": action}]
     job_spec = spec(workers={"replicas": 4, "spares": 1}, recovery={"rules": rules})
     result = planned(running(4, spares=1, job_spec=job_spec, agents={1: training(1, kernel=kernel(SRAM))}))
@@ -208,7 +216,7 @@ def endings(kind: Any) -> Any:
 
 
 @given(endings(st.one_of(VICTIMS, AMBIGUOUS)).filter(lambda all_: all(len(ended) > 1 for ended in all_)))
-def test_whoever_only_reports_what_others_may_have_caused_is_never_suspected_when_others_do_too(of: Any) -> None:
+def test_a_member_that_reports_what_others_may_have_caused_is_not_suspected_when_others_report_it_too(of: Any) -> None:
     twice = [{at: signs for at, signs in ended.items() if signs[0] == 1 and signs[1] in (1, 5, 1206)} for ended in of]
     result = planned(attempts(of))
     if not any(len(ended) == 1 for ended in twice):

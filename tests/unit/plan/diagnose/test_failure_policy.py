@@ -55,10 +55,10 @@ def test_a_verdict_names_cause_output_pod_node_and_what_to_do(code: Any, reason:
     assert set(deleted(result)) == {f"demo-w-{at}" for at in (0, 2, 3)}, "the one that it names ends by itself"
 
 
-@pytest.mark.parametrize("heard", [(0, 1, 2, 3), (0, 1), (1,)])
+@pytest.mark.parametrize("reporting", [(0, 1, 2, 3), (0, 1), (1,)])
 @pytest.mark.parametrize("origins", [(2,), (2, 3)])
-def test_numbers_that_one_rank_put_into_a_sum_are_put_on_its_pod_whoever_reports_first(
-    heard: tuple[int, ...], origins: tuple[int, ...]
+def test_nonfinite_numbers_of_one_rank_are_recorded_for_its_pod_whichever_rank_reports_first(
+    reporting: tuple[int, ...], origins: tuple[int, ...]
 ) -> None:
     found = f"step 7: loss is nan, gradient norm is nan{format_nonfinite_ranks(origins, 4)}, 1 such in a row"
 
@@ -66,13 +66,13 @@ def test_numbers_that_one_rank_put_into_a_sum_are_put_on_its_pod_whoever_reports
         verdict = failure(65, rank=rank, message=found, at=NOW - 3 + rank)
         return agent(rank, WorkerPhase.FAILED, generation=1, verdict=verdict, failures=(verdict,))
 
-    result = planned(running(4, agents={rank: reports(rank) for rank in heard}))
+    result = planned(running(4, agents={rank: reports(rank) for rank in reporting}))
     assert find_condition(result.status, ConditionType.FAILED).reason == "NumericalError"
     assert "rank 2 of pod demo-w-2 on node node-2" in result.status.verdict
     assert newest(result).pod == "demo-w-2"
 
 
-def test_a_rank_that_does_not_exist_is_no_place_to_look() -> None:
+def test_a_rank_that_does_not_exist_names_no_pod() -> None:
     result = planned(running(4, agents={1: gave_up(65, message="loss is nan (not finite on rank 99 alone)")}))
     assert "of pod demo-w-1" in result.status.verdict
 
@@ -145,7 +145,7 @@ def test_two_workers_that_do_not_start_are_a_verdict() -> None:
         {"reason": "ContainerStatusUnknown", "exit_code": 255},
     ],
 )
-def test_workers_that_end_by_no_fault_of_their_own_are_replaced_and_never_a_verdict(changes: Any) -> None:
+def test_workers_that_others_ended_are_replaced_and_never_a_verdict(changes: Any) -> None:
     result = planned(failed_pods(1, 2, **changes))
     assert result.status.phase is Phase.PENDING
     assert set(deleted(result)) == {"demo-w-1", "demo-w-2"}

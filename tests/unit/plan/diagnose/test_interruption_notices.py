@@ -109,12 +109,12 @@ def test_without_a_spare_the_member_trains_on_until_its_replacement_is_warm() ->
     assert len(cluster.pods) == 4
 
 
-def test_a_notice_is_told_once_and_names_the_node_and_what_says_so() -> None:
+def test_a_notice_is_reported_once_with_its_node_and_its_source() -> None:
     result = planned(leaving(running(4), 1))
-    told = [event for event in result.events if event.reason == "InterruptionNotice"]
-    assert len(told) == 1
-    assert "node-1" in told[0].note
-    assert "karpenter.sh/disrupted" in told[0].note
+    notices = [event for event in result.events if event.reason == "InterruptionNotice"]
+    assert len(notices) == 1
+    assert "node-1" in notices[0].note
+    assert "karpenter.sh/disrupted" in notices[0].note
     assert result.status.leaving_since == NOW
     again = planned(leaving(with_status(running(4), leaving_since=NOW - 5), 1))
     assert [event.reason for event in again.events if event.reason == "InterruptionNotice"] == []

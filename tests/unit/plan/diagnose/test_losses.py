@@ -48,7 +48,7 @@ def waiting_for_rank_1() -> Any:
         ({"phase": PodPhase.FAILED, "reason": "Error", "exit_code": 80}, Cause.DEVICE, None),
     ],
 )
-def test_an_ended_member_is_lost_for_the_cause_that_its_pod_tells(changes: Any, cause: Any, grace: Any) -> None:
+def test_an_ended_member_is_lost_for_the_cause_that_its_pod_shows(changes: Any, cause: Any, grace: Any) -> None:
     result = planned(with_pod(running(4), pod(1, **changes)))
     assert newest(result).cause is cause
     assert newest(result).pod == LOST
@@ -58,14 +58,14 @@ def test_an_ended_member_is_lost_for_the_cause_that_its_pod_tells(changes: Any, 
     assert result.status.phase is Phase.RECOVERING
 
 
-def test_a_member_whose_pod_is_gone_is_lost() -> None:
+def test_a_member_without_a_pod_is_lost() -> None:
     result = planned(without(running(4), 1))
     assert newest(result).cause is Cause.POD_LOST
     assert newest(result).rung is Rung.REPLACE
     assert deleted(result) == {}
 
 
-def test_a_member_whose_node_is_gone_is_lost_and_its_pod_removed_by_force() -> None:
+def test_a_member_whose_node_was_deleted_is_lost_and_its_pod_removed_by_force() -> None:
     seen = running(4, agents={1: training(1, silent=2.0)})
     result = planned(replace(seen, nodes={name: view for name, view in seen.nodes.items() if name != "node-1"}))
     assert newest(result).cause is Cause.NODE_LOST
@@ -73,7 +73,7 @@ def test_a_member_whose_node_is_gone_is_lost_and_its_pod_removed_by_force() -> N
 
 
 @pytest.mark.parametrize("at", [1, 4], ids=["member", "spare"])
-def test_a_worker_that_was_heard_a_moment_ago_has_a_node_whatever_the_copy_of_the_nodes_says(at: int) -> None:
+def test_a_worker_with_a_recent_heartbeat_has_a_node_although_the_cached_nodes_lack_it(at: int) -> None:
     seen = running(4, spares=1)
     result = planned(replace(seen, nodes={name: view for name, view in seen.nodes.items() if name != f"node-{at}"}))
     assert deleted(result) == {}
@@ -102,7 +102,7 @@ def test_while_the_fleet_is_frozen_not_even_the_only_worker_is_given_up_for_its_
     assert [each.reason for each in result.events].count("ContactLost") == 1
 
 
-def test_silence_alone_is_not_a_loss_and_is_looked_at_again_at_its_deadline() -> None:
+def test_silence_alone_is_not_a_loss_and_is_checked_again_at_its_deadline() -> None:
     result = planned(running(4, agents={1: training(1, silent=3.0)}))
     assert result.status.history == ()
     assert result.requeue_after == pytest.approx(1.0)
@@ -138,8 +138,8 @@ def test_who_was_cut_off_a_moment_later_is_no_witness_of_a_stall() -> None:
     others = {at: training(at, silent=3.2, progressed=NOW - 3.2, step_seconds=0.5) for at in (0, 2, 3)}
     result = planned(running(4, agents={1: training(1, silent=4.1), **others}))
     assert result.status.history == ()
-    spoke = {**others, 2: training(2, silent=0.5, progressed=NOW - 3.2, step_seconds=0.5)}
-    assert newest(planned(running(4, agents={1: training(1, silent=4.1), **spoke}))).cause is Cause.NODE_LOST
+    reported = {**others, 2: training(2, silent=0.5, progressed=NOW - 3.2, step_seconds=0.5)}
+    assert newest(planned(running(4, agents={1: training(1, silent=4.1), **reported}))).cause is Cause.NODE_LOST
 
 
 def test_long_steps_are_not_taken_for_a_stall() -> None:
@@ -185,7 +185,7 @@ def test_a_port_that_refuses_on_a_node_that_is_not_ready_is_put_down_to_the_node
     assert deleted(result) == {LOST: 0}
 
 
-def test_the_failure_of_a_member_whose_pod_is_gone_was_when_it_was_last_heard() -> None:
+def test_the_failure_of_a_member_without_a_pod_is_dated_to_its_last_heartbeat() -> None:
     seen = running(4, agents={1: training(1, silent=3.5)})
     seen = replace(seen, pods=tuple(each for each in seen.pods if each.uid != "uid-1"))
     assert newest(planned(seen)).failed_at == pytest.approx(NOW - 3.5)
@@ -209,8 +209,8 @@ def unheard(*missing: int, since: float, **changes: Any) -> Any:
     seen = running(
         4, agents={at: joining(at, attempt=1, waiting_for=missing, silent=0.1, **changes) for at in range(4)}
     )
-    heard = {uid: known for uid, known in seen.agents.items() if uid not in {f"uid-{at}" for at in missing}}
-    return replace(seen, agents=heard, published=0, coordinator_since=NOW - since)
+    known_agents = {uid: known for uid, known in seen.agents.items() if uid not in {f"uid-{at}" for at in missing}}
+    return replace(seen, agents=known_agents, published=0, coordinator_since=NOW - since)
 
 
 def test_agents_get_time_to_find_a_restarted_operator() -> None:

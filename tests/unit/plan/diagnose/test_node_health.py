@@ -1,4 +1,4 @@
-"""What a job does when a node in use is bad."""
+"""Reactions of a job to a bad node in use."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def healthy(result: Plan) -> tuple[ConditionStatus, str]:
     return found.status, found.message
 
 
-def test_a_clock_that_is_wrong_is_told_with_its_node_and_costs_nothing_but_the_preference() -> None:
+def test_a_wrong_clock_is_reported_with_its_node_and_costs_nothing_but_the_preference() -> None:
     wrong = CheckResult(
         check=PreflightCheck.CLOCK,
         passed=False,
@@ -162,8 +162,8 @@ def test_what_handed_over_its_rank_is_deleted_once_it_has_left() -> None:
 
 def test_a_lost_worker_comes_before_one_that_could_be_handed_over() -> None:
     seen = bad(running(spares=1), 2, NETWORK)
-    gone = replace(seen, pods=tuple(each for each in seen.pods if each.ordinal != 0))
-    found = published(planned(gone))
+    missing = replace(seen, pods=tuple(each for each in seen.pods if each.ordinal != 0))
+    found = published(planned(missing))
     assert ranks(found) == ["demo-w-4", "demo-w-1", "demo-w-2", "demo-w-3"]
 
 
@@ -208,7 +208,7 @@ def test_other_problems_than_fatal_ones_must_last() -> None:
 
 
 @pytest.mark.parametrize("since", [None, NOW + 3600])
-def test_a_problem_whose_age_cannot_be_told_counts_as_old(since: float | None) -> None:
+def test_a_problem_of_unknown_age_counts_as_old(since: float | None) -> None:
     seen = bad(running(spares=1, job_spec=quarantine(debounceSeconds=600)), 2, replace(NETWORK, since=since))
     assert published(planned(seen)) is not None
 
@@ -243,12 +243,12 @@ def test_a_pod_that_finds_no_node_is_made_again_when_one_that_it_keeps_away_from
     assert deleted(planned(seen)) == {"demo-w-4": None}
     held = replace(seen, fleet=FleetView(quarantined=frozenset({"node-4"})))
     assert deleted(planned(held)) == {}
-    gone = replace(seen, nodes={name: each for name, each in seen.nodes.items() if name != "node-4"})
-    assert deleted(planned(gone)) == {}, "a node that does not exist takes no pod"
+    missing = replace(seen, nodes={name: each for name, each in seen.nodes.items() if name != "node-4"})
+    assert deleted(planned(missing)) == {}, "a node that does not exist takes no pod"
 
 
-def test_a_pod_that_finds_no_node_is_made_anew_once_however_many_dark_nodes_came_back() -> None:
-    """Kept away from one of them after the other, it would be made anew in each plan for minutes."""
+def test_an_unschedulable_pod_is_recreated_once_however_many_lost_nodes_came_back() -> None:
+    """Kept away from one of them after the other, each plan would recreate it for minutes."""
     lost = tuple(
         FailureRecord(at=NOW - 20.0, cause=Cause.NODE_LOST, node=f"node-{number}", pod=f"demo-w-{number}")
         for number in (3, 4)
@@ -281,14 +281,14 @@ def test_a_waiting_pod_is_not_made_again_for_a_node_that_is_still_bad() -> None:
     assert deleted(planned(seen)) == {"demo-w-4": None}
 
 
-def test_pods_say_which_nodes_they_keep_away_from() -> None:
+def test_pods_record_the_nodes_that_they_avoid() -> None:
     fleet = FleetView(quarantined=frozenset({"node-4", "node-77"}))
     result = planned(replace(running(spares=1), fleet=fleet))
     made = next(action.manifest for action in result.actions if isinstance(action, CreatePod))
     assert made["metadata"]["annotations"][ANNOTATION_AVOIDED_NODES] == "node-4,node-77"
 
 
-def test_a_job_may_choose_not_to_heed_the_quarantine() -> None:
+def test_a_job_may_ignore_the_quarantine() -> None:
     seen = running(spares=1, job_spec=spec(workers={"spares": 1}, health={"quarantine": {"enabled": False}}))
     assert planned(replace(seen, fleet=FleetView(quarantined=frozenset({"node-4"})))).actions == ()
 
@@ -298,7 +298,7 @@ def test_the_hosts_label_is_what_pods_keep_away_from() -> None:
     assert forbidden(planned(bad(running(spares=1), 4, DEVICE, labels=labels))) == ["ip-10-0-0-4"]
 
 
-def test_what_the_user_asks_of_nodes_stands_beside_it() -> None:
+def test_node_affinity_of_the_user_is_kept_beside_the_avoided_nodes() -> None:
     zone = {"key": "zone", "operator": "In", "values": ["a"]}
     terms = [{"matchExpressions": [zone]}, {"matchFields": [zone]}]
     template = {
@@ -344,6 +344,6 @@ def test_a_member_that_no_longer_answers_is_not_handed_over() -> None:
     assert found is None or found.transition is Transition.IMMEDIATE
 
 
-def test_views_of_nodes_that_cannot_be_read_say_nothing() -> None:
+def test_views_of_nodes_that_cannot_be_read_report_nothing() -> None:
     seen = running()
     assert planned(replace(seen, nodes={name: NodeView(name=name) for name in seen.nodes})).actions == ()

@@ -1,4 +1,4 @@
-"""Slow members: told of in any case, handed over when a spare is free, never while something else is going on."""
+"""Slow members: reported in any case, replaced when a spare is free, never while something else is going on."""
 
 from __future__ import annotations
 
@@ -48,17 +48,17 @@ def on_loaded_hosts(own: float, waits: tuple[float | None, ...], reported: bool 
         (2.0, (0.3, 0.65, 0.3, 0.3), False),  # without its waits it keeps pace, and all wait: the host is loaded
         (2.0, (0.3, 0.3, 0.3, 0.3), True),  # it waits as the others do, and is slow besides
         (2.0, (0.01, 0.65, 0.02, 0.0), True),  # only its own node is loaded: another one is better
-        (2.0, (0.3, None, 0.3, 0.3), True),  # a kernel that does not tell excuses nobody
-        (2.0, (0.3, 0.65, 0.3, None), True),  # neither does it when one of the others cannot tell
+        (2.0, (0.3, None, 0.3, 0.3), True),  # a kernel that does not report waits excuses nobody
+        (2.0, (0.3, 0.65, 0.3, None), True),  # neither does it when one of the others cannot report them
         (2.0, (None, None, None, None), True),
     ],
 )
-def test_a_victim_of_a_load_that_all_bear_is_told_of_and_not_replaced(
+def test_a_victim_of_a_load_on_all_nodes_is_reported_and_not_replaced(
     own: float, waits: tuple[float | None, ...], evicted: bool
 ) -> None:
     assert (published(planned(on_loaded_hosts(own, waits))) is not None) is evicted
-    told = [event.note for event in planned(on_loaded_hosts(own, waits, reported=False)).events]
-    assert any("waits for a processor, as the others do" in note for note in told) is not evicted
+    notes = [event.note for event in planned(on_loaded_hosts(own, waits, reported=False)).events]
+    assert any("waits for a processor, as the others do" in note for note in notes) is not evicted
 
 
 def entry(*, since: int = 100, reported: bool = False) -> StragglerStatus:
@@ -69,7 +69,7 @@ def events(result: Plan) -> list[str]:
     return [event.reason for event in result.events]
 
 
-def test_a_member_that_just_became_slow_is_noted_and_nothing_is_said_yet() -> None:
+def test_a_member_that_just_became_slow_is_recorded_and_not_reported_yet() -> None:
     result = planned(job())
     assert [(each.pod, each.since_step, each.reported) for each in result.status.stragglers] == [(SLOW, 200, False)]
     assert [each.slowdown for each in result.status.stragglers] == [1.47], "1.5 s, and the median member 1.02 s"
@@ -83,7 +83,7 @@ def test_of_two_members_the_slower_one_is_a_straggler() -> None:
     assert [(each.pod, each.slowdown) for each in result.status.stragglers] == [(SLOW, 1.5)]
 
 
-def test_a_member_that_stayed_slow_is_told_of_once_also_without_a_spare() -> None:
+def test_a_member_that_stayed_slow_is_reported_once_also_without_a_spare() -> None:
     result = planned(job(step=150, spares=0, stragglers=(entry(),)))
     assert events(result).count(Reason.STRAGGLER_DETECTED) == 1
     (found,) = result.status.stragglers
@@ -139,7 +139,7 @@ def test_a_straggler_stays_while_evicting_it_is_not_safe_and_cheap(changes: Any)
 
 
 def elastic(own: float, *, least: int = 1, batch: int = 24, steps: int = 10**6, **changes: Any) -> Any:
-    """As `job`, of a job that may shrink, without a spare, whose steps take as long as the slow member's own work."""
+    """Return `job` for a job that may shrink, without a spare; a step takes as long as the slow member."""
     status = {
         "stragglers": (entry(reported=True),),
         "progress": {"step": 200, "totalSteps": steps},
@@ -197,7 +197,7 @@ def test_a_straggler_without_a_spare_is_left_out_where_the_others_are_faster_wit
     ],
     ids=["floor", "few steps left", "one does not tell", "no graphs"],
 )  # fmt: skip
-def test_a_straggler_stays_where_nobody_can_say_that_the_others_are_faster(changes: Any) -> None:
+def test_a_straggler_stays_where_nothing_shows_that_the_others_are_faster(changes: Any) -> None:
     assert published(planned(elastic(3.0, **changes))) is None
 
 
@@ -230,7 +230,7 @@ def test_differences_too_small_to_matter_are_none() -> None:
     assert planned(job(agents=fast)).status.stragglers == ()
 
 
-def test_a_member_that_is_gone_is_forgotten_and_steps_that_are_repeated_count_anew() -> None:
+def test_a_missing_member_is_forgotten_and_repeated_steps_count_again() -> None:
     other = entry(reported=True).model_copy(update={"pod": "demo-w-77"})
     assert SLOW in {each.pod for each in planned(job(stragglers=(other,))).status.stragglers}
     assert "demo-w-77" not in {each.pod for each in planned(job(stragglers=(other,))).status.stragglers}
@@ -238,7 +238,7 @@ def test_a_member_that_is_gone_is_forgotten_and_steps_that_are_repeated_count_an
     assert back.status.stragglers[0].since_step == 90
 
 
-def test_nothing_is_concluded_while_some_members_do_not_tell() -> None:
+def test_nothing_is_concluded_while_some_members_do_not_report() -> None:
     silent = {3: training(3, step=200)}
     assert planned(job(agents=silent)).status.stragglers == ()
 

@@ -1,4 +1,4 @@
-"""What can happen in the small model: one letter is one fault or wish, or the passing of time.
+"""Events of the small model: one letter is one fault or wish, or the passing of time.
 
 Each letter but time is followed by one second in which the world and the operator react; with `crash_after` the
 operator dies after that many of the writes of its first reaction. Letters name workers by their role (a rank, the
@@ -24,7 +24,7 @@ CRASH_POINTS = (0, 1, 2, 3)
 
 @dataclass(frozen=True)
 class Blamed:
-    """How many faults of a history may use each budget."""
+    """Number of faults of a history that may use each budget."""
 
     process: int = 0
     infrastructure: int = 0
@@ -54,7 +54,7 @@ class Letter:
         if not self.do(cluster):
             return False
         if self.crash_after is not None:
-            if not cluster.operator_up or cluster.writes_due() <= self.crash_after:
+            if not cluster.operator_up or cluster.pending_writes() <= self.crash_after:
                 return False
             cluster.reconcile(crash_after=self.crash_after)
         cluster.run(self.seconds, tick=1.0 if self.seconds < 10 else 2.0)

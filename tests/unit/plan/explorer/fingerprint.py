@@ -1,6 +1,6 @@
 """Which states of the small model count as the same.
 
-What only tells histories apart is left out or made relative: names and uids of pods become their place in the order,
+What only distinguishes histories is left out or made relative: names and uids of pods become their place in the order,
 nodes the place of their pod, generations and attempts their distance from the one in force, times their age. Ages are
 exact while something waits for them (time-outs, deadlines) and coarse afterwards. So the fingerprint is an abstraction:
 two states with the same one differ at most in how long ago something ceased to matter.
@@ -53,7 +53,7 @@ class _Relative:
         return (
             (cluster.fleet.frozen, tuple(sorted(str(self.nodes.get(name)) for name in cluster.fleet.quarantined))),
             (workers.replicas, cluster.spec.suspend, cluster.generation - cluster.status.observed_generation),
-            (cluster.operator_up, self.age(cluster.operator_since, 20), cluster.dirty, self.due()),
+            (cluster.operator_up, self.age(cluster.operator_since, 20), cluster.dirty, self.requeue_seconds()),
             self.status(),
             cluster.status.compiled.sizes,
             (self.idle(), len(cluster.others), cluster.wishes, cluster.gang_waits),
@@ -62,7 +62,9 @@ class _Relative:
             cluster.published.generation - self.generation if cluster.published else None,
             tuple(self.pod(pod) for pod in self.ordered),
             tuple(sorted(map(self.node, cluster.nodes.values()))),
-            tuple(sorted((str(self.uids.get(uid)), self.heard(view)) for uid, view in cluster.heard.items())),
+            tuple(
+                sorted((str(self.uids.get(uid)), self.heartbeat(view)) for uid, view in cluster.known_agents.items())
+            ),
             tuple(
                 sorted((str(self.uids.get(uid)), at[0] - self.generation, at[1]) for uid, at in cluster.stepped.items())
             ),
@@ -74,7 +76,7 @@ class _Relative:
         seconds = min(cap, self.cluster.now - at)
         return round(seconds) if seconds <= _EXACT_SECONDS else seconds // _COARSE_SECONDS * _COARSE_SECONDS
 
-    def due(self) -> float | None:
+    def requeue_seconds(self) -> float | None:
         at = self.cluster.requeue_at
         return None if at is None else min(60, round(at - self.cluster.now))
 
@@ -152,10 +154,10 @@ class _Relative:
     def condition(self, condition: NodeCondition) -> tuple[Any, ...]:
         return (condition.type, condition.status, condition.reason, self.age(condition.since))
 
-    def heard(self, view: AgentView) -> str:
+    def heartbeat(self, view: AgentView) -> str:
         beat = view.heartbeat
-        told = None
+        reported = None
         if beat is not None:
             generation = beat.generation - self.generation if beat.generation else None
-            told = (generation, beat.attempt, beat.phase, beat.ready, beat.verdict is None, len(beat.failures))
-        return str((self.age(view.last_seen, 70), self.age(view.progressed, 20), told))
+            reported = (generation, beat.attempt, beat.phase, beat.ready, beat.verdict is None, len(beat.failures))
+        return str((self.age(view.last_seen, 70), self.age(view.progressed, 20), reported))

@@ -44,7 +44,7 @@ def takes() -> FakeCluster:
 
 
 def compiles(*sizes: int) -> FakeCluster:
-    """A job of four that compiles ahead and trains; its workers tell that these sizes are there."""
+    """A job of four that compiles ahead and trains; its workers report that these sizes are compiled."""
     made = _model(batch=8, replicas=4, minReplicas=1).spec
     cluster = FakeCluster(made.replaced(precompile=PrecompileSpec(enabled=True)), NODES)
     cluster.compiled = tuple(CompiledSize(nodes=size, seconds=600.0) for size in sizes)

@@ -1,4 +1,4 @@
-"""What must hold in every state, and that every state ends well.
+"""Invariants of every state, and the check that every state ends well.
 
 Safety: one membership per generation number (asserted by the fake cluster at each write), no two incarnations of a rank
 in one generation, what was committed never goes back, sizes are legal, whose fault it was decides whose budget it uses,
@@ -26,7 +26,7 @@ BOUND_SECONDS = 400
 
 
 def check_step(before: TrainingJobStatus, cluster: FakeCluster) -> None:
-    """What must hold between a state and the one that follows."""
+    """Assert what must hold between a state and the one that follows."""
     status = cluster.status
     assert status.membership.generation >= before.membership.generation, "the generation went back"
     assert status.checkpoint.durable_step >= before.checkpoint.durable_step, "a committed step went back"
@@ -41,7 +41,7 @@ def check_step(before: TrainingJobStatus, cluster: FakeCluster) -> None:
 
 
 def check_state(cluster: FakeCluster, blamed: Blamed) -> None:
-    """What must hold in a state that follows these faults."""
+    """Assert what must hold in a state that follows these faults."""
     _one_incarnation_of_each_rank(cluster)
     _sizes(cluster)
     _budgets(cluster.status, blamed)
@@ -108,7 +108,7 @@ def at_rest(cluster: FakeCluster) -> bool:
 
 
 def describe(cluster: FakeCluster) -> str:
-    """What to look at when a history does not end well."""
+    """Describe the cluster when a history does not end well."""
     status = cluster.status
     pods = ", ".join(
         f"{pod.view.name} {pod.view.phase.value}{' deleting' if pod.view.deleting else ''} on {pod.view.node or '-'}"

@@ -33,7 +33,7 @@ class Violation:
 
 @dataclass
 class Report:
-    """What a search did."""
+    """Result of a search."""
 
     states: int = 0
     transitions: int = 0
@@ -62,10 +62,10 @@ class Explorer:
         must_hold: Callable[[FakeCluster], None] = lambda _cluster: None,
         ends_well: bool = True,
     ) -> None:
-        """`must_hold` raises AssertionError in a state that breaks it; without `ends_well` ends are not looked at."""
+        """`must_hold` raises AssertionError in a state that breaks it; without `ends_well` ends are not checked."""
         self._letters = letters
         self._must_hold = must_hold
-        self._looks_at_ends = ends_well
+        self._checks_ends = ends_well
         self._seen: set[int] = set()
         self._live: set[int] = set()
         self.report = Report()
@@ -102,14 +102,14 @@ class Explorer:
                 check_state(reached, blamed)
                 self._must_hold(reached)
             except Exception as error:  # noqa: BLE001 - a plan that raises is a finding as well
-                report.violation = Violation(history, _told(error))
+                report.violation = Violation(history, _message_of(error))
                 return False
             mark = fingerprint(reached)
             if mark in self._seen:
                 continue
             self._seen.add(mark)
             report.states += 1
-            report.violation = self._end_of(_Node(reached, blamed, history)) if self._looks_at_ends else None
+            report.violation = self._end_of(_Node(reached, blamed, history)) if self._checks_ends else None
             if report.violation is not None:
                 return False
             following.append(_Node(reached, blamed, history))
@@ -136,12 +136,12 @@ class Explorer:
                 check_step(before, cluster)
                 check_state(cluster, node.blamed)
             except Exception as error:  # noqa: BLE001
-                return Violation((*node.history, f"all is mended and {waited:g} s pass"), _told(error))
+                return Violation((*node.history, f"all is mended and {waited:g} s pass"), _message_of(error))
             waited += _CLOSURE_STRIDE
         self._live.update(passed)
         return None
 
 
-def _told(error: Exception) -> str:
+def _message_of(error: Exception) -> str:
     text = str(error).splitlines()[0] if str(error) else ""
     return text if isinstance(error, AssertionError) and text else f"{type(error).__name__}: {text}"

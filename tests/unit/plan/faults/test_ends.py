@@ -1,4 +1,4 @@
-"""What the end of a pod stands for, as the operator sees it."""
+"""Causes of a pod's end, as the operator sees it."""
 
 from __future__ import annotations
 
@@ -43,6 +43,6 @@ def test_a_container_that_cannot_start_ended_by_its_own_fault() -> None:
     assert not died_by_itself(failed(reason="OutOfcpu"))
 
 
-def test_a_rule_of_the_job_says_what_a_pods_end_means() -> None:
+def test_a_rule_of_the_job_decides_what_a_pods_end_means() -> None:
     rule = RecoveryRule.model_validate({"reason": "OOMKilled", "cause": "UserCode", "action": "Stop"})
     assert classify_pod_failure(failed(reason="OOMKilled", exit_code=137), (rule,)).response is Response.STOP

@@ -32,12 +32,12 @@ def record(cause: Cause, *, ago: float = 0.0, node: str = "", pod: str = "p") ->
     return FailureRecord(at=NOW - ago, cause=cause, pod=pod, node=node)
 
 
-def test_a_cause_can_have_a_budget_of_its_own() -> None:
+def test_a_cause_can_have_a_separate_budget() -> None:
     limits = recovery(byCause={"Hang": {"maxFailures": 1, "windowSeconds": 60}})
     assert exhausted_budget((record(Cause.HANG, ago=30),), limits, NOW) is None
-    told = exhausted_budget((record(Cause.HANG, ago=30), record(Cause.HANG)), limits, NOW)
-    assert told is not None
-    assert "2 Hang failures within 60 s, and spec.recovery.budgets.byCause.Hang allows 1" in told
+    verdict = exhausted_budget((record(Cause.HANG, ago=30), record(Cause.HANG)), limits, NOW)
+    assert verdict is not None
+    assert "2 Hang failures within 60 s, and spec.recovery.budgets.byCause.Hang allows 1" in verdict
     assert exhausted_budget((record(Cause.HANG, ago=61), record(Cause.HANG)), limits, NOW) is None
 
 
@@ -91,15 +91,15 @@ def test_the_32_nodes_that_failed_last_are_avoided_for_a_while() -> None:
     assert avoided_nodes(again, NOW, 62) == ("n39", "n20")
 
 
-def test_a_used_up_budget_tells_what_failed_where() -> None:
+def test_a_used_up_budget_names_what_failed_where() -> None:
     records = (record(Cause.CRASH, pod="a"), record(Cause.CRASH, pod="a"), record(Cause.HANG, pod="b"))
-    told = exhausted_budget(records, recovery(process={"maxFailures": 2}), NOW)
-    assert told is not None
-    assert "2 Crash, 1 Hang" in told
-    assert "a (2x), b" in told
+    verdict = exhausted_budget(records, recovery(process={"maxFailures": 2}), NOW)
+    assert verdict is not None
+    assert "2 Crash, 1 Hang" in verdict
+    assert "a (2x), b" in verdict
 
 
-def test_a_verdict_over_a_budget_tells_what_was_seen_last() -> None:
+def test_a_verdict_over_a_budget_names_what_was_seen_last() -> None:
     crash = {"failures": (failure(137, rank=1, message="boom in line 7"),), "restarts": (restart(1),)}
     agents = {at: training(at, attempt=1) for at in range(4)}
     agents[1] = training(1, attempt=1, **crash)
@@ -110,7 +110,7 @@ def test_a_verdict_over_a_budget_tells_what_was_seen_last() -> None:
         assert part in result.status.verdict
 
 
-def test_a_verdict_over_a_budget_keeps_the_last_words_of_a_worker_that_never_was_a_member() -> None:
+def test_a_verdict_over_a_budget_keeps_the_last_output_of_a_worker_that_never_was_a_member() -> None:
     ended = pod(7, phase=PodPhase.FAILED, reason="Error", exit_code=1, message="the disk of node-7 is on fire")
     seen = running(4, job_spec=spec(recovery={"budgets": {"infrastructure": {"maxFailures": 0}}}))
     grown = Interruption(
@@ -142,8 +142,8 @@ def test_failures_of_the_infrastructure_never_use_up_the_process_budget(given_: 
     records = tuple(
         record(cause, ago=ago, node=node) for cause, ago, node in given_ if budget_of(cause) is not Budget.PROCESS
     )
-    told = exhausted_budget(records, limits, NOW)
-    assert told is None or len(records) >= MAX_RECORDS
+    verdict = exhausted_budget(records, limits, NOW)
+    assert verdict is None or len(records) >= MAX_RECORDS
 
 
 @given(st.lists(st.tuples(causes, st.floats(0, 5000)), max_size=60))

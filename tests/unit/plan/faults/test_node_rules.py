@@ -37,7 +37,7 @@ def node(*conditions: NodeCondition, taints: tuple[Taint, ...] = ()) -> NodeView
         (node(BAD_DISK), rule(RuleAction.AVOID_NODE, message="/scratch")),
     ],
 )
-def test_a_rule_says_what_a_bad_condition_stands_for(view: NodeView, rules: tuple[RecoveryRule, ...]) -> None:
+def test_a_rule_decides_what_a_bad_condition_means(view: NodeView, rules: tuple[RecoveryRule, ...]) -> None:
     worst, second = with_rules(view, (FULL, OTHER), rules)
     assert worst == OTHER
     assert (second.severity, second.cause, second.source, second.since) == (
@@ -92,13 +92,13 @@ def test_a_rule_stops_the_job_for_a_taint() -> None:
     assert stopping_sign(node(taints=(Taint("other"),)), rule(RuleAction.STOP, reason="acme.com/recall")) is None
 
 
-def says(*lines: str) -> Any:
+def with_kernel_lines(*lines: str) -> Any:
     events = tuple(KernelEvent(sequence=at, line=line, at=float(at)) for at, line in enumerate(lines))
     return heartbeat(0, kernel=events)
 
 
-def test_a_rule_comes_before_what_the_table_says_of_a_kernel_line() -> None:
-    beat = says(DECISIVE)
+def test_a_rule_comes_before_the_entry_of_a_kernel_line_in_the_table() -> None:
+    beat = with_kernel_lines(DECISIVE)
     plain = kernel_problem(beat, ())
     assert plain is not None
     assert plain.severity is Severity.FATAL
@@ -110,8 +110,8 @@ def test_a_rule_comes_before_what_the_table_says_of_a_kernel_line() -> None:
 
 def test_the_newest_line_that_means_something_decides() -> None:
     spared = rule(RuleAction.RESTART_IN_PLACE, message="a harmless word")
-    found = kernel_problem(says(DECISIVE, "eth0: link up", "a harmless word"), spared)
+    found = kernel_problem(with_kernel_lines(DECISIVE, "eth0: link up", "a harmless word"), spared)
     assert found is not None
     assert found.message == DECISIVE
-    assert kernel_problem(says("eth0: link up"), spared) is None
+    assert kernel_problem(with_kernel_lines("eth0: link up"), spared) is None
     assert kernel_problem(None, spared) is None

@@ -59,7 +59,7 @@ def test_a_condition_counts_with_its_own_polarity(kind: str, bad: str, severity:
 
 
 @pytest.mark.parametrize("status", list(NodeReadiness))
-def test_a_condition_that_is_not_in_the_table_says_nothing(status: NodeReadiness) -> None:
+def test_a_condition_that_is_not_in_the_table_is_no_signal(status: NodeReadiness) -> None:
     assert problems_of(with_condition("MoonPhaseReady", status)) == ()
 
 
@@ -105,7 +105,7 @@ def test_lost_devices_show_as_missing_capacity(capacity: Any, demand: Demand | N
         (Taint("maintenance", "", "NoExecute"), DRAIN, Cause.PREEMPTED),
     ],
 )
-def test_taints_that_say_something_about_a_node(taint: Taint, severity: Severity, cause: Cause) -> None:
+def test_taints_that_are_a_signal_about_a_node(taint: Taint, severity: Severity, cause: Cause) -> None:
     found = problems_of(replace(GOOD, taints=(taint,)), Demand({}))
     assert [(problem.severity, problem.cause) for problem in found] == [(severity, cause)]
 
@@ -121,7 +121,7 @@ def test_taints_that_say_something_about_a_node(taint: Taint, severity: Severity
         Taint(TAINT_QUARANTINED, "Device"),
     ],
 )
-def test_taints_that_say_nothing_new(taint: Taint) -> None:
+def test_taints_that_are_no_signal(taint: Taint) -> None:
     assert problems_of(replace(GOOD, taints=(taint,)), Demand({})) == ()
 
 

@@ -64,7 +64,7 @@ def test_a_rule_stops_the_job_for_a_crash_with_these_words() -> None:
 
 
 @pytest.mark.parametrize(("action", "suspect"), [("AvoidNode", "node-1"), ("ReplaceWorker", "")])
-def test_a_rule_replaces_the_worker_and_says_whether_its_node_is_to_blame(action: str, suspect: str) -> None:
+def test_a_rule_replaces_the_worker_and_decides_whether_its_node_is_to_blame(action: str, suspect: str) -> None:
     rule = {"exitCodes": [3], "cause": "Runtime", "action": action}
     result = planned(running(4, spares=1, job_spec=ruled(rule), agents=crashed()))
     assert ranks(published(result)) == ["demo-w-0", "demo-w-4", "demo-w-2", "demo-w-3"]
@@ -79,7 +79,7 @@ def test_a_rule_keeps_a_device_fault_in_place() -> None:
     assert newest(result).cause is Cause.RUNTIME
 
 
-def test_a_rule_says_what_the_reason_of_a_pod_means() -> None:
+def test_a_rule_decides_what_the_reason_of_a_pod_means() -> None:
     rule = {"reason": "OOMKilled", "cause": "Memory", "action": "Stop"}
     killed = pod(1, phase=PodPhase.FAILED, reason="OOMKilled", exit_code=137)
     result = planned(with_pod(running(4, spares=1, job_spec=ruled(rule)), killed))
@@ -88,7 +88,7 @@ def test_a_rule_says_what_the_reason_of_a_pod_means() -> None:
 
 
 @pytest.mark.parametrize(("action", "suspect"), [("AvoidNode", "node-1"), ("ReplaceWorker", "")])
-def test_a_rule_says_whether_the_node_of_a_pod_that_ended_is_to_blame(action: str, suspect: str) -> None:
+def test_a_rule_decides_whether_the_node_of_a_pod_that_ended_is_to_blame(action: str, suspect: str) -> None:
     rule = {"exitCodes": [3], "cause": "Runtime", "action": action}
     ended = pod(1, phase=PodPhase.FAILED, reason="Error", exit_code=3)
     result = planned(with_pod(running(4, spares=1, job_spec=ruled(rule)), ended))

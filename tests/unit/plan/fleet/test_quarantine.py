@@ -85,7 +85,7 @@ def test_a_machine_that_is_back_under_another_name_is_remembered_under_that_name
     del fleet.nodes["node-3"]
     fleet.wait(10)
     assert fleet.memory is not None
-    assert fleet.memory.machines["aws:///i-3"].node == "node-3", "it is gone, and that was its last name"
+    assert fleet.memory.machines["aws:///i-3"].node == "node-3", "it is deleted, and that was its last name"
     fleet.nodes["ip-10-0-0-9"] = NodeView(name="ip-10-0-0-9", provider_id="aws:///i-3")
     assert fleet.wait(10).view.quarantined == {"ip-10-0-0-9"}
     assert fleet.memory.machines["aws:///i-3"].node == "ip-10-0-0-9"
@@ -97,8 +97,8 @@ def test_a_broken_device_puts_the_node_in_quarantine_for_an_hour_and_on_probatio
     result = fleet.plan()
     assert result.view.quarantined == {"node-3"}
     assert result.requeue_after == HOUR
-    told = "is Quarantined for namespace team until 2027-01-15T09:00:00Z: Device (team/llama)"
-    assert result.news == (f"node node-3 (aws:///i-3) {told}",)
+    message = "is Quarantined for namespace team until 2027-01-15T09:00:00Z: Device (team/llama)"
+    assert result.news == (f"node node-3 (aws:///i-3) {message}",)
     assert fleet.wait(HOUR - 1).view.quarantined == {"node-3"}
     after = fleet.wait(1)
     assert after.view.quarantined == frozenset()
@@ -119,7 +119,7 @@ def test_on_probation_the_next_fault_counts_at_once_and_for_longer() -> None:
     assert fleet.wait(2 * HOUR).view.quarantined == frozenset()
 
 
-def test_what_needs_not_be_the_nodes_fault_counts_when_it_happens_again() -> None:
+def test_a_fault_that_the_node_may_not_have_caused_counts_when_it_happens_again() -> None:
     fleet = Fleet()
     fleet.fail("node-3", Cause.NODE_LOST)
     assert fleet.plan().view.quarantined == frozenset()
@@ -200,14 +200,14 @@ def test_another_machine_of_the_same_name_inherits_nothing() -> None:
     assert fleet.plan().view.quarantined == frozenset()
 
 
-def test_a_node_that_is_gone_is_remembered_by_the_machine_that_it_was() -> None:
+def test_a_deleted_node_is_remembered_by_its_machine() -> None:
     fleet = Fleet()
-    gone = fleet.nodes.pop("node-3")
-    fleet.machines["node-3"] = gone.provider_id
+    node = fleet.nodes.pop("node-3")
+    fleet.machines["node-3"] = node.provider_id
     fleet.fail("node-3")
     fleet.plan()
     assert fleet.state(3) is MachineState.QUARANTINED
-    fleet.nodes["node-3"] = gone
+    fleet.nodes["node-3"] = node
     assert fleet.plan().view.quarantined == {"node-3"}
 
 
@@ -230,7 +230,7 @@ def test_a_machine_whose_entry_is_deleted_is_released_and_old_records_do_not_cou
     assert fleet.plan().view.quarantined == {"node-3"}
 
 
-def test_a_memory_that_is_deleted_as_a_whole_begins_anew() -> None:
+def test_a_memory_that_is_deleted_as_a_whole_starts_empty() -> None:
     fleet = Fleet()
     fleet.fail("node-3")
     fleet.plan()
@@ -277,7 +277,7 @@ def test_too_many_bad_nodes_at_once_freeze_everything(nodes: int, bad: int, froz
         assert result.view.frozen.startswith(f"{bad} of {nodes} nodes are bad at once, more than 20%")
 
 
-def test_what_happened_while_frozen_is_held_against_no_node_afterwards() -> None:
+def test_failures_while_frozen_count_against_no_node_afterwards() -> None:
     fleet = Fleet()
     for at in range(10):
         fleet.change(f"node-{at}", ready=NodeReadiness.UNKNOWN)
@@ -296,14 +296,14 @@ def test_nodes_that_leave_on_purpose_are_not_bad() -> None:
     assert fleet.plan().view.frozen == ""
 
 
-def test_nodes_without_workers_and_devices_are_none_of_our_business() -> None:
+def test_nodes_without_workers_and_devices_are_ignored() -> None:
     fleet = Fleet(4)
     for at in range(100):
         fleet.nodes[f"web-{at}"] = NodeView(name=f"web-{at}", ready=NodeReadiness.FALSE)
     assert fleet.plan().view == replace(fleet.plan().view, quarantined=frozenset(), frozen="")
 
 
-def test_one_tenant_speaks_for_itself_alone_however_often() -> None:
+def test_failures_of_one_namespace_count_there_alone_however_many() -> None:
     fleet = Fleet(128)
     for _ in range(3):
         for at in range(25):
@@ -339,7 +339,7 @@ def test_another_namespace_or_the_node_itself_confirms_a_suspicion(minutes: int)
     assert by_node.view.quarantined == {"node-3"}
 
 
-def test_suspicions_of_one_namespace_take_no_room_from_what_is_confirmed() -> None:
+def test_suspicions_of_one_namespace_use_none_of_the_cap_of_confirmed_nodes() -> None:
     fleet = Fleet(10)
     for at in range(5):
         fleet.fail(f"node-{at}", job="hostile/a")
@@ -352,7 +352,7 @@ def test_suspicions_of_one_namespace_take_no_room_from_what_is_confirmed() -> No
     assert fleet.view.quarantined == {"node-9"}
 
 
-def test_a_namespace_that_repeats_itself_does_not_drive_out_the_word_of_another() -> None:
+def test_many_strikes_of_one_namespace_do_not_evict_those_of_another() -> None:
     fleet = Fleet()
     fleet.fail("node-3", Cause.NODE_LOST, job="team/llama")
     for _ in range(30):
@@ -362,14 +362,14 @@ def test_a_namespace_that_repeats_itself_does_not_drive_out_the_word_of_another(
     assert fleet.view.quarantined == {"node-3"}
 
 
-def test_of_many_strikes_the_oldest_goes_that_says_no_more_than_others() -> None:
+def test_of_many_strikes_the_oldest_redundant_one_is_dropped() -> None:
     entry = Machine(machine="m", node="n")
     for at, job in enumerate(("team/llama", *("hostile/a",) * 9)):
         entry = add_strike(entry, "n", Strike(NOW + at * HOUR, Cause.DEVICE, job))
     assert [(strike.at - NOW) / HOUR for strike in entry.strikes] == [0, 3, 4, 5, 6, 7, 8, 9]
 
 
-def test_the_cap_holds_back_the_least_struck() -> None:
+def test_the_cap_spares_the_nodes_with_the_fewest_strikes() -> None:
     fleet = Fleet(10)
     for at in range(5):
         fleet.fail(f"node-{at}")
@@ -429,7 +429,7 @@ def test_the_memory_is_bounded_and_forgets_the_mildest_first() -> None:
 
 EVENTS = st.lists(
     st.tuples(
-        st.sampled_from(["fail", "break", "mend", "lose", "wait", "gone", "rename"]),
+        st.sampled_from(["fail", "break", "mend", "lose", "wait", "delete", "rename"]),
         st.integers(0, 11),
         st.sampled_from([Cause.DEVICE, Cause.NODE_LOST, Cause.CRASH, Cause.HANG, Cause.NETWORK]),
         st.sampled_from([1.0, 700.0, HOUR, 7 * HOUR]),
@@ -457,7 +457,7 @@ def test_whatever_happens_the_cap_holds_and_only_time_makes_a_state_milder(event
                 fleet.change(name, conditions=(), ready=NodeReadiness.TRUE)
             case "lose":
                 fleet.change(name, ready=NodeReadiness.UNKNOWN)
-            case "gone" if len(fleet.nodes) > 6:
+            case "delete" if len(fleet.nodes) > 6:
                 fleet.machines[name] = fleet.nodes.pop(name).provider_id
             case "rename":
                 fleet.nodes[f"{name}x"] = replace(fleet.nodes.pop(name), name=f"{name}x")
@@ -471,7 +471,7 @@ def test_whatever_happens_the_cap_holds_and_only_time_makes_a_state_milder(event
         )
         assert len(kept) <= cap_of(12)
         assert all(len(nodes) <= cap_of(12) for _, nodes in fleet.view.suspected), (
-            "what one namespace says has a cap too"
+            "suspicions of one namespace have a cap too"
         )
         if kind != "wait":
             assert before is not None

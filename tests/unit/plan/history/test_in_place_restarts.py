@@ -28,7 +28,7 @@ from trainium_operator.plan.faults.failure_budgets import record_failure
 
 
 def restarted(culprit: Any = None, *, attempt: Any = 1, phase: Any = WorkerPhase.LOADING, **victims: Any) -> Any:
-    """All members are in `attempt`; member 1 tells what happened."""
+    """All members are in `attempt`; member 1 reports what happened."""
     agents = {at: agent(at, phase, generation=1, attempt=attempt, **victims) for at in range(4)}
     if culprit is not None:
         agents[1] = agent(1, phase, generation=1, attempt=attempt, **culprit)
@@ -52,9 +52,9 @@ def test_a_restart_in_place_is_one_interruption_with_the_agents_own_times() -> N
 
 @pytest.mark.parametrize("apart", [-3600.0, 3600.0])
 def test_a_clock_that_is_an_hour_off_dates_nothing(apart: float) -> None:
-    def agent_of(at: int, off: float = 0.0, **told: Any) -> Any:
+    def agent_of(at: int, off: float = 0.0, **fields: Any) -> Any:
         record = restart(1, failed_at=NOW - 3 + off, detected_at=NOW - 2.9 + off, resumed_at=NOW - 1 + off)
-        return agent(at, WorkerPhase.TRAINING, generation=1, attempt=1, restarts=(record,), **told)
+        return agent(at, WorkerPhase.TRAINING, generation=1, attempt=1, restarts=(record,), **fields)
 
     wrong = CheckResult(check=PreflightCheck.CLOCK, passed=False, seconds=0.0, detail="an hour off")
     agents = {at: agent_of(at) for at in (0, 2, 3)}
@@ -65,10 +65,10 @@ def test_a_clock_that_is_an_hour_off_dates_nothing(apart: float) -> None:
     assert entry.recovered_seconds == pytest.approx(2.0)
 
 
-def test_a_restart_that_nobody_heard_of_until_the_job_was_done_is_still_told() -> None:
+def test_a_restart_that_was_not_seen_until_the_job_was_done_is_still_recorded() -> None:
     record = restart(1, failed_at=NOW - 9, detected_at=NOW - 8.95, resumed_at=NOW - 7, step_before=20, resume_step=20)
-    story = {"failures": (failure(137, rank=1),), "restarts": (record,)}
-    result = planned(restarted(story, phase=WorkerPhase.FINISHED))
+    reports = {"failures": (failure(137, rank=1),), "restarts": (record,)}
+    result = planned(restarted(reports, phase=WorkerPhase.FINISHED))
     assert result.status.phase is Phase.COMPLETED
     assert (newest(result).rung, newest(result).pod) == (Rung.IN_PLACE, "demo-w-1")
     assert newest(result).recovered_seconds == pytest.approx(2.0)
@@ -83,7 +83,7 @@ def test_an_attempt_is_taken_once() -> None:
     assert again.status.restarts.total == 1
 
 
-def test_while_the_culprit_has_not_spoken_the_others_reports_wait() -> None:
+def test_while_the_culprit_has_not_reported_the_others_reports_wait() -> None:
     agents = {at: agent(at, WorkerPhase.JOINING, generation=1, attempt=1) for at in (0, 2, 3)}
     result = planned(running(4, agents=agents))
     assert result.status.history == ()
@@ -101,7 +101,7 @@ def test_a_victim_is_never_the_culprit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("workers", "victims", "told"),
+    ("workers", "victims", "counted"),
     [
         (1, (0,), "they lost each other and none reported"),
         (4, (2,), "1 worker lost a peer and none reported"),
@@ -110,14 +110,14 @@ def test_a_victim_is_never_the_culprit() -> None:
         (1, (), "none reported"),
     ],
 )
-def test_who_lost_a_peer_is_counted_in_words_that_fit_the_job(workers: int, victims: Any, told: str) -> None:
+def test_who_lost_a_peer_is_counted_in_words_that_fit_the_job(workers: int, victims: Any, counted: str) -> None:
     def agent_of(at: int) -> Any:
         failures = (failure(76, rank=at),) if at in victims else ()
         record = restart(1, Cause.PEER_LOST)
         return agent(at, WorkerPhase.LOADING, generation=1, attempt=1, failures=failures, restarts=(record,))
 
     entry = newest(planned(running(workers, agents={at: agent_of(at) for at in range(workers)})))
-    assert entry.message == (f"the processes restarted in place; {told} a failure, so no worker is blamed")
+    assert entry.message == (f"the processes restarted in place; {counted} a failure, so no worker is blamed")
     assert "1 workers" not in entry.message
 
 
@@ -183,5 +183,5 @@ def test_a_generation_that_was_decided_and_never_recorded_is_finished_by_the_mem
     new = published(planned(decided))
     assert new is not None
     assert (new.generation, new.transition, ranks(new)) == (2, Transition.GRACEFUL, ranks(seen.membership))
-    # While somebody was not heard yet, as after a restart of the operator, the reason may still be there.
+    # While a member has not reported yet, as after a restart of the operator, the reason may still be there.
     assert published(planned(without(decided, 2))) is None

@@ -1,4 +1,4 @@
-"""The end of a job: what stays of its pods, when it is deleted, and that nothing brings it back."""
+"""The end of a job: what stays of its pods, when it is deleted, and that nothing restarts it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def ended(kind: ConditionType = ConditionType.COMPLETE, *, ago: float = 100, **j
 
 
 @pytest.mark.parametrize(
-    ("policy", "kind", "gone"),
+    ("policy", "kind", "expected"),
     [
         ("Running", ConditionType.COMPLETE, {3}),
         ("All", ConditionType.COMPLETE, {0, 1, 3}),
@@ -54,11 +54,11 @@ def ended(kind: ConditionType = ConditionType.COMPLETE, *, ago: float = 100, **j
         ("None", ConditionType.FAILED, set()),
     ],
 )
-def test_the_policy_says_which_pods_go_and_the_members_of_a_completed_job_end_by_themselves(
-    policy: str, kind: ConditionType, gone: set[int]
+def test_the_policy_decides_which_pods_are_deleted_and_the_members_of_a_completed_job_end_by_themselves(
+    policy: str, kind: ConditionType, expected: set[int]
 ) -> None:
     result = planned(ended(kind, cleanPodPolicy=policy))
-    assert set(deleted(result)) == {f"demo-w-{ordinal}" for ordinal in gone}
+    assert set(deleted(result)) == {f"demo-w-{ordinal}" for ordinal in expected}
 
 
 def gave_up(at: int, code: int = 64) -> Any:
@@ -69,7 +69,7 @@ def gave_up(at: int, code: int = 64) -> Any:
 
 
 def failing(*, codes: dict[int, int], **job_spec: Any) -> Any:
-    """Six workers; those in `codes` gave up with a verdict of their own, the others because of them."""
+    """Six workers; those in `codes` gave up with a verdict, the others because of them."""
     members = {
         at: gave_up(at, codes[at]) if at in codes else agent(at, WorkerPhase.FAILED, generation=1) for at in range(6)
     }
@@ -94,7 +94,7 @@ def test_a_few_that_end_with_the_verdict_are_not_deleted_so_that_their_logs_stay
     assert second.requeue_after is None, "ended pods stay until the job goes or runs again"
 
 
-def test_who_does_not_end_in_time_is_deleted_as_is_whoever_stands_for_nothing() -> None:
+def test_pods_that_do_not_end_in_time_are_deleted_as_are_those_without_a_verdict() -> None:
     seen = failing(codes={1: 64})
     first = planned(seen)
     assert first.requeue_after is not None
@@ -126,12 +126,12 @@ def test_a_job_without_a_ttl_stays() -> None:
     assert not any(isinstance(action, DeleteJob) for action in result.actions)
 
 
-def test_a_job_with_a_ttl_is_deleted_when_it_is_due_as_it_was_seen() -> None:
+def test_a_job_with_a_ttl_is_deleted_at_that_time_in_the_version_that_was_observed() -> None:
     result = planned(ended(ago=100, ttlSecondsAfterFinished=100, cleanPodPolicy="None"))
     assert DeleteJob("job-uid", "77") in result.actions
 
 
-def test_before_that_the_next_look_is_at_that_time() -> None:
+def test_before_its_ttl_a_job_is_requeued_at_that_time() -> None:
     result = planned(ended(ago=40, ttlSecondsAfterFinished=100, cleanPodPolicy="None"))
     assert DeleteJob("job-uid", "77") not in result.actions
     assert result.requeue_after == pytest.approx(60, abs=1)
@@ -148,13 +148,13 @@ def test_a_ttl_of_nothing_deletes_the_job_right_after_its_end_is_written() -> No
     assert second.actions == (DeleteJob("job-uid", "9"),)
 
 
-def test_a_time_of_the_end_that_was_lost_or_lies_in_the_future_never_deletes_early_nor_waits_for_ever() -> None:
+def test_a_missing_or_future_completion_time_never_deletes_early_nor_waits_forever() -> None:
     seen = ended(ttlSecondsAfterFinished=100, cleanPodPolicy="None")
-    for text, due in (("", 100), ("yesterday", 100), (rfc3339(NOW + 10**6), 100)):
+    for text, seconds in (("", 100), ("yesterday", 100), (rfc3339(NOW + 10**6), 100)):
         status = seen.job.status.model_copy(update={"completion_time": text})
         result = planned(replace(seen, job=replace(seen.job, status=status)))
         assert not any(isinstance(action, DeleteJob) for action in result.actions)
-        assert result.requeue_after == pytest.approx(due, abs=1)
+        assert result.requeue_after == pytest.approx(seconds, abs=1)
 
 
 def test_a_ttl_that_is_set_after_the_end_counts_from_the_end() -> None:
@@ -165,7 +165,7 @@ def test_a_ttl_that_is_set_after_the_end_counts_from_the_end() -> None:
 @pytest.mark.parametrize(
     "wish", [{"suspend": True}, {"suspend": False}, {"workers": {"replicas": 8}}, {"trainer": {"steps": 10**6}}]
 )
-def test_nothing_that_a_user_writes_brings_an_ended_job_back(kind: ConditionType, wish: Any) -> None:
+def test_nothing_that_a_user_writes_restarts_an_ended_job(kind: ConditionType, wish: Any) -> None:
     seen = ended(kind)
     changed = replace(seen, job=replace(seen.job, spec=spec(**wish), generation=5), pods=())
     result = planned(changed)
@@ -173,7 +173,7 @@ def test_nothing_that_a_user_writes_brings_an_ended_job_back(kind: ConditionType
     assert is_terminal(result.status)
 
 
-def test_whoever_changes_a_failed_job_hears_once_what_starts_it_and_tools_see_that_the_change_was_seen() -> None:
+def test_a_change_of_a_failed_job_reports_once_what_starts_it_and_sets_the_observed_generation() -> None:
     seen = ended(ConditionType.FAILED, cleanPodPolicy="None")
     changed = replace(seen, job=replace(seen.job, generation=seen.job.generation + 1))
     first = planned(changed)
@@ -185,7 +185,7 @@ def test_whoever_changes_a_failed_job_hears_once_what_starts_it_and_tools_see_th
     assert (second.events, second.status) == ((), first.status)
 
 
-def test_a_failed_job_tells_which_fields_differ_from_what_failed_and_forgets_what_was_taken_back() -> None:
+def test_a_failed_job_shows_which_fields_differ_from_what_failed_and_forgets_what_was_reverted() -> None:
     failed = planned(failing(codes={0: 64}))
     record = failed.status.failed_spec
     assert record is not None
@@ -214,7 +214,7 @@ def test_a_change_of_a_completed_job_is_seen_and_nothing_starts_it() -> None:
     assert changed.status.observed_generation == seen.job.generation + 1
 
 
-def test_a_child_of_an_ended_job_that_vanished_does_not_bring_it_back() -> None:
+def test_a_child_of_an_ended_job_that_vanished_does_not_restart_it() -> None:
     seen = ended()
     result = planned(replace(seen, pods=(), agents={}, membership=None, children={}, published=0))
     assert result.actions == ()
@@ -226,8 +226,8 @@ def test_a_job_completes_only_when_all_its_ranks_have_finished() -> None:
     almost = planned(running(3, agents={**finished, 2: training(2)}))
     assert almost.status.phase is not Phase.COMPLETED
     pods = tuple(pod(at, phase=PodPhase.SUCCEEDED, exit_code=0) for at in (0, 1))
-    gone_on = planned(running(3, agents={2: training(2)}, pods=(*pods, pod(2))))
-    assert gone_on.status.phase is not Phase.COMPLETED
+    partly = planned(running(3, agents={2: training(2)}, pods=(*pods, pod(2))))
+    assert partly.status.phase is not Phase.COMPLETED
     done = {at: agent(at, WorkerPhase.FINISHED, generation=1) for at in range(3)}
     over = planned(running(3, agents=done)).status
     assert over.phase is Phase.COMPLETED
@@ -283,8 +283,8 @@ def test_of_a_failed_job_the_pod_that_failed_is_kept_for_its_log_though_a_sideca
     assert result.status.phase is Phase.FAILED
     assert result.status.history[-1].pod == "demo-w-1"
     assert set(deleted(result)) == {"demo-w-0", "demo-w-2"}
-    gone = planned(sidecars({0: None, 1: 64, 2: 64}, cleanPodPolicy="All"))
-    assert set(deleted(gone)) == {"demo-w-0", "demo-w-1", "demo-w-2"}
+    expected = planned(sidecars({0: None, 1: 64, 2: 64}, cleanPodPolicy="All"))
+    assert set(deleted(expected)) == {"demo-w-0", "demo-w-1", "demo-w-2"}
 
 
 def test_a_member_whose_container_ended_is_lost_at_once_whatever_runs_on_in_its_pod() -> None:

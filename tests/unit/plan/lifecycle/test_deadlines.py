@@ -47,9 +47,9 @@ def ending(**changes: Any) -> Any:
 def test_a_job_that_was_active_long_enough_saves_first_and_fails_when_its_last_worker_has_left() -> None:
     cluster = started(activeDeadlineSeconds=LIMIT)
     assert cluster.status.phase is Phase.RUNNING
-    begun = cluster.status.activity.since
-    assert begun is not None
-    while cluster.now < begun + LIMIT:
+    since = cluster.status.activity.since
+    assert since is not None
+    while cluster.now < since + LIMIT:
         assert cluster.status.phase is not Phase.STOPPING
         cluster.run(1)
     assert cluster.status.phase is Phase.STOPPING
@@ -66,7 +66,7 @@ def test_a_job_that_was_active_long_enough_saves_first_and_fails_when_its_last_w
     failed = find_condition(status, ConditionType.FAILED)
     assert failed is not None
     assert failed.reason == "DeadlineExceeded"
-    assert status.checkpoint.durable_step == best == cluster.committed, "the last save is told"
+    assert status.checkpoint.durable_step == best == cluster.committed, "the last save is reported"
     assert status.verdict == (
         f"The job has been active for 40 s, as long as activeDeadlineSeconds allows. Its newest durable checkpoint is "
         f"step {best}. Raise spec.activeDeadlineSeconds and run the job again (kubectl trn retry); it resumes from its "
@@ -101,7 +101,7 @@ def test_the_clock_goes_on_while_no_operator_is_there() -> None:
     assert cluster.status.phase in (Phase.STOPPING, Phase.FAILED)
 
 
-def test_a_suspended_job_has_no_deadline_and_each_resumption_begins_the_count_anew() -> None:
+def test_a_suspended_job_has_no_deadline_and_each_resumption_restarts_the_count() -> None:
     cluster = started(activeDeadlineSeconds=LIMIT)
     cluster.suspend(True)
     cluster.run(100)
@@ -237,7 +237,7 @@ def test_the_time_in_a_queue_does_not_count() -> None:
     assert planned(seen).status.activity.since is None
 
 
-def test_a_clock_that_was_lost_or_lies_in_the_future_begins_anew_now() -> None:
+def test_a_missing_or_future_start_of_the_deadline_is_reset_to_now() -> None:
     for since in (None, NOW + 10**6):
         seen = running(
             2,
@@ -251,14 +251,14 @@ def test_a_clock_that_was_lost_or_lies_in_the_future_begins_anew_now() -> None:
 
 
 @pytest.mark.parametrize(
-    ("step", "told"),
+    ("step", "words"),
     [(7, "durable checkpoint is step 7."), (0, "durable checkpoint is step 0."), (-1, "It has no durable checkpoint.")],
 )
-def test_the_end_tells_from_where_the_job_could_go_on(step: int, told: str) -> None:
+def test_the_verdict_names_the_step_from_which_the_job_could_resume(step: int, words: str) -> None:
     seen = ending(pods=(), agents={0: training(0, progress=None), 1: training(1, progress=None)})
     checkpoint = seen.job.status.checkpoint.model_copy(update={"durable_step": step})
     status = seen.job.status.model_copy(update={"checkpoint": checkpoint})
-    assert told in planned(replace(seen, job=replace(seen.job, status=status))).status.verdict
+    assert words in planned(replace(seen, job=replace(seen.job, status=status))).status.verdict
 
 
 def test_a_decision_that_was_edited_by_hand_still_ends_the_job() -> None:

@@ -89,7 +89,7 @@ def test_fewer_devices_are_connected_on_request_and_workers_keep_to_one_a_node()
     assert "podAntiAffinity" in pod_spec["affinity"]
 
 
-def test_the_size_of_a_logical_core_is_told_to_the_driver_and_to_the_runtime() -> None:
+def test_the_size_of_a_logical_core_is_passed_to_the_driver_and_to_the_runtime() -> None:
     view = claiming({"logicalNeuronCore": 1}, "trn2.48xlarge", coresPerNode=128)
     parameters = {"apiVersion": "neuron.aws.com/v1", "kind": "NeuronConfig", "logicalNeuronCore": 1}
     assert devices(view)["config"] == [

@@ -1,4 +1,4 @@
-"""Who the NetworkPolicy of a job lets in."""
+"""Peers that the NetworkPolicy of a job admits."""
 
 from __future__ import annotations
 

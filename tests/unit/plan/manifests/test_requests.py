@@ -1,4 +1,4 @@
-"""Memory, CPU and /dev/shm that a worker pod asks for, and what people say instead."""
+"""Memory, CPU and /dev/shm that a worker pod asks for, and what people set instead."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ def test_no_worker_is_of_the_class_that_is_evicted_first() -> None:
 
 
 @pytest.mark.parametrize("kind", ["requests", "limits"])
-def test_what_the_jobs_template_says_of_a_resource_stands(kind: str) -> None:
+def test_a_resource_in_the_jobs_template_is_kept(kind: str) -> None:
     found = resources(made(workers=with_template({"resources": {kind: {"memory": "1Gi"}}})))
     assert found[kind]["memory"] == "1Gi"
     assert found["requests"].get("memory", "1Gi") == "1Gi", "a request above the limit would be refused"
     assert found["requests"]["cpu"] == "33", "of the other one nobody said anything"
 
 
-def test_whoever_asks_for_the_pod_as_a_whole_is_not_asked_for_more() -> None:
+def test_a_template_with_resources_of_the_whole_pod_gets_no_more() -> None:
     found = made(workers=with_template(resources={"requests": {"memory": "9Gi"}}))
     assert found["resources"] == {"requests": {"memory": "9Gi"}}
     assert "memory" not in resources(found)["requests"]
 
 
-def test_a_limit_of_the_shared_memory_in_the_template_stands() -> None:
+def test_a_limit_of_the_shared_memory_in_the_template_is_kept() -> None:
     volume = {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": "5Gi"}}
     assert shared_memory(made(workers=with_template(volumes=[volume]))) == volume
     other = {"name": "shared-memory", "hostPath": {"path": "/dev/shm"}}

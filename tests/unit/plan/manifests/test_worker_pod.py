@@ -54,7 +54,7 @@ def test_a_worker_pod_has_the_essentials() -> None:
     assert environment(manifest)["POD_IP"] == {"fieldRef": {"fieldPath": "status.podIP"}}
 
 
-def test_workers_are_told_how_to_write_their_log_only_where_it_is_not_text() -> None:
+def test_workers_get_a_log_format_only_where_it_is_not_text() -> None:
     assert env.ENV_LOG_FORMAT not in environment(made())
     settings = replace(SETTINGS, worker_log_format=LogFormat.JSON)
     manifest = worker_pods(job(spec(precompile={"enabled": True})), settings, range(1), Avoided())[0]
@@ -221,9 +221,7 @@ def test_the_template_hash_ignores_the_ordinal_and_follows_the_image() -> None:
         ({"uri": "s3://bucket/team"}, {"emptyDir": {}}, "s3://bucket/team/default/demo"),
     ],
 )
-def test_checkpoints_go_where_the_storage_says_below_a_folder_of_the_jobs_own(
-    storage: Any, volume: Any, path: Any
-) -> None:
+def test_checkpoints_go_to_the_storage_below_a_folder_of_the_job(storage: Any, volume: Any, path: Any) -> None:
     view = job(spec(checkpoint={"storage": storage}))
     volumes = {each["name"]: each for each in worker_pods(view, SETTINGS, range(1), Avoided())[0]["spec"]["volumes"]}
     assert volumes["checkpoints"] == {"name": "checkpoints", **volume}
@@ -237,18 +235,18 @@ def test_the_configuration_is_what_the_trainer_reads() -> None:
     assert TrainingConfig.model_validate(json.loads(text)).steps == 100
 
 
-def test_the_workers_are_told_how_large_the_job_may_become() -> None:
+def test_the_workers_get_the_largest_size_of_the_job() -> None:
     from dataclasses import replace
 
-    def told(**workers: int) -> str:
+    def largest_size(**workers: int) -> str:
         view = job()
         changed = view.spec.workers.model_copy(update=workers)
         view = replace(view, spec=view.spec.model_copy(update={"workers": changed}))
         text: str = config_maps.config_map(view, "CERT")["data"]["nodes"]
         return text
 
-    assert told(replicas=4) == "4\n"
-    assert told(replicas=4, max_replicas=9) == "9\n"
+    assert largest_size(replicas=4) == "4\n"
+    assert largest_size(replicas=4, max_replicas=9) == "9\n"
 
 
 def test_children_are_applied_again_only_when_their_content_changes() -> None:
@@ -300,7 +298,7 @@ def test_a_pending_pod_that_an_operator_with_another_idea_of_a_pod_made_is_left_
     assert deleted(planned(ours)) == {"demo-w-0": None}
 
 
-def test_whoever_changes_what_a_pod_of_the_same_job_is_raises_the_revision_of_the_template() -> None:
+def test_a_change_of_the_pod_of_the_same_job_raises_the_revision_of_the_template() -> None:
     """Set TEMPLATE_REVISION one higher and take the new digest: else an upgrade replaces pods that wait for a node."""
     jobs = (
         spec(),
@@ -348,7 +346,7 @@ def test_all_legal_sizes_are_compiled_when_that_is_asked_for_the_nearest_first()
     assert manifest["spec"]["initContainers"][0]["command"][5] == "4,3,2,6"
 
 
-def test_idle_spares_are_told_the_other_sizes_when_that_is_asked_for() -> None:
+def test_idle_spares_get_the_other_sizes_when_that_is_asked_for() -> None:
     background = {"enabled": True, "sizes": "Background"}
     manifest = compiling(precompile=background, workers=ELASTIC | {"spares": 1})
     assert manifest["spec"]["initContainers"][0]["command"][5] == "4"
@@ -379,7 +377,7 @@ def test_the_users_own_init_containers_and_mounts_come_before_compiling() -> Non
         ({}, None, None),
     ],
 )
-def test_what_is_compiled_is_kept_on_the_checkpoints_volume_unless_the_job_says_where(
+def test_what_is_compiled_is_kept_on_the_checkpoints_volume_unless_the_job_names_a_folder(
     storage: Any, own: str | None, folder: str | None
 ) -> None:
     trainer = {"neuron": {"sharedCacheDirectory": own}} if own else {}

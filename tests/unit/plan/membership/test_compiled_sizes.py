@@ -34,10 +34,10 @@ def started(sizes: str = "Background", **changes: Any) -> FakeCluster:
     return cluster
 
 
-def tell(cluster: FakeCluster, *sizes: int) -> None:
+def report_compiled(cluster: FakeCluster, *sizes: int) -> None:
     """Somebody has compiled for these sizes."""
     cluster.compiled = tuple(CompiledSize(nodes=size, seconds=COMPILE) for size in sizes)
-    cluster.dirty = True  # what a heartbeat brings anew wakes the operator
+    cluster.dirty = True  # a heartbeat with a new size wakes the operator
 
 
 def size(cluster: FakeCluster) -> int:
@@ -47,7 +47,7 @@ def size(cluster: FakeCluster) -> int:
 def test_the_status_names_the_sizes_whose_graphs_are_there_and_what_the_slowest_took() -> None:
     cluster = started()
     assert cluster.status.compiled == CompiledStatus(sizes=(8,))
-    tell(cluster, 4, 2)
+    report_compiled(cluster, 4, 2)
     cluster.run(2)
     assert cluster.status.compiled == CompiledStatus(sizes=(8, 4, 2), seconds=COMPILE)
     cluster.suspend(True)
@@ -58,14 +58,14 @@ def test_the_status_names_the_sizes_whose_graphs_are_there_and_what_the_slowest_
 
 def test_what_no_job_of_this_shape_could_run_at_is_not_believed() -> None:
     cluster = started(parallelism={"tensor": 2})
-    tell(cluster, 4, 3, 5)
+    report_compiled(cluster, 4, 3, 5)
     cluster.run(2)
     assert cluster.status.compiled.sizes == (8, 4), "three and five processes make no pairs"
-    tell(cluster, 10, 6)
+    report_compiled(cluster, 10, 6)
     cluster.run(2)
     assert cluster.status.compiled.sizes == (8, 4, 6), "ten nodes are more than it may have"
     cluster.change(max_replicas=10)
-    tell(cluster, 10, 12)
+    report_compiled(cluster, 10, 12)
     cluster.run(2)
     assert cluster.status.compiled.sizes == (8, 4, 6, 10)
 
@@ -74,7 +74,7 @@ def test_of_very_many_sizes_no_more_are_remembered_than_the_status_holds() -> No
     cluster = started()
     cluster.change(max_replicas=200)
     for first in (2, 62, 122):
-        tell(cluster, *range(first, first + 60))
+        report_compiled(cluster, *range(first, first + 60))
         cluster.run(2)
     assert len(cluster.status.compiled.sizes) == MAX_COMPILED
 
@@ -90,14 +90,14 @@ def test_a_job_that_does_not_compile_ahead_takes_the_best_size() -> None:
 
 def test_a_loss_shrinks_the_job_to_a_size_that_is_compiled_and_it_grows_when_the_better_one_is() -> None:
     cluster = started()
-    tell(cluster, 3)
+    report_compiled(cluster, 3)
     cluster.run(2)
     cluster.lose_node("node-7")
     cluster.run(REST + 20)
     assert size(cluster) == 3, "4 nodes would make two passes in place of three, after ten minutes"
     cluster.run(5 * REST)
     assert size(cluster) == 3
-    tell(cluster, 3, 4)
+    report_compiled(cluster, 3, 4)
     cluster.run(2 * REST)
     assert size(cluster) == 4
     assert cluster.status.history[-1].rung is Rung.GROW
@@ -108,7 +108,7 @@ def test_a_loss_shrinks_the_job_to_a_size_that_is_compiled_and_it_grows_when_the
 
 def test_a_size_that_nobody_compiles_is_taken_when_the_wait_has_cost_as_much() -> None:
     cluster = started()
-    tell(cluster, 3)
+    report_compiled(cluster, 3)
     cluster.run(2)
     cluster.lose_node("node-7")
     cluster.run(REST + 20)

@@ -219,7 +219,7 @@ def test_a_job_that_asks_for_more_nodes_than_save_a_pass_holds_the_others_in_res
 
 
 @pytest.mark.parametrize(("left", "grows"), [(1000, True), (100, True), (60, False), (1, False)])
-def test_growth_waits_for_nothing_that_the_rest_of_the_run_cannot_bring_in(left: int, grows: bool) -> None:
+def test_growth_waits_for_nothing_that_the_rest_of_the_run_cannot_repay(left: int, grows: bool) -> None:
     """From 3 to 4 nodes: 6 instead of 8 passes, so a quarter of a second in each step of one; it costs 20 s."""
     elastic = spec(workers={"minReplicas": 2, "spares": 1}, recovery={"rescaleAfterSeconds": REST})
     seen = running(3, spares=1, job_spec=elastic, status={"desired": 4})
@@ -339,13 +339,13 @@ def template_changed(cluster: FakeCluster) -> None:
     cluster.change(template={"spec": {"priority": 7}})
 
 
-def test_a_changed_template_restarts_nothing_and_status_tells_how_many_run_the_earlier_one() -> None:
+def test_a_changed_template_restarts_nothing_and_status_counts_pods_of_the_earlier_one() -> None:
     cluster = started(spares=1)
     pods, before = set(cluster.pods), generation(cluster)
     template_changed(cluster)
-    told = [event for event in plan_of(cluster).events if event.reason == "TemplateChanged"]
-    assert len(told) == 1
-    assert "5 of 5 workers" in told[0].note
+    changes = [event for event in plan_of(cluster).events if event.reason == "TemplateChanged"]
+    assert len(changes) == 1
+    assert "5 of 5 workers" in changes[0].note
     cluster.run(20)
     assert (set(cluster.pods), generation(cluster)) == (pods, before)
     assert cluster.status.outdated_pods == 5

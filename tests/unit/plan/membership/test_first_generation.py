@@ -47,8 +47,8 @@ def test_ordinals_whose_pods_were_never_created_are_skipped_and_never_used_again
     assert created(planned(seen)) == ["demo-w-4", "demo-w-5", "demo-w-6", "demo-w-7"]
 
 
-def test_an_agent_that_speaks_for_a_pod_without_a_node_is_no_member() -> None:
-    """Whoever may ask for tokens can have one of a pod that waits for a node, and say with it that it is warm."""
+def test_an_agent_of_a_pod_without_a_node_is_no_member() -> None:
+    """A user who may request tokens can get one for a pod that waits for a node, and report with it that it is warm."""
     seen = waiting(4)
     pods = tuple(replace(each, node="", scheduled=False) if each.ordinal == 2 else each for each in seen.pods)
     result = planned(replace(seen, pods=pods))
@@ -78,13 +78,13 @@ def test_workers_that_start_are_no_lost_contact_although_none_has_called_yet() -
     assert any(each.reason == "ContactLost" for each in result.status.conditions), "they called the operator before"
 
 
-def test_the_first_generation_answers_nothing_and_a_later_one_says_what() -> None:
-    def told(seen: Any) -> list[str]:
+def test_the_first_generation_answers_nothing_and_a_later_one_names_its_reason() -> None:
+    def messages(seen: Any) -> list[str]:
         return [each.note for each in planned(seen).events if each.reason == "GenerationStarted"]
 
-    assert told(waiting(4)) == ["Generation 1 begins on 4 nodes."]
+    assert messages(waiting(4)) == ["Generation 1 begins on 4 nodes."]
     lost = with_pod(running(4, spares=1), pod(1, phase=PodPhase.FAILED, reason="Evicted"))
-    assert told(lost) == ["Generation 2 begins on 4 nodes (Preempted, Immediate)."]
+    assert messages(lost) == ["Generation 2 begins on 4 nodes (Preempted, Immediate)."]
 
 
 def test_ranks_follow_the_nodes_so_that_neighbours_are_next_to_each_other() -> None:

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 def job(*, recorded: int = 3, published: int = 3, known: int = 3, seen: int = 3) -> Observed:
     """The numbers in the ConfigMap, at the coordinator, in the status, and of an agent."""
     status = {"membership": MembershipStatus(generation=known, size=4)}
-    heard = {at: agent(at, generation=seen if at == 3 else 0) for at in range(4)}
-    here = running(4, status=status, published=published, agents=heard)
+    agents = {at: agent(at, generation=seen if at == 3 else 0) for at in range(4)}
+    here = running(4, status=status, published=published, agents=agents)
     return replace(here, membership=membership(0, 1, 2, 3, generation=recorded) if recorded else None)
 
 

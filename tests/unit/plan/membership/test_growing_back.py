@@ -1,4 +1,4 @@
-"""What one look decides about the size of a job that trains: when it grows, how far, and what is written down of it."""
+"""Decisions about the size of a job that trains: when it grows, how far, and what is recorded."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def by_a_person(status: TrainingJobStatus) -> TrainingJobStatus:
     return with_condition(status, ConditionType.RESIZING, True, Reason.SIZE_REQUESTED, "from 2 to 4", now=NOW)
 
 
-def look(seen: Observed, status: TrainingJobStatus | None = None) -> Decision:
+def decide(seen: Observed, status: TrainingJobStatus | None = None) -> Decision:
     return resize(facts_of(seen), status or wants())
 
 
@@ -53,7 +53,7 @@ def size_of(decision: Decision) -> int | None:
 
 
 def test_a_job_grows_to_its_size_at_once_when_all_workers_are_there_and_every_rank_saves_first() -> None:
-    decision = look(job(2, 2))
+    decision = decide(job(2, 2))
     assert decision.new is not None
     assert size_of(decision) == 4
     assert (decision.new.transition, decision.new.cause) == (Transition.GRACEFUL, Cause.RESIZE)
@@ -74,35 +74,35 @@ def test_a_job_grows_to_its_size_at_once_when_all_workers_are_there_and_every_ra
     ],
 )
 def test_nothing_changes_while_it_fits_or_nobody_is_there_or_not_everybody_trains(seen: Observed) -> None:
-    assert look(seen) == Decision(status=wants())
+    assert decide(seen) == Decision(status=wants())
 
 
 def test_a_job_shrinks_also_while_its_members_only_load_but_not_once_one_has_finished() -> None:
-    assert size_of(look(job(4, agents={0: agent(0, WorkerPhase.LOADING, generation=1)}), wants(3))) == 3
+    assert size_of(decide(job(4, agents={0: agent(0, WorkerPhase.LOADING, generation=1)}), wants(3))) == 3
     finished = job(4, agents={0: agent(0, WorkerPhase.FINISHED, generation=1)})
-    assert look(finished, wants(3)).new is None
+    assert decide(finished, wants(3)).new is None
 
 
-def test_a_member_whose_pod_is_gone_does_not_keep_the_job_from_shrinking() -> None:
+def test_a_member_without_a_pod_does_not_keep_the_job_from_shrinking() -> None:
     seen = job(4)
-    assert size_of(look(replace(seen, pods=seen.pods[:3]), wants(3))) == 3
+    assert size_of(decide(replace(seen, pods=seen.pods[:3]), wants(3))) == 3
 
 
 @pytest.mark.parametrize(("ago", "until"), [(REST - 1, NOW + 1), (REST, None), (REST + 1, None)])
 def test_growth_that_nobody_asked_for_rests(ago: float, until: float | None) -> None:
     status = wants(history=(interruption(Rung.REPLACE, ago=ago),))
-    decision = look(job(2, 2), status)
+    decision = decide(job(2, 2), status)
     assert (size_of(decision), decision.requeue_at) == ((4, ()) if until is None else (None, (until,)))
 
 
-def test_a_job_that_rests_does_not_look_again_while_nobody_is_there() -> None:
+def test_a_suspended_job_is_not_requeued_while_no_worker_is_there() -> None:
     status = wants(history=(interruption(Rung.REPLACE, ago=1),))
-    assert look(job(2), status) == Decision(status=status)
+    assert decide(job(2), status) == Decision(status=status)
 
 
 def test_what_a_person_asked_for_neither_rests_nor_has_to_pay() -> None:
     status = by_a_person(no_gain(history=(interruption(Rung.REPLACE, ago=1),)))
-    decision = look(job(2, 2), status)
+    decision = decide(job(2, 2), status)
     assert size_of(decision) == 4
     entry = decision.status.history[-1]
     assert (entry.rung, entry.cause) == (Rung.RESIZE, Cause.RESIZE)
@@ -118,7 +118,7 @@ def no_gain(**fields: Any) -> TrainingJobStatus:
 
 
 def test_growth_that_would_not_pay_is_left() -> None:
-    assert look(job(2, 2), no_gain()) == Decision(status=no_gain())
+    assert decide(job(2, 2), no_gain()) == Decision(status=no_gain())
 
 
 @pytest.mark.parametrize(
@@ -133,18 +133,18 @@ def test_growth_that_would_not_pay_is_left() -> None:
 def test_a_part_of_what_is_missing_is_taken_only_after_a_wait_for_the_rest(
     waiting_since: float | None, size: int | None, requeue_at: tuple[float, ...]
 ) -> None:
-    decision = look(job(2, 1), wants(waiting_since=waiting_since))
+    decision = decide(job(2, 1), wants(waiting_since=waiting_since))
     assert (size_of(decision), decision.requeue_at) == (size, requeue_at)
 
 
 def test_a_part_that_is_no_legal_size_is_not_taken() -> None:
     pairs = {"more": {"parallelism": {"tensor": 2}}}
     for since in (NOW - 100, NOW - 10):
-        assert look(job(2, 1, **pairs), wants(waiting_since=since)) == Decision(status=wants(waiting_since=since))
+        assert decide(job(2, 1, **pairs), wants(waiting_since=since)) == Decision(status=wants(waiting_since=since))
 
 
 def test_a_person_gets_a_part_only_after_the_wait_too() -> None:
-    assert look(job(2, 1), by_a_person(wants(waiting_since=NOW - 10))).requeue_at == (NOW + 20,)
+    assert decide(job(2, 1), by_a_person(wants(waiting_since=NOW - 10))).requeue_at == (NOW + 20,)
 
 
 def graphs(*sizes: int, seconds: float = 60.0, **fields: Any) -> TrainingJobStatus:
@@ -153,73 +153,73 @@ def graphs(*sizes: int, seconds: float = 60.0, **fields: Any) -> TrainingJobStat
 
 def test_growth_to_a_size_without_graphs_waits_until_it_pays_since_the_last_change_of_size() -> None:
     shrunk = interruption(Rung.SHRINK, ago=100, took=0.0)  # 60 s at half the speed: pays after 120
-    assert look(job(2, 2), graphs(2, history=(shrunk,))).requeue_at == (NOW + 20,)
+    assert decide(job(2, 2), graphs(2, history=(shrunk,))).requeue_at == (NOW + 20,)
     long_ago = interruption(Rung.SHRINK, ago=120, took=0.0)
-    assert size_of(look(job(2, 2), graphs(2, history=(long_ago,)))) == 4
+    assert size_of(decide(job(2, 2), graphs(2, history=(long_ago,)))) == 4
 
 
 def test_only_a_change_of_size_counts_as_one() -> None:
     shrunk = interruption(Rung.SHRINK, ago=130, took=0.0)
     undecided = interruption(Rung.GROW, ago=60, took=None, decided_at=None)
     replaced = interruption(Rung.REPLACE, ago=60, took=0.0)
-    assert size_of(look(job(2, 2), graphs(2, history=(shrunk, undecided, replaced)))) == 4
+    assert size_of(decide(job(2, 2), graphs(2, history=(shrunk, undecided, replaced)))) == 4
     for rung in (Rung.SHRINK, Rung.GROW, Rung.RESIZE):
         newer = interruption(rung, ago=60, took=0.0)
-        assert look(job(2, 2), graphs(2, history=(shrunk, newer))).requeue_at == (NOW + 60,)
+        assert decide(job(2, 2), graphs(2, history=(shrunk, newer))).requeue_at == (NOW + 60,)
 
 
 def test_a_job_whose_size_never_changed_does_not_wait_for_graphs() -> None:
-    assert size_of(look(job(2, 2), graphs(2))) == 4
+    assert size_of(decide(job(2, 2), graphs(2))) == 4
 
 
 def test_a_person_does_not_wait_for_graphs_either() -> None:
     shrunk = interruption(Rung.SHRINK, ago=100, took=0.0)
-    assert size_of(look(job(2, 2), by_a_person(graphs(2, history=(shrunk,))))) == 4
+    assert size_of(decide(job(2, 2), by_a_person(graphs(2, history=(shrunk,))))) == 4
 
 
 def test_a_size_that_has_its_graphs_is_taken_before_a_larger_one_without() -> None:
-    assert size_of(look(job(2, 2), graphs(2, 3))) == 3
-    assert size_of(look(job(2, 2), graphs(2, 3, 4))) == 4
-    assert size_of(look(job(2, 2), by_a_person(graphs(2, 3)))) == 4
+    assert size_of(decide(job(2, 2), graphs(2, 3))) == 3
+    assert size_of(decide(job(2, 2), graphs(2, 3, 4))) == 4
+    assert size_of(decide(job(2, 2), by_a_person(graphs(2, 3)))) == 4
 
 
 def test_an_extra_and_idle_nodes_are_named_in_the_entry() -> None:
     taken = wants(4, idle_nodes=IdleNodesStatus(taken=1))
-    assert "from 2 to 4 nodes: 1 that were idle, beyond the 3 asked for" in _told(job(2, 2), taken)
-    back = _told(job(4, wanted_elsewhere=2), wants(3))
+    assert "from 2 to 4 nodes: 1 that were idle, beyond the 3 asked for" in _message(job(2, 2), taken)
+    back = _message(job(4, wanted_elsewhere=2), wants(3))
     assert back == "from 4 to 3 nodes: 1 that were idle are given back, other jobs wait for 2"
-    assert _told(job(4), wants(3)) == "from 4 to 3 nodes"
-    assert _told(job(4), wants(3, idle_nodes=IdleNodesStatus(taken=1))) == "from 4 to 3 nodes"
-    assert _told(job(2, 2, wanted_elsewhere=2), wants(4)) == "from 2 to 4 nodes"
+    assert _message(job(4), wants(3)) == "from 4 to 3 nodes"
+    assert _message(job(4), wants(3, idle_nodes=IdleNodesStatus(taken=1))) == "from 4 to 3 nodes"
+    assert _message(job(2, 2, wanted_elsewhere=2), wants(4)) == "from 2 to 4 nodes"
 
 
-def _told(seen: Observed, status: TrainingJobStatus) -> str:
-    return look(seen, status).status.history[-1].message
+def _message(seen: Observed, status: TrainingJobStatus) -> str:
+    return decide(seen, status).status.history[-1].message
 
 
 @pytest.mark.parametrize(
     ("desired", "message"), [(3, "from 2 to 3 nodes: the queue grants 3 of 4"), (4, "from 2 to 4 nodes")]
 )
-def test_a_size_that_a_queue_decided_is_told_as_its(desired: int, message: str) -> None:
+def test_a_size_that_a_queue_decided_is_reported_as_its_decision(desired: int, message: str) -> None:
     facts = replace(facts_of(job(2, 2)), grant=Grant(state=AdmissionState.ADMITTED, workers=desired))
     assert resize(facts, wants(desired)).status.history[-1].message == message
 
 
-def test_shrinking_for_want_of_capacity_is_told_as_a_resize() -> None:
-    entry = look(job(4), wants(3)).status.history[-1]
+def test_shrinking_for_want_of_capacity_is_reported_as_a_resize() -> None:
+    entry = decide(job(4), wants(3)).status.history[-1]
     assert (entry.rung, entry.cause) == (Rung.RESIZE, Cause.CAPACITY)
 
 
-def test_a_change_that_answers_a_fault_adds_no_entry_of_its_own() -> None:
+def test_a_change_that_answers_a_fault_adds_no_separate_entry() -> None:
     fault = interruption(Rung.REPLACE, ago=5, took=None)
-    decision = look(job(4), wants(3, history=(fault,)))
+    decision = decide(job(4), wants(3, history=(fault,)))
     assert size_of(decision) == 3
     assert decision.status.history == (fault,)
 
 
-def test_a_size_that_was_decided_on_before_a_crash_is_not_told_twice() -> None:
+def test_a_size_that_was_decided_on_before_a_crash_is_not_reported_twice() -> None:
     decided = wants(3, membership=MembershipStatus(generation=2, size=3))
-    decision = look(job(4), decided)
+    decision = decide(job(4), decided)
     assert size_of(decision) == 3
     assert decision.status.history == ()
 
@@ -227,7 +227,7 @@ def test_a_size_that_was_decided_on_before_a_crash_is_not_told_twice() -> None:
 def test_extras_leave_before_the_highest_ranks() -> None:
     seen = job(4)
     seen = replace(seen, pods=tuple(replace(each, extra=each.ordinal == 1) for each in seen.pods))
-    decision = look(seen, wants(3))
+    decision = decide(seen, wants(3))
     assert decision.new is not None
     assert [member.pod_name for member in decision.new.members] == ["demo-w-0", "demo-w-3", "demo-w-2"]
 
@@ -235,13 +235,13 @@ def test_extras_leave_before_the_highest_ranks() -> None:
 def test_beyond_what_was_asked_for_extras_join_and_the_spare_stays() -> None:
     seen = job(2, 2)
     seen = replace(seen, pods=tuple(replace(each, extra=each.ordinal == 3) for each in seen.pods))
-    decision = look(seen, wants(3, idle_nodes=IdleNodesStatus(taken=1)))
+    decision = decide(seen, wants(3, idle_nodes=IdleNodesStatus(taken=1)))
     assert decision.new is not None
     assert [member.pod_name for member in decision.new.members] == ["demo-w-0", "demo-w-1", "demo-w-3"]
 
 
 @pytest.mark.parametrize(
-    ("seen", "status", "desired", "told"),
+    ("seen", "status", "desired", "words"),
     [
         (job(2), wants(4), 4, None),
         (job(2), wants(0), 4, None),  # before the first size
@@ -253,15 +253,15 @@ def test_beyond_what_was_asked_for_extras_join_and_the_spare_stays() -> None:
     ],
 )
 def test_a_size_that_a_person_changed_is_remembered_until_it_is_reached(
-    seen: Observed, status: TrainingJobStatus, desired: int, told: str | None
+    seen: Observed, status: TrainingJobStatus, desired: int, words: str | None
 ) -> None:
     noted = find_condition(record_size_request(facts_of(seen), status, desired), ConditionType.RESIZING)
-    if told is None:
+    if words is None:
         assert noted is None
     else:
         assert noted is not None
         assert (noted.status, noted.reason) == ("True", Reason.SIZE_REQUESTED)
-        assert told in noted.message
+        assert words in noted.message
 
 
 def undone(seen: Observed, generation: int = 2, **fields: Any) -> Decision:
@@ -269,7 +269,7 @@ def undone(seen: Observed, generation: int = 2, **fields: Any) -> Decision:
     return finish_decided_generation(facts_of(seen), status)
 
 
-def test_a_generation_that_was_decided_on_and_never_recorded_is_begun_by_those_who_are_there() -> None:
+def test_a_generation_that_was_decided_on_and_never_recorded_starts_with_the_members_that_are_there() -> None:
     decision = undone(job(4))
     assert decision.new is not None
     assert decision.new.members == membership(0, 1, 2, 3).members
@@ -280,7 +280,7 @@ def test_a_generation_that_was_decided_on_and_never_recorded_is_begun_by_those_w
     assert again.new.cause is Cause.NODE_LOST
 
 
-def test_a_generation_that_is_recorded_is_not_begun_again() -> None:
+def test_a_generation_that_is_recorded_is_not_started_again() -> None:
     assert undone(job(4), generation=1).new is None
     assert finish_decided_generation(facts_of(replace(job(4), membership=None)), wants()).new is None
 
@@ -293,5 +293,5 @@ def test_a_generation_that_is_recorded_is_not_begun_again() -> None:
         job(4, agents={2: training(2, silent=60.0)}),
     ],
 )
-def test_it_is_begun_only_when_everybody_was_heard_and_works(seen: Observed) -> None:
+def test_it_starts_only_when_every_member_reported_and_works(seen: Observed) -> None:
     assert undone(seen).new is None

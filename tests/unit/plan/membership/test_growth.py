@@ -48,18 +48,18 @@ def half_of_the_nodes_not_ready(count: int) -> Observed:
     return build.running(count, nodes={node.name: node for node in nodes})
 
 
-def not_begun(count: int) -> Observed:
+def not_started(count: int) -> Observed:
     return build.observed(build.job(build.spec(workers={"replicas": count, "spares": 1})))
 
 
-def standing_by(count: int) -> Observed:
+def on_standby(count: int) -> Observed:
     job = build.job(build.spec(workers={"replicas": count, "spares": 1}))
     pods = tuple(build.pod(at) for at in range(count + 1))
     return build.observed(job, pods, {at: build.agent(at) for at in range(count + 1)})
 
 
 def lines(do: Callable[[], object]) -> int:
-    """Lines of Python that run, each turn of a loop anew: time without a clock."""
+    """Lines of Python that run, each iteration of a loop separately: time without a clock."""
     count = 0
 
     def trace(_frame: Any, event: str, _argument: Any) -> Any:
@@ -77,7 +77,7 @@ def lines(do: Callable[[], object]) -> int:
 
 
 @pytest.mark.parametrize(
-    "state", [training, joining, half_silent, half_failed, half_of_the_nodes_not_ready, not_begun, standing_by]
+    "state", [training, joining, half_silent, half_failed, half_of_the_nodes_not_ready, not_started, on_standby]
 )
 def test_a_plan_for_four_times_the_workers_is_four_times_the_work(state: Callable[[int], Observed]) -> None:
     few, many = (lines(partial(build.planned, state(count))) for count in (FEW, MANY))

@@ -51,8 +51,8 @@ def extras(cluster: FakeCluster) -> list[str]:
     return sorted(name for name, pod in cluster.pods.items() if pod.view.extra)
 
 
-def graceful(cluster: FakeCluster) -> bool:
-    """Whether all ranks saved before the newest change."""
+def is_graceful(cluster: FakeCluster) -> bool:
+    """Return whether all ranks saved before the newest change."""
     return cluster.membership is not None and cluster.membership.transition is Transition.GRACEFUL
 
 
@@ -60,7 +60,7 @@ def rungs(cluster: FakeCluster) -> list[Rung]:
     return [entry.rung for entry in cluster.status.history]
 
 
-def test_a_job_grows_onto_idle_nodes_and_says_so() -> None:
+def test_a_job_grows_onto_idle_nodes_and_reports_it() -> None:
     cluster = started(nodes=6)
 
     assert size(cluster) == 4
@@ -69,7 +69,7 @@ def test_a_job_grows_onto_idle_nodes_and_says_so() -> None:
     assert rungs(cluster) == [Rung.GROW]
     assert cluster.status.history[0].cause is Cause.CAPACITY
     assert "2 that were idle, beyond the 2 asked for" in cluster.status.history[0].message
-    assert graceful(cluster)
+    assert is_graceful(cluster)
     assert len(extras(cluster)) == 2
     assert cluster.status.membership.speed == 2
 
@@ -98,7 +98,7 @@ def test_where_fewer_nodes_are_idle_the_best_size_for_them_is_taken_and_the_rest
     assert cluster.status.idle_nodes.retry_at is not None
 
 
-def test_an_extra_that_saves_no_pass_is_given_back() -> None:
+def test_an_extra_that_saves_no_pass_is_released() -> None:
     cluster = started(nodes=5, replicas=4, most=8, batch=8)  # a fifth node saves no pass, eight do
     cluster.run(REST + 30)
     assert size(cluster) == 4
@@ -132,7 +132,7 @@ def test_who_needs_the_nodes_gets_them_and_no_step_is_lost() -> None:
     assert len(cluster.others) == 2
     assert size(cluster) == 2
     assert cluster.status.phase is Phase.RUNNING
-    assert graceful(cluster)
+    assert is_graceful(cluster)
     assert all(entry.rung in (Rung.GROW, Rung.SHRINK) for entry in cluster.status.history)
     assert {entry.cause for entry in cluster.status.history[1:]} == {Cause.PREEMPTED}
     assert cluster.status.failures == (), "nobody is to blame"
@@ -158,13 +158,13 @@ def test_a_gang_that_no_scheduler_preempts_for_gets_its_nodes_by_a_planned_shrin
     assert extras(cluster) == []
     entry = cluster.status.history[-1]
     assert (entry.cause, entry.rung) == (Cause.CAPACITY, Rung.RESIZE)
-    assert graceful(cluster)
+    assert is_graceful(cluster)
     assert "are given back" in entry.message
     cluster.run(300)
     assert extras(cluster) == [], "while they wait nothing is asked for"
 
 
-def test_a_notice_on_an_extras_node_is_heeded_at_once() -> None:
+def test_a_notice_on_an_extras_node_is_handled_at_once() -> None:
     cluster = started(nodes=4, rest=300)
     assert size(cluster) == 4
     node = cluster.pods[extras(cluster)[0]].view.node
@@ -172,7 +172,7 @@ def test_a_notice_on_an_extras_node_is_heeded_at_once() -> None:
     cluster.run(10)
     assert size(cluster) == 3
     assert node not in {pod.view.node for pod in cluster.members()}
-    assert graceful(cluster)
+    assert is_graceful(cluster)
 
 
 def test_a_notice_on_the_node_of_another_member_costs_an_extra_and_no_wait() -> None:
@@ -185,7 +185,7 @@ def test_a_notice_on_the_node_of_another_member_costs_an_extra_and_no_wait() -> 
     cluster.run(1200)
     assert size(cluster) == 3
     assert sum(not pod.view.extra for pod in cluster.members()) == 2, "its place is taken by one that was asked for"
-    assert graceful(cluster)
+    assert is_graceful(cluster)
 
 
 def test_a_rigid_job_that_loses_a_node_goes_on_with_the_nodes_that_were_idle() -> None:
@@ -241,7 +241,7 @@ def test_a_job_that_no_longer_takes_them_gives_them_back() -> None:
     cluster.run(20)
     assert size(cluster) == 2
     assert extras(cluster) == []
-    assert graceful(cluster)
+    assert is_graceful(cluster)
 
 
 def test_a_suspended_job_keeps_nothing() -> None:
@@ -263,7 +263,7 @@ def test_capacity_that_comes_and_goes_every_minute_for_an_hour_does_not_flap_the
             cluster.wishes = 2
         cluster.run(60)
     assert cluster.status.membership.generation <= 30
-    assert graceful(cluster)
+    assert is_graceful(cluster)
     assert cluster.status.failures == (), "nobody is to blame"
     spent = cluster.status.goodput.lost_seconds
     assert spent["Capacity"] + spent["Preempted"] < 0.02 * cluster.status.goodput.wall_seconds
@@ -305,7 +305,7 @@ def test_the_largest_size_is_one_that_saves_a_pass(replicas: int, most: int, bat
     assert decide_size(job).most == best
 
 
-def test_a_template_cannot_say_that_a_worker_is_an_extra() -> None:
+def test_a_template_cannot_mark_a_worker_as_an_extra() -> None:
     template = {"metadata": {"labels": {"trainium.dev/extra": "true", "team": "a"}}}
     cluster = FakeCluster(spec(workers={"replicas": 2, "template": template}), 2)
     cluster.run(10)

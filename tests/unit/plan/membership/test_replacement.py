@@ -80,7 +80,7 @@ def test_the_publication_comes_first_and_what_has_ended_goes_last() -> None:
     assert kinds(planned(seen).actions) == ["PublishMembership", "CreatePod", "DeletePod", "ApplyObject"]
 
 
-def test_a_loss_is_noted_and_counted_once_while_a_replacement_is_awaited() -> None:
+def test_a_loss_is_recorded_and_counted_once_while_a_replacement_is_pending() -> None:
     result = planned(recovering(without(running(4), 1), next_pod_ordinal=5))
     assert len(result.status.history) == 1
     assert result.status.restarts.total == 0
@@ -116,7 +116,7 @@ def _node(name: Any) -> Any:
     return node(name)
 
 
-def test_an_elastic_job_shrinks_only_after_the_wait_and_says_so() -> None:
+def test_an_elastic_job_shrinks_only_after_the_wait_and_reports_it() -> None:
     elastic = spec(workers={"minReplicas": 2})
     seen = without(running(4, job_spec=elastic), 3)
     assert published(planned(recovering(seen, waiting_since=NOW - 119))) is None

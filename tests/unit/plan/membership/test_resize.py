@@ -83,7 +83,7 @@ def test_growth_that_is_only_partly_there_is_taken_after_the_snooze() -> None:
     assert len(ranks(published(late))) == 3
 
 
-def test_a_job_that_had_to_shrink_says_so_and_grows_back_when_all_are_there() -> None:
+def test_a_job_that_had_to_shrink_reports_it_and_grows_back_when_all_are_there() -> None:
     seen = scaled(running(3, spares=1), 4, minReplicas=2)
     without_spare = replace(seen, pods=seen.pods[:3], agents={u: a for u, a in seen.agents.items() if u != "uid-3"})
     small = planned(with_status(without_spare, desired=4))

@@ -1,4 +1,4 @@
-"""What one look decides about idle nodes: how many extras are kept or asked for, and when the job grows onto them."""
+"""Decisions about idle nodes: how many extras are kept or asked for, and when the job grows onto them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from trainium_operator.plan.model.actions import PolicyResult
 
 REST = 30
-HEARD = NOW - 50
+LAST_SEEN = NOW - 50
 """Since when the extras of these tests are there."""
 
 
@@ -58,7 +58,7 @@ def priced(price: float, ago: float = 5000.0, **fields: Any) -> TrainingJobStatu
     return TrainingJobStatus(history=(interruption(Rung.REPLACE, ago=ago, took=price),), **fields)
 
 
-def look(seen: Observed, status: TrainingJobStatus | None = None, losses: tuple[Loss, ...] = ()) -> PolicyResult:
+def decide(seen: Observed, status: TrainingJobStatus | None = None, losses: tuple[Loss, ...] = ()) -> PolicyResult:
     return use_idle_nodes(facts_of(seen), status or asked(), losses)
 
 
@@ -74,7 +74,7 @@ def decided(answer: PolicyResult) -> tuple[int, int, int]:
 
 
 def test_a_job_that_trains_asks_for_as_many_extras_as_it_may_have_and_waits_for_them_so_long() -> None:
-    answer = look(job())
+    answer = decide(job())
     assert decided(answer) == (2, 0, 2)
     assert answer.status.idle_nodes.asked_at == NOW
     assert answer.requeue_at == (NOW + REST,)
@@ -93,14 +93,14 @@ def test_a_job_that_trains_asks_for_as_many_extras_as_it_may_have_and_waits_for_
 def test_a_job_that_may_not_have_more_asks_for_none_and_forgets_what_it_asked_for(
     seen: Observed, status: TrainingJobStatus
 ) -> None:
-    answer = look(seen, status)
+    answer = decide(seen, status)
     assert answer.status.desired == status.desired
     assert answer.status.idle_nodes == IdleNodesStatus()
     assert answer.requeue_at == ()
 
 
 def test_a_job_that_may_have_one_more_asks_for_one() -> None:
-    assert decided(look(job(most=3))) == (2, 0, 1)
+    assert decided(decide(job(most=3))) == (2, 0, 1)
 
 
 def test_extras_need_a_class_of_lowest_priority() -> None:
@@ -113,7 +113,7 @@ def test_extras_need_a_class_of_lowest_priority() -> None:
 def test_a_job_that_leaves_idle_nodes_alone_keeps_what_it_asked_for_although_it_might_have_more() -> None:
     seen = job()
     leaves = seen.job.spec.model_copy(update={"elasticity": spec().elasticity})
-    answer = look(replace(seen, job=replace(seen.job, spec=leaves)))
+    answer = decide(replace(seen, job=replace(seen.job, spec=leaves)))
     assert decided(answer) == (2, 0, 0)
 
 
@@ -135,17 +135,17 @@ RESIZING = with_condition(
 def test_nothing_is_asked_for_nor_taken_while_not_everybody_trains_or_no_steps_are_left(
     seen: Observed, status: TrainingJobStatus
 ) -> None:
-    answer = look(seen, status)
+    answer = decide(seen, status)
     assert answer.status.desired == status.desired
     assert (answer.status.idle_nodes.wanted, answer.status.idle_nodes.asked_at) == (0, None)
     with_extras = replace(seen, pods=(*seen.pods, pod(7, extra=True)), agents={**seen.agents, "uid-7": agent(7)})
-    assert look(with_extras, status).status.desired == status.desired
+    assert decide(with_extras, status).status.desired == status.desired
 
 
 def test_nothing_is_asked_for_while_a_member_is_lost_or_the_job_is_smaller_than_it_asked_to_be() -> None:
     seen = job()
-    assert decided(look(seen, losses=lost(seen, 1))) == (2, 0, 0)
-    assert decided(look(job(members=1))) == (2, 0, 0)
+    assert decided(decide(seen, losses=lost(seen, 1))) == (2, 0, 0)
+    assert decided(decide(job(members=1))) == (2, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_nothing_is_asked_for_while_a_member_is_lost_or_the_job_is_smaller_than_
 def test_extras_are_asked_for_after_the_pause_the_rest_and_the_operators_own_start(
     idle: dict[str, float], status: TrainingJobStatus, created_from: float, until: float | None
 ) -> None:
-    answer = look(job(creations_from=created_from), asked(status, **idle))
+    answer = decide(job(creations_from=created_from), asked(status, **idle))
     if until is None:
         assert (answer.status.idle_nodes.wanted, answer.status.idle_nodes.asked_at) == (2, NOW)
         assert answer.status.idle_nodes.retry_at is None
@@ -183,77 +183,79 @@ def left(steps: int, price: float | None, **fields: Any) -> TrainingJobStatus:
 
 
 def test_extras_are_asked_for_only_where_the_steps_that_are_left_repay_the_way_there_and_back() -> None:
-    assert look(job(), asked(left(21, 10.0))).status.idle_nodes.wanted == 2  # 21 s are saved, 20 spent
-    assert look(job(), asked(left(20, 10.0))).status.idle_nodes.wanted == 0
-    assert look(job(), asked(left(1, None))).status.idle_nodes.wanted == 2  # nobody knows the price
+    assert decide(job(), asked(left(21, 10.0))).status.idle_nodes.wanted == 2  # 21 s are saved, 20 spent
+    assert decide(job(), asked(left(20, 10.0))).status.idle_nodes.wanted == 0
+    assert decide(job(), asked(left(1, None))).status.idle_nodes.wanted == 2  # nobody knows the price
 
 
 def test_the_job_grows_only_where_the_steps_that_are_left_repay_the_way_there_and_back() -> None:
     seen = job(extras=2)
-    assert look(seen, asked(left(21, 10.0))).status.desired == 4
-    assert look(seen, asked(left(20, 10.0))).status.desired == 2
+    assert decide(seen, asked(left(21, 10.0))).status.desired == 4
+    assert decide(seen, asked(left(20, 10.0))).status.desired == 2
 
 
 def test_a_size_without_graphs_has_its_compilation_to_repay_as_well() -> None:
     seen = job(extras=2)
     graphs = CompiledStatus(sizes=(2,), seconds=5.0)
-    assert look(seen, asked(left(25, 10.0, compiled=graphs))).status.desired == 2
-    assert look(seen, asked(left(26, 10.0, compiled=graphs))).status.desired == 4
+    assert decide(seen, asked(left(25, 10.0, compiled=graphs))).status.desired == 2
+    assert decide(seen, asked(left(26, 10.0, compiled=graphs))).status.desired == 4
 
 
-@pytest.mark.parametrize(("price", "due"), [(30.0, HEARD + 60.0), (24.9, None), (25.0, None), (25.1, HEARD + 50.2)])
+@pytest.mark.parametrize(
+    ("price", "requeue_at"), [(30.0, LAST_SEEN + 60.0), (24.9, None), (25.0, None), (25.1, LAST_SEEN + 50.2)]
+)
 def test_the_job_grows_once_the_extras_have_been_there_for_as_long_as_growing_takes_to_repay(
-    price: float, due: float | None
+    price: float, requeue_at: float | None
 ) -> None:
-    answer = look(job(extras=2), asked(priced(price)))
-    if due is None:
+    answer = decide(job(extras=2), asked(priced(price)))
+    if requeue_at is None:
         assert decided(answer) == (4, 2, 2)
     else:
         assert decided(answer) == (2, 0, 2)
-        assert answer.requeue_at == (pytest.approx(due),)
+        assert answer.requeue_at == (pytest.approx(requeue_at),)
 
 
-def test_the_youngest_extra_says_how_long_they_have_been_there() -> None:
+def test_the_youngest_extra_decides_how_long_they_have_been_there() -> None:
     seen = job(extras=2)
     fresh = replace(agent(3), first_seen=NOW - 1)
-    answer = look(replace(seen, agents={**seen.agents, "uid-3": fresh}), asked(priced(10.0)))
+    answer = decide(replace(seen, agents={**seen.agents, "uid-3": fresh}), asked(priced(10.0)))
     assert answer.status.desired == 2
     assert answer.requeue_at == (NOW - 1 + 20.0,)
 
 
 def test_the_job_grows_after_its_rest() -> None:
-    answer = look(job(extras=2), asked(priced(1.0, ago=REST - 1)))
+    answer = decide(job(extras=2), asked(priced(1.0, ago=REST - 1)))
     assert answer.status.desired == 2
     assert answer.requeue_at == (NOW + 1,)
-    assert look(job(extras=2), asked(priced(1.0, ago=REST))).status.desired == 4
+    assert decide(job(extras=2), asked(priced(1.0, ago=REST))).status.desired == 4
 
 
 def test_where_nobody_knows_the_price_the_job_grows_at_once() -> None:
     seen = job(extras=2)
     fresh = {**seen.agents, **{f"uid-{at}": replace(agent(at), first_seen=NOW) for at in (2, 3)}}
-    assert look(replace(seen, agents=fresh)).status.desired == 4
+    assert decide(replace(seen, agents=fresh)).status.desired == 4
 
 
 def test_extras_that_train_are_kept_and_the_job_stays_as_large() -> None:
-    answer = look(job(members=4), asked(wanted=2, taken=2))
+    answer = decide(job(members=4), asked(wanted=2, taken=2))
     assert decided(answer) == (4, 2, 2)
     assert answer.requeue_at == ()
 
 
 def test_a_job_gets_no_larger_than_its_extras_make_it_and_no_smaller_than_it_asked_to_be() -> None:
-    assert decided(look(job(extras=1)))[:2] == (3, 1)
-    assert decided(look(job(extras=1, most=8), asked()))[:2] == (3, 1)
+    assert decided(decide(job(extras=1)))[:2] == (3, 1)
+    assert decided(decide(job(extras=1, most=8), asked()))[:2] == (3, 1)
     seen = job(members=3)
-    assert look(seen, asked(wanted=1, taken=1), lost(seen, 2)).status.desired == 2
+    assert decide(seen, asked(wanted=1, taken=1), lost(seen, 2)).status.desired == 2
 
 
 def test_after_a_loss_the_job_goes_on_at_once_with_the_extras_that_are_there() -> None:
     seen = job(members=4)
-    answer = look(seen, asked(wanted=2, taken=2), lost(seen, 3))
+    answer = decide(seen, asked(wanted=2, taken=2), lost(seen, 3))
     assert answer.status.desired == 3
     assert answer.status.idle_nodes.taken == 1
     seen = job(members=3, extras=1)  # the fourth was about to join
-    assert look(seen, asked(wanted=2, taken=1), lost(seen, 0)).status.desired == 3
+    assert decide(seen, asked(wanted=2, taken=1), lost(seen, 0)).status.desired == 3
 
 
 @pytest.mark.parametrize(("granted", "size"), [(1, 2), (2, 2), (3, 3), (4, 4), (9, 4)])
@@ -263,13 +265,13 @@ def test_of_the_extras_only_as_many_count_as_a_queue_grants(granted: int, size: 
 
 
 def test_extras_that_got_their_nodes_are_no_longer_waited_for() -> None:
-    answer = look(job(extras=2), asked(priced(100.0), wanted=2, asked_at=NOW - 5, failed_requests=3))
+    answer = decide(job(extras=2), asked(priced(100.0), wanted=2, asked_at=NOW - 5, failed_requests=3))
     assert (answer.status.idle_nodes.wanted, answer.status.idle_nodes.asked_at) == (2, None)
 
 
 @pytest.mark.parametrize(("since", "waits"), [(29.0, True), (30.0, False), (31.0, False)])
 def test_extras_wait_for_a_node_for_as_long_as_the_job_waits_for_what_it_needs(since: float, waits: bool) -> None:
-    answer = look(job(extras=1, waiting=1), asked(priced(1000.0), wanted=2, asked_at=NOW - since))
+    answer = decide(job(extras=1, waiting=1), asked(priced(1000.0), wanted=2, asked_at=NOW - since))
     idle = answer.status.idle_nodes
     if waits:
         assert (idle.wanted, idle.asked_at, idle.failed_requests) == (2, NOW - since, 0)
@@ -280,13 +282,13 @@ def test_extras_wait_for_a_node_for_as_long_as_the_job_waits_for_what_it_needs(s
 
 
 def test_extras_that_are_waited_for_are_no_more_than_the_job_may_have() -> None:
-    answer = look(job(waiting=2, most=3), asked(wanted=2, asked_at=NOW - 1))
+    answer = decide(job(waiting=2, most=3), asked(wanted=2, asked_at=NOW - 1))
     assert answer.status.idle_nodes.wanted == 1
 
 
 @pytest.mark.parametrize(("times", "pause"), [(0, 60), (1, 120), (2, 240), (3, 480), (4, 600), (5, 600), (5000, 600)])
 def test_the_pause_after_extras_that_found_no_node_doubles_up_to_ten_minutes(times: int, pause: int) -> None:
-    answer = look(job(waiting=2), asked(wanted=2, asked_at=NOW - REST, failed_requests=times))
+    answer = decide(job(waiting=2), asked(wanted=2, asked_at=NOW - REST, failed_requests=times))
     assert answer.status.idle_nodes == IdleNodesStatus(wanted=0, failed_requests=times + 1, retry_at=NOW + pause)
     assert answer.requeue_at == (NOW + pause,)
 
@@ -314,7 +316,7 @@ def gave_up(seen: Observed) -> Observed:
     ],
 )
 def test_an_extra_that_failed_is_like_one_that_found_no_node(seen: Observed, failed_requests: int) -> None:
-    assert look(seen).status.idle_nodes.failed_requests == failed_requests
+    assert decide(seen).status.idle_nodes.failed_requests == failed_requests
 
 
 @pytest.mark.parametrize(
@@ -327,31 +329,31 @@ def test_an_extra_that_failed_is_like_one_that_found_no_node(seen: Observed, fai
         (job(extras=1, waiting=1), 0, 0),
     ],
 )
-def test_the_pauses_begin_anew_when_extras_were_found_that_can_join(
+def test_the_pauses_are_reset_when_extras_were_found_that_can_join(
     seen: Observed, before: int, failed_requests: int
 ) -> None:
     kept = asked(priced(1000.0), failed_requests=3, retry_at=NOW + 5)
     status = seen.job.status.replaced(idle_nodes=IdleNodesStatus(taken=before))
     seen = replace(seen, job=replace(seen.job, status=status))
-    assert look(seen, kept).status.idle_nodes.failed_requests == failed_requests
+    assert decide(seen, kept).status.idle_nodes.failed_requests == failed_requests
 
 
-def test_an_extra_that_cannot_join_yet_says_nothing_about_the_pauses() -> None:
+def test_an_extra_that_cannot_join_yet_leaves_the_pauses_as_they_are() -> None:
     starting = {2: agent(2, ready=False)}
     assert (
-        look(
+        decide(
             job(extras=1, agents=starting), asked(failed_requests=3, retry_at=NOW + 5)
         ).status.idle_nodes.failed_requests
         == 3
     )
 
 
-def test_extras_that_would_save_no_pass_are_given_back() -> None:
+def test_extras_that_would_save_no_pass_are_released() -> None:
     eight = {"trainer": {"batch": {"globalSize": 8}}}  # 8 samples: 2 nodes 4 passes, 3 three, 4 to 7 two, 8 one
-    assert decided(look(job(extras=4, most=8, **eight), asked(priced(1e4), retry_at=NOW + 9)))[2] == 2
-    assert decided(look(job(extras=1, most=8, **eight), asked(priced(1e4), retry_at=NOW + 9)))[2] == 1
+    assert decided(decide(job(extras=4, most=8, **eight), asked(priced(1e4), retry_at=NOW + 9)))[2] == 2
+    assert decided(decide(job(extras=1, most=8, **eight), asked(priced(1e4), retry_at=NOW + 9)))[2] == 1
 
 
 def test_a_member_that_is_still_training_for_an_older_size_does_not_let_the_job_grow() -> None:
     late = job(extras=2, agents={1: training(1, generation=0)})
-    assert look(late).status.desired == 2
+    assert decide(late).status.desired == 2

@@ -71,7 +71,7 @@ def test_growth_rests_after_the_last_recovery_and_longer_after_each_shrink_of_th
 
 
 def known(*, total: int = 100, step: int = 60, seconds: float | None = 2.0, price: float | None = 30.0) -> Any:
-    """What is known of a job whose step takes so long on two nodes, and whose last change cost so much."""
+    """Known facts of a job whose step takes so long on two nodes, and whose last change cost so much."""
     sizes = (SizeAccount(size=4, step_seconds=0.5), SizeAccount(size=2, step_seconds=seconds))
     return history(
         *([] if price is None else [interruption(Rung.REPLACE, ago=500, took=price)]),

@@ -1,4 +1,4 @@
-"""Text for status, conditions and events stays within its limit and keeps what stands at its ends."""
+"""Text for status, conditions and events stays within its limit and keeps both ends."""
 
 from __future__ import annotations
 

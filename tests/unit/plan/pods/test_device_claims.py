@@ -1,4 +1,4 @@
-"""When the template is made and removed, what waits where devices cannot be claimed, and what is heard of devices."""
+"""When the template is made and removed, what waits where devices cannot be claimed, and reports about devices."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def planned(seen: Observed, state: ApiState = ApiState.READY) -> Plan:
     return plan(seen, replace(SETTINGS, dra=state))
 
 
-def said(result: Plan, kind: ConditionType) -> tuple[str, str, str]:
+def condition_of(result: Plan, kind: ConditionType) -> tuple[str, str, str]:
     condition = find_condition(result.status, kind)
     assert condition is not None
     return condition.status.value, condition.reason, condition.message
@@ -39,12 +39,12 @@ def said(result: Plan, kind: ConditionType) -> tuple[str, str, str]:
 def trains(taints: dict[int, str] | None = None, **changes: Any) -> Observed:
     """Four workers and a spare that hold devices; `taints`: ordinal -> effect."""
     job_spec = spec(workers={"spares": 1, "accelerator": {"device": "cpu", "claim": {"count": 16}}})
-    told = {
+    notes = {
         f"uid-{at}": (DeviceTaint(f"node-{at}/neurondevice3", "neuron.aws.com/x", effect),)
         for at, effect in (taints or {}).items()
     }
     pods = tuple(pod(at, claim_template=name()) for at in range(5))
-    devices = DevicesView(templates={name(): "t-uid"}, taints=told)
+    devices = DevicesView(templates={name(): "t-uid"}, taints=notes)
     return running(4, spares=1, job_spec=job_spec, pods=pods, devices=devices, **changes)
 
 
@@ -88,11 +88,11 @@ def test_a_job_that_claims_nothing_any_more_has_its_template_removed() -> None:
         (ApiState.READING, "WaitingForDevices", "is being read"),
     ],
 )
-def test_a_job_that_cannot_claim_waits_and_says_why(state: ApiState, reason: str, words: str) -> None:
+def test_a_job_that_cannot_claim_waits_and_reports_the_reason(state: ApiState, reason: str, words: str) -> None:
     result = planned(observed(job(SPEC)), state)
     assert created(result) == []
     for kind in (ConditionType.ADMITTED, ConditionType.PODS_READY):
-        status, why, message = said(result, kind)
+        status, why, message = condition_of(result, kind)
         assert (status, why) == ("False", reason)
         assert words in message
 
@@ -154,7 +154,7 @@ def test_a_device_that_the_kubelet_calls_unhealthy_is_left_with_its_node() -> No
     assert result.status.avoided_nodes == ("node-1",)
 
 
-def test_free_nodes_are_told_of_while_a_pod_finds_none() -> None:
+def test_free_nodes_are_reported_while_a_pod_finds_none() -> None:
     waiting = pod(
         0,
         phase=PodPhase.PENDING,
@@ -163,7 +163,7 @@ def test_free_nodes_are_told_of_while_a_pod_finds_none() -> None:
     )
     devices = DevicesView(templates={name(): "u"}, free_nodes=("a",), nodes=3)
     result = planned(observed(job(SPEC), (waiting,), {}, devices=devices, nodes={}))
-    _, reason, message = said(result, ConditionType.PODS_READY)
+    _, reason, message = condition_of(result, ConditionType.PODS_READY)
     assert reason == "Unschedulable"
     assert "2 cannot allocate all claims. Nodes that have 16 free devices: 1 of 3." in message
 
@@ -179,11 +179,11 @@ def test_devices_that_a_device_plugin_left_behind_on_the_node_are_not_missed() -
         )
         for at, view in seen.nodes.items()
     }
-    assert said(planned(replace(seen, nodes=left)), ConditionType.NODES_HEALTHY)[0] == "True"
+    assert condition_of(planned(replace(seen, nodes=left)), ConditionType.NODES_HEALTHY)[0] == "True"
     plain = running(
         4,
         job_spec=spec(
             workers={"accelerator": {"instanceType": "trn1.32xlarge"}}, trainer={"batch": {"globalSize": 128}}
         ),
     )
-    assert said(planned(replace(plain, nodes=left)), ConditionType.NODES_HEALTHY)[0] == "False"
+    assert condition_of(planned(replace(plain, nodes=left)), ConditionType.NODES_HEALTHY)[0] == "False"

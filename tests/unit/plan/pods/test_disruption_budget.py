@@ -32,8 +32,8 @@ def limited(count: int = 4, *, spares: int = 0, storage: bool = True, age: float
     return replace(seen, job=replace(seen.job, status=seen.job.status.model_copy(update={"checkpoint": saved})))
 
 
-def stays(result: Any) -> int | None:
-    """What the plan writes to the budget; None when it leaves it alone."""
+def min_available(result: Any) -> int | None:
+    """The value that the plan writes to the budget; None when it leaves it alone."""
     found = [each.manifest for each in result.actions if isinstance(each, ApplyObject)]
     budgets = [each for each in found if each["kind"] == "PodDisruptionBudget"]
     assert len(budgets) <= 1
@@ -44,7 +44,7 @@ def allowed(result: Any) -> bool:
     return is_true(result.status, ConditionType.DISRUPTION_ALLOWED)
 
 
-def said(result: Any) -> str:
+def condition_of(result: Any) -> str:
     found = find_condition(result.status, ConditionType.DISRUPTION_ALLOWED)
     assert found is not None
     return found.message
@@ -59,22 +59,22 @@ def fresh(seen: Any) -> Any:
 @pytest.mark.parametrize(("spares", "must_stay"), [(0, 3), (1, 4), (2, 4)])
 def test_one_worker_or_as_many_as_there_are_spares_may_be_evicted(spares: int, must_stay: int) -> None:
     result = planned(fresh(limited(spares=spares)))
-    assert stays(result) == must_stay
+    assert min_available(result) == must_stay
     assert allowed(result)
 
 
-def test_nothing_may_be_evicted_while_the_newest_durable_checkpoint_is_too_old_and_status_says_why() -> None:
+def test_nothing_may_be_evicted_while_the_newest_durable_checkpoint_is_too_old_and_status_shows_the_reason() -> None:
     result = planned(limited(age=LIMIT + 1))
-    assert stays(result) == disruption_budget.ALL_STAY
+    assert min_available(result) == disruption_budget.ALL_STAY
     assert not allowed(result)
-    assert "step 10" in said(result)
-    assert "maxDurableAgeSeconds (600)" in said(result)
-    assert rfc3339(NOW - LIMIT - 1) in said(result)
+    assert "step 10" in condition_of(result)
+    assert "maxDurableAgeSeconds (600)" in condition_of(result)
+    assert rfc3339(NOW - LIMIT - 1) in condition_of(result)
 
 
-def test_the_next_look_is_when_the_age_passes_the_limit() -> None:
+def test_the_job_is_requeued_when_the_age_passes_the_limit() -> None:
     result = planned(limited(age=LIMIT - 1))
-    assert stays(result) is None
+    assert min_available(result) is None
     assert result.requeue_after is not None
     assert result.requeue_after <= 1
 
@@ -83,9 +83,9 @@ def test_a_new_checkpoint_lets_the_drain_through_again() -> None:
     old = limited(age=LIMIT + 1)
     written = {"PodDisruptionBudget/demo": digest(old.job, disruption_budget.ALL_STAY)}
     old = replace(old, children={**old.children, **written})
-    assert stays(planned(old)) is None, "what is refused already is not written again"
+    assert min_available(planned(old)) is None, "what is refused already is not written again"
     newer = replace(old, job=limited(age=1).job)
-    assert stays(planned(newer)) == 3
+    assert min_available(planned(newer)) == 3
 
 
 def digest(job: Any, must_stay: int) -> str:
@@ -103,7 +103,7 @@ def test_without_any_durable_checkpoint_the_time_since_the_first_step_counts() -
     }
     result = planned(replace(seen, job=replace(seen.job, status=status), agents=beats))
     assert not allowed(result)
-    assert "none since" in said(result)
+    assert "none since" in condition_of(result)
 
 
 def progress(known: Any) -> Any:
@@ -124,7 +124,7 @@ def test_what_was_saved_at_a_suspension_is_no_work_at_risk_after_it() -> None:
 def test_a_job_without_durable_storage_allows_disruptions() -> None:
     result = planned(limited(storage=False, age=90_000))
     assert allowed(result)
-    assert "spec.checkpoint.storage" in said(result)
+    assert "spec.checkpoint.storage" in condition_of(result)
 
 
 def test_before_the_first_step_there_is_no_budget_and_nothing_is_refused() -> None:
@@ -132,14 +132,14 @@ def test_before_the_first_step_there_is_no_budget_and_nothing_is_refused() -> No
     joining = {f"uid-{at}": agent(at) for at in range(4)}
     status = seen.job.status.model_copy(update={"start_time": ""})
     result = planned(replace(seen, job=replace(seen.job, status=status), agents=joining))
-    assert stays(result) is None
+    assert min_available(result) is None
 
 
 def test_nothing_may_be_evicted_while_the_job_recovers() -> None:
     result = planned(without(limited(spares=1), 1))
-    assert stays(result) == disruption_budget.ALL_STAY
+    assert min_available(result) == disruption_budget.ALL_STAY
     assert not allowed(result)
-    assert "recovers" in said(result)
+    assert "recovers" in condition_of(result)
 
 
 def test_a_smaller_membership_needs_fewer_workers() -> None:
@@ -147,7 +147,7 @@ def test_a_smaller_membership_needs_fewer_workers() -> None:
     size = seen.job.status.membership.model_copy(update={"size": 3})
     status = seen.job.status.model_copy(update={"membership": size, "waiting_since": NOW})
     small = replace(without(seen, 3), membership=membership(0, 1, 2), job=replace(seen.job, status=status))
-    assert stays(planned(small)) == 2
+    assert min_available(planned(small)) == 2
 
 
 def test_the_budget_selects_exactly_the_jobs_workers_belongs_to_the_job_and_spares_what_is_broken_already() -> None:

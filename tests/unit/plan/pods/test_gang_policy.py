@@ -97,7 +97,7 @@ def test_the_first_api_that_is_served_and_wanted_is_used(
     assert (made and made["apiVersion"]) == kind
 
 
-def test_a_gang_that_cannot_be_had_is_told() -> None:
+def test_a_gang_that_cannot_be_scheduled_is_reported() -> None:
     result = planned(new_job({"gang": "Native"}), COSCHEDULING)
     condition = find_condition(result.status, ConditionType.ADMITTED)
     assert condition is not None
@@ -118,12 +118,12 @@ def test_newcomers_of_a_running_job_are_not_in_a_group() -> None:
     assert "schedulingGroup" not in manifests(result)[0]["spec"]
 
 
-def test_a_pod_that_waits_in_a_group_of_a_job_that_has_started_is_made_anew_without_it() -> None:
+def test_a_pod_that_waits_in_a_group_of_a_job_that_has_started_is_recreated_without_it() -> None:
     waiting = pod(4, phase=PodPhase.PENDING, node="", ip="", gang="demo-12345678", scheduled=False)
     bound = replace(waiting, node="node-4")
-    for extra, gone in ((waiting, {"demo-w-4": None}), (bound, {})):
+    for extra, expected in ((waiting, {"demo-w-4": None}), (bound, {})):
         seen = running(4, pods=(*(pod(at) for at in range(4)), extra), job_spec=spec(workers={"spares": 1}))
-        assert deleted(planned(seen, NATIVE)) == gone
+        assert deleted(planned(seen, NATIVE)) == expected
 
 
 def test_another_smallest_size_before_the_start_makes_another_group() -> None:
@@ -170,32 +170,32 @@ def test_since_when_nodes_are_held_is_no_reason_to_write_while_others_are_bound(
     """Nor is it one that nothing is wrong with the first of those nodes."""
     seen = partial(3)
     status = planned(replace(seen, nodes={})).status
-    told = replace(seen, job=replace(seen.job, status=status.replaced(gang=GangStatus())))
+    held = replace(seen, job=replace(seen.job, status=status.replaced(gang=GangStatus())))
     assert find_condition(status, ConditionType.NODES_HEALTHY) is None
-    assert find_condition(planned(told).status, ConditionType.NODES_HEALTHY) is not None
-    waiting = planned(replace(told, status_written=NOW - 1))
-    assert waiting.status == told.job.status
+    assert find_condition(planned(held).status, ConditionType.NODES_HEALTHY) is not None
+    waiting = planned(replace(held, status_written=NOW - 1))
+    assert waiting.status == held.job.status
     assert waiting.requeue_after == pytest.approx(SETTINGS.count_interval_seconds - 1)
-    written = planned(replace(told, status_written=NOW - SETTINGS.count_interval_seconds))
+    written = planned(replace(held, status_written=NOW - SETTINGS.count_interval_seconds))
     assert written.status.gang.holding_since == NOW
 
 
 def test_that_nodes_are_no_longer_held_is_written_at_once() -> None:
-    """Else those of the next attempt would be given back too early."""
+    """Else those of the next attempt would be released too early."""
     seen = partial(0, since=NOW - 300)
-    told = replace(seen, job=replace(seen.job, status=planned(seen).status.replaced(gang=seen.job.status.gang)))
-    assert planned(replace(told, status_written=NOW)).status.gang.holding_since is None
+    held = replace(seen, job=replace(seen.job, status=planned(seen).status.replaced(gang=seen.job.status.gang)))
+    assert planned(replace(held, status_written=NOW)).status.gang.holding_since is None
 
 
-def test_a_job_that_waits_for_nodes_says_until_when() -> None:
-    told = find_condition(planned(partial(3)).status, ConditionType.ADMITTED)
-    assert told is not None
-    assert told.message == (
+def test_a_job_that_waits_for_nodes_shows_until_when() -> None:
+    admitted = find_condition(planned(partial(3)).status, ConditionType.ADMITTED)
+    assert admitted is not None
+    assert admitted.message == (
         "not all workers have a node; if after 600 s too few have one to begin, they give them back"
     )
 
 
-def test_a_crash_after_the_decision_ends_the_same_way_and_tells_nothing_twice() -> None:
+def test_a_crash_after_the_decision_ends_the_same_way_and_reports_nothing_twice() -> None:
     first = planned(partial(3, since=NOW - 600))
     seen = partial(3)
     again = planned(replace(seen, job=replace(seen.job, status=first.status), now=NOW + 1))
@@ -210,11 +210,11 @@ def test_an_elastic_job_that_can_begin_smaller_gives_nothing_back() -> None:
     assert result.status.gang.holding_since is None
     later = partial(3, elastic=True)
     status = later.job.status.model_copy(update={"waiting_since": NOW - 121})
-    begun = planned(replace(later, job=replace(later.job, status=status)))
-    assert begun.status.membership.size == 3
+    started = planned(replace(later, job=replace(later.job, status=status)))
+    assert started.status.membership.size == 3
 
 
-def test_an_elastic_job_that_cannot_begin_at_all_gives_back() -> None:
+def test_an_elastic_job_that_cannot_start_at_all_releases_its_nodes() -> None:
     assert len(deleted(planned(partial(1, since=NOW - 600, elastic=True)))) == 4
 
 
@@ -237,7 +237,7 @@ def test_a_pause_is_around_half_a_minute_and_twice_as_long_each_time_up_to_ten_m
     assert 1.495 < max(pauses) <= 1.5
 
 
-def test_a_job_that_lacks_a_node_gives_back_pauses_tries_again_and_starts_when_there_are_enough() -> None:
+def test_a_job_that_lacks_a_node_releases_its_nodes_pauses_retries_and_starts_when_there_are_enough() -> None:
     cluster = FakeCluster(spec(workers={"replicas": 4}, scheduling={"gangTimeoutSeconds": 60}), nodes=3)
     cluster.run(30)
     assert len(cluster.pods) == 4

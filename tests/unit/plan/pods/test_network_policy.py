@@ -1,4 +1,4 @@
-"""When the NetworkPolicy of a job is written, and what is told where it cannot be."""
+"""When the NetworkPolicy of a job is written, and what is reported where it cannot be."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def written(result: Plan) -> list[ApplyPolicy]:
     return [action for action in result.actions if isinstance(action, ApplyPolicy)]
 
 
-def said(result: Plan) -> tuple[str, str, str] | None:
+def problem_of(result: Plan) -> tuple[str, str, str] | None:
     found = find_condition(result.status, ConditionType.NETWORK_POLICY_APPLIED)
     return None if found is None else (found.status.value, found.reason, found.message)
 
@@ -54,10 +54,10 @@ def test_it_is_written_once_there_are_pods_and_after_whatever_else_is_done() -> 
     then = planned(observed(job(), (pod(0),), policies_known=True))
     assert len(created(then)) > 0
     assert isinstance(then.actions[-1], ApplyPolicy)
-    assert said(then) is None
+    assert problem_of(then) is None
 
 
-def test_one_that_is_there_is_not_written_again_and_one_that_says_something_else_is() -> None:
+def test_an_unchanged_policy_is_not_written_again_and_a_different_one_is() -> None:
     assert written(planned(with_policy(trains()))) == []
     moved = replace(INGRESS, operator_namespace="elsewhere")
     (action,) = written(planned(with_policy(trains()), moved))
@@ -76,16 +76,16 @@ def test_without_the_setting_or_before_the_policies_were_read_none_is_written(in
 @pytest.mark.parametrize(
     ("taken", "state", "reason"), [(False, "False", "WriteFailed"), (True, "Unknown", "NameTaken")]
 )
-def test_a_refusal_is_told_once_and_tried_again_after_its_pause_while_the_job_goes_on(
+def test_a_refusal_is_reported_once_and_retried_after_its_pause_while_the_job_continues(
     taken: bool, state: str, reason: str
 ) -> None:
     seen = trains(policy_refusal=PolicyRefusal("may not create it", taken, NOW + 30))
     result = planned(seen)
     assert written(result) == []
-    told = said(result)
-    assert told is not None
-    assert told[:2] == (state, reason)
-    assert "others can reach the workers' ports: may not create it" in told[2]
+    problem = problem_of(result)
+    assert problem is not None
+    assert problem[:2] == (state, reason)
+    assert "others can reach the workers' ports: may not create it" in problem[2]
     assert [each.reason for each in result.events].count(reason) == 1
     assert not any(each.reason == "Stalled" and each.status == "True" for each in result.status.conditions)
     stalled = find_condition(result.status, ConditionType.STALLED)
@@ -105,12 +105,12 @@ def test_a_refusal_keeps_no_lost_worker_from_being_replaced() -> None:
     assert created(planned(fewer)) == created(planned(fewer, None)) != []
 
 
-def test_once_it_is_there_the_condition_says_so_and_switched_off_it_goes() -> None:
+def test_the_condition_shows_a_policy_that_is_there_and_disappears_when_it_is_switched_off() -> None:
     seen = trains(policy_refusal=PolicyRefusal("no", taken=False, again_from=NOW))
-    told = planned(seen)
-    done = planned(with_policy(after(seen, told, policy_refusal=None)))
-    assert said(done) == ("True", "PolicyApplied", "")
-    assert said(planned(after(seen, told), None)) is None
+    result = planned(seen)
+    done = planned(with_policy(after(seen, result, policy_refusal=None)))
+    assert problem_of(done) == ("True", "PolicyApplied", "")
+    assert problem_of(planned(after(seen, result), None)) is None
 
 
 def test_on_the_network_of_the_host_none_is_made_and_one_that_is_there_is_opened() -> None:

@@ -1,4 +1,4 @@
-"""A pod that was asked to go is no failure, whoever asked."""
+"""A pod that was asked to stop is no failure, whichever component asked."""
 
 from __future__ import annotations
 

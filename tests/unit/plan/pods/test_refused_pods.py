@@ -18,7 +18,7 @@ TICK = 0.5
 
 
 class Refusing(FakeCluster):
-    """Kubelets that end each pod as soon as it comes to them, for as long as `reason` says why."""
+    """Kubelets that end each pod as soon as it comes to them, for as long as `reason` is set."""
 
     reason = ""
     exit_code: int | None = None
@@ -84,7 +84,7 @@ def test_a_single_lost_worker_is_replaced_at_once_also_where_the_first_pods_for_
     assert cluster.made[-1] <= lost + 3 * TICK
 
 
-def test_the_wait_ends_with_a_pod_that_is_heard_and_begins_anew_after_it() -> None:
+def test_the_wait_ends_with_a_pod_that_reports_and_restarts_after_it() -> None:
     cluster = job()
     cluster.reason = "OutOfcpu"
     cluster.run(20, TICK)

@@ -1,4 +1,4 @@
-"""What a job asks of Kueue, what it does with the answer, and when it gives quota back."""
+"""Requests of a job to Kueue, its reactions to the answer, and the release of its quota."""
 
 from __future__ import annotations
 
@@ -122,21 +122,21 @@ def test_a_new_job_asks_for_its_workers_and_spares_and_makes_no_pod() -> None:
     assert metadata["ownerReferences"][0]["uid"] == "job-uid"
     assert body["queueName"] == "team"
     (container,) = body["podSets"][0]["template"]["spec"]["containers"]
-    assert set(container) <= {"name", "resources"}, "what has no say in quota may change while quota is held"
+    assert set(container) <= {"name", "resources"}, "what quota does not count may change while quota is held"
 
 
 @pytest.mark.parametrize(
-    ("value", "told", "named"), [(7, [7, 6], ["high"]), (None, [0, -1], [])], ids=["there", "no such class"]
+    ("value", "priorities", "named"), [(7, [7, 6], ["high"]), (None, [0, -1], [])], ids=["there", "no such class"]
 )
 def test_what_the_job_needs_has_its_priority_class_and_what_it_would_like_comes_after(
-    value: int | None, told: list[int], named: list[str]
+    value: int | None, priorities: list[int], named: list[str]
 ) -> None:
     job_spec = spec(workers={"minReplicas": 2}, scheduling={**QUEUE, "priorityClassName": "high"})
     seen = observed(job(job_spec))
     needed = of(plan(in_queue(seen, priority=value), READY), ApplyWorkload)
     more = of(plan(in_queue(seen, workload(0, 2), priority=value), READY), ApplyWorkload)
     bodies = [action.manifest["spec"] for action in (*needed, *more)]
-    assert [body["priority"] for body in bodies][:2] == told
+    assert [body["priority"] for body in bodies][:2] == priorities
     assert [body["priorityClassRef"]["name"] for body in bodies if "priorityClassRef" in body] == named
 
 
@@ -145,18 +145,18 @@ def test_an_elastic_job_asks_for_its_smallest_size_first() -> None:
     assert asked(result) == {"demo-quota-0": {WORKERS: 2, SPARES: 1}}
 
 
-def test_what_kueue_says_is_told_while_the_job_waits() -> None:
+def test_the_condition_shows_the_reason_of_kueue_while_the_job_waits() -> None:
     waiting = pending(workload(0, 4, 1), workload_condition(WorkloadCondition.ADMITTED, true=False))
     result = plan(in_queue(new(), waiting), READY)
     assert "queue team: why" in condition(result).message
 
 
-def test_a_workload_that_kueue_has_not_looked_at_is_told_so() -> None:
+def test_the_condition_names_a_workload_that_kueue_has_not_processed() -> None:
     result = plan(in_queue(new(), workload(0, 4, 1, grants=(), conditions=())), READY)
     assert condition(result).message == "queue team: Kueue has not looked at it yet"
 
 
-def test_why_a_job_had_to_go_is_told_until_kueue_says_why_it_waits() -> None:
+def test_the_reason_of_an_eviction_is_shown_until_kueue_reports_why_the_job_waits() -> None:
     evicted = workload_condition(WorkloadCondition.EVICTED, reason="Preempted", message="for somebody else")
     waiting = workload_condition(WorkloadCondition.QUOTA_RESERVED, true=False, message="no room")
     for more, why in (((), "for somebody else"), ((waiting,), "no room")):
@@ -164,7 +164,7 @@ def test_why_a_job_had_to_go_is_told_until_kueue_says_why_it_waits() -> None:
         assert condition(result).message == f"evicted from queue team (Preempted): {why}"
 
 
-def test_an_admission_lets_pods_be_made_with_its_flavor() -> None:
+def test_an_admission_creates_pods_with_its_flavor() -> None:
     result = plan(in_queue(new(), workload(0, 4, 1)), READY)
     pods = [action.manifest for action in of(result, CreatePod)]
     sets = [each["metadata"]["labels"]["kueue.x-k8s.io/podset"] for each in pods]
@@ -176,7 +176,7 @@ def test_an_admission_lets_pods_be_made_with_its_flavor() -> None:
     assert asked(result) == {}
 
 
-def test_what_checks_add_is_added_and_a_contradiction_begins_nothing() -> None:
+def test_additions_of_admission_checks_are_applied_and_a_contradiction_starts_nothing() -> None:
     check = Placement(labels={"ours": "yes"}, node_selector={"zone": "a"})
     (first, *_) = of(plan(in_queue(new(), workload(0, 4, 1, updates={WORKERS: check})), READY), CreatePod)
     assert first.manifest["spec"]["nodeSelector"] == {"pool": "blue", "zone": "a"}
@@ -191,7 +191,7 @@ def test_what_checks_add_is_added_and_a_contradiction_begins_nothing() -> None:
     assert "want node selector zone to be b and a" in condition(result).message
 
 
-def test_a_flavor_that_is_gone_begins_nothing() -> None:
+def test_a_deleted_flavor_starts_nothing() -> None:
     result = plan(in_queue(new(), workload(0, 4, 1), flavors={}), READY)
     assert created(result) == []
     assert "ResourceFlavor blue does not exist any more" in condition(result).message
@@ -212,7 +212,7 @@ def test_a_step_that_is_admitted_is_used() -> None:
     assert len(created(plan(seen, READY))) == 4
 
 
-def test_a_step_that_is_evicted_shrinks_the_job_and_is_returned_when_its_pod_is_gone() -> None:
+def test_a_step_that_is_evicted_shrinks_the_job_and_is_returned_when_its_pod_is_deleted() -> None:
     held = (workload(0, 2), workload(1, 1), workload(2, 1, conditions=EVICTED))
     result = plan(in_queue(at_work(4, minReplicas=2), *held), READY)
     assert of(result, SetQuotaConditions) == of(result, DeleteWorkload) == [] or all(
@@ -226,9 +226,9 @@ def test_a_step_that_is_evicted_shrinks_the_job_and_is_returned_when_its_pod_is_
 
     smaller = at_work(3, replicas=4, minReplicas=2)
     result = plan(in_queue(smaller, *held), READY)
-    (told,) = [each for each in of(result, SetQuotaConditions) if each.returns]
-    assert (told.name, told.uid, told.version) == ("demo-quota-2", "workload-2", "7")
-    assert {each.type.value: each.true for each in told.conditions} == {
+    (action,) = [each for each in of(result, SetQuotaConditions) if each.returns]
+    assert (action.name, action.uid, action.version) == ("demo-quota-2", "workload-2", "7")
+    assert {each.type.value: each.true for each in action.conditions} == {
         "QuotaReserved": False,
         "Admitted": False,
         "Requeued": True,
@@ -250,18 +250,18 @@ def test_an_evicted_job_saves_and_leaves_and_returns_its_quota_only_then() -> No
     leaving = replace(leaving, pods=tuple(replace(each, deleting=True) for each in leaving.pods))
     assert of(plan(in_queue(leaving, evicted), READY), SetQuotaConditions) == []
 
-    gone = replace(leaving, pods=(), agents={})
-    (told,) = of(plan(in_queue(gone, evicted), READY), SetQuotaConditions)
-    assert told.returns
+    empty = replace(leaving, pods=(), agents={})
+    (action,) = of(plan(in_queue(empty, evicted), READY), SetQuotaConditions)
+    assert action.returns
 
 
 @pytest.mark.parametrize(
     ("reason", "again"), [("Preempted", True), ("NodeFailures", True), ("PodsReadyTimeout", False), ("Other", False)]
 )
-def test_it_is_queued_again_at_once_only_after_the_evictions_that_kueue_says_so_of(reason: str, again: bool) -> None:
+def test_a_job_is_requeued_at_once_only_after_the_evictions_for_which_kueue_does_so(reason: str, again: bool) -> None:
     evicted = workload(0, 4, 1, conditions=(*ADMITTED, workload_condition(WorkloadCondition.EVICTED, reason=reason)))
-    (told,) = of(plan(in_queue(new(), evicted), READY), SetQuotaConditions)
-    assert {each.type: each.true for each in told.conditions}[WorkloadCondition.REQUEUED] is again
+    (action,) = of(plan(in_queue(new(), evicted), READY), SetQuotaConditions)
+    assert {each.type: each.true for each in action.conditions}[WorkloadCondition.REQUEUED] is again
 
 
 def test_quota_that_was_returned_is_not_returned_again_and_nothing_else_is_asked() -> None:
@@ -274,12 +274,12 @@ def test_quota_that_was_returned_is_not_returned_again_and_nothing_else_is_asked
     assert condition(result).reason == "Evicted"
 
 
-def test_a_workload_that_is_made_inactive_releases_the_job_and_says_how_to_go_on() -> None:
+def test_a_workload_that_is_made_inactive_stops_the_job_and_shows_how_to_resume() -> None:
     result = plan(in_queue(at_work(), workload(0, 4, active=False)), READY)
     assert len(deleted(result)) == 4
     assert "set its spec.active to true" in condition(result).message
-    (told,) = of(plan(in_queue(new(), workload(0, 4, 1, active=False)), READY), SetQuotaConditions)
-    assert told.returns
+    (action,) = of(plan(in_queue(new(), workload(0, 4, 1, active=False)), READY), SetQuotaConditions)
+    assert action.returns
     idle = pending(workload(0, 4, 1, active=False))
     assert of(plan(in_queue(new(), idle), READY), ApplyWorkload) == [], "it is somebody else's decision"
 
@@ -297,7 +297,7 @@ def test_a_workload_that_somebody_deleted_stops_the_job_before_it_asks_again() -
     assert asked(result) == {}
 
 
-def test_a_suspended_job_gives_its_quota_back_when_its_pods_are_gone() -> None:
+def test_a_suspended_job_releases_its_quota_when_its_pods_are_deleted() -> None:
     seen = at_work()
     seen = replace(seen, job=replace(seen.job, spec=seen.job.spec.replaced(suspend=True)))
     held = (workload(0, 4),)
@@ -307,26 +307,26 @@ def test_a_suspended_job_gives_its_quota_back_when_its_pods_are_gone() -> None:
 
 
 @pytest.mark.parametrize("kind", [ConditionType.COMPLETE, ConditionType.FAILED])
-def test_the_end_of_a_job_is_told_when_no_pod_runs(kind: ConditionType) -> None:
+def test_the_end_of_a_job_is_reported_when_no_pod_runs(kind: ConditionType) -> None:
     done = Condition(type=kind, status=ConditionStatus.TRUE, reason="R", last_transition_time="2026-01-01T00:00:00Z")
     asked_for = spec(workers={"replicas": 2, "minReplicas": 1}, scheduling=QUEUE)
     ended = observed(job(asked_for, TrainingJobStatus(conditions=(done,))), (pod(0),))
     held = (workload(0, 1), workload(1, 1))
     assert of(plan(in_queue(ended, *held), READY), SetQuotaConditions) == []
     result = plan(in_queue(replace(ended, pods=()), *held), READY)
-    (told,) = of(result, SetQuotaConditions)
-    (finished,) = told.conditions
-    assert (told.name, finished.type.value, finished.true) == ("demo-quota-0", "Finished", True)
+    (action,) = of(result, SetQuotaConditions)
+    (finished,) = action.conditions
+    assert (action.name, finished.type.value, finished.true) == ("demo-quota-0", "Finished", True)
     assert finished.reason == ("Succeeded" if kind is ConditionType.COMPLETE else "Failed")
-    assert not told.returns
+    assert not action.returns
     assert of(result, DeleteWorkload) == [DeleteWorkload("demo-quota-1", "workload-1")]
     over = (replace(held[0], conditions=(*ADMITTED, workload_condition(WorkloadCondition.FINISHED))),)
     assert of(plan(in_queue(replace(ended, pods=()), *over), READY), SetQuotaConditions) == []
 
 
-def test_a_job_that_trains_says_that_its_pods_are_ready_once() -> None:
-    (told,) = of(plan(in_queue(at_work(), workload(0, 4)), READY), SetQuotaConditions)
-    assert [(each.type.value, each.true) for each in told.conditions] == [("PodsReady", True)]
+def test_a_job_that_trains_reports_once_that_its_pods_are_ready() -> None:
+    (action,) = of(plan(in_queue(at_work(), workload(0, 4)), READY), SetQuotaConditions)
+    assert [(each.type.value, each.true) for each in action.conditions] == [("PodsReady", True)]
     ready = workload(0, 4, conditions=(*ADMITTED, workload_condition(WorkloadCondition.PODS_READY)))
     assert of(plan(in_queue(at_work(), ready), READY), SetQuotaConditions) == []
 
@@ -349,14 +349,14 @@ def test_a_larger_size_is_a_step_and_the_job_trains_on_while_it_waits() -> None:
     assert created(result) == []
 
 
-def test_a_smaller_size_gives_back_the_steps_that_it_has_no_use_for() -> None:
+def test_a_smaller_size_releases_the_steps_that_it_does_not_need() -> None:
     seen = at_work(2, replicas=2, minReplicas=2)
     result = plan(in_queue(seen, workload(0, 2), workload(1, 1), workload(2, 1)), READY)
     assert [each.name for each in of(result, DeleteWorkload)] == ["demo-quota-2"]
-    for pods, gone in ((4, ["demo-quota-2"]), (5, [])):
+    for pods, names in ((4, ["demo-quota-2"]), (5, [])):
         seen = at_work(pods, replicas=2, minReplicas=2, spares=1)
         result = plan(in_queue(seen, workload(0, 2, 1), workload(1, 1), workload(2, 1)), READY)
-        assert [each.name for each in of(result, DeleteWorkload)] == gone, "what is left is for four pods, one a spare"
+        assert [each.name for each in of(result, DeleteWorkload)] == names, "what is left is for four pods, one a spare"
 
 
 @pytest.mark.parametrize(
@@ -417,7 +417,7 @@ def test_time_without_quota_does_not_count_towards_a_deadline(
     result = plan(in_queue(seen, workload(0, 4, conditions=answer)), READY)
     target = find_condition(result.status, ConditionType.FAILURE_TARGET)
     assert (target is not None and target.status is ConditionStatus.TRUE) == ends
-    assert (result.status.activity.since is None) == (not ends), "it begins anew with the next admission"
+    assert (result.status.activity.since is None) == (not ends), "it starts again with the next admission"
 
 
 TAKES = {"elasticity": {"idleNodes": "Take"}}

@@ -1,4 +1,4 @@
-"""Saves that do not end are noticed by the commits that do not come: a store that stands still says nothing itself."""
+"""Saves that do not end are noticed by the commits that do not come: a stalled store reports nothing itself."""
 
 from dataclasses import replace
 from typing import Any
@@ -33,7 +33,7 @@ def later(seen: Any, seconds: float, **progress: Any) -> Any:
     return replace(seen, now=now, agents=agents)
 
 
-def test_saves_that_are_due_by_time_and_do_not_come_are_an_alarm_with_an_event() -> None:
+def test_saves_that_are_overdue_by_time_are_an_alarm_with_an_event() -> None:
     seen = saving(every_seconds=60)
     assert healthy(planned(later(seen, 170)).status)[0] == "True"
     result = planned(later(seen, 181))
@@ -41,18 +41,18 @@ def test_saves_that_are_due_by_time_and_do_not_come_are_an_alarm_with_an_event()
     assert any(event.reason == "CheckpointOverdue" for event in result.events)
 
 
-def test_it_looks_again_when_the_next_save_would_be_overdue() -> None:
+def test_the_job_is_requeued_when_the_next_save_would_be_overdue() -> None:
     assert planned(later(saving(every_seconds=60), 100)).requeue_after <= 80.1
 
 
-def test_saves_that_are_due_by_steps_and_do_not_come_are_an_alarm_but_not_within_seconds() -> None:
+def test_saves_that_are_overdue_by_steps_are_an_alarm_but_not_within_seconds() -> None:
     seen = saving(every_seconds=None, every_steps=10)
     assert healthy(planned(later(seen, 5, step=45)).status)[0] == "True"
     assert healthy(planned(later(seen, 12, step=39)).status)[0] == "True"
     assert healthy(planned(later(seen, 12, step=40)).status) == ("False", "CheckpointOverdue")
 
 
-def test_before_the_first_commit_nothing_is_known_and_once_that_is_said_it_stays() -> None:
+def test_before_the_first_commit_nothing_is_known_and_that_condition_stays() -> None:
     progress = Progress(step=20, durable_step=-1, updated=NOW)
     seen = running(2, agents={at: training(at, progress=progress) for at in range(2)})
     status = planned(seen).status

@@ -38,7 +38,7 @@ def long_job(**workers: Any) -> FakeCluster:
 
 
 def holds(goodput: GoodputStatus) -> None:
-    """What must hold of any ledger."""
+    """Assert the invariants of any ledger."""
     lost = sum(goodput.lost_seconds.values())
     assert goodput.productive_seconds + lost == pytest.approx(goodput.wall_seconds, abs=0.01)
     assert sum(goodput.lost_by_stage.values()) == pytest.approx(lost, abs=0.01)
@@ -65,9 +65,9 @@ def test_the_stage_decide_is_the_wait_for_a_worker_and_nothing_where_a_spare_is_
     alone.run(300)
     assert alone.status.history[-1].decided_at is None, "there is no place for a fourth worker"
     alone.restore_node(node)
-    begun = alone.status.membership.generation
+    before_restart = alone.status.membership.generation
     there = 0.0
-    while alone.status.membership.generation == begun:
+    while alone.status.membership.generation == before_restart:
         alone.run(1)
         there += 1
     alone.run(60)
@@ -80,10 +80,10 @@ def test_the_stage_decide_is_the_wait_for_a_worker_and_nothing_where_a_spare_is_
 
 @given(st.lists(st.tuples(st.sampled_from(FAULTS), st.integers(1, 40)), max_size=8))
 @settings(max_examples=trials(25))
-def test_productive_and_lost_time_are_the_wall_time_whatever_happens(story: list[tuple[str, int]]) -> None:
+def test_productive_and_lost_time_are_the_wall_time_whatever_happens(faults: list[tuple[str, int]]) -> None:
     cluster = long_job()
     cluster.run(30)
-    for fault, seconds in story:
+    for fault, seconds in faults:
         match fault:
             case "crash":
                 cluster.crash_process(seconds)
@@ -111,7 +111,7 @@ def test_productive_and_lost_time_are_the_wall_time_whatever_happens(story: list
 
 
 def test_a_resize_is_charged_what_the_ranks_measured_however_late_the_operator_could_write() -> None:
-    """Decided 40 s ago; the API server stood still, so the ranks trained on, stopped for 5 s, and trained again."""
+    """Decided 40 s ago; the API server stalled, so the ranks trained on, stopped for 5 s, and trained again."""
     entry = interruption(
         Rung.RESIZE, ago=0, took=None, failed_at=NOW - 40, cause=Cause.RESIZE, detected_seconds=0.0, step_before=100
     )
@@ -168,7 +168,7 @@ def test_an_interruption_is_charged_to_its_cause_and_its_stages() -> None:
 
 
 def test_another_operator_goes_on_with_the_same_ledger() -> None:
-    def story(cluster: FakeCluster, *, restarts: bool) -> GoodputStatus:
+    def goodput_of(cluster: FakeCluster, *, restarts: bool) -> GoodputStatus:
         cluster.run(60)
         cluster.crash_process(1)
         cluster.run(30)
@@ -177,7 +177,7 @@ def test_another_operator_goes_on_with_the_same_ledger() -> None:
         cluster.run(60)
         return cluster.status.goodput
 
-    undisturbed, restarted = story(long_job(), restarts=False), story(long_job(), restarts=True)
+    undisturbed, restarted = goodput_of(long_job(), restarts=False), goodput_of(long_job(), restarts=True)
     assert restarted.lost_seconds == pytest.approx(undisturbed.lost_seconds)
     assert restarted.lost_by_stage == pytest.approx(undisturbed.lost_by_stage)
     assert restarted.productive_seconds == pytest.approx(undisturbed.productive_seconds, abs=15)

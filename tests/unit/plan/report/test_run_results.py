@@ -1,4 +1,4 @@
-"""What follows the last step: artifacts and the evaluation, seen, timed, and recovered from faults like steps."""
+"""Stages after the last step: artifacts and the evaluation are shown, timed, and recovered from faults like steps."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def adds_up(goodput: GoodputStatus) -> None:
 def test_each_stage_shows_and_its_seconds_are_kept_apart_from_training() -> None:
     cluster = tuning()
     until(cluster, "Export")
-    begun = cluster.now
+    export_since = cluster.now
     assert cluster.status.progress.step == STEPS
     message = find_condition(cluster.status, ConditionType.RUNNING)
     assert message is not None
@@ -78,7 +78,7 @@ def test_each_stage_shows_and_its_seconds_are_kept_apart_from_training() -> None
     assert [artifact.path for artifact in cluster.status.artifacts] == ["/out"]
     to_the_end(cluster)
     goodput = cluster.status.goodput
-    assert sum(goodput.stage_seconds.values()) == pytest.approx(cluster.now - begun, abs=3)
+    assert sum(goodput.stage_seconds.values()) == pytest.approx(cluster.now - export_since, abs=3)
     assert goodput.stage_seconds["Export"] == pytest.approx(60, abs=3)
     assert goodput.stage_seconds["Evaluate"] == pytest.approx(40, abs=3)
     assert goodput.wall_seconds == pytest.approx(trained, abs=3)
@@ -121,7 +121,7 @@ def test_a_node_that_is_lost_in_a_stage_is_replaced_and_the_stage_goes_on() -> N
     assert (entry.cause, entry.rung, entry.node) == (Cause.NODE_LOST, Rung.SPARE, lost)
     assert entry.recovered_seconds is not None
     assert entry.failed_at is not None
-    assert entry.recovered_seconds < 90, "it is dated to its last word, not to the last step"
+    assert entry.recovered_seconds < 90, "it is dated to its last heartbeat, not to the last step"
     to_the_end(cluster)
     adds_up(cluster.status.goodput)
 
@@ -161,7 +161,7 @@ def test_a_member_that_is_only_silent_in_a_stage_is_not_lost() -> None:
     cluster.run(20)
     cluster.nodes[cluster.members()[1].view.node].muted = True
     cluster.run(60)
-    assert cluster.status.history == (), "no step tells that the others go on without it"
+    assert cluster.status.history == (), "no step shows that the others continue without it"
     cluster.nodes[cluster.members()[1].view.node].muted = False
     to_the_end(cluster)
     assert cluster.status.history == ()
@@ -174,10 +174,10 @@ def test_a_member_that_is_only_silent_in_a_stage_is_not_lost() -> None:
     )
 )
 @settings(max_examples=trials(25))
-def test_whatever_happens_in_the_stages_the_job_ends_and_the_ledger_adds_up(story: list[tuple[str, int]]) -> None:
+def test_whatever_happens_in_the_stages_the_job_ends_and_the_ledger_adds_up(faults: list[tuple[str, int]]) -> None:
     cluster = tuning()
     until(cluster, "Export")
-    for fault, seconds in story:
+    for fault, seconds in faults:
         members = cluster.members()
         match fault:
             case "crash":
@@ -214,8 +214,8 @@ FIGURES = (
 )
 
 
-def telling(seen: Observed, *, now: float = NOW + 60, **fields: Any) -> Observed:
-    """The same later, with what the first rank tells."""
+def reporting(seen: Observed, *, now: float = NOW + 60, **fields: Any) -> Observed:
+    """The same later, with what the first rank reports."""
     progress = Progress(**{"step": 100, "durable_step": 100, "updated": NOW, **fields})
     beats = {
         uid: replace(known, last_seen=now - 0.5, heartbeat=known.heartbeat.model_copy(update={"progress": progress}))
@@ -238,54 +238,54 @@ def events(result: Any, reason: str) -> list[str]:
     return [event.note for event in result.events if event.reason == reason]
 
 
-def test_an_artifact_is_told_once_and_the_newest_stay_in_the_status() -> None:
-    seen = telling(written(running(4)), artifacts=(MODEL,))
+def test_an_artifact_is_reported_once_and_the_newest_stay_in_the_status() -> None:
+    seen = reporting(written(running(4)), artifacts=(MODEL,))
     result = planned(seen)
     assert events(result, "ArtifactWritten") == [
         "Model of step 100 is complete: /checkpoints/artifacts/model (13,476,839,424 bytes)."
     ]
     assert result.status.artifacts == (MODEL,)
     again = MODEL.model_copy(update={"digest": "cd"})
-    later = planned(telling(written(seen), now=NOW + 120, artifacts=(again,)))
+    later = planned(reporting(written(seen), now=NOW + 120, artifacts=(again,)))
     assert events(later, "ArtifactWritten") == []
-    assert later.status.artifacts == (again,), "written anew after a fault"
-    silent = planned(telling(written(seen), now=NOW + 120))
+    assert later.status.artifacts == (again,), "written again after a fault"
+    silent = planned(reporting(written(seen), now=NOW + 120))
     assert silent.status.artifacts == (MODEL,), "another rank reports none"
     many = tuple(MODEL.model_copy(update={"step": step}) for step in range(200, 200 + MAX_ARTIFACTS))
-    newest = planned(telling(written(seen), now=NOW + 120, artifacts=many))
+    newest = planned(reporting(written(seen), now=NOW + 120, artifacts=many))
     assert [artifact.step for artifact in newest.status.artifacts] == list(range(200, 200 + MAX_ARTIFACTS))
 
 
-def test_an_evaluation_is_told_once_with_what_was_before() -> None:
-    seen = telling(written(running(4)), evaluation=FIGURES, stage="Evaluate")
+def test_an_evaluation_is_reported_once_with_the_figures_before() -> None:
+    seen = reporting(written(running(4)), evaluation=FIGURES, stage="Evaluate")
     result = planned(seen)
     assert events(result, "Evaluated") == [
         "The result was measured: perplexity 12.35 -> 5.1, rougeL 0.375, accuracy 0.5 -> none."
     ]
     assert result.status.evaluation == FIGURES
-    assert events(planned(telling(written(seen), now=NOW + 120, evaluation=FIGURES)), "Evaluated") == []
+    assert events(planned(reporting(written(seen), now=NOW + 120, evaluation=FIGURES)), "Evaluated") == []
 
 
 def test_a_stage_is_written_at_once_and_its_progress_like_that_of_steps() -> None:
-    seen = written(telling(running(4), stage="Export", stage_progress=0.1, stage_since=NOW + 50))
+    seen = written(reporting(running(4), stage="Export", stage_progress=0.1, stage_since=NOW + 50))
     assert (seen.job.status.stage, seen.job.status.stage_progress) == ("Export", 0.1)
-    moved = telling(seen, now=NOW + 62, stage="Export", stage_progress=0.4, stage_since=NOW + 50)
+    moved = reporting(seen, now=NOW + 62, stage="Export", stage_progress=0.4, stage_since=NOW + 50)
     result = planned(moved)
     assert result.status == seen.job.status, "not yet"
     assert result.requeue_after is not None
     assert planned(replace(moved, now=NOW + 90)).status.stage_progress == 0.4
-    other = planned(telling(seen, now=NOW + 62, stage="Evaluate", stage_progress=0.0, stage_since=NOW + 61))
+    other = planned(reporting(seen, now=NOW + 62, stage="Evaluate", stage_progress=0.0, stage_since=NOW + 61))
     assert other.status.stage == "Evaluate"
 
 
 def test_a_stage_of_a_newer_trainer_shows_and_is_no_step() -> None:
-    seen = written(telling(running(4), stage="Distil", stage_progress=7.0, stage_since=NOW + 50))
+    seen = written(reporting(running(4), stage="Distil", stage_progress=7.0, stage_since=NOW + 50))
     assert (seen.job.status.stage, seen.job.status.stage_progress) == ("Distil", 1.0)
-    assert planned(telling(seen, now=NOW + 100, stage="Distil")).status.goodput.stage_seconds["Distil"] > 30
+    assert planned(reporting(seen, now=NOW + 100, stage="Distil")).status.goodput.stage_seconds["Distil"] > 30
 
 
 @pytest.mark.parametrize(
-    ("trainer", "told", "total"),
+    ("trainer", "reported", "total"),
     [
         ({"steps": 100}, 0, 100),
         ({"steps": 100}, 77, 100),
@@ -295,17 +295,19 @@ def test_a_stage_of_a_newer_trainer_shows_and_is_no_step() -> None:
         ({"steps": 100, "batch": {"tolerance": 0.1}}, 103, 103),
     ],
 )
-def test_where_epochs_or_samples_decide_the_trainer_tells_how_many_steps_there_are(
-    trainer: dict[str, Any], told: int, total: int
+def test_where_epochs_or_samples_decide_the_trainer_reports_how_many_steps_there_are(
+    trainer: dict[str, Any], reported: int, total: int
 ) -> None:
-    seen = written(telling(running(4, job_spec=spec(trainer=trainer)), step=20, total_steps=told))
+    seen = written(reporting(running(4, job_spec=spec(trainer=trainer)), step=20, total_steps=reported))
     assert seen.job.status.progress.total_steps == total
-    later = planned(telling(seen, now=NOW + 120, step=21))
+    later = planned(reporting(seen, now=NOW + 120, step=21))
     assert later.status.progress.total_steps == total, "an attempt that has not read its data yet takes nothing back"
 
 
 def test_the_end_names_the_steps_that_were_made() -> None:
-    seen = telling(running(2, job_spec=spec(workers={"replicas": 2}, trainer={"epochs": 3})), step=375, total_steps=375)
+    seen = reporting(
+        running(2, job_spec=spec(workers={"replicas": 2}, trainer={"epochs": 3})), step=375, total_steps=375
+    )
     agents = {
         uid: replace(known, heartbeat=known.heartbeat.model_copy(update={"phase": WorkerPhase.FINISHED}))
         for uid, known in seen.agents.items()
@@ -316,7 +318,7 @@ def test_the_end_names_the_steps_that_were_made() -> None:
     assert complete.message == "all 375 steps are done"
 
 
-def test_nothing_is_due_to_be_saved_after_the_last_step() -> None:
+def test_no_save_is_overdue_after_the_last_step() -> None:
     job_spec = spec(
         checkpoint={"storage": {"hostPath": {"path": "/data"}}, "durable": {"everySeconds": 60}},
         recovery={"disruption": {"maxDurableAgeSeconds": 600}},
@@ -336,12 +338,12 @@ def test_nothing_is_due_to_be_saved_after_the_last_step() -> None:
         return None if found is None else found.status
 
     for stage, fine in (("Train", ConditionStatus.FALSE), ("Export", ConditionStatus.TRUE)):
-        told = telling(seen, stage=stage)
-        assert state(told, ConditionType.CHECKPOINT_HEALTHY) is fine
-        assert state(told, ConditionType.DISRUPTION_ALLOWED) is fine
+        reported = reporting(seen, stage=stage)
+        assert state(reported, ConditionType.CHECKPOINT_HEALTHY) is fine
+        assert state(reported, ConditionType.DISRUPTION_ALLOWED) is fine
 
 
-def test_who_spoke_again_in_a_stage_leaves_nothing_open() -> None:
+def test_a_member_that_reports_again_in_a_stage_leaves_nothing_open() -> None:
     entry = Interruption(
         generation=1,
         time=rfc3339(NOW - 5),
@@ -351,11 +353,11 @@ def test_who_spoke_again_in_a_stage_leaves_nothing_open() -> None:
         detected_seconds=0.0,
         step_before=100,
     )
-    seen = with_status(telling(running(4), now=NOW, stage="Export", stage_since=NOW - 100), history=(entry,))
+    seen = with_status(reporting(running(4), now=NOW, stage="Export", stage_since=NOW - 100), history=(entry,))
     assert planned(seen).status.history[0].recovered_seconds == 5.0
 
 
-def test_who_spoke_again_in_the_middle_of_training_is_recovered_with_the_next_step() -> None:
+def test_a_member_that_reports_again_in_training_is_recovered_with_the_next_step() -> None:
     entry = Interruption(
         generation=1,
         time=rfc3339(NOW - 5),

@@ -76,7 +76,7 @@ def test_an_init_container_that_holds_a_worker_back_is_named(
     assert words in condition.message
 
 
-def test_an_init_container_that_fails_is_told_with_its_code_and_blames_no_node() -> None:
+def test_an_init_container_that_fails_is_reported_with_its_code_and_blames_no_node() -> None:
     message = "init container fetch ended with exit code 7: no route to the bucket"
     failed = replace(
         pod(0, phase=PodPhase.FAILED, reason="Error", message=message), init_container="fetch", init_exit_code=7
@@ -89,7 +89,7 @@ def test_an_init_container_that_fails_is_told_with_its_code_and_blames_no_node()
     assert not result.status.avoided_nodes
 
 
-def test_a_training_job_says_at_which_step_how_fast_and_what_is_saved() -> None:
+def test_a_training_job_shows_its_step_its_speed_and_its_checkpoints() -> None:
     progress = Progress(
         step=20, loss=2.12345678, tokens_per_second=1000.04, memory_step=20, durable_step=10, updated=NOW
     )
@@ -128,11 +128,11 @@ def test_progress_of_a_large_job_is_written_in_proportion_less_often() -> None:
     seen = written(running(512, job_spec=large))
 
     def at(seconds: float) -> Any:
-        heard = {
+        agents = {
             f"uid-{each}": replace(training(each, step=30), last_seen=NOW + seconds, progressed=NOW + seconds)
             for each in range(512)
         }
-        return planned(replace(seen, agents=heard, now=NOW + seconds))
+        return planned(replace(seen, agents=agents, now=NOW + seconds))
 
     assert at(29).status == seen.job.status
     assert at(30.5).status.progress.step == 30
@@ -159,14 +159,14 @@ def test_a_condition_keeps_its_transition_time_while_its_status_stays() -> None:
     assert find_condition(later, ConditionType.RUNNING) == before
 
 
-def test_a_restarted_operator_keeps_what_was_known_until_it_has_heard_the_members() -> None:
+def test_a_restarted_operator_keeps_the_status_until_the_members_have_reported() -> None:
     seen = written(running(4))
     result = planned(replace(seen, agents={}, published=0, coordinator_since=NOW - 1))
     assert result.status == seen.job.status
     assert [type(action).__name__ for action in result.actions] == ["PublishMembership"]
 
 
-def test_the_phase_before_a_generation_is_pending_and_says_what_is_missing() -> None:
+def test_the_phase_before_a_generation_is_pending_and_names_what_is_missing() -> None:
     from plan_builders import job, observed
 
     from trainium_contract.job import TrainingJobStatus
@@ -285,7 +285,7 @@ def test_an_interruption_ends_at_the_first_step_that_had_not_been_made_before() 
     assert result.status.goodput.ratio == pytest.approx(0.93)
 
 
-def test_the_agents_record_tells_from_which_step_training_went_on() -> None:
+def test_the_agents_record_shows_from_which_step_training_resumed() -> None:
     record = restart(0, Cause.NODE_LOST, generation=2, resumed_at=NOW - 2, step_before=21, resume_step=19)
     result = planned(second_generation(22, restarts=(record,)))
     entry = result.status.history[-1]
@@ -294,8 +294,8 @@ def test_the_agents_record_tells_from_which_step_training_went_on() -> None:
     assert "Recovered" in {event.reason for event in result.events}
 
 
-def test_heartbeats_alone_tell_from_which_step_a_new_generation_went_on() -> None:
-    def told(step: int, resume_step: int) -> Interruption:
+def test_heartbeats_alone_show_from_which_step_a_new_generation_resumed() -> None:
+    def resumed(step: int, resume_step: int) -> Interruption:
         seen = second_generation(step)
         progress = Progress(step=step, resume_step=resume_step, updated=NOW - 1)
         agents = {
@@ -304,9 +304,9 @@ def test_heartbeats_alone_tell_from_which_step_a_new_generation_went_on() -> Non
         }
         return planned(replace(seen, agents=agents)).status.history[-1]
 
-    assert told(22, 22).recovered_seconds is None, "a step that was made before the change is not a new one"
-    assert (told(23, 22).steps_lost, told(23, 22).resume_step) == (0, 22)
-    assert (told(21, 18).steps_lost, told(21, 18).resume_step) == (2, 18)
+    assert resumed(22, 22).recovered_seconds is None, "a step that was made before the change is not a new one"
+    assert (resumed(23, 22).steps_lost, resumed(23, 22).resume_step) == (0, 22)
+    assert (resumed(21, 18).steps_lost, resumed(21, 18).resume_step) == (2, 18)
 
 
 def test_records_of_an_older_generation_do_not_keep_an_interruption_open() -> None:
@@ -314,21 +314,21 @@ def test_records_of_an_older_generation_do_not_keep_an_interruption_open() -> No
     assert planned(second_generation(21, restarts=(stale,))).status.history[-1].recovered_seconds is not None
 
 
-def test_a_resume_below_the_newest_committed_step_is_told() -> None:
+def test_a_resume_below_the_newest_committed_step_is_reported() -> None:
     record = restart(0, Cause.NODE_LOST, generation=2, resumed_at=NOW - 2, step_before=20, resume_step=5)
     seen = second_generation(22, restarts=(record,))
     seen = with_status(seen, checkpoint=seen.job.status.checkpoint.model_copy(update={"durable_step": 10}))
     assert "CheckpointSkipped" in {event.reason for event in planned(seen).events}
 
 
-def test_an_interruption_is_told_once() -> None:
+def test_an_interruption_is_reported_once() -> None:
     seen = without(running(4), 1)
     first = planned(seen)
     assert {"Interrupted", "Recovered"} & {event.reason for event in first.events} == {"Interrupted"}
     assert "Interrupted" not in {event.reason for event in planned(with_status(seen, first.status)).events}
 
 
-def test_a_recovery_is_told_once() -> None:
+def test_a_recovery_is_reported_once() -> None:
     record = restart(0, Cause.NODE_LOST, generation=2, resumed_at=NOW - 2, step_before=21, resume_step=19)
     seen = second_generation(22, restarts=(record,))
     first = planned(seen)
@@ -368,7 +368,7 @@ def test_an_alert_of_the_trainer_becomes_an_event_at_once_and_only_once() -> Non
     assert planned(silent).status.alerts == result.status.alerts
 
 
-def test_a_later_alert_and_one_of_another_kind_are_told_and_unknown_ones_are_not() -> None:
+def test_a_later_alert_and_one_of_another_kind_are_reported_and_unknown_ones_are_not() -> None:
     first = Alert(kind="LossSpike", step=29, message="One")
     seen = written(alerting(written(running(4)), first))
     others = (
@@ -387,7 +387,7 @@ def test_lines_of_output_stay_apart_in_a_sentence() -> None:
     assert sentence(output) == "step 2: loss is nan: lower the rate | 16:35:21 rank 0 INFO start-up: data 0.05 s"
 
 
-def test_what_members_saved_as_they_left_is_told_of_a_job_that_rests() -> None:
+def test_a_suspended_job_shows_what_its_members_saved_as_they_left() -> None:
     before = Progress(step=20, loss=2.5, memory_step=20, durable_step=10, updated=NOW)
     after = Progress(step=26, loss=2.25, memory_step=26, durable_step=26, updated=NOW)
     rests = spec(workers={"replicas": 2}, suspend=True)
@@ -395,10 +395,10 @@ def test_what_members_saved_as_they_left_is_told_of_a_job_that_rests() -> None:
     leaving = written(seen)
     assert leaving.job.status.membership.size == 0
     assert leaving.job.status.checkpoint.durable_step == 10
-    said = {f"uid-{at}": training(at, progress=after) for at in range(2)}
-    gone = written(replace(leaving, pods=(), agents=said))
-    status = gone.job.status
+    reported = {f"uid-{at}": training(at, progress=after) for at in range(2)}
+    empty = written(replace(leaving, pods=(), agents=reported))
+    status = empty.job.status
     assert (status.checkpoint.durable_step, status.progress.step, status.progress.loss) == (26, 26, 2.25)
     assert status.checkpoint.memory_step == 20, "what is in memory goes with the pods"
-    silent = replace(gone, agents={})
+    silent = replace(empty, agents={})
     assert planned(silent).status.checkpoint.durable_step == 26

@@ -1,4 +1,4 @@
-"""Ready, Stalled and Finished say what phase and conditions say, for tools that know neither."""
+"""Ready, Stalled and Finished summarize phase and conditions, for tools that know neither."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.report.summary import set_standard_conditions
 
 
-def told(status: TrainingJobStatus) -> dict[str, tuple[str, str]]:
+def summary(status: TrainingJobStatus) -> dict[str, tuple[str, str]]:
     kinds = (ConditionType.READY, ConditionType.STALLED, ConditionType.FINISHED)
     found = [find_condition(status, kind) for kind in kinds]
     return {each.type.value: (each.status.value, each.reason) for each in found if each is not None}
@@ -21,7 +21,7 @@ def told(status: TrainingJobStatus) -> dict[str, tuple[str, str]]:
 
 @pytest.mark.parametrize("phase", [phase for phase in Phase if phase not in (Phase.COMPLETED, Phase.FAILED)])
 def test_a_job_is_ready_only_while_it_trains(phase: Phase) -> None:
-    found = told(set_standard_conditions(TrainingJobStatus(phase=phase), NOW))
+    found = summary(set_standard_conditions(TrainingJobStatus(phase=phase), NOW))
 
     assert (found["Ready"][0] == "True") is (phase is Phase.RUNNING)
     assert found["Stalled"] == ("False", "Progressing")
@@ -35,7 +35,7 @@ def test_both_ends_are_finished(kind: ConditionType, ready: str, stalled: str) -
     reason = Reason.COMPLETED if kind is ConditionType.COMPLETE else Reason.USER_ERROR
     status = with_condition(TrainingJobStatus(), kind, True, reason, "why", now=NOW)
 
-    found = told(set_standard_conditions(status, NOW))
+    found = summary(set_standard_conditions(status, NOW))
 
     assert found == {"Ready": (ready, reason), "Stalled": (stalled, reason), "Finished": ("True", reason)}
 
@@ -45,12 +45,12 @@ def test_what_only_a_person_can_mend_is_stalled_and_not_what_time_mends() -> Non
         return with_condition(TrainingJobStatus(), ConditionType.ADMITTED, False, reason, "why", now=NOW)
 
     for reason in (Reason.GANG_API_MISSING, Reason.DEVICE_API_MISSING):
-        assert told(set_standard_conditions(with_admission(reason), NOW))["Stalled"] == ("True", reason)
+        assert summary(set_standard_conditions(with_admission(reason), NOW))["Stalled"] == ("True", reason)
     for reason in (Reason.WAITING_FOR_GANG, Reason.WAITING_FOR_DEVICES):
-        assert told(set_standard_conditions(with_admission(reason), NOW))["Stalled"] == ("False", "Progressing")
+        assert summary(set_standard_conditions(with_admission(reason), NOW))["Stalled"] == ("False", "Progressing")
 
 
-def test_the_first_status_of_a_job_says_that_it_is_not_ready() -> None:
+def test_the_first_status_of_a_job_shows_that_it_is_not_ready() -> None:
     result = planned(observed(job()))
 
     ready = find_condition(result.status, ConditionType.READY)
@@ -62,7 +62,7 @@ def test_a_job_that_trains_is_ready_and_nothing_more_is_written_of_it() -> None:
     seen = running(2, agents={each: training(each) for each in range(2)})
     first = planned(seen)
 
-    assert told(first.status)["Ready"] == ("True", "Training")
+    assert summary(first.status)["Ready"] == ("True", "Training")
     assert set_standard_conditions(first.status, NOW + 100) == first.status
 
 

@@ -69,7 +69,7 @@ def pausing(until: float) -> TrainingJobStatus:
     return TrainingJobStatus(idle_nodes=IdleNodesStatus(retry_at=until), gang=GangStatus(given_back=9, retry_at=until))
 
 
-def test_a_pause_is_over_that_no_policy_would_have_begun() -> None:
+def test_a_pause_that_no_policy_would_have_started_is_over() -> None:
     for longest in (
         idle_nodes._LONGEST_PAUSE_SECONDS,
         max(gang_policy.pause_seconds(f"job-{at}", 40) for at in range(500)),
@@ -79,7 +79,7 @@ def test_a_pause_is_over_that_no_policy_would_have_begun() -> None:
     assert seen(pausing(NOW + 3600)) == pausing(NOW)
 
 
-def test_a_job_whose_nodes_were_given_back_by_a_clock_that_was_ahead_gets_its_pods() -> None:
+def test_a_job_whose_nodes_were_released_by_a_clock_that_was_ahead_gets_its_pods() -> None:
     waits = observed(job(status=pausing(NOW + 60)))
     assert created(planned(waits)) == []
     ahead = observed(job(status=pausing(NOW + 3600)))

@@ -26,7 +26,7 @@ def chosen(*pods: Any, ranks: tuple[int, ...] = (), **changes: Any) -> str:
     return pin_running_image(seen, NEWER).image
 
 
-def test_the_workers_that_run_say_which_image_new_ones_get() -> None:
+def test_the_running_workers_decide_which_image_new_ones_get() -> None:
     assert chosen() == NEW
     assert chosen(pod(0, image=OLD), pod(1, image=NEW)) == OLD
     assert chosen(pod(0, image=NEW), pod(1, image=OLD), ranks=(1,)) == OLD, "those that train before those that wait"
@@ -46,7 +46,7 @@ def test_an_image_that_nobody_runs_is_forgotten(phase: PodPhase) -> None:
         {"workers": {"template": {"spec": {"containers": [{"image": "mine:1"}]}}}},
     ],
 )
-def test_an_image_that_the_job_names_is_nothing_that_an_operator_brings(changes: dict[str, Any]) -> None:
+def test_an_image_that_the_job_names_is_not_pinned(changes: dict[str, Any]) -> None:
     assert chosen(pod(0, image="mine:0"), **changes) == NEW
 
 

@@ -32,7 +32,7 @@ def test_of_the_nodes_that_are_requested_those_train_that_save_a_pass(
     assert decision.legal_at_most(decision.desired) == desired
 
 
-def test_a_near_batch_is_told_and_counts_in_what_a_size_is_worth() -> None:
+def test_a_near_batch_is_reported_and_counts_in_the_value_of_a_size() -> None:
     batch: Any = {"trainer": {"batch": {"globalSize": 24, "tolerance": 0.1}}}
     decision = decide_size(spec(workers={"replicas": 11, "minReplicas": 1}, **batch))
     assert (decision.desired, decision.reserve, decision.reason) == (11, 0, Reason.AS_REQUESTED)
@@ -41,7 +41,7 @@ def test_a_near_batch_is_told_and_counts_in_what_a_size_is_worth() -> None:
     assert (decision.batch(9), decision.passes(9), decision.speed(8)) == (24, 3, pytest.approx(8 / 11))
 
 
-def test_a_batch_below_the_data_parallel_degree_is_told_with_the_share_of_speed() -> None:
+def test_a_batch_below_the_data_parallel_degree_is_reported_with_the_share_of_speed() -> None:
     accelerator: Any = {"coresPerNode": 4}
     decision = decide_size(
         spec(
@@ -64,7 +64,7 @@ def test_a_size_that_leaves_model_parallel_groups_incomplete_is_floored_to_whole
     assert decision.message.startswith("5 nodes were requested; 4 is the largest legal size. A size is legal when")
 
 
-def test_nodes_in_reserve_are_told_in_the_status_and_in_an_event_and_get_pods() -> None:
+def test_nodes_in_reserve_are_reported_in_the_status_and_in_an_event_and_get_pods() -> None:
     seen = observed(job(spec(workers={"replicas": 7})))
     result = planned(seen)
     condition = find_condition(result.status, ConditionType.SIZE_LEGAL)
@@ -99,7 +99,7 @@ def test_a_requested_size_is_floored_to_an_even_one_within_the_bounds_where_only
     assert (decision.desired, decision.floor, decision.reason) == (desired, floor, reason)
 
 
-def test_a_floored_size_says_why_in_the_status_and_in_an_event() -> None:
+def test_a_floored_size_is_explained_in_the_status_and_in_an_event() -> None:
     result = planned(observed(job(spec(workers={"replicas": 5}, **EVEN))))
     condition = find_condition(result.status, ConditionType.SIZE_LEGAL)
     assert condition is not None
@@ -109,7 +109,7 @@ def test_a_floored_size_says_why_in_the_status_and_in_an_event() -> None:
     assert [event.reason for event in result.events] == ["FlooredToLegalSize"]
 
 
-def test_a_job_without_any_legal_size_fails_with_a_sentence_that_says_what_to_change() -> None:
+def test_a_job_without_any_legal_size_fails_with_a_sentence_that_names_what_to_change() -> None:
     result = planned(observed(job(spec(workers={"replicas": 5, "minReplicas": 5}, **EVEN))))
     assert result.status.phase is Phase.FAILED
     assert "No size from 5 to 5 nodes is legal" in result.status.verdict
@@ -150,9 +150,9 @@ def test_a_model_that_fits_no_core_is_refused_before_a_pod_is_made() -> None:
     assert decision.message.startswith("A core of trn1.32xlarge has 16.0 GiB, but on 4 nodes a process needs 100.4 GiB")
     result = planned(observed(job(spec(**TOO_LARGE)), ()))
     assert created(result) == []
-    told = find_condition(result.status, ConditionType.SIZE_LEGAL)
-    assert told is not None
-    assert told.message == decision.message
+    condition = find_condition(result.status, ConditionType.SIZE_LEGAL)
+    assert condition is not None
+    assert condition.message == decision.message
 
 
 def test_a_job_that_trains_all_the_same_is_left_alone() -> None:
@@ -182,9 +182,9 @@ def test_an_elastic_job_does_not_shrink_to_where_its_divided_state_fits_no_core(
     )
     assert [decision.legal_at_most(nodes) for nodes in (4, 3, 2, 1)] == [4, 3, 0, 0]
     seen = planned(observed(job(sharded(replicas=8, minReplicas=1)), ()))
-    told = find_condition(seen.status, ConditionType.SIZE_LEGAL)
-    assert told is not None
-    assert (is_true(seen.status, ConditionType.SIZE_LEGAL), told.message) == (True, decision.message)
+    condition = find_condition(seen.status, ConditionType.SIZE_LEGAL)
+    assert condition is not None
+    assert (is_true(seen.status, ConditionType.SIZE_LEGAL), condition.message) == (True, decision.message)
 
 
 @pytest.mark.parametrize(

@@ -101,10 +101,10 @@ def test_a_near_newcomer_on_a_suspected_node_is_taken_only_when_no_other_is_left
     }
     workers = warm(starting(6, nodes))[4:]
     members = membership(0, 1, 2, 3).members[:3]
-    doubtful = RankContext(nodes, frozenset({"uid-4"}))
+    suspected = RankContext(nodes, frozenset({"uid-4"}))
     assert assign_ranks(members, workers, 4, RankContext(nodes))[3].pod_uid == "uid-4"
-    assert assign_ranks(members, workers, 4, doubtful)[3].pod_uid == "uid-5"
-    assert [each.pod_uid for each in assign_ranks(members, workers, 5, doubtful)[3:]] == ["uid-5", "uid-4"]
+    assert assign_ranks(members, workers, 4, suspected)[3].pod_uid == "uid-5"
+    assert [each.pod_uid for each in assign_ranks(members, workers, 5, suspected)[3:]] == ["uid-5", "uid-4"]
 
 
 @given(st.sets(st.integers(0, 11), max_size=6), st.integers(0, 50))
