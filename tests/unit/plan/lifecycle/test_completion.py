@@ -120,21 +120,25 @@ def test_nothing_else_that_runs_outlives_a_failed_job(why: str) -> None:
     assert set(deleted(planned(later(seen, status, 1)))) == {f"demo-w-{at}" for at in range(6)}
 
 
-def test_a_job_without_a_ttl_stays() -> None:
-    result = planned(ended(ago=10**7))
-    assert result.requeue_after is None
-    assert not any(isinstance(action, DeleteJob) for action in result.actions)
+KEEP_PODS = {"cleanPodPolicy": "None"}
 
 
-def test_a_job_with_a_ttl_is_deleted_at_that_time_in_the_version_that_was_observed() -> None:
-    result = planned(ended(ago=100, ttlSecondsAfterFinished=100, cleanPodPolicy="None"))
-    assert DeleteJob("job-uid", "77") in result.actions
-
-
-def test_before_its_ttl_a_job_is_requeued_at_that_time() -> None:
-    result = planned(ended(ago=40, ttlSecondsAfterFinished=100, cleanPodPolicy="None"))
-    assert DeleteJob("job-uid", "77") not in result.actions
-    assert result.requeue_after == pytest.approx(60, abs=1)
+@pytest.mark.parametrize(
+    ("ago", "fields", "is_deleted", "requeue_after"),
+    [
+        pytest.param(10**7, {}, False, None, id="a job without a TTL stays"),
+        pytest.param(100, {"ttlSecondsAfterFinished": 100, **KEEP_PODS}, True, None, id="its time has come"),
+        pytest.param(40, {"ttlSecondsAfterFinished": 100, **KEEP_PODS}, False, 60, id="before that it is requeued"),
+        pytest.param(500, {"ttlSecondsAfterFinished": 60}, True, None, id="a TTL set later counts from the end"),
+    ],
+)
+def test_an_ended_job_is_deleted_after_its_ttl_in_the_version_that_was_observed(
+    ago: float, fields: dict[str, Any], is_deleted: bool, requeue_after: float | None
+) -> None:
+    result = planned(ended(ago=ago, **fields))
+    deletions = [action for action in result.actions if isinstance(action, DeleteJob)]
+    assert deletions == ([DeleteJob("job-uid", "77")] if is_deleted else [])
+    assert result.requeue_after == (None if requeue_after is None else pytest.approx(requeue_after, abs=1))
 
 
 def test_a_ttl_of_nothing_deletes_the_job_right_after_its_end_is_written() -> None:
@@ -155,10 +159,6 @@ def test_a_missing_or_future_completion_time_never_deletes_early_nor_waits_forev
         result = planned(replace(seen, job=replace(seen.job, status=status)))
         assert not any(isinstance(action, DeleteJob) for action in result.actions)
         assert result.requeue_after == pytest.approx(seconds, abs=1)
-
-
-def test_a_ttl_that_is_set_after_the_end_counts_from_the_end() -> None:
-    assert DeleteJob("job-uid", "77") in planned(ended(ago=500, ttlSecondsAfterFinished=60)).actions
 
 
 @pytest.mark.parametrize("kind", [ConditionType.COMPLETE, ConditionType.FAILED])

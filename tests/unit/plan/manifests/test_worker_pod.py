@@ -3,7 +3,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from plan_builders import NOW, SETTINGS, job, observed, planned, spec
+from plan_builders import NOW, SETTINGS, agent, created, deleted, job, observed, planned, pod, spec
 
 from trainium_contract.job import TrainingJobStatus
 from trainium_contract.status.internal import FailureRecord
@@ -235,23 +235,12 @@ def test_the_configuration_is_what_the_trainer_reads() -> None:
     assert TrainingConfig.model_validate(json.loads(text)).steps == 100
 
 
-def test_the_workers_get_the_largest_size_of_the_job() -> None:
-    from dataclasses import replace
-
-    def largest_size(**workers: int) -> str:
-        view = job()
-        changed = view.spec.workers.model_copy(update=workers)
-        view = replace(view, spec=view.spec.model_copy(update={"workers": changed}))
-        text: str = config_maps.config_map(view, "CERT")["data"]["nodes"]
-        return text
-
-    assert largest_size(replicas=4) == "4\n"
-    assert largest_size(replicas=4, max_replicas=9) == "9\n"
+@pytest.mark.parametrize(("workers", "nodes"), [({"replicas": 4}, "4\n"), ({"replicas": 4, "maxReplicas": 9}, "9\n")])
+def test_the_workers_get_the_largest_size_of_the_job(workers: dict[str, int], nodes: str) -> None:
+    assert config_maps.config_map(job(spec(workers=workers)), "CERT")["data"]["nodes"] == nodes
 
 
 def test_children_are_applied_again_only_when_their_content_changes() -> None:
-    from dataclasses import replace
-
     seen = observed(job(status=TrainingJobStatus(desired=4, next_pod_ordinal=4)))
     applied = [type(action).__name__ for action in planned(seen).actions]
     assert "ApplyObject" not in applied
@@ -264,38 +253,26 @@ def test_children_are_applied_again_only_when_their_content_changes() -> None:
     assert changed == ["demo-config"]
 
 
-def test_a_pending_pod_of_an_older_template_is_replaced_and_a_running_one_is_kept() -> None:
-    from dataclasses import replace
-
-    from plan_builders import agent, deleted, pod
-
+def with_templates(pending: str, running: str) -> Any:
+    """Return a job whose first pod waits for a node; both arguments are hashes of templates."""
     pods = (
-        pod(0, phase=PodPhase.PENDING, template_hash="old"),
-        *(pod(at, template_hash="old") for at in range(1, 4)),
+        pod(0, phase=PodPhase.PENDING, template_hash=pending),
+        *(pod(at, template_hash=running) for at in (1, 2, 3)),
     )
-    seen = observed(
-        job(status=TrainingJobStatus(desired=4, next_pod_ordinal=4)), pods, {at: agent(at) for at in (1, 2, 3)}
-    )
-    result = planned(seen)
-    assert deleted(result) == {"demo-w-0": None}
-    assert planned(replace(seen, pods=pods[1:])) is not None
+    status = TrainingJobStatus(desired=4, next_pod_ordinal=4)
+    return observed(job(status=status), pods, {at: agent(at) for at in (1, 2, 3)})
 
 
-def test_a_pending_pod_that_an_operator_with_another_idea_of_a_pod_made_is_left_alone() -> None:
-    from dataclasses import replace
+@pytest.mark.parametrize("running", ["old", "9-b"])
+def test_a_pending_pod_of_an_older_template_is_replaced_and_a_running_one_is_kept(running: str) -> None:
+    assert deleted(planned(with_templates("old", running))) == {"demo-w-0": None}
 
-    from plan_builders import agent, created, deleted, pod
 
-    pods = (pod(0, phase=PodPhase.PENDING, template_hash="9-old"), *(pod(at, template_hash="9-b") for at in (1, 2, 3)))
-    seen = observed(
-        job(status=TrainingJobStatus(desired=4, next_pod_ordinal=4)), pods, {at: agent(at) for at in (1, 2, 3)}
-    )
-    result = planned(seen)
+def test_a_pending_pod_of_an_operator_with_another_revision_of_the_template_is_left_alone() -> None:
+    result = planned(with_templates("9-old", "9-b"))
     assert (deleted(result), created(result)) == ({}, [])
     assert result.status.outdated_pods == 0
     assert "TemplateChanged" not in [event.reason for event in result.events]
-    ours = replace(seen, pods=(replace(pods[0], template_hash="old"), *pods[1:]))
-    assert deleted(planned(ours)) == {"demo-w-0": None}
 
 
 def test_a_change_of_the_pod_of_the_same_job_raises_the_revision_of_the_template() -> None:

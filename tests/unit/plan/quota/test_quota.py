@@ -145,23 +145,25 @@ def test_an_elastic_job_asks_for_its_smallest_size_first() -> None:
     assert asked(result) == {"demo-quota-0": {WORKERS: 2, SPARES: 1}}
 
 
-def test_the_condition_shows_the_reason_of_kueue_while_the_job_waits() -> None:
-    waiting = pending(workload(0, 4, 1), workload_condition(WorkloadCondition.ADMITTED, true=False))
-    result = plan(in_queue(new(), waiting), READY)
-    assert "queue team: why" in condition(result).message
+PREEMPTED = workload_condition(WorkloadCondition.EVICTED, reason="Preempted", message="for somebody else")
+UNRESERVED = workload_condition(WorkloadCondition.QUOTA_RESERVED, true=False, message="no quota")
+NOT_ADMITTED = workload_condition(WorkloadCondition.ADMITTED, true=False)
 
 
-def test_the_condition_names_a_workload_that_kueue_has_not_processed() -> None:
-    result = plan(in_queue(new(), workload(0, 4, 1, grants=(), conditions=())), READY)
-    assert condition(result).message == "queue team: Kueue has not looked at it yet"
-
-
-def test_the_reason_of_an_eviction_is_shown_until_kueue_reports_why_the_job_waits() -> None:
-    evicted = workload_condition(WorkloadCondition.EVICTED, reason="Preempted", message="for somebody else")
-    waiting = workload_condition(WorkloadCondition.QUOTA_RESERVED, true=False, message="no room")
-    for more, why in (((), "for somebody else"), ((waiting,), "no room")):
-        result = plan(in_queue(new(), workload(0, 4, 1, grants=(), conditions=(evicted, *more))), READY)
-        assert condition(result).message == f"evicted from queue team (Preempted): {why}"
+@pytest.mark.parametrize(
+    ("conditions", "message"),
+    [
+        pytest.param((UNRESERVED, NOT_ADMITTED), "queue team: no quota", id="the queue gives a reason"),
+        pytest.param((), "queue team: Kueue has not looked at it yet", id="Kueue has not processed it"),
+        pytest.param((PREEMPTED,), "evicted from queue team (Preempted): for somebody else", id="evicted"),
+        pytest.param((PREEMPTED, UNRESERVED), "evicted from queue team (Preempted): no quota", id="evicted, and waits"),
+    ],
+)
+def test_the_condition_shows_the_reason_of_kueue_while_the_job_waits(
+    conditions: tuple[WorkloadConditionView, ...], message: str
+) -> None:
+    result = plan(in_queue(new(), workload(0, 4, 1, grants=(), conditions=conditions)), READY)
+    assert condition(result).message == message
 
 
 def test_an_admission_creates_pods_with_its_flavor() -> None:
@@ -176,25 +178,41 @@ def test_an_admission_creates_pods_with_its_flavor() -> None:
     assert asked(result) == {}
 
 
-def test_additions_of_admission_checks_are_applied_and_a_contradiction_starts_nothing() -> None:
-    check = Placement(labels={"ours": "yes"}, node_selector={"zone": "a"})
-    (first, *_) = of(plan(in_queue(new(), workload(0, 4, 1, updates={WORKERS: check})), READY), CreatePod)
+ZONE_A = Placement(labels={"ours": "yes"}, node_selector={"zone": "a"})
+
+
+def test_additions_of_admission_checks_are_applied() -> None:
+    (first, *_) = of(plan(in_queue(new(), workload(0, 4, 1, updates={WORKERS: ZONE_A})), READY), CreatePod)
     assert first.manifest["spec"]["nodeSelector"] == {"pool": "blue", "zone": "a"}
     assert first.manifest["metadata"]["labels"]["ours"] == "yes"
-    other = Placement(node_selector={"pool": "red"})
-    result = plan(in_queue(new(), workload(0, 4, 1, updates={WORKERS: other})), READY)
-    assert created(result) == []
-    assert "want node selector pool to be blue and red" in condition(result).message
-    own = {"spec": {"nodeSelector": {"zone": "b"}}}
-    result = plan(in_queue(new(template=own), workload(0, 4, 1, updates={WORKERS: check})), READY)
-    assert created(result) == []
-    assert "want node selector zone to be b and a" in condition(result).message
 
 
-def test_a_deleted_flavor_starts_nothing() -> None:
-    result = plan(in_queue(new(), workload(0, 4, 1), flavors={}), READY)
+@pytest.mark.parametrize(
+    ("workers", "updates", "flavors", "message"),
+    [
+        pytest.param({}, {}, {}, "ResourceFlavor blue does not exist any more", id="a deleted flavor"),
+        pytest.param(
+            {},
+            {WORKERS: Placement(node_selector={"pool": "red"})},
+            {"blue": BLUE},
+            "want node selector pool to be blue and red",
+            id="a check contradicts the flavor",
+        ),
+        pytest.param(
+            {"template": {"spec": {"nodeSelector": {"zone": "b"}}}},
+            {WORKERS: ZONE_A},
+            {"blue": BLUE},
+            "want node selector zone to be b and a",
+            id="a check contradicts the template",
+        ),
+    ],
+)
+def test_an_admission_that_cannot_be_applied_starts_nothing(
+    workers: dict[str, Any], updates: dict[str, Placement], flavors: dict[str, Placement], message: str
+) -> None:
+    result = plan(in_queue(new(**workers), workload(0, 4, 1, updates=updates), flavors=flavors), READY)
     assert created(result) == []
-    assert "ResourceFlavor blue does not exist any more" in condition(result).message
+    assert message in condition(result).message
 
 
 def test_with_its_smallest_size_admitted_an_elastic_job_asks_for_steps_on_the_same_nodes() -> None:

@@ -343,45 +343,33 @@ def test_no_save_is_overdue_after_the_last_step() -> None:
         assert state(reported, ConditionType.DISRUPTION_ALLOWED) is fine
 
 
-def test_a_member_that_reports_again_in_a_stage_leaves_nothing_open() -> None:
-    entry = Interruption(
-        generation=1,
-        time=rfc3339(NOW - 5),
+def open_interruption(rung: Rung, *, ago: float, step_before: int, generation: int = 1) -> Interruption:
+    return Interruption(
+        generation=generation,
+        time=rfc3339(NOW - ago),
         cause=Cause.NODE_LOST,
-        rung=Rung.REPLACE,
-        failed_at=NOW - 5,
+        rung=rung,
+        failed_at=NOW - ago,
         detected_seconds=0.0,
-        step_before=100,
+        step_before=step_before,
     )
+
+
+def test_a_member_that_reports_again_in_a_stage_leaves_nothing_open() -> None:
+    entry = open_interruption(Rung.REPLACE, ago=5, step_before=100)
     seen = with_status(reporting(running(4), now=NOW, stage="Export", stage_since=NOW - 100), history=(entry,))
     assert planned(seen).status.history[0].recovered_seconds == 5.0
 
 
 def test_a_member_that_reports_again_in_training_is_recovered_with_the_next_step() -> None:
-    entry = Interruption(
-        generation=1,
-        time=rfc3339(NOW - 5),
-        cause=Cause.NODE_LOST,
-        rung=Rung.REPLACE,
-        failed_at=NOW - 5,
-        detected_seconds=0.0,
-        step_before=20,
-    )
+    entry = open_interruption(Rung.REPLACE, ago=5, step_before=20)
     for step, recovered in ((20, None), (21, 5.0)):
         seen = running(4, agents={at: training(at, step=step) for at in range(4)}, status={"history": (entry,)})
         assert planned(seen).status.history[0].recovered_seconds == recovered
 
 
 def test_another_generation_in_a_stage_ends_the_interruption_without_a_step() -> None:
-    entry = Interruption(
-        generation=0,
-        time=rfc3339(NOW - 30),
-        cause=Cause.NODE_LOST,
-        rung=Rung.SPARE,
-        failed_at=NOW - 30,
-        detected_seconds=0.0,
-        step_before=100,
-    )
+    entry = open_interruption(Rung.SPARE, ago=30, generation=0, step_before=100)
 
     def recovered(**fields: Any) -> float | None:
         progress = Progress(step=100, resume_step=100, updated=NOW - 300, **fields)

@@ -167,10 +167,6 @@ def test_a_restarted_operator_keeps_the_status_until_the_members_have_reported()
 
 
 def test_the_phase_before_a_generation_is_pending_and_names_what_is_missing() -> None:
-    from plan_builders import job, observed
-
-    from trainium_contract.job import TrainingJobStatus
-
     unschedulable = pod(0, phase=PodPhase.PENDING, node="", scheduled=False, unschedulable_message="0/3 nodes: taint")
     status = planned(observed(job(status=TrainingJobStatus(next_pod_ordinal=4, desired=4)), (unschedulable,))).status
     assert status.phase is Phase.PENDING
@@ -285,9 +281,16 @@ def test_an_interruption_ends_at_the_first_step_that_had_not_been_made_before() 
     assert result.status.goodput.ratio == pytest.approx(0.93)
 
 
+def resumed_at_step(resume_step: int, *, step_before: int = 21) -> Any:
+    """Return the second generation after its agents recorded from which step it resumed."""
+    record = restart(
+        0, Cause.NODE_LOST, generation=2, resumed_at=NOW - 2, step_before=step_before, resume_step=resume_step
+    )
+    return second_generation(22, restarts=(record,))
+
+
 def test_the_agents_record_shows_from_which_step_training_resumed() -> None:
-    record = restart(0, Cause.NODE_LOST, generation=2, resumed_at=NOW - 2, step_before=21, resume_step=19)
-    result = planned(second_generation(22, restarts=(record,)))
+    result = planned(resumed_at_step(19))
     entry = result.status.history[-1]
     assert entry.recovered_seconds == pytest.approx(6.0)
     assert (entry.step_before, entry.resume_step, entry.steps_lost) == (21, 19, 2)
@@ -315,25 +318,18 @@ def test_records_of_an_older_generation_do_not_keep_an_interruption_open() -> No
 
 
 def test_a_resume_below_the_newest_committed_step_is_reported() -> None:
-    record = restart(0, Cause.NODE_LOST, generation=2, resumed_at=NOW - 2, step_before=20, resume_step=5)
-    seen = second_generation(22, restarts=(record,))
+    seen = resumed_at_step(5, step_before=20)
     seen = with_status(seen, checkpoint=seen.job.status.checkpoint.model_copy(update={"durable_step": 10}))
     assert "CheckpointSkipped" in {event.reason for event in planned(seen).events}
 
 
-def test_an_interruption_is_reported_once() -> None:
-    seen = without(running(4), 1)
+@pytest.mark.parametrize(
+    ("seen", "reason"), [(without(running(4), 1), "Interrupted"), (resumed_at_step(19), "Recovered")]
+)
+def test_an_interruption_and_its_end_are_reported_once(seen: Any, reason: str) -> None:
     first = planned(seen)
-    assert {"Interrupted", "Recovered"} & {event.reason for event in first.events} == {"Interrupted"}
-    assert "Interrupted" not in {event.reason for event in planned(with_status(seen, first.status)).events}
-
-
-def test_a_recovery_is_reported_once() -> None:
-    record = restart(0, Cause.NODE_LOST, generation=2, resumed_at=NOW - 2, step_before=21, resume_step=19)
-    seen = second_generation(22, restarts=(record,))
-    first = planned(seen)
-    assert "Recovered" in {event.reason for event in first.events}
-    assert "Recovered" not in {event.reason for event in planned(with_status(seen, first.status)).events}
+    assert {"Interrupted", "Recovered"} & {event.reason for event in first.events} == {reason}
+    assert reason not in {event.reason for event in planned(with_status(seen, first.status)).events}
 
 
 def test_lost_time_is_not_productive_while_it_lasts() -> None:
