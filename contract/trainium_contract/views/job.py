@@ -167,10 +167,22 @@ class JobView:
 
     @property
     def stale(self) -> bool:
-        """A job that trains and of which nobody has written for long."""
+        """Whether nobody has written for long of a job that trains: progress is written at intervals.
+
+        A job that waits is no such job: an unchanged status is not written again.
+        """
+        return self.phase == "Running" and self._is_unwritten
+
+    @property
+    def waits_unwritten(self) -> bool:
+        """Whether a job that waits has an old status: nothing has changed, or no operator writes it."""
+        waits = self.phase not in {"", "Running", "Suspended"} and not self.ended
+        return waits and self._is_unwritten
+
+    @property
+    def _is_unwritten(self) -> bool:
         written = self.written_seconds_ago
-        watched = not self.ended and self.phase != "Suspended" and not self.managed_by
-        return watched and written is not None and written > STALE_SECONDS
+        return not self.managed_by and written is not None and written > STALE_SECONDS
 
 
 def build_job_view(
@@ -398,7 +410,8 @@ def _problems(view: JobView) -> list[str]:
         found.append(pods.message)
     admitted = conditions.get("Admitted")
     if not view.ended and admitted is not None and admitted.status == "False" and view.phase == "Pending":
-        found.append(admitted.message)
+        # One refusal is the reason of both conditions.
+        found += [] if any(admitted.message in each for each in found) else [admitted.message]
     for kind in ("SizeLegal", "CheckpointHealthy", "NodesHealthy"):
         if kind in conditions and conditions[kind].status == "False":
             # The store's own error is more specific than "nothing was committed in time".
@@ -407,6 +420,12 @@ def _problems(view: JobView) -> list[str]:
     resizing = conditions.get("Resizing")
     if not view.ended and resizing is not None and resizing.reason == "CapacityMissing":
         found.append(f"It grows back by itself; to stop waiting: kubectl trn scale {view.name} {view.size}")
+    if not found and view.waits_unwritten and view.written_seconds_ago is not None:
+        found.append(
+            f"Its status has not changed for {view.written_seconds_ago:.0f} s. If it should have, check that the "
+            f"operator runs, and that its setting watchNamespaces includes {view.namespace}: "
+            "kubectl get pods -A -l app.kubernetes.io/name=trainium-operator"
+        )
     return [sentence for sentence in found if sentence]
 
 

@@ -22,12 +22,13 @@ from trainium_client.render.tables import goodput_page, history_page, machines_p
 from trainium_client.views.interruption_report import MOST_LINES, explain_interruption
 from trainium_client.views.machines import find_machine, machine_views
 from trainium_client.views.sizes import size_rows
+from trainium_contract.pages.facts import job_facts
 from trainium_contract.pages.formatting import duration
 from trainium_contract.pages.job_page import JobReport, report_html
 from trainium_contract.views.events import event_views
 from trainium_contract.views.interruptions import interruptions
-from trainium_contract.views.job import build_job_view
-from trainium_contract.views.raw import plain
+from trainium_contract.views.job import STALE_SECONDS, build_job_view
+from trainium_contract.views.raw import plain, seconds_of
 from trainium_contract.views.status_reader import public_status
 from trainium_contract.views.workers import Members, members_view, pod_rows, rank_rows, workers_view
 from trainium_contract.wire.recorded_membership import LARGEST_TEXT, members_of, recorded_membership
@@ -103,6 +104,54 @@ def test_a_status_that_nobody_writes_any_more_is_called_old() -> None:
     assert view.stale
     assert "does not write" in view.advice[0]
     assert not screen().stale
+
+
+def test_the_step_of_a_job_that_no_operator_watches_any_more_is_shown_with_its_age() -> None:
+    """Its namespace has left `watchNamespaces`: phase and step remain as they were written last."""
+    job = recorded("job")
+    updated = seconds_of(job["status"]["progress"]["updated"])
+    assert updated is not None
+
+    def progress(seconds: float) -> str:
+        (fact,) = [
+            each.value for each in job_facts(build_job_view(job, now=updated + seconds)) if each.label == "Progress"
+        ]
+        return fact
+
+    assert "step 263/4000 (10m ago)" in progress(600)
+    assert "step 263/4000, " in progress(STALE_SECONDS), "the operator writes at intervals"
+    job["status"]["phase"] = "Suspended"
+    assert "ago" not in progress(600), "nobody expects another step"
+
+
+def test_a_status_that_has_no_reason_to_change_is_not_called_old() -> None:
+    """A worker that waits an hour for its init container is no sign that the operator is away."""
+    job = recorded("job")
+    message = "0 of 2 workers are registered. llama-w-0 on node n: init container fetch is running"
+    job["status"] |= {"phase": "Pending", "conditions": [condition("PodsReady", "WorkerNotStarting", message)]}
+    view = build_job_view(job, now=NOW + 3600)
+    assert not view.stale
+    assert view.advice == (message,)
+    job["status"]["conditions"] = []
+    (advice,) = build_job_view(job, now=NOW + 3600).advice
+    assert "If it should have, check that the operator runs" in advice
+
+
+def test_a_refusal_that_two_conditions_name_is_one_line_of_what_to_do() -> None:
+    job = recorded("job")
+    refusal = "failed quota: team: must specify limits.memory for: worker."
+    job["status"] |= {
+        "phase": "Pending",
+        "conditions": [
+            condition("PodsReady", "CreationRefused", f"0 of 2 workers are registered. {refusal}"),
+            condition("Admitted", "CreationRefused", refusal),
+        ],
+    }
+    assert build_job_view(job, now=NOW).advice == (f"0 of 2 workers are registered. {refusal}",)
+
+
+def condition(kind: str, reason: str, message: str) -> dict[str, str]:
+    return {"type": kind, "status": "False", "reason": reason, "message": message}
 
 
 def test_a_failed_job_says_what_was_changed_since_or_that_nothing_was_and_what_to_type() -> None:

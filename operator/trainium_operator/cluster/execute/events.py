@@ -56,13 +56,12 @@ class Note:
     action: str = "Reconcile"
     warning: bool = False
     related: Mapping[str, str] | None = None
-    ignores_numbers: bool = False
-    """Texts that differ only in numbers, for instance in the ordinal of a pod, are one series."""
+    series: str = ""
+    """Notes of one object, reason and series are the same event; empty: those with the same text."""
 
     def identity(self) -> tuple[str, str, str]:
         """Return what makes two notes the same event."""
-        text = _NUMBER.sub("0", self.text) if self.ignores_numbers else self.text
-        return self.regarding.get("uid", ""), self.reason, text
+        return self.regarding.get("uid", ""), self.reason, self.series or self.text
 
 
 def note_of(job: JobView, intent: EventIntent) -> Note:
@@ -79,18 +78,19 @@ def note_of(job: JobView, intent: EventIntent) -> Note:
         text=intent.note,
         warning=intent.type is EventType.WARNING,
         related=related,
+        series=intent.series,
     )
 
 
 def write_failed(job: JobView | JobRecord, text: str) -> Note:
-    """Return the Event of a write that the API server refused."""
+    """Return the Event of a write that the API server refused; texts that differ in a pod's ordinal are one series."""
     return Note(
         job.namespace,
         reference_to(job.namespace, job.name, job.uid),
         Reason.WRITE_FAILED.value,
         text,
         warning=True,
-        ignores_numbers=True,
+        series=_NUMBER.sub("0", text),
     )
 
 

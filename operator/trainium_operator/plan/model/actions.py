@@ -164,9 +164,13 @@ class EventIntent:
     """At most 1,000 characters."""
     related_kind: EventKind | None = None
     related_name: str = ""
+    series: str = ""
+    """Intents of one reason and series are one Event with a count; empty: those with the same note."""
 
 
-def event(reason: Reason, note: str, *, warning: bool = False, pod: str = "", node: str = "") -> EventIntent:
+def event(
+    reason: Reason, note: str, *, warning: bool = False, pod: str = "", node: str = "", series: str = ""
+) -> EventIntent:
     """Build an event about the job and a pod or node; the note is cut to what an event may hold."""
     return EventIntent(
         type=EventType.WARNING if warning else EventType.NORMAL,
@@ -174,6 +178,7 @@ def event(reason: Reason, note: str, *, warning: bool = False, pod: str = "", no
         note=sentence(note),
         related_kind=EventKind.POD if pod else EventKind.NODE if node else None,
         related_name=pod or node,
+        series=series,
     )
 
 

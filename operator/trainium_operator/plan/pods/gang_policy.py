@@ -23,6 +23,7 @@ from trainium_operator.plan.model.conditions import with_condition
 from trainium_operator.plan.model.feature import AdmissionState
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.model.text import rfc3339
+from trainium_operator.plan.pods.refused_pods import describe_start_failures
 from trainium_operator.plan.view.facts import creation_refused, refuse_pods
 from trainium_operator.plan.view.size import needed_workers
 from trainium_operator.plan.view.workers import deletion
@@ -99,6 +100,9 @@ def _admission(facts: Facts, status: TrainingJobStatus) -> tuple[bool, Reason, s
         return False, Reason.GANG_TIMED_OUT, _timed_out(facts, gang)
     if grant is not None and grant.state is AdmissionState.UNKNOWN:
         return False, grant.reason or Reason.WAITING_FOR_QUEUE, grant.message
+    failing = describe_start_failures(status, facts.now)
+    if failing is not None and not bound:  # no node is missing
+        return False, Reason.WORKER_NOT_STARTING, failing
     how = "".join(feature.describe_wait(facts) for feature in facts.settings.features)
     limit = facts.job.spec.scheduling.gang_timeout_seconds
     message = f"not all workers have a node{how}; if after {limit} s too few have one to begin, they give them back"

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.status.start_failures import MAX_MESSAGE, MAX_NODES, StartFailureNode, StartFailuresStatus
 from trainium_operator.plan.model.observed import PodPhase
+from trainium_operator.plan.model.text import listed, rfc3339
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -79,6 +80,22 @@ def next_creation_at(memory: InternalStatus, now: float) -> float:
     if known.at is None or late <= 0:
         return now
     return min(known.at, now) + min(_LONGEST_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS * 2.0 ** min(late - 1, 16))
+
+
+def describe_start_failures(status: TrainingJobStatus, now: float) -> str | None:
+    """Return how the last pods ended, and when and how many of the next are created; None while nothing is limited."""
+    known = status.start_failures
+    begins = next_creation_at(status, now)
+    if begins > now:
+        times, limit = f", {known.rounds} times in a row", f"at {rfc3339(begins)}"
+    elif known.batch > 0:
+        times, limit = "", f"{known.batch} at a time until they run"
+    else:
+        return None
+    last = f"; the last one: {known.message.strip()}" if known.message else ""
+    nodes = refusing_nodes(status, now)
+    avoided = f"; new pods avoid {listed(nodes)}, which refused twice or more" if nodes else ""
+    return f"Pods ended before their agent reported{times}{last}; the next are created {limit}{avoided}"
 
 
 def limit_batch(facts: Facts, status: TrainingJobStatus, missing: int) -> tuple[int, tuple[float, ...]]:

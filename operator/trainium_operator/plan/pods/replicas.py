@@ -12,6 +12,7 @@ Guarantees:
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -50,6 +51,8 @@ if TYPE_CHECKING:
     from trainium_operator.plan.model.observed import PodView
     from trainium_operator.plan.view.facts import Facts
     from trainium_operator.plan.view.workers import Worker
+
+_NUMBER = re.compile(r"\d+")
 
 
 def reconcile_configuration(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
@@ -134,7 +137,9 @@ def _sort_outsiders(facts: Facts, status: TrainingJobStatus) -> tuple[list[Worke
         if failure is not None:
             if failure.node or not worker.pod.extra:  # a job does not end for want of what it need not have
                 status = status.replaced(failures=_counted(facts, status, failure))
-            events.append(event(Reason.WORKER_FAILED, failure.note, warning=True, pod=worker.pod.name))
+            events.append(
+                event(Reason.WORKER_FAILED, failure.note, warning=True, pod=worker.pod.name, series=failure.series)
+            )
             if exhausted_budget(status.failures, facts.job.spec.recovery, facts.now) is not None:
                 continue  # the next plan ends the job and names this pod, and its log states why
         deletions += deletion(worker, force=worker.node_bad and (worker.pod.deleting or worker.holds_node))
@@ -177,6 +182,8 @@ class _Failure:
     node: str
     """The node to keep away from; empty when none is to blame."""
     note: str
+    series: str = ""
+    """Failures of one series are one event with a count. Numbers in a message (ordinals, times) make no series."""
 
 
 def _failure_of(facts: Facts, memory: InternalStatus, worker: Worker) -> _Failure | None:
@@ -204,19 +211,23 @@ def _counted(facts: Facts, memory: InternalStatus, failure: _Failure) -> tuple[F
 def _ended(facts: Facts, worker: Worker) -> _Failure:
     pod = worker.pod
     found = classify_pod_failure(pod, facts.job.spec.recovery.rules).cause
+    blamed = pod.node if died_by_itself(pod) else ""
+    kind, message = _how(pod, found)
     return _Failure(
         cause=found if budget_of(found) is None else Cause.POD_LOST,
         pod=pod.name,
-        node=pod.node if died_by_itself(pod) else "",
-        note=f"Pod {pod.name} on node {pod.node} ended before it could join{_how(pod, found)}",
+        node=blamed,
+        note=f"Pod {pod.name} on node {pod.node} ended before it could join{kind}: {message}",
+        series=f"{blamed}{kind} {pod.init_exit_code} {_NUMBER.sub('0', message)}",
     )
 
 
-def _how(pod: PodView, cause: Cause) -> str:
+def _how(pod: PodView, cause: Cause) -> tuple[str, str]:
+    """Return the cause with its exit code, and the message; that of an init container has its code."""
     if pod.init_exit_code is not None:
-        return f": {pod.message}"
+        return "", pod.message
     code = "" if pod.exit_code is None else f", exit code {pod.exit_code}"
-    return f" ({cause.value}{code}): {pod.message or pod.reason}"
+    return f" ({cause.value}{code})", pod.message or pod.reason
 
 
 def _unfit(facts: Facts, worker: Worker) -> _Failure | None:

@@ -36,7 +36,7 @@ from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.model.text import counted, listed, rfc3339
 from trainium_operator.plan.pods.disruption_budget import KIND as BUDGET
 from trainium_operator.plan.pods.gang_policy import set_admitted
-from trainium_operator.plan.pods.refused_pods import next_creation_at, refusing_nodes
+from trainium_operator.plan.pods.refused_pods import describe_start_failures
 from trainium_operator.plan.report.checkpoint_health import set_checkpoint_health
 from trainium_operator.plan.report.goodput import account
 from trainium_operator.plan.report.run_results import describe_activity, record_results, total_steps
@@ -323,26 +323,13 @@ def _missing(facts: Facts, status: TrainingJobStatus) -> tuple[Reason, str]:
     if troubled:
         pod = troubled[-1]
         return Reason.WORKER_NOT_STARTING, f"{_place(pod)}: {pod.reason} {pod.message}"
-    if (begins := next_creation_at(status, facts.now)) > facts.now:
-        return Reason.WORKER_NOT_STARTING, (
-            f"Pods ended before their agent was heard, {status.start_failures.rounds} times in a row"
-            f"{_last_end(status)}; the next are created at {rfc3339(begins)}{_kept_away(facts, status)}"
-        )
-    if status.start_failures.batch > 0:
-        return Reason.WORKER_NOT_STARTING, (
-            f"Pods ended before their agent was heard{_last_end(status)}; the next are created "
-            f"{status.start_failures.batch} at a time until they run{_kept_away(facts, status)}"
-        )
+    if (failing := describe_start_failures(status, facts.now)) is not None:
+        return Reason.WORKER_NOT_STARTING, failing
     return _held_by_init_containers(facts) or (Reason.WAITING_FOR_WORKERS, "")
 
 
 def _place(pod: PodView) -> str:
     return f"{pod.name} on node {pod.node}" if pod.node else pod.name
-
-
-def _last_end(status: TrainingJobStatus) -> str:
-    """Return how the last of them ended, for the status of an operator that has not seen it."""
-    return f"; the last one: {status.start_failures.message}" if status.start_failures.message else ""
 
 
 def _held_by_init_containers(facts: Facts) -> tuple[Reason, str] | None:
@@ -367,11 +354,6 @@ def _held_by_init_containers(facts: Facts) -> tuple[Reason, str] | None:
 
 def _capacity(facts: Facts) -> str:
     return "".join(feature.describe_capacity(facts) for feature in facts.settings.features)
-
-
-def _kept_away(facts: Facts, status: TrainingJobStatus) -> str:
-    nodes = refusing_nodes(status, facts.now)
-    return f"; new pods keep away from {listed(nodes)}, which refused twice or more" if nodes else ""
 
 
 def _running(facts: Facts, status: AnyShown) -> AnyShown:

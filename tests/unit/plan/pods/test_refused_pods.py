@@ -197,7 +197,7 @@ def test_of_a_job_that_all_nodes_refuse_a_quarter_of_its_size_is_kept_away_from(
     assert len(cluster.status.avoided_nodes) <= 2
     ready = find_condition(cluster.status, ConditionType.PODS_READY)
     assert ready is not None
-    assert "new pods keep away from node-" in ready.message
+    assert "new pods avoid node-" in ready.message
 
 
 def test_a_node_that_refuses_is_used_again_where_there_is_no_other() -> None:

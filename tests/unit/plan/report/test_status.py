@@ -25,6 +25,7 @@ from trainium_contract.job import GoodputStatus, TrainingJobStatus
 from trainium_contract.status.conditions import ConditionStatus, ConditionType, Phase
 from trainium_contract.status.interruptions import Interruption, Rung
 from trainium_contract.status.public import MembershipStatus
+from trainium_contract.status.start_failures import StartFailuresStatus
 from trainium_contract.wire.messages import Alert, AlertKind, Progress, WorkerPhase
 from trainium_operator.plan.manifests.worker_pod import PRECOMPILE_CONTAINER
 from trainium_operator.plan.model.conditions import find_condition, is_true
@@ -87,6 +88,38 @@ def test_an_init_container_that_fails_is_reported_with_its_code_and_blames_no_no
     assert note.endswith(f"ended before it could join: {message}")
     assert not result.status.start_failures.nodes
     assert not result.status.avoided_nodes
+
+
+def test_workers_that_replace_one_another_and_fail_alike_are_one_series_of_events() -> None:
+    def series(at: int, code: int, words: str, node: str = "node-1") -> set[str]:
+        message = f"init container fetch ended with exit code {code}: {words}"
+        failed = pod(at, phase=PodPhase.FAILED, reason="Error", message=message, node=node)
+        result = planned(starting(replace(failed, init_container="fetch", init_exit_code=code)))
+        return {each.series for each in result.events if each.reason == "WorkerFailed"}
+
+    first = series(0, 7, "12:30:01 no route to the bucket")
+    assert len(first) == 1
+    assert first == series(5, 7, "12:30:09 no route to the bucket", "node-2")
+    assert first.isdisjoint(series(6, 8, "12:30:09 no route to the bucket"))
+    assert first.isdisjoint(series(6, 7, "12:30:09 no such bucket"))
+
+
+def test_pods_that_wait_after_failed_starts_are_not_reported_as_missing_nodes() -> None:
+    seen = starting()
+    failures = StartFailuresStatus(
+        rounds=6, at=NOW, next_ordinal=4, batch=4, message="demo-w-1 ended (Error): no route\n"
+    )
+    found = conditions_of(
+        replace(
+            seen, job=replace(seen.job, status=seen.job.status.replaced(observed_generation=1, start_failures=failures))
+        )
+    )
+    for kind in (ConditionType.PODS_READY, ConditionType.ADMITTED):
+        assert found[kind].reason == "WorkerNotStarting"
+        assert (
+            "6 times in a row; the last one: demo-w-1 ended (Error): no route; the next are created"
+            in found[kind].message
+        )
 
 
 def test_a_training_job_shows_its_step_its_speed_and_its_checkpoints() -> None:

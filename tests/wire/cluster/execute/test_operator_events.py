@@ -67,6 +67,19 @@ def test_the_same_thing_said_again_becomes_a_series_of_one_event() -> None:
     recording(scenario)
 
 
+def test_notes_of_one_series_are_one_event_though_their_texts_name_other_pods() -> None:
+    async def scenario(cluster: FakeCluster, recorder: EventRecorder) -> None:
+        for at in range(4):
+            text = f"Pod w-{at} ended before it could join: exit code 7"
+            recorder.record(Note("default", JOB, "WorkerFailed", text, series="exit code 7"))
+            await asyncio.sleep(40)
+        recorder.record(Note("default", JOB, "WorkerFailed", "Pod w-5 ended: exit code 8", series="exit code 8"))
+        await settle()
+        assert sorted(event.get("series", {}).get("count", 1) for event in events(cluster)) == [1, 4]
+
+    recording(scenario)
+
+
 def test_after_a_long_pause_it_is_a_new_event() -> None:
     async def scenario(cluster: FakeCluster, recorder: EventRecorder) -> None:
         recorder.record(note("pod w-1 lost"))
