@@ -1,4 +1,4 @@
-"""What the ranks of the tests do; in a module of its own so that a forked process can find it."""
+"""Functions that tests run in each rank, in a module that a forked process can import."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def report_after(place: Place, root: Any, memories: Any, steps: int, settings: A
     settings = dict(settings)
     save_at = settings.pop("save_at", ())
     finish = settings.pop("finish", False)
-    if (room := settings.pop("room_for", None)) is not None:
-        limit_snapshots(room)
+    if (count := settings.pop("snapshots", None)) is not None:
+        limit_snapshots(count)
     if settings.pop("wired_backwards", False):
         place.dp_rank = place.dp_size - 1 - place.dp_rank
     run = Run(place, root, memory, **settings)
@@ -53,7 +53,7 @@ def report_after(place: Place, root: Any, memories: Any, steps: int, settings: A
 
 
 def save_as_a_peer_dies(place: Place, root: Any) -> str:
-    """Save step 1; rank 1 is killed when rank 0 has committed and before it hears of that. What rank 0 makes of it."""
+    """Save step 1, kill rank 1 between the commit of rank 0 and its arrival, and return the error of rank 0."""
     peer = Path(f"{root}-peer")
     if place.rank == 1:
         peer.write_text(str(os.getpid()))
@@ -88,7 +88,7 @@ def limit_snapshots(count: int) -> None:
     SnapshotFile.create = staticmethod(limited)
 
 
-def say_and_hear(place: Place, sizes: list[int]) -> list[str]:
+def gather_texts(place: Place, sizes: list[int]) -> list[str]:
     """Gather a text of `sizes[rank]` characters from each rank."""
     return gather(chr(ord("a") + place.rank) * sizes[place.rank], dist.new_group(backend="gloo"))
 
@@ -100,18 +100,18 @@ class UnspeakableError(Exception):
         super().__init__(f"{what} at {where}")
 
 
-def settle_with_failures(place: Place) -> list[str]:
-    """What each rank hears when all goes well, and when ranks fail in several ways."""
+def reduce_with_failures(place: Place) -> list[str]:
+    """Return the outcome of each rank when all succeed, and when ranks fail in several ways."""
     group = dist.new_group(backend="gloo")
 
-    def heard(failing: dict[int, Exception], decide: Any = sum, label: str = "same", fold: Any = None) -> str:
-        def say() -> int:
+    def outcome(failing: dict[int, Exception], decide: Any = sum, label: str = "same", fold: Any = None) -> str:
+        def contribute() -> int:
             if place.rank in failing:
                 raise failing[place.rank]
             return place.rank
 
         try:
-            return str(reduce_on_root(say, decide, group, label, fold))
+            return str(reduce_on_root(contribute, decide, group, label, fold))
         except Exception as error:  # noqa: BLE001 - that is the question
             return f"{type(error).__name__}: {error}"
 
@@ -119,47 +119,47 @@ def settle_with_failures(place: Place) -> list[str]:
         raise StorageError("no room")
 
     return [
-        heard({}),
-        heard({1: ValueError("one")}),
-        heard({1: ValueError("one"), 2: StorageError("two")}),
-        heard({0: OSError(28, "full")}),
-        heard({}, refuse),
-        heard({2: UnspeakableError("lost", "sea")}),
-        heard({}, label="late" if place.rank == 1 else "same"),
-        heard({}),
-        heard({}, list, fold=lambda values: [100 * sum(values)]),
-        heard({}, fold=lambda values: [1 // (values[0] - 2)]),
-        heard({1: ValueError("one")}, fold=lambda values: [sum(values)]),
+        outcome({}),
+        outcome({1: ValueError("one")}),
+        outcome({1: ValueError("one"), 2: StorageError("two")}),
+        outcome({0: OSError(28, "full")}),
+        outcome({}, refuse),
+        outcome({2: UnspeakableError("lost", "sea")}),
+        outcome({}, label="late" if place.rank == 1 else "same"),
+        outcome({}),
+        outcome({}, list, fold=lambda values: [100 * sum(values)]),
+        outcome({}, fold=lambda values: [1 // (values[0] - 2)]),
+        outcome({1: ValueError("one")}, fold=lambda values: [sum(values)]),
     ]
 
 
-def deal_with_failures(place: Place) -> list[str]:
-    """What each rank is dealt when all goes well, and when ranks or the decision fail."""
+def scatter_with_failures(place: Place) -> list[str]:
+    """Return the answer to each rank when all succeed, and when ranks or the decision fail."""
     group = dist.new_group(backend="gloo")
 
-    def dealt(failing: dict[int, Exception], decide: Any, label: str = "same") -> str:
-        def say() -> str:
+    def outcome(failing: dict[int, Exception], decide: Any, label: str = "same") -> str:
+        def contribute() -> str:
             if place.rank in failing:
                 raise failing[place.rank]
             return chr(ord("a") + place.rank)
 
         try:
-            return str(scatter_from_root(say, decide, group, label))
+            return str(scatter_from_root(contribute, decide, group, label))
         except Exception as error:  # noqa: BLE001 - that is the question
             return f"{type(error).__name__}: {error}"
 
-    def answers(heard: list[str]) -> list[str]:
-        return [f"{number} of {''.join(heard)}{'x' * 50_000 * (number == 1)}" for number in range(len(heard))]
+    def answers(values: list[str]) -> list[str]:
+        return [f"{number} of {''.join(values)}{'x' * 50_000 * (number == 1)}" for number in range(len(values))]
 
     def refuse(_: list[str]) -> list[str]:
         raise StorageError("no room")
 
     return [
-        dealt({}, answers),
-        dealt({1: ValueError("one"), 2: StorageError("two")}, answers),
-        dealt({}, refuse),
-        dealt({}, answers, label="late" if place.rank == 1 else "same"),
-        dealt({}, lambda heard: [lambda: heard for _ in heard]),
-        dealt({}, answers),
-        dealt({}, lambda heard: [gc.isenabled() for _ in heard]) + str(gc.isenabled()),
+        outcome({}, answers),
+        outcome({1: ValueError("one"), 2: StorageError("two")}, answers),
+        outcome({}, refuse),
+        outcome({}, answers, label="late" if place.rank == 1 else "same"),
+        outcome({}, lambda values: [lambda: values for _ in values]),
+        outcome({}, answers),
+        outcome({}, lambda values: [gc.isenabled() for _ in values]) + str(gc.isenabled()),
     ]

@@ -64,7 +64,7 @@ def position(step: int) -> Position:
 
 
 class State:
-    """Tensors whose values are a function of the step, cut up as the place says."""
+    """Tensors whose values are a function of the step, divided as the place requires."""
 
     def __init__(self, place: Place, scale: int = 1) -> None:
         self.place = place

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Place:
-    """What checkpoints ask of a mesh."""
+    """The coordinates of one rank that checkpoints need of a mesh."""
 
     grid: Grid
     rank: int
@@ -73,7 +73,7 @@ def state_of_rank(
         yield store.state_dict() | {OPTIMIZER_STEP: torch.zeros((), dtype=torch.int64)}
     finally:
         dist.destroy_process_group()
-        # Equal meshes have equal keys there, so the next rank would be told this rank's coordinates.
+        # Equal meshes have equal keys there, so the next rank would receive this rank's coordinates.
         _forget_meshes()
 
 

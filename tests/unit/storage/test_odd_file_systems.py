@@ -1,4 +1,4 @@
-"""What a folder bears that is not on a local Linux file system, or that others change at the same time."""
+"""Store files on other file systems than local ones of Linux, and in folders that others change meanwhile."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ def test_a_folder_that_somebody_removes_because_it_was_empty_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = Path.mkdir
-    thefts = iter([True, True])
+    removals = iter([True, True])
 
     def mkdir(path: Path, *args: Any, **kwargs: Any) -> None:
         made(path, *args, **kwargs)
-        if path.name == "shared" and next(thefts, False):
+        if path.name == "shared" and next(removals, False):
             path.rmdir()
 
     monkeypatch.setattr(Path, "mkdir", mkdir)
@@ -78,7 +78,7 @@ def test_a_folder_that_somebody_removes_because_it_was_empty_is_made_again(
     assert (tmp_path / "shared" / "file").read_bytes() == b"data"
 
 
-def test_a_folder_that_is_removed_for_ever_is_an_error_and_no_endless_loop(
+def test_a_folder_that_is_removed_forever_is_an_error_and_no_endless_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Path, "mkdir", lambda *_, **__: None)
@@ -89,5 +89,5 @@ def test_a_folder_that_is_removed_for_ever_is_an_error_and_no_endless_loop(
 def test_a_file_that_vanishes_while_a_folder_is_listed_is_not_in_the_list(tmp_path: Path) -> None:
     storage = PosixStorage(tmp_path)
     storage.write("here", b"data")
-    (tmp_path / "gone").symlink_to(tmp_path / "nowhere")  # stat says of it what it says of a file just removed
+    (tmp_path / "gone").symlink_to(tmp_path / "nowhere")  # stat fails as for a file that was just removed
     assert [entry.name for entry in storage.list("")] == ["here"]

@@ -77,7 +77,7 @@ def test_what_was_written_is_read_back_whole_and_in_parts(storage: Storage) -> N
         read_all(storage, "step-1/a/shard", 20, len(data) + 10)
 
 
-def test_what_is_not_there_is_said_so(storage: Storage) -> None:
+def test_what_is_missing_is_reported_as_missing(storage: Storage) -> None:
     storage.prepare()
     assert storage.list("") == storage.list("step-1") == []
     assert read_small(storage, "GENERATION") is None
@@ -151,7 +151,7 @@ def test_a_long_file_appears_whole_and_one_that_fails_half_way_changes_nothing(t
     storage = PosixStorage(tmp_path)
     seen: list[bytes | None] = []
 
-    def looking(whole: bytes, *, fails: bool = False) -> Iterator[memoryview]:
+    def observed_pieces(whole: bytes, *, fails: bool = False) -> Iterator[memoryview]:
         for at in range(len(whole)):
             yield memoryview(whole)[at : at + 1]
             seen.append(storage.read("a/shard") if (tmp_path / "a/shard").exists() else None)
@@ -159,10 +159,10 @@ def test_a_long_file_appears_whole_and_one_that_fails_half_way_changes_nothing(t
         if fails:
             raise RuntimeError
 
-    storage.write_stream("a/shard", looking(b"first"), 5)
+    storage.write_stream("a/shard", observed_pieces(b"first"), 5)
     assert set(seen) == {None}
     with pytest.raises(RuntimeError):
-        storage.write_stream("a/shard", looking(b"other", fails=True), 5)
+        storage.write_stream("a/shard", observed_pieces(b"other", fails=True), 5)
     assert set(seen[5:]) == {b"first"}
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["shard"]
     assert storage.read("a/shard") == b"first"
@@ -254,8 +254,8 @@ def test_what_cannot_work_is_a_sentence_without_credentials(
         monkeypatch.setenv(name, value)
     with caplog.at_level("DEBUG"), pytest.raises(StorageError, match=sentence) as caught:
         Retry(()).run(ObjectStorage(path, QUICK).prepare, path)
-    said = f"{caught.value!r} {caught.value.__cause__!r} {caplog.text}"
-    assert not any(secret in said for secret in (ACCESS_KEY, SECRET_KEY, "of-somebody-else", "Signature="))
+    output = f"{caught.value!r} {caught.value.__cause__!r} {caplog.text}"
+    assert not any(secret in output for secret in (ACCESS_KEY, SECRET_KEY, "of-somebody-else", "Signature="))
 
 
 def test_a_large_file_is_whole_on_a_real_server_and_one_that_fails_half_way_is_not_there(gateway: S3Gateway) -> None:

@@ -303,7 +303,7 @@ def test_another_start_of_the_run_that_committed_the_step_meanwhile_is_not_overw
     assert (tmp_path / "step-2" / "COMMITTED").read_text() == "theirs"
 
 
-def test_a_store_that_cannot_be_read_says_nothing_about_the_checkpoints_in_it(tmp_path: Path) -> None:
+def test_a_store_that_cannot_be_read_condemns_no_checkpoint_in_it(tmp_path: Path) -> None:
     trained(tmp_path, 1, 2)
 
     class Unreadable(PosixStorage):
@@ -358,7 +358,7 @@ def test_an_earlier_attempt_of_the_same_generation_cannot_commit(tmp_path: Path)
     assert folders(tmp_path) == []
 
 
-def test_a_job_made_anew_takes_over_its_folder_at_generation_one(tmp_path: Path) -> None:
+def test_a_recreated_job_takes_over_its_folder_at_generation_one(tmp_path: Path) -> None:
     trained(tmp_path, 3, generation=7, run="first")
     again = solo(tmp_path, generation=1, run="second")
     assert (again.resumed.step, again.wrong) == (3, [])
@@ -448,7 +448,7 @@ def test_a_store_that_stays_full_stops_the_run_and_keeps_the_old_checkpoint(tmp_
     assert folders(tmp_path) == ["step-1"]
 
 
-def test_training_goes_on_while_saves_fail_and_says_so_until_it_is_too_much(tmp_path: Path) -> None:
+def test_training_continues_with_a_warning_until_too_many_saves_have_failed(tmp_path: Path) -> None:
     now = [0.0]
     storage = FullStorage(tmp_path, 99)
     run = solo(tmp_path, storage=storage, durable={"everySeconds": 300, "failureTolerance": 2})
@@ -456,32 +456,32 @@ def test_training_goes_on_while_saves_fail_and_says_so_until_it_is_too_much(tmp_
     run.manager._policy.saved_at = 0.0
     run.settle()
 
-    def save_is_due_after(seconds: float) -> bool:
+    def save_starts_after(seconds: float) -> bool:
         now[0] += seconds
-        due = bool(run.advance())
-        if due:
+        started = bool(run.advance())
+        if started:
             run.manager._durable._thread.join()
-        return due
+        return started
 
-    assert save_is_due_after(300)
-    assert not save_is_due_after(1)  # the failure is heard of here
+    assert save_starts_after(300)
+    assert not save_starts_after(1)  # the failure is reported here
     assert run.manager.warnings[0].startswith(f"checkpoint storage {tmp_path}: No space left on device: the store")
     assert "(saves failed in a row: 1, there is no durable" in run.manager.warnings[0]
-    assert not save_is_due_after(58)
-    assert save_is_due_after(3)
+    assert not save_starts_after(58)
+    assert save_starts_after(3)
     storage.failures = 0
-    assert not save_is_due_after(1)
-    assert save_is_due_after(60)
-    assert not save_is_due_after(1)
+    assert not save_starts_after(1)
+    assert save_starts_after(60)
+    assert not save_starts_after(1)
     assert run.manager.warnings[2:] == [f"saving works again: step {run.manager.durable_step} is committed"]
-    assert not save_is_due_after(250)
+    assert not save_starts_after(250)
 
     storage.failures = 99
-    assert save_is_due_after(60)
+    assert save_starts_after(60)
     for failures in (1, 2):
-        assert not save_is_due_after(1)
+        assert not save_starts_after(1)
         assert f"in a row: {failures}, " in run.manager.warnings[-1]
-        assert save_is_due_after(61)
+        assert save_starts_after(61)
     with pytest.raises(StorageError, match=r"3 saves in a row have failed; the newest durable checkpoint is step 6"):
         run.advance()
     assert folders(tmp_path) == ["step-6"]
@@ -508,15 +508,15 @@ def test_the_last_save_is_tried_as_often_as_failures_are_borne(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("memory_ends", [False, True])
-def test_a_rank_that_leaves_does_not_wait_for_room_on_a_full_store(
+def test_a_rank_that_leaves_does_not_wait_for_space_on_a_full_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory_ends: bool
 ) -> None:
     storage = FullStorage(tmp_path / "root", 99)
-    patient = Retry(delays=(3600.0, 3600.0))
-    run = solo(tmp_path / "root", tmp_path / "memory", storage=storage, retry=patient, durable={"failureTolerance": 9})
+    hourly = Retry(delays=(3600.0, 3600.0))
+    run = solo(tmp_path / "root", tmp_path / "memory", storage=storage, retry=hourly, durable={"failureTolerance": 9})
     run.settle()
     monkeypatch.setattr(SOLO, "dp_mode", DataParallelMode.FULLY_SHARDED)
-    run.to(3, save_at=(3,))  # a save of an earlier step waits for room already
+    run.to(3, save_at=(3,))  # a save of an earlier step waits for space already
     run.advance(save=False)
     if memory_ends:
         with pytest.raises(StorageError, match="the store is full"):
@@ -618,7 +618,7 @@ def test_a_state_with_something_other_than_tensors_is_refused(tmp_path: Path) ->
         run.to(1, save_at=(1,))
 
 
-def test_a_state_that_changed_its_layout_is_planned_anew(tmp_path: Path) -> None:
+def test_a_state_that_changed_its_layout_is_planned_again(tmp_path: Path) -> None:
     run = solo(tmp_path).to(2, save_at=(2,)).settle()
     planned = run.manager._durable._planner
     run.to(3, save_at=(3,)).settle()

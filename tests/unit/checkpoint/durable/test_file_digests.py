@@ -71,7 +71,7 @@ class Tree:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_a_reader_finds_every_files_digests_whoever_has_written_them(tmp_path: Path, seed: int) -> None:
+def test_a_reader_finds_every_files_digests_whichever_rank_has_written_them(tmp_path: Path, seed: int) -> None:
     dice = random.Random(seed)
     ranks = dice.choice((1, 2, 7, 40, 100))
     places = list(range(ranks))
@@ -84,8 +84,8 @@ def test_a_reader_finds_every_files_digests_whoever_has_written_them(tmp_path: P
     tree.check({place: file for place, file in zip(places, files, strict=True) if file is not None})
 
 
-def test_no_rank_hears_of_more_than_some_tables_worth_of_digests(tmp_path: Path) -> None:
-    """1,024 ranks with 50 blocks each have 1.6 MiB of digests, which is what the first and the middle rank heard."""
+def test_no_rank_receives_more_than_a_few_tables_of_digests(tmp_path: Path) -> None:
+    """1,024 ranks with 50 blocks each have 1.6 MiB of digests, which is what the first and the middle rank received."""
     files = [written(rank, 50) for rank in range(1024)]
     tree = Tree(tmp_path, [*files], list(range(1024)))
     tree.check(dict(enumerate(files)))

@@ -110,7 +110,7 @@ def test_parts_and_whole_tensors_are_read_from_each_other(tmp_path: Path) -> Non
     assert torch.equal(torch.cat([state["weight"].local for state in parts]), WHOLE)
 
 
-def test_a_part_that_does_not_say_how_the_whole_is_divided_is_not_saved() -> None:
+def test_a_part_without_the_division_of_the_whole_is_not_saved() -> None:
     part = TensorPart(lambda: WHOLE, whole=(14, 6), offsets=(0, 0), sizes=(14, 6), dtype=torch.float32)
     with pytest.raises(TypeError, match="needs the division of the whole"):
         scheme_of({"weight": part}, next(places(1)))

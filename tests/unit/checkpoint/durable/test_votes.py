@@ -1,4 +1,4 @@
-"""Votes on saves: one integer a rank, and their sum says what is wanted and whether any rank is busy."""
+"""Votes on saves: one integer a rank, and their sum shows what is wanted and whether any rank is busy."""
 
 from __future__ import annotations
 

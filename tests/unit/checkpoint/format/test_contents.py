@@ -68,7 +68,7 @@ def test_rows_in_any_order_are_right(storage: CountingStorage) -> None:
         assert torch.equal(rows_of(contents, first, count), WHOLE[first : first + count])
 
 
-def test_a_block_that_was_altered_is_found_by_whoever_reads_a_part_of_it(storage: CountingStorage) -> None:
+def test_a_block_that_was_altered_is_found_by_any_reader_of_a_part_of_it(storage: CountingStorage) -> None:
     (path,) = storage._root.rglob("shard-*")
     with path.open("r+b") as file:
         file.seek(BLOCK_BYTES + 5)

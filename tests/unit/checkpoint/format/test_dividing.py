@@ -1,4 +1,4 @@
-"""Who writes which box: our rule on many meshes, for every layout, and beside the planners of torch's DCP."""
+"""Assign boxes to their writers: our rule on many meshes, for every layout, and beside the planners of torch's DCP."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_every_value_is_written_once_by_a_rank_that_holds_it(scheme: Scheme) -> 
 
 @settings(max_examples=trials(100))
 @given(schemes(), st.data())
-def test_what_meets_a_box_is_found_without_a_look_at_the_others(scheme: Scheme, data: st.DataObject) -> None:
+def test_what_meets_a_box_is_found_without_reading_the_others(scheme: Scheme, data: st.DataObject) -> None:
     each = scheme.tensors["t0"]
     low = tuple(data.draw(st.integers(0, length - 1)) for length in each.shape)
     sizes = tuple(data.draw(st.integers(1, length - begin)) for begin, length in zip(low, each.shape, strict=True))

@@ -1,4 +1,4 @@
-"""What a reader of a checkpoint reads and refuses."""
+"""Read checkpoints of each format, and refuse what cannot be read."""
 
 from __future__ import annotations
 

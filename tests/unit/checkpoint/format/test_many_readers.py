@@ -49,7 +49,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
 
 
 def read_by_all(checkpoint: Committed, limits: Limits) -> list[list[str] | Exception]:
-    """What is wrong with the state of each reader, or what it raised; all begin together, each as a process would."""
+    """Return the wrong tensors of each reader or its error; all start together, each as a process would."""
     together = threading.Barrier(READERS)
 
     def read(_: int) -> list[str] | Exception:
@@ -58,7 +58,7 @@ def read_by_all(checkpoint: Committed, limits: Limits) -> list[list[str] | Excep
         together.wait()
         try:
             durable_tier.load(storage, checkpoint, state, RETRY)
-        except Exception as error:  # noqa: BLE001 - looked at by the test
+        except Exception as error:  # noqa: BLE001 - checked by the test
             return error
         return state.wrong(3)
 
@@ -74,15 +74,15 @@ def read_by_all(checkpoint: Committed, limits: Limits) -> list[list[str] | Excep
         Fault(cut=40, method="GET", times=READERS),
         Fault(stall=threading.Event(), method="GET", times=READERS),
     ],
-    ids=["busy", "failing", "cut off", "standing still"],
+    ids=["busy", "failing", "cut off", "stalled"],
 )
-def test_a_store_that_has_trouble_with_many_readers_gives_each_of_them_the_right_state(
+def test_a_store_that_fails_under_many_readers_gives_each_of_them_the_right_state(
     server: S3Server, fault: Fault
 ) -> None:
     (checkpoint,) = survey(ObjectStorage("s3://bucket/run", LIMITS)).committed
     server.fail(fault)
     assert read_by_all(checkpoint.for_readers(), LIMITS) == [[]] * READERS
-    assert fault.times <= 0, "the trouble was not met"
+    assert fault.times <= 0, "the fault was not met"
 
 
 def test_a_store_that_stays_busy_ends_every_reader_with_one_sentence_and_blames_no_checkpoint(server: S3Server) -> None:
@@ -100,7 +100,7 @@ def scheme_of(ranks: int) -> Scheme:
 
 @pytest.mark.parametrize("other", [4, 6, 16])
 def test_the_index_of_another_worlds_size_is_damage_and_gives_no_value(tmp_path: Path, other: int) -> None:
-    """As when folders of two sizes were mixed by hand, with a manifest that vouches for the mixture."""
+    """Mix the folders of two sizes as by hand, with a manifest that vouches for the mixture."""
     storage, scheme = PosixStorage(tmp_path), scheme_of(8)
     whole = torch.arange(48, dtype=torch.float32)
     files = {}

@@ -26,7 +26,7 @@ def test_a_rank_without_a_part_of_the_state_copies_nothing() -> None:
     assert torch.equal(target, torch.ones(3))
 
 
-def test_a_single_rank_hears_itself() -> None:
+def test_a_single_rank_receives_its_message() -> None:
     assert gather("value", None) == ["value"]
 
 
@@ -84,8 +84,8 @@ def test_nothing_meets_a_box_without_values() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"),
+    ("seconds", "shown"),
     [(-5.0, "0 s"), (59.4, "59 s"), (60.0, "1.0 m"), (5400.0, "1.5 h"), (3 * 86400.0, "3.0 d")],
 )
-def test_an_age_is_told_in_its_largest_unit(seconds: float, said: str) -> None:
-    assert _age(seconds) == said
+def test_an_age_is_shown_in_its_largest_unit(seconds: float, shown: str) -> None:
+    assert _age(seconds) == shown

@@ -1,4 +1,4 @@
-"""What is handed to the thread that copies snapshots to another node."""
+"""Hand snapshots to the thread that copies them to another node."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture
-def patient_threads() -> Iterator[None]:
+def threads_without_timeout() -> Iterator[None]:
     """A thread goes on until it waits for something."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(10)
@@ -40,10 +40,10 @@ class Network:
         return True
 
     def close(self) -> None:
-        """Nobody is told."""
+        """Notify nobody."""
 
 
-@pytest.mark.usefixtures("patient_threads")
+@pytest.mark.usefixtures("threads_without_timeout")
 def test_a_snapshot_that_is_overwritten_before_the_copy_begins_goes_out_under_its_own_page(tmp_path: Path) -> None:
     """Else the page would be empty, which is the farewell: its keeper would leave, and there would be no copy more."""
     network = Network()
@@ -52,7 +52,7 @@ def test_a_snapshot_that_is_overwritten_before_the_copy_begins_goes_out_under_it
     moment = Moment(Position(step=7, samples=0, tokens=0), 1, "session")
     claim = slot.finalize(moment, ShardKey(0, 1), "layout", "settings")
     copying.offer(slot, 7)
-    slot.invalidate(slot.path)  # as its writer does when it has waited in vain for an earlier copy
+    slot.invalidate(slot.path)  # as its writer does when it has waited without effect for an earlier copy
     assert copying.wait(10)
     header = parse_header(network.pages[0], "sent")
     assert header is not None
@@ -101,7 +101,7 @@ def test_a_snapshot_that_comes_while_another_is_under_way_is_not_copied(tmp_path
     assert network.farewells == 1
 
 
-def test_a_buddy_that_is_gone_ends_the_copying_and_gets_no_farewell(
+def test_a_missing_buddy_ends_the_copying_and_gets_no_farewell(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     network = SlowNetwork()

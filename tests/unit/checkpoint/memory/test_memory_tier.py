@@ -194,7 +194,7 @@ def test_an_abandoned_future_is_forgotten_at_resume(tmp_path: Path) -> None:
     third.manager.close()
 
 
-def test_no_room_in_memory_switches_the_tier_off_with_a_sentence(
+def test_no_space_in_memory_switches_the_tier_off_with_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import errno

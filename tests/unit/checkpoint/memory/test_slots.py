@@ -119,7 +119,7 @@ class SlowCopy:
     def close(self) -> None: ...
 
 
-def test_a_copy_that_does_not_arrive_is_waited_for_once_and_told_once(tier: MemoryTier) -> None:
+def test_a_copy_that_does_not_arrive_is_waited_for_once_and_reported_once(tier: MemoryTier) -> None:
     copy = SlowCopy()
     tier._copying = copy
     for _ in range(3):

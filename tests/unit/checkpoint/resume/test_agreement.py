@@ -230,9 +230,9 @@ def test_an_odd_node_makes_a_ring_of_three() -> None:
 
 @settings(max_examples=trials(200))
 @given(clusters(), st.sets(st.integers(0, 4), max_size=2))
-def test_each_shard_of_a_single_node_has_one_guard_on_another(views: Any, without_room: set[int]) -> None:
+def test_each_shard_of_a_single_node_has_one_guard_on_another(views: Any, without_capacity: set[int]) -> None:
     stores = {v.store for v in views}
-    usable = stores - {f"node-{number}" for number in without_room}
+    usable = stores - {f"node-{number}" for number in without_capacity}
     found = choose_buddies(views, usable)
     holders = {v.needs: {w.store for w in views if w.needs == v.needs} for v in views}
     single = {key for key, where in holders.items() if len(where) == 1 and where <= usable}

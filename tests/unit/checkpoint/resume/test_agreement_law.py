@@ -40,7 +40,7 @@ OWN, KEPT = 3, 2
 
 
 def plainly(views: Sequence[RankView], durable_steps: Sequence[int]) -> Decision:
-    """What `decide` shall say."""
+    """Decide by the plain rules, as `decide` must."""
     complete = [
         moment
         for moment in {claim.moment for view in views for claim in view.claims}
@@ -120,8 +120,8 @@ def worlds(draw: Any) -> list[RankView]:
 STEPS = st.lists(st.integers(0, 5), max_size=3)
 
 
-def as_told(views: list[RankView]) -> SnapshotInventory:
-    """What all ranks know when each has told what it speaks for."""
+def as_reported(views: list[RankView]) -> SnapshotInventory:
+    """Return what all ranks know when each has reported the claims that it represents."""
     return SnapshotInventory(
         [RankView(view.rank, view.store, view.needs, view.layout) for view in views],
         [claims_to_report(views, view.rank, view.claims) for view in views],
@@ -136,11 +136,11 @@ def test_the_decision_is_that_of_the_plain_rules(views: list[RankView], durable:
 
 @settings(max_examples=trials(200))
 @given(worlds(), STEPS)
-def test_ranks_that_tell_of_each_snapshot_once_decide_as_if_each_had_told_everything(
+def test_ranks_that_report_each_snapshot_once_decide_as_if_each_had_reported_everything(
     views: list[RankView], durable: list[int]
 ) -> None:
-    told = as_told(views).views()
-    assert decide(told, durable) == plainly(views, durable)
+    reported = as_reported(views).views()
+    assert decide(reported, durable) == plainly(views, durable)
     needed = {view.needs for view in views}
     everything = {(view.store, claim) for view in views for claim in view.claims if claim.key in needed}
     assert sum(len(claims_to_report(views, view.rank, view.claims)) for view in views) == len(everything)
@@ -148,10 +148,10 @@ def test_ranks_that_tell_of_each_snapshot_once_decide_as_if_each_had_told_everyt
 
 @settings(max_examples=trials(150))
 @given(worlds(), STEPS, st.data())
-def test_a_snapshot_that_one_rank_finds_damaged_is_gone_for_its_whole_node(
+def test_a_snapshot_that_one_rank_finds_damaged_is_missing_for_its_whole_node(
     views: list[RankView], durable: list[int], data: st.DataObject
 ) -> None:
-    holdings = as_told(views)
+    holdings = as_reported(views)
     rank = data.draw(st.sampled_from(range(len(views))))
     lost = data.draw(st.sets(st.sampled_from(sorted(views[rank].claims)))) if views[rank].claims else set()
     holdings.remove_claims(rank, lost)
@@ -164,8 +164,10 @@ def test_a_snapshot_that_one_rank_finds_damaged_is_gone_for_its_whole_node(
 
 @settings(max_examples=trials(150))
 @given(worlds(), STEPS, st.integers(0, 23))
-def test_ranks_of_a_node_without_room_help_themselves(views: list[RankView], durable: list[int], number: int) -> None:
-    holdings = as_told(views)
+def test_ranks_of_a_node_without_capacity_help_themselves(
+    views: list[RankView], durable: list[int], number: int
+) -> None:
+    holdings = as_reported(views)
     store = views[number % len(views)].store
     holdings.split([number % len(views)])
     alone = sum(view.store == store for view in views) == 1
@@ -179,7 +181,7 @@ def test_ranks_of_a_node_without_room_help_themselves(views: list[RankView], dur
 @settings(max_examples=trials(150))
 @given(worlds())
 def test_what_a_rank_has_after_the_exchange_stems_from_a_store_that_had_it(views: list[RankView]) -> None:
-    holdings = as_told(views)
+    holdings = as_reported(views)
     decision = decide(holdings.views(), [])
     if not isinstance(decision, FromMemory):
         return
@@ -240,7 +242,7 @@ def bytecodes(module: Any, call: Callable[[], object]) -> int:
 @pytest.mark.parametrize("replaced", [0, 1])
 def test_the_decision_costs_in_proportion_to_ranks_and_snapshots(replaced: int) -> None:
     """A quarter of the nodes came new, or none."""
-    worlds = [as_told(fleet(ranks, replaced=replaced * ranks // 128)).views() for ranks in (128, 1024)]
+    worlds = [as_reported(fleet(ranks, replaced=replaced * ranks // 128)).views() for ranks in (128, 1024)]
     small, large = (bytecodes(agreement, lambda views=views: decide(views, [1])) for views in worlds)
     assert isinstance(decide(worlds[1], [1]), FromMemory)
     assert large < 8.5 * small
@@ -256,9 +258,9 @@ def test_choosing_buddies_costs_in_proportion_to_the_ranks() -> None:
 
 
 def test_a_start_from_memory_costs_the_first_rank_less_than_256_bytes_of_every_other() -> None:
-    """It then hears less than a MiB at 4,096 ranks; `docs/scale.md` says how much."""
+    """It then receives less than a MiB at 4,096 ranks; `docs/scale.md` shows how much."""
     views = fleet(512)
     places = [RankView(view.rank, view.store, view.needs, view.layout) for view in views]
-    told = [claims_to_report(views, view.rank, view.claims) for view in views]
-    heard = sum(len(pack([pickle.dumps(each) for each in values])) for values in (places, told))
-    assert heard < 256 * len(views)
+    reported = [claims_to_report(views, view.rank, view.claims) for view in views]
+    received = sum(len(pack([pickle.dumps(each) for each in values])) for values in (places, reported))
+    assert received < 256 * len(views)

@@ -1,4 +1,4 @@
-"""What the first rank makes of a start, carried out by ranks that are no more than sets of snapshots."""
+"""Coordinate a start on the first rank; the ranks that carry it out are sets of snapshots."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def committed(step: int) -> Committed:
 
 
 class Ranks:
-    """All ranks of a start around one leader; what each rank says and hears is kept for counting."""
+    """All ranks of a start around one leader; what each rank sends and receives is kept for counting."""
 
     def __init__(self, views: Sequence[RankView], durable: Sequence[int] = ()) -> None:
         self.views = views
@@ -56,9 +56,9 @@ class Ranks:
         self.sent: dict[tuple[int, ShardKey], Claim] = {}
         self.rounds: list[tuple[list[Any], list[Any]]] = []
 
-    def ask(self, said: list[Any], decide: Any) -> list[Any]:
-        answers = decide(said)
-        self.rounds.append((said, answers))
+    def ask(self, sent_values: list[Any], decide: Any) -> list[Any]:
+        answers = decide(sent_values)
+        self.rounds.append((sent_values, answers))
         assert len(answers) == len(self.views)
         return answers
 
@@ -170,28 +170,30 @@ def test_the_error_of_one_rank_is_raised_for_all() -> None:
         leader.next_orders([RankReport(), RankReport(ok=False, error=StorageError("no answer")), *[RankReport()] * 62])
 
 
-def test_what_all_are_told_of_many_warnings_is_bounded_and_the_first_rank_has_them_all() -> None:
+def test_warnings_that_all_ranks_receive_are_bounded_and_the_first_rank_has_them_all() -> None:
     ranks = Ranks(fleet(64))
     leader = ranks.leader
     leader.collect(list(ranks.views))
     leader.decide([ClaimReport(warnings=(f"rank {rank}: no room",)) for rank in range(64)])
     assert len(leader.warnings) == 64
-    (told,) = {end.agreed.warnings for end in leader.next_orders([RankReport() for _ in ranks.views])}
-    assert len(told) == SHARED_WARNINGS + 1
-    assert told[-1] == "44 more such warnings are in the output of rank 0"
+    (shared,) = {end.agreed.warnings for end in leader.next_orders([RankReport() for _ in ranks.views])}
+    assert len(shared) == SHARED_WARNINGS + 1
+    assert shared[-1] == "44 more such warnings are in the output of rank 0"
 
 
 def travelled(rounds: Sequence[tuple[list[Any], list[Any]]]) -> tuple[int, int]:
     """Bytes of the whole job, and those that the rank handles which handles most after the first."""
     total, most = 0, 0
-    for said, answers in rounds:
-        size = len(said)
+    for sent_values, answers in rounds:
+        size = len(sent_values)
         loads = [0] * size
         distance = 1
         while distance < size:
             for rank in range(distance, size, 2 * distance):
                 group = slice(rank, min(rank + distance, size))
-                data = len(pack([pickle.dumps(each) for each in said[group]])) + len(part("value", answers[group]))
+                data = len(pack([pickle.dumps(each) for each in sent_values[group]])) + len(
+                    part("value", answers[group])
+                )
                 total += data
                 loads[rank] += data
                 loads[rank - distance] += data
@@ -220,7 +222,7 @@ def test_the_bytes_of_a_start_grow_with_ranks_and_the_height_of_the_tree(replace
     assert most < 256 * 1024
 
 
-def test_each_guard_that_has_room_is_known_to_both_its_ranks_and_to_the_keeping_node() -> None:
+def test_each_guard_that_has_capacity_is_known_to_both_its_ranks_and_to_the_keeping_node() -> None:
     world = Ranks(fleet(128))
     world.start()
     wanted, views = world.leader.wanted, world.leader.views
@@ -233,11 +235,11 @@ def test_each_guard_that_has_room_is_known_to_both_its_ranks_and_to_the_keeping_
         )
         for rank, mine in enumerate(tasks)
     ]
-    promises = assignments_of(wanted, views, capacities)
+    assignments = assignments_of(wanted, views, capacities)
     for number, guard in enumerate(wanted):
-        knowing = {rank for rank, assignment in enumerate(promises) if number in assignment.numbers}
+        knowing = {rank for rank, assignment in enumerate(assignments) if number in assignment.numbers}
         assert knowing == (set() if number in full else {guard.source, guard.target})
         here = views[guard.target].store
-        assert all((guard.key in promises[v.rank].keys) == (number not in full) for v in views if v.store == here)
+        assert all((guard.key in assignments[v.rank].keys) == (number not in full) for v in views if v.store == here)
     assert all(task.payload_bytes == task.guard.source for mine in tasks for task in mine)
-    assert {assignment.warnings for assignment in promises} == {("5",)}
+    assert {assignment.warnings for assignment in assignments} == {("5",)}

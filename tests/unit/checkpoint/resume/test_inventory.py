@@ -1,4 +1,4 @@
-"""What the stores hold: ranks that share one without room help themselves, and each still reads what is there."""
+"""Take stock of stores: ranks that share one without capacity help themselves and read what is there."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def holdings() -> SnapshotInventory:
     return SnapshotInventory(views, [[CLAIM], [], []])
 
 
-def test_of_ranks_that_share_a_store_one_speaks_for_it() -> None:
+def test_of_ranks_that_share_a_store_one_reports_it() -> None:
     assert [(view.store, set(view.claims)) for view in holdings().views()] == [
         ("a", {CLAIM}),
         ("a", set()),
@@ -26,7 +26,7 @@ def test_of_ranks_that_share_a_store_one_speaks_for_it() -> None:
     ]
 
 
-def test_ranks_that_share_a_store_without_room_are_planned_for_one_by_one() -> None:
+def test_ranks_that_share_a_store_without_capacity_are_planned_for_one_by_one() -> None:
     found = holdings()
     found.split([1, 2])
     assert [(view.store, set(view.claims)) for view in found.views()] == [

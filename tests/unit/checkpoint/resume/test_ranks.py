@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from checkpoint_scenarios import (
-    deal_with_failures,
+    gather_texts,
+    reduce_with_failures,
     report_after,
     save_as_a_peer_dies,
-    say_and_hear,
-    settle_with_failures,
+    scatter_with_failures,
 )
 
 from trainium_trainer.checkpoint.memory.snapshot import read_header
@@ -180,11 +180,11 @@ def test_a_damaged_copy_on_a_node_of_two_ranks_turns_all_ranks_to_the_step_befor
     assert all(any("damaged" in warning for warning in report["warnings"]) for report in reports)
 
 
-def test_a_node_without_room_for_copies_says_so_and_goes_on(
+def test_a_node_without_capacity_for_copies_warns_and_continues(
     world: Callable[..., list[dict[str, Any]]], tmp_path: Path
 ) -> None:
     nodes = memories(tmp_path, 2)
-    reports = world(2, report_after, tmp_path / "root", nodes, 3, {"room_for": 3}, mode="FullySharded")
+    reports = world(2, report_after, tmp_path / "root", nodes, 3, {"snapshots": 3}, mode="FullySharded")
     assert [report["guarded"] for report in reports] == [-1, -1]
     assert any("keeps no copies of another's snapshots" in warning for warning in reports[0]["warnings"])
     assert_right(world(2, report_after, tmp_path / "root", nodes, 3, {}, mode="FullySharded"), 3)
@@ -204,7 +204,7 @@ def test_damage_that_one_rank_finds_turns_all_ranks_to_the_previous_checkpoint(
     assert all(len(report["warnings"]) == 1 for report in reports)
 
 
-def test_a_peer_that_dies_before_it_hears_of_the_commit_takes_nothing_of_the_checkpoint_away(
+def test_a_peer_that_dies_before_it_receives_the_commit_takes_nothing_of_the_checkpoint_away(
     world: Callable[..., list[Any]], tmp_path: Path
 ) -> None:
     (failure,) = world(2, save_as_a_peer_dies, tmp_path / "root", killed=1)
@@ -214,7 +214,7 @@ def test_a_peer_that_dies_before_it_hears_of_the_commit_takes_nothing_of_the_che
     assert_right(world(2, report_after, tmp_path / "root", None, 1, {}), 1)
 
 
-def test_all_ranks_hear_that_the_store_cannot_be_used(
+def test_all_ranks_report_that_the_store_cannot_be_used(
     world: Callable[..., list[dict[str, Any]]], tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -235,17 +235,17 @@ def test_tensor_parallel_replicas_resume_from_memory_and_peers(
 
 
 @pytest.mark.parametrize("sizes", [[3, 0], [0, 100_000, 7], [1, 2, 3, 4], [5, 0, 1, 70_000, 2]])
-def test_every_rank_hears_every_rank_in_order_however_much_each_says(
+def test_every_rank_receives_the_texts_of_all_ranks_in_order_of_any_length(
     world: Callable[..., list[list[str]]], sizes: list[int]
 ) -> None:
     expected = ["abcde"[rank] * size for rank, size in enumerate(sizes)]
-    assert world(len(sizes), say_and_hear, sizes) == [expected] * len(sizes)
+    assert world(len(sizes), gather_texts, sizes) == [expected] * len(sizes)
 
 
-def test_all_ranks_hear_what_the_first_decides_and_the_first_error_with_a_sentence(
+def test_all_ranks_receive_what_the_first_decides_and_the_first_error_with_a_sentence(
     world: Callable[..., list[list[str]]],
 ) -> None:
-    first, *others = world(3, settle_with_failures)
+    first, *others = world(3, reduce_with_failures)
     assert others == [first, first]
     assert first[:5] == [
         "3",
@@ -267,10 +267,10 @@ def test_all_ranks_hear_what_the_first_decides_and_the_first_error_with_a_senten
 def test_each_rank_gets_its_own_answer_and_all_get_the_same_error(
     world: Callable[..., list[list[str]]], size: int
 ) -> None:
-    said = "abcdefgh"[:size]
-    results = world(size, deal_with_failures)
+    letters = "abcdefgh"[:size]
+    results = world(size, scatter_with_failures)
     for rank, found in enumerate(results):
-        assert found[0] == found[5] == f"{rank} of {said}{'x' * 50_000 * (rank == 1)}"
+        assert found[0] == found[5] == f"{rank} of {letters}{'x' * 50_000 * (rank == 1)}"
     assert [found[1:5] for found in results] == [results[0][1:5]] * size
     assert results[0][1:4] == [
         "StorageError: two",
@@ -283,4 +283,4 @@ def test_each_rank_gets_its_own_answer_and_all_get_the_same_error(
 def test_no_search_for_circles_of_objects_while_the_first_rank_decides_and_one_afterwards(
     world: Callable[..., list[list[str]]],
 ) -> None:
-    assert [found[6] for found in world(2, deal_with_failures)] == ["FalseTrue"] * 2
+    assert [found[6] for found in world(2, scatter_with_failures)] == ["FalseTrue"] * 2

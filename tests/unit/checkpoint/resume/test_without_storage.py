@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(180)
 
 ALPHA = JobIdentity("c", "team", "alpha", "uid-alpha")
 BETA = JobIdentity("c", "team", "beta", "uid-beta")
-PATIENT = {"failureTolerance": 100}
+TOLERANT = {"failureTolerance": 100}
 
 
 class TroubledStorage(HookedStorage):
@@ -60,25 +60,25 @@ def first_run(tmp_path: Path, store: TroubledStorage, **settings: Any) -> None:
     run.manager.close()
 
 
-@pytest.mark.parametrize("trouble", ["full", "away"])
+@pytest.mark.parametrize("problem", ["full", "away"])
 def test_a_restart_in_place_goes_on_from_memory_and_saves_when_the_store_is_back(
-    tmp_path: Path, store: TroubledStorage, trouble: str
+    tmp_path: Path, store: TroubledStorage, problem: str
 ) -> None:
     first_run(tmp_path, store)
-    setattr(store, trouble, True)
-    again = solo(tmp_path / "root", tmp_path / "memory", storage=store, job=ALPHA, durable=PATIENT)
+    setattr(store, problem, True)
+    again = solo(tmp_path / "root", tmp_path / "memory", storage=store, job=ALPHA, durable=TOLERANT)
     assert (again.resumed.step, again.report()["source"], again.wrong) == (5, "memory", [])
     assert any("training goes on, and saves as soon as" in warning for warning in again.manager.warnings)
     again.to(6, save_at=(6,)).manager._durable._thread.join()
     again.to(8)
-    assert again.manager.durable_step == (3 if trouble == "full" else -1)
-    setattr(store, trouble, False)
+    assert again.manager.durable_step == (3 if problem == "full" else -1)
+    setattr(store, problem, False)
     again.to(9, save_at=(9,)).settle()
     assert again.manager.durable_step == 9
     again.manager.close()
 
 
-def test_without_memory_a_start_on_a_full_store_ends_and_says_so(tmp_path: Path, store: TroubledStorage) -> None:
+def test_without_memory_a_start_on_a_full_store_ends_with_the_reason(tmp_path: Path, store: TroubledStorage) -> None:
     first_run(tmp_path, store)
     new = TroubledStorage(tmp_path / "new")
     store.full = new.full = True
@@ -106,7 +106,7 @@ def test_a_start_without_the_fence_does_not_take_it_from_a_newer_generation(
 ) -> None:
     first_run(tmp_path, store)
     store.full = True
-    old = solo(tmp_path / "root", tmp_path / "memory", storage=store, job=ALPHA, durable=PATIENT)
+    old = solo(tmp_path / "root", tmp_path / "memory", storage=store, job=ALPHA, durable=TOLERANT)
     store.full = False
     new = solo(tmp_path / "root", tmp_path / "elsewhere", job=ALPHA, generation=2)
     with pytest.raises(StaleGenerationError):

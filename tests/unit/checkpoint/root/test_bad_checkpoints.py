@@ -52,7 +52,7 @@ def newer_format(root: Path) -> None:
 
 
 def nothing(_: Path) -> None:
-    """The checkpoint is sound; the run is of another model."""
+    """Leave the checkpoint intact; the run is of another model."""
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_a_store_that_fails_five_times_in_a_row_costs_time_and_nothing_else(tmp_
     assert solo(tmp_path).resumed.step == 1
 
 
-def test_a_folder_that_stands_still_and_comes_back_stops_no_step(tmp_path: Path) -> None:
+def test_a_folder_that_stalls_and_recovers_stops_no_step(tmp_path: Path) -> None:
     stalled, back = threading.Event(), threading.Event()
 
     def stall(what: str) -> None:
@@ -111,11 +111,11 @@ def test_a_folder_that_stands_still_and_comes_back_stops_no_step(tmp_path: Path)
     run.settle()
     assert run.manager.durable_step == 1
     assert solo(tmp_path).wrong == []
-    # What stands still for a minute is waited for.
+    # A stall of a minute is waited for.
     assert CheckpointConfig.model_validate({"path": "x"}).durable.save_timeout_seconds > 60
 
 
-def test_a_bucket_that_stands_still_for_two_requests_is_borne(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bucket_that_stalls_for_two_requests_is_tolerated(monkeypatch: pytest.MonkeyPatch) -> None:
     """By default a request is given up after 30 s, so that a store which stalls for 60 s costs two of them."""
     with S3Server(page_size=3) as server:
         server.make_bucket("bucket")

@@ -82,7 +82,7 @@ def test_inspect_lists_verifies_and_sets_aside(root: str, capsys: pytest.Capture
     assert rows(root, capsys, "--verify") == (ExitCode.FINISHED, kept | {"step-9": "set aside"})
 
 
-def test_a_save_that_ends_between_the_look_and_the_repair_counts(tmp_path: Path) -> None:
+def test_a_save_that_ends_between_the_survey_and_the_repair_counts(tmp_path: Path) -> None:
     run = solo(str(tmp_path)).to(1, save_at=(1,)).settle()
     receipt = tmp_path / "step-1" / "COMMITTED"
     text = receipt.read_bytes()

@@ -20,7 +20,7 @@ MANY = 1000
 
 
 class Store:
-    """Counts questions; says that the run belongs to another when told to, and nothing while it is `stalled`."""
+    """Count requests; report another owner on request, and nothing while it is `stalled`."""
 
     def __init__(self) -> None:
         self.asked = 0
@@ -39,7 +39,7 @@ class Store:
 
 
 class Steps:
-    """A rank whose steps take as long as the test says."""
+    """A rank whose steps take as long as the test requires."""
 
     def __init__(self, ask: Callable[[], None], patience: float = 60.0) -> None:
         self._now = 0.0

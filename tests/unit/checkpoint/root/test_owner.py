@@ -174,8 +174,8 @@ def test_the_owner_is_known_before_anything_else_is_written(tmp_path: Path) -> N
     written: list[str] = []
     storage = HookedStorage(tmp_path, lambda what: written.append(what.removeprefix("before ")))
     solo(tmp_path, job=ALPHA, storage=storage).manager.close()
-    begun = [what for what in written if not what.startswith("after")]
-    assert begun[:2] == ["create OWNER-1", f"write {GENERATION_FENCE_NAME}"]
+    started = [what for what in written if not what.startswith("after")]
+    assert started[:2] == ["create OWNER-1", f"write {GENERATION_FENCE_NAME}"]
 
 
 def test_a_record_that_cannot_be_read_is_refused_with_what_to_do(tmp_path: Path) -> None:

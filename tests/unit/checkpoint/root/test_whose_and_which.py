@@ -1,4 +1,4 @@
-"""Whose a root is, which of its checkpoints is meant, and what is said when two runs or settings meet in one."""
+"""Whose a root is, which of its checkpoints is meant, and what is reported when two runs or settings meet in one."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_a_job_that_lost_the_race_for_a_folder_that_it_may_take_over_tries_again
     records = OwnerRecords(HookedStorage(tmp_path, rival), beta, take_over="team-a/alpha")
     with pytest.raises(OSError, match="the owner of the folder has just changed"):
         records.take_ownership()
-    records.take_ownership()  # as whoever tries again does
+    records.take_ownership()  # as a retry does
     assert records.is_held()
 
 

@@ -50,7 +50,7 @@ def build(mode: Recompute) -> Llama:
 
 
 def kept_bytes(model: Llama, tokens: torch.Tensor) -> int:
-    """What a forward pass leaves allocated for the backward pass, its output among it."""
+    """Return the bytes that a forward pass leaves allocated for the backward pass, its output among it."""
     model(tokens)  # tables are made once
     with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
         out = model(tokens)

@@ -1,4 +1,4 @@
-"""What the sharded layouts send: weights once a step, or for every pass."""
+"""Count what the sharded layouts send: weights once a step, or for every pass."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ def test_a_tag_has_the_files_and_the_keys_that_nxd_gives_them(tmp_path: Path) ->
 
 
 def cut_by_hand(tag: Path, wanted: dict[str, torch.Tensor], *, zero1: int, xser: bool = False) -> None:
-    """What NxD writes for a Llama of plain column- and row-parallel layers at tp 2, pp 2: written from its description.
+    """Write what NxD writes for a Llama of plain column- and row-parallel layers at tp 2, pp 2, by its description.
 
     The optimizer has two groups, of which norms do not decay, as NxD's example has them.
     """
@@ -212,7 +212,7 @@ def cut_by_hand(tag: Path, wanted: dict[str, torch.Tensor], *, zero1: int, xser:
 
 
 def save(path: Path, content: dict[str, Any], *, xser: bool) -> None:
-    """As `torch.save`, or as NxD does with `use_xser`: references in the file, tensors in files of their own."""
+    """Save as `torch.save` does, or as NxD with `use_xser`: references in the file, each tensor in a separate file."""
     if not xser:
         torch.save(content, path)
         return
@@ -333,7 +333,7 @@ def test_a_checkpoint_of_a_tuning_which_is_no_whole_model_is_refused(tmp_path: P
     assert not (tmp_path / "tag").exists()
 
 
-def test_the_commands_say_what_they_did_and_what_they_cannot_do(
+def test_the_commands_report_what_they_did_and_what_they_cannot_do(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from trainium_trainer import cli

@@ -1,4 +1,4 @@
-"""How the ranks of backend Nxd divide a state: the boxes that they hold, and each value in one file."""
+"""Divide a state among ranks of backend Nxd: the boxes that they hold, and each value in one file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which ranks of backend Nxd have graphs of their own, so that all are compiled ahead and none twice."""
+"""Choose the ranks of backend Nxd that have separate graphs, so that all are compiled ahead and none twice."""
 
 from __future__ import annotations
 

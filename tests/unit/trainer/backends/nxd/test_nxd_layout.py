@@ -1,4 +1,4 @@
-"""What NxD's layers stack, repeat and pad is found again under Hugging Face's names: every value once, where it was."""
+"""Find what NxD's layers stack, repeat and pad under Hugging Face's names: every value once, where it was."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def whole_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 
 def counted(pieces: list[Piece]) -> dict[str, torch.Tensor]:
-    """How often each value of each whole tensor is held."""
+    """Count how often each value of each whole tensor is held."""
     counts = {name: torch.zeros(size, dtype=torch.int64) for name, size in whole_sizes(SHAPE).items()}
     for piece in pieces:
         assert counts[piece.name].shape == piece.whole
@@ -66,7 +66,7 @@ def counted(pieces: list[Piece]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("size", "order"), DIVISIONS)
-def test_the_ranks_hold_every_value_of_every_tensor_as_often_as_they_say(size: int, order: str) -> None:
+def test_the_ranks_hold_every_value_of_every_tensor_as_often_as_they_report(size: int, order: str) -> None:
     pieces = [piece for rank in ranks(size, order) for name in PARAMETERS for piece in rank.pieces(name)]
     replicas = {piece.name: piece.replicas for piece in pieces}
     for name, counts in counted(pieces).items():

@@ -1,4 +1,4 @@
-"""What backend Nxd cannot do is a sentence: from the configuration alone, or from the node before a device is used."""
+"""Refuse what backend Nxd cannot do: by the configuration alone, or by the node before a device is used."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def settings(ranks: int = 1, *, node: int = 1, alone: bool = False, **fields: An
 
 
 @pytest.mark.parametrize(
-    ("ranks", "fields", "said"),
+    ("ranks", "fields", "sentence"),
     [
         (2, {"parallelism": {"pipeline": 2}}, "parallelism.pipeline is 2, but backend Nxd has no pipeline: use 1"),
         (1, {"device": "Cpu"}, "device is Cpu, but backend Nxd computes on NeuronCores only: leave device out"),
@@ -46,10 +46,10 @@ def settings(ranks: int = 1, *, node: int = 1, alone: bool = False, **fields: An
         (1, {"data": PACKED}, "data.examples.packing cannot be had with the Nxd backend: leave it out"),
     ],
 )
-def test_what_it_cannot_do_is_refused_by_the_configuration(ranks: int, fields: dict[str, Any], said: str) -> None:
+def test_what_it_cannot_do_is_refused_by_the_configuration(ranks: int, fields: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UserError) as refused:
         refuse_what_it_cannot(settings(ranks, **fields))
-    assert said in str(refused.value)
+    assert sentence in str(refused.value)
 
 
 def test_what_only_replicas_break_is_allowed_without_replicas() -> None:
@@ -58,14 +58,14 @@ def test_what_only_replicas_break_is_allowed_without_replicas() -> None:
     refuse_what_it_cannot(settings(2, precision="BFloat16"))
 
 
-@pytest.mark.parametrize("command", [("check", "--ranks", "2"), ("train",), ("precompile",)])
-def test_every_command_says_it_before_it_begins(
+@pytest.mark.parametrize("command", [("check", "--ranks", "2"), ("train",), ("precompile", "--sizes", "1")])
+def test_every_command_refuses_before_it_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], command: tuple[str, ...]
 ) -> None:
-    document = {"backend": "Nxd", "model": {"preset": "Llama2-7B"}, "parallelism": {"pipeline": 2}}
+    document = {"backend": "Nxd", "device": "Cpu", "model": {"preset": "Llama2-7B"}}
     (tmp_path / "trainer.yaml").write_text(yaml.safe_dump(document))
-    assert run(["check", "--config", str(tmp_path / "trainer.yaml"), "--ranks", "2"]) == 64
-    assert "backend Nxd has no pipeline" in capsys.readouterr().err
+    assert run([command[0], "--config", str(tmp_path / "trainer.yaml"), *command[1:]]) == 64
+    assert "device is Cpu, but backend Nxd computes on NeuronCores only" in capsys.readouterr().err
 
 
 @pytest.fixture

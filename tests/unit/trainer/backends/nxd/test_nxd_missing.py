@@ -45,7 +45,7 @@ def test_importing_the_backend_names_what_is_missing_and_where_it_is(packages: P
     assert find_exit_code(error) == 64
 
 
-def test_a_package_that_lacks_another_is_told_by_the_one_that_lacks(packages: Path) -> None:
+def test_a_package_that_lacks_another_is_reported_by_the_missing_one(packages: Path) -> None:
     (packages / "torch_xla.py").touch()
     (packages / "neuronx_distributed.py").write_text("import torch_neuronx_of_no_machine\n")
     assert "but torch_neuronx_of_no_machine cannot be imported" in str(refusal())
