@@ -72,7 +72,7 @@ class World:
         self.leading = True
         self.orphaned: set[str] = set()
         """Pods whose job was deleted."""
-        self.due: asyncio.Event | None = None
+        self.serving_event: asyncio.Event | None = None
         self.api_up = True
         self.notes: list[tuple[str, str, bool]] = []
         self.server = CoordinatorServer(
@@ -80,7 +80,7 @@ class World:
             Authenticator(self.review, self, wall_clock=time.time),
             is_serving=lambda: self.leading,
             notify=lambda *note: self.notes.append(note),
-            until_serving=lambda: self.due.wait() if self.due is not None else None,
+            until_serving=lambda: self.serving_event.wait() if self.serving_event is not None else None,
         )
         self.port = 0
         self.trust: ssl.SSLContext | None = None

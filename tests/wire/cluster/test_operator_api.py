@@ -6,7 +6,7 @@ import json
 import pytest
 
 from tests.testing.api.fake_kubernetes import FakeCluster, Fault, refuse
-from tests.testing.suite.virtual_time import run_virtual
+from tests.testing.suite.virtual_time import in_virtual_time, run_virtual
 from trainium_operator.cluster.api import errors
 from trainium_operator.cluster.api.client import ATTEMPTS, Api
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, JOBS, LEASES, PODS
@@ -35,15 +35,13 @@ def failing(times: int, outcome: HttpResponse | Exception) -> Fault:
         ConnectionFailedError("reset"),
     ],
 )
-def test_every_verb_is_repeated_when_the_server_is_overloaded_or_away(outcome: HttpResponse | Exception) -> None:
-    async def scenario() -> None:
-        cluster = FakeCluster()
-        cluster.faults.append(failing(3, outcome))
-        await Api(cluster).create(CONFIG_MAPS, "default", BODY)
-        assert len(cluster.requests) == 4
-        assert cluster.names(CONFIG_MAPS) == ["a"]
-
-    run_virtual(scenario())
+@in_virtual_time
+async def test_every_verb_is_repeated_when_the_server_is_overloaded_or_away(outcome: HttpResponse | Exception) -> None:
+    cluster = FakeCluster()
+    cluster.faults.append(failing(3, outcome))
+    await Api(cluster).create(CONFIG_MAPS, "default", BODY)
+    assert len(cluster.requests) == 4
+    assert cluster.names(CONFIG_MAPS) == ["a"]
 
 
 def test_retry_after_is_honoured() -> None:
@@ -58,15 +56,13 @@ def test_retry_after_is_honoured() -> None:
     assert run_virtual(scenario()) == pytest.approx(7, abs=0.01)
 
 
-def test_it_gives_up_after_some_attempts_with_one_error() -> None:
-    async def scenario() -> None:
-        cluster = FakeCluster()
-        cluster.down = True
-        with pytest.raises(errors.UnavailableError):
-            await Api(cluster).get(CONFIG_MAPS, "default", "a")
-        assert len(cluster.requests) == ATTEMPTS
-
-    run_virtual(scenario())
+@in_virtual_time
+async def test_it_gives_up_after_some_attempts_with_one_error() -> None:
+    cluster = FakeCluster()
+    cluster.down = True
+    with pytest.raises(errors.UnavailableError):
+        await Api(cluster).get(CONFIG_MAPS, "default", "a")
+    assert len(cluster.requests) == ATTEMPTS
 
 
 @pytest.mark.parametrize(
@@ -82,27 +78,23 @@ def test_it_gives_up_after_some_attempts_with_one_error() -> None:
         (422, "Invalid", errors.InvalidError),
     ],
 )
-def test_other_refusals_are_raised_at_once_by_kind_and_with_the_servers_sentence(
+@in_virtual_time
+async def test_other_refusals_are_raised_at_once_by_kind_and_with_the_servers_sentence(
     status: int, reason: str, kind: type[errors.ApiError]
 ) -> None:
-    async def scenario() -> None:
-        cluster = FakeCluster()
-        cluster.faults.append(lambda *_: refuse(status, reason, "the server's sentence"))
-        with pytest.raises(kind, match="the server's sentence"):
-            await Api(cluster).get(CONFIG_MAPS, "default", "a")
-        assert len(cluster.requests) == 1
-
-    run_virtual(scenario())
+    cluster = FakeCluster()
+    cluster.faults.append(lambda *_: refuse(status, reason, "the server's sentence"))
+    with pytest.raises(kind, match="the server's sentence"):
+        await Api(cluster).get(CONFIG_MAPS, "default", "a")
+    assert len(cluster.requests) == 1
 
 
-def test_an_answer_that_is_not_json_is_still_an_error_with_its_status() -> None:
-    async def scenario() -> None:
-        cluster = FakeCluster()
-        cluster.faults.append(lambda *_: HttpResponse(502, {}, b"<html>bad gateway</html>"))
-        with pytest.raises(errors.UnavailableError, match=r"HTTP 502.*bad gateway"):
-            await Api(cluster).get(CONFIG_MAPS, "default", "a", attempts=1)
-
-    run_virtual(scenario())
+@in_virtual_time
+async def test_an_answer_that_is_not_json_is_still_an_error_with_its_status() -> None:
+    cluster = FakeCluster()
+    cluster.faults.append(lambda *_: HttpResponse(502, {}, b"<html>bad gateway</html>"))
+    with pytest.raises(errors.UnavailableError, match=r"HTTP 502.*bad gateway"):
+        await Api(cluster).get(CONFIG_MAPS, "default", "a", attempts=1)
 
 
 def test_paths_and_bodies_are_those_of_the_kubernetes_api() -> None:

@@ -1,6 +1,6 @@
-"""Jobs that claim their devices: the whole operator against an API server with claims, told again with it killed.
+"""Jobs that claim their devices: the whole operator against an API server with claims, repeated with it killed.
 
-What the claim controller, the scheduler and a driver do is played here as they do it on a real control plane
+What the claim controller, the scheduler and a driver do is simulated here as they do it on a real control plane
 (`tests/cluster/test_devices.py`). At no moment may there be a pod without the template that it names.
 """
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.testing.suite.virtual_time import run_virtual
+from tests.testing.suite.virtual_time import in_virtual_time, run_virtual
 from tests.testing.virtual.operator_process import training_job, until
 from tests.testing.virtual.replicas import World, world
 from trainium_operator.cluster.api.resources import CLAIMS, JOBS, NODES, PODS, SLICES, TEMPLATES
@@ -116,17 +116,17 @@ async def take_another_shape(seen: World) -> None:
     await seen.runs()
 
 
-STORIES: dict[str, Callable[[World], Awaitable[None]]] = {
+SCENARIOS: dict[str, Callable[[World], Awaitable[None]]] = {
     "taint": hand_over_for_a_taint,
     "shape": take_another_shape,
 }
 
 
-def tell(name: str, die_after_write: int | None = None) -> tuple[dict[str, Any], int]:
+def run_scenario(name: str, die_after_write: int | None = None) -> tuple[dict[str, Any], int]:
     async def scenario() -> tuple[dict[str, Any], int]:
         async with devices(claiming_job(), die_after_write=die_after_write) as seen:
             first = seen.processes["operator-0"]
-            await STORIES[name](seen)
+            await SCENARIOS[name](seen)
             await asyncio.sleep(SETTLE_SECONDS)
             status = seen.status()
             end = {
@@ -144,7 +144,7 @@ def tell(name: str, die_after_write: int | None = None) -> tuple[dict[str, Any],
 
 @cache
 def undisturbed(name: str) -> tuple[dict[str, Any], int]:
-    return tell(name)
+    return run_scenario(name)
 
 
 @pytest.mark.parametrize(("name", "causes"), [("taint", ["DeviceTainted"]), ("shape", [])])
@@ -158,56 +158,50 @@ def test_a_job_that_claims_devices_keeps_one_template_and_blames_nobody(name: st
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("apart", [pytest.param(1, marks=pytest.mark.long), 3])
 @pytest.mark.parametrize("name", ["taint", pytest.param("shape", marks=pytest.mark.long)])
-def test_a_story_of_devices_ends_the_same_whichever_write_the_operator_dies_after(name: str, apart: int) -> None:
+def test_a_scenario_of_devices_ends_the_same_whichever_write_the_operator_dies_after(name: str, apart: int) -> None:
     expected, writes = undisturbed(name)
     different = {}
     for write in range(1, writes + 1, apart):
-        end, _ = tell(name, write)
+        end, _ = run_scenario(name, write)
         if end != expected:
             different[write] = {key: (expected[key], end[key]) for key in expected if end[key] != expected[key]}
     assert different == {}
 
 
-def test_a_template_of_somebody_else_is_left_alone_and_told() -> None:
-    async def scenario() -> None:
-        async with devices(claiming_job()) as seen:
-            await seen.runs()
-            (name,) = seen.cluster.names(TEMPLATES)
-        async with world(job=claiming_job(), nodes=3, replicas=0, start=False, dra=True) as seen:
-            foreign = {"metadata": {"name": name}, "spec": {"spec": {"devices": {"requests": []}}}}
-            seen.cluster.add(TEMPLATES, foreign)
-            await seen.start_operator("operator-0")
-            told = f"ResourceClaimTemplate {name} exists and does not belong to this job"
-            await until(lambda: told in str(seen.status().get("conditions")), 60, "it is told")
-            assert seen.cluster.names(PODS) == []
-            assert seen.cluster.get(TEMPLATES, "default", name)["spec"] == foreign["spec"]
-
-    run_virtual(scenario())
+@in_virtual_time
+async def test_a_template_of_somebody_else_is_left_alone_and_reported() -> None:
+    async with devices(claiming_job()) as seen:
+        await seen.runs()
+        (name,) = seen.cluster.names(TEMPLATES)
+    async with world(job=claiming_job(), nodes=3, replicas=0, start=False, dra=True) as seen:
+        foreign = {"metadata": {"name": name}, "spec": {"spec": {"devices": {"requests": []}}}}
+        seen.cluster.add(TEMPLATES, foreign)
+        await seen.start_operator("operator-0")
+        conditions = f"ResourceClaimTemplate {name} exists and does not belong to this job"
+        await until(lambda: conditions in str(seen.status().get("conditions")), 60, "the condition")
+        assert seen.cluster.names(PODS) == []
+        assert seen.cluster.get(TEMPLATES, "default", name)["spec"] == foreign["spec"]
 
 
-def test_where_devices_cannot_be_claimed_the_other_jobs_train_and_nothing_of_devices_is_read() -> None:
-    async def scenario() -> None:
-        async with world(job=claiming_job(), nodes=6, replicas=0, start=False) as seen:
-            seen.cluster.add(JOBS, training_job("plain", replicas=2))
-            process = await seen.start_operator("operator-0")
-            await seen.runs(job="plain")
-            told = str(seen.status().get("conditions"))
-            assert "DeviceApiMissing" in told
-            assert "install the chart with dra.enabled=true" in told
-            assert {name.rpartition("-w-")[0] for name in seen.pods()} == {"plain"}
-            assert not process.runtime.caches.dra.slices.synced.is_set()
-
-    run_virtual(scenario())
+@in_virtual_time
+async def test_where_devices_cannot_be_claimed_the_other_jobs_train_and_nothing_of_devices_is_read() -> None:
+    async with world(job=claiming_job(), nodes=6, replicas=0, start=False) as seen:
+        seen.cluster.add(JOBS, training_job("plain", replicas=2))
+        process = await seen.start_operator("operator-0")
+        await seen.runs(job="plain")
+        conditions = str(seen.status().get("conditions"))
+        assert "DeviceApiMissing" in conditions
+        assert "install the chart with dra.enabled=true" in conditions
+        assert {name.rpartition("-w-")[0] for name in seen.pods()} == {"plain"}
+        assert not process.runtime.caches.dra.slices.synced.is_set()
 
 
-def test_nothing_of_devices_is_read_while_no_job_claims_any() -> None:
-    async def scenario() -> None:
-        async with world(job=training_job("llama", replicas=2), nodes=6, replicas=0, start=False, dra=True) as seen:
-            process = await seen.start_operator("operator-0")
-            await seen.runs()
-            assert not process.runtime.caches.dra.slices.synced.is_set()
-            seen.cluster.add(JOBS, {**claiming_job(), "metadata": {"name": "claiming", "namespace": "default"}})
-            await until(process.runtime.caches.dra.slices.synced.is_set, 60, "they are read now")
-            await until(lambda: "claiming-w-0" in seen.pods(), 60, "and the job begins")
-
-    run_virtual(scenario())
+@in_virtual_time
+async def test_nothing_of_devices_is_read_while_no_job_claims_any() -> None:
+    async with world(job=training_job("llama", replicas=2), nodes=6, replicas=0, start=False, dra=True) as seen:
+        process = await seen.start_operator("operator-0")
+        await seen.runs()
+        assert not process.runtime.caches.dra.slices.synced.is_set()
+        seen.cluster.add(JOBS, {**claiming_job(), "metadata": {"name": "claiming", "namespace": "default"}})
+        await until(process.runtime.caches.dra.slices.synced.is_set, 60, "they are read now")
+        await until(lambda: "claiming-w-0" in seen.pods(), 60, "and the job begins")

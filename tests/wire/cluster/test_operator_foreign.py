@@ -1,4 +1,4 @@
-"""Objects that say they belong to a job and do not: in other namespaces, of other kinds, with a copied uid."""
+"""Objects that claim to belong to a job and do not: in other namespaces, of other kinds, with a copied uid."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.testing.api.fake_kubernetes import FakeCluster
-from tests.testing.suite.virtual_time import run_virtual, settle
+from tests.testing.suite.virtual_time import in_virtual_time, run_virtual, settle
 from tests.testing.virtual.fake_workers import Workers
 from tests.testing.virtual.operator_process import OperatorProcess, training_job, until, wall_clock
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, DISRUPTION_BUDGETS, EVENTS, JOBS, PODS
@@ -71,7 +71,7 @@ def while_training(then: Callable[[FakeCluster, OperatorProcess, Workers], Await
         ("default", {"uid": "an-earlier-one"}, "llama"),
     ],
 )
-def test_a_pod_that_only_says_that_it_is_a_worker_changes_nothing(
+def test_a_pod_that_only_claims_to_be_a_worker_changes_nothing(
     namespace: str, changes: dict[str, Any], label: str
 ) -> None:
     async def then(cluster: FakeCluster, process: OperatorProcess, workers: Workers) -> None:
@@ -93,7 +93,7 @@ def test_a_pod_that_only_says_that_it_is_a_worker_changes_nothing(
     while_training(then)
 
 
-def test_an_agent_in_another_namespace_cannot_speak_in_a_job_whose_uid_it_copied() -> None:
+def test_an_agent_in_another_namespace_sends_no_messages_to_a_job_whose_uid_it_copied() -> None:
     async def then(cluster: FakeCluster, process: OperatorProcess, _workers: Workers) -> None:
         foreign = cluster.add(PODS, worker("llama-w-7", "elsewhere", owner(cluster)))
         uid = foreign["metadata"]["uid"]
@@ -132,69 +132,65 @@ TAKEN = [(CONFIG_MAPS, "llama-config", "PodsReady"), (DISRUPTION_BUDGETS, "llama
 
 
 @pytest.mark.parametrize(("resource", "name", "kind"), TAKEN, ids=["configuration", "budget"])
-def test_a_user_s_own_object_of_our_name_is_left_alone_and_told_until_it_is_gone(
+@in_virtual_time
+async def test_a_user_s_object_of_our_name_is_left_alone_and_reported_until_it_is_deleted(
     resource: Resource, name: str, kind: str
 ) -> None:
-    async def scenario() -> None:
-        cluster = FakeCluster(wall_clock)
-        mine = cluster.add(resource, {"metadata": {"name": name}, "data": {"mine": "x"}, "spec": {"minAvailable": 1}})
-        cluster.add(JOBS, training_job("llama"))
-        process, workers = OperatorProcess(cluster), Workers(cluster, nodes=3, total_steps=10_000)
-        workers.operator = process
-        running = asyncio.create_task(workers.run())
-        await process.start()
+    cluster = FakeCluster(wall_clock)
+    mine = cluster.add(resource, {"metadata": {"name": name}, "data": {"mine": "x"}, "spec": {"minAvailable": 1}})
+    cluster.add(JOBS, training_job("llama"))
+    process, workers = OperatorProcess(cluster), Workers(cluster, nodes=3, total_steps=10_000)
+    workers.operator = process
+    running = asyncio.create_task(workers.run())
+    await process.start()
 
-        def condition() -> dict[str, Any]:
-            status = cluster.get(JOBS, "default", "llama").get("status") or {}
-            return next((each for each in status.get("conditions", ()) if each["type"] == kind), {})
+    def condition() -> dict[str, Any]:
+        status = cluster.get(JOBS, "default", "llama").get("status") or {}
+        return next((each for each in status.get("conditions", ()) if each["type"] == kind), {})
 
-        await until(lambda: condition().get("reason") == "NameTaken", 120, "it is told")
-        assert f"{name} exists and does not belong to this job" in condition()["message"]
-        await asyncio.sleep(120)
-        assert condition()["reason"] == "NameTaken"
-        assert cluster.get(resource, "default", name) == mine
-        assert len([write for write in cluster.writes if write.path.endswith(resource.plural)]) < 60
-        cluster.remove(JOBS, "default", "llama")
-        assert cluster.get(resource, "default", name) == mine, "it was not collected with the job"
-        cluster.add(JOBS, training_job("llama"))
-        await until(lambda: condition().get("reason") == "NameTaken", 120, "it is told again")
-        cluster.remove(resource, "default", name)
-        await until(lambda: condition().get("reason") in ("AllReady", "DisruptionAllowed"), 180, "the job has its own")
-        assert cluster.get(resource, "default", name)["metadata"]["ownerReferences"]
-        running.cancel()
-        await process.kill()
-
-    run_virtual(scenario())
+    await until(lambda: condition().get("reason") == "NameTaken", 120, "it is told")
+    assert f"{name} exists and does not belong to this job" in condition()["message"]
+    await asyncio.sleep(120)
+    assert condition()["reason"] == "NameTaken"
+    assert cluster.get(resource, "default", name) == mine
+    assert len([write for write in cluster.writes if write.path.endswith(resource.plural)]) < 60
+    cluster.remove(JOBS, "default", "llama")
+    assert cluster.get(resource, "default", name) == mine, "it was not collected with the job"
+    cluster.add(JOBS, training_job("llama"))
+    await until(lambda: condition().get("reason") == "NameTaken", 120, "it is told again")
+    cluster.remove(resource, "default", name)
+    await until(lambda: condition().get("reason") in ("AllReady", "DisruptionAllowed"), 180, "the job has its own")
+    assert cluster.get(resource, "default", name)["metadata"]["ownerReferences"]
+    running.cancel()
+    await process.kill()
 
 
-def test_a_job_that_somebody_else_manages_is_not_touched_nor_are_its_pods_answered() -> None:
-    async def scenario() -> None:
-        cluster = FakeCluster(wall_clock)
-        raw = training_job("llama")
-        raw["spec"]["managedBy"] = "acme.io/scheduler"
-        raw["spec"]["ofAnotherVersion"] = {"that": ["this operator", 1, "cannot read"]}
-        cluster.add(JOBS, raw)
-        cluster.add(PODS, worker("llama-w-0", "default", owner(cluster)))
-        before = cluster.get(JOBS, "default", "llama")
-        process = OperatorProcess(cluster)
-        await process.start()
-        await asyncio.sleep(700)  # also past a resync and a list
-        assert cluster.get(JOBS, "default", "llama") == before
-        assert cluster.names(PODS) == ["llama-w-0"]
-        assert not [key for key in cluster.objects if key[0] == EVENTS.plural]
-        caches = process.runtime.caches
-        uid = cluster.get(PODS, "default", "llama-w-0")["metadata"]["uid"]
-        directory = WorkerPods(caches.pods.store, caches.jobs.store, is_current=lambda: True)
-        assert directory.job_of("default", "llama-w-0", uid) is None
-        assert not directory.is_orphaned("default", "llama-w-0", uid), "its job exists"
-        no_jobs: Any = SimpleNamespace(get=lambda _key: None)
-        for current in (True, False):  # before this process has read everything it does not know
-            without = WorkerPods(caches.pods.store, no_jobs, is_current=lambda current=current: current)
-            assert without.is_orphaned("default", "llama-w-0", uid) is current
-            assert not without.is_orphaned("default", "llama-w-0", "of an earlier pod")
-        await process.kill()
-
-    run_virtual(scenario())
+@in_virtual_time
+async def test_a_job_that_somebody_else_manages_is_not_touched_nor_are_its_pods_answered() -> None:
+    cluster = FakeCluster(wall_clock)
+    raw = training_job("llama")
+    raw["spec"]["managedBy"] = "acme.io/scheduler"
+    raw["spec"]["ofAnotherVersion"] = {"that": ["this operator", 1, "cannot read"]}
+    cluster.add(JOBS, raw)
+    cluster.add(PODS, worker("llama-w-0", "default", owner(cluster)))
+    before = cluster.get(JOBS, "default", "llama")
+    process = OperatorProcess(cluster)
+    await process.start()
+    await asyncio.sleep(700)  # also past a resync and a list
+    assert cluster.get(JOBS, "default", "llama") == before
+    assert cluster.names(PODS) == ["llama-w-0"]
+    assert not [key for key in cluster.objects if key[0] == EVENTS.plural]
+    caches = process.runtime.caches
+    uid = cluster.get(PODS, "default", "llama-w-0")["metadata"]["uid"]
+    directory = WorkerPods(caches.pods.store, caches.jobs.store, is_current=lambda: True)
+    assert directory.job_of("default", "llama-w-0", uid) is None
+    assert not directory.is_orphaned("default", "llama-w-0", uid), "its job exists"
+    no_jobs: Any = SimpleNamespace(get=lambda _key: None)
+    for current in (True, False):  # before this process has read everything it does not know
+        without = WorkerPods(caches.pods.store, no_jobs, is_current=lambda current=current: current)
+        assert without.is_orphaned("default", "llama-w-0", uid) is current
+        assert not without.is_orphaned("default", "llama-w-0", "of an earlier pod")
+    await process.kill()
 
 
 def bomb(mebibytes: int) -> str:

@@ -1,6 +1,6 @@
 """Jobs in a queue, from the first request to the end: the whole operator against an API server with a Kueue.
 
-Each story is told again once per write of the operator, killed right after it; at no moment may there be a pod without
+Each scenario is repeated once per write of the operator, killed right after it; at no moment may there be a pod without
 an admission, or quota returned under a pod.
 """
 
@@ -15,7 +15,7 @@ import pytest
 
 from tests.testing.api.fake_kubernetes import refuse
 from tests.testing.api.fake_kueue import FLAVOR, FakeKueue
-from tests.testing.suite.virtual_time import run_virtual
+from tests.testing.suite.virtual_time import in_virtual_time, run_virtual
 from tests.testing.virtual.operator_process import training_job, until
 from tests.testing.virtual.replicas import World, world
 from trainium_operator.cluster.api.resources import JOBS, PODS, WORKLOADS
@@ -76,7 +76,7 @@ def queued_pods(seen: World) -> dict[str, str]:
 async def train_to_the_end(seen: World, kueue: FakeKueue) -> None:
     await seen.runs()
     seen.workers.total_steps = seen.workers.step + 5
-    await until(lambda: kueue.condition(BASE, "Finished"), 120, "its end is told")
+    await until(lambda: kueue.condition(BASE, "Finished"), 120, "its end is reported")
 
 
 async def be_evicted_and_come_back(seen: World, kueue: FakeKueue) -> None:
@@ -127,7 +127,7 @@ async def be_deleted_and_ask_again(seen: World, kueue: FakeKueue) -> None:
     await seen.runs()
 
 
-STORIES: dict[str, tuple[Callable[[World, FakeKueue], Awaitable[None]], dict[str, Any]]] = {
+SCENARIOS: dict[str, tuple[Callable[[World, FakeKueue], Awaitable[None]], dict[str, Any]]] = {
     "end": (train_to_the_end, {}),
     "eviction": (be_evicted_and_come_back, {}),
     "step": (lose_a_step_and_get_it_back, {"replicas": 3, "minReplicas": 2}),
@@ -135,11 +135,11 @@ STORIES: dict[str, tuple[Callable[[World, FakeKueue], Awaitable[None]], dict[str
     "deletion": (be_deleted_and_ask_again, {}),
 }
 EACH_CHANGE = ("end", "step")
-"""The stories of all writes that are told with each change; the others by night."""
+"""The scenarios whose every write is tested with each change; the others are tested nightly."""
 
 
-def tell(name: str, die_after_write: int | None = None) -> tuple[dict[str, Any], int]:
-    act, workers = STORIES[name]
+def run_scenario(name: str, die_after_write: int | None = None) -> tuple[dict[str, Any], int]:
+    act, workers = SCENARIOS[name]
 
     async def scenario() -> tuple[dict[str, Any], int]:
         async with queue(queued_job(**workers), die_after_write=die_after_write) as (seen, kueue):
@@ -165,7 +165,7 @@ def tell(name: str, die_after_write: int | None = None) -> tuple[dict[str, Any],
 
 @cache
 def undisturbed(name: str) -> tuple[dict[str, Any], int]:
-    return tell(name)
+    return run_scenario(name)
 
 
 @pytest.mark.parametrize(
@@ -189,25 +189,27 @@ def test_a_job_in_a_queue_uses_what_it_was_given_and_no_more(
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("apart", [pytest.param(1, marks=pytest.mark.long), 3])
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in EACH_CHANGE else pytest.mark.long) for name in STORIES]
+    "name", [pytest.param(name, marks=() if name in EACH_CHANGE else pytest.mark.long) for name in SCENARIOS]
 )
-def test_a_queued_story_ends_the_same_whichever_write_the_operator_dies_after(name: str, apart: int) -> None:
+def test_a_queued_scenario_ends_the_same_whichever_write_the_operator_dies_after(name: str, apart: int) -> None:
     expected, writes = undisturbed(name)
     different = {}
     for write in range(1, writes + 1, apart):
-        end, _ = tell(name, write)
+        end, _ = run_scenario(name, write)
         if end != expected:
             different[write] = {key: (expected[key], end[key]) for key in expected if end[key] != expected[key]}
     assert different == {}
 
 
-def test_a_workload_of_somebody_else_is_left_alone_and_told() -> None:
+def test_a_workload_of_somebody_else_is_left_alone_and_reported() -> None:
     async def scenario() -> tuple[dict[str, Any], dict[str, Any]]:
         async with world(job=queued_job(), nodes=6, replicas=0, start=False, kueue=True) as seen:
             foreign = {"metadata": {"name": BASE}, "spec": {"podSets": [], "queueName": "theirs"}}
             seen.cluster.add(WORKLOADS, foreign)
             await seen.start_operator("operator-0")
-            await until(lambda: "exists and does not belong" in str(seen.status().get("conditions")), 60, "it is told")
+            await until(
+                lambda: "exists and does not belong" in str(seen.status().get("conditions")), 60, "the condition"
+            )
             assert seen.cluster.names(PODS) == []
             return seen.status(), seen.cluster.get(WORKLOADS, "default", BASE)
 
@@ -216,18 +218,16 @@ def test_a_workload_of_somebody_else_is_left_alone_and_told() -> None:
     assert status["phase"] == "Pending"
 
 
-def test_without_kueue_the_other_jobs_train() -> None:
-    async def scenario() -> None:
-        async with world(job=queued_job(), nodes=6, replicas=0, start=False) as seen:
-            seen.cluster.add(JOBS, training_job("plain", replicas=2))
-            await seen.start_operator("operator-0")
-            await seen.runs(job="plain")
-            admitted = next(each for each in seen.status()["conditions"] if each["type"] == "Admitted")
-            assert admitted["reason"] == "GangApiMissing"
-            assert "set the chart's kueue.enabled" in admitted["message"]
-            assert [name for name in seen.cluster.names(PODS) if name.startswith("llama")] == []
-
-    run_virtual(scenario())
+@in_virtual_time
+async def test_without_kueue_the_other_jobs_train() -> None:
+    async with world(job=queued_job(), nodes=6, replicas=0, start=False) as seen:
+        seen.cluster.add(JOBS, training_job("plain", replicas=2))
+        await seen.start_operator("operator-0")
+        await seen.runs(job="plain")
+        admitted = next(each for each in seen.status()["conditions"] if each["type"] == "Admitted")
+        assert admitted["reason"] == "GangApiMissing"
+        assert "set the chart's kueue.enabled" in admitted["message"]
+        assert [name for name in seen.cluster.names(PODS) if name.startswith("llama")] == []
 
 
 class Unreadable:
@@ -246,50 +246,46 @@ class Unreadable:
         return self.answer if method in {"GET", "WATCH"} and path.endswith("/workloads") else None
 
 
-def test_workloads_that_cannot_be_listed_hold_up_no_new_leader_and_an_eviction_counts_once_they_can() -> None:
-    async def scenario() -> None:
-        async with queue(queued_job()) as (seen, kueue):
-            seen.cluster.add(JOBS, training_job("plain", replicas=2))
-            await seen.runs()
-            await seen.start_operator("operator-1")
-            await asyncio.sleep(SETTLE_SECONDS)
-            before = queued_pods(seen)
-            unreadable = Unreadable(seen)
-            unreadable.set(refuse(500, "InternalError", "conversion webhook failed"))
-            await seen.lose_operator("operator-0")
-            seen.change_spec(lambda spec: spec["workers"].update(replicas=1), "plain")
-            await until(lambda: seen.status("plain").get("replicas") == 1, 120, "others are planned")
-            kueue.capacity = 2
-            kueue.evict(BASE)
-            await seen.trains(job="llama")
-            assert queued_pods(seen) == before, "what is not known changes nothing"
-            unreadable.set(None)
-            await until(lambda: not kueue.condition(BASE, "QuotaReserved"), 120, "the quota is returned")
-            kueue.capacity = 6
-            await seen.runs()
-
-    run_virtual(scenario())
+@in_virtual_time
+async def test_workloads_that_cannot_be_listed_hold_up_no_new_leader_and_an_eviction_counts_once_they_can() -> None:
+    async with queue(queued_job()) as (seen, kueue):
+        seen.cluster.add(JOBS, training_job("plain", replicas=2))
+        await seen.runs()
+        await seen.start_operator("operator-1")
+        await asyncio.sleep(SETTLE_SECONDS)
+        before = queued_pods(seen)
+        unreadable = Unreadable(seen)
+        unreadable.set(refuse(500, "InternalError", "conversion webhook failed"))
+        await seen.lose_operator("operator-0")
+        seen.change_spec(lambda spec: spec["workers"].update(replicas=1), "plain")
+        await until(lambda: seen.status("plain").get("replicas") == 1, 120, "others are planned")
+        kueue.capacity = 2
+        kueue.evict(BASE)
+        await seen.trains(job="llama")
+        assert queued_pods(seen) == before, "what is not known changes nothing"
+        unreadable.set(None)
+        await until(lambda: not kueue.condition(BASE, "QuotaReserved"), 120, "the quota is returned")
+        kueue.capacity = 6
+        await seen.runs()
 
 
-def test_workloads_that_may_not_be_read_in_a_namespace_are_not_taken_for_none() -> None:
-    async def scenario() -> None:
-        async with queue(queued_job(), served="default") as (seen, kueue):
-            await seen.runs()
-            before = seen.pods()
-            unreadable = Unreadable(seen)
-            unreadable.set(refuse(403, "Forbidden", "no right to list workloads"))
-            await seen.lose_operator("operator-0")
-            await seen.start_operator("operator-1")
-            await seen.trains(seconds=240)
-            await asyncio.sleep(60)
-            assert seen.pods() == before, "an absent list is no empty list"
-            unreadable.set(None)
-            await asyncio.sleep(60)
-            assert seen.pods() == before
-            kueue.capacity = 2
-            kueue.evict(BASE)
-            await until(lambda: not kueue.condition(BASE, "QuotaReserved"), 120, "what Kueue says counts again")
-            kueue.capacity = 6
-            await seen.runs()
-
-    run_virtual(scenario())
+@in_virtual_time
+async def test_workloads_that_may_not_be_read_in_a_namespace_are_not_taken_for_none() -> None:
+    async with queue(queued_job(), served="default") as (seen, kueue):
+        await seen.runs()
+        before = seen.pods()
+        unreadable = Unreadable(seen)
+        unreadable.set(refuse(403, "Forbidden", "no right to list workloads"))
+        await seen.lose_operator("operator-0")
+        await seen.start_operator("operator-1")
+        await seen.trains(seconds=240)
+        await asyncio.sleep(60)
+        assert seen.pods() == before, "an absent list is no empty list"
+        unreadable.set(None)
+        await asyncio.sleep(60)
+        assert seen.pods() == before
+        kueue.capacity = 2
+        kueue.evict(BASE)
+        await until(lambda: not kueue.condition(BASE, "QuotaReserved"), 120, "what Kueue says counts again")
+        kueue.capacity = 6
+        await seen.runs()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.testing.api.fake_kubernetes import FakeCluster, refuse
-from tests.testing.suite.virtual_time import run_virtual
+from tests.testing.suite.virtual_time import in_virtual_time, run_virtual
 from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.api.resources import LEASES
 from trainium_operator.cluster.lease import LeaseElector, LeaseLostError, LeaseTimes
@@ -61,34 +61,30 @@ def holder(cluster: FakeCluster) -> str:
     return cluster.get(LEASES, "ns", "lease")["spec"]["holderIdentity"]
 
 
-def test_a_free_lease_is_taken_at_once_and_then_held() -> None:
-    async def scenario() -> None:
-        cluster = FakeCluster()
-        started = asyncio.get_running_loop().time()
-        only = Operator(cluster, "a")
-        await only.leads()
-        assert asyncio.get_running_loop().time() - started < 0.2
-        await asyncio.sleep(600)
-        assert holder(cluster) == "a"
-        assert not only.task.done()
-        await only.crash()
-
-    run_virtual(scenario())
+@in_virtual_time
+async def test_a_free_lease_is_taken_at_once_and_then_held() -> None:
+    cluster = FakeCluster()
+    started = asyncio.get_running_loop().time()
+    only = Operator(cluster, "a")
+    await only.leads()
+    assert asyncio.get_running_loop().time() - started < 0.2
+    await asyncio.sleep(600)
+    assert holder(cluster) == "a"
+    assert not only.task.done()
+    await only.crash()
 
 
-def test_of_two_only_one_leads_whatever_their_clocks_say() -> None:
-    async def scenario() -> None:
-        cluster = FakeCluster()
-        first = Operator(cluster, "a")
-        await first.leads()
-        second = Operator(cluster, "b", clock_error=86_400.0)
-        await asyncio.sleep(600)
-        assert second.led_at is None
-        assert holder(cluster) == "a"
-        await first.crash()
-        await second.crash()
-
-    run_virtual(scenario())
+@in_virtual_time
+async def test_only_one_of_two_leads_whatever_their_clocks_show() -> None:
+    cluster = FakeCluster()
+    first = Operator(cluster, "a")
+    await first.leads()
+    second = Operator(cluster, "b", clock_error=86_400.0)
+    await asyncio.sleep(600)
+    assert second.led_at is None
+    assert holder(cluster) == "a"
+    await first.crash()
+    await second.crash()
 
 
 def test_after_a_crash_the_other_waits_for_the_whole_lease() -> None:
@@ -109,7 +105,7 @@ def test_after_a_crash_the_other_waits_for_the_whole_lease() -> None:
 
 
 @pytest.mark.parametrize(("duration", "deadline", "retry"), [(3, 2.4, 0.2), (6, 4.5, 0.5), (60, 48, 24)])
-def test_with_times_of_ones_own_the_other_waits_for_the_holders_lease_and_the_holder_stops_before(
+def test_with_other_times_the_candidate_waits_for_the_holders_lease_and_the_holder_stops_before(
     duration: int, deadline: float, retry: float
 ) -> None:
     async def scenario() -> tuple[float, float]:
@@ -138,7 +134,7 @@ def test_with_times_of_ones_own_the_other_waits_for_the_holders_lease_and_the_ho
     assert 0 < apart < duration
 
 
-def test_what_the_settings_say_by_default_are_the_times_of_a_lease() -> None:
+def test_the_default_settings_are_the_times_of_a_lease() -> None:
     given = Settings()
     made = LeaseTimes.of(
         duration=given.lease_duration, renew_deadline=given.lease_renew_deadline, retry=given.lease_retry
@@ -146,22 +142,20 @@ def test_what_the_settings_say_by_default_are_the_times_of_a_lease() -> None:
     assert made == LeaseTimes()
 
 
-def test_the_other_is_due_once_the_holder_has_missed_a_renewal() -> None:
-    async def scenario() -> None:
-        cluster = FakeCluster()
-        first = Operator(cluster, "a")
-        await first.leads()
-        second = Operator(cluster, "b")
-        await asyncio.sleep(60)
-        assert first.elector.is_pending()
-        assert not second.elector.is_pending()
-        await first.crash()
-        await asyncio.sleep(6)
-        assert second.elector.is_pending()
-        assert second.led_at is None
-        await second.crash()
-
-    run_virtual(scenario())
+@in_virtual_time
+async def test_the_other_is_due_once_the_holder_has_missed_a_renewal() -> None:
+    cluster = FakeCluster()
+    first = Operator(cluster, "a")
+    await first.leads()
+    second = Operator(cluster, "b")
+    await asyncio.sleep(60)
+    assert first.elector.is_pending()
+    assert not second.elector.is_pending()
+    await first.crash()
+    await asyncio.sleep(6)
+    assert second.elector.is_pending()
+    assert second.led_at is None
+    await second.crash()
 
 
 def test_after_a_clean_exit_the_other_takes_over_within_one_retry() -> None:
@@ -180,7 +174,7 @@ def test_after_a_clean_exit_the_other_takes_over_within_one_retry() -> None:
     assert run_virtual(scenario()) < 2.6
 
 
-def test_one_who_is_told_that_the_holder_may_be_gone_looks_within_a_fifth_of_a_second() -> None:
+def test_a_candidate_that_is_notified_of_a_lost_holder_checks_within_a_fifth_of_a_second() -> None:
     async def scenario() -> float:
         cluster = FakeCluster()
         first, loop = Operator(cluster, "a"), asyncio.get_running_loop()
@@ -199,7 +193,7 @@ def test_one_who_is_told_that_the_holder_may_be_gone_looks_within_a_fifth_of_a_s
     assert run_virtual(scenario()) < 0.25
 
 
-def test_one_who_is_nudged_without_end_looks_five_times_a_second_at_most() -> None:
+def test_a_candidate_that_is_notified_without_end_checks_five_times_a_second_at_most() -> None:
     async def scenario() -> int:
         cluster = FakeCluster()
         first = Operator(cluster, "a")
@@ -232,86 +226,76 @@ def test_a_container_restarted_in_its_pod_takes_its_lease_back_at_once() -> None
     assert run_virtual(scenario()) < 0.2
 
 
-def test_a_holder_that_cannot_renew_stops_before_others_may_take_over() -> None:
-    async def scenario() -> None:
-        cluster = FakeCluster()
-        first, loop = Operator(cluster, "a"), asyncio.get_running_loop()
-        await first.leads()
-        second = Operator(cluster, "b")
-        await asyncio.sleep(20)
-        cut_off = loop.time()
-        cluster.faults.append(
-            lambda method, path: (
-                refuse(500, "InternalError") if method == "PUT" and holder(cluster) == "a" and not lost else None
-            )
+@in_virtual_time
+async def test_a_holder_that_cannot_renew_stops_before_others_may_take_over() -> None:
+    cluster = FakeCluster()
+    first, loop = Operator(cluster, "a"), asyncio.get_running_loop()
+    await first.leads()
+    second = Operator(cluster, "b")
+    await asyncio.sleep(20)
+    cut_off = loop.time()
+    cluster.faults.append(
+        lambda method, path: (
+            refuse(500, "InternalError") if method == "PUT" and holder(cluster) == "a" and not lost else None
         )
-        lost: list[float] = []
-        with pytest.raises(LeaseLostError):
+    )
+    lost: list[float] = []
+    with pytest.raises(LeaseLostError):
+        await first.task
+    lost.append(loop.time())
+    assert lost[0] - cut_off < 13
+    assert second.led_at is None
+    assert not first.elector.leading
+    await second.leads()
+    assert (second.led_at or 0) > lost[0]
+    await second.crash()
+
+
+@in_virtual_time
+async def test_a_holder_that_sees_another_in_its_place_stops_at_once() -> None:
+    cluster = FakeCluster()
+    first = Operator(cluster, "a")
+    await first.leads()
+    cluster.change(LEASES, "ns", "lease", lambda raw: raw["spec"].update(holderIdentity="b"))
+    with pytest.raises(LeaseLostError, match="b holds the lease now"):
+        async with asyncio.timeout(3):
             await first.task
-        lost.append(loop.time())
-        assert lost[0] - cut_off < 13
-        assert second.led_at is None
-        assert not first.elector.leading
-        await second.leads()
-        assert (second.led_at or 0) > lost[0]
-        await second.crash()
-
-    run_virtual(scenario())
 
 
-def test_a_holder_that_sees_another_in_its_place_stops_at_once() -> None:
-    async def scenario() -> None:
-        cluster = FakeCluster()
-        first = Operator(cluster, "a")
-        await first.leads()
-        cluster.change(LEASES, "ns", "lease", lambda raw: raw["spec"].update(holderIdentity="b"))
-        with pytest.raises(LeaseLostError, match="b holds the lease now"):
-            async with asyncio.timeout(3):
-                await first.task
-
-    run_virtual(scenario())
-
-
-def test_a_label_put_on_the_lease_does_not_end_the_reign() -> None:
-    async def scenario() -> None:
-        cluster = FakeCluster()
-        first = Operator(cluster, "a")
-        await first.leads()
-        cluster.change(LEASES, "ns", "lease", lambda raw: raw["metadata"].update(labels={"x": "y"}))
-        await asyncio.sleep(60)
-        assert not first.task.done()
-        assert cluster.get(LEASES, "ns", "lease")["metadata"]["labels"] == {"x": "y"}
-        await first.crash()
-
-    run_virtual(scenario())
+@in_virtual_time
+async def test_a_label_put_on_the_lease_does_not_end_the_reign() -> None:
+    cluster = FakeCluster()
+    first = Operator(cluster, "a")
+    await first.leads()
+    cluster.change(LEASES, "ns", "lease", lambda raw: raw["metadata"].update(labels={"x": "y"}))
+    await asyncio.sleep(60)
+    assert not first.task.done()
+    assert cluster.get(LEASES, "ns", "lease")["metadata"]["labels"] == {"x": "y"}
+    await first.crash()
 
 
-def test_a_deleted_lease_is_made_again_by_its_holder() -> None:
-    async def scenario() -> None:
-        cluster = FakeCluster()
-        first = Operator(cluster, "a")
-        await first.leads()
-        cluster.remove(LEASES, "ns", "lease")
-        await asyncio.sleep(10)
-        assert holder(cluster) == "a"
-        await first.crash()
-
-    run_virtual(scenario())
+@in_virtual_time
+async def test_a_deleted_lease_is_made_again_by_its_holder() -> None:
+    cluster = FakeCluster()
+    first = Operator(cluster, "a")
+    await first.leads()
+    cluster.remove(LEASES, "ns", "lease")
+    await asyncio.sleep(10)
+    assert holder(cluster) == "a"
+    await first.crash()
 
 
-def test_an_absent_api_server_is_waited_for() -> None:
-    async def scenario() -> None:
-        cluster = FakeCluster()
-        cluster.down = True
-        first = Operator(cluster, "a")
-        await asyncio.sleep(120)
-        assert first.led_at is None
-        cluster.down = False
-        await asyncio.sleep(5)
-        assert first.led_at is not None
-        await first.crash()
-
-    run_virtual(scenario())
+@in_virtual_time
+async def test_an_absent_api_server_is_waited_for() -> None:
+    cluster = FakeCluster()
+    cluster.down = True
+    first = Operator(cluster, "a")
+    await asyncio.sleep(120)
+    assert first.led_at is None
+    cluster.down = False
+    await asyncio.sleep(5)
+    assert first.led_at is not None
+    await first.crash()
 
 
 @pytest.mark.parametrize(
@@ -322,15 +306,13 @@ def test_an_absent_api_server_is_waited_for() -> None:
         [],
     ],
 )
-def test_a_lease_that_somebody_has_spoilt_can_be_taken_and_held(spec: Any) -> None:
-    async def scenario() -> None:
-        cluster = FakeCluster()
-        cluster.add(LEASES, {"metadata": {"name": "lease", "namespace": "ns"}, "spec": spec})
-        only = Operator(cluster, "a")
-        await only.leads()
-        await asyncio.sleep(30)
-        assert holder(cluster) == "a"
-        assert 0 <= cluster.get(LEASES, "ns", "lease")["spec"]["leaseTransitions"] < 2**31
-        await only.leave()
-
-    run_virtual(scenario())
+@in_virtual_time
+async def test_a_lease_that_somebody_has_spoilt_can_be_taken_and_held(spec: Any) -> None:
+    cluster = FakeCluster()
+    cluster.add(LEASES, {"metadata": {"name": "lease", "namespace": "ns"}, "spec": spec})
+    only = Operator(cluster, "a")
+    await only.leads()
+    await asyncio.sleep(30)
+    assert holder(cluster) == "a"
+    assert 0 <= cluster.get(LEASES, "ns", "lease")["spec"]["leaseTransitions"] < 2**31
+    await only.leave()

@@ -24,7 +24,7 @@ SETTINGS = Settings(job_network_policy=True, operator_labels="app=operator")
 NAME = "llama-workers"
 
 
-class Story:
+class Scenario:
     """One job, its workers, and an operator that makes policies."""
 
     def __init__(self, settings: Settings = SETTINGS) -> None:
@@ -56,9 +56,9 @@ class Story:
         await self.trains()
 
 
-def told(run: Callable[[Story], Awaitable[None]], story: Callable[[], Story] = Story) -> Story:
-    async def whole() -> Story:
-        made = story()
+def run_scenario(run: Callable[[Scenario], Awaitable[None]], create: Callable[[], Scenario] = Scenario) -> Scenario:
+    async def whole() -> Scenario:
+        made = create()
         running = asyncio.create_task(made.workers.run())
         made.cluster.add(JOBS, training_job("llama", replicas=2))
         await made.process.start()
@@ -77,64 +77,64 @@ def refusing(answer: Any, *, of: str = "") -> Fault:
     return lambda method, path: answer if NETWORK_POLICIES.plural in path and of in method else None
 
 
-def test_it_is_written_once_behind_the_first_pods_and_goes_with_the_job() -> None:
-    async def run(story: Story) -> None:
-        await story.trains()
-        policy = story.cluster.get(NETWORK_POLICIES, "default", NAME)
+def test_it_is_written_once_behind_the_first_pods_and_deleted_with_the_job() -> None:
+    async def run(scenario: Scenario) -> None:
+        await scenario.trains()
+        policy = scenario.cluster.get(NETWORK_POLICIES, "default", NAME)
         assert policy["apiVersion"] == "networking.k8s.io/v1"
         assert policy["spec"]["ingress"][1]["from"][0]["podSelector"] == {"matchLabels": {"app": "operator"}}
-        await story.recovers()
+        await scenario.recovers()
         await asyncio.sleep(1300)  # past lists and resyncs
-        assert story.condition() == {}
-        assert (story.writes("POST"), story.writes("PATCH")) == (1, 0)
-        paths = [write.path for write in story.cluster.writes if write.method == "POST"]
+        assert scenario.condition() == {}
+        assert (scenario.writes("POST"), scenario.writes("PATCH")) == (1, 0)
+        paths = [write.path for write in scenario.cluster.writes if write.method == "POST"]
         first = next(at for at, path in enumerate(paths) if path.endswith("/networkpolicies"))
         assert len([path for path in paths[:first] if path.endswith("/pods")]) == 2
-        story.cluster.remove(JOBS, "default", "llama")
-        assert story.policies() == []
+        scenario.cluster.remove(JOBS, "default", "llama")
+        assert scenario.policies() == []
 
-    told(run)
+    run_scenario(run)
 
 
 def test_without_the_setting_nothing_is_read_or_written() -> None:
-    async def run(story: Story) -> None:
-        await story.trains()
-        assert not [path for _, path in story.cluster.requests if NETWORK_POLICIES.plural in path]
+    async def run(scenario: Scenario) -> None:
+        await scenario.trains()
+        assert not [path for _, path in scenario.cluster.requests if NETWORK_POLICIES.plural in path]
 
-    told(run, lambda: Story(Settings()))
+    run_scenario(run, lambda: Scenario(Settings()))
 
 
-def test_one_that_was_deleted_comes_back_and_one_that_says_something_else_is_brought_in_line() -> None:
-    async def run(story: Story) -> None:
-        await story.trains()
-        story.cluster.remove(NETWORK_POLICIES, "default", NAME)
-        await until(lambda: story.policies() == [NAME], 30, "it is back")
+def test_a_deleted_policy_is_recreated_and_an_edited_one_is_reverted() -> None:
+    async def run(scenario: Scenario) -> None:
+        await scenario.trains()
+        scenario.cluster.remove(NETWORK_POLICIES, "default", NAME)
+        await until(lambda: scenario.policies() == [NAME], 30, "it is back")
 
         def edit(raw: dict[str, Any]) -> None:
             raw["metadata"]["annotations"] = {}
             raw["spec"]["ingress"] = [{}]
 
-        story.cluster.change(NETWORK_POLICIES, "default", NAME, edit)
-        whole = lambda: len(story.cluster.get(NETWORK_POLICIES, "default", NAME)["spec"]["ingress"]) == 2  # noqa: E731
+        scenario.cluster.change(NETWORK_POLICIES, "default", NAME, edit)
+        whole = lambda: len(scenario.cluster.get(NETWORK_POLICIES, "default", NAME)["spec"]["ingress"]) == 2  # noqa: E731
         await until(whole, 30, "it is as it was")
 
-    told(run)
+    run_scenario(run)
 
 
-def test_a_policy_of_our_name_that_is_somebody_else_s_is_left_alone_and_told_while_the_job_trains() -> None:
-    async def run(story: Story) -> None:
-        mine = story.cluster.add(NETWORK_POLICIES, {"metadata": {"name": NAME}, "spec": {"podSelector": {}}})
-        await until(lambda: story.condition().get("reason") == "NameTaken", 60, "it is told")
-        assert f"NetworkPolicy {NAME} exists and does not belong to this job" in story.condition()["message"]
-        await story.recovers()
+def test_a_policy_of_our_name_that_is_somebody_else_s_is_left_alone_and_reported_while_the_job_trains() -> None:
+    async def run(scenario: Scenario) -> None:
+        mine = scenario.cluster.add(NETWORK_POLICIES, {"metadata": {"name": NAME}, "spec": {"podSelector": {}}})
+        await until(lambda: scenario.condition().get("reason") == "NameTaken", 60, "the condition")
+        assert f"NetworkPolicy {NAME} exists and does not belong to this job" in scenario.condition()["message"]
+        await scenario.recovers()
         await asyncio.sleep(600)
-        assert story.cluster.get(NETWORK_POLICIES, "default", NAME) == mine
-        assert story.writes("") < 12, "it is not insisted"
-        story.cluster.remove(NETWORK_POLICIES, "default", NAME)
-        await until(lambda: story.condition().get("status") == "True", 330, "the job has its own")
-        assert story.cluster.get(NETWORK_POLICIES, "default", NAME)["metadata"]["ownerReferences"]
+        assert scenario.cluster.get(NETWORK_POLICIES, "default", NAME) == mine
+        assert scenario.writes("") < 12, "it is not insisted"
+        scenario.cluster.remove(NETWORK_POLICIES, "default", NAME)
+        await until(lambda: scenario.condition().get("status") == "True", 330, "the job has its own")
+        assert scenario.cluster.get(NETWORK_POLICIES, "default", NAME)["metadata"]["ownerReferences"]
 
-    told(run)
+    run_scenario(run)
 
 
 @pytest.mark.parametrize(
@@ -145,47 +145,47 @@ def test_a_policy_of_our_name_that_is_somebody_else_s_is_left_alone_and_told_whi
         (refusing(refuse(500, "InternalError", "failed calling webhook"), of="POST"), "failed calling webhook"),
     ],
 )
-def test_an_operator_that_may_not_write_it_says_so_and_the_job_trains_and_recovers(fault: Fault, words: str) -> None:
-    async def run(story: Story) -> None:
-        story.cluster.faults.append(fault)
-        await story.trains()
-        await until(lambda: story.condition().get("status") == "False", 60, "it is told")
-        assert (story.condition()["reason"], words in story.condition()["message"]) == ("WriteFailed", True)
-        events = [raw for key, raw in story.cluster.objects.items() if key[0] == EVENTS.plural]
+def test_a_refused_policy_is_reported_and_the_job_trains_and_recovers(fault: Fault, words: str) -> None:
+    async def run(scenario: Scenario) -> None:
+        scenario.cluster.faults.append(fault)
+        await scenario.trains()
+        await until(lambda: scenario.condition().get("status") == "False", 60, "the condition")
+        assert (scenario.condition()["reason"], words in scenario.condition()["message"]) == ("WriteFailed", True)
+        events = [raw for key, raw in scenario.cluster.objects.items() if key[0] == EVENTS.plural]
         assert [words in raw["note"] for raw in events if raw["reason"] == "WriteFailed"] == [True]
-        await story.recovers()
-        story.cluster.faults.clear()
-        await until(lambda: story.condition().get("status") == "True", 400, "it is made once it may be")
-        assert story.policies() == [NAME]
+        await scenario.recovers()
+        scenario.cluster.faults.clear()
+        await until(lambda: scenario.condition().get("status") == "True", 400, "it is made once it may be")
+        assert scenario.policies() == [NAME]
 
-    told(run)
+    run_scenario(run)
 
 
 def test_another_operator_that_takes_over_writes_nothing() -> None:
-    async def run(story: Story) -> None:
-        await story.trains()
-        await until(lambda: story.policies() == [NAME], 30, "the policy")
-        before = (story.writes("POST"), story.writes("PATCH"))
-        await story.process.kill()
-        story.process = OperatorProcess(story.cluster, settings=SETTINGS, identity="operator-1")
-        story.workers.operator = story.process
-        await story.process.start()
-        await story.trains()
+    async def run(scenario: Scenario) -> None:
+        await scenario.trains()
+        await until(lambda: scenario.policies() == [NAME], 30, "the policy")
+        before = (scenario.writes("POST"), scenario.writes("PATCH"))
+        await scenario.process.kill()
+        scenario.process = OperatorProcess(scenario.cluster, settings=SETTINGS, identity="operator-1")
+        scenario.workers.operator = scenario.process
+        await scenario.process.start()
+        await scenario.trains()
         await asyncio.sleep(60)
-        assert (story.writes("POST"), story.writes("PATCH")) == before
+        assert (scenario.writes("POST"), scenario.writes("PATCH")) == before
 
-    told(run)
+    run_scenario(run)
 
 
 def test_no_other_right_is_used_than_the_table_gives_for_it() -> None:
-    async def run(story: Story) -> None:
-        await story.trains()
-        story.cluster.remove(NETWORK_POLICIES, "default", NAME)
-        await story.trains()
+    async def run(scenario: Scenario) -> None:
+        await scenario.trains()
+        scenario.cluster.remove(NETWORK_POLICIES, "default", NAME)
+        await scenario.trains()
 
-    story = told(run)
+    scenario = run_scenario(run)
     verbs = {"POST": "create", "PATCH": "patch", "WATCH": "watch", "GET": "get"}
-    used = {verbs[method] for method, path in story.cluster.requests if NETWORK_POLICIES.plural in path}
+    used = {verbs[method] for method, path in scenario.cluster.requests if NETWORK_POLICIES.plural in path}
     (right,) = [each for each in RIGHTS if each.scope is Scope.NETWORK_POLICIES]
     assert used <= set(right.verbs)
     assert "create" in used

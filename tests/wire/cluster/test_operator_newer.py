@@ -31,7 +31,7 @@ NEWER: dict[str, dict[str, Any]] = {
 
 
 def newer(raw: dict[str, Any]) -> None:
-    """What a newer definition allows and a newer operator has stored."""
+    """Add fields that a newer definition allows and a newer operator has stored."""
     for part, fields in NEWER.items():
         raw["spec"].setdefault(part, {}).update(fields)
     raw["spec"]["telemetryV9"] = {"enabled": True}
@@ -96,7 +96,7 @@ def test_an_operator_that_starts_among_newer_jobs_recovers_them_too() -> None:
     scenario(then)
 
 
-def test_a_job_is_recovered_while_the_definition_lacks_what_this_operator_tells() -> None:
+def test_a_job_is_recovered_while_the_definition_lacks_fields_that_this_operator_reports() -> None:
     """The API server refuses the whole of a status with one field too many; found by an upgrade on a real one."""
 
     async def then(cluster: FakeCluster, _process: OperatorProcess, workers: Workers) -> None:
@@ -104,16 +104,16 @@ def test_a_job_is_recovered_while_the_definition_lacks_what_this_operator_tells(
         workers.kill_pod("llama-w-0")
         step = workers.step
         await until(lambda: workers.step > step + 5, 120, "it trains again")
-        await until(lambda: "recoveredSeconds" in told(cluster)["history"][-1], 120, "it is told")
-        assert told(cluster)["membership"]["generation"] == 2
+        await until(lambda: "recoveredSeconds" in status_of(cluster)["history"][-1], 120, "the recovery is reported")
+        assert status_of(cluster)["membership"]["generation"] == 2
         cluster.undeclared = set()
         cluster.change(JOBS, "default", "llama", lambda raw: raw["status"].pop("activity"))
-        await until(lambda: "activity" in told(cluster), 120, "what was left out is written once it may be")
+        await until(lambda: "activity" in status_of(cluster), 120, "what was left out is written once it may be")
 
     scenario(then)
 
 
-def told(cluster: FakeCluster) -> dict[str, Any]:
+def status_of(cluster: FakeCluster) -> dict[str, Any]:
     status: dict[str, Any] = cluster.get(JOBS, "default", "llama")["status"]
     return status
 
@@ -135,13 +135,13 @@ def test_a_refusal_names_the_fields_to_leave_out_and_no_other_is() -> None:
     assert undeclared.learn(UndeclaredFieldError(many))
     left = {"history": [{"at": 2}, {"at": 3}], "gang": {}, "phase": "Running"}
     assert undeclared.without(status) == left
-    assert not undeclared.learn(UndeclaredFieldError(many)), "nothing new: to try again is in vain"
+    assert not undeclared.learn(UndeclaredFieldError(many)), "nothing new: a retry would fail"
     now[0] = FOR_SECONDS
     assert undeclared.without(status) == status, "a newer definition may have come"
     assert undeclared.learn(UndeclaredFieldError(many))
 
 
-def test_a_job_that_has_not_begun_waits_for_an_operator_that_knows_what_it_asks_for() -> None:
+def test_a_job_that_has_not_started_waits_for_an_operator_that_knows_its_fields() -> None:
     async def then(cluster: FakeCluster, _process: OperatorProcess, _workers: Workers) -> None:
         job = training_job("next")
         job["spec"]["trainer"].update(NEWER["trainer"])
@@ -212,7 +212,7 @@ def test_an_older_agent_follows_a_newer_operators_membership() -> None:
         "nodeRank": 0,
         "rendezvousPort": 29500,
     }
-    told = {
+    received = {
         "protocol": 2,
         "generation": 4,
         "transition": "Graceful",
@@ -221,4 +221,4 @@ def test_an_older_agent_follows_a_newer_operators_membership() -> None:
         "processesPerNode": 1,
         "epochV9": 2,
     }
-    assert Membership.model_validate(told).rank_of("u") == 0
+    assert Membership.model_validate(received).rank_of("u") == 0

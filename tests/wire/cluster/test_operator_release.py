@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.testing.api.fake_kubernetes import FakeCluster, refuse
-from tests.testing.suite.virtual_time import run_virtual
+from tests.testing.suite.virtual_time import in_virtual_time, run_virtual
 from tests.testing.virtual.operator_process import OperatorProcess, until, wall_clock
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, DEPLOYMENTS, LEASES, SECRETS
 from trainium_operator.cluster.release import AGAIN_SECONDS, POLL_SECONDS, REFUSED_SECONDS
@@ -70,70 +70,62 @@ def test_both_go_with_the_deployment() -> None:
     assert there(run_virtual(scenario())) == set()
 
 
-def test_what_an_operator_that_is_being_uninstalled_makes_again_is_owned_from_the_beginning() -> None:
-    async def scenario() -> None:
-        cluster = installed()
-        async with operated(cluster):
-            await until(lambda: owners(cluster) == both("first"), 30, "both are owned")
-            made: list[Any] = []
-            cluster.after_write = lambda write: made.append(write) if write.method == "POST" else None
-            cluster.remove(DEPLOYMENTS, "system", NAME)
-            await until(lambda: there(cluster) == OURS, 60, "the process goes on for a while, and makes both again")
-            bodies = [write.body for write in made if write.path.rpartition("/")[2] in ("leases", "configmaps")]
-            assert [[each["uid"] for each in body["metadata"]["ownerReferences"]] for body in bodies] == [["first"]] * 2
-
-    run_virtual(scenario())
-
-
-def test_objects_of_a_version_that_named_no_owner_are_adopted_and_keep_what_is_in_them() -> None:
-    async def scenario() -> None:
-        cluster = installed()
-        async with operated(cluster, deployment=""):
-            await until(lambda: there(cluster) == OURS, 30, "both are there")
-            assert owners(cluster) == both()
-        remembered = {"i-1": "machine: i-1\nstate: Permanent\n"}
-        cluster.change(CONFIG_MAPS, "system", MEMORY, lambda raw: raw["data"].update(remembered))
-        cluster.change(LEASES, "system", NAME, lambda raw: raw["metadata"].update(ownerReferences=[SOMEBODY]))
-        async with operated(cluster):
-            await until(lambda: owners(cluster)[CONFIG_MAPS.plural, MEMORY] == ["first"], 60, "adopted")
-            assert owners(cluster)[LEASES.plural, NAME] == ["theirs", "first"]
-            assert "Permanent" in cluster.get(CONFIG_MAPS, "system", MEMORY)["data"]["i-1"]
-
-    run_virtual(scenario())
-
-
-def test_a_deployment_that_was_made_again_takes_the_place_of_the_one_before() -> None:
-    async def scenario() -> None:
-        cluster = installed()
-        async with operated(cluster):
-            await until(lambda: owners(cluster) == both("first"), 30, "both are owned")
-        raw = cluster.objects.pop((DEPLOYMENTS.plural, "system", NAME))
-        cluster.add(DEPLOYMENTS, {"metadata": {**raw["metadata"], "uid": "second"}})
-        async with operated(cluster):
-            await until(lambda: owners(cluster) == both("second"), 60, "both are the new one's")
-
-    run_virtual(scenario())
-
-
-def test_the_memory_stays_where_that_is_asked_for_and_goes_when_it_no_longer_is() -> None:
-    async def scenario() -> None:
-        cluster = installed()
-        async with operated(cluster):
-            await until(lambda: owners(cluster) == both("first"), 30, "both are owned")
-        async with operated(cluster, keep_memory=True):
-            await until(lambda: owners(cluster)[CONFIG_MAPS.plural, MEMORY] == [], 60, "let go")
-        raw = cluster.get(DEPLOYMENTS, "system", NAME)
+@in_virtual_time
+async def test_what_an_operator_that_is_being_uninstalled_makes_again_is_owned_from_the_beginning() -> None:
+    cluster = installed()
+    async with operated(cluster):
+        await until(lambda: owners(cluster) == both("first"), 30, "both are owned")
+        made: list[Any] = []
+        cluster.after_write = lambda write: made.append(write) if write.method == "POST" else None
         cluster.remove(DEPLOYMENTS, "system", NAME)
-        assert there(cluster) == {(CONFIG_MAPS.plural, MEMORY)}
-        cluster.add(DEPLOYMENTS, {"metadata": {**raw["metadata"], "uid": "second"}})
-        async with operated(cluster):
-            await until(lambda: owners(cluster) == both("second"), 60, "taken back")
+        await until(lambda: there(cluster) == OURS, 60, "the process goes on for a while, and makes both again")
+        bodies = [write.body for write in made if write.path.rpartition("/")[2] in ("leases", "configmaps")]
+        assert [[each["uid"] for each in body["metadata"]["ownerReferences"]] for body in bodies] == [["first"]] * 2
 
-    run_virtual(scenario())
+
+@in_virtual_time
+async def test_objects_of_a_version_that_named_no_owner_are_adopted_and_keep_what_is_in_them() -> None:
+    cluster = installed()
+    async with operated(cluster, deployment=""):
+        await until(lambda: there(cluster) == OURS, 30, "both are there")
+        assert owners(cluster) == both()
+    remembered = {"i-1": "machine: i-1\nstate: Permanent\n"}
+    cluster.change(CONFIG_MAPS, "system", MEMORY, lambda raw: raw["data"].update(remembered))
+    cluster.change(LEASES, "system", NAME, lambda raw: raw["metadata"].update(ownerReferences=[SOMEBODY]))
+    async with operated(cluster):
+        await until(lambda: owners(cluster)[CONFIG_MAPS.plural, MEMORY] == ["first"], 60, "adopted")
+        assert owners(cluster)[LEASES.plural, NAME] == ["theirs", "first"]
+        assert "Permanent" in cluster.get(CONFIG_MAPS, "system", MEMORY)["data"]["i-1"]
+
+
+@in_virtual_time
+async def test_a_deployment_that_was_made_again_takes_the_place_of_the_one_before() -> None:
+    cluster = installed()
+    async with operated(cluster):
+        await until(lambda: owners(cluster) == both("first"), 30, "both are owned")
+    raw = cluster.objects.pop((DEPLOYMENTS.plural, "system", NAME))
+    cluster.add(DEPLOYMENTS, {"metadata": {**raw["metadata"], "uid": "second"}})
+    async with operated(cluster):
+        await until(lambda: owners(cluster) == both("second"), 60, "both are the new one's")
+
+
+@in_virtual_time
+async def test_the_memory_stays_where_that_is_asked_for_and_goes_when_it_no_longer_is() -> None:
+    cluster = installed()
+    async with operated(cluster):
+        await until(lambda: owners(cluster) == both("first"), 30, "both are owned")
+    async with operated(cluster, keep_memory=True):
+        await until(lambda: owners(cluster)[CONFIG_MAPS.plural, MEMORY] == [], 60, "let go")
+    raw = cluster.get(DEPLOYMENTS, "system", NAME)
+    cluster.remove(DEPLOYMENTS, "system", NAME)
+    assert there(cluster) == {(CONFIG_MAPS.plural, MEMORY)}
+    cluster.add(DEPLOYMENTS, {"metadata": {**raw["metadata"], "uid": "second"}})
+    async with operated(cluster):
+        await until(lambda: owners(cluster) == both("second"), 60, "taken back")
 
 
 @pytest.mark.parametrize("refused", ["GET /apis/apps/v1", f"PUT /api/v1/namespaces/system/configmaps/{MEMORY}"])
-def test_without_the_right_they_stay_and_the_log_says_so_once(refused: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_the_right_they_stay_and_are_logged_once(refused: str, caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         cluster = installed()
         method, _, path = refused.partition(" ")
@@ -148,23 +140,21 @@ def test_without_the_right_they_stay_and_the_log_says_so_once(refused: str, capl
             assert cluster.get(LEASES, "system", NAME)["spec"]["holderIdentity"] == "operator-0"
 
     run_virtual(scenario())
-    told = [
+    warnings = [
         each.getMessage() for each in caplog.records if "stay when the operator is uninstalled" in each.getMessage()
     ]
-    assert len(told) == 1
-    assert "you may not" in told[0]
+    assert len(warnings) == 1
+    assert "you may not" in warnings[0]
 
 
-def test_once_both_are_owned_the_api_server_is_asked_again_after_minutes_only() -> None:
-    async def scenario() -> None:
-        cluster = installed()
-        async with operated(cluster):
-            await until(lambda: owners(cluster) == both("first"), 30, "both are owned")
-            await asyncio.sleep(2 * AGAIN_SECONDS)
-            before = len([each for each in cluster.requests if "/apis/apps/" in each[1]])
-            await asyncio.sleep(POLL_SECONDS - 3 * AGAIN_SECONDS)
-            assert len([each for each in cluster.requests if "/apis/apps/" in each[1]]) == before
-            cluster.change(CONFIG_MAPS, "system", MEMORY, lambda raw: raw["metadata"].update(ownerReferences=[]))
-            await until(lambda: owners(cluster) == both("first"), POLL_SECONDS + 30, "taken back")
-
-    run_virtual(scenario())
+@in_virtual_time
+async def test_once_both_are_owned_the_api_server_is_asked_again_after_minutes_only() -> None:
+    cluster = installed()
+    async with operated(cluster):
+        await until(lambda: owners(cluster) == both("first"), 30, "both are owned")
+        await asyncio.sleep(2 * AGAIN_SECONDS)
+        before = len([each for each in cluster.requests if "/apis/apps/" in each[1]])
+        await asyncio.sleep(POLL_SECONDS - 3 * AGAIN_SECONDS)
+        assert len([each for each in cluster.requests if "/apis/apps/" in each[1]]) == before
+        cluster.change(CONFIG_MAPS, "system", MEMORY, lambda raw: raw["metadata"].update(ownerReferences=[]))
+        await until(lambda: owners(cluster) == both("first"), POLL_SECONDS + 30, "taken back")

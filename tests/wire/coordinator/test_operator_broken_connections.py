@@ -34,7 +34,7 @@ BROKEN = {
 }
 
 
-class Door:
+class Listener:
     """Lets everybody in."""
 
     async def identify(self, authorization: str, source: str = "") -> Caller:
@@ -48,7 +48,7 @@ class Door:
 async def port() -> AsyncIterator[int]:
     server = CoordinatorServer(
         CoordinatorState(time.time),
-        Door(),  # type: ignore[arg-type]
+        Listener(),  # type: ignore[arg-type]
         is_serving=lambda: True,
         notify=lambda *_: None,
     )

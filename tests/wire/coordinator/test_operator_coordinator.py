@@ -42,7 +42,7 @@ async def test_an_agent_registers_and_is_given_the_current_membership(world: Wor
     assert agent.registration.rendezvous_port == 29500
 
 
-async def test_a_heartbeat_is_kept_and_only_what_matters_is_told_at_once(world: World) -> None:
+async def test_a_heartbeat_is_kept_and_only_important_ones_notify_at_once(world: World) -> None:
     world.state.publish(LLAMA, membership(1))
     await world.send(FrameKind.REGISTER, register())
     world.notes.clear()
@@ -67,7 +67,7 @@ async def test_a_heartbeat_is_kept_and_only_what_matters_is_told_at_once(world: 
     assert agent.progressed is not None
 
 
-async def test_a_heartbeat_of_an_old_generation_is_refused_and_told_the_current_one(world: World) -> None:
+async def test_a_heartbeat_of_an_old_generation_is_refused_with_the_current_one(world: World) -> None:
     world.state.publish(LLAMA, membership(7))
     await world.send(FrameKind.REGISTER, register())
     before = world.state.agents(LLAMA)["uid-w-0"]
@@ -105,7 +105,7 @@ async def test_a_message_that_is_too_large_is_refused(world: World) -> None:
     assert status == 413
 
 
-async def test_who_is_not_authenticated_gets_401_and_who_speaks_for_another_403(world: World) -> None:
+async def test_an_unauthenticated_sender_gets_401_and_one_that_sends_as_another_403(world: World) -> None:
     status, answer = await world.send(FrameKind.REGISTER, register(), token="forged")
     assert status == 401
     assert "token" in answer["error"]
@@ -124,12 +124,12 @@ async def test_a_follower_answers_503_to_everything(world: World) -> None:
 
 
 async def test_a_registration_waits_for_a_follower_that_is_about_to_lead(world: World) -> None:
-    world.leading, world.due = False, asyncio.Event()
+    world.leading, world.serving_event = False, asyncio.Event()
     waiting = asyncio.create_task(world.send(FrameKind.REGISTER, register()))
     await asyncio.sleep(0.2)
     assert not waiting.done()
     world.leading = True
-    world.due.set()
+    world.serving_event.set()
     assert (await waiting)[0] == 200
     assert world.state.agent_count() == 1
 
@@ -138,7 +138,7 @@ async def test_a_registration_does_not_wait_longer_than_its_agent_does(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainium_operator.coordinator.server.PENDING_LEAD_SECONDS", 0.1)
-    world.leading, world.due = False, asyncio.Event()
+    world.leading, world.serving_event = False, asyncio.Event()
     assert await world.send(FrameKind.REGISTER, register()) == (503, {"error": "not leader"})
 
 

@@ -1,4 +1,4 @@
-"""Neighbours who flood the coordinator: bad tokens, connections that say nothing, senders that never end.
+"""Clients that flood the coordinator: bad tokens, silent connections, requests that never end.
 
 A real coordinator over TLS, the operator's own connections to an API server over HTTP that is slow with TokenReviews.
 """
@@ -54,9 +54,9 @@ GENEROUS = 60.0
 
 
 def token(pod: str, uid: str) -> str:
-    """As a kubelet gives it, but for the signature."""
-    said = {"kubernetes.io": {"namespace": "team", "pod": {"name": pod, "uid": uid}}}
-    payload = base64.urlsafe_b64encode(json.dumps(said).encode()).decode().rstrip("=")
+    """Return a token like those of a kubelet, without a valid signature."""
+    claims = {"kubernetes.io": {"namespace": "team", "pod": {"name": pod, "uid": uid}}}
+    payload = base64.urlsafe_b64encode(json.dumps(claims).encode()).decode().rstrip("=")
     return f"header.{payload}.{pod}"
 
 
@@ -205,7 +205,7 @@ async def leading(folder: Path) -> AsyncIterator[World]:
         await world.api.stop()
 
 
-async def test_thousands_of_bad_tokens_neither_keep_agents_waiting_nor_cost_the_lease(tmp_path: Path) -> None:
+async def test_thousands_of_bad_tokens_neither_delay_agents_nor_cost_the_lease(tmp_path: Path) -> None:
     async with leading(tmp_path) as world, world.agents() as agents, world.hostile() as get:
         assert await agents.register() == {200}
         number = count()
@@ -233,7 +233,7 @@ async def test_thousands_of_bad_tokens_neither_keep_agents_waiting_nor_cost_the_
             assert await late.register() == {200}, "new workers are asked about before strangers"
 
 
-async def test_a_source_of_bad_tokens_is_asked_about_no_more_and_others_are(tmp_path: Path) -> None:
+async def test_tokens_from_a_source_of_bad_tokens_are_reviewed_no_more_and_others_are(tmp_path: Path) -> None:
     async with leading(tmp_path) as world, world.agents() as agents, world.hostile() as get:
         world.api.hangs = False
         answers = [await get(STREAM_PATH, f"bad-{each}") for each in range(12)]
@@ -246,7 +246,7 @@ async def test_a_source_of_bad_tokens_is_asked_about_no_more_and_others_are(tmp_
 
 
 @pytest.mark.parametrize("path", [STREAM_PATH, "/anything"])
-async def test_a_connection_that_is_refused_again_and_again_waits_and_fills_no_log(
+async def test_a_repeatedly_refused_connection_waits_and_fills_no_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, path: str
 ) -> None:
     """The same bad token over and over, or one of a pod that is no worker: both are remembered, so cost no review."""
@@ -265,7 +265,7 @@ async def test_a_connection_that_is_refused_again_and_again_waits_and_fills_no_l
         assert sum("refused /v1" in record.message for record in caplog.records) <= FREE_REFUSALS
 
 
-async def test_connections_that_say_nothing_or_never_end_are_bounded_and_closed(
+async def test_silent_and_endless_connections_are_bounded_and_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limiter, "MAX_ANONYMOUS", 100)
@@ -334,18 +334,18 @@ async def test_a_renewal_that_hangs_leaves_time_for_another(tmp_path: Path) -> N
         assert cluster.get(LEASES, "system", "lease")["spec"]["holderIdentity"] == "me"
 
 
-async def test_those_who_come_all_at_once_are_let_in_a_few_at_a_time(
+async def test_connections_that_arrive_at_once_are_accepted_a_few_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else whoever is in waits for all of their handshakes."""
-    crowd, turns, begun = 120, count(), Counter[int]()
+    """Open connections would otherwise wait for all of their handshakes."""
+    crowd, turns, handshakes = 120, count(), Counter[int]()
     shake = sslproto.SSLProtocol._do_handshake  # type: ignore[attr-defined]
     turn, strangers = 0, [0]
 
     def counted(protocol: sslproto.SSLProtocol) -> None:
         if not protocol._sslobj._sslobj.server_side:  # type: ignore[attr-defined]
             return shake(protocol)
-        begun[turn] += 1
+        handshakes[turn] += 1
         return shake(protocol)
 
     async with leading(tmp_path) as world, world.agents() as agents:
@@ -365,17 +365,17 @@ async def test_those_who_come_all_at_once_are_let_in_a_few_at_a_time(
         for each in people:
             each.sendall(hello)
         loop.call_soon(next_turn)
-        await async_until(lambda: begun.total() >= crowd, "all of them are answered")
+        await async_until(lambda: handshakes.total() >= crowd, "all of them are answered")
         ended = True
         await asyncio.sleep(0)
         assert max(later - before for before, later in pairwise(strangers)) <= listener.ACCEPTED_AT_ONCE
-        assert max(begun.values()) <= 2 * listener.ACCEPTED_AT_ONCE, "those that begin, and those that end"
+        assert max(handshakes.values()) <= 2 * listener.ACCEPTED_AT_ONCE, "those that start, and those that end"
         for each in people:
             each.close()
 
 
 def _client_hello() -> bytes:
-    """What a client sends first."""
+    """Return the first message of a TLS client."""
     context = ssl.create_default_context()
     come, go = ssl.MemoryBIO(), ssl.MemoryBIO()
     with suppress(ssl.SSLWantReadError):

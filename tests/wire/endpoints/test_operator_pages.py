@@ -125,10 +125,10 @@ async def test_a_part_that_its_reader_could_not_read_by_kubectl_is_left_out_and_
 ) -> None:
     async with pages_world(EVERYTHING - {missing}) as world, world.session() as session:
         status, text = await got(world, session, "/ui/team/llama")
-        said = Page(text).said
+        shown = Page(text).said
         assert status == 200
-        assert sentence in said
-        assert hidden not in said
+        assert sentence in shown
+        assert hidden not in shown
         if missing[0] == "events":
             assert not [path for _, path in world.cluster.requests if path.endswith("/events")]
 
@@ -168,7 +168,7 @@ async def test_the_list_is_of_what_the_reader_may_list_and_the_others_are_asked_
 @pytest.mark.parametrize(
     "path", ["/ui/..%2fmetrics", "/ui/team/%22%3E%3Cscript%3E", "/ui/TEAM", "/ui/a/b/c", "/ui/team/"]
 )
-async def test_what_is_no_name_is_no_page_and_is_not_said_back(path: str) -> None:
+async def test_an_invalid_name_is_no_page_and_is_not_echoed(path: str) -> None:
     async with pages_world() as world, world.session() as session:
         status, text = await got(world, session, path)
         assert status == 404
@@ -198,7 +198,7 @@ async def test_hostile_words_in_status_and_events_are_text() -> None:
         assert "img" not in page.tags
 
 
-async def test_however_many_look_the_api_server_is_asked_for_events_once_and_a_page_is_made_once() -> None:
+async def test_for_many_readers_events_are_requested_once_and_a_page_is_rendered_once() -> None:
     async with pages_world() as world, world.session() as session:
         answers = [await asyncio.gather(*(got(world, session, "/ui/team/llama") for _ in range(10))) for _ in range(3)]
         assert len({text for part in answers for _, text in part}) == 1
@@ -218,10 +218,10 @@ async def test_a_page_is_never_shared_with_who_may_see_less_of_it() -> None:
         world.cluster.tokens["bob"] = {**ANN, "username": "bob"}
         ann, bob = may_in_team(EVERYTHING), may_in_team({("trainingjobs", "get")}, "bob")
         world.cluster.may = lambda spec: ann(spec) or bob(spec)
-        said = Page((await got(world, session, "/ui/team/llama", "bob"))[1]).said
-        assert "node-4" not in said.partition("Interruptions")[0]
-        assert "GenerationStarted" not in said
-        assert said.count("you may not") == 3
+        shown = Page((await got(world, session, "/ui/team/llama", "bob"))[1]).said
+        assert "node-4" not in shown.partition("Interruptions")[0]
+        assert "GenerationStarted" not in shown
+        assert shown.count("you may not") == 3
 
 
 async def test_parts_that_are_refused_again_and_again_never_keep_their_reader_out() -> None:
@@ -240,12 +240,12 @@ async def test_while_the_api_server_is_away_a_known_reader_sees_the_job_and_why_
         monkeypatch.setattr(job_pages, "EVENTS_PATIENCE_SECONDS", 0.2)
         world.cluster.faults.append(lambda _method, path: refuse(503, "Unavailable") if "/events" in path else None)
         world.now += 20
-        said = Page((await got(world, session, "/ui/team/llama"))[1]).said
-        assert "events: no answer" in said
-        assert "Running" in said
+        shown = Page((await got(world, session, "/ui/team/llama"))[1]).said
+        assert "events: no answer" in shown
+        assert "Running" in shown
 
 
-async def test_the_curve_grows_with_what_is_seen_and_forgets_what_is_made_anew() -> None:
+async def test_the_curve_grows_with_the_samples_and_forgets_a_deleted_job() -> None:
     cluster = FakeCluster()
     team_of_one(cluster)
     caches = make_caches(Api(cluster), Settings())

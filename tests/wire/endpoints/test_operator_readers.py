@@ -93,7 +93,7 @@ async def test_while_the_api_server_is_away_who_was_known_may_go_on_reading_and_
         assert (await world.get(session, "good"))[0] == 503
 
 
-async def test_a_token_counts_no_longer_than_it_says_of_itself() -> None:
+async def test_a_token_is_accepted_until_its_expiry() -> None:
     async with readers_world(FakeCluster()) as world, world.session() as session:
         expiring = jwt(exp=world.now + 30)
         world.cluster.tokens[expiring] = USER
@@ -108,8 +108,8 @@ async def test_a_token_counts_no_longer_than_it_says_of_itself() -> None:
 
 async def test_figures_are_made_once_a_second_however_many_ask() -> None:
     async with readers_world(FakeCluster()) as world, world.session() as session:
-        said = {await world.get(session, "good") for _ in range(20)}
-        assert said == {(200, "made 1\n")}
+        answers = {await world.get(session, "good") for _ in range(20)}
+        assert answers == {(200, "made 1\n")}
         world.now += 1
         assert await world.get(session, "good") == (200, "made 2\n")
 
@@ -122,7 +122,7 @@ async def test_a_header_that_is_too_large_is_refused_before_anybody_is_asked() -
 
 
 def jwt(**claims: Any) -> str:
-    """As the API server makes it, but for the signature."""
+    """Return a token like those of the API server, without a valid signature."""
     payload = base64.urlsafe_b64encode(json.dumps(claims).encode()).decode().rstrip("=")
     return f"header.{payload}.signature"
 
@@ -222,7 +222,7 @@ async def test_a_valid_token_without_the_right_moves_nobody_ahead() -> None:
         assert answers == [403] * 10 + [429] * 2
 
 
-async def test_connections_that_say_nothing_are_bounded_and_closed_and_a_known_reader_stays(
+async def test_silent_connections_are_bounded_and_closed_and_a_known_reader_stays(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(servers, "MAX_ANONYMOUS", 50)

@@ -1,4 +1,4 @@
-"""`trainium-operator check` against real servers: what it says of an operator that works, and of each that does not."""
+"""`trainium-operator check` against real servers: its verdict on an operator that works, and on each that does not."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class OneReplica:
         await self.health.stop()
 
 
-async def said(installed: Installed) -> CheckVerdict:
+async def verdict_of(installed: Installed) -> CheckVerdict:
     return await asyncio.to_thread(poll, installed, resolve=lambda _name: ["127.0.0.1"])
 
 
@@ -53,27 +53,27 @@ async def test_a_replica_that_is_ready_leads_and_shows_its_certificate_works_and
     one = OneReplica(tmp_path)
     installed = await one.start()
     try:
-        works = await said(installed)
+        works = await verdict_of(installed)
         assert works == CheckVerdict(
             works=True,
             sentence="the operator works: the only replica is ready, 127.0.0.1 leads, certificates are its own",
         )
         one.world.leading = False
-        assert "0 of 1 replicas lead: look at the Lease" in (await said(installed)).sentence
+        assert "0 of 1 replicas lead: look at the Lease" in (await verdict_of(installed)).sentence
         one.world.leading = True
         one.problem = "the watch of pods is not in sync"
-        found = await said(installed)
+        found = await verdict_of(installed)
         assert not found.works
         assert "127.0.0.1 is not ready (the watch of pods is not in sync)" in found.sentence
         one.problem = ""
         trustme.CA().cert_pem.write_to_path(str(one.authority))
-        assert "shows a certificate that the release does not trust" in (await said(installed)).sentence
+        assert "shows a certificate that the release does not trust" in (await verdict_of(installed)).sentence
         one.authority.unlink()
-        assert "no replica has written its certificates into the Secret yet" in (await said(installed)).sentence
+        assert "no replica has written its certificates into the Secret yet" in (await verdict_of(installed)).sentence
     finally:
         await one.stop()
     trustme.CA().cert_pem.write_to_path(str(one.authority))
-    assert "127.0.0.1 does not answer (Connection refused)" in (await said(installed)).sentence
+    assert "127.0.0.1 does not answer (Connection refused)" in (await verdict_of(installed)).sentence
 
 
 def test_fewer_replicas_than_asked_for_and_two_leaders_do_not_work() -> None:
@@ -94,7 +94,7 @@ def test_it_waits_until_it_works_or_the_time_is_over() -> None:
     assert len(pauses) == 5
 
 
-def test_the_command_tells_one_sentence_and_exits_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_one_sentence_and_exits_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--service=localhost", f"--authority={tmp_path / 'none'}", "--seconds=0"]
     with pytest.raises(SystemExit) as ended:
         operator_main.main(["check", *given])

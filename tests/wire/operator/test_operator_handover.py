@@ -1,4 +1,4 @@
-"""Replicas as real processes, with the agents' own client: hand-over by order and by a process that stands still.
+"""Replicas as real processes, with the agents' own client: hand-over by order and by a process that is stopped.
 
 How long a hand-over takes is a matter of `test_operator_replicas.py` (virtual time) and of the benchmarks; here the
 real signals, servers, sockets and certificates show that it works at all, so the limits are wide.
@@ -62,7 +62,7 @@ class Replica:
 
 
 class Agent:
-    """A pod's agent, as far as the coordinator is concerned: its real client, and a story to tell."""
+    """A pod's agent, as far as the coordinator is concerned: its real client, and a record of its messages."""
 
     def __init__(self, pod: dict[str, Any], ports: list[int], folder: Path, bundle: str) -> None:
         self.memberships: list[Membership] = []
@@ -141,8 +141,8 @@ class Site:
         holder: str = self.cluster.objects[key]["spec"]["holderIdentity"] if key in self.cluster.objects else ""
         return holder.partition("_")[0]
 
-    def bring_up_workers(self) -> None:
-        """What scheduler, kubelets and the token issuer do."""
+    def start_workers(self) -> None:
+        """Bind, start and authenticate the pods as scheduler, kubelets and token issuer do."""
         bundle = base64.b64decode(self.cluster.get(SECRETS, "system", f"{SERVICE}-tls")["data"]["ca.crt"]).decode()
         for at, name in enumerate(self.cluster.names(PODS)):
             pod = self.cluster.change(PODS, "default", name, bind(f"node-{at}", at))
@@ -154,7 +154,7 @@ class Site:
             self.cluster.tokens[f"token-of-{name}"] = user
             self.agents.append(Agent(pod, [replica.port for replica in self.replicas], self.folder, bundle))
 
-    async def are_heard(self) -> None:
+    async def are_answered(self) -> None:
         """Every agent is answered again and again."""
         before = [agent.acknowledged for agent in self.agents]
         await async_until(
@@ -186,7 +186,7 @@ async def test_agents_follow_the_leadership_through_an_orderly_and_a_frozen_lead
         await site.operate(0)
         await async_until(lambda: len(site.cluster.names(PODS)) == 2, "the leader makes the pods")
         await site.operate(1)
-        site.bring_up_workers()
+        site.start_workers()
         await async_until(lambda: all(agent.memberships for agent in site.agents), "the first generation is published")
         await async_until(lambda: site.status().get("phase") == "Running", "the job runs")
         uids = {name: site.cluster.get(PODS, "default", name)["metadata"]["uid"] for name in site.cluster.names(PODS)}
@@ -195,21 +195,21 @@ async def test_agents_follow_the_leadership_through_an_orderly_and_a_frozen_lead
         # In order: SIGTERM.
         site.replicas[0].process.send_signal(signal.SIGTERM)
         await async_until(lambda: site.leader() == "operator-1", "the standby leads")
-        await site.are_heard()
+        await site.are_answered()
         assert await site.replicas[0].process.wait() == 0
 
-        # It stands still: another leads, and it finds out when it goes on.
+        # The process is stopped: another leads, and it finds out when it continues.
         await site.operate(2)
         await async_until(
             lambda: "standing by" in (tmp_path / "operator-2.log").read_text(), "another standby is there"
         )
         site.replicas[1].process.send_signal(signal.SIGSTOP)
         await async_until(lambda: site.leader() == "operator-2", "the next one leads")
-        await site.are_heard()
+        await site.are_answered()
         site.replicas[1].process.send_signal(signal.SIGCONT)
         assert await asyncio.wait_for(site.replicas[1].process.wait(), patient(30)) == 1
         assert "LeaseLostError" in (tmp_path / "operator-1.log").read_text()
-        await site.are_heard()
+        await site.are_answered()
 
         status = site.status()
         assert status["phase"] == "Running"

@@ -1,9 +1,9 @@
 """The real plan, executor and caches against a fake API server: the operator dies after each of its writes.
 
-For each story the undisturbed run says how many writes there are and how it ends; then the story is told again once per
-write (every third one with each change, all by night), the operator being killed right after it (the write is done, the
-answer is never heard) and started again. The end must be the same, and on the way no generation number may stand for
-two memberships and no pod's name be used twice.
+For each scenario an undisturbed run counts the writes and records the end. Then the scenario is repeated once per write
+(every third one with each change, all of them nightly): the operator is killed right after the write, before the
+response arrives, and started again. The end must be the same, no generation may have two memberships, and no name of
+a pod may be used twice.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ JOB = "llama"
 
 SETTLE_SECONDS = 12.0
 START_WRITES = 15
-"""Writes until the job trains: the story of the first start reports those."""
+"""Writes until the job trains: the scenario of the first start tests those."""
 FILLED = {"Replace": "Spare"}
-"""Both fill the lost rank. A new operator takes whoever speaks to it first, and pods start at once in this world."""
+"""Both fill the lost rank. A new operator uses the first agents that register, and pods start at once in this world."""
 EDITED = defaultdict(bool, {"resize": True, "suspend and resume": True})
 
 
 @dataclass
 class Record:
-    """What was seen on the way."""
+    """The memberships, pods and generations of a run."""
 
     memberships: dict[int, set[str]] = field(default_factory=dict)
     created: list[str] = field(default_factory=list)
@@ -137,7 +137,7 @@ async def expire(seen: World) -> None:
     await until(lambda: (JOBS.plural, "default", JOB) not in seen.cluster.objects, 120, "the job is deleted")
 
 
-STORIES: dict[str, tuple[Callable[[World], Awaitable[None]], dict[str, Any]]] = {
+SCENARIOS: dict[str, tuple[Callable[[World], Awaitable[None]], dict[str, Any]]] = {
     "first start": (start, {}),
     "killed process": (kill_a_process, {}),
     "killed pod": (kill_a_pod, {}),
@@ -150,9 +150,9 @@ STORIES: dict[str, tuple[Callable[[World], Awaitable[None]], dict[str, Any]]] = 
 }
 
 
-def tell(name: str, die_after_write: int | None) -> tuple[dict[str, Any], int, Record]:
-    """One run of a story: how it ends, after how many writes of its first operator, and what was seen."""
-    act, spec = STORIES[name]
+def run_scenario(name: str, die_after_write: int | None) -> tuple[dict[str, Any], int, Record]:
+    """Run a scenario and return its end, the writes of its first operator, and the record."""
+    act, spec = SCENARIOS[name]
     job = training_job(replicas=2, spares=1, minReplicas=1)
     job["spec"].update(spec)
     record = Record()
@@ -171,15 +171,15 @@ def tell(name: str, die_after_write: int | None) -> tuple[dict[str, Any], int, R
 
 
 def ending(seen: World) -> dict[str, Any]:
-    """What must be the same however often the operator died."""
+    """Return what must be the same however often the operator died."""
     if (JOBS.plural, "default", JOB) not in seen.cluster.objects:
         left = [key for key in seen.cluster.objects if key[0] not in ("nodes", "leases", EVENTS.plural)]
         return {"left": [key for key in left if key[1] == "default"]}
     status = seen.status()
     membership = seen.membership()
     running = status["phase"] == "Running"
-    # What an ended job was last told of its checkpoints depends on the moment of its end.
-    told = {each["type"]: (each["status"], each["reason"]) for each in status["conditions"]}
+    # The last condition of checkpoints of an ended job depends on the moment of its end.
+    conditions = {each["type"]: (each["status"], each["reason"]) for each in status["conditions"]}
     return {
         "phase": status["phase"],
         "verdict": re.sub("after step [0-9]+", "after some step", status.get("verdict", "")),
@@ -189,14 +189,16 @@ def ending(seen: World) -> dict[str, Any]:
         "size": status["membership"].get("size"),
         "ranks": [member["nodeRank"] for member in membership["members"]],
         "recorded": membership["generation"] == status["membership"]["generation"],
-        "conditions": told if running else {kind: told[kind] for kind in told if kind != "DisruptionAllowed"},
+        "conditions": conditions
+        if running
+        else {kind: conditions[kind] for kind in conditions if kind != "DisruptionAllowed"},
         "pods": len(seen.pods()) if running else None,
     }
 
 
 @cache
 def undisturbed(name: str) -> tuple[dict[str, Any], int]:
-    end, writes, record = tell(name, None)
+    end, writes, record = run_scenario(name, None)
     # The user's own change may come between a plan and its write.
     refused = [each for each in record.refused if not (EDITED[name] and each.path.endswith("/status"))]
     assert refused == [], "nothing stood in its way, and yet a write was refused"
@@ -205,18 +207,18 @@ def undisturbed(name: str) -> tuple[dict[str, Any], int]:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("apart", [pytest.param(1, marks=pytest.mark.long), 3])
-@pytest.mark.parametrize("name", STORIES)
-def test_a_story_ends_the_same_whichever_write_the_operator_dies_after(name: str, apart: int) -> None:
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_a_scenario_ends_the_same_whichever_write_the_operator_dies_after(name: str, apart: int) -> None:
     expected, writes = undisturbed(name)
     different = {}
     for write in range(1 if name == "first start" else START_WRITES, writes + 1, apart):
-        end, _, _ = tell(name, write)
+        end, _, _ = run_scenario(name, write)
         if end != expected:
             different[write] = {key: (expected[key], end.get(key)) for key in expected if end.get(key) != expected[key]}
     assert different == {}
 
 
 @pytest.mark.parametrize("name", ["first start", "lost node"])
-def test_a_story_without_any_death_has_no_needless_write(name: str) -> None:
+def test_an_undisturbed_scenario_has_no_needless_write(name: str) -> None:
     _, writes = undisturbed(name)
     assert writes < 45, "status is written when something happened, not all the time"

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tests.testing.api.fake_kubernetes import Write
 
 
-class Story:
+class Scenario:
     """One job, its workers and an operator."""
 
     def __init__(self, spec: dict[str, Any] | None) -> None:
@@ -46,118 +46,115 @@ class Story:
         await until(lambda: self.status().get("phase") == "Completed", 240, "the end")
 
 
-def told(run: Callable[[Story], Awaitable[None]], spec: dict[str, Any] | None = None) -> Story:
-    async def whole() -> Story:
-        story = Story(spec)
-        running = asyncio.create_task(story.workers.run())
-        await story.process.start()
+def run_scenario(run: Callable[[Scenario], Awaitable[None]], spec: dict[str, Any] | None = None) -> Scenario:
+    async def whole() -> Scenario:
+        scenario = Scenario(spec)
+        running = asyncio.create_task(scenario.workers.run())
+        await scenario.process.start()
         try:
-            await run(story)
+            await run(scenario)
         finally:
             running.cancel()
-            await story.process.kill()
-        return story
+            await scenario.process.kill()
+        return scenario
 
     return run_virtual(whole())
 
 
-def jobs(story: Story) -> list[str]:
-    return story.cluster.names(JOBS)
+def jobs(scenario: Scenario) -> list[str]:
+    return scenario.cluster.names(JOBS)
 
 
 def test_a_job_with_a_ttl_is_deleted_with_all_that_it_owns_and_only_as_it_was_seen() -> None:
-    async def run(story: Story) -> None:
-        await story.ended()
-        version = story.cluster.get(JOBS, "default", "llama")["metadata"]["resourceVersion"]
+    async def run(scenario: Scenario) -> None:
+        await scenario.ended()
+        version = scenario.cluster.get(JOBS, "default", "llama")["metadata"]["resourceVersion"]
         await asyncio.sleep(50)
-        assert jobs(story) == ["llama"]
+        assert jobs(scenario) == ["llama"]
         await asyncio.sleep(20)
-        assert jobs(story) == []
-        (write,) = story.writes("DELETE", "trainingjobs")
+        assert jobs(scenario) == []
+        (write,) = scenario.writes("DELETE", "trainingjobs")
         assert write.body["preconditions"]["resourceVersion"] >= version
         assert write.body["preconditions"]["uid"]
         await asyncio.sleep(30)
 
-    story = told(run, {"ttlSecondsAfterFinished": 60})
+    scenario = run_scenario(run, {"ttlSecondsAfterFinished": 60})
     for resource in (PODS, CONFIG_MAPS, DISRUPTION_BUDGETS):
-        assert story.cluster.names(resource) == []
-    assert len(story.writes("DELETE", "trainingjobs")) == 1
+        assert scenario.cluster.names(resource) == []
+    assert len(scenario.writes("DELETE", "trainingjobs")) == 1
 
 
-def test_a_job_that_is_changed_in_the_moment_of_its_deletion_is_looked_at_anew() -> None:
-    async def run(story: Story) -> None:
-        await story.ended()
+def test_a_job_that_changes_at_the_moment_of_its_deletion_is_planned_again() -> None:
+    async def run(scenario: Scenario) -> None:
+        await scenario.ended()
 
         def keep(method: str, path: str) -> Any:
             if method == "DELETE" and "trainingjobs" in path:
-                story.cluster.faults.clear()
-                story.cluster.change(
+                scenario.cluster.faults.clear()
+                scenario.cluster.change(
                     JOBS, "default", "llama", lambda raw: raw["spec"].update(ttlSecondsAfterFinished=6000)
                 )
                 return refuse(409, "Conflict", "the ResourceVersion in the precondition does not match")
             return None
 
-        story.cluster.faults.append(keep)
+        scenario.cluster.faults.append(keep)
         await asyncio.sleep(120)
-        assert jobs(story) == ["llama"]
+        assert jobs(scenario) == ["llama"]
 
-    told(run, {"ttlSecondsAfterFinished": 60})
+    run_scenario(run, {"ttlSecondsAfterFinished": 60})
 
 
 def test_the_disruption_budget_comes_with_the_first_step_and_is_not_written_again() -> None:
-    async def run(story: Story) -> None:
-        await story.trained()
-        await until(lambda: story.cluster.names(DISRUPTION_BUDGETS) == ["llama"], 30, "the budget")
-        budget = story.cluster.get(DISRUPTION_BUDGETS, "default", "llama")
+    async def run(scenario: Scenario) -> None:
+        await scenario.trained()
+        await until(lambda: scenario.cluster.names(DISRUPTION_BUDGETS) == ["llama"], 30, "the budget")
+        budget = scenario.cluster.get(DISRUPTION_BUDGETS, "default", "llama")
         assert budget["spec"]["minAvailable"] == 1
         assert budget["apiVersion"] == "policy/v1"
-        await story.ended()
+        await scenario.ended()
 
     storage = {"checkpoint": {"storage": {"hostPath": {"path": "/fsx"}}}}
-    story = told(run, storage)
-    assert len(story.writes("POST", "poddisruptionbudgets")) == 1
-    assert story.writes("PATCH", "poddisruptionbudgets") == []
+    scenario = run_scenario(run, storage)
+    assert len(scenario.writes("POST", "poddisruptionbudgets")) == 1
+    assert scenario.writes("PATCH", "poddisruptionbudgets") == []
 
 
 def test_in_a_namespace_that_is_being_deleted_the_operator_does_not_insist() -> None:
-    async def run(story: Story) -> None:
-        await story.trained()
+    async def run(scenario: Scenario) -> None:
+        await scenario.trained()
 
         def terminating(method: str, path: str) -> Any:
             new = method == "POST" and "/namespaces/default/" in path
             message = "unable to create new content in namespace default because it is being terminated"
             return refuse(403, "Forbidden", message) if new else None
 
-        story.cluster.faults.append(terminating)
-        before = len(story.writes("", "/namespaces/default/"))
+        scenario.cluster.faults.append(terminating)
+        before = len(scenario.writes("", "/namespaces/default/"))
         # The namespace controller deletes kind by kind, in any order; here the job is the last to go.
-        for name in story.cluster.names(PODS):
-            story.cluster.remove(PODS, "default", name)
-        for name in story.cluster.names(CONFIG_MAPS):
-            story.cluster.remove(CONFIG_MAPS, "default", name)
-        for name in story.cluster.names(DISRUPTION_BUDGETS):
-            story.cluster.remove(DISRUPTION_BUDGETS, "default", name)
+        for resource in (PODS, CONFIG_MAPS, DISRUPTION_BUDGETS):
+            for name in scenario.cluster.names(resource):
+                scenario.cluster.remove(resource, "default", name)
         await asyncio.sleep(120)
-        refused = len(story.writes("", "/namespaces/default/")) - before
+        refused = len(scenario.writes("", "/namespaces/default/")) - before
         assert refused < 60, "refused writes are repeated with growing pauses"
-        story.cluster.remove(JOBS, "default", "llama")
+        scenario.cluster.remove(JOBS, "default", "llama")
         await asyncio.sleep(30)
-        quiet = len(story.writes("", "/namespaces/default/"))
+        quiet = len(scenario.writes("", "/namespaces/default/"))
         await asyncio.sleep(60)
-        assert len(story.writes("", "/namespaces/default/")) == quiet
+        assert len(scenario.writes("", "/namespaces/default/")) == quiet
 
-    story = told(run)
-    assert story.cluster.names(PODS) == []
+    scenario = run_scenario(run)
+    assert scenario.cluster.names(PODS) == []
 
 
 @pytest.mark.parametrize("wipe", ["phase", "conditions", "history"])
-def test_a_status_that_cannot_be_read_any_more_is_put_in_order_and_training_goes_on(wipe: str) -> None:
-    async def run(story: Story) -> None:
-        await story.trained()
-        story.cluster.change(JOBS, "default", "llama", lambda raw: raw["status"].update({wipe: "nonsense"}))
-        step = story.workers.step
-        await until(lambda: story.workers.step > step + 5, 60, "more steps")
-        await story.ended()
-        assert isinstance(story.status()["conditions"], list)
+def test_an_unreadable_status_is_repaired_and_training_continues(wipe: str) -> None:
+    async def run(scenario: Scenario) -> None:
+        await scenario.trained()
+        scenario.cluster.change(JOBS, "default", "llama", lambda raw: raw["status"].update({wipe: "nonsense"}))
+        step = scenario.workers.step
+        await until(lambda: scenario.workers.step > step + 5, 60, "more steps")
+        await scenario.ended()
+        assert isinstance(scenario.status()["conditions"], list)
 
-    told(run)
+    run_scenario(run)

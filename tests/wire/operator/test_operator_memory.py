@@ -1,4 +1,4 @@
-"""What the operator holds in memory: one receive buffer for all connections, and of libraries what it uses."""
+"""The memory of the operator: one receive buffer for all connections, and only the libraries that it uses."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ async def test_connections_share_one_buffer_and_mix_nothing_up(monkeypatch: pyte
         sent = random.Random(seed).randbytes(10 * TLS_BUFFER + seed)
         reader, writer = await asyncio.open_connection("localhost", port, ssl=trust)
         writer.write(sent)
-        heard = await reader.readexactly(len(sent))
+        received = await reader.readexactly(len(sent))
         writer.transport.abort()
-        return heard == sent
+        return received == sent
 
     server = await asyncio.start_server(echo, "localhost", 0, ssl=tls.context)
     port = server.sockets[0].getsockname()[1]
@@ -60,18 +60,18 @@ async def test_connections_share_one_buffer_and_mix_nothing_up(monkeypatch: pyte
     await server.wait_closed()
 
 
-async def test_what_is_garbage_is_collected_and_given_back_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_garbage_is_collected_and_returned_periodically(monkeypatch: pytest.MonkeyPatch) -> None:
     class Knot:
         def __init__(self) -> None:
             self.tied = self
 
-    gone = asyncio.Event()
-    weakref.finalize(Knot(), gone.set)
+    collected = asyncio.Event()
+    weakref.finalize(Knot(), collected.set)
     monkeypatch.setattr(memory, "TRIM_SECONDS", 0.01)
     gc.disable()
     try:
         tidying = asyncio.create_task(memory.trim_periodically())
-        await async_until(gone.is_set, "a knot of objects that nobody else holds is collected")
+        await async_until(collected.is_set, "a knot of objects that nobody else holds is collected")
         assert not tidying.done()
         tidying.cancel()
     finally:

@@ -91,7 +91,7 @@ class World:
 
 
 def run(make: Callable[[], World], scenario: Callable[[World], Awaitable[None]]) -> None:
-    async def play() -> None:
+    async def run_scenario() -> None:
         world = make()
         workers = asyncio.create_task(world.workers.run())
         await world.process.start()
@@ -104,7 +104,7 @@ def run(make: Callable[[], World], scenario: Callable[[World], Awaitable[None]])
 
     logging.disable(logging.CRITICAL)
     try:
-        run_virtual(play())
+        run_virtual(run_scenario())
     finally:
         logging.disable(logging.NOTSET)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.testing.api.fake_kubernetes import FakeCluster
-from tests.testing.suite.virtual_time import run_virtual
+from tests.testing.suite.virtual_time import in_virtual_time
 from tests.testing.virtual.fake_workers import Workers, lose_node, readiness
 from tests.testing.virtual.operator_process import OperatorProcess, training_job, until, wall_clock
 from trainium_operator.cluster.api.resources import EVENTS, JOBS, NODES, PODS
@@ -43,14 +43,14 @@ class World:
         return all(self.status(name).get("phase") == "Running" for name in self.names)
 
     def untouched(self) -> tuple[Any, ...]:
-        """What must stay as it is."""
+        """Return the pods and generations, which must not change."""
         pods = {(name, self.cluster.get(PODS, "default", name)["metadata"]["uid"]) for name in self.cluster.names(PODS)}
         return pods, [self.status(name)["membership"]["generation"] for name in self.names]
 
     def condition(self, name: str) -> dict[str, Any]:
         return next(each for each in self.status(name)["conditions"] if each["type"] == "NodesHealthy")
 
-    def told(self) -> list[str]:
+    def notes(self) -> list[str]:
         return [raw["note"] for key, raw in self.cluster.objects.items() if key[0] == EVENTS.plural]
 
 
@@ -68,82 +68,72 @@ async def training(nodes: int, *jobs: dict[str, Any]) -> AsyncIterator[World]:
 
 @pytest.mark.parametrize("later", [0.0, 2.2, 3.7], ids=lambda later: f"{later} s after a beat")
 @pytest.mark.parametrize("kubelets_too", [False, True])
-def test_cut_off_from_all_nodes_for_five_minutes_it_deletes_nothing_and_says_so(
+@in_virtual_time
+async def test_cut_off_from_all_nodes_for_five_minutes_it_deletes_nothing_and_reports_it(
     kubelets_too: bool, later: float
 ) -> None:
-    async def scenario() -> None:
-        async with training(8, training_job("llama", replicas=6, spares=1)) as world:
-            await asyncio.sleep(later)
-            before, step = world.untouched(), world.workers.step
-            world.workers.cut_off = True
-            if kubelets_too:
-                readiness(world.workers, "Unknown", world.cluster.names(NODES, ""))
-            await asyncio.sleep(MINUTES)
-            assert world.untouched() == before
-            assert world.workers.step >= step + 500
-            assert world.condition("llama")["reason"] == "ContactLost"
-            assert "7 of 7 workers are silent at once" in world.condition("llama")["message"]
-            assert sum("are silent at once" in note for note in world.told()) == 1
-            world.workers.cut_off = False
-            readiness(world.workers, "True", world.cluster.names(NODES, ""))
-            await asyncio.sleep(60)
-            assert world.untouched() == before
-            assert world.condition("llama")["reason"] == "NodesHealthy"
-
-    run_virtual(scenario())
-
-
-def test_one_of_three_zones_that_is_dark_to_us_and_trains_on_loses_nothing() -> None:
-    async def scenario() -> None:
-        async with training(10, training_job("llama", replicas=6, spares=3)) as world:
-            before, step = world.untouched(), world.workers.step
-            zone = {f"node-{number}" for number in range(0, 9, 3)}
-            world.workers.muted_nodes = zone
-            readiness(world.workers, "Unknown", zone)
-            await asyncio.sleep(MINUTES)
-            assert world.untouched() == before
-            assert world.workers.step >= step + 500
-            assert world.condition("llama")["reason"] == "ContactLost"
-
-    run_virtual(scenario())
-
-
-def test_leases_of_all_kubelets_that_are_stale_while_training_goes_on_lose_nothing() -> None:
-    async def scenario() -> None:
-        async with training(8, training_job("llama", replicas=6, spares=1)) as world:
-            before, step = world.untouched(), world.workers.step
+    async with training(8, training_job("llama", replicas=6, spares=1)) as world:
+        await asyncio.sleep(later)
+        before, step = world.untouched(), world.workers.step
+        world.workers.cut_off = True
+        if kubelets_too:
             readiness(world.workers, "Unknown", world.cluster.names(NODES, ""))
-            await asyncio.sleep(MINUTES)
-            assert world.untouched() == before
-            assert world.workers.step >= step + 500
+        await asyncio.sleep(MINUTES)
+        assert world.untouched() == before
+        assert world.workers.step >= step + 500
+        assert world.condition("llama")["reason"] == "ContactLost"
+        assert "7 of 7 workers are silent at once" in world.condition("llama")["message"]
+        assert sum("are silent at once" in note for note in world.notes()) == 1
+        world.workers.cut_off = False
+        readiness(world.workers, "True", world.cluster.names(NODES, ""))
+        await asyncio.sleep(60)
+        assert world.untouched() == before
+        assert world.condition("llama")["reason"] == "NodesHealthy"
 
-    run_virtual(scenario())
+
+@in_virtual_time
+async def test_one_of_three_zones_that_is_dark_to_us_and_trains_on_loses_nothing() -> None:
+    async with training(10, training_job("llama", replicas=6, spares=3)) as world:
+        before, step = world.untouched(), world.workers.step
+        zone = {f"node-{number}" for number in range(0, 9, 3)}
+        world.workers.muted_nodes = zone
+        readiness(world.workers, "Unknown", zone)
+        await asyncio.sleep(MINUTES)
+        assert world.untouched() == before
+        assert world.workers.step >= step + 500
+        assert world.condition("llama")["reason"] == "ContactLost"
+
+
+@in_virtual_time
+async def test_leases_of_all_kubelets_that_are_stale_while_training_goes_on_lose_nothing() -> None:
+    async with training(8, training_job("llama", replicas=6, spares=1)) as world:
+        before, step = world.untouched(), world.workers.step
+        readiness(world.workers, "Unknown", world.cluster.names(NODES, ""))
+        await asyncio.sleep(MINUTES)
+        assert world.untouched() == before
+        assert world.workers.step >= step + 500
 
 
 @pytest.mark.long
-def test_many_jobs_of_one_worker_each_are_not_given_up_one_by_one() -> None:
-    async def scenario() -> None:
-        async with training(12, *(training_job(f"job-{number}", replicas=1) for number in range(12))) as world:
-            before = world.untouched()
-            world.workers.cut_off = True
-            readiness(world.workers, "Unknown", world.cluster.names(NODES, ""))
-            await asyncio.sleep(MINUTES)
-            assert world.untouched() == before
-
-    run_virtual(scenario())
+@in_virtual_time
+async def test_many_jobs_of_one_worker_each_are_not_given_up_one_by_one() -> None:
+    async with training(12, *(training_job(f"job-{number}", replicas=1) for number in range(12))) as world:
+        before = world.untouched()
+        world.workers.cut_off = True
+        readiness(world.workers, "Unknown", world.cluster.names(NODES, ""))
+        await asyncio.sleep(MINUTES)
+        assert world.untouched() == before
 
 
-def test_a_rack_that_is_lost_is_replaced_because_the_others_stand_still() -> None:
-    async def scenario() -> None:
-        async with training(12, training_job("llama", replicas=6, spares=2)) as world:
-            rack = [agent.node for agent in world.workers.members("llama")[:2]]
-            for node in rack:
-                lose_node(world.workers, node)
-            step = world.workers.step
-            await until(lambda: world.status("llama")["membership"]["generation"] == 2, 12, "the spares take over")
-            await until(lambda: world.workers.step > step, 12, "it trains on")
-
-    run_virtual(scenario())
+@in_virtual_time
+async def test_a_failed_rack_is_replaced_because_the_other_workers_hang() -> None:
+    async with training(12, training_job("llama", replicas=6, spares=2)) as world:
+        rack = [agent.node for agent in world.workers.members("llama")[:2]]
+        for node in rack:
+            lose_node(world.workers, node)
+        step = world.workers.step
+        await until(lambda: world.status("llama")["membership"]["generation"] == 2, 12, "the spares take over")
+        await until(lambda: world.workers.step > step, 12, "it trains on")
 
 
 def test_no_more_is_deleted_by_force_within_a_minute_than_the_last_bound_allows() -> None:

@@ -50,7 +50,7 @@ class Operator:
             assert read.source is LogSource.OPERATOR
             self.lines.append(read.to_wire())
 
-    async def says(self, text: str) -> str:
+    async def logged(self, text: str) -> str:
         found = lambda: [line["message"] for line in self.lines if text in line["message"]]  # noqa: E731
         await async_until(lambda: bool(found()) or self.process.returncode is not None, self.log, 30)
         assert found(), self.log()
@@ -105,7 +105,7 @@ async def test_with_a_list_of_namespaces_it_watches_the_jobs_of_each_by_itself_a
         job["metadata"]["namespace"] = namespace
         cluster.add(JOBS, job)
     async with operated(cluster, tmp_path, "--watch-namespaces", "red,blue") as operator:
-        await operator.says("leading as")
+        await operator.logged("leading as")
         for namespace in ("red", "blue"):
             await async_until(lambda: cluster.names(PODS, namespace) == ["early-w-0", "early-w-1"], operator.log, 20)  # noqa: B023
         await async_until(lambda: cluster.open_streams(JOBS) == 2, operator.log, 20)
@@ -127,7 +127,7 @@ async def test_metrics_are_served_over_https_only_where_that_is_asked_for(tmp_pa
         plain = probe.getsockname()[1]
     ours = ("--secure-metrics", "true", "--https-port", "0", "--metrics-port", str(plain))
     async with operated(cluster, tmp_path, *ours) as operator:
-        port = int((await operator.says("readers are served on port")).rpartition(" ")[2])
+        port = int((await operator.logged("readers are served on port")).rpartition(" ")[2])
         bundle = cluster.get(SECRETS, "system", SECRET)["data"]["ca.crt"]
         trust = ssl.create_default_context(cadata=base64.b64decode(bundle).decode())
         async with aiohttp.ClientSession() as session:
@@ -141,7 +141,7 @@ async def test_metrics_are_served_over_https_only_where_that_is_asked_for(tmp_pa
             assert (await get(f"https://127.0.0.1:{port}/metrics"))[0] == 401
             assert (await get(f"http://127.0.0.1:{plain}/livez"))[0] == 200
             assert (await get(f"http://127.0.0.1:{plain}/metrics"))[0] == 404
-        # kopf tells what it was asking for when it is stopped in the midst of its own start.
+        # kopf logs its pending request when it is stopped during its start.
         await async_until(lambda: cluster.open_streams(JOBS) > 0, operator.log, 20)
         operator.process.send_signal(signal.SIGTERM)
         assert await operator.ended() == 0, operator.log()
@@ -152,8 +152,8 @@ async def test_it_leads_serves_agents_sees_jobs_by_kopf_and_leaves_in_order(tmp_
     cluster = made()
     cluster.add(JOBS, training_job("early"))
     async with operated(cluster, tmp_path) as operator:
-        port = int((await operator.says("agents are served on port")).rpartition(" ")[2])
-        await operator.says("leading as")
+        port = int((await operator.logged("agents are served on port")).rpartition(" ")[2])
+        await operator.logged("leading as")
         await async_until(lambda: cluster.names(PODS) == ["early-w-0", "early-w-1"], operator.log, 20)
         await async_until(lambda: cluster.open_streams(JOBS) == 1, operator.log, 20)
         cluster.add(JOBS, training_job("late"))
@@ -174,25 +174,25 @@ async def test_it_leads_serves_agents_sees_jobs_by_kopf_and_leaves_in_order(tmp_
         assert cluster.get(LEASES, "system", "trainium-operator")["spec"]["holderIdentity"] == ""
         assert not [line for line in operator.lines if line.get("level") == "error"], operator.log()
         kinds = {write.path.rpartition("/")[2] for write in cluster.writes if write.path.startswith("/api/v1")}
-        assert EVENTS.plural not in kinds  # kopf posts none of its own
+        assert EVENTS.plural not in kinds  # kopf posts none
 
 
 async def test_a_stolen_lease_ends_the_process(tmp_path: Path) -> None:
     cluster = made()
     async with operated(cluster, tmp_path) as operator:
-        await operator.says("leading as")
+        await operator.logged("leading as")
         cluster.change(LEASES, "system", "trainium-operator", lambda raw: raw["spec"].update(holderIdentity="thief"))
         assert await operator.ended() == 1
-        await operator.says("thief holds the lease now")
+        await operator.logged("thief holds the lease now")
     assert cluster.get(LEASES, "system", "trainium-operator")["spec"]["holderIdentity"] == "thief"
 
 
-async def test_a_missing_secret_is_said_with_the_command_that_makes_it(tmp_path: Path) -> None:
+async def test_a_missing_secret_is_reported_with_the_command_that_creates_it(tmp_path: Path) -> None:
     async with operated(FakeCluster(time.time), tmp_path) as operator:
-        assert "kubectl create secret generic" in await operator.says(f"Secret system/{SECRET} is missing")
+        assert "kubectl create secret generic" in await operator.logged(f"Secret system/{SECRET} is missing")
 
 
-async def test_without_a_cluster_it_says_what_to_set(tmp_path: Path) -> None:
+async def test_without_a_cluster_the_error_names_the_setting(tmp_path: Path) -> None:
     with pytest.raises(NoClusterError, match="give --kubeconfig FILE, set KUBECONFIG"):
         await connect(str(tmp_path / "none"))
 

@@ -1,4 +1,4 @@
-"""Health, metrics, kopf's settings, and what the parts tell each other."""
+"""Health, metrics, kopf's settings, and the notifications between the parts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import aiohttp
 import kopf
 
 from tests.testing.api.fake_kubernetes import FakeCluster
-from tests.testing.suite.virtual_time import run_virtual, settle
+from tests.testing.suite.virtual_time import in_virtual_time, run_virtual, settle
 from tests.testing.virtual.fake_workers import Workers, lose_node
 from tests.testing.virtual.operator_process import OperatorProcess, training_job, until, wall_clock
 from trainium_operator import handlers
@@ -50,7 +50,7 @@ def test_kopf_has_one_event_handler_and_no_handler_that_needs_a_finalizer() -> N
 
 
 async def test_kopf_starts_under_a_user_id_that_has_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in our image: user 65532 is in no password file."""
+    """User 65532 of our image is in no password file."""
 
     def nameless() -> str:
         raise KeyError("getpwuid(): uid not found: 65532")
@@ -83,220 +83,202 @@ async def test_probes_and_metrics_are_served() -> None:
     await server.stop()
 
 
-def test_readiness_means_that_all_is_listed_and_leading_is_not_asked_for() -> None:
-    async def scenario() -> None:
-        cluster = FakeCluster(wall_clock)
-        process = OperatorProcess(cluster)
-        runtime = process.runtime
-        assert runtime.ready_problem() == "trainingjobs are not listed yet"
-        await runtime.caches.jobs.refresh()
-        assert "pods" in runtime.ready_problem()
-        tasks = [asyncio.create_task(each.run()) for each in runtime.caches.reflectors()]
-        await runtime.caches.synced()
-        assert runtime.ready_problem() == ""
-        assert not runtime.leading.is_set()
-        for task in tasks:
-            task.cancel()
-
-    run_virtual(scenario())
+@in_virtual_time
+async def test_readiness_means_that_all_is_listed_and_leading_is_not_asked_for() -> None:
+    cluster = FakeCluster(wall_clock)
+    process = OperatorProcess(cluster)
+    runtime = process.runtime
+    assert runtime.ready_problem() == "trainingjobs are not listed yet"
+    await runtime.caches.jobs.refresh()
+    assert "pods" in runtime.ready_problem()
+    tasks = [asyncio.create_task(each.run()) for each in runtime.caches.reflectors()]
+    await runtime.caches.synced()
+    assert runtime.ready_problem() == ""
+    assert not runtime.leading.is_set()
+    for task in tasks:
+        task.cancel()
 
 
-def test_a_deaf_watch_is_not_alive_but_an_absent_api_server_is_no_reason_to_restart() -> None:
-    async def scenario() -> None:
-        cluster = FakeCluster(wall_clock)
-        process = OperatorProcess(cluster)
-        await process.start()
-        await process.runtime.caches.synced()
-        assert process.runtime.live_problem() == ""
-        for scope in process.runtime.caches.pods._scopes:
-            scope.last_seen -= WATCH_STALE_SECONDS + 1
-        assert "watch of pods" in process.runtime.live_problem()
-        cluster.down = True
-        cluster.drop_streams()
-        await asyncio.sleep(WATCH_STALE_SECONDS + 60)
-        assert process.runtime.live_problem() == ""
-        await process.kill()
-
-    run_virtual(scenario())
+@in_virtual_time
+async def test_a_deaf_watch_is_not_alive_but_an_absent_api_server_is_no_reason_to_restart() -> None:
+    cluster = FakeCluster(wall_clock)
+    process = OperatorProcess(cluster)
+    await process.start()
+    await process.runtime.caches.synced()
+    assert process.runtime.live_problem() == ""
+    for scope in process.runtime.caches.pods._scopes:
+        scope.last_seen -= WATCH_STALE_SECONDS + 1
+    assert "watch of pods" in process.runtime.live_problem()
+    cluster.down = True
+    cluster.drop_streams()
+    await asyncio.sleep(WATCH_STALE_SECONDS + 60)
+    assert process.runtime.live_problem() == ""
+    await process.kill()
 
 
-def test_every_change_that_a_plan_can_see_puts_the_job_and_no_other_change_does() -> None:
-    async def scenario() -> None:
-        cluster = FakeCluster(wall_clock)
-        cluster.add(NODES, {"metadata": {"name": "n"}, "spec": {}, "status": {}})
-        job = cluster.add(JOBS, training_job("j"))
-        owner = {
-            "apiVersion": JOBS.api_version,
-            "kind": "TrainingJob",
-            "name": "j",
-            "uid": job["metadata"]["uid"],
-            "controller": True,
-        }
-        labels = {"trainium.dev/job-name": "j", "trainium.dev/role": "worker"}
-        for resource, name in ((PODS, "j-w-0"), (CONFIG_MAPS, "j-config")):
-            cluster.add(resource, {"metadata": {"name": name, "labels": labels, "ownerReferences": [owner]}})
-        cluster.change(PODS, "default", "j-w-0", lambda raw: raw.update(spec={"nodeName": "n"}))
-        process = OperatorProcess(cluster)
-        runtime = process.runtime
-        await runtime.caches.jobs.refresh()
-        tasks = [asyncio.create_task(each.run()) for each in runtime.caches.reflectors()]
-        await runtime.caches.synced()
+@in_virtual_time
+async def test_every_change_that_a_plan_can_see_puts_the_job_and_no_other_change_does() -> None:
+    cluster = FakeCluster(wall_clock)
+    cluster.add(NODES, {"metadata": {"name": "n"}, "spec": {}, "status": {}})
+    job = cluster.add(JOBS, training_job("j"))
+    owner = {
+        "apiVersion": JOBS.api_version,
+        "kind": "TrainingJob",
+        "name": "j",
+        "uid": job["metadata"]["uid"],
+        "controller": True,
+    }
+    labels = {"trainium.dev/job-name": "j", "trainium.dev/role": "worker"}
+    for resource, name in ((PODS, "j-w-0"), (CONFIG_MAPS, "j-config")):
+        cluster.add(resource, {"metadata": {"name": name, "labels": labels, "ownerReferences": [owner]}})
+    cluster.change(PODS, "default", "j-w-0", lambda raw: raw.update(spec={"nodeName": "n"}))
+    process = OperatorProcess(cluster)
+    runtime = process.runtime
+    await runtime.caches.jobs.refresh()
+    tasks = [asyncio.create_task(each.run()) for each in runtime.caches.reflectors()]
+    await runtime.caches.synced()
+    await settle()
+
+    async def puts() -> bool:
         await settle()
+        if len(runtime.queue) == 0:
+            return False
+        runtime.queue.done(await runtime.queue.get())
+        return True
 
-        async def puts() -> bool:
-            await settle()
-            if len(runtime.queue) == 0:
-                return False
-            runtime.queue.done(await runtime.queue.get())
-            return True
-
-        assert await puts()
-        cluster.change(PODS, "default", "j-w-0", lambda raw: raw["metadata"].update(annotations={"a": "b"}))
-        assert not await puts()
-        cluster.change(PODS, "default", "j-w-0", lambda raw: raw.update(status={"phase": "Failed"}))
-        assert await puts()
-        cluster.change(NODES, "", "n", lambda raw: raw["metadata"].update(labels={"a": "b"}))
-        assert not await puts()
-        cluster.change(NODES, "", "n", lambda raw: raw["spec"].update(unschedulable=True))
-        assert await puts()
-        cluster.remove(CONFIG_MAPS, "default", "j-config")
-        assert await puts()
-        cluster.remove(PODS, "default", "j-w-0")
-        assert await puts()
-        for task in tasks:
-            task.cancel()
-
-    run_virtual(scenario())
+    assert await puts()
+    cluster.change(PODS, "default", "j-w-0", lambda raw: raw["metadata"].update(annotations={"a": "b"}))
+    assert not await puts()
+    cluster.change(PODS, "default", "j-w-0", lambda raw: raw.update(status={"phase": "Failed"}))
+    assert await puts()
+    cluster.change(NODES, "", "n", lambda raw: raw["metadata"].update(labels={"a": "b"}))
+    assert not await puts()
+    cluster.change(NODES, "", "n", lambda raw: raw["spec"].update(unschedulable=True))
+    assert await puts()
+    cluster.remove(CONFIG_MAPS, "default", "j-config")
+    assert await puts()
+    cluster.remove(PODS, "default", "j-w-0")
+    assert await puts()
+    for task in tasks:
+        task.cancel()
 
 
-def test_a_job_that_cannot_be_read_is_told_so_and_hides_no_other() -> None:
-    async def scenario() -> None:
-        cluster = FakeCluster(wall_clock)
-        broken = training_job("broken")
-        broken["spec"]["workers"]["replicas"] = -1
-        cluster.add(JOBS, broken)
-        cluster.add(JOBS, training_job("good"))
-        process = OperatorProcess(cluster)
-        await process.start()
-        await until(lambda: cluster.names(PODS) != [], 5, "the good job's pods")
-        await settle()
-        notes = [raw for key, raw in cluster.objects.items() if key[0] == EVENTS.plural]
-        assert any(
-            raw["reason"] == "Unreadable" and raw["regarding"]["name"] == "broken" and "workers.replicas" in raw["note"]
-            for raw in notes
+@in_virtual_time
+async def test_an_invalid_job_is_reported_and_hides_no_other() -> None:
+    cluster = FakeCluster(wall_clock)
+    broken = training_job("broken")
+    broken["spec"]["workers"]["replicas"] = -1
+    cluster.add(JOBS, broken)
+    cluster.add(JOBS, training_job("good"))
+    process = OperatorProcess(cluster)
+    await process.start()
+    await until(lambda: cluster.names(PODS) != [], 5, "the good job's pods")
+    await settle()
+    notes = [raw for key, raw in cluster.objects.items() if key[0] == EVENTS.plural]
+    assert any(
+        raw["reason"] == "Unreadable" and raw["regarding"]["name"] == "broken" and "workers.replicas" in raw["note"]
+        for raw in notes
+    )
+    await process.kill()
+
+
+@in_virtual_time
+async def test_a_defect_in_a_plan_is_repeated_with_back_off_and_stops_no_worker() -> None:
+    cluster = FakeCluster(wall_clock)
+    cluster.add(JOBS, training_job("bad"))
+    cluster.add(JOBS, training_job("good"))
+    process = OperatorProcess(cluster)
+    plan, calls = process.runtime.reconciler._plan, []
+
+    def defective(observed):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+        if observed.job.name == "bad":
+            calls.append(1)
+            raise KeyError("defect")
+        return plan(observed)
+
+    process.runtime.reconciler._plan = defective
+    await process.start()
+    await until(lambda: cluster.names(PODS) != [], 5, "the good job's pods")
+    await asyncio.sleep(60)
+    assert 5 < len(calls) < 15
+    assert b'reconcile_errors_total{error="Defect"}' in process.runtime.metrics.exposition()
+    await process.kill()
+
+
+@in_virtual_time
+async def test_a_quota_that_is_used_up_shows_as_an_event_and_is_tried_again() -> None:
+    from tests.testing.api.fake_kubernetes import refuse
+
+    cluster = FakeCluster(wall_clock)
+    cluster.add(JOBS, training_job())
+    cluster.faults.append(
+        lambda method, path: (
+            refuse(403, "Forbidden", "exceeded quota: pods") if method == "POST" and path.endswith("/pods") else None
         )
-        await process.kill()
-
-    run_virtual(scenario())
-
-
-def test_a_defect_in_a_plan_is_repeated_with_back_off_and_stops_no_worker() -> None:
-    async def scenario() -> None:
-        cluster = FakeCluster(wall_clock)
-        cluster.add(JOBS, training_job("bad"))
-        cluster.add(JOBS, training_job("good"))
-        process = OperatorProcess(cluster)
-        plan, calls = process.runtime.reconciler._plan, []
-
-        def defective(observed):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-            if observed.job.name == "bad":
-                calls.append(1)
-                raise KeyError("defect")
-            return plan(observed)
-
-        process.runtime.reconciler._plan = defective
-        await process.start()
-        await until(lambda: cluster.names(PODS) != [], 5, "the good job's pods")
-        await asyncio.sleep(60)
-        assert 5 < len(calls) < 15
-        assert b'reconcile_errors_total{error="Defect"}' in process.runtime.metrics.exposition()
-        await process.kill()
-
-    run_virtual(scenario())
+    )
+    process = OperatorProcess(cluster)
+    await process.start()
+    await asyncio.sleep(20)
+    notes = [raw["note"] for key, raw in cluster.objects.items() if key[0] == EVENTS.plural]
+    assert any("exceeded quota: pods" in note for note in notes)
+    cluster.faults.clear()
+    await until(lambda: len(cluster.names(PODS)) == 2, 70, "pods once there is room")
+    await process.kill()
 
 
-def test_a_quota_that_is_used_up_shows_as_an_event_and_is_tried_again() -> None:
-    async def scenario() -> None:
-        from tests.testing.api.fake_kubernetes import refuse
+@in_virtual_time
+async def test_two_jobs_train_side_by_side_and_a_deleted_one_leaves_nothing() -> None:
+    cluster = FakeCluster(wall_clock)
+    cluster.add(JOBS, training_job("one"))
+    cluster.add(JOBS, training_job("two"))
+    process, workers = OperatorProcess(cluster), Workers(cluster, nodes=6, total_steps=10_000)
+    workers.operator = process
+    running = asyncio.create_task(workers.run())
+    await process.start()
 
-        cluster = FakeCluster(wall_clock)
-        cluster.add(JOBS, training_job())
-        cluster.faults.append(
-            lambda method, path: (
-                refuse(403, "Forbidden", "exceeded quota: pods")
-                if method == "POST" and path.endswith("/pods")
-                else None
-            )
-        )
-        process = OperatorProcess(cluster)
-        await process.start()
-        await asyncio.sleep(20)
-        notes = [raw["note"] for key, raw in cluster.objects.items() if key[0] == EVENTS.plural]
-        assert any("exceeded quota: pods" in note for note in notes)
-        cluster.faults.clear()
-        await until(lambda: len(cluster.names(PODS)) == 2, 70, "pods once there is room")
-        await process.kill()
+    def phase(name: str) -> str | None:
+        return (cluster.get(JOBS, "default", name).get("status") or {}).get("phase")
 
-    run_virtual(scenario())
-
-
-def test_two_jobs_train_side_by_side_and_a_deleted_one_leaves_nothing() -> None:
-    async def scenario() -> None:
-        cluster = FakeCluster(wall_clock)
-        cluster.add(JOBS, training_job("one"))
-        cluster.add(JOBS, training_job("two"))
-        process, workers = OperatorProcess(cluster), Workers(cluster, nodes=6, total_steps=10_000)
-        workers.operator = process
-        running = asyncio.create_task(workers.run())
-        await process.start()
-
-        def phase(name: str) -> str | None:
-            return (cluster.get(JOBS, "default", name).get("status") or {}).get("phase")
-
-        await until(lambda: phase("one") == phase("two") == "Running", 60, "both run")
-        lose_node(workers, cluster.get(PODS, "default", "two-w-0")["spec"]["nodeName"])
-        await asyncio.sleep(4.5)
-        uid = cluster.get(JOBS, "default", "two")["metadata"]["uid"]
-        cluster.remove(JOBS, "default", "two")  # while it recovers
-        await asyncio.sleep(30)
-        assert [name for name in cluster.names(PODS) if name.startswith("two")] == []
-        assert process.runtime.state.published(JobId("default", "two", uid)) == 0
-        assert phase("one") == "Running"
-        running.cancel()
-        await process.kill()
-
-    run_virtual(scenario())
+    await until(lambda: phase("one") == phase("two") == "Running", 60, "both run")
+    lose_node(workers, cluster.get(PODS, "default", "two-w-0")["spec"]["nodeName"])
+    await asyncio.sleep(4.5)
+    uid = cluster.get(JOBS, "default", "two")["metadata"]["uid"]
+    cluster.remove(JOBS, "default", "two")  # while it recovers
+    await asyncio.sleep(30)
+    assert [name for name in cluster.names(PODS) if name.startswith("two")] == []
+    assert process.runtime.state.published(JobId("default", "two", uid)) == 0
+    assert phase("one") == "Running"
+    running.cancel()
+    await process.kill()
 
 
-def test_jobs_that_are_deleted_in_the_midst_of_a_plan_leave_nothing_in_memory() -> None:
-    async def scenario() -> None:
-        cluster = FakeCluster(wall_clock)
-        process, workers = OperatorProcess(cluster), Workers(cluster, nodes=8, total_steps=10_000)
-        workers.operator = process
-        running = asyncio.create_task(workers.run())
-        await process.start()
-        process.connection.latency = 0.5
-        for at in range(12):
-            name = f"job-{at}"
-            cluster.add(JOBS, training_job(name))
-            published = len(cluster.writes)
+@in_virtual_time
+async def test_jobs_that_are_deleted_in_the_midst_of_a_plan_leave_nothing_in_memory() -> None:
+    cluster = FakeCluster(wall_clock)
+    process, workers = OperatorProcess(cluster), Workers(cluster, nodes=8, total_steps=10_000)
+    workers.operator = process
+    running = asyncio.create_task(workers.run())
+    await process.start()
+    process.connection.latency = 0.5
+    for at in range(12):
+        name = f"job-{at}"
+        cluster.add(JOBS, training_job(name))
+        published = len(cluster.writes)
 
-            def being_published(name: str = name, since: int = published) -> bool:
-                done = cluster.writes[since:]
-                return any(each.method == "POST" and f"{name}-membership" in str(each.body) for each in done)
+        def being_published(name: str = name, since: int = published) -> bool:
+            done = cluster.writes[since:]
+            return any(each.method == "POST" and f"{name}-membership" in str(each.body) for each in done)
 
-            await until(being_published, 60, "the membership is written")
-            cluster.remove(JOBS, "default", name)
-            await asyncio.sleep(5)
-        state, text = process.runtime.state, process.runtime.metrics.exposition().decode()
-        assert state._jobs == {}
-        assert state.agent_count() == 0
-        assert 'trainingjob_operator_jobs{phase="Starting"} 0.0' in text
-        assert 'trainingjob_operator_jobs{phase="Running"} 0.0' in text
-        running.cancel()
-        await process.kill()
-
-    run_virtual(scenario())
+        await until(being_published, 60, "the membership is written")
+        cluster.remove(JOBS, "default", name)
+        await asyncio.sleep(5)
+    state, text = process.runtime.state, process.runtime.metrics.exposition().decode()
+    assert state._jobs == {}
+    assert state.agent_count() == 0
+    assert 'trainingjob_operator_jobs{phase="Starting"} 0.0' in text
+    assert 'trainingjob_operator_jobs{phase="Running"} 0.0' in text
+    running.cancel()
+    await process.kill()
 
 
 def test_a_job_that_only_progresses_is_planned_for_its_status_and_for_silence_alone() -> None:
@@ -325,7 +307,7 @@ def _plans(process: OperatorProcess) -> float:
     return float(line.split()[-1])
 
 
-def test_metrics_tell_phases_recoveries_and_requests_with_few_labels() -> None:
+def test_metrics_show_phases_recoveries_and_requests_with_few_labels() -> None:
     async def scenario() -> str:
         cluster = FakeCluster(wall_clock)
         cluster.add(JOBS, training_job(spares=1))

@@ -15,7 +15,7 @@ import pytest
 from aiohttp import web
 
 from tests.testing.api.fake_http import discovery
-from tests.testing.suite.virtual_time import run_virtual
+from tests.testing.suite.virtual_time import in_virtual_time, run_virtual
 from trainium_operator import handlers
 from trainium_operator.cluster.api.client import LONGEST_REFUSAL, Api
 from trainium_operator.cluster.api.errors import ApiError, UnavailableError
@@ -40,7 +40,7 @@ def claim(name: str, version: int, parameters: str) -> str:
 
 
 class Claims:
-    """An API server with these claims; then `events` come, line by line, in each watch anew."""
+    """An API server with these claims; then `events` come, line by line, in each new watch."""
 
     def __init__(self, stored: list[str], events: list[str]) -> None:
         self.page = f'{{"metadata":{{"resourceVersion":"7"}},"items":[{",".join(stored)}]}}'
@@ -74,23 +74,19 @@ async def kept(server: Claims) -> AsyncIterator[IndexedCache[ClaimView]]:
 
 
 @pytest.mark.parametrize("parameters", [DEEP, HALF])
-def test_a_claim_that_no_parser_reads_hides_no_other_in_a_list_or_a_watch(parameters: str) -> None:
-    async def scenario() -> None:
-        added = f'{{"type":"ADDED","object":{claim("third", 8, parameters)}}}'
-        after = f'{{"type":"ADDED","object":{claim("fourth", 9, "{}")}}}'
-        async with kept(Claims([claim("first", 1, parameters), claim("second", 2, "{}")], [added, after])) as store:
-            assert sorted(name for _, name in store.snapshot()) == ["first", "fourth", "second", "third"]
-
-    run_virtual(scenario())
+@in_virtual_time
+async def test_a_claim_that_no_parser_reads_hides_no_other_in_a_list_or_a_watch(parameters: str) -> None:
+    added = f'{{"type":"ADDED","object":{claim("third", 8, parameters)}}}'
+    after = f'{{"type":"ADDED","object":{claim("fourth", 9, "{}")}}}'
+    async with kept(Claims([claim("first", 1, parameters), claim("second", 2, "{}")], [added, after])) as store:
+        assert sorted(name for _, name in store.snapshot()) == ["first", "fourth", "second", "third"]
 
 
 @pytest.mark.parametrize(
     "line",
     ["<html>", "[]", "{}", '{"type":"ADDED"}', '{"type":7,"object":{}}', '{"type":"ADDED","object":{"metadata":{}}}'],
 )
-def test_a_watch_that_brings_no_events_is_begun_anew_and_ends_nothing(
-    line: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_watch_of_invalid_lines_is_restarted_and_ends_nothing(line: str, caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         server = Claims([claim("first", 1, "{}")], [line])
         async with kept(server) as store:
@@ -101,18 +97,16 @@ def test_a_watch_that_brings_no_events_is_begun_anew_and_ends_nothing(
 
 
 @pytest.mark.parametrize("page", ["<html>", "[]", "{}", '{"metadata":{},"items":[{}]}', '{"metadata":[],"items":7}'])
-def test_a_list_that_is_none_is_an_answer_that_did_not_come(page: str) -> None:
-    async def scenario() -> None:
-        server = Claims([], [])
-        server.page = page
-        reflector: Reflector[ClaimView] = Reflector(Api(server), CLAIMS, IndexedCache(), claim_view)
-        with pytest.raises(UnavailableError):
-            await reflector.refresh()
-
-    run_virtual(scenario())
+@in_virtual_time
+async def test_a_list_that_is_none_is_an_answer_that_did_not_come(page: str) -> None:
+    server = Claims([], [])
+    server.page = page
+    reflector: Reflector[ClaimView] = Reflector(Api(server), CLAIMS, IndexedCache(), claim_view)
+    with pytest.raises(UnavailableError):
+        await reflector.refresh()
 
 
-def test_what_a_webhook_of_somebody_else_says_is_bounded() -> None:
+def test_the_message_of_another_webhook_is_bounded() -> None:
     class Refusing(Claims):
         async def request(self, _method: str, _path: str, **_how: Any) -> HttpResponse:
             return HttpResponse(403, {}, json.dumps({"reason": ["x"], "message": "no " * 1_000_000}).encode())

@@ -116,13 +116,13 @@ async def serving(folder: Path, patch: pytest.MonkeyPatch) -> AsyncIterator[Site
         await site.server.stop()
 
 
-async def test_an_agent_at_rest_gives_signs_of_life_and_tells_in_full_now_and_then(
+async def test_an_idle_agent_sends_signs_of_life_and_sometimes_full_heartbeats(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(state, "FULL_HEARTBEATS_PER_SECOND", 1 / 4.0)  # one agent: each four seconds
     async with serving(tmp_path, monkeypatch) as site:
         site.state.publish(LLAMA, membership(1))
-        # How many of the one come before so many of the other is drawn anew each time.
+        # How many of the one come before so many of the other is random.
         await async_until(lambda: site.frames.count(FrameKind.HEARTBEAT) >= 4, "heartbeats in full")
         await async_until(lambda: site.frames.count(FrameKind.KEEPALIVE) >= 4, "signs of life that say nothing else")
         assert site.memberships[0].generation == 1
@@ -134,7 +134,7 @@ async def test_an_agent_at_rest_gives_signs_of_life_and_tells_in_full_now_and_th
         assert site.acknowledged
 
 
-async def test_news_is_told_at_once_and_in_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_change_is_sent_at_once_and_in_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state, "FULL_HEARTBEATS_PER_SECOND", 1 / 1000.0)
     async with serving(tmp_path, monkeypatch) as site:
         site.state.publish(LLAMA, membership(1))
@@ -167,17 +167,17 @@ async def test_an_agent_whose_stream_ends_comes_again_and_misses_nothing(
 async def test_a_generation_is_followed_from_what_is_another_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = [
+    published = [
         membership(1, "w-0", "w-1", "w-2"),
         membership(2, "w-0", "w-3", "w-2"),
         membership(4, "w-0", "w-3"),
         membership(5, "w-0", "w-3", "w-2"),
     ]
     async with serving(tmp_path, monkeypatch) as site:
-        for each in told:
+        for each in published:
             site.state.publish(LLAMA, each)
             await async_until(lambda each=each: each in site.memberships, f"generation {each.generation}")  # type: ignore[misc]
-        assert site.memberships == told
+        assert site.memberships == published
         assert site.answers.count(FrameKind.MEMBERSHIP_CHANGE) == 3
         assert site.frames.count(FrameKind.REGISTER) == 1
 
@@ -196,7 +196,7 @@ async def test_a_change_that_does_not_fit_is_not_followed_and_the_whole_is_asked
         assert site.answers.count(FrameKind.MEMBERSHIP_CHANGE) == 2, "one that does not fit, one that does"
 
 
-async def test_a_stream_is_opened_anew_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stream_is_reopened_periodically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "_STREAM_SECONDS", (0.3, 0.5))
     async with serving(tmp_path, monkeypatch) as site:
         site.state.publish(LLAMA, membership(1))

@@ -4,150 +4,130 @@ import asyncio
 
 import pytest
 
-from tests.testing.suite.virtual_time import run_virtual, settle
+from tests.testing.suite.virtual_time import in_virtual_time, settle
 from trainium_operator.cluster.queue.work_queue import ClosedError, WorkQueue
 
 
-def test_a_key_that_waits_is_there_once_however_often_it_is_put() -> None:
-    async def scenario() -> None:
-        queue: WorkQueue[str] = WorkQueue()
-        for _ in range(3):
-            queue.put("a")
-        assert len(queue) == 1
-        assert await queue.get() == "a"
-        queue.done("a")
-        assert len(queue) == 0
-
-    run_virtual(scenario())
-
-
-def test_a_key_is_never_given_to_two_workers_at_once() -> None:
-    async def scenario() -> None:
-        queue: WorkQueue[str] = WorkQueue()
+@in_virtual_time
+async def test_a_key_that_waits_is_there_once_however_often_it_is_put() -> None:
+    queue: WorkQueue[str] = WorkQueue()
+    for _ in range(3):
         queue.put("a")
+    assert len(queue) == 1
+    assert await queue.get() == "a"
+    queue.done("a")
+    assert len(queue) == 0
+
+
+@in_virtual_time
+async def test_a_key_is_never_given_to_two_workers_at_once() -> None:
+    queue: WorkQueue[str] = WorkQueue()
+    queue.put("a")
+    await queue.get()
+    queue.put("a")
+    second = asyncio.create_task(queue.get())
+    await settle()
+    assert not second.done()
+    queue.done("a")
+    await settle()
+    assert second.result() == "a"
+
+
+@in_virtual_time
+async def test_a_key_put_while_a_worker_has_it_is_given_out_again_once() -> None:
+    queue: WorkQueue[str] = WorkQueue()
+    queue.put("a")
+    await queue.get()
+    queue.put("a")
+    queue.put("a")
+    queue.done("a")
+    assert await queue.get() == "a"
+    queue.done("a")
+    assert len(queue) == 0
+
+
+@in_virtual_time
+async def test_keys_are_given_out_in_the_order_in_which_they_came() -> None:
+    queue: WorkQueue[str] = WorkQueue()
+    for key in "cabac":
+        queue.put(key)
+    assert [await queue.get() for _ in range(3)] == ["c", "a", "b"]
+
+
+@in_virtual_time
+async def test_of_several_delays_the_earliest_wins() -> None:
+    loop = asyncio.get_running_loop()
+    queue: WorkQueue[str] = WorkQueue()
+    started = loop.time()
+    queue.put_after("a", 30)
+    queue.put_after("a", 5)
+    queue.put_after("a", 60)
+    await queue.get()
+    assert loop.time() - started == pytest.approx(5, abs=0.01)
+    queue.done("a")
+    await asyncio.sleep(100)
+    assert len(queue) == 0
+
+
+@in_virtual_time
+async def test_a_key_that_is_given_out_loses_its_delay_but_not_one_that_is_set_meanwhile() -> None:
+    loop = asyncio.get_running_loop()
+    queue: WorkQueue[str] = WorkQueue()
+    queue.put_after("a", 5)
+    queue.put("a")
+    await queue.get()
+    queue.put_after("a", 30)
+    queue.done("a")
+    started = loop.time()
+    await queue.get()
+    assert loop.time() - started == pytest.approx(30, abs=0.01)
+
+
+@in_virtual_time
+async def test_a_delay_of_zero_is_now() -> None:
+    queue: WorkQueue[str] = WorkQueue()
+    queue.put_after("a", 0)
+    assert len(queue) == 1
+
+
+@in_virtual_time
+async def test_the_back_off_grows_per_key_and_is_reset_by_a_success() -> None:
+    queue: WorkQueue[str] = WorkQueue(first_delay=1, longest_delay=5)
+    assert [queue.retry("a") for _ in range(4)] == [1, 2, 4, 5]
+    assert queue.retry("b") == 1
+    queue.forget("a")
+    assert queue.retry("a") == 1
+
+
+@in_virtual_time
+async def test_a_closed_queue_gives_out_nothing_more_and_drains() -> None:
+    queue: WorkQueue[str] = WorkQueue()
+    queue.put("a")
+    queue.put("b")
+    await queue.get()
+    await queue.get()
+    queue.done("b")
+    waiting = asyncio.create_task(queue.get())
+    await settle()
+    queue.put_after("c", 1)
+    queue.close()
+    with pytest.raises(ClosedError):
+        await waiting
+    with pytest.raises(ClosedError):
         await queue.get()
-        queue.put("a")
-        second = asyncio.create_task(queue.get())
-        await settle()
-        assert not second.done()
-        queue.done("a")
-        await settle()
-        assert second.result() == "a"
-
-    run_virtual(scenario())
+    drained = asyncio.create_task(queue.drained())
+    await asyncio.sleep(2)
+    assert not drained.done()
+    queue.done("a")
+    await drained
+    assert len(queue) == 0
 
 
-def test_a_key_put_while_a_worker_has_it_is_given_out_again_once() -> None:
-    async def scenario() -> None:
-        queue: WorkQueue[str] = WorkQueue()
-        queue.put("a")
-        await queue.get()
-        queue.put("a")
-        queue.put("a")
-        queue.done("a")
-        assert await queue.get() == "a"
-        queue.done("a")
-        assert len(queue) == 0
-
-    run_virtual(scenario())
-
-
-def test_keys_are_given_out_in_the_order_in_which_they_came() -> None:
-    async def scenario() -> None:
-        queue: WorkQueue[str] = WorkQueue()
-        for key in "cabac":
-            queue.put(key)
-        assert [await queue.get() for _ in range(3)] == ["c", "a", "b"]
-
-    run_virtual(scenario())
-
-
-def test_of_several_delays_the_earliest_wins() -> None:
-    async def scenario() -> None:
-        loop = asyncio.get_running_loop()
-        queue: WorkQueue[str] = WorkQueue()
-        started = loop.time()
-        queue.put_after("a", 30)
-        queue.put_after("a", 5)
-        queue.put_after("a", 60)
-        await queue.get()
-        assert loop.time() - started == pytest.approx(5, abs=0.01)
-        queue.done("a")
-        await asyncio.sleep(100)
-        assert len(queue) == 0
-
-    run_virtual(scenario())
-
-
-def test_a_key_that_is_given_out_loses_its_delay_but_not_one_that_is_set_meanwhile() -> None:
-    async def scenario() -> None:
-        loop = asyncio.get_running_loop()
-        queue: WorkQueue[str] = WorkQueue()
-        queue.put_after("a", 5)
-        queue.put("a")
-        await queue.get()
-        queue.put_after("a", 30)
-        queue.done("a")
-        started = loop.time()
-        await queue.get()
-        assert loop.time() - started == pytest.approx(30, abs=0.01)
-
-    run_virtual(scenario())
-
-
-def test_a_delay_of_zero_is_now() -> None:
-    async def scenario() -> None:
-        queue: WorkQueue[str] = WorkQueue()
-        queue.put_after("a", 0)
-        assert len(queue) == 1
-
-    run_virtual(scenario())
-
-
-def test_the_back_off_grows_per_key_and_is_reset_by_a_success() -> None:
-    async def scenario() -> None:
-        queue: WorkQueue[str] = WorkQueue(first_delay=1, longest_delay=5)
-        assert [queue.retry("a") for _ in range(4)] == [1, 2, 4, 5]
-        assert queue.retry("b") == 1
-        queue.forget("a")
-        assert queue.retry("a") == 1
-
-    run_virtual(scenario())
-
-
-def test_a_closed_queue_gives_out_nothing_more_and_drains() -> None:
-    async def scenario() -> None:
-        queue: WorkQueue[str] = WorkQueue()
-        queue.put("a")
-        queue.put("b")
-        await queue.get()
-        await queue.get()
-        queue.done("b")
-        waiting = asyncio.create_task(queue.get())
-        await settle()
-        queue.put_after("c", 1)
-        queue.close()
-        with pytest.raises(ClosedError):
-            await waiting
-        with pytest.raises(ClosedError):
-            await queue.get()
-        drained = asyncio.create_task(queue.drained())
-        await asyncio.sleep(2)
-        assert not drained.done()
-        queue.done("a")
-        await drained
-        assert len(queue) == 0
-
-    run_virtual(scenario())
-
-
-def test_a_cancelled_worker_does_not_take_the_wake_up_of_another() -> None:
-    async def scenario() -> None:
-        queue: WorkQueue[str] = WorkQueue()
-        first, second = asyncio.create_task(queue.get()), asyncio.create_task(queue.get())
-        await settle()
-        queue.put("a")
-        first.cancel()
-        assert await second == "a"
-
-    run_virtual(scenario())
+@in_virtual_time
+async def test_a_cancelled_worker_does_not_take_the_wake_up_of_another() -> None:
+    queue: WorkQueue[str] = WorkQueue()
+    first, second = asyncio.create_task(queue.get()), asyncio.create_task(queue.get())
+    await settle()
+    queue.put("a")
+    first.cancel()
+    assert await second == "a"

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tests.testing.suite.virtual_time import run_virtual
+from tests.testing.suite.virtual_time import in_virtual_time, run_virtual
 from trainium_contract.faults.causes import Cause
 from trainium_contract.wire.messages import (
     HeartbeatRequest,
@@ -268,38 +268,34 @@ class TwoJobs:
         await asyncio.sleep(0)
 
 
-def test_ports_that_do_not_answer_delay_neither_the_notification_nor_the_evidence_of_another_job() -> None:
-    async def scenario() -> None:
-        world = TwoJobs()
-        began = world.clock()
-        await world.run()
-        dark, *_ = [round(when - began, 1) for when, job in world.notified if job == "dark"]
-        small = [round(when - began, 1) for when, job in world.notified if job == "small"]
-        assert dark <= 2.5, "silent for 2 s, reported by the next probe"
-        assert small[0] <= 8.0, "last seen at 5.5 s: the next probe reports its silence"
-        assert small[1] <= small[0] + 1.5, "and of the refusal a connection later"
-        assert world.at_once == 16, "one job's ports take a quarter of the slots"
-        assert world.connected == 0, "nothing is connected when the prober has ended"
-
-    run_virtual(scenario())
+@in_virtual_time
+async def test_ports_that_do_not_answer_delay_neither_the_notification_nor_the_evidence_of_another_job() -> None:
+    world = TwoJobs()
+    began = world.clock()
+    await world.run()
+    dark, *_ = [round(when - began, 1) for when, job in world.notified if job == "dark"]
+    small = [round(when - began, 1) for when, job in world.notified if job == "small"]
+    assert dark <= 2.5, "silent for 2 s, reported by the next probe"
+    assert small[0] <= 8.0, "last seen at 5.5 s: the next probe reports its silence"
+    assert small[1] <= small[0] + 1.5, "and of the refusal a connection later"
+    assert world.at_once == 16, "one job's ports take a quarter of the slots"
+    assert world.connected == 0, "nothing is connected when the prober has ended"
 
 
-def test_a_follower_probes_nobody() -> None:
-    async def scenario() -> None:
-        world = World()
-        prober = Prober(
-            world.state,
-            is_serving=lambda: False,
-            notify=lambda *_: None,
-            address_of=lambda target: target.host,
-            connect=world.network.connect,
-        )
-        task = asyncio.create_task(prober.run())
-        await asyncio.sleep(5)
-        task.cancel()
-        assert world.network.connected_to == []
-
-    run_virtual(scenario())
+@in_virtual_time
+async def test_a_follower_probes_nobody() -> None:
+    world = World()
+    prober = Prober(
+        world.state,
+        is_serving=lambda: False,
+        notify=lambda *_: None,
+        address_of=lambda target: target.host,
+        connect=world.network.connect,
+    )
+    task = asyncio.create_task(prober.run())
+    await asyncio.sleep(5)
+    task.cancel()
+    assert world.network.connected_to == []
 
 
 async def test_a_real_port_answers_while_it_is_open_and_refuses_afterwards() -> None:

@@ -111,7 +111,7 @@ def watching(cluster: FakeCluster, changes: list[Any]) -> Discovery:
     return discovery
 
 
-def test_an_api_that_is_installed_later_is_noticed_and_told_once() -> None:
+def test_an_api_that_is_installed_later_is_noticed_and_logged_once() -> None:
     async def scenario() -> list[Any]:
         cluster, changes = FakeCluster(), list[Any]()
         running = asyncio.create_task(watching(cluster, changes).run())
@@ -125,7 +125,7 @@ def test_an_api_that_is_installed_later_is_noticed_and_told_once() -> None:
     assert run_virtual(scenario()) == [{}, {GangApi.SCHEDULING_GROUP: "scheduling.k8s.io/v1alpha2"}]
 
 
-def test_while_the_api_server_is_away_what_was_known_stands() -> None:
+def test_while_the_api_server_is_unreachable_the_last_state_is_kept() -> None:
     async def scenario() -> tuple[list[Any], bool, Any]:
         cluster, changes = FakeCluster(), list[Any]()
         cluster.served = NATIVE_136
@@ -172,7 +172,7 @@ def run(scenario: Coroutine[Any, Any, FakeCluster]) -> FakeCluster:
     return run_virtual(scenario)
 
 
-def test_worker_pods_are_told_the_cluster_by_the_uid_of_its_own_namespace() -> None:
+def test_worker_pods_receive_the_uid_of_the_operators_namespace_as_the_cluster() -> None:
     async def scenario() -> FakeCluster:
         cluster = FakeCluster(wall_clock)
         cluster.add(JOBS, training_job(replicas=1))

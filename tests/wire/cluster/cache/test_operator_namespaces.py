@@ -38,8 +38,8 @@ class Rights:
         refused = namespace in self.missing and (not self.missing[namespace] or kind in self.missing[namespace])
         return refuse(403, "Forbidden", f"no right in {namespace}") if refused else None
 
-    def take(self, cluster: FakeCluster, namespace: str, *kinds: str) -> None:
-        """As when the Role goes; open streams end."""
+    def revoke(self, cluster: FakeCluster, namespace: str, *kinds: str) -> None:
+        """Revoke rights as the deletion of a Role does; open streams end."""
         self.missing[namespace] = kinds
         cluster.drop_streams()
 
@@ -79,7 +79,7 @@ def pods(cluster: FakeCluster, namespace: str) -> list[tuple[str, str]]:
     return [(name, cluster.get(PODS, namespace, name)["metadata"]["uid"]) for name in cluster.names(PODS, namespace)]
 
 
-def test_jobs_in_listed_namespaces_train_and_others_are_not_looked_at() -> None:
+def test_jobs_in_listed_namespaces_train_and_others_are_not_read() -> None:
     async def then(cluster: FakeCluster, rights: Rights, process: OperatorProcess, workers: Workers) -> None:
         await until(trains(workers, "red-job"), 60, "red trains")
         await until(trains(workers, "blue-job"), 60, "blue trains")
@@ -119,7 +119,7 @@ def test_while_only_the_pods_may_not_be_read_nothing_is_made_nor_deleted_and_nob
     async def then(cluster: FakeCluster, rights: Rights, process: OperatorProcess, workers: Workers) -> None:
         await until(trains(workers, "blue-job"), 60, "blue trains")
         there = pods(cluster, "blue")
-        rights.take(cluster, "blue", "pods")
+        rights.revoke(cluster, "blue", "pods")
         await asyncio.sleep(30)
         assert not process.runtime.caches.namespaces.is_open("blue")
         cluster.change(JOBS, "blue", "blue-job", lambda raw: raw["spec"]["workers"].update(replicas=3))
@@ -142,7 +142,7 @@ def test_agents_that_could_not_be_answered_are_not_taken_for_silent_when_their_n
         await until(trains(workers, "blue-job"), 60, "blue trains")
         there = pods(cluster, "blue")
         nodes = {cluster.get(PODS, "blue", name)["spec"]["nodeName"] for name, _ in there}
-        rights.take(cluster, "blue")
+        rights.revoke(cluster, "blue")
         workers.muted_nodes = nodes  # a coordinator answers no pod that it does not know
         await process.kill()
         second = OperatorProcess(cluster, identity="operator-1", settings=SERVED)
@@ -169,10 +169,10 @@ def test_agents_that_could_not_be_answered_are_not_taken_for_silent_when_their_n
     scenario(then)
 
 
-def test_a_namespace_that_is_deleted_and_made_again_begins_anew_with_its_pods_listed_first() -> None:
+def test_the_pods_of_a_recreated_namespace_are_listed_first() -> None:
     async def then(cluster: FakeCluster, rights: Rights, process: OperatorProcess, workers: Workers) -> None:
         await until(trains(workers, "blue-job"), 60, "blue trains")
-        rights.take(cluster, "blue")  # the Role may go before the jobs do
+        rights.revoke(cluster, "blue")  # the Role may go before the jobs do
         await asyncio.sleep(5)
         cluster.remove(JOBS, "blue", "blue-job")
         await asyncio.sleep(60)
@@ -202,7 +202,7 @@ def test_a_namespace_is_open_while_every_kind_in_it_is_listed() -> None:
     served.record("configmaps", "red", ListState.LISTED)
     assert (served.is_open("red"), served.open_since("red"), served.is_open("blue")) == (True, 7.0, False)
     served.record("pods", "red", ListState.LISTED)
-    assert opened == ["red"], "told once"
+    assert opened == ["red"], "logged once"
     served.record("pods", "red", ListState.FORBIDDEN, "403")
     served.record("configmaps", "red", ListState.FORBIDDEN, "403")
     served.record("pods", "red", ListState.LISTED)

@@ -5,7 +5,7 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 from tests.testing.api.fake_kubernetes import FakeCluster, refuse
-from tests.testing.suite.virtual_time import run_virtual, settle
+from tests.testing.suite.virtual_time import in_virtual_time, settle
 from trainium_operator.cluster.api.client import PAGE, Api
 from trainium_operator.cluster.api.resources import PODS
 from trainium_operator.cluster.cache.reflector import SILENCE_SECONDS, Reflector
@@ -47,157 +47,139 @@ def names(reflector: Reflector[str]) -> list[str]:
     return sorted(name for _, name in reflector.store.snapshot())
 
 
-def test_a_list_in_pages_and_then_the_watch_fill_the_store() -> None:
-    async def scenario() -> None:
-        cluster = FakeCluster()
-        for number in range(2 * PAGE + 3):
-            cluster.add(PODS, pod(f"p-{number:04}"))
-        cluster.add(PODS, {"metadata": {"name": "foreign", "labels": {}}})
-        async with reflected(cluster) as reflector:
-            assert len(reflector.store) == 2 * PAGE + 3
-            assert cluster.requests.count(("GET", "/api/v1/pods")) == 3
-            cluster.add(PODS, pod("new"))
-            cluster.change(PODS, "default", "p-0001", lambda raw: raw["metadata"]["labels"].update(colour="red"))
-            cluster.remove(PODS, "default", "p-0002")
-            await settle()
-            assert reflector.store.get(("default", "p-0001")) == "red"
-            assert reflector.store.get(("default", "p-0002")) is None
-            assert reflector.store.get(("default", "new")) == ""
-
-    run_virtual(scenario())
+@in_virtual_time
+async def test_a_list_in_pages_and_then_the_watch_fill_the_store() -> None:
+    cluster = FakeCluster()
+    for number in range(2 * PAGE + 3):
+        cluster.add(PODS, pod(f"p-{number:04}"))
+    cluster.add(PODS, {"metadata": {"name": "foreign", "labels": {}}})
+    async with reflected(cluster) as reflector:
+        assert len(reflector.store) == 2 * PAGE + 3
+        assert cluster.requests.count(("GET", "/api/v1/pods")) == 3
+        cluster.add(PODS, pod("new"))
+        cluster.change(PODS, "default", "p-0001", lambda raw: raw["metadata"]["labels"].update(colour="red"))
+        cluster.remove(PODS, "default", "p-0002")
+        await settle()
+        assert reflector.store.get(("default", "p-0001")) == "red"
+        assert reflector.store.get(("default", "p-0002")) is None
+        assert reflector.store.get(("default", "new")) == ""
 
 
-def test_what_vanished_while_the_watch_had_expired_is_removed() -> None:
-    async def scenario() -> None:
-        cluster = FakeCluster()
-        for number in range(10):
-            cluster.add(PODS, pod(f"p-{number}"))
-        async with reflected(cluster) as reflector:
-            told: list[str] = []
-            reflector.store.listen(lambda key, _old, new: told.append(key[1]) if new is None else None)
-            cluster.stall_streams()
-            for number in range(4):
-                cluster.remove(PODS, "default", f"p-{number}")
-            cluster.compact()
-            cluster.drop_streams()
-            await asyncio.sleep(1)
-            assert names(reflector) == [f"p-{number}" for number in range(4, 10)]
-            assert sorted(told) == [f"p-{number}" for number in range(4)]
-
-    run_virtual(scenario())
+@in_virtual_time
+async def test_what_vanished_while_the_watch_had_expired_is_removed() -> None:
+    cluster = FakeCluster()
+    for number in range(10):
+        cluster.add(PODS, pod(f"p-{number}"))
+    async with reflected(cluster) as reflector:
+        deleted: list[str] = []
+        reflector.store.listen(lambda key, _old, new: deleted.append(key[1]) if new is None else None)
+        cluster.stall_streams()
+        for number in range(4):
+            cluster.remove(PODS, "default", f"p-{number}")
+        cluster.compact()
+        cluster.drop_streams()
+        await asyncio.sleep(1)
+        assert names(reflector) == [f"p-{number}" for number in range(4, 10)]
+        assert sorted(deleted) == [f"p-{number}" for number in range(4)]
 
 
-def test_a_dropped_stream_goes_on_where_it_was_without_a_new_list() -> None:
-    async def scenario() -> None:
-        cluster = FakeCluster()
-        async with reflected(cluster) as reflector:
-            cluster.stall_streams()
-            cluster.add(PODS, pod("in-between"))
-            cluster.drop_streams()
-            await asyncio.sleep(2)
-            assert names(reflector) == ["in-between"]
-            assert cluster.requests.count(("GET", "/api/v1/pods")) == 1
-
-    run_virtual(scenario())
+@in_virtual_time
+async def test_a_dropped_stream_goes_on_where_it_was_without_a_new_list() -> None:
+    cluster = FakeCluster()
+    async with reflected(cluster) as reflector:
+        cluster.stall_streams()
+        cluster.add(PODS, pod("in-between"))
+        cluster.drop_streams()
+        await asyncio.sleep(2)
+        assert names(reflector) == ["in-between"]
+        assert cluster.requests.count(("GET", "/api/v1/pods")) == 1
 
 
-def test_a_silent_stream_is_given_up() -> None:
-    async def scenario() -> None:
-        cluster = FakeCluster()
-        async with reflected(cluster) as reflector:
-            cluster.stall_streams()
-            cluster.add(PODS, pod("unseen"))
-            await asyncio.sleep(SILENCE_SECONDS - 5)
-            assert names(reflector) == []
-            await asyncio.sleep(10)
-            assert names(reflector) == ["unseen"]
-
-    run_virtual(scenario())
+@in_virtual_time
+async def test_a_silent_stream_is_given_up() -> None:
+    cluster = FakeCluster()
+    async with reflected(cluster) as reflector:
+        cluster.stall_streams()
+        cluster.add(PODS, pod("unseen"))
+        await asyncio.sleep(SILENCE_SECONDS - 5)
+        assert names(reflector) == []
+        await asyncio.sleep(10)
+        assert names(reflector) == ["unseen"]
 
 
-def test_bookmarks_keep_a_quiet_stream_alive_and_move_the_version_on() -> None:
-    async def scenario() -> None:
-        cluster = FakeCluster()
-        async with reflected(cluster) as reflector:
-            for _ in range(3):
-                await asyncio.sleep(60)
-                cluster.add(PODS, {"metadata": {"name": f"foreign-{cluster.version}", "labels": {}}})
-                cluster.bookmark()
-            await settle()
-            watches = [request for request in cluster.requests if request[0] == "WATCH"]
-            assert len(watches) == 1
-            assert asyncio.get_running_loop().time() - reflector.last_seen < 1
-            cluster.compact()  # all that the bookmarks have told of
-            cluster.drop_streams()
-            await asyncio.sleep(2)
-            assert cluster.requests.count(("GET", "/api/v1/pods")) == 1
-
-    run_virtual(scenario())
+@in_virtual_time
+async def test_bookmarks_keep_a_quiet_stream_alive_and_move_the_version_on() -> None:
+    cluster = FakeCluster()
+    async with reflected(cluster) as reflector:
+        for _ in range(3):
+            await asyncio.sleep(60)
+            cluster.add(PODS, {"metadata": {"name": f"foreign-{cluster.version}", "labels": {}}})
+            cluster.bookmark()
+        await settle()
+        watches = [request for request in cluster.requests if request[0] == "WATCH"]
+        assert len(watches) == 1
+        assert asyncio.get_running_loop().time() - reflector.last_seen < 1
+        cluster.compact()  # all that the bookmarks have reported
+        cluster.drop_streams()
+        await asyncio.sleep(2)
+        assert cluster.requests.count(("GET", "/api/v1/pods")) == 1
 
 
-def test_the_list_is_repeated_now_and_then_so_that_no_lost_event_lasts() -> None:
-    async def scenario() -> None:
-        cluster = FakeCluster()
-        cluster.add(PODS, pod("ghost"))
-        async with reflected(cluster, relist_seconds=600) as reflector:
-            del cluster.objects["pods", "default", "ghost"]  # and no event tells it
-            for _ in range(12):
-                await asyncio.sleep(60)
-                cluster.bookmark()
-            assert names(reflector) == []
-
-    run_virtual(scenario())
+@in_virtual_time
+async def test_the_list_is_repeated_now_and_then_so_that_no_lost_event_lasts() -> None:
+    cluster = FakeCluster()
+    cluster.add(PODS, pod("ghost"))
+    async with reflected(cluster, relist_seconds=600) as reflector:
+        del cluster.objects["pods", "default", "ghost"]  # and no event reports it
+        for _ in range(12):
+            await asyncio.sleep(60)
+            cluster.bookmark()
+        assert names(reflector) == []
 
 
-def test_the_store_converges_after_the_api_server_was_away() -> None:
-    async def scenario() -> None:
-        cluster = FakeCluster()
-        async with reflected(cluster) as reflector:
-            cluster.down = True
-            cluster.drop_streams()
-            await asyncio.sleep(120)
-            cluster.add(PODS, pod("after"))
-            cluster.down = False
-            await asyncio.sleep(16)
-            assert names(reflector) == ["after"]
-
-    run_virtual(scenario())
-
-
-def test_a_refused_list_is_repeated_with_growing_pauses() -> None:
-    async def scenario() -> None:
-        cluster = FakeCluster()
-        cluster.faults.append(lambda *_: refuse(403, "Forbidden", "no right to list pods"))
-        api = Api(cluster, jitter=lambda: 0.5)
-        reflector = Reflector(api, PODS, IndexedCache(), lambda raw: raw)
-        task = asyncio.create_task(reflector.run())
+@in_virtual_time
+async def test_the_store_converges_after_the_api_server_was_away() -> None:
+    cluster = FakeCluster()
+    async with reflected(cluster) as reflector:
+        cluster.down = True
+        cluster.drop_streams()
         await asyncio.sleep(120)
-        assert not reflector.synced.is_set()
-        assert 8 <= len(cluster.requests) <= 25
-        cluster.faults.clear()
+        cluster.add(PODS, pod("after"))
+        cluster.down = False
         await asyncio.sleep(16)
-        assert reflector.synced.is_set()
-        task.cancel()
-
-    run_virtual(scenario())
+        assert names(reflector) == ["after"]
 
 
-def test_one_unreadable_object_does_not_hide_the_others() -> None:
-    async def scenario() -> None:
-        cluster = FakeCluster()
-        cluster.add(PODS, pod("good"))
-        cluster.add(PODS, {"metadata": {"name": "bad", "labels": {"role": "worker"}}, "broken": True})
-        store: IndexedCache[str] = IndexedCache()
+@in_virtual_time
+async def test_a_refused_list_is_repeated_with_growing_pauses() -> None:
+    cluster = FakeCluster()
+    cluster.faults.append(lambda *_: refuse(403, "Forbidden", "no right to list pods"))
+    api = Api(cluster, jitter=lambda: 0.5)
+    reflector = Reflector(api, PODS, IndexedCache(), lambda raw: raw)
+    task = asyncio.create_task(reflector.run())
+    await asyncio.sleep(120)
+    assert not reflector.synced.is_set()
+    assert 8 <= len(cluster.requests) <= 25
+    cluster.faults.clear()
+    await asyncio.sleep(16)
+    assert reflector.synced.is_set()
+    task.cancel()
 
-        def parse(raw: dict) -> str:
-            if raw.get("broken"):
-                raise ValueError("no")
-            return "good"
 
-        reflector = Reflector(Api(cluster), PODS, store, parse)
-        task = asyncio.create_task(reflector.run())
-        await reflector.synced.wait()
-        assert names(reflector) == ["good"]
-        task.cancel()
+@in_virtual_time
+async def test_one_unreadable_object_does_not_hide_the_others() -> None:
+    cluster = FakeCluster()
+    cluster.add(PODS, pod("good"))
+    cluster.add(PODS, {"metadata": {"name": "bad", "labels": {"role": "worker"}}, "broken": True})
+    store: IndexedCache[str] = IndexedCache()
 
-    run_virtual(scenario())
+    def parse(raw: dict) -> str:
+        if raw.get("broken"):
+            raise ValueError("no")
+        return "good"
+
+    reflector = Reflector(Api(cluster), PODS, store, parse)
+    task = asyncio.create_task(reflector.run())
+    await reflector.synced.wait()
+    assert names(reflector) == ["good"]
+    task.cancel()

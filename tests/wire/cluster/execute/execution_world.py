@@ -1,16 +1,16 @@
-"""An executor on an in-memory API server, and one job that it is told what to do for."""
+"""An executor on an in-memory API server, and one job whose actions it executes."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
-from tests.testing.api.fake_kubernetes import FakeCluster
+from tests.testing.api.fake_kubernetes import FakeCluster, refuse
 from tests.testing.suite.virtual_time import run_virtual
 from tests.testing.virtual.operator_process import training_job
 from trainium_contract.faults.causes import Cause
 from trainium_contract.wire.messages import Member, Membership, Transition
 from trainium_operator.cluster.api.client import Api
-from trainium_operator.cluster.api.resources import JOBS
+from trainium_operator.cluster.api.resources import EVENTS, JOBS, PODS
 from trainium_operator.cluster.execute.events import EventRecorder
 from trainium_operator.cluster.execute.executor import Executor
 from trainium_operator.cluster.execute.policy_writes import PolicyWrites
@@ -51,12 +51,11 @@ class World:
             lambda: self.now,
         )
 
+        run_virtual(self.caches.jobs.refresh())
+
     def publish(self, job: JobId, membership: Membership) -> None:
         assert job == self.job.id
         self.published.append(membership.generation)
-
-    async def start(self) -> None:
-        await self.caches.jobs.refresh()
 
     @property
     def job(self) -> JobView:
@@ -91,18 +90,24 @@ class World:
         )
         return PublishMembership(membership, membership_map(self.job, membership), replaces)
 
+    def uids(self) -> dict[str, str]:
+        """The uids of the pods that exist, by name."""
+        return {name: self.cluster.get(PODS, "default", name)["metadata"]["uid"] for name in self.cluster.names(PODS)}
+
+    def events(self) -> list[dict[str, Any]]:
+        return [raw for key, raw in self.cluster.objects.items() if key[0] == EVENTS.plural]
+
+    def refuse_creations(self, kind: str, message: str) -> None:
+        """Refuse requests that create objects of this kind, until the faults are cleared."""
+
+        def refused(method: str, path: str) -> Any:
+            return refuse(403, "Forbidden", message) if method == "POST" and path.endswith(kind) else None
+
+        self.cluster.faults.append(refused)
+
     async def do(self, *actions: Any, **changes: Any) -> None:
         await self.executor.execute(self.job, Plan(status=replace_status(self.job, **changes), actions=actions))
 
 
 def replace_status(job: JobView, **changes: Any) -> Any:
     return job.status.model_copy(update=changes)
-
-
-def scenario(run: Any) -> None:
-    async def whole() -> None:
-        world = World()
-        await world.start()
-        await run(world)
-
-    run_virtual(whole())

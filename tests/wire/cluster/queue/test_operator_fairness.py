@@ -40,7 +40,7 @@ def behind_a_webhook(process: OperatorProcess, seconds: float, *, refuses: bool)
 async def recovery_seconds(
     held: int, *, replicas: int = 1, refuses: bool = True, afterwards: float = 0.0
 ) -> tuple[float, FakeCluster, list[float]]:
-    """How long a job takes to train again after its worker was killed, beside so many jobs that are held."""
+    """Measure how long a job takes to train again after its worker was killed, beside so many jobs that are held."""
     cluster = FakeCluster(wall_clock)
     process, workers = OperatorProcess(cluster), Workers(cluster, nodes=130, total_steps=10**6)
     workers.operator = process
@@ -70,7 +70,7 @@ def test_a_fault_is_answered_as_fast_beside_five_jobs_that_are_held_as_alone(ref
     assert beside <= 1.5 * alone
 
 
-def test_a_job_that_is_held_is_tried_again_with_growing_pauses_and_is_told_why() -> None:
+def test_a_held_job_is_retried_with_growing_pauses_and_its_status_gives_the_reason() -> None:
     _, cluster, tried = run_virtual(recovery_seconds(1, afterwards=300))
     assert 3 <= len(tried) <= 30
     assert tried[-1] - tried[0] > 120

@@ -31,11 +31,11 @@ CREATING = replace(BOUND, reason="ContainerCreating")
 RUNNING = replace(BOUND, phase=PodPhase.RUNNING, ip="10.0.0.1")
 
 
-async def waits(*views: PodView | None, begun: bool = False) -> float:
-    """After how many seconds a job is planned whose pod has gone from one view to the other, after a long plan."""
+async def waits(*views: PodView | None, is_published: bool = False) -> float:
+    """Measure the seconds until a job is planned whose pod changed from one view to the other, after a long plan."""
     loop, queue = asyncio.get_running_loop(), WorkQueue[Key]()
     caches, pace = make_caches(cast("Api", None), Settings()), Pace(queue)
-    if begun:
+    if is_published:
         record = Entry(ChildRecord("hash"), uid="map", version=1, owner=OWNER)
         caches.config_maps.store.put(("default", membership_name("llama")), record)
     before, after = views
@@ -74,7 +74,7 @@ def test_before_the_first_generation_pods_that_come_up_are_counted_without_hurry
 def test_once_a_generation_was_formed_each_pod_may_be_one_that_is_waited_for(
     before: PodView | None, after: PodView
 ) -> None:
-    assert run_virtual(waits(before, after, begun=True)) == pytest.approx(LONGEST_PAUSE)
+    assert run_virtual(waits(before, after, is_published=True)) == pytest.approx(LONGEST_PAUSE)
 
 
 @pytest.mark.parametrize(

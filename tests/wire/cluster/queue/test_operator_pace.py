@@ -1,4 +1,4 @@
-"""How soon a job is planned after changes, in virtual time."""
+"""The delay between changes and the plan of a job, in virtual time."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_fault_does_not_wait_with_the_changes_on_which_nothing_hangs() -> None
     assert began == [1.0, 1.5]
 
 
-def test_jobs_have_their_own_pace_and_a_forgotten_one_starts_anew() -> None:
+def test_jobs_have_their_own_pace_and_a_forgotten_one_starts_again() -> None:
     async def run() -> list[bool]:
         loop, queue = asyncio.get_running_loop(), WorkQueue[Key]()
         pace, waiting = Pace(queue), list[bool]()
