@@ -27,7 +27,7 @@ import zipfile
 from pathlib import Path
 
 import yaml
-from image_requirements import rooms, wanted
+from image_requirements import projects, wanted
 
 OWN = (Path("client/trainium_client"), Path("contract/trainium_contract"))
 COMPILED = "pydantic-core"
@@ -173,7 +173,7 @@ def this_platform() -> str:
 
 def make(base: str, homepage: str, out: Path, *, everywhere: bool) -> Path:
     """Write the archives and return the path of the manifest."""
-    release = rooms()["trainium-client"]["project"]["version"]
+    release = projects()["trainium-client"]["project"]["version"]
     common = {f"lib/{path}": content for path, content in library().items()}
     common |= starters() | {"LICENSE": Path("LICENSE").read_bytes()}
     out.mkdir(parents=True, exist_ok=True)

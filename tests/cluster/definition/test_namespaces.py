@@ -120,7 +120,7 @@ def test_a_namespace_that_is_deleted_closes_alone_and_opens_when_it_is_made_agai
         await asyncio.to_thread(rights.run, "kubectl", "delete", "namespace", GOING)
         for each in caches.reflectors():  # as when the watches end by themselves, up to five minutes later
             await each.refresh()
-        assert (namespaces.sight(GOING), namespaces.is_open(SERVED)) == (ListState.FORBIDDEN, True)
+        assert (namespaces.state(GOING), namespaces.is_open(SERVED)) == (ListState.FORBIDDEN, True)
         await asyncio.to_thread(rights.make_namespaces, GOING)
         await asyncio.to_thread(rights.run, "kubectl", "apply", "-f", "-", stdin=role_objects(rights, GOING))
         await asyncio.to_thread(rights.run, "kubectl", "apply", "-f", "-", stdin=job("again", GOING))

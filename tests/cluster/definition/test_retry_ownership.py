@@ -122,7 +122,7 @@ def test_a_tool_that_makes_the_job_anew_first_keeps_it_and_a_correction_says_so(
         job = failed(defined, client)
         assert retry_job(client, job)["metadata"]["uid"] == client.job(NAME)["metadata"]["uid"]
         job = failed(defined, client)
-        with pytest.raises(ClientError, match="made anew by argocd-controller"):
+        with pytest.raises(ClientError, match="recreated by argocd-controller"):
             retry_job(client, job, correct_manifest(job, written(steps=50), "the file"))
         job = failed(defined, client)
         retry_job(client, job, correct_manifest(job, written(), "the file"))

@@ -195,7 +195,7 @@ def operator_says(code: int, status: int | None = None, line: str = "") -> str:
         sequence=0, generation=1, attempt=0, rank=0, exit_code=code, runtime_status=status, at=AT, message="m"
     )
     verdict = meaning_of_failure(beat(failure, line), failure, ())
-    waited = " waited" if losses._stood_in_a_collective(failure) else ""
+    waited = " waited" if losses._waited_in_collective(failure) else ""
     return f"{told(verdict)}{waited} | {verdict.sentence}"
 
 

@@ -37,7 +37,7 @@ HELD = {
         "trainium_trainer",
         {
             "agent", "artifacts", "backends", "checkpoint", "commands", "compile", "configuration", "data", "evaluate",
-            "loop", "models", "monitor", "tuning", "weights",
+            "loop", "models", "monitor", "storage", "tuning", "weights",
         },
         {"py.typed"},
     ),

@@ -175,10 +175,12 @@ def undisturbed(forge: Forge, base_config: dict[str, Any], tmp_path_factory: pyt
 
 
 @pytest.fixture(scope="session")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Hugging Face folder of the model that `base_config` describes, made by transformers."""
+def base(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> Path:
+    """A Hugging Face folder of the model that `base_config` describes, with a tokenizer of its text."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
+
+    from trainium_trainer.data.tokens.tokenizer import train_tokenizer
 
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -194,4 +196,5 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     folder = tmp_path_factory.mktemp("base")
     LlamaForCausalLM(config).save_pretrained(folder)
+    train_tokenizer([iter([text_file.read_text()])], 320).save(str(folder / "tokenizer.json"))
     return folder

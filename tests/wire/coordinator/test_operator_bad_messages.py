@@ -142,12 +142,12 @@ async def test_a_generation_from_nowhere_is_refused_with_a_sentence(world: World
 
 async def test_a_heartbeat_that_was_overtaken_is_a_sign_of_life_and_nothing_more(world: World) -> None:
     await world.send(FrameKind.HEARTBEAT, heartbeat(attempt=2, progress={"step": 9}))
-    heard = agent(world).heard
+    heard = agent(world).last_seen
     world.notes.clear()
     assert (await world.send(FrameKind.HEARTBEAT, heartbeat(attempt=1, phase="Failed", verdict=failure())))[0] == 200
     assert agent(world).heartbeat.attempt == 2
     assert agent(world).heartbeat.verdict is None
-    assert agent(world).heard >= heard
+    assert agent(world).last_seen >= heard
     assert world.notes == []
 
 

@@ -133,13 +133,13 @@ async def test_a_sign_of_life_keeps_an_agent_heard_and_is_not_answered(site: Sit
     talker.send(FrameKind.HEARTBEAT, heartbeat(generation=0, phase="Standby", ready=True))
     assert (await talker.next())[0] == FrameKind.HEARTBEAT_ACK, "of the heartbeat; nothing else was answered"
     after = site.state.agents(LLAMA)["uid-w-0"]
-    assert after.heard > before.heard
+    assert after.last_seen > before.last_seen
     talker.send(FrameKind.KEEPALIVE)
     for _ in range(200):
-        if site.state.agents(LLAMA)["uid-w-0"].heard > after.heard:
+        if site.state.agents(LLAMA)["uid-w-0"].last_seen > after.last_seen:
             break
         await asyncio.sleep(0.05)
-    assert site.state.agents(LLAMA)["uid-w-0"].heard > after.heard
+    assert site.state.agents(LLAMA)["uid-w-0"].last_seen > after.last_seen
 
 
 async def test_heartbeats_may_be_the_rarer_the_more_agents_a_job_has(site: Site) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,11 @@ def run(launch: Launcher, base: Path, ranks: int, name: str, overrides: Sequence
     job = launch(ranks, name, [f"model.weights={base}", *overrides])
     assert job.wait() == [0] * ranks, job.log()
     return job
+
+
+def with_tokenizer(folder: Path, base: Path) -> Path:
+    shutil.copy(base / "tokenizer.json", folder)
+    return folder
 
 
 def trained(job: Job) -> dict[str, torch.Tensor]:
@@ -105,7 +111,7 @@ def test_an_adapter_of_pefts_is_where_a_run_begins(launch: Launcher, base: Path,
     begun = run(launch, base, 2, "begun", [f"tuning={{method: LoRA, lora: {lora}}}", TP])
     merged = adapted.merge_and_unload()
     merged.save_pretrained(tmp_path / "merged")
-    whole = run(launch, tmp_path / "merged", 1, "whole", [])
+    whole = run(launch, with_tokenizer(tmp_path / "merged", base), 1, "whole", [])
     assert begun.losses()[0] == pytest.approx(whole.losses()[0], rel=1e-5)
 
 
@@ -116,6 +122,7 @@ def test_a_vocabulary_is_grown_to_the_tokenizer_and_padded_for_the_ranks(
     model = LlamaForCausalLM.from_pretrained(base, dtype=torch.float32)
     model.resize_token_embeddings(rows, mean_resizing=False)
     model.save_pretrained(tmp_path / "resized")
+    with_tokenizer(tmp_path / "resized", base)
     overrides = [f"model.weights={tmp_path / 'resized'}"]
     whole = run(launch, base, 1, "whole", overrides)
     divided = run(launch, base, 2, "divided", [*overrides, TP])
@@ -140,6 +147,7 @@ def test_adapters_on_a_tied_model_in_two_stages_leave_the_shared_weight_alone(
     config = LlamaConfig.from_pretrained(base, tie_word_embeddings=True)
     torch.manual_seed(1)
     LlamaForCausalLM(config).save_pretrained(tmp_path / "tied")
+    with_tokenizer(tmp_path / "tied", base)
     whole = run(launch, tmp_path / "tied", 1, "whole", [LORA])
     staged = run(launch, tmp_path / "tied", ranks, "staged", [LORA, "parallelism.pipeline=2", *overrides])
     assert staged.losses() == pytest.approx(whole.losses(), rel=1e-5)
@@ -186,6 +194,7 @@ def test_a_resume_on_another_base_is_refused(launch: Launcher, base: Path, tmp_p
     torch.manual_seed(1)
     model = LlamaForCausalLM(LlamaConfig.from_pretrained(base))
     model.save_pretrained(tmp_path / "else")
+    with_tokenizer(tmp_path / "else", base)
     job = launch(1, "lora", [f"model.weights={tmp_path / 'else'}", LORA])
     assert job.wait() == [64], job.log()
     assert "weights is " in job.log().splitlines()[-1]
