@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(150)
 
 
 class SmallDisk:
-    """A file system of its own that can be filled to the last byte, and emptied again."""
+    """A separate file system that can be filled to the last byte, and emptied again."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -76,9 +76,9 @@ class Clock:
 
 
 def test_lines_that_a_full_disk_does_not_take_are_written_in_order_when_it_does(disk: SmallDisk) -> None:
-    told: list[str] = []
+    messages: list[str] = []
     clock = Clock()
-    writer = LineWriter(disk.root / "metrics.jsonl", notify=told.append, clock=clock)
+    writer = LineWriter(disk.root / "metrics.jsonl", notify=messages.append, clock=clock)
     writer.write({"step": 1})
     disk.fill()
     for step in range(2, 400):  # more than the block that the first line lies in
@@ -89,24 +89,24 @@ def test_lines_that_a_full_disk_does_not_take_are_written_in_order_when_it_does(
     writer.write({"step": 400})
     assert writer.waiting == 0
     assert steps(disk.root / "metrics.jsonl") == list(range(1, 401))
-    assert len(told) == 2, told
-    assert "No space left on device): free space; training goes on" in told[0]
-    assert "can be written again" in told[1]
+    assert len(messages) == 2, messages
+    assert "No space left on device): free space; training goes on" in messages[0]
+    assert "can be written again" in messages[1]
     writer.close()
 
 
 def test_what_is_kept_aside_is_bounded_and_what_is_lost_is_counted(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").mkdir()  # takes no line ever
     aside = tmp_path / "aside"
-    told: list[str] = []
-    writer = LineWriter(tmp_path / "metrics.jsonl", aside=aside, notify=told.append)
+    messages: list[str] = []
+    writer = LineWriter(tmp_path / "metrics.jsonl", aside=aside, notify=messages.append)
     line = {"text": "x" * 65_000}
     for step in range(300):
         writer.write({"step": step} | line)
     assert writer.waiting + writer.lost == 300
     assert writer.lost > 200
     assert (aside / "metrics.jsonl").stat().st_size <= 2 * ASIDE_BYTES + 100_000
-    assert len(told) == 1
+    assert len(messages) == 1
     writer.close()
 
 
@@ -145,15 +145,15 @@ def test_a_line_that_was_written_and_still_lies_aside_is_written_once(tmp_path: 
 
 def test_curves_that_cannot_be_written_stop_no_step(tmp_path: Path) -> None:
     (tmp_path / "tensorboard").write_text("a file where a folder should be")
-    told: list[str] = []
+    messages: list[str] = []
     options: dict[str, Any] = {"rank": 0, "dp_rank": 0, "tensorboard": True, "record_samples": False}
-    recorder = Recorder(tmp_path, resume_step=0, notify=told.append, **options)
+    recorder = Recorder(tmp_path, resume_step=0, notify=messages.append, **options)
     for step in (1, 2, 3):
         recorder.step(figures(step))
     recorder.close()
     assert steps(tmp_path / METRICS_NAME) == [1, 2, 3]
-    assert len(told) == 1
-    assert "goes on without its curves" in told[0]
+    assert len(messages) == 1
+    assert "goes on without its curves" in messages[0]
 
 
 def test_a_run_trains_through_a_full_disk_and_a_restart_on_it_and_its_history_is_whole(
@@ -179,7 +179,7 @@ def test_a_run_trains_through_a_full_disk_and_a_restart_on_it_and_its_history_is
         return -1 if record is None else record.step
 
     def beyond(more: int, job: Job) -> None:
-        """Further steps without an end of the process, wherever it stands now."""
+        """Wait for further steps without an end of the process, from its current step."""
         least = step() + more
         until(lambda: step() >= least, job)
 
@@ -187,7 +187,7 @@ def test_a_run_trains_through_a_full_disk_and_a_restart_on_it_and_its_history_is
     job.wait_for_step(6)
     disk.fill()
     beyond(30, job)
-    disk.fill()  # what a save that failed gave back
+    disk.fill()  # what a failed save has freed
     beyond(30, job)
     os.kill(job.pids[0], signal.SIGKILL)
     job.wait()

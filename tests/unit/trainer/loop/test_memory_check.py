@@ -75,26 +75,26 @@ def test_patterns_count_for_the_stage_that_holds_most_of_them() -> None:
     assert trained_of_rank(settings) == Trained(expected, 0), "all of it is in the second stage"
 
 
-def test_a_device_that_is_too_small_is_refused_before_the_model_is_built_and_a_narrow_one_is_told_of(
+def test_a_device_that_is_too_small_is_refused_before_the_model_is_built_and_a_narrow_one_is_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     settings, device = settings_of(LORA), torch.device("cuda")
     found = needs_of(settings, 1, on_host=False)
     assert warnings_at_start(settings, torch.device("cpu")) == [], "nobody knows how much a CPU may take"
 
-    def with_room(room: int) -> list[str]:
-        monkeypatch.setattr(memory_check, "device_memory", lambda _: room)
+    def with_memory(size: int) -> list[str]:
+        monkeypatch.setattr(memory_check, "device_memory", lambda _: size)
         return warnings_at_start(settings, device)
 
-    assert with_room(2 * found.device) == []
-    (told,) = with_room(found.state + 1)
-    assert "the device cuda has 0.0 GiB, but a process needs" in told
+    assert with_memory(2 * found.device) == []
+    (warning,) = with_memory(found.state + 1)
+    assert "the device cuda has 0.0 GiB, but a process needs" in warning
     with pytest.raises(UserError, match=r"raise parallelism\.tensor or recompute"):
-        with_room(found.state - 1)
+        with_memory(found.state - 1)
     core: Any = SimpleNamespace(type="neuron")
-    for room, refused in ((found.device * 10 // 9 + 2, False), (found.device * 10 // 9 - 2, True)):
-        instance = Instance(devices=1, cores=1, efa=0, core_bytes=room)
-        monkeypatch.setattr(memory_check, "device_memory", lambda _, room=room: room)
+    for size, refused in ((found.device * 10 // 9 + 2, False), (found.device * 10 // 9 - 2, True)):
+        instance = Instance(devices=1, cores=1, efa=0, core_bytes=size)
+        monkeypatch.setattr(memory_check, "device_memory", lambda _, size=size: size)
         with pytest.raises(UserError) if refused else nullcontext():
             warnings_at_start(settings, core)
         with pytest.raises(UserError) if refused else nullcontext():
@@ -104,7 +104,7 @@ def test_a_device_that_is_too_small_is_refused_before_the_model_is_built_and_a_n
 @pytest.mark.parametrize(
     ("instance", "logical", "gib"), [("trn1.32xlarge", "", 16), ("trn2.48xlarge", "", 24), ("trn2.48xlarge", "1", 12)]
 )
-def test_a_neuron_core_has_what_its_instance_type_says(
+def test_a_neuron_core_has_the_memory_of_its_instance_type(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, instance: str, logical: str, gib: int
 ) -> None:
     monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", logical)

@@ -54,7 +54,7 @@ def test_every_sample_is_taken_once_whatever_the_sizes_and_batches_stay_within_t
         ]
         (count,) = {share.passes for share in shares}
         assert count == passes(batch, micro_size, ranks), "the last step has as many, so that it needs no other graph"
-        told, last = at.total_steps(position), number == len(history) - 1
+        total, last = at.total_steps(position), number == len(history) - 1
         leaves = position.step + most
         while not at.is_over(position) and (last or position.step < leaves):
             parts = [share.at(position.samples) for share in shares]
@@ -63,10 +63,10 @@ def test_every_sample_is_taken_once_whatever_the_sizes_and_batches_stay_within_t
             new = after(position, at)
             assert new.samples - position.samples == batch or at.is_over(new), "only the last step takes another number"
             assert abs(batch - global_size) <= (tolerance + 1e-6) * global_size
-            assert at.total_steps(new) == told, "known from the first step at a size"
+            assert at.total_steps(new) == total, "known from the first step at a size"
             position = new
         if at.is_over(position):
-            assert position.step == told
+            assert position.step == total
     assert seen == list(range(steps * global_size))
 
 
