@@ -1,1 +1,1 @@
-"""Who answers as an API server? One in memory, the same over HTTP, a Kueue beside it, and what real jobs left."""
+"""API servers for tests: one in memory, the same over HTTP, a Kueue beside it, and records of real jobs."""

@@ -108,7 +108,7 @@ class FakeCluster:
         raw = self.objects.pop((resource.plural, namespace, name))
         self.version = next(self._version)
         raw["metadata"]["resourceVersion"] = str(self.version)
-        self._tell("DELETED", resource, raw)
+        self._notify("DELETED", resource, raw)
         for key, child in list(self.objects.items()):
             if any(o["uid"] == raw["metadata"]["uid"] for o in child["metadata"].get("ownerReferences") or ()):
                 self.remove(_resource(key[0]), key[1], key[2])
@@ -129,7 +129,7 @@ class FakeCluster:
             watch.queue.put_nowait(None)
 
     def stall_streams(self) -> None:
-        """Open streams stay open and bring nothing any more."""
+        """Keep open streams open, without any further event."""
         for watch in self._watches:
             watch.stalled = True
 
@@ -139,7 +139,7 @@ class FakeCluster:
                 watch.queue.put_nowait(self._bookmark_of(watch.resource))
 
     def repeat_events(self, resource: Resource, count: int) -> None:
-        """Open streams bring the last events once more, in their old order: duplicates, and states long past."""
+        """Send the last events again over open streams, in their old order: duplicates, and old states."""
         past = [(kind, raw) for _, plural, kind, raw in self._history if plural == resource.plural][-count:]
         for watch in self._watches:
             if watch.resource is resource:
@@ -209,7 +209,7 @@ class FakeCluster:
             except TimeoutError:
                 if loop.time() >= until and not watch.stalled:
                     return
-                raise ConnectionFailedError("nothing was heard") from None
+                raise ConnectionFailedError("no response") from None
             if event is None:
                 return
             yield json.dumps(event).encode() + b"\n"
@@ -359,11 +359,11 @@ class FakeCluster:
         if old is not None and resource.plural == "trainingjobs" and old.get("spec") != raw.get("spec"):
             raw["metadata"]["generation"] = old["metadata"].get("generation", 1) + 1
         self.objects[key] = raw
-        self._tell(kind, resource, raw)
+        self._notify(kind, resource, raw)
         stored: Json = _copied(raw)
         return stored
 
-    def _tell(self, kind: str, resource: Resource, raw: Json) -> None:
+    def _notify(self, kind: str, resource: Resource, raw: Json) -> None:
         self._history.append((self.version, resource.plural, kind, _copied(raw)))
         for watch in self._watches:
             if watch.resource is resource:

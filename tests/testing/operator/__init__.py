@@ -1,1 +1,1 @@
-"""What does a part of the operator say by itself: coordinator, port for readers, metrics?"""
+"""Parts of the operator for tests: coordinator, port for readers, metrics."""

@@ -44,7 +44,7 @@ def figures(metrics: Metrics) -> dict[str, float]:
 
 
 def busy() -> Metrics:
-    """Metrics of an operator to which everything has happened, with a job of its own in each phase."""
+    """Metrics of an operator to which everything has happened, with one job in each phase."""
     metrics = Metrics(lambda: NOW, named_jobs=20)
     for phase in Phase:
         for status in _statuses(phase):

@@ -35,7 +35,7 @@ class Readable:
     log: Path
 
     def get(self, token: str = "", source: str = "127.0.0.1", path: str = "/metrics") -> tuple[int, str]:
-        """Status and text, over a connection of its own."""
+        """Return status and text, over a new connection."""
         connection = http.client.HTTPSConnection(
             "localhost", self.port, timeout=patient(30), context=self.trust, source_address=(source, 0)
         )
@@ -82,12 +82,12 @@ def readable_operator(api: Any, folder: Path, release: str, namespace: str, sett
     command = [sys.executable, "-m", "trainium_operator.main", *container["args"], *ours]
     with log.open("wb") as file, subprocess.Popen(command, stderr=file) as process:
         try:
-            said = until(lambda: line_of(log, "readers are served on port"), log.read_text)
+            line = until(lambda: line_of(log, "readers are served on port"), log.read_text)
             secret = json.loads(
                 api.kubectl("get", "secret", f"{account}-coordinator-tls", "-n", namespace, "-o", "json")
             )
             authority = base64.b64decode(secret["data"]["ca.crt"]).decode()
-            port = int(said.rpartition(" ")[2])
+            port = int(line.rpartition(" ")[2])
             yield Readable(api, port, ssl.create_default_context(cadata=authority), authority, process, log)
         finally:
             process.terminate()

@@ -1,1 +1,1 @@
-"""How do operators, kubelets and agents live together, in virtual time, through any fault?"""
+"""Operators, kubelets and agents in virtual time, with faults to inject."""

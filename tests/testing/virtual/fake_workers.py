@@ -48,7 +48,7 @@ STOP_SECONDS = 1.0
 
 @dataclass
 class Agent:
-    """One pod's agent, as far as the operator can tell."""
+    """One pod's agent, as far as the operator can observe it."""
 
     name: str
     uid: str
@@ -88,9 +88,9 @@ class Workers:
         self.muted_nodes: set[str] = set()
         """Nodes whose agents reach no operator."""
         self.clocks_off: dict[str, float] = {}
-        """Seconds by which the clock of a node is ahead; its agent's check says so, and its times are by that clock."""
+        """Seconds by which the clock of a node is ahead; its agent's check reports it, and its times use it."""
         self.timings: dict[str, StepTiming] = {}
-        """What the members on a node tell of their steps."""
+        """The steps that the members on a node report."""
         self._asked_to_stop: dict[str, float] = {}
         for number in range(nodes):
             cluster.add(NODES, _node(f"node-{number}"))
@@ -349,7 +349,7 @@ def lose_node(workers: Workers, node: str) -> None:
 
 
 def readiness(workers: Workers, status: str, nodes: Iterable[str]) -> None:
-    """What the node controller writes of nodes whose kubelets it does not hear."""
+    """Write the condition that the node controller sets on nodes with silent kubelets."""
     for node in nodes:
         workers.cluster.change(NODES, "", node, lambda raw: raw["status"]["conditions"][0].update(status=status))
 
@@ -360,7 +360,7 @@ def _node(name: str) -> dict[str, Any]:
 
 
 def bind(node: str, number: int) -> Callable[[dict[str, Any]], None]:
-    """A pod that the scheduler and the kubelet have brought to life on this node."""
+    """Bind a pod to this node and start it, as scheduler and kubelet do."""
 
     def change(raw: dict[str, Any]) -> None:
         raw["spec"]["nodeName"] = node

@@ -126,7 +126,7 @@ class World:
         await until(lambda: self.workers.step_of(job) >= target, seconds, f"{steps} new steps of {job}")
 
     async def runs(self, seconds: float = 120, job: str = "llama") -> None:
-        """Wait until the status says that it trains, and that nothing is open."""
+        """Wait until the status shows that it trains, and that nothing is open."""
         await until(lambda: self._at_rest(job), seconds, f"{job} is Running: {self.status(job)}")
 
     def _at_rest(self, job: str) -> bool:
