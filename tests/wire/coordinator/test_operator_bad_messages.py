@@ -1,4 +1,4 @@
-"""Agents that say what they should not: each gets a sentence; neither the coordinator nor a plan suffers from it."""
+"""Agents that send invalid messages: each gets an error message; neither the coordinator nor a plan suffers from it."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ async def test_the_largest_heartbeat_of_the_contract_fits_and_a_larger_body_does
     assert (await world.send(FrameKind.HEARTBEAT, heartbeat(x="y" * LONGEST_FRAME)))[0] == 413
 
 
-async def test_a_loss_that_is_not_a_number_is_told_as_none_and_the_status_stays_json(world: World) -> None:
+async def test_a_loss_that_is_not_a_number_is_reported_as_none_and_the_status_stays_json(world: World) -> None:
     body = heartbeat(progress={"step": 3, "loss": float("nan"), "tokensPerSecond": float("inf")})
     assert (await world.send(FrameKind.HEARTBEAT, body))[0] == 200
     progress = agent(world).heartbeat.progress
@@ -142,12 +142,12 @@ async def test_a_generation_from_nowhere_is_refused_with_a_sentence(world: World
 
 async def test_a_heartbeat_that_was_overtaken_is_a_sign_of_life_and_nothing_more(world: World) -> None:
     await world.send(FrameKind.HEARTBEAT, heartbeat(attempt=2, progress={"step": 9}))
-    heard = agent(world).last_seen
+    last_seen = agent(world).last_seen
     world.notes.clear()
     assert (await world.send(FrameKind.HEARTBEAT, heartbeat(attempt=1, phase="Failed", verdict=failure())))[0] == 200
     assert agent(world).heartbeat.attempt == 2
     assert agent(world).heartbeat.verdict is None
-    assert agent(world).last_seen >= heard
+    assert agent(world).last_seen >= last_seen
     assert world.notes == []
 
 

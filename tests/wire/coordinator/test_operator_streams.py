@@ -41,13 +41,13 @@ class Site(World):
 
     async def stream(self, pod: str = "w-0", *, after: int = 0) -> StreamClient:
         """An open stream over which the pod has registered."""
-        talker = await self.ask(pod, after=after)
-        assert talker.status == SWITCHING
-        talker.send(FrameKind.REGISTER, register(pod))
-        kind, welcome = await talker.next()
+        client = await self.ask(pod, after=after)
+        assert client.status == SWITCHING
+        client.send(FrameKind.REGISTER, register(pod))
+        kind, welcome = await client.next()
         assert kind == FrameKind.REGISTERED
         assert welcome["heartbeatSeconds"] == 1.0
-        return talker
+        return client
 
 
 @pytest.fixture
@@ -73,23 +73,23 @@ async def serving() -> AsyncIterator[Site]:
         await asyncio.sleep(0)
 
 
-async def test_one_connection_registers_beats_and_brings_memberships(site: Site) -> None:
-    talker = await site.stream()
-    talker.send(FrameKind.HEARTBEAT, heartbeat(generation=0, phase="Standby"))
-    kind, heard = await talker.next()
-    assert (kind, heard["generation"]) == (FrameKind.HEARTBEAT_ACK, 0)
-    assert abs(heard["time"] - time.time()) < patient(GENEROUS)
+async def test_one_connection_carries_registration_heartbeats_and_memberships(site: Site) -> None:
+    client = await site.stream()
+    client.send(FrameKind.HEARTBEAT, heartbeat(generation=0, phase="Standby"))
+    kind, reply = await client.next()
+    assert (kind, reply["generation"]) == (FrameKind.HEARTBEAT_ACK, 0)
+    assert abs(reply["time"] - time.time()) < patient(GENEROUS)
     site.state.publish(LLAMA, membership(1))
-    kind, brought = await talker.next()
-    assert (kind, brought["generation"], len(brought["members"])) == (FrameKind.MEMBERSHIP, 1, 2)
+    kind, received = await client.next()
+    assert (kind, received["generation"], len(received["members"])) == (FrameKind.MEMBERSHIP, 1, 2)
     assert site.server.http.connections == 0, "nothing of HTTP is kept for it"
 
 
-async def test_what_an_agent_knows_is_not_brought_again_and_large_memberships_come_packed(site: Site) -> None:
+async def test_a_known_membership_is_not_sent_again_and_large_memberships_are_packed(site: Site) -> None:
     site.state.publish(LLAMA, membership(3, *(f"w-{each}" for each in range(200))))
     behind, abreast = await site.stream("w-0", after=2), await site.stream("w-1", after=3)
-    kind, brought = await behind.next()
-    assert (kind, len(brought["members"])) == (FrameKind.PACKED_MEMBERSHIP, 200)
+    kind, received = await behind.next()
+    assert (kind, len(received["members"])) == (FrameKind.PACKED_MEMBERSHIP, 200)
     site.state.publish(LLAMA, membership(4, "w-0", "w-1"))
     assert (await behind.next())[1]["generation"] == (await abreast.next())[1]["generation"] == 4
 
@@ -100,41 +100,41 @@ async def test_an_agent_that_has_the_generation_before_receives_the_change_alone
     abreast = await site.stream("w-0", after=3)
     site.state.publish(LLAMA, membership(4, *pods[:-1], "w-900"))
     late, behind = await site.stream("w-2", after=3), await site.stream("w-3", after=2)
-    for talker, told in (
+    for client, expected in (
         (abreast, FrameKind.MEMBERSHIP_CHANGE),
         (late, FrameKind.MEMBERSHIP_CHANGE),
         (behind, FrameKind.PACKED_MEMBERSHIP),
     ):
-        kind, said = await talker.next()
-        assert (kind, said["generation"]) == (told, 4)
+        kind, received = await client.next()
+        assert (kind, received["generation"]) == (expected, 4)
     site.state.publish(LLAMA, membership(5, *pods[:-1], "w-901"))
-    kind, said = await abreast.next()
-    assert (kind, said["since"], said["generation"]) == (FrameKind.MEMBERSHIP_CHANGE, 4, 5)
-    assert [(each["nodeRank"], each["podName"]) for each in said["members"]] == [(199, "w-901")]
+    kind, received = await abreast.next()
+    assert (kind, received["since"], received["generation"]) == (FrameKind.MEMBERSHIP_CHANGE, 4, 5)
+    assert [(each["nodeRank"], each["podName"]) for each in received["members"]] == [(199, "w-901")]
 
 
-async def test_where_most_members_are_others_the_whole_membership_is_brought(site: Site) -> None:
+async def test_where_most_members_differ_the_whole_membership_is_sent(site: Site) -> None:
     site.state.publish(LLAMA, membership(1))
-    talker = await site.stream(after=1)
+    client = await site.stream(after=1)
     site.state.publish(LLAMA, membership(2, "w-5", "w-6"))
-    assert (await talker.next())[0] == FrameKind.MEMBERSHIP
+    assert (await client.next())[0] == FrameKind.MEMBERSHIP
     site.state.publish(LLAMA, membership(2, "w-5", "w-6"))
     site.state.publish(LLAMA, membership(3, "w-5", "w-7"))
-    assert (await talker.next())[0] == FrameKind.MEMBERSHIP_CHANGE
+    assert (await client.next())[0] == FrameKind.MEMBERSHIP_CHANGE
 
 
-async def test_a_sign_of_life_keeps_an_agent_heard_and_is_not_answered(site: Site) -> None:
-    talker = await site.stream()
-    talker.send(FrameKind.HEARTBEAT, heartbeat(generation=0, phase="Standby"))
-    assert (await talker.next())[0] == FrameKind.HEARTBEAT_ACK
+async def test_a_sign_of_life_updates_the_last_contact_and_is_not_answered(site: Site) -> None:
+    client = await site.stream()
+    client.send(FrameKind.HEARTBEAT, heartbeat(generation=0, phase="Standby"))
+    assert (await client.next())[0] == FrameKind.HEARTBEAT_ACK
     before = site.state.agents(LLAMA)["uid-w-0"]
-    talker.send(FrameKind.KEEPALIVE)
-    talker.send(99, {"of": "a newer agent"})
-    talker.send(FrameKind.HEARTBEAT, heartbeat(generation=0, phase="Standby", ready=True))
-    assert (await talker.next())[0] == FrameKind.HEARTBEAT_ACK, "of the heartbeat; nothing else was answered"
+    client.send(FrameKind.KEEPALIVE)
+    client.send(99, {"of": "a newer agent"})
+    client.send(FrameKind.HEARTBEAT, heartbeat(generation=0, phase="Standby", ready=True))
+    assert (await client.next())[0] == FrameKind.HEARTBEAT_ACK, "the reply to the heartbeat; nothing else was answered"
     after = site.state.agents(LLAMA)["uid-w-0"]
     assert after.last_seen > before.last_seen
-    talker.send(FrameKind.KEEPALIVE)
+    client.send(FrameKind.KEEPALIVE)
     for _ in range(200):
         if site.state.agents(LLAMA)["uid-w-0"].last_seen > after.last_seen:
             break
@@ -143,20 +143,20 @@ async def test_a_sign_of_life_keeps_an_agent_heard_and_is_not_answered(site: Sit
 
 
 async def test_heartbeats_may_be_the_rarer_the_more_agents_a_job_has(site: Site) -> None:
-    talkers = [await site.stream(f"w-{each}") for each in range(24)]
-    talkers[0].send(FrameKind.HEARTBEAT, heartbeat(generation=0, phase="Standby"))
-    assert (await talkers[0].next())[1]["fullHeartbeatSeconds"] == 24 / FULL_HEARTBEATS_PER_SECOND
+    clients = [await site.stream(f"w-{each}") for each in range(24)]
+    clients[0].send(FrameKind.HEARTBEAT, heartbeat(generation=0, phase="Standby"))
+    assert (await clients[0].next())[1]["fullHeartbeatSeconds"] == 24 / FULL_HEARTBEATS_PER_SECOND
 
 
-async def test_an_older_generation_is_refused_and_the_stream_goes_on(site: Site) -> None:
-    talker = await site.stream()
+async def test_an_older_generation_is_refused_and_the_stream_continues(site: Site) -> None:
+    client = await site.stream()
     site.state.publish(LLAMA, membership(5))
-    assert (await talker.next())[1]["generation"] == 5
-    talker.send(FrameKind.HEARTBEAT, heartbeat(generation=4))
-    kind, said = await talker.next()
-    assert (kind, said["status"], said["generation"]) == (FrameKind.ERROR, 409, 5)
-    talker.send(FrameKind.HEARTBEAT, heartbeat(generation=5))
-    assert (await talker.next())[0] == FrameKind.HEARTBEAT_ACK
+    assert (await client.next())[1]["generation"] == 5
+    client.send(FrameKind.HEARTBEAT, heartbeat(generation=4))
+    kind, received = await client.next()
+    assert (kind, received["status"], received["generation"]) == (FrameKind.ERROR, 409, 5)
+    client.send(FrameKind.HEARTBEAT, heartbeat(generation=5))
+    assert (await client.next())[0] == FrameKind.HEARTBEAT_ACK
 
 
 @pytest.mark.parametrize(
@@ -168,32 +168,32 @@ async def test_an_older_generation_is_refused_and_the_stream_goes_on(site: Site)
         (FrameKind.HEARTBEAT, heartbeat(generation=0) | {"job": "other"}, 403, "works for job llama, not for other"),
     ],
 )
-async def test_what_is_not_the_pods_own_or_cannot_be_read_ends_the_stream_with_a_sentence(
+async def test_a_message_of_another_pod_or_an_invalid_one_ends_the_stream_with_an_error(
     site: Site, kind: FrameKind, body: Any, status: int, sentence: str
 ) -> None:
-    talker = await site.stream()
-    talker.send(kind, body)
-    assert (await talker.last_refusal())[0] == status
+    client = await site.stream()
+    client.send(kind, body)
+    assert (await client.last_refusal())[0] == status
     again = await site.stream()
     again.send(kind, body)
     assert sentence in (await again.last_refusal())[1]
 
 
-async def test_nothing_is_taken_before_the_registration(site: Site) -> None:
+async def test_nothing_is_accepted_before_the_registration(site: Site) -> None:
     for kind, body in ((FrameKind.KEEPALIVE, None), (FrameKind.HEARTBEAT, heartbeat(generation=0))):
-        talker = await site.ask()
-        talker.send(kind, body)
-        assert await talker.last_refusal() == (400, "the first frame must be a registration")
+        client = await site.ask()
+        client.send(kind, body)
+        assert await client.last_refusal() == (400, "the first frame must be a registration")
     assert site.state.agent_count() == 0
 
 
 async def test_a_frame_that_is_too_long_is_refused_by_its_first_bytes(site: Site) -> None:
-    talker = await site.stream()
-    talker.writer.write(bytes([FrameKind.HEARTBEAT]) + (LONGEST_FRAME + 1).to_bytes(4, "big"))
-    assert (await talker.last_refusal())[0] == 413
+    client = await site.stream()
+    client.writer.write(bytes([FrameKind.HEARTBEAT]) + (LONGEST_FRAME + 1).to_bytes(4, "big"))
+    assert (await client.last_refusal())[0] == 413
 
 
-async def test_who_is_no_worker_or_speaks_for_another_gets_no_stream(site: Site) -> None:
+async def test_a_client_that_is_no_worker_or_sends_as_another_gets_no_stream(site: Site) -> None:
     for pod, headers, expected in (
         ("x-0", {}, 403),
         ("w-0", {"Authorization": "Bearer bad"}, 401),
@@ -205,11 +205,11 @@ async def test_who_is_no_worker_or_speaks_for_another_gets_no_stream(site: Site)
     assert (await site.ask()).status == 503
 
 
-async def test_a_pod_that_is_gone_and_a_coordinator_that_leads_no_more_end_streams(site: Site) -> None:
-    gone, led = await site.stream("w-0"), await site.stream("w-1")
+async def test_a_deleted_pod_and_a_coordinator_that_stops_leading_end_streams(site: Site) -> None:
+    deleted, led = await site.stream("w-0"), await site.stream("w-1")
     site.state.forget_pod(LLAMA, "uid-w-0")
-    gone.send(FrameKind.KEEPALIVE)
-    assert (await gone.last_refusal())[0] == 404
+    deleted.send(FrameKind.KEEPALIVE)
+    assert (await deleted.last_refusal())[0] == 404
     site.leading = False
     led.send(FrameKind.KEEPALIVE)
     assert await led.last_refusal() == (503, "not leader")
@@ -232,18 +232,18 @@ async def test_a_stream_does_not_outlive_its_token(site: Site) -> None:
         return await World.review(site, {"token": "token-of-w-0"})
 
     site.server._authenticator._review = review  # type: ignore[attr-defined]
-    said = base64.urlsafe_b64encode(json.dumps({"exp": time.time() + 60}).encode()).decode().rstrip("=")
-    assert (await site.ask(Authorization=f"Bearer head.{said}.sign")).status == SWITCHING
+    claims = base64.urlsafe_b64encode(json.dumps({"exp": time.time() + 60}).encode()).decode().rstrip("=")
+    assert (await site.ask(Authorization=f"Bearer head.{claims}.sign")).status == SWITCHING
     (opened,) = site.server.streams.opened
     assert opened.ends - asyncio.get_running_loop().time() <= 60
 
 
-async def test_an_agent_that_takes_nothing_is_closed_before_what_waits_for_it_adds_up(
+async def test_an_agent_that_reads_nothing_is_closed_before_unsent_bytes_add_up(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(streams, "MAX_UNSENT", 10_000)
-    talker = await site.stream()
-    talker.writer.transport.pause_reading()  # type: ignore[attr-defined]
+    client = await site.stream()
+    client.writer.transport.pause_reading()  # type: ignore[attr-defined]
     pods = [f"w-{each}" for each in range(2_000)]
     for generation in range(1, 400):
         site.state.publish(LLAMA, membership(generation, *pods[generation:]))
@@ -255,22 +255,22 @@ async def test_an_agent_that_takes_nothing_is_closed_before_what_waits_for_it_ad
     assert not site.server.streams.opened
 
 
-async def test_the_last_word_is_said_once_whatever_comes_after_it(site: Site) -> None:
-    talker = await site.stream()
+async def test_the_last_error_is_sent_once_whatever_comes_after_it(site: Site) -> None:
+    client = await site.stream()
     (opened,) = site.server.streams.opened
-    talker.writer.transport.pause_reading()  # type: ignore[attr-defined]
+    client.writer.transport.pause_reading()  # type: ignore[attr-defined]
     for _ in range(3):
         site.server.streams.close()
     for _ in range(3):
         opened.data_received(frame(FrameKind.HEARTBEAT, b"{}"))
     site.state.publish(LLAMA, membership(1))
     await asyncio.sleep(0)
-    talker.writer.transport.resume_reading()  # type: ignore[attr-defined]
-    assert await talker.last_refusal() == (503, "the coordinator is shutting down; try the next address")
+    client.writer.transport.resume_reading()  # type: ignore[attr-defined]
+    assert await client.last_refusal() == (503, "the coordinator is shutting down; try the next address")
 
 
-async def test_a_coordinator_that_stops_sends_streams_on(site: Site) -> None:
-    talker = await site.stream()
+async def test_a_coordinator_that_stops_redirects_streams(site: Site) -> None:
+    client = await site.stream()
     stopping = asyncio.create_task(site.server.stop())
-    assert (await talker.last_refusal())[0] == 503
+    assert (await client.last_refusal())[0] == 503
     await stopping
