@@ -130,7 +130,7 @@ def test_a_vocabulary_is_grown_to_the_tokenizer_and_padded_for_the_ranks(
     assert divided.losses() == pytest.approx(whole.losses(), rel=1e-5)
     embedding = trained(divided)["model.model.embed_tokens.weight"]
     tokens = Tokenizer.from_file(str(base / "tokenizer.json")).get_vocab_size()
-    assert embedding.shape[0] == (384 if rows == 321 else tokens), "321 rows are not even; 300 are fewer than the tokens"
+    assert embedding.shape[0] == (384 if rows == 321 else tokens), "321 rows are odd; 300 are fewer than the tokens"
     refused = launch(1, "refused", [f"model.weights={tmp_path / 'resized'}", LORA])
     assert refused.wait() == ([0] if rows == 321 else [64]), refused.log()
 
