@@ -24,7 +24,7 @@ from trainium_contract.faults.causes import Cause
 from trainium_contract.status.conditions import Phase
 from trainium_contract.status.interruptions import Rung
 from trainium_contract.wire.messages import Progress, Transition, WorkerPhase
-from trainium_operator.plan.model.observed import FleetView, NodeReadiness, PodPhase
+from trainium_operator.plan.model.observed import AgentView, FleetView, NodeReadiness, PodPhase
 
 LOST = pod(1).name
 
@@ -102,10 +102,52 @@ def test_while_the_fleet_is_frozen_not_even_the_only_worker_is_given_up_for_its_
     assert [each.reason for each in result.events].count("ContactLost") == 1
 
 
-def test_silence_alone_is_not_a_loss_and_is_checked_again_at_its_deadline() -> None:
-    result = planned(running(4, agents={1: training(1, silent=3.0)}))
+def others(progressed: float, step_seconds: float, *, silent: float = 0.5) -> dict[int, AgentView]:
+    """Return the agents of the other members, which made their last step `progressed` seconds ago."""
+    return {at: training(at, silent=silent, progressed=NOW - progressed, step_seconds=step_seconds) for at in (0, 2, 3)}
+
+
+CUT_OFF = others(3.2, 0.5, silent=3.2)
+"""All were cut off at once; the others still seem to report when the first falls silent, and nobody makes a step."""
+
+
+@pytest.mark.parametrize(
+    ("silent", "agents", "requeue_after"),
+    [
+        pytest.param(3.0, {}, 1.0, id="silence alone, until its deadline"),
+        pytest.param(30, others(0.5, 0.5), None, id="the others make steps"),
+        pytest.param(5, others(20, 10), 3.5, id="steps are long"),
+        pytest.param(4.1, CUT_OFF, None, id="the others were cut off a moment later"),
+    ],
+)
+def test_a_silent_member_is_kept_and_checked_again(
+    silent: float, agents: dict[int, AgentView], requeue_after: float | None
+) -> None:
+    result = planned(running(4, agents={1: training(1, silent=silent), **agents}))
     assert result.status.history == ()
-    assert result.requeue_after == pytest.approx(1.0)
+    assert result.requeue_after is not None
+    assert requeue_after in (None, pytest.approx(result.requeue_after))
+
+
+@pytest.mark.parametrize(
+    ("silent", "agents"),
+    [
+        pytest.param(4.5, others(3.5, 0.5), id="no step for longer than steps take"),
+        pytest.param(
+            4.5,
+            {**others(3.5, 1.0), 3: training(3, progressed=NOW - 3.5, step_seconds=2.0)},
+            id="one agent saw a step twice as long",
+        ),
+        pytest.param(
+            4.1,
+            {**CUT_OFF, 2: training(2, silent=0.5, progressed=NOW - 3.2, step_seconds=0.5)},
+            id="one of the others was not cut off",
+        ),
+    ],
+)
+def test_a_silent_member_is_lost_when_the_others_stall(silent: float, agents: dict[int, AgentView]) -> None:
+    result = planned(running(4, agents={1: training(1, silent=silent), **agents}))
+    assert newest(result).cause is Cause.NODE_LOST
 
 
 def test_a_silent_member_that_the_others_wait_for_is_lost_when_the_deadline_passes() -> None:
@@ -118,41 +160,6 @@ def test_a_silent_member_that_the_others_wait_for_is_lost_when_the_deadline_pass
     assert "when it was last heard" in newest(late).message
     assert deleted(late) == {LOST: 0}
     assert len(late.status.history) == 1
-
-
-def test_a_silent_member_is_kept_while_the_others_make_steps() -> None:
-    agents = {at: training(at, progressed=NOW - 0.5, step_seconds=0.5) for at in (0, 2, 3)}
-    result = planned(running(4, agents={1: training(1, silent=30), **agents}))
-    assert result.status.history == ()
-    assert result.requeue_after is not None
-
-
-def test_a_silent_member_is_lost_when_no_step_has_been_made_for_longer_than_steps_take() -> None:
-    agents = {at: training(at, progressed=NOW - 3.5, step_seconds=0.5) for at in (0, 2, 3)}
-    result = planned(running(4, agents={1: training(1, silent=4.5), **agents}))
-    assert newest(result).cause is Cause.NODE_LOST
-
-
-def test_who_was_cut_off_a_moment_later_is_no_witness_of_a_stall() -> None:
-    # All were cut off at once; of those who fall silent first the others seem to report still, and nobody makes a step.
-    others = {at: training(at, silent=3.2, progressed=NOW - 3.2, step_seconds=0.5) for at in (0, 2, 3)}
-    result = planned(running(4, agents={1: training(1, silent=4.1), **others}))
-    assert result.status.history == ()
-    reported = {**others, 2: training(2, silent=0.5, progressed=NOW - 3.2, step_seconds=0.5)}
-    assert newest(planned(running(4, agents={1: training(1, silent=4.1), **reported}))).cause is Cause.NODE_LOST
-
-
-def test_long_steps_are_not_taken_for_a_stall() -> None:
-    agents = {at: training(at, progressed=NOW - 20, step_seconds=10) for at in (0, 2, 3)}
-    result = planned(running(4, agents={1: training(1, silent=5), **agents}))
-    assert result.status.history == ()
-    assert result.requeue_after == pytest.approx(3.5)
-
-
-def test_one_agent_that_saw_a_step_twice_as_long_does_not_put_the_stall_off() -> None:
-    agents = {at: training(at, progressed=NOW - 3.5, step_seconds=2.0 if at == 3 else 1.0) for at in (0, 2, 3)}
-    result = planned(running(4, agents={1: training(1, silent=4.5), **agents}))
-    assert newest(result).cause is Cause.NODE_LOST
 
 
 def test_a_silent_member_on_a_node_that_is_not_ready_is_lost() -> None:
@@ -204,7 +211,7 @@ def test_when_all_members_are_silent_at_once_nothing_is_done() -> None:
     assert result.actions == ()
 
 
-def unheard(*missing: int, since: float, **changes: Any) -> Any:
+def not_reconnected(*missing: int, since: float, **changes: Any) -> Any:
     """Four members of which some have not called since the operator took over; the others wait for them."""
     seen = running(
         4, agents={at: joining(at, attempt=1, waiting_for=missing, silent=0.1, **changes) for at in range(4)}
@@ -213,24 +220,24 @@ def unheard(*missing: int, since: float, **changes: Any) -> Any:
     return replace(seen, agents=known_agents, published=0, coordinator_since=NOW - since)
 
 
-def test_agents_get_time_to_find_a_restarted_operator() -> None:
-    for since, lost in ((5.0, False), (13.9, False), (14.0, True)):
-        assert bool(planned(unheard(1, 2, since=since)).status.history) is lost, since
-
-
-def test_an_agent_that_alone_has_not_found_a_restarted_operator_is_silent_since_the_others_have() -> None:
-    for since, lost in ((3.9, False), (4.0, True)):
-        assert bool(planned(unheard(1, since=since)).status.history) is lost, since
+@pytest.mark.parametrize(
+    ("missing", "since", "lost"),
+    [((1, 2), 5.0, False), ((1, 2), 13.9, False), ((1, 2), 14.0, True), ((1,), 3.9, False), ((1,), 4.0, True)],
+)
+def test_agents_get_time_to_find_a_restarted_operator_and_a_single_one_gets_less(
+    missing: tuple[int, ...], since: float, lost: bool
+) -> None:
+    assert bool(planned(not_reconnected(*missing, since=since)).status.history) is lost
 
 
 def test_a_loss_before_the_operator_took_over_is_dated_to_the_last_step() -> None:
-    entry = newest(planned(unheard(1, since=6, progress=Progress(step=20, updated=NOW - 22))))
+    entry = newest(planned(not_reconnected(1, since=6, progress=Progress(step=20, updated=NOW - 22))))
     assert entry.failed_at == pytest.approx(NOW - 22)
     assert entry.detected_seconds == pytest.approx(22)
 
 
 def test_a_pod_that_vanished_before_the_operator_took_over_is_dated_to_the_last_step() -> None:
-    seen = unheard(1, since=1, progress=Progress(step=20, updated=NOW - 22))
+    seen = not_reconnected(1, since=1, progress=Progress(step=20, updated=NOW - 22))
     seen = replace(seen, pods=tuple(each for each in seen.pods if each.uid != "uid-1"))
     assert newest(planned(seen)).failed_at == pytest.approx(NOW - 22)
 

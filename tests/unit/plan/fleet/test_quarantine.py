@@ -78,10 +78,16 @@ class Fleet:
         return entry.state if entry else None
 
 
-def test_a_machine_that_is_back_under_another_name_is_remembered_under_that_name() -> None:
+def with_a_quarantined_node() -> Fleet:
+    """Return a fleet after a broken device of node-3."""
     fleet = Fleet()
     fleet.fail("node-3")
     fleet.plan()
+    return fleet
+
+
+def test_a_machine_that_is_back_under_another_name_is_remembered_under_that_name() -> None:
+    fleet = with_a_quarantined_node()
     del fleet.nodes["node-3"]
     fleet.wait(10)
     assert fleet.memory is not None
@@ -109,9 +115,7 @@ def test_a_broken_device_puts_the_node_in_quarantine_for_an_hour_and_on_probatio
 
 
 def test_on_probation_the_next_fault_counts_at_once_and_for_longer() -> None:
-    fleet = Fleet()
-    fleet.fail("node-3")
-    fleet.plan()
+    fleet = with_a_quarantined_node()
     fleet.wait(2 * HOUR)
     fleet.fail("node-3", Cause.NODE_LOST)
     assert fleet.plan().view.quarantined == {"node-3"}
@@ -162,9 +166,7 @@ def test_crashes_of_one_job_may_be_its_programs_fault_those_of_two_are_the_nodes
 
 
 def test_crashes_of_one_job_alone_send_no_node_back_from_probation() -> None:
-    fleet = Fleet()
-    fleet.fail("node-3")
-    fleet.plan()
+    fleet = with_a_quarantined_node()
     fleet.wait(HOUR)
     fleet.now += DAY - HOUR / 2
     fleet.fail("node-3", Cause.CRASH)
@@ -185,17 +187,13 @@ def test_one_fault_is_one_strike_however_many_report_it() -> None:
 
 
 def test_a_new_name_hides_nothing() -> None:
-    fleet = Fleet()
-    fleet.fail("node-3")
-    fleet.plan()
+    fleet = with_a_quarantined_node()
     fleet.nodes["fresh"] = replace(fleet.nodes.pop("node-3"), name="fresh")
     assert fleet.plan().view.quarantined == {"fresh"}
 
 
 def test_another_machine_of_the_same_name_inherits_nothing() -> None:
-    fleet = Fleet()
-    fleet.fail("node-3")
-    fleet.plan()
+    fleet = with_a_quarantined_node()
     fleet.change("node-3", provider_id="aws:///i-new")
     assert fleet.plan().view.quarantined == frozenset()
 
@@ -219,9 +217,7 @@ def test_without_provider_ids_nodes_are_remembered_by_name() -> None:
 
 
 def test_a_machine_whose_entry_is_deleted_is_released_and_old_records_do_not_count_again() -> None:
-    fleet = Fleet()
-    fleet.fail("node-3")
-    fleet.plan()
+    fleet = with_a_quarantined_node()
     assert fleet.memory is not None
     fleet.memory = replace(fleet.memory, machines={})
     assert fleet.plan().view.quarantined == frozenset()
@@ -231,9 +227,7 @@ def test_a_machine_whose_entry_is_deleted_is_released_and_old_records_do_not_cou
 
 
 def test_a_memory_that_is_deleted_as_a_whole_starts_empty() -> None:
-    fleet = Fleet()
-    fleet.fail("node-3")
-    fleet.plan()
+    fleet = with_a_quarantined_node()
     fleet.memory = None
     assert fleet.plan().view.quarantined == frozenset()
     assert fleet.plan().memory.machines == {}

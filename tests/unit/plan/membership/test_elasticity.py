@@ -6,11 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from plan_builders import NOW, created, planned, running, spec
+from plan_builders import NOW, SETTINGS, created, planned, running, spec
 from plan_cluster import FakeCluster
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.conditions import ConditionType, Phase
+from trainium_contract.status.internal import FailureRecord
 from trainium_contract.status.interruptions import Interruption, Rung
 from trainium_contract.status.ledger import SizeAccount
 from trainium_contract.wire.messages import Transition
@@ -119,18 +120,13 @@ def test_a_failure_in_the_middle_of_a_recovery_restarts_the_recovery_once() -> N
 
 def test_a_spare_on_a_suspected_node_is_used_last() -> None:
     seen = running(4, spares=2, status={"avoided_nodes": ("node-4",)})
-    failures = (*seen.job.status.failures, failure_on("node-4"))
+    record = FailureRecord(at=NOW - 60, cause=Cause.DEVICE, node="node-4", pod="demo-w-9")
+    failures = (*seen.job.status.failures, record)
     seen = replace(seen, job=replace(seen.job, status=seen.job.status.model_copy(update={"failures": failures})))
     lost = replace(seen, pods=tuple(each for each in seen.pods if each.ordinal != 1))
     result = planned(replace(lost, agents={uid: a for uid, a in lost.agents.items() if uid != "uid-1"}))
     found = next(action for action in result.actions if hasattr(action, "membership"))
     assert [member.pod_name for member in found.membership.members][1] == "demo-w-5"
-
-
-def failure_on(node: str) -> Any:
-    from trainium_contract.status.internal import FailureRecord
-
-    return FailureRecord(at=NOW - 60, cause=Cause.DEVICE, node=node, pod="demo-w-9")
 
 
 # --- shrinking and growing
@@ -148,42 +144,47 @@ def test_a_job_that_wants_even_sizes_only_shrinks_to_one_and_keeps_its_global_ba
     assert cluster.status.membership.data_parallel == 4
 
 
-def test_a_job_without_a_spare_goes_on_at_an_uneven_size_and_grows_back() -> None:
-    """4 -> 3 -> 2 -> 4 nodes at a global batch of 8."""
-    cluster = started(nodes=4, minReplicas=2, batch=8)
-    seen = [worth(cluster)]
-    for node in ("node-3", "node-2"):
-        cluster.lose_node(node)
-        cluster.run(REST + 20)
-        seen.append(worth(cluster))
-        assert cluster.status.phase is Phase.RUNNING
-    for node in ("node-3", "node-2"):
-        cluster.restore_node(node)
-    cluster.run(6 * REST)
-    seen.append(worth(cluster))
-    assert seen == [(4, 2, 1.0, 0), (3, 3, 0.667, 0), (2, 4, 0.5, 0), (4, 2, 1.0, 0)]
-
-
-def test_with_a_tolerance_a_job_keeps_a_size_at_which_a_near_batch_comes_out_even() -> None:
-    """8 -> 7 -> 6 -> 5 -> 8 nodes at a global batch of 16: 14 and 18 samples are near enough, and 15 on 5 nodes."""
-    cluster = started(nodes=8, replicas=8, minReplicas=2, batch=16, tolerance=0.125)
+@pytest.mark.parametrize(
+    ("nodes", "batch", "tolerance", "expected"),
+    [
+        pytest.param(
+            4,
+            8,
+            0.0,
+            [((4, 2, 1.0, 0), 8), ((3, 3, 0.667, 0), 8), ((2, 4, 0.5, 0), 8), ((4, 2, 1.0, 0), 8)],
+            id="uneven sizes keep the batch",
+        ),
+        pytest.param(
+            8,
+            16,
+            0.125,
+            [
+                ((8, 2, 1.0, 0), 16),
+                ((7, 2, 0.875, 0), 14),
+                ((6, 3, 0.75, 0), 18),
+                ((5, 3, 0.625, 0), 15),
+                ((8, 2, 1.0, 0), 16),
+            ],
+            id="with a tolerance a near batch comes out even",
+        ),
+    ],
+)
+def test_a_job_without_a_spare_continues_at_each_smaller_size_and_grows_back(
+    nodes: int, batch: int, tolerance: float, expected: list[Any]
+) -> None:
+    cluster = started(nodes=nodes, replicas=nodes, minReplicas=2, batch=batch, tolerance=tolerance)
     seen = [(worth(cluster), cluster.status.membership.batch)]
-    for node in ("node-7", "node-6", "node-5"):
+    lost = [f"node-{nodes - at}" for at in range(1, len(expected) - 1)]
+    for node in lost:
         cluster.lose_node(node)
         cluster.run(REST + 30)
         seen.append((worth(cluster), cluster.status.membership.batch))
         assert cluster.status.phase is Phase.RUNNING
-    for node in ("node-7", "node-6", "node-5"):
+    for node in lost:
         cluster.restore_node(node)
     cluster.run(6 * REST)
     seen.append((worth(cluster), cluster.status.membership.batch))
-    assert seen == [
-        ((8, 2, 1.0, 0), 16),
-        ((7, 2, 0.875, 0), 14),
-        ((6, 3, 0.75, 0), 18),
-        ((5, 3, 0.625, 0), 15),
-        ((8, 2, 1.0, 0), 16),
-    ]
+    assert seen == expected
 
 
 def worth(cluster: FakeCluster) -> tuple[int, int, float, int]:
@@ -353,8 +354,6 @@ def test_a_changed_template_restarts_nothing_and_status_counts_pods_of_the_earli
 
 
 def plan_of(cluster: FakeCluster) -> Any:
-    from plan_builders import SETTINGS
-
     return plan(cluster.observe(), SETTINGS)
 
 

@@ -125,16 +125,10 @@ def test_a_running_job_that_is_scaled_to_an_impossible_size_keeps_its_size() -> 
 
 
 def test_a_configuration_that_contradicts_itself_fails_with_a_sentence_instead_of_an_exception() -> None:
-    result = planned(observed_invalid())
+    broken = spec(trainer={"steps": 5, "schedule": {"warmupSteps": 10}})
+    result = planned(replace(observed(job()), job=job(broken)))
     assert result.status.phase is Phase.FAILED
     assert "warmupSteps" in result.status.verdict
-
-
-def observed_invalid() -> Any:
-    from dataclasses import replace
-
-    broken = spec(trainer={"steps": 5, "schedule": {"warmupSteps": 10}})
-    return replace(observed(job()), job=job(broken))
 
 
 TOO_LARGE: Any = {
