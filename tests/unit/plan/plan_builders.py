@@ -5,9 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from trainium_contract.faults.causes import Cause
-from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
+from trainium_contract.job import GoodputStatus, TrainingJobSpec, TrainingJobStatus
+from trainium_contract.status.internal import WINDOW
 from trainium_contract.status.interruptions import Interruption, Rung
+from trainium_contract.status.ledger import MAX_SIZES
 from trainium_contract.status.public import MembershipStatus
 from trainium_contract.wire.messages import (
     HeartbeatRequest,
@@ -242,6 +246,30 @@ def interruption(rung: Rung, *, ago: float, took: float | None = 10.0, **changes
 
 def planned(seen: Observed) -> Plan:
     return plan(seen, SETTINGS)
+
+
+def with_status(seen: Observed, status: TrainingJobStatus | None = None, **fields: Any) -> Observed:
+    """The same with another status, or with some of its fields replaced."""
+    return replace(seen, job=replace(seen.job, status=(status or seen.job.status).model_copy(update=fields)))
+
+
+def written(seen: Observed) -> Observed:
+    """The same after its plan's status was written."""
+    return with_status(seen, planned(seen).status)
+
+
+def check_ledger(goodput: GoodputStatus) -> None:
+    """Assert the invariants of any ledger."""
+    lost = sum(goodput.lost_seconds.values())
+    assert goodput.productive_seconds + lost == pytest.approx(goodput.wall_seconds, abs=0.01)
+    assert sum(goodput.lost_by_stage.values()) == pytest.approx(lost, abs=0.01)
+    seconds = (goodput.lost_seconds, goodput.lost_by_stage, goodput.stage_seconds)
+    assert all(each >= 0.0 for figures in seconds for each in figures.values())
+    for ratio in (goodput.ratio, goodput.uptime_ratio, goodput.fleet_ratio):
+        assert 0.0 <= ratio <= 1.0
+    assert goodput.ratio <= goodput.uptime_ratio + 1e-4, "whatever is productive is up"
+    assert len(goodput.sizes) <= MAX_SIZES
+    assert len(goodput.window.samples) < WINDOW
 
 
 def published(result: Plan) -> Membership | None:

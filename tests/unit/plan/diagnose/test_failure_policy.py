@@ -16,6 +16,7 @@ from plan_builders import (
     running,
     training,
     with_pod,
+    with_status,
 )
 
 from trainium_contract.faults.causes import Cause
@@ -159,7 +160,7 @@ def test_a_failed_spare_of_a_training_job_is_counted_once_and_replaced_elsewhere
     result = planned(seen)
     assert deleted(result) == {"demo-w-4": None}
     assert [(record.pod, record.node) for record in result.status.failures] == [("demo-w-4", "node-4")]
-    again = planned(replace(seen, job=replace(seen.job, status=result.status)))
+    again = planned(with_status(seen, result.status))
     assert len(again.status.failures) == 1
 
 
@@ -172,7 +173,7 @@ def test_new_pods_back_off_when_workers_keep_failing() -> None:
     records = tuple(
         FailureRecord(at=NOW - 21 + 5 * at, cause=Cause.POD_LOST, pod=f"demo-w-{90 + at}") for at in range(5)
     )
-    seen = replace(seen, job=replace(seen.job, status=seen.job.status.model_copy(update={"failures": records})))
+    seen = with_status(seen, seen.job.status.model_copy(update={"failures": records}))
     result = planned(without(seen, 1))
     assert created(result) == []
     assert 0 < result.requeue_after <= 8

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from plan_builders import NOW, deleted, newest, planned, pod, published, ranks, running, spec, with_pod
+from plan_builders import NOW, deleted, newest, planned, pod, published, ranks, running, spec, with_pod, with_status
 from plan_cluster import FakeCluster
 
 from trainium_contract.faults.causes import Cause
@@ -119,10 +119,6 @@ def test_a_notice_is_reported_once_with_its_node_and_its_source() -> None:
     again = planned(leaving(with_status(running(4), leaving_since=NOW - 5), 1))
     assert [event.reason for event in again.events if event.reason == "InterruptionNotice"] == []
     assert again.status.leaving_since == NOW - 5
-
-
-def with_status(seen: Any, **fields: Any) -> Any:
-    return replace(seen, job=replace(seen.job, status=seen.job.status.model_copy(update=fields)))
 
 
 def test_without_capacity_an_elastic_job_shrinks_gracefully_when_the_wait_is_over() -> None:

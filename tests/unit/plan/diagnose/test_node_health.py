@@ -22,6 +22,7 @@ from plan_builders import (
     spec,
     training,
     with_pod,
+    with_status,
 )
 
 from trainium_contract.faults.causes import Cause
@@ -153,7 +154,7 @@ def test_what_handed_over_its_rank_is_deleted_once_it_has_left() -> None:
         status = seen.job.status.model_copy(
             update={"membership": seen.job.status.membership.model_copy(update={"generation": 2})}
         )
-        return planned(bad(replace(seen, job=replace(seen.job, status=status)), 2, NETWORK))
+        return planned(bad(with_status(seen, status), 2, NETWORK))
 
     assert deleted(after(WorkerPhase.TRAINING)) == {}
     assert deleted(after(WorkerPhase.STANDBY)) == {"demo-w-2": None}
@@ -256,7 +257,7 @@ def test_an_unschedulable_pod_is_recreated_once_however_many_lost_nodes_came_bac
     waits = {"phase": PodPhase.PENDING, "node": "", "unschedulable_message": "0/5 nodes are available"}
     seen = with_pod(running(4, spares=1), pod(4, avoided_nodes=frozenset({"node-4"}), **waits))
     seen = replace(seen, agents={uid: each for uid, each in seen.agents.items() if uid != "uid-4"})
-    seen = replace(seen, job=replace(seen.job, status=seen.job.status.replaced(failures=lost)))
+    seen = with_status(seen, seen.job.status.replaced(failures=lost))
 
     result = planned(seen)
     assert deleted(result) == {"demo-w-4": None}
@@ -266,7 +267,7 @@ def test_an_unschedulable_pod_is_recreated_once_however_many_lost_nodes_came_bac
     ordinal = int(made["metadata"]["name"].rpartition("-")[2])
     pods = tuple(each for each in seen.pods if each.ordinal != 4)
     then = replace(seen, pods=(*pods, pod(ordinal, avoided_nodes=avoided_nodes, **waits)), now=NOW + 1.0)
-    again = planned(replace(then, job=replace(then.job, status=result.status)))
+    again = planned(with_status(then, result.status))
     assert deleted(again) == {}, f"made anew, kept from {avoided_nodes}"
 
 

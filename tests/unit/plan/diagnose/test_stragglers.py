@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plan_builders import NOW, agent, deleted, newest, planned, published, ranks, running, spec, training
+from plan_builders import NOW, agent, deleted, newest, planned, published, ranks, running, spec, training, with_status
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.interruptions import Interruption, Rung
@@ -262,6 +261,6 @@ def test_at_most_half_of_the_members_are_ever_slow(own: list[float]) -> None:
 def test_the_plan_for_a_noted_straggler_asks_for_nothing_more() -> None:
     seen = job(spares=0, stragglers=(entry(reported=True),))
     first = planned(seen)
-    again = planned(replace(seen, job=replace(seen.job, status=first.status)))
+    again = planned(with_status(seen, first.status))
     assert again.status.stragglers == first.status.stragglers
     assert not [event for event in again.events if event.reason.startswith("Straggler")]

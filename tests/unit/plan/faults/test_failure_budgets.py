@@ -5,7 +5,7 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
-from plan_builders import NOW, failure, planned, pod, restart, running, spec, training
+from plan_builders import NOW, failure, planned, pod, restart, running, spec, training, with_status
 
 from trainium_contract.faults.causes import Budget, Cause
 from trainium_contract.faults.classify import budget_of
@@ -119,7 +119,7 @@ def test_a_verdict_over_a_budget_keeps_the_last_output_of_a_worker_that_never_wa
     status = seen.job.status.replaced(history=(grown,))
     seen = replace(seen, pods=(*seen.pods, ended), job=replace(seen.job, status=status))
     counted = planned(seen).status
-    status = planned(replace(seen, job=replace(seen.job, status=counted))).status
+    status = planned(with_status(seen, counted)).status
     assert status.phase is Phase.FAILED
     assert (status.history[-1].pod, status.history[-1].node) == ("demo-w-7", "node-7")
     assert "the disk of node-7 is on fire" in status.history[-1].message

@@ -14,6 +14,7 @@ from plan_builders import (
     restart,
     running,
     training,
+    with_status,
     without,
 )
 
@@ -78,7 +79,7 @@ def test_a_restart_that_was_not_seen_until_the_job_was_done_is_still_recorded() 
 def test_an_attempt_is_taken_once() -> None:
     seen = restarted({"failures": (failure(137),), "restarts": (restart(1),)})
     first = planned(seen)
-    again = planned(replace(seen, job=replace(seen.job, status=first.status)))
+    again = planned(with_status(seen, first.status))
     assert len(again.status.history) == 1
     assert again.status.restarts.total == 1
 
@@ -150,12 +151,12 @@ def test_crashes_in_place_use_up_the_process_budget() -> None:
             failures, at=NOW - 100 + at, cause=Cause.CRASH, pod="demo-w-1", node="", recovery=recovery
         )
     status = seen.job.status.model_copy(update={"failures": failures})
-    result = planned(replace(seen, job=replace(seen.job, status=status)))
+    result = planned(with_status(seen, status))
     assert result.status.phase is Phase.FAILED
     assert "11 process failures within 3600 s" in result.status.verdict
     old = tuple(record.model_copy(update={"at": NOW - 3601}) for record in failures)
     status = seen.job.status.model_copy(update={"failures": old})
-    assert planned(replace(seen, job=replace(seen.job, status=status))).status.phase is Phase.RECOVERING
+    assert planned(with_status(seen, status)).status.phase is Phase.RECOVERING
 
 
 def test_unavailable_storage_raises_an_alarm_and_uses_no_budget() -> None:
@@ -167,7 +168,7 @@ def test_unavailable_storage_raises_an_alarm_and_uses_no_budget() -> None:
 
 def test_attempts_of_an_older_generation_are_nobodys_business() -> None:
     seen = restarted({"failures": (failure(137),)})
-    result = planned(replace(seen, job=replace(seen.job, status=decided_on(seen.job.status, size=4))))
+    result = planned(with_status(seen, decided_on(seen.job.status, size=4)))
     assert [each.rung for each in result.status.history] == [Rung.REPLACE]
 
 
@@ -179,7 +180,7 @@ def decided_on(status: TrainingJobStatus, *, size: int) -> TrainingJobStatus:
 
 def test_a_generation_that_was_decided_and_never_recorded_is_finished_by_the_members_that_are_there() -> None:
     seen = running(4)
-    decided = replace(seen, job=replace(seen.job, status=decided_on(seen.job.status, size=3)))
+    decided = with_status(seen, decided_on(seen.job.status, size=3))
     new = published(planned(decided))
     assert new is not None
     assert (new.generation, new.transition, ranks(new)) == (2, Transition.GRACEFUL, ranks(seen.membership))

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from plan_builders import NOW, agent, deleted, planned, pod, running, spec, training
+from plan_builders import NOW, agent, deleted, planned, pod, running, spec, training, with_status
 from plan_cluster import FakeCluster
 
 from trainium_contract.job import TrainingJobStatus
@@ -156,7 +156,7 @@ def test_a_missing_or_future_completion_time_never_deletes_early_nor_waits_forev
     seen = ended(ttlSecondsAfterFinished=100, cleanPodPolicy="None")
     for text, seconds in (("", 100), ("yesterday", 100), (rfc3339(NOW + 10**6), 100)):
         status = seen.job.status.model_copy(update={"completion_time": text})
-        result = planned(replace(seen, job=replace(seen.job, status=status)))
+        result = planned(with_status(seen, status))
         assert not any(isinstance(action, DeleteJob) for action in result.actions)
         assert result.requeue_after == pytest.approx(seconds, abs=1)
 
@@ -181,7 +181,7 @@ def test_a_change_of_a_failed_job_reports_once_what_starts_it_and_sets_the_obser
     assert "kubectl trn retry demo" in first.events[0].note
     assert first.status.observed_generation == changed.job.generation
     assert is_terminal(first.status)
-    second = planned(replace(changed, job=replace(changed.job, status=first.status)))
+    second = planned(with_status(changed, first.status))
     assert (second.events, second.status) == ((), first.status)
 
 
@@ -301,7 +301,7 @@ def test_the_pod_whose_failure_uses_up_a_budget_is_kept_until_the_job_has_failed
     seen = replace(seen, pods=(*seen.pods, failed))
     first = planned(seen)
     assert "demo-w-5" not in deleted(first)
-    second = planned(replace(seen, job=replace(seen.job, status=first.status)))
+    second = planned(with_status(seen, first.status))
     assert (second.status.phase, second.status.history[-1].pod) == (Phase.FAILED, "demo-w-5")
     assert "demo-w-5" not in deleted(second)
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from plan_builders import NOW, agent, deleted, job, node, observed, planned, pod, running, spec, training
+from plan_builders import NOW, agent, deleted, job, node, observed, planned, pod, running, spec, training, with_status
 from plan_cluster import FakeCluster
 
 from trainium_contract.faults.causes import Cause
@@ -258,13 +258,13 @@ def test_the_verdict_names_the_step_from_which_the_job_could_resume(step: int, w
     seen = ending(pods=(), agents={0: training(0, progress=None), 1: training(1, progress=None)})
     checkpoint = seen.job.status.checkpoint.model_copy(update={"durable_step": step})
     status = seen.job.status.model_copy(update={"checkpoint": checkpoint})
-    assert words in planned(replace(seen, job=replace(seen.job, status=status))).status.verdict
+    assert words in planned(with_status(seen, status)).status.verdict
 
 
 def test_a_decision_that_was_edited_by_hand_still_ends_the_job() -> None:
     seen = ending(pods=())
     target = seen.job.status.conditions[0].model_copy(update={"reason": "Whatever", "message": ""})
     status = seen.job.status.model_copy(update={"conditions": (target,)})
-    result = planned(replace(seen, job=replace(seen.job, status=status)))
+    result = planned(with_status(seen, status))
     assert result.status.phase is Phase.FAILED
     assert "Its newest durable checkpoint is step 10" in result.status.verdict

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from plan_builders import NOW, SETTINGS, created, planned, running, spec
+from plan_builders import NOW, SETTINGS, created, planned, running, spec, with_status
 from plan_cluster import FakeCluster
 
 from trainium_contract.faults.causes import Cause
@@ -122,7 +122,7 @@ def test_a_spare_on_a_suspected_node_is_used_last() -> None:
     seen = running(4, spares=2, status={"avoided_nodes": ("node-4",)})
     record = FailureRecord(at=NOW - 60, cause=Cause.DEVICE, node="node-4", pod="demo-w-9")
     failures = (*seen.job.status.failures, record)
-    seen = replace(seen, job=replace(seen.job, status=seen.job.status.model_copy(update={"failures": failures})))
+    seen = with_status(seen, seen.job.status.model_copy(update={"failures": failures}))
     lost = replace(seen, pods=tuple(each for each in seen.pods if each.ordinal != 1))
     result = planned(replace(lost, agents={uid: a for uid, a in lost.agents.items() if uid != "uid-1"}))
     found = next(action for action in result.actions if hasattr(action, "membership"))
@@ -231,7 +231,7 @@ def test_growth_waits_for_nothing_that_the_rest_of_the_run_cannot_repay(left: in
         progress=status.progress.replaced(total_steps=1000, step=1000 - left),
         goodput=status.goodput.replaced(sizes=(SizeAccount(size=3, steps=10, step_seconds=1.0, settled=True),)),
     )
-    result = planned(replace(seen, job=replace(seen.job, status=status)))
+    result = planned(with_status(seen, status))
     assert any(hasattr(action, "membership") for action in result.actions) is grows
 
 
@@ -292,7 +292,7 @@ def test_growth_rests_after_a_recovery_and_longer_after_each_further_shrink(
     elastic = spec(workers={"minReplicas": 2, "spares": 1}, recovery={"rescaleAfterSeconds": REST})
     seen = running(3, spares=1, job_spec=elastic, status={"desired": 4})
     entries = tuple(interruption(rung, ago) for rung, ago in history)
-    seen = replace(seen, job=replace(seen.job, status=seen.job.status.model_copy(update={"history": entries})))
+    seen = with_status(seen, seen.job.status.model_copy(update={"history": entries}))
     result = planned(seen)
     grows = any(hasattr(action, "membership") for action in result.actions)
     assert grows is (rests_until < 0)
@@ -305,7 +305,7 @@ def test_what_the_user_asks_for_does_not_rest() -> None:
     elastic = spec(workers={"replicas": 4, "minReplicas": 2, "spares": 1}, recovery={"rescaleAfterSeconds": REST})
     seen = running(3, spares=1, job_spec=elastic)
     status = seen.job.status.model_copy(update={"history": (interruption(Rung.SHRINK, 1),)})
-    result = planned(replace(seen, job=replace(seen.job, status=status)))
+    result = planned(with_status(seen, status))
     assert any(hasattr(action, "membership") for action in result.actions)
 
 

@@ -18,6 +18,7 @@ from plan_builders import (
     running,
     spec,
     with_pod,
+    with_status,
 )
 
 from trainium_contract.job import TrainingJobStatus
@@ -119,7 +120,7 @@ def test_a_rigid_job_waits_for_all_its_workers() -> None:
 def test_a_decision_that_was_written_but_not_recorded_is_finished_under_its_number() -> None:
     seen = waiting(4)
     status = seen.job.status.model_copy(update={"membership": MembershipStatus(generation=1, size=4)})
-    result = planned(replace(seen, job=replace(seen.job, status=status)))
+    result = planned(with_status(seen, status))
     assert published(result).generation == 1
 
 

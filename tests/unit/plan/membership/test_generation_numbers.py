@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
-from plan_builders import NOW, agent, facts_of, interruption, membership, newest, planned, running, without
+from plan_builders import NOW, agent, facts_of, interruption, membership, newest, planned, running, with_status, without
 
 from trainium_contract.status.interruptions import Rung
 from trainium_contract.status.public import MembershipStatus
@@ -56,5 +56,5 @@ def test_a_decision_is_dated_once() -> None:
     seen = without(running(4, spares=1, status={"history": (open_entry,)}), 1)
     assert newest(planned(seen)).decided_at == NOW
     dated = open_entry.replaced(decided_at=NOW - 5)
-    again = replace(seen, job=replace(seen.job, status=seen.job.status.replaced(history=(dated,))))
+    again = with_status(seen, seen.job.status.replaced(history=(dated,)))
     assert newest(planned(again)).decided_at == NOW - 5

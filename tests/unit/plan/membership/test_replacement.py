@@ -18,6 +18,7 @@ from plan_builders import (
     running,
     spec,
     training,
+    with_status,
     without,
 )
 
@@ -46,7 +47,7 @@ OPEN = Interruption(
 def recovering(seen: Any, **status: Any) -> Any:
     """The loss has been noted before."""
     fields = {"history": (OPEN,), "waiting_since": NOW - 30, **status}
-    return replace(seen, job=replace(seen.job, status=seen.job.status.model_copy(update=fields)))
+    return with_status(seen, seen.job.status.model_copy(update=fields))
 
 
 def test_a_spare_takes_the_lost_rank_at_once_and_the_survivors_keep_theirs() -> None:

@@ -15,6 +15,7 @@ from plan_builders import (
     ranks,
     running,
     spec,
+    with_status,
 )
 
 from trainium_contract.faults.causes import Cause
@@ -28,10 +29,6 @@ from trainium_operator.plan.model.observed import PodPhase
 
 def scaled(seen: Any, replicas: Any, **workers: Any) -> Any:
     return replace(seen, job=replace(seen.job, spec=spec(workers={"replicas": replicas, **workers})))
-
-
-def with_status(seen: Any, **fields: Any) -> Any:
-    return replace(seen, job=replace(seen.job, status=seen.job.status.model_copy(update=fields)))
 
 
 def test_on_shrinking_the_highest_ranks_leave_gracefully_and_no_pod_is_deleted_yet() -> None:

@@ -6,7 +6,19 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from plan_builders import NOW, agent, facts_of, failure, heartbeat, interruption, pod, running, spec, training
+from plan_builders import (
+    NOW,
+    agent,
+    facts_of,
+    failure,
+    heartbeat,
+    interruption,
+    pod,
+    running,
+    spec,
+    training,
+    with_status,
+)
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import GoodputStatus, IdleNodesStatus, TrainingJobStatus
@@ -334,7 +346,7 @@ def test_the_pauses_are_reset_when_extras_were_found_that_can_join(
 ) -> None:
     kept = asked(priced(1000.0), failed_requests=3, retry_at=NOW + 5)
     status = seen.job.status.replaced(idle_nodes=IdleNodesStatus(taken=before))
-    seen = replace(seen, job=replace(seen.job, status=status))
+    seen = with_status(seen, status)
     assert decide(seen, kept).status.idle_nodes.failed_requests == failed_requests
 
 

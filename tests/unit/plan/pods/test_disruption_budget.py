@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from plan_builders import NOW, agent, membership, planned, running, spec, without
+from plan_builders import NOW, agent, membership, planned, running, spec, with_status, without
 from plan_cluster import FakeCluster
 
 from trainium_contract.status.conditions import Condition, ConditionStatus, ConditionType, Phase
@@ -29,7 +29,7 @@ def limited(count: int = 4, *, spares: int = 0, storage: bool = True, age: float
     )
     seen = running(count, spares=spares, job_spec=job_spec, status={"start_time": rfc3339(NOW - 5000), **status})
     saved = seen.job.status.checkpoint.model_copy(update={"durable_step": 10, "durable_time": rfc3339(NOW - age)})
-    return replace(seen, job=replace(seen.job, status=seen.job.status.model_copy(update={"checkpoint": saved})))
+    return with_status(seen, seen.job.status.model_copy(update={"checkpoint": saved}))
 
 
 def min_available(result: Any) -> int | None:

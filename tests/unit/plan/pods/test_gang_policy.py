@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from plan_builders import NOW, SETTINGS, agent, created, deleted, job, node, observed, pod, running, spec
+from plan_builders import NOW, SETTINGS, agent, created, deleted, job, node, observed, pod, running, spec, with_status
 from plan_cluster import FakeCluster
 
 from trainium_contract.job import TrainingJobStatus
@@ -170,7 +170,7 @@ def test_since_when_nodes_are_held_is_no_reason_to_write_while_others_are_bound(
     """Nor is it one that nothing is wrong with the first of those nodes."""
     seen = partial(3)
     status = planned(replace(seen, nodes={})).status
-    held = replace(seen, job=replace(seen.job, status=status.replaced(gang=GangStatus())))
+    held = with_status(seen, status.replaced(gang=GangStatus()))
     assert find_condition(status, ConditionType.NODES_HEALTHY) is None
     assert find_condition(planned(held).status, ConditionType.NODES_HEALTHY) is not None
     waiting = planned(replace(held, status_written=NOW - 1))
@@ -183,7 +183,7 @@ def test_since_when_nodes_are_held_is_no_reason_to_write_while_others_are_bound(
 def test_that_nodes_are_no_longer_held_is_written_at_once() -> None:
     """Else those of the next attempt would be released too early."""
     seen = partial(0, since=NOW - 300)
-    held = replace(seen, job=replace(seen.job, status=planned(seen).status.replaced(gang=seen.job.status.gang)))
+    held = with_status(seen, planned(seen).status.replaced(gang=seen.job.status.gang))
     assert planned(replace(held, status_written=NOW)).status.gang.holding_since is None
 
 
@@ -210,7 +210,7 @@ def test_an_elastic_job_that_can_begin_smaller_gives_nothing_back() -> None:
     assert result.status.gang.holding_since is None
     later = partial(3, elastic=True)
     status = later.job.status.model_copy(update={"waiting_since": NOW - 121})
-    started = planned(replace(later, job=replace(later.job, status=status)))
+    started = planned(with_status(later, status))
     assert started.status.membership.size == 3
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from plan_builders import NOW, SETTINGS, created, job, observed, pod, running, spec
+from plan_builders import NOW, SETTINGS, created, job, observed, pod, running, spec, with_status
 
 from trainium_contract.status.conditions import ConditionType
 from trainium_operator.plan.features.network_policy.policy import KIND, network_policy
@@ -125,4 +125,4 @@ def test_a_job_that_has_ended_gets_none() -> None:
     seen = trains()
     ended = with_condition(seen.job.status, ConditionType.COMPLETE, True, Reason.COMPLETED, "", now=NOW)
     assert written(planned(seen))
-    assert written(planned(replace(seen, job=replace(seen.job, status=ended)))) == []
+    assert written(planned(with_status(seen, ended))) == []

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from plan_builders import NOW, agent, interruption, planned, running, training
+from plan_builders import NOW, agent, interruption, planned, running, training, with_status
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.spec.storage import JobCheckpointSpec
@@ -23,7 +23,7 @@ def saving(**durable: Any) -> Any:
     seen = running(2)
     spec = seen.job.spec.model_copy(update={"checkpoint": JobCheckpointSpec(durable=DurableTierConfig(**durable))})
     seen = replace(seen, job=replace(seen.job, spec=spec))
-    return replace(seen, job=replace(seen.job, status=planned(seen).status))
+    return with_status(seen, planned(seen).status)
 
 
 def later(seen: Any, seconds: float, **progress: Any) -> Any:
@@ -67,14 +67,14 @@ def test_before_the_first_commit_nothing_is_known_and_that_condition_stays() -> 
             )
         }
     )
-    again = planned(replace(seen, job=replace(seen.job, status=known))).status
+    again = planned(with_status(seen, known)).status
     assert healthy(again) == ("False", "NothingCommitted"), "an alarm ends with a commit"
 
 
 def test_a_commit_ends_the_alarm_and_its_sentence_stays_while_it_lasts() -> None:
     seen = saving(every_seconds=None, every_steps=10)
     first = planned(later(seen, 12, step=40)).status
-    seen = replace(seen, job=replace(seen.job, status=first))
+    seen = with_status(seen, first)
     again = planned(later(seen, 20, step=60)).status
     assert find_condition(again, ConditionType.CHECKPOINT_HEALTHY) == find_condition(
         first, ConditionType.CHECKPOINT_HEALTHY
@@ -84,7 +84,7 @@ def test_a_commit_ends_the_alarm_and_its_sentence_stays_while_it_lasts() -> None
 
 def test_neither_a_moment_without_training_nor_a_recovery_ends_the_alarm_but_a_commit_does() -> None:
     seen = saving(every_seconds=60)
-    seen = replace(seen, job=replace(seen.job, status=planned(later(seen, 181)).status))
+    seen = with_status(seen, planned(later(seen, 181)).status)
     joining = {f"uid-{at}": agent(at, WorkerPhase.JOINING, generation=1, silent=-182) for at in range(2)}
     entry = interruption(Rung.IN_PLACE, ago=-182, took=None, failed_at=NOW + 181)
     status = seen.job.status.replaced(history=(entry,))
@@ -92,11 +92,11 @@ def test_neither_a_moment_without_training_nor_a_recovery_ends_the_alarm_but_a_c
     during = planned(restarting).status
     assert not is_true(during, ConditionType.RUNNING)
     assert healthy(during) == ("False", "CheckpointOverdue")
-    seen = replace(seen, job=replace(seen.job, status=during))
+    seen = with_status(seen, during)
     after = planned(later(seen, 190, step=25)).status
     assert is_true(after, ConditionType.RUNNING)
     assert healthy(after) == ("False", "CheckpointOverdue")
-    seen = replace(seen, job=replace(seen.job, status=after))
+    seen = with_status(seen, after)
     assert healthy(planned(later(seen, 200, step=30, durable_step=30)).status) == ("True", "Committed")
 
 
@@ -106,13 +106,13 @@ def test_storage_that_refused_is_unhealthy_until_a_commit_also_when_training_goe
     entry = interruption(
         Rung.IN_PLACE, ago=0, took=None, failed_at=NOW + 1, cause=Cause.STORAGE, message=text, step_before=1000
     )
-    status = planned(replace(seen, job=replace(seen.job, status=seen.job.status.replaced(history=(entry,))))).status
+    status = planned(with_status(seen, seen.job.status.replaced(history=(entry,)))).status
     assert healthy(status) == ("False", "StorageUnavailable")
     status = status.replaced(history=(entry.replaced(recovered_seconds=3.0),))
-    seen = replace(seen, job=replace(seen.job, status=status))
+    seen = with_status(seen, status)
     again = planned(later(seen, 20, step=25)).status
     assert healthy(again) == ("False", "StorageUnavailable")
-    seen = replace(seen, job=replace(seen.job, status=again))
+    seen = with_status(seen, again)
     overdue = planned(later(seen, 400, step=90)).status
     assert healthy(overdue) == ("False", "CheckpointOverdue")
     found = find_condition(overdue, ConditionType.CHECKPOINT_HEALTHY)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_builders import NOW, interruption, planned, pod, running, spec, training
+from plan_builders import NOW, check_ledger, interruption, planned, pod, running, spec, training
 from plan_cluster import FakeCluster
 
 from tests.testing.suite.trials import trials
@@ -35,19 +35,6 @@ def long_job(**workers: Any) -> FakeCluster:
     return FakeCluster(
         spec(workers={"replicas": 4, "spares": 1, "minReplicas": 2, **workers}, trainer={"steps": 100_000}), nodes=7
     )
-
-
-def holds(goodput: GoodputStatus) -> None:
-    """Assert the invariants of any ledger."""
-    lost = sum(goodput.lost_seconds.values())
-    assert goodput.productive_seconds + lost == pytest.approx(goodput.wall_seconds, abs=0.01)
-    assert sum(goodput.lost_by_stage.values()) == pytest.approx(lost, abs=0.01)
-    assert min([0.0, *goodput.lost_seconds.values(), *goodput.lost_by_stage.values()]) == 0.0
-    for ratio in (goodput.ratio, goodput.uptime_ratio, goodput.fleet_ratio):
-        assert 0.0 <= ratio <= 1.0
-    assert goodput.ratio <= goodput.uptime_ratio + 1e-4, "whatever is productive is up"
-    assert len(goodput.sizes) <= MAX_SIZES
-    assert len(goodput.window.samples) < WINDOW
 
 
 def test_the_stage_decide_is_the_wait_for_a_worker_and_nothing_where_a_spare_is_there() -> None:
@@ -104,7 +91,7 @@ def test_productive_and_lost_time_are_the_wall_time_whatever_happens(faults: lis
         before = cluster.status.goodput
         cluster.run(seconds)
         after = cluster.status.goodput
-        holds(after)
+        check_ledger(after)
         assert after.wall_seconds >= before.wall_seconds
         assert after.counted_step <= cluster.best_step
         assert sum(each.steps for each in after.sizes) <= cluster.best_step
@@ -235,7 +222,7 @@ def test_slow_steps_are_overhead() -> None:
     assert goodput.productive_seconds == pytest.approx(105.5), "and half of the step in hand"
     assert goodput.lost_seconds == pytest.approx({OVERHEAD: 4.5})
     assert goodput.uptime_ratio == 1.0
-    holds(goodput)
+    check_ledger(goodput)
 
 
 def test_steps_that_are_computed_again_do_not_count_twice() -> None:
@@ -341,7 +328,7 @@ def test_overlapping_interruptions_lose_their_time_once() -> None:
     goodput = after(replace(seen, agents=waiting)).goodput
     assert goodput.lost_seconds["Crash"] == pytest.approx(9.0)
     assert "Device" not in goodput.lost_seconds
-    holds(goodput)
+    check_ledger(goodput)
 
 
 def test_many_sizes_stay_bounded_and_nothing_is_lost() -> None:

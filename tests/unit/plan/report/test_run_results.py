@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_builders import NOW, planned, running, spec, training
+from plan_builders import NOW, check_ledger, planned, running, spec, training, with_status, written
 from plan_cluster import FakeCluster
 
 from tests.testing.suite.trials import trials
@@ -22,7 +22,6 @@ from trainium_operator.plan.model.conditions import find_condition
 from trainium_operator.plan.model.text import rfc3339
 
 if TYPE_CHECKING:
-    from trainium_contract.job import GoodputStatus
     from trainium_operator.plan.model.observed import Observed
 
 STEPS = 40
@@ -53,15 +52,6 @@ def to_the_end(cluster: FakeCluster, most: int = 1000) -> None:
     pytest.fail(f"it never ended: {cluster.status.stage}, {cluster.status.phase}")
 
 
-def adds_up(goodput: GoodputStatus) -> None:
-    lost = sum(goodput.lost_seconds.values())
-    assert goodput.productive_seconds + lost == pytest.approx(goodput.wall_seconds, abs=0.01)
-    assert sum(goodput.lost_by_stage.values()) == pytest.approx(lost, abs=0.01)
-    assert min([0.0, *goodput.lost_seconds.values(), *goodput.stage_seconds.values()]) == 0.0
-    for ratio in (goodput.ratio, goodput.uptime_ratio, goodput.fleet_ratio):
-        assert 0.0 <= ratio <= 1.0
-
-
 def test_each_stage_shows_and_its_seconds_are_kept_apart_from_training() -> None:
     cluster = tuning()
     until(cluster, "Export")
@@ -84,7 +74,7 @@ def test_each_stage_shows_and_its_seconds_are_kept_apart_from_training() -> None
     assert goodput.wall_seconds == pytest.approx(trained, abs=3)
     assert set(goodput.lost_seconds) <= {STARTUP, OVERHEAD}
     assert goodput.lost_seconds.get(OVERHEAD, 0.0) < 3
-    adds_up(goodput)
+    check_ledger(goodput)
 
 
 @pytest.mark.parametrize("stage", ["Export", "Evaluate"])
@@ -107,7 +97,7 @@ def test_a_process_that_dies_in_a_stage_is_recovered_from_when_the_stage_goes_on
     assert goodput.lost_seconds["Crash"] == pytest.approx(entry.recovered_seconds, abs=0.01)
     assert goodput.stage_seconds[stage] == pytest.approx(20 + dict(cluster.stages)[stage], abs=4)
     assert goodput.lost_seconds.get(OVERHEAD, 0.0) < 4
-    adds_up(goodput)
+    check_ledger(goodput)
 
 
 def test_a_node_that_is_lost_in_a_stage_is_replaced_and_the_stage_goes_on() -> None:
@@ -123,7 +113,7 @@ def test_a_node_that_is_lost_in_a_stage_is_replaced_and_the_stage_goes_on() -> N
     assert entry.failed_at is not None
     assert entry.recovered_seconds < 90, "it is dated to its last heartbeat, not to the last step"
     to_the_end(cluster)
-    adds_up(cluster.status.goodput)
+    check_ledger(cluster.status.goodput)
 
 
 def test_a_worker_that_is_lost_with_the_operator_in_a_stage_is_not_dated_to_the_last_step() -> None:
@@ -151,7 +141,7 @@ def test_a_job_that_is_suspended_in_a_stage_goes_on_with_it() -> None:
     assert cluster.status.phase is Phase.RUNNING
     assert not cluster.status.goodput.starting
     to_the_end(cluster)
-    adds_up(cluster.status.goodput)
+    check_ledger(cluster.status.goodput)
     assert cluster.status.goodput.stage_seconds["Export"] == pytest.approx(70, abs=5)
 
 
@@ -195,7 +185,7 @@ def test_whatever_happens_in_the_stages_the_job_ends_and_the_ledger_adds_up(faul
                 node.muted = not node.muted
         before = cluster.status.goodput
         cluster.run(seconds)
-        adds_up(cluster.status.goodput)
+        check_ledger(cluster.status.goodput)
         assert cluster.status.goodput.wall_seconds >= before.wall_seconds
         if cluster.status.phase is Phase.COMPLETED:
             break
@@ -224,14 +214,6 @@ def reporting(seen: Observed, *, now: float = NOW + 60, **fields: Any) -> Observ
         for uid, known in seen.agents.items()
     }
     return replace(seen, now=now, agents=beats)
-
-
-def written(seen: Observed) -> Observed:
-    return replace(seen, job=replace(seen.job, status=planned(seen).status))
-
-
-def with_status(seen: Observed, **fields: Any) -> Observed:
-    return replace(seen, job=replace(seen.job, status=seen.job.status.model_copy(update=fields)))
 
 
 def events(result: Any, reason: str) -> list[str]:

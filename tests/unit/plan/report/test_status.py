@@ -17,7 +17,9 @@ from plan_builders import (
     spec,
     training,
     with_pod,
+    with_status,
     without,
+    written,
 )
 
 from trainium_contract.faults.causes import Cause
@@ -32,15 +34,6 @@ from trainium_operator.plan.model.conditions import find_condition, is_true
 from trainium_operator.plan.model.observed import PodPhase
 from trainium_operator.plan.model.text import rfc3339, sentence
 from trainium_operator.plan.report.summary import SLOW_INIT_SECONDS
-
-
-def with_status(seen: Any, status: Any = None, **fields: Any) -> Any:
-    return replace(seen, job=replace(seen.job, status=(status or seen.job.status).model_copy(update=fields)))
-
-
-def written(seen: Any) -> Any:
-    """The same after its plan's status was written."""
-    return with_status(seen, planned(seen).status)
 
 
 def starting(*pods: Any, **observed_fields: Any) -> Any:

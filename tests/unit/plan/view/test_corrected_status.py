@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from plan_builders import NOW, created, interruption, job, observed, planned, published, running, without
+from plan_builders import NOW, created, interruption, job, observed, planned, published, running, with_status, without
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import GoodputStatus, IdleNodesStatus, TrainingJobStatus
@@ -45,7 +45,7 @@ def corrected(seen: Observed) -> TrainingJobStatus:
 
 def seen(status: TrainingJobStatus) -> TrainingJobStatus:
     base = replace(running(4), membership=None)
-    return corrected(replace(base, job=replace(base.job, status=status)))
+    return corrected(with_status(base, status))
 
 
 @pytest.mark.parametrize("ahead", [3.0, 3600.0, 1e8])
@@ -101,7 +101,7 @@ RECORDED = MembershipStatus(generation=1, attempt=0, size=4, data_parallel=4)
 
 def with_membership(membership: MembershipStatus, *missing: int, **status: Any) -> Observed:
     base = without(running(4), *missing)
-    return replace(base, job=replace(base.job, status=base.job.status.replaced(membership=membership, **status)))
+    return with_status(base, base.job.status.replaced(membership=membership, **status))
 
 
 @pytest.mark.parametrize(
@@ -138,9 +138,9 @@ def test_a_decision_that_was_never_recorded_and_a_generation_that_was_given_up_a
 
 def test_a_step_and_a_checkpoint_that_the_run_has_not_reached_are_written_again_at_once() -> None:
     seen = running(2)
-    seen = replace(seen, job=replace(seen.job, status=planned(seen).status))
+    seen = with_status(seen, planned(seen).status)
     progress = seen.job.status.progress.replaced(step=10**6, updated=rfc3339(NOW))
     checkpoint = seen.job.status.checkpoint.replaced(durable_step=10**6)
     edited = seen.job.status.replaced(progress=progress, checkpoint=checkpoint)
-    status = planned(replace(seen, job=replace(seen.job, status=edited))).status
+    status = planned(with_status(seen, edited)).status
     assert (status.progress.step, status.checkpoint.durable_step) == (20, 10)

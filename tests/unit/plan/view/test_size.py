@@ -2,7 +2,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from plan_builders import created, deleted, job, observed, planned, running, spec
+from plan_builders import created, deleted, job, observed, planned, running, spec, with_status
 
 from trainium_contract.status.conditions import ConditionType, Phase
 from trainium_operator.plan.model.conditions import find_condition, is_true
@@ -75,7 +75,7 @@ def test_nodes_in_reserve_are_reported_in_the_status_and_in_an_event_and_get_pod
         "save no pass."
     )
     assert [event.reason for event in result.events] == ["NodesInReserve"]
-    assert planned(replace(seen, job=replace(seen.job, status=result.status))).events == (), "once"
+    assert planned(with_status(seen, result.status)).events == (), "once"
     assert (result.status.desired, result.status.next_pod_ordinal) == (6, 7)
 
 
