@@ -250,7 +250,8 @@ def planned(seen: Observed) -> Plan:
 
 def with_status(seen: Observed, status: TrainingJobStatus | None = None, **fields: Any) -> Observed:
     """The same with another status, or with some of its fields replaced."""
-    return replace(seen, job=replace(seen.job, status=(status or seen.job.status).model_copy(update=fields)))
+    base = status or seen.job.status
+    return replace(seen, job=replace(seen.job, status=base.model_copy(update=fields) if fields else base))
 
 
 def written(seen: Observed) -> Observed:
