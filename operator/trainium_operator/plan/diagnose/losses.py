@@ -372,10 +372,10 @@ def _silent(facts: Facts, evidence: Evidence, member: Member, worker: Worker) ->
         return None
     # A worker that refuses a connection has power: the agent is gone, its machine is not.
     host_answers = worker.refuses and not worker.node_bad
-    reporting = "the time of the failure is when it was last heard"
-    since = reporting if worker.agent is not None else "this operator never heard it"
+    reporting = "the time of the failure is its last message"
+    since = reporting if worker.agent is not None else "this operator has received no message from it"
     message = (
-        f"no word from pod {worker.pod.name} on node {worker.pod.node} for {worker.silent_seconds:.1f} s, and "
+        f"no message from pod {worker.pod.name} on node {worker.pod.node} for {worker.silent_seconds:.1f} s, and "
         f"{why}; {since}"
     )
     return Loss(
