@@ -79,10 +79,10 @@ def _lines(results: Path, former: str) -> Iterator[str]:
     kubelet = [(row, found.get(f"{row.number:02d}{row.part}-kubelet")) for row in ROWS if row.kubelet]
     yield f"Run {_about([result for _, result in (*local, *kubelet) if result is not None])}.\n"
     here, _, there = former.partition(_KUBELETS)
-    yield from _table(local, here)
+    yield from _table(local, here, Where.REAL)
     if there or any(result is not None for _, result in kubelet):
         yield _KUBELETS
-        yield from _table(kubelet, there)
+        yield from _table(kubelet, there, Where.KUBELET)
     failing = [(row, result) for row, result in (*local, *kubelet) if result is not None and _sentences(result)]
     if failing:
         yield "\n## Deviations\n"
@@ -96,15 +96,15 @@ def _lines(results: Path, former: str) -> Iterator[str]:
     yield VIRTUAL
 
 
-def _table(rows: Iterable[tuple[Row, RowResult | None]], former: str) -> Iterator[str]:
+def _table(rows: Iterable[tuple[Row, RowResult | None]], former: str, where: Where) -> Iterator[str]:
     figures = "detect p50 / p95 / max | first new step p50 / p95 / max"
     yield f"| # | fault | where | runs | {figures} | lost | blame | seed | |"
     yield "|---|---|---|---|---|---|---|---|---|---|"
     for row, result in rows:
-        yield table_line(row, result) if result is not None else _older_line(row, former)
+        yield table_line(row, result) if result is not None else _older_line(row, former, where)
 
 
-def _older_line(row: Row, former: str) -> str:
+def _older_line(row: Row, former: str, where: Where) -> str:
     """Return the line of the former page, with its figures or the reason why the row did not run."""
     for line in former.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
@@ -112,14 +112,14 @@ def _older_line(row: Row, former: str) -> str:
             continue
         found = cells[-2].isdigit() and not cells[-1].endswith(_OLDER)
         return f"{line[:-2]}{_OLDER} |" if found else line
-    return table_line(row, None)
+    return table_line(row, None, where)
 
 
-def table_line(row: Row, result: RowResult | None) -> str:
+def table_line(row: Row, result: RowResult | None, where: Where = Where.REAL) -> str:
     """Return the line of a row."""
     if result is None or result.skipped:
         why = "not run yet" if result is None else f"not run: {result.skipped}"
-        return f"| {row.name} | {row.fault} | {Where.REAL.value} | 0 | | | | | | {why} |"
+        return f"| {row.name} | {row.fault} | {where.value} | 0 | | | | | | {why} |"
     right, judged = result.blamed_correctly
     lost = [outcome.steps_lost for outcome in result.outcomes if outcome.steps_lost is not None]
     failures = result.failures

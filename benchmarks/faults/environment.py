@@ -44,7 +44,7 @@ BATCH = 12
 PACE_SECONDS = 0.15
 """Length of a step; a model as small as this one needs 20 ms."""
 NODES = 7
-"""Three for members, two for spares, and two idle ones; the operator has a node of its own."""
+"""Three for members, two for spares, and two idle ones; the operator has another node."""
 FULL_SIZE_NODES = 6
 """Nodes for three members, two spares and the operator; on fewer a job has two members and one spare."""
 HERE = Path(__file__).parent

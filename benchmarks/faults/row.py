@@ -86,7 +86,7 @@ class Row:
     variables: Mapping[str, str] = field(default_factory=dict)
     """Environment of the workers."""
     own_job: bool = False
-    """Whether each run has a job of its own, whose curve is not checked."""
+    """Whether each run has a separate job, whose curve is not checked."""
     tolerance: float = 0.0
     """Largest relative difference of a loss from the reference curve."""
     batch: int = BATCH

@@ -417,5 +417,5 @@ class StreamConnection(asyncio.Protocol):
 
 @functools.lru_cache(maxsize=1)
 def _unpacked(data: bytes) -> bytes:
-    """Decompress a membership once; real agents do that on machines of their own."""
+    """Decompress a membership once; real agents do that on separate machines."""
     return zlib.decompress(data, _GZIP)

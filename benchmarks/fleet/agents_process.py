@@ -102,10 +102,10 @@ class Agents:
         for name, seen in list(watch.pods.items()):
             self._pod_changed(name, seen, False)
 
-    def _pod_changed(self, name: str, seen: PodState, gone: bool) -> None:
+    def _pod_changed(self, name: str, seen: PodState, deleted: bool) -> None:
         if not self._started:
             return
-        running = seen.running is not None and not seen.failed and not gone
+        running = seen.running is not None and not seen.failed and not deleted
         task = self._tasks.get(name)
         if running and task is None:
             self._tasks[name] = asyncio.create_task(self._run_agent(name, seen))

@@ -1,6 +1,6 @@
 """Serve agents as the floor of the coordinator: the same streams over the same TLS, answered without any work.
 
-The server runs in a process of its own, as the operator does. It takes its options as JSON (`host`, `port`,
+The server runs in a separate process, as the operator does. It takes its options as JSON (`host`, `port`,
 `certificate`, `key`: paths), prints `ready` when it listens, and ends with its standard input.
 """
 

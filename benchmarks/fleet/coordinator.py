@@ -146,7 +146,7 @@ class CoordinatorRun:
 
 
 async def measure(options: argparse.Namespace, report: Report, folder: Path) -> None:
-    """Measure on a cluster of its own."""
+    """Measure on a new cluster."""
     with cluster_of(options.agents + 4, options.agents) as cluster:
         async with Kube(cluster) as kube:
             supervisor = cluster.status()["supervisor"]["pid"]
@@ -160,7 +160,7 @@ async def measure(options: argparse.Namespace, report: Report, folder: Path) -> 
 def _raise_priority(*pids: int, level: int = -10) -> None:
     """Run these processes before others, where that is permitted (to root).
 
-    Where the kernel gives each session a share of its own, a priority counts within the session alone, so the session
+    Where the kernel gives each session a share, a priority counts within the session alone, so the session
     is raised too.
     """
     with contextlib.suppress(OSError):

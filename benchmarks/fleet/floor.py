@@ -85,7 +85,7 @@ async def _delete(kube: Kube, manifests: Sequence[Json], wave: str) -> None:
 
 
 def _of_wave(manifest: Json, wave: str) -> Json:
-    """Return the pod with a name and a label of its own, without an owner."""
+    """Return the pod with another name and label, without an owner."""
     metadata = manifest["metadata"]
     kept = {key: value for key, value in metadata.items() if key != "ownerReferences"}
     metadata = {**kept, "name": f"{metadata['name']}-{wave}", "labels": {_LABEL: wave}}

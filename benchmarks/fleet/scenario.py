@@ -37,7 +37,7 @@ RATIO_GOAL = 1.15
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How much is measured at a size."""
+    """Extent of the measurements at a size."""
 
     nodes: int
     starts: int

@@ -48,11 +48,11 @@ def main() -> int:
     every = (*ROWS, *TUNING_ROWS)
     rows = [row for row in every if options.rows in row.name]
     if not rows:
-        _say(f"No row has {options.rows!r} in its name; there are {', '.join(row.name for row in every)}.")
+        _print(f"No row has {options.rows!r} in its name; there are {', '.join(row.name for row in every)}.")
         return 64
     for made in ("runs", "bases"):
         shutil.rmtree(options.out / made, ignore_errors=True)
-    report = _begun(options)
+    report = _initial_report(options)
     for settings in (*SETTINGS, *TUNING_SETTINGS):
         mine = [row for row in rows if row.settings is settings]
         if not mine:
@@ -69,7 +69,7 @@ def main() -> int:
     return _verdict(report, {row.name for row in rows})
 
 
-def _begun(options: argparse.Namespace) -> dict[str, Any]:
+def _initial_report(options: argparse.Namespace) -> dict[str, Any]:
     """Return a report with the results of earlier runs of as many steps."""
     report: dict[str, Any] = {
         "benchmark": "parity",
@@ -103,7 +103,7 @@ def _verdict(report: dict[str, Any], names: set[str]) -> int:
         if name in tuned_now and difference > TOLERANCE
     ]
     passed = sum(row["passed"] for row in run)
-    _say(f"{passed} of {len(run)} rows passed" + (f"; not {', '.join(failed)}" if failed else ""))
+    _print(f"{passed} of {len(run)} rows passed" + (f"; not {', '.join(failed)}" if failed else ""))
     return 1 if failed else 0
 
 
@@ -114,7 +114,7 @@ Measured = tuple[list[float], list[dict[str, Any]], float | None]
 def _pretrained(settings: Settings, rows: list[Row], options: argparse.Namespace) -> Measured:
     """Run a reference of pretraining and its rows."""
     file = write_config(settings, options.out, options.steps)
-    against = _told(settings, reference.train_reference, configuration.load(file))
+    against = _run_reference(settings, reference.train_reference, configuration.load(file))
     judged = [_judged(row, options.out, lambda row, folder: _judge(row, file, against, folder)) for row in rows]
     return against.losses, judged, None
 
@@ -126,21 +126,21 @@ def _tuned(settings: Settings, rows: list[Row], options: argparse.Namespace) -> 
     made = getattr(material, settings.records)(options.out / f"{settings.records}.jsonl") if settings.records else None
     file = write_config(settings, options.out, options.steps, begin, made)
     folder = options.out / "runs" / settings.slug
-    against = _told(settings, lambda config: tuned.reference_run(config, folder), configuration.load(file))
+    against = _run_reference(settings, lambda config: tuned.reference_run(config, folder), configuration.load(file))
     judged = [_judged(row, options.out, lambda row, at: tuned.judge(row, file, against, at)) for row in rows]
     theirs = None
     if against.adapter is not None:
         theirs = tuned.begins_with_theirs(file, against, folder / "again")
-        _say(f"{settings.name}: begins with peft's adapter, {theirs:.1e} from its loss")
+        _print(f"{settings.name}: begins with peft's adapter, {theirs:.1e} from its loss")
     shutil.rmtree(folder)
     return against.losses, judged, theirs
 
 
-def _told(settings: Settings, train: Callable[[TrainingConfig], R], config: TrainingConfig) -> R:
+def _run_reference(settings: Settings, train: Callable[[TrainingConfig], R], config: TrainingConfig) -> R:
     """Run a reference and print a line."""
     began = time.monotonic()
     against = train(config)
-    _say(f"reference {settings.name}: loss {against.losses[-1]:.4f}, {time.monotonic() - began:.0f} s")
+    _print(f"reference {settings.name}: loss {against.losses[-1]:.4f}, {time.monotonic() - began:.0f} s")
     return against
 
 
@@ -160,13 +160,13 @@ def _judged(row: Row, out: Path, judge: Callable[[Row, Path], dict[str, Any]]) -
     try:
         result |= judge(row, folder)
     except RunFailedError as error:
-        _say(f"{row.name}: {error}")
+        _print(f"{row.name}: {error}")
         return result | {"passed": False, "problem": str(error)}
     shutil.rmtree(folder)
     compared = ("exportedLogits", "trainedNumbers", "mergedLogits", "trainedLogits")
     details = "".join(f", {name} {result[name]:.1e}" for name in compared if name in result)
     details += f", accuracy {result['accuracy']:.3f}" if "accuracy" in result else ""
-    _say(
+    _print(
         f"{row.name}: loss {result['loss']:.4f}, greatest difference {result['greatestDifference']:.1e} at step "
         f"{result['step']}{details}, {'passed' if result['passed'] else 'FAILED'}, {result['seconds']:.0f} s"
     )
@@ -199,7 +199,7 @@ def _judge(row: Row, file: Path, against: reference.Reference, folder: Path) -> 
     return result
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(text, flush=True)
 
 

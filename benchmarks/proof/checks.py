@@ -153,10 +153,10 @@ def check_milestones(root: Path, result: TrialResult) -> None:
 
 def check_reported(root: Path, progress: Path, result: TrialResult, suite: Suite) -> None:
     """Check the artifacts and the evaluation that the first rank reported to its agent."""
-    told = read_results(progress)
+    results = read_results(progress)
     known = {manifest.digest for manifest in artifact_checks.complete(artifacts_of(root, suite)).values()}
-    if {each.digest for each in told.artifacts if each.step == suite.steps} != known or not told.evaluation:
-        result.wrong.append(f"the agent was told of {told}")
+    if {each.digest for each in results.artifacts if each.step == suite.steps} != known or not results.evaluation:
+        result.wrong.append(f"the agent was results of {results}")
 
 
 def artifacts_of(root: Path, suite: Suite) -> Path:

@@ -1,9 +1,9 @@
 # ruff: noqa: PLC0415, SLF001 - what is patched is private, and imported by the rank that is to die
 """Let a rank kill itself (SIGKILL, without cleanup) at a chosen point of its work.
 
-A forked rank calls `arm` with what `TRAINIUM_PROOF` says: the point, how many times the rank passes it first, and how
-far into it. Points are real calls of the trainer; before, in the middle of, and after them a kill leaves different
-things behind. What is patched is only when the rank dies, never what it does.
+A forked rank calls `arm` with the value of `TRAINIUM_PROOF`: the point, how many times the rank passes it
+first, and how far into it. Points are real calls of the trainer; before, in the middle of, and after them a kill
+leaves different things behind. What is patched is only when the rank dies, never what it does.
 """
 
 from __future__ import annotations
@@ -250,11 +250,11 @@ def _in_evaluation(passes: PassCounter, rng: random.Random) -> None:
 
     compare: Any = imported  # it calls these names, and gives them to nobody
     place, passes = _drawn(_EVALUATE_FIRST if _is_first() else _EVALUATE, passes, rng)
-    begun: list[bool] = []
+    started: list[bool] = []
     evaluate = stage.evaluate_artifacts
 
     def evaluate_artifacts(*given: Any, **named: Any) -> Any:
-        begun.append(True)
+        started.append(True)
         return evaluate(*given, **named)
 
     stage.evaluate_artifacts = evaluate_artifacts
@@ -273,9 +273,9 @@ def _in_evaluation(passes: PassCounter, rng: random.Random) -> None:
 
         compare.take = taken
     elif place == "gather":
-        _in_gather(passes, lambda: bool(begun))
+        _in_gather(passes, lambda: bool(started))
     else:
-        _around("write", passes, lambda _: bool(begun))
+        _around("write", passes, lambda _: bool(started))
 
 
 def _is_first() -> bool:

@@ -54,7 +54,7 @@ class Family:
     what: str
     attempts: tuple[Layout, ...]
     memory: bool = True
-    """Whether there is a memory tier, with each rank as a node of its own."""
+    """Whether there is a memory tier, with each rank as a separate node."""
     node_is_lost: bool = False
     """Whether the memory of the killed rank's node is lost and another node replaces it."""
     through_nxd: bool = False

@@ -68,7 +68,7 @@ class Injector:
         others = [node for node in env.site.worker_nodes() if node not in ranked]
         self._slots = [Slot(number, node) for number, node in enumerate((*ranked, *others))]
         self._numbers = itertools.count()
-        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._actions: list[tuple[float, int, Callable[[], None]]] = []
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
         self._resizes = 0
@@ -83,20 +83,20 @@ class Injector:
         """Run everything that is due before `until` (seconds), then repair all nodes at once."""
         while True:
             with self._changed:
-                due = min(self._due[0][0] if self._due else until, until)
-                if due > self._now:
-                    self._changed.wait(due - self._now)
+                deadline = min(self._actions[0][0] if self._actions else until, until)
+                if deadline > self._now:
+                    self._changed.wait(deadline - self._now)
                     continue
-                if due >= until:
+                if deadline >= until:
                     break
-                act = heapq.heappop(self._due)[2]
+                act = heapq.heappop(self._actions)[2]
             thread = threading.Thread(target=self._do, args=(act,), daemon=True)
             self._threads.append(thread)
             thread.start()
         for thread in self._threads:
             thread.join(120)
-        while self._due:
-            self._do(heapq.heappop(self._due)[2])
+        while self._actions:
+            self._do(heapq.heappop(self._actions)[2])
 
     def _do(self, act: Callable[[], None]) -> None:
         try:
@@ -106,7 +106,7 @@ class Injector:
 
     def _at(self, when: float, act: Callable[[], None]) -> None:
         with self._changed:
-            heapq.heappush(self._due, (when, next(self._numbers), act))
+            heapq.heappush(self._actions, (when, next(self._numbers), act))
             self._changed.notify_all()
 
     def _after(self, seconds: float, act: Callable[[], None]) -> None:

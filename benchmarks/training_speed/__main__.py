@@ -5,7 +5,7 @@
 Both train a Llama of one shape from random weights with AdamW, clipping and a cosine, on as many processes, with
 torch's fused kernels. Runs alternate, so that whatever else the machine does hits both alike; a figure is the median of
 the runs' median steps. transformers.Trainer needs transformers and accelerate in the interpreter of `--peer-python`;
-what is missing there, or does not run here, is said and not measured. Nothing is estimated.
+what is missing there, or does not run here, is reported and not measured. Nothing is estimated.
 """
 
 from __future__ import annotations
@@ -164,8 +164,8 @@ def _start(task: Task, rounds: int, peer_python: str | None) -> dict[str, Any]:
     except RunFailedError as error:
         print(f"start of {task.ranks} ranks: {error}", file=sys.stderr, flush=True)
         return {"ranks": task.ranks, "error": str(error)}
-    said = ", ".join(f"{name} {found[name]['seconds']:.2f} s" for name in ("cold", "standby", "peer") if name in found)
-    print(f"start of {task.ranks} ranks to the first step: {said}", flush=True)
+    text = ", ".join(f"{name} {found[name]['seconds']:.2f} s" for name in ("cold", "standby", "peer") if name in found)
+    print(f"start of {task.ranks} ranks to the first step: {text}", flush=True)
     return found
 
 
@@ -179,26 +179,26 @@ def _row(mode: str, task: Task, options: argparse.Namespace, peer_python: str | 
                 folders = [Path(scratch, name) for name in ("text", "ours", "peer")]
                 for folder in folders:
                     folder.mkdir()
-                text = text_file(folders[0])
-                found["ours"].append(run_ours(task, folders[1], text, options.overrides))
+                line = text_file(folders[0])
+                found["ours"].append(run_ours(task, folders[1], line, options.overrides))
                 if peer_python is not None:
                     found["peer"].append(run_peer(task, folders[2], peer_python))
     except RunFailedError as error:
         print(f"{mode}, {task.ranks} ranks: {error}", file=sys.stderr, flush=True)
         return row | {"error": str(error)}
     row |= {name: _figures(task, results) for name, results in found.items() if results}
-    said = f"{mode:12} {task.ranks} ranks: {row['ours']['tokensPerSecond']:9.0f} tokens/s"
+    summary = f"{mode:12} {task.ranks} ranks: {row['ours']['tokensPerSecond']:9.0f} tokens/s"
     if "peer" in row:
         ours, peer = row["ours"], row["peer"]
         memory = "deviceBytes" if task.device == "cuda" else "hostBytes"
         row["speedRatio"] = round(ours["tokensPerSecond"] / peer["tokensPerSecond"], 3)
         row["bestRatio"] = round(ours["best"] / peer["best"], 3)
         row["memoryRatio"] = round(ours[memory] / peer[memory], 3)
-        said += (
+        summary += (
             f", {TRANSFORMERS} {peer['tokensPerSecond']:9.0f}: {row['speedRatio']:.2f} x "
             f"(best steps {row['bestRatio']:.2f} x), memory {row['memoryRatio']:.2f} x"
         )
-    print(said, flush=True)
+    print(summary, flush=True)
     return row
 
 

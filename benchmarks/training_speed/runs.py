@@ -184,11 +184,11 @@ def run_peer(task: Task, folder: Path, python: str) -> Result:
 
 def peer_result(folder: Path, ended: Ended) -> Result:
     """Read the measurements of a run of the peer in `folder`."""
-    told = json.loads((folder / "rank-0.log").read_text().splitlines()[-1])
-    ends: list[float] = told["ends"]
+    record = json.loads((folder / "rank-0.log").read_text().splitlines()[-1])
+    ends: list[float] = record["ends"]
     seconds = [end - begin for begin, end in itertools.pairwise(ends)]
     # The first interval is that of the second step.
-    return _result(tuple(seconds[WARM_STEPS - 1 :]), ended, int(told["deviceBytes"]), ends[0])
+    return _result(tuple(seconds[WARM_STEPS - 1 :]), ended, int(record["deviceBytes"]), ends[0])
 
 
 def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
@@ -210,7 +210,7 @@ def run_ranks(argv: list[str], ranks: int, folder: Path, environment: dict[str, 
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(ranks):
-            # What Inductor makes is made anew in each run.
+            # What Inductor makes is created in each run.
             made = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
             given = os.environ | made | rank_environment(rank, ranks, port) | environment
             with (folder / f"rank-{rank}.log").open("w") as log:

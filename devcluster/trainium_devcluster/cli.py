@@ -20,7 +20,7 @@ from rich.table import Table
 
 from trainium_devcluster.binaries.command import prepare
 from trainium_devcluster.cli_fault import fault_app, node_app
-from trainium_devcluster.cluster import Cluster, node_specs, take_down_leftovers
+from trainium_devcluster.cluster import Cluster, node_specs, remove_leftovers
 from trainium_devcluster.controlplane.client import ControlPlaneError
 from trainium_devcluster.errors import ClusterError
 from trainium_devcluster.fleet.fake_nodes import FleetShape
@@ -105,10 +105,10 @@ def down(
         paths = ClusterPaths.of(one)
         if paths.is_running():
             Cluster.connect(one).stop()
-            take_down_leftovers(paths, even_kept=True)
+            remove_leftovers(paths, even_kept=True)
             to_stderr(f"cluster {one} is down")
         elif paths.root.exists():
-            found = take_down_leftovers(paths, even_kept=True)
+            found = remove_leftovers(paths, even_kept=True)
             to_stderr(f"cluster {one} was not running; {found} leftover processes ended, files removed")
         else:
             to_stderr(f"there is no cluster {one}")

@@ -139,7 +139,7 @@ class Cluster:
             self._owner = None
         else:
             _wait_while_running(self.paths, supervisor, _STOP_SECONDS)
-        take_down_leftovers(self.paths)
+        remove_leftovers(self.paths)
 
     def __enter__(self) -> Self:
         return self
@@ -309,7 +309,7 @@ def system_values() -> dict[str, Any]:
     }
 
 
-def take_down_leftovers(paths: ClusterPaths, *, even_kept: bool = False) -> int:
+def remove_leftovers(paths: ClusterPaths, *, even_kept: bool = False) -> int:
     """End what a dead supervisor left running; remove its files unless they are to be kept; return the number ended."""
     if paths.is_running() or not paths.root.exists():
         return 0

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def answers(path: Path) -> bool:
-    """Say whether somebody takes requests at a socket; its file alone appears a moment before that."""
+    """Return whether a process accepts requests at a socket; its file alone appears earlier."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(1.0)

@@ -108,7 +108,7 @@ class Faults:
         self.stop(Component.APISERVER, seconds=seconds)
 
     def start_apiserver(self) -> None:
-        """Bring the API server back, at the same address."""
+        """Start the API server at the same address."""
         self.start(Component.APISERVER)
 
     def restart_apiserver(self, *, seconds: float = 0.0) -> None:

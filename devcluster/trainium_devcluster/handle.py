@@ -1,4 +1,4 @@
-"""What a fault or a fleet of fake nodes needs of a running cluster."""
+"""Describe what faults and fleets of fake nodes need of a running cluster."""
 
 from __future__ import annotations
 

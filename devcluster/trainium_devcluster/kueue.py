@@ -120,7 +120,7 @@ def _mount(cluster: ClusterHandle, folder: Path) -> bool:
 
 
 def _admits(cluster: ClusterHandle) -> bool:
-    """Whether a flavor passes its webhooks; none is kept."""
+    """Return whether a flavor passes its webhooks; none is kept."""
     flavor = {"apiVersion": f"{_GROUP}/v1beta2", "kind": "ResourceFlavor", "metadata": {"name": "probe"}}
     with contextlib.suppress(ControlPlaneError):
         cluster.api.create(f"/apis/{_GROUP}/v1beta2/resourceflavors?dryRun=All", flavor)

@@ -1,4 +1,4 @@
-"""What a cluster is asked to be, and where it keeps its files.
+"""Describe the requested state of a cluster, and where it keeps its files.
 
 Invariants: one folder per cluster name holds everything of it (keys, data, logs, pid files), is readable by its owner
 only, and `down` removes it; while a cluster runs, its supervisor holds the lock in that folder, so a free lock means
@@ -50,7 +50,7 @@ class NodeSpec:
 
 @dataclass(frozen=True, slots=True)
 class ClusterSpec:
-    """What a cluster is started with."""
+    """Options of a cluster."""
 
     name: str
     nodes: tuple[NodeSpec, ...] = ()
@@ -68,7 +68,7 @@ class ClusterSpec:
 
     @property
     def heartbeat_seconds(self) -> float:
-        """How often a node shows that it lives: as a kubelet does, or often enough for a shorter grace."""
+        """Interval of node heartbeats: as a kubelet does, or often enough for a shorter grace."""
         grace = self.node_monitor_grace_seconds
         return 10.0 if grace is None else min(10.0, grace / 4)
 
@@ -110,7 +110,7 @@ class ClusterPaths:
 
     @property
     def spec(self) -> Path:
-        """What the cluster was started with."""
+        """File of the options of the cluster."""
         return self.root / "spec.json"
 
     @property
@@ -155,7 +155,7 @@ class ClusterPaths:
 
     @property
     def images(self) -> Path:
-        """Images that have modules of their own, or cannot be pulled; one file each."""
+        """Images with separate modules, or that cannot be pulled; one file each."""
         return self.root / "images"
 
     def node(self, name: str) -> Path:
@@ -171,7 +171,7 @@ class ClusterPaths:
         return f"{self.root}/{node}"
 
     def is_running(self) -> bool:
-        """Say whether a supervisor holds this cluster."""
+        """Return whether a supervisor holds this cluster."""
         try:
             descriptor = os.open(self.lock, os.O_RDWR)
         except FileNotFoundError:

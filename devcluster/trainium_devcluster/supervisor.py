@@ -208,7 +208,7 @@ class ClusterSupervisor:
         await child.ended.wait()
 
     def _start_fleet(self, program: str, configuration: str) -> None:
-        """Start kwok, which plays the kubelets of fake nodes."""
+        """Start kwok, which simulates the kubelets of fake nodes."""
         if self._fleet is not None and self._fleet.code is None:
             raise ClusterError(f"Cluster {self._paths.name!r} has a fleet already.")
         command = [program, f"--config={configuration}", f"--kubeconfig={self._paths.kubeconfig}", "--v=WARN"]

@@ -30,7 +30,7 @@ def _machine(run: Run, node: str) -> Machine | None:
     return next((entry for entry in machines if entry.node == node), None)
 
 
-def _age_strikes(run: Run) -> None:
+def _age_failures(run: Run) -> None:
     """Move all strikes in the fleet's memory back by an hour: strikes within ten minutes count as one fault."""
     memory = decode(run.env.api.get(MEMORY)["data"])
     machines = {
@@ -55,14 +55,14 @@ def _repeat_offender(run: Run) -> FaultRun:
                 expect = expect_node_lost(node, causes=frozenset(), pod=member["podName"], steps_lost=1)
                 results.append(run.inject(lambda: env.set_unhealthy(node), expect, note=node))
             else:
-                _age_strikes(run)
+                _age_failures(run)
                 env.set_unhealthy(node)
 
-            def is_struck(fault: int = fault) -> bool:
+            def is_recorded(fault: int = fault) -> bool:
                 entry = _machine(run, node)
                 return entry is not None and len(entry.strikes) == fault
 
-            target.until(f"strike {fault} of {node}", is_struck, 30)
+            target.until(f"strike {fault} of {node}", is_recorded, 30)
             if fault < FAULTS_OF_A_REPEAT_OFFENDER:
                 env.set_unhealthy(node, bad=False)
                 target.until("healthy node", lambda: not (_machine(run, node) or member).reported, 30)  # type: ignore[union-attr]

@@ -155,7 +155,7 @@ def build_all(
 
 
 def _fetch(go: Go, source: Source, under_way: contextlib.ExitStack) -> GoCommand:
-    """Go loads what the package is made of, which is all that it must download, and names it; begun when this returns.
+    """Start Go, which loads the modules of the package and prints their names.
 
     It ends with `under_way`.
     """
@@ -165,7 +165,7 @@ def _fetch(go: Go, source: Source, under_way: contextlib.ExitStack) -> GoCommand
 
 
 def _fetched(fetch: GoCommand, source: Source, progress: ProgressLines) -> int:
-    """How many packages the program is made of, once they are here."""
+    """Return how many packages the program is made of, once they are here."""
     try:
         with progress.step(f"fetching the sources of {source.label}", so_far=fetch.downloaded):
             if not fetch.succeeds(_FETCH_SECONDS):

@@ -1,7 +1,9 @@
-"""The cache of programs under the user's cache folder, filled by download or build.
+"""Keep programs in the user's cache folder, filled by download or build.
 
-Invariants: a file that stands under a program's name is complete (it was renamed there); one process at a time fills a
-version's folder, others wait for it and then use what it made; a cache that is full needs no lock and no network.
+Guarantees:
+- A file under a program's name is complete, because it was renamed there.
+- One process at a time fills the folder of a version; others wait for it and use the result.
+- A full cache needs no lock and no network.
 """
 
 from __future__ import annotations
@@ -120,7 +122,7 @@ def _origin_from_environment() -> Origin:
 
 
 def is_cached(programs: frozenset[Program]) -> bool:
-    """Say whether the programs can be used at once, without network and without building."""
+    """Return whether the programs can be used at once, without network and without building."""
     return not _missing(cache_root() / "bin" / version_key(this_architecture(), programs), programs)
 
 

@@ -32,7 +32,7 @@ class Program(StrEnum):
     KUBECTL = "kubectl"
     HELM = "helm"
     KWOK = "kwok"
-    """Plays the kubelets of a fleet; nothing but a fleet needs it."""
+    """Simulates the kubelets of a fleet, which alone needs it."""
     KUEUE = "kueue"
     """The real Kueue controller; only clusters that ask for it need it."""
     JOBSET = "jobset"

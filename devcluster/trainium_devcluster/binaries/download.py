@@ -1,7 +1,8 @@
-"""Downloads one official release file, checks it and puts the program in its place.
+"""Download an official release file, check it and install the program.
 
-Invariants: nothing appears under the final name before its checksum was right; no network state can make this hang:
-opening a connection, each read, and the whole download have limits of their own.
+Guarantees:
+- Nothing appears under the final name before its checksum is right.
+- No network state can make it hang: opening a connection, each read, and the whole download have limits.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How long a download may take, in seconds."""
+    """Limits on how long a download may take, in seconds."""
 
     open: float = 6.0
     """Name look-up, connection, TLS and the first answer together."""

@@ -34,9 +34,9 @@ class GoCommand:
         """Packages that it has named: with `-v`, those that it compiles."""
         self._command, self._folder, self._environment = command, folder, environment
         self._downloads = 0
-        self._said: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
         self._output = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 - closed by __exit__
-        self._reader = threading.Thread(target=self._hear, name="go-output", daemon=True)
+        self._reader = threading.Thread(target=self._read_output, name="go-output", daemon=True)
         self._process: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> Self:
@@ -76,7 +76,7 @@ class GoCommand:
             self._reader.join()
 
     def succeeds(self, seconds: float) -> bool:
-        """Whether it ends well; raises subprocess.TimeoutExpired when it goes on for longer."""
+        """Return whether it ends well; raises subprocess.TimeoutExpired when it goes on for longer."""
         assert self._process is not None
         code = self._process.wait(seconds)
         self._reader.join()
@@ -88,14 +88,14 @@ class GoCommand:
         return self._output.read()
 
     def downloaded(self) -> str:
-        """How much it has fetched, in words; empty when nothing was missing."""
+        """Return how much it has fetched, in words; empty when nothing was missing."""
         return f"{self._downloads} modules" if self._downloads else ""
 
     def complaint(self, lines: int = 12) -> str:
         """Return the last lines of its standard error."""
-        return "\n".join(list(self._said)[-lines:])
+        return "\n".join(list(self._lines)[-lines:])
 
-    def _hear(self) -> None:
+    def _read_output(self) -> None:
         assert self._process is not None
         assert self._process.stderr is not None
         with self._process.stderr as lines:
@@ -106,7 +106,7 @@ class GoCommand:
                 elif text.startswith("go: downloading "):
                     self._downloads += 1
                 elif text:
-                    self._said.append(text)
+                    self._lines.append(text)
 
     @staticmethod
     def _signal(process: subprocess.Popen[str], number: signal.Signals) -> None:
@@ -117,5 +117,5 @@ class GoCommand:
 
 
 def _names_a_package(text: str) -> bool:
-    """Whether it is a line of `go build -v`: an import path and nothing else."""
+    """Return whether it is a line of `go build -v`: an import path and nothing else."""
     return bool(text) and not any(sign in text for sign in " \t:#")

@@ -14,7 +14,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class _Interrupts:
-    """Of this process: signals are, too."""
+    """State of the interrupts of this process."""
 
     def __init__(self) -> None:
         self.held = False

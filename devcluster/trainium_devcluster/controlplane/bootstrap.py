@@ -1,7 +1,7 @@
 """The objects that every new cluster gets: extra rights of nodes, and a default StorageClass.
 
-Nodes may do more than the role that Kubernetes has for them, because the node runtime stands in for kube-proxy and
-for a volume provisioner too and, since endpoints cannot hold loopback addresses, finds the pods behind a Service by
+Nodes may do more than the role that Kubernetes has for them, because the node runtime replaces kube-proxy and
+a volume provisioner too and, since endpoints cannot hold loopback addresses, finds the pods behind a Service by
 its selector.
 """
 

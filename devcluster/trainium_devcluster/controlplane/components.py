@@ -300,7 +300,7 @@ def is_ready(component: Component, paths: ClusterPaths, ports: Ports) -> bool:
 
 
 def listens(port: int) -> bool:
-    """Say whether something accepts connections on a loopback port."""
+    """Return whether something accepts connections on a loopback port."""
     try:
         with socket.create_connection((HOST, port), timeout=1.0):
             return True

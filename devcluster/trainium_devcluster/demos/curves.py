@@ -1,4 +1,4 @@
-"""What became of a job's loss curve under faults, beside that of an undisturbed run."""
+"""Compare a job's loss curve under faults with that of an undisturbed run."""
 
 from __future__ import annotations
 

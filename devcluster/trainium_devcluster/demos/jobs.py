@@ -200,7 +200,7 @@ class Demo(ABC):
                 raise ClusterError(f"The job {run.name} failed: {run.watch.status.get('verdict')}")
             if time.monotonic() > deadline:
                 raise ClusterError(
-                    f"No {what} of job {run.name} within {seconds:.0f} s; see `trainium-devcluster run` or "
+                    f"Job {run.name} did not reach {what} within {seconds:.0f} s; see `trainium-devcluster run` or "
                     f"`kubectl describe trainingjob -n {NAMESPACE} {run.name}` with `{self.command} ARGS=--keep`."
                 )
             run.watch.wait_change(0.1)

@@ -70,7 +70,7 @@ class StepLog:
 
 
 def every_sample_once(folder: Path, steps: int, batch: int) -> bool:
-    """Whether every step saw a whole global batch and no sample was seen twice; for runs within the first epoch."""
+    """Return whether every step saw a whole global batch and no sample was seen twice, within the first epoch."""
     seen = _samples(folder)
     every = [sample for samples in seen.values() for sample in samples]
     whole = sorted(seen) == list(range(1, steps + 1)) and all(len(samples) == batch for samples in seen.values())
@@ -78,14 +78,14 @@ def every_sample_once(folder: Path, steps: int, batch: int) -> bool:
 
 
 def every_sample_once_in_batches(folder: Path, batches: Mapping[int, int]) -> bool:
-    """Whether every step saw as many samples as in `batches`, and none was seen twice; within the first epoch."""
+    """Return whether every step saw as many samples as in `batches`, none of them twice, within the first epoch."""
     seen = _samples(folder)
     every = [sample for samples in seen.values() for sample in samples]
     return {step: len(samples) for step, samples in seen.items()} == batches and len(set(every)) == len(every)
 
 
 def every_sample_once_an_epoch(folder: Path, steps: int, batch: int, epochs: int) -> bool:
-    """Whether each epoch had every sample exactly once, in whole global batches but for the last one of the epoch."""
+    """Return whether each epoch had every sample exactly once, in whole global batches except for its last one."""
     seen = _samples(folder)
     if steps <= 0 or steps % epochs or not set(seen) <= set(range(1, steps + 1)):
         return False

@@ -1,4 +1,4 @@
-"""What the person at the terminal sees: a live panel on a terminal, a line per change elsewhere."""
+"""Show a demo at the terminal: a live panel on a terminal, a line per change elsewhere."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Fake nodes, as many as wanted, played by kwok."""
+"""Simulate many nodes with kwok."""

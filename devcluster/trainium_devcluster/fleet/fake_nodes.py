@@ -1,8 +1,8 @@
-"""A fleet: as many fake nodes as wanted, whose kubelets kwok plays, beside the nodes that run processes.
+"""Create as many fake nodes as wanted, whose kubelets kwok simulates, beside the nodes that run processes.
 
-Everything else is real: the control plane, the scheduling, the objects. Nothing runs in the pods; if you need agents,
-brings them (`benchmarks/fleet`). Nodes are registered Ready and complete; kwok renews their leases.
-Invariant: a fault acts as soon as its method returns, and can be taken back unless it says otherwise.
+Everything else is real: the control plane, the scheduling, the objects. Nothing runs in the pods; simulated agents are
+in `benchmarks/fleet`. Nodes are registered Ready and complete; kwok renews their leases. A fault acts as soon as its
+method returns, and can be reverted unless documented otherwise.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _UNSET = ("not-ready", "unreachable", "network-unavailable")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetShape:
-    """What each node of a fleet claims to be."""
+    """Properties that each node of a fleet claims to be."""
 
     neuron: int = 16
     efa: int = 8
@@ -233,7 +233,7 @@ _NODE_INFO = (
 
 
 def _is_held_back(node: Mapping[str, Any]) -> bool:
-    """Whether the control plane has not taken its first taints off yet."""
+    """Return whether the control plane has not taken its first taints off yet."""
     keys = {taint["key"] for taint in node["spec"].get("taints", [])}
     return any(f"node.kubernetes.io/{unset}" in keys for unset in _UNSET)
 

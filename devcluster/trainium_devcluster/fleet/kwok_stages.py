@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 MANAGED_LABEL = "trainium.dev/fleet"
-"""On the nodes whose kubelet kwok plays; a node without it has a dead kubelet."""
+"""Annotation of nodes whose kubelet kwok simulates; a node without it has a dead kubelet."""
 MANAGED = "kwok"
 POD_ADDRESSES = "10.128.0.0/9"
 

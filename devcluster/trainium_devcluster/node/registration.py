@@ -181,7 +181,7 @@ class Registration:
         self._written = time.monotonic()
 
     async def _is_stale(self) -> bool:
-        """Say whether the API server's view of this node's conditions is not the node's own."""
+        """Return whether the API server has other conditions of this node."""
         if time.monotonic() - self._written > _STATUS_SECONDS:
             return True
         node = await self.api.get(self._path)

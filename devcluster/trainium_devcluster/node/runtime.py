@@ -153,7 +153,7 @@ class RunningNode:
         return runner
 
     def _announce(self) -> None:
-        """Tell the cluster's tools that the node is up."""
+        """Notify the tools of the cluster that the node is up."""
         body: dict[str, Any] = {
             "pid": os.getpid(),
             "name": self.services.options.name,

@@ -1,4 +1,4 @@
-"""How the process of one node is started: its command line and its environment."""
+"""Start the process of a node: its command line and its environment."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class NodeState(StrEnum):
-    """What was done to a node's process."""
+    """State of the process of a node."""
 
     RUNNING = "running"
     FROZEN = "frozen"

@@ -1,6 +1,6 @@
 """Let the ports of a machine without power not answer, where loopback alone would refuse connections.
 
-A refused connection is a sign of life of the other machine, and software tells the two apart. So before a node is
+A refused connection is a sign of life of the other machine, and software distinguishes the two. So before a node is
 killed the ports that its processes listen on are noted, and afterwards they are held open by sockets that accept
 nothing: their queues are full, so the kernel drops whatever else arrives.
 

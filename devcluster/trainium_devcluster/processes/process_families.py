@@ -35,7 +35,7 @@ class ProcessId:
     started: int
 
     def is_alive(self) -> bool:
-        """Say whether this very process still runs; a zombie does not."""
+        """Return whether this very process still runs; a zombie does not."""
         stat = _stat(self.pid)
         return stat is not None and stat.started == self.started and stat.state != "Z"
 
@@ -164,13 +164,13 @@ def kill_family(root: int | None, variable: str, value: str, *, prefix: bool = F
 
 
 def freeze_family(root: int, variable: str, value: str, *, seconds: float = 5.0) -> None:
-    """Stop a process and all of its family, the root first; return when none of it moves or `seconds` have passed.
+    """Stop a process and all of its family, the root first; return when all of it has stopped or `seconds` have passed.
 
-    A process stops only when it is next scheduled, and may start another before: so the family is looked at again
-    until all of it stands.
+    A process stops only when it is next scheduled, and may start another before: so the family is listed again
+    until all of it has stopped.
     """
     deadline = time.monotonic() + seconds
-    while moving := [pid for pid in _family(root, variable, value) if not _stands(pid)]:
+    while moving := [pid for pid in _family(root, variable, value) if not _is_stopped(pid)]:
         send(moving, signal.SIGSTOP)
         if time.monotonic() > deadline:
             return
@@ -204,7 +204,7 @@ def _family(root: int | None, variable: str, value: str, *, prefix: bool = False
     return alive
 
 
-def _stands(pid: int) -> bool:
+def _is_stopped(pid: int) -> bool:
     """Return whether a process is stopped, by a signal or a tracer, or has ended."""
     stat = _stat(pid)
     return stat is None or stat.state in "TtZX"

@@ -1,4 +1,4 @@
-"""What the second demo does, in order: material, install, tune through faults, the same undisturbed, compare."""
+"""Run the second demo: install, tune through faults, tune without faults, compare."""
 
 from __future__ import annotations
 

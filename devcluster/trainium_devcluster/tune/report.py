@@ -56,7 +56,7 @@ class Evaluation:
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Evaluation:
-        """Of the contents of an evaluation.json; a figure that was not taken on both sides is left out."""
+        """Read the contents of an evaluation.json, without figures that have only one side."""
         return cls(
             examples=int(document["examples"]),
             figures=tuple(
@@ -98,7 +98,7 @@ class TuneResult:
 
     @property
     def problems(self) -> list[str]:
-        """What is not as it should be, in sentences."""
+        """Deviations, in sentences."""
         found = {
             "The job did not complete.": not self.completed,
             "The curve with faults is not the undisturbed one.": not self.curves.same,

@@ -35,7 +35,7 @@ _SENTENCE = re.compile(r".+?[.!?](?=\s|$)")
 
 
 def held_out(module: str) -> bool:
-    """Whether neither base nor adapter may see a module."""
+    """Return whether neither base nor adapter may see a module."""
     return int.from_bytes(hashlib.sha256(module.encode()).digest()[:4]) % _HELD_OUT == 0
 
 

@@ -38,7 +38,7 @@ class EventSink:
     def emit(
         self, obj: Json, kind: str, severity: EventSeverity, reason: str, message: str, *, field_path: str = ""
     ) -> None:
-        """Say that `reason` happened to `obj`."""
+        """Report `reason` for `obj`."""
         metadata = obj["metadata"]
         now = timestamp(time.time())
         text = message[:_MAX_MESSAGE]

@@ -53,7 +53,7 @@ def init_containers(pod: Json) -> list[Json]:
 
 
 def is_sidecar(container: Json) -> bool:
-    """Whether an init container is a native sidecar, which runs as long as the pod does."""
+    """Return whether an init container is a native sidecar, which runs as long as the pod does."""
     return container.get("restartPolicy") == "Always"
 
 
@@ -63,7 +63,7 @@ def find(items: Iterable[Json] | None, key: str, value: str) -> Json | None:
 
 
 def is_terminal(pod: Json) -> bool:
-    """Whether the pod has ended for good."""
+    """Return whether the pod has ended for good."""
     return pod.get("status", {}).get("phase") in {"Succeeded", "Failed"}
 
 

@@ -19,7 +19,7 @@ DOMAIN = "cluster.local"
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One pod behind a Service; `hostname` is set when it has a name of its own below the Service's."""
+    """One pod behind a Service; `hostname` is set when it has a name below the Service's."""
 
     address: str
     hostname: str = ""
@@ -122,6 +122,6 @@ def _names(service: str, space: str, own_space: str) -> list[str]:
 
 
 def is_ready(pod: Json) -> bool:
-    """Whether the pod has condition Ready."""
+    """Return whether the pod has condition Ready."""
     condition = find(pod.get("status", {}).get("conditions"), "type", "Ready")
     return condition is not None and condition["status"] == "True"

@@ -32,7 +32,7 @@ class SocketFilter:
 
     @staticmethod
     def supported() -> bool:
-        """Whether this machine lets us do it, tried on a socket of our own."""
+        """Return whether this machine permits it, tried on a new socket."""
         if platform.system() != "Linux":
             return False
         with socket.socket() as probe:

@@ -1,4 +1,4 @@
-"""How long a container that keeps ending waits before it is started again, as a kubelet counts it. Pure.
+"""Compute the restart delay of a container, as a kubelet does. Pure.
 
 Invariants: the first restart is immediate; then 10 s after the end, doubling to at most 300 s; a container that ran
 for twice that long starts over.

@@ -85,7 +85,7 @@ class Container:
         return self.process is not None
 
     @property
-    def begun(self) -> bool:
+    def has_started(self) -> bool:
         """Whether it was ever started."""
         return self._began
 
@@ -131,7 +131,7 @@ class Container:
         return path if attempt >= 1 and path.exists() else None
 
     def wait_for(self, reason: str, message: str = "") -> None:
-        """Say that it is not running, and why."""
+        """Set the reason why it does not run."""
         if isinstance(self.state, Terminated):
             self.last = self.state
         waiting = Waiting(reason, message)
@@ -140,7 +140,7 @@ class Container:
             self.changed()
 
     def backed_off(self, delay: float) -> bool:
-        """Whether this is the first time that it waits for this long; so that one event reports it."""
+        """Return whether this is the first time that it waits for this long; so that one event reports it."""
         first, self._announced = self._announced != delay, delay
         return first
 

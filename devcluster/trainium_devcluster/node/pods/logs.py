@@ -102,7 +102,7 @@ class LogWriter:
 
 @dataclass(frozen=True, slots=True)
 class LogQuery:
-    """What of a log is asked for; `since` in seconds since the epoch."""
+    """Requested part of a log; `since` in seconds since the epoch."""
 
     follow: bool = False
     timestamps: bool = False
@@ -134,12 +134,12 @@ async def _entries(path: Path, query: LogQuery, ended: Callable[[], bool]) -> As
         while backlog:
             yield backlog.popleft()
         while query.follow:
-            last_look = ended()  # asked before reading, so that nothing written before the end is missed
+            is_last_read = ended()  # asked before reading, so that nothing written before the end is missed
             fresh = source.lines()
             for line in fresh:
                 if _wanted(line, query):
                     yield line
-            if last_look and not fresh:
+            if is_last_read and not fresh:
                 return
             if not fresh:
                 await asyncio.sleep(_FOLLOW_POLL)

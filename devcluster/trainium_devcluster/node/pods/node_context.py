@@ -1,4 +1,4 @@
-"""What every pod of a node shares: connections, directories, the node's address and capacity.
+"""Hold what the pods of a node share: connections, directories, the node's address and capacity.
 
 Invariants: built once at start and handed on; nothing here knows a single pod's state but through `active_pods`.
 """
@@ -79,7 +79,7 @@ class NodeServices:
         return None
 
     def note_not_enforced(self, pod: Json) -> None:
-        """Say once per node and field that something is accepted without effect."""
+        """Report once per node and field that something is accepted without effect."""
         fresh = [text for text in unsupported_fields.not_enforced(pod) if text not in self._noted]
         if fresh:
             self._noted.update(fresh)

@@ -66,7 +66,7 @@ class PodRunner:
     setup: PodSetup = field(init=False)
     writer: StatusWriter = field(init=False)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)  # wakes the pod's task
-    _look: asyncio.Event = field(default_factory=asyncio.Event)  # wakes its supervision
+    _wake_up: asyncio.Event = field(default_factory=asyncio.Event)  # wakes its supervision
     _verdict: tuple[str, str, str] | None = None
     _sandbox: bool = False
     _ended: bool = False
@@ -120,7 +120,7 @@ class PodRunner:
     def wake(self) -> None:
         """Something changed: look again."""
         self._changed.set()
-        self._look.set()
+        self._wake_up.set()
         self.writer.changed()
 
     @property
@@ -203,7 +203,7 @@ class PodRunner:
         started = parse_time(self._start_time)
         limit = self.pod["spec"].get("activeDeadlineSeconds")
         while True:
-            self._look.clear()
+            self._wake_up.clear()
             pauses: list[float] = []
             if limit is not None:
                 pauses.append(started + limit - time.time())
@@ -219,24 +219,24 @@ class PodRunner:
                 await self._stop_sidecars(time.monotonic() + grace_seconds(self.pod))
                 self._end()
                 return
-            await until(self._look, min(pauses, default=None))
+            await until(self._wake_up, min(pauses, default=None))
 
     async def _initialize(self, pauses: list[float]) -> bool:
         """Run init containers and sidecars in order; True once all have done their part."""
-        begun = any(c.begun for c in self.containers if c.kind is ContainerKind.MAIN)
+        has_started = any(c.has_started for c in self.containers if c.kind is ContainerKind.MAIN)
         for container in (c for c in self.containers if c.kind is not ContainerKind.MAIN):
             if container.kind is ContainerKind.SIDECAR:
                 await self._keep(container, pauses)
-                if not begun and not container.started:
+                if not has_started and not container.started:
                     return False
-            elif not begun and not container.ready:
+            elif not has_started and not container.ready:
                 await self._keep(container, pauses)
                 if not container.ready:
                     return False
         return True
 
     def _initialized(self) -> bool:
-        """Whether all init containers have done their part, so that main containers could start."""
+        """Return whether all init containers have done their part, so that main containers could start."""
         inits = [c for c in self.containers if c.kind is not ContainerKind.MAIN]
         return all(c.ready if c.kind is ContainerKind.INIT else c.started for c in inits)
 
@@ -245,7 +245,7 @@ class PodRunner:
         if container.running:
             return
         state = container.state if isinstance(container.state, Terminated) else container.last
-        if state is not None and isinstance(container.state, Terminated | Waiting) and container.begun:
+        if state is not None and isinstance(container.state, Terminated | Waiting) and container.has_started:
             if not should_restart(self.pod, container.spec, state.exit_code):
                 return
             left = container.backoff.remaining(state.finished_at, time.time())
@@ -268,7 +268,7 @@ class PodRunner:
         return left
 
     def _is_over(self) -> bool:
-        """Whether no container runs that counts, and none will be started."""
+        """Return whether no container runs that counts, and none will be started."""
         main = [c for c in self.containers if c.kind is ContainerKind.MAIN]
         if any(c.running for c in self.containers if c.kind is not ContainerKind.SIDECAR):
             return False

@@ -104,7 +104,7 @@ class PodSetup:
         views = self.services.directory.views(namespace(pod)) if links else []
         variables = environment.build(spec, self._facts(), lambda plural, key: found.get((plural, key)), views)
         env = self.services.base_environment(self.hostname) | image.environment() | variables
-        run_folder = container.folder / f"run-{container.restart_count}-{int(container.begun)}"
+        run_folder = container.folder / f"run-{container.restart_count}-{int(container.has_started)}"
         run_folder.mkdir(parents=True, exist_ok=True)
         termination_log = run_folder / "termination-log"
         termination_log.write_bytes(b"")

@@ -23,7 +23,7 @@ Execute = Callable[[list[str], float | None], Awaitable[InsideResult]]
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """Whether a check succeeded, and its output."""
+    """Return whether a check succeeded, and its output."""
 
     success: bool
     message: str = ""

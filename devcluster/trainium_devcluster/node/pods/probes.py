@@ -23,7 +23,7 @@ class ProbeKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ProbeCallbacks:
-    """What happens on verdicts.
+    """Callbacks for the results of probes.
 
     `started` and `ready` change the status, `unhealthy` is each failure, `failed` asks for a restart.
     """

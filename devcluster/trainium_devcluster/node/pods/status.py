@@ -12,7 +12,7 @@ from trainium_devcluster.node.api.objects import EPOCH, Json, containers, find, 
 
 
 class ContainerKind(StrEnum):
-    """What a container is in its pod."""
+    """Kind of a container in its pod."""
 
     INIT = "init"
     SIDECAR = "sidecar"
@@ -81,7 +81,7 @@ class PodView:
 
 
 def kind_of(pod: Json, container: Json) -> ContainerKind:
-    """Whether `container` is an init container, a sidecar or a main container of `pod`."""
+    """Return whether `container` is an init container, a sidecar or a main container of `pod`."""
     if find(init_containers(pod), "name", container["name"]) is None:
         return ContainerKind.MAIN
     return ContainerKind.SIDECAR if is_sidecar(container) else ContainerKind.INIT
@@ -100,7 +100,7 @@ def restart_policy(pod: Json, container: Json) -> str:
 
 
 def should_restart(pod: Json, container: Json, exit_code: int) -> bool:
-    """Whether a container that ended with `exit_code` is started again."""
+    """Return whether a container that ended with `exit_code` is started again."""
     policy = restart_policy(pod, container)
     return policy == "Always" or (policy == "OnFailure" and exit_code != 0)
 
@@ -127,9 +127,9 @@ def phase(pod: Json, views: Sequence[ContainerView], *, terminal: bool) -> str:
     if init_failed:
         return "Failed"
     main = [by_name[c["name"]] for c in containers(pod) if c["name"] in by_name]
-    begun = [v for v in main if not isinstance(v.state, Waiting) or v.last is not None]
+    has_started = [v for v in main if not isinstance(v.state, Waiting) or v.last is not None]
     if not terminal:
-        if (init_pending or _sidecars_pending(by_name)) and not begun:
+        if (init_pending or _sidecars_pending(by_name)) and not has_started:
             return "Pending"
         if any(isinstance(v.state, Waiting) and v.last is None for v in main):
             return "Pending"

@@ -1,1 +1,1 @@
-"""How processes of containers are started in their isolation, and found again."""
+"""Start the processes of containers in isolation, and find them again."""

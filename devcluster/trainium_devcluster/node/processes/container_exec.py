@@ -20,7 +20,7 @@ NOT_EXECUTABLE = 126
 
 @dataclass(frozen=True, slots=True)
 class InsideResult:
-    """How a command inside a container ended; `timed_out` when it was killed for taking too long."""
+    """Result of a command inside a container; `timed_out` if it was killed for taking too long."""
 
     code: int
     output: str

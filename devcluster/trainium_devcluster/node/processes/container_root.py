@@ -62,7 +62,7 @@ class _Layout:
     foreign: list[str] = field(default_factory=list)
 
     def is_foreign(self, path: str) -> bool:
-        """Whether something created at `path` would land on the machine."""
+        """Return whether something created at `path` would land on the machine."""
         covering = [p for p in (*self.own, *self.foreign) if path == p or path.startswith(p.rstrip("/") + "/")]
         return max(covering, key=len) in self.foreign
 

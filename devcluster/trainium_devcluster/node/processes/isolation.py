@@ -1,4 +1,4 @@
-"""How far this machine lets the node isolate its pods, found by trying, and the entry into that isolation.
+"""Find out how far this machine lets the node isolate its pods, and enter that isolation.
 
 Invariants: the trial runs in a forked child, so that a failed one leaves the node process as it was. `enter` must be
 called while the process has a single thread (the kernel's rule for user namespaces).
@@ -23,14 +23,14 @@ class Namespaces(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Isolation:
-    """What pods of this node get: `own_pids` is a process namespace with its own /proc per container."""
+    """Isolation of the pods of this node: `own_pids` is a process namespace with its own /proc per container."""
 
     namespaces: Namespaces
     own_pids: bool
 
     @property
     def mounts(self) -> bool:
-        """Whether pods can have a file system of their own."""
+        """Whether pods can have a separate file system."""
         return self.namespaces is not Namespaces.NONE
 
 

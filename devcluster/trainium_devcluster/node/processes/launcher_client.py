@@ -39,7 +39,7 @@ class LaunchError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """How a process ended: `code` as a shell shows it (128 + signal), `at` in seconds since the epoch."""
+    """End of a process: `code` as a shell shows it (128 + signal), `at` in seconds since the epoch."""
 
     code: int
     signal: int
@@ -48,7 +48,7 @@ class Exit:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What to start. `scratch`, `shm` and `hidden` are directories, see `container_root.RootPlan`."""
+    """Command to start. `scratch`, `shm` and `hidden` are directories, see `container_root.RootPlan`."""
 
     argv: Sequence[str]
     env: Mapping[str, str]
@@ -61,9 +61,7 @@ class Command:
     read_only_root: bool = False
     capabilities: tuple[int, ...] | None = None
     no_new_privileges: bool = False
-    join: int | None = (
-        None  # process id of the container in which the command is to run, None for a container of its own
-    )
+    join: int | None = None  # process id of the container in which the command is to run, None for a new container
 
     def payload(self) -> bytes:
         """Encode a request for the launcher."""

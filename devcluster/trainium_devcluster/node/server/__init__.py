@@ -1,1 +1,1 @@
-"""What the node answers: the API server for logs and exec, and its control socket."""
+"""Answer the API server (logs and exec) and the control socket."""

@@ -30,7 +30,7 @@ async def serve(path: Path, handle: Handler) -> asyncio.Server:
     """
     if len(str(path).encode()) > _MAX_PATH:
         raise ValueError(f"--control-socket {path} must be shorter than {_MAX_PATH + 1} bytes, the limit of a socket")
-    _make_room(path)
+    _remove_stale_socket(path)
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -49,7 +49,7 @@ async def serve(path: Path, handle: Handler) -> asyncio.Server:
     return server
 
 
-def _make_room(path: Path) -> None:
+def _remove_stale_socket(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
 

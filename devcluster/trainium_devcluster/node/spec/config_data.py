@@ -1,4 +1,4 @@
-"""What ConfigMaps and Secrets hold, as bytes by key, and how volumes choose among the keys.
+"""Read ConfigMaps and Secrets as bytes by key, and choose among the keys for volumes.
 
 Invariants: modes are plain permission bits; a key that `items` names and the object lacks is an error unless the
 source is optional.

@@ -1,7 +1,7 @@
-"""What stands for an image: folders of modules that its programs read first, or that nobody can pull it.
+"""Replace images by folders of modules that programs import first, or mark images that cannot be pulled.
 
-A node has no images: any name starts the programs of the virtual environment. So that two versions can be seen side by
-side, a name may be given modules of its own, one file for each name. Invariant: a name without a file is as before.
+A node has no images: any name starts the programs of the virtual environment. An image may have separate modules, one
+file for each name, so that two versions run side by side.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""What this node does not honour, found in a pod before it starts, and what it does not enforce.
+"""Find what this node does not support in a pod before it starts, and what it does not enforce.
 
 A pod that asks for something here that would change what it does is refused with a sentence that names the field.
 Limits that only protect others (CPU, memory) are not enforced; they are reported once per node instead. Pure

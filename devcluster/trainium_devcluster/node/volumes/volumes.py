@@ -2,7 +2,7 @@
 
 Invariants: every volume is a path below the pod's directory (or the host path itself); volumes made of objects change
 atomically and within a second of the object; a token is renewed after 80 % of its life; an emptyDir of medium Memory
-is a tmpfs of its own with the size asked for, which vanishes with the node as it does when a machine loses power.
+is a separate tmpfs of the requested size, which vanishes with the node as it does when a machine loses power.
 """
 
 import asyncio
@@ -195,8 +195,8 @@ class PodVolumes:
     async def _keep_fresh(self) -> None:
         """Write volumes again whenever an object, the pod or a token's age asks for it."""
         while True:
-            due = min((token.renew_in() for token in self._tokens.values()), default=None)
-            await until(self.changed, due)
+            renewal = min((token.renew_in() for token in self._tokens.values()), default=None)
+            await until(self.changed, renewal)
             self.changed.clear()
             for volume in self._pod["spec"].get("volumes") or []:
                 if not {"projected", "configMap", "secret", "downwardAPI"} & volume.keys():
