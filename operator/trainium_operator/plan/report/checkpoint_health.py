@@ -85,7 +85,7 @@ def _overdue(facts: Facts, status: PublicStatus) -> tuple[str, tuple[float, ...]
         return "", ()
     step = max(status.checkpoint.durable_step, 0)
     newest = f"step {step}" if status.checkpoint.durable_step >= 0 else "none"
-    tail = _own_error(facts, status) or "storage stands still, or is too slow for this interval"
+    tail = _own_error(facts, status) or "storage does not respond, or is too slow for this interval"
     if durable.every_seconds is not None:
         overdue_at = since + max(SHORTEST_OVERDUE_SECONDS, OVERDUE_INTERVALS * durable.every_seconds)
         if facts.now >= overdue_at:
