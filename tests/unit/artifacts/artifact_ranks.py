@@ -1,4 +1,4 @@
-"""What real processes do in the tests of artifacts; forked from a server that has imported torch once."""
+"""Run ranks and commands in real processes, forked from a server that has imported torch once."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def _preloaded_processes() -> None:
 
 @dataclass
 class Tuned:
-    """What a run of LoRA leaves."""
+    """A run of LoRA that has ended, with its base."""
 
     folder: Path
     base: Any

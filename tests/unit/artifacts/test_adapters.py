@@ -83,8 +83,14 @@ def test_the_adapter_file_holds_what_was_trained_in_float32(tmp_path: Path, tune
         assert torch.equal(found[f"base_model.model.{name}"], value)
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert list(config) == sorted(config)
-    said = {"r": 4, "lora_alpha": 12, "lora_dropout": 0.1, "target_modules": ["q_proj", "v_proj"], "peft_type": "LORA"}
-    assert said.items() <= config.items()
+    expected = {
+        "r": 4,
+        "lora_alpha": 12,
+        "lora_dropout": 0.1,
+        "target_modules": ["q_proj", "v_proj"],
+        "peft_type": "LORA",
+    }
+    assert expected.items() <= config.items()
     assert config["base_model_name_or_path"] == str(tmp_path / "base")
     again = AdapterWeights.open(str(tmp_path / "adapter"))
     assert again.base_digest == run.weights.digest

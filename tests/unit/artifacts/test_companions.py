@@ -1,4 +1,4 @@
-"""What stands beside the weights: tokenizer, generation settings, model card; they come from base and run."""
+"""Tokenizer, generation settings and model card are written beside the weights, from the base and the run."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def check_end(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("based", [True, False])
-def test_generate_stops_at_the_end_that_the_runs_tokenizer_has_whatever_the_base_says(
+def test_generate_stops_at_the_end_token_of_the_runs_tokenizer_whatever_the_base_sets(
     tmp_path: Path, based: bool
 ) -> None:
     model = save_base(tmp_path / "base", eos_token_id=2, bos_token_id=1, tie_word_embeddings=False)
@@ -230,7 +230,7 @@ def test_a_tokenizer_that_does_not_fit_is_refused_before_anything_is_written(tmp
     assert not (tmp_path / "out").exists()
 
 
-def test_the_card_tells_settings_data_losses_and_goodput(tmp_path: Path, tuned: Callable[..., Any]) -> None:
+def test_the_card_shows_settings_data_losses_and_goodput(tmp_path: Path, tuned: Callable[..., Any]) -> None:
     run = tuned(lora={"dropout": 0.1})
     lines = [{"step": n, "loss": 4.0 / n, "goodput": 0.875, "time": 0.0} for n in range(1, 21)]
     lines[6]["validationLoss"] = 0.75
@@ -241,7 +241,7 @@ def test_the_card_tells_settings_data_losses_and_goodput(tmp_path: Path, tuned: 
     head = card.split("---")[1]
     assert 'library_name: "peft"' in head
     assert f'base_model: "{tmp_path / "base"}"' in head
-    for said in (
+    for line in (
         "# LoRA adapter of step 7",
         "| LoRA | rank 4, alpha 12 |",
         "| LoRA dropout | 0.1 |",
@@ -252,7 +252,7 @@ def test_the_card_tells_settings_data_losses_and_goodput(tmp_path: Path, tuned: 
         "Loss on held-back data after step 7: 0.7500.",
         "Goodput (time in steps of this history over all time): 87.5 %.",
     ):
-        assert said in card
+        assert line in card
     assert "\n| 8 | 0" not in card  # a later step is not in this artifact
 
 

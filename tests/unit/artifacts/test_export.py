@@ -174,7 +174,9 @@ def test_a_run_without_an_adapter_has_none_to_export(tmp_path: Path) -> None:
         export(str(tmp_path / "run"), tmp_path / "out", kind=ArtifactKind.ADAPTER)
 
 
-def test_the_command_says_what_it_did_or_why_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_reports_its_result_or_the_reason_of_its_failure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run_of(tmp_path)
     assert cli.run(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--dtype", "float16"]) == 0
     assert capsys.readouterr().out == f"exported step 7 to {tmp_path / 'out'}\n"

@@ -23,13 +23,13 @@ STEPS = (2, 4, 6, 8)
 
 class Silent:
     def stage(self, stage: RunStage, done: float = 0.0) -> None:
-        """Not looked at."""
+        """Ignored."""
 
     def artifact(self, report: ArtifactReport) -> None:
-        """Not looked at."""
+        """Ignored."""
 
 
-class Told(Silent):
+class RecordedProgress(Silent):
     def __init__(self) -> None:
         self.reports: list[ArtifactReport] = []
 
@@ -51,42 +51,42 @@ def run(tuned: Callable[..., Any], tmp_path: Path) -> Any:
     return run
 
 
-def made(run: Any) -> list[int]:
-    """Steps whose artifacts the call told of."""
-    told, beats = Told(), [0]
+def written_steps(run: Any) -> list[int]:
+    """Write the artifacts of milestones and return the steps that were reported."""
+    progress, beats = RecordedProgress(), [0]
 
     def beat() -> None:
         beats[0] += 1
 
-    write_milestones(run.config, Alone(), told, beat=beat)
-    assert bool(beats[0]) == bool(told.reports)
-    return sorted({report.step for report in told.reports})
+    write_milestones(run.config, Alone(), progress, beat=beat)
+    assert bool(beats[0]) == bool(progress.reports)
+    return sorted({report.step for report in progress.reports})
 
 
 def artifacts(run: Any, step: int) -> Path:
     return Path(run.root) / "artifacts" / f"step-{step}"
 
 
-def test_milestones_get_the_artifacts_that_they_lack_unless_somebody_may_have_taken_them_away(run: Any) -> None:
-    assert made(run) == [6, 8]
+def test_milestones_get_the_artifacts_that_they_lack_unless_somebody_may_have_removed_them(run: Any) -> None:
+    assert written_steps(run) == [6, 8]
     assert not artifacts(run, 2).exists()
     for kind, last in (("adapter", "adapter_config.json"), ("model", "config.json")):
         assert (artifacts(run, 6) / kind / last).exists()
 
 
-def test_what_a_killed_rank_has_begun_is_finished_at_the_next_milestone_or_the_end(run: Any) -> None:
+def test_artifacts_that_a_killed_rank_left_unfinished_are_finished_at_the_next_milestone_or_the_end(run: Any) -> None:
     write_artifacts(run.config, run.root, 2, Alone(), Silent())
     model = artifacts(run, 2) / "model"
     identity = ArtifactManifest.model_validate_json((model / MANIFEST_NAME).read_bytes()).identity
     (model / "config.json").unlink()
     (model / UNFINISHED).mkdir()
     (model / PLAN_NAME).write_text(WritePlan(identity=identity, writers=1).model_dump_json(by_alias=True))
-    assert made(run) == [2, 6, 8]
+    assert written_steps(run) == [2, 6, 8]
     assert (model / "config.json").exists()
     assert not (model / UNFINISHED).exists()
 
 
-def test_nothing_is_written_of_milestones_unless_it_is_asked_for(run: Any) -> None:
+def test_milestones_get_no_artifacts_unless_the_configuration_asks_for_them(run: Any) -> None:
     plain = run.config.artifacts.model_copy(update={"at_milestones": False})
     run.config = run.config.model_copy(update={"artifacts": plain})
-    assert made(run) == []
+    assert written_steps(run) == []

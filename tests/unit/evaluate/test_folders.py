@@ -1,4 +1,4 @@
-"""What is no model, no tokenizer or no adapter of the model is refused in one sentence; adapters answer as in peft."""
+"""Folders without model, tokenizer or matching adapter are refused in one sentence; adapters compute as in peft."""
 
 from __future__ import annotations
 

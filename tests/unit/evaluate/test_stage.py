@@ -1,4 +1,4 @@
-"""The last stage of a job, alone and shared by ranks: figures, files, what is told, what a second start does."""
+"""The last stage of a job, alone and shared by ranks: figures, files, reports and a second start."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_the_perplexity_of_running_text_is_that_of_the_training_model(
     assert figure.before != figure.after
 
 
-def test_the_result_is_written_and_told(config: TrainingConfig, models: dict[str, str], tmp_path: Path) -> None:
+def test_the_result_is_written_and_reported(config: TrainingConfig, models: dict[str, str], tmp_path: Path) -> None:
     result = stage(config, models, tmp_path / "out")
     written = json.loads((tmp_path / "out" / "evaluation.json").read_text())
     assert written["figures"] == [figure.to_wire() for figure in result.figures]
@@ -150,7 +150,7 @@ def test_a_result_that_is_not_finite_is_noted(config: TrainingConfig, models: di
     assert "| - |" in result.to_markdown()
 
 
-def test_on_a_device_without_transformers_the_training_model_tells_what_it_can(
+def test_on_a_device_without_transformers_the_training_model_computes_the_figures_that_it_can(
     config: TrainingConfig, models: dict[str, str], tmp_path: Path
 ) -> None:
     result = stage(config, models, tmp_path / "out", device="xla", trained_loss=math.log(3.5))
@@ -162,7 +162,7 @@ def test_on_a_device_without_transformers_the_training_model_tells_what_it_can(
     assert any("left no trace" in note for note in same.notes)
 
 
-def test_without_held_back_data_the_sentence_says_what_to_give(
+def test_without_held_back_data_the_error_names_the_missing_field(
     config: TrainingConfig, models: dict[str, str], tmp_path: Path
 ) -> None:
     bare = config.model_copy(update={"data": config.data.model_copy(update={"validation": None})})

@@ -147,9 +147,9 @@ def test_adapters_of_other_arithmetic_are_refused(
 ) -> None:
     save(tmp_path, save_base)
     edit(tmp_path / "adapter", **fields)
-    said = refusal(tmp_path)
-    assert sentence in said
-    assert advice in said
+    message = refusal(tmp_path)
+    assert sentence in message
+    assert advice in message
 
 
 def test_every_default_of_peft_and_every_field_that_changes_no_number_is_accepted(

@@ -57,9 +57,9 @@ def test_what_training_needs_is_fetched_and_nothing_else(
     assert found == files | {name: EXTRA[name] for name in ("tokenizer.json", "tokenizer_config.json")}
     made = BaseWeights.open(str(tmp_path / "made"))
     assert BaseWeights.open(str(tmp_path / "out")).digest == made.digest
-    said = capsys.readouterr().out
-    assert said.startswith(f"fetched owner/tiny to {tmp_path / 'out'}: {len(found)} files, ")
-    assert COMMIT in said
+    output = capsys.readouterr().out
+    assert output.startswith(f"fetched owner/tiny to {tmp_path / 'out'}: {len(found)} files, ")
+    assert COMMIT in output
     before = len(hub.fetched())
     assert fetch(tmp_path / "out") == 0
     assert len(hub.fetched()) == before
@@ -121,8 +121,8 @@ def test_a_gated_model_needs_the_token_of_the_environment(
     assert capsys.readouterr().err.splitlines()[-1].startswith(gated)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     assert fetch(tmp_path / "out") == 0
-    said = capsys.readouterr()
-    assert TOKEN not in said.out + said.err + caplog.text
+    output = capsys.readouterr()
+    assert TOKEN not in output.out + output.err + caplog.text
     for path in (tmp_path / "out").rglob("*"):
         assert not path.is_file() or TOKEN.encode() not in path.read_bytes()
 
@@ -196,10 +196,10 @@ def test_an_index_without_its_files_is_found_at_once(
     tmp_path: Path, hub: HubServer, files: dict[str, bytes], capsys: pytest.CaptureFixture[str]
 ) -> None:
     index = json.loads(files["model.safetensors.index.json"])
-    gone = max(index["weight_map"].values())
-    hub.add("owner/tiny", {name: data for name, data in files.items() if name != gone})
+    missing = max(index["weight_map"].values())
+    hub.add("owner/tiny", {name: data for name, data in files.items() if name != missing})
     assert fetch(tmp_path / "out") == 64
-    assert f"index.json names {gone}, not in the repository" in capsys.readouterr().err.splitlines()[-1]
+    assert f"index.json names {missing}, not in the repository" in capsys.readouterr().err.splitlines()[-1]
     assert not any(name.endswith(".safetensors") for name in hub.fetched())
 
 

@@ -1,4 +1,4 @@
-"""A base that cannot be read to its end is refused when it is opened, in one sentence that says what to do."""
+"""A base that cannot be read to its end is refused when it is opened, in one sentence with its remedy."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def change(folder: Path, alter: Callable[[dict[str, torch.Tensor]], object]) -> 
 
 
 @pytest.mark.parametrize("name", ["meta-llama/Llama-3.1-8B", "gpt2"])
-def test_a_name_of_the_hub_is_told_to_be_fetched_first(name: str) -> None:
+def test_a_name_of_the_hub_is_refused_with_the_command_that_fetches_it(name: str) -> None:
     assert f"`trainium-trainer fetch-model {name} --output DIR`" in refusal(name)
 
 
@@ -96,7 +96,7 @@ def test_a_configuration_that_is_not_json_is_refused(single: Path) -> None:
     assert "config.json is not valid JSON: copy or fetch the file again" in refusal(single)
 
 
-def test_pickles_are_refused_with_the_way_out(single: Path) -> None:
+def test_pickles_are_refused_with_the_remedy(single: Path) -> None:
     (single / "model.safetensors").unlink()
     torch.save({"a": torch.ones(1)}, single / "pytorch_model.bin")
     sentence = refusal(single)
@@ -113,8 +113,8 @@ def test_a_folder_without_weights_or_without_an_index_is_refused(parts: Path) ->
 
 
 def test_a_missing_shard_is_named(parts: Path) -> None:
-    (gone := sorted(parts.glob("*.safetensors"))[1]).unlink()
-    assert f"{INDEX} names {gone.name}, which is not there: copy or fetch it" in refusal(parts)
+    (missing := sorted(parts.glob("*.safetensors"))[1]).unlink()
+    assert f"{INDEX} names {missing.name}, which is not there: copy or fetch it" in refusal(parts)
 
 
 def test_an_index_that_names_files_which_are_not_there_is_refused(parts: Path) -> None:
@@ -132,7 +132,7 @@ def test_an_index_that_names_a_tensor_which_its_file_lacks_is_refused(parts: Pat
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", '{"weight_map": {"a": 1}}', "{"])
-def test_an_index_that_is_none_is_refused(parts: Path, text: str) -> None:
+def test_an_invalid_index_is_refused(parts: Path, text: str) -> None:
     (parts / INDEX).write_text(text)
     assert f"{INDEX} " in refusal(parts)
 
@@ -186,7 +186,7 @@ def test_tensors_that_the_model_has_no_place_for_are_not_left_out_silently(singl
     assert "the files hold model.layers.0.self_attn.q_proj.bias, for which" in refusal(single)
 
 
-def test_an_output_that_is_said_to_be_the_embedding_but_differs_is_refused(
+def test_an_output_layer_that_the_configuration_ties_to_the_embedding_but_that_differs_is_refused(
     tmp_path: Path, save_base: Callable[..., Any]
 ) -> None:
     save_base(tmp_path, tie_word_embeddings=False)

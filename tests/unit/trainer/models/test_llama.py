@@ -103,7 +103,7 @@ def test_the_future_does_not_change_the_past() -> None:
     torch.testing.assert_close(model(tokens)[0, :5], model(changed)[0, :5])
 
 
-def test_masked_documents_are_computed_as_if_each_stood_alone() -> None:
+def test_masked_documents_are_computed_as_if_each_were_alone() -> None:
     model, _ = model_of(num_attention_heads=4, num_key_value_heads=2)
     documents = [torch.randint(0, 40, (1, length)) for length in (5, 1, 9)]
     positions = torch.cat([torch.arange(document.shape[1]) for document in documents]).unsqueeze(0)
