@@ -25,7 +25,7 @@ def main() -> None:
     os.set_blocking(write_end, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(write_end)
-    say({"ready": True})
+    send_message({"ready": True})
     while True:
         readable, _, _ = select.select([commands.fileno(), read_end], [], [])
         if read_end in readable:
@@ -41,7 +41,7 @@ def main() -> None:
 def start(order: dict[str, Any]) -> None:
     pid = os.fork()
     if pid != 0:
-        say({"started": pid})
+        send_message({"started": pid})
         return
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -68,10 +68,10 @@ def collect() -> None:
             return
         if pid == 0:
             return
-        say({"ended": pid, "code": os.waitstatus_to_exitcode(status)})
+        send_message({"ended": pid, "code": os.waitstatus_to_exitcode(status)})
 
 
-def say(message: dict[str, Any]) -> None:
+def send_message(message: dict[str, Any]) -> None:
     os.write(1, json.dumps(message).encode() + b"\n")
 
 

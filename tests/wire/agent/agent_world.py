@@ -153,7 +153,7 @@ class World:
         return started
 
     def command(self, name: str, text: str = "") -> None:
-        """Tell the fake ranks something; they look all the time, so never half of it."""
+        """Command the fake ranks. They read the folder at any time, so the file appears complete or not at all."""
         draft = self.control / f"draft-of-{name}"
         draft.write_text(text)
         draft.rename(self.control / name)
@@ -209,8 +209,8 @@ class World:
             await server.stop()
 
 
-def alive(pid: int) -> bool:
-    """Whether a process exists and is not a zombie."""
+def is_alive(pid: int) -> bool:
+    """Return whether a process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

@@ -32,7 +32,7 @@ class Authority:
 
 
 class Jobs:
-    """What all replicas of the coordinator know: it survives any of them."""
+    """The state that all replicas of the coordinator share; it survives each of them."""
 
     def __init__(self) -> None:
         self.heartbeat_seconds = 0.2

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from agent_world import alive
+from agent_world import is_alive
 
 from trainium_trainer.agent.linux.kernel import descendants
 
 if TYPE_CHECKING:
     from agent_world import World
 
-pytestmark = pytest.mark.timeout(180)  # processes that import torch anew
+pytestmark = pytest.mark.timeout(180)  # processes that import torch again
 
 CONFIG = {
     "model": {"numLayers": 1, "hiddenSize": 32, "intermediateSize": 64},
@@ -52,7 +52,7 @@ async def test_a_spare_compiles_for_the_other_sizes_while_the_others_train(world
     await world.training("a")
     log = world.agents["spare"].log_path
     await world.until(lambda: "the graphs for 3 nodes are ready" in log.read_text(), "both sizes compiled", 120)
-    await world.until(lambda: len(world.jobs.last("spare").compiled) == 2, "both told")
+    await world.until(lambda: len(world.jobs.last("spare").compiled) == 2, "both reported")
     assert [each.nodes for each in world.jobs.last("spare").compiled] == [2, 3]
     assert all(each.seconds > 0 for each in world.jobs.last("spare").compiled)
     assert "[precompile] 2 nodes: data parallel 2, 1 place(s) in the model: compiled" in log.read_text()
@@ -69,5 +69,5 @@ async def test_a_spare_that_is_needed_stops_compiling_first(world: World) -> Non
     before = compilers(world)
     await world.jobs.publish(["a", "spare"])
     await world.training("a", "spare", generation=2)
-    assert not [pid for pid in before if alive(pid)]
+    assert not [pid for pid in before if is_alive(pid)]
     assert "not all compiled" not in world.agents["spare"].log

@@ -58,7 +58,7 @@ async def test_a_refused_token_is_one_line_in_the_log_and_is_tried_again(world: 
     await world.until(lambda: len(world.jobs.registrations) > seen, "accepted with the new token")
 
 
-async def test_a_missing_configuration_file_is_a_verdict_that_the_coordinator_hears(world: World) -> None:
+async def test_a_missing_configuration_file_is_a_verdict_that_the_coordinator_receives(world: World) -> None:
     world.start("a", TRAINIUM_CONFIG=str(world.folder / "nothing.yaml"))
     await world.until(lambda: (beat := world.jobs.last("a")) and beat.phase == "Failed", "Failed")
     verdict = world.jobs.last("a").verdict
@@ -89,7 +89,7 @@ async def test_the_installed_command_trains_and_names_what_its_environment_lacks
     assert len(world.starts()) == 1
 
 
-async def test_the_agent_of_a_pod_that_ends_tells_what_its_ranks_saved_last(world: World) -> None:
+async def test_the_agent_of_a_pod_that_ends_reports_what_its_ranks_saved_last(world: World) -> None:
     world.jobs.heartbeat_seconds = 2.0  # none of the usual ones comes in the moment between save and end
     world.start("a")
     await world.ready("a")

@@ -16,7 +16,7 @@ SRAM = "NEURON_HW_ERR=SRAM_UNCORRECTABLE_ERROR instance-id=i-0 nd-id=3 nc-id=1 a
 
 
 async def job(world: World, *names: str, **extra: str) -> None:
-    """Agents that train as generation 1; each reads kernel lines of its own."""
+    """Start agents that train as generation 1; each reads its own kernel log."""
     for name in names:
         kernel_log(world, name).touch()
         world.start(name, TRAINIUM_KERNEL_LOG=str(kernel_log(world, name)), **extra)
@@ -29,7 +29,7 @@ def kernel_log(world: World, name: str) -> Path:
     return world.folder / f"kmsg-{name}"
 
 
-def say(world: World, name: str, line: str) -> None:
+def write_kernel_line(world: World, name: str, line: str) -> None:
     with kernel_log(world, name).open("a") as file:
         file.write(f"3,1,99,-;{line}\n")
 
@@ -72,8 +72,8 @@ async def test_all_ranks_with_a_stuck_collective_restart_in_place_and_none_withd
 
 async def test_a_kernel_line_reaches_the_coordinator_while_training_goes_on(world: World) -> None:
     await job(world, "a", "b")
-    say(world, "b", "eth0: renamed from veth1")
-    say(world, "b", SRAM)
+    write_kernel_line(world, "b", "eth0: renamed from veth1")
+    write_kernel_line(world, "b", SRAM)
     await world.until(lambda: world.jobs.last("b").kernel, "a kernel event of b")
     (event,) = world.jobs.last("b").kernel
     assert (event.sequence, event.line) == (0, SRAM)
@@ -83,7 +83,7 @@ async def test_a_kernel_line_reaches_the_coordinator_while_training_goes_on(worl
 
 async def test_a_device_error_in_the_kernels_log_is_behind_the_lost_peer_of_that_node(world: World) -> None:
     await job(world, "a", "b")
-    say(world, "b", SRAM)
+    write_kernel_line(world, "b", SRAM)
     await world.until(lambda: world.jobs.last("b").kernel, "a kernel event of b")
     leave(world, 1, 76, "Connection closed by peer")
     await world.until(lambda: world.jobs.last("b").verdict, "the verdict of b")

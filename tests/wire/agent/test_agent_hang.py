@@ -1,4 +1,4 @@
-"""Processes that stand still, with real agents and real collectives; no operator takes part."""
+"""Processes that hang, with real agents and real collectives; no operator takes part."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import os
 import signal
 
-from agent_world import World, alive
+from agent_world import World, is_alive
 
 STEPS_AHEAD = 60
 LIMITS = {
@@ -27,15 +27,15 @@ async def train(world: World, *names: str, processes: int = 1, **limits: float) 
     await world.training(*names, step=5)
 
 
-def stand(world: World, how: str, rank: int, seconds: str = "") -> None:
+def block_rank(world: World, how: str, rank: int, seconds: str = "") -> None:
     world.command(f"{how}-{rank}", seconds)
 
 
 def hide(world: World, ranks: int) -> None:
-    """Have all ranks stand still before the same step, a few seconds ahead, so that each has heard of it by then."""
+    """Block all ranks before the same step, a few seconds ahead, so that each has read the command by then."""
     step = world.jobs.last("a").progress.step + STEPS_AHEAD
     for rank in range(ranks):
-        stand(world, "hide", rank, str(step))
+        block_rank(world, "hide", rank, str(step))
 
 
 def failures(world: World, *names: str) -> dict[str, list[int]]:
@@ -59,7 +59,7 @@ async def test_a_stopped_rank_is_named_and_all_restart_in_place(world: World) ->
     waiting = [rank for name in "ac" for beat in world.jobs.heartbeats[name] for rank in beat.stuck]
     assert all(rank.waiting and "all_reduce" in rank.stack for rank in waiting), "the others are known to wait"
     await world.until(lambda: not world.jobs.last("a").stuck, "nothing stands still any more")
-    assert not alive(world.starts(rank=1)[0]["pid"])
+    assert not is_alive(world.starts(rank=1)[0]["pid"])
     assert not world.starts(attempt=2)
     restart = world.jobs.last("b").restarts[-1]
     assert 1.5 <= restart.detected_at - restart.failed_at < 8
@@ -67,7 +67,7 @@ async def test_a_stopped_rank_is_named_and_all_restart_in_place(world: World) ->
 
 async def test_a_rank_that_is_stopped_while_it_saves_has_no_longer_than_in_a_step(world: World) -> None:
     await train(world, "a", "b")
-    stand(world, "save", 1)
+    block_rank(world, "save", 1)
     await world.until(lambda: not (world.control / "save-1").exists(), "it waits for storage")
     os.kill(world.starts(rank=1)[0]["pid"], signal.SIGSTOP)
     await world.training("a", "b", attempt=1)
@@ -78,7 +78,7 @@ async def test_a_rank_that_is_stopped_while_it_saves_has_no_longer_than_in_a_ste
 
 async def test_a_rank_that_sleeps_in_its_own_work_is_named_with_its_stack(world: World) -> None:
     await train(world, "a", "b", processes=2)
-    stand(world, "sleep", 3)
+    block_rank(world, "sleep", 3)
     await world.training("a", "b", attempt=1)
     assert failures(world, "a", "b") == {"a": [], "b": [77]}
     (failure,) = world.jobs.last("b").failures
@@ -91,7 +91,7 @@ async def test_a_rank_that_sleeps_in_its_own_work_is_named_with_its_stack(world:
 
 async def test_an_endless_loop_is_named_although_it_uses_the_processor(world: World) -> None:
     await train(world, "a", "b")
-    stand(world, "spin", 0)
+    block_rank(world, "spin", 0)
     await world.training("a", "b", attempt=1)
     (failure,) = world.jobs.last("a").failures
     assert "not waiting for peers" in failure.message
@@ -108,7 +108,7 @@ async def test_ranks_that_all_wait_restart_without_a_culprit(world: World) -> No
 
 async def test_a_long_save_of_one_rank_is_no_hang_of_those_who_wait(world: World) -> None:
     await train(world, "a", "b")
-    stand(world, "save", 1, "5")
+    block_rank(world, "save", 1, "5")
     await world.until(
         lambda: any(beat.stuck for beat in world.jobs.heartbeats["a"]), "a says that its rank stands still"
     )
@@ -138,7 +138,7 @@ async def test_a_rank_that_hangs_again_and_again_is_given_up_with_a_verdict(worl
     await world.ready("a", "b")
     await world.jobs.publish(["a", "b"])
     await world.training("a", "b", step=5)
-    stand(world, "sleep", 1)
+    block_rank(world, "sleep", 1)
     await world.until(lambda: world.jobs.last("b").verdict is not None, "b gives up")
     assert world.jobs.last("b").verdict.exit_code == 77
     await world.until(lambda: world.jobs.last("a").phase == "Failed", "a stops")

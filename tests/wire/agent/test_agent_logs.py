@@ -1,4 +1,4 @@
-"""What real agents and real training processes leave in a pod's log, as text and as lines of the schema."""
+"""Real agents and real training processes write a pod's log, as text and as lines of the schema."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def read(agent: Agent) -> list[LogLine]:
     return found
 
 
-async def test_an_agent_and_what_its_ranks_print_are_told_in_the_schema_with_whose_it_is(world: World) -> None:
+async def test_lines_of_an_agent_and_of_its_ranks_are_logged_in_the_schema_with_their_source(world: World) -> None:
     world.start("a", "b", **JSON)
     await world.ready("a", "b")
     await world.jobs.publish(["a", "b"])
@@ -77,7 +77,7 @@ def real_training(world: World, tmp_path: Path) -> World:
     return world
 
 
-async def test_the_trainer_writes_the_schema_and_says_as_much_as_it_does_as_text(real_training: World) -> None:
+async def test_the_trainer_logs_as_much_in_the_schema_as_in_text(real_training: World) -> None:
     world = real_training
     trainer = {"TRAINIUM_RANK_ENTRY": "trainium_trainer.cli:main"}
     world.start("json", **trainer, **JSON)
@@ -93,7 +93,7 @@ async def test_the_trainer_writes_the_schema_and_says_as_much_as_it_does_as_text
     assert all(line.as_text().startswith(f"{line.time[11:19]} rank 0 {line.level.upper()} ") for line in own)
 
 
-async def test_a_configuration_that_is_wrong_is_told_as_an_error_in_one_line(real_training: World) -> None:
+async def test_an_invalid_configuration_is_logged_as_an_error_in_one_line(real_training: World) -> None:
     world = real_training
     (world.folder / "trainer.yaml").write_text("steps: 0\n")
     world.start("a", TRAINIUM_RANK_ENTRY="trainium_trainer.cli:main", **JSON)
@@ -101,10 +101,10 @@ async def test_a_configuration_that_is_wrong_is_told_as_an_error_in_one_line(rea
     await world.jobs.publish(["a"])
     await world.ended("a")
 
-    (said,) = [line for line in read(world.agents["a"]) if line.logger == "trainium.exit"]
-    assert (said.level, said.source, said.rank) == ("error", "trainer", 0)
-    assert "steps is 0: use a number of at least 1" in said.message
-    assert world.jobs.last("a").verdict.message == said.message
+    (line,) = [each for each in read(world.agents["a"]) if each.logger == "trainium.exit"]
+    assert (line.level, line.source, line.rank) == ("error", "trainer", 0)
+    assert "steps is 0: use a number of at least 1" in line.message
+    assert world.jobs.last("a").verdict.message == line.message
 
 
 async def test_a_form_that_does_not_exist_ends_the_agent_with_a_sentence(world: World) -> None:
@@ -114,7 +114,7 @@ async def test_a_form_that_does_not_exist_ends_the_agent_with_a_sentence(world: 
     assert world.agents["a"].log == "trainium-agent: TRAINIUM_LOG_FORMAT='xml' must be text or json.\n"
 
 
-async def test_what_is_wrong_with_the_environment_is_told_in_the_schema_too(world: World) -> None:
+async def test_an_error_in_the_environment_is_logged_in_the_schema_too(world: World) -> None:
     world.start("a", TRAINIUM_NAMESPACE="", **JSON)
     await world.ended("a")
     (line,) = read(world.agents["a"])

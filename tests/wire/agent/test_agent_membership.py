@@ -6,12 +6,12 @@ import os
 import signal
 from pathlib import Path
 
-from agent_world import World, alive
+from agent_world import World, is_alive
 
 from trainium_contract.wire.messages import Transition
 
 
-async def test_a_first_generation_starts_every_rank_where_the_membership_says(world: World) -> None:
+async def test_a_first_generation_starts_every_rank_where_the_membership_places_it(world: World) -> None:
     world.start("a", "b", "spare")
     await world.ready("a", "b", "spare")
     await world.jobs.publish(["b", "a"])
@@ -35,7 +35,7 @@ async def test_a_graceful_resize_loses_no_step(world: World) -> None:
     assert sorted((row["rank"], row["world"]) for row in world.starts(generation=2)) == [(0, 2), (1, 2)]
     await world.until(lambda: world.jobs.last("c").phase == "Standby", "c is a spare")
     assert all(not world.jobs.last(name).failures for name in "abc")
-    assert not [row for row in world.starts(generation=1) if alive(row["pid"])]
+    assert not [row for row in world.starts(generation=1) if is_alive(row["pid"])]
 
     await world.jobs.publish(["a", "b", "c"], Transition.GRACEFUL)
     await world.training("a", "b", "c", generation=3)
@@ -49,7 +49,7 @@ async def test_a_graceful_resize_does_not_wait_for_ranks_that_cannot_save(world:
     os.kill(world.starts(rank=0)[0]["pid"], signal.SIGSTOP)
     await world.jobs.publish(["b"], Transition.GRACEFUL)
     await world.until(lambda: world.jobs.last("a").phase == "Standby", "a gave up waiting after its grace period")
-    assert not alive(world.starts(rank=0, generation=1)[0]["pid"])
+    assert not is_alive(world.starts(rank=0, generation=1)[0]["pid"])
 
 
 async def test_a_lost_agent_is_replaced_by_the_spare_at_once(world: World) -> None:
@@ -61,7 +61,7 @@ async def test_a_lost_agent_is_replaced_by_the_spare_at_once(world: World) -> No
     world.agents["b"].signal(signal.SIGKILL)
     await world.jobs.publish(["a", "spare"])
     await world.training("a", "spare", generation=2)
-    await world.until(lambda: not alive(lost), "the lost agent's rank ended with it")
+    await world.until(lambda: not is_alive(lost), "the lost agent's rank ended with it")
     assert world.starts(generation=2, rank=1)[0]["pod"] == "spare"
 
 
@@ -91,12 +91,12 @@ async def test_an_older_generation_is_never_joined(world: World) -> None:
     world.jobs.membership = first
     await world.servers[0].stop()
     await world.servers[0].start()
-    await world.until(lambda: len(world.jobs.registrations) == 2, "registered again, and told of generation 1")
+    await world.until(lambda: len(world.jobs.registrations) == 2, "registered again, and received generation 1")
     seen = len(world.jobs.heartbeats["a"])
     await world.until(lambda: len(world.jobs.heartbeats["a"]) > seen + 2, "more heartbeats")
     assert {row["generation"] for row in world.starts()} <= {1, 2}
     assert world.jobs.last("a").generation == 2
-    assert alive(world.starts(generation=2)[0]["pid"])
+    assert is_alive(world.starts(generation=2)[0]["pid"])
 
 
 async def test_a_late_zombie_is_refused_ends_its_ranks_and_cannot_rejoin(world: World) -> None:
@@ -113,13 +113,13 @@ async def test_a_late_zombie_is_refused_ends_its_ranks_and_cannot_rejoin(world: 
 
     for pid in (zombie, world.agents["b"].pid):
         os.kill(pid, signal.SIGCONT)
-    await world.until(lambda: not alive(zombie), "its rank is ended")
+    await world.until(lambda: not is_alive(zombie), "its rank is ended")
     await world.until(lambda: len(world.jobs.heartbeats["b"]) > seen, "b is heard again")
     late = world.jobs.heartbeats["b"][seen:]
     assert {beat.generation for beat in late} == {2}, "what it says as generation 1 is refused with 409"
     await world.until(lambda: world.jobs.last("b").phase == "Standby", "b is a spare")
     assert not [row for row in world.starts(pod="b") if row["generation"] != 1]
-    assert alive(world.starts(rank=0, generation=2)[0]["pid"])
+    assert is_alive(world.starts(rank=0, generation=2)[0]["pid"])
     assert not world.starts(attempt=1), "nobody restarted because of it"
 
 
@@ -145,14 +145,14 @@ async def test_a_pod_that_finished_twice_waits_until_the_second_time_is_known_to
     await world.training("a", "spare", generation=2)
     world.servers[0].leader = False
     world.command("last-step", "10")
-    await world.until(lambda: not [row for row in world.starts() if alive(row["pid"])], "the ranks ended")
+    await world.until(lambda: not [row for row in world.starts() if is_alive(row["pid"])], "the ranks ended")
     await asyncio.sleep(1.5)  # node 0 parts from the others, and would leave
     world.factory.poll()
     assert world.agents["a"].code is None
     world.servers[0].leader = True
     await world.ended("a", "spare")
-    told = world.jobs.last("a")
-    assert (told.generation, told.phase) == (2, "Finished")
+    last = world.jobs.last("a")
+    assert (last.generation, last.phase) == (2, "Finished")
 
 
 async def test_sigterm_saves_and_leaves_nothing_running(world: World) -> None:
@@ -165,13 +165,13 @@ async def test_sigterm_saves_and_leaves_nothing_running(world: World) -> None:
     world.agents["a"].signal(signal.SIGTERM)
     await world.ended("a")
     assert world.agents["a"].code == 75
-    assert not [pid for pid in below if alive(pid)]
+    assert not [pid for pid in below if is_alive(pid)]
     await world.until(lambda: world.jobs.last("b").phase == "Yielded", "b yielded with it")
     # The other member's pod is ending, so b must not go on alone.
     world.agents["b"].signal(signal.SIGTERM)
     await world.ended("b")
     assert world.agents["b"].code == 75
-    assert not [row for row in world.starts() if alive(row["pid"])]
+    assert not [row for row in world.starts() if is_alive(row["pid"])]
 
 
 async def test_sigterm_to_a_spare_ends_it_at_once(world: World) -> None:
@@ -181,7 +181,7 @@ async def test_sigterm_to_a_spare_ends_it_at_once(world: World) -> None:
     world.agents["a"].signal(signal.SIGTERM)
     await world.ended("a")
     assert world.agents["a"].code == 0
-    assert not [pid for pid in below if alive(pid)]
+    assert not [pid for pid in below if is_alive(pid)]
 
 
 async def test_agents_of_a_job_that_was_deleted_end_their_ranks_and_leave_at_once(world: World) -> None:
@@ -193,7 +193,7 @@ async def test_agents_of_a_job_that_was_deleted_end_their_ranks_and_leave_at_onc
     world.jobs.deleted = True
     world.servers[0].end_streams()
     await world.ended("a", "spare")
-    assert not alive(world.starts()[0]["pid"])
+    assert not is_alive(world.starts()[0]["pid"])
     assert "the job no longer exists" in world.agents["a"].log
 
 
@@ -205,7 +205,7 @@ async def test_ranks_that_ignore_sigterm_are_killed_after_the_grace_period(world
     os.kill(world.starts()[0]["pid"], signal.SIGSTOP)
     world.agents["a"].signal(signal.SIGTERM)
     await world.ended("a")
-    assert not alive(world.starts()[0]["pid"])
+    assert not is_alive(world.starts()[0]["pid"])
 
 
 def descendants(pid: int) -> list[int]:
@@ -229,7 +229,7 @@ async def test_generations_that_are_over_leave_no_connection_behind(world: World
 
 
 def sockets(pid: int) -> int:
-    """Of a process."""
+    """Count the sockets of a process."""
     found = 0
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):

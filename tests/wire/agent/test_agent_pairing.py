@@ -34,7 +34,7 @@ async def two_collective_hangs(world: World, *spares: str, patience: float = 8) 
         hide(world, len(NODES))
 
 
-@pytest.mark.timeout(150)  # a node that says nothing is waited for, twice
+@pytest.mark.timeout(150)  # the test waits for a silent node, twice
 @pytest.mark.parametrize(
     ("fault", "code"),
     [
@@ -67,7 +67,7 @@ async def test_a_node_that_hides_is_found_and_replaced_and_its_victims_stay(
 
 
 @pytest.mark.timeout(90)
-async def test_sound_nodes_pass_the_test_and_go_on_in_the_same_attempt(world: World) -> None:
+async def test_healthy_nodes_pass_the_test_and_continue_in_the_same_attempt(world: World) -> None:
     await two_collective_hangs(world)
     await world.training(*NODES, attempt=2)
     assert all(world.jobs.last(name).checks[0].passed for name in NODES)

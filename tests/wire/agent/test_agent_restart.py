@@ -4,7 +4,7 @@ import os
 import signal
 from pathlib import Path
 
-from agent_world import World, alive
+from agent_world import World, is_alive
 
 
 def kill_rank(world: World, rank: int, **which: int) -> int:
@@ -90,7 +90,7 @@ async def test_a_user_error_stops_the_generation_with_a_verdict(world: World) ->
     assert "rank 1 leaves with 64" in world.jobs.last("b").verdict.message
     assert world.jobs.last("a").verdict is None
     assert not world.starts(attempt=1)
-    assert not any(alive(row["pid"]) for row in world.starts())
+    assert not any(is_alive(row["pid"]) for row in world.starts())
     assert all(agent.code is None for agent in world.agents.values())
 
 
@@ -180,7 +180,7 @@ async def test_the_loss_of_the_store_leaves_the_others_waiting_for_a_newer_gener
     await job(world, "a", "b", "c")
     world.agents["a"].signal(signal.SIGKILL)
     await world.ended("a")
-    await world.until(lambda: not alive(world.starts(rank=0)[0]["pid"]), "its rank ended with it")
+    await world.until(lambda: not is_alive(world.starts(rank=0)[0]["pid"]), "its rank ended with it")
     for rank in (1, 2):
         kill_rank(world, rank)
     await world.until(

@@ -1,4 +1,4 @@
-"""The figures of a step that a fake rank made."""
+"""The figures of a step of a fake rank."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from trainium_trainer.monitor.figures import StepFigures
 
 
 def figures(step: int) -> StepFigures:
-    """Such that every step tells itself from the others."""
+    """Return figures that differ from those of every other step."""
     return StepFigures(
         step=step,
         loss=1.0 / step,

@@ -1,9 +1,9 @@
 """A stand-in for training whose ranks wait for each other in a real all-reduce each step, as training does.
 
-Files in $FAKE_CONTROL, each taken once by the rank in its name, say where to stand still, for ever or for the seconds
-that the file holds: `sleep-<rank>` in its own work, `spin-<rank>` in its own work with the processor, `save-<rank>` in
-a place that waits for storage, `hide-<rank>` as if it waited for its peers. `slow-<rank>` holds the seconds of work in
-each step.
+Files in $FAKE_CONTROL, each read once by the rank in its name, block that rank for the seconds that the file holds, or
+forever: `sleep-<rank>` in the rank's work, `spin-<rank>` in its work with the processor busy, `save-<rank>` in a call
+that waits for storage. `hide-<rank>` holds the step before which the rank blocks as if it waited for its peers, and
+`slow-<rank>` the seconds of work in each step.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
             began = time.perf_counter()
             own_work(control, rank, pulse)
             with pulse.peers:
-                if hides(control, rank, step):
+                if should_hide(control, rank, step):
                     time.sleep(3600)
                 dist.all_reduce(torch.ones(1))
             step += 1
@@ -84,8 +84,8 @@ def own_work(control: Path, rank: int, pulse: Pulse) -> None:
             time.sleep(seconds)
 
 
-def hides(control: Path, rank: int, step: int) -> bool:
-    """Whether this rank is to stand still before this step, which the command names."""
+def should_hide(control: Path, rank: int, step: int) -> bool:
+    """Return whether this rank has a command to block before this step."""
     command = control / f"hide-{rank}"
     if not command.exists() or step < int(command.read_text()):
         return False

@@ -1,8 +1,8 @@
 """A stand-in for training where training is not the point: counts steps, keeps them in memory, saves on SIGTERM.
 
-Files in $FAKE_CONTROL steer it: `exit-<rank>` holds a code to leave with and last words (taken once), `always-exit` a
-code to leave with at once each time, `last-step` ends the run, after an export of as many pieces as `export` says: they
-outlive a process. Every start is written to `starts.jsonl`.
+Files in $FAKE_CONTROL control it: `exit-<rank>` holds an exit code and a last message (read once), `always-exit` the
+code of an immediate exit at every start. `last-step` ends the run, after an export of as many pieces as `export` holds;
+exported pieces outlive a process. Every start is written to `starts.jsonl`.
 """
 
 from __future__ import annotations
