@@ -24,7 +24,7 @@ from tests.testing.trainer.example_files import (
 from trainium_trainer.cli import app
 from trainium_trainer.data.batches.loader import Share
 from trainium_trainer.data.batches.samples import Samples
-from trainium_trainer.data.examples.held_out import build_prompt_ids
+from trainium_trainer.data.examples.held_out import build_prompts
 from trainium_trainer.data.opening import open_data
 from trainium_trainer.data.prepared import build
 from trainium_trainer.data.streaming import open_loader
@@ -80,7 +80,9 @@ def test_an_example_begins_as_the_rule_says_whoever_else_writes_it(
     assert texts(data) == [(f"{expected}why so{EOS}", f"so{EOS}")]
     ids, _ = data.sources[0].stored.example(0)
     answer = int(data.sources[0].stored.rows["answer"][0])
-    assert build_prompt_ids(given, {"q": "why"}) == tuple(ids[:answer].tolist()), "an evaluation asks with the same"
+    assert build_prompts(given, [{"q": "why"}])[0][1] == tuple(ids[:answer].tolist()), (
+        "an evaluation asks with the same"
+    )
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 from tests.testing.trainer.example_files import CHAT, config, opened, records, texts, write_records, write_tokenizer
 from trainium_trainer.data.batches.order import EpochOrder
 from trainium_trainer.data.examples import store
-from trainium_trainer.data.examples.held_out import build_prompt, build_prompt_ids, read_held_out
+from trainium_trainer.data.examples.held_out import build_prompt, build_prompts, read_held_out
 from trainium_trainer.data.examples.store import StoredExamples
 from trainium_trainer.data.opening import open_data
 from trainium_trainer.data.tokens.tokenizer import load_tokenizer
@@ -230,12 +230,12 @@ def test_a_prompt_of_ones_own_is_put_together_as_in_training(tmp_path: Path, set
     row = read_held_out(settings, 1).examples[0]
     instruction = row.prompt_text.split("\n")[1]
     context = row.prompt_text.split("### Context\n")[1].split("\n")[0] if "### Context" in row.prompt_text else ""
-    assert build_prompt_ids(settings, {"instruction": instruction, "context": context}) == row.prompt_ids
+    assert build_prompts(settings, [{"instruction": instruction, "context": context}])[0][1] == row.prompt_ids
     with pytest.raises(UserError, match="the prompt: has no field 'instruction'"):
         build_prompt(settings, {"context": "a"})
     talk = config(tmp_path, tmp_path / "d.jsonl", format="Chat")
     assert build_prompt(talk, "hello") == ("<|begin|><|head|>user<|tail|>\n\nhello<|eot|><|head|>assistant<|tail|>\n\n")
-    assert build_prompt_ids(talk, "hello").count(0) == 1, CHAT
+    assert build_prompts(talk, ["hello"])[0][1].count(0) == 1, CHAT
     two = config(tmp_path, tmp_path / "d.jsonl", format="Classification")
     with pytest.raises(UserError, match="needs the fields question, sentence: give a JSON object with them"):
         build_prompt(two, "hello")

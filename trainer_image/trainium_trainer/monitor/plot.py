@@ -79,7 +79,7 @@ def draw(runs: Sequence[PlottedRun], output: Path) -> None:
     """Draw the runs' histories into one picture. Raises UserError without matplotlib or for an unknown file type."""
     try:
         import matplotlib as mpl  # noqa: PLC0415 - see the module
-        from matplotlib.figure import Figure  # noqa: PLC0415
+        from matplotlib.figure import Figure  # noqa: PLC0415 - see the module
     except ImportError as error:
         raise UserError(
             "drawing needs matplotlib, which is not installed here: pip install matplotlib, "

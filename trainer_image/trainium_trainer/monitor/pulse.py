@@ -162,8 +162,8 @@ class _Wait:
     ) -> None:
         pulse = self._pulse
         if self._kind == Waiting.YES:
-            pulse._waited += time.perf_counter() - self._began  # noqa: SLF001
-        pulse._waiting = 0  # noqa: SLF001
+            pulse._waited += time.perf_counter() - self._began  # noqa: SLF001 - two halves of one thing
+        pulse._waiting = 0  # noqa: SLF001 - two halves of one thing
         pulse.beat()
 
 
@@ -207,7 +207,7 @@ class _Measuring:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._first = False
-        self._pulse._waited = self._waited  # noqa: SLF001
+        self._pulse._waited = self._waited  # noqa: SLF001 - two halves of one thing
         self._pulse.enter(self._before)
 
 

@@ -228,8 +228,8 @@ def _marked(text: str) -> list[tuple[int, int]]:
 
 def _environment() -> Any:
     """Return the environment of transformers' chat templates, without the clock."""
-    from jinja2.ext import loopcontrols  # noqa: PLC0415 - as above
-    from jinja2.sandbox import ImmutableSandboxedEnvironment  # noqa: PLC0415
+    from jinja2.ext import loopcontrols  # noqa: PLC0415 - only chats pay for it
+    from jinja2.sandbox import ImmutableSandboxedEnvironment  # noqa: PLC0415 - only chats pay for it
 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True,
@@ -254,8 +254,8 @@ def _refuse(message: str) -> NoReturn:
 
 def _generation() -> type:
     """Return the block `{% generation %}`, which puts markers around what it holds."""
-    from jinja2 import nodes  # noqa: PLC0415 - as above
-    from jinja2.ext import Extension  # noqa: PLC0415
+    from jinja2 import nodes  # noqa: PLC0415 - only chats pay for it
+    from jinja2.ext import Extension  # noqa: PLC0415 - only chats pay for it
 
     class Generation(Extension):
         tags = {"generation"}  # noqa: RUF012 - as jinja2 has it

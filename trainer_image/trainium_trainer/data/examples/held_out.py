@@ -105,13 +105,8 @@ def build_prompt(config: DataConfig, given: dict[str, Any] | str) -> str:
     return build_prompts(config, [given])[0][0]
 
 
-def build_prompt_ids(config: DataConfig, given: dict[str, Any] | str) -> tuple[int, ...]:
-    """Return the tokens of that prompt, as in training. Raises UserError."""
-    return build_prompts(config, [given])[0][1]
-
-
 def build_prompts(config: DataConfig, given: Sequence[dict[str, Any] | str]) -> list[tuple[str, tuple[int, ...]]]:
-    """Text and tokens of several prompts, see `prompt_of`. Raises UserError."""
+    """Return text and tokens of several prompts, the tokens as in training. Raises UserError."""
     _refuse_text(config)
     tokenizer = with_cache(config, lambda cache: find_tokenizer(config, cache))
     encoder = ExampleEncoder(build_recipe(config, list_sources(config)[0][0], tokenizer))

@@ -137,7 +137,7 @@ def _broken(file: DataFile, kind: str, error: BaseException) -> UserError:
 
 
 def _opened_parquet(file: DataFile) -> Any:
-    from pyarrow import parquet  # noqa: PLC0415 - as above
+    from pyarrow import parquet  # noqa: PLC0415 - only tables pay for it
 
     with _refusing(file):
         if file.remote:

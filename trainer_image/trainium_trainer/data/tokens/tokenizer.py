@@ -357,7 +357,7 @@ def train_tokenizer(texts: Iterable[Iterator[str]], vocab_size: int) -> Tokenize
 
     Of several streams of text each gives an equal part.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: PLC0415 - as above
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: PLC0415 - few runs train one
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
