@@ -69,7 +69,7 @@ def run_of(data: Data) -> str:
         ("Never", False, BOS, ""),
     ],
 )
-def test_an_example_begins_as_the_rule_says_whoever_else_writes_it(
+def test_an_example_begins_by_the_rule_whether_or_not_others_write_its_beginning(
     tmp_path: Path, rule: str, own: bool, written: str, expected: str
 ) -> None:
     write_tokenizer(tmp_path / "tokenizer", bos=own)
@@ -95,7 +95,7 @@ def test_an_example_begins_as_the_rule_says_whoever_else_writes_it(
         ("Never", "{{ bos_token }}", ""),
     ],
 )
-def test_a_conversation_begins_as_the_rule_says_and_the_same_is_learned(
+def test_a_conversation_begins_by_the_rule_and_the_same_is_learned(
     tmp_path: Path, rule: str, template: str, expected: str
 ) -> None:
     turns = "{% for message in messages %}{{ '<|head|>' + message['content'] + '<|eot|>' }}{% endfor %}"
@@ -122,9 +122,9 @@ def test_documents_begin_with_the_token_when_asked_and_never_twice(
     file = write_tokenizer(tmp_path / "tokenizer", specials=TEXT_SPECIALS)
     source = write_records(tmp_path / "d.jsonl", [{"text": text} for text in DOCUMENTS])
     plain = "".join(f"{text}{ENDED}" for text in DOCUMENTS)
-    begun = "".join(f"{BOS}{text}{ENDED}" for text in DOCUMENTS)
+    with_bos = "".join(f"{BOS}{text}{ENDED}" for text in DOCUMENTS)
     found = {rule: open_data(text_config(tmp_path, source, bos=rule), 4) for rule in ("Auto", "Always", "Never")}
-    assert {rule: run_of(data) for rule, data in found.items()} == {"Auto": plain, "Always": begun, "Never": plain}
+    assert {rule: run_of(data) for rule, data in found.items()} == {"Auto": plain, "Always": with_bos, "Never": plain}
     assert found["Auto"].identity == found["Never"].identity != found["Always"].identity
     tokenizer = load_tokenizer(file)
     tokenizer.encode_special_tokens = False
@@ -132,7 +132,7 @@ def test_documents_begin_with_the_token_when_asked_and_never_twice(
     parquet.write_table(table, tmp_path / "ids.parquet")
     rules = {rule: text_config(tmp_path, tmp_path / "ids.parquet", bos=rule) for rule in ("Auto", "Always", "Never")}
     ours = {rule: run_of(open_data(given, 4)) for rule, given in rules.items()}
-    assert ours == {"Auto": begun, "Always": begun, "Never": plain}, "ids that a source brings are treated alike"
+    assert ours == {"Auto": with_bos, "Always": with_bos, "Never": plain}, "ids that a source brings are treated alike"
 
 
 def test_one_long_document_begins_once_whatever_its_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +160,7 @@ def test_text_that_is_tokenised_while_training_begins_alike(tmp_path: Path) -> N
     assert len(identities) == 2
 
 
-def test_prepared_text_says_how_it_begins_and_is_refused_where_another_way_is_asked(tmp_path: Path) -> None:
+def test_prepared_text_names_its_rule_for_bos_and_is_refused_under_another_rule(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "tokenizer", specials=TEXT_SPECIALS, bos=False)
     source = write_records(tmp_path / "d.jsonl", [{"text": text} for text in DOCUMENTS])
     for name, rule in (("with", "Always"), ("without", "Auto")):

@@ -1,4 +1,4 @@
-"""What cannot be used is refused in one sentence that says what, where and what to do."""
+"""Unusable data is refused in one sentence with the value, its place and the remedy."""
 
 from __future__ import annotations
 

@@ -132,9 +132,7 @@ def test_prepare_data_wants_one_of_its_two_forms(
     assert sentence in capsys.readouterr().err
 
 
-def test_prepare_data_says_so_when_there_is_nothing_to_prepare(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prepare_data_reports_an_absence_of_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write_run(tmp_path, format="Text", textField="response", sequenceLength=16, tokenization="Online")
     assert run(["prepare-data", "--config", str(file), "--set", "data.tokenizer={vocabSize: 300}"]) == 64
     assert "tokenised while training, so nothing is prepared: set it to Ahead" in capsys.readouterr().err

@@ -70,7 +70,7 @@ def test_a_beginning_and_an_end_that_a_template_writes_are_not_doubled(tmp_path:
     ]
 
 
-def test_what_looks_like_a_special_token_in_a_record_is_text(tmp_path: Path) -> None:
+def test_text_in_the_form_of_a_special_token_in_a_record_is_text(tmp_path: Path) -> None:
     file = write_tokenizer(tmp_path / "tokenizer")
     row = {"q": f"is {EOS} the end", "a": f"no, {BOS} is not"}
     source = write_records(tmp_path / "d.jsonl", [row])
@@ -94,7 +94,7 @@ def test_the_prompt_has_the_same_tokens_whatever_the_answer_begins_with(tmp_path
     assert [answer for _, answer in texts(data)] == [f"{row['a']}{EOS}" for row in rows]
 
 
-def test_a_conversation_has_the_tokens_that_transformers_gives_it_and_learns_what_the_assistant_says(
+def test_a_conversation_has_the_tokens_of_transformers_and_learns_those_of_the_assistant(
     tmp_path: Path,
 ) -> None:
     file = write_tokenizer(tmp_path / "tokenizer")
@@ -108,7 +108,7 @@ def test_a_conversation_has_the_tokens_that_transformers_gives_it_and_learns_wha
     assert trained[-1], "the end of the turn is learned"
 
 
-def test_generation_markers_say_what_is_learned_as_in_transformers(tmp_path: Path) -> None:
+def test_generation_markers_select_the_learned_tokens_as_in_transformers(tmp_path: Path) -> None:
     file = write_tokenizer(tmp_path / "tokenizer", chat=GENERATION)
     theirs = PreTrainedTokenizerFast.from_pretrained(file.parent)
     expected = theirs.apply_chat_template(TALK, return_assistant_tokens_mask=True)
@@ -138,7 +138,7 @@ def test_a_special_token_in_a_message_is_text_and_the_answer_is_still_found(tmp_
     assert ids.count(load_tokenizer(data.tokenizer).token_to_id("<|eot|>")) == 2
 
 
-def test_a_chat_template_may_lie_in_a_file_of_its_own(tmp_path: Path) -> None:
+def test_a_chat_template_may_be_in_a_separate_file(tmp_path: Path) -> None:
     file = write_tokenizer(tmp_path / "tokenizer", chat=None)
     file.with_name("chat_template.jinja").write_text(CHATML)
     source = write_records(tmp_path / "d.jsonl", [{"talk": TALK[1:3]}])

@@ -43,7 +43,7 @@ def test_the_built_in_template_leaves_an_empty_context_out(tmp_path: Path) -> No
     ]
 
 
-def test_a_template_of_ones_own_has_places_for_fields_and_braces(tmp_path: Path) -> None:
+def test_a_custom_template_has_places_for_fields_and_braces(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "tokenizer")
     source = write_records(tmp_path / "d.jsonl", [{"q": "{how}?", "a": 7, "tags": ["x", "é"], "none": None}])
     template = {"prompt": "{{json}} {q} {tags}{none}\n", "completion": "is {a}"}

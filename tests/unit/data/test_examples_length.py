@@ -31,17 +31,19 @@ def encoded(draw: st.DrawFn) -> Encoded:
 
 @given(encoded(), st.integers(2, 40), st.sampled_from(TooLong))
 @settings(max_examples=trials(300))
-def test_what_is_left_fits_and_keeps_what_the_rule_says(example: Encoded, most: int, rule: TooLong) -> None:
+def test_a_shortened_example_fits_and_keeps_the_part_that_the_rule_names(
+    example: Encoded, most: int, rule: TooLong
+) -> None:
     kept = fit_length(example, most, rule)
     if len(example.ids) <= most:
         assert kept is example
         return
     answer = example.ids[example.answer :].tolist()
     if kept is None:
-        room = most - example.frame - len(answer)
+        space = most - example.frame - len(answer)
         reasons = {
             TooLong.DROP: True,
-            TooLong.CUT_LEFT: room < 1,
+            TooLong.CUT_LEFT: space < 1,
             TooLong.CUT_RIGHT: not example.trained[1:most].any(),
         }
         assert reasons[rule]

@@ -155,7 +155,7 @@ def test_what_is_held_back_is_never_trained_on_and_stays_so_when_records_are_add
     assert more.sources[0].held[40:].tolist() == source.held.tolist()
 
 
-def test_the_end_of_each_source_or_a_source_of_its_own_may_be_held_back(tmp_path: Path, settings: DataConfig) -> None:
+def test_the_end_of_each_source_or_a_separate_source_may_be_held_back(tmp_path: Path, settings: DataConfig) -> None:
     tail = opened(settings.model_validate({**settings.model_dump(), "validation": {"fraction": 0.1, "split": "Tail"}}))
     assert tail.sources[0].held.tolist() == [False] * 108 + [True] * 12
     folder = tmp_path / "other"
@@ -203,7 +203,7 @@ def test_held_out_classes_have_their_words(tmp_path: Path) -> None:
     assert all(one.answer_text == f" {one.label}" for one in asked.examples)
 
 
-def test_held_out_answers_of_a_chat_are_what_is_said_and_the_turn_has_its_own_end(tmp_path: Path) -> None:
+def test_held_out_answers_of_a_chat_are_the_messages_and_end_with_the_token_of_the_turn(tmp_path: Path) -> None:
     file = write_tokenizer(tmp_path / "tokenizer")
     talks = [
         {
@@ -224,7 +224,7 @@ def test_held_out_answers_of_a_chat_are_what_is_said_and_the_turn_has_its_own_en
     assert all(one.answer_ids[-1] == turn for one in asked.examples)
 
 
-def test_a_prompt_of_ones_own_is_put_together_as_in_training(tmp_path: Path, settings: DataConfig) -> None:
+def test_a_custom_prompt_is_built_as_in_training(tmp_path: Path, settings: DataConfig) -> None:
     built_in = "### Instruction\nsay rank\n\n### Answer\n"
     assert build_prompt(settings, "say rank") == build_prompt(settings, {"instruction": "say rank"}) == built_in
     row = read_held_out(settings, 1).examples[0]

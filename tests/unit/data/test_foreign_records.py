@@ -236,10 +236,10 @@ def test_what_a_record_holds_and_no_example_uses_is_named_with_a_count(
     (tmp_path / "run.yaml").write_text(json.dumps({"data": given.to_wire()}))
     shown = ["show-data", "--config", str(tmp_path / "run.yaml"), "--set", "batch.globalSize=1", "--samples", "1"]
     assert cli.run([*shown, "--ids", "--borders"]) == 0
-    said = capsys.readouterr().out
-    assert "not used    id (1), tools (1), messages[].mood (1)" in said
-    assert "│" in said
-    assert "ids: " in said
+    output = capsys.readouterr().out
+    assert "not used    id (1), tools (1), messages[].mood (1)" in output
+    assert "│" in output
+    assert "ids: " in output
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ def test_documents_end_with_the_folders_eos_token_where_the_vocabulary_has_no_us
 
 @pytest.fixture
 def unwritable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache in which nothing can be written, whoever tries, and a temporary folder of this test."""
+    """Return a cache that no user can write to, beside a temporary folder of this test."""
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(cache_module, "_temporary", lambda: tmp_path / "temporary")
     (tmp_path / "cache").mkdir(exist_ok=True)
@@ -335,7 +335,7 @@ def test_a_cache_that_cannot_be_written_is_read_and_what_it_lacks_is_made_elsewh
 
 
 @pytest.mark.parametrize(("restarted", "kind"), [(False, UnreadableError), (True, StorageError)])
-def test_data_that_are_gone_are_storages_fault_only_where_this_run_has_read_them(
+def test_missing_data_are_a_storage_error_only_where_this_run_has_read_them(
     tmp_path: Path, *, restarted: bool, kind: type[Exception]
 ) -> None:
     write_tokenizer(tmp_path / "tokenizer")
@@ -346,7 +346,9 @@ def test_data_that_are_gone_are_storages_fault_only_where_this_run_has_read_them
 
 
 @pytest.mark.parametrize(("attempt", "code"), [("0", 64), ("1", 81)])
-def test_a_restarted_rank_whose_data_are_gone_ends_as_for_storage(tmp_path: Path, attempt: str, code: int) -> None:
+def test_a_restarted_rank_whose_data_are_missing_exits_as_for_a_storage_error(
+    tmp_path: Path, attempt: str, code: int
+) -> None:
     run = {"data": {"source": f"{tmp_path}/gone.txt", "cacheDirectory": f"{tmp_path}/cache"}, "steps": 1}
     (tmp_path / "run.yaml").write_text(json.dumps(run | {"schedule": {"warmupSteps": 0}}))
     command = [sys.executable, "-m", "trainium_trainer", "train", "--config", str(tmp_path / "run.yaml")]

@@ -1,4 +1,4 @@
-"""Prepared data and the cache: made once, made anew when it must be, taken up again after a kill, never half there."""
+"""Prepared data and the cache: made once, rebuilt when it must be, continued after a kill, never partial."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def recipe(path: Path, tokenizer: Path) -> PreparedRecipe:
 # ---- the cache ------------------------------------------------------------------------------------------------------
 
 
-def test_changed_text_is_tokenised_anew_and_unchanged_text_is_not(tmp_path: Path) -> None:
+def test_changed_text_is_tokenised_again_and_unchanged_text_is_not(tmp_path: Path) -> None:
     path = tmp_path / "d.txt"
     write_text(path)
     first = opened(config(tmp_path, path)).identity
@@ -63,7 +63,7 @@ def test_changed_text_is_tokenised_anew_and_unchanged_text_is_not(tmp_path: Path
     assert opened(config(tmp_path, path)).identity != first
 
 
-def test_a_tokenizer_may_be_brought_and_must_be_one(tmp_path: Path, tokenizer: Path) -> None:
+def test_a_tokenizer_file_may_be_given_and_must_be_valid(tmp_path: Path, tokenizer: Path) -> None:
     write_text(tmp_path / "d.txt")
 
     def given(path: Path) -> Any:
@@ -247,7 +247,7 @@ def test_a_folder_that_is_not_whole_or_not_ours_is_refused(tmp_path: Path, token
         build(folder, recipe(tmp_path / "d.jsonl", tokenizer), "other", workers=1)
 
 
-def test_the_processes_of_a_node_look_at_every_file_once_together(
+def test_the_processes_of_a_node_inspect_every_file_once_together(
     tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     many(tmp_path / "d.jsonl")
@@ -259,15 +259,15 @@ def test_the_processes_of_a_node_look_at_every_file_once_together(
         os.link(folder / only["file"], folder / f"copy-{number}.arrow")
     copies = [only | {"file": f"copy-{number}.arrow", "tokens": 0} for number in range(1, 7)]
     (folder / "manifest.json").write_text(json.dumps(manifest | {"shards": [only, *copies]}))
-    looked: list[str] = []
+    inspected: list[str] = []
     check = Prepared._check
-    monkeypatch.setattr(Prepared, "_check", lambda self, shard: (looked.append(shard.file), check(self, shard))[1])
+    monkeypatch.setattr(Prepared, "_check", lambda self, shard: (inspected.append(shard.file), check(self, shard))[1])
     for number in range(4):
-        before = len(looked)
+        before = len(inspected)
         with watching(number, 4):
             Prepared(folder)
-        assert len(looked) - before <= 2
-    assert sorted(looked) == sorted([only["file"], *(copy["file"] for copy in copies)])
+        assert len(inspected) - before <= 2
+    assert sorted(inspected) == sorted([only["file"], *(copy["file"] for copy in copies)])
     (folder / "copy-5.arrow").unlink()
     for number in (0, 2, 3):
         with watching(number, 4):
@@ -276,7 +276,7 @@ def test_the_processes_of_a_node_look_at_every_file_once_together(
         Prepared(folder)
 
 
-def test_a_file_that_nobody_looked_at_is_looked_at_when_it_is_opened(tmp_path: Path, tokenizer: Path) -> None:
+def test_a_file_that_no_process_inspected_is_inspected_when_it_is_opened(tmp_path: Path, tokenizer: Path) -> None:
     many(tmp_path / "d.jsonl")
     folder = tmp_path / "made"
     build(folder, recipe(tmp_path / "d.jsonl", tokenizer), "k", workers=1)
@@ -302,7 +302,7 @@ def test_a_broken_token_is_found_before_it_is_used(tmp_path: Path, tokenizer: Pa
 
 
 def at_once(monkeypatch: pytest.MonkeyPatch, action: Callable[[], object]) -> list[object]:
-    """What an action gives twice, the second time begun and ended before the first one names what it has written."""
+    """Return two results of an action: the second call starts and ends before the first one renames its draft."""
     first, second, drafted, done = [], [], threading.Event(), threading.Event()
     replace = pathlib.Path.replace
 
@@ -343,7 +343,7 @@ def test_two_ranks_that_count_what_is_held_back_at_once_both_remember_it(
     assert [file.suffix for file in cache.iterdir()] == [".npy"], "no draft is left"
 
 
-def test_two_processes_of_one_number_in_two_pods_may_look_at_a_file_at_once(
+def test_two_processes_of_one_number_in_two_pods_may_inspect_a_file_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     many(tmp_path / "d.jsonl")
@@ -428,10 +428,10 @@ def test_the_command_makes_data_that_are_recognised_with_their_tokenizer(
     out = tmp_path / "made"
     command = ["prepare-data", "--source", str(tmp_path / "d.jsonl"), "--tokenizer", str(tokenizer)]
     assert cli.run([*command, "--output", str(out), "--workers", "1"]) == 0
-    said = capsys.readouterr().out
-    assert f"{out}: 400 documents, " in said
-    assert "tokens/s, 1 lines skipped, the first: " in said
-    assert "d.jsonl line 401: not JSON" in said
+    output = capsys.readouterr().out
+    assert f"{out}: 400 documents, " in output
+    assert "tokens/s, 1 lines skipped, the first: " in output
+    assert "d.jsonl line 401: not JSON" in output
     settings = config(tmp_path, out, tokenizer={})
     data = opened(settings)
     assert decoded(data) == "".join(text + END for text in texts)

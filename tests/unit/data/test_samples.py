@@ -135,7 +135,7 @@ def test_a_mixture_is_even_in_any_stretch() -> None:
         assert [abs(stretch.count(source) - share) <= 2 for source, share in enumerate((70, 20, 10))] == [True] * 3
 
 
-def test_each_source_of_a_mixture_has_epochs_of_its_own() -> None:
+def test_each_source_of_a_mixture_has_separate_epochs() -> None:
     data = samples(30, 10, weights=(1.0, 1.0))
     numbers = data.numbers(0, 60)
     first = [number for number in numbers if number < 30]
@@ -157,7 +157,7 @@ def test_every_rank_does_as_many_validation_passes_and_all_of_them_each_sample_o
         assert firsts == {1, 9, 17, 10_001, 10_009, 10_017}
 
 
-def test_masked_documents_have_positions_of_their_own_and_nobody_guesses_how_the_next_begins() -> None:
+def test_masked_documents_have_separate_positions_and_no_target_is_the_start_of_the_next() -> None:
     tokens = np.array([5, 6, 0, 7, 0, 0, 8, 9, 4], np.uint16)
 
     class Fixed:

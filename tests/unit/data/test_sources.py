@@ -1,4 +1,4 @@
-"""Sources and formats: what is read, in what order, and what is said of bad data."""
+"""Sources and formats: what is read, in what order, and the messages for bad data."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def test_one_document_is_trained_on_and_its_end_may_be_held_back_but_not_its_onl
         opened(config(tmp_path, path, validation={"fraction": 0.9999}))
 
 
-def test_token_ids_may_be_brought_and_must_be_of_the_vocabulary(tmp_path: Path) -> None:
+def test_token_ids_may_be_given_and_must_be_in_the_vocabulary(tmp_path: Path) -> None:
     write_text(tmp_path / "d.txt")
     tokenizer = opened(config(tmp_path, tmp_path / "d.txt")).tokenizer
     given = {"tokenizer": {"path": str(tokenizer)}, "text_field": "ids"}

@@ -120,7 +120,7 @@ def test_a_tokenizer_is_read_from_s3_with_the_files_beside_it(
         tokenizer_file(TokenizerConfig(path="s3://bucket/none"))
 
 
-def test_a_changed_object_is_tokenised_anew(server: S3Server, tmp_path: Path) -> None:
+def test_a_changed_object_is_tokenised_again(server: S3Server, tmp_path: Path) -> None:
     put(server, tmp_path, "d.jsonl")
     first = opened(config(tmp_path, "s3://bucket/data")).identity
     reads = len(server.requests)

@@ -91,7 +91,7 @@ def test_a_module_that_the_compiler_has_not_finished_is_not_shared(tmp_path: Pat
     assert shared.publish(KEY, compiled(tmp_path / "a", finished=False)).files == ()
 
 
-def test_a_key_with_a_damaged_file_is_set_aside_and_can_be_published_anew(
+def test_a_key_with_a_damaged_file_is_set_aside_and_can_be_published_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     shared = SharedCache(tmp_path / "shared")
@@ -165,8 +165,8 @@ def test_the_lock_of_a_process_that_was_killed_is_broken(tmp_path: Path) -> None
 def test_the_lock_of_another_machine_is_broken_only_when_it_is_no_longer_touched(tmp_path: Path) -> None:
     path = tmp_path / KEY
     path.write_text(json.dumps({"place": "another node", "pid": 1, "born": "1", "token": "theirs"}))
-    looks = iter([False, False, True])
-    with lock.held(path, unless=lambda: next(looks), poll_seconds=0.01) as mine:
+    published = iter([False, False, True])
+    with lock.held(path, unless=lambda: next(published), poll_seconds=0.01) as mine:
         assert not mine
     assert json.loads(path.read_text())["token"] == "theirs"
     os.utime(path, (1, 1))

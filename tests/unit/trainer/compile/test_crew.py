@@ -46,13 +46,13 @@ time.sleep(0.5)
 """
 
 
-def test_the_first_runs_alone_and_the_others_side_by_side_each_with_a_seat_of_its_own(tmp_path: Path) -> None:
+def test_the_first_runs_alone_and_the_others_side_by_side_each_with_a_separate_seat(tmp_path: Path) -> None:
     crew = Crew(3, lambda: 64 * GIB)
     seats: list[tuple[int, int]] = []
 
     def work(number: int, seat: int) -> None:
         seats.append((number, seat))
-        others = 1 if number == 0 else 4  # none of the last three ends before all have begun
+        others = 1 if number == 0 else 4  # none of the last three ends before all have started
         done = crew.run([sys.executable, "-c", MEET, str(tmp_path), f"at-{number}", str(others)], "7", os.environ)
         assert (done.returncode, done.stderr) == (0, "")
 
@@ -107,10 +107,10 @@ def test_the_error_of_one_is_raised_and_what_ran_beside_it_is_ended_with_its_chi
 
     with pytest.raises(ValueError, match="rank 2: no room"):
         crew.each([0, 1, 2, 3, 4], work)
-    assert gone(int(pid_file.read_text()))
+    assert ends_soon(int(pid_file.read_text()))
 
 
-def test_whoever_ends_the_programs_group_ends_all_of_it(tmp_path: Path) -> None:
+def test_a_signal_to_the_programs_group_ends_all_of_it(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     program = (
         "import os, sys\n"
@@ -127,11 +127,11 @@ def test_whoever_ends_the_programs_group_ends_all_of_it(tmp_path: Path) -> None:
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    assert gone(int(pid_file.read_text()))
+    assert ends_soon(int(pid_file.read_text()))
 
 
-def gone(pid: int) -> bool:
-    """Whether a process ends within some time."""
+def ends_soon(pid: int) -> bool:
+    """Return whether a process ends within 30 seconds."""
     stat = Path(f"/proc/{pid}/stat")
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:

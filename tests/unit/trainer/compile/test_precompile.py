@@ -66,8 +66,8 @@ def test_every_size_is_compiled_once_for_all_nodes_and_nothing_else_is_written(t
     assert all(name == "job.yaml" or name.startswith(("node/trainium/compiled/", "shared/")) for name in written)
     assert len([name for name in written if name.startswith("shared/keys/")]) == 2
     again = run(tmp_path, "precompile", "--config", "job.yaml", *shared, TRAINIUM_LOG_FORMAT="json")
-    told = [line for text in again.stdout.splitlines() if (line := read_log_line(text)) is not None]
-    assert [": ready in " in line.message for line in told] == [True, True]
+    reported = [line for text in again.stdout.splitlines() if (line := read_log_line(text)) is not None]
+    assert [": ready in " in line.message for line in reported] == [True, True]
     elsewhere = run(tmp_path, "precompile", "--config", "job.yaml", *shared, XDG_CACHE_HOME=str(tmp_path / "node-2"))
     assert elsewhere.stdout.count(": fetched in ") == 2
 
@@ -144,7 +144,7 @@ def test_neurons_tool_gets_a_folder_and_a_core_for_each_place_and_the_one_that_f
         (("train", "--config", "job.yaml"), {"NEURON_EXTRACT_GRAPHS_ONLY": "1"}, "use `trainium-trainer precompile`"),
     ],
 )
-def test_what_cannot_be_compiled_is_said_with_code_64(
+def test_a_model_that_cannot_be_compiled_is_reported_with_code_64(
     tmp_path: Path, arguments: tuple[str, ...], environment: dict[str, str], words: str
 ) -> None:
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(JOB))

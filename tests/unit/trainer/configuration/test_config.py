@@ -218,7 +218,9 @@ def test_a_bad_command_line_or_configuration_ends_with_64_and_its_sentence_last(
     assert cli.run(["--help"]) == 0
 
 
-def test_check_says_what_a_configuration_means_at_a_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_reports_the_effect_of_a_configuration_at_a_size(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     document = {
         "model": {"preset": "Llama2-7B"},
         "data": {"sequenceLength": 4096},
@@ -245,7 +247,7 @@ def test_check_says_what_a_configuration_means_at_a_size(tmp_path: Path, capsys:
     assert "the number of ranks is 12, which is not divisible by parallelism.tensor 8" in capsys.readouterr().err
 
 
-def test_check_refuses_a_job_that_is_too_large_for_its_cores_and_says_the_numbers(
+def test_check_refuses_a_job_that_is_too_large_for_its_cores_and_reports_the_numbers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def check(instance: str) -> int:
@@ -268,7 +270,7 @@ def test_check_refuses_a_job_that_is_too_large_for_its_cores_and_says_the_number
     assert "a core of trn1.32xlarge has 16.0 GiB, but a process needs 50.2 GiB of weights" in capsys.readouterr().err
 
 
-def test_too_little_shared_memory_on_a_node_is_told_with_what_is_switched_off() -> None:
+def test_too_little_shared_memory_on_a_node_is_reported_with_the_features_to_switch_off() -> None:
     gib = 1 << 30
     found = MemoryEstimate(10**9, 2 * gib, gib, shared_memory=20 * gib, host=40 * gib)
     small = INSTANCES["trn1.2xlarge"]
@@ -281,7 +283,7 @@ def test_too_little_shared_memory_on_a_node_is_told_with_what_is_switched_off() 
     assert refuse_too_small(found, INSTANCES["trn1.32xlarge"], "") == []
 
 
-def test_settings_without_effect_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_without_effect_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     document = {
         "schedule": {"kind": "Constant", "decaySteps": 5},
         "optimizer": {"weightDecay": 0, "decayScope": "Matrices"},
@@ -299,11 +301,14 @@ def test_settings_without_effect_are_told(tmp_path: Path, capsys: pytest.Capture
 def test_data_and_packages_that_are_not_here_are_refused_where_the_run_would_be(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    gone = str(tmp_path / "corpus")
+    missing = str(tmp_path / "corpus")
     for document, sentence in (
-        ({"data": {"source": gone}}, f"data.source {gone}: there is no such file or folder on this machine"),
-        ({"data": {"sources": [{"source": "python-docs"}, {"source": gone}]}}, f"data.source {gone}: there is no such"),
-        ({"data": {"source": f"{gone}/*.txt"}}, f"data.source {gone}/*.txt: there is no such file or folder"),
+        ({"data": {"source": missing}}, f"data.source {missing}: there is no such file or folder on this machine"),
+        (
+            {"data": {"sources": [{"source": "python-docs"}, {"source": missing}]}},
+            f"data.source {missing}: there is no such",
+        ),
+        ({"data": {"source": f"{missing}/*.txt"}}, f"data.source {missing}/*.txt: there is no such file or folder"),
         ({"backend": "Nxd"}, "backend is Nxd, but torch_xla and neuronx_distributed cannot be imported"),
     ):
         argv = ["check", "--config", str(write(tmp_path, document))]
@@ -314,7 +319,9 @@ def test_data_and_packages_that_are_not_here_are_refused_where_the_run_would_be(
         assert f"warning: {sentence}" in capsys.readouterr().out
 
 
-def test_data_that_is_here_or_need_not_be_is_not_spoken_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_that_exists_or_is_optional_here_is_not_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "one.txt").write_text("text")
     for source in (str(tmp_path / "one.txt"), str(tmp_path), f"{tmp_path}/*.txt", "owner/set"):
         assert cli.run(["check", "--config", str(write(tmp_path, {"data": {"source": source}}))]) == 0
@@ -322,7 +329,7 @@ def test_data_that_is_here_or_need_not_be_is_not_spoken_of(tmp_path: Path, capsy
     assert find_missing(TrainingConfig.model_validate({"data": {"source": "s3://bucket/corpus"}})) == []
 
 
-def test_weights_beside_a_shape_that_are_not_read_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unread_weights_beside_a_shape_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shape = {"model_type": "llama", "vocab_size": 2048, "hidden_size": 64, "intermediate_size": 128}
     shape |= {"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 512}
     folder = tmp_path / "base"
@@ -348,17 +355,17 @@ def test_configuration_errors_are_found_without_importing_torch(tmp_path: Path) 
 def test_a_training_jobs_manifest_is_taken_where_a_configuration_is(capsys: pytest.CaptureFixture[str]) -> None:
     example = Path(__file__).parents[4] / "manifests/examples/hlat-7b.yaml"
     assert cli.run(["check", "--config", str(example)]) == 0
-    told = capsys.readouterr().out
-    assert "job: starts on 128 nodes of 32 processes; useful sizes: 64, 86, 128\n" in told
-    assert "warning: data.tokenizer.path /data/tokenizer is not on this machine" in told
-    assert "warning: data.source /data/corpus: there is no such file or folder on this machine" in told
-    assert "processes: 4096 = data 512 x tensor 8 x pipeline 1" in told
+    report = capsys.readouterr().out
+    assert "job: starts on 128 nodes of 32 processes; useful sizes: 64, 86, 128\n" in report
+    assert "warning: data.tokenizer.path /data/tokenizer is not on this machine" in report
+    assert "warning: data.source /data/corpus: there is no such file or folder on this machine" in report
+    assert "processes: 4096 = data 512 x tensor 8 x pipeline 1" in report
     assert cli.run(["check", "--config", str(example), "--ranks", "2048"]) == 0
     assert "processes: 2048 = data 256" in capsys.readouterr().out
     assert load(example).batch.global_size == 1024
 
 
-def test_what_is_wrong_with_a_manifest_is_said_with_its_place(tmp_path: Path) -> None:
+def test_an_error_in_a_manifest_is_reported_with_its_place(tmp_path: Path) -> None:
     document = {"kind": "TrainingJob", "spec": {"workers": {"replica": 3}}}
     with pytest.raises(UserError, match=r"spec: workers\.replica is not a field: did you mean replicas\?"):
         load(write(tmp_path, document))
@@ -383,7 +390,7 @@ def test_epochs_of_unknown_length_and_a_warm_up_longer_than_the_run_are_refused(
         with_steps(longer, 40)
 
 
-def test_check_says_what_is_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_reports_the_trained_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "base").mkdir()
     shape = {"model_type": "llama", "vocab_size": 2048, "hidden_size": 64, "intermediate_size": 128}
     shape |= {"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 512}
@@ -397,6 +404,6 @@ def test_check_says_what_is_trained(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "has tokenizer.model but no tokenizer.json: convert it once with transformers" in capsys.readouterr().err
     write_tokenizer(tmp_path / "base", specials=("<|endoftext|>",), bos=False)
     assert cli.run(["check", "--config", str(write(tmp_path, config))]) == 0
-    said = capsys.readouterr().out
-    assert "tuning: LoRA of rank 4 on 4 layers, scale 2; 2,048 of 344,384 parameters (0.59%) are trained" in said
-    assert "run: 3 epochs" in said
+    output = capsys.readouterr().out
+    assert "tuning: LoRA of rank 4 on 4 layers, scale 2; 2,048 of 344,384 parameters (0.59%) are trained" in output
+    assert "run: 3 epochs" in output

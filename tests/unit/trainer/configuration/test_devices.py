@@ -1,4 +1,4 @@
-"""Which backend and device a run gets, and what is said when what it asks for is not there."""
+"""Which backend and device a run gets, and the message when the requested one is missing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA devi
 
 @pytest.fixture
 def neuron(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """What TorchNeuron registers, as far as the choice asks it; the library itself runs on its hardware only."""
+    """Register a stand-in for TorchNeuron, as far as the choice reads it: the library runs on its hardware only."""
     module = SimpleNamespace(is_available=lambda: True, device_count=lambda: 4)
     monkeypatch.setattr(torch, "neuron", module, raising=False)
     # Until a plug-in has given it a name, torch calls the device of plug-ins "privateuseone".
@@ -38,7 +38,7 @@ def neuron(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 @without_nxd
-def test_nxd_without_its_packages_names_them_and_says_where_they_are(launch: Callable[..., Job]) -> None:
+def test_nxd_without_its_packages_names_them_and_where_they_are(launch: Callable[..., Job]) -> None:
     job = launch(1, "nxd", ["backend=Nxd"])
     assert job.wait() == [64]
     sentence = job.log().splitlines()[-1]
@@ -53,15 +53,15 @@ def test_auto_is_native_where_nxd_is_not_installed() -> None:
 
 @without_cuda
 @pytest.mark.parametrize(
-    ("device", "said"),
+    ("device", "message"),
     [("Cuda", "device is Cuda, but no CUDA device can be used"), ("Neuron", "install TorchNeuron")],
 )
 def test_a_device_that_is_not_there_is_refused_with_what_to_install(
-    launch: Callable[..., Job], device: str, said: str
+    launch: Callable[..., Job], device: str, message: str
 ) -> None:
     job = launch(1, device, [f"device={device}"])
     assert job.wait() == [64]
-    assert said in job.log().splitlines()[-1]
+    assert message in job.log().splitlines()[-1]
     assert "set device to Cpu" in job.log().splitlines()[-1]
 
 

@@ -85,7 +85,7 @@ def test_a_form_that_nobody_knows_is_text_where_a_program_ends(
     assert capsys.readouterr().err == "steps is 0\n"
 
 
-def test_the_victims_of_a_lost_peer_say_so_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_that_end_because_of_a_failed_peer_report_it_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert exits.report(RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")) == 76
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("lost another rank (RuntimeError: ")

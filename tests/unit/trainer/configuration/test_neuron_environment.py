@@ -86,7 +86,7 @@ def test_compiler_flags_of_the_user_are_kept_beside_ours() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         (
             {FLAGS: "--model-type=generic"},
@@ -102,18 +102,18 @@ def test_compiler_flags_of_the_user_are_kept_beside_ours() -> None:
     ],
     ids=["flag", "level", "quotes", "runtime", "downcast"],
 )
-def test_a_variable_that_contradicts_the_configuration_is_refused_by_name(given: dict[str, str], said: str) -> None:
+def test_a_variable_that_contradicts_the_configuration_is_refused_by_name(given: dict[str, str], message: str) -> None:
     with pytest.raises(UserError) as refused:
         variables(given, optimizationLevel=2)
-    assert said in str(refused.value)
+    assert message in str(refused.value)
 
 
-def test_variables_that_say_the_same_are_no_contradiction() -> None:
+def test_variables_with_the_configured_value_are_no_contradiction() -> None:
     first = variables(optimizationLevel=2)
     assert variables(first, optimizationLevel=2) == first
 
 
-def test_a_flag_that_has_a_field_of_its_own_is_refused_among_the_extra_flags(tmp_path: Path) -> None:
+def test_a_flag_that_has_a_separate_field_is_refused_among_the_extra_flags(tmp_path: Path) -> None:
     file = tmp_path / "trainer.yaml"
     file.write_text("neuron: {extraCompilerFlags: ['--optlevel=1']}")
     with pytest.raises(UserError, match=r"has --optlevel=1: remove it there and set neuron\.optimizationLevel"):

@@ -1,4 +1,4 @@
-"""Open files: the law, the limit that a process raises, and what is said when it is too small; ranks that differ."""
+"""Open files: the law, the limit that a process raises, and the message when it is too small; ranks that differ."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_the_need_grows_with_the_world_and_only_the_first_of_all_needs_much(worl
     assert descriptors.needed(world, nodes) > world
 
 
-def test_a_limit_that_is_enough_or_absent_is_not_spoken_of() -> None:
+def test_a_limit_that_is_sufficient_or_absent_is_not_reported() -> None:
     least = descriptors.needed(4096, 128)
     assert not descriptors.explain_shortage(least, 4096, 128)
     assert not descriptors.explain_shortage(-1, 4096, 128)
@@ -98,9 +98,9 @@ def test_one_rank_with_another_mesh_ends_all_with_one_sentence(base_config: dict
         }
         argv = [*START, "train", "--config", str(file), *other]
         started.append(subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, env=environment))
-    told = [process.communicate(timeout=120)[1] for process in started]
-    assert [process.returncode for process in started] == [64, 64], told
-    for text in told:
+    errors = [process.communicate(timeout=120)[1] for process in started]
+    assert [process.returncode for process in started] == [64, 64], errors
+    for text in errors:
         (line,) = (line for line in text.splitlines() if "rank 1 has" in line)
         assert "rank 1 has parallelism.tensor 2, parallelism.pipeline 1" in line
         assert "but rank 0 has parallelism.tensor 1" in line

@@ -1,4 +1,4 @@
-"""A place that cannot be written is told as that, with who cannot write it: not as one that is full."""
+"""A place that cannot be written is reported with the user who cannot write it, not as full."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NOBODY = 65534
 
 @contextmanager
 def ordinary_user() -> Iterator[int]:
-    """What is done within is done by this user, as a worker is one; root could write everywhere."""
+    """Run the block as an ordinary user, as a worker is one: root can write everywhere."""
     if os.geteuid() != 0:
         yield os.geteuid()
         return
@@ -88,19 +88,19 @@ WRITERS = [(cache, UserError), (checkpoints, StorageError), (artifacts, StorageE
 
 
 @pytest.mark.parametrize(("write", "kind"), WRITERS)
-def test_a_folder_of_somebody_elses_is_told_with_the_user_who_cannot_write_it(
+def test_a_folder_of_another_user_is_reported_with_the_user_who_cannot_write_it(
     locked: Path, write: Callable[[Path], None], kind: type[Exception]
 ) -> None:
     with ordinary_user() as user, pytest.raises(kind) as refused:
         write(locked)
-    said = str(refused.value)
-    assert f"user {user} cannot write there: make it writable for that user (fsGroup; a hostPath takes none" in said
-    assert str(locked) in said
-    assert "space" not in said
+    message = str(refused.value)
+    assert f"user {user} cannot write there: make it writable for that user (fsGroup; a hostPath takes none" in message
+    assert str(locked) in message
+    assert "space" not in message
 
 
 @pytest.mark.parametrize(("write", "kind"), WRITERS)
-def test_a_volume_that_is_mounted_read_only_is_told_as_that(
+def test_a_volume_that_is_mounted_read_only_is_reported_as_read_only(
     read_only: Path, write: Callable[[Path], None], kind: type[Exception]
 ) -> None:
     with pytest.raises(kind, match=r"Read-only file system\)?: it is mounted read-only: mount it writable"):
@@ -112,7 +112,7 @@ def test_the_preflight_names_who_cannot_write(locked: Path) -> None:
         assert f"Permission denied: user {user} cannot write there" in _unwritable(locked)
 
 
-def test_a_full_volume_is_still_told_as_full(tmp_path: Path) -> None:
+def test_a_full_volume_is_still_reported_as_full(tmp_path: Path) -> None:
     def full() -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -38,8 +38,8 @@ def alarms(losses: Iterable[float], norms: Iterable[float] | None = None, rules:
     return found
 
 
-def told(curve: list[list[float]]) -> list[int]:
-    """Steps, from 1, at which a spike was told."""
+def reported_spikes(curve: list[list[float]]) -> list[int]:
+    """Return the steps, from 1, at which a spike was reported."""
     state, found = Stability(), []
     for step, (loss, norm) in enumerate(curve, start=1):
         verdict = judge(state, RULES, loss=loss, gradient_norm=norm)
@@ -54,10 +54,10 @@ def noisy(level: Callable[[int], float], steps: int, *, seed: int = 1, scatter: 
 
 
 @pytest.mark.parametrize("name", ORDINARY)
-def test_ordinary_training_raises_none_and_tells_of_no_spike(name: str) -> None:
+def test_ordinary_training_raises_no_alarm_and_reports_no_spike(name: str) -> None:
     losses, norms = zip(*CURVES[name], strict=True)
     assert alarms(losses, norms) == []
-    assert told(CURVES[name]) == []
+    assert reported_spikes(CURVES[name]) == []
     assert max(norms) > 3 * min(norms), "one norm against the lowest would have been an alarm"
 
 
@@ -79,12 +79,12 @@ def test_a_run_that_diverges_raises_it_within_a_hundred_steps(name: str) -> None
 
 
 @pytest.mark.parametrize("name", ["ordinary, batch 4, seed 1", "ordinary, batch 1, seed 2"])
-def test_a_true_spike_in_a_real_curve_is_told_after_ten_steps_and_is_no_alarm(name: str) -> None:
+def test_a_true_spike_in_a_real_curve_is_reported_after_ten_steps_and_is_no_alarm(name: str) -> None:
     curve = [list(pair) for pair in CURVES[name]]
     for pair in curve[700:715]:
         pair[0] += 1.0
         pair[1] *= 8.0
-    assert told(curve) == [710]
+    assert reported_spikes(curve) == [710]
     assert alarms(*zip(*curve, strict=True)) == []
 
 

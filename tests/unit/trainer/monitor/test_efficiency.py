@@ -30,7 +30,7 @@ def test_flops_of_llama_2_7b_are_six_per_weight_that_multiplies_and_the_attentio
     assert flops_per_token(shape, 4096) == 6 * products + 12 * 32 * 4096 * 4096
 
 
-def test_weights_that_are_frozen_need_no_gradient_of_their_own() -> None:
+def test_frozen_weights_need_no_gradient() -> None:
     shape = resolve_shape(ModelConfig(preset=ModelPreset.LLAMA2_7B), 32_000)
     frozen = flops_per_token(shape, 4096, trained=1000)
     assert frozen == flops_per_token(shape, 4096) - 2 * (shape.num_parameters - 32_000 * 4096) + 2000

@@ -117,15 +117,15 @@ def test_stages_after_the_last_step_are_recorded_and_a_step_ends_them(tmp_path: 
     assert found == writer.record
     assert (found.total_steps, found.stage, found.stage_progress) == (11, RunStage.EXPORT, 0.25)
     assert found.stage_since == began > 0, "the stage began once"
-    for odd, told in ((float("nan"), 0.0), (-1.0, 0.0), (7.0, 1.0)):
+    for odd, recorded in ((float("nan"), 0.0), (-1.0, 0.0), (7.0, 1.0)):
         writer.stage(RunStage.EVALUATE, odd)
-        assert writer.record.stage_progress == told
+        assert writer.record.stage_progress == recorded
     step_done(writer, 13)
     assert (writer.record.stage, writer.record.stage_progress, writer.record.stage_since) == (RunStage.TRAIN, 0.0, 0.0)
     writer.close()
 
 
-def test_each_word_of_a_stage_is_a_sign_of_life_within_the_limit_of_a_save(tmp_path: Path) -> None:
+def test_each_report_of_a_stage_is_a_sign_of_life_within_the_limit_of_a_save(tmp_path: Path) -> None:
     writer = ProgressWriter(tmp_path / "r0")
     writer.resumed(0, tokens=0, samples=0)
     readings = []
@@ -157,8 +157,10 @@ def test_results_lie_beside_the_record_and_outlive_a_restart_in_place(tmp_path: 
     figures = (EvaluationFigure(name="perplexity", before=9.0, after=float("nan")),)
     again.evaluation(figures)
     found = read_results(path)
-    assert [(each.kind, each.digest) for each in found.artifacts] == [("Adapter", "cd")], "told twice, kept once"
-    assert found.evaluation == (EvaluationFigure(name="perplexity", before=9.0),), "what is no number is told as none"
+    assert [(each.kind, each.digest) for each in found.artifacts] == [("Adapter", "cd")], "reported twice, kept once"
+    assert found.evaluation == (EvaluationFigure(name="perplexity", before=9.0),), (
+        "a value that is no number is reported as none"
+    )
     for step in range(20, 20 + MAX_ARTIFACTS):
         again.artifact(adapter.model_copy(update={"step": step}))
     assert [each.step for each in read_results(path).artifacts] == list(range(20, 20 + MAX_ARTIFACTS))
@@ -175,34 +177,34 @@ def test_results_that_cannot_be_read_are_none(tmp_path: Path) -> None:
         assert read_results(tmp_path / "r0").artifacts == ()
 
 
-def test_what_is_left_for_people_while_an_artifact_is_told_of_in_the_background_ends_in_its_own_file(
+def test_user_messages_during_a_background_artifact_report_end_in_their_own_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, written, told = tmp_path / "r0", threading.Event(), threading.Event()
+    path, written, alerted = tmp_path / "r0", threading.Event(), threading.Event()
     replace = pathlib.Path.replace
 
     def in_the_background(draft: Path, target: Path) -> Path:
         if threading.current_thread() is background:
             written.set()
-            told.wait(10)
+            alerted.wait(10)
         return replace(draft, target)
 
     monkeypatch.setattr(pathlib.Path, "replace", in_the_background)
     writer = ProgressWriter(path)
     failures: list[OSError] = []
 
-    def tell() -> None:
+    def report() -> None:
         try:
             writer.artifact(ArtifactReport(kind="Adapter", path="/checkpoints/a", step=10, bytes=5, digest="ab"))
         except OSError as error:
             failures.append(error)
 
-    background = threading.Thread(target=tell)
+    background = threading.Thread(target=report)
     background.start()
     assert written.wait(10)
     writer.alert("LossSpike", 7, "the loss rises")
     writer.notice("room is short")
-    told.set()
+    alerted.set()
     background.join()
     writer.close()
     assert failures == []
@@ -242,14 +244,14 @@ def test_a_resume_without_a_file_is_nothing_special(tmp_path: Path) -> None:
     assert not (tmp_path / "none.jsonl").exists()
 
 
-def test_a_metrics_file_that_cannot_be_opened_is_told_and_stops_nothing(tmp_path: Path) -> None:
+def test_a_metrics_file_that_cannot_be_opened_is_reported_and_stops_nothing(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").mkdir()
-    told: list[str] = []
-    writer = LineWriter(tmp_path / "metrics.jsonl", notify=told.append)
+    messages: list[str] = []
+    writer = LineWriter(tmp_path / "metrics.jsonl", notify=messages.append)
     writer.write({"step": 1})
     writer.write({"step": 2})
-    assert len(told) == 1
-    assert re.search(r"metrics.jsonl: cannot be written \(Is a directory\): .*training goes on", told[0])
+    assert len(messages) == 1
+    assert re.search(r"metrics.jsonl: cannot be written \(Is a directory\): .*training goes on", messages[0])
 
 
 def test_tensorboard_reads_the_final_history(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Pictures of a run's history: what they are made of, and what is said when they cannot be."""
+"""Pictures of a run's history: their content, and the messages when they cannot be drawn."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_one_run_or_several_are_drawn(tmp_path: Path, count: int, capsys: pytest
 
 
 @pytest.mark.parametrize(
-    ("lines", "told"),
+    ("lines", "message"),
     [
         (None, "cannot be read"),
         ("", "no step is recorded yet"),
@@ -65,15 +65,15 @@ def test_one_run_or_several_are_drawn(tmp_path: Path, count: int, capsys: pytest
         ('{"loss": 1}\n', "line 1 is not a step's line"),
     ],
 )
-def test_what_is_no_run_is_told_with_its_path(
-    tmp_path: Path, lines: str | None, told: str, capsys: pytest.CaptureFixture[str]
+def test_a_path_without_a_run_is_reported(
+    tmp_path: Path, lines: str | None, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if lines is not None:
         (tmp_path / "metrics.jsonl").write_text(lines)
     assert command(["plot", str(tmp_path), "--output", str(tmp_path / "x.png")]) == 64
     error = capsys.readouterr().err
     assert "metrics.jsonl" in error
-    assert told in error
+    assert message in error
 
 
 @pytest.mark.parametrize("name", ["x.nonsense", "none/x.png"])
@@ -84,7 +84,7 @@ def test_a_picture_that_cannot_be_written_is_the_callers_mistake(
     assert name in capsys.readouterr().err
 
 
-def test_without_matplotlib_it_says_what_to_install(tmp_path: Path) -> None:
+def test_without_matplotlib_it_names_the_package_to_install(tmp_path: Path) -> None:
     script = (
         "import sys\nsys.modules['matplotlib'] = None\n"
         "from trainium_trainer.cli import run\nsys.exit(run(sys.argv[1:]))\n"

@@ -1,4 +1,4 @@
-"""What the agent reads of a process that works, waits and stands still."""
+"""Read the pulse of a process that works, waits and stalls, as the agent does."""
 
 from __future__ import annotations
 

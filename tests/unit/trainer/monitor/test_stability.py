@@ -1,4 +1,4 @@
-"""HLAT's spike rule, step by step, and what is told of it; the alarm is in test_alarm.py."""
+"""HLAT's spike rule, step by step, and its reports; the alarm is in test_alarm.py."""
 
 from __future__ import annotations
 
@@ -73,27 +73,27 @@ def test_a_lasting_higher_level_ends_its_spike_when_the_mean_has_come_up() -> No
     assert [length for length in lengths if length] in ([18], [19])
 
 
-def test_a_spike_is_told_once_when_it_has_lasted_long_enough() -> None:
+def test_a_spike_is_reported_once_when_it_has_lasted_long_enough() -> None:
     rules = StabilityRules(reported_after=3)
-    told = [one.spike_reported for one in judged([0.5] * 20 + [9.0] * 5 + [0.5] * 30 + [9.0] * 2 + [0.5], rules)]
-    assert [step for step, one in enumerate(told) if one] == [22]
+    reported = [one.spike_reported for one in judged([0.5] * 20 + [9.0] * 5 + [0.5] * 30 + [9.0] * 2 + [0.5], rules)]
+    assert [step for step, one in enumerate(reported) if one] == [22]
 
 
-def test_a_spike_that_noise_began_is_told_once_when_ten_of_its_steps_stand_out() -> None:
+def test_a_spike_that_noise_began_is_reported_once_when_ten_of_its_steps_exceed_the_noise() -> None:
     """At a small batch one step in three is above the bound by itself."""
     found = judged([*[0.5] * 25, 0.9, *[0.5] * 4, 0.8, 0.8, *[9.0] * 15])
     assert [step for step, one in enumerate(found) if one.spike_reported] == [41]
 
 
-def test_a_spike_is_told_only_when_its_norms_are_above_each_of_those_before_it() -> None:
-    """Of thirty norms that differ by chance the newest ten are the highest once in thirty million times."""
+def test_a_spike_is_reported_only_when_its_norms_are_above_each_of_those_before_it() -> None:
+    """The newest ten of thirty norms that differ by chance are the highest once in thirty million times."""
     before = [0.5] * 10 + [3.0] + [0.5] * 9
     assert not any(one.spike_reported for one in judged([*before, *[2.0] * 12]))
     assert any(one.spike_reported for one in judged([*before, *[3.1] * 12]))
     assert math.comb(30, 10) == 30_045_015
 
 
-def test_noise_around_a_level_is_told_of_as_no_spike_however_many_are_counted() -> None:
+def test_noise_around_a_level_is_reported_as_no_spike_however_many_are_counted() -> None:
     choose = random.Random(1)
     noise = [choose.lognormvariate(1.0, 0.5) for _ in range(20_000)]
     found = judged(noise, losses=[choose.gauss(4.0, 0.5) for _ in noise])
@@ -101,20 +101,20 @@ def test_noise_around_a_level_is_told_of_as_no_spike_however_many_are_counted() 
     assert found[-1].after.spikes > 1000
 
 
-def test_a_spike_that_is_told_late_is_compared_with_what_was_before_it() -> None:
+def test_a_spike_that_is_reported_late_is_compared_with_the_steps_before_it() -> None:
     rules = StabilityRules(reported_after=60)
     found = judged([0.5] * 30 + [4.0 * 1.05**step for step in range(70)], rules)
     assert [step for step, one in enumerate(found) if one.spike_reported] == [89]
 
 
-def test_a_spike_too_long_to_be_remembered_is_told_when_it_is_so_long() -> None:
+def test_a_spike_too_long_to_be_remembered_is_reported_at_that_length() -> None:
     rules = StabilityRules(reported_after=1_500)
     found = judged([0.5] * 30 + [2.0 + 0.1 * step for step in range(1_600)], rules)
     assert [step for step, one in enumerate(found) if one.spike_reported] == [1_529]
     assert len(found[-1].after.norms) == rules.kept == 100
 
 
-def test_a_norm_that_rises_with_the_learning_rate_while_the_loss_falls_is_not_told() -> None:
+def test_a_norm_that_rises_with_the_learning_rate_while_the_loss_falls_is_not_reported() -> None:
     warming = [0.3 + 0.03 * step for step in range(60)]
     falling = [8.0 - 0.05 * step for step in range(60)]
     assert not any(one.spike_reported for one in judged(warming, losses=falling))

@@ -104,7 +104,7 @@ def test_alerts_name_the_step_the_figures_and_what_to_do() -> None:
     assert all("optimizer.learningRate" in alert.sentence for alert in (spike, alarm))
 
 
-def test_a_history_of_an_earlier_version_can_be_gone_on_with(tmp_path: Path) -> None:
+def test_a_history_of_an_earlier_version_can_be_continued(tmp_path: Path) -> None:
     lines = [{"step": n, "loss": 2.0, "gradNorm": None if n == 2 else 1.0, "seconds": None, "time": n} for n in (1, 2)]
     (tmp_path / METRICS_NAME).write_text("".join(json.dumps(line) + "\n" for line in lines))
     past = read_past(tmp_path, RULES)
