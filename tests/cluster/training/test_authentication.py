@@ -27,7 +27,7 @@ about = {"podIp": os.environ["POD_IP"], "nodeName": os.environ["TRAINIUM_NODE_NA
          "agentVersion": "1"}
 context = ssl.create_default_context(cafile=os.environ.get("TRAINIUM_CA_PATH", "/etc/trainium/ca.crt"))
 host, _, port = os.environ["TRAINIUM_COORDINATOR"].partition(",")[0].rpartition(":")
-REGISTER, WELCOME, HEARTBEAT, HEARD, REFUSED = 1, 2, 3, 4, 8
+REGISTER, REGISTERED, HEARTBEAT, HEARTBEAT_ACK, ERROR = 1, 2, 3, 4, 8
 def exchange(stream, kind, body):
     data = json.dumps(body).encode()
     stream.write(struct.pack("!BI", kind, len(data)) + data)
@@ -35,7 +35,7 @@ def exchange(stream, kind, body):
     while True:
         kind, length = struct.unpack("!BI", stream.read(5))
         answer = stream.read(length)
-        if kind in (WELCOME, HEARD, REFUSED):
+        if kind in (REGISTERED, HEARTBEAT_ACK, ERROR):
             answer = json.loads(answer)
             return answer.get("status", 200), answer
 def call(address):

@@ -8,7 +8,7 @@ and only nodes and ports count.
 
 A member that answers but does not join its generation counts as hung after the limit of a start. A member on a bad node
 hands its rank over while it still answers, as soon as another worker is warm. Members on nodes that are about to leave
-train on until somebody can take their rank, the wait for capacity is over, or the notice nearly is.
+train on until another worker can replace them, the wait for capacity is over, or the notice nearly is.
 
 Guarantees:
 - A failure is derived from what is there, so it survives a restart of the operator.
@@ -76,12 +76,12 @@ class Evidence:
     """Whether a witness was seen well after the newest step. Who was cut off with all others reports of none either."""
 
     def stalled(self, now: float) -> bool:
-        """Return whether training stalls, as somebody states who would know."""
+        """Return whether training stalls and a witness outside the silent members confirms it."""
         return self.stalls_at is not None and now >= self.stalls_at and self.seen_to_stall
 
 
 def collect_evidence(facts: Facts) -> Evidence:
-    """Receive from the witnesses."""
+    """Return what the witnesses report of steps and silence."""
     reporting = {member.pod_uid for member, worker in facts.members if worker is not None and not worker.silent}
     beats = [beat for member, beat in facts.beats if member.pod_uid in reporting]
     progressed, stalls_at = _stall(facts)
@@ -235,7 +235,7 @@ def hand_overs(facts: Facts, evidence: Evidence, found: list[Loss]) -> list[Loss
 
 
 def members_to_move(facts: Facts) -> Iterator[tuple[Member, Worker]]:
-    """Yield members that train on while somebody to take their rank is made ready, by rank."""
+    """Yield members that train on until a worker that replaces them is ready, by rank."""
     for member, worker in facts.members:
         problem = facts.node_problems.get(member.pod_uid)
         if worker is not None and problem is not None and problem.severity is Severity.DRAIN and worker.alive:

@@ -231,9 +231,9 @@ def judge_workers_contact(workers: Collection[Worker], frozen: str) -> Contact:
 
 
 def any_lost_contact(workers: Collection[Worker], coordinator_since: float) -> bool:
-    """Return whether somebody is silent who was in contact, with this coordinator or, being older, with one before it.
+    """Return whether a worker went silent after contact with this coordinator, or one older than it is silent.
 
-    A pod that was made a moment ago and has not called yet is silent as well, as each job's first ones are.
+    A new pod that has not called yet does not count: it is silent too, as the first pods of each job are.
     """
     silent = [worker for worker in _running(workers) if worker.silent]
     return any(worker.agent is not None or worker.pod.created <= coordinator_since for worker in silent)
