@@ -43,6 +43,7 @@ class MembershipChange(MessageModel):
     transition: Transition
     cause: KnownCause
     processes_per_node: int = Field(ge=1)
+    accumulation: int = Field(ge=0, default=0)
     size: int = Field(ge=1)
     """How many members there are; of those in `since` with a higher node rank none is left."""
     members: tuple[Member, ...] = ()
@@ -63,6 +64,7 @@ def diff_memberships(old: Membership, new: Membership) -> MembershipChange | Non
         transition=new.transition,
         cause=new.cause,
         processes_per_node=new.processes_per_node,
+        accumulation=new.accumulation,
         size=len(new.members),
         members=changed,
         digest=digest_of(new.members),
@@ -85,6 +87,7 @@ def apply_change(change: MembershipChange, known: Membership | None) -> Membersh
         cause=change.cause,
         members=members,
         processes_per_node=change.processes_per_node,
+        accumulation=change.accumulation,
     )
 
 

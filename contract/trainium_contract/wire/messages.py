@@ -104,6 +104,8 @@ class Membership(MessageModel):
     members: tuple[Member, ...] = Field(min_length=1)
     """Ascending by node rank, which runs from 0 without gaps."""
     processes_per_node: int = Field(ge=1)
+    accumulation: int = Field(ge=0, le=_LAST, default=0)
+    """Micro-batches of a step on each data-parallel rank, of a program that states its batch; 0 for any other job."""
 
     def rank_of(self, pod_uid: str) -> int | None:
         """Node rank of a pod; None when it is not a member."""

@@ -77,7 +77,14 @@ ENV_HANG_LIMITS = "TRAINIUM_HANG_LIMITS"
 ENV_LOG_FORMAT = "TRAINIUM_LOG_FORMAT"
 """`json` or `text` (`log_line.LogFormat`): what agent and training processes write into the pod's log. Unset: text."""
 
+ENV_PROGRAM = "TRAINIUM_PROGRAM"
+"""`spec.program` as JSON: the agent runs this program in place of the trainer. Absent for the trainer."""
+
 # Set by the agent for each training process.
 ENV_GENERATION = "TRAINIUM_GENERATION"
 ENV_ATTEMPT = "TRAINIUM_ATTEMPT"
 ENV_PROGRESS_FILE = "TRAINIUM_PROGRESS_FILE"
+ENV_ACCUMULATION = "TRAINIUM_ACCUMULATION"
+"""`Membership.accumulation`, for a program that states its batch."""
+AGENT_MOUNT = "/trainium"
+"""Where a program's container has the agent that the init container copied: interpreter, libraries and loader."""

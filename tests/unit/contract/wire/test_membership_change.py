@@ -18,7 +18,9 @@ from trainium_contract.wire.messages import Member, Membership, Transition
 PODS = st.lists(st.integers(0, 400), min_size=1, max_size=40, unique=True)
 
 
-def membership(generation: int, *pods: int, cause: Cause = Cause.RESIZE, processes: int = 32) -> Membership:
+def membership(
+    generation: int, *pods: int, cause: Cause = Cause.RESIZE, processes: int = 32, accumulation: int = 0
+) -> Membership:
     members = tuple(
         Member(
             pod_uid=f"uid-{pod}", pod_name=f"w-{pod}", pod_ip=f"10.0.{pod >> 8}.{pod & 255}", node_name=f"n-{pod}",
@@ -32,6 +34,7 @@ def membership(generation: int, *pods: int, cause: Cause = Cause.RESIZE, process
         cause=cause,
         members=members,
         processes_per_node=processes,
+        accumulation=accumulation,
     )
 
 
@@ -40,11 +43,12 @@ def told(change: MembershipChange) -> MembershipChange:
     return MembershipChange.model_validate_json(change.model_dump_json(by_alias=True, exclude_none=True))
 
 
-@given(PODS, PODS, st.sampled_from(Cause), st.integers(1, 64))
+@given(PODS, PODS, st.sampled_from(Cause), st.integers(1, 64), st.integers(0, 9))
 def test_a_change_that_is_applied_to_what_it_was_made_from_gives_the_new_membership(
-    before: list[int], after: list[int], cause: Cause, processes: int
+    before: list[int], after: list[int], cause: Cause, processes: int, accumulation: int
 ) -> None:
-    old, new = membership(7, *before), membership(8, *after, cause=cause, processes=processes)
+    old = membership(7, *before)
+    new = membership(8, *after, cause=cause, processes=processes, accumulation=accumulation)
     change = diff_memberships(old, new)
     if change is not None:
         assert apply_change(told(change), old) == new

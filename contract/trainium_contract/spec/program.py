@@ -1,0 +1,128 @@
+"""`spec.program`: any training program in place of the built-in trainer.
+
+The operator writes it as JSON into the environment variable `TRAINIUM_PROGRAM` of the worker, where the agent reads
+it. How long a program may take to save and exit after SIGTERM is `recovery.gracePeriodSeconds`, as for the trainer.
+"""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+from typing import Annotated, Self
+
+from pydantic import AfterValidator, Field, model_validator
+
+from trainium_contract.base import ContractModel, Matching
+
+STEP_GROUP = "step"
+"""Group of `progress.pattern` that holds the number of the step."""
+_STEP_PLACE = "{step}"
+_Argument = Annotated[str, Field(max_length=4096)]
+_Arguments = Annotated[tuple[_Argument, ...], Field(max_length=256)]
+_AbsolutePath = Annotated[
+    str, Field(max_length=1024), Matching(r"/[^\x00]*", "write an absolute path, for instance /checkpoints/run")
+]
+_Module = Annotated[
+    str,
+    Field(max_length=128),
+    Matching(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", "write the name of a Python module, for instance torch.distributed"),
+]
+_Samples = Annotated[int, Field(ge=1, le=2**31 - 1)]
+
+
+def _check_pattern(pattern: str) -> str:
+    try:
+        groups = re.compile(pattern).groupindex
+    except re.error as error:
+        raise ValueError(f"the pattern is no regular expression: {error}; correct it") from None
+    if STEP_GROUP not in groups:
+        raise ValueError(r"the pattern has no group (?P<step>\d+) that holds the number of the step: add it")
+    return pattern
+
+
+class ProgramResize(StrEnum):
+    """Behaviour of a program when the number of nodes changes."""
+
+    RESTART = "Restart"
+    """It starts again at the new world size and resumes from its checkpoint."""
+    NEVER = "Never"
+    """Its checkpoints fit one world size: a missing worker is waited for, and the size is fixed while the job runs."""
+
+
+class ProgramProgress(ContractModel):
+    """Source of the program's steps. What it reports through the library `trainium_worker` takes precedence."""
+
+    pattern: Annotated[str, Field(min_length=1, max_length=1024), AfterValidator(_check_pattern)] | None = None
+    r"""Regular expression, in the syntax that Python and RE2 share, that is searched for in each line of output, for
+    instance `step: *(?P<step>\d+).*loss: *(?P<loss>\S+)`. The group `step` is required; `loss` and `tokens_per_second`
+    are optional. Omitted: only what the program reports through the library."""
+
+
+class ProgramCheckpoints(ContractModel):
+    """Checkpoints that the program writes by itself. They are observed, never written, moved or deleted."""
+
+    path: _AbsolutePath
+    """Folder in the container, on the volume of checkpoint.storage (/checkpoints) or another one that outlives the
+    pod."""
+    committed: Annotated[
+        str,
+        Field(max_length=512),
+        Matching(
+            r"[^/{}\x00][^{}\x00]*\{step\}[^{}\x00]*|\{step\}[^{}\x00]*",
+            "write a path below checkpoints.path with {step} once, for instance step-{step}/.metadata",
+        ),
+    ]
+    """File or folder below `path` that exists once the checkpoint of a step is complete; `{step}` stands for the
+    digits of the step."""
+
+    def committed_pattern(self) -> re.Pattern[str]:
+        """Return the expression that a path relative to `path` matches as a whole; its group `step` is the step."""
+        before, after = map(re.escape, self.committed.split(_STEP_PLACE))
+        return re.compile(rf"{before}(?P<{STEP_GROUP}>[0-9]+){after}")
+
+
+class ProgramBatch(ContractModel):
+    """Meaning of the program's batch, so that it can stay the same at each size."""
+
+    global_size: _Samples
+    """Samples of one optimizer step over all data-parallel ranks."""
+    micro_size: _Samples = 1
+    """Samples of one forward and backward pass of one data-parallel rank."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.micro_size > self.global_size:
+            raise ValueError(
+                f"program.batch.microSize is {self.micro_size} but globalSize is {self.global_size}: lower microSize"
+            )
+        return self
+
+
+class ProgramSpec(ContractModel):
+    """A training program that the operator runs and keeps running."""
+
+    image: Annotated[str, Field(min_length=1, max_length=1024)]
+    """Image of the container `worker`. It needs neither Python nor a shell: an init container adds the agent."""
+    command: Annotated[_Arguments, Field(min_length=1)]
+    """Program and arguments of each process, without a shell; a name without a slash is searched for in the image's
+    PATH."""
+    args: _Arguments = ()
+    """Arguments after those of `command`."""
+    working_directory: _AbsolutePath | None = None
+    """Folder in which the program starts; omitted: the image's."""
+    processes_per_node: Annotated[int, Field(ge=1, le=256)] | None = None
+    """Processes that the agent starts on each node, each with the environment that torchrun gives to a rank. Omitted:
+    one for each core of workers.accelerator. 1: also for a program that starts its own ranks."""
+    progress: ProgramProgress = ProgramProgress()
+    """Where the steps are read."""
+    checkpoints: ProgramCheckpoints | None = None
+    """Where the program writes checkpoints; omitted: unknown, so that neither the status nor the goodput
+    ledger has a checkpoint."""
+    resize: ProgramResize = ProgramResize.RESTART
+    """What the program can do at another number of nodes."""
+    warm: Annotated[tuple[_Module, ...], Field(max_length=32)] = ()
+    """Python modules that a standby process of each node imports ahead, from which the ranks of the next start are
+    forked; for a command that starts with python. Omitted: each start is the program's own."""
+    batch: ProgramBatch | None = None
+    """What the program's batch means; it then reads TRAINIUM_ACCUMULATION, and only sizes at which the batch divides
+    are legal. Omitted: the batch may change with the size, and the status reports that."""
