@@ -152,6 +152,16 @@ class Alert(MessageModel):
     message: Text = ""
 
 
+class HangDetection(StrEnum):
+    """Sign by which the agent of a program detects a hang."""
+
+    STEPS = "Steps"
+    """The program reports steps, and none ends for too long."""
+    OUTPUT = "Output"
+    """It reports none: no output, and neither processor time nor use of the devices."""
+    OFF = "Off"
+
+
 class Progress(MessageModel):
     """Newest progress of the pod's first rank."""
 
@@ -191,6 +201,10 @@ class Progress(MessageModel):
     """The newest ones that are complete."""
     evaluation: tuple[EvaluationFigure, ...] = Field(max_length=MAX_FIGURES, default=())
     """The figures of the newest evaluation."""
+    hang_detection: Annotated[str, Field(max_length=16)] = ""
+    """The HangDetection in force, of a program; empty for the trainer, which always reports steps."""
+    problem: Text = ""
+    """Why a program's progress or checkpoints cannot be read, and what to change; empty while they can."""
 
     @property
     def training(self) -> bool:
