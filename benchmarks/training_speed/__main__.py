@@ -1,11 +1,13 @@
 """Compare speed, memory and start of the trainer with peers: `python -m benchmarks.training_speed`.
 
-    python -m benchmarks.training_speed [--peer-python VENV/bin/python] [--modes plain,sharded] [--ranks 1 2] [--quick]
+    python -m benchmarks.training_speed [--peer-python VENV/bin/python] [--modes plain,lora] [--ranks 1 2] [--quick]
 
 Both train a Llama of one shape from random weights with AdamW, clipping and a cosine, on as many processes, with
-torch's fused kernels. Runs alternate, so that whatever else the machine does hits both alike; a figure is the median of
-the runs' median steps. transformers.Trainer needs transformers and accelerate in the interpreter of `--peer-python`;
-what is missing there, or does not run here, is reported and not measured. Nothing is estimated.
+torch's fused kernels; in the mode `lora` a LoRA adapter of rank 16 on all projections, by the peer with peft. The
+second peer is the first with its `torch_compile`. Runs alternate, so that whatever else the machine does hits all
+alike; a figure is the median of the runs' median steps. transformers.Trainer needs transformers and accelerate in the
+interpreter of `--peer-python`; what is missing there, or does not run here, is reported and not measured. Nothing is
+estimated.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from benchmarks.training_speed.runs import (
     Result,
     RunFailedError,
     Task,
+    make_base,
     run_ours,
     run_peer,
     text_file,
@@ -44,6 +47,7 @@ MODES: dict[str, dict[str, Any]] = {
     "sharded": {"sharded": True},
     "recomputed": {"recompute": True},
     "compiled": {"compiled": True},
+    "lora": {},
 }
 SHAPES: dict[str, dict[str, int]] = {
     "cpu": {
@@ -170,33 +174,42 @@ def _start(task: Task, rounds: int, peer_python: str | None) -> dict[str, Any]:
 
 
 def _row(mode: str, task: Task, options: argparse.Namespace, peer_python: str | None) -> dict[str, Any]:
-    """Run both trainers in turn and print a line."""
+    """Run the trainers in turn and print a line."""
     row: dict[str, Any] = {"mode": mode, "ranks": task.ranks, "tokensPerStep": task.tokens}
-    found: dict[str, list[Result]] = {"ours": [], "peer": []}
+    found: dict[str, list[Result]] = {"ours": [], "peer": [], "compiledPeer": []}
     try:
         for _ in range(options.rounds):
             with tempfile.TemporaryDirectory(prefix="speed-") as scratch:
-                folders = [Path(scratch, name) for name in ("text", "ours", "peer")]
-                for folder in folders:
+                folders = {name: Path(scratch, name) for name in ("text", "base", *found)}
+                for folder in folders.values():
                     folder.mkdir()
-                line = text_file(folders[0])
-                found["ours"].append(run_ours(task, folders[1], line, options.overrides))
-                if peer_python is not None:
-                    found["peer"].append(run_peer(task, folders[2], peer_python))
+                line = text_file(folders["text"])
+                each = replace(task, base=make_base(task, folders["base"])) if mode == "lora" else task
+                found["ours"].append(run_ours(each, folders["ours"], line, options.overrides))
+                if peer_python is None:
+                    continue
+                found["peer"].append(run_peer(each, folders["peer"], peer_python))
+                if not task.compiled:
+                    compiled = replace(each, compiled=True)
+                    found["compiledPeer"].append(run_peer(compiled, folders["compiledPeer"], peer_python))
     except RunFailedError as error:
         print(f"{mode}, {task.ranks} ranks: {error}", file=sys.stderr, flush=True)
         return row | {"error": str(error)}
     row |= {name: _figures(task, results) for name, results in found.items() if results}
-    summary = f"{mode:12} {task.ranks} ranks: {row['ours']['tokensPerSecond']:9.0f} tokens/s"
-    if "peer" in row:
-        ours, peer = row["ours"], row["peer"]
+    ours = row["ours"]
+    summary = f"{mode:12} {task.ranks} ranks: {ours['tokensPerSecond']:9.0f} tokens/s"
+    for name, title in (("peer", TRANSFORMERS), ("compiledPeer", "with torch_compile")):
+        if name not in row:
+            continue
         memory = "deviceBytes" if task.device == "cuda" else "hostBytes"
-        row["speedRatio"] = round(ours["tokensPerSecond"] / peer["tokensPerSecond"], 3)
-        row["bestRatio"] = round(ours["best"] / peer["best"], 3)
-        row["memoryRatio"] = round(ours[memory] / peer[memory], 3)
+        row[name] |= {
+            "speedRatio": round(ours["tokensPerSecond"] / row[name]["tokensPerSecond"], 3),
+            "bestRatio": round(ours["best"] / row[name]["best"], 3),
+            "memoryRatio": round(ours[memory] / row[name][memory], 3),
+        }
         summary += (
-            f", {TRANSFORMERS} {peer['tokensPerSecond']:9.0f}: {row['speedRatio']:.2f} x "
-            f"(best steps {row['bestRatio']:.2f} x), memory {row['memoryRatio']:.2f} x"
+            f", {title} {row[name]['tokensPerSecond']:9.0f}: {row[name]['speedRatio']:.2f} x "
+            f"(best steps {row[name]['bestRatio']:.2f} x), memory {row[name]['memoryRatio']:.2f} x"
         )
     print(summary, flush=True)
     return row

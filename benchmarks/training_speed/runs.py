@@ -28,6 +28,8 @@ WARM_STEPS = 3
 THREADS = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "TOKENIZERS_PARALLELISM": "false"}
 """Environment of every process of both trainers."""
 _POLL_SECONDS = 0.02
+_LORA = {"rank": 16, "alpha": 32.0}
+_PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 class RunFailedError(Exception):
@@ -50,6 +52,8 @@ class Task:
     sharded: bool
     recompute: bool
     compiled: bool
+    base: Path | None = None
+    """Hugging Face folder whose LoRA adapter is trained on all projections; None: all weights, from random ones."""
 
     @property
     def tokens(self) -> int:
@@ -117,7 +121,7 @@ def write_config(task: Task, folder: Path, text: Path) -> Path:
             "cacheDirectory": str(text.parent / "cache"),
             "tokenizer": {"vocabSize": task.model["vocabSize"]},
         },
-        "model": task.model | {"tieEmbeddings": False},
+        "model": {"weights": str(task.base)} if task.base else task.model | {"tieEmbeddings": False},
         "schedule": {"warmupSteps": 0},
         "checkpoint": {"path": str(folder / "run"), "durable": {"everySeconds": None}},
         "monitor": {"tensorboard": False},
@@ -127,6 +131,11 @@ def write_config(task: Task, folder: Path, text: Path) -> Path:
         "torchCompile": "Layers" if task.compiled else "None",
         "device": "Cpu" if task.device == "cpu" else "Auto",
     }
+    if task.base:
+        config |= {
+            "tuning": {"method": "LoRA", "lora": _LORA | {"targets": _PROJECTIONS}},
+            "artifacts": {"kinds": []},
+        }
     file = folder / "trainer.yaml"
     file.write_text(yaml.safe_dump(config))
     return file
@@ -153,9 +162,33 @@ def _result(seconds: tuple[float, ...], ended: Ended, device_bytes: int, first_s
     return Result(seconds, used.host_bytes, device_bytes, first_step - ended.began, used.processor_seconds)
 
 
+def model_options(task: Task) -> dict[str, Any]:
+    """Return the fields of `transformers.LlamaConfig`."""
+    model = task.model
+    return {
+        "vocab_size": model["vocabSize"],
+        "hidden_size": model["hiddenSize"],
+        "intermediate_size": model["intermediateSize"],
+        "num_hidden_layers": model["numLayers"],
+        "num_attention_heads": model["numAttentionHeads"],
+        "num_key_value_heads": model["numKeyValueHeads"],
+        "max_position_embeddings": task.length,
+        "tie_word_embeddings": False,
+    }
+
+
+def make_base(task: Task, folder: Path) -> Path:
+    """Write a Hugging Face folder with random weights of the task's shape."""
+    import torch  # noqa: PLC0415 - the runs are processes of their own
+    from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415
+
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**model_options(task))).save_pretrained(folder)
+    return folder
+
+
 def run_peer(task: Task, folder: Path, python: str) -> Result:
     """Run `transformers.Trainer`. Raises RunFailedError."""
-    model = task.model
     described = {
         "folder": str(folder / "run"),
         "device": task.device,
@@ -167,17 +200,11 @@ def run_peer(task: Task, folder: Path, python: str) -> Result:
         "sharded": task.sharded,
         "recompute": task.recompute,
         "compiled": task.compiled,
-        "model": {
-            "vocab_size": model["vocabSize"],
-            "hidden_size": model["hiddenSize"],
-            "intermediate_size": model["intermediateSize"],
-            "num_hidden_layers": model["numLayers"],
-            "num_attention_heads": model["numAttentionHeads"],
-            "num_key_value_heads": model["numKeyValueHeads"],
-            "max_position_embeddings": task.length,
-            "tie_word_embeddings": False,
-        },
+        "model": model_options(task),
     }
+    if task.base:
+        lora = {"r": _LORA["rank"], "lora_alpha": _LORA["alpha"], "target_modules": _PROJECTIONS}
+        described |= {"weights": str(task.base), "lora": lora}
     argv = [python, str(Path(__file__).with_name("peer.py"))]
     return peer_result(folder, run_ranks(argv, task.ranks, folder, {"TASK": json.dumps(described)}))
 

@@ -48,10 +48,8 @@ def test_the_page_marks_missed_goals_and_says_which_peer_is_missing() -> None:
                 "mode": "plain",
                 "ranks": 1,
                 "ours": ours,
-                "peer": {"tokensPerSecond": 980.0},
-                "speedRatio": 1.02,
-                "bestRatio": 1.1,
-                "memoryRatio": 0.8,
+                "peer": {"tokensPerSecond": 980.0, "speedRatio": 1.02, "bestRatio": 1.1, "memoryRatio": 0.8},
+                "compiledPeer": {"tokensPerSecond": 800.0, "speedRatio": 1.25, "bestRatio": 1.1, "memoryRatio": 0.8},
             },
             {"mode": "half", "ranks": 2, "ours": ours},
             {"mode": "sharded", "ranks": 2, "error": "rank 0 ended with 1"},
@@ -60,7 +58,7 @@ def test_the_page_marks_missed_goals_and_says_which_peer_is_missing() -> None:
     }
     text = page({"training_speed": report})
     assert "- torchtitan: not measured: torchtitan not installed for python." in text
-    assert "| plain | 1 | 1,000 | 980 | 1.02 x, **missed** | 1.10 x | 0.80 x |" in text
-    assert "| half | 2 | 1,000 | | | | |" in text
-    assert "| sharded | 2 | **failed**: rank 0 ended with 1 | | | | |" in text
+    assert "| plain | 1 | 1,000 | 980 | 1.02 x, **missed** | 1.10 x | 800 | 1.25 x | 0.80 x |" in text
+    assert "| half | 2 | 1,000 | | | | | | |" in text
+    assert "| sharded | 2 | **failed**: rank 0 ended with 1 | | | | | | |" in text
     assert "| 1 | 5.00 s | 0.25 s |  |" in text
