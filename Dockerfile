@@ -5,7 +5,7 @@
 #   docker build --target trainer     -t trainium-trainer:0.1.0 --build-arg NEURON_IMAGE=IMAGE .   # Trainium 2, 3, or your own
 #   docker build --target trainer-cpu -t trainium-trainer:0.1.0-cpu .   # no accelerator, or CUDA; needs no vendor's image
 #
-# An image holds the wheel of the contract and one more of ours, and what those need. Every other package is installed at the
+# An image holds the wheels of the contract and of its part of ours, and what those need. Every other package is installed at the
 # version and hash of constraints.txt. The vendor's image needs Python 3.11 or newer; its torch and what belongs to that are kept.
 ARG PYTHON_IMAGE=python:3.11.13-slim-bookworm
 ARG NEURON_IMAGE=public.ecr.aws/neuron/pytorch-training-neuronx:2.9.0-neuronx-py312-sdk2.30.0-ubuntu24.04
@@ -23,8 +23,9 @@ COPY operator operator
 RUN pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /wheels ./contract ./operator
 
 FROM wheels AS trainer-wheels
+COPY agent agent
 COPY trainer_image trainer_image
-RUN pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /wheels ./contract ./trainer_image
+RUN pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /wheels ./contract ./agent ./trainer_image
 
 # What the other stages install from; its files are mounted there, so that no layer keeps them.
 FROM scratch AS operator-source
@@ -38,6 +39,7 @@ FROM scratch AS trainer-source
 COPY constraints.txt /
 COPY scripts/image_requirements.py /scripts/
 COPY contract/pyproject.toml /contract/
+COPY agent/pyproject.toml /agent/
 COPY trainer_image/pyproject.toml /trainer_image/
 COPY --from=trainer-wheels /wheels /wheels
 

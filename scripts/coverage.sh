@@ -12,7 +12,7 @@ for package in "$@"; do
     # The explorer takes minutes for what the tables reach as well.
     plan) folder=operator/trainium_operator/plan tests="tests/unit/plan --ignore=tests/unit/plan/test_explorer.py" ;;
     checkpoint) folder=trainer_image/trainium_trainer/checkpoint tests=tests/unit/checkpoint ;;
-    agent) folder=trainer_image/trainium_trainer/agent tests="tests/unit/agent tests/wire/agent" ;;
+    agent) folder=agent/trainium_agent tests="tests/unit/agent tests/wire/agent" ;;
     *) echo "coverage: no package $package; give plan, checkpoint or agent" >&2; exit 2 ;;
     esac
     export COVERAGE_FILE="$PWD/out/coverage/$package/data"

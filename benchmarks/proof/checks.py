@@ -10,13 +10,13 @@ from safetensors.torch import load_file
 
 from benchmarks.proof import artifact_checks
 from benchmarks.proof.kill_points import ARTIFACTS
+from trainium_agent.ranks.progress import read_results
 from trainium_contract.wire.checkpoint_manifest import folder_name
 from trainium_trainer.artifacts.manifest import UNFINISHED
 from trainium_trainer.artifacts.peft_format import parameter_name
 from trainium_trainer.checkpoint.format.contents import Contents
 from trainium_trainer.checkpoint.root.survey import survey, verify
 from trainium_trainer.models.state_dict import WEIGHT, state_name
-from trainium_trainer.monitor.progress import read_results
 from trainium_trainer.storage.posix import PosixStorage
 from trainium_trainer.storage.protocol import Retry
 

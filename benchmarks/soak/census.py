@@ -39,7 +39,7 @@ _NAMES = {
     "trainium-operator": "operator",
     "trainium_operator": "operator",
     "trainium-agent": "agent",
-    "trainium_trainer.agent": "agent",
+    "trainium_agent": "agent",
     "trainium_devcluster.node": "node runtime",
     "trainium_devcluster.supervisor": "supervisor",
     "kube-apiserver": "API server",

@@ -29,11 +29,11 @@ from benchmarks.training_speed.runs import (
     wait_for,
     write_config,
 )
+from trainium_agent.linux import kernel
+from trainium_agent.ranks.standby import StartRequest
+from trainium_agent.ranks.standby_keeper import Standby
+from trainium_agent.settings import DEFAULT_RANK_ENTRY
 from trainium_devcluster.ports import reserved_port
-from trainium_trainer.agent.linux import kernel
-from trainium_trainer.agent.ranks.standby import StartRequest
-from trainium_trainer.agent.ranks.standby_keeper import Standby
-from trainium_trainer.agent.settings import DEFAULT_RANK_ENTRY
 
 if TYPE_CHECKING:
     from benchmarks.training_speed.runs import Task
@@ -78,7 +78,7 @@ def _run_from_standby(task: Task, folder: Path, text: Path) -> Result:
     channel = theirs.fileno()
     arguments = [str(channel), str(os.getpid()), DEFAULT_RANK_ENTRY, str(file)]
     process = subprocess.Popen(
-        [sys.executable, "-m", "trainium_trainer.agent.ranks.standby", *arguments],
+        [sys.executable, "-m", "trainium_agent.ranks.standby", *arguments],
         pass_fds=[channel],
         env=os.environ | THREADS,
     )

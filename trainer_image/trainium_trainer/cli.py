@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
+from trainium_agent import log_lines
+from trainium_agent.linux.open_files import raise_limit
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.wire.log_format import choose_log_format
-from trainium_trainer import exits, log_lines, neuron_environment
+from trainium_trainer import exits, neuron_environment
 from trainium_trainer.backends.choose import refuse_what_it_cannot
 from trainium_trainer.commands import artifacts as artifact_commands
 from trainium_trainer.commands import check, convert, inspect, precompile
@@ -27,10 +29,11 @@ from trainium_trainer.compile import graphs
 from trainium_trainer.configuration.config import load, read_launch, resolve_settings
 from trainium_trainer.loop.stop import StopRequest
 from trainium_trainer.monitor.plot import plot
-from trainium_trainer.open_files import raise_limit
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+_LOWEST_PRIORITY = 19
 
 app = typer.Typer(
     name="trainium-trainer",
@@ -112,3 +115,9 @@ def _sentence_of(error: BaseException) -> str:
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run a command line and end the process with its exit code."""
     exits.leave(run(argv))
+
+
+def precompile_in_background(argv: Sequence[str]) -> NoReturn:
+    """Run `precompile` at the lowest priority, for the agent of an idle spare."""
+    os.nice(_LOWEST_PRIORITY)
+    main(["precompile", *argv])

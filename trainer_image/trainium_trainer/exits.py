@@ -13,18 +13,14 @@ import errno
 import os
 import sys
 import traceback
-from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from trainium_agent import log_lines
 from trainium_contract.exit_codes import ExitCode
-from trainium_contract.wire.log_line import LogLevel, LogSource
-from trainium_trainer import log_lines
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-TERMINATION_LOG = Path("/dev/termination-log")
-_TERMINATION_LIMIT = 4096
 _CRASH = 1
 _INTERRUPTED = 130
 
@@ -149,24 +145,10 @@ def report(error: BaseException, *, where: str = "") -> int:
     """
     code = find_exit_code(error)
     explained = isinstance(error, (TrainerError, KeyboardInterrupt, SystemExit)) or code == ExitCode.PEER_LOST
-    report_end(f"{where}{describe_exit(error)}", trace="" if explained else "".join(traceback.format_exception(error)))
+    log_lines.report_end(
+        f"{where}{describe_exit(error)}", trace="" if explained else "".join(traceback.format_exception(error))
+    )
     return code
-
-
-def report_end(
-    line: str, *, trace: str = "", level: LogLevel = LogLevel.ERROR, source: LogSource = LogSource.TRAINER
-) -> None:
-    """Report why the process ends: on stderr, below the traceback, and in the pod's termination log."""
-    written = log_lines.format_sentence(line, error=trace, level=level, source=source)
-    print(written, file=sys.stderr, flush=True)  # noqa: T201 - this is the program speaking to its user
-    leave_message(line)
-
-
-def leave_message(line: str) -> None:
-    """Put the line into the pod's termination log when there is one; never fails."""
-    with contextlib.suppress(OSError):
-        if TERMINATION_LOG.exists() and os.access(TERMINATION_LOG, os.W_OK):
-            TERMINATION_LOG.write_text(line[-_TERMINATION_LIMIT:] + "\n", encoding="utf-8")
 
 
 def leave(code: int) -> NoReturn:

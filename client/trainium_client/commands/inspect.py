@@ -27,7 +27,7 @@ ASKED_UNASKED = 64
 """Most workers that are asked for their steps by default: more of them load the API server."""
 _SHOWN = 40
 _MONITOR = ("python", "-m", "trainium_trainer.monitor")
-_STACKS = ("python", "-m", "trainium_trainer.agent.show_stacks")
+_STACKS = ("python", "-m", "trainium_agent.show_stacks")
 _LIST_SECONDS, _VERIFY_SECONDS = 60.0, 3600.0
 
 OperatorNamespace = Annotated[

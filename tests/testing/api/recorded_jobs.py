@@ -58,7 +58,7 @@ def _as_json(line: str) -> str:
         time, level, message = f"{stamp[:23]}Z", ours[2], ours[3]
     else:
         assert agents is not None, f"neither a rank nor the agent says {words!r}"
-        about |= {"source": "agent", "logger": "trainium_trainer.agent.generation_runner"}
+        about |= {"source": "agent", "logger": "trainium_agent.generation_runner"}
         time, level, message = f"{agents[1]}T{agents[2]}.{agents[3]}Z", agents[4], agents[5]
     return f"{stamp} {log_line(message, time=time, level=level.lower(), **about).to_line()}"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trainium_trainer.agent.exits.restart_policy import GenerationState
+from trainium_agent.exits.restart_policy import GenerationState
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from trainium_trainer.agent.linux.kernel import CpuWait
+from trainium_agent.linux.kernel import CpuWait
 
 
 def schedstat(root: Path, pid: int, *threads: tuple[int, int]) -> None:

@@ -15,8 +15,8 @@ CHILD = """
 import ctypes, os, sys
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
 import torch.distributed
-from trainium_trainer.agent.generation.store import serve_store
-from trainium_trainer.agent.bootstrap import NAMELESS, stop_reverse_lookups
+from trainium_agent.generation.store import serve_store
+from trainium_agent.bootstrap import NAMELESS, stop_reverse_lookups
 
 port, stop = int(sys.argv[1]), sys.argv[2] == "stop"
 before = len(os.listdir("/proc/self/task"))

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from pod_environment import environment
 
+from trainium_agent.checks.preflight import preflight
+from trainium_agent.settings import Endpoint, SettingsError, settings_from
 from trainium_contract.exit_codes import ExitCode
-from trainium_trainer.agent.checks.preflight import preflight
-from trainium_trainer.agent.settings import Endpoint, SettingsError, settings_from
 
 
 def test_a_complete_environment_is_understood(tmp_path: Path) -> None:

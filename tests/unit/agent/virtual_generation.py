@@ -11,13 +11,13 @@ import random
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from trainium_agent.exits.restart_policy import GenerationState
+from trainium_agent.lifecycle import actions as do
+from trainium_agent.lifecycle import events as on
+from trainium_agent.lifecycle.events import GenerationEnd, Order
+from trainium_agent.lifecycle.generation import step, wake_at
+from trainium_agent.lifecycle.state import GenerationLimits, LocalGeneration, Stage
 from trainium_contract.faults.causes import Cause
-from trainium_trainer.agent.exits.restart_policy import GenerationState
-from trainium_trainer.agent.lifecycle import actions as do
-from trainium_trainer.agent.lifecycle import events as on
-from trainium_trainer.agent.lifecycle.events import GenerationEnd, Order
-from trainium_trainer.agent.lifecycle.generation import step, wake_at
-from trainium_trainer.agent.lifecycle.state import GenerationLimits, LocalGeneration, Stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,6 +10,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainium_agent.exits.diagnosis import Signs, describe_exit, weight
+from trainium_agent.exits.restart_policy import GenerationState, judge
+from trainium_agent.ranks.output import Tail
+from trainium_agent.ranks.processes import RankProcess
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.faults.causes import CAUSES, NO_FAULT_CAUSES, USER_CAUSES, Cause
 from trainium_contract.faults.classify import (
@@ -62,10 +66,6 @@ from trainium_operator.plan.model.observed import (
     Taint,
 )
 from trainium_operator.plan.model.reasons import Reason
-from trainium_trainer.agent.exits.diagnosis import Signs, describe_exit, weight
-from trainium_trainer.agent.exits.restart_policy import GenerationState, judge
-from trainium_trainer.agent.ranks.output import Tail
-from trainium_trainer.agent.ranks.processes import RankProcess
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

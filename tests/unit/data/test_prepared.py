@@ -95,7 +95,7 @@ def test_a_cache_folder_that_can_never_be_written_is_the_users_to_change(tmp_pat
 
 @pytest.mark.usefixtures("clean_start")  # it forks this process, whose fork server is not its child's
 def test_a_standby_prepares_the_data_and_keeps_quiet_about_what_is_wrong_with_it(tmp_path: Path) -> None:
-    from trainium_trainer.agent.linux.kernel import thread_names
+    from trainium_agent.linux.kernel import thread_names
     from trainium_trainer.warm import _prepare_data
 
     write_text(tmp_path / "d.txt")

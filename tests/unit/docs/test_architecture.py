@@ -11,9 +11,10 @@ import pytest
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
 BASES = [
-    "", "client/trainium_client/", "contract/trainium_contract/", "operator/trainium_operator/",
+    "", "agent/trainium_agent/", "client/trainium_client/", "contract/trainium_contract/",
+    "operator/trainium_operator/",
     "operator/trainium_operator/cluster/", "operator/trainium_operator/plan/", "tests/testing/",
-    "trainer_image/trainium_trainer/", "trainer_image/trainium_trainer/agent/",
+    "trainer_image/trainium_trainer/",
     "trainer_image/trainium_trainer/backends/", "trainer_image/trainium_trainer/backends/nxd/",
     "trainer_image/trainium_trainer/checkpoint/", "trainer_image/trainium_trainer/data/",
 ]  # fmt: skip
@@ -42,6 +43,11 @@ def test_a_file_or_package_of_the_architecture_page_exists(name: str) -> None:
 
 def test_every_package_of_the_trainer_and_the_plan_is_on_the_architecture_page() -> None:
     tables = PAGE.partition("\n## The rooms of the contract\n")[2]
-    for base in ("trainer_image/trainium_trainer", "operator/trainium_operator/plan", "contract/trainium_contract"):
+    for base in (
+        "agent/trainium_agent",
+        "trainer_image/trainium_trainer",
+        "operator/trainium_operator/plan",
+        "contract/trainium_contract",
+    ):
         folders = {path.name for path in (ROOT / base).iterdir() if (path / "__init__.py").exists()}
         assert [name for name in sorted(folders) if f"`{name}/`" not in tables] == [], f"{base}: not in the tables"

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from conftest import Wheel
 
 NAMES = (
-    "trainium-client", "trainium-contract", "trainium-devcluster", "trainium-operator", "trainium-simulator",
-    "trainium-trainer",
+    "trainium-agent", "trainium-client", "trainium-contract", "trainium-devcluster", "trainium-operator",
+    "trainium-simulator", "trainium-trainer",
 )  # fmt: skip
 OF_THE_IMAGE = {"trainium-trainer": {"neuronx_distributed", "torch_neuronx", "torch_xla"}}
 """Modules of the vendor's images, which no index has: `backends/choose.py` asks before `backends/nxd` is imported."""
@@ -125,11 +125,11 @@ class Late:
         import matplotlib.pyplot
         importlib.import_module("yaml.nodes")
 try:
-    from trainium_trainer import agent
+    import trainium_agent
 except ImportError:
     pass
 """
     wheel = type(wheel)(wheel.room, wheel.project, {"x.py": source})
     assert {(each.module, each.late) for each in imports(wheel)} == {
-        ("torch", False), ("matplotlib", True), ("yaml", True), ("trainium_trainer", False),
+        ("torch", False), ("matplotlib", True), ("yaml", True), ("trainium_agent", False),
     }  # fmt: skip

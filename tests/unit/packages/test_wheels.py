@@ -16,6 +16,11 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[3]
 
 HELD = {
+    "trainium-agent": (
+        "trainium_agent",
+        {"checks", "coordinator", "exits", "generation", "hang", "lifecycle", "linux", "ranks"},
+        {"py.typed"},
+    ),
     "trainium-client": ("trainium_client", {"commands", "render", "views"}, {"py.typed"}),
     "trainium-contract": (
         "trainium_contract",
@@ -36,7 +41,7 @@ HELD = {
     "trainium-trainer": (
         "trainium_trainer",
         {
-            "agent", "artifacts", "backends", "checkpoint", "commands", "compile", "configuration", "data", "evaluate",
+            "artifacts", "backends", "checkpoint", "checks", "commands", "compile", "configuration", "data", "evaluate",
             "loop", "models", "monitor", "storage", "tuning", "weights",
         },
         {"py.typed"},
@@ -45,6 +50,7 @@ HELD = {
 """Distribution -> its package, the folders in it, its files that are not Python."""
 
 PROGRAMS = {
+    "trainium-agent": {"trainium-agent": "trainium_agent.main:main"},
     "trainium-client": {
         "kubectl-trn": "trainium_client.commands.main:main",
         "kubectl_complete-trn": "trainium_client.commands.complete:main",
@@ -54,7 +60,6 @@ PROGRAMS = {
     "trainium-operator": {"trainium-operator": "trainium_operator.main:main"},
     "trainium-simulator": {},
     "trainium-trainer": {
-        "trainium-agent": "trainium_trainer.agent.main:main",
         "trainium-trainer": "trainium_trainer.cli:main",
     },
 }
@@ -63,7 +68,7 @@ PROGRAMS = {
 def test_there_is_a_wheel_for_each_room(wheels: dict[str, Wheel]) -> None:
     assert set(wheels) == set(HELD) == set(PROGRAMS)
     assert {wheel.room.name for wheel in wheels.values()} == {
-        "client", "contract", "devcluster", "operator", "simulator", "trainer_image",
+        "agent", "client", "contract", "devcluster", "operator", "simulator", "trainer_image",
     }  # fmt: skip
 
 

@@ -17,8 +17,8 @@ from typing import Any
 
 def main() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as the agent does before it imports torch
-    from trainium_trainer.agent import bootstrap, main, supervisor  # noqa: F401
-    from trainium_trainer.agent.generation import store  # noqa: F401
+    from trainium_agent import bootstrap, main, supervisor  # noqa: F401
+    from trainium_agent.generation import store  # noqa: F401
 
     commands = open(0, "rb", buffering=0, closefd=False)  # noqa: SIM115 - lives as long as the process
     read_end, write_end = os.pipe()
@@ -55,7 +55,7 @@ def start(order: dict[str, Any]) -> None:
     sys.path[:0] = order["env"].get("PYTHONPATH", "").split(":")
     if "WITHOUT_COLLECTOR" in order["env"]:
         gc.disable()
-    from trainium_trainer.agent import main
+    from trainium_agent import main
 
     main.main()
 

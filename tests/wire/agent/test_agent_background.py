@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 from agent_world import is_alive
 
-from trainium_trainer.agent.linux.kernel import descendants
+from trainium_agent.linux.kernel import descendants
 
 if TYPE_CHECKING:
     from agent_world import World

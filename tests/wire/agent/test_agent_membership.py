@@ -209,7 +209,7 @@ async def test_ranks_that_ignore_sigterm_are_killed_after_the_grace_period(world
 
 
 def descendants(pid: int) -> list[int]:
-    from trainium_trainer.agent.linux.kernel import descendants as below
+    from trainium_agent.linux.kernel import descendants as below
 
     return below(pid)
 

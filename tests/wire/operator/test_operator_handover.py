@@ -22,11 +22,11 @@ from tests.testing.api.fake_kubernetes import FakeCluster
 from tests.testing.suite.patience import async_until, patient
 from tests.testing.virtual.fake_workers import bind
 from tests.testing.virtual.operator_process import training_job
+from trainium_agent.coordinator.client import CoordinatorClient
+from trainium_agent.settings import AgentSettings, Endpoint
 from trainium_contract.wire.messages import HeartbeatRequest, Membership, Progress, WorkerPhase
 from trainium_devcluster.ports import reserved_port
 from trainium_operator.cluster.api.resources import JOBS, LEASES, NODES, PODS, SECRETS
-from trainium_trainer.agent.coordinator.client import CoordinatorClient
-from trainium_trainer.agent.settings import AgentSettings, Endpoint
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 
 from tests.testing.operator.coordinator_world import LLAMA, World, membership
 from tests.testing.suite.patience import async_until
+from trainium_agent.coordinator import client as client_module
+from trainium_agent.coordinator.client import CoordinatorClient
+from trainium_agent.settings import AgentSettings, Endpoint
 from trainium_contract.wire.messages import HeartbeatRequest, Progress, WorkerPhase
 from trainium_contract.wire.stream import FrameKind
 from trainium_operator.coordinator import state, streams
 from trainium_operator.coordinator.certificates import renew_material
 from trainium_operator.http.tls import ServerTls
-from trainium_trainer.agent.coordinator import client as client_module
-from trainium_trainer.agent.coordinator.client import CoordinatorClient
-from trainium_trainer.agent.settings import AgentSettings, Endpoint
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar
 
+from trainium_agent.linux.write_access import FORBIDDEN, FULL, explain_forbidden
 from trainium_trainer.exits import StorageError
-from trainium_trainer.write_access import FORBIDDEN, FULL, explain_forbidden
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed as dist
 
+from trainium_agent.ranks.pulse import Pulse
 from trainium_contract.trainer.parallelism import DataParallelMode, Precision
 from trainium_contract.trainer.tuning import TuningMethod
 from trainium_trainer.backends.base import StepOutcome, StepTotals
@@ -32,7 +33,6 @@ from trainium_trainer.models.llama import Llama
 from trainium_trainer.models.loss import loss_sum as sum_of_losses
 from trainium_trainer.models.stages import EMBEDDING, canonical_parameters
 from trainium_trainer.models.state_dict import OPTIMIZER_STEP
-from trainium_trainer.monitor.pulse import Pulse
 from trainium_trainer.tuning.apply import apply_tuning, initial_adapter
 from trainium_trainer.tuning.choice import is_adapter
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from trainium_agent.linux.open_files import read_limit
 from trainium_contract.requirements.descriptors import explain_shortage, needed
 from trainium_contract.sizes import INSTANCES
 from trainium_contract.trainer.optimizer import ScheduleKind, WeightDecayScope
@@ -29,7 +30,6 @@ from trainium_trainer.loop import memory_check
 from trainium_trainer.loop.memory_check import needs_of, refuse_too_small
 from trainium_trainer.loop.schedule import learning_rate
 from trainium_trainer.models.shapes import PRESETS
-from trainium_trainer.open_files import read_limit
 
 if TYPE_CHECKING:
     from trainium_contract.trainer.config import TrainingConfig

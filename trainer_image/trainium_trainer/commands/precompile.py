@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from trainium_agent import log_lines
+from trainium_agent.linux.write_access import FORBIDDEN, explain_forbidden
 from trainium_contract.trainer.parallelism import BackendChoice
 from trainium_contract.wire import worker_env
-from trainium_trainer import log_lines, neuron_environment
+from trainium_trainer import neuron_environment
 from trainium_trainer.backends.choose import choose, refuse_what_it_cannot
 from trainium_trainer.backends.nxd import extraction
 from trainium_trainer.commands.options import DEFAULT_CONFIG, ConfigFile, Overrides
@@ -31,7 +33,6 @@ from trainium_trainer.compile.rehearsal import places as places_of
 from trainium_trainer.compile.sizes import Sizes, read_sizes
 from trainium_trainer.configuration.config import resolve_settings
 from trainium_trainer.exits import StorageError, TrainerError, UserError
-from trainium_trainer.write_access import FORBIDDEN, explain_forbidden
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -20,15 +20,16 @@ import threading
 import time
 from typing import TYPE_CHECKING, NoReturn
 
+from trainium_agent import log_lines
+from trainium_agent.ranks.pulse import Activity, Waiting
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.wire.log_line import LogLevel
 from trainium_trainer import exits
-from trainium_trainer.monitor.pulse import Activity, Waiting
 
 if TYPE_CHECKING:
     from types import FrameType
 
-    from trainium_trainer.monitor.pulse import Pulse, PulseReading
+    from trainium_agent.ranks.pulse import Pulse, PulseReading
 
 _MIN_WAIT_SECONDS = 10.0
 _WAIT_STEPS = 3.0
@@ -106,5 +107,5 @@ def max_wait_seconds(reading: PulseReading) -> float:
 
 
 def _leave(code: ExitCode, sentence: str) -> NoReturn:
-    exits.report_end(sentence, level=LogLevel.INFO if code is ExitCode.YIELDING else LogLevel.ERROR)
+    log_lines.report_end(sentence, level=LogLevel.INFO if code is ExitCode.YIELDING else LogLevel.ERROR)
     exits.leave(code)

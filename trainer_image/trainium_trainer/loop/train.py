@@ -15,6 +15,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from trainium_agent.ranks.progress import ProgressPhase, ProgressWriter
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.wire.messages import AlertKind
 from trainium_contract.wire.nonfinite_origin import format_nonfinite_ranks
@@ -22,7 +23,6 @@ from trainium_trainer.data.batches.loader import validation_batches
 from trainium_trainer.exits import NumericalError
 from trainium_trainer.loop.schedule import learning_rate
 from trainium_trainer.loop.wiring import report_warnings, start
-from trainium_trainer.monitor.progress import ProgressPhase, ProgressWriter
 
 if TYPE_CHECKING:
     from trainium_trainer.backends.base import StepOutcome

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import distributed as dist
 
+from trainium_agent.ranks.pulse import Activity
 from trainium_trainer.artifacts.stage import at_milestones
 from trainium_trainer.backends.choose import find_backend, make_backend
 from trainium_trainer.checkpoint.interfaces import Position
@@ -32,18 +33,17 @@ from trainium_trainer.exits import UserError
 from trainium_trainer.loop.history import History
 from trainium_trainer.loop.memory_check import warnings_at_start
 from trainium_trainer.loop.run_progress import RunProgress
-from trainium_trainer.monitor.pulse import Activity
 from trainium_trainer.monitor.writers import Recorder
 from trainium_trainer.weights.initial import InitialWeights
 
 if TYPE_CHECKING:
+    from trainium_agent.ranks.progress import ProgressWriter
     from trainium_contract.trainer.config import TrainingConfig
     from trainium_trainer.backends.base import Backend, Mesh
     from trainium_trainer.configuration.config import Settings
     from trainium_trainer.data.batches.loader import Loader
     from trainium_trainer.data.opening import Data
     from trainium_trainer.loop.stop import StopRequest
-    from trainium_trainer.monitor.progress import ProgressWriter
     from trainium_trainer.monitor.watch import Watch
 
 _log = logging.getLogger("trainium.train")

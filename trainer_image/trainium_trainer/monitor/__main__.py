@@ -13,8 +13,8 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+from trainium_agent.ranks.progress import read_progress
 from trainium_contract.wire import worker_env
-from trainium_trainer.monitor.progress import read_progress
 
 _FILE = re.compile(r"g(\d+)-r(\d+)")
 

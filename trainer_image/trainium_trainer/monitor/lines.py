@@ -19,8 +19,8 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
+from trainium_agent.linux.write_access import FORBIDDEN, FULL, explain_forbidden
 from trainium_trainer.exits import StorageError
-from trainium_trainer.write_access import FORBIDDEN, FULL, explain_forbidden
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

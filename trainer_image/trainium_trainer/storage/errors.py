@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import errno
 
+from trainium_agent.linux.write_access import FORBIDDEN, FULL, explain_forbidden
 from trainium_trainer.exits import StorageError
-from trainium_trainer.write_access import FORBIDDEN, FULL, explain_forbidden
 
 __all__ = ["DamagedFileError", "StorageError", "is_transient", "storage_error"]
 

@@ -11,10 +11,10 @@ import json
 import os
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from trainium_agent.linux.write_access import FORBIDDEN, explain_forbidden
 from trainium_trainer.exits import StorageError, TrainerError, UserError
 from trainium_trainer.models.huggingface import CONFIG_NAME, shape_of_document
 from trainium_trainer.weights.folder import INDEX_NAME, WHOLE_NAME, ModelFolder, listed, weight_map
-from trainium_trainer.write_access import FORBIDDEN, explain_forbidden
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainium_contract.faults.causes import Cause
-from trainium_trainer.agent.checks.pairing import (
+from trainium_agent.checks.pairing import (
     Group,
     PairingResult,
     WaveResults,
@@ -20,7 +19,8 @@ from trainium_trainer.agent.checks.pairing import (
     noted,
     unhealthy,
 )
-from trainium_trainer.agent.exits.restart_policy import GenerationState, judge
+from trainium_agent.exits.restart_policy import GenerationState, judge
+from trainium_contract.faults.causes import Cause
 
 
 def hold(nodes: int, bad: set[int], *, slow: bool = False, links: tuple[Group, ...] = ()) -> list[WaveResults]:

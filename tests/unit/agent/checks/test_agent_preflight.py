@@ -12,19 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pod_environment import environment
 
+from trainium_agent.checks import node_checks, preflight
+from trainium_agent.checks.node_checks import NodeChecks, NodeTask
+from trainium_agent.ranks.standby_keeper import StandbyLostError
+from trainium_agent.settings import QUICK_CHECKS, AgentSettings, settings_from
 from trainium_contract.spec.health import PreflightCheck as Check
-from trainium_trainer.agent.checks import node_checks, preflight
-from trainium_trainer.agent.checks.node_checks import NodeChecks
-from trainium_trainer.agent.checks.node_test import NodeTask, product_is_right
-from trainium_trainer.agent.ranks.standby_keeper import StandbyLostError
-from trainium_trainer.agent.settings import QUICK_CHECKS, AgentSettings, settings_from
+from trainium_trainer.checks.node_test import product_is_right
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from trainium_agent.ranks.standby import StartRequest
     from trainium_contract.wire.messages import CheckResult
-    from trainium_trainer.agent.ranks.standby import StartRequest
 
 
 def settings(tmp_path: Path, **changes: Any) -> AgentSettings:
@@ -259,8 +259,8 @@ def test_a_channel_beyond_the_first_1024_descriptors_can_be_waited_for() -> None
     import os
     import socket
 
-    from trainium_trainer.agent.ranks.standby import is_readable
-    from trainium_trainer.open_files import raise_limit
+    from trainium_agent.linux.open_files import raise_limit
+    from trainium_agent.ranks.standby import is_readable
 
     limit = raise_limit()
     if 0 <= limit < 2000:

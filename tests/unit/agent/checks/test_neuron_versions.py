@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainium_agent.checks import preflight
+from trainium_agent.checks.preflight import driver_version, mismatch, runtime_version
 from trainium_contract.spec.health import PreflightCheck
-from trainium_trainer.agent.checks import preflight
-from trainium_trainer.agent.checks.preflight import driver_version, mismatch, runtime_version
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from trainium_trainer.agent.coordinator import connection
-from trainium_trainer.agent.coordinator.connection import Address, Connector, CoordinatorUnavailableError
-from trainium_trainer.agent.settings import Endpoint
+from trainium_agent.coordinator import connection
+from trainium_agent.coordinator.connection import Address, Connector, CoordinatorUnavailableError
+from trainium_agent.settings import Endpoint
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

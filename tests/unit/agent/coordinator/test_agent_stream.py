@@ -8,6 +8,11 @@ from typing import Any
 
 import pytest
 
+from trainium_agent.coordinator import session as session_module
+from trainium_agent.coordinator import stream as stream_module
+from trainium_agent.coordinator.connection import CoordinatorUnavailableError
+from trainium_agent.coordinator.session import Session
+from trainium_agent.coordinator.stream import Stream, StreamEndedError
 from trainium_contract.faults.causes import Cause
 from trainium_contract.wire.membership_change import MembershipChange, diff_memberships
 from trainium_contract.wire.messages import (
@@ -22,11 +27,6 @@ from trainium_contract.wire.messages import (
     WorkerPhase,
 )
 from trainium_contract.wire.stream import HEAD_BYTES, FrameKind, frame, head_of
-from trainium_trainer.agent.coordinator import session as session_module
-from trainium_trainer.agent.coordinator import stream as stream_module
-from trainium_trainer.agent.coordinator.connection import CoordinatorUnavailableError
-from trainium_trainer.agent.coordinator.session import Session
-from trainium_trainer.agent.coordinator.stream import Stream, StreamEndedError
 
 MEMBERSHIP = Membership(
     generation=3,

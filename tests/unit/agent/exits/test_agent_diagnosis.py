@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from trainium_agent.exits.diagnosis import Signs, describe_exit
+from trainium_agent.ranks.output import Tail
+from trainium_agent.ranks.processes import RankProcess
 from trainium_contract.faults.causes import Cause
 from trainium_contract.faults.classify import classify_exit_code
 from trainium_contract.faults.responses import Response
-from trainium_trainer.agent.exits.diagnosis import Signs, describe_exit
-from trainium_trainer.agent.ranks.output import Tail
-from trainium_trainer.agent.ranks.processes import RankProcess
 
 if TYPE_CHECKING:
     from pathlib import Path

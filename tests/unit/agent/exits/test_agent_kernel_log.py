@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainium_trainer.agent.exits.kernel_log import KernelEvents, KernelLog
+from trainium_agent.exits.kernel_log import KernelEvents, KernelLog
 
 if TYPE_CHECKING:
     from collections.abc import Callable

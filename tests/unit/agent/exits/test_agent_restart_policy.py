@@ -3,10 +3,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainium_agent.exits.restart_policy import Decision, GenerationState, after_yield, judge
 from trainium_contract.faults.causes import Cause
 from trainium_contract.faults.classify import Verdict, classify_exit, classify_sign
 from trainium_contract.faults.signs import RUNTIME_STATUSES, Sign
-from trainium_trainer.agent.exits.restart_policy import Decision, GenerationState, after_yield, judge
 
 codes = st.sampled_from([1, 64, 65, 66, 76, 80, 81, 134, 137, 139])
 states = st.builds(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 
+from trainium_agent.exits.restart_policy import GenerationState
+from trainium_agent.generation.state_watcher import StateWatcher
+from trainium_agent.generation.store import GenerationStore, serve_store
+from trainium_agent.rendezvous import GenerationRendezvous
 from trainium_contract.faults.causes import Cause
 from trainium_contract.wire.messages import Member, Membership, Transition
-from trainium_trainer.agent.exits.restart_policy import GenerationState
-from trainium_trainer.agent.generation.state_watcher import StateWatcher
-from trainium_trainer.agent.generation.store import GenerationStore, serve_store
-from trainium_trainer.agent.rendezvous import GenerationRendezvous
 
 NODES = 100
 

@@ -10,11 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, not in __all__
 
-from trainium_contract.exit_codes import ExitCode
-from trainium_contract.faults.causes import Cause
-from trainium_contract.wire.messages import Member, Membership, Transition
-from trainium_trainer.agent.exits.restart_policy import GenerationState
-from trainium_trainer.agent.generation.store import (
+from trainium_agent.exits.restart_policy import GenerationState
+from trainium_agent.generation.store import (
     LONGEST_VALUE,
     ForgedValueError,
     GenerationStore,
@@ -22,6 +19,9 @@ from trainium_trainer.agent.generation.store import (
     ValueSigner,
     serve_store,
 )
+from trainium_contract.exit_codes import ExitCode
+from trainium_contract.faults.causes import Cause
+from trainium_contract.wire.messages import Member, Membership, Transition
 
 
 def membership_at(port: int = 1, *, generation: int = 1, uid: str = "uid") -> Membership:

@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
-from trainium_contract.exit_codes import ExitCode
-from trainium_contract.faults.causes import Cause
-from trainium_contract.wire.messages import Member, Membership, Transition
-from trainium_trainer.agent.exits.restart_policy import GenerationState
-from trainium_trainer.agent.generation import state_watcher
-from trainium_trainer.agent.generation import store as generation_store
-from trainium_trainer.agent.generation.state_watcher import LONGEST_TURN_SECONDS, StatePublisher, StateWatcher
-from trainium_trainer.agent.generation.store import GenerationStore, StoreLostError, serve_store
-from trainium_trainer.agent.rendezvous import (
+from trainium_agent.exits.restart_policy import GenerationState
+from trainium_agent.generation import state_watcher
+from trainium_agent.generation import store as generation_store
+from trainium_agent.generation.state_watcher import LONGEST_TURN_SECONDS, StatePublisher, StateWatcher
+from trainium_agent.generation.store import GenerationStore, StoreLostError, serve_store
+from trainium_agent.rendezvous import (
     GenerationRendezvous,
     GenerationStoppedError,
     RendezvousInterruptedError,
 )
+from trainium_contract.exit_codes import ExitCode
+from trainium_contract.faults.causes import Cause
+from trainium_contract.wire.messages import Member, Membership, Transition
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

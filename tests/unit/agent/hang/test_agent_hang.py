@@ -9,12 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainium_contract.faults.causes import Cause
-from trainium_contract.spec.recovery import HangSpec
-from trainium_contract.status.results import RunStage
-from trainium_contract.wire.messages import TrainerPhase
-from trainium_trainer.agent.exits.restart_policy import GenerationState
-from trainium_trainer.agent.hang.detection import (
+from trainium_agent.exits.restart_policy import GenerationState
+from trainium_agent.hang.detection import (
     Calibration,
     Finding,
     FindingKind,
@@ -30,7 +26,11 @@ from trainium_trainer.agent.hang.detection import (
     limit_of,
     percentile,
 )
-from trainium_trainer.monitor.progress import ProgressWriter, read_with_pulse
+from trainium_agent.ranks.progress import ProgressWriter, read_with_pulse
+from trainium_contract.faults.causes import Cause
+from trainium_contract.spec.recovery import HangSpec
+from trainium_contract.status.results import RunStage
+from trainium_contract.wire.messages import TrainerPhase
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from shared_store import Shared
 
+from trainium_agent.exits.restart_policy import GenerationState
+from trainium_agent.hang import response
+from trainium_agent.hang.detection import Finding, FindingKind, Stall
+from trainium_agent.hang.response import Inquiry
 from trainium_contract.wire.messages import TrainerPhase
-from trainium_trainer.agent.exits.restart_policy import GenerationState
-from trainium_trainer.agent.hang import response
-from trainium_trainer.agent.hang.detection import Finding, FindingKind, Stall
-from trainium_trainer.agent.hang.response import Inquiry
 
 
 @pytest.fixture

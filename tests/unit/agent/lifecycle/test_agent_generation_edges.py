@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from trainium_agent.exits.restart_policy import GenerationState
+from trainium_agent.lifecycle import actions as do
+from trainium_agent.lifecycle import events as on
+from trainium_agent.lifecycle.events import GenerationEnd, Order
+from trainium_agent.lifecycle.generation import step, wake_at
+from trainium_agent.lifecycle.state import GenerationLimits, JoinAgain, JudgeEnds, LocalGeneration, Stage
 from trainium_contract.wire.messages import WorkerPhase
-from trainium_trainer.agent.exits.restart_policy import GenerationState
-from trainium_trainer.agent.lifecycle import actions as do
-from trainium_trainer.agent.lifecycle import events as on
-from trainium_trainer.agent.lifecycle.events import GenerationEnd, Order
-from trainium_trainer.agent.lifecycle.generation import step, wake_at
-from trainium_trainer.agent.lifecycle.state import GenerationLimits, JoinAgain, JudgeEnds, LocalGeneration, Stage
 
 TERMS = GenerationLimits(generation=3, grace_seconds=20.0, sample_seconds=2.0)
 RUNNING = LocalGeneration(stage=Stage.RUNNING, attempt=1, started=2, next_sample_at=1000.0)

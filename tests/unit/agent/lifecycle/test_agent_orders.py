@@ -11,16 +11,16 @@ import pytest
 from virtual_generation import Generation
 
 import trainium_trainer
+from trainium_agent.exits.restart_policy import GenerationState
+from trainium_agent.lifecycle import actions as do
+from trainium_agent.lifecycle import events as on
+from trainium_agent.lifecycle import pod
+from trainium_agent.lifecycle.events import GenerationEnd
+from trainium_agent.lifecycle.generation import step, wake_at
+from trainium_agent.lifecycle.state import GenerationLimits, LocalGeneration, Stage
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.faults.causes import Cause
 from trainium_contract.wire.messages import StuckRank, TrainerPhase
-from trainium_trainer.agent.exits.restart_policy import GenerationState
-from trainium_trainer.agent.lifecycle import actions as do
-from trainium_trainer.agent.lifecycle import events as on
-from trainium_trainer.agent.lifecycle import pod
-from trainium_trainer.agent.lifecycle.events import GenerationEnd
-from trainium_trainer.agent.lifecycle.generation import step, wake_at
-from trainium_trainer.agent.lifecycle.state import GenerationLimits, LocalGeneration, Stage
 
 HISTORIES = 10_000
 PARTS = 4

@@ -10,30 +10,30 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from shared_store import Shared
 
+from trainium_agent import supervisor as supervisor_module
+from trainium_agent.generation import store as store_module
+from trainium_agent.generation.store import ExitBarrier, GenerationStore, StoreLostError
+from trainium_agent.generation_runner import GenerationRunner
+from trainium_agent.generation_tasks import GenerationTasks, TaskContext
+from trainium_agent.hang import response
+from trainium_agent.hang.detection import Finding, FindingKind, Stall
+from trainium_agent.lifecycle import actions as do
+from trainium_agent.lifecycle import events as on
+from trainium_agent.lifecycle import pod
+from trainium_agent.lifecycle.events import Order
+from trainium_agent.lifecycle.state import GenerationLimits, LocalGeneration, Stage
+from trainium_agent.ranks import output
+from trainium_agent.ranks.output import Tail
+from trainium_agent.rendezvous import RendezvousInterruptedError
+from trainium_agent.supervisor import AgentSupervisor
 from trainium_contract.faults.causes import Cause
 from trainium_contract.spec.health import PreflightCheck
 from trainium_contract.wire.log_line import LogFormat
 from trainium_contract.wire.messages import Member, Membership, TrainerPhase, Transition, WorkerPhase
-from trainium_trainer.agent import supervisor as supervisor_module
-from trainium_trainer.agent.checks import pair_test
-from trainium_trainer.agent.generation import store as store_module
-from trainium_trainer.agent.generation.store import ExitBarrier, GenerationStore, StoreLostError
-from trainium_trainer.agent.generation_runner import GenerationRunner
-from trainium_trainer.agent.generation_tasks import GenerationTasks, TaskContext
-from trainium_trainer.agent.hang import response
-from trainium_trainer.agent.hang.detection import Finding, FindingKind, Stall
-from trainium_trainer.agent.lifecycle import actions as do
-from trainium_trainer.agent.lifecycle import events as on
-from trainium_trainer.agent.lifecycle import pod
-from trainium_trainer.agent.lifecycle.events import Order
-from trainium_trainer.agent.lifecycle.state import GenerationLimits, LocalGeneration, Stage
-from trainium_trainer.agent.ranks import output
-from trainium_trainer.agent.ranks.output import Tail
-from trainium_trainer.agent.rendezvous import RendezvousInterruptedError
-from trainium_trainer.agent.supervisor import AgentSupervisor
+from trainium_trainer.checks import pair_test
 
 if TYPE_CHECKING:
-    from trainium_trainer.agent.exits.restart_policy import GenerationState
+    from trainium_agent.exits.restart_policy import GenerationState
 
 MEMBERSHIP = Membership(
     generation=3,

@@ -7,9 +7,9 @@ import threading
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from trainium_trainer.agent import background_compile
-from trainium_trainer.agent.background_compile import BackgroundCompiler
-from trainium_trainer.agent.ranks.standby_keeper import StandbyLostError
+from trainium_agent import background_compile
+from trainium_agent.background_compile import BackgroundCompiler
+from trainium_agent.ranks.standby_keeper import StandbyLostError
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from trainium_agent import show_stacks
+from trainium_agent.checks import preflight
+from trainium_agent.exits import kernel_log
+from trainium_agent.exits.diagnosis import Signs
+from trainium_agent.exits.kernel_log import KernelEvents, KernelLog
+from trainium_agent.linux import kernel
+from trainium_agent.ranks.progress import ProgressPhase, ProgressWriter
 from trainium_contract.exit_codes import ExitCode
-from trainium_trainer.agent import show_stacks
-from trainium_trainer.agent.checks import preflight
-from trainium_trainer.agent.exits import kernel_log
-from trainium_trainer.agent.exits.diagnosis import Signs
-from trainium_trainer.agent.exits.kernel_log import KernelEvents, KernelLog
-from trainium_trainer.agent.linux import kernel
-from trainium_trainer.monitor.progress import ProgressPhase, ProgressWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -93,8 +93,8 @@ def test_a_handler_is_read_from_the_mask_of_caught_signals(
 
 REAPING = """
 import os, time
-from trainium_trainer.agent.ranks import processes
-from trainium_trainer.agent.ranks.processes import Reaper
+from trainium_agent.ranks import processes
+from trainium_agent.ranks.processes import Reaper
 
 def child(code):
     pid = os.fork()

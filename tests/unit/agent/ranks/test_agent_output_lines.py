@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainium_agent.exits.diagnosis import describe_exit
+from trainium_agent.ranks.output import Speaker, Tail, form_of
+from trainium_agent.ranks.processes import RankProcess
+from trainium_agent.settings import AgentSettings
 from trainium_contract.wire.log_line import EXIT_LOGGER, LINE_BYTES, LogFormat, log_line, read_log_line
-from trainium_trainer.agent.exits.diagnosis import describe_exit
-from trainium_trainer.agent.ranks.output import Speaker, Tail, form_of
-from trainium_trainer.agent.ranks.processes import RankProcess
-from trainium_trainer.agent.settings import AgentSettings
 
 if TYPE_CHECKING:
     from trainium_contract.wire.log_line import LogLine

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainium_agent.ranks.output import Tail
+from trainium_agent.ranks.runtime_status import RuntimeMessages, status_in
 from trainium_contract.faults.signs import RUNTIME_STATUSES, Sign
-from trainium_trainer.agent.ranks.output import Tail
-from trainium_trainer.agent.ranks.runtime_status import RuntimeMessages, status_in
 
 NOW = 1_800_000_000.0
 STAMP = "2026-Jul-30 14:22:31.305961 65191:69012"

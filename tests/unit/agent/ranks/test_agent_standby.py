@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from trainium_trainer.agent.ranks import standby as standby_process
-from trainium_trainer.agent.ranks import standby_keeper
-from trainium_trainer.agent.ranks.output import Tail
-from trainium_trainer.agent.ranks.processes import Reaper
-from trainium_trainer.agent.ranks.standby import StartRequest
-from trainium_trainer.agent.ranks.standby_keeper import Standby, StandbyKeeper, StandbyLostError
+from trainium_agent.ranks import standby as standby_process
+from trainium_agent.ranks import standby_keeper
+from trainium_agent.ranks.output import Tail
+from trainium_agent.ranks.processes import Reaper
+from trainium_agent.ranks.standby import StartRequest
+from trainium_agent.ranks.standby_keeper import Standby, StandbyKeeper, StandbyLostError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from trainium_trainer.agent.ranks.processes import RankProcess
+    from trainium_agent.ranks.processes import RankProcess
 
 REQUEST = StartRequest(("--step", "1"), {"RANK": "0"}, "trainium-rank 0 of 1", "module:main")
 
@@ -171,7 +171,7 @@ def test_a_pod_that_ends_makes_no_new_standby(monkeypatch: pytest.MonkeyPatch) -
 
 ORPHAN = """
 import socket
-from trainium_trainer.agent.ranks import standby
+from trainium_agent.ranks import standby
 ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 standby.serve(theirs, 1, "os:abort", "")
 """

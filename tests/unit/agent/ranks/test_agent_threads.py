@@ -9,12 +9,12 @@ import threading
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
+from trainium_agent.background_compile import BackgroundCompiler
+from trainium_agent.ranks.output import Tail
+from trainium_agent.ranks.processes import RankProcess, Reaper
+from trainium_agent.ranks.standby import StartRequest
+from trainium_agent.ranks.standby_keeper import Standby, StandbyKeeper
 from trainium_contract.exit_codes import exit_code_of_wait_status
-from trainium_trainer.agent.background_compile import BackgroundCompiler
-from trainium_trainer.agent.ranks.output import Tail
-from trainium_trainer.agent.ranks.processes import RankProcess, Reaper
-from trainium_trainer.agent.ranks.standby import StartRequest
-from trainium_trainer.agent.ranks.standby_keeper import Standby, StandbyKeeper
 
 if TYPE_CHECKING:
     from collections.abc import Callable

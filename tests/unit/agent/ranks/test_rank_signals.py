@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 
-from trainium_trainer.agent.ranks import standby
+from trainium_agent.ranks import standby
 
 
 def test_a_rank_whose_peer_is_gone_gets_an_error_and_does_not_die_of_it() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
+from trainium_agent import log_lines
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.wire.log_line import EXIT_LOGGER, read_log_line
 from trainium_trainer import exits
@@ -51,7 +52,7 @@ def test_the_last_line_of_stderr_is_the_sentence_and_so_is_the_termination_log(
 ) -> None:
     log = tmp_path / "termination-log"
     log.touch()
-    monkeypatch.setattr(exits, "TERMINATION_LOG", log)
+    monkeypatch.setattr(log_lines, "TERMINATION_LOG", log)
     assert exits.report(exits.UserError("steps is 0: use more")) == 64
     assert capsys.readouterr().err == "steps is 0: use more\n"
     assert log.read_text() == "steps is 0: use more\n"

@@ -47,7 +47,7 @@ def limited(soft: int, hard: int) -> Callable[[], None]:
 
 
 def test_a_process_raises_its_soft_limit_to_the_hard_one() -> None:
-    code = "from trainium_trainer.open_files import raise_limit, read_limit; print(raise_limit(), read_limit())"
+    code = "from trainium_agent.linux.open_files import raise_limit, read_limit; print(raise_limit(), read_limit())"
     found = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, preexec_fn=limited(256, 900), check=False
     )

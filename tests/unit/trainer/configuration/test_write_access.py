@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from trainium_trainer.agent.checks.preflight import _unwritable
+from trainium_agent.checks.preflight import _unwritable
 from trainium_trainer.artifacts.store import kept
 from trainium_trainer.data.prepared.cache import use_cache
 from trainium_trainer.exits import StorageError, UserError

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from trainium_agent.ranks.progress import read_notice, read_progress
 from trainium_trainer.monitor.figures import StepFigures
 from trainium_trainer.monitor.lines import ASIDE_BYTES, LineWriter
-from trainium_trainer.monitor.progress import read_notice, read_progress
 from trainium_trainer.monitor.writers import METRICS_NAME, Recorder
 
 if TYPE_CHECKING:

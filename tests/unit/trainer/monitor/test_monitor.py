@@ -15,10 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.testing.suite.trials import trials
-from trainium_contract.status.results import MAX_ARTIFACTS, ArtifactReport, EvaluationFigure, RunStage
-from trainium_trainer.monitor.figures import StepFigures
-from trainium_trainer.monitor.lines import LineWriter, truncate_after
-from trainium_trainer.monitor.progress import (
+from trainium_agent.ranks.progress import (
     ProgressPhase,
     ProgressWriter,
     read_alerts,
@@ -28,7 +25,10 @@ from trainium_trainer.monitor.progress import (
     read_with_pulse,
     results_path,
 )
-from trainium_trainer.monitor.pulse import Activity, Waiting
+from trainium_agent.ranks.pulse import Activity, Waiting
+from trainium_contract.status.results import MAX_ARTIFACTS, ArtifactReport, EvaluationFigure, RunStage
+from trainium_trainer.monitor.figures import StepFigures
+from trainium_trainer.monitor.lines import LineWriter, truncate_after
 from trainium_trainer.monitor.stability import Stability
 from trainium_trainer.monitor.watch import Throughput
 from trainium_trainer.monitor.writers import ScalarWriter
@@ -214,7 +214,7 @@ def test_user_messages_during_a_background_artifact_report_end_in_their_own_file
 
 
 def test_the_progress_record_is_read_without_torch() -> None:
-    script = "import sys, trainium_trainer.monitor.progress; sys.exit('torch' in sys.modules)"
+    script = "import sys, trainium_agent.ranks.progress; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainium_trainer.agent.checks import pair_test
+from trainium_trainer.checks import pair_test
 
 if TYPE_CHECKING:
     import torch

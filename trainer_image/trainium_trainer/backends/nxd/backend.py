@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import distributed as dist
 
+from trainium_agent.ranks.pulse import Pulse
 from trainium_contract.trainer.parallelism import DataParallelMode, Precision
 from trainium_contract.trainer.tuning import TuningMethod
 from trainium_trainer.backends.base import StepOutcome, StepTotals
@@ -43,7 +44,6 @@ from trainium_trainer.backends.nxd.tuned import tuned_llama
 from trainium_trainer.exits import UserError
 from trainium_trainer.models.dropout import dropped, sample_keys
 from trainium_trainer.models.initial import initial_box
-from trainium_trainer.monitor.pulse import Pulse
 from trainium_trainer.tuning.apply import initial_adapter
 from trainium_trainer.tuning.choice import is_adapter
 

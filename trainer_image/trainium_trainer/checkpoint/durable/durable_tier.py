@@ -22,6 +22,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from trainium_agent.linux.write_access import FULL
 from trainium_contract.wire.checkpoint_manifest import CheckpointKind, Manifest, folder_name, milestone_name
 from trainium_trainer.checkpoint.collectives import reduce_on_root
 from trainium_trainer.checkpoint.durable.file_digests import DigestReport, fold_reports
@@ -37,7 +38,6 @@ from trainium_trainer.checkpoint.root.metrics_copy import RecordCopies
 from trainium_trainer.checkpoint.root.survey import prune, remove_attempts
 from trainium_trainer.models.state_dict import parameter_of
 from trainium_trainer.storage.errors import DamagedFileError, StorageError, is_transient
-from trainium_trainer.write_access import FULL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -19,12 +19,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from trainium_agent.linux.write_access import FORBIDDEN, FULL, explain_forbidden
 from trainium_trainer.data.prepared.build import hold_lock
 from trainium_trainer.data.prepared.prepared import KIND, MANIFEST_FILE, is_prepared, read_manifest
 from trainium_trainer.data.sources.files import S3, read_with_retries, s3
 from trainium_trainer.data.tokens.tokenizer import CONFIG_FILE, TOKENIZER_FILE, count_entries, tokenizer_file
 from trainium_trainer.exits import StorageError, TrainerError, UserError
-from trainium_trainer.write_access import FORBIDDEN, FULL, explain_forbidden
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

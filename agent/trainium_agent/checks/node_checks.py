@@ -1,0 +1,169 @@
+"""The node's own checks, from the agent's side: starts their processes from the warm standby and reads what they saw.
+
+Invariants: they end within their budget, and none of their processes outlives them; a check that could not be made, did
+not end, or left something that cannot be read counts as passed; only wrong numbers make a node unfit.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import signal
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainium_agent.ranks.standby import StartRequest
+from trainium_agent.ranks.standby_keeper import StandbyLostError
+from trainium_contract.spec.health import PreflightCheck
+from trainium_contract.wire.messages import CheckResult
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trainium_agent.ranks.processes import RankProcess
+    from trainium_agent.ranks.standby_keeper import StandbyKeeper
+    from trainium_agent.settings import AgentSettings
+
+_log = logging.getLogger(__name__)
+_POLL_SECONDS = 0.02
+_END_SECONDS = 5.0
+_NAMES = {PreflightCheck.MATMUL: "matmul", PreflightCheck.LOOPBACK: "loopback"}
+_WRONG = {
+    PreflightCheck.MATMUL: "a matrix product is wrong on core {cores}",
+    PreflightCheck.LOOPBACK: "an all-reduce among the processes of the node is wrong at process {cores}",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class NodeTask:
+    """The task of one process."""
+
+    index: int
+    """Which of the node's processes it is, and which core it observations at."""
+    size: int
+    folder: str
+    seconds: float
+    """How long it may wait for its siblings."""
+    matmul: bool = True
+    loopback: bool = True
+
+    def encode(self) -> str:
+        """Return the value as text."""
+        return json.dumps(asdict(self))
+
+    @property
+    def result(self) -> Path:
+        """The file for its outcome."""
+        return Path(self.folder) / f"{self.index}.json"
+
+
+class NodeChecks:
+    """The checks of a node; call `run` once, in a separate thread. Ranks may start when it has ended."""
+
+    def __init__(
+        self, settings: AgentSettings, keeper: StandbyKeeper, *, report: Callable[[CheckResult], None]
+    ) -> None:
+        self._settings = settings
+        self._keeper = keeper
+        self._report = report
+        self._folder: Path = settings.memory_directory / "preflight"
+        alone = settings.processes_per_node == 1
+        self._checks = tuple(
+            check for check in _NAMES if check in settings.checks and not (alone and check is PreflightCheck.LOOPBACK)
+        )
+        self._cancelled = threading.Event()
+
+    def cancel(self) -> None:
+        """End the checks, because the pod ends or its ranks start; a check that has not ended counts as passed."""
+        self._cancelled.set()
+
+    def run(self) -> str:
+        """Make the checks; what is wrong with the node, as a sentence, or nothing."""
+        if not self._checks:
+            return ""
+        began = time.monotonic()
+        deadline = began + self._settings.check_seconds
+        try:
+            outcomes = self._outcomes(deadline)
+            return self._judge(outcomes, time.monotonic() - began)
+        except OSError as error:
+            _log.warning("the node's checks could not be made (%s); they count as passed", error)
+            return ""
+        finally:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _outcomes(self, deadline: float) -> list[dict[str, Any]]:
+        while not self._keeper.warm:  # its imports must not be hurried for this
+            if self._cancelled.wait(_POLL_SECONDS) or time.monotonic() > deadline:
+                return []
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.mkdir(parents=True)
+        size = self._settings.processes_per_node
+        tasks = [
+            NodeTask(
+                index,
+                size,
+                str(self._folder),
+                max(1.0, deadline - time.monotonic()),
+                matmul=PreflightCheck.MATMUL in self._checks,
+                loopback=PreflightCheck.LOOPBACK in self._checks,
+            )
+            for index in range(size)
+        ]
+        processes: list[RankProcess] = []
+        try:
+            processes += [self._start(task) for task in tasks]
+            while any(process.alive for process in processes) and time.monotonic() < deadline:
+                if self._cancelled.wait(_POLL_SECONDS):
+                    break
+        except StandbyLostError as loss:
+            _log.warning("the node's checks could not be started: %s", loss)
+        finally:
+            _end(processes)
+        return [_read(task) for task in tasks]
+
+    def _start(self, task: NodeTask) -> RankProcess:
+        return self._keeper.start(
+            StartRequest((task.encode(),), {}, f"trainium-preflight {task.index}", self._settings.check_entry),
+            local_rank=task.index,
+            rank=task.index,
+            attempt=-1,
+            on_exit=lambda _: None,
+        )
+
+    def _judge(self, outcomes: list[dict[str, Any]], seconds: float) -> str:
+        sentences = []
+        for check in self._checks:
+            reported = [outcome.get(_NAMES[check]) for outcome in outcomes]
+            wrong = [index for index, value in enumerate(reported) if value is False]
+            detail = ""
+            if wrong:
+                detail = _WRONG[check].format(cores=", ".join(map(str, wrong[:16])))
+                sentences.append(f"node {self._settings.node_name}: {detail}")
+            elif reported.count(True) < self._settings.processes_per_node:
+                reasons = [str(outcome.get(f"{_NAMES[check]}-reason", "")) for outcome in outcomes]
+                why = next((reason for reason in reasons if reason), "it did not end in time")
+                detail = f"not made on all cores ({why}); counts as passed"
+            self._report(CheckResult(check=check, passed=not wrong, seconds=round(seconds, 3), detail=detail[:1024]))
+            _log.log(logging.ERROR if wrong else logging.INFO, "%s: %s", check.value, detail or "passed")
+        return "; ".join(sentences)
+
+
+def _read(task: NodeTask) -> dict[str, Any]:
+    try:
+        found = json.loads(task.result.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _end(processes: list[RankProcess]) -> None:
+    for process in processes:
+        process.signal(signal.SIGKILL)
+    deadline = time.monotonic() + _END_SECONDS
+    while any(process.alive for process in processes) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)

@@ -1,0 +1,269 @@
+"""Check within milliseconds whether this pod can train at all.
+
+Guarantees:
+- A check examines this pod only.
+- A failure is one sentence, with the exit code that decides whom the operator blames (64 the job, 80 the node), or
+  none when the pod may train all the same.
+- A missing coordinator never fails a pod: training continues while the operator is down.
+
+Longer checks are in `node_checks`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainium_agent.linux.open_files import read_limit
+from trainium_agent.linux.write_access import FORBIDDEN, explain_forbidden
+from trainium_contract.exit_codes import ExitCode
+from trainium_contract.requirements.descriptors import explain_shortage
+from trainium_contract.spec.health import PreflightCheck
+from trainium_contract.wire.messages import CheckResult
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from trainium_agent.settings import AgentSettings
+
+_MINIMUM_FREE_BYTES = 1 << 20
+_SCRATCH_BYTES = 64 << 20
+_PROCESS_BYTES = 128 << 20
+"""A training process does not even start in less."""
+_DEVICES = Path("/dev")
+_MEMORY = Path("/proc/meminfo")
+CLOCK_SECONDS = 5.0
+"""Clocks that are further apart make times in logs and status misleading; nothing is decided by them."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreflightFinding:
+    """Something that is wrong with the pod; `code` is None for what stops nothing."""
+
+    code: ExitCode | None
+    sentence: str
+    check: PreflightCheck | None = None
+    """The check that found it; None for what is always looked at."""
+
+
+def preflight(settings: AgentSettings, devices: Path = _DEVICES) -> tuple[PreflightFinding, ...]:
+    """Everything found wrong, worst kind not first; empty when the pod is fit."""
+    findings = [*_memory_directory(settings.memory_directory), *_config(settings.config_path)]
+    findings += _open_files(settings.largest_nodes, settings.processes_per_node)
+    if PreflightCheck.DEVICES in settings.checks:
+        findings += _devices(settings.neuron_devices, devices)
+        findings += _versions(settings.neuron_devices)
+    if PreflightCheck.MEMORY in settings.checks:
+        findings += _memory(settings.processes_per_node)
+    if PreflightCheck.DISK in settings.checks:
+        findings += _disk(settings.scratch_directory)
+    return (*findings, *_coordinator(settings))
+
+
+def results(settings: AgentSettings, findings: Iterable[PreflightFinding], seconds: float) -> tuple[CheckResult, ...]:
+    """Return the outcome of each quick check, for the heartbeat."""
+    found = {finding.check: finding.sentence for finding in findings}
+    quick = (PreflightCheck.DEVICES, PreflightCheck.MEMORY, PreflightCheck.DISK)
+    return tuple(
+        CheckResult(
+            check=check, passed=check not in found, seconds=round(seconds, 3), detail=found.get(check, "")[:1024]
+        )
+        for check in quick
+        if check in settings.checks
+    )
+
+
+def compare_clocks(theirs: float, sent: float, answered: float) -> CheckResult:
+    """Compare the coordinator's clock with ours, which was read before and after."""
+    uncertainty = max(0.0, (answered - sent) / 2)
+    difference = theirs - (sent + uncertainty)
+    passed = abs(difference) <= CLOCK_SECONDS + uncertainty
+    where = "behind" if difference > 0 else "ahead of"
+    detail = "" if passed else f"The node's clock is {abs(difference):.1f} s {where} the coordinator's; check its NTP."
+    return CheckResult(check=PreflightCheck.CLOCK, passed=passed, seconds=round(answered - sent, 3), detail=detail)
+
+
+def _memory_directory(directory: Path) -> Iterator[PreflightFinding]:
+    reason = _unwritable(directory)
+    if reason:
+        yield PreflightFinding(
+            ExitCode.USER_ERROR,
+            f"The memory directory {directory} is not writable ({reason}); "
+            "it must be on a memory-backed emptyDir of the pod.",
+            PreflightCheck.MEMORY,
+        )
+        return
+    free = shutil.disk_usage(directory).free
+    if free < _MINIMUM_FREE_BYTES:
+        yield PreflightFinding(
+            ExitCode.USER_ERROR,
+            f"The memory directory {directory} has {free} bytes left; give its emptyDir a larger sizeLimit.",
+            PreflightCheck.MEMORY,
+        )
+    if _file_system_of(directory) not in ("tmpfs", "ramfs", ""):
+        yield PreflightFinding(
+            None, f"The memory directory {directory} is on a disk; snapshots will be slower than in memory."
+        )
+
+
+def _unwritable(directory: Path) -> str:
+    """Why a folder cannot be written; empty when it can."""
+    probe = directory / f".preflight-{os.getpid()}-{time.monotonic_ns()}"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(b"x")
+        probe.unlink()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        return f"{reason}: {explain_forbidden(error.errno)}" if error.errno in FORBIDDEN else reason
+    return ""
+
+
+def _file_system_of(directory: Path) -> str:
+    """Return the type of the file system that holds a directory; empty where it is unknown."""
+    best, kind = "", ""
+    resolved = str(directory.resolve())
+    try:
+        lines = Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return ""
+    for line in lines:
+        fields = line.split(" ")
+        mount = fields[1].replace("\\040", " ")
+        if len(mount) >= len(best) and (resolved == mount or resolved.startswith(mount.rstrip("/") + "/")):
+            best, kind = mount, fields[2]
+    return kind
+
+
+def _config(path: Path) -> Iterator[PreflightFinding]:
+    try:
+        empty = not path.read_bytes().strip()
+    except OSError as error:
+        yield PreflightFinding(
+            ExitCode.USER_ERROR,
+            f"The trainer configuration {path} cannot be read ({error.strerror}); "
+            "mount the job's config map at its folder.",
+        )
+        return
+    if empty:
+        yield PreflightFinding(ExitCode.USER_ERROR, f"The trainer configuration {path} is empty.")
+
+
+def _open_files(nodes: int, processes: int) -> Iterator[PreflightFinding]:
+    """Any worker may become the first, which everybody connects to, so each needs the limit that the first does."""
+    sentence = explain_shortage(read_limit(), nodes * processes, nodes) if nodes else ""
+    if sentence:
+        yield PreflightFinding(ExitCode.USER_ERROR, f"Too few open files: {sentence}.")
+
+
+def _devices(expected: int, devices: Path) -> Iterator[PreflightFinding]:
+    if expected == 0:
+        return
+    found = [entry for entry in devices.glob("neuron*") if entry.name[len("neuron") :].isdigit()]
+    if len(found) < expected:
+        yield PreflightFinding(
+            ExitCode.DEVICE_FAULT,
+            f"{len(found)} Neuron devices are visible under {devices} but the worker was given {expected}; "
+            "the node's driver, device plugin or DRA driver lost some.",
+            PreflightCheck.DEVICES,
+        )
+
+
+def _versions(expected: int) -> Iterator[PreflightFinding]:
+    if expected and (sentence := mismatch(driver_version(), runtime_version())):
+        yield PreflightFinding(None, f"{sentence[0].upper()}{sentence[1:]}", PreflightCheck.DEVICES)
+
+
+def _memory(processes: int, meminfo: Path = _MEMORY) -> Iterator[PreflightFinding]:
+    """Check the memory of the host; no finding where it cannot be read."""
+    try:
+        lines = dict(line.split(":", 1) for line in meminfo.read_text(encoding="utf-8").splitlines() if ":" in line)
+        available = int(lines["MemAvailable"].split()[0]) << 10
+    except (OSError, ValueError, KeyError, IndexError):
+        return
+    if available < processes * _PROCESS_BYTES:
+        yield PreflightFinding(
+            None,
+            f"The host has {available >> 20} MiB of memory left for {processes} training processes.",
+            PreflightCheck.MEMORY,
+        )
+
+
+def _disk(directory: Path | None) -> Iterator[PreflightFinding]:
+    if directory is None:
+        return
+    reason = _unwritable(directory)
+    if reason:
+        yield PreflightFinding(None, f"The scratch folder {directory} is not writable ({reason}).", PreflightCheck.DISK)
+        return
+    free = shutil.disk_usage(directory).free
+    if free < _SCRATCH_BYTES:
+        yield PreflightFinding(
+            None, f"The scratch volume of {directory} has {free >> 20} MiB left.", PreflightCheck.DISK
+        )
+
+
+def _coordinator(settings: AgentSettings) -> Iterator[PreflightFinding]:
+    for endpoint in settings.coordinator:
+        try:
+            socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            yield PreflightFinding(
+                None, f"The coordinator's name {endpoint.host} does not resolve yet ({error}); still trying."
+            )
+
+
+DRIVER = Path("/sys/module/neuron/version")
+PACKAGES = Path("/var/lib/dpkg/status")
+_RUNTIME = "aws-neuronx-runtime-lib"
+_MOST_BYTES = 16 << 20
+_VERSION = re.compile(r"(\d{1,4})\.(\d{1,4})")
+_STANZA = re.compile(rf"^Package: {_RUNTIME}\n(?:.+\n)*?Version: (\S+)$", re.MULTILINE)
+
+Version = tuple[int, int]
+
+
+def mismatch(driver: Version | None, runtime: Version | None) -> str:
+    """PURE. Why the two do not work together, and what to do; empty where they do or one is not known."""
+    if driver is None or runtime is None:
+        return ""
+    pair = f"the node's Neuron driver {_format_version(driver)} and the image's runtime {_format_version(runtime)}"
+    if driver <= (2, 26) and runtime >= (2, 32):
+        return f"{pair} do not work together: this runtime needs a driver above 2.26; update the node (its AMI)."
+    if driver >= (2, 29) and runtime < (2, 33):
+        return f"{pair} do not work together: this driver needs a runtime from 2.33 on; use an image that has one."
+    return ""
+
+
+def driver_version(path: Path = DRIVER) -> Version | None:
+    """Return the version of the kernel's module; None without one."""
+    return _version(_read(path))
+
+
+def runtime_version(path: Path = PACKAGES) -> Version | None:
+    """Return the version of the image's package; None where it was installed in another way."""
+    found = _STANZA.search(_read(path))
+    return _version(found[1]) if found else None
+
+
+def _version(text: str) -> Version | None:
+    found = _VERSION.match(text.strip())
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def _read(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return file.read(_MOST_BYTES).decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _format_version(version: Version) -> str:
+    return f"{version[0]}.{version[1]}"

@@ -1,0 +1,290 @@
+"""Run the blocking tasks of a generation, one after another, in the pod's worker thread.
+
+A task gets all that it needs of the runner's state when it is submitted, and returns one result. Invariant: the
+connection to the generation's store, the rendezvous and the observed stalls belong to the worker alone.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeVar
+
+from trainium_agent.checks.pair_round import NodeFailedPairTestError, PairRound
+from trainium_agent.checks.pairing import noted
+from trainium_agent.exits.diagnosis import weight
+from trainium_agent.exits.restart_policy import Decision, GenerationState, RestartJudgement, after_yield, judge
+from trainium_agent.generation.store import ExitBarrier, StoreLostError
+from trainium_agent.hang.detection import Finding, FindingKind, after_hang
+from trainium_agent.hang.response import HangResponse
+from trainium_agent.lifecycle import actions as do
+from trainium_agent.lifecycle import events as on
+from trainium_agent.ranks.standby_keeper import AttemptLayout, start_ranks
+from trainium_agent.rendezvous import (
+    GenerationRendezvous,
+    GenerationStoppedError,
+    RendezvousInterruptedError,
+)
+from trainium_contract.spec.health import PreflightCheck
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trainium_agent.exits.diagnosis import Diagnosis, Signs
+    from trainium_agent.generation.state_watcher import StateWatcher
+    from trainium_agent.hang.detection import Calibration
+    from trainium_agent.ranks.processes import RankProcess
+    from trainium_agent.ranks.standby_keeper import StandbyKeeper
+    from trainium_agent.settings import AgentSettings
+    from trainium_contract.wire.messages import CheckResult, Membership
+
+_T = TypeVar("_T")
+_LAST_LINES_SECONDS = 1.0
+
+
+class BlockingWorker:
+    """The thread in which tasks are done, one after another, for the life of the pod."""
+
+    def __init__(self) -> None:
+        self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="worker", daemon=True).start()
+
+    def do(self, task: Callable[[], None]) -> None:
+        """Do it when those before it are done; it raises nothing."""
+        self._tasks.put(task)
+
+    def _run(self) -> None:
+        while True:
+            self._tasks.get()()
+
+
+@dataclass(frozen=True, slots=True)
+class TaskContext:
+    """The owner's state as of when an task is given."""
+
+    reached: float
+    """How far this pod has seen the run come."""
+    ranks: tuple[RankProcess, ...]
+    """Of the newest attempt, by local rank."""
+
+
+class GenerationTasks:
+    """The tasks of one generation."""
+
+    def __init__(
+        self,
+        settings: AgentSettings,
+        membership: Membership,
+        node_rank: int,
+        *,
+        keeper: StandbyKeeper,
+        signs: Signs,
+        calibration: Calibration,
+        watcher: StateWatcher,
+        reached: float,
+        leave_requested: threading.Event,
+        post_fact: Callable[[on.Fact], None],
+        on_started: Callable[[tuple[RankProcess, ...]], None],
+        on_exit: Callable[[RankProcess], None],
+        report_check: Callable[[CheckResult], None],
+    ) -> None:
+        """Callbacks run in the worker's thread, `on_exit` in any."""
+        self._settings = settings
+        self._membership = membership
+        self._node_rank = node_rank
+        self._keeper = keeper
+        self._signs = signs
+        self._leave_requested = leave_requested
+        self._on_exit = on_exit
+        self._on_started = on_started
+        self._diagnosed: tuple[RankProcess, Diagnosis] | None = None
+        pairs = PreflightCheck.PAIRWISE in settings.checks
+        self._rendezvous = GenerationRendezvous(
+            membership,
+            node_rank,
+            initial=GenerationState(best_step=reached),
+            interrupted=leave_requested.is_set,
+            waiting_for=lambda nodes: post_fact(on.WaitingFor(nodes)),
+            watcher=watcher,
+            pair_round=PairRound(
+                settings, membership, node_rank, keeper, interrupted=self._stop_when_ordered, report=report_check
+            )
+            if pairs
+            else None,
+        )
+        self._store = self._rendezvous.store
+        self._exit_barrier = ExitBarrier(self._store, node_rank, len(membership.members))
+        self._hangs = HangResponse(settings, membership, node_rank, calibration=calibration, store=self._store)
+
+    def perform(self, task: do.Task, given: TaskContext) -> on.Result:
+        """Do it. Raises what makes the whole pod useless, as a standby that cannot be replaced."""
+        self._hangs.see(tuple(each for each in given.ranks if each.alive and not each.asked))
+        try:
+            return self._perform(task, given)
+        except StoreLostError as loss:
+            return on.StoreLost(str(loss))
+
+    def close(self) -> None:
+        """Close the connections of the generation, which is over on this pod."""
+        self._rendezvous.shutdown()
+
+    def _perform(self, task: do.Task, given: TaskContext) -> on.Result:
+        match task:
+            case do.Join():
+                return self._join(given)
+            case do.StartRanks():
+                return self._start(task)
+            case do.DiagnoseEnds():
+                return self._judge(task, given)
+            case do.CountUnansweredHang():
+                self._connect_again(wanted=task.reconnect)
+                return on.HangCounted(self._count(Finding(FindingKind.SILENT), task.attempt, given))
+            case do.SignExit():
+                self._exit_barrier.sign(task.attempt, task.phase)
+                return on.TaskDone()
+            case do.CheckFinished():
+                return self._finish(task.attempt)
+            case do.CheckYielded():
+                return on.YieldChecked(self._quietly(lambda: self._go_on(task.attempt, given)))
+            case do.Announce():
+                self._quietly(lambda: self._store.change(lambda state: _announced(task, state)))
+                return on.TaskDone()
+            case do.AnnounceBroken():
+                self._quietly(lambda: self._store.change(lambda state: replace(state, broken=True)))
+                return on.TaskDone()
+            case _:
+                return self._perform_hang_task(task, given)
+
+    # The beginning of an attempt.
+
+    def _join(self, given: TaskContext) -> on.Result:
+        self._hangs.forget()
+        try:
+            return on.Joined(*self._rendezvous.next_rendezvous())
+        except RendezvousInterruptedError:
+            return on.Interrupted()
+        except GenerationStoppedError:
+            return on.GenerationStopped()
+        except NodeFailedPairTestError as found:
+            code, attempt = found.code, self._rendezvous.attempt
+            self._quietly(lambda: self._store.change(lambda state: judge(code, attempt, given.reached, state, 0).state))
+            return on.NodeFailedPairTest(code, str(found))
+
+    def _start(self, start: do.StartRanks) -> on.Started:
+        generation, members = self._membership.generation, self._membership.members
+        layout = AttemptLayout(
+            generation=generation,
+            attempt=start.attempt,
+            node_rank=self._node_rank,
+            nodes=len(members),
+            on_a_node=self._membership.processes_per_node,
+            master_ip=members[0].pod_ip,
+            master_port=start.port,
+        )
+        run_id = f"{self._settings.run_id}.g{generation}"
+        ranks = start_ranks(self._settings, self._keeper, layout, run_id, self._on_exit)
+        self._on_started(ranks)
+        return on.Started(len(ranks))
+
+    # What an end stands for.
+
+    def _judge(self, task: do.DiagnoseEnds, given: TaskContext) -> on.EndsDiagnosed:
+        self._connect_again(wanted=task.reconnect)
+        ended = [given.ranks[local_rank] for local_rank in task.local_ranks]
+        process = ended[0] if len(ended) == 1 else max(ended, key=lambda each: weight(self._signs.meaning(each)))
+        code, attempt, diagnosis = process.exit_code or 0, task.attempt, self._diagnosis_of(process)
+
+        def judged(state: GenerationState) -> RestartJudgement:
+            return judge(
+                code,
+                attempt,
+                given.reached,
+                state,
+                self._settings.max_in_place_restarts,
+                verdict=diagnosis.verdict,
+                seen_before=diagnosis.seen_before,
+            )
+
+        judgement = judged(self._store.state())
+        after = self._store.change(lambda state: noted(state, judged(state).state))
+        withdraw = judgement.decision is Decision.WITHDRAW
+        if withdraw or after.stopped is not None:
+            process.output.complete.wait(_LAST_LINES_SECONDS)  # nobody can ask for them later
+        return on.EndsDiagnosed(
+            local_rank=process.local_rank,
+            rank=process.rank,
+            code=code,
+            cause=diagnosis.verdict.cause,
+            sentence=diagnosis.verdict.sentence,
+            ended_at=process.ended_at,
+            withdraw=withdraw,
+            backoff_seconds=judgement.backoff_seconds,
+            after=after,
+        )
+
+    def _diagnosis_of(self, process: RankProcess) -> Diagnosis:
+        """Made once, since it is remembered as a failure, however often the store is lost meanwhile."""
+        if self._diagnosed is None or self._diagnosed[0] is not process:
+            self._diagnosed = (process, self._signs.diagnose(process))
+        return self._diagnosed[1]
+
+    # Standstills.
+
+    def _perform_hang_task(self, task: do.Task, given: TaskContext) -> on.Result:
+        match task:
+            case do.OpenInquiry():
+                return self._hangs.ask(task.attempt)
+            case do.AnswerQuestion():
+                return self._quietly(lambda: self._hangs.answer(task.state)) or self._hangs.inquired()
+            case do.ConcludeInquiry():
+                finding = self._hangs.conclude(task.attempt)
+                if finding is None:
+                    return self._hangs.inquired()
+                return self._hangs.found(finding, self._count(finding, task.attempt, given))
+            case do.ReadFinding():
+                finding = self._quietly(lambda: self._hangs.published(task.attempt))
+                return self._hangs.found(finding or Finding(FindingKind.COLLECTIVE), task.after)
+            case _:
+                return self._hangs.sample()
+
+    def _count(self, finding: Finding, attempt: int, given: TaskContext) -> GenerationState:
+        limit = self._settings.max_in_place_restarts
+        return self._store.change(lambda state: after_hang(finding, attempt, given.reached, state, limit))
+
+    # The end in peace.
+
+    def _finish(self, attempt: int) -> on.FinishChecked:
+        finished = self._exit_barrier.all_finished(attempt)
+        if finished:
+            self._exit_barrier.part()
+        return on.FinishChecked(finished)
+
+    def _go_on(self, attempt: int, given: TaskContext) -> GenerationState | None:
+        """All ranks yielded though no newer generation came: go on in place, unless a member is leaving for good."""
+        if not self._exit_barrier.all_signed(attempt):
+            return None
+        state = self._store.state()
+        if state.leaving or state.stopped is not None or state.superseded > self._membership.generation:
+            return None
+        return self._store.change(lambda seen: after_yield(attempt, given.reached, seen))
+
+    # Small things.
+
+    def _connect_again(self, *, wanted: bool) -> None:
+        if wanted and not self._store.connected:
+            self._store.connect()
+
+    def _quietly(self, operation: Callable[[], _T]) -> _T | None:
+        try:
+            return operation()
+        except StoreLostError:
+            return None
+
+    def _stop_when_ordered(self) -> None:
+        if self._leave_requested.is_set():
+            raise RendezvousInterruptedError("ordered to leave")
+
+
+def _announced(task: do.Announce, state: GenerationState) -> GenerationState:
+    return replace(state, leaving=state.leaving or task.leaving, superseded=max(state.superseded, task.superseded_by))

@@ -1,0 +1,144 @@
+"""Stacks of a training process, asked for by a signal and written by the process itself.
+
+A rank registers Python's fault handler for `DUMP_SIGNAL` before anything else; its handler runs in the signal, so it
+answers also while the main thread is inside C code or waits for a peer. A process that is stopped, or that is inside an
+uninterruptible system call, cannot answer.
+
+Invariants: a process without the handler is never sent the signal, which would end it; nothing here waits longer than
+`_ANSWER_SECONDS`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import re
+import signal
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from trainium_agent.linux import kernel
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+DUMP_SIGNAL = signal.SIGUSR2
+_ANSWER_SECONDS = 0.5
+_POLL_SECONDS = 0.01
+_LONGEST_DUMP = 1 << 16
+_FRAMES = 12
+_INNERMOST = 4
+_COLLECTIVES = re.compile(
+    r"torch/distributed/("
+    r"distributed_c10d|_functional_collectives\w*|c10d_logger|_composable_state|device_mesh|nn/functional"
+    r"|fsdp/_fully_shard/_fsdp_(collectives|param_group|state)"
+    r"|tensor/_collective_utils"
+    r")\.py"
+)
+_LONG_PATH = re.compile(r"\((?=/)(?:[^/)]*/)*(?=[^/)]+/[^/)]+\))")
+_FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.*)$')
+
+
+def stacks_path(progress: Path) -> Path:
+    """Where a rank writes its stacks: beside its progress record."""
+    return progress.with_name(f"{progress.name}.stacks")
+
+
+def answer_on_signal(progress: Path) -> None:
+    """Make this process write the stacks of all threads at each `DUMP_SIGNAL`; a rank continues without it too."""
+    with contextlib.suppress(OSError):
+        path = stacks_path(progress)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Open for the life of the process: a signal handler cannot open files.
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
+        faulthandler.register(DUMP_SIGNAL, file=descriptor, all_threads=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Stacks:
+    """The answer of one process."""
+
+    text: str = ""
+    """All threads as the fault handler writes them; empty when it did not answer."""
+    why_not: str = ""
+    """Why there is no text."""
+    kernel_place: str = ""
+
+    @property
+    def main_frames(self) -> tuple[str, ...]:
+        """Frames of the main thread, innermost first, as `function (file:line)`."""
+        # The fault handler lists the newest thread first, so the main thread is the last one.
+        block = re.split(r"^(?:Current thread|Thread) .*$", self.text, flags=re.MULTILINE)[-1]
+        found = (_FRAME.match(line) for line in block.splitlines())
+        return tuple(f"{frame['name']} ({frame['file']}:{frame['line']})" for frame in found if frame)
+
+    @property
+    def innermost(self) -> str:
+        """The innermost frames in one line, or why there are none."""
+        frames = " < ".join(_LONG_PATH.sub("(", frame) for frame in self.main_frames[:_FRAMES])
+        place = f"; in the kernel: {self.kernel_place}" if self.kernel_place else ""
+        return (frames or self.why_not) + place
+
+    @property
+    def in_collective(self) -> bool | None:
+        """Whether the main thread is inside a collective; None without an answer."""
+        frames = self.main_frames
+        return any(_COLLECTIVES.search(frame) for frame in frames[:_INNERMOST]) if frames else None
+
+
+def ask(processes: Mapping[int, tuple[int, Path]]) -> dict[int, Stacks]:
+    """Ask living processes (rank to pid and progress file) for their stacks, all at once."""
+    answers: dict[int, Stacks] = {}
+    before: dict[int, int] = {}
+    for rank, (pid, progress) in processes.items():
+        if kernel.state_of(pid).letter in ("T", "t"):
+            answers[rank] = Stacks(why_not="no stack: it is stopped, so it cannot answer")
+        elif not kernel.handles(pid, DUMP_SIGNAL):
+            answers[rank] = Stacks(why_not="no stack: it has not come far enough to answer")
+        else:
+            before[rank] = _size(stacks_path(progress))
+            with contextlib.suppress(OSError):
+                os.kill(pid, DUMP_SIGNAL)
+    _await_answers({rank: (stacks_path(processes[rank][1]), size) for rank, size in before.items()})
+    for rank, size in before.items():
+        pid, progress = processes[rank]
+        text = _tail(stacks_path(progress), size)
+        letter = kernel.state_of(pid).letter or "?"
+        answers[rank] = Stacks(text, "" if text else f"no stack: no answer in process state {letter}")
+    return {
+        rank: replace(stacks, kernel_place=kernel.kernel_place(processes[rank][0])) for rank, stacks in answers.items()
+    }
+
+
+def _await_answers(files: dict[int, tuple[Path, int]]) -> None:
+    """Wait until each file has grown and stopped growing, or time is up."""
+    deadline = time.monotonic() + _ANSWER_SECONDS
+    sizes = {rank: size for rank, (_, size) in files.items()}
+    waiting = set(files)
+    while waiting and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+        for rank in tuple(waiting):
+            path, before = files[rank]
+            newest = _size(path)
+            if newest > before and newest == sizes[rank]:
+                waiting.discard(rank)
+            sizes[rank] = newest
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _tail(path: Path, start: int) -> str:
+    try:
+        with path.open("rb") as file:
+            file.seek(start)
+            return file.read(_LONGEST_DUMP).decode(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,228 @@
+"""Rendezvous of a generation: all its members, at the ranks that the membership fixes, one attempt after another.
+
+Only node 0 asks who has joined; the others wait for turns (`turns.py`), so that a restart costs each of them as many
+messages at any size and however long it takes.
+
+Invariants: nobody who is not in the membership can join it; ranks are never negotiated; an attempt begins when every
+member has joined it; while it waits it follows the shared state, so a newer attempt or a verdict is never missed.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from trainium_agent.checks import pairing
+from trainium_agent.generation.state_watcher import LONGEST_TURN_SECONDS, StatePublisher
+from trainium_agent.generation.store import GenerationStore, StoreLostError, serve_rank_store
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, not in __all__
+
+    from trainium_agent.checks.pair_round import PairRound
+    from trainium_agent.exits.restart_policy import GenerationState
+    from trainium_agent.generation.state_watcher import StateWatcher
+    from trainium_contract.wire.messages import Membership
+
+_POLL_SECONDS = 0.01
+_RECONNECT_SECONDS = 0.2
+_LONGEST_BEGIN_SECONDS = 0.5
+_TURN_PATIENCE_SECONDS = 1.5 * LONGEST_TURN_SECONDS
+_MISSING_SECONDS = 0.5
+_LISTED = 64
+_GO = "1"
+_PAIRS_FIRST = "pairs"
+
+
+class RendezvousInterruptedError(Exception):
+    """The agent must leave while it waits for the others."""
+
+
+class GenerationStoppedError(Exception):
+    """The generation stopped with a verdict."""
+
+
+class GenerationRendezvous:
+    """One agent's part; the generation's worker has it to itself."""
+
+    def __init__(
+        self,
+        membership: Membership,
+        node_rank: int,
+        *,
+        initial: GenerationState,
+        interrupted: Callable[[], bool],
+        waiting_for: Callable[[tuple[int, ...]], None],
+        watcher: StateWatcher,
+        pair_round: PairRound | None = None,
+    ) -> None:
+        """`watcher` is started by who made it, and nudged when `interrupted` becomes true."""
+        self._membership = membership
+        self._node_rank = node_rank
+        self._initial = initial
+        self._interrupted = interrupted
+        self._pair_round = pair_round
+        self._waiting_for = waiting_for
+        self._watcher = watcher
+        # Node 0 asks for all others at once: the same bytes a second at any size.
+        self._poll_seconds = max(_POLL_SECONDS, len(membership.members) * 0.0001)
+        self._caller: StatePublisher | None = None
+        self._rank_store: TCPStore | None = None
+        self.store = GenerationStore(membership, hurried=interrupted)
+        self.attempt = initial.attempt
+        """Newest one that was joined."""
+
+    def next_rendezvous(self) -> tuple[GenerationState, int]:
+        """Join the newest attempt and wait for all members; the attempt's state, and the port of its ranks' store.
+
+        Raises RendezvousInterruptedError, GenerationStoppedError, and NodeFailedPairTestError for this very node.
+        """
+        while True:
+            self._stop_when_interrupted()
+            try:
+                self._connect()
+                joined = self._join(self.store.state())
+            except StoreLostError:
+                # Node 0's pod is gone or not there yet; only a newer generation or its return ends this.
+                self._waiting_for((0,))
+                time.sleep(_RECONNECT_SECONDS)
+                continue
+            if joined is not None:
+                self._waiting_for(())
+                return joined
+
+    def shutdown(self) -> None:
+        """Close the connection to the generation's store, the ranks' store and the turns if they are here."""
+        self.store.close()
+        self._rank_store = None
+        if self._caller is not None:
+            self._caller.stop()
+            self._caller = None
+
+    def _connect(self) -> None:
+        if not self.store.connected:
+            self.store.connect()
+        if self._node_rank == 0:
+            self.store.begin(self._initial)
+            if self._caller is None:
+                self._caller = StatePublisher(self._membership)
+                self._caller.start()
+        pause = _POLL_SECONDS
+        while not self.store.has_started():
+            observations = self._watcher.observations
+            self._stop_when_interrupted()
+            self._waiting_for((0,))
+            self._watcher.next_observation(observations, pause)
+            pause = min(2 * pause, _LONGEST_BEGIN_SECONDS)
+
+    def _join(self, state: GenerationState) -> tuple[GenerationState, int] | None:
+        """Join one attempt; None when a newer attempt began meanwhile."""
+        if state.stopped is not None:
+            raise GenerationStoppedError("the generation stopped")
+        self.attempt = state.attempt
+        store, attempt = self.store, state.attempt
+        port_key, go_key = store.key(attempt, "port"), store.key(attempt, "go")
+        if self._node_rank == 0:
+            self._rank_store = serve_rank_store(self._membership.members[0].pod_ip)
+            store.set(port_key, str(self._rank_store.port))
+        store.set(store.key(attempt, "joined", self._node_rank))
+        if not (self._gather(attempt) if self._node_rank == 0 else self._await_go(attempt)):
+            return None
+        if store.get(go_key) == _PAIRS_FIRST and self._pair_round is not None:
+            verdict = self._pair_round.run(store, attempt)
+            if verdict.bad:
+                self._await_withdrawal(attempt, verdict.bad)
+                return None
+        return state, int(store.get(port_key))
+
+    def _gather(self, attempt: int) -> bool:
+        """Node 0: let all go once all have joined. False when a newer attempt began, or the generation stopped."""
+        store, go_key = self.store, self.store.key(attempt, "go")
+        missing = [*range(1, len(self._membership.members))]
+        next_listing = time.monotonic() + _MISSING_SECONDS
+        while not store.has(go_key):
+            observations = self._watcher.observations
+            self._stop_when_interrupted()
+            missing = self._still_missing(attempt, missing)
+            if not missing:
+                # Only now have all members published what they know of the last attempt.
+                store.set(go_key, _PAIRS_FIRST if self._tests_pairs(store.state()) else _GO)
+                continue  # a write has no answer: it is there, for everybody, when it is seen
+            if time.monotonic() > next_listing:
+                next_listing += _MISSING_SECONDS
+                missing = self._list_missing(attempt, missing)
+            if self._is_over(attempt, self._newest(observations, self._poll_seconds)):
+                return False
+        if self._caller is not None:
+            self._caller.notify()
+        return True
+
+    def _await_go(self, attempt: int) -> bool:
+        """All others: wait for it. False when a newer attempt began, or the generation stopped."""
+        next_listing = time.monotonic() + _MISSING_SECONDS
+        observations = self._watcher.observations
+        while not self.store.has(self.store.key(attempt, "go")):
+            self._stop_when_interrupted()
+            if time.monotonic() > next_listing:
+                next_listing += _MISSING_SECONDS
+                self._take_missing(attempt)
+            if self._is_over(attempt, self._newest(observations, _TURN_PATIENCE_SECONDS)):
+                return False
+            observations = self._watcher.observations
+        return True
+
+    def _newest(self, observations: int, seconds: float) -> GenerationState:
+        """Return the shared state at the watcher's next look, or when that does not come in time."""
+        return self._watcher.next_observation(observations, seconds) or self.store.state()
+
+    @staticmethod
+    def _is_over(attempt: int, state: GenerationState) -> bool:
+        # What the watcher saw may be older than what this attempt was joined by.
+        return state.attempt > attempt or state.stopped is not None
+
+    def _tests_pairs(self, state: GenerationState) -> bool:
+        return self._pair_round is not None and pairing.is_due(state, len(self._membership.members))
+
+    def _await_withdrawal(self, attempt: int, bad: frozenset[int]) -> None:
+        """Wait for the newer generation that replaces a bad node."""
+        self._waiting_for(tuple(sorted(bad)[:_LISTED]))
+        state = self.store.state()
+        while not self._is_over(attempt, state):
+            observations = self._watcher.observations
+            self._stop_when_interrupted()
+            state = self._newest(observations, _TURN_PATIENCE_SECONDS)
+
+    def _still_missing(self, attempt: int, missing: list[int]) -> list[int]:
+        """Those of `missing` from the first one on that has not joined: one question where nobody more has."""
+        step = 1
+        while missing and self.store.has(*(self.store.key(attempt, "joined", rank) for rank in missing[:step])):
+            missing = missing[step:]
+            step *= 2
+        return missing
+
+    def _list_missing(self, attempt: int, missing: list[int]) -> list[int]:
+        """Ask for each at node 0, and publish the first of the missing ones to the others."""
+        absent: list[int] = []
+        for at, rank in enumerate(missing):
+            if len(absent) == _LISTED:
+                absent += missing[at:]
+                break
+            if not self.store.has(self.store.key(attempt, "joined", rank)):
+                absent.append(rank)
+        listed = tuple(absent[:_LISTED])
+        self.store.set(self.store.key(attempt, "missing"), ",".join(map(str, listed)))
+        self._waiting_for(listed)
+        return absent
+
+    def _take_missing(self, attempt: int) -> None:
+        """Return what node 0 published, if it did."""
+        key = self.store.key(attempt, "missing")
+        if self.store.has(key):
+            text = self.store.get(key)
+            self._waiting_for(tuple(int(rank) for rank in text.split(",") if rank))
+
+    def _stop_when_interrupted(self) -> None:
+        if self._interrupted():
+            raise RendezvousInterruptedError("ordered to leave")

@@ -1,0 +1,240 @@
+"""Read the agent's settings from its environment (names: `trainium_contract.wire.worker_env`).
+
+Invariant: either every value is present and well formed, or one sentence names all that is missing or wrong.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
+
+from trainium_contract.spec.health import PreflightCheck
+from trainium_contract.spec.recovery import HangSpec
+from trainium_contract.wire import worker_env
+from trainium_contract.wire.log_format import choose_log_format
+from trainium_contract.wire.log_line import LogFormat
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+ENV_RANK_ENTRY = "TRAINIUM_RANK_ENTRY"
+"""`module:function` that each training process calls instead of the trainer's command line."""
+DEFAULT_RANK_ENTRY = "trainium_trainer.cli:main"
+DEFAULT_WARM_MODULE = "trainium_trainer.warm"
+"""Its `warm(config_path)` prepares the standby for that entry."""
+ENV_PAIR_ENTRY = "TRAINIUM_PAIR_ENTRY"
+"""`module:function` that each process of the pairwise test calls."""
+ENV_PAIR_SECONDS = "TRAINIUM_PAIR_SECONDS"
+DEFAULT_PAIR_ENTRY = "trainium_trainer.checks.pair_test:main"
+ENV_CHECK_ENTRY = "TRAINIUM_CHECK_ENTRY"
+"""`module:function` that each process of the node's own checks calls."""
+DEFAULT_CHECK_ENTRY = "trainium_trainer.checks.node_test:main"
+QUICK_CHECKS = frozenset({PreflightCheck.DEVICES, PreflightCheck.MEMORY, PreflightCheck.DISK, PreflightCheck.CLOCK})
+"""The checks of an agent without a setting."""
+
+DEFAULT_KERNEL_LOG = Path("/dev/kmsg")
+_DEFAULT_HANG = HangSpec()
+
+_REQUIRED = (
+    worker_env.ENV_COORDINATOR,
+    worker_env.ENV_NAMESPACE,
+    worker_env.ENV_JOB,
+    worker_env.ENV_POD_NAME,
+    worker_env.ENV_POD_UID,
+    worker_env.ENV_POD_IP,
+    worker_env.ENV_NODE_NAME,
+    worker_env.ENV_PROCESSES_PER_NODE,
+    worker_env.ENV_MAX_IN_PLACE_RESTARTS,
+    worker_env.ENV_GRACE_SECONDS,
+    worker_env.ENV_CONFIG,
+)
+
+
+class SettingsError(ValueError):
+    """The environment is not one that the operator creates; the text names the change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One name and port of the coordinator; the name may stand for several addresses."""
+
+    host: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class AgentSettings:
+    """The agent's surroundings: who it is, whom it talks to, and the limits it keeps."""
+
+    coordinator: tuple[Endpoint, ...]
+    namespace: str
+    job: str
+    pod_name: str
+    pod_uid: str
+    pod_ip: str
+    node_name: str
+    processes_per_node: int
+    max_in_place_restarts: int
+    grace_seconds: float
+    config_path: Path
+    memory_directory: Path
+    token_path: Path
+    ca_path: Path
+    neuron_devices: int = 0
+    rank_entry: str = DEFAULT_RANK_ENTRY
+    kernel_log: Path = DEFAULT_KERNEL_LOG
+    checks: frozenset[PreflightCheck] = QUICK_CHECKS
+    """What is checked before the pod may join."""
+    check_seconds: float = 60.0
+    """What those checks may take."""
+    check_entry: str = DEFAULT_CHECK_ENTRY
+    scratch_directory: Path | None = None
+    """Directory of caches; None when it is not set."""
+    hang: HangSpec = _DEFAULT_HANG
+    """When a stalled rank counts as hung."""
+    background_sizes: tuple[int, ...] = ()
+    """Numbers of nodes that an idle spare compiles for."""
+    pair_entry: str = DEFAULT_PAIR_ENTRY
+    pair_seconds: float = 8.0
+    """What one exchange of the pairwise test may take; a second of it is needed."""
+    log_format: LogFormat = LogFormat.TEXT
+
+    @property
+    def run_id(self) -> str:
+        """Name of the job on this cluster."""
+        return f"{self.namespace}.{self.job}"
+
+    @property
+    def rules_path(self) -> Path:
+        """Where `spec.recovery.rules` are, if the job has any."""
+        return self.config_path.with_name(worker_env.RULES_NAME)
+
+    @property
+    def largest_nodes(self) -> int:
+        """Return the largest number of nodes of the job, written beside the configuration; 0 where it is missing."""
+        try:
+            text = self.config_path.with_name(worker_env.NODES_NAME).read_text(encoding="ascii").strip()
+        except (OSError, UnicodeDecodeError):
+            return 0
+        return int(text) if text.isdigit() else 0
+
+    @property
+    def progress_directory(self) -> Path:
+        """Where the ranks' progress records live."""
+        return self.memory_directory / "progress"
+
+
+def settings_from(environment: Mapping[str, str]) -> AgentSettings:
+    """Return the settings that an environment holds.
+
+    Raises SettingsError with one sentence about everything that is missing, or about the first value that is wrong.
+    """
+    missing = [name for name in _REQUIRED if not environment.get(name)]
+    if missing:
+        raise SettingsError(
+            f"trainium-agent needs the environment variable{'s' if len(missing) > 1 else ''} {', '.join(missing)}; "
+            "the operator sets them in every worker pod, so start the agent through a TrainingJob."
+        )
+    rank_entry = environment.get(ENV_RANK_ENTRY, DEFAULT_RANK_ENTRY)
+    if rank_entry.count(":") != 1:
+        raise SettingsError(f"{ENV_RANK_ENTRY}={rank_entry!r} must have the form module:function.")
+    return AgentSettings(
+        coordinator=_endpoints(environment[worker_env.ENV_COORDINATOR]),
+        namespace=environment[worker_env.ENV_NAMESPACE],
+        job=environment[worker_env.ENV_JOB],
+        pod_name=environment[worker_env.ENV_POD_NAME],
+        pod_uid=environment[worker_env.ENV_POD_UID],
+        pod_ip=environment[worker_env.ENV_POD_IP],
+        node_name=environment[worker_env.ENV_NODE_NAME],
+        processes_per_node=_whole(environment, worker_env.ENV_PROCESSES_PER_NODE, 1),
+        max_in_place_restarts=_whole(environment, worker_env.ENV_MAX_IN_PLACE_RESTARTS, 0),
+        grace_seconds=_seconds(environment, worker_env.ENV_GRACE_SECONDS),
+        config_path=Path(environment[worker_env.ENV_CONFIG]),
+        memory_directory=Path(environment.get(worker_env.ENV_MEMORY_DIRECTORY) or worker_env.MEMORY_DIRECTORY),
+        token_path=Path(environment.get(worker_env.ENV_TOKEN_PATH) or worker_env.TOKEN_PATH),
+        ca_path=Path(environment.get(worker_env.ENV_CA_PATH) or worker_env.CA_PATH),
+        neuron_devices=_whole({worker_env.ENV_NEURON_DEVICES: "0", **environment}, worker_env.ENV_NEURON_DEVICES, 0),
+        rank_entry=rank_entry,
+        kernel_log=Path(environment.get(worker_env.ENV_KERNEL_LOG) or DEFAULT_KERNEL_LOG),
+        pair_seconds=_seconds({ENV_PAIR_SECONDS: "8", **environment}, ENV_PAIR_SECONDS),
+        pair_entry=environment.get(ENV_PAIR_ENTRY) or DEFAULT_PAIR_ENTRY,
+        hang=_hang(environment.get(worker_env.ENV_HANG_LIMITS, "")),
+        background_sizes=_sizes(environment.get(worker_env.ENV_BACKGROUND_SIZES, "")),
+        checks=_checks(environment.get(worker_env.ENV_PREFLIGHT)),
+        check_seconds=_seconds(
+            {worker_env.ENV_PREFLIGHT_SECONDS: "60", **environment}, worker_env.ENV_PREFLIGHT_SECONDS
+        ),
+        check_entry=environment.get(ENV_CHECK_ENTRY) or DEFAULT_CHECK_ENTRY,
+        scratch_directory=Path(environment["XDG_CACHE_HOME"]) if environment.get("XDG_CACHE_HOME") else None,
+        log_format=_log_format(environment),
+    )
+
+
+def _log_format(environment: Mapping[str, str]) -> LogFormat:
+    try:
+        return choose_log_format(environment)
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
+
+
+def _checks(text: str | None) -> frozenset[PreflightCheck]:
+    """Return the named checks, without names that this agent does not know."""
+    if text is None:
+        return QUICK_CHECKS
+    known = {check.value: check for check in PreflightCheck}
+    return frozenset(known[name] for name in text.split(",") if name in known)
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    parts = text.split(",") if text else []
+    if not all(part.isascii() and part.isdigit() and int(part) for part in parts):
+        raise SettingsError(
+            f"{worker_env.ENV_BACKGROUND_SIZES}={text!r} must be numbers of nodes separated by commas, "
+            "for instance 64,128."
+        )
+    return tuple(map(int, parts))
+
+
+def _hang(text: str) -> HangSpec:
+    try:
+        return HangSpec.model_validate_json(text) if text else HangSpec()
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the text"
+        raise SettingsError(
+            f"{worker_env.ENV_HANG_LIMITS} must be spec.recovery.hang as JSON: {where}: {first['msg']}."
+        ) from error
+
+
+def _endpoints(text: str) -> tuple[Endpoint, ...]:
+    endpoints = []
+    for part in text.split(","):
+        host, _, port = part.strip().rpartition(":")
+        if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) <= 65535:
+            raise SettingsError(
+                f"{worker_env.ENV_COORDINATOR}={text!r} must be host:port (several, separated by commas, are allowed), "
+                "for instance trainium-operator-coordinator.trainium-system.svc:8443."
+            )
+        endpoints.append(Endpoint(host.strip("[]"), int(port)))
+    return tuple(endpoints)
+
+
+def _whole(environment: Mapping[str, str], name: str, least: int) -> int:
+    text = environment[name]
+    if not text.isascii() or not text.isdigit() or int(text) < least:
+        raise SettingsError(f"{name}={text!r} must be a whole number of at least {least}.")
+    return int(text)
+
+
+def _seconds(environment: Mapping[str, str], name: str) -> float:
+    text = environment[name]
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise SettingsError(f"{name}={text!r} must be a number of seconds, zero or more.")
+    return value

@@ -1,0 +1,324 @@
+"""Run a worker pod from the agent's event loop: one generation after another until the job is finished.
+
+It alone holds the state of the pod and decides by `lifecycle/pod.py`; threads only post to it.
+
+Guarantees:
+- Blocking work is done in threads that know nothing of the supervisor's state.
+- When `run` returns, no process that the agent started is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import threading
+import time
+import traceback
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+from trainium_agent.background_compile import BackgroundCompiler
+from trainium_agent.checks.node_checks import NodeChecks
+from trainium_agent.checks.preflight import compare_clocks
+from trainium_agent.coordinator.client import CoordinatorClient
+from trainium_agent.coordinator.report import PodReport, ReadProgress
+from trainium_agent.exits.kernel_log import KernelLog
+from trainium_agent.generation_runner import GenerationRunner
+from trainium_agent.generation_tasks import BlockingWorker
+from trainium_agent.hang.detection import Calibration
+from trainium_agent.lifecycle import pod
+from trainium_agent.lifecycle.events import Order
+from trainium_agent.ranks.output import OutputPump
+from trainium_agent.ranks.processes import Reaper, kill_descendants
+from trainium_agent.ranks.standby_keeper import Standby, StandbyKeeper, progress_file
+from trainium_contract.exit_codes import ExitCode
+from trainium_contract.faults.classify import stops_job
+from trainium_contract.spec.health import PreflightCheck
+from trainium_contract.wire.messages import HeartbeatRequest, Membership, Transition, WorkerPhase
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+    from pathlib import Path
+
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, not in __all__
+
+    from trainium_agent.checks.preflight import PreflightFinding
+    from trainium_agent.lifecycle.state import LocalGeneration
+    from trainium_agent.settings import AgentSettings
+    from trainium_contract.wire.messages import CheckResult
+
+_log = logging.getLogger(__name__)
+_RECOVERING_SECONDS = 0.02
+_TRAINING_SECONDS = 0.5
+_FORSAKEN_SECONDS = 300.0
+_LAST_KILL_SECONDS = 5.0
+_SLACK_SECONDS = 5.0
+_FLUSH_SECONDS = 2.0
+"""For the last heartbeat, with what was saved last; out of the margin between grace and kill."""
+_INTERNAL_ERROR = 70
+
+
+class AgentSupervisor:
+    """Everything that runs in the agent's process, wired together."""
+
+    def __init__(self, settings: AgentSettings, standby: Standby, store: TCPStore, read_progress: ReadProgress) -> None:
+        self._settings = settings
+        self._loop = asyncio.get_running_loop()
+        self._store = store  # serves for as long as the pod lives
+        self._reaper = Reaper()
+        self._worker = BlockingWorker()
+        self._report = PodReport(settings, read_progress, lambda: self._post(self._client.heartbeat_now))
+        self._keeper = StandbyKeeper(
+            settings, standby, self._reaper, OutputPump(settings), self._loop.call_soon_threadsafe
+        )
+        self._background = BackgroundCompiler(
+            settings,
+            self._keeper,
+            post=self._post,
+            on_compiled=self._report.compiled,
+            on_end=lambda: self._take(pod.CompilerEnded()),
+        )
+        self._checks = NodeChecks(
+            settings, self._keeper, report=lambda result: self._post(lambda: self._report.checked(result))
+        )
+        self._report.standby_warm = self._is_warm
+        self._kernel_log = KernelLog(settings.kernel_log, self._report.signs.kernel)
+        self._client = CoordinatorClient(
+            settings,
+            store.port,
+            version("trainium-trainer"),
+            heartbeat=self._report.heartbeat,
+            on_membership=self._on_membership,
+            on_acknowledged=self._on_acknowledged,
+            on_job_deleted=lambda: self._take(pod.JobDeleted()),
+            on_coordinator_time=self._on_coordinator_time,
+        )
+        self._calibration = Calibration()
+        self._pod = pod.Pod(settings.check_seconds)
+        self._membership: Membership | None = None
+        self._running: GenerationRunner | None = None
+        self._alarm: asyncio.TimerHandle | None = None
+        self._clock_passed: bool | None = None
+        self._exit: asyncio.Future[int] = self._loop.create_future()
+
+    async def run(self, findings: Iterable[PreflightFinding], checked: Iterable[CheckResult] = ()) -> int:
+        """Live, after these quick checks; the exit code of the pod."""
+        for result in checked:
+            self._report.checked(result)
+        self._loop.add_signal_handler(signal.SIGCHLD, self._reaper.reap)
+        self._loop.add_signal_handler(signal.SIGTERM, self._guarded, self._terminate)
+        self._loop.add_signal_handler(signal.SIGINT, self._guarded, self._terminate)
+        self._reaper.reap()
+        tasks = [asyncio.create_task(self._client.run()), asyncio.create_task(self._observe())]
+        for task in tasks:
+            task.add_done_callback(self._on_task_end)
+        self._kernel_log.start()
+        unfit = next((finding for finding in findings if finding.code is not None), None)
+        if unfit is None:
+            self._report.enter(WorkerPhase.STANDBY)
+            threading.Thread(target=self._check, name="preflight", daemon=True).start()
+        else:
+            self._give_up(unfit.code or ExitCode.USER_ERROR, unfit.sentence)
+        try:
+            code = await self._exit
+            if self._pod.terminating:
+                await self._client.flush(_FLUSH_SECONDS)
+            return code
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._checks.cancel()
+            self._background.stop()
+            self._kernel_log.stop()
+            self._keeper.close()
+            self._loop.remove_signal_handler(signal.SIGCHLD)
+            left = kill_descendants(_LAST_KILL_SECONDS)
+            if left:
+                _log.error("processes %s did not end", left)
+
+    # From any thread.
+
+    def log_context(self) -> Mapping[str, object]:
+        """Return generation and attempt for lines of the log; none before the first."""
+        generation, attempt = self._report.reporting_as
+        return {"generation": generation, "attempt": attempt} if generation else {}
+
+    def _post(self, what: Callable[[], None]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._guarded, what)
+
+    # In the thread of the node's checks.
+
+    def _check(self) -> None:
+        sentence = self._checks.run()
+        self._post(lambda: self._on_checked(sentence))
+
+    # In the event loop: what happens.
+
+    def _on_membership(self, membership: Membership) -> None:
+        node_rank = membership.rank_of(self._settings.pod_uid)
+        _log.info(
+            "generation %d: %d members, %s, node rank %s",
+            membership.generation,
+            len(membership.members),
+            membership.transition,
+            node_rank,
+            extra={"generation": membership.generation},
+        )
+        self._membership = membership
+        immediate = membership.transition is Transition.IMMEDIATE
+        self._take(pod.MembershipReceived(membership.generation, immediate=immediate, member=node_rank is not None))
+
+    def _on_acknowledged(self, message: HeartbeatRequest) -> None:
+        if message.phase is WorkerPhase.FINISHED:
+            self._take(pod.Acknowledged(message.generation))
+        elif message.phase is WorkerPhase.FAILED and message.verdict and stops_job(message.verdict.exit_code):
+            self._take(pod.VerdictAcknowledged(message.generation))
+
+    def _on_coordinator_time(self, theirs: float, asked: float, answered: float) -> None:
+        if PreflightCheck.CLOCK not in self._settings.checks:
+            return
+        result = compare_clocks(theirs, asked, answered)
+        if result.passed and self._clock_passed:
+            return
+        if not result.passed and self._clock_passed is not False:
+            _log.warning("%s", result.detail)
+        self._clock_passed = result.passed
+        self._report.checked(result)
+
+    def _on_checked(self, unfit: str) -> None:
+        if unfit:
+            self._give_up(ExitCode.DEVICE_FAULT, unfit)
+            return
+        self._take(pod.NodeChecked())
+        self._client.heartbeat_now()
+
+    def _on_over(self, life: LocalGeneration) -> None:
+        self._running = None
+        self._take(pod.GenerationOver(life.outcome, life.yielded))
+
+    def _give_up(self, code: int, sentence: str) -> None:
+        self._take(pod.NodeUnfit())
+        self._report.give_up_with(code, sentence)
+
+    def _terminate(self) -> None:
+        _log.info("asked to end; the ranks may save for %.0f s", self._settings.grace_seconds)
+        self._take(pod.Terminate())
+
+    def _on_task_end(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception() is not None:
+            _log.error("the agent failed", exc_info=task.exception())
+            self._leave(_INTERNAL_ERROR)
+
+    def _on_broken(self, failure: str) -> None:
+        """End the pod, which must not sit idle."""
+        _log.error("the agent failed:\n%s", failure)
+        self._leave(_INTERNAL_ERROR)
+
+    async def _observe(self) -> None:
+        """Follow the ranks' progress closely while a restart has not resumed, and end when nobody cares any more."""
+        while True:
+            self._report.observe()
+            close = self._report.recovering or self._report.phase is WorkerPhase.LOADING
+            await asyncio.sleep(_RECOVERING_SECONDS if close else _TRAINING_SECONDS)
+            forsaken = time.monotonic() - self._client.answered_at > _FORSAKEN_SECONDS
+            if forsaken and self._report.phase is WorkerPhase.FAILED:
+                _log.error("no coordinator has taken the verdict for %.0f s; leaving with it", _FORSAKEN_SECONDS)
+                self._leave(self._report.verdict_code or ExitCode.YIELDING)
+
+    # In the event loop: what follows.
+
+    def _guarded(self, what: Callable[[], None]) -> None:
+        try:
+            what()
+        except Exception:  # noqa: BLE001 - the loop would only log it
+            self._on_broken(traceback.format_exc())
+
+    def _call_at(self, deadline: float, what: Callable[[], None]) -> asyncio.TimerHandle:
+        return self._loop.call_at(deadline, self._guarded, what)
+
+    def _take(self, event: pod.Event) -> None:
+        assert threading.current_thread() is threading.main_thread(), "threads post, they do not take"
+        if self._exit.done():
+            return
+        self._pod, actions = pod.step(self._pod, event, time.monotonic())
+        for action in actions:
+            self._carry_out(action)
+        if self._alarm is not None:
+            self._alarm.cancel()
+        deadline = self._pod.wake_at
+        self._alarm = None if deadline is None else self._call_at(deadline, lambda: self._take(pod.Tick()))
+
+    def _carry_out(self, action: pod.Action) -> None:
+        match action:
+            case pod.BeginGeneration():
+                self._begin()
+            case pod.Idle(generation):
+                self._report.follow(())
+                self._report.enter_generation(generation, WorkerPhase.STANDBY)
+                self._background.start(len(self._newest.members))
+            case pod.StopCompiler():
+                self._background.stop()
+            case pod.LeaveGeneration(order, superseded_by):
+                self._order(order, superseded_by)
+            case pod.ReportGeneration(generation):
+                self._report.know(generation)
+            case pod.LeavePod(code):
+                self._leave((self._report.verdict_code or ExitCode.FINISHED) if code is None else code)
+
+    @property
+    def _newest(self) -> Membership:
+        assert self._membership is not None, "a generation is known before it is begun"
+        return self._membership
+
+    def _begin(self) -> None:
+        membership = self._newest
+        node_rank = membership.rank_of(self._settings.pod_uid)
+        assert node_rank is not None, "only a member takes part"
+        self._report.enter_generation(membership.generation, WorkerPhase.JOINING)
+        self._report.follow(_fresh_progress_files(self._settings, membership))
+        self._running = GenerationRunner(
+            self._settings,
+            membership,
+            node_rank,
+            keeper=self._keeper,
+            report=self._report,
+            calibration=self._calibration,
+            worker=self._worker,
+            post=self._post,
+            call_at=self._call_at,
+            on_over=self._on_over,
+            on_broken=self._on_broken,
+        )
+        self._running.begin()
+
+    def _order(self, order: Order, superseded_by: int) -> None:
+        if not superseded_by:
+            grace = self._settings.grace_seconds if order is Order.TERMINATE else 0.0
+            self._loop.call_later(grace + _SLACK_SECONDS, self._leave, ExitCode.YIELDING)
+        else:
+            # Nothing that its ranks do from now on is reported as the new generation's.
+            self._report.enter_generation(superseded_by, WorkerPhase.JOINING)
+        if self._running is not None:
+            self._running.order(order, superseded_by)
+
+    def _leave(self, code: int) -> None:
+        if not self._exit.done():
+            self._exit.set_result(int(code))
+
+    def _is_warm(self) -> bool:
+        return self._pod.checked and not self._pod.unfit and self._keeper.warm
+
+
+def _fresh_progress_files(settings: AgentSettings, membership: Membership) -> tuple[Path, ...]:
+    """Paths of this generation's progress records; those of older generations are removed."""
+    directory = settings.progress_directory
+    directory.mkdir(parents=True, exist_ok=True)
+    files = tuple(progress_file(settings, membership.generation, rank) for rank in range(membership.processes_per_node))
+    for left_over in set(directory.glob("g*-r*")) - set(files):
+        with contextlib.suppress(OSError):
+            left_over.unlink()
+    return files

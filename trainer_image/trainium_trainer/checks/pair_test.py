@@ -1,0 +1,124 @@
+"""Run one node's part in one exchange of the pairwise test, in a separate process that can be ended.
+
+It sums known numbers with the other node over the network a few times, then multiplies matrices whose product is known,
+and leaves its results in a file as JSON. Invariant: a check that cannot run counts as passed, one that gives wrong
+numbers does not; the network's check passes only when it ran.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainium_agent.checks.pair_round import PairTask
+from trainium_agent.checks.pairing import PairingResult
+from trainium_agent.linux.network_interface import use_interface
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_SIDE = 256
+_VALUES = 1 << 20
+_ROUNDS = 4
+_NCCOM_SECONDS = 20.0
+_PORT_SECONDS = 5.0
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the task; return 0 in any case, because the file has the result."""
+    task = PairTask(**json.loads(argv[0]))
+    try:
+        seconds = exchange(task)
+        detail = "the sums over the network were wrong" if seconds < 0 else ""
+        outcome = PairingResult(passed=seconds >= 0, seconds=max(seconds, 0.0), detail=detail)
+    except Exception as error:  # noqa: BLE001 - whatever fails is the finding
+        outcome = PairingResult(passed=False, detail=" ".join(str(error).split())[:300] or type(error).__name__)
+    _leave(outcome, task)  # the node's own checks may take their time, and the others wait for this
+    healthy, why = computes_right()
+    if not healthy:
+        _leave(replace(outcome, healthy=False, detail=why), task)
+    return 0
+
+
+def _leave(outcome: PairingResult, task: PairTask) -> None:
+    draft = Path(f"{task.result}.draft")
+    draft.write_text(outcome.encode(), encoding="utf-8")
+    draft.replace(task.result)
+
+
+def computes_right() -> tuple[bool, str]:
+    """Return whether a product of whole numbers is exact; what is wrong otherwise."""
+    try:
+        import torch  # noqa: PLC0415 - only this process needs it
+
+        from trainium_trainer.backends.device import pick_device  # noqa: PLC0415
+
+        left = torch.arange(_SIDE * _SIDE, dtype=torch.int64).reshape(_SIDE, _SIDE) % 7
+        right = left.T % 5
+        device = pick_device(0)
+        product = (left.float().to(device) @ right.float().to(device)).cpu()
+        if not torch.equal(product.long(), left @ right):
+            return False, f"a matrix product on {device.type} is wrong"
+    except Exception:  # noqa: BLE001 - a check that cannot run is no finding
+        return True, ""
+    return collectives_check()
+
+
+def collectives_check() -> tuple[bool, str]:
+    """Run the vendor's test of this node's collectives, where it is installed; an unknown outcome passes."""
+    program = shutil.which("nccom-test")
+    if program is None:
+        return True, ""
+    report = Path(f"/tmp/nccom-{os.getpid()}.json")  # noqa: S108 - named by this process, read once
+    arguments = [program, "allr", "-r", "2", "-e", "1M", "--check", "--report-to-json-file", str(report)]
+    try:
+        done = subprocess.run(arguments, capture_output=True, timeout=_NCCOM_SECONDS, check=False)
+        reported = json.loads(report.read_text(encoding="utf-8"))
+        wrong = [row for row in reported["results"] if row.get("check") == "failed"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, subprocess.SubprocessError):
+        return True, ""
+    finally:
+        report.unlink(missing_ok=True)
+    return (
+        (False, "nccom-test: an all-reduce within the node gives wrong numbers")
+        if done.returncode and wrong
+        else (
+            True,
+            "",
+        )
+    )
+
+
+def exchange(task: PairTask) -> float:
+    """Seconds that the sums took; negative when they were wrong. Raises what torch raises when they do not end."""
+    import torch  # noqa: PLC0415 - as above
+    from torch import distributed as dist  # noqa: PLC0415
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # noqa: PLC0415
+
+    use_interface(task.host)
+    patience = timedelta(seconds=task.seconds)
+    store = TCPStore(task.host, task.port, None, False, patience, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=task.index, world_size=task.size, timeout=patience)
+    values = torch.arange(_VALUES, dtype=torch.float32) % 1024
+    right = values * sum(range(1, task.size + 1))
+    dist.all_reduce(torch.zeros(1))  # opens the connections
+    began = time.perf_counter()
+    wrong = False
+    for _ in range(_ROUNDS):
+        sums = values * (task.index + 1)
+        dist.all_reduce(sums)
+        wrong = wrong or not torch.equal(sums, right)
+    seconds = time.perf_counter() - began
+    return -1.0 if wrong else seconds
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
