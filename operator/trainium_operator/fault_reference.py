@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.faults.causes import CAUSES
 from trainium_contract.faults.classify import classify_sign, default_responses
-from trainium_contract.faults.responses import Response
+from trainium_contract.faults.responses import Response, Responses
 from trainium_contract.faults.signs import (
     CLAIM_HEALTH,
     CONDITIONS,
@@ -28,7 +28,6 @@ from trainium_contract.faults.signs import (
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from trainium_contract.faults.responses import Responses
     from trainium_contract.faults.signs import Sign
 
 _ANSWERS = {

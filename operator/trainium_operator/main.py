@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from trainium_operator.logs import configure_logs
 from trainium_operator.memory import freeze_gc, trim_periodically, use_little_memory_per_connection, use_one_heap
-from trainium_operator.settings import parse_settings, process_identity
+from trainium_operator.settings import Settings, parse_settings, process_identity
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from trainium_operator.cluster.api.transport import KubernetesTransport
     from trainium_operator.endpoints.servers import EndpointServer
     from trainium_operator.runtime import Runtime
-    from trainium_operator.settings import Settings
 
 logger = logging.getLogger("trainium_operator")
 

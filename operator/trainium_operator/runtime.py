@@ -26,7 +26,7 @@ from trainium_operator.coordinator import authentication, certificate_keeper, ce
 from trainium_operator.endpoints import access, servers
 from trainium_operator.http import tls
 from trainium_operator.monitoring import metrics
-from trainium_operator.plan.model.observed import PlanSettings
+from trainium_operator.plan.model.observed import Observed, PlanSettings, PodView
 from trainium_operator.plan.plan import plan
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
     from trainium_operator.cluster.api.transport import Transport
     from trainium_operator.plan.model.actions import Plan
-    from trainium_operator.plan.model.observed import Observed, PodView
     from trainium_operator.settings import Settings
 
 WATCH_STALE_SECONDS = 180.0

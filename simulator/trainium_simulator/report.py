@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from trainium_contract.views.interruptions import stage_words
-from trainium_simulator.interval import USUAL_INTERVALS, best_interval, loss, losses, present_interval
-from trainium_simulator.study import MONTH, bought
+from trainium_simulator.interval import USUAL_INTERVALS, IntervalLoss, best_interval, loss, losses, present_interval
+from trainium_simulator.study import MONTH, Estimate, Result, bought
 from trainium_simulator.virtual.failures import mix_of
 
 if TYPE_CHECKING:
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from trainium_simulator.interval import IntervalLoss
-    from trainium_simulator.study import Estimate, Result
 
 _ROWS = 6
 _LEAST = 0.00005

@@ -14,7 +14,7 @@ from statistics import NormalDist, mean, median, stdev
 from typing import TYPE_CHECKING, TypeVar
 
 from trainium_simulator.interval import Rollbacks
-from trainium_simulator.virtual.schedule import DAY, draw
+from trainium_simulator.virtual.schedule import DAY, Fault, draw
 from trainium_simulator.virtual.world import Setting, World
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from trainium_simulator.stages import StageTimes
     from trainium_simulator.virtual.failures import FailureModel, Mix
     from trainium_simulator.virtual.outcome import Recovery, SimulationResult
-    from trainium_simulator.virtual.schedule import Fault
 
 HOUR = 3600.0
 MONTH = 30 * DAY

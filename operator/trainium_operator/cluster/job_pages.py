@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from trainium_contract.pages.formatting import clock
 from trainium_contract.pages.job_page import JobReport
 from trainium_contract.pages.jobs_page import JobRow
-from trainium_contract.views.curve import LiveCurve
+from trainium_contract.views.curve import CurvePoint, LiveCurve
 from trainium_contract.views.events import EventView, event_views
 from trainium_contract.views.interruptions import interruptions
 from trainium_contract.views.job import build_job_view
@@ -26,17 +26,15 @@ from trainium_contract.wire.worker_env import KIND
 from trainium_operator.cluster.api.errors import ApiError, ForbiddenError
 from trainium_operator.cluster.api.resources import CORE_EVENTS
 from trainium_operator.plan.model import names
-from trainium_operator.plan.model.observed import PodPhase
+from trainium_operator.plan.model.observed import PodPhase, PodView
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from trainium_contract.status.public import PublicStatus
-    from trainium_contract.views.curve import CurvePoint
     from trainium_operator.cluster.api.client import Api
     from trainium_operator.cluster.cache.views import JobRecord
     from trainium_operator.cluster.queue.observe import Caches
-    from trainium_operator.plan.model.observed import PodView
 
 SAMPLE_SECONDS = 5.0
 """Progress is written about as often."""

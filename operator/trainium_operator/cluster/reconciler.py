@@ -16,8 +16,8 @@ import random
 from typing import TYPE_CHECKING, Protocol
 
 from trainium_operator.cluster.api.errors import ApiError, UnavailableError
-from trainium_operator.cluster.execute.events import Note, reference_to, write_failed
-from trainium_operator.cluster.queue.work_queue import ClosedError
+from trainium_operator.cluster.execute.events import EventRecorder, Note, reference_to, write_failed
+from trainium_operator.cluster.queue.work_queue import ClosedError, WorkQueue
 from trainium_operator.plan.model.reasons import Reason
 
 if TYPE_CHECKING:
@@ -26,12 +26,10 @@ if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
     from trainium_operator.cluster.cache.store import Key
     from trainium_operator.cluster.cache.views import JobRecord
-    from trainium_operator.cluster.execute.events import EventRecorder
     from trainium_operator.cluster.execute.executor import Executor
     from trainium_operator.cluster.queue.observe import Caches, Observer
     from trainium_operator.cluster.queue.pace import Pace
     from trainium_operator.cluster.queue.pod_warnings import PodWarnings
-    from trainium_operator.cluster.queue.work_queue import WorkQueue
     from trainium_operator.plan.model.actions import Plan
     from trainium_operator.plan.model.observed import JobView, Observed
 
@@ -159,7 +157,10 @@ class Reconciler:
             self._queue.forget(key)  # what is not listed is not gone; when it is, the jobs are planned again
             return
         if record.view is None:
-            self._unreadable(key, record)
+            sentence = f"this operator cannot read the job ({record.error}); apply it again with the installed CRD"
+            logger.warning("%s/%s: %s", *key, sentence, extra=self._about(key))
+            self._notify_listeners(record, Reason.UNREADABLE, sentence)
+            self._queue.put_after(key, UNREADABLE_SECONDS)
             return
         self._report_unknown(key, record, record.view.unknown)
         await self._warnings.refresh(record.view)
@@ -205,12 +206,6 @@ class Reconciler:
         if record is None or delay < REPORT_FROM_DELAY or isinstance(error, UnavailableError):
             return
         self._recorder.record(write_failed(record, str(error)))
-
-    def _unreadable(self, key: Key, record: JobRecord) -> None:
-        sentence = f"this operator cannot read the job ({record.error}); apply it again with the installed CRD"
-        logger.warning("%s/%s: %s", *key, sentence, extra=self._about(key))
-        self._notify_listeners(record, Reason.UNREADABLE, sentence)
-        self._queue.put_after(key, UNREADABLE_SECONDS)
 
     def _report_unknown(self, key: Key, record: JobRecord, unknown: tuple[str, ...]) -> None:
         """Report each set of places that were left out once."""

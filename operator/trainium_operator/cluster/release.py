@@ -15,13 +15,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainium_operator.cluster.api.errors import ApiError, ConflictError, NotFoundError, UnavailableError
-from trainium_operator.cluster.api.resources import DEPLOYMENTS
+from trainium_operator.cluster.api.resources import DEPLOYMENTS, Resource
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from trainium_operator.cluster.api.client import Api, Json
-    from trainium_operator.cluster.api.resources import Resource
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +80,9 @@ class Release:
         """Set the owners of all objects; return the seconds until the next try."""
         try:
             if self._owner is None:
-                self._owner = await self._read_owner()
+                raw = await self._api.get(DEPLOYMENTS, self._namespace, self._deployment)
+                about = {"apiVersion": DEPLOYMENTS.api_version, "kind": DEPLOYMENTS.kind, "name": self._deployment}
+                self._owner = {**about, "uid": raw["metadata"]["uid"]}
             found = [await self._adopt(each, self._owner) for each in self._owned_objects]
         except (ConflictError, UnavailableError):
             return AGAIN_SECONDS
@@ -91,11 +92,6 @@ class Release:
             )
             return REFUSED_SECONDS
         return POLL_SECONDS if all(found) else AGAIN_SECONDS
-
-    async def _read_owner(self) -> Json:
-        raw = await self._api.get(DEPLOYMENTS, self._namespace, self._deployment)
-        about = {"apiVersion": DEPLOYMENTS.api_version, "kind": DEPLOYMENTS.kind, "name": self._deployment}
-        return {**about, "uid": raw["metadata"]["uid"]}
 
     async def _adopt(self, owned: OwnedObject, owner: Json) -> bool:
         """Return whether it is there, and has the owners that it should have. Raises ApiError."""

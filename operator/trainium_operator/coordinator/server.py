@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from trainium_contract.wire.messages import ErrorResponse
+from trainium_contract.wire.messages import ErrorResponse, HeartbeatRequest
 from trainium_contract.wire.stream import STREAM_PATH, UPGRADE
 from trainium_operator.coordinator.membership_cache import MembershipCache
 from trainium_operator.coordinator.messages import BadMessageError, MessageHandler, message_error
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
 
     from trainium_contract.base import MessageModel
-    from trainium_contract.wire.messages import HeartbeatRequest
     from trainium_operator.coordinator.authentication import Authenticator, Caller
     from trainium_operator.coordinator.state import CoordinatorState
 

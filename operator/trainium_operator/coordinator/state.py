@@ -14,15 +14,13 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from trainium_contract.wire.membership_change import diff_memberships
-from trainium_contract.wire.messages import HeartbeatRequest, WorkerPhase
+from trainium_contract.wire.membership_change import MembershipChange, diff_memberships
+from trainium_contract.wire.messages import HeartbeatRequest, Membership, RegisterRequest, WorkerPhase
 from trainium_operator.plan.model.observed import SILENCE_REPORTED_SECONDS, AgentView
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from trainium_contract.wire.membership_change import MembershipChange
-    from trainium_contract.wire.messages import Membership, RegisterRequest
     from trainium_operator.plan.model.names import JobId
 
 _reported_fields = attrgetter(*sorted(HeartbeatRequest.model_fields.keys() - {"progress", "timing", "protocol"}))

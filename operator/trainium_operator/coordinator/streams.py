@@ -13,9 +13,9 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING
 
-from trainium_contract.wire.messages import ErrorResponse
+from trainium_contract.wire.messages import ErrorResponse, Membership
 from trainium_contract.wire.stream import FrameKind, FrameReader, FrameTooLongError, frame, step_of
-from trainium_operator.coordinator.messages import message_error
+from trainium_operator.coordinator.messages import MessageHandler, message_error
 from trainium_operator.coordinator.state import FutureGenerationError
 from trainium_operator.http.errors import RefusedError
 
@@ -23,10 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from trainium_contract.wire.membership_change import MembershipChange
-    from trainium_contract.wire.messages import Membership
     from trainium_operator.coordinator.authentication import Caller
     from trainium_operator.coordinator.membership_cache import MembershipCache
-    from trainium_operator.coordinator.messages import MessageHandler
     from trainium_operator.plan.model.names import JobId
 
 logger = logging.getLogger(__name__)

@@ -16,20 +16,17 @@ from typing import TYPE_CHECKING, Protocol
 
 from aiohttp import web
 
-from trainium_contract.pages.job_page import live_job_html
-from trainium_contract.pages.jobs_page import live_jobs_html, which_namespace_html
+from trainium_contract.pages.job_page import JobReport, live_job_html
+from trainium_contract.pages.jobs_page import JobRow, live_jobs_html, which_namespace_html
 from trainium_contract.pages.live import HEADERS
 from trainium_contract.wire.worker_env import GROUP, PLURAL
-from trainium_operator.endpoints.access import ObjectAttributes
+from trainium_operator.endpoints.access import ObjectAttributes, ResourceAttributes
 from trainium_operator.http.errors import RefusedError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from trainium_contract.pages.job_page import JobReport
-    from trainium_contract.pages.jobs_page import JobRow
     from trainium_contract.views.events import EventView
-    from trainium_operator.endpoints.access import ResourceAttributes
 
     Admit = Callable[[web.Request, ResourceAttributes], Awaitable["Ask"]]
     Ask = Callable[[ResourceAttributes], Awaitable[bool]]

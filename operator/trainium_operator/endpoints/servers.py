@@ -17,17 +17,14 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from trainium_operator.endpoints.access import PathAttributes
-from trainium_operator.endpoints.pages import Pages
-from trainium_operator.http.server import HttpServer, error_response
+from trainium_operator.endpoints.access import Access, PathAttributes, ResourceAttributes
+from trainium_operator.endpoints.pages import Jobs, Pages
+from trainium_operator.http.server import Handler, HttpServer, error_response
 
 if TYPE_CHECKING:
     import ssl
     from collections.abc import Awaitable, Callable
 
-    from trainium_operator.endpoints.access import Access, ResourceAttributes
-    from trainium_operator.endpoints.pages import Jobs
-    from trainium_operator.http.server import Handler
 
 logger = logging.getLogger(__name__)
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     import ssl
     from collections.abc import Awaitable, Callable, Iterable
 
-    from trainium_operator.http.limiter import ClientConnection
-
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 FREE_REFUSALS = 3
@@ -146,14 +144,10 @@ class HttpServer:
         response = await self._answer(request, handler)
         if client is not None:
             if response.status in _CLIENT_ERRORS and not client.holder:
-                await _delay_refusal(client, response)
+                client.refusals += 1
+                if client.refusals > FREE_REFUSALS:
+                    await asyncio.sleep(FLOOD_SECONDS)
+                    response.force_close()
             self.limiter.request_finished(client)
         self._on_answer(request.path, response.status)
         return response
-
-
-async def _delay_refusal(client: ClientConnection, response: web.StreamResponse) -> None:
-    client.refusals += 1
-    if client.refusals > FREE_REFUSALS:
-        await asyncio.sleep(FLOOD_SECONDS)
-        response.force_close()

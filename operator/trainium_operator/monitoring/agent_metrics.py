@@ -6,16 +6,9 @@ counts nothing, so a change of the leader increments no counter twice.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from prometheus_client import Counter, Histogram
-
-from trainium_contract.wire.messages import TrainerPhase
-
-if TYPE_CHECKING:
-    from prometheus_client import CollectorRegistry
-
-    from trainium_contract.wire.messages import HeartbeatRequest
+from trainium_contract.wire.messages import HeartbeatRequest, TrainerPhase
 
 _CHECK_SECONDS = (0.1, 0.3, 1, 3, 10, 30, 100)
 

@@ -11,20 +11,17 @@ import time
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.conditions import ConditionStatus, ConditionType, Phase
-from trainium_contract.status.interruptions import Rung
+from trainium_contract.status.interruptions import Interruption, Rung
 from trainium_operator.monitoring.named_job_metrics import MEASURES, NamedJobMetrics, workers_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from prometheus_client import CollectorRegistry
-
     from trainium_contract.job import TrainingJobStatus
-    from trainium_contract.status.interruptions import Interruption
     from trainium_contract.status.public import PublicStatus
     from trainium_operator.plan.model.observed import JobView
 

@@ -22,7 +22,7 @@ from prometheus_client import (
 from trainium_operator.monitoring.agent_metrics import AgentMetrics
 from trainium_operator.monitoring.job_metrics import JobMetrics
 from trainium_operator.plan.faults.node_signals import problems_of
-from trainium_operator.plan.fleet.memory import MachineState
+from trainium_operator.plan.fleet.memory import Machine, MachineState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from trainium_contract.faults.node_polarity import Severity
     from trainium_contract.job import TrainingJobStatus
     from trainium_contract.wire.messages import HeartbeatRequest
-    from trainium_operator.plan.fleet.memory import Machine
     from trainium_operator.plan.model.observed import JobView, NodeView
 
 PREFIX = "trainingjob_operator_"

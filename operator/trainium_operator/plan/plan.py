@@ -25,7 +25,7 @@ from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.pods import disruption_budget, gang_policy, refused_pods, replicas
 from trainium_operator.plan.report import events, summary, write_throttle
 from trainium_operator.plan.view.corrected_status import correct_status
-from trainium_operator.plan.view.facts import pin_running_image, sort_facts
+from trainium_operator.plan.view.facts import Facts, pin_running_image, sort_facts
 from trainium_operator.plan.view.size import decide_size, size_within
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from trainium_contract.status.public import PublicStatus
     from trainium_operator.plan.diagnose.loss import Loss
     from trainium_operator.plan.model.observed import Observed, PlanSettings
-    from trainium_operator.plan.view.facts import Facts
 
 _SHORTEST_REQUEUE_SECONDS = 0.05
 
@@ -41,7 +40,10 @@ _SHORTEST_REQUEUE_SECONDS = 0.05
 def plan(observed: Observed, settings: PlanSettings) -> Plan:
     """Return what to do about one TrainingJob now; never raises for anything that a user can write."""
     if observed.job.deleting:
-        return _plan_deleted(observed)
+        # Owner references delete the children; agents save on SIGTERM.
+        if conditions.is_terminal(observed.job.status):
+            return Plan(status=observed.job.status)
+        return Plan(status=summary.set_standard_conditions(completion.termination_status(observed), observed.now))
     size = decide_size(observed.job.spec)
     observed = correct_status(observed, size)
     used = tuple(feature for feature in registry.FEATURES if feature.is_used(observed, settings))
@@ -73,13 +75,6 @@ def plan(observed: Observed, settings: PlanSettings) -> Plan:
     if stopping.is_ending(result.status):
         return _finalize(facts, _plan_deadline(facts, result))
     return _finalize(facts, _plan_active(facts, result, diagnosis.losses))
-
-
-def _plan_deleted(observed: Observed) -> Plan:
-    """Report what holds the job. Owner references delete the children; agents save on SIGTERM."""
-    if conditions.is_terminal(observed.job.status):
-        return Plan(status=observed.job.status)
-    return Plan(status=summary.set_standard_conditions(completion.termination_status(observed), observed.now))
 
 
 def _plan_ended(facts: Facts) -> PolicyResult:

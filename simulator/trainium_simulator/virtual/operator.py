@@ -11,29 +11,24 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from trainium_contract.job import TrainingJobStatus
+from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
 from trainium_contract.spec.storage import StorageSpec
 from trainium_operator.plan.fleet.quarantine import FleetObserved, JobRecords, plan_fleet
 from trainium_operator.plan.model import names
-from trainium_operator.plan.model.actions import ApplyObject, CreatePod, DeletePod, PublishMembership
+from trainium_operator.plan.model.actions import Action, ApplyObject, CreatePod, DeletePod, PublishMembership
 from trainium_operator.plan.model.conditions import is_terminal
-from trainium_operator.plan.model.observed import FleetView, JobView, Observed, PlanSettings
+from trainium_operator.plan.model.observed import AgentView, FleetView, JobView, Observed, PlanSettings
 from trainium_operator.plan.plan import plan
-from trainium_simulator.virtual.timeline import EPOCH
+from trainium_simulator.virtual.timeline import EPOCH, EventClock
 from trainium_simulator.virtual.training import State
-from trainium_simulator.virtual.workforce import JOB, NAMESPACE
+from trainium_simulator.virtual.workforce import JOB, NAMESPACE, Workforce
 
 if TYPE_CHECKING:
-    from trainium_contract.job import TrainingJobSpec
     from trainium_contract.status.interruptions import Interruption
     from trainium_contract.wire.messages import Membership
     from trainium_operator.plan.fleet.memory import Memory
-    from trainium_operator.plan.model.actions import Action
-    from trainium_operator.plan.model.observed import AgentView
     from trainium_simulator.virtual.nodes import Nodes
     from trainium_simulator.virtual.run import Run
-    from trainium_simulator.virtual.timeline import EventClock
-    from trainium_simulator.virtual.workforce import Workforce
 
 _NEVER = 1e12
 _EVENT_SECONDS = 0.02

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from trainium_simulator.virtual.schedule import DAY
 from trainium_simulator.virtual.timeline import EPOCH
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from typing import Self
 
     from trainium_contract.job import GoodputStatus
     from trainium_contract.status.interruptions import Interruption

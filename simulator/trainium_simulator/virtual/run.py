@@ -13,7 +13,7 @@ from trainium_contract.faults.causes import Cause
 from trainium_contract.wire.messages import ProcessFailure, Progress, RestartRecord, StepTiming, Transition, WorkerPhase
 from trainium_operator.plan.model.observed import SILENCE_REPORTED_SECONDS
 from trainium_simulator.virtual.training import State, Training
-from trainium_simulator.virtual.workforce import HALF_A_HEARTBEAT, Ranks
+from trainium_simulator.virtual.workforce import HALF_A_HEARTBEAT, Agent, Pod, Ranks, Workforce
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from trainium_simulator.stages import StageTimes
     from trainium_simulator.virtual.nodes import Slot
     from trainium_simulator.virtual.timeline import EventClock
-    from trainium_simulator.virtual.workforce import Agent, Pod, Workforce
 
 _NEWEST = 8
 _UNCORRECTABLE = 1202

@@ -13,12 +13,12 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from trainium_contract.spec.precompile import CompiledSize
-from trainium_simulator.virtual.failures import OF_MACHINES, OF_THE_CLUSTER, FaultClass
-from trainium_simulator.virtual.nodes import Nodes
+from trainium_simulator.virtual.failures import OF_MACHINES, OF_THE_CLUSTER, FailureModel, FaultClass
+from trainium_simulator.virtual.nodes import Nodes, Slot
 from trainium_simulator.virtual.operator import SimulatedOperator
 from trainium_simulator.virtual.outcome import Recovery, SimulationResult
 from trainium_simulator.virtual.run import Run
-from trainium_simulator.virtual.schedule import DAY, worst_hazard
+from trainium_simulator.virtual.schedule import DAY, Fault, worst_hazard
 from trainium_simulator.virtual.timeline import EPOCH, EventClock
 from trainium_simulator.virtual.workforce import Workforce
 
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 
     from trainium_contract.job import GoodputStatus, TrainingJobSpec, TrainingJobStatus
     from trainium_simulator.stages import StageTimes
-    from trainium_simulator.virtual.failures import FailureModel
-    from trainium_simulator.virtual.nodes import Slot
-    from trainium_simulator.virtual.schedule import Fault
 
 NOT_READY_SECONDS = 50.0
 """Grace of kube-controller-manager until a silent node is marked (--node-monitor-grace-period)."""

@@ -5,12 +5,12 @@ Deeper: `make explore ARGS="--depth 3"`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
-from explorer.alphabet import FAULTS, MARKS, TIME, WISHES, alphabet
+from explorer.alphabet import FAULTS, MARKS, TIME, WISHES, Letter, alphabet
 from explorer.models import MODELS, trains
-from explorer.search import Explorer
+from explorer.search import Explorer, Report
 
 from trainium_contract.faults import classify
 from trainium_contract.faults.causes import Cause
@@ -19,10 +19,6 @@ from trainium_operator.plan.membership import decide, generation
 from trainium_operator.plan.membership.generation import Decision
 from trainium_operator.plan.model.observed import FleetView
 from trainium_operator.plan.view.size import SizeDecision
-
-if TYPE_CHECKING:
-    from explorer.alphabet import Letter
-    from explorer.search import Report
 
 
 def explored(model: str, letters: tuple[Letter, ...], depth: int, *, first_only: bool = False) -> Report:

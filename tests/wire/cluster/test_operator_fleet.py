@@ -14,7 +14,7 @@ from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, JOBS, NODES, PODS
 from trainium_operator.cluster.fleet.fleet_reconciler import POLL_SECONDS, FleetReconciler
 from trainium_operator.cluster.fleet.fleet_record import decode
-from trainium_operator.plan.fleet.memory import MachineState
+from trainium_operator.plan.fleet.memory import MachineState, Memory
 from trainium_operator.plan.model.names import TAINT_QUARANTINED
 from trainium_operator.runtime import make_caches
 from trainium_operator.settings import Settings
@@ -22,7 +22,6 @@ from trainium_operator.settings import Settings
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trainium_operator.plan.fleet.memory import Memory
 
 MEMORY = "trainium-operator-quarantine"
 ODD = 0.0006

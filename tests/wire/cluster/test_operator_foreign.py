@@ -15,15 +15,13 @@ from tests.testing.api.fake_kubernetes import FakeCluster
 from tests.testing.suite.virtual_time import in_virtual_time, run_virtual, settle
 from tests.testing.virtual.fake_workers import Workers
 from tests.testing.virtual.operator_process import OperatorProcess, training_job, until, wall_clock
-from trainium_operator.cluster.api.resources import CONFIG_MAPS, DISRUPTION_BUDGETS, EVENTS, JOBS, PODS
+from trainium_operator.cluster.api.resources import CONFIG_MAPS, DISRUPTION_BUDGETS, EVENTS, JOBS, PODS, Resource
 from trainium_operator.cluster.coordinator_ports import WorkerPods
 from trainium_operator.http.errors import RefusedError
 from trainium_operator.plan.model import names
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
-
-    from trainium_operator.cluster.api.resources import Resource
 
 
 def owner(cluster: FakeCluster, **changes: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.testing.api.fake_kubernetes import refuse
+from tests.testing.api.fake_kubernetes import Write, refuse
 from tests.testing.api.fake_kueue import FLAVOR, FakeKueue
 from tests.testing.suite.virtual_time import in_virtual_time, run_virtual
 from tests.testing.virtual.operator_process import training_job, until
@@ -23,7 +23,6 @@ from trainium_operator.cluster.api.resources import JOBS, PODS, WORKLOADS
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
-    from tests.testing.api.fake_kubernetes import Write
     from trainium_operator.cluster.api.transport import HttpResponse
 
 BASE = "llama-quota-0"

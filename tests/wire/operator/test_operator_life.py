@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.testing.api.fake_kubernetes import FakeCluster, refuse
+from tests.testing.api.fake_kubernetes import FakeCluster, Write, refuse
 from tests.testing.suite.virtual_time import run_virtual
 from tests.testing.virtual.fake_workers import Workers
 from tests.testing.virtual.operator_process import OperatorProcess, training_job, until, wall_clock
@@ -15,8 +15,6 @@ from trainium_operator.cluster.api.resources import CONFIG_MAPS, DISRUPTION_BUDG
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
-
-    from tests.testing.api.fake_kubernetes import Write
 
 
 class Scenario:

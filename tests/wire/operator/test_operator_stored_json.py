@@ -21,14 +21,13 @@ from trainium_operator.cluster.api.client import LONGEST_REFUSAL, Api
 from trainium_operator.cluster.api.errors import ApiError, UnavailableError
 from trainium_operator.cluster.api.resources import CLAIMS
 from trainium_operator.cluster.api.transport import Credentials, HttpResponse, ResponseStream
-from trainium_operator.cluster.cache.device_views import claim_view
+from trainium_operator.cluster.cache.device_views import ClaimView, claim_view
 from trainium_operator.cluster.cache.reflector import Reflector
 from trainium_operator.cluster.cache.store import IndexedCache
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from trainium_operator.cluster.cache.device_views import ClaimView
 
 DEEP = '{"a":' * 9_000 + "1" + "}" * 9_000
 HALF = '{"a":"\\ud800"}'

@@ -13,7 +13,7 @@ from tests.testing.suite.patience import async_until
 from trainium_agent.coordinator import client as client_module
 from trainium_agent.coordinator.client import CoordinatorClient
 from trainium_agent.settings import AgentSettings, Endpoint
-from trainium_contract.wire.messages import HeartbeatRequest, Progress, WorkerPhase
+from trainium_contract.wire.messages import HeartbeatRequest, Membership, Progress, WorkerPhase
 from trainium_contract.wire.stream import FrameKind
 from trainium_operator.coordinator import state, streams
 from trainium_operator.coordinator.certificates import renew_material
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import pytest
-
-    from trainium_contract.wire.messages import Membership
 
 
 class Site(World):

@@ -20,13 +20,12 @@ from pydantic_core import from_json
 from trainium_contract.stored_json import read_json
 from trainium_contract.wire.worker_env import FIELD_MANAGER
 from trainium_operator.cluster.api.errors import ApiError, FencedError, UnavailableError, error_of
-from trainium_operator.cluster.api.transport import ConnectionFailedError
+from trainium_operator.cluster.api.transport import ConnectionFailedError, HttpResponse, Transport
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Mapping
 
     from trainium_operator.cluster.api.resources import Resource
-    from trainium_operator.cluster.api.transport import HttpResponse, Transport
 
 Json = dict[str, Any]
 
@@ -210,7 +209,8 @@ class Api:
         clock = asyncio.get_running_loop().time
         latest = clock() + CALL_SECONDS
         for attempt in range(1, attempts + 1):
-            pause = self._backoff(attempt)
+            ceiling = min(LONGEST_BACKOFF, FIRST_BACKOFF * 2.0 ** (attempt - 1))
+            pause = ceiling * (0.5 + 0.5 * self._jitter())
             if method != "GET" and not self._may_write():
                 raise FencedError(f"{method} {path} was not sent: another operator may lead by now")
             error: ApiError
@@ -234,10 +234,6 @@ class Api:
                 raise error
             await asyncio.sleep(pause)
         raise AssertionError("attempts is at least 1")
-
-    def _backoff(self, attempt: int) -> float:
-        ceiling = min(LONGEST_BACKOFF, FIRST_BACKOFF * 2.0 ** (attempt - 1))
-        return ceiling * (0.5 + 0.5 * self._jitter())
 
 
 def _quickly(body: bytes) -> Any:

@@ -16,17 +16,15 @@ import random
 from typing import TYPE_CHECKING
 
 from trainium_operator.cluster.api.errors import ApiError, ForbiddenError, NotFoundError
-from trainium_operator.cluster.api.resources import NAMESPACES, TEMPLATES, WORKLOADS
+from trainium_operator.cluster.api.resources import NAMESPACES, TEMPLATES, WORKLOADS, Resource
 from trainium_operator.plan.model.names import LAYERS
-from trainium_operator.plan.model.observed import GangApi
+from trainium_operator.plan.model.observed import GangApi, NodeView
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from trainium_operator.cluster.api.client import Api
-    from trainium_operator.cluster.api.resources import Resource
     from trainium_operator.cluster.cache.store import Entry, IndexedCache, Key
-    from trainium_operator.plan.model.observed import NodeView
 
 logger = logging.getLogger(__name__)
 

@@ -11,20 +11,18 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.wire.worker_env import LABEL_JOB
 from trainium_operator.cluster.api.resources import CLAIMS, SLICES, TEMPLATES
-from trainium_operator.cluster.cache.device_views import claim_view, slice_view, template_view
+from trainium_operator.cluster.cache.device_views import ClaimView, SliceView, claim_view, slice_view, template_view
 from trainium_operator.cluster.cache.inventory import Inventory
 from trainium_operator.cluster.cache.namespaces import EVERYWHERE, Namespaces
 from trainium_operator.cluster.cache.optional_api import OptionalApi
 from trainium_operator.cluster.cache.reflector import Reflector
 from trainium_operator.cluster.cache.store import IndexedCache
-from trainium_operator.plan.model.observed import ApiState, DevicesView
+from trainium_operator.plan.model.observed import ApiState, DevicesView, JobView, PodView
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from trainium_operator.cluster.api.client import Api
-    from trainium_operator.cluster.cache.device_views import ClaimView, SliceView
-    from trainium_operator.plan.model.observed import JobView, PodView
 
 
 class Dra:

@@ -19,14 +19,13 @@ from trainium_operator.cluster.cache.namespaces import EVERYWHERE, Namespaces
 from trainium_operator.cluster.cache.optional_api import OptionalApi
 from trainium_operator.cluster.cache.reflector import Reflector
 from trainium_operator.cluster.cache.store import IndexedCache
-from trainium_operator.plan.model.observed import ApiState
+from trainium_operator.plan.model.observed import ApiState, JobView
 from trainium_operator.plan.model.quota import Placement, QuotaView, WorkloadView
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from trainium_operator.cluster.api.client import Api
-    from trainium_operator.plan.model.observed import JobView
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from trainium_contract.wire.worker_env import (
 )
 from trainium_operator.cluster.cache.device_views import claim_template_of, device_health_of
 from trainium_operator.cluster.cache.lenient import readable_spec, readable_status
-from trainium_operator.cluster.cache.membership_record import membership_record
+from trainium_operator.cluster.cache.membership_record import MembershipRecord, membership_record
 from trainium_operator.cluster.cache.parts import items_of, mapping_of, name_of, text_of, whole_of
 from trainium_operator.plan.faults.node_signals import bad_status
 from trainium_operator.plan.manifests.worker_pod import WORKER_CONTAINER
@@ -44,7 +44,6 @@ from trainium_operator.plan.model.observed import (
 if TYPE_CHECKING:
     from trainium_contract.wire.messages import Membership
     from trainium_operator.cluster.api.client import Json
-    from trainium_operator.cluster.cache.membership_record import MembershipRecord
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +136,8 @@ def pod_view(raw: Json) -> PodView:
     conditions = {text_of(each.get("type")): each for each in _items(status.get("conditions"), "condition")}
     scheduled, disruption = conditions.get("PodScheduled", {}), conditions.get("DisruptionTarget", {})
     unschedulable = scheduled.get("status") == "False" and scheduled.get("reason") == "Unschedulable"
-    worker = _state_of_worker(status)
+    statuses = _items(status.get("containerStatuses"), "container status")
+    worker = next((mapping_of(each.get("state")) for each in statuses if each.get("name") == WORKER_CONTAINER), {})
     terminated = mapping_of(worker.get("terminated"))
     init = InitState() if worker.get("running") or terminated else _init_state(spec, status)
     reason, message = _reason_and_message(status, scheduled, worker, init)
@@ -262,12 +262,6 @@ def child_record(raw: Json) -> ChildRecord:
 def seconds(timestamp: Any) -> float | None:
     """Return Unix seconds of an RFC 3339 time stamp; None for None."""
     return datetime.fromisoformat(timestamp).timestamp() if timestamp else None
-
-
-def _state_of_worker(status: Json) -> Json:
-    """Return the state of the worker container, wherever admission put it; empty when it has none."""
-    statuses = _items(status.get("containerStatuses"), "container status")
-    return next((mapping_of(each.get("state")) for each in statuses if each.get("name") == WORKER_CONTAINER), {})
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from trainium_operator.cluster.api.errors import AlreadyExistsError, ApiError, NotFoundError
 from trainium_operator.cluster.api.resources import EVENTS, JOBS
-from trainium_operator.plan.model.actions import EventKind, EventType
+from trainium_operator.plan.model.actions import EventIntent, EventKind, EventType
 from trainium_operator.plan.model.reasons import Reason
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from trainium_operator.cluster.api.client import Api, Json
     from trainium_operator.cluster.cache.views import JobRecord
-    from trainium_operator.plan.model.actions import EventIntent
     from trainium_operator.plan.model.observed import JobView
 
 logger = logging.getLogger(__name__)
@@ -186,7 +185,8 @@ class EventRecorder:
                 del self._series[identity]
             else:
                 return
-        name = _name(note, now)
+        digest = hashlib.sha256(repr((*note.identity(), round(now, 3))).encode()).hexdigest()[:16]
+        name = f"{note.regarding.get('name', 'object')[:200]}.{digest}"
         self._series[identity] = _Series(name, 1, now, now)
         self._series.move_to_end(identity)
         if len(self._series) > REMEMBERED:
@@ -213,11 +213,6 @@ class EventRecorder:
         if note.related:
             body["related"] = dict(note.related)
         return body
-
-
-def _name(note: Note, now: float) -> str:
-    digest = hashlib.sha256(repr((*note.identity(), round(now, 3))).encode()).hexdigest()[:16]
-    return f"{note.regarding.get('name', 'object')[:200]}.{digest}"
 
 
 def _micro_time(seconds: float) -> str:

@@ -41,7 +41,7 @@ from trainium_operator.cluster.api.resources import (
 from trainium_operator.cluster.cache.ownership import controlling_job
 from trainium_operator.cluster.execute.concurrency import OF_ONE, WriteSlots, run_all, run_growing
 from trainium_operator.cluster.execute.deletion_limit import ForceDeleteLimiter, ForceDeleteLimitError
-from trainium_operator.cluster.execute.events import note_of, write_failed
+from trainium_operator.cluster.execute.events import EventRecorder, note_of, write_failed
 from trainium_operator.cluster.execute.membership_writes import MembershipWrites
 from trainium_operator.cluster.execute.merge_patch import replace_content
 from trainium_operator.cluster.execute.optional_api_writes import drop_quota, drop_template, write_quota_conditions
@@ -67,7 +67,6 @@ if TYPE_CHECKING:
     from trainium_operator.cluster.api.resources import Resource
     from trainium_operator.cluster.cache.reflector import Lister
     from trainium_operator.cluster.cache.store import IndexedCache
-    from trainium_operator.cluster.execute.events import EventRecorder
     from trainium_operator.cluster.execute.policy_writes import PolicyWrites
     from trainium_operator.cluster.queue.creation_backoff import CreationBackoff
     from trainium_operator.cluster.queue.observe import Caches

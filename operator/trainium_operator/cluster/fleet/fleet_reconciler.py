@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 from trainium_operator.cluster.api.errors import AlreadyExistsError, ApiError, ConflictError, NotFoundError
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, NODES
 from trainium_operator.cluster.fleet import fleet_record
-from trainium_operator.plan.fleet.memory import Memory
-from trainium_operator.plan.fleet.quarantine import FleetObserved, JobRecords, plan_fleet
+from trainium_operator.plan.fleet.memory import Machine, Memory
+from trainium_operator.plan.fleet.quarantine import FleetObserved, FleetPlan, JobRecords, TaintNode, plan_fleet
 from trainium_operator.plan.model.names import TAINT_QUARANTINED
-from trainium_operator.plan.model.observed import FleetView, NodeView
+from trainium_operator.plan.model.observed import FleetView, JobView, NodeView
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     from trainium_operator.cluster.cache.views import JobRecord
     from trainium_operator.cluster.queue.observe import Caches
     from trainium_operator.cluster.reconciler import Meter
-    from trainium_operator.plan.fleet.memory import Machine
-    from trainium_operator.plan.fleet.quarantine import FleetPlan, TaintNode
-    from trainium_operator.plan.model.observed import JobView
 
 logger = logging.getLogger(__name__)
 

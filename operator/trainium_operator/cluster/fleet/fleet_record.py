@@ -43,7 +43,7 @@ def encode(memory: Memory) -> dict[str, str]:
         # Exact: rounded down, the newest failure of a job would count again for the next reader.
         data[ACCOUNTED] = _dump(dict(sorted(memory.accounted.items())))
     for machine, entry in sorted(memory.machines.items()):
-        key = _key(machine)
+        key = re.sub(r"[^-._a-zA-Z0-9]+", ".", machine).strip(".")[:_LONGEST_KEY] or "unnamed"
         if key in data:
             key = f"{key[:_LONGEST_KEY]}-{hashlib.sha256(machine.encode()).hexdigest()[:8]}"
         data[key] = _dump(_fields(entry))
@@ -99,11 +99,6 @@ def _finite(value: Any) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{value} is not a time")
     return number
-
-
-def _key(machine: str) -> str:
-    """Return a key that a ConfigMap takes, as close to the machine's identity as it can be."""
-    return re.sub(r"[^-._a-zA-Z0-9]+", ".", machine).strip(".")[:_LONGEST_KEY] or "unnamed"
 
 
 def _dump(fields: dict[str, Any]) -> str:

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
-from trainium_operator.cluster.cache.reflector import Reflector
+from trainium_operator.cluster.cache.reflector import Lister, Reflector
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.names import LABEL_INSTANCE_TYPE
 from trainium_operator.plan.model.observed import (
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from trainium_operator.cluster.cache.dra import Dra
     from trainium_operator.cluster.cache.kueue import Kueue
     from trainium_operator.cluster.cache.namespaces import Namespaces
-    from trainium_operator.cluster.cache.reflector import Lister
     from trainium_operator.cluster.cache.store import Entry, Key
     from trainium_operator.cluster.cache.views import ChildRecord, JobRecord
     from trainium_operator.cluster.queue.creation_backoff import CreationBackoff

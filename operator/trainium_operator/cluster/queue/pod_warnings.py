@@ -20,14 +20,13 @@ from trainium_operator.cluster.api.errors import ApiError
 from trainium_operator.cluster.api.resources import CORE_EVENTS
 from trainium_operator.cluster.cache.parts import items_of, mapping_of, text_of
 from trainium_operator.cluster.cache.views import seconds
-from trainium_operator.plan.model.observed import STARTING_REASONS, PodPhase
+from trainium_operator.plan.model.observed import STARTING_REASONS, JobView, PodPhase, PodView
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from trainium_operator.cluster.api.client import Api, Json
     from trainium_operator.cluster.cache.reflector import Reflector
-    from trainium_operator.plan.model.observed import JobView, PodView
 
 logger = logging.getLogger(__name__)
 

@@ -32,25 +32,22 @@ from trainium_contract.faults.classify import find_runtime_status, severity
 from trainium_contract.faults.node_polarity import Severity
 from trainium_contract.faults.responses import Response
 from trainium_contract.status.conditions import Phase
-from trainium_contract.wire.messages import WorkerPhase
+from trainium_contract.wire.messages import HeartbeatRequest, Member, ProcessFailure, WorkerPhase
 from trainium_operator.plan.diagnose.loss import Loss
 from trainium_operator.plan.diagnose.process_failures import accused, given_up_with, reported
 from trainium_operator.plan.diagnose.stragglers import slowest_to_hand_over
 from trainium_operator.plan.faults.ends import cause_of_leaving, classify_pod_failure
-from trainium_operator.plan.model.actions import event
+from trainium_operator.plan.model.actions import EventIntent, event
 from trainium_operator.plan.model.observed import SILENCE_REPORTED_SECONDS, PodPhase
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.model.text import listed
-from trainium_operator.plan.view.facts import list_joiners
+from trainium_operator.plan.view.facts import Facts, list_joiners
 from trainium_operator.plan.view.progress import is_settled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from trainium_contract.wire.messages import HeartbeatRequest, Member, ProcessFailure
     from trainium_operator.plan.faults.node_signals import NodeProblem
-    from trainium_operator.plan.model.actions import EventIntent
-    from trainium_operator.plan.view.facts import Facts
     from trainium_operator.plan.view.workers import Worker
 
 
@@ -277,7 +274,9 @@ def find_losses(facts: Facts) -> tuple[tuple[Loss, ...], tuple[float, ...]]:
     requeue_at: list[float] = []
     evidence = collect_evidence(facts)
     waited_for = join_deadlines(facts)
-    at_rest = _is_at_rest(facts)
+    # It recovers from nothing, so only a new report can change anything.
+    status = facts.job.status
+    at_rest = status.phase is Phase.RUNNING and all(entry.recovered_seconds is not None for entry in status.history)
     if at_rest:
         requeue_at.append(facts.now + facts.status_interval)
     for member, worker in facts.members:
@@ -406,12 +405,6 @@ def _finished_companions(facts: Facts, lost: set[str]) -> list[Loss]:
     ]
 
 
-def _is_at_rest(facts: Facts) -> bool:
-    """Return whether it trains and recovers from nothing, so that only a new report can change anything."""
-    status = facts.job.status
-    return status.phase is Phase.RUNNING and all(entry.recovered_seconds is not None for entry in status.history)
-
-
 def _is_suspect(worker: Worker) -> bool:
     """Return whether it was not seen recently; the coordinator reports when others fall silent."""
     return worker.agent is None or not worker.silent_seconds < SILENCE_REPORTED_SECONDS < worker.timeout
@@ -454,7 +447,9 @@ def planned_departures(facts: Facts, losses: tuple[Loss, ...]) -> Notices:
         return Notices()
     known = facts.job.status.leaving_since
     since = facts.now if known is None else known
-    last_call = _last_call(facts, leaving, since)
+    taints = [taint.key for _, worker in leaving if worker.node is not None for taint in worker.node.taints]
+    soonest = min((_KNOWN_SECONDS.get(key, _NEVER) for key in taints), default=_NEVER)
+    last_call = since + max(0.0, soonest - facts.job.spec.recovery.grace_period_seconds - _EXIT_MARGIN_SECONDS)
     # Who has more than was asked for gives the node up at once.
     beyond = len(facts.members) - len(leaving) >= facts.job.status.desired - facts.job.status.idle_nodes.taken
     shrink_at = min(since + (0.0 if beyond else facts.job.spec.recovery.rescale_after_seconds), last_call)
@@ -494,13 +489,6 @@ def _notice_event(facts: Facts, leaving: list[tuple[Member, Worker]]) -> EventIn
         warning=True,
         node=member.node_name,
     )
-
-
-def _last_call(facts: Facts, leaving: list[tuple[Member, Worker]], since: float) -> float:
-    """Return when the ranks must begin to save and leave."""
-    taints = [taint.key for _, worker in leaving if worker.node is not None for taint in worker.node.taints]
-    soonest = min((_KNOWN_SECONDS.get(key, _NEVER) for key in taints), default=_NEVER)
-    return since + max(0.0, soonest - facts.job.spec.recovery.grace_period_seconds - _EXIT_MARGIN_SECONDS)
 
 
 def _is_enough(facts: Facts, leaving: int) -> bool:

@@ -29,7 +29,6 @@ from trainium_operator.plan.faults.ends import meaning_of_failure
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from trainium_contract.faults.classify import Verdict
     from trainium_contract.wire.messages import HeartbeatRequest, Member, ProcessFailure, RestartRecord
     from trainium_operator.plan.view.facts import Facts
     from trainium_operator.plan.view.workers import Worker

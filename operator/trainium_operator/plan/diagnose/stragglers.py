@@ -20,9 +20,9 @@ from trainium_contract.faults.causes import Cause
 from trainium_contract.status.interruptions import Rung
 from trainium_contract.status.public import StragglerStatus
 from trainium_operator.plan.diagnose.loss import Loss
-from trainium_operator.plan.model.actions import PolicyResult, event
+from trainium_operator.plan.model.actions import EventIntent, PolicyResult, event
 from trainium_operator.plan.model.reasons import Reason
-from trainium_operator.plan.view.facts import is_second_choice
+from trainium_operator.plan.view.facts import Facts, is_second_choice
 from trainium_operator.plan.view.progress import is_settled, last_step, resize_cost_seconds
 
 if TYPE_CHECKING:
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
     from trainium_contract.job import TrainingJobStatus
     from trainium_contract.spec.recovery import StragglerSpec
-    from trainium_operator.plan.model.actions import EventIntent
-    from trainium_operator.plan.view.facts import Facts
 
 
 _LISTED = 8

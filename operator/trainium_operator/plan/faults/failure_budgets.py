@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING
 from trainium_contract.faults.causes import Budget, Cause
 from trainium_contract.faults.classify import budget_of, default_responses
 from trainium_contract.faults.responses import Response
-from trainium_contract.status.internal import FailureRecord
+from trainium_contract.status.internal import FailureRecord, InternalStatus
 from trainium_operator.plan.model.text import listed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from trainium_contract.spec.recovery import BudgetSpec, RecoverySpec
-    from trainium_contract.status.internal import InternalStatus
 
 MAX_RECORDS = 128
 _BACKOFF_WINDOW_SECONDS = 600.0

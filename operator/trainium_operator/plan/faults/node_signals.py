@@ -35,7 +35,7 @@ from trainium_operator.plan.model.names import (
     NEURON,
     TAINT_QUARANTINED,
 )
-from trainium_operator.plan.model.observed import NodeReadiness
+from trainium_operator.plan.model.observed import NodeCondition, NodeReadiness, NodeView, Taint
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from trainium_contract.faults.classify import Verdict
     from trainium_contract.faults.rules import RecoveryRule
     from trainium_contract.wire.messages import HeartbeatRequest
-    from trainium_operator.plan.model.observed import NodeCondition, NodeView, Taint
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from trainium_contract.faults.causes import Cause
 from trainium_contract.faults.node_polarity import Severity
 from trainium_contract.sizes import INSTANCES
-from trainium_operator.plan.faults.node_signals import problems_of
+from trainium_operator.plan.faults.node_signals import NodeProblem, problems_of
 from trainium_operator.plan.fleet.memory import (
     LEMON_STRIKES,
     Machine,
@@ -33,15 +33,13 @@ from trainium_operator.plan.fleet.memory import (
     quarantined,
 )
 from trainium_operator.plan.model.names import LABEL_INSTANCE_TYPE, NEURON, TAINT_QUARANTINED
-from trainium_operator.plan.model.observed import CAP, FleetView, NodeReadiness, Taint, cap_of
+from trainium_operator.plan.model.observed import CAP, FleetView, NodeReadiness, NodeView, Taint, cap_of
 from trainium_operator.plan.model.text import listed, rfc3339
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from trainium_contract.status.internal import FailureRecord
-    from trainium_operator.plan.faults.node_signals import NodeProblem
-    from trainium_operator.plan.model.observed import NodeView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +96,10 @@ class FleetPlan:
 
 def plan_fleet(observed: FleetObserved) -> FleetPlan:
     """Return the next state of the memory and what follows from it."""
-    before = observed.memory or _first_memory(observed)
+    # Without a memory what has been recorded so far counts as forgotten.
+    before = observed.memory or Memory(
+        accounted={job.uid: newest for job in observed.jobs if (newest := _newest(job)) > 0.0}
+    )
     memory = aged(before, observed.now)
     fleet = _SortedNodes(observed, memory)
     memory = _with_present_names(observed, fleet, memory)
@@ -207,11 +208,6 @@ def _with_present_names(observed: FleetObserved, fleet: _SortedNodes, memory: Me
         if entry.node not in observed.nodes and (names := fleet.names_of(frozenset({machine})))
     }
     return replace(memory, machines={**memory.machines, **renamed}) if renamed else memory
-
-
-def _first_memory(observed: FleetObserved) -> Memory:
-    """Without a memory what has been recorded so far counts as forgotten."""
-    return Memory(accounted={job.uid: newest for job in observed.jobs if (newest := _newest(job)) > 0.0})
 
 
 def _newest(job: JobRecords) -> float:

@@ -12,7 +12,7 @@ from trainium_contract.exit_codes import ExitCode
 from trainium_contract.faults.causes import Cause
 from trainium_contract.faults.classify import severity
 from trainium_contract.status.interruptions import Rung
-from trainium_operator.plan.diagnose.process_failures import find_culprit, records_of
+from trainium_operator.plan.diagnose.process_failures import Culprit, find_culprit, records_of
 from trainium_operator.plan.history.interruptions import HISTORY_LENGTH, open_interruption
 from trainium_operator.plan.model.actions import PolicyResult
 from trainium_operator.plan.view.node_problems import is_clock_in_sync
@@ -20,7 +20,6 @@ from trainium_operator.plan.view.node_problems import is_clock_in_sync
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
     from trainium_contract.wire.messages import RestartRecord
-    from trainium_operator.plan.diagnose.process_failures import Culprit
     from trainium_operator.plan.view.facts import Facts
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.interruptions import Interruption, Rung
-from trainium_contract.wire.messages import WorkerPhase
+from trainium_contract.wire.messages import Progress, RestartRecord, WorkerPhase
 from trainium_operator.plan.history.interruptions import replace_entry
 from trainium_operator.plan.view.node_problems import is_clock_in_sync
 from trainium_operator.plan.view.progress import is_settled, last_step, newest_progress
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from trainium_contract.job import TrainingJobStatus
-    from trainium_contract.wire.messages import Progress, RestartRecord
     from trainium_operator.plan.view.facts import Facts
 
 

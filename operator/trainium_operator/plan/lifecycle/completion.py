@@ -14,13 +14,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainium_contract.faults.classify import stops_job
-from trainium_contract.job import CleanPodPolicy
+from trainium_contract.job import CleanPodPolicy, TrainingJobStatus
 from trainium_contract.status.conditions import ConditionType, Phase
-from trainium_contract.status.failed_spec import compare_failed_spec, record_failed_spec
+from trainium_contract.status.failed_spec import FailedSpecStatus, compare_failed_spec, record_failed_spec
 from trainium_contract.status.interruptions import Interruption, Rung
-from trainium_contract.wire.messages import WorkerPhase
+from trainium_contract.wire.messages import HeartbeatRequest, WorkerPhase
 from trainium_operator.plan.history.interruptions import HISTORY_LENGTH, first_rank
-from trainium_operator.plan.model.actions import DeleteJob, PolicyResult, event
+from trainium_operator.plan.model.actions import DeleteJob, DeletePod, PolicyResult, event
 from trainium_operator.plan.model.conditions import is_true, with_condition
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.model.text import counted, parse_rfc3339, rfc3339
@@ -28,12 +28,8 @@ from trainium_operator.plan.view.progress import last_step
 from trainium_operator.plan.view.workers import deletion
 
 if TYPE_CHECKING:
-    from trainium_contract.job import TrainingJobStatus
-    from trainium_contract.status.failed_spec import FailedSpecStatus
     from trainium_contract.status.public import PublicStatus
-    from trainium_contract.wire.messages import HeartbeatRequest
     from trainium_operator.plan.diagnose.failure_policy import StopVerdict
-    from trainium_operator.plan.model.actions import DeletePod
     from trainium_operator.plan.model.observed import Observed
     from trainium_operator.plan.view.facts import Facts
 

@@ -22,7 +22,7 @@ from trainium_operator.plan.diagnose.failure_policy import StopVerdict
 from trainium_operator.plan.faults.failure_budgets import avoided_nodes
 from trainium_operator.plan.lifecycle.completion import stop
 from trainium_operator.plan.model.actions import PolicyResult
-from trainium_operator.plan.model.conditions import find_condition, is_true, with_condition
+from trainium_operator.plan.model.conditions import AnyShown, find_condition, is_true, with_condition
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.model.text import counted, sentence
 from trainium_operator.plan.view.progress import has_stepped
@@ -31,7 +31,6 @@ from trainium_operator.plan.view.workers import deletion
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
     from trainium_contract.status.public import PublicStatus
-    from trainium_operator.plan.model.conditions import AnyShown
     from trainium_operator.plan.view.facts import Facts
 
 

@@ -27,7 +27,6 @@ from trainium_operator.plan.model.names import LAYERS
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobSpec
     from trainium_contract.spec.storage import StorageSpec
-    from trainium_contract.spec.workers import AcceleratorSpec
     from trainium_contract.trainer.neuron import NeuronConfig
     from trainium_operator.plan.model.observed import JobView, PlanSettings
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.conditions import ConditionType
 from trainium_contract.status.interruptions import Rung
-from trainium_contract.wire.messages import Transition, WorkerPhase
+from trainium_contract.wire.messages import Member, Transition, WorkerPhase
 from trainium_operator.plan.diagnose.process_failures import cause_of_standstill
 from trainium_operator.plan.history.interruptions import open_interruption, open_membership_entry, replace_entry
 from trainium_operator.plan.membership.generation import Decision, NewGeneration
@@ -34,10 +34,10 @@ from trainium_operator.plan.membership.growth import (
     rescale_at,
 )
 from trainium_operator.plan.membership.ranks import assign_ranks, member_of, order_first_ranks, rank_context
-from trainium_operator.plan.model.conditions import is_true, with_condition
+from trainium_operator.plan.model.conditions import AnyShown, is_true, with_condition
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.model.text import counted
-from trainium_operator.plan.view.facts import healthy_joiners, list_joiners
+from trainium_operator.plan.view.facts import Facts, healthy_joiners, list_joiners
 from trainium_operator.plan.view.progress import is_settled
 
 if TYPE_CHECKING:
@@ -45,10 +45,7 @@ if TYPE_CHECKING:
 
     from trainium_contract.job import TrainingJobStatus
     from trainium_contract.status.public import PublicStatus
-    from trainium_contract.wire.messages import Member
     from trainium_operator.plan.diagnose.loss import Loss
-    from trainium_operator.plan.model.conditions import AnyShown
-    from trainium_operator.plan.view.facts import Facts
     from trainium_operator.plan.view.workers import Worker
 
 
@@ -257,16 +254,12 @@ def finish_decided_generation(facts: Facts, status: TrainingJobStatus) -> Decisi
     current = facts.current
     if current is None or status.membership.generation <= current.generation:
         return Decision(status=status)
-    if not all(_works(worker) for _, worker in facts.members):
+    if not all((worker is not None and worker.warm and not worker.finished) for _, worker in facts.members):
         return Decision(status=status)
     index = open_membership_entry(status, current.generation)
     cause = Cause.RESIZE if index is None else status.history[index].cause
     new = NewGeneration(members=current.members, transition=Transition.GRACEFUL, cause=cause)
     return Decision(status=status, new=new)
-
-
-def _works(worker: Worker | None) -> bool:
-    return worker is not None and worker.warm and not worker.finished
 
 
 def decide_generation(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...]) -> Decision:

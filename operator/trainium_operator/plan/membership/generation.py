@@ -11,18 +11,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainium_contract.status.public import MembershipStatus
-from trainium_contract.wire.messages import Membership, Transition
+from trainium_contract.wire.messages import Member, Membership, Transition
 from trainium_operator.plan.history.interruptions import open_membership_entry, replace_entry
 from trainium_operator.plan.manifests.config_maps import membership_map
-from trainium_operator.plan.model.actions import PolicyResult, PublishMembership, event
+from trainium_operator.plan.model.actions import EventIntent, PolicyResult, PublishMembership, event
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.model.text import counted
 
 if TYPE_CHECKING:
     from trainium_contract.faults.causes import Cause
     from trainium_contract.job import TrainingJobStatus
-    from trainium_contract.wire.messages import Member
-    from trainium_operator.plan.model.actions import EventIntent
     from trainium_operator.plan.view.facts import Facts
 
 

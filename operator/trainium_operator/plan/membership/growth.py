@@ -12,12 +12,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainium_contract.faults.causes import Cause
-from trainium_contract.status.interruptions import Rung
+from trainium_contract.status.interruptions import Interruption, Rung
 from trainium_operator.plan.view.progress import resize_cost_seconds
 
 if TYPE_CHECKING:
     from trainium_contract.status.internal import InternalStatus
-    from trainium_contract.status.interruptions import Interruption
     from trainium_contract.status.public import PublicStatus
     from trainium_operator.plan.view.facts import Facts
 

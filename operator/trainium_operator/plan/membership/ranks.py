@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from trainium_contract.wire.messages import Member
 from trainium_operator.plan.model.names import LABEL_HOST, LABEL_ZONE, LAYERS
-from trainium_operator.plan.view.facts import is_second_choice
+from trainium_operator.plan.view.facts import Facts, is_second_choice
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from trainium_operator.plan.model.observed import NodeView
-    from trainium_operator.plan.view.facts import Facts
     from trainium_operator.plan.view.workers import Worker
 
 
@@ -117,18 +116,15 @@ class _Pool:
         for start in sorted(starts, key=lambda each: (-len(each), each)):
             if start and not any(start):
                 continue  # labels that are missing on both sides mean nothing
-            found = self._first(start)
+            waiting = self._by_start.get(start, deque())
+            while waiting and waiting[0].pod_uid in self._taken:
+                waiting.popleft()
+            found = waiting[0] if waiting else None
             if found is not None:
                 self.left -= 1
                 self._taken.add(found.pod_uid)
                 return found
         raise AssertionError("the pool is empty")
-
-    def _first(self, start: Place) -> Member | None:
-        waiting = self._by_start.get(start, deque())
-        while waiting and waiting[0].pod_uid in self._taken:
-            waiting.popleft()
-        return waiting[0] if waiting else None
 
 
 def _place(node: str, around: RankContext) -> Place:

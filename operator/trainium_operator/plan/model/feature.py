@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from trainium_operator.plan.model.actions import PolicyResult
+from trainium_operator.plan.model.actions import Action, PolicyResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from trainium_contract.status.public import PublicStatus
     from trainium_operator.plan.diagnose.loss import Loss
     from trainium_operator.plan.faults.node_signals import NodeProblem
-    from trainium_operator.plan.model.actions import Action
     from trainium_operator.plan.model.observed import JobView, Observed, PlanSettings
     from trainium_operator.plan.model.reasons import Reason
     from trainium_operator.plan.view.facts import Facts

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainium_contract.job import CleanPodPolicy
+from trainium_contract.job import CleanPodPolicy, TrainingJobStatus
 from trainium_contract.status.conditions import ConditionType
 from trainium_contract.status.interruptions import Rung
 from trainium_operator.plan.manifests.owned_object import owned_object
@@ -26,7 +26,6 @@ from trainium_operator.plan.model.text import parse_rfc3339, rfc3339
 from trainium_operator.plan.view.progress import past_steps
 
 if TYPE_CHECKING:
-    from trainium_contract.job import TrainingJobStatus
     from trainium_contract.status.public import PublicStatus
     from trainium_operator.plan.model.observed import JobView
     from trainium_operator.plan.view.facts import Facts

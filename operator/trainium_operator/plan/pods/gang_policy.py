@@ -24,15 +24,13 @@ from trainium_operator.plan.model.feature import AdmissionState
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.model.text import rfc3339
 from trainium_operator.plan.pods.refused_pods import describe_start_failures
-from trainium_operator.plan.view.facts import creation_refused, refuse_pods
+from trainium_operator.plan.view.facts import Facts, creation_refused, refuse_pods
 from trainium_operator.plan.view.size import needed_workers
-from trainium_operator.plan.view.workers import deletion
+from trainium_operator.plan.view.workers import Worker, deletion
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
     from trainium_contract.status.internal import GangStatus
-    from trainium_operator.plan.view.facts import Facts
-    from trainium_operator.plan.view.workers import Worker
 
 _FIRST_PAUSE_SECONDS = 30.0
 _LONGEST_PAUSE_SECONDS = 600.0

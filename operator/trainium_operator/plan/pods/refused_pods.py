@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainium_contract.status.start_failures import MAX_MESSAGE, MAX_NODES, StartFailureNode, StartFailuresStatus
-from trainium_operator.plan.model.observed import PodPhase
+from trainium_operator.plan.model.observed import PodPhase, PodView
 from trainium_operator.plan.model.text import listed, rfc3339
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from trainium_contract.job import TrainingJobStatus
     from trainium_contract.status.internal import InternalStatus
-    from trainium_operator.plan.model.observed import PodView
     from trainium_operator.plan.view.facts import Facts
     from trainium_operator.plan.view.workers import Worker
 

@@ -34,13 +34,13 @@ from trainium_operator.plan.manifests.config_maps import config_map
 from trainium_operator.plan.manifests.worker_pod import Avoided, is_outdated, template_hash, with_affinity, worker_pods
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.actions import ApplyObject, CreatePod, PolicyResult, event
-from trainium_operator.plan.model.observed import PodPhase
+from trainium_operator.plan.model.observed import PodPhase, PodView
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.pods.node_avoidance import forbidden_nodes, released_nodes
 from trainium_operator.plan.pods.refused_pods import limit_batch, next_creation_at, record_start_failures, with_refusing
-from trainium_operator.plan.view.facts import is_unfit, refuse_pods
+from trainium_operator.plan.view.facts import Facts, is_unfit, refuse_pods
 from trainium_operator.plan.view.progress import is_settled
-from trainium_operator.plan.view.workers import deletion, ended_last
+from trainium_operator.plan.view.workers import Worker, deletion, ended_last
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
@@ -48,9 +48,6 @@ if TYPE_CHECKING:
     from trainium_contract.status.public import PublicStatus
     from trainium_operator.plan.diagnose.loss import Loss
     from trainium_operator.plan.model.actions import Action, DeletePod, EventIntent
-    from trainium_operator.plan.model.observed import PodView
-    from trainium_operator.plan.view.facts import Facts
-    from trainium_operator.plan.view.workers import Worker
 
 _NUMBER = re.compile(r"\d+")
 

@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.conditions import ConditionStatus, ConditionType
-from trainium_operator.plan.model.conditions import find_condition, is_true, with_condition
+from trainium_operator.plan.model.conditions import AnyShown, find_condition, is_true, with_condition
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.model.text import parse_rfc3339
 from trainium_operator.plan.view.progress import past_steps
 
 if TYPE_CHECKING:
     from trainium_contract.status.public import PublicStatus
-    from trainium_operator.plan.model.conditions import AnyShown
     from trainium_operator.plan.view.facts import Facts
 
 OVERDUE_INTERVALS = 3

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainium_contract.status.conditions import ConditionType
-from trainium_contract.status.interruptions import Rung
-from trainium_operator.plan.model.actions import event
+from trainium_contract.status.interruptions import Interruption, Rung
+from trainium_operator.plan.model.actions import EventIntent, event
 from trainium_operator.plan.model.conditions import find_condition, is_true
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.model.text import counted
@@ -15,9 +15,7 @@ from trainium_operator.plan.report.run_results import artifact_sentence, evaluat
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from trainium_contract.status.interruptions import Interruption
     from trainium_contract.status.public import PublicStatus
-    from trainium_operator.plan.model.actions import EventIntent
 
 
 _QUEUED = frozenset({Reason.WAITING_FOR_QUEUE, Reason.EVICTED})

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainium_contract.status.results import MAX_ARTIFACTS, RunStage
+from trainium_contract.status.results import MAX_ARTIFACTS, ArtifactReport, EvaluationFigure, RunStage
 from trainium_operator.plan.view.progress import newest_progress
 
 if TYPE_CHECKING:
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from trainium_contract.job import TrainingJobStatus
     from trainium_contract.status.public import PublicStatus
-    from trainium_contract.status.results import ArtifactReport, EvaluationFigure
     from trainium_contract.wire.messages import Progress
     from trainium_operator.plan.view.facts import Facts
 

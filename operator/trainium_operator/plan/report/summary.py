@@ -26,12 +26,12 @@ from trainium_contract.status.public import (
     MembershipStatus,
     ProgressStatus,
 )
-from trainium_contract.wire.messages import AlertKind, Progress, WorkerPhase
+from trainium_contract.wire.messages import AlertKind, HeartbeatRequest, Member, Progress, WorkerPhase
 from trainium_operator.plan.manifests.worker_pod import PRECOMPILE_CONTAINER, is_outdated, template_hash
 from trainium_operator.plan.model import names
-from trainium_operator.plan.model.actions import PolicyResult, event
-from trainium_operator.plan.model.conditions import find_condition, is_true, with_condition
-from trainium_operator.plan.model.observed import STARTING_REASONS, PodPhase
+from trainium_operator.plan.model.actions import EventIntent, PolicyResult, event
+from trainium_operator.plan.model.conditions import AnyShown, find_condition, is_true, with_condition
+from trainium_operator.plan.model.observed import STARTING_REASONS, PodPhase, PodView
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.model.text import counted, listed, rfc3339
 from trainium_operator.plan.pods.disruption_budget import KIND as BUDGET
@@ -40,18 +40,13 @@ from trainium_operator.plan.pods.refused_pods import describe_start_failures
 from trainium_operator.plan.report.checkpoint_health import set_checkpoint_health
 from trainium_operator.plan.report.goodput import account
 from trainium_operator.plan.report.run_results import describe_activity, record_results, total_steps
-from trainium_operator.plan.view.facts import creation_refused, current_heartbeats, refuse_pods
+from trainium_operator.plan.view.facts import Facts, creation_refused, current_heartbeats, refuse_pods
 from trainium_operator.plan.view.progress import is_settled, newest_progress
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
     from trainium_contract.status.public import PublicStatus
-    from trainium_contract.wire.messages import HeartbeatRequest, Member
     from trainium_operator.plan.faults.node_signals import NodeProblem
-    from trainium_operator.plan.model.actions import EventIntent
-    from trainium_operator.plan.model.conditions import AnyShown
-    from trainium_operator.plan.model.observed import PodView
-    from trainium_operator.plan.view.facts import Facts
 
 
 _SHOWN = 3

@@ -10,7 +10,6 @@ from trainium_operator.plan.model.text import parse_rfc3339
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
-    from trainium_contract.status.conditions import Condition
     from trainium_contract.status.public import PublicStatus
     from trainium_operator.plan.view.facts import Facts
 
@@ -38,7 +37,8 @@ def only_counts_differ(old: TrainingJobStatus, new: TrainingJobStatus) -> bool:
     new_conditions = tuple(
         condition.replaced(message=before[condition.type].message) if condition.type in before else condition
         for condition in new.conditions
-        if condition.type in before or not _is_first_healthy(condition)
+        if condition.type in before
+        or not (condition.type is ConditionType.NODES_HEALTHY and condition.reason == Reason.NODES_HEALTHY.value)
     )
     membership = new.membership.replaced(reserve=old.membership.reserve)
     # Since when nodes are held by too few: nobody reads it but the time-out, which comes later by as much.
@@ -54,11 +54,6 @@ def only_counts_differ(old: TrainingJobStatus, new: TrainingJobStatus) -> bool:
             gang=gang,
         ),
     )
-
-
-def _is_first_healthy(condition: Condition) -> bool:
-    """WorkloadConditionView for the first time, of nodes that have just been given: nobody waits for it."""
-    return condition.type is ConditionType.NODES_HEALTHY and condition.reason == Reason.NODES_HEALTHY.value
 
 
 def only_progress_differs(old: PublicStatus, new: PublicStatus) -> bool:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from trainium_contract.status.public import MembershipStatus
+from trainium_contract.status.public import MembershipStatus, PublicStatus
 from trainium_contract.status.start_failures import StartFailuresStatus
 from trainium_operator.plan.model.conditions import is_terminal
 from trainium_operator.plan.model.text import parse_rfc3339, rfc3339
@@ -22,7 +22,6 @@ from trainium_operator.plan.model.text import parse_rfc3339, rfc3339
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
     from trainium_contract.status.interruptions import Interruption
-    from trainium_contract.status.public import PublicStatus
     from trainium_contract.wire.messages import Membership
     from trainium_operator.plan.model.observed import Observed
     from trainium_operator.plan.view.size import SizeDecision
@@ -50,7 +49,9 @@ def _with_recorded_membership(status: TrainingJobStatus, observed: Observed, siz
         return status
     attempt, count = 0, len(recorded.members)
     if known.generation == recorded.generation:
-        attempts = _attempts(observed, recorded)
+        agents = (observed.agents.get(member.pod_uid) for member in recorded.members)
+        beats = (agent.heartbeat for agent in agents if agent is not None)
+        attempts = [beat.attempt for beat in beats if beat is not None and beat.generation == recorded.generation]
         attempt = min(known.attempt, max(attempts)) if len(attempts) == count else known.attempt
     if (known.generation, known.attempt, known.size) == (recorded.generation, attempt, count):
         return status
@@ -78,13 +79,6 @@ def _is_nobodys_decision(status: PublicStatus, observed: Observed, recorded: Mem
         return False
     seen = (agent.heartbeat.generation for agent in observed.agents.values() if agent.heartbeat is not None)
     return max((observed.published, *seen)) <= recorded.generation
-
-
-def _attempts(observed: Observed, recorded: Membership) -> list[int]:
-    """Return the attempts that members of the recorded generation report."""
-    agents = (observed.agents.get(member.pod_uid) for member in recorded.members)
-    beats = (agent.heartbeat for agent in agents if agent is not None)
-    return [beat.attempt for beat in beats if beat is not None and beat.generation == recorded.generation]
 
 
 def _present(status: TrainingJobStatus, now: float) -> TrainingJobStatus:

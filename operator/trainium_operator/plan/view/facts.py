@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from trainium_contract.faults.causes import Cause
 from trainium_contract.faults.node_polarity import Severity
 from trainium_operator.plan.manifests.worker_pod import WORKER_CONTAINER, named_worker
-from trainium_operator.plan.model.observed import SILENCE_REPORTED_SECONDS, PodPhase
+from trainium_operator.plan.model.observed import SILENCE_REPORTED_SECONDS, JobView, Observed, PlanSettings, PodPhase
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.view.node_problems import problems_by_pod
 from trainium_operator.plan.view.workers import (
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from trainium_contract.wire.messages import HeartbeatRequest, Member, Membership
     from trainium_operator.plan.faults.node_signals import NodeProblem
     from trainium_operator.plan.model.feature import Grant
-    from trainium_operator.plan.model.observed import JobView, Observed, PlanSettings
     from trainium_operator.plan.view.size import SizeDecision
 
 

@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainium_contract.requirements.worker_requests import explain_misfit
-from trainium_contract.sizes import SizeRule
+from trainium_contract.sizes import BatchShape, SizeRule
 from trainium_contract.spec.elasticity import IdleNodes
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.model.text import counted, sentence
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobSpec
-    from trainium_contract.sizes import BatchShape
     from trainium_contract.spec.workers import WorkersSpec
 
 

@@ -18,16 +18,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from trainium_contract.wire.messages import WorkerPhase
-from trainium_operator.plan.model.actions import DeletePod
+from trainium_contract.wire.messages import HeartbeatRequest, WorkerPhase
+from trainium_operator.plan.model.actions import Action, DeletePod
 from trainium_operator.plan.model.cached_property import cached_property
 from trainium_operator.plan.model.observed import SILENCE_REPORTED_SECONDS, NodeReadiness, PodPhase, cap_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
-    from trainium_contract.wire.messages import HeartbeatRequest
-    from trainium_operator.plan.model.actions import Action
     from trainium_operator.plan.model.observed import AgentView, NodeView, Observed, PlanSettings, PodView
 
 
@@ -104,7 +102,7 @@ class Worker:
         """
         if self.node is None:
             return bool(self.pod.node) and not self.contact.lost and not self.recently_seen
-        return bool(self.node.taints) and _written_off(self.node)
+        return bool(self.node.taints) and any(taint.key in _WRITTEN_OFF for taint in self.node.taints)
 
     @property
     def recently_seen(self) -> bool:
@@ -241,11 +239,6 @@ def any_lost_contact(workers: Collection[Worker], coordinator_since: float) -> b
 
 def _running(workers: Collection[Worker]) -> list[Worker]:
     return [worker for worker in workers if worker.pod.phase is PodPhase.RUNNING and not worker.pod.deleting]
-
-
-def _written_off(node: NodeView) -> bool:
-    """Return whether the node carries one of the taints that mean it."""
-    return any(taint.key in _WRITTEN_OFF for taint in node.taints)
 
 
 def _audible_since(observed: Observed, settings: PlanSettings) -> float:

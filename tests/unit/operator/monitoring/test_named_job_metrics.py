@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 from tests.testing.operator.metric_builders import NOW, figures, view
 from trainium_contract.job import GoodputStatus, TrainingJobStatus
@@ -11,9 +11,6 @@ from trainium_contract.status.interruptions import RestartsStatus
 from trainium_contract.status.public import CheckpointStatus, ProgressStatus
 from trainium_operator.monitoring.metrics import Metrics
 from trainium_operator.plan.model.text import rfc3339
-
-if TYPE_CHECKING:
-    from typing import Any
 
 
 def status(**fields: Any) -> TrainingJobStatus:

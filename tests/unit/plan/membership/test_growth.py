@@ -10,12 +10,11 @@ import plan_builders as build
 import pytest
 
 from trainium_contract.wire.messages import WorkerPhase
-from trainium_operator.plan.model.observed import NodeReadiness, PodPhase
+from trainium_operator.plan.model.observed import AgentView, NodeReadiness, Observed, PodPhase
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trainium_operator.plan.model.observed import AgentView, Observed
 
 FEW, MANY = 64, 256
 SLACK = 1.15

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from plan_builders import NOW, SETTINGS, created, deleted, job, observed, pod, running, spec, training
@@ -21,7 +21,7 @@ from trainium_operator.plan.model.actions import (
     SetQuotaConditions,
 )
 from trainium_operator.plan.model.conditions import find_condition
-from trainium_operator.plan.model.observed import ApiState
+from trainium_operator.plan.model.observed import ApiState, Observed
 from trainium_operator.plan.model.quota import (
     Placement,
     PodSetGrant,
@@ -32,9 +32,6 @@ from trainium_operator.plan.model.quota import (
 )
 from trainium_operator.plan.plan import plan
 from trainium_operator.plan.view.size import decide_size
-
-if TYPE_CHECKING:
-    from trainium_operator.plan.model.observed import Observed
 
 READY = replace(SETTINGS, kueue=ApiState.READY)
 BLUE = Placement(

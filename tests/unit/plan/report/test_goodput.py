@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -21,12 +21,9 @@ from trainium_contract.status.interruptions import Interruption, Rung
 from trainium_contract.status.ledger import MAX_SIZES, OVERHEAD, STARTUP, SizeAccount
 from trainium_contract.status.public import MembershipStatus
 from trainium_contract.wire.messages import Progress, StepTiming, WorkerPhase
-from trainium_operator.plan.model.observed import PodPhase
+from trainium_operator.plan.model.observed import Observed, PodPhase
 from trainium_operator.plan.model.text import rfc3339
 from trainium_operator.plan.report.step_time import reference_seconds
-
-if TYPE_CHECKING:
-    from trainium_operator.plan.model.observed import Observed
 
 FAULTS = ("crash", "pod", "node", "operator", "suspend", "resume", "resize", "quiet")
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
-from trainium_operator.cluster.cache.store import Entry
+from trainium_operator.cluster.cache.store import Entry, Key
 from trainium_operator.cluster.cache.views import JobRecord
 from trainium_operator.cluster.queue.waiting_gangs import WaitingGangs
 from trainium_operator.plan.model.names import JobId
@@ -16,7 +16,6 @@ from trainium_operator.settings import Settings
 
 if TYPE_CHECKING:
     from trainium_operator.cluster.api.client import Api
-    from trainium_operator.cluster.cache.store import Key
 
 WAITS = PodView(
     name="other-w-0", uid="pod", ordinal=0, phase=PodPhase.PENDING, gang="g", unschedulable_message="0/3 nodes"

@@ -13,14 +13,13 @@ from trainium_contract.faults.node_polarity import Severity
 from trainium_operator.plan.faults.node_signals import NodeProblem
 from trainium_operator.plan.features.dra.template import claim_template
 from trainium_operator.plan.model.actions import ApplyObject, DeleteTemplate, PolicyResult
-from trainium_operator.plan.model.observed import ApiState
+from trainium_operator.plan.model.observed import ApiState, DeviceTaint, Observed
 from trainium_operator.plan.model.reasons import Reason
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from trainium_contract.job import TrainingJobStatus
-    from trainium_operator.plan.model.observed import DeviceTaint, Observed
     from trainium_operator.plan.view.facts import Facts
     from trainium_operator.plan.view.workers import Worker
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trainium_contract.spec.claim import DRIVER
+from trainium_contract.spec.claim import DRIVER, ClaimSpec
 from trainium_operator.plan.manifests.owned_object import content_hash, owned_object
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.names import CLAIM
 
 if TYPE_CHECKING:
-    from trainium_contract.spec.claim import ClaimSpec
     from trainium_contract.spec.workers import AcceleratorSpec
     from trainium_operator.plan.model.observed import JobView
 

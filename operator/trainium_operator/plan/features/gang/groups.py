@@ -14,15 +14,13 @@ from trainium_contract.spec.scheduling import Gang
 from trainium_contract.wire.worker_env import GROUP, KIND
 from trainium_operator.plan.manifests.owned_object import content_hash, owner_reference
 from trainium_operator.plan.model import names
-from trainium_operator.plan.model.actions import ApplyGroup
+from trainium_operator.plan.model.actions import Action, ApplyGroup
 from trainium_operator.plan.model.names import ANNOTATION_GROUP
-from trainium_operator.plan.model.observed import GangApi, PodPhase
+from trainium_operator.plan.model.observed import GangApi, JobView, PodPhase
 from trainium_operator.plan.view.size import needed_workers
 
 if TYPE_CHECKING:
     from trainium_contract.status.public import PublicStatus
-    from trainium_operator.plan.model.actions import Action
-    from trainium_operator.plan.model.observed import JobView
     from trainium_operator.plan.view.facts import Facts
     from trainium_operator.plan.view.workers import Worker
 
@@ -59,7 +57,8 @@ def group_object(job: JobView, api: GangApi, api_version: str, least: int) -> Js
 
 def mark(pod: Json, api: GangApi, group: str) -> Json:
     """Mark the pod as a member of the group, for an API with group objects."""
-    pod = _annotated(pod, {ANNOTATION_GROUP: group})
+    old = pod["metadata"].get("annotations", {})
+    pod = {**pod, "metadata": {**pod["metadata"], "annotations": {**old, ANNOTATION_GROUP: group}}}
     if api is GangApi.SCHEDULING_GROUP:
         return {**pod, "spec": {**pod["spec"], "schedulingGroup": {"podGroupName": group}}}
     if api is GangApi.WORKLOAD_REF:
@@ -80,11 +79,6 @@ def _object(job: JobView, api_version: str, kind: str, spec: Json) -> Json:
 
 def _labelled(pod: Json, labels: dict[str, str]) -> Json:
     return {**pod, "metadata": {**pod["metadata"], "labels": {**pod["metadata"].get("labels", {}), **labels}}}
-
-
-def _annotated(pod: Json, annotations: dict[str, str]) -> Json:
-    old = pod["metadata"].get("annotations", {})
-    return {**pod, "metadata": {**pod["metadata"], "annotations": {**old, **annotations}}}
 
 
 def gang_api(facts: Facts) -> GangApi:

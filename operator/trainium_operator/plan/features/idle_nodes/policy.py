@@ -16,23 +16,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainium_contract.job import IdleNodesStatus
+from trainium_contract.job import IdleNodesStatus, TrainingJobStatus
 from trainium_contract.spec.elasticity import IdleNodes
 from trainium_contract.status.conditions import ConditionType
 from trainium_operator.plan.membership.growth import compile_seconds, growth_resumes_at, is_worth_growing
 from trainium_operator.plan.model.actions import PolicyResult
 from trainium_operator.plan.model.conditions import is_true
 from trainium_operator.plan.model.observed import PodPhase
-from trainium_operator.plan.view.facts import healthy_joiners
+from trainium_operator.plan.view.facts import Facts, healthy_joiners
 from trainium_operator.plan.view.progress import is_settled, past_steps, resize_cost_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from trainium_contract.job import TrainingJobStatus
     from trainium_contract.status.public import PublicStatus
     from trainium_operator.plan.diagnose.loss import Loss
-    from trainium_operator.plan.view.facts import Facts
     from trainium_operator.plan.view.workers import Worker
 
 _FIRST_PAUSE_SECONDS = 60.0

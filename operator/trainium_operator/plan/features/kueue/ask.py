@@ -17,7 +17,7 @@ from trainium_operator.plan.model.actions import ApplyWorkload, DeleteWorkload, 
 from trainium_operator.plan.model.conditions import is_true
 from trainium_operator.plan.model.feature import AdmissionState
 from trainium_operator.plan.model.quota import WORKERS, WorkloadCondition, WorkloadConditionView
-from trainium_operator.plan.view.size import needed_workers
+from trainium_operator.plan.view.size import SizeDecision, needed_workers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from trainium_operator.plan.model.actions import QuotaAction
     from trainium_operator.plan.model.quota import QuotaView, WorkloadView
     from trainium_operator.plan.view.facts import Facts
-    from trainium_operator.plan.view.size import SizeDecision
 
 MOST_STEPS = 8
 """Workloads beside the first; with more useful sizes than that a step is several of them."""

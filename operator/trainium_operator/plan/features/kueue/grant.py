@@ -12,15 +12,13 @@ from typing import TYPE_CHECKING, Any
 from trainium_operator.plan.manifests.worker_pod import pod_template
 from trainium_operator.plan.model.feature import AdmissionState, Grant
 from trainium_operator.plan.model.names import LABEL_POD_SET
-from trainium_operator.plan.model.observed import ApiState
-from trainium_operator.plan.model.quota import SPARES, WORKERS, Placement, WorkloadCondition
+from trainium_operator.plan.model.observed import ApiState, Observed, PlanSettings
+from trainium_operator.plan.model.quota import SPARES, WORKERS, Placement, QuotaView, WorkloadCondition, WorkloadView
 from trainium_operator.plan.model.reasons import Reason
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from trainium_operator.plan.model.observed import Observed, PlanSettings
-    from trainium_operator.plan.model.quota import QuotaView, WorkloadView
     from trainium_operator.plan.view.facts import Facts
 
 
