@@ -69,7 +69,7 @@ check: setup  ## Lint, format, types, import rules, generated files
 	@$(BIN)/mypy
 	@MYPYPATH=tests/wire/agent/fakes:tests/wire/agent $(BIN)/mypy $(FAKES:%=-m %) -m agent_factory
 	@$(BIN)/lint-imports
-	@$(TOOLS) $(BIN)/python -m trainium_operator.generate --check
+	@$(TOOLS) $(BIN)/python -m scripts.generate --check
 	@$(BIN)/python scripts/commands_reference.py --check
 	@$(BIN)/python scripts/doc_outputs.py --check
 	@$(BIN)/python scripts/line_limits.py
@@ -82,7 +82,7 @@ format: setup  ## Format the code
 	@$(BIN)/ruff check --fix .
 
 generate: setup  ## Write the CRD, manifests, reference pages and outputs on pages that are derived from the code
-	@$(TOOLS) $(BIN)/python -m trainium_operator.generate
+	@$(TOOLS) $(BIN)/python -m scripts.generate
 	@$(BIN)/python scripts/commands_reference.py
 	@$(BIN)/python scripts/doc_outputs.py
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
+from scripts import generate
 from tests.testing.cluster.access import ROOT
 from tests.testing.cluster.installed import DEFINITION, RingNeed, apply_definition, make_namespace
 from tests.testing.cluster.leftovers import OccupiedError, refuse_to_disturb, sweep
@@ -24,7 +25,6 @@ from tests.testing.cluster.marks import HOLD, LABELS, TAINTED, cordon_of
 from tests.testing.cluster.session_lease import NAME, LeaseHolder, SessionLease, TakenError
 from tests.testing.cluster.sites import Site
 from tests.testing.suite.patience import until
-from trainium_operator import generate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

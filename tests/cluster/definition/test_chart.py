@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
+from scripts import generate
 from tests.testing.cluster.installed import make_namespace
 from tests.testing.cluster.marks import SELECTOR
+from tests.testing.operator.rbac import RIGHTS, NamedAfter, Scope
 from tests.testing.suite.patience import until
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
 from trainium_contract.sizes import INSTANCES
-from trainium_operator import generate
-from trainium_operator.cluster.rbac import RIGHTS, NamedAfter, Scope
 from trainium_operator.coordinator.certificates import server_names
 from trainium_operator.plan.features.network_policy.policy import network_policy
 from trainium_operator.plan.model.observed import JobView, WorkerIngress
@@ -427,7 +427,7 @@ def test_the_chart_passes_a_strict_lint(api: Api) -> None:
 def test_the_plain_install_is_what_helm_renders_now(api: Api) -> None:
     helm = shutil.which("helm", path=api.variables.get("PATH"))
     assert helm
-    assert generate.stale(ROOT, helm) == [], "run `python -m trainium_operator.generate`"
+    assert generate.stale(ROOT, helm) == [], "run `make generate`"
 
 
 def test_the_pods_of_the_operator_and_of_helm_test_are_admitted_where_only_restricted_pods_are(defined: Api) -> None:

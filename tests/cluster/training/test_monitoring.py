@@ -16,7 +16,6 @@ import pytest
 import yaml
 
 from tests.testing.suite.patience import patient, until
-from trainium_operator.monitoring import dashboards
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -29,7 +28,7 @@ pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.skipif(shutil.which("prometheus") is None, reason="needs prometheus on PATH"),
 ]
-ALERTS = Path(__file__).parents[3] / "helm/trainium-operator/files/alerts.yaml"
+FILES = Path(__file__).parents[3] / "helm/trainium-operator/files"
 QUIET = {"What nodes say of themselves"}
 """Panels that are empty while no node has a problem."""
 
@@ -73,7 +72,7 @@ def prometheus(operator: Site, tmp_path: Path) -> Iterator[Prometheus]:
         pytest.skip("the addresses of pods are reached on the development cluster only")
     pods = operator.get("pods", "-n", "trainium-system", "-l", "app.kubernetes.io/component=operator")["items"]
     targets = [f"{pod['status']['podIP']}:8080" for pod in pods]
-    (tmp_path / "alerts.yaml").write_text(impatient(ALERTS.read_text()))
+    (tmp_path / "alerts.yaml").write_text(impatient((FILES / "alerts.yaml").read_text()))
     configuration = {
         "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
         "rule_files": ["alerts.yaml"],
@@ -139,8 +138,8 @@ def test_panels_and_alerts_show_what_happens_to_jobs(
 
 def panels(namespace: str, name: str) -> Iterator[tuple[str, str]]:
     """Title and query of every panel, as Grafana would ask for this job."""
-    for text in dashboards.texts().values():
-        for panel in json.loads(text)["panels"]:
+    for path in (FILES / "dashboards").glob("*.json"):
+        for panel in json.loads(path.read_text())["panels"]:
             for target in panel["targets"]:
                 query = target["expr"].replace("$__rate_interval", "10s")
                 yield panel["title"], query.replace("$namespace", namespace).replace("$name", name)

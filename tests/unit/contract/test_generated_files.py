@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from scripts import generate
 from trainium_contract.definition.crd import custom_resource_definition
-from trainium_operator import generate
 
 if TYPE_CHECKING:
     import pytest
@@ -18,13 +18,13 @@ ROOT = Path(__file__).parents[3]
 
 
 def test_the_written_definition_is_the_one_of_the_models() -> None:
-    assert generate.stale(ROOT, helm=None) == [], "run `python -m trainium_operator.generate`"
+    assert generate.stale(ROOT, helm=None) == [], "run `make generate`"
 
 
 def test_the_plain_install_has_the_same_definition() -> None:
     documents = list(yaml.safe_load_all((ROOT / generate.INSTALL).read_text(encoding="utf-8")))
     (definition,) = [one for one in documents if one and one["kind"] == "CustomResourceDefinition"]
-    assert definition["spec"] == custom_resource_definition()["spec"], "run `python -m trainium_operator.generate`"
+    assert definition["spec"] == custom_resource_definition()["spec"], "run `make generate`"
 
 
 def test_check_names_the_stale_file_and_fails(

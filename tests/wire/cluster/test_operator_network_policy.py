@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.testing.api.fake_kubernetes import FakeCluster, Fault, refuse
+from tests.testing.operator.rbac import RIGHTS, Scope
 from tests.testing.suite.virtual_time import run_virtual
 from tests.testing.virtual.fake_workers import Workers
 from tests.testing.virtual.operator_process import OperatorProcess, training_job, until, wall_clock
 from trainium_operator.cluster.api.resources import EVENTS, JOBS, NETWORK_POLICIES, PODS
-from trainium_operator.cluster.rbac import RIGHTS, Scope
 from trainium_operator.settings import Settings
 
 if TYPE_CHECKING:

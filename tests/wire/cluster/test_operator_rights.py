@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 
 from tests.testing.api.fake_kubernetes import FakeCluster
+from tests.testing.operator.rbac import RIGHTS, Scope
 from tests.testing.suite.virtual_time import run_virtual
 from tests.testing.virtual.fake_workers import Workers
 from tests.testing.virtual.operator_process import OperatorProcess, training_job, until, wall_clock
 from trainium_operator.cluster.api.resources import ALL, CLAIMING, DEPLOYMENTS, GANGS, JOBS, QUEUEING, SECRETS
-from trainium_operator.cluster.rbac import RIGHTS, Scope
 from trainium_operator.settings import Settings
 
 VERBS = {"POST": "create", "PUT": "update", "PATCH": "patch", "DELETE": "delete", "WATCH": "watch"}

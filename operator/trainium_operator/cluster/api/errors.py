@@ -37,7 +37,7 @@ class ExpiredError(ApiError):
 
 
 class ForbiddenError(ApiError):
-    """403: a right is missing (`cluster/rbac.py`), a quota is used up, or admission refused."""
+    """403: a right is missing (the chart's `rbac.yaml`), a quota is used up, or admission refused."""
 
 
 class UnauthorizedError(ApiError):

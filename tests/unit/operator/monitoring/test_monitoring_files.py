@@ -12,13 +12,16 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.testing.operator.metric_builders import busy
-from trainium_operator.monitoring import dashboards
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ROOT = Path(__file__).parents[4]
 ALERTS = ROOT / "helm/trainium-operator/files/alerts.yaml"
+PANELS = {
+    path.stem: json.loads(path.read_text())["panels"]
+    for path in sorted((ROOT / "helm/trainium-operator/files/dashboards").glob("*.json"))
+}
 PREFIX = "trainingjob_operator_"
 SEVERITIES = {"info", "warning", "critical"}
 
@@ -31,11 +34,10 @@ def queries() -> Iterator[tuple[str, str]]:
     """Yield the place and the text of every query."""
     for rule in alerts():
         yield str(rule["alert"]), str(rule["expr"])
-    for path in dashboards.texts():
-        board = json.loads((ROOT / path).read_text())
-        for panel in board["panels"]:
+    for board, panels in PANELS.items():
+        for panel in panels:
             for target in panel["targets"]:
-                yield f"{path.stem}: {panel['title']}", target["expr"]
+                yield f"{board}: {panel['title']}", target["expr"]
 
 
 def exposed() -> dict[str, list[dict[str, str]]]:
@@ -73,8 +75,8 @@ def test_every_legend_and_sentence_names_labels_that_the_query_keeps() -> None:
         heartbeat_changed = " ".join(rule["annotations"].values())  # type: ignore[attr-defined]
         for label in re.findall(r"\$labels\.(\w+)", heartbeat_changed):
             assert label in str(rule["expr"]) or label in ("job_namespace", "job_name"), rule["alert"]
-    for path in dashboards.texts():
-        for panel in json.loads((ROOT / path).read_text())["panels"]:
+    for panels in PANELS.values():
+        for panel in panels:
             for target in panel["targets"]:
                 name = re.search(rf"{PREFIX}\w+", target["expr"])
                 assert name is not None
@@ -97,11 +99,12 @@ def test_every_alert_has_a_section_in_the_runbook_and_a_severity() -> None:
 
 
 def test_panels_do_not_lie_on_each_other() -> None:
-    for path, text in dashboards.texts().items():
+    assert PANELS.keys() == {"fleet", "job"}
+    for board, panels in PANELS.items():
         cells: set[tuple[int, int]] = set()
-        for panel in json.loads(text)["panels"]:
+        for panel in panels:
             at = panel["gridPos"]
             own = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
-            assert not own & cells, f"{path.stem}: {panel['title']}"
+            assert not own & cells, f"{board}: {panel['title']}"
             assert at["x"] + at["w"] <= 24
             cells |= own

@@ -1,3 +1,4 @@
+# ruff: noqa: INP001 - a script
 """`docs/causes.md`: the one table of faults for people, written from the table itself.
 
 Invariant: all of the table is in the text, so that the text cannot go stale unnoticed (`generate --check`).

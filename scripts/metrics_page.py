@@ -1,3 +1,4 @@
+# ruff: noqa: INP001 - a script
 """`docs/metrics.md`: every metric with its labels, written from the metrics themselves.
 
 Invariant: all of the registry is in the text, so that the text cannot go stale unnoticed (`generate --check`).

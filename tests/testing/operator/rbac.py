@@ -42,7 +42,7 @@ class NamedAfter(StrEnum):
     ANY = ""
     LEASE = "lease-name"
     """`settings.lease_name`; the chart's full name by default."""
-    TLS_SECRET = "tls-secret-name"  # noqa: S105 - the name of a setting
+    TLS_SECRET = "tls-secret-name"
     """`settings.tls_secret_name`; `<coordinator service>-tls` by default."""
     MEMORY = "quarantine-name"
     """`settings.memory_name`; `<lease name>-quarantine` by default."""
