@@ -19,12 +19,13 @@ from aiohttp import web
 
 from trainium_operator.endpoints.access import Access, PathAttributes, ResourceAttributes
 from trainium_operator.endpoints.pages import Jobs, Pages
-from trainium_operator.http.server import Handler, HttpServer, error_response
+from trainium_operator.http.server import HttpServer, error_response
 
 if TYPE_CHECKING:
     import ssl
     from collections.abc import Awaitable, Callable
 
+    from trainium_operator.http.server import Handler
 
 logger = logging.getLogger(__name__)
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
