@@ -20,10 +20,17 @@ import peft
 import torch
 import transformers
 
-from benchmarks.parity import document, material, reference, tuned
+from benchmarks.parity import document, material, preferences, reference, tuned
 from benchmarks.parity.ours import RunFailedError, export_newest, run_trainer
 from benchmarks.parity.rows import BASE, LOGITS_TOLERANCE, ROWS, SETTINGS, TOLERANCE, Row, Settings, write_config
-from benchmarks.parity.tuning_rows import ADAPTER_TOLERANCE, MERGED_TOLERANCE, TUNING_ROWS, TUNING_SETTINGS
+from benchmarks.parity.tuning_rows import (
+    ADAPTER_TOLERANCE,
+    MERGED_TOLERANCE,
+    PREFERENCE_ROWS,
+    PREFERENCE_SETTINGS,
+    TUNING_ROWS,
+    TUNING_SETTINGS,
+)
 from trainium_trainer.configuration import config as configuration
 
 if TYPE_CHECKING:
@@ -42,18 +49,25 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=BASE["steps"], help="steps of every run (default %(default)s)")
     parser.add_argument("--rows", default="", help="only rows whose name contains this")
     parser.add_argument("--out", type=Path, default=ROOT / "out/parity", help="folder of runs and JSON")
+    peer = os.environ.get("PEER_PYTHON", sys.executable)
+    parser.add_argument("--peer-python", default=peer, help="the interpreter that has trl (PEER_PYTHON)")
     parser.add_argument("--no-document", action="store_true", help="leave docs/ alone")
     options = parser.parse_args()
     torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
-    every = (*ROWS, *TUNING_ROWS)
+    every = (*ROWS, *TUNING_ROWS, *PREFERENCE_ROWS)
     rows = [row for row in every if options.rows in row.name]
     if not rows:
         _print(f"No row has {options.rows!r} in its name; there are {', '.join(row.name for row in every)}.")
         return 64
+    trl = preferences.trl_version(options.peer_python)
+    if trl is None and any(row.settings in PREFERENCE_SETTINGS for row in rows):
+        _print(f"Preferences are not compared: trl is not installed beside {options.peer_python} (--peer-python).")
+        rows = [row for row in rows if row.settings not in PREFERENCE_SETTINGS]
     for made in ("runs", "bases"):
         shutil.rmtree(options.out / made, ignore_errors=True)
     report = _initial_report(options)
-    for settings in (*SETTINGS, *TUNING_SETTINGS):
+    report["trl"] = trl or report.get("trl")
+    for settings in (*SETTINGS, *TUNING_SETTINGS, *PREFERENCE_SETTINGS):
         mine = [row for row in rows if row.settings is settings]
         if not mine:
             continue
@@ -82,6 +96,7 @@ def _initial_report(options: argparse.Namespace) -> dict[str, Any]:
         "mergedTolerance": MERGED_TOLERANCE,
         "settings": {settings.name: settings.about for settings in SETTINGS},
         "tunings": {settings.name: settings.about for settings in TUNING_SETTINGS},
+        "preferences": {settings.name: settings.about for settings in PREFERENCE_SETTINGS},
         "adaptersOfPeft": {},
         "references": {},
         "rows": [],
@@ -89,7 +104,11 @@ def _initial_report(options: argparse.Namespace) -> dict[str, Any]:
     file = options.out / RESULTS
     former = json.loads(file.read_text()) if file.exists() else {}
     same = all(former.get(name) == report[name] for name in ("steps", "versions"))
-    return report | ({name: former[name] for name in ("adaptersOfPeft", "references", "rows")} if same else {})
+    return report | (
+        {name: former[name] for name in ("adaptersOfPeft", "references", "rows", "trl") if name in former}
+        if same
+        else {}
+    )
 
 
 def _verdict(report: dict[str, Any], names: set[str]) -> int:
@@ -126,7 +145,13 @@ def _tuned(settings: Settings, rows: list[Row], options: argparse.Namespace) -> 
     made = getattr(material, settings.records)(options.out / f"{settings.records}.jsonl") if settings.records else None
     file = write_config(settings, options.out, options.steps, begin, made)
     folder = options.out / "runs" / settings.slug
-    against = _run_reference(settings, lambda config: tuned.reference_run(config, folder), configuration.load(file))
+
+    def train(config: TrainingConfig) -> tuned.Tuned:
+        if settings in PREFERENCE_SETTINGS:
+            return preferences.preference_run(config, folder, options.peer_python)
+        return tuned.reference_run(config, folder)
+
+    against = _run_reference(settings, train, configuration.load(file))
     judged = [_judged(row, options.out, lambda row, at: tuned.judge(row, file, against, at)) for row in rows]
     theirs = None
     if against.adapter is not None:

@@ -44,6 +44,14 @@ library.
 """
 
 
+_PREFERENCES = """## Preference tuning
+
+The same with pairs of answers, once by trl {trl} and once in this trainer: `DPOTrainer` on the whole batch, and
+`ORPOTrainer` on one pair at a time, because its loss weighs the likelihood of longer pairs more within a batch. Rows
+pass by the tolerances of fine-tuning. Pairs are made from the docstrings of the standard library.
+"""
+
+
 def write(report: dict[str, Any], page: Path, picture: Path) -> None:
     """Write the page and the picture; a failed row is listed with its error."""
     page.parent.mkdir(parents=True, exist_ok=True)
@@ -72,6 +80,9 @@ def _page(report: dict[str, Any]) -> str:
         parts.append(
             f"The first loss of a run that begins with the adapter that `peft` saved, from `peft`'s: {began}.\n"
         )
+    compared = report.get("preferences", {})
+    if shown & compared.keys():
+        parts += [_PREFERENCES.format(**report), *_tables(report, "preferences")]
     return "\n".join(parts)
 
 
@@ -110,14 +121,16 @@ def _table(title: str, rows: list[dict[str, Any]], columns: dict[str, str]) -> s
     return "\n".join(lines) + "\n"
 
 
+_TUNED_COLUMNS = {
+    "numbers": "trainedNumbers",
+    "merged": "mergedLogits",
+    "trained": "trainedLogits",
+    "accuracy": "accuracy",
+}
 _COLUMNS = {
     "settings": {"export": "exportedLogits", "trained": "trainedLogits"},
-    "tunings": {
-        "numbers": "trainedNumbers",
-        "merged": "mergedLogits",
-        "trained": "trainedLogits",
-        "accuracy": "accuracy",
-    },
+    "tunings": _TUNED_COLUMNS,
+    "preferences": _TUNED_COLUMNS,
 }
 """Headings and fields of the comparisons; a column without a value is omitted."""
 

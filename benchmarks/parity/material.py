@@ -146,6 +146,16 @@ def questions(file: Path) -> Path:
     return _write(file, rows)
 
 
+def preferences(file: Path) -> Path:
+    """Create pairs with trl's columns: what a name does, and what another name of the library does."""
+    found = _documented()
+    rows = [
+        {"prompt": f"What does {name} do?", "chosen": f" {text}", "rejected": f" {found[number * 7 % len(found)][2]}"}
+        for number, (name, _, text, _) in enumerate(found, start=1)
+    ]
+    return _write(file, [row for row in rows if row["chosen"] != row["rejected"]])
+
+
 def _write(file: Path, rows: list[dict[str, Any]]) -> Path:
     random.Random(0).shuffle(rows)
     file.parent.mkdir(parents=True, exist_ok=True)

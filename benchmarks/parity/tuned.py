@@ -58,7 +58,7 @@ def reference_run(config: TrainingConfig, out: Path) -> Tuned:
     numbers = {name: value.clone() for name, value in run.trained().items()}
     merged = run.merged()
     tokens = next(micro_batches(config)).inputs
-    return Tuned(run.losses, numbers, _logits(merged, tokens), tokens, accuracy_of(merged, config), adapter)
+    return Tuned(run.losses, numbers, logits_of(merged, tokens), tokens, accuracy_of(merged, config), adapter)
 
 
 def judge(row: Row, file: Path, against: Tuned, folder: Path) -> dict[str, Any]:
@@ -122,7 +122,7 @@ def left_behind(folder: Path) -> dict[str, Path]:
 def merged_by_peft(base: Path, adapter: Path, tokens: Tensor) -> Tensor:
     """Compute the logits of an adapter that peft loads and merges."""
     adapted = PeftModel.from_pretrained(_loaded(base), str(adapter))
-    return _logits(adapted.merge_and_unload(), tokens)
+    return logits_of(adapted.merge_and_unload(), tokens)
 
 
 def trained_numbers(folder: Path) -> dict[str, Tensor]:
@@ -144,7 +144,7 @@ def accuracy_of(model: nn.Module, config: TrainingConfig) -> float | None:
         has_answer = (batch.labels != -100).any(1)
         places = (batch.labels != -100).int().argmax(1)[has_answer]
         rows = torch.arange(len(has_answer))[has_answer]
-        likeliest = _logits(model, batch.inputs).argmax(-1)
+        likeliest = logits_of(model, batch.inputs).argmax(-1)
         right += int((likeliest[rows, places] == batch.labels[rows, places]).sum())
         total += len(rows)
     return right / total
@@ -162,6 +162,7 @@ def _loaded(folder: Path) -> LlamaForCausalLM:
 
 
 @torch.no_grad()
-def _logits(model: nn.Module, tokens: Tensor) -> Tensor:
+def logits_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Compute the logits of a model."""
     logits: Tensor = model(tokens).logits
     return logits

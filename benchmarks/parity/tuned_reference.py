@@ -60,7 +60,7 @@ class TunedReference:
 def tune_reference(config: TrainingConfig, folder: Path) -> TunedReference:
     """Train for all steps of the configuration; the library may write below `folder`."""
     torch.use_deterministic_algorithms(mode=True)
-    model = _model(config)
+    model = base_with_adapter(config)
     samples = [sample for batch in micro_batches(config) for sample in _samples(batch)]
     arguments = transformers.TrainingArguments(
         output_dir=str(folder),
@@ -140,7 +140,7 @@ def _samples(batch: MicroBatch) -> list[Sample]:
     return found
 
 
-def _model(config: TrainingConfig) -> LlamaForCausalLM | PeftModel:
+def base_with_adapter(config: TrainingConfig) -> LlamaForCausalLM | PeftModel:
     """Load the base, with peft's adapter if one is trained."""
     assert config.model.weights is not None
     model = LlamaForCausalLM.from_pretrained(config.model.weights, dtype=torch.float32, attn_implementation="sdpa")

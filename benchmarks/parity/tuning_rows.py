@@ -1,6 +1,7 @@
-"""Define the comparisons of fine-tuning: settings, each with a run of `transformers.Trainer` and peft, and layouts.
+"""Define the comparisons of fine-tuning: settings, each with a reference run, and layouts.
 
-Each begins with a model that `transformers` trained for a while, and trains running text or examples.
+The reference is `transformers.Trainer` with peft, or trl where answers are compared. Each begins with a model that
+`transformers` trained for a while, and trains running text, examples or pairs of answers.
 """
 
 from __future__ import annotations
@@ -67,6 +68,39 @@ LABELS = Settings(
     HLAT,
     "questions",
 )
+_PAIRS = {"data.format": "Preference", "data.sequenceLength": 128}
+_DPO = {"kind": "DPO", "beta": 0.1}
+_ORPO = {"kind": "ORPO", "beta": 0.1}
+_ADAPTER = {"method": "LoRA", "lora": {"rank": 8, "alpha": 16.0, "targets": ["*_proj"]}}
+DPO = Settings(
+    "DPO",
+    "all weights, beta 0.1, reference log-probabilities computed ahead",
+    {**_PAIRS, "tuning.objective": _DPO},
+    HLAT,
+    "preferences",
+)
+DPO_LORA = Settings(
+    "DPO, LoRA",
+    "rank 8 and alpha 16 on all projections, beta 0.1, the base without the adapter as reference",
+    {**_PAIRS, **_RATE, "tuning": {**_ADAPTER, "objective": _DPO}},
+    HLAT,
+    "preferences",
+)
+ORPO = Settings(
+    "ORPO",
+    "all weights, weight 0.1 of the odds ratio",
+    {**_PAIRS, "data.examples.loss": "All", "tuning.objective": _ORPO},
+    HLAT,
+    "preferences",
+)
+ORPO_LORA = Settings(
+    "ORPO, LoRA",
+    "rank 8 and alpha 16 on all projections, weight 0.1 of the odds ratio",
+    {**_PAIRS, **_RATE, "data.examples.loss": "All", "tuning": {**_ADAPTER, "objective": _ORPO}},
+    HLAT,
+    "preferences",
+)
+PREFERENCE_SETTINGS = (DPO, DPO_LORA, ORPO, ORPO_LORA)
 TUNING_SETTINGS = (FULL, LORA, LORA_ALL, FULL_ANSWERS, ANSWERS, PACKED, LABELS)
 
 _SHARDED = "dataParallel=FullySharded"
@@ -105,4 +139,9 @@ TUNING_ROWS = (
     Row(PACKED, pipeline=2, accumulation=4),
     Row(LABELS),
     Row(LABELS, data=2, tensor=2),
+)
+PREFERENCE_ROWS = tuple(
+    Row(settings, data=data, tensor=tensor, overrides=overrides)
+    for settings in PREFERENCE_SETTINGS
+    for data, tensor, overrides in ((1, 1, ()), (2, 1, ()), (1, 2, ()), (2, 1, (_SHARDED,)))
 )

@@ -113,7 +113,7 @@ def frozen(settings: Settings) -> dict[str, Any]:
     tokens = torch.arange(66).reshape(2, 33)
     batch = MicroBatch(tokens[:, :-1], tokens[:, 1:].clone(), 64, torch.arange(2))
     backend.accumulate(batch, last=True)
-    outcome = backend.step(tokens=64 * backend.mesh.dp_size, learning_rate=0.1, clip_norm=1.0)
+    outcome = backend.step(divisor=64 * backend.mesh.dp_size, learning_rate=0.1, clip_norm=1.0)
     assert outcome.applied
     held = backend._store.held
     kept = [*held, *(entry for entry in backend._frozen if entry.parameter.grad is not None)]

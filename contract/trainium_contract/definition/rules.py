@@ -51,6 +51,8 @@ _SUSPEND_INSTEAD = (
 
 _LORA = "self.trainer.tuning.method == 'LoRA'"
 _WEIGHTS = "has(self.trainer.model.weights)"
+_OBJECTIVE = "has(self.trainer.tuning.objective)"
+_PAIRS = "self.trainer.data.format == 'Preference'"
 SPEC_RULES: tuple[Rule, ...] = (
     Rule(
         f"{NODES} >= 1",
@@ -323,6 +325,44 @@ SPEC_RULES: tuple[Rule, ...] = (
         "trainer.data.examples.packing cannot be had on trn1: its backend Nxd has no mask that keeps examples apart; "
         "leave it out",
         ".trainer.data.examples.packing",
+    ),
+    Rule(
+        f"!({_PAIRS}) || {_OBJECTIVE}",
+        "trainer.data.format is Preference but trainer.tuning.objective is not given: name its kind, DPO or ORPO",
+        ".trainer.tuning.objective",
+        reason=RefusalReason.REQUIRED,
+    ),
+    Rule(
+        f"{_PAIRS} || !{_OBJECTIVE}",
+        "trainer.tuning.objective is given but trainer.data.format has no two answers to compare: set data.format to "
+        "Preference",
+        ".trainer.data.format",
+    ),
+    Rule(
+        f"""!{_OBJECTIVE} || {_WEIGHTS} || self.trainer.tuning.objective.kind == 'ORPO'
+        || self.trainer.tuning.objective.referenceFree || self.trainer.tuning.objective.reference != 'Base'""",
+        "trainer.tuning.objective compares with the model in trainer.model.weights, which is not given: give it, or "
+        "set tuning.objective.referenceFree",
+        ".trainer.model.weights",
+        reason=RefusalReason.REQUIRED,
+    ),
+    Rule(
+        f"!({_PAIRS}) || !self.trainer.data.examples.packing",
+        "trainer.data.examples.packing is true but trainer.data.format is Preference, where each answer has a separate "
+        "sequence: leave it out",
+        ".trainer.data.examples.packing",
+    ),
+    Rule(
+        f"!({_PAIRS}) || self.parallelism.pipeline == 1",
+        "parallelism.pipeline is above 1 but trainer.data.format is Preference, which runs without a pipeline: set it "
+        "to 1 and raise parallelism.tensor, or set trainer.dataParallel to FullySharded",
+        ".parallelism.pipeline",
+    ),
+    Rule(
+        f"{_ON_NXD} || !({_PAIRS})",
+        "trainer.data.format is Preference, which cannot be had on trn1: its backend Nxd has no loss on pairs; use "
+        "trn2 or trn3",
+        ".trainer.data.format",
     ),
     # Deadlines, and the job's controller.
     Rule(

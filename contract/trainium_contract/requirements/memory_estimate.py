@@ -69,6 +69,7 @@ class MemorySetting:
     recompute: Recompute
     sequence: bool
     micro_size: int
+    """Sequences of a micro-batch."""
     length: int
     micro_batches: int
     """In a step, of one rank."""

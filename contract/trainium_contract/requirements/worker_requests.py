@@ -80,7 +80,7 @@ def memory_setting(
         precision=config.precision,
         recompute=config.recompute,
         sequence=config.parallelism.sequence,
-        micro_size=config.batch.micro_size,
+        micro_size=config.batch.micro_size * config.data.rows_per_sample,
         length=config.data.sequence_length,
         micro_batches=micro_batches,
         snapshots=config.checkpoint.memory.every_steps > 0,

@@ -17,7 +17,7 @@ from trainium_contract.trainer.artifacts import ArtifactsConfig
 from trainium_contract.trainer.checkpoint import CheckpointConfig
 from trainium_contract.trainer.data import SMALLEST_VOCABULARY, DataConfig, Tokenization
 from trainium_contract.trainer.evaluate import EvaluateConfig
-from trainium_contract.trainer.examples import DataFormat
+from trainium_contract.trainer.examples import DataFormat, LossOn
 from trainium_contract.trainer.model import ModelConfig
 from trainium_contract.trainer.monitor import MonitorConfig
 from trainium_contract.trainer.neuron import NeuronConfig
@@ -31,7 +31,7 @@ from trainium_contract.trainer.parallelism import (
     Recompute,
     TorchCompile,
 )
-from trainium_contract.trainer.tuning import TuningConfig, TuningMethod
+from trainium_contract.trainer.tuning import BASE_REFERENCE, ObjectiveKind, TuningConfig, TuningMethod
 
 PositiveInt = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Path = Annotated[str, Field(min_length=1, max_length=1024)]
@@ -155,6 +155,41 @@ class TrainingConfig(TrainerSpec):
             )
         if self.data.format is DataFormat.FUNCTION and self.data.examples.function is None:
             raise ValueError("data.format is Function but data.examples.function is not given: name module:function")
+        return self
+
+    @model_validator(mode="after")
+    def _objective_fits(self) -> Self:
+        objective, pairs = self.tuning.objective, self.data.format is DataFormat.PREFERENCE
+        if objective is None:
+            if pairs:
+                raise ValueError(
+                    "data.format is Preference but tuning.objective is not given: name its kind, DPO or ORPO"
+                )
+            return self
+        if not pairs:
+            raise ValueError(
+                f"tuning.objective is {objective.kind} but data.format is {self.data.format}, which has no two answers "
+                "to compare: set data.format to Preference"
+            )
+        if self.data.examples.packing:
+            raise ValueError(
+                "data.examples.packing is true but data.format is Preference, where each answer has a separate "
+                "sequence: leave it out"
+            )
+        if objective.kind is ObjectiveKind.DPO and self.data.examples.loss is LossOn.ALL:
+            raise ValueError(
+                "data.examples.loss is All but tuning.objective is DPO, which compares answers only: leave it out"
+            )
+        if self.parallelism.pipeline > 1:
+            raise ValueError(
+                f"parallelism.pipeline is {self.parallelism.pipeline} but data.format is Preference, which runs "
+                "without a pipeline: set it to 1 and raise parallelism.tensor, or set dataParallel to FullySharded"
+            )
+        if objective.compares_with_reference and objective.reference == BASE_REFERENCE and self.model.weights is None:
+            raise ValueError(
+                "tuning.objective compares with the model in model.weights, which is not given: give it, or set "
+                "tuning.objective.referenceFree"
+            )
         return self
 
     def batch_shape(self, cores_per_node: int, rule: SizeRule = SizeRule.ANY) -> BatchShape:

@@ -137,6 +137,11 @@ class DataConfig(ContractModel):
     """Where tokenizer and tokenised text are cached; omitted: the user's cache folder, on a worker the node's."""
 
     @property
+    def rows_per_sample(self) -> int:
+        """Return how many sequences a sample has: a pair of answers has two."""
+        return 2 if self.format is DataFormat.PREFERENCE else 1
+
+    @property
     def masked(self) -> bool:
         """Return whether a sample holds several stretches that do not see each other."""
         return self.mask_documents if self.format is DataFormat.TEXT else self.examples.packing

@@ -39,6 +39,8 @@ class DataFormat(StrEnum):
     """One or two texts and a label, whose word is the answer."""
     FUNCTION = "Function"
     """What a function of the user's makes of the record."""
+    PREFERENCE = "Preference"
+    """A prompt with two answers, one of which is preferred; for `tuning.objective`."""
 
 
 class LossOn(StrEnum):
@@ -93,6 +95,21 @@ class ClassificationConfig(ContractModel):
     The label's word follows a blank, unless the prompt ends with one or with a line break."""
 
 
+class PreferenceConfig(ContractModel):
+    """Format Preference; the default names are those of trl.
+
+    Answers are texts or lists of messages. Without a prompt, or with messages that repeat it, the prompt is what both
+    answers begin with.
+    """
+
+    prompt_field: _Column = "prompt"
+    """Field of the prompt: a text or a list of messages."""
+    chosen_field: _Column = "chosen"
+    """Field of the preferred answer."""
+    rejected_field: _Column = "rejected"
+    """Field of the other answer."""
+
+
 class ExamplesConfig(ContractModel):
     """Conversion of records to examples, for every format but Text."""
 
@@ -102,6 +119,8 @@ class ExamplesConfig(ContractModel):
     """Format Chat."""
     classification: ClassificationConfig = ClassificationConfig()
     """Format Classification."""
+    preference: PreferenceConfig = PreferenceConfig()
+    """Format Preference."""
     function: _Function | None = None
     """Format Function: `module:name` or `/path/file.py:name`, called with each record; it returns a dictionary with
     `prompt` and `completion`, or with `messages`, or None to leave the record out. The file's bytes are part of what

@@ -1,4 +1,4 @@
-"""`trainer.tuning`: which part of the model is trained, and the adapters of LoRA (arXiv 2106.09685).
+"""`trainer.tuning`: which part of the model is trained, by which loss, and the adapters of LoRA (arXiv 2106.09685).
 
 A *pattern* is a shell pattern that is held against a module's or parameter's dotted name, and against the last part of
 a module's name: `q_proj`, `*_proj`, `model.layers.3?.mlp.*`.
@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import Annotated, Self
 
 from pydantic import Field, model_validator
+from pydantic.alias_generators import to_camel
 
 from trainium_contract.base import ContractModel
 
@@ -49,8 +50,57 @@ class LoraConfig(ContractModel):
         return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
 
 
+class ObjectiveKind(StrEnum):
+    """Losses on pairs of a preferred and another answer."""
+
+    DPO = "DPO"
+    """Direct preference optimization (arXiv 2305.18290)."""
+    ORPO = "ORPO"
+    """Odds ratio preference optimization (arXiv 2403.07691), which needs no reference model."""
+
+
+BASE_REFERENCE = "Base"
+"""Value of `reference` that names the model in `model.weights`."""
+
+
+class ObjectiveConfig(ContractModel):
+    """Loss on the pairs of data.format Preference, averaged over the pairs of the global batch."""
+
+    kind: ObjectiveKind = ObjectiveKind.DPO
+    """DPO or ORPO."""
+    beta: Annotated[float, Field(gt=0, le=1000)] = 0.1
+    """DPO: factor of the log-probability ratios to the reference. ORPO: weight of the odds ratio loss (lambda)."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """DPO: assumed share of pairs whose answers are swapped (conservative DPO)."""
+    reference: _Path = BASE_REFERENCE
+    """DPO: the reference model. `Base` is model.weights as it is, without an adapter; else a folder or
+    s3://bucket/prefix with a model of the same shape."""
+    reference_free: bool = False
+    """DPO: take a reference that gives each answer the same probability."""
+
+    @property
+    def compares_with_reference(self) -> bool:
+        """Return whether the loss needs log-probabilities of a reference model."""
+        return self.kind is ObjectiveKind.DPO and not self.reference_free
+
+    @model_validator(mode="after")
+    def _fields_belong_to_the_kind(self) -> Self:
+        if self.kind is ObjectiveKind.ORPO:
+            plain = ObjectiveConfig()
+            for name in ("label_smoothing", "reference", "reference_free"):
+                if getattr(self, name) != getattr(plain, name):
+                    raise ValueError(
+                        f"tuning.objective.{to_camel(name)} is given but kind is ORPO, which has none: leave it out"
+                    )
+        if self.reference_free and self.reference != BASE_REFERENCE:
+            raise ValueError(
+                f"tuning.objective.reference is {self.reference} but referenceFree is true: leave one of them out"
+            )
+        return self
+
+
 class TuningConfig(ContractModel):
-    """Trained part of the model; by default all of it."""
+    """Trained part of the model, by default all of it, and the loss."""
 
     method: TuningMethod = TuningMethod.FULL
     """Full, or LoRA."""
@@ -58,6 +108,8 @@ class TuningConfig(ContractModel):
     """Patterns of the model's own parameters that are trained. Omitted: all of them for `Full`, none for `LoRA`."""
     lora: LoraConfig = LoraConfig()
     """Adapters; looked at only by `LoRA`."""
+    objective: ObjectiveConfig | None = None
+    """Loss on pairs of answers, with data.format Preference. Omitted: cross-entropy of the next token."""
 
     @property
     def freezes(self) -> bool:

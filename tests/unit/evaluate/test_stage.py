@@ -78,7 +78,7 @@ def test_the_perplexity_of_running_text_is_that_of_the_training_model(
     total, count = 0.0, 0
     for sample in data.validation.share(0, 1)[:11]:
         assert sample is not None
-        row = sample.row(data.validation.rules)
+        (row,) = sample.rows(data.validation.rules)
         inputs, targets = (torch.tensor(part.astype("int64")) for part in (row.inputs, row.targets))
         logits = logits_of(BaseWeights.open(models["tuned"]), inputs[None])
         total += float(torch.nn.functional.cross_entropy(logits[0], targets, reduction="sum"))

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from trainium_contract.trainer.parallelism import DataParallelMode
     from trainium_trainer.data.batches.loader import MicroBatch
+    from trainium_trainer.monitor.figures import Rewards
     from trainium_trainer.weights.adapter import AdapterWeights
     from trainium_trainer.weights.base import BaseWeights
 
@@ -58,17 +59,31 @@ class Mesh:
 
 
 @dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Loss on held-back samples."""
+
+    loss: float
+    """Mean over valid tokens, or over pairs; nan when there is none."""
+    rewards: Rewards | None = None
+    """Of pairs."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepTotals:
     """The numbers that all ranks agree on after the micro-batches of a step; the host has them without the device."""
 
     tokens: int
     """Valid tokens of the global batch."""
+    divisor: int
+    """Number by which the global batch's summed loss is divided: its valid tokens, or its pairs."""
     stop: bool
     """Whether any rank was asked to leave."""
     memory_ends: bool
     """Whether any rank's node memory goes with it."""
     votes: int
     """Sum of what the ranks' checkpoint managers voted."""
+    rewards: Rewards | None = None
+    """Of pairs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +91,7 @@ class StepOutcome:
     """The outcome of one optimizer step; the same on all ranks, except for `culprits`."""
 
     loss: float
-    """Mean loss of a valid token of the global batch, before the update; nan when there was none."""
+    """Mean loss of a valid token, or of a pair, of the global batch before the update; nan when there was none."""
     gradient_norm: float
     """Norm of the mean loss's gradient over all ranks, before clipping."""
     culprits: tuple[str, ...] = ()
@@ -148,18 +163,26 @@ class Backend(Protocol):
         """Sum tokens, stop requests and votes over the job. Collective."""
         ...
 
-    def step(self, *, tokens: int, learning_rate: float, clip_norm: float) -> StepOutcome:
-        """Reduce the gradients, divide by `tokens` (of the global batch), clip, one AdamW step; forget the gradients.
+    def step(self, *, divisor: int, learning_rate: float, clip_norm: float) -> StepOutcome:
+        """Reduce the gradients, divide by `divisor` (see `StepTotals`), clip, one AdamW step; forget the gradients.
 
         The state stays as it is when loss or norm is not finite. One call, so that a device which runs whole graphs is
         asked for its numbers once, after the update was sent to it. Collective.
         """
         ...
 
-    def evaluate(self, batches: Iterable[MicroBatch]) -> float:
-        """Mean loss of a valid token of all ranks' batches, without gradients; nan when there is none.
+    def evaluate(self, batches: Iterable[MicroBatch]) -> Evaluation:
+        """Measure the loss on all ranks' batches, without gradients.
 
         Every rank passes the same number of micro-batches. Only between two steps. Collective.
+        """
+        ...
+
+    def reference_log_probs(self, batches: Iterable[MicroBatch]) -> list[torch.Tensor]:
+        """Return the log-probabilities of the answers of pairs, [rows] float32 on the CPU for each micro-batch.
+
+        By the weights that the state has, without adapters. Every rank passes the same number of micro-batches. Only
+        between two steps. Collective.
         """
         ...
 

@@ -19,7 +19,7 @@ from torch import distributed as dist
 from trainium_agent.ranks.pulse import Pulse
 from trainium_contract.trainer.parallelism import DataParallelMode, Precision
 from trainium_contract.trainer.tuning import TuningMethod
-from trainium_trainer.backends.base import StepOutcome, StepTotals
+from trainium_trainer.backends.base import Evaluation, StepOutcome, StepTotals
 from trainium_trainer.backends.compiled import compile_layers
 from trainium_trainer.backends.device import join_process_group, pick_device, use_device
 from trainium_trainer.backends.mesh import make_mesh, place_of
@@ -30,11 +30,15 @@ from trainium_trainer.backends.store import box, cut, is_dtensor, local_of
 from trainium_trainer.models.dropout import sample_keys
 from trainium_trainer.models.initial import initial_box
 from trainium_trainer.models.llama import Llama
+from trainium_trainer.models.lora import adapters_disabled
 from trainium_trainer.models.loss import loss_sum as sum_of_losses
+from trainium_trainer.models.loss import token_losses
+from trainium_trainer.models.preference_loss import answer_log_probs, preference_loss
 from trainium_trainer.models.stages import EMBEDDING, canonical_parameters
 from trainium_trainer.models.state_dict import OPTIMIZER_STEP
+from trainium_trainer.monitor.figures import Rewards
 from trainium_trainer.tuning.apply import apply_tuning, initial_adapter
-from trainium_trainer.tuning.choice import is_adapter
+from trainium_trainer.tuning.choice import is_adapter, is_reference_in_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -74,6 +78,8 @@ class NativeBackend:
         self._stage_gradients: dict[int, list[Tensor]] = {}
         """By number of the stage: sums of what it passed on, which show where numbers are not finite."""
         self._tokens = 0
+        self._divisor = 0
+        self._rewards: list[Tensor] = []
         self._loss_sum = math.nan
 
     def build(self) -> None:
@@ -215,28 +221,73 @@ class NativeBackend:
     def accumulate(self, batch: MicroBatch, *, last: bool) -> None:
         """Forward and backward of the summed loss."""
         self._tokens += batch.valid_tokens
+        self._divisor += batch.divisor
         if self._pipeline is not None:
             self._waiting.append(batch)
             if last:
                 self._run_pipeline(self._pipeline)
             return
+        references = self._references(batch)
         self._store.begin_backward(1 if last else 0)
         with self._working(), self._compute():
-            loss = self._forward(batch, samples=self._keys(batch))
+            loss = self._forward(batch, samples=self._keys(batch), references=references)
             loss.backward()  # type: ignore[no-untyped-call]
         self._store.accumulate()
         self._losses.append(local_of(loss))
 
-    def _forward(self, batch: MicroBatch, *, samples: Tensor | None = None) -> Tensor:
-        """Return summed loss of a micro-batch, through the whole model."""
-        inputs, labels = batch.inputs.to(self._device), batch.labels.to(self._device)
+    def _forward(self, batch: MicroBatch, *, samples: Tensor | None = None, references: Tensor | None = None) -> Tensor:
+        """Return the summed loss of a micro-batch, through the whole model; of pairs also note the rewards."""
+        logits, labels = self._logits(batch, samples=samples)
+        objective = self._config.tuning.objective
+        if objective is None or batch.pairs is None or references is None:
+            return self._sum_of_losses(logits, labels)
+        found = preference_loss(
+            objective,
+            token_losses(logits, labels, group=self.mesh.tp, vocabulary=self._known_vocabulary),
+            labels,
+            answers=batch.pairs.answers.to(self._device),
+            references=references,
+        )
+        self._rewards.append(found.rewards)
+        return found.loss
+
+    def _logits(self, batch: MicroBatch, *, samples: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return logits and labels of a micro-batch on the device."""
         positions = None if batch.positions is None else batch.positions.to(self._device)
-        return self._sum_of_losses(self._models[0](inputs, positions=positions, samples=samples), labels)
+        logits = self._models[0](batch.inputs.to(self._device), positions=positions, samples=samples)
+        return logits, batch.labels.to(self._device)
+
+    def _references(self, batch: MicroBatch) -> Tensor | None:
+        """Return the log-probabilities of a micro-batch's answers by the reference model, where rows are pairs."""
+        if batch.pairs is None:
+            return None
+        if is_reference_in_model(self._config.tuning):
+            return self._reference_log_probs(batch)
+        return batch.pairs.references.to(self._device)
+
+    def reference_log_probs(self, batches: Iterable[MicroBatch]) -> list[Tensor]:
+        """See `Backend.reference_log_probs`."""
+        found = [self._reference_log_probs(batch).cpu() for batch in batches]
+        self._store.after_evaluation()
+        return found
+
+    @torch.no_grad()
+    def _reference_log_probs(self, batch: MicroBatch) -> Tensor:
+        """Return the log-probabilities of a micro-batch's answers by the model without its adapters."""
+        assert batch.pairs is not None
+        with self._working(), self._compute(), adapters_disabled(self._models[0]):
+            logits, labels = self._logits(batch)
+            losses = token_losses(logits, labels, group=self.mesh.tp, vocabulary=self._known_vocabulary)
+        return answer_log_probs(losses, labels, batch.pairs.answers.to(self._device))
 
     def _sum_of_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the loss on this rank's part of the vocabulary, without the rows that no token has."""
-        known = self._shape.vocab_size - self._shape.vocab_padding
-        return sum_of_losses(logits, labels, group=self.mesh.tp, vocabulary=known)
+        return sum_of_losses(logits, labels, group=self.mesh.tp, vocabulary=self._known_vocabulary)
+
+    @property
+    def _known_vocabulary(self) -> int:
+        """Return the number of rows of the vocabulary that a token has."""
+        return self._shape.vocab_size - self._shape.vocab_padding
 
     def _keys(self, batch: MicroBatch) -> Tensor | None:
         """Return what names the samples for dropout; None where nothing is dropped."""
@@ -262,23 +313,37 @@ class NativeBackend:
         """One small sum over all ranks; loss and tokens of a data-parallel share are counted by one of its ranks."""
         counts = self.mesh.counts_loss
         self._own_loss = _sum(self._losses)
-        mine = [self._own_loss * counts, self._tokens * counts, stop, memory_ends, vote]
-        values = torch.tensor(mine, dtype=torch.float64)
+        mine = [self._own_loss, self._tokens, self._divisor, *self._reward_sums()]
+        values = torch.tensor([*(value * counts for value in mine), stop, memory_ends, vote], dtype=torch.float64)
         if self.mesh.world_size > 1:
             with self._pulse.peers:
                 dist.all_reduce(values)
         self._losses = []
-        self._tokens = 0
-        self._loss_sum, tokens, stops, ends, votes = values.tolist()
-        return StepTotals(tokens=int(tokens), stop=stops > 0, memory_ends=ends > 0, votes=int(votes))
+        self._tokens = self._divisor = 0
+        self._loss_sum, tokens, divisor, *rewards, stops, ends, votes = values.tolist()
+        return StepTotals(
+            tokens=int(tokens),
+            divisor=int(divisor),
+            stop=stops > 0,
+            memory_ends=ends > 0,
+            votes=int(votes),
+            rewards=Rewards.of_sums(rewards, divisor) if rewards else None,
+        )
 
-    def step(self, *, tokens: int, learning_rate: float, clip_norm: float) -> StepOutcome:
+    def _reward_sums(self) -> list[float]:
+        """Return the sums of this rank's pairs since the last call; nothing where rows are no pairs."""
+        if self._config.tuning.objective is None:
+            return []
+        found, self._rewards = self._rewards, []
+        return torch.stack(found).cpu().double().sum(0).tolist() if found else [0.0, 0.0, 0.0]
+
+    def step(self, *, divisor: int, learning_rate: float, clip_norm: float) -> StepOutcome:
         """See `Backend.step`; the loss was summed by `totals`."""
-        loss = self._loss_sum / tokens if tokens else math.nan
-        outcome = StepOutcome(loss, self._gradient_norm(max(tokens, 1)))
+        loss = self._loss_sum / divisor if divisor else math.nan
+        outcome = StepOutcome(loss, self._gradient_norm(max(divisor, 1)))
         if outcome.applied:
             clip = min(1.0, clip_norm / (outcome.gradient_norm + 1e-6))
-            self._update(learning_rate=learning_rate, gradient_scale=clip / tokens)
+            self._update(learning_rate=learning_rate, gradient_scale=clip / divisor)
         elif self._alone:  # numbers mean nothing there, and the update is to be compiled
             self._update(learning_rate=learning_rate, gradient_scale=1.0)
         elif math.isfinite(loss):
@@ -357,12 +422,12 @@ class NativeBackend:
         found = [item for model in self._models for item in canonical_parameters(model)]
         return [name for name, parameter in found if parameter.requires_grad]
 
-    def _gradient_norm(self, tokens: int) -> float:
+    def _gradient_norm(self, divisor: int) -> float:
         """Sum of squares over everything that is divided, each value once."""
         with self._pulse.peers:
             self._store.reduce()
             self._join_ends()
-        return self._norm(self._store.square_sums()) / tokens
+        return self._norm(self._store.square_sums()) / divisor
 
     def parameter_norm(self) -> float:
         """See `Backend.parameter_norm`."""
@@ -407,27 +472,32 @@ class NativeBackend:
         )
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[MicroBatch]) -> float:
+    def evaluate(self, batches: Iterable[MicroBatch]) -> Evaluation:
         """See `Backend.evaluate`."""
         losses: list[Tensor] = []
-        tokens = 0
+        divisor = 0
         if self._pipeline is not None:
             for batch in self._pipeline.joined(batches):
                 with self._pulse.work_with_collectives, self._compute():
                     losses += self._pipeline.evaluate(batch)
-                tokens += batch.valid_tokens
+                divisor += batch.divisor
         else:
             for batch in batches:
+                references = self._references(batch)
                 with self._working(), self._compute():
-                    losses.append(local_of(self._forward(batch)))
-                tokens += batch.valid_tokens
+                    losses.append(local_of(self._forward(batch, references=references)))
+                divisor += batch.divisor
         self._store.after_evaluation()
         counts = self.mesh.counts_loss
-        values = torch.tensor([_sum(losses) * counts, tokens * counts], dtype=torch.float64)
+        mine = [_sum(losses), divisor, *self._reward_sums()]
+        values = torch.tensor([value * counts for value in mine], dtype=torch.float64)
         if self.mesh.world_size > 1:
             with self._pulse.peers:
                 dist.all_reduce(values)
-        return float(values[0] / values[1])  # nan for 0 / 0
+        loss, divided, *rewards = values.tolist()
+        return Evaluation(
+            loss / divided if divided else math.nan, Rewards.of_sums(rewards, divided) if rewards else None
+        )
 
     def barrier(self) -> None:
         """Run an empty reduction: as cheap as a barrier gets on gloo."""

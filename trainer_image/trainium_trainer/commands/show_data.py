@@ -85,17 +85,17 @@ def show_data(
 def _samples(config: TrainingConfig, data: Data, first: int, count: int) -> Iterator[list[Shown] | None]:
     """Yield samples by position; None for one that only fills up an epoch."""
     from trainium_trainer.data.batches.samples import Samples, TextSample  # noqa: PLC0415
-    from trainium_trainer.data.examples.part import ExampleSample  # noqa: PLC0415 - as above
+    from trainium_trainer.data.examples.part import ExampleSample, PairSample  # noqa: PLC0415 - as above
 
     training = data.training
     if not isinstance(training, Samples):
         yield from _streamed(config, data, first, count)
         return
     for sample in training.at(first, count):
-        if isinstance(sample, ExampleSample):
+        if isinstance(sample, ExampleSample | PairSample):
             yield [Shown(ids.tolist(), [False, *trained[1:].tolist()]) for ids, trained in sample.examples]
         elif isinstance(sample, TextSample):
-            learned = sample.row(training.rules).learned
+            learned = sample.rows(training.rules)[0].learned
             yield [Shown(sample.tokens.tolist(), [False, *learned.tolist()])]
         else:
             yield None

@@ -113,12 +113,15 @@ def rehearse(settings: Settings) -> None:
                 backend.accumulate(batch, last=number == len(batches))
             backend.totals(stop=False, memory_ends=False, vote=0)
             backend.step(
-                tokens=sum(batch.valid_tokens for batch in batches),
+                divisor=sum(batch.divisor for batch in batches),
                 learning_rate=settings.config.optimizer.learning_rate,
                 clip_norm=settings.config.optimizer.clip_norm,
             )
             backend.parameter_norm()
         backend.evaluate(batches)
+        objective = settings.config.tuning.objective
+        if objective is not None and objective.compares_with_reference:
+            backend.reference_log_probs(batches)
     backend.close()
 
 
@@ -126,10 +129,12 @@ def _batches(settings: Settings) -> list[MicroBatch]:
     """Micro-batches of any tokens; all of the step for a pipeline, whose schedule counts them."""
     import torch  # noqa: PLC0415 - nobody else who imports this needs it
 
-    from trainium_trainer.data.batches.loader import MicroBatch  # noqa: PLC0415
+    from trainium_trainer.data.batches.loader import MicroBatch, Pairs  # noqa: PLC0415
 
     config = settings.config
-    shape = (config.batch.micro_size, config.data.sequence_length)
+    rows = config.data.rows_per_sample
+    shape = (config.batch.micro_size * rows, config.data.sequence_length)
+    pairs = Pairs(config.batch.micro_size, torch.zeros(shape[0], dtype=torch.int64), torch.zeros(shape[0]))
     count = micro_batches(settings)
     if config.parallelism.pipeline == 1:
         count = min(count, _MICRO_BATCHES)
@@ -141,6 +146,7 @@ def _batches(settings: Settings) -> list[MicroBatch]:
             valid_tokens=shape[0] * shape[1],
             places=torch.arange(shape[0]),
             positions=torch.arange(shape[1]).repeat(shape[0], 1) if config.data.masked else None,
+            pairs=pairs if rows > 1 else None,
         )
         for _ in range(count)
     ]

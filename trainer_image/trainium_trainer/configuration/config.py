@@ -22,7 +22,7 @@ from trainium_contract.sizes import passes, step_batch
 from trainium_contract.trainer.addresses import is_address
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_contract.trainer.optimizer import OptimizerKind
-from trainium_contract.trainer.tuning import TuningConfig
+from trainium_contract.trainer.tuning import BASE_REFERENCE, TuningConfig
 from trainium_contract.wire import worker_env
 from trainium_contract.wire.worker_env import KIND
 from trainium_trainer.checkpoint.root.owner import NOBODY, JobIdentity
@@ -92,19 +92,22 @@ class Settings:
         """Micro-batches of one step on each data-parallel rank."""
         return passes(self.batch, self.config.batch.micro_size, self.dp_size)
 
-    def fixed(self, data_identity: str, tokenizer: str, *, weights: str = "", adapter: str = "") -> dict[str, Any]:
+    def fixed(
+        self, data_identity: str, tokenizer: str, *, weights: str = "", adapter: str = "", reference: str = ""
+    ) -> dict[str, Any]:
         """Return the settings that must not change between runs of one history, by name.
 
-        Data, tokenizer, and what the run begins with (`weights`, `adapter`, empty for none) by digests.
+        Data, tokenizer, and what the run begins with (`weights`, `adapter`, `reference`, empty for none) by digests.
         """
-        initial: dict[str, Any] = {
-            name: digest for name, digest in (("weights", weights), ("adapter", adapter)) if digest
-        }
+        digests = {"weights": weights, "adapter": adapter, "reference": reference}
+        initial: dict[str, Any] = {name: digest for name, digest in digests.items() if digest}
         tuning = self.config.tuning
         if tuning != TuningConfig():
-            initial["tuning"] = tuning.model_copy(
-                update={"lora": tuning.lora.model_copy(update={"adapter": None})}
-            ).to_wire()
+            # Models are named by their digests, since their folders may move.
+            tuning = tuning.replaced(lora=tuning.lora.replaced(adapter=None))
+            if tuning.objective is not None:
+                tuning = tuning.replaced(objective=tuning.objective.replaced(reference=BASE_REFERENCE))
+            initial["tuning"] = tuning.to_wire()
         if self.config.optimizer.kind is not OptimizerKind.ADAMW:
             initial["optimizer"] = self.config.optimizer.kind
         return initial | {

@@ -25,7 +25,7 @@ from trainium_trainer.loop.schedule import learning_rate
 from trainium_trainer.loop.wiring import report_warnings, start
 
 if TYPE_CHECKING:
-    from trainium_trainer.backends.base import StepOutcome
+    from trainium_trainer.backends.base import Evaluation, StepOutcome
     from trainium_trainer.configuration.config import Settings
     from trainium_trainer.loop.stop import StopRequest
     from trainium_trainer.loop.wiring import Run
@@ -95,7 +95,7 @@ def loop(run: Run) -> ExitCode:
         totals = run.backend.totals(stop=run.stop.requested, memory_ends=run.stop.memory_ends, vote=manager.vote())
         after = replace(run.position, step=step, samples=run.position.samples + taken, batch=taken)
         rate = learning_rate(config, course.done(after) - 1)
-        done = run.backend.step(tokens=totals.tokens, learning_rate=rate, clip_norm=config.optimizer.clip_norm)
+        done = run.backend.step(divisor=totals.divisor, learning_rate=rate, clip_norm=config.optimizer.clip_norm)
         skipped = 0 if done.applied else skipped + 1
         if not done.applied:
             _skip(run, step, done, skipped)
@@ -108,6 +108,8 @@ def loop(run: Run) -> ExitCode:
         last = course.is_over(run.position)
         now = time.perf_counter()
         seconds, began = now - began, now
+        norm = _parameter_norm(run, step)
+        validation = None if totals.stop and not last else _validate(run, step, last=last)
         figures, alerts = run.watch.step(
             step=step,
             loss=done.loss,
@@ -118,8 +120,10 @@ def loop(run: Run) -> ExitCode:
             batch=taken,
             new_tokens=totals.tokens,
             seconds=seconds,
-            parameter_norm=_parameter_norm(run, step),
-            validation_loss=None if totals.stop and not last else _validation_loss(run, step, last=last),
+            parameter_norm=norm,
+            validation_loss=None if validation is None else validation.loss,
+            rewards=totals.rewards,
+            validation_rewards=None if validation is None else validation.rewards,
         )
         began += time.perf_counter() - now  # measurements are no part of the next step
         with pulse.saving:  # these write to storage or copy the state
@@ -153,8 +157,8 @@ def _parameter_norm(run: Run, step: int) -> float | None:
     return run.backend.parameter_norm() if every and step % every == 0 else None
 
 
-def _validation_loss(run: Run, step: int, *, last: bool) -> float | None:
-    """Return the loss on what is held back, where it is due. Collective."""
+def _validate(run: Run, step: int, *, last: bool) -> Evaluation | None:
+    """Measure the loss on what is held back, where it is due. Collective."""
     data, config, mesh = run.data.validation, run.config, run.backend.mesh
     if data is None or config.data.validation is None:
         return None
@@ -164,10 +168,12 @@ def _validation_loss(run: Run, step: int, *, last: bool) -> float | None:
         batches = validation_batches(
             data, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size, micro_size=config.batch.micro_size
         )
-        loss = run.validation_loss = run.backend.evaluate(batches)
+        found = run.backend.evaluate(batches)
+    if found.rewards is None:  # the loss of pairs is no perplexity
+        run.validation_loss = found.loss
     if mesh.rank == 0:
-        _log.info("step %d: validation loss %.4f on %d samples", step, loss, data.num_samples)
-    return loss
+        _log.info("step %d: validation loss %.4f on %d samples", step, found.loss, data.num_samples)
+    return found
 
 
 def _report_alerts(run: Run, step: int, alerts: tuple[MonitorAlert, ...]) -> None:

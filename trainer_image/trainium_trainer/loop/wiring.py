@@ -32,6 +32,7 @@ from trainium_trainer.data.tokens.tokenizer import digest_of
 from trainium_trainer.exits import UserError
 from trainium_trainer.loop.history import History
 from trainium_trainer.loop.memory_check import warnings_at_start
+from trainium_trainer.loop.references import load_references
 from trainium_trainer.loop.run_progress import RunProgress
 from trainium_trainer.monitor.writers import Recorder
 from trainium_trainer.weights.initial import InitialWeights
@@ -113,8 +114,8 @@ def start(settings: Settings, progress: ProgressWriter, stop: StopRequest) -> Ru
         )
     if launch.world_size > 1 and not backend.agree(begin.fingerprint):
         raise UserError(
-            f"model.weights {config.model.weights}: the ranks do not begin with the same model: mount the same folder "
-            "everywhere"
+            f"model.weights {config.model.weights}: the ranks do not begin with the same models: mount the same "
+            "folders everywhere"
         )
     for sentence in warnings_at_start(settings, backend.mesh.device):
         _log.warning("%s", sentence)
@@ -122,6 +123,9 @@ def start(settings: Settings, progress: ProgressWriter, stop: StopRequest) -> Ru
     backend.build()
     stopwatch.lap("model")
     progress.pulse.enter(Activity.LOAD)
+    if begin.reference is not None:
+        load_references(settings, data, begin.reference, backend)
+        stopwatch.lap("references")
     if begin.base is not None and config.tuning.freezes:
         backend.load_frozen(begin.base)
         stopwatch.lap("base")
@@ -133,7 +137,11 @@ def start(settings: Settings, progress: ProgressWriter, stop: StopRequest) -> Ru
         memory_directory=launch.memory_directory,
         after_milestone=at_milestones(config, backend.mesh, progress, base=begin.base, tokenizer=data.tokenizer),
         settings=settings.fixed(
-            data.identity, digest_of(data.tokenizer), weights=begin.base_digest, adapter=begin.adapter_digest
+            data.identity,
+            digest_of(data.tokenizer),
+            weights=begin.base_digest,
+            adapter=begin.adapter_digest,
+            reference=begin.reference_digest,
         ),
     )
     with progress.pulse.work_with_collectives:

@@ -6,6 +6,7 @@ is the base's.
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 from trainium_trainer.models.dropout import dropped, module_key
@@ -13,7 +14,9 @@ from trainium_trainer.models.llama import Linear
 from trainium_trainer.models.products import product
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from collections.abc import Iterator
+
+    from torch import Tensor, nn
 
     from trainium_contract.trainer.tuning import LoraConfig
     from trainium_trainer.models.rope import Context
@@ -26,6 +29,8 @@ class AdaptedLinear(Linear):
     """Number of this rank's first input feature within the whole; set by a plan that divides them."""
     sequence_dimension = 1
     """Of the input; set by a plan that has another order."""
+    enabled = True
+    """Whether the adapter adds to the output; see `adapters_disabled`."""
 
     def __init__(self, name: str, width: int, outputs: int, lora: LoraConfig) -> None:
         super().__init__(width, outputs)
@@ -37,7 +42,8 @@ class AdaptedLinear(Linear):
 
     def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
         """[batch, sequence, width] to [batch, sequence, outputs]."""
-        return product(x, self.own_weight()) + self.added(x, context)
+        out = product(x, self.own_weight())
+        return out + self.added(x, context) if self.enabled else out
 
     def added(self, x: Tensor, context: Context | None) -> Tensor:
         """Return the adapter's summand of the output."""
@@ -54,3 +60,16 @@ class AdaptedLinear(Linear):
             scale /= 1.0 - self._dropout
         added: Tensor = self.lora_B(self.lora_A(seen) * scale)  # where the fewest numbers are
         return added
+
+
+@contextlib.contextmanager
+def adapters_disabled(model: nn.Module) -> Iterator[None]:
+    """Let the model compute as its base does."""
+    adapted = [module for module in model.modules() if isinstance(module, AdaptedLinear)]
+    for module in adapted:
+        module.enabled = False
+    try:
+        yield
+    finally:
+        for module in adapted:
+            module.enabled = True

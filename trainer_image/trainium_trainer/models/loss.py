@@ -28,12 +28,24 @@ def loss_sum(
     n holds the r-th of n equal parts of the vocabulary. Columns from `vocabulary` on are of no token and do not count.
     Collective over the group.
     """
-    flat, wanted = logits.flatten(0, 1), labels.flatten()
     if group is None:
-        flat = flat if vocabulary is None else flat[:, :vocabulary]
-        return F.cross_entropy(flat.float(), wanted, ignore_index=IGNORED_LABEL, reduction="sum")
-    loss: Tensor = _DividedVocabulary.apply(flat, wanted, group, vocabulary)  # type: ignore[no-untyped-call]
-    return loss
+        return _whole_vocabulary(logits, labels, vocabulary, "sum")
+    return token_losses(logits, labels, group=group, vocabulary=vocabulary).sum()
+
+
+def token_losses(
+    logits: Tensor, labels: Tensor, *, group: ProcessGroup | None = None, vocabulary: int | None = None
+) -> Tensor:
+    """Return the loss of each token, [batch, sequence] float32, zero for ignored labels; else as `loss_sum`."""
+    if group is None:
+        return _whole_vocabulary(logits, labels, vocabulary, "none").view(labels.shape)
+    flat: Tensor = _DividedVocabulary.apply(logits.flatten(0, 1), labels.flatten(), group, vocabulary)  # type: ignore[no-untyped-call]
+    return flat.view(labels.shape)
+
+
+def _whole_vocabulary(logits: Tensor, labels: Tensor, vocabulary: int | None, reduction: str) -> Tensor:
+    flat = logits.flatten(0, 1)[:, :vocabulary]
+    return F.cross_entropy(flat.float(), labels.flatten(), ignore_index=IGNORED_LABEL, reduction=reduction)
 
 
 class _DividedVocabulary(torch.autograd.Function):
@@ -41,7 +53,7 @@ class _DividedVocabulary(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, group: ProcessGroup, vocabulary: int | None) -> Tensor:
-        """[tokens, part of the vocabulary] and [tokens] to a scalar."""
+        """[tokens, part of the vocabulary] and [tokens] to [tokens]."""
         width = logits.shape[-1]
         wide = logits.float()
         known = width if vocabulary is None else vocabulary - get_rank(group) * width
@@ -61,7 +73,7 @@ class _DividedVocabulary(torch.autograd.Function):
         valid = labels != IGNORED_LABEL
         ctx.save_for_backward(exponentials, sums[0], column, own, valid)
         ctx.dtype = logits.dtype
-        return ((sums[0].log() - sums[1]) * valid).sum()
+        return (sums[0].log() - sums[1]) * valid
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:

@@ -8,11 +8,45 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainium_trainer.monitor.stability import Stability
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
 _LARGEST_EXPONENT = 700.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rewards:
+    """Figures of preference tuning: means over the pairs of a global batch."""
+
+    chosen: float
+    """Reward of the preferred answers."""
+    rejected: float
+    """Reward of the other answers."""
+    accuracy: float
+    """Share of pairs whose preferred answer has the greater reward."""
+
+    @property
+    def margin(self) -> float:
+        """Mean difference of the two rewards."""
+        return self.chosen - self.rejected
+
+    def items(self) -> Iterator[tuple[str, float]]:
+        """Yield the figures by name."""
+        yield from (
+            ("chosen", self.chosen),
+            ("rejected", self.rejected),
+            ("margin", self.margin),
+            ("accuracy", self.accuracy),
+        )
+
+    @staticmethod
+    def of_sums(sums: Sequence[float], pairs: float) -> Rewards | None:
+        """Return the means of summed rewards and counts; None without a pair."""
+        return Rewards(*(value / pairs for value in sums)) if pairs else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +55,7 @@ class StepFigures:
 
     step: int
     loss: float
-    """Mean of a valid token of the global batch, before the update."""
+    """Mean of a valid token, or of a pair, of the global batch before the update."""
     grad_norm: float
     """Before clipping."""
     learning_rate: float
@@ -40,7 +74,11 @@ class StepFigures:
     parameter_norm: float | None = None
     """Of all parameters, after the update."""
     validation_loss: float | None = None
-    """Mean of a valid token of the validation split, after the update."""
+    """Mean of a valid token, or of a pair, of the validation split after the update."""
+    rewards: Rewards | None = None
+    """Of the pairs of the global batch, before the update."""
+    validation_rewards: Rewards | None = None
+    """Of the pairs of the validation split, after the update."""
     productive_seconds: float = 0.0
     """Time in the steps of the history up to this one."""
     goodput: float | None = None
@@ -77,9 +115,9 @@ class StepFigures:
             "alarm": stability.alarm,
         }
         measured = {
-            "perplexity": perplexity(self.loss),
+            "perplexity": self._perplexity(self.loss),
             "validationLoss": self.validation_loss,
-            "validationPerplexity": perplexity(self.validation_loss),
+            "validationPerplexity": self._perplexity(self.validation_loss),
             "parameterNorm": self.parameter_norm,
             "tokensPerSecond": self.tokens_per_second,
             "mfu": self.utilisation,
@@ -88,13 +126,16 @@ class StepFigures:
             "deviceBytes": self.device_bytes,
             "resumed": self.resumed or None,
         }
+        for prefix, rewards in (("reward", self.rewards), ("validationReward", self.validation_rewards)):
+            if rewards is not None:
+                measured |= {prefix + name.title(): value for name, value in rewards.items()}
         return line | {name: value for name, given in measured.items() if (value := _short(given)) is not None}
 
     def scalars(self) -> dict[str, float]:
         """Return the values for TensorBoard."""
         found = {
             "train/loss": self.loss,
-            "train/perplexity": perplexity(self.loss),
+            "train/perplexity": self._perplexity(self.loss),
             "train/gradNorm": self.grad_norm,
             "train/parameterNorm": self.parameter_norm,
             "train/learningRate": self.learning_rate,
@@ -102,14 +143,26 @@ class StepFigures:
             "train/spikes": self.stability.spikes,
             "train/spikeSteps": self.stability.spike_steps,
             "validation/loss": self.validation_loss,
-            "validation/perplexity": perplexity(self.validation_loss),
+            "validation/perplexity": self._perplexity(self.validation_loss),
             "train/tokensPerSecond": self.tokens_per_second,
             "train/mfu": self.utilisation,
             "train/goodput": self.goodput,
             "train/hostBytes": self.host_bytes,
             "train/deviceBytes": self.device_bytes,
         }
+        for prefix, rewards in (("rewards", self.rewards), ("validation/rewards", self.validation_rewards)):
+            if rewards is not None:
+                found |= {f"{prefix}/{name}": value for name, value in rewards.items()}
         return {name: float(value) for name, value in found.items() if value is not None}
+
+    def _perplexity(self, loss: float | None) -> float | None:
+        """Return the perplexity of a loss that is the cross-entropy of tokens; None for one of pairs."""
+        return None if self.is_preference else perplexity(loss)
+
+    @property
+    def is_preference(self) -> bool:
+        """Return whether the losses are those of pairs."""
+        return self.rewards is not None
 
 
 def perplexity(loss: float | None) -> float | None:

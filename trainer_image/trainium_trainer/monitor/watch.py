@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import torch
 
     from trainium_contract.trainer.monitor import MonitorConfig
+    from trainium_trainer.monitor.figures import Rewards
 
 
 _WINDOW = 20
@@ -152,6 +153,8 @@ class Watch:
         seconds: float | None = None,
         parameter_norm: float | None = None,
         validation_loss: float | None = None,
+        rewards: Rewards | None = None,
+        validation_rewards: Rewards | None = None,
     ) -> tuple[StepFigures, tuple[MonitorAlert, ...]]:
         """Return the figures of a step that has just ended, and what to report of it.
 
@@ -178,6 +181,8 @@ class Watch:
             utilisation=self._utilisation(speed),
             parameter_norm=parameter_norm,
             validation_loss=validation_loss,
+            rewards=rewards,
+            validation_rewards=validation_rewards,
             productive_seconds=self._productive,
             goodput=min(1.0, self._productive / (now - self._began)) if now > self._began else None,
             host_bytes=host_bytes() if here else None,

@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainium_contract.trainer.tuning import TuningMethod
+from trainium_contract.trainer.tuning import BASE_REFERENCE, TuningMethod
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
@@ -123,6 +123,18 @@ def adapter_sizes(module: str, width: int, outputs: int, rank: int) -> dict[str,
 def is_adapter(name: str) -> bool:
     """Return whether a parameter's name is that of an adapter's matrix."""
     return name.endswith((f".{LORA_A}.weight", f".{LORA_B}.weight"))
+
+
+def is_reference_in_model(tuning: TuningConfig) -> bool:
+    """Return whether the model without its adapters is the reference of the objective."""
+    objective = tuning.objective
+    return (
+        objective is not None
+        and objective.compares_with_reference
+        and objective.reference == BASE_REFERENCE
+        and tuning.method is TuningMethod.LORA
+        and tuning.trainable is None
+    )
 
 
 def refuse_untrained_rows(choice: Choice, shape: ModelShape, location: str, rows: int) -> None:

@@ -52,7 +52,7 @@ def one_step(backend: NativeBackend, seed: int) -> StepOutcome:
     tokens = torch.randint(0, 400, (2, 9), generator=torch.Generator().manual_seed(seed))
     backend.accumulate(MicroBatch(tokens[:, :-1], tokens[:, 1:], 16, torch.arange(2)), last=True)
     totals = backend.totals(stop=False, memory_ends=False, vote=0)
-    return backend.step(tokens=totals.tokens, learning_rate=0.01, clip_norm=1.0)
+    return backend.step(divisor=totals.divisor, learning_rate=0.01, clip_norm=1.0)
 
 
 def copy_of(backend: NativeBackend) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def test_a_gradient_that_is_not_finite_is_named_also_where_most_weights_have_non
         totals = backend.totals(stop=False, memory_ends=False, vote=0)
         culprit = "model.layers.0.self_attn.v_proj.lora_B.weight"
         backend._store.gradient(culprit).fill_(math.inf)
-        done = backend.step(tokens=totals.tokens, learning_rate=0.01, clip_norm=1.0)
+        done = backend.step(divisor=totals.divisor, learning_rate=0.01, clip_norm=1.0)
         assert not done.applied
         assert done.culprits == (culprit,)
 

@@ -23,7 +23,7 @@ from torch import distributed as dist
 from trainium_agent.ranks.pulse import Pulse
 from trainium_contract.trainer.parallelism import DataParallelMode, Precision
 from trainium_contract.trainer.tuning import TuningMethod
-from trainium_trainer.backends.base import StepOutcome, StepTotals
+from trainium_trainer.backends.base import Evaluation, StepOutcome, StepTotals
 from trainium_trainer.backends.nxd.adamw import Controls
 from trainium_trainer.backends.nxd.device import XlaDevice
 from trainium_trainer.backends.nxd.groups import join
@@ -220,9 +220,11 @@ class NxdBackend:
             dist.all_reduce(values, group=self._groups.host)
         self._tokens = 0
         tokens, stops, ends, votes = values.tolist()
-        return StepTotals(tokens=int(tokens), stop=stops > 0, memory_ends=ends > 0, votes=int(votes))
+        return StepTotals(
+            tokens=int(tokens), divisor=int(tokens), stop=stops > 0, memory_ends=ends > 0, votes=int(votes)
+        )
 
-    def step(self, *, tokens: int, learning_rate: float, clip_norm: float) -> StepOutcome:
+    def step(self, *, divisor: int, learning_rate: float, clip_norm: float) -> StepOutcome:
         """See `Backend.step`."""
         with self._pulse.work_with_collectives:
             gradients = self._store.gradients()
@@ -233,7 +235,7 @@ class NxdBackend:
             numbers = torch.tensor(
                 [
                     learning_rate,
-                    1.0 / tokens if tokens else math.nan,
+                    1.0 / divisor if divisor else math.nan,
                     clip_norm,
                     1.0 - betas.beta1**number,
                     math.sqrt(1.0 - betas.beta2**number),
@@ -244,7 +246,7 @@ class NxdBackend:
             self._loss.zero_()
             self._device.sync()  # launches; `_note`, given to it by `_decide`, then waits for loss and norm
         loss, norm, own, own_finite = self._noted
-        outcome = StepOutcome(loss / tokens if tokens else math.nan, norm)
+        outcome = StepOutcome(loss / divisor if divisor else math.nan, norm)
         if not outcome.applied:
             is_finite = bool(own_finite) if math.isfinite(loss) else math.isfinite(own)
             outcome = replace(outcome, origins=self._nonfinite_ranks(is_finite=is_finite))
@@ -288,7 +290,7 @@ class NxdBackend:
         self._noted = values.tolist()
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[MicroBatch]) -> float:
+    def evaluate(self, batches: Iterable[MicroBatch]) -> Evaluation:
         """See `Backend.evaluate`."""
         self._derive()
         tokens = 0
@@ -304,7 +306,11 @@ class NxdBackend:
         counted = torch.tensor(tokens * self.mesh.counts_loss)
         with self._pulse.peers:
             dist.all_reduce(counted, group=self._groups.host)
-        return self._noted[0] / int(counted) if counted else math.nan
+        return Evaluation(self._noted[0] / int(counted) if counted else math.nan)
+
+    def reference_log_probs(self, batches: Iterable[MicroBatch]) -> list[Tensor]:  # noqa: ARG002 - as `Backend` has it
+        """Refuse, as `limits` does before anything runs. Raises UserError."""
+        raise UserError("backend Nxd has no loss on pairs of answers: set backend to Native")
 
     @torch.no_grad()
     def parameter_norm(self) -> float:

@@ -35,6 +35,11 @@ def check_limits(config: TrainingConfig, dp_size: int) -> None:
     if config.data.masked:
         name = "data.maskDocuments" if config.data.format is DataFormat.TEXT else "data.examples.packing"
         raise UserError(f"{name} cannot be had with the Nxd backend: leave it out, or set backend to Native")
+    if config.tuning.objective is not None:
+        raise UserError(
+            f"tuning.objective is {config.tuning.objective.kind}, but backend Nxd has no loss on pairs: set backend to "
+            "Native"
+        )
     if config.torch_compile is not TorchCompile.NONE:
         raise UserError(
             f"torchCompile is {config.torch_compile}, but backend Nxd compiles whole steps by itself: leave "

@@ -75,20 +75,39 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
+class Pairs:
+    """What rows 2k (the preferred answer) and 2k + 1 (the other one) of a micro-batch have beside their tokens."""
+
+    count: int
+    """Pairs that are not padding."""
+    answers: Tensor
+    """[rows] int64, the first position whose label is of the answer."""
+    references: Tensor
+    """[rows] float32, log-probability of each answer by the reference model; 0 where it is not computed ahead."""
+
+
+@dataclass(frozen=True, slots=True)
 class MicroBatch:
     """Samples of one forward and backward pass."""
 
     inputs: Tensor
-    """[samples, sequence] int64."""
+    """[rows, sequence] int64."""
     labels: Tensor
-    """[samples, sequence] int64, the next token of each input; IGNORED_LABEL where none is to be predicted."""
+    """[rows, sequence] int64, the next token of each input; IGNORED_LABEL where none is to be predicted."""
     valid_tokens: int
     places: Tensor
-    """[samples] int64, the global position of each row's sample, which dropout follows from; 0 for a row that is only
-    measured or part of an empty pass."""
+    """[rows] int64, numbers by the global position of each row's sample, which dropout follows from; 0 for a row that
+    is only measured or part of an empty pass."""
     positions: Tensor | None = None
-    """[samples, sequence] int64, the place of each token in its document: a 0 begins a document, and tokens attend to
+    """[rows, sequence] int64, the place of each token in its document: a 0 begins a document, and tokens attend to
     their own document only. None: a sample is one stretch, with positions 0, 1, 2, ..."""
+    pairs: Pairs | None = None
+    """Where rows are pairs of answers."""
+
+    @property
+    def divisor(self) -> int:
+        """Number by whose sum over the global batch the summed loss is divided: pairs, else valid tokens."""
+        return self.valid_tokens if self.pairs is None else self.pairs.count
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,21 +124,24 @@ def build_micro_batch(samples: Sequence[Sample | None], rules: SampleRules, firs
 
     `first` is the global position of the first one, the others follow it; None when they are only measured.
     """
-    length = rules.sequence_length
-    inputs = torch.full((len(samples), length), rules.padding)
+    length, count = rules.sequence_length, len(samples) * rules.rows
+    inputs = torch.full((count, length), rules.padding)
     labels = torch.full_like(inputs, IGNORED_LABEL)
-    positions = torch.arange(length).repeat(len(samples), 1) if rules.masked else None
-    for number, sample in enumerate(samples):
-        if sample is None:
-            continue
-        row = sample.row(rules)
-        count = len(row.inputs)
-        inputs[number, :count] = torch.from_numpy(row.inputs.astype("int64"))
-        labels[number, :count] = torch.from_numpy(np.where(row.learned, row.targets.astype("int64"), IGNORED_LABEL))
-        if positions is not None and row.positions is not None:
-            positions[number, :count] = torch.from_numpy(row.positions)
-    places = torch.arange(len(samples)) + first if first is not None else torch.zeros(len(samples), dtype=torch.int64)
-    return MicroBatch(inputs, labels, int((labels != IGNORED_LABEL).sum()), places, positions)
+    positions = torch.arange(length).repeat(count, 1) if rules.masked else None
+    answers, references = torch.zeros(count, dtype=torch.int64), torch.zeros(count)
+    for place, sample in enumerate(samples):
+        for number, row in enumerate(() if sample is None else sample.rows(rules), start=place * rules.rows):
+            end = len(row.inputs)
+            inputs[number, :end] = torch.from_numpy(row.inputs.astype("int64"))
+            labels[number, :end] = torch.from_numpy(np.where(row.learned, row.targets.astype("int64"), IGNORED_LABEL))
+            if positions is not None and row.positions is not None:
+                positions[number, :end] = torch.from_numpy(row.positions)
+            answers[number], references[number] = row.answer, row.reference
+    places = torch.zeros(count, dtype=torch.int64) if first is None else torch.arange(count) + first * rules.rows
+    pairs = None
+    if rules.rows > 1:
+        pairs = Pairs(sum(sample is not None for sample in samples), answers, references)
+    return MicroBatch(inputs, labels, int((labels != IGNORED_LABEL).sum()), places, positions, pairs)
 
 
 def divide_samples(

@@ -47,6 +47,8 @@ class SampleRules:
     """The token at which documents are divided by a mask; None when they are not."""
     packed: bool = False
     """Whether samples hold several examples, which are divided by a mask."""
+    rows: int = 1
+    """Rows of a batch that a sample fills: two for a pair of answers."""
     padding: int = 0
     """The token that fills up what is too short."""
 
@@ -77,18 +79,22 @@ class Row:
     """Whether it is to be predicted."""
     positions: NDArray[np.int64] | None
     """The place of each input in its document or example; None where samples are one stretch."""
+    answer: int = 0
+    """Of a pair: the first position whose target is of the answer."""
+    reference: float = 0.0
+    """Of a pair: log-probability of the answer by the reference model."""
 
 
 class Sample(Protocol):
-    """One row of a batch."""
+    """What fills one row of a batch, or the two of a pair."""
 
     @property
     def number(self) -> int:
         """Names its tokens: equal when they are."""
         ...
 
-    def row(self, rules: SampleRules) -> Row:
-        """Return the row that it adds to a batch."""
+    def rows(self, rules: SampleRules) -> tuple[Row, ...]:
+        """Return the rows that it adds to a batch."""
         ...
 
 
@@ -100,13 +106,13 @@ class TextSample:
     tokens: NDArray[Any]
     """At most sequence length + 1 of them; the last one is only predicted."""
 
-    def row(self, rules: SampleRules) -> Row:
-        """See `Sample.row`."""
+    def rows(self, rules: SampleRules) -> tuple[Row, ...]:
+        """See `Sample.rows`."""
         inputs, end = self.tokens[:-1], rules.end_of_document
         if end is None:
-            return Row(inputs, self.tokens[1:], np.ones(len(inputs), np.bool_), None)
+            return (Row(inputs, self.tokens[1:], np.ones(len(inputs), np.bool_), None),)
         # Nothing foretells how the next document begins.
-        return Row(inputs, self.tokens[1:], inputs != end, positions_of(inputs, end))
+        return (Row(inputs, self.tokens[1:], inputs != end, positions_of(inputs, end)),)
 
 
 class SamplePart(Protocol):
@@ -215,6 +221,7 @@ class ValidationSet:
         self._samples = samples
         self._chosen = [place for _, place in zip(range(most), samples.in_order(), strict=False)]
         self.rules = samples.rules
+        self.parts = samples.parts
 
     @property
     def num_samples(self) -> int:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainium_trainer.data.examples.encode import TextEncoder, fit_length
+from trainium_trainer.data.examples.encode import TextEncoder, fit_together
 from trainium_trainer.data.examples.templates import BadRecordError, Filter, without_nulls
 from trainium_trainer.data.sources.documents import Record, Skipped
 from trainium_trainer.data.sources.files import read_with_retries
@@ -113,15 +113,18 @@ class ExampleEncoder:
         config = self._recipe.config
         for batch in _batches(self._examples(items, counts, skipped)):
             encoded = self.texts.encode([example for example, _ in batch], self.maker.guard, config.loss)
-            for (example, record), one in zip(batch, encoded, strict=True):
-                before.append(len(one.ids))
-                kept = fit_length(one, self._recipe.most, config.too_long)
+            for start in range(0, len(batch), self.maker.width):
+                group = encoded[start : start + self.maker.width]
+                lengths = [len(one.ids) for one in group]
+                before += lengths
+                kept = fit_together(group, self._recipe.most, config.too_long)
                 if kept is None:
                     counts.dropped += 1
-                    counts.shortest_dropped = min(counts.shortest_dropped or len(one.ids), len(one.ids))
+                    counts.shortest_dropped = min(counts.shortest_dropped or max(lengths), max(lengths))
                     continue
-                counts.cut += len(kept.ids) < len(one.ids)
-                yield Made(example, kept, record)
+                counts.cut += any(len(one.ids) < length for one, length in zip(kept, lengths, strict=True))
+                for (example, record), one in zip(batch[start:], kept, strict=False):
+                    yield Made(example, one, record)
 
     def block(self, items: Iterable[Record | Skipped]) -> ExampleBlock:
         """Encode a block, and return its examples as arrays."""
@@ -160,23 +163,24 @@ class ExampleEncoder:
                 counts.filtered += 1
                 continue
             try:
-                example = self._example(item, known)
+                examples = self._of_record(item, known)
             except BadRecordError as error:
                 skipped.append(item.skipped(str(error)))
                 continue
-            if example is None:
-                counts.left_out += 1
-                continue
-            yield example, hash_record(item.fields)
+            counts.left_out += not examples
+            yield from ((example, hash_record(item.fields)) for example in examples)
 
-    def _example(self, record: Record, known: dict[str, None]) -> Example | None:
-        """Build an example; a field that other records have is null, as it is in a table. Raises BadRecordError."""
+    def _of_record(self, record: Record, known: dict[str, None]) -> tuple[Example, ...]:
+        """Build the examples of a record; a field that other records have is null, as it is in a table.
+
+        Raises BadRecordError.
+        """
         if record.fields and len(record.fields) < len(known):
             try:
-                return self.maker.example(replace(record, fields=known | record.fields))
+                return self.maker.examples(replace(record, fields=known | record.fields))
             except BadRecordError:
                 pass  # the next line names the field that is missing
-        return self.maker.example(record)
+        return self.maker.examples(record)
 
 
 def list_known_fields(items: Iterable[Record | Skipped]) -> dict[str, None]:

@@ -45,9 +45,26 @@ class Encoded:
     """Tokens at the beginning that stay whatever is cut: the beginning of a text."""
 
 
-def fit_length(example: Encoded, most: int, rule: TooLong) -> Encoded | None:
-    """Return the example in at most `most` tokens; None when it is dropped."""
-    if len(example.ids) <= most:
+def fit_together(examples: Sequence[Encoded], most: int, rule: TooLong) -> list[Encoded] | None:
+    """Return the examples of one record in at most `most` tokens each; None when they are dropped.
+
+    The answers of a pair keep one prompt, and differ.
+    """
+    over = max(len(example.ids) for example in examples) - most
+    fitted = [fit_length(example, most, rule, over) for example in examples]
+    kept = [example for example in fitted if example is not None]
+    if len(kept) < len(examples) or (len(kept) == 2 and np.array_equal(kept[0].ids, kept[1].ids)):
+        return None
+    return kept
+
+
+def fit_length(example: Encoded, most: int, rule: TooLong, over: int | None = None) -> Encoded | None:
+    """Return the example in at most `most` tokens; None when it is dropped.
+
+    `over`: tokens that a cut on the left removes, where another example with the same prompt has more of them.
+    """
+    over = len(example.ids) - most if over is None else over
+    if over <= 0 or (len(example.ids) <= most and rule is not TooLong.CUT_LEFT):
         return example
     if rule is TooLong.DROP:
         return None
@@ -56,7 +73,6 @@ def fit_length(example: Encoded, most: int, rule: TooLong) -> Encoded | None:
             example, ids=example.ids[:most], trained=example.trained[:most], answer=min(example.answer, most)
         )
         return kept if kept.trained[1:].any() else None
-    over = len(example.ids) - most
     begin = example.frame + over
     if begin >= example.answer:  # not one token of the prompt would be left
         return None

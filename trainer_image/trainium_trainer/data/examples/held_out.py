@@ -135,7 +135,8 @@ def _of_source(source: ExampleSource, encoder: ExampleEncoder) -> Iterator[HeldO
     made = itertools.chain.from_iterable(
         encoder.encode(_read(opened, block), Counts(), [], []) for block in opened.blocks(BLOCK_BYTES)
     )
-    for one, held in zip(made, source.held, strict=False):
+    # Of a pair the preferred answer is expected.
+    for one, held in itertools.islice(zip(made, source.held, strict=False), 0, None, encoder.maker.width):
         if held and one.encoded.answer < len(one.encoded.ids):
             yield _shown(one, guard, encoder.texts)
 

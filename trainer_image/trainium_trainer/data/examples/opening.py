@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainium_contract.trainer.data import Tokenization, ValidationSplit
+from trainium_contract.trainer.examples import DataFormat, LossOn
 from trainium_trainer.data.batches.order import Mixture
 from trainium_trainer.data.batches.samples import SampleRules, Samples, ValidationSet, refuse_weights
-from trainium_trainer.data.examples.part import ExamplePart
+from trainium_trainer.data.examples.part import ExamplePart, PairPart
 from trainium_trainer.data.examples.recipe import FORMAT, build_recipe
 from trainium_trainer.data.examples.store import BLOCK_BYTES, StoredExamples, build_examples
 from trainium_trainer.data.examples.templates import BadRecordError, Filter
@@ -125,11 +126,10 @@ def _texts(recipe: Recipe) -> Iterator[str]:
             if not isinstance(item, Record) or not chosen(item.fields):
                 continue
             try:
-                example = maker.example(item)
+                examples = maker.examples(item)
             except BadRecordError:  # counted when the examples are encoded
                 continue
-            if example is not None:
-                yield example.text
+            yield from (example.text for example in examples)
 
 
 def _records(source: DocumentSource, block: FileBlock) -> list[Record | Skipped]:
@@ -181,15 +181,18 @@ def open_examples(
     batch = global_size if epochs else None
     if batch is not None:
         refuse_weights(weights)
-    examples = config.examples
+    examples, pairs = config.examples, config.format is DataFormat.PREFERENCE
     rules = SampleRules(
         sequence_length=config.sequence_length,
         vocabulary=count_entries(tokenizer),
         packed=examples.packing,
+        rows=config.rows_per_sample,
         padding=sources[0].stored.manifest.padding,
     )
 
-    def part(source: ExampleSource, chosen: NDArray[np.bool_]) -> ExamplePart:
+    def part(source: ExampleSource, chosen: NDArray[np.bool_]) -> ExamplePart | PairPart:
+        if pairs:
+            return PairPart(source.recipe.source, source.stored, chosen, whole=examples.loss is LossOn.ALL)
         return ExamplePart(
             source.recipe.source, source.stored, chosen, config.sequence_length, packing=examples.packing
         )
@@ -296,7 +299,8 @@ def _held(config: DataConfig, stored: StoredExamples) -> NDArray[np.bool_]:
     if held is None or held.fraction is None:
         return np.zeros(number, np.bool_)
     if held.split is ValidationSplit.TAIL:
-        return np.arange(number) >= int(number * (1 - held.fraction))
+        width = config.rows_per_sample
+        return np.arange(number) // width >= int(number // width * (1 - held.fraction))
     return held_back(stored.rows["record"], held.fraction)
 
 
@@ -319,18 +323,20 @@ def _identity(config: DataConfig, sources: Sequence[ExampleSource], tokenizer: P
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-def _report(config: DataConfig, sources: Sequence[ExampleSource], parts: Sequence[ExamplePart]) -> DataReport:
-    made = [source.stored.manifest for source in sources]
+def _report(
+    config: DataConfig, sources: Sequence[ExampleSource], parts: Sequence[ExamplePart | PairPart]
+) -> DataReport:
+    made, width = [source.stored.manifest for source in sources], config.rows_per_sample
     return DataReport(
         records=sum(one.counts.records for one in made),
-        examples=sum(one.examples for one in made),
-        held_back=sum(int(source.held.sum()) for source in sources),
+        examples=sum(one.examples for one in made) // width,
+        held_back=sum(int(source.held.sum()) for source in sources) // width,
         filtered=sum(one.counts.filtered for one in made),
         left_out=sum(one.counts.left_out for one in made),
         skipped=sum(one.skipped for one in made),
         cut=sum(one.counts.cut for one in made),
         dropped=sum(one.counts.dropped for one in made),
-        sequences=sum(part.sequences for part in parts),
+        sequences=sum(part.sequences for part in parts) * width,
         tokens=sum(int(part.used.sum()) for part in parts),
         sequence_length=config.sequence_length,
         lengths=np.concatenate([source.stored.before for source in sources]),

@@ -66,22 +66,23 @@ class ExampleSample:
     examples: Sequence[tuple[NDArray[Any], NDArray[np.bool_]]]
     """Tokens of each, and which of them are learned."""
 
-    def row(self, rules: SampleRules) -> Row:
-        """See `Sample.row`; the last token of an example is only predicted."""
+    def rows(self, rules: SampleRules) -> tuple[Row, ...]:
+        """See `Sample.rows`; the last token of an example is only predicted."""
         inputs = np.concatenate([ids[:-1] for ids, _ in self.examples])
         targets = np.concatenate([ids[1:] for ids, _ in self.examples])
         learned = np.concatenate([trained[1:] for _, trained in self.examples])
         if not rules.packed:
-            return Row(inputs, targets, learned, None)
+            return (Row(inputs, targets, learned, None),)
         left = rules.sequence_length - len(inputs)  # sees nothing either
         positions = np.concatenate([*(np.arange(len(ids) - 1) for ids, _ in self.examples), np.arange(left)])
         padding = np.full(left, rules.padding)
-        return Row(
+        row = Row(
             np.concatenate([inputs, padding]),
             np.concatenate([targets, padding]),
             np.concatenate([learned, np.zeros(left, np.bool_)]),
             positions,
         )
+        return (row,)
 
 
 class ExamplePart:
@@ -121,3 +122,62 @@ class ExamplePart:
         for ids, _ in examples:
             rules.checked(ids, self.name)
         return ExampleSample(number, examples)
+
+
+@dataclass(frozen=True, slots=True)
+class PairSample:
+    """The preferred answer to a prompt, and another one."""
+
+    number: int
+    examples: Sequence[tuple[NDArray[Any], NDArray[np.bool_]]]
+    """Tokens of each with the prompt before it, and which of them are learned."""
+    answers: tuple[int, int]
+    """The first token of each answer; 0 where all that is learned is of the answer."""
+    references: tuple[float, float]
+    """Log-probability of each answer by the reference model; 0 where it is not computed ahead."""
+
+    def rows(self, rules: SampleRules) -> tuple[Row, ...]:  # noqa: ARG002 - as `Sample` has it
+        """See `Sample.rows`."""
+        return tuple(
+            Row(ids[:-1], ids[1:], trained[1:], None, max(0, answer - 1), reference)
+            for (ids, trained), answer, reference in zip(self.examples, self.answers, self.references, strict=True)
+        )
+
+
+class PairPart:
+    """Pairs of one source: the store has the two answers of a pair one after the other."""
+
+    def __init__(self, name: str, stored: StoredExamples, chosen: NDArray[np.bool_], *, whole: bool) -> None:
+        """Take the pairs that are `chosen`; `whole`: the prompt is learned too."""
+        self.name = name
+        self.stored = stored
+        self.references: NDArray[np.float32] | None = None
+        """Log-probability of each stored answer by the reference model; None where it is not computed ahead."""
+        self._firsts = np.flatnonzero(chosen)[::2]
+        self._whole = whole
+        self.used = stored.lengths[np.flatnonzero(chosen)] - 1
+        """Positions that each answer takes with its prompt."""
+
+    @property
+    def sequences(self) -> int:
+        """Samples of one epoch."""
+        return len(self._firsts)
+
+    def size(self, rules: SampleRules) -> int:  # noqa: ARG002 - as `SamplePart` has it
+        """Return samples of one epoch."""
+        return self.sequences
+
+    def sample(self, rules: SampleRules, number: int, index: int) -> PairSample:
+        """See `SamplePart.sample`."""
+        return self.pair(rules, number, int(self._firsts[index]))
+
+    def pair(self, rules: SampleRules, number: int, first: int) -> PairSample:
+        """Return the pair whose preferred answer is example `first` of the store, as sample `number`."""
+        both = (first, first + 1)
+        examples = [self.stored.example(member) for member in both]
+        for ids, _ in examples:
+            rules.checked(ids, self.name)
+        answers = [int(self.stored.rows["answer"][member]) if self._whole else 0 for member in both]
+        known = self.references
+        references = [0.0 if known is None else float(known[member]) for member in both]
+        return PairSample(number, examples, (answers[0], answers[1]), (references[0], references[1]))

@@ -17,6 +17,7 @@ from trainium_contract.trainer.data import BosToken
 from trainium_contract.trainer.examples import DataFormat, ExamplesConfig
 from trainium_trainer.data.examples.chat import Chat
 from trainium_trainer.data.examples.function import Caller, digest_of_function
+from trainium_trainer.data.examples.preference import Preference
 from trainium_trainer.data.examples.templates import (
     BadRecordError,
     Classification,
@@ -66,7 +67,7 @@ class ExampleMaker:
         self.guard = Guard(guarded)
         self._format = form
         self._caller: Caller | None = None
-        self._form: _Form | None = None
+        self._form: _Form | Preference | None = None
         match form:
             case DataFormat.INSTRUCTION:
                 self._form = Instruction(templates, self.guard)
@@ -80,35 +81,47 @@ class ExampleMaker:
                 self._caller = Caller(config.function)
                 if chat_template is not None:
                     self._form = Chat(chat_template, special, self.guard, _MESSAGES, "the chat template")
+            case DataFormat.PREFERENCE:
+                chat = None
+                if chat_template is not None:
+                    chat = Chat(chat_template, special, self.guard, _MESSAGES, "the chat template")
+                self._form = Preference(config.preference, chat, self.guard)
             case DataFormat.TEXT:
                 raise AssertionError
 
-    def example(self, record: Record) -> Example | None:
-        """Return the example of a record; None when the function leaves it out. Raises BadRecordError, UserError."""
-        example = self._example(record)
+    @property
+    def width(self) -> int:
+        """Examples of a record: the preferred and the other answer of a pair."""
+        return 2 if self._format is DataFormat.PREFERENCE else 1
+
+    def examples(self, record: Record) -> tuple[Example, ...]:
+        """Return the examples of a record; none when the function leaves it out. Raises BadRecordError, UserError."""
+        examples = self._examples(record)
         try:
-            if example is not None:
+            for example in examples:
                 example.text.encode()
         except UnicodeEncodeError as error:  # as \ud800 in JSON
             raise BadRecordError("holds half a surrogate pair, which is no character: correct the line") from error
-        return example
+        return examples
 
-    def _example(self, record: Record) -> Example | None:
+    def _examples(self, record: Record) -> tuple[Example, ...]:
+        if isinstance(self._form, Preference):
+            return self._form.pair(record.fields)
         if self._caller is None:
             assert self._form is not None
-            return self._form.example(record.fields)
+            return (self._form.example(record.fields),)
         result = self._caller(record.fields, record)
         if result is None:
-            return None
+            return ()
         if _MESSAGES in result:
-            return self._chatting().example(result)
-        return build_pair(result["prompt"], result["completion"])
+            return (self._chatting().example(result),)
+        return (build_pair(result["prompt"], result["completion"]),)
 
     def unused(self, record: Mapping[str, Any]) -> Iterator[str]:
         """Yield what a record holds that no example depends on; a function may use all of it."""
         if isinstance(self._form, Chat) and self._caller is None:
             yield from self._form.unused(record)
-        elif isinstance(self._form, (Instruction, Classification)):
+        elif isinstance(self._form, (Instruction, Classification, Preference)):
             yield from (name for name in record if name not in self._form.fields)
 
     def prompt(self, fields: Mapping[str, Any]) -> tuple[str, bool]:
@@ -116,6 +129,8 @@ class ExampleMaker:
 
         Raises BadRecordError, UserError.
         """
+        if isinstance(self._form, Preference):
+            return self._form.prompt(fields)
         if self._caller is None:
             assert self._form is not None
             return self._form.prompt(fields), self._format is DataFormat.CHAT
@@ -131,6 +146,8 @@ class ExampleMaker:
         form = self._form if self._caller is None else None
         if isinstance(form, Chat):
             return {form.field: [{"role": "user", "content": text}]}
+        if isinstance(form, Preference):
+            return form.ask(text)
         names = form.prompt_fields() if isinstance(form, (Instruction, Classification)) else ()
         if len(names) != 1:
             needed = f"the fields {', '.join(names)}" if names else "the fields of data.examples.function"
@@ -138,7 +155,7 @@ class ExampleMaker:
         return {names[0]: text}
 
     def _chatting(self) -> _Form:
-        if self._form is None:
+        if not isinstance(self._form, Chat):
             raise UserError(
                 "data.examples.function returned messages, but there is no chat template: give "
                 "data.examples.chat.template, or the tokenizer of a model that was tuned for chats"
@@ -190,7 +207,7 @@ class Recipe:
     def key(self, memo: Path | None) -> str:
         """Digest of all that the examples depend on. Raises UserError or StorageError."""
         config, form = self.config, self.format
-        chats = form in (DataFormat.CHAT, DataFormat.FUNCTION)
+        chats = form in (DataFormat.CHAT, DataFormat.FUNCTION, DataFormat.PREFERENCE)
         parts: dict[str, Any] = {
             "version": _VERSION,
             "source": self.spec.open().identity(memo),
@@ -206,6 +223,8 @@ class Recipe:
             "tooLong": config.too_long,
             "sequenceLength": self.sequence_length,
         }
+        if form is DataFormat.PREFERENCE:
+            parts["preference"] = config.preference.to_wire()
         if self.bos is not BosToken.AUTO:
             parts["bos"] = self.bos
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,173 @@
+"""Tune a Llama on pairs by trl's DPOTrainer or ORPOTrainer, as the reference of preference tuning.
+
+Run by `benchmarks.parity` in an environment that has trl; it imports nothing from here. The task is a JSON object in
+the environment variable TASK. Losses and rewards of every step are written to `losses.json` in the task's folder, and
+the trained numbers to `trained.safetensors`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import peft
+import safetensors.torch
+import torch
+import transformers
+from datasets import Dataset
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import SequentialSampler
+
+_NAMES = ("base_model.model.", ".default", ".base_layer")
+"""Prefixes that peft adds to the names of parameters."""
+
+
+def plain_name(name: str) -> str:
+    """Return the name of a parameter without peft's prefixes."""
+    for added in _NAMES:
+        name = name.replace(added, "")
+    return name
+
+
+class Recorded:
+    """A trainer that takes pairs of token ids in their order, our learning rates, and keeps each step's figures."""
+
+    task: dict[str, Any]
+    losses: list[float]
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
+    train_dataset: Any
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> SequentialSampler:
+        return SequentialSampler(train_dataset if train_dataset is not None else self.train_dataset)
+
+    def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:  # noqa: ARG002 - as the library has it
+        """Create AdamW and the rates of the task, once the model has its initial adapter."""
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        options, rates = self.task["optimizer"], self.task["rates"]
+        self.optimizer = torch.optim.AdamW(trained, lr=1.0, **options)
+        self.lr_scheduler = LambdaLR(self.optimizer, lambda step: rates[step] if step < len(rates) else 0.0)
+
+    def compute_loss(self, *given: Any, **options: Any) -> Any:
+        """Compute the library's loss and keep it."""
+        loss = super().compute_loss(*given, **options)  # type: ignore[misc]
+        self.losses.append(float((loss[0] if isinstance(loss, tuple) else loss).detach()))
+        return loss
+
+
+def main() -> None:
+    """Train, and write what came of it."""
+    task: dict[str, Any] = json.loads(os.environ["TASK"])
+    folder = Path(task["folder"])
+    torch.use_deterministic_algorithms(mode=True)
+    model = transformers.LlamaForCausalLM.from_pretrained(
+        task["weights"], dtype=torch.float32, attn_implementation="sdpa"
+    )
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=f"{task['weights']}/tokenizer.json")
+    tokenizer.add_special_tokens({"pad_token": task["end"], "eos_token": task["end"], "bos_token": task["end"]})
+    lora = peft.LoraConfig(**task["lora"], task_type="CAUSAL_LM") if task["lora"] else None
+    trainer = (_dpo if task["kind"] == "DPO" else _orpo)(task, model, tokenizer, lora, _arguments(task))
+    trainer.task, trainer.losses = task, []
+    if lora is not None:
+        _begin(trainer.model, safetensors.torch.load_file(task["adapter"]))
+    trainer.train()
+    passes = trainer.args.gradient_accumulation_steps
+    losses = [sum(trainer.losses[start : start + passes]) / passes for start in range(0, len(trainer.losses), passes)]
+    (folder / "losses.json").write_text(json.dumps(losses))
+    trained = {
+        plain_name(name): parameter.detach().contiguous()
+        for name, parameter in trainer.model.named_parameters()
+        if parameter.requires_grad
+    }
+    safetensors.torch.save_file(trained, str(folder / "trained.safetensors"))
+
+
+def _arguments(task: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "output_dir": task["folder"],
+        "max_steps": task["steps"],
+        "max_grad_norm": task["clipNorm"],
+        "beta": task["beta"],
+        "max_length": None if task["kind"] == "DPO" else 1 << 16,
+        "logging_strategy": "no",
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "remove_unused_columns": False,
+    }
+
+
+def _dpo(task: dict[str, Any], model: Any, tokenizer: Any, lora: Any, arguments: dict[str, Any]) -> Any:
+    from trl import DPOConfig, DPOTrainer  # noqa: PLC0415 - only one of the two is needed
+
+    class Trainer(Recorded, DPOTrainer):
+        def _prepare_dataset(self, dataset: Any, *_: Any, **__: Any) -> Any:
+            return dataset  # token ids already
+
+    rows = [
+        {
+            "prompt_ids": row["chosen"][: row["prompt"]],
+            "chosen_ids": row["chosen"][row["prompt"] :],
+            "rejected_ids": row["rejected"][row["prompt"] :],
+        }
+        for row in _rows(task)
+    ]
+    reference = None if lora else transformers.LlamaForCausalLM.from_pretrained(task["weights"], dtype=torch.float32)
+    return Trainer(
+        model,
+        reference,
+        args=DPOConfig(per_device_train_batch_size=task["batch"], **arguments),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+        peft_config=lora,
+    )
+
+
+def _orpo(task: dict[str, Any], model: Any, tokenizer: Any, lora: Any, arguments: dict[str, Any]) -> Any:
+    """One pair at a time: with several, the library weighs the likelihood of a longer pair more."""
+    from trl.experimental.orpo import ORPOConfig, ORPOTrainer  # noqa: PLC0415 - as above
+
+    class Trainer(Recorded, ORPOTrainer):
+        def tokenize_row(self, feature: dict[str, Any], *_: Any, **__: Any) -> dict[str, Any]:
+            """Return the token ids under the library's names."""
+            row, prompt = feature["row"], feature["row"]["prompt"]
+            found: dict[str, Any] = {"prompt_input_ids": row["chosen"][:prompt], "prompt_attention_mask": [1] * prompt}
+            for name in ("chosen", "rejected"):
+                ids = row[name]
+                found[f"{name}_input_ids"], found[f"{name}_attention_mask"] = ids, [1] * len(ids)
+                found[f"{name}_labels"] = [-100] * prompt + ids[prompt:]
+            return found
+
+    rows = [{"prompt": "", "chosen": "", "rejected": "", "row": row} for row in _rows(task)]
+    trainer = Trainer(
+        model,
+        args=ORPOConfig(per_device_train_batch_size=1, gradient_accumulation_steps=task["batch"], **arguments),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+        peft_config=lora,
+    )
+    trainer.model_accepts_loss_kwargs = False  # its loss is a mean, which is to be divided by the passes of a step
+    return trainer
+
+
+def _rows(task: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the pairs: `chosen` and `rejected` token ids, and the number of tokens of the `prompt` before both."""
+    return [json.loads(line) for line in (Path(task["folder"]) / "pairs.jsonl").read_text().splitlines()]
+
+
+@torch.no_grad()
+def _begin(model: Any, initial: dict[str, torch.Tensor]) -> None:
+    """Set the adapter to its initial values."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            parameter.copy_(initial[plain_name(name)])
+
+
+if __name__ == "__main__":
+    main()

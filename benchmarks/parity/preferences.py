@@ -1,0 +1,110 @@
+"""Run the reference of preference tuning: trl's DPOTrainer and ORPOTrainer, by the peer's interpreter.
+
+Nothing of the trainer computes there. It gives the token ids of each pair, the learning rates and the values that the
+adapter begins with.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+
+from benchmarks.parity.ours import RunFailedError
+from benchmarks.parity.reference import micro_batches, rate_of, shape_of
+from benchmarks.parity.tuned import Tuned, logits_of
+from benchmarks.parity.tuned_reference import TunedReference, base_with_adapter, plain_name
+from trainium_contract.trainer.tuning import TuningMethod
+from trainium_trainer.tuning.apply import initial_adapter
+from trainium_trainer.tuning.choice import choose
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from trainium_contract.trainer.config import TrainingConfig
+    from trainium_trainer.data.batches.loader import MicroBatch
+
+_PEER = Path(__file__).with_name("preference_peer.py")
+_END = 0
+"""A token of the vocabulary that the peer, which gets ids, takes for its special tokens."""
+
+
+def trl_version(python: str) -> str | None:
+    """Return the version of trl that an interpreter has; None for none."""
+    code = "import importlib.metadata as m; print(m.version('trl'))"
+    asked = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
+    return asked.stdout.strip() or None
+
+
+def preference_run(config: TrainingConfig, folder: Path, python: str) -> Tuned:
+    """Train with trl and return the results. Raises RunFailedError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tuning, optimizer = config.tuning, config.optimizer
+    assert tuning.objective is not None
+    assert config.model.weights is not None
+    rows = [row for batch in micro_batches(config) for row in _rows(batch)]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task: dict[str, Any] = {
+        "folder": str(folder),
+        "weights": config.model.weights,
+        "end": Tokenizer.from_file(f"{config.model.weights}/tokenizer.json").id_to_token(_END),
+        "kind": str(tuning.objective.kind),
+        "beta": tuning.objective.beta,
+        "batch": config.batch.global_size,
+        "steps": config.steps,
+        "rates": [rate_of(config, step) for step in range(config.steps)],
+        "clipNorm": optimizer.clip_norm,
+        "optimizer": {
+            "betas": [optimizer.beta1, optimizer.beta2],
+            "eps": optimizer.eps,
+            "weight_decay": optimizer.weight_decay,
+        },
+        "lora": None,
+    }
+    if tuning.method is TuningMethod.LORA:
+        choice = choose(shape_of(config), tuning)
+        initial = {
+            name: initial_adapter(name, torch.Size(size), config.seed).contiguous()
+            for name, size in choice.sizes.items()
+        }
+        save_file(initial, folder / "initial.safetensors")
+        task["adapter"] = str(folder / "initial.safetensors")
+        task["lora"] = {
+            "r": tuning.lora.rank,
+            "lora_alpha": tuning.lora.alpha,
+            "target_modules": list(choice.adapters),
+        }
+    environment = os.environ | {"TASK": json.dumps(task), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([python, str(_PEER)], env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RunFailedError(f"trl ended with {done.returncode}: {' / '.join(done.stderr.splitlines()[-3:])}")
+    losses: list[float] = json.loads((folder / "losses.json").read_text())
+    numbers = load_file(folder / "trained.safetensors")
+    model = base_with_adapter(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.copy_(numbers[plain_name(name)])
+    tokens = next(micro_batches(config)).inputs
+    return Tuned(losses, numbers, logits_of(TunedReference(losses, model).merged(), tokens), tokens, None, None)
+
+
+def _rows(batch: MicroBatch) -> Iterator[dict[str, Any]]:
+    """Yield the pairs of a batch: token ids of both answers, and how many of them are the prompt's."""
+    assert batch.pairs is not None
+    for first in range(0, len(batch.inputs), 2):
+        learned = batch.labels[first] != -100
+        prompt = max(int(learned.int().argmax()), int(batch.pairs.answers[first])) + 1
+        chosen, rejected = (_ids(batch, row) for row in (first, first + 1))
+        yield {"chosen": chosen, "rejected": rejected, "prompt": prompt}
+
+
+def _ids(batch: MicroBatch, row: int) -> list[int]:
+    last = int((batch.labels[row] != -100).nonzero()[-1])
+    return [*batch.inputs[row, : last + 1].tolist(), int(batch.labels[row, last])]

@@ -1,0 +1,220 @@
+"""Pairs of answers: trl's columns, one prompt for both, records that cannot be used, and lengths."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from tests.testing.trainer.example_files import EOS, config, opened, texts, write_records, write_tokenizer
+from trainium_trainer.data.batches.loader import build_micro_batch
+from trainium_trainer.data.examples.held_out import build_prompts, read_held_out
+from trainium_trainer.exits import UserError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from trainium_trainer.data.examples.opening import OpenExamples
+
+ASK = {"role": "user", "content": "name a shard"}
+GOOD, BAD = ({"role": "assistant", "content": text} for text in ("a tensor", "the node"))
+TEXT = {"prompt": "name a shard:", "chosen": " a tensor", "rejected": " the node"}
+CHAT = {"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD]}
+
+
+def pairs(tmp_path: Path, rows: list[dict[str, Any]], **settings: Any) -> OpenExamples:
+    if not (tmp_path / "tokenizer").exists():
+        write_tokenizer(tmp_path / "tokenizer")
+    source = write_records(tmp_path / "d.jsonl", rows)
+    return opened(config(tmp_path, source, format="Preference", max_bad_lines=0, **settings))
+
+
+def turn(role: str, text: str) -> str:
+    return f"<|head|>{role}<|tail|>\n\n{text}<|eot|>"
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        TEXT,
+        {"chosen": "name a shard: a tensor", "rejected": "name a shard: the node"},
+        {name: value for name, value in TEXT.items() if name != "prompt"}
+        | {"prompt": "name a shard:", "score_chosen": 8.0},
+    ],
+    ids=["prompt", "what both begin with", "more columns"],
+)
+def test_texts_are_a_prompt_and_two_answers_with_an_end(tmp_path: Path, row: dict[str, Any]) -> None:
+    assert texts(pairs(tmp_path, [row])) == [
+        (f"<|begin|>name a shard: a tensor{EOS}", f" a tensor{EOS}"),
+        (f"<|begin|>name a shard: the node{EOS}", f" the node{EOS}"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        CHAT,
+        {"chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
+        {"prompt": "name a shard", "chosen": [ASK, GOOD], "rejected": [ASK, BAD], "prompt_id": "1"},
+        {name: json.dumps(value) for name, value in CHAT.items()},
+    ],
+    ids=["prompt", "what both begin with", "UltraFeedback", "as JSON"],
+)
+def test_messages_are_put_together_by_the_chat_template(tmp_path: Path, row: dict[str, Any]) -> None:
+    before = f"<|begin|>{turn('user', 'name a shard')}<|head|>assistant<|tail|>\n\n"
+    assert texts(pairs(tmp_path, [row])) == [
+        (f"{before}a tensor<|eot|>", "a tensor<|eot|>"),
+        (f"{before}the node<|eot|>", "the node<|eot|>"),
+    ]
+
+
+def test_of_a_conversation_only_the_last_answers_are_compared(tmp_path: Path) -> None:
+    earlier = [{"role": "user", "content": "step?"}, {"role": "assistant", "content": "step"}, ASK]
+    found = texts(pairs(tmp_path, [{"chosen": [*earlier, GOOD], "rejected": [*earlier, BAD]}]))
+    assert [learned for _, learned in found] == ["a tensor<|eot|>", "the node<|eot|>"]
+
+
+@pytest.mark.parametrize(
+    ("row", "sentence"),
+    [
+        (TEXT | {"rejected": " a tensor"}, "the two answers are equal, so neither is preferred"),
+        (CHAT | {"rejected": [GOOD]}, "the two answers are equal, so neither is preferred"),
+        (TEXT | {"rejected": "  "}, "the answer is empty"),
+        (CHAT | {"chosen": [GOOD | {"content": ""}]}, "the answer is empty"),
+        ({"prompt": "a", "chosen": "b"}, "has no field 'rejected', which data.examples.preference names .*'prompt'"),
+        (TEXT | {"chosen": 7}, "the field 'chosen' is neither a text nor a list of messages"),
+        (CHAT | {"chosen": "a tensor"}, "one answer is a text and the other a list of messages"),
+        ({"chosen": "tensor", "rejected": "node"}, "has no field 'prompt'.* and the answers begin differently"),
+        (
+            {"chosen": [GOOD], "rejected": [BAD]},
+            "the two answers begin with different messages, and there is no prompt",
+        ),
+        (TEXT | {"prompt": [ASK]}, "the prompt is no text but the answers are"),
+    ],
+)
+def test_a_record_that_is_no_pair_is_named_by_its_line(tmp_path: Path, row: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UserError, match=f"d.jsonl line 2: .*{sentence}"):
+        pairs(tmp_path, [TEXT, row])
+
+
+def test_a_chat_template_that_changes_the_prompt_by_the_answer_is_refused(tmp_path: Path) -> None:
+    template = (
+        "{{ messages[-1]['content'] | length }}{% for message in messages %}{% if message['role'] == 'assistant' %}"
+        "{% generation %}{{ message['content'] }}{% endgeneration %}{% else %}{{ message['content'] }}{% endif %}"
+        "{% endfor %}"
+    )
+    write_tokenizer(tmp_path / "tokenizer", chat=template)
+    longer = CHAT | {"chosen": [GOOD | {"content": "a tensor of the mesh"}]}
+    with pytest.raises(UserError, match="the two answers follow different prompts"):
+        pairs(tmp_path, [longer])
+
+
+def test_messages_without_a_chat_template_name_where_to_give_one(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "tokenizer", chat=None)
+    with pytest.raises(UserError, match=r"there is no chat template: give data\.examples\.chat\.template"):
+        pairs(tmp_path, [CHAT])
+
+
+def test_other_columns_can_be_named(tmp_path: Path) -> None:
+    row = {"question": "name a shard:", "best": " a tensor", "worst": " the node"}
+    named = {"promptField": "question", "chosenField": "best", "rejectedField": "worst"}
+    data = pairs(tmp_path, [row | {"score": 1}], examples={"preference": named})
+    assert [learned for _, learned in texts(data)] == [f" a tensor{EOS}", f" the node{EOS}"]
+    assert data.report.unused == {"score": 1}
+
+
+@pytest.mark.parametrize("rule", ["Drop", "CutLeft", "CutRight"])
+def test_a_pair_that_is_too_long_is_dropped_or_cut_as_one(tmp_path: Path, rule: str) -> None:
+    words = " ".join(["gradient loss step batch"] * 5)
+    row = {"prompt": f"{words}:", "chosen": f" node {words}", "rejected": " mesh"}
+    whole = {len(ids) for ids in ids_of(pairs(tmp_path, [row, TEXT], sequence_length=200))[:2]}
+    length = max(whole) - 5
+    data = pairs(tmp_path, [row, TEXT], sequence_length=length - 1, examples={"tooLong": rule})
+    found = ids_of(data)
+    assert data.report.examples == (1 if rule == "Drop" else 2)
+    assert (data.report.dropped, data.report.cut) == ((1, 0) if rule == "Drop" else (0, 1))
+    if rule == "Drop":
+        return
+    chosen, rejected = found[:2]
+    assert len(chosen) == length
+    prompt = int(data.sources[0].stored.rows["answer"][0])
+    assert prompt == int(data.sources[0].stored.rows["answer"][1])
+    assert np.array_equal(chosen[:prompt], rejected[:prompt]), "both answers follow one prompt"
+
+
+def test_a_pair_whose_difference_is_cut_away_is_dropped(tmp_path: Path) -> None:
+    words = " ".join(["gradient loss step batch"] * 5)
+    row = {"prompt": "say:", "chosen": f" {words} tensor", "rejected": f" {words} node"}
+    data = pairs(tmp_path, [row, TEXT], sequence_length=12, examples={"tooLong": "CutRight"})
+    assert (data.report.examples, data.report.dropped) == (1, 1)
+
+
+def ids_of(data: OpenExamples) -> list[np.ndarray[Any, Any]]:
+    stored = data.sources[0].stored
+    return [stored.example(number)[0] for number in range(len(stored.rows))]
+
+
+@pytest.mark.parametrize("split", ["DocumentHash", "Tail"])
+def test_a_pair_is_held_back_as_a_whole_and_its_preferred_answer_is_expected(tmp_path: Path, split: str) -> None:
+    rows = [TEXT | {"prompt": f"name shard {number}:"} for number in range(30)]
+    held = {"fraction": 0.25, "split": split, "samples": 30}
+    data = pairs(tmp_path, rows, validation=held)
+    (source,) = data.sources
+    assert (source.held.reshape(-1, 2)[:, 0] == source.held.reshape(-1, 2)[:, 1]).all()
+    number = int(source.held.sum()) // 2
+    assert data.report.held_back == number
+    assert data.validation.num_samples == number
+    assert data.training.num_samples == 30 - number
+    asked = read_held_out(config(tmp_path, tmp_path / "d.jsonl", format="Preference", validation=held))
+    assert len(asked.examples) == number
+    assert {example.answer_text for example in asked.examples} == {" a tensor"}
+
+
+def test_both_answers_lie_in_adjacent_rows_of_one_micro_batch(tmp_path: Path) -> None:
+    data = pairs(tmp_path, [TEXT, TEXT | {"chosen": " a tensor of the mesh"}], sequence_length=40)
+    rules = data.training.rules
+    batch = build_micro_batch([data.training.sample(0, 1), None, data.training.sample(0, 0)], rules, first=5)
+    assert batch.inputs.shape == (6, 40)
+    assert batch.pairs is not None
+    assert (batch.divisor, batch.pairs.count) == (2, 2)
+    assert batch.places.tolist() == list(range(10, 16)), "each row drops numbers of its own"
+    assert not (batch.labels[2:4] != -100).any(), "a padding pair counts for nothing"
+    first = ids_of(data)[2]
+    assert batch.inputs[0, : len(first) - 1].tolist() == first[:-1].tolist()
+    assert batch.valid_tokens == int((batch.labels != -100).sum())
+
+
+@pytest.mark.parametrize("loss", ["Answer", "All"])
+def test_where_the_prompt_is_learned_too_the_answers_are_still_known(tmp_path: Path, loss: str) -> None:
+    data = pairs(tmp_path, [TEXT], examples={"loss": loss}, sequence_length=40)
+    batch = build_micro_batch([data.training.sample(0, 0)], data.training.rules)
+    assert batch.pairs is not None
+    places = np.arange(40)
+    of_answer = (batch.labels[0] != -100).numpy() & (places >= int(batch.pairs.answers[0]))
+    (_, learned), _ = texts(pairs(tmp_path, [TEXT]))
+    assert learned == f" a tensor{EOS}"
+    answer = int(data.sources[0].stored.rows["answer"][0])
+    assert batch.labels[0][of_answer].tolist() == ids_of(data)[0][answer:].tolist()
+    assert int((batch.labels[0] != -100).sum()) == (len(ids_of(data)[0]) - 1 if loss == "All" else of_answer.sum())
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"prompt": "name a shard:"}, "name a shard:"),
+        ({"prompt": [ASK]}, f"<|begin|>{turn('user', 'name a shard')}<|head|>assistant<|tail|>\n\n"),
+        (CHAT, f"<|begin|>{turn('user', 'name a shard')}<|head|>assistant<|tail|>\n\n"),
+        (
+            {"chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
+            f"<|begin|>{turn('user', 'name a shard')}<|head|>assistant<|tail|>\n\n",
+        ),
+        ("name a shard", f"<|begin|>{turn('user', 'name a shard')}<|head|>assistant<|tail|>\n\n"),
+    ],
+)
+def test_a_prompt_that_is_to_be_answered_is_that_of_the_training(tmp_path: Path, given: Any, text: str) -> None:
+    pairs(tmp_path, [TEXT])
+    settings = config(tmp_path, tmp_path / "d.jsonl", format="Preference")
+    ((found, _),) = build_prompts(settings, [given])
+    assert found == text

@@ -1,0 +1,177 @@
+"""Preference tuning in real runs: the same curve and rewards in every layout and after a kill, and the reference."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import shutil
+import signal
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.testing.trainer.example_files import WORDS, write_records
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from conftest import Job
+
+    Launcher = Callable[..., Job]
+
+pytestmark = pytest.mark.timeout(300)  # real processes; the first test also waits for the imports
+
+TP, SP = "parallelism.tensor=2", "parallelism.sequence=true"
+SHARDED, ZERO = "dataParallel=FullySharded", "dataParallel=ShardedOptimizer"
+LORA = "method: LoRA, lora: {rank: 4, alpha: 8, dropout: 0.2, targets: ['*_proj']}"
+DPO = "objective: {kind: DPO, beta: 0.5}"
+TUNINGS = {
+    "LoRA": f"tuning={{{LORA}, {DPO}}}",
+    "full": "tuning={objective: {kind: DPO, beta: 0.5, labelSmoothing: 0.1}}",
+    "ORPO": "tuning={objective: {kind: ORPO, beta: 0.5}}",
+}
+FIGURES = ("loss", "rewardChosen", "rewardRejected", "rewardMargin", "rewardAccuracy")
+
+
+@pytest.fixture
+def pairs(tmp_path: Path, base: Path) -> list[str]:
+    """Settings of a run on 40 pairs, five of which are held back."""
+    choose = random.Random(0)
+    rows = [
+        {
+            "prompt": f"say {WORDS[number % 12]} number {number}:",
+            "chosen": " " + " ".join(choose.choices(WORDS[:6], k=choose.randint(1, 6))),
+            "rejected": " " + " ".join(choose.choices(WORDS[6:], k=choose.randint(1, 6))),
+        }
+        for number in range(40)
+    ]
+    return [
+        f"data.source={write_records(tmp_path / 'd.jsonl', rows)}",
+        f"data.cacheDirectory={tmp_path / 'cache'}",
+        "data.format=Preference",
+        "data.sequenceLength=64",
+        "data.workers=1",
+        "data.validation={fraction: 0.15, everySteps: 3, samples: 5}",
+        f"model.weights={base}",
+    ]
+
+
+def run(launch: Launcher, ranks: int, name: str, overrides: Sequence[str]) -> list[dict[str, Any]]:
+    job = launch(ranks, name, overrides)
+    assert job.wait(120) == [0] * ranks, job.log()
+    return job.metrics()
+
+
+def assert_same(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    assert len(found) == len(expected)
+    for line, wanted in zip(found, expected, strict=True):
+        validation = {"validationLoss", "validationRewardMargin"} & wanted.keys()
+        for name in (*FIGURES, *validation):
+            assert line[name] == pytest.approx(wanted[name], rel=1e-4 if "eward" in name else 1e-5, abs=1e-5)
+
+
+@pytest.mark.parametrize("tuning", TUNINGS.values(), ids=TUNINGS)
+def test_the_curve_and_the_rewards_do_not_depend_on_the_layout(launch: Launcher, pairs: list[str], tuning: str) -> None:
+    whole = run(launch, 1, "one", [*pairs, tuning])
+    assert [line["step"] for line in whole if "validationRewardAccuracy" in line] == [3, 6]
+    assert "perplexity" not in whole[0]
+    layouts = {
+        "data": (2, []),
+        "uneven": (3, ["batch.microSize=1"]),
+        "tensor": (2, [TP, SP]),
+        "sharded": (2, [SHARDED, "recompute=Full"]),
+        "zero": (2, [ZERO]),
+    }
+    for name, (ranks, overrides) in layouts.items():
+        assert_same(run(launch, ranks, name, [*pairs, tuning, *overrides]), whole)
+
+
+def test_a_run_begins_at_the_reference_and_learns_what_is_preferred(launch: Launcher, pairs: list[str]) -> None:
+    lines = run(launch, 1, "one", [*pairs, TUNINGS["LoRA"].replace("0.2", "0.0"), "steps=20"])
+    assert lines[0]["loss"] == pytest.approx(math.log(2), rel=1e-5)
+    assert lines[0]["rewardMargin"] == pytest.approx(0, abs=1e-5)
+    assert lines[-1]["loss"] < 0.5 * math.log(2)
+    assert lines[-1]["rewardAccuracy"] == 1
+    margin = lines[-1]["rewardChosen"] - lines[-1]["rewardRejected"]
+    assert lines[-1]["rewardMargin"] == pytest.approx(margin, rel=1e-4)
+    assert lines[-1]["validationRewardAccuracy"] > 0.5
+
+
+def test_a_resumed_run_is_the_unbroken_one_to_the_bit_and_computes_no_reference_again(
+    launch: Launcher, pairs: list[str]
+) -> None:
+    given = [*pairs, TUNINGS["full"], "schedule.decaySteps=4"]
+    whole = run(launch, 2, "whole", given)
+    job = launch(2, "half", [*given, "checkpoint.durable={everySteps: 2}"])
+    job.wait_for_step(3)
+    for pid in job.pids:
+        os.kill(pid, signal.SIGKILL)
+    job.wait()
+    again = launch(2, "half", [*given, "checkpoint.durable={everySteps: 2}"])
+    assert again.wait(120) == [0, 0], again.log()
+    assert "reference: " not in again.log()
+    assert [line["loss"] for line in again.metrics()] == [line["loss"] for line in whole]
+
+
+def test_only_pairs_that_no_rank_knows_are_computed(launch: Launcher, pairs: list[str], tmp_path: Path) -> None:
+    whole = run(launch, 1, "whole", [*pairs, TUNINGS["full"]])
+    (file,) = (tmp_path / "cache").glob("examples-*/reference-*.f32")
+    values = np.fromfile(file, np.float32)
+    assert len(values) == 80
+    assert np.isfinite(values).all()
+    values[10:30] = np.nan
+    values.tofile(file)
+    job = launch(2, "again", [*pairs, TUNINGS["full"]])
+    assert job.wait(120) == [0, 0], job.log()
+    assert "reference: 0 of 10 pairs" in job.log()
+    assert_same(job.metrics(), whole)
+
+
+def test_a_reference_in_a_folder_is_computed_ahead_as_the_base_is_beside_an_adapter(
+    launch: Launcher, pairs: list[str], base: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(base, tmp_path / "same")
+    whole = run(launch, 1, "base", [*pairs, TUNINGS["LoRA"]])
+    folder = TUNINGS["LoRA"].replace("beta: 0.5", f"beta: 0.5, reference: {tmp_path / 'same'}")
+    assert_same(run(launch, 2, "folder", [*pairs, folder]), whole)
+    other = saved(tmp_path / "other", base)
+    away = run(launch, 1, "other", [*pairs, folder.replace(str(tmp_path / "same"), str(other))])
+    assert away[0]["rewardMargin"] != pytest.approx(0, abs=1e-2), "the run begins with another model than the reference"
+
+
+def saved(folder: Path, base: Path, **fields: Any) -> Path:
+    """A model like the base with other weights and fields."""
+    torch.manual_seed(1)
+    LlamaForCausalLM(LlamaConfig.from_pretrained(base, **fields)).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"vocab_size": 500}, "has a vocabulary of 500 tokens, but the trained model has 320"),
+        ({"num_hidden_layers": 3}, "describes a model of another shape than the trained one"),
+    ],
+)
+def test_a_reference_that_does_not_fit_is_refused_in_one_sentence(
+    launch: Launcher, pairs: list[str], base: Path, tmp_path: Path, fields: dict[str, Any], sentence: str
+) -> None:
+    folder = saved(tmp_path / "other", base, **fields)
+    job = launch(1, "refused", [*pairs, f"tuning={{objective: {{reference: {folder}}}}}"])
+    assert job.wait(120) == [64], job.log()
+    assert sentence in job.log().splitlines()[-1]
+
+
+def test_a_resume_with_another_reference_is_refused(
+    launch: Launcher, pairs: list[str], base: Path, tmp_path: Path
+) -> None:
+    given = [*pairs, f"tuning={{objective: {{reference: {saved(tmp_path / 'other', base)}}}}}", "steps=2"]
+    run(launch, 1, "run", given)
+    again = launch(1, "run", [*pairs, "tuning={objective: {kind: DPO}}", "steps=3"])
+    assert again.wait(120) == [64], again.log()
+    assert "reference" in again.log().splitlines()[-1]

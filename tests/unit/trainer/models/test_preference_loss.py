@@ -1,0 +1,122 @@
+"""DPO and ORPO against formulas written down from the papers, one pair at a time in double precision."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from trainium_contract.trainer.tuning import ObjectiveConfig, ObjectiveKind
+from trainium_trainer.models.loss import IGNORED_LABEL, token_losses
+from trainium_trainer.models.preference_loss import PairLoss, preference_loss
+
+PAIRS, LENGTH, VOCABULARY = 4, 9, 11
+
+
+def material() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Logits, labels, first answer positions and references; the last pair is padding."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(2 * PAIRS, LENGTH, VOCABULARY, generator=generator)
+    labels = torch.full((2 * PAIRS, LENGTH), IGNORED_LABEL)
+    answers = torch.zeros(2 * PAIRS, dtype=torch.int64)
+    for row in range(2 * PAIRS - 2):
+        end, answers[row] = 4 + row % 5, 1 + row // 2
+        labels[row, :end] = torch.randint(0, VOCABULARY, (end,), generator=generator)
+    references = -20 * torch.rand(2 * PAIRS, generator=generator)
+    return logits, labels, answers, references
+
+
+def log_probs(logits: Tensor, labels: Tensor, first: int) -> list[float]:
+    """Log-probabilities of the tokens from position `first` on."""
+    table = torch.log_softmax(logits.double(), -1)
+    return [float(table[at, int(label)]) for at, label in enumerate(labels) if at >= first and label >= 0]
+
+
+def dpo(objective: ObjectiveConfig, rows: list[list[float]], references: list[float]) -> tuple[float, list[float]]:
+    """Equation 7 of arXiv 2305.18290, with the label noise of conservative DPO."""
+    rewards = [objective.beta * (sum(row) - reference) for row, reference in zip(rows, references, strict=True)]
+    preferred = 1 / (1 + math.exp(rewards[1] - rewards[0]))
+    noise = objective.label_smoothing
+    return -(1 - noise) * math.log(preferred) - noise * math.log(1 - preferred), rewards
+
+
+def orpo(objective: ObjectiveConfig, rows: list[list[float]], chosen: list[float]) -> tuple[float, list[float]]:
+    """Equations 3 to 7 of arXiv 2403.07691: likelihood of an answer is the geometric mean of its tokens'."""
+    means = [math.exp(sum(row) / len(row)) for row in rows]
+    odds = [mean / (1 - mean) for mean in means]
+    ratio = math.log(1 / (1 + odds[1] / odds[0]))
+    return -sum(chosen) / len(chosen) - objective.beta * ratio, [objective.beta * math.log(mean) for mean in means]
+
+
+OBJECTIVES = [
+    ObjectiveConfig(beta=0.1),
+    ObjectiveConfig(beta=0.3, label_smoothing=0.2),
+    ObjectiveConfig(kind=ObjectiveKind.ORPO, beta=0.25),
+]
+
+
+def found(objective: ObjectiveConfig, logits: Tensor, rows: slice = slice(None)) -> PairLoss:
+    _, labels, answers, references = material()
+    losses = token_losses(logits[rows], labels[rows])
+    return preference_loss(objective, losses, labels[rows], answers=answers[rows], references=references[rows])
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda one: f"{one.kind}-{one.label_smoothing}")
+def test_loss_and_rewards_are_those_of_the_papers(objective: ObjectiveConfig) -> None:
+    logits, labels, answers, references = material()
+    total, sums = 0.0, [0.0, 0.0, 0.0]
+    for pair in range(PAIRS - 1):
+        both = (2 * pair, 2 * pair + 1)
+        rows = [log_probs(logits[row], labels[row], int(answers[row])) for row in both]
+        if objective.kind is ObjectiveKind.DPO:
+            loss, rewards = dpo(objective, rows, [float(references[row]) for row in both])
+        else:
+            loss, rewards = orpo(objective, rows, log_probs(logits[both[0]], labels[both[0]], 0))
+        total += loss
+        for place, value in enumerate((*rewards, float(rewards[0] > rewards[1]))):
+            sums[place] += value
+    result = found(objective, logits)
+    assert float(result.loss) == pytest.approx(total, rel=1e-5)
+    assert result.rewards.tolist() == pytest.approx(sums, rel=1e-4)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda one: f"{one.kind}-{one.label_smoothing}")
+def test_the_loss_of_pairs_together_is_the_sum_of_each_alone_and_padding_has_no_gradient(
+    objective: ObjectiveConfig,
+) -> None:
+    logits = material()[0].requires_grad_()
+    whole = found(objective, logits)
+    parts = [found(objective, logits, slice(start, start + 2)) for start in range(0, 2 * PAIRS, 2)]
+    assert whole.loss.item() == pytest.approx(sum(part.loss.item() for part in parts), rel=1e-6)
+    whole.loss.backward()
+    assert logits.grad is not None
+    assert logits.grad.isfinite().all()
+    assert not logits.grad[-2:].any()
+    assert logits.grad[:-2].any()
+
+
+def test_the_gradient_is_that_of_finite_differences() -> None:
+    logits, labels, answers, references = material()
+    wide = logits.double().requires_grad_()
+    for objective in OBJECTIVES:
+
+        def loss(given: Tensor, objective: ObjectiveConfig = objective) -> Tensor:
+            table = -torch.log_softmax(given, -1)
+            each = table.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1) * (labels >= 0)
+            return preference_loss(objective, each, labels, answers=answers, references=references.double()).loss
+
+        assert torch.autograd.gradcheck(loss, (wide,))
+
+
+def test_an_answer_that_is_certain_has_finite_odds() -> None:
+    labels = torch.zeros(2, 3, dtype=torch.int64)
+    losses = torch.stack((torch.zeros(3), torch.full((3,), 200.0))).requires_grad_()
+    result = preference_loss(
+        OBJECTIVES[2], losses, labels, answers=torch.zeros(2, dtype=torch.int64), references=torch.zeros(2)
+    )
+    result.loss.backward()
+    assert result.loss.isfinite()
+    assert losses.grad is not None
+    assert losses.grad.isfinite().all()

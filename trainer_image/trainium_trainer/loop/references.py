@@ -1,0 +1,132 @@
+"""Log-probabilities of all answers by the reference model, computed ahead of training and kept beside the examples.
+
+    reference-<digest>.f32    for each example of the folder its answer's log-probability; NaN until it is computed
+
+Guarantees:
+- Each answer is computed once for a job, whatever the number of its ranks and however often it is killed: a block of
+  answers is written as soon as it is known, and a node that lacks what another one has gets it from there.
+- All ranks continue with the same numbers.
+- The reference model needs no memory beside the trained one: it is in the state before the run's own weights are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import distributed as dist
+
+from trainium_trainer.data.batches.loader import build_micro_batch
+from trainium_trainer.data.batches.samples import Samples
+from trainium_trainer.exits import NumericalError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from trainium_trainer.backends.base import Backend, Mesh
+    from trainium_trainer.configuration.config import Settings
+    from trainium_trainer.data.batches.samples import SampleRules
+    from trainium_trainer.data.examples.part import PairPart
+    from trainium_trainer.data.opening import Data
+    from trainium_trainer.weights.base import BaseWeights
+
+_log = logging.getLogger("trainium.train")
+_ROUNDS = 32
+"""Micro-batches of each rank between two writes."""
+
+
+def load_references(settings: Settings, data: Data, reference: BaseWeights, backend: Backend) -> None:
+    """Give the samples the log-probabilities of their answers; those that no rank has are computed. Collective.
+
+    The backend's state holds any values afterwards. Raises UserError, StorageError, NumericalError.
+    """
+    assert isinstance(data.training, Samples)
+    parts: list[PairPart] = [*data.training.parts, *(data.validation.parts if data.validation is not None else ())]
+    name = hashlib.sha256(f"{reference.digest} {settings.config.precision}".encode()).hexdigest()[:32]
+    filled = False
+    known: dict[Path, NDArray[np.float32]] = {}
+    for part in parts:
+        folder = part.stored.folder
+        if folder not in known:
+            table = _Table(folder / f"reference-{name}.f32", len(part.stored.rows), settings, backend.mesh)
+            table.exchange()
+            if len(table.missing()) and not filled:
+                backend.initialize(settings.config.seed, reference)
+                backend.load_frozen(reference)
+                filled = True
+            _compute(part, table, data.training.rules, settings.config.batch.micro_size, backend)
+            known[folder] = table.values
+        part.references = known[folder]
+
+
+def _compute(part: PairPart, table: _Table, rules: SampleRules, micro_size: int, backend: Backend) -> None:
+    """Compute what no rank has, block by block. Collective."""
+    mesh, missing = backend.mesh, table.missing()
+    block = _ROUNDS * micro_size * mesh.dp_size
+    for start in range(0, len(missing), block):
+        pairs = missing[start : start + block]
+        if mesh.rank == 0:
+            _log.info("reference: %d of %d pairs of %s", start, len(missing), part.name)
+        rounds = -(-len(pairs) // (micro_size * mesh.dp_size))
+        mine = pairs[mesh.dp_rank * rounds * micro_size : (mesh.dp_rank + 1) * rounds * micro_size]
+        batches = []
+        for first in range(0, rounds * micro_size, micro_size):
+            samples = [part.pair(rules, 0, 2 * int(pair)) for pair in mine[first : first + micro_size]]
+            batches.append(build_micro_batch([*samples, *[None] * (micro_size - len(samples))], rules))
+        found = torch.cat(backend.reference_log_probs(batches)).numpy()[: 2 * len(mine)]
+        if not np.isfinite(found).all():
+            raise NumericalError(
+                f"the reference model gives an answer of {part.name} a probability that is no number: check the "
+                "folder's weights, or set precision to Float32"
+            )
+        table.values.reshape(-1, 2)[mine] = found.reshape(-1, 2)
+        table.exchange(pairs)
+        table.write()
+
+
+class _Table:
+    """The log-probabilities of one folder of examples, on this rank and in its node's cache."""
+
+    def __init__(self, file: Path, examples: int, settings: Settings, mesh: Mesh) -> None:
+        """Read what the cache has. Raises OSError."""
+        self._file = file
+        self._group = mesh.world if mesh.world_size > 1 else None
+        self._writes = settings.launch.local_rank == 0
+        self.values: NDArray[np.float32] = np.full(examples, np.nan, np.float32)
+        if file.is_file() and file.stat().st_size == self.values.nbytes:
+            self.values = np.fromfile(file, np.float32)
+
+    def missing(self) -> NDArray[np.int64]:
+        """Return the numbers of the pairs that are not known."""
+        return np.flatnonzero(np.isnan(self.values.reshape(-1, 2)).any(1))
+
+    def exchange(self, pairs: NDArray[np.int64] | None = None) -> None:
+        """Take over what other ranks know, of some pairs or of all. Collective."""
+        if self._group is None:
+            return
+        table = self.values.reshape(-1, 2)
+        chosen = slice(None) if pairs is None else pairs
+        shared = torch.from_numpy(np.nan_to_num(table[chosen], nan=-np.inf, neginf=-np.inf))
+        dist.all_reduce(shared, dist.ReduceOp.MAX, group=self._group)
+        table[chosen] = np.where(np.isinf(shared.numpy()), np.nan, shared.numpy())
+
+    def write(self) -> None:
+        """Replace the file in the cache, on one rank of the node; a cache that takes nothing stops nothing."""
+        if not self._writes:
+            return
+        draft = self._file.with_suffix(f".{os.getpid()}")
+        try:
+            with draft.open("wb") as stream:
+                self.values.tofile(stream)
+                stream.flush()
+                os.fsync(stream.fileno())
+            draft.replace(self._file)
+        except OSError as error:
+            self._writes = False
+            _log.warning("%s: cannot be written (%s), so a restart computes it again", self._file, error.strerror)

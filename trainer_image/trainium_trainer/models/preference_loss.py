@@ -1,0 +1,94 @@
+"""Losses on pairs of a preferred and another answer: DPO (arXiv 2305.18290) and ORPO (arXiv 2403.07691).
+
+Guarantees:
+- A loss is a sum over pairs of what depends on one pair alone, so it is the same however pairs are divided over
+  micro-batches and ranks.
+- Under tensor parallelism every rank of the group gets the same values.
+- Padding adds neither loss nor gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812 - the name everybody uses
+
+from trainium_contract.trainer.tuning import ObjectiveConfig, ObjectiveKind
+from trainium_trainer.models.loss import IGNORED_LABEL
+
+_LARGEST_MEAN = -1e-6
+"""Above it, the odds of a probability are not a number in float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class PairLoss:
+    """The loss of a micro-batch, and what is recorded of its pairs."""
+
+    loss: Tensor
+    """Sum over the pairs, a float32 scalar."""
+    rewards: Tensor
+    """[3] float32 without gradient: sums of the rewards of preferred and of other answers, and the number of pairs
+    whose preferred answer has the greater reward."""
+
+
+def answer_log_probs(losses: Tensor, labels: Tensor, answers: Tensor) -> Tensor:
+    """Return the log-probability of each row's answer, [rows] float32.
+
+    `losses` are those of each token, [rows, sequence]; `answers` [rows] are the first positions of the answers.
+    """
+    return -(losses * _of_answers(labels, answers)).sum(-1)
+
+
+def preference_loss(
+    objective: ObjectiveConfig, losses: Tensor, labels: Tensor, *, answers: Tensor, references: Tensor
+) -> PairLoss:
+    """Return the loss of rows 2k (preferred answers) and 2k + 1 (other answers).
+
+    `losses` are those of each token, [rows, sequence]; `answers` [rows] the first positions of the answers;
+    `references` [rows] their log-probabilities by the reference model.
+    """
+    of_answers = _of_answers(labels, answers)
+    log_probs = -(losses * of_answers).sum(-1)
+    lengths = of_answers.sum(-1)
+    counted = lengths.view(-1, 2)[:, 0] > 0
+    if objective.kind is ObjectiveKind.DPO:
+        each, rewards = _dpo(objective, log_probs - references)
+    else:
+        learned = labels != IGNORED_LABEL
+        nll = (losses.sum(-1) / learned.sum(-1).clamp(min=1)).view(-1, 2)[:, 0]
+        odds, rewards = _odds_ratio(objective, log_probs / lengths.clamp(min=1))
+        each = nll + odds
+    chosen, rejected = rewards.detach().view(-1, 2).unbind(-1)
+    sums = torch.stack((chosen, rejected, (chosen > rejected).float()))
+    return PairLoss(torch.where(counted, each, 0.0).sum(), torch.where(counted, sums, 0.0).sum(-1))
+
+
+def _dpo(objective: ObjectiveConfig, ratios: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the loss of each pair, and the implicit reward of each answer.
+
+    Label smoothing is that of conservative DPO (Mitchell, A note on DPO with noisy preferences, 2023).
+    """
+    rewards = objective.beta * ratios
+    margins = rewards[0::2] - rewards[1::2]
+    swapped = objective.label_smoothing
+    return -(1 - swapped) * F.logsigmoid(margins) - swapped * F.logsigmoid(-margins), rewards
+
+
+def _odds_ratio(objective: ObjectiveConfig, means: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the odds ratio loss of each pair, and the reward of each answer, from its tokens' mean log-probability."""
+    log_odds = means - _log1mexp(means.clamp(max=_LARGEST_MEAN))
+    return -objective.beta * F.logsigmoid(log_odds[0::2] - log_odds[1::2]), objective.beta * means
+
+
+def _log1mexp(x: Tensor) -> Tensor:
+    """Return log(1 - exp(x)) of negative numbers, by the form that is exact where they are."""
+    near_zero = x > -0.6931472  # log(1/2)
+    return torch.where(near_zero, torch.log(-torch.expm1(x)), torch.log1p(-torch.exp(torch.where(near_zero, -1.0, x))))
+
+
+def _of_answers(labels: Tensor, answers: Tensor) -> Tensor:
+    """Return which labels are of an answer, [rows, sequence]."""
+    places = torch.arange(labels.shape[1], device=labels.device)
+    return (labels != IGNORED_LABEL) & (places >= answers.unsqueeze(-1))
