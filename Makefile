@@ -38,7 +38,7 @@ binaries: setup  ## Control-plane programs, kubectl and helm (download, else bui
 demo: binaries  ## A Llama model trained through faults on a real control plane (ARGS="--keep" leaves the cluster up)
 	@$(BIN)/python -m trainium_devcluster.demo $(ARGS)
 
-tune: binaries  ## LoRA on a base model through faults, merged, answers before and after (ARGS="--keep" leaves the cluster up)
+tune: binaries  ## LoRA on a base model through faults, merged, answers before and after (ARGS="--keep" leaves the cluster up, --dpo: pairs)
 	@$(BIN)/python -m trainium_devcluster.tune $(ARGS)
 
 test: binaries  ## The tests of each change, on development clusters of their own, in LANES processes

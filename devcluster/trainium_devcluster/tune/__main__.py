@@ -23,6 +23,7 @@ def tune(
     out: Annotated[Path, typer.Option("--out", help="Folder of the report, the picture and the run's files.")] = Path(
         "out/tune"
     ),
+    dpo: Annotated[bool, typer.Option("--dpo", help="Train on pairs of answers instead of examples.")] = False,
     name: Annotated[str | None, typer.Option("--name", help="Name of the cluster; by default a free one.")] = None,
 ) -> None:
     """Tune a base model by LoRA on a real control plane, through real faults, and compare answers before and after."""
@@ -32,14 +33,15 @@ def tune(
             (out / "material").mkdir()
             prepare(out / "material", view.log)
             with cluster(view, name or ("tune" if keep else None), keep=keep) as running:
-                result = TuneDemo(running, view, REPOSITORY, out).run_and_compare(started)
+                result = TuneDemo(running, view, REPOSITORY, out, dpo=dpo).run_and_compare(started)
         report.write(result, out)
     except ClusterError as error:
         screen.print(f"tune: {error}", style="red", markup=False)
         raise typer.Exit(1) from None
     curves = result.curves
-    for table in (fault_table(curves.faults), report.answer_table(result.evaluation)):
-        screen.print(table)
+    screen.print(fault_table(curves.faults))
+    if result.evaluation.answers:
+        screen.print(report.answer_table(result.evaluation))
     screen.print(report.figure_table(result.evaluation))
     screen.print(
         f"largest relative difference of the loss curves: {curves.max_difference:.1e}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import time
 from pathlib import Path
@@ -11,10 +12,12 @@ from trainium_devcluster.demos.curves import Curves
 from trainium_devcluster.demos.jobs import WAIT_SECONDS, Demo
 from trainium_devcluster.demos.metrics import every_sample_once_an_epoch
 from trainium_devcluster.errors import ClusterError
-from trainium_devcluster.tune.report import Evaluation, TuneResult
+from trainium_devcluster.tune.report import Evaluation, Figure, TuneResult
 
 if TYPE_CHECKING:
+    from trainium_devcluster.cluster import Cluster
     from trainium_devcluster.demos.jobs import Run
+    from trainium_devcluster.demos.view import View
 
 _JOB = Path(__file__).with_name("job.yaml")
 _EVALUATION = "evaluation.json"
@@ -24,6 +27,11 @@ class TuneDemo(Demo):
     """Adapters trained beside a base, merged and measured, all in one job."""
 
     command = "make tune"
+
+    def __init__(self, cluster: Cluster, view: View, repository: Path, out: Path, *, dpo: bool = False) -> None:
+        """`dpo`: train on pairs of answers, and measure the rewards of those that are held out."""
+        super().__init__(cluster, view, repository, out)
+        self.dpo = dpo
 
     @property
     def material(self) -> Path:
@@ -35,7 +43,7 @@ class TuneDemo(Demo):
         job = self.read_job(_JOB, name)
         (volume,) = job["spec"]["workers"]["template"]["spec"]["volumes"]
         volume["hostPath"]["path"] = str(self.material)
-        return job
+        return with_pairs(job) if self.dpo else job
 
     def run_with_faults(self) -> tuple[Run, dict[str, Any]]:
         """Run the job with all faults; return it with its last status."""
@@ -76,12 +84,19 @@ class TuneDemo(Demo):
             every_sample_once=every_sample_once_an_epoch(
                 run.folder, steps, run.global_batch, int(run.trainer["epochs"])
             ),
-            evaluation=Evaluation.from_json(self._evaluation(run)),
+            evaluation=self._rewards(run) if self.dpo else Evaluation.from_json(self._evaluation(run)),
             model=_artifact(run, status, "Model"),
             adapter=_artifact(run, status, "Adapter"),
             goodput=(status.get("goodput") or {}).get("ratio", 0.0),
             seconds=time.monotonic() - started,
         )
+
+    def _rewards(self, run: Run) -> Evaluation:
+        """Return the rewards of held-out pairs; before the first step they are zero, and their order is chance."""
+        record = run.log.steps[run.log.newest]
+        accuracy, margin = (float(record[f"validationReward{name}"]) for name in ("Accuracy", "Margin"))
+        figures = Figure("rewardAccuracy", 0.5, accuracy), Figure("rewardMargin", 0.0, margin)
+        return Evaluation(int(run.trainer["data"]["validation"]["samples"]), figures, ())
 
     def _evaluation(self, run: Run) -> dict[str, Any]:
         found = sorted(run.folder.rglob(_EVALUATION))
@@ -89,6 +104,18 @@ class TuneDemo(Demo):
             raise ClusterError(f"The job {run.name} left no {_EVALUATION} below {run.folder}.")
         evaluation: dict[str, Any] = json.loads(found[-1].read_text())
         return evaluation
+
+
+def with_pairs(job: dict[str, Any]) -> dict[str, Any]:
+    """Return the job with direct preference optimization in place of examples."""
+    job = copy.deepcopy(job)
+    trainer = job["spec"]["trainer"]
+    trainer["tuning"]["objective"] = {"kind": "DPO", "beta": 0.1}
+    trainer["data"] |= {"source": "/material/pairs.jsonl", "format": "Preference", "examples": {"tooLong": "CutLeft"}}
+    trainer["data"]["validation"]["source"] = "/material/held-out-pairs.jsonl"
+    trainer["optimizer"]["learningRate"] = 1.0e-3
+    trainer["evaluate"] = {"enabled": False}
+    return job
 
 
 def _artifact(run: Run, status: dict[str, Any], kind: str) -> Path:

@@ -18,11 +18,14 @@ if TYPE_CHECKING:
     from trainium_devcluster.demos.curves import Curves
 
 _NAMES = {"perplexity": "perplexity of the answers", "exactMatch": "exact match", "rougeL": "ROUGE-L"}
+_PAIR_NAMES = {"rewardAccuracy": "pairs told apart", "rewardMargin": "margin of the rewards"}
+_TOLD_APART = 0.75
+"""Share of held-out pairs whose preferred answer must have the greater reward."""
 _PERPLEXITY = 0.5
 """Of the base's perplexity, the tuned model's may be this share at most; runs end near a sixth."""
 _GAINS = {"rougeL": 0.12, "exactMatch": 0.1}
 """What these, from 0 to 1, must gain at least; runs gain twice as much, and 120 examples are off by about 0.04."""
-_SHARES = frozenset({_NAMES["exactMatch"], _NAMES["rougeL"]})
+_SHARES = frozenset({_NAMES["exactMatch"], _NAMES["rougeL"], _PAIR_NAMES["rewardAccuracy"]})
 _SHOWN = 6
 """Answers that are printed."""
 
@@ -72,8 +75,10 @@ class Evaluation:
 
     @property
     def clearly_better(self) -> bool:
-        """Whether each of the three figures is far better after: more than chance or a bad day could do."""
+        """Whether each of the figures is far better after: more than chance or a bad day could do."""
         figures = {figure.name: figure for figure in self.figures}
+        if set(_PAIR_NAMES) <= set(figures):
+            return figures["rewardAccuracy"].after >= _TOLD_APART and figures["rewardMargin"].after > 0
         if not set(_NAMES) <= set(figures):
             return False
         perplexity = figures["perplexity"]
@@ -130,7 +135,9 @@ def figure_table(evaluation: Evaluation) -> Table:
     for heading in ("figure", "before", "after"):
         shown.add_column(heading, justify="left" if heading == "figure" else "right")
     for figure in evaluation.figures:
-        shown.add_row(_NAMES.get(figure.name, figure.name), f"{figure.before:.3f}", f"{figure.after:.3f}")
+        shown.add_row(
+            (_NAMES | _PAIR_NAMES).get(figure.name, figure.name), f"{figure.before:.3f}", f"{figure.after:.3f}"
+        )
     return shown
 
 
@@ -175,8 +182,9 @@ def _picture(result: TuneResult, path: Path) -> None:
     top.tick_params(labelbottom=False)
     draw(result.curves, top, bottom)
     top.set_title("LoRA through faults: the curve of a run that nothing disturbed")
-    for number, one in enumerate(each for each in result.evaluation.figures if each.name in _NAMES):
-        _bars(figure.add_subplot(grid[2 * number : 2 * number + 2, 3]), _NAMES[one.name], one.before, one.after)
+    names = _NAMES | _PAIR_NAMES
+    for number, one in enumerate(each for each in result.evaluation.figures if each.name in names):
+        _bars(figure.add_subplot(grid[2 * number : 2 * number + 2, 3]), names[one.name], one.before, one.after)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 

@@ -6,6 +6,7 @@ Invariant: a module is held out by a hash of its name, and then from both.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import pydoc_data.topics
 import re
@@ -31,6 +32,8 @@ _SIGNATURE = 80
 """Most characters of a signature that is asked for."""
 _TRAINED_ON = 3000
 """Most questions of training: more of them hardly change the figures."""
+_PAIRS = 600
+"""Most pairs of answers of training."""
 _SENTENCE = re.compile(r".+?[.!?](?=\s|$)")
 
 
@@ -122,8 +125,22 @@ def prepare(folder: Path, log: Callable[[str], None]) -> None:
     made = examples(modules)
     _write(folder / "train.jsonl", made.training)
     _write(folder / "held-out.jsonl", made.held_out)
+    _write(folder / "pairs.jsonl", itertools.islice(pairs(made.training), _PAIRS))
+    _write(folder / "held-out-pairs.jsonl", pairs(made.held_out))
     origin = "from the cache" if base.cached else f"trained in {base.seconds:.0f} s"
     log(f"base model {origin}; {len(made.training):,} questions to train on, {len(made.held_out):,} are held out")
+
+
+def pairs(records: Iterable[Mapping[str, str]]) -> Iterator[dict[str, str]]:
+    """Yield pairs with trl's columns: the right answer, and that to the question of its kind before it."""
+    former: dict[str, str] = {}
+    for record in records:
+        kind, answer = record["kind"], record["response"]
+        other = former.get(kind, answer)
+        former[kind] = answer
+        if other != answer:
+            prompt = f"{record['instruction']}\n{record['context']}\n"
+            yield {"prompt": prompt, "chosen": answer, "rejected": other}
 
 
 def _write(file: Path, records: Iterable[dict[str, str]]) -> None:

@@ -14,6 +14,7 @@ from trainium_contract.trainer.examples import DataFormat
 from trainium_contract.trainer.tuning import TuningMethod
 from trainium_devcluster import tune
 from trainium_devcluster.tune.base import CONFIGURATION, identity
+from trainium_devcluster.tune.demo import with_pairs
 
 
 @pytest.fixture
@@ -48,6 +49,21 @@ def test_what_the_job_reads_is_below_the_one_folder_that_the_demo_mounts(spec: T
     assert data.validation is not None
     read = {spec.trainer.model.weights, data.source, data.validation.source}
     assert read == {f"{mount['mountPath']}/{name}" for name in ("base", "train.jsonl", "held-out.jsonl")}
+
+
+def test_the_job_of_pairs_reads_what_the_demo_writes_and_compares_with_the_base() -> None:
+    document = yaml.safe_load(Path(tune.__file__).with_name("job.yaml").read_text())
+    config = TrainingJobSpec.model_validate(with_pairs(document)["spec"]).training_config()
+    assert config.data.format is DataFormat.PREFERENCE
+    assert config.tuning.objective is not None
+    assert config.tuning.objective.compares_with_reference
+    assert config.data.validation is not None
+    assert (config.data.source, config.data.validation.source) == (
+        "/material/pairs.jsonl",
+        "/material/held-out-pairs.jsonl",
+    )
+    assert not config.evaluate.enabled
+    assert document["spec"]["trainer"]["data"]["format"] == "Instruction"
 
 
 def test_the_base_is_trained_by_a_configuration_that_the_trainer_takes() -> None:

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from trainium_devcluster.demos.curves import Curves, Fault
 from trainium_devcluster.tune import report
-from trainium_devcluster.tune.report import Evaluation, TuneResult
+from trainium_devcluster.tune.report import Evaluation, Figure, TuneResult
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -75,6 +75,13 @@ def test_a_model_that_is_hardly_better_in_any_figure_fails_the_demo(
 ) -> None:
     (problem,) = replace(result, evaluation=with_figure(name, **change)).problems
     assert "not clearly better" in problem
+
+
+@pytest.mark.parametrize(("accuracy", "margin", "better"), [(0.9, 0.4, True), (0.6, 0.4, False), (0.9, -0.1, False)])
+def test_pairs_must_be_told_apart(result: TuneResult, accuracy: float, margin: float, better: bool) -> None:
+    figures = (Figure("rewardAccuracy", 0.5, accuracy), Figure("rewardMargin", 0.0, margin))
+    problems = replace(result, evaluation=Evaluation(120, figures, ())).problems
+    assert bool(problems) is not better
 
 
 def test_each_other_fault_of_the_result_is_a_sentence_of_its_own(result: TuneResult) -> None:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from trainium_devcluster.tune.library import Function, Module, standard_library
-from trainium_devcluster.tune.texts import documentation, examples, held_out, summary
+from trainium_devcluster.tune.texts import documentation, examples, held_out, pairs, summary
 
 SOURCE = '''
 """About shapes."""
@@ -135,3 +135,11 @@ def test_of_very_many_questions_some_are_trained_on_by_chance_and_none_of_them_i
     assert len({each["kind"] for each in made.training[:100]}) == 4
     assert made == examples([Module(seen, "", functions)]), "the same each time"
     assert made.held_out == ()
+
+
+def test_a_pair_has_the_right_answer_and_that_to_another_question_of_its_kind() -> None:
+    rows = [
+        {"kind": kind, "instruction": f"ask {number}", "context": "c", "response": answer}
+        for number, (kind, answer) in enumerate([("count", "1"), ("purpose", "Walks."), ("count", "2"), ("count", "2")])
+    ]
+    assert list(pairs(rows)) == [{"prompt": "ask 2\nc\n", "chosen": "2", "rejected": "1"}]
