@@ -66,7 +66,8 @@ def main() -> None:
     model = transformers.LlamaForCausalLM.from_pretrained(
         task["weights"], dtype=torch.float32, attn_implementation="sdpa"
     )
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=f"{task['weights']}/tokenizer.json")
+    tokenizer_class: Any = transformers.PreTrainedTokenizerFast
+    tokenizer = tokenizer_class(tokenizer_file=f"{task['weights']}/tokenizer.json")
     tokenizer.add_special_tokens({"pad_token": task["end"], "eos_token": task["end"], "bos_token": task["end"]})
     lora = peft.LoraConfig(**task["lora"], task_type="CAUSAL_LM") if task["lora"] else None
     trainer = (_dpo if task["kind"] == "DPO" else _orpo)(task, model, tokenizer, lora, _arguments(task))
@@ -106,7 +107,7 @@ def _arguments(task: dict[str, Any]) -> dict[str, Any]:
 def _dpo(task: dict[str, Any], model: Any, tokenizer: Any, lora: Any, arguments: dict[str, Any]) -> Any:
     from trl import DPOConfig, DPOTrainer  # noqa: PLC0415 - only one of the two is needed
 
-    class Trainer(Recorded, DPOTrainer):
+    class Trainer(Recorded, DPOTrainer):  # type: ignore[misc] - the library has no types here
         def _prepare_dataset(self, dataset: Any, *_: Any, **__: Any) -> Any:
             return dataset  # token ids already
 
@@ -133,7 +134,7 @@ def _orpo(task: dict[str, Any], model: Any, tokenizer: Any, lora: Any, arguments
     """One pair at a time: with several, the library weighs the likelihood of a longer pair more."""
     from trl.experimental.orpo import ORPOConfig, ORPOTrainer  # noqa: PLC0415 - as above
 
-    class Trainer(Recorded, ORPOTrainer):
+    class Trainer(Recorded, ORPOTrainer):  # type: ignore[misc] - as above
         def tokenize_row(self, feature: dict[str, Any], *_: Any, **__: Any) -> dict[str, Any]:
             """Return the token ids under the library's names."""
             row, prompt = feature["row"], feature["row"]["prompt"]
