@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from trainium_devcluster.demos.curves import Curves
 
 _NAMES = {"perplexity": "perplexity of the answers", "exactMatch": "exact match", "rougeL": "ROUGE-L"}
-_PAIR_NAMES = {"rewardAccuracy": "pairs told apart", "rewardMargin": "margin of the rewards"}
-_TOLD_APART = 0.75
+_PAIR_NAMES = {"rewardAccuracy": "accuracy of the rewards", "rewardMargin": "margin of the rewards"}
+_LEAST_ACCURACY = 0.75
 """Share of held-out pairs whose preferred answer must have the greater reward."""
 _PERPLEXITY = 0.5
 """Of the base's perplexity, the tuned model's may be this share at most; runs end near a sixth."""
@@ -78,7 +78,7 @@ class Evaluation:
         """Whether each of the figures is far better after: more than chance or a bad day could do."""
         figures = {figure.name: figure for figure in self.figures}
         if set(_PAIR_NAMES) <= set(figures):
-            return figures["rewardAccuracy"].after >= _TOLD_APART and figures["rewardMargin"].after > 0
+            return figures["rewardAccuracy"].after >= _LEAST_ACCURACY and figures["rewardMargin"].after > 0
         if not set(_NAMES) <= set(figures):
             return False
         perplexity = figures["perplexity"]

@@ -78,7 +78,9 @@ def test_a_model_that_is_hardly_better_in_any_figure_fails_the_demo(
 
 
 @pytest.mark.parametrize(("accuracy", "margin", "better"), [(0.9, 0.4, True), (0.6, 0.4, False), (0.9, -0.1, False)])
-def test_pairs_must_be_told_apart(result: TuneResult, accuracy: float, margin: float, better: bool) -> None:
+def test_most_preferred_answers_must_have_the_greater_reward(
+    result: TuneResult, accuracy: float, margin: float, better: bool
+) -> None:
     figures = (Figure("rewardAccuracy", 0.5, accuracy), Figure("rewardMargin", 0.0, margin))
     problems = replace(result, evaluation=Evaluation(120, figures, ())).problems
     assert bool(problems) is not better

@@ -76,7 +76,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """What rows 2k (the preferred answer) and 2k + 1 (the other one) of a micro-batch have beside their tokens."""
+    """Facts about the answers of a micro-batch, whose rows 2k are preferred to rows 2k + 1."""
 
     count: int
     """Pairs that are not padding."""

@@ -86,7 +86,7 @@ class Row:
 
 
 class Sample(Protocol):
-    """What fills one row of a batch, or the two of a pair."""
+    """One row of a batch, or the two of a pair."""
 
     @property
     def number(self) -> int:
