@@ -247,7 +247,9 @@ def build_job_view(
         last=entries[-1] if entries else None,
         events=tuple(events),
         advice=(),
-        outdated=status.whole("observedGeneration") < whole(metadata, "generation"),
+        # A deletion raises the generation, and nothing is left to carry out.
+        outdated=not metadata.get("deletionTimestamp")
+        and status.whole("observedGeneration") < whole(metadata, "generation"),
         written_seconds_ago=_written(metadata, status, now),
         not_shown=not_shown,
         status=status,
@@ -356,6 +358,8 @@ def advise(view: JobView) -> tuple[str, ...]:
             f"What led to it: kubectl trn why {view.name}",
             advise_retry(view),
         )
+    if view.phase == "Terminating":
+        return tuple({_condition_text(each): None for each in view.conditions if each.reason == "Terminating"})
     found = list(_problems(view))
     if view.phase == "Suspended":
         found.append(f"It waits for you: kubectl trn resume {view.name}")

@@ -137,6 +137,19 @@ def test_a_status_that_has_no_reason_to_change_is_not_called_old() -> None:
     assert "If it should have, check that the operator runs" in advice
 
 
+def test_a_job_that_is_held_while_it_is_deleted_names_what_holds_it_and_waits_for_no_answer() -> None:
+    job = recorded("job")
+    message = "the job is being deleted; it waits for: finalizer example.com/hold"
+    held = [condition("Running", "Terminating", message), condition("Ready", "Terminating", message)]
+    job["status"] |= {"phase": "Terminating", "conditions": held}
+    job["metadata"] |= {"deletionTimestamp": "2026-11-21T10:00:00Z", "generation": 1 << 20}
+    view = build_job_view(job, now=NOW)
+    assert view.advice == (message,)
+    assert not view.outdated
+    del job["metadata"]["deletionTimestamp"]
+    assert build_job_view(job, now=NOW).outdated
+
+
 def test_a_refusal_that_two_conditions_name_is_one_line_of_what_to_do() -> None:
     job = recorded("job")
     refusal = "failed quota: team: must specify limits.memory for: worker."
