@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from trainium_agent.ranks.processes import RankProcess
     from trainium_agent.ranks.standby_keeper import StandbyKeeper
     from trainium_agent.settings import AgentSettings
+    from trainium_agent.workload.base import Workload
     from trainium_contract.wire.messages import CheckResult, Membership
 
 _log = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ class GenerationRunner:
         membership: Membership,
         node_rank: int,
         *,
+        workload: Workload,
         keeper: StandbyKeeper,
         report: PodReport,
         calibration: Calibration,
@@ -66,6 +68,7 @@ class GenerationRunner:
         self._generation = membership.generation
         self._terms = GenerationLimits(membership.generation, settings.grace_seconds, sample_seconds(settings.hang))
         self._report = report
+        self._workload = workload
         self._worker = worker
         self._post = post
         self._call_at = call_at
@@ -84,6 +87,7 @@ class GenerationRunner:
             settings,
             membership,
             node_rank,
+            workload=workload,
             keeper=keeper,
             signs=report.signs,
             calibration=calibration,
@@ -162,7 +166,7 @@ class GenerationRunner:
             case do.Kill():
                 self._signal(signal.SIGKILL)
             case do.RequestExit(memory_ends):
-                self._signal(signal.SIGUSR1 if memory_ends else signal.SIGTERM)
+                self._signal(self._workload.exit_signal(memory_ends=memory_ends))
             case do.EnterPhase(phase, attempt):
                 report.enter(phase, generation=self._generation, attempt=attempt)
             case do.ReportRestart(attempt, cause, failed_at):

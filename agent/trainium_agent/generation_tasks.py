@@ -20,13 +20,15 @@ from trainium_agent.hang.detection import Finding, FindingKind, after_hang
 from trainium_agent.hang.response import HangResponse
 from trainium_agent.lifecycle import actions as do
 from trainium_agent.lifecycle import events as on
-from trainium_agent.ranks.standby_keeper import AttemptLayout, start_ranks
 from trainium_agent.rendezvous import (
     GenerationRendezvous,
     GenerationStoppedError,
     RendezvousInterruptedError,
 )
+from trainium_agent.workload.base import AttemptLayout
+from trainium_contract.exit_codes import ExitCode
 from trainium_contract.spec.health import PreflightCheck
+from trainium_contract.wire.messages import WorkerPhase
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from trainium_agent.ranks.processes import RankProcess
     from trainium_agent.ranks.standby_keeper import StandbyKeeper
     from trainium_agent.settings import AgentSettings
+    from trainium_agent.workload.base import Workload
     from trainium_contract.wire.messages import CheckResult, Membership
 
 _T = TypeVar("_T")
@@ -78,6 +81,7 @@ class GenerationTasks:
         membership: Membership,
         node_rank: int,
         *,
+        workload: Workload,
         keeper: StandbyKeeper,
         signs: Signs,
         calibration: Calibration,
@@ -93,13 +97,14 @@ class GenerationTasks:
         self._settings = settings
         self._membership = membership
         self._node_rank = node_rank
+        self._workload = workload
         self._keeper = keeper
         self._signs = signs
         self._leave_requested = leave_requested
         self._on_exit = on_exit
         self._on_started = on_started
         self._diagnosed: tuple[RankProcess, Diagnosis] | None = None
-        pairs = PreflightCheck.PAIRWISE in settings.checks
+        pairs = PreflightCheck.PAIRWISE in settings.checks and settings.program is None
         self._rendezvous = GenerationRendezvous(
             membership,
             node_rank,
@@ -107,15 +112,24 @@ class GenerationTasks:
             interrupted=leave_requested.is_set,
             waiting_for=lambda nodes: post_fact(on.WaitingFor(nodes)),
             watcher=watcher,
+            reserve_port=workload.reserve_port,
             pair_round=PairRound(
-                settings, membership, node_rank, keeper, interrupted=self._stop_when_ordered, report=report_check
+                settings,
+                membership,
+                node_rank,
+                keeper,
+                reserve_port=workload.reserve_port,
+                interrupted=self._stop_when_ordered,
+                report=report_check,
             )
             if pairs
             else None,
         )
         self._store = self._rendezvous.store
         self._exit_barrier = ExitBarrier(self._store, node_rank, len(membership.members))
-        self._hangs = HangResponse(settings, membership, node_rank, calibration=calibration, store=self._store)
+        self._hangs = HangResponse(
+            settings, membership, node_rank, calibration=calibration, store=self._store, workload=workload
+        )
 
     def perform(self, task: do.Task, given: TaskContext) -> on.Result:
         """Do it. Raises what makes the whole pod useless, as a standby that cannot be replaced."""
@@ -141,6 +155,9 @@ class GenerationTasks:
                 self._connect_again(wanted=task.reconnect)
                 return on.HangCounted(self._count(Finding(FindingKind.SILENT), task.attempt, given))
             case do.SignExit():
+                left = self._workload.leftover(given.ranks) if task.phase is WorkerPhase.FINISHED else ""
+                if left:
+                    return self._give_up(task.attempt, ExitCode.USER_ERROR, left, given)
                 self._exit_barrier.sign(task.attempt, task.phase)
                 return on.TaskDone()
             case do.CheckFinished():
@@ -167,9 +184,11 @@ class GenerationTasks:
         except GenerationStoppedError:
             return on.GenerationStopped()
         except NodeFailedPairTestError as found:
-            code, attempt = found.code, self._rendezvous.attempt
-            self._quietly(lambda: self._store.change(lambda state: judge(code, attempt, given.reached, state, 0).state))
-            return on.NodeFailedPairTest(code, str(found))
+            return self._give_up(self._rendezvous.attempt, found.code, str(found), given)
+
+    def _give_up(self, attempt: int, code: ExitCode, sentence: str, given: TaskContext) -> on.GaveUp:
+        self._quietly(lambda: self._store.change(lambda state: judge(code, attempt, given.reached, state, 0).state))
+        return on.GaveUp(code, sentence)
 
     def _start(self, start: do.StartRanks) -> on.Started:
         generation, members = self._membership.generation, self._membership.members
@@ -181,11 +200,21 @@ class GenerationTasks:
             on_a_node=self._membership.processes_per_node,
             master_ip=members[0].pod_ip,
             master_port=start.port,
+            accumulation=self._membership.accumulation,
         )
-        run_id = f"{self._settings.run_id}.g{generation}"
-        ranks = start_ranks(self._settings, self._keeper, layout, run_id, self._on_exit)
+        ranks = tuple(self._start_rank(layout, local_rank) for local_rank in range(layout.on_a_node))
         self._on_started(ranks)
         return on.Started(len(ranks))
+
+    def _start_rank(self, layout: AttemptLayout, local_rank: int) -> RankProcess:
+        return self._keeper.start(
+            self._workload.request(layout, local_rank),
+            local_rank=local_rank,
+            rank=layout.rank(local_rank),
+            attempt=layout.attempt,
+            on_exit=self._on_exit,
+            on_line=self._workload.on_output(layout, local_rank),
+        )
 
     # What an end stands for.
 

@@ -14,16 +14,15 @@ from typing import TYPE_CHECKING
 
 from trainium_agent.checks import pairing
 from trainium_agent.generation.state_watcher import LONGEST_TURN_SECONDS, StatePublisher
-from trainium_agent.generation.store import GenerationStore, StoreLostError, serve_rank_store
+from trainium_agent.generation.store import GenerationStore, StoreLostError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, not in __all__
-
     from trainium_agent.checks.pair_round import PairRound
     from trainium_agent.exits.restart_policy import GenerationState
     from trainium_agent.generation.state_watcher import StateWatcher
+    from trainium_agent.workload.base import RankPort
     from trainium_contract.wire.messages import Membership
 
 _POLL_SECONDS = 0.01
@@ -56,9 +55,11 @@ class GenerationRendezvous:
         interrupted: Callable[[], bool],
         waiting_for: Callable[[tuple[int, ...]], None],
         watcher: StateWatcher,
+        reserve_port: Callable[[str], RankPort],
         pair_round: PairRound | None = None,
     ) -> None:
         """`watcher` is started by who made it, and nudged when `interrupted` becomes true."""
+        self._reserve_port = reserve_port
         self._membership = membership
         self._node_rank = node_rank
         self._initial = initial
@@ -69,13 +70,13 @@ class GenerationRendezvous:
         # Node 0 asks for all others at once: the same bytes a second at any size.
         self._poll_seconds = max(_POLL_SECONDS, len(membership.members) * 0.0001)
         self._caller: StatePublisher | None = None
-        self._rank_store: TCPStore | None = None
+        self._rank_port: RankPort | None = None
         self.store = GenerationStore(membership, hurried=interrupted)
         self.attempt = initial.attempt
         """Newest one that was joined."""
 
     def next_rendezvous(self) -> tuple[GenerationState, int]:
-        """Join the newest attempt and wait for all members; the attempt's state, and the port of its ranks' store.
+        """Join the newest attempt and wait for all members; the attempt's state, and the port at which its ranks meet.
 
         Raises RendezvousInterruptedError, GenerationStoppedError, and NodeFailedPairTestError for this very node.
         """
@@ -96,7 +97,7 @@ class GenerationRendezvous:
     def shutdown(self) -> None:
         """Close the connection to the generation's store, the ranks' store and the turns if they are here."""
         self.store.close()
-        self._rank_store = None
+        self._rank_port = None
         if self._caller is not None:
             self._caller.stop()
             self._caller = None
@@ -125,8 +126,8 @@ class GenerationRendezvous:
         store, attempt = self.store, state.attempt
         port_key, go_key = store.key(attempt, "port"), store.key(attempt, "go")
         if self._node_rank == 0:
-            self._rank_store = serve_rank_store(self._membership.members[0].pod_ip)
-            store.set(port_key, str(self._rank_store.port))
+            self._rank_port = self._reserve_port(self._membership.members[0].pod_ip)
+            store.set(port_key, str(self._rank_port.port))
         store.set(store.key(attempt, "joined", self._node_rank))
         if not (self._gather(attempt) if self._node_rank == 0 else self._await_go(attempt)):
             return None

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from trainium_contract.spec.health import PreflightCheck
+from trainium_contract.spec.program import ProgramSpec
 from trainium_contract.spec.recovery import HangSpec
 from trainium_contract.wire import worker_env
 from trainium_contract.wire.log_format import choose_log_format
@@ -101,6 +102,8 @@ class AgentSettings:
     pair_seconds: float = 8.0
     """What one exchange of the pairwise test may take; a second of it is needed."""
     log_format: LogFormat = LogFormat.TEXT
+    program: ProgramSpec | None = None
+    """What runs instead of the trainer."""
 
     @property
     def run_id(self) -> str:
@@ -170,6 +173,7 @@ def settings_from(environment: Mapping[str, str]) -> AgentSettings:
         check_entry=environment.get(ENV_CHECK_ENTRY) or DEFAULT_CHECK_ENTRY,
         scratch_directory=Path(environment["XDG_CACHE_HOME"]) if environment.get("XDG_CACHE_HOME") else None,
         log_format=_log_format(environment),
+        program=_program(environment.get(worker_env.ENV_PROGRAM, "")),
     )
 
 
@@ -202,11 +206,21 @@ def _hang(text: str) -> HangSpec:
     try:
         return HangSpec.model_validate_json(text) if text else HangSpec()
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the text"
-        raise SettingsError(
-            f"{worker_env.ENV_HANG_LIMITS} must be spec.recovery.hang as JSON: {where}: {first['msg']}."
-        ) from error
+        sentence = f"{worker_env.ENV_HANG_LIMITS} must be spec.recovery.hang as JSON: {_first_of(error)}."
+        raise SettingsError(sentence) from error
+
+
+def _program(text: str) -> ProgramSpec | None:
+    try:
+        return ProgramSpec.model_validate_json(text) if text else None
+    except ValidationError as error:
+        raise SettingsError(f"{worker_env.ENV_PROGRAM} must be spec.program as JSON: {_first_of(error)}.") from error
+
+
+def _first_of(error: ValidationError) -> str:
+    """Return where the first error is, and what it is."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    return f"{'.'.join(str(part) for part in first['loc']) or 'the text'}: {first['msg']}"
 
 
 def _endpoints(text: str) -> tuple[Endpoint, ...]:

@@ -23,7 +23,7 @@ from trainium_agent.background_compile import BackgroundCompiler
 from trainium_agent.checks.node_checks import NodeChecks
 from trainium_agent.checks.preflight import compare_clocks
 from trainium_agent.coordinator.client import CoordinatorClient
-from trainium_agent.coordinator.report import PodReport, ReadProgress
+from trainium_agent.coordinator.report import PodReport
 from trainium_agent.exits.kernel_log import KernelLog
 from trainium_agent.generation_runner import GenerationRunner
 from trainium_agent.generation_tasks import BlockingWorker
@@ -32,7 +32,8 @@ from trainium_agent.lifecycle import pod
 from trainium_agent.lifecycle.events import Order
 from trainium_agent.ranks.output import OutputPump
 from trainium_agent.ranks.processes import Reaper, kill_descendants
-from trainium_agent.ranks.standby_keeper import Standby, StandbyKeeper, progress_file
+from trainium_agent.ranks.standby_keeper import Standby, StandbyKeeper
+from trainium_agent.workload.base import progress_file
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.faults.classify import stops_job
 from trainium_contract.spec.health import PreflightCheck
@@ -42,11 +43,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, not in __all__
-
     from trainium_agent.checks.preflight import PreflightFinding
+    from trainium_agent.generation.server import StoreServer
     from trainium_agent.lifecycle.state import LocalGeneration
     from trainium_agent.settings import AgentSettings
+    from trainium_agent.workload.base import Workload
     from trainium_contract.wire.messages import CheckResult
 
 _log = logging.getLogger(__name__)
@@ -63,15 +64,16 @@ _INTERNAL_ERROR = 70
 class AgentSupervisor:
     """Everything that runs in the agent's process, wired together."""
 
-    def __init__(self, settings: AgentSettings, standby: Standby, store: TCPStore, read_progress: ReadProgress) -> None:
+    def __init__(self, settings: AgentSettings, workload: Workload, standby: Standby, store: StoreServer) -> None:
         self._settings = settings
+        self._workload = workload
         self._loop = asyncio.get_running_loop()
         self._store = store  # serves for as long as the pod lives
         self._reaper = Reaper()
         self._worker = BlockingWorker()
-        self._report = PodReport(settings, read_progress, lambda: self._post(self._client.heartbeat_now))
+        self._report = PodReport(settings, workload, lambda: self._post(self._client.heartbeat_now))
         self._keeper = StandbyKeeper(
-            settings, standby, self._reaper, OutputPump(settings), self._loop.call_soon_threadsafe
+            workload.plan, standby, self._reaper, OutputPump(settings), self._loop.call_soon_threadsafe
         )
         self._background = BackgroundCompiler(
             settings,
@@ -88,7 +90,7 @@ class AgentSupervisor:
         self._client = CoordinatorClient(
             settings,
             store.port,
-            version("trainium-trainer"),
+            version("trainium-agent"),
             heartbeat=self._report.heartbeat,
             on_membership=self._on_membership,
             on_acknowledged=self._on_acknowledged,
@@ -221,6 +223,7 @@ class AgentSupervisor:
     async def _observe(self) -> None:
         """Follow the ranks' progress closely while a restart has not resumed, and end when nobody cares any more."""
         while True:
+            self._workload.observe()
             self._report.observe()
             close = self._report.recovering or self._report.phase is WorkerPhase.LOADING
             await asyncio.sleep(_RECOVERING_SECONDS if close else _TRAINING_SECONDS)
@@ -284,6 +287,7 @@ class AgentSupervisor:
             self._settings,
             membership,
             node_rank,
+            workload=self._workload,
             keeper=self._keeper,
             report=self._report,
             calibration=self._calibration,

@@ -30,9 +30,9 @@ from benchmarks.training_speed.runs import (
     write_config,
 )
 from trainium_agent.linux import kernel
-from trainium_agent.ranks.standby import StartRequest
+from trainium_agent.ranks.standby import StandbyPlan, StartRequest
 from trainium_agent.ranks.standby_keeper import Standby
-from trainium_agent.settings import DEFAULT_RANK_ENTRY
+from trainium_agent.settings import DEFAULT_RANK_ENTRY, DEFAULT_WARM_MODULE
 from trainium_devcluster.ports import reserved_port
 
 if TYPE_CHECKING:
@@ -76,7 +76,8 @@ def _run_from_standby(task: Task, folder: Path, text: Path) -> Result:
     file = write_config(task, folder, text)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     channel = theirs.fileno()
-    arguments = [str(channel), str(os.getpid()), DEFAULT_RANK_ENTRY, str(file)]
+    plan = StandbyPlan(("torch",), DEFAULT_RANK_ENTRY, DEFAULT_WARM_MODULE, str(file))
+    arguments = [str(channel), str(os.getpid()), plan.encode()]
     process = subprocess.Popen(
         [sys.executable, "-m", "trainium_agent.ranks.standby", *arguments],
         pass_fds=[channel],

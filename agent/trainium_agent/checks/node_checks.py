@@ -73,7 +73,11 @@ class NodeChecks:
         self._folder: Path = settings.memory_directory / "preflight"
         alone = settings.processes_per_node == 1
         self._checks = tuple(
-            check for check in _NAMES if check in settings.checks and not (alone and check is PreflightCheck.LOOPBACK)
+            check
+            for check in _NAMES
+            if check in settings.checks
+            and not (alone and check is PreflightCheck.LOOPBACK)
+            and settings.program is None  # they compute with the trainer's libraries
         )
         self._cancelled = threading.Event()
 

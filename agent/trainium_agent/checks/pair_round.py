@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from trainium_agent.checks import pairing
 from trainium_agent.checks.pairing import Group, PairingResult, Wave, WaveResults
-from trainium_agent.generation.store import StoreLostError, serve_store
+from trainium_agent.generation.store import StoreLostError
 from trainium_agent.ranks.standby import StartRequest
 from trainium_agent.ranks.standby_keeper import StandbyLostError
 from trainium_contract.exit_codes import ExitCode
@@ -31,12 +31,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, not in __all__
-
     from trainium_agent.generation.store import GenerationStore
     from trainium_agent.ranks.processes import RankProcess
     from trainium_agent.ranks.standby_keeper import StandbyKeeper
     from trainium_agent.settings import AgentSettings
+    from trainium_agent.workload.base import RankPort
     from trainium_contract.wire.messages import Membership
 
 _log = logging.getLogger(__name__)
@@ -101,6 +100,7 @@ class PairRound:
         node_rank: int,
         keeper: StandbyKeeper,
         *,
+        reserve_port: Callable[[str], RankPort],
         interrupted: Callable[[], None],
         report: Callable[[CheckResult], None],
     ) -> None:
@@ -111,6 +111,7 @@ class PairRound:
         self._seconds = settings.pair_seconds
         self._nodes = len(membership.members)
         self._keeper = keeper
+        self._reserve_port = reserve_port
         self._interrupted = interrupted
         self._report = report
 
@@ -155,11 +156,11 @@ class PairRound:
 
     def _meet(
         self, store: GenerationStore, attempt: int, number: int, group: Group
-    ) -> tuple[TCPStore | None, int | None]:
+    ) -> tuple[RankPort | None, int | None]:
         """Return a store for the exchange at its first node, and the store's port."""
         key = self._key(store, attempt, number, "port", group[0])
         if self._node_rank == group[0]:
-            served = serve_store(self._settings.pod_ip, seconds=self._seconds)
+            served = self._reserve_port(self._settings.pod_ip)
             store.set(key, str(served.port))
             return served, int(served.port)
         deadline = time.monotonic() + self._seconds

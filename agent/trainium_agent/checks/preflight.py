@@ -54,7 +54,9 @@ class PreflightFinding:
 
 def preflight(settings: AgentSettings, devices: Path = _DEVICES) -> tuple[PreflightFinding, ...]:
     """Everything found wrong, worst kind not first; empty when the pod is fit."""
-    findings = [*_memory_directory(settings.memory_directory), *_config(settings.config_path)]
+    findings = [*_memory_directory(settings.memory_directory)]
+    if settings.program is None:
+        findings += _config(settings.config_path)
     findings += _open_files(settings.largest_nodes, settings.processes_per_node)
     if PreflightCheck.DEVICES in settings.checks:
         findings += _devices(settings.neuron_devices, devices)

@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from trainium_agent.exits.diagnosis import MESSAGE_CHARACTERS, Signs, describe_exit, last_message
-from trainium_agent.ranks.progress import read_alerts, read_notice, read_results
+from trainium_agent.ranks.progress import ProgressPhase, read_alerts, read_notice, read_results
 from trainium_contract.sizes import MAX_COMPILED
 from trainium_contract.status.results import RunStage
 from trainium_contract.wire.messages import (
@@ -34,8 +32,13 @@ from trainium_contract.wire.messages import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
     from trainium_agent.ranks.processes import RankProcess
+    from trainium_agent.ranks.progress import ProgressRecord
     from trainium_agent.settings import AgentSettings
+    from trainium_agent.workload.base import Workload
     from trainium_contract.faults.causes import Cause
     from trainium_contract.spec.health import PreflightCheck
     from trainium_contract.spec.precompile import CompiledSize
@@ -43,33 +46,6 @@ if TYPE_CHECKING:
 _KEPT = 8
 _LISTED_RANKS = 64
 _LAST_LINES_SECONDS = 1.0
-
-
-class ReportedProgress(Protocol):
-    """The fields of `trainium_agent.ranks.progress.ProgressRecord` that are used here."""
-
-    generation: int
-    attempt: int
-    phase: Any
-    step: int
-    resume_step: int
-    loss: float
-    tokens_per_second: float
-    samples: int
-    memory_step: int
-    durable_step: int
-    updated: float
-    productive_seconds: float
-    total_steps: int
-    stage_progress: float
-    stage_since: float
-
-    @property
-    def stage(self) -> RunStage:
-        """The stage of the run."""
-
-
-ReadProgress = Callable[[Path], ReportedProgress | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +88,9 @@ class _Failure:
 class PodReport:
     """The agent's own view of its pod, from which every heartbeat is made."""
 
-    def __init__(self, settings: AgentSettings, read_progress: ReadProgress, wake: Callable[[], None]) -> None:
+    def __init__(self, settings: AgentSettings, workload: Workload, wake: Callable[[], None]) -> None:
         self._settings = settings
-        self._read = read_progress
+        self._workload = workload
         self._wake = wake
         self._phase = WorkerPhase.PREFLIGHT
         self._generation = 0
@@ -295,11 +271,16 @@ class PodReport:
 
     def observe(self) -> None:
         """Read the ranks' progress and see whether a restart has resumed."""
-        record = self._current_record(0)
-        if record is None:
+        records = [
+            (record, index) for index in range(len(self._progress_files)) if (record := self._current_record(index))
+        ]
+        if not records:
             return
+        # Ranks of the trainer are in the same step; of a program perhaps one alone reports.
+        record, index = max(records, key=lambda found: found[0].step)
         self._date(record)
-        beside = self._progress_files[0]
+        beside = self._progress_files[index]
+        hang_detection = self._workload.hang_detection
         results = read_results(beside)
         self._progress = Progress(
             step=max(record.step, 0),
@@ -308,7 +289,7 @@ class PodReport:
             resume_step=record.resume_step if record.resume_step >= 0 else None,
             samples=max(record.samples, 0),
             memory_step=max(record.memory_step, -1),
-            durable_step=max(record.durable_step, -1),
+            durable_step=max(record.durable_step, self._workload.durable_step, -1),
             updated=max(_finite(record.updated) or 0.0, 0.0),
             productive_seconds=max(_finite(record.productive_seconds) or 0.0, 0.0),
             started=self._started,
@@ -321,6 +302,8 @@ class PodReport:
             stage_since=max(_finite(record.stage_since) or 0.0, 0.0),
             artifacts=results.artifacts,
             evaluation=results.evaluation,
+            hang_detection="" if hang_detection is None else hang_detection.value,
+            problem=self._workload.problem[:MESSAGE_CHARACTERS],
         )
         resumed = record.resume_step if record.resume_step >= 0 else None
         for index, restart in enumerate(self._restarts):
@@ -332,7 +315,7 @@ class PodReport:
             self._best_step = max(self._best_step, record.step, record.resume_step)
             stage = 0.0 if record.stage is RunStage.TRAIN else record.stage.number + record.stage_progress
             self._reached = max(self._reached, self._best_step + stage)
-        training = self._phase is WorkerPhase.LOADING and record.phase.name == "TRAINING"
+        training = self._phase is WorkerPhase.LOADING and record.phase is ProgressPhase.TRAINING
         if training:
             self.enter(WorkerPhase.TRAINING)
 
@@ -361,22 +344,22 @@ class PodReport:
             compiled=self._compiled,
         )
 
-    def _date(self, record: ReportedProgress) -> None:
+    def _date(self, record: ProgressRecord) -> None:
         """Record when this attempt's processes were up and when they started to train."""
         attempt = (record.generation, record.attempt)
         if attempt != self._dated:
             self._dated, self._started, self._loaded = attempt, time.time(), 0.0
-        if not self._loaded and record.phase.name == "TRAINING":
+        if not self._loaded and record.phase is ProgressPhase.TRAINING:
             self._loaded = time.time()
 
-    def _current_record(self, index: int) -> ReportedProgress | None:
+    def _current_record(self, index: int) -> ProgressRecord | None:
         """Progress of one local rank, unless it is left over from an earlier attempt."""
         if index >= len(self._progress_files):
             return None
-        record = self._read(self._progress_files[index])
-        if record is None or (record.generation, record.attempt) != (self._generation, self._attempt):
+        found = self._workload.read(self._progress_files[index])
+        if found is None or (found[0].generation, found[0].attempt) != (self._generation, self._attempt):
             return None
-        return record
+        return found[0]
 
     def _is_current(self, record: RestartRecord) -> bool:
         return record.generation == self._generation
@@ -390,10 +373,12 @@ def _alerts(path: Path) -> tuple[Alert, ...]:
     )
 
 
-def _resumed_at(record: ReportedProgress, step_before: int) -> float | None:
+def _resumed_at(record: ProgressRecord, step_before: int) -> float | None:
     """When the ranks went on where the failure had stopped them; None while they have not."""
     if record.step > max(step_before, record.resume_step):
         return record.updated
+    if record.step < 0 and step_before < 0 and record.phase is ProgressPhase.TRAINING:
+        return record.updated  # a program without steps trains as soon as it runs
     back = record.stage is not RunStage.TRAIN and record.step >= step_before
     return record.stage_since if back else None
 

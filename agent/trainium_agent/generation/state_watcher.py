@@ -2,8 +2,7 @@
 
 Only that agent polls, its own server and at any size as often. It publishes the shared state as soon as it changed or
 an agent notified it, else each second. The others wait for the publication in the store, so that waiting costs each of
-them two messages a publication. Publications are frequent because the library's client, where a
-wait times out, writes to standard error and asks DNS for the server's name, which may take seconds.
+them two messages a publication.
 
 Guarantees:
 - A publication holds the whole shared state, so an agent that missed some gets everything with the next.

@@ -1,4 +1,4 @@
-"""Hold the state that the agents of one generation share: a TCPStore in the agent of node rank 0.
+"""Hold the state that the agents of one generation share: a store in the agent of node rank 0.
 
 Every agent hosts one such server for the life of its pod, on the port that it reserved at its start; a generation uses
 the server of its node rank 0, with its number in front of every key. The ranks have a separate store, fresh for
@@ -16,16 +16,12 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
-import queue
 import socket
-import threading
 import time
-from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar
-
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # documented, not in __all__
+from typing import TYPE_CHECKING
 
 from trainium_agent.exits.restart_policy import GenerationState
+from trainium_agent.generation.server import LONGEST_FRAME, Answer, StoreClient
 from trainium_contract.wire.messages import WorkerPhase
 
 if TYPE_CHECKING:
@@ -33,97 +29,16 @@ if TYPE_CHECKING:
 
     from trainium_contract.wire.messages import Membership
 
-_T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 OPERATION_SECONDS = 5.0
 _HURRIED_SECONDS = 2.0
-_POLL_SECONDS = 0.1
 _CONNECT_SECONDS = 1.0
-_RANK_STORE_SECONDS = 300.0
-_BACKLOG = 1024
+_WAIT_SECONDS = 4.0
+"""How long `get` waits for a key that does not exist; below `OPERATION_SECONDS`, so that the answer is in time."""
 
 
 class StoreLostError(ConnectionError):
     """The agent that hosts the store cannot be reached."""
-
-
-class _Line:
-    """Makes the blocking calls on one connection in a separate thread, which is abandoned when one never returns.
-
-    The library's time-outs do not hold when the server's host hangs: it then waits, without any, for the server to
-    confirm that it gave up waiting.
-    """
-
-    def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        threading.Thread(target=_carry_out, args=(self._calls,), name="store-calls", daemon=True).start()
-
-    def __del__(self) -> None:
-        self._calls.put(None)
-
-    def call(self, operation: Callable[[], _T], patience: Callable[[], float]) -> _T:
-        """Return the operation's result. Raises StoreLostError when it fails or takes longer than `patience`."""
-        results: list[_T] = []
-        failures: list[Exception] = []
-        ended = threading.Event()
-
-        def carry() -> None:
-            try:
-                results.append(operation())
-            except Exception as error:  # noqa: BLE001 - it is raised in the thread that asked
-                failures.append(error.with_traceback(None))
-            ended.set()
-
-        self._calls.put(carry)
-        began = time.monotonic()
-        while not ended.wait(_POLL_SECONDS):
-            if time.monotonic() - began > patience():
-                raise StoreLostError("the host of the generation's store does not answer")
-        if not failures:
-            return results[0]
-        # Taken out, and dropped at the end: an error that a frame of its traceback holds keeps itself, and the
-        # connection with it, until the collector comes by, which in a quiet agent is hours later.
-        failure = failures.pop()
-        try:
-            if isinstance(failure, (RuntimeError, OSError)):
-                raise StoreLostError(str(failure).partition("\n")[0]) from failure
-            raise failure
-        finally:
-            del failure
-
-
-def _carry_out(calls: queue.SimpleQueue[Callable[[], None] | None]) -> None:
-    """Knows the queue alone, so that a line that nobody holds any more ends its thread."""
-    while (call := calls.get()) is not None:
-        call()
-        del call
-
-
-def serve_store(address: str, port: int = 0, *, seconds: float = OPERATION_SECONDS) -> TCPStore:
-    """Host a store on one address only; port 0 takes a free one (see its `port`).
-
-    Raises OSError when the address cannot be bound.
-    """
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((address, port))
-        listener.listen(_BACKLOG)
-        chosen = listener.getsockname()[1]
-        return TCPStore(
-            address,
-            chosen,
-            None,
-            True,
-            timedelta(seconds=seconds),
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
-
-
-def serve_rank_store(address: str) -> TCPStore:
-    """Start a store for the ranks of one attempt."""
-    return serve_store(address, seconds=_RANK_STORE_SECONDS)
 
 
 class GenerationStore:
@@ -137,35 +52,25 @@ class GenerationStore:
         self._signer = ValueSigner(membership)
         self._hurried = hurried
         self._complained = False
-        self._client: TCPStore | None = None
-        self._line: _Line | None = None
+        self._client: StoreClient | None = None
 
     @property
     def connected(self) -> bool:
         """Whether a connection was made and not found broken since."""
         return self._client is not None
 
-    @property
-    def client(self) -> Store:
-        """The store itself. Raises StoreLostError when not connected."""
-        if self._client is None:
-            raise StoreLostError("not connected to the generation's store")
-        return self._client
-
     def connect(self) -> None:
         """Connect, once and quickly. Raises StoreLostError."""
-        self._client = self._on_line(self._open)
+        try:
+            self._client = StoreClient(socket.create_connection(self._address, timeout=_CONNECT_SECONDS))
+        except OSError as error:
+            raise StoreLostError(str(error)) from None
 
     def close(self) -> None:
-        """Close the connection at once, even while this object is referenced: the server counts it until then."""
-        self._client = None
-        self._line = None
-
-    def _open(self) -> TCPStore:
-        # The library's own client retries with long back-offs and prints a stack trace each time.
-        socket.create_connection(self._address, timeout=_CONNECT_SECONDS).close()
-        host, port = self._address
-        return TCPStore(host, port, None, False, timedelta(seconds=OPERATION_SECONDS), wait_for_workers=False)
+        """Close the connection."""
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
 
     def key(self, *parts: object) -> str:
         """Return a key of this generation."""
@@ -173,12 +78,11 @@ class GenerationStore:
 
     def has(self, *keys: str) -> bool:
         """Return whether all keys exist."""
-        return self._ask(lambda client: bool(client.check([*keys])))
+        return bool(self._ask("has", *keys))
 
     def set(self, key: str, value: str = "1") -> None:
         """Write a key."""
-        signed = self._signer.sign(key, value)
-        self._ask(lambda client: client.set(key, signed))
+        self._ask("set", key, self._signer.sign(key, value))
 
     def get(self, key: str) -> str:
         """Read a key that exists (waits for it otherwise)."""
@@ -186,17 +90,16 @@ class GenerationStore:
 
     def count(self, key: str, amount: int = 0) -> int:
         """Add to a counter; its value afterwards."""
-        return self._ask(lambda client: int(client.add(key, amount)))
+        return int(self._ask("add", key, amount) or 0)
 
     def remove(self, key: str) -> None:
         """Forget a key, if it is there."""
-        self._ask(lambda client: client.delete_key(key))
+        self._ask("delete", key)
 
     def begin(self, state: GenerationState) -> None:
         """Create the shared state unless it exists."""
         key = self.key("state")
-        signed = self._signer.sign(key, state.encode())
-        self._ask(lambda client: client.compare_set(key, "", signed))
+        self._ask("swap", key, "", self._signer.sign(key, state.encode()))
 
     def has_started(self) -> bool:
         """Return whether the shared state exists."""
@@ -220,13 +123,17 @@ class GenerationStore:
                 return GenerationState.decode(wanted)
             stored = found
 
-    def _swap(self, key: str, seen: str, wanted: str) -> bytes:
-        return self._ask(lambda client: client.compare_set(key, seen, wanted))
+    def _swap(self, key: str, seen: str, wanted: str) -> str:
+        return str(self._ask("swap", key, seen, wanted))
 
-    def _stored(self, key: str) -> bytes:
-        return self._ask(lambda client: client.get(key))
+    def _stored(self, key: str) -> str:
+        stored = self._ask("get", key, _WAIT_SECONDS)
+        if not isinstance(stored, str):
+            self.close()
+            raise StoreLostError(f"{key} has not come to the generation's store within {_WAIT_SECONDS:.0f} s")
+        return stored
 
-    def _opened(self, key: str, stored: bytes) -> str:
+    def _opened(self, key: str, stored: str) -> str:
         try:
             return self._signer.verify(key, stored)
         except ForgedValueError as error:
@@ -235,24 +142,24 @@ class GenerationStore:
                 _log.error("%s: somebody else reaches this port; it is not believed", error)
             raise StoreLostError(str(error)) from error
 
-    def _ask(self, operation: Callable[[Store], _T]) -> _T:
-        client = self.client
+    def _ask(self, *request: str | float) -> Answer:
+        """Ask the server. Raises StoreLostError, after which there is no connection."""
+        client = self._client
+        if client is None:
+            raise StoreLostError("not connected to the generation's store")
+        began = time.monotonic()
+
+        def remaining() -> float:
+            return began + (_HURRIED_SECONDS if self._hurried() else OPERATION_SECONDS) - time.monotonic()
+
         try:
-            return self._on_line(lambda: operation(client))
-        except StoreLostError:
-            self._client = None
-            raise
-
-    def _on_line(self, operation: Callable[[], _T]) -> _T:
-        """Replace the line on which a call failed, because it may be stuck."""
-        line = self._line or _Line()
-        self._line = None
-        result = line.call(operation, lambda: _HURRIED_SECONDS if self._hurried() else OPERATION_SECONDS)
-        self._line = line
-        return result
+            return client.ask(request, remaining)
+        except (OSError, ValueError) as error:
+            self.close()
+            raise StoreLostError(str(error)) from None
 
 
-LONGEST_VALUE = 4 << 20
+LONGEST_VALUE = LONGEST_FRAME - (1 << 20)
 _SIGNATURE_CHARACTERS = 32
 
 
@@ -271,12 +178,11 @@ class ValueSigner:
         """Return the value as it is stored under this name."""
         return self._sign(name, value) + value
 
-    def verify(self, name: str, stored: bytes | str) -> str:
+    def verify(self, name: str, stored: str) -> str:
         """Return the value that is stored under this name. Raises ForgedValueError."""
         if len(stored) > LONGEST_VALUE:
             raise ForgedValueError(f"{name} in the generation's store is longer than anything that agents write")
-        text = stored.decode("utf-8", "replace") if isinstance(stored, bytes) else stored
-        signature, value = text[:_SIGNATURE_CHARACTERS], text[_SIGNATURE_CHARACTERS:]
+        signature, value = stored[:_SIGNATURE_CHARACTERS], stored[_SIGNATURE_CHARACTERS:]
         if not hmac.compare_digest(signature.encode(), self._sign(name, value).encode()):
             raise ForgedValueError(f"{name} in the generation's store was not written by an agent of this generation")
         return value

@@ -22,7 +22,7 @@ from trainium_agent.hang.detection import Finding, FindingKind, Stall
 from trainium_agent.hang.watchdog import HangWatch
 from trainium_agent.lifecycle.events import HangFound, InquiryUpdated, RanksSampled
 from trainium_agent.linux import stacks
-from trainium_agent.ranks.standby_keeper import progress_file
+from trainium_agent.workload.base import progress_file
 from trainium_contract.faults.causes import Cause
 from trainium_contract.wire.log_line import LogFormat
 from trainium_contract.wire.messages import StuckRank
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from trainium_agent.linux.stacks import Stacks
     from trainium_agent.ranks.processes import RankProcess
     from trainium_agent.settings import AgentSettings
+    from trainium_agent.workload.base import Workload
     from trainium_contract.wire.messages import Membership
 
 _log = logging.getLogger(__name__)
@@ -54,6 +55,7 @@ class HangResponse:
         *,
         calibration: Calibration,
         store: GenerationStore,
+        workload: Workload,
     ) -> None:
         self._settings = settings
         self._generation = membership.generation
@@ -61,6 +63,7 @@ class HangResponse:
         self._watch = HangWatch(
             settings.hang,
             lambda local_rank: progress_file(settings, membership.generation, local_rank),
+            workload,
             generation=membership.generation,
             world=members * membership.processes_per_node,
             calibration=calibration,

@@ -5,13 +5,14 @@ Invariant: a sample costs a rank nothing (shared memory and /proc are read) and 
 
 from __future__ import annotations
 
+import math
 import time
 from typing import TYPE_CHECKING
 
 from trainium_agent.hang.detection import Calibration, RankSample, Stall, StallWatch, limit_of, percentile
 from trainium_agent.linux import kernel
 from trainium_agent.linux.kernel import CpuWait
-from trainium_agent.ranks.progress import ProgressPhase, read_with_pulse
+from trainium_agent.ranks.progress import ProgressPhase
 from trainium_agent.ranks.pulse import Activity, Waiting
 from trainium_contract.wire.messages import StepTiming, TrainerPhase
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from trainium_agent.ranks.processes import RankProcess
+    from trainium_agent.workload.base import Workload
     from trainium_contract.spec.recovery import HangSpec
 
 _LONGEST_INTERVAL_SECONDS = 0.5
@@ -51,6 +53,7 @@ class HangWatch:
         self,
         spec: HangSpec,
         progress_of: Callable[[int], Path],
+        workload: Workload,
         *,
         generation: int,
         world: int,
@@ -58,6 +61,7 @@ class HangWatch:
     ) -> None:
         self._spec = spec
         self._progress_of = progress_of
+        self._workload = workload
         self._generation = generation
         self._world = world
         self._calibration = calibration
@@ -84,17 +88,12 @@ class HangWatch:
 
     def _sample_rank(self, process: RankProcess, now: float) -> tuple[RankSample, StepTiming | None]:
         began = self._starting_since.setdefault(process.pid, now)
-        found = read_with_pulse(self._progress_of(process.local_rank))
+        path = self._progress_of(process.local_rank)
+        found = self._workload.read(path)
         record, pulse = found if found is not None else (None, None)
         current = record is not None and (record.generation, record.attempt) == (self._generation, process.attempt)
         if record is None or pulse is None or not current:
-            usual = self._calibration.usual(self._world, ())
-            sign = (process.pid, -1)
-            state = self._kernel_word(process, sign, now)
-            limit = limit_of(TrainerPhase.INIT, self._spec, usual, state=state[0])
-            return RankSample(
-                process.rank, sign, TrainerPhase.INIT, -1, limit, waiting=False, state=state[0], cpu_seconds=state[1]
-            ), None
+            return self._sample_quiet(process, now), None
         phase = _PHASES[pulse.activity]
         if phase is not TrainerPhase.INIT and began is not None:
             self._calibration.note_init(self._world, now - began)
@@ -112,13 +111,27 @@ class HangWatch:
             sign=sign,
             phase=phase,
             step=record.step,
-            limit=limit_of(phase, self._spec, usual, state=state[0]),
+            limit=self._workload.step_limit(path, limit_of(phase, self._spec, usual, state=state[0])),
             waiting=_WAITING[pulse.waiting],
             state=state[0],
             cpu_seconds=state[1],
             stage=record.stage,
         )
         return sample, timing_of(pulse.steps, self._waits.share(process.pid, now))
+
+    def _sample_quiet(self, process: RankProcess, now: float) -> RankSample:
+        """Sample a rank that has reported nothing in this attempt."""
+        seen = self._workload.quiet_sign(process, now)
+        sign = (process.pid, -1 if seen is None else seen)
+        letter, cpu_seconds = self._kernel_word(process, sign, now)
+        if self._workload.hang_detection is None:
+            usual, waiting = self._calibration.usual(self._world, ()), False
+            limit = limit_of(TrainerPhase.INIT, self._spec, usual, state=letter)
+        else:  # nobody knows what it does
+            limit, waiting = (math.inf if seen is None else self._spec.init_seconds), None
+        return RankSample(
+            process.rank, sign, TrainerPhase.INIT, -1, limit, waiting=waiting, state=letter, cpu_seconds=cpu_seconds
+        )
 
     def _kernel_word(self, process: RankProcess, sign: tuple[int, int], now: float) -> tuple[str, float]:
         """State and processor time, asked only of a rank that has not moved for a while."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """Meet the other agents: Joined, Interrupted, GenerationStopped or NodeFailedPairTest."""
+    """Meet the other agents: Joined, Interrupted, GenerationStopped or GaveUp."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,8 +109,8 @@ class GenerationStopped:
 
 
 @dataclass(frozen=True, slots=True)
-class NodeFailedPairTest:
-    """The pairwise test found this very node bad; the others know."""
+class GaveUp:
+    """This pod gives up in place, because of its node or of the program; the others know."""
 
     code: int
     sentence: str
@@ -209,7 +209,7 @@ class TaskDone:
 
 
 Result = (
-    Joined | Interrupted | GenerationStopped | NodeFailedPairTest | Started | EndsDiagnosed | StoreLost
+    Joined | Interrupted | GenerationStopped | GaveUp | Started | EndsDiagnosed | StoreLost
     | RanksSampled | InquiryUpdated | HangFound
     | HangCounted | FinishChecked | YieldChecked | TaskDone
 )  # fmt: skip

@@ -129,7 +129,7 @@ def _result(terms: GenerationLimits, life: LocalGeneration, task: do.Task, resul
             return life, ()
         case on.GenerationStopped():
             return (life, ()) if life.order is not Order.NONE else _stop(terms, life, now)
-        case on.NodeFailedPairTest():
+        case on.GaveUp():
             log = do.Log(f"giving up in place: {result.sentence}", severe=True)
             return _failed(life), (log, do.ReportNodeVerdict(result.code, result.sentence))
         case on.Started():

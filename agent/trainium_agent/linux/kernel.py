@@ -87,14 +87,28 @@ def descendants(pid: int) -> list[int]:
     found: list[int] = []
     pending = [pid]
     while pending:
-        parent = pending.pop()
-        with contextlib.suppress(OSError):
-            for task in Path(f"/proc/{parent}/task").iterdir():
-                with contextlib.suppress(OSError):
-                    children = [int(child) for child in (task / "children").read_text().split()]
-                    found += children
-                    pending += children
+        born = children(pending.pop())
+        found += born
+        pending += born
     return found
+
+
+def children(pid: int) -> list[int]:
+    """Return the children of a process."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(OSError):
+                found += [int(child) for child in (task / "children").read_text().split()]
+    return found
+
+
+def name_of(pid: int) -> str:
+    """Return the name of a process and its pid."""
+    try:
+        return f"{Path(f'/proc/{pid}/comm').read_text().strip()} (pid {pid})"
+    except OSError:
+        return f"pid {pid}"
 
 
 _TICKS = os.sysconf("SC_CLK_TCK")

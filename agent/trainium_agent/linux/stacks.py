@@ -4,7 +4,7 @@ A rank registers Python's fault handler for `DUMP_SIGNAL` before anything else; 
 answers also while the main thread is inside C code or waits for a peer. A process that is stopped, or that is inside an
 uninterruptible system call, cannot answer.
 
-Invariants: a process without the handler is never sent the signal, which would end it; nothing here waits longer than
+Invariants: a process without our handler is never sent the signal, which would end it; nothing here waits longer than
 `_ANSWER_SECONDS`.
 """
 
@@ -96,7 +96,7 @@ def ask(processes: Mapping[int, tuple[int, Path]]) -> dict[int, Stacks]:
     for rank, (pid, progress) in processes.items():
         if kernel.state_of(pid).letter in ("T", "t"):
             answers[rank] = Stacks(why_not="no stack: it is stopped, so it cannot answer")
-        elif not kernel.handles(pid, DUMP_SIGNAL):
+        elif not stacks_path(progress).exists() or not kernel.handles(pid, DUMP_SIGNAL):
             answers[rank] = Stacks(why_not="no stack: it has not come far enough to answer")
         else:
             before[rank] = _size(stacks_path(progress))

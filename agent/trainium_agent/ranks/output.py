@@ -46,9 +46,10 @@ _LONGEST_LINE = 1 << 14
 class Tail:
     """The last lines of one rank's output, without frames of C++: one thread feeds it, any may ask."""
 
-    def __init__(self, prefix: str, form: Form | None = None) -> None:
-        """`form` formats a line of the log; without it the prefix precedes each."""
+    def __init__(self, prefix: str, form: Form | None = None, on_line: Callable[[bytes], None] | None = None) -> None:
+        """`form` formats a line of the log; without it the prefix precedes each. `on_line` gets each line too."""
         self._form = form or prefixed(prefix)
+        self._on_line = on_line
         self._lock = threading.Lock()
         self._lines: deque[str] = deque(maxlen=_LINES)
         self._runtime = RuntimeMessages()
@@ -83,6 +84,8 @@ class Tail:
         return shown
 
     def _line(self, line: bytes) -> bytes:
+        if self._on_line is not None:
+            self._on_line(line)
         shown = self._form(line)
         for sentence in shown.words.split(b"\n"):
             if sentence.strip():
@@ -109,11 +112,11 @@ class OutputPump:
         self._thread = threading.Thread(target=self._run, name="output", daemon=True)
         self._thread.start()
 
-    def open(self, speaker: Speaker) -> tuple[int, Tail]:
+    def open(self, speaker: Speaker, on_line: Callable[[bytes], None] | None = None) -> tuple[int, Tail]:
         """Return a pipe for a rank: the end that it writes to, which the caller closes, and its tail."""
         read_end, write_end = os.pipe()
         os.set_blocking(read_end, False)
-        tail = Tail(speaker.prefix, form_of(self._settings, speaker))
+        tail = Tail(speaker.prefix, form_of(self._settings, speaker), on_line)
         with self._lock:
             self._new.append((read_end, tail))
         os.write(self._wake_write, b"x")

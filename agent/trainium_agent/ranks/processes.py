@@ -52,6 +52,12 @@ class Reaper:
         if code is not None:
             on_exit(code)
 
+    def unwatched(self) -> list[int]:
+        """Return this process's live children that nobody watches: what ended processes have left."""
+        with self._lock:
+            watched = {*self._watched}
+        return [pid for pid in kernel.children(os.getpid()) if pid not in watched and not _has_ended(pid)]
+
     def reap(self) -> None:
         """Collect every child that has ended."""
         while True:
@@ -61,9 +67,6 @@ class Reaper:
                 return
             if ended is None:
                 return
-            with contextlib.suppress(OSError):
-                if os.getpgid(ended.si_pid) == ended.si_pid != os.getpgrp():
-                    os.killpg(ended.si_pid, signal.SIGKILL)  # whatever the child started ends with it
             code = ended.si_status if ended.si_code == os.CLD_EXITED else exit_code_of_wait_status(-ended.si_status)
             with self._lock:
                 on_exit = self._watched.pop(ended.si_pid, None)
@@ -73,6 +76,9 @@ class Reaper:
                     self._unclaimed[ended.si_pid] = code
             if on_exit is not None:
                 on_exit(code)
+            with contextlib.suppress(OSError):
+                if os.getpgid(ended.si_pid) == ended.si_pid != os.getpgrp():
+                    os.killpg(ended.si_pid, signal.SIGKILL)  # whatever the child started ends with it
             os.waitpid(ended.si_pid, 0)  # last: only now may the kernel use the pid again
 
 
@@ -85,6 +91,8 @@ class RankProcess:
     attempt: int
     pid: int
     output: Tail
+    left: tuple[str, ...] = ()
+    """Names of processes that were left when it ended with code 0."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _end: tuple[int, float] | None = None
     _asked: bool = False

@@ -237,6 +237,11 @@ class ProgressWriter:
         self.pulse.close()
         self._map.close()
 
+    def publish(self, **values: Any) -> None:
+        """Record these fields."""
+        self.record = replace(self.record, **values)
+        self._write()
+
     def _leave(self, results: RunResults) -> None:
         self._found = results
         if self._results is not None:

@@ -1,7 +1,11 @@
-"""The standby: one process per pod that has imported torch and the trainer, and forks a rank whenever one is needed.
+"""The standby: one process per pod that has imported what ranks need, and forks a rank whenever one is needed.
 
 A rank is started by forking twice: the intermediate process ends at once, so the agent (a child subreaper) becomes the
-rank's parent, waits for it and owns its exit code; the standby can end without harming a rank.
+rank's parent, waits for it and owns its exit code; the standby can end without harming a rank. A rank calls a function,
+or executes a command; a command that starts Python may run in the fork, with the modules that the standby has imported.
+
+The module runs in the interpreter of a program's image too, so it imports the standard library and `linux` alone, and
+needs Python 3.10.
 
 Invariants: the standby has one thread when it forks (the imports run in a helper thread at a low priority, which
 has ended by then), it never touches an accelerator, and it ends with the agent. Wire to the agent: one JSON object per
@@ -12,11 +16,13 @@ See docs/decisions/0010-forked-standby.md for the measurements behind the fork.
 from __future__ import annotations
 
 import array
+import errno
 import gc
 import importlib
 import json
 import logging
 import os
+import runpy
 import select
 import signal
 import socket
@@ -24,20 +30,21 @@ import sys
 import threading
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from trainium_agent import log_lines
 from trainium_agent.linux import kernel, stacks
-from trainium_agent.settings import DEFAULT_RANK_ENTRY, DEFAULT_WARM_MODULE
-from trainium_contract.wire import worker_env
-from trainium_contract.wire.log_line import LogLevel, LogSource
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 PACKET_BYTES = 1 << 18
+ENV_PROGRESS_FILE = "TRAINIUM_PROGRESS_FILE"
+"""As `worker_env` has it."""
+_USER_ERROR = 64
+"""As `ExitCode` has it."""
+_VALUED_OPTIONS = ("-X", "-W")
 _REPARENT_POLL_SECONDS = 0.0002
 _THREAD_END_SECONDS = 1.0
 # jemalloc stops this thread around a fork by itself.
@@ -53,21 +60,47 @@ class StartRequest:
     title: str
     entry: str = ""
     """`module:function` to call instead of the ranks' entry point."""
+    directory: str = ""
+    """Working directory; empty for the present one."""
+    image: str = ""
+    """Of a command: where it is searched for, for messages."""
 
     def encode(self) -> bytes:
         """Return the packet."""
-        return json.dumps(
-            {"argv": [*self.argv], "env": {**self.environment}, "title": self.title, "entry": self.entry}
-        ).encode()
+        return json.dumps(asdict(self)).encode()
 
     @staticmethod
     def decode(packet: bytes) -> StartRequest:
         """Return the request of a packet."""
-        body = json.loads(packet)
-        return StartRequest(body["argv"], body["env"], body["title"], body["entry"])
+        return StartRequest(**json.loads(packet))
 
 
-def serve(channel: socket.socket, agent_pid: int, entry: str, config_path: str) -> Any:
+@dataclass(frozen=True, slots=True)
+class StandbyPlan:
+    """How a standby is prepared, and what its ranks do."""
+
+    modules: tuple[str, ...] = ()
+    """Imported first."""
+    entry: str = ""
+    """`module:function` that ranks call with their arguments; empty when these are a command."""
+    warm: str = ""
+    """Module whose `warm(config_path)` is called next; empty for none."""
+    config_path: str = ""
+    python: str = ""
+    """Interpreter whose commands run in the fork of a standby in it; empty for one in the agent's interpreter."""
+
+    def encode(self) -> str:
+        """Return the plan as an argument."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def decode(text: str) -> StandbyPlan:
+        """Return the plan of an argument."""
+        body = json.loads(text)
+        return StandbyPlan(**{**body, "modules": tuple(body["modules"])})
+
+
+def serve(channel: socket.socket, agent_pid: int, plan: StandbyPlan) -> Any:
     """Warm up, then fork ranks on request until the agent closes the channel.
 
     Returns only in a rank, with what its entry point returned; the caller hands that to `sys.exit`.
@@ -79,7 +112,7 @@ def serve(channel: socket.socket, agent_pid: int, entry: str, config_path: str) 
     kernel.set_process_title("trainium-standby")
     _default_signals()
     gc.disable()  # a tenth of what imports cost is a search for garbage that they do not make; a rank enables it
-    _warm_up(channel, entry, config_path)
+    _warm_up(channel, plan)
     foreign = _foreign_threads()
     gc.collect()
     gc.freeze()  # keeps the collector from touching, and thereby copying, the pages that ranks share
@@ -92,7 +125,7 @@ def serve(channel: socket.socket, agent_pid: int, entry: str, config_path: str) 
         pid = _fork_rank()
         if pid == 0:
             channel.close()
-            return _be_rank(request, descriptors[0], agent_pid, request.entry or entry)
+            return _be_rank(request, descriptors[0], agent_pid, plan)
         for descriptor in descriptors:
             os.close(descriptor)
         _send(channel, {"pid": pid})
@@ -133,8 +166,8 @@ def _foreign_threads() -> list[str]:
         time.sleep(_REPARENT_POLL_SECONDS)
 
 
-def _warm_up(channel: socket.socket, entry: str, config_path: str) -> None:
-    thread = threading.Thread(target=_import_everything, args=(entry, config_path), name="warm-up")
+def _warm_up(channel: socket.socket, plan: StandbyPlan) -> None:
+    thread = threading.Thread(target=_import_everything, args=(plan,), name="warm-up")
     thread.start()
     while thread.is_alive():
         if is_readable(channel, 0.02):  # a rank is wanted now: this is no longer background work
@@ -144,13 +177,15 @@ def _warm_up(channel: socket.socket, entry: str, config_path: str) -> None:
     thread.join()
 
 
-def _import_everything(entry: str, config_path: str) -> None:
+def _import_everything(plan: StandbyPlan) -> None:
     kernel.lower_thread_priority()
     try:
-        importlib.import_module("torch")
-        if entry == DEFAULT_RANK_ENTRY:
-            importlib.import_module(DEFAULT_WARM_MODULE).warm(config_path)
-        importlib.import_module(entry.partition(":")[0])
+        for name in plan.modules:
+            importlib.import_module(name)
+        if plan.warm:
+            importlib.import_module(plan.warm).warm(plan.config_path)
+        if plan.entry:
+            importlib.import_module(plan.entry.partition(":")[0])
     except Exception:  # noqa: BLE001 - the rank meets the same error and reports it with the right exit code
         _log("trainium-standby: warming up failed; ranks will start cold", traceback.format_exc())
     except SystemExit as leave:
@@ -158,6 +193,12 @@ def _import_everything(entry: str, config_path: str) -> None:
 
 
 def _log(sentence: str, error: str = "") -> None:
+    try:
+        from trainium_agent import log_lines  # noqa: PLC0415 - not there in the interpreter of an image
+        from trainium_contract.wire.log_line import LogLevel, LogSource  # noqa: PLC0415 - as above
+    except ImportError:
+        sys.stderr.write(f"{error}{sentence}\n")
+        return
     line = log_lines.format_sentence(
         sentence, error=error, level=LogLevel.WARNING, logger=__name__, source=LogSource.AGENT
     )
@@ -183,7 +224,7 @@ def _fork_rank() -> int:
     return int(text)
 
 
-def _be_rank(request: StartRequest, output: int, agent_pid: int, entry: str) -> Any:
+def _be_rank(request: StartRequest, output: int, agent_pid: int, plan: StandbyPlan) -> Any:
     while os.getppid() != agent_pid:  # the intermediate process is about to end
         time.sleep(_REPARENT_POLL_SECONDS)
     kernel.die_with_parent()
@@ -202,13 +243,71 @@ def _be_rank(request: StartRequest, output: int, agent_pid: int, entry: str) -> 
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(line_buffering=True)
     os.environ.update(request.environment)
-    progress = request.environment.get(worker_env.ENV_PROGRESS_FILE)
+    entry = request.entry or plan.entry
+    if request.directory:
+        _enter(request.directory)
+    if not entry and not plan.python:
+        _execute(request)
+    progress = request.environment.get(ENV_PROGRESS_FILE)
     if progress:
         stacks.answer_on_signal(Path(progress))
-    sys.argv = ["trainium-trainer", *request.argv]
     gc.enable()
+    if not entry:
+        _run_python([*request.argv[1:]])
+        return 0
+    sys.argv = ["trainium-trainer", *request.argv]
     module, _, function = entry.partition(":")
     return getattr(importlib.import_module(module), function)([*request.argv])
+
+
+def _enter(directory: str) -> None:
+    try:
+        os.chdir(directory)
+    except OSError as error:
+        _leave(f"program.workingDirectory {directory} cannot be entered ({error.strerror}): correct it")
+
+
+def _execute(request: StartRequest) -> NoReturn:
+    """Replace this process by a command; a sentence and code 64 where that is not possible."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and a command would inherit that
+    command = request.argv[0]
+    where = f"of image {request.image}" if request.image else "here"
+    try:
+        os.execvp(command, [*request.argv])  # noqa: S606 - the job's command, without a shell
+    except FileNotFoundError:
+        if "/" in command:
+            _leave(f"program.command {command} does not exist in the file system {where}: correct it")
+        _leave(f"program.command {command} is not in PATH={os.environ.get('PATH', '')} {where}: correct it")
+    except OSError as error:
+        hint = "it has no #! line and is no executable" if error.errno == errno.ENOEXEC else str(error.strerror)
+        _leave(f"program.command {command} {where} cannot be executed ({hint}): correct it")
+
+
+def _leave(sentence: str) -> NoReturn:
+    sys.stderr.write(f"{sentence}\n")
+    sys.stderr.flush()
+    os._exit(_USER_ERROR)
+
+
+def _run_python(arguments: list[str]) -> None:
+    """Do what `python ARGUMENTS` does, in this process; options of the interpreter itself have no effect."""
+    while arguments and arguments[0].startswith("-") and arguments[0] not in ("-m", "-c", "-"):
+        del arguments[: 2 if arguments[0] in _VALUED_OPTIONS else 1]
+    if not arguments:
+        _leave("program.command starts python without a script: add a script, or -m and a module")
+    first, *rest = arguments
+    if first == "-m" and rest:
+        sys.path.insert(0, str(Path.cwd()))
+        sys.argv = rest
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    elif first == "-c" and rest:
+        sys.path.insert(0, "")
+        sys.argv = ["-c", *rest[1:]]
+        exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})  # noqa: S102 - the user's command
+    else:
+        sys.path.insert(0, str(Path(first).resolve().parent))
+        sys.argv = arguments
+        runpy.run_path(first, run_name="__main__")
 
 
 def _default_signals() -> None:
@@ -221,10 +320,10 @@ def _default_signals() -> None:
 
 
 def main() -> None:
-    """Entry of `python -m trainium_agent.ranks.standby FD AGENT_PID ENTRY CONFIG`: a cold start."""
-    descriptor, agent_pid, entry, config_path = sys.argv[1:5]
+    """Entry of `python -m trainium_agent.ranks.standby FD AGENT_PID PLAN`: a cold start."""
+    descriptor, agent_pid, plan = sys.argv[1:4]
     channel = socket.socket(fileno=int(descriptor))
-    sys.exit(serve(channel, int(agent_pid), entry, config_path))
+    sys.exit(serve(channel, int(agent_pid), StandbyPlan.decode(plan)))
 
 
 if __name__ == "__main__":

@@ -16,21 +16,20 @@ import socket
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainium_agent.linux import kernel
 from trainium_agent.ranks import standby
 from trainium_agent.ranks.output import Speaker
 from trainium_agent.ranks.processes import RankProcess, Reaper
-from trainium_agent.ranks.standby import StartRequest
 from trainium_contract.wire import worker_env
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from pathlib import Path
+    from collections.abc import Callable
 
     from trainium_agent.ranks.output import OutputPump
-    from trainium_agent.settings import AgentSettings
+    from trainium_agent.ranks.standby import StandbyPlan
 
 _log = logging.getLogger(__name__)
 _WARM_UP_SECONDS = 300.0
@@ -50,6 +49,19 @@ class StandbyLostError(RuntimeError):
     """The standby ended or does not answer."""
 
 
+def _interpreter(plan: StandbyPlan) -> list[str]:
+    """Return the command that runs the standby's module: in the plan's interpreter, or as this process was started."""
+    if plan.python:
+        # Only for these imports: the agent's packages must not take the place of the image's.
+        folder = str(Path(standby.__file__).parents[2])
+        program = f"import sys; sys.path.insert(0, {folder!r}); from trainium_agent.ranks import standby; "
+        return [plan.python, "-c", f"{program}del sys.path[0]; standby.main()"]
+    started = Path("/proc/self/cmdline").read_bytes().decode(errors="surrogateescape").split("\0")
+    # Through the loader that was copied into the container, where there is one: it comes before the interpreter.
+    prefix = started[: started.index("-m")] if "-m" in started else [sys.executable]
+    return [*prefix, "-m", standby.__name__]
+
+
 class Standby:
     """One standby process and the channel to it."""
 
@@ -63,39 +75,33 @@ class Standby:
         self._lost = threading.Event()
 
     @classmethod
-    def fork(cls, settings: AgentSettings) -> Standby:
+    def fork(cls, plan: StandbyPlan) -> Standby:
         """Fork one from this process, which must have a single thread; returns in the agent only."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         agent_pid = os.getpid()
         pid = os.fork()
         if pid == 0:
             ours.close()
-            sys.exit(standby.serve(theirs, agent_pid, settings.rank_entry, str(settings.config_path)))
+            sys.exit(standby.serve(theirs, agent_pid, plan))
         theirs.close()
         return cls(pid, ours)
 
     @classmethod
-    def spawn(cls, settings: AgentSettings) -> Standby:
-        """Start one that imports everything again; safe in a process with threads."""
+    def spawn(cls, plan: StandbyPlan) -> Standby:
+        """Start one that imports everything again; safe in a process with threads. Raises OSError."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         descriptor = 3
-        arguments = [
-            sys.executable,
-            "-m",
-            "trainium_agent.ranks.standby",
-            str(descriptor),
-            str(os.getpid()),
-            settings.rank_entry,
-            str(settings.config_path),
-        ]
+        arguments = [*_interpreter(plan), str(descriptor), str(os.getpid()), plan.encode()]
         # dup2 to the same number would leave close-on-exec set, so the source is moved out of the way.
         source = os.dup(theirs.fileno()) if theirs.fileno() == descriptor else theirs.fileno()
-        pid = os.posix_spawn(
-            sys.executable, arguments, os.environ, file_actions=[(os.POSIX_SPAWN_DUP2, source, descriptor)]
-        )
-        if source != theirs.fileno():
-            os.close(source)
-        theirs.close()
+        try:
+            pid = os.posix_spawnp(
+                arguments[0], arguments, os.environ, file_actions=[(os.POSIX_SPAWN_DUP2, source, descriptor)]
+            )
+        finally:
+            if source != theirs.fileno():
+                os.close(source)
+            theirs.close()
         return cls(pid, ours)
 
     @property
@@ -171,13 +177,13 @@ class StandbyKeeper:
 
     def __init__(
         self,
-        settings: AgentSettings,
+        plan: StandbyPlan,
         first: Standby,
         reaper: Reaper,
         pump: OutputPump,
         run_in_main_thread: Callable[[Callable[[], None]], object],
     ) -> None:
-        self._settings = settings
+        self._plan = plan
         self._reaper = reaper
         self._pump = pump
         self._run_in_main_thread = run_in_main_thread
@@ -205,13 +211,16 @@ class StandbyKeeper:
         rank: int,
         attempt: int,
         on_exit: Callable[[RankProcess], None],
+        on_line: Callable[[bytes], None] | None = None,
         label: str = "",
     ) -> RankProcess:
-        """Start a rank; `on_exit` is called from the reaper's thread. `label` begins each line of its output.
+        """Start a rank; `on_exit` is called from the reaper's thread, `on_line` from the output's.
+
+        `label` begins each line of its output.
 
         Raises StandbyLostError when two standbys in a row were lost while starting it.
         """
-        write_end, tail = self._pump.open(_speaker(request, rank, attempt, label))
+        write_end, tail = self._pump.open(_speaker(request, rank, attempt, label), on_line)
         with self._starting:
             try:
                 self._reaper.forget_unclaimed()
@@ -221,6 +230,8 @@ class StandbyKeeper:
             process = RankProcess(local_rank, rank, attempt, pid, tail)
 
             def ended(code: int) -> None:
+                if code == 0:
+                    process.left = tuple(map(kernel.name_of, self._reaper.unwatched()))
                 process.ended(code)
                 on_exit(process)
 
@@ -262,82 +273,6 @@ class StandbyKeeper:
             fresh.ended()
             if not self._closed.is_set():
                 _log.warning("the standby process ended with code %d; starting another", code)
-                self._run_in_main_thread(lambda: self._adopt(Standby.spawn(self._settings)))
+                self._run_in_main_thread(lambda: self._adopt(Standby.spawn(self._plan)))
 
         self._reaper.watch(fresh.pid, ended)
-
-
-_ROLE = "trainer"
-
-
-def progress_file(settings: AgentSettings, generation: int, local_rank: int) -> Path:
-    """Where a local rank writes its progress."""
-    return settings.progress_directory / f"g{generation}-r{local_rank}"
-
-
-@dataclass(frozen=True, slots=True)
-class AttemptLayout:
-    """The layout of an attempt: it follows from the membership, and the port of its store from node 0."""
-
-    generation: int
-    attempt: int
-    node_rank: int
-    nodes: int
-    on_a_node: int
-    master_ip: str
-    master_port: int
-    """Of the store that the agent of node rank 0 serves for the ranks."""
-
-    def rank(self, local_rank: int) -> int:
-        """Ranks are counted node by node."""
-        return self.node_rank * self.on_a_node + local_rank
-
-    @property
-    def world(self) -> int:
-        """All ranks."""
-        return self.nodes * self.on_a_node
-
-
-def start_ranks(
-    settings: AgentSettings,
-    keeper: StandbyKeeper,
-    layout: AttemptLayout,
-    run_id: str,
-    on_exit: Callable[[RankProcess], None],
-) -> tuple[RankProcess, ...]:
-    """Start one attempt's ranks. Raises StandbyLostError; `on_exit` is called from any thread."""
-    started = []
-    for local_rank in range(layout.on_a_node):
-        rank = layout.rank(local_rank)
-        request = StartRequest(
-            ("train", "--config", str(settings.config_path)),
-            _environment(settings, layout, local_rank, run_id),
-            f"trainium-rank {rank} of {layout.world}",
-        )
-        started.append(keeper.start(request, local_rank=local_rank, rank=rank, attempt=layout.attempt, on_exit=on_exit))
-    return tuple(started)
-
-
-def _environment(settings: AgentSettings, layout: AttemptLayout, local_rank: int, run_id: str) -> Mapping[str, str]:
-    """Return the environment that torch's `env://` rendezvous and programs written for its launcher read."""
-    rank, world = str(layout.rank(local_rank)), str(layout.world)
-    return {
-        "RANK": rank,
-        "LOCAL_RANK": str(local_rank),
-        "WORLD_SIZE": world,
-        "LOCAL_WORLD_SIZE": str(layout.on_a_node),
-        "GROUP_RANK": str(layout.node_rank),
-        "GROUP_WORLD_SIZE": str(layout.nodes),
-        "ROLE_RANK": rank,
-        "ROLE_WORLD_SIZE": world,
-        "ROLE_NAME": _ROLE,
-        "MASTER_ADDR": layout.master_ip,
-        "MASTER_PORT": str(layout.master_port),
-        "TORCHELASTIC_RESTART_COUNT": str(layout.attempt),
-        "TORCHELASTIC_MAX_RESTARTS": str(settings.max_in_place_restarts),
-        "TORCHELASTIC_RUN_ID": run_id,
-        "TORCHELASTIC_USE_AGENT_STORE": str(True),
-        worker_env.ENV_GENERATION: str(layout.generation),
-        worker_env.ENV_ATTEMPT: str(layout.attempt),
-        worker_env.ENV_PROGRESS_FILE: os.fspath(progress_file(settings, layout.generation, local_rank)),
-    }

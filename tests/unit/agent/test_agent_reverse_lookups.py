@@ -15,13 +15,12 @@ CHILD = """
 import ctypes, os, sys
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
 import torch.distributed
-from trainium_agent.generation.store import serve_store
-from trainium_agent.bootstrap import NAMELESS, stop_reverse_lookups
+from trainium_agent.workload.trainer import NAMELESS, serve_store, stop_reverse_lookups
 
 port, stop = int(sys.argv[1]), sys.argv[2] == "stop"
 before = len(os.listdir("/proc/self/task"))
 if stop:
-    stop_reverse_lookups(serve_store)
+    stop_reverse_lookups()
 libc = ctypes.CDLL(None)
 libc.__res_state.restype = ctypes.c_void_p
 assert libc.__res_init() == 0

@@ -244,7 +244,7 @@ class Generation:
             self.finish(on.GenerationStopped())
         elif self.random.random() < 0.01:
             self.change(replace(self.shared, attempt=self.shared.attempt + 1))
-            self.finish(on.NodeFailedPairTest(80, "it computes wrong numbers"))
+            self.finish(on.GaveUp(80, "it computes wrong numbers"))
         elif self.random.random() < 0.2:
             self.take(on.WaitingFor((1,)))
             self.after(self.soon(3.0), self.join)

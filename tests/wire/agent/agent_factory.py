@@ -19,6 +19,7 @@ def main() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as the agent does before it imports torch
     from trainium_agent import bootstrap, main, supervisor  # noqa: F401
     from trainium_agent.generation import store  # noqa: F401
+    from trainium_agent.workload import program, trainer  # noqa: F401
 
     commands = open(0, "rb", buffering=0, closefd=False)  # noqa: SIM115 - lives as long as the process
     read_end, write_end = os.pipe()

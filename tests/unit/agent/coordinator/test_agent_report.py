@@ -10,7 +10,7 @@ from trainium_agent.coordinator.report import PodReport
 from trainium_agent.exits.diagnosis import describe_exit
 from trainium_agent.ranks.output import Tail
 from trainium_agent.ranks.processes import RankProcess
-from trainium_agent.ranks.progress import ProgressWriter
+from trainium_agent.ranks.progress import ProgressPhase, ProgressWriter
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.results import ArtifactReport, EvaluationFigure, RunStage
 from trainium_contract.wire.messages import WorkerPhase
@@ -19,13 +19,17 @@ SETTINGS = SimpleNamespace(namespace="team", job="job", pod_name="job-w-0", pod_
 
 
 class Ranks:
-    """The progress record of one rank, as the test sets it."""
+    """The progress record of one rank, as the test sets it, of a workload that adds nothing."""
+
+    hang_detection = None
+    problem = ""
+    durable_step = -1
 
     def __init__(self) -> None:
         self.now: SimpleNamespace | None = None
 
-    def read(self, path: Path) -> SimpleNamespace | None:
-        return self.now
+    def read(self, path: Path) -> tuple[SimpleNamespace, None] | None:
+        return None if self.now is None else (self.now, None)
 
     def at(
         self,
@@ -41,7 +45,7 @@ class Ranks:
         self.now = SimpleNamespace(
             generation=generation,
             attempt=attempt,
-            phase=SimpleNamespace(name=phase),
+            phase=ProgressPhase[phase],
             step=step,
             resume_step=resume,
             loss=math.nan,
@@ -65,7 +69,7 @@ def ranks() -> Ranks:
 
 @pytest.fixture
 def report(ranks: Ranks) -> PodReport:
-    made = PodReport(SETTINGS, ranks.read, lambda: None)
+    made = PodReport(SETTINGS, ranks, lambda: None)
     made.enter_generation(1, WorkerPhase.JOINING)
     made.follow([Path("g1-r0")])
     made.enter(WorkerPhase.LOADING, attempt=0)
@@ -147,7 +151,7 @@ def test_how_far_a_run_has_come_rises_through_its_stages_and_never_falls(report:
 
 
 def test_stage_total_and_results_are_passed_on(ranks: Ranks, tmp_path: Path) -> None:
-    report = PodReport(SETTINGS, ranks.read, lambda: None)
+    report = PodReport(SETTINGS, ranks, lambda: None)
     report.enter_generation(1, WorkerPhase.TRAINING)
     report.follow([tmp_path / "g1-r0"])
     ranks.at(3)
@@ -259,7 +263,7 @@ def test_a_restart_tells_anew_when_its_processes_were_up_and_had_loaded(report: 
 
 
 def test_alerts_of_the_first_rank_are_passed_on_one_of_each_kind(ranks: Ranks, tmp_path: Path) -> None:
-    report = PodReport(SETTINGS, ranks.read, lambda: None)
+    report = PodReport(SETTINGS, ranks, lambda: None)
     report.enter_generation(1, WorkerPhase.TRAINING)
     report.follow([tmp_path / "g1-r0"])
     ranks.at(3)

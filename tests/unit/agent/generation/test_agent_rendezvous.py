@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 
 from trainium_agent.exits.restart_policy import GenerationState
+from trainium_agent.generation.server import StoreServer
 from trainium_agent.generation.state_watcher import StateWatcher
-from trainium_agent.generation.store import GenerationStore, serve_store
+from trainium_agent.generation.store import GenerationStore
 from trainium_agent.rendezvous import GenerationRendezvous
+from trainium_agent.workload.program import ReservedPort
 from trainium_contract.faults.causes import Cause
 from trainium_contract.wire.messages import Member, Membership, Transition
 
@@ -42,7 +44,7 @@ class CountingStore(GenerationStore):
 
 
 def test_the_first_node_asks_for_all_others_at_once_and_names_who_is_missing() -> None:
-    server = serve_store("127.0.0.1")
+    server = StoreServer("127.0.0.1")
     membership = membership_at(server.port)
     listed = threading.Event()
     missing: list[tuple[int, ...]] = []
@@ -59,6 +61,7 @@ def test_the_first_node_asks_for_all_others_at_once_and_names_who_is_missing() -
         interrupted=lambda: False,
         waiting_for=waiting_for,
         watcher=StateWatcher(membership, lambda _: None, lambda: None),
+        reserve_port=ReservedPort,
     )
     store = handler.store = CountingStore(membership)
     joined = threading.Thread(target=handler.next_rendezvous, daemon=True)
@@ -75,6 +78,9 @@ def test_the_first_node_asks_for_all_others_at_once_and_names_who_is_missing() -
     assert not joined.is_alive()
     assert missing[-1] == ()
     assert others.has(others.key(0, "go"))
+    handler.shutdown()
+    others.close()
+    server.close()
     caller = handler._caller
     assert caller is not None
     handler.shutdown()

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import logging
-from datetime import timedelta
+import socket
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, not in __all__
 
 from trainium_agent.exits.restart_policy import GenerationState
+from trainium_agent.generation.server import StoreClient, StoreServer
 from trainium_agent.generation.store import (
     LONGEST_VALUE,
     ForgedValueError,
     GenerationStore,
     StoreLostError,
     ValueSigner,
-    serve_store,
 )
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.faults.causes import Cause
 from trainium_contract.wire.messages import Member, Membership, Transition
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 def membership_at(port: int = 1, *, generation: int = 1, uid: str = "uid") -> Membership:
@@ -46,13 +49,23 @@ def membership_at(port: int = 1, *, generation: int = 1, uid: str = "uid") -> Me
 
 
 @pytest.fixture
-def server() -> TCPStore:
-    return serve_store("127.0.0.1")
+def server() -> Iterator[StoreServer]:
+    served = StoreServer("127.0.0.1")
+    yield served
+    served.close()
 
 
-def stranger(server: TCPStore) -> TCPStore:
+class Stranger:
     """Somebody who reaches the port and knows how the store is used."""
-    return TCPStore("127.0.0.1", server.port, None, False, timedelta(seconds=5), wait_for_workers=False)
+
+    def __init__(self, server: StoreServer) -> None:
+        self._client = StoreClient(socket.create_connection(("127.0.0.1", server.port), timeout=5))
+
+    def get(self, key: str) -> str:
+        return str(self._client.ask(("get", key, 1.0), lambda: 5.0))
+
+    def set(self, key: str, value: str) -> None:
+        self._client.ask(("set", key, value), lambda: 5.0)
 
 
 def connected(membership: Membership) -> GenerationStore:
@@ -61,7 +74,7 @@ def connected(membership: Membership) -> GenerationStore:
     return store
 
 
-def test_agents_of_a_generation_understand_each_other(server: TCPStore) -> None:
+def test_agents_of_a_generation_understand_each_other(server: StoreServer) -> None:
     one, two = (connected(membership_at(server.port)) for _ in range(2))
     one.begin(GenerationState())
     one.set(one.key(0, "port"), "29500")
@@ -73,30 +86,30 @@ def test_agents_of_a_generation_understand_each_other(server: TCPStore) -> None:
 
 
 def test_a_stop_that_a_stranger_writes_is_refused_and_told_once(
-    server: TCPStore, caplog: pytest.LogCaptureFixture
+    server: StoreServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     membership = membership_at(server.port)
     ours = connected(membership)
     ours.begin(GenerationState())
-    sealed = stranger(server).get(ours.key("state"))
+    sealed = Stranger(server).get(ours.key("state"))
     stopped = GenerationState(attempt=5, stopped=int(ExitCode.USER_ERROR)).encode()
-    for forged in (stopped.encode(), b"x" * 32 + stopped.encode(), b"", b"\xff" * 40, sealed[:-1], b"["):
-        stranger(server).set(ours.key("state"), forged.decode("latin-1"))
+    for forged in (stopped, "x" * 32 + stopped, "", "\xff" * 40, sealed[:-1], "["):
+        Stranger(server).set(ours.key("state"), forged)
         for ask in (ours.state, lambda: ours.change(lambda state: state)):
             if not ours.connected:
                 ours.connect()
             with pytest.raises(StoreLostError, match="was not written by an agent of this generation"):
                 ask()
     assert len([record for record in caplog.records if record.levelno >= logging.ERROR]) == 1
-    stranger(server).set(ours.key("state"), sealed.decode())
+    Stranger(server).set(ours.key("state"), sealed)
     assert ours.state() == GenerationState()
 
 
-def test_a_sealed_value_counts_for_its_own_name_and_generation_only(server: TCPStore) -> None:
+def test_a_sealed_value_counts_for_its_own_name_and_generation_only(server: StoreServer) -> None:
     ours = connected(membership_at(server.port))
     ours.set(ours.key(0, "port"), "29500")
-    sealed = stranger(server).get(ours.key(0, "port")).decode()
-    stranger(server).set(ours.key(1, "port"), sealed)
+    sealed = Stranger(server).get(ours.key(0, "port"))
+    Stranger(server).set(ours.key(1, "port"), sealed)
     with pytest.raises(StoreLostError):
         ours.get(ours.key(1, "port"))
     next_one = ValueSigner(membership_at(generation=2))
@@ -108,16 +121,16 @@ def test_a_sealed_value_counts_for_its_own_name_and_generation_only(server: TCPS
 
 def test_a_value_beyond_all_bounds_is_not_read() -> None:
     with pytest.raises(ForgedValueError, match="longer than anything"):
-        ValueSigner(membership_at()).verify("state", b"x" * (LONGEST_VALUE + 1))
+        ValueSigner(membership_at()).verify("state", "x" * (LONGEST_VALUE + 1))
 
 
 @given(name=st.text(max_size=40), value=st.text(max_size=200), at=st.integers(0, 250), to=st.characters(codec="utf-8"))
 def test_any_change_of_a_sealed_value_is_noticed(name: str, value: str, at: int, to: str) -> None:
     seal = ValueSigner(membership_at())
     sealed = seal.sign(name, value)
-    assert seal.verify(name, sealed.encode()) == value
+    assert seal.verify(name, sealed) == value
     at %= len(sealed)
     changed = sealed[:at] + to + sealed[at + 1 :]
     if changed != sealed:
         with pytest.raises(ForgedValueError):
-            seal.verify(name, changed.encode())
+            seal.verify(name, changed)

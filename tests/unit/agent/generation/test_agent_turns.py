@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import queue
+import socket
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -14,13 +15,15 @@ import pytest
 from trainium_agent.exits.restart_policy import GenerationState
 from trainium_agent.generation import state_watcher
 from trainium_agent.generation import store as generation_store
+from trainium_agent.generation.server import StoreClient, StoreServer
 from trainium_agent.generation.state_watcher import LONGEST_TURN_SECONDS, StatePublisher, StateWatcher
-from trainium_agent.generation.store import GenerationStore, StoreLostError, serve_store
+from trainium_agent.generation.store import GenerationStore, StoreLostError
 from trainium_agent.rendezvous import (
     GenerationRendezvous,
     GenerationStoppedError,
     RendezvousInterruptedError,
 )
+from trainium_agent.workload.program import ReservedPort
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.faults.causes import Cause
 from trainium_contract.wire.messages import Member, Membership, Transition
@@ -54,9 +57,9 @@ class Counting(GenerationStore):
 
     asked = 0
 
-    def _ask(self, operation: Callable[[Any], Any]) -> Any:
+    def _ask(self, *request: str | float) -> Any:
         self.asked += 1
-        return super()._ask(operation)
+        return super()._ask(*request)
 
 
 class Follower:
@@ -74,7 +77,7 @@ class Party:
     """The store of a generation, and agents around it."""
 
     def __init__(self) -> None:
-        self.server = serve_store("127.0.0.1")
+        self.server = StoreServer("127.0.0.1")
         self.membership = membership_at(self.server.port)
         self.store = GenerationStore(self.membership)
         self.store.connect()
@@ -105,6 +108,7 @@ class Party:
             interrupted=lambda: self.over.is_set() or (told is not None and told.is_set()),
             waiting_for=lambda _missing: None,
             watcher=self.follower().watcher,
+            reserve_port=ReservedPort,
         )
         handler.store = Counting(self.membership)
         self.handlers.append(handler)
@@ -139,6 +143,10 @@ class Party:
         for thread in self.threads:
             thread.join(10)
             assert not thread.is_alive(), thread.name
+        for handler in self.handlers:
+            handler.shutdown()
+        self.store.close()
+        self.server.close()
 
     def raise_attempt(self) -> None:
         """As an agent does that dies before it can tell anybody."""
@@ -225,7 +233,7 @@ def test_a_caller_that_leaves_is_done_without_until_another_comes(party: Party) 
 
 
 def test_a_caller_that_falls_silent_is_noticed_and_done_without(party: Party, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generation_store, "OPERATION_SECONDS", 1.0)
+    monkeypatch.setattr(generation_store, "_WAIT_SECONDS", 1.0)
     party.store.begin(GenerationState())
     party.store.count(party.store.key("turns"), 7)  # as a caller whose thread died
     follower = party.follower()
@@ -243,7 +251,9 @@ def test_a_turn_that_a_stranger_writes_is_not_believed(party: Party) -> None:
     party.store.count(party.store.key("turns"), 1)
     follower = party.follower()
     assert follower.heard.get(timeout=20).stopped is None
-    party.server.set(party.store.key("turn", 2), GenerationState(stopped=int(ExitCode.USER_ERROR)).encode())
+    stranger = StoreClient(socket.create_connection(("127.0.0.1", party.server.port)))
+    forged = GenerationState(stopped=int(ExitCode.USER_ERROR)).encode()
+    stranger.ask(("set", party.store.key("turn", 2), forged), lambda: 5.0)
     assert follower.lost.wait(5)
     party.caller()
     party.raise_attempt()
@@ -323,14 +333,14 @@ def test_a_rendezvous_goes_on_when_its_watcher_hears_nothing(party: Party) -> No
     assert len(results) == 1
 
 
-@pytest.mark.parametrize("patience", [5.0, 0.2], ids=["the library gives up", "we give up first"])
+@pytest.mark.parametrize("patience", [5.0, 0.2], ids=["the server gives up", "we give up first"])
 def test_a_call_that_fails_leaves_no_connection_and_no_thread_behind(
     monkeypatch: pytest.MonkeyPatch, patience: float
 ) -> None:
     """Without the collector: a quiet agent makes so little that it runs once in hours."""
-    monkeypatch.setattr(generation_store, "OPERATION_SECONDS", 1.0)
+    monkeypatch.setattr(generation_store, "_WAIT_SECONDS", 1.0)
     monkeypatch.setattr(generation_store, "_HURRIED_SECONDS", patience)
-    server = serve_store("127.0.0.1")
+    server = StoreServer("127.0.0.1")
     process, threads = psutil.Process(), threading.active_count()
 
     def connections() -> int:
@@ -353,3 +363,4 @@ def test_a_call_that_fails_leaves_no_connection_and_no_thread_behind(
             time.sleep(0.05)
     finally:
         gc.enable()
+        server.close()

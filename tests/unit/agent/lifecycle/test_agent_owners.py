@@ -204,6 +204,7 @@ def supervisor(loop: Any = None, *, checks: Any = (PreflightCheck.CLOCK,)) -> An
     made = object.__new__(AgentSupervisor)
     made._settings = SimpleNamespace(checks=checks, grace_seconds=5.0)
     made._report, made._clock_passed, made._running, made._alarm = Report(), None, None, None
+    made._workload = SimpleNamespace(observe=lambda: None)
     made._client = SimpleNamespace(answered_at=-1e9, heartbeat_now=lambda: None)
     made._pod = pod.Pod(check_seconds=1.0)
     made._loop = loop

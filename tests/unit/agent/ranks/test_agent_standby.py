@@ -13,6 +13,7 @@ from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from pod_environment import environment
 
 from trainium_agent.ranks import standby as standby_process
 from trainium_agent.ranks import standby_keeper
@@ -20,6 +21,8 @@ from trainium_agent.ranks.output import Tail
 from trainium_agent.ranks.processes import Reaper
 from trainium_agent.ranks.standby import StartRequest
 from trainium_agent.ranks.standby_keeper import Standby, StandbyKeeper, StandbyLostError
+from trainium_agent.settings import settings_from
+from trainium_agent.workload import trainer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -119,7 +122,7 @@ class Pod:
         self.respawns = respawns
         monkeypatch.setattr(Standby, "spawn", self._spawn)
         monkeypatch.setattr(standby_keeper.os, "kill", lambda pid, _: self.end(pid))
-        pump = SimpleNamespace(open=lambda speaker: (os.open(os.devnull, os.O_WRONLY), Tail(speaker.prefix)))
+        pump = SimpleNamespace(open=lambda speaker, _: (os.open(os.devnull, os.O_WRONLY), Tail(speaker.prefix)))
         self.keeper = StandbyKeeper(SimpleNamespace(), self.peers[0].standby, self.reaper, pump, lambda do: do())
 
     def _spawn(self, _: Any) -> Standby:
@@ -173,7 +176,7 @@ ORPHAN = """
 import socket
 from trainium_agent.ranks import standby
 ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-standby.serve(theirs, 1, "os:abort", "")
+standby.serve(theirs, 1, standby.StandbyPlan(entry="os:abort"))
 """
 
 
@@ -196,15 +199,22 @@ def test_what_cannot_be_imported_is_left_for_the_rank_to_tell(
     (tmp_path / "leaves_when_imported.py").write_text("import sys\nsys.exit(3)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(standby_process.kernel, "lower_thread_priority", lambda: None)
-    standby_process._import_everything(entry, "")
+    standby_process._import_everything(standby_process.StandbyPlan(entry=entry))
     assert told in capsys.readouterr().err
 
 
-def test_before_a_rank_of_this_trainer_all_that_it_needs_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_before_a_rank_of_this_trainer_all_that_it_needs_is_imported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     warmed: list[str] = []
     warm = ModuleType("trainium_trainer.warm")
     warm.warm = warmed.append  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "trainium_trainer.warm", warm)
+    monkeypatch.setattr(trainer.importlib, "import_module", lambda _: None)
+    monkeypatch.setattr(trainer, "stop_reverse_lookups", lambda: None)
+    plan = trainer.Trainer(settings_from(environment(tmp_path))).plan
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "trainium_trainer.warm", warm)
     monkeypatch.setattr(standby_process.kernel, "lower_thread_priority", lambda: None)
-    standby_process._import_everything(standby_process.DEFAULT_RANK_ENTRY, "/config/trainer.yaml")
-    assert warmed == ["/config/trainer.yaml"]
+    standby_process._import_everything(plan)
+    assert warmed == [str(tmp_path / "trainer.yaml")]

@@ -75,7 +75,7 @@ def test_a_process_that_ends_at_once_is_missed_by_nobody_while_others_are_starte
         request = StartRequest((), {}, what)
         return keeper.start(request, local_rank=0, rank=0, attempt=0, on_exit=lambda ended: ends.append(ended.pid))
 
-    pump = SimpleNamespace(open=lambda speaker: (os.open(os.devnull, os.O_WRONLY), Tail(speaker.prefix)))
+    pump = SimpleNamespace(open=lambda speaker, _: (os.open(os.devnull, os.O_WRONLY), Tail(speaker.prefix)))
     keeper = StandbyKeeper(SimpleNamespace(), Prompt(), reaper, pump, lambda _: None)
     other = threading.Thread(target=lambda: first.append(start("long")))
     short = start("short")

@@ -1,0 +1,190 @@
+"""Serve the store of a generation: keys and values over TCP, in a thread of the agent of node rank 0.
+
+A request is a JSON list, an answer one JSON value, each behind its length. `get` waits for a key, so that an agent that
+waits for the others costs no messages.
+
+Guarantees:
+- It binds one address only, and a request is at most `LONGEST_FRAME` bytes.
+- A connection that breaks off or sends anything else is closed, and changes nothing for the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import struct
+import threading
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+LONGEST_FRAME = 5 << 20
+_LENGTH = struct.Struct(">I")
+_BACKLOG = 1024
+_MOST_KEYS = 1 << 20
+_POLL_SECONDS = 0.1
+
+Answer = bool | int | str | None
+
+
+def frame(message: object) -> bytes:
+    """Return a message as it is sent."""
+    body = json.dumps(message).encode()
+    return _LENGTH.pack(len(body)) + body
+
+
+def frame_length(head: bytes) -> int:
+    """Return the length of the message behind these bytes. Raises ConnectionError for one that is too long."""
+    (length,) = _LENGTH.unpack(head)
+    if length > LONGEST_FRAME:
+        raise ConnectionError(f"a message of {length} bytes is longer than any that agents send")
+    return int(length)
+
+
+HEAD_BYTES = _LENGTH.size
+
+
+class StoreServer:
+    """One store; it serves from its construction until `close`."""
+
+    def __init__(self, address: str, port: int = 0) -> None:
+        """Listen on an address; port 0 takes a free one. Raises OSError when it cannot be bound."""
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._listener.bind((address, port))
+            self._listener.listen(_BACKLOG)
+        except OSError:
+            self._listener.close()
+            raise
+        self.port: int = self._listener.getsockname()[1]
+        self._values: dict[str, str] = {}
+        self._waiting: dict[str, set[asyncio.Future[str]]] = {}
+        self._conversations: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.new_event_loop()
+        self._closed = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="store", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Close the port and all connections."""
+        self._loop.call_soon_threadsafe(self._closed.set)
+        self._thread.join()
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._serve())
+
+    async def _serve(self) -> None:
+        server = await asyncio.start_server(self._converse, sock=self._listener, limit=LONGEST_FRAME)
+        await self._closed.wait()
+        server.close()
+        for task in self._conversations:
+            task.cancel()
+        await asyncio.gather(*self._conversations)
+
+    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None, "the server runs it as a task"
+        self._conversations.add(task)
+        try:
+            while True:
+                body = await reader.readexactly(frame_length(await reader.readexactly(HEAD_BYTES)))
+                answer = await self._answer(*json.loads(body))
+                writer.write(frame(answer))
+                await writer.drain()
+        except (OSError, EOFError, ValueError, TypeError, asyncio.CancelledError):
+            pass
+        finally:
+            self._conversations.discard(task)
+            writer.close()
+            await asyncio.sleep(0)  # the loop closes it in its next turn
+
+    async def _answer(self, operation: str, key: str, *rest: str | float) -> Answer:
+        values = self._values
+        match operation, rest:
+            case "has", keys:
+                return all(each in values for each in (key, *keys))
+            case "set", (str(value),):
+                self._set(key, value)
+                return None
+            case "get", (int() | float() as seconds,):
+                return values[key] if key in values else await self._wait(key, seconds)
+            case "add", (int(amount),):
+                total = int(values.get(key, "0")) + amount
+                if amount:
+                    self._set(key, str(total))
+                return total
+            case "delete", ():
+                return values.pop(key, None) is not None
+            case "swap", (str(seen), str(wanted)):
+                if values.get(key, "") == seen:
+                    self._set(key, wanted)
+                return values.get(key, seen)
+            case _:
+                raise ValueError(f"{operation!r} is no operation of the store")
+
+    def _set(self, key: str, value: str) -> None:
+        if key not in self._values and len(self._values) >= _MOST_KEYS:
+            raise ValueError("the store is full")
+        self._values[key] = value
+        for future in self._waiting.pop(key, ()):
+            if not future.done():
+                future.set_result(value)
+
+    async def _wait(self, key: str, seconds: float) -> str | None:
+        future: asyncio.Future[str] = self._loop.create_future()
+        waiting = self._waiting.setdefault(key, set())
+        waiting.add(future)
+        try:
+            return await asyncio.wait_for(future, seconds)
+        except TimeoutError:
+            return None
+        finally:
+            waiting.discard(future)
+            if not waiting and self._waiting.get(key) is waiting:
+                del self._waiting[key]
+
+
+class StoreClient:
+    """A connection to a store; used from one thread at a time."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        """Take over a connection; it is closed with this object."""
+        self._socket = connection
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def ask(self, request: tuple[str | float, ...], remaining: Callable[[], float]) -> Answer:
+        """Return the answer to a request; `remaining()` are the seconds that are left for it. Raises OSError."""
+        self._socket.settimeout(max(remaining(), _POLL_SECONDS))
+        self._socket.sendall(frame(request))
+        length = frame_length(self._read(HEAD_BYTES, remaining))
+        answer: Answer = json.loads(self._read(length, remaining))
+        return answer
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._socket.close()
+
+    def __del__(self) -> None:
+        self._socket.close()
+
+    def _read(self, length: int, remaining: Callable[[], float]) -> bytes:
+        data = bytearray()
+        while len(data) < length:
+            left = remaining()
+            if left <= 0:
+                raise TimeoutError("the host of the generation's store does not answer")
+            # In short turns, since what is left becomes less when something else is urgent.
+            self._socket.settimeout(min(left, _POLL_SECONDS))
+            try:
+                part = self._socket.recv(length - len(data))
+            except TimeoutError:
+                continue
+            if not part:
+                raise ConnectionError("the host of the generation's store closed the connection")
+            data += part
+        return bytes(data)

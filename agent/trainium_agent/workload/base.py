@@ -1,0 +1,140 @@
+"""The seam between the agent and what it runs: the interface of a workload, and the environment of a rank.
+
+Guarantees:
+- The agent imports no library of the ranks; a workload that needs one imports it where it uses it.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from trainium_contract.wire import worker_env
+
+if TYPE_CHECKING:
+    import signal
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from trainium_agent.ranks.processes import RankProcess
+    from trainium_agent.ranks.progress import ProgressRecord
+    from trainium_agent.ranks.pulse import PulseReading
+    from trainium_agent.ranks.standby import StandbyPlan, StartRequest
+    from trainium_agent.settings import AgentSettings
+    from trainium_contract.wire.messages import HangDetection
+
+_ROLE = "trainer"
+
+
+class RankPort(Protocol):
+    """The port at which the ranks of one attempt meet; it is kept for them while this object lives."""
+
+    @property
+    def port(self) -> int:
+        """Its number."""
+
+
+class Workload(Protocol):
+    """What the agent starts, and how that differs from other workloads."""
+
+    plan: StandbyPlan
+    """How the process that starts ranks is prepared."""
+
+    def reserve_port(self, address: str) -> RankPort:
+        """Reserve a port for the ranks, at node rank 0. Raises OSError."""
+
+    def request(self, layout: AttemptLayout, local_rank: int) -> StartRequest:
+        """Return the start of one rank."""
+
+    def on_output(self, layout: AttemptLayout, local_rank: int) -> Callable[[bytes], None] | None:
+        """Return what gets each line of a rank's output, from the output's thread."""
+
+    def exit_signal(self, *, memory_ends: bool) -> signal.Signals:
+        """Return the signal that asks a rank to save and exit."""
+
+    def leftover(self, processes: Sequence[RankProcess]) -> str:
+        """Explain what ranks that all ended with code 0 left running; empty for nothing."""
+
+    def observe(self) -> None:
+        """Read what the ranks have published, in the event loop."""
+
+    def read(self, path: Path) -> tuple[ProgressRecord, PulseReading | None] | None:
+        """Return the progress of a rank, from any thread; `path` is its progress file."""
+
+    def quiet_sign(self, process: RankProcess, now: float) -> int | None:
+        """Return a number that changes while a rank without steps is active; None where that cannot be told."""
+
+    def step_limit(self, path: Path, limit: float) -> float:
+        """Return how long a step may take, in seconds, from the limit for steps that are reported exactly."""
+
+    @property
+    def hang_detection(self) -> HangDetection | None:
+        """The sign by which hangs are detected; None for the trainer, which always reports steps."""
+
+    @property
+    def problem(self) -> str:
+        """Why progress or checkpoints cannot be read; empty while they can."""
+
+    @property
+    def durable_step(self) -> int:
+        """Newest checkpoint that was observed, not reported; -1 for none."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptLayout:
+    """The layout of an attempt: it follows from the membership, and the port from node 0."""
+
+    generation: int
+    attempt: int
+    node_rank: int
+    nodes: int
+    on_a_node: int
+    master_ip: str
+    master_port: int
+    accumulation: int = 0
+
+    def rank(self, local_rank: int) -> int:
+        """Ranks are counted node by node."""
+        return self.node_rank * self.on_a_node + local_rank
+
+    @property
+    def world(self) -> int:
+        """All ranks."""
+        return self.nodes * self.on_a_node
+
+
+def progress_file(settings: AgentSettings, generation: int, local_rank: int) -> Path:
+    """Where a local rank writes its progress."""
+    return settings.progress_directory / f"g{generation}-r{local_rank}"
+
+
+def rank_environment(
+    settings: AgentSettings, layout: AttemptLayout, local_rank: int, *, agent_serves: bool
+) -> dict[str, str]:
+    """Return the environment that torch's `env://` rendezvous and programs written for its launcher read.
+
+    The names and values are those of torchrun (torch/distributed/elastic/agent/server/local_elastic_agent.py).
+    `agent_serves`: the store at the port is the agent's; else rank 0 serves one there.
+    """
+    rank, world = str(layout.rank(local_rank)), str(layout.world)
+    return {
+        "RANK": rank,
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": world,
+        "LOCAL_WORLD_SIZE": str(layout.on_a_node),
+        "GROUP_RANK": str(layout.node_rank),
+        "GROUP_WORLD_SIZE": str(layout.nodes),
+        "ROLE_RANK": rank,
+        "ROLE_WORLD_SIZE": world,
+        "ROLE_NAME": _ROLE,
+        "MASTER_ADDR": layout.master_ip,
+        "MASTER_PORT": str(layout.master_port),
+        "TORCHELASTIC_RESTART_COUNT": str(layout.attempt),
+        "TORCHELASTIC_MAX_RESTARTS": str(settings.max_in_place_restarts),
+        "TORCHELASTIC_RUN_ID": f"{settings.run_id}.g{layout.generation}",
+        "TORCHELASTIC_USE_AGENT_STORE": str(agent_serves),
+        worker_env.ENV_GENERATION: str(layout.generation),
+        worker_env.ENV_ATTEMPT: str(layout.attempt),
+        worker_env.ENV_PROGRESS_FILE: os.fspath(progress_file(settings, layout.generation, local_rank)),
+    }

@@ -1,0 +1,328 @@
+"""Follow a program from outside: steps in its output, signs of activity, checkpoints in its folder.
+
+A step that is found in output is written into a progress record beside the one of the library `trainium_worker`, so
+that all readers treat both alike; the library's record takes precedence once it has a step.
+
+Guarantees:
+- A pattern is searched for in the newest lines only, each cut to `_LINE_BYTES`, and a search ends after
+  `_SEARCH_SECONDS`; a pattern that needs longer again and again is no longer used.
+- Folders are listed in a separate thread, since storage may hang.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainium_agent.linux import kernel
+from trainium_agent.ranks.progress import ProgressPhase, ProgressRecord, ProgressWriter, read_with_pulse
+from trainium_agent.workload.base import progress_file
+from trainium_contract.spec.program import STEP_GROUP
+from trainium_contract.wire.messages import HangDetection
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import FrameType
+
+    from trainium_agent.ranks.processes import RankProcess
+    from trainium_agent.ranks.pulse import PulseReading
+    from trainium_agent.settings import AgentSettings
+    from trainium_agent.workload.base import AttemptLayout
+    from trainium_contract.spec.program import ProgramSpec
+
+_LINE_BYTES = 2048
+_LINES = 256
+"""Newest lines of a rank that wait for a search."""
+_SEARCH_SECONDS = 0.05
+_SLOW_SEARCHES = 20
+_UNMATCHED_SECONDS = 60.0
+_SHOWN_CHARACTERS = 200
+_CPU_SECONDS = 2.0
+"""Between two looks at the processor time of a rank's processes."""
+_BUSY = 0.05
+_LIST_SECONDS = 10.0
+_MOST_ENTRIES = 20_000
+_NEURON = Path("/sys/devices/virtual/neuron_device")
+
+
+@dataclass(slots=True)
+class _Rank:
+    """One local rank of the present attempt; the output's thread appends, the event loop searches."""
+
+    rank: int
+    path: Path
+    generation: int
+    attempt: int
+    started: float = field(default_factory=time.time)
+    """Unix seconds."""
+    lines: deque[tuple[float, bytes]] = field(default_factory=lambda: deque(maxlen=_LINES))
+    written: int = 0
+    """Lines so far."""
+    first_at: float = 0.0
+    """When the first line came; monotonic seconds, as all times here."""
+    last: bytes = b""
+    step: int = -1
+    step_at: float = 0.0
+    writer: ProgressWriter | None = None
+    signs: int = 0
+    cpu: tuple[float, float, int] | None = None
+    """When the processor time and the devices' count were read, and what they were."""
+
+
+class ProgramMonitor:
+    """Everything that is known of a program without its help."""
+
+    def __init__(self, settings: AgentSettings, program: ProgramSpec) -> None:
+        self._settings = settings
+        self._pattern = re.compile(program.progress.pattern.encode()) if program.progress.pattern else None
+        self._ranks: dict[int, _Rank] = {}
+        self._slow = 0
+        self._backwards = ""
+        self._checkpoints = _CheckpointFolder(program) if program.checkpoints else None
+
+    def on_output(self, layout: AttemptLayout, local_rank: int) -> Callable[[bytes], None]:
+        """Begin to follow a rank; the result takes in its output, line by line."""
+        path = progress_file(self._settings, layout.generation, local_rank)
+        rank = _Rank(layout.rank(local_rank), path, layout.generation, layout.attempt)
+        self._ranks = {**self._ranks, local_rank: rank}
+
+        def take(line: bytes) -> None:
+            if not rank.written:
+                rank.first_at = time.monotonic()
+            rank.written += 1
+            rank.last = line[:_LINE_BYTES]
+            rank.lines.append((time.monotonic(), rank.last))
+
+        return take
+
+    def observe(self) -> None:
+        """Search the lines that have come since; in the main thread."""
+        for rank in self._ranks.values():
+            while rank.lines:
+                at, line = rank.lines.popleft()
+                if self._pattern is not None and self._slow < _SLOW_SEARCHES:
+                    self._search(self._pattern, rank, at, line)
+
+    def read(self, path: Path) -> tuple[ProgressRecord, PulseReading | None] | None:
+        """Return the progress of a rank: the library's, else what was found in output, else that the program runs."""
+        reported = read_with_pulse(path)
+        if reported is not None and reported[0].step >= 0:
+            return reported
+        found = read_with_pulse(_found_path(path))
+        if found is not None:
+            return found
+        rank = next((each for each in self._ranks.values() if each.path == path), None)
+        if reported is not None or rank is None:
+            return reported
+        phase = ProgressPhase.TRAINING if self._pattern is None else ProgressPhase.LOADING
+        return ProgressRecord(
+            pid=0, generation=rank.generation, attempt=rank.attempt, phase=phase, updated=rank.started
+        ), None
+
+    def found_in_output(self, path: Path) -> bool:
+        """Return whether the steps of a rank come from its output."""
+        return any(rank.path == path and rank.writer is not None for rank in self._ranks.values())
+
+    def quiet_sign(self, process: RankProcess, now: float) -> int | None:
+        """Return a count of signs of activity: output, processor time, use of the devices; None before any output."""
+        rank = self._ranks.get(process.local_rank)
+        if rank is None or not rank.written:
+            return None
+        if rank.cpu is None or now - rank.cpu[0] >= _CPU_SECONDS:
+            used = sum(kernel.state_of(pid).cpu_seconds for pid in (process.pid, *kernel.descendants(process.pid)))
+            executed = executions()
+            if rank.cpu is not None:
+                at, before, counted = rank.cpu
+                rank.signs += used - before >= _BUSY * (now - at) or executed != counted
+            rank.cpu = (now, used, executed)
+        return rank.signs + rank.written
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether a rank of the present attempt has reported a step."""
+        return any((found := self.read(rank.path)) is not None and found[0].step >= 0 for rank in self._ranks.values())
+
+    @property
+    def hang_detection(self) -> HangDetection:
+        """The sign by which hangs are detected now."""
+        if not self._settings.hang.enabled:
+            return HangDetection.OFF
+        if self.has_steps:
+            return HangDetection.STEPS
+        return HangDetection.OUTPUT if any(rank.written for rank in self._ranks.values()) else HangDetection.OFF
+
+    @property
+    def problem(self) -> str:
+        """Why steps or checkpoints cannot be read, and what to change; empty while they can."""
+        checkpoints = self._checkpoints.problem if self._checkpoints is not None else ""
+        return self._pattern_problem() or self._backwards or self._different_steps() or checkpoints
+
+    @property
+    def durable_step(self) -> int:
+        """Newest checkpoint in the program's folder; -1 for none."""
+        return self._checkpoints.newest if self._checkpoints is not None else -1
+
+    def _search(self, pattern: re.Pattern[bytes], rank: _Rank, at: float, line: bytes) -> None:
+        try:
+            with _time_limit(_SEARCH_SECONDS):
+                match = pattern.search(line)
+        except TimeoutError:
+            self._slow += 1
+            return
+        step = _whole(match, STEP_GROUP)
+        if match is None or step is None:
+            return
+        if step < rank.step:
+            self._backwards = (
+                f"step {step} of rank {rank.rank} follows step {rank.step} within one start: print steps that count "
+                "up, or have program.progress.pattern match lines of training only"
+            )
+        if rank.writer is None:
+            rank.writer = self._open(rank, step)
+        seconds = (at - rank.step_at) if rank.step_at else 0.0
+        each = seconds / max(1, step - rank.step)
+        rank.writer.publish(
+            step=step,
+            loss=_real(match, "loss"),
+            tokens_per_second=_real(match, "tokens_per_second"),
+            updated=time.time() - (time.monotonic() - at),
+            monotonic=at,
+            step_seconds=each,
+            productive_seconds=rank.writer.record.productive_seconds + seconds,
+        )
+        if seconds:
+            rank.writer.pulse.step_done(each)
+        rank.step, rank.step_at = step, at
+
+    def _open(self, rank: _Rank, step: int) -> ProgressWriter:
+        """Create the record of a rank whose first step is seen; earlier attempts count as far as it goes on there."""
+        path = _found_path(rank.path)
+        before = read_with_pulse(path)
+        productive = 0.0
+        if before is not None and before[0].generation == rank.generation:
+            lost = max(0, before[0].step - step)
+            productive = max(0.0, before[0].productive_seconds - lost * before[0].step_seconds)
+        writer = ProgressWriter(path, generation=rank.generation, attempt=rank.attempt)
+        resumed = self.durable_step if self.durable_step < step else -1
+        writer.publish(phase=ProgressPhase.TRAINING, resume_step=resumed, productive_seconds=productive)
+        writer.pulse.begin_steps()
+        return writer
+
+    def _pattern_problem(self) -> str:
+        if self._pattern is None:
+            return ""
+        pattern = self._pattern.pattern.decode()
+        if self._slow >= _SLOW_SEARCHES:
+            return (
+                f"program.progress.pattern {pattern} takes more than {_SEARCH_SECONDS * 1000:.0f} ms a line and is no "
+                "longer searched for: simplify it (no repetition inside a repetition)"
+            )
+        ranks = [rank for rank in self._ranks.values() if rank.first_at]
+        waited = [rank for rank in ranks if time.monotonic() - rank.first_at > _UNMATCHED_SECONDS]
+        if not waited or any(rank.writer is not None for rank in ranks) or self.has_steps:
+            return ""
+        shown = waited[0].last.decode(errors="replace").strip()[:_SHOWN_CHARACTERS]
+        return (
+            f"program.progress.pattern {pattern} has matched no line of output for {_UNMATCHED_SECONDS:.0f} s; the "
+            f"last line of rank {waited[0].rank} is {shown!r}: correct the pattern"
+        )
+
+    def _different_steps(self) -> str:
+        """Compare what the ranks report after the same time; one step apart they always may be."""
+        known = {rank.rank: found[0].step for rank in self._ranks.values() if (found := self.read(rank.path))}
+        steps = {rank: step for rank, step in known.items() if step >= 0}
+        if not steps or max(steps.values()) - min(steps.values()) <= max(1, max(steps.values()) // 10):
+            return ""
+        slow, fast = min(steps, key=steps.__getitem__), max(steps, key=steps.__getitem__)
+        return (
+            f"rank {slow} reports step {steps[slow]} and rank {fast} step {steps[fast]}: report the step of the "
+            "optimizer, which is the same on all ranks"
+        )
+
+
+class _CheckpointFolder:
+    """Looks for the newest checkpoint of a program."""
+
+    def __init__(self, program: ProgramSpec) -> None:
+        assert program.checkpoints is not None
+        self._root = Path(program.checkpoints.path)
+        self._committed = program.checkpoints.committed_pattern()
+        self._glob = program.checkpoints.committed.replace("{step}", "*")
+        self.newest = -1
+        self.problem = ""
+        threading.Thread(target=self._follow, name="checkpoints", daemon=True).start()
+
+    def _follow(self) -> None:
+        while True:
+            try:
+                self.newest, self.problem = self._look(), ""
+            except OSError as error:
+                self.problem = (
+                    f"program.checkpoints.path {self._root} cannot be listed ({error.strerror or error}): mount the "
+                    "volume there, or correct the path"
+                )
+            time.sleep(_LIST_SECONDS)
+
+    def _look(self) -> int:
+        """Return the newest step whose checkpoint is complete. Raises OSError."""
+        if not self._root.is_dir():
+            raise FileNotFoundError(2, "it is not there")
+        newest = -1
+        for number, path in enumerate(self._root.glob(self._glob)):
+            if number >= _MOST_ENTRIES:
+                break
+            match = self._committed.fullmatch(str(path.relative_to(self._root)))
+            newest = max(newest, int(match[STEP_GROUP])) if match else newest
+        return newest
+
+
+def executions() -> int:
+    """Return how many programs the node's Neuron cores have executed; 0 where that cannot be read."""
+    total = 0
+    for path in _NEURON.glob("neuron*/neuron_core*/stats/status/success/total"):
+        with contextlib.suppress(OSError, ValueError):
+            total += int(path.read_text())
+    return total
+
+
+def _found_path(path: Path) -> Path:
+    """Where the steps that were found in output are."""
+    return path.with_name(f"{path.name}.output")
+
+
+def _whole(match: re.Match[bytes] | None, group: str) -> int | None:
+    digits = match[group] if match is not None else None
+    return int(digits) if digits is not None and digits.isdigit() and len(digits) <= 18 else None
+
+
+def _real(match: re.Match[bytes], group: str) -> float:
+    try:
+        return float(match.groupdict()[group] or "nan")
+    except (KeyError, ValueError):
+        return float("nan")
+
+
+@contextlib.contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError when the block takes longer; the search of an expression ends by a signal only."""
+    armed = True
+
+    def expire(_number: int, _frame: FrameType | None) -> None:
+        if armed:
+            raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, expire)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        armed = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

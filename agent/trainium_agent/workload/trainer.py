@@ -1,0 +1,143 @@
+"""The built-in trainer as a workload: ranks are forked from a standby that has imported it, and meet at torch's store.
+
+This is the only module of the agent that imports torch, and only for a job with the trainer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import os
+import signal
+import socket
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from trainium_agent.ranks.progress import read_with_pulse
+from trainium_agent.ranks.standby import StandbyPlan, StartRequest
+from trainium_agent.settings import DEFAULT_RANK_ENTRY, DEFAULT_WARM_MODULE
+from trainium_agent.workload.base import rank_environment
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, not in __all__
+
+    from trainium_agent.ranks.processes import RankProcess
+    from trainium_agent.ranks.progress import ProgressRecord
+    from trainium_agent.ranks.pulse import PulseReading
+    from trainium_agent.settings import AgentSettings
+    from trainium_agent.workload.base import AttemptLayout
+
+_STORE_SECONDS = 300.0
+_BACKLOG = 1024
+
+
+class Trainer:
+    """The ranks of a job with `spec.trainer`."""
+
+    def __init__(self, settings: AgentSettings) -> None:
+        """Import torch, which the standby shares; call it before any thread exists."""
+        self._settings = settings
+        warm = DEFAULT_WARM_MODULE if settings.rank_entry == DEFAULT_RANK_ENTRY else ""
+        self.plan = StandbyPlan(("torch",), settings.rank_entry, warm, str(settings.config_path))
+        # Read by torch when it is imported; the ranks share the import. Its C++ warns of the look-up that is made to
+        # fail, past the log's format.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        importlib.import_module("torch.distributed")
+        stop_reverse_lookups()  # the standby and all ranks inherit it
+        self.hang_detection = None
+        self.problem = ""
+        self.durable_step = -1
+
+    def reserve_port(self, address: str) -> TCPStore:
+        """Start a store for the ranks of one attempt."""
+        return serve_store(address)
+
+    def request(self, layout: AttemptLayout, local_rank: int) -> StartRequest:
+        """Return the start of a rank."""
+        return StartRequest(
+            ("train", "--config", str(self._settings.config_path)),
+            rank_environment(self._settings, layout, local_rank, agent_serves=True),
+            f"trainium-rank {layout.rank(local_rank)} of {layout.world}",
+        )
+
+    def on_output(self, layout: AttemptLayout, local_rank: int) -> None:
+        """Ranks report in shared memory."""
+
+    def exit_signal(self, *, memory_ends: bool) -> signal.Signals:
+        """Ranks save to storage after SIGUSR1, since the memory of the node ends, and to memory after SIGTERM."""
+        return signal.SIGUSR1 if memory_ends else signal.SIGTERM
+
+    def leftover(self, processes: Sequence[RankProcess]) -> str:  # noqa: ARG002 - what others need
+        """Ranks end with all that they started."""
+        return ""
+
+    def observe(self) -> None:
+        """Nothing is to be read beside the records."""
+
+    def read(self, path: Path) -> tuple[ProgressRecord, PulseReading | None] | None:
+        """Return a rank's record and pulse."""
+        return read_with_pulse(path)
+
+    def quiet_sign(self, process: RankProcess, now: float) -> int | None:  # noqa: ARG002 - what others need
+        """Return the same sign always: a rank that has not reported yet shows nothing."""
+        return -1
+
+    def step_limit(self, path: Path, limit: float) -> float:  # noqa: ARG002 - what others need
+        """Return the limit: saves and validations are reported apart from steps."""
+        return limit
+
+
+def serve_store(address: str) -> TCPStore:
+    """Host one of torch's stores on one address only, at a free port. Raises OSError."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # noqa: PLC0415 - for a job with the trainer
+
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, 0))
+        listener.listen(_BACKLOG)
+        chosen = listener.getsockname()[1]
+        return TCPStore(
+            address,
+            chosen,
+            None,
+            True,
+            timedelta(seconds=_STORE_SECONDS),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+
+
+_NSCOUNT_OFFSET = 16
+"""Of `struct __res_state` (resolv.h): two ints and an unsigned long are before it, on every 64-bit Linux."""
+NAMELESS = "127.83.82.81"
+"""An address of this host that no hosts file names."""
+
+
+def stop_reverse_lookups() -> None:
+    """Open a store whose address has no name, while this thread has no name server.
+
+    torch asks for the name of each address, once in the life of a process, which takes seconds where DNS is silent.
+    """
+    with contextlib.suppress(OSError, AttributeError, RuntimeError), _no_name_server():
+        serve_store(NAMELESS)
+
+
+@contextlib.contextmanager
+def _no_name_server() -> Iterator[None]:
+    """For this thread. Raises AttributeError where the C library does not have glibc's resolver."""
+    libc = ctypes.CDLL(None)
+    state, read_configuration = libc["__res_state"], libc["__res_init"]
+    state.restype = ctypes.c_void_p
+    read_configuration()
+    count = ctypes.c_int.from_address(state() + _NSCOUNT_OFFSET)
+    count.value = 0
+    try:
+        yield
+    finally:
+        read_configuration()

@@ -1,0 +1,222 @@
+"""Programs of others under real agents: started, followed, restarted in place, ended, and refused with a sentence."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from agent_world import HERE, is_alive
+
+from trainium_contract.wire import worker_env
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from agent_world import World
+
+DDP = str(HERE / "fakes" / "program_ddp.py")
+PATTERN = r"step: *(?P<step>\d+) loss: *(?P<loss>\S+)"
+
+
+def program(*command: str, **more: Any) -> dict[str, str]:
+    """What the operator adds to the environment of a worker."""
+    spec = {"image": "team/train:1", "command": command, **more}
+    return {
+        worker_env.ENV_PROGRAM: json.dumps(spec),
+        worker_env.ENV_PROCESSES_PER_NODE: str(more.get("processesPerNode", 1)),
+    }
+
+
+def shell(script: str, **more: Any) -> dict[str, str]:
+    return program("/bin/sh", "-c", script, **more)
+
+
+async def begin(world: World, *names: str, processes: int = 1, **extra: str) -> None:
+    """Start agents and give them generation 1."""
+    world.start(*names, **extra)
+    await world.registered(*names)
+    await world.jobs.publish([*names], processes=processes)
+
+
+async def finished(world: World, *names: str) -> None:
+    await world.until(
+        lambda: all((beat := world.jobs.last(name)) is not None and beat.phase == "Finished" for name in names),
+        f"{names} finished",
+        60,
+    )
+    await world.ended(*names)
+
+
+async def failed(world: World, name: str) -> Any:
+    """The verdict of a pod."""
+    await world.until(lambda: (beat := world.jobs.last(name)) is not None and beat.verdict, f"{name} failed", 60)
+    return world.jobs.last(name).verdict
+
+
+async def test_a_killed_rank_of_a_ddp_program_restarts_all_ranks_in_place_from_its_checkpoint(
+    world: World, tmp_path: Path
+) -> None:
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    checkpoints = {"path": str(folder), "committed": "step-{step}.pt"}
+    command = (sys.executable, DDP, "20", str(folder), "3:8")
+    extra = program(*command, processesPerNode=2, progress={"pattern": PATTERN}, checkpoints=checkpoints)
+    await begin(world, "a", "b", processes=2, **extra)
+    agents = {name: agent.pid for name, agent in world.agents.items()}
+
+    await world.until(lambda: (beat := world.jobs.last("b")) is not None and beat.failures, "the failure", 60)
+    failure = world.jobs.last("b").failures[-1]
+    assert (failure.exit_code, failure.rank, failure.attempt) == (137, 3, 0)
+    assert not world.jobs.last("a").failures
+    await world.until(
+        lambda: world.jobs.last("a").restarts and world.jobs.last("a").restarts[-1].resumed_at, "resumed", 60
+    )
+    assert {name: agent.pid for name, agent in world.agents.items()} == agents
+    await finished(world, "a", "b")
+
+    beat = world.jobs.last("a")
+    assert beat.attempt == 1
+    assert beat.progress.step == 20
+    assert beat.progress.loss is not None
+    assert beat.progress.hang_detection == "Steps"
+    steps = [line.split()[3] for line in world.agents["a"].log.splitlines() if "step: " in line]
+    first, second = steps[: steps.index("8") + 1], steps[steps.index("8") + 1 :]
+    assert first[:8] == [str(step) for step in range(1, 9)]
+    assert int(second[0]) in (8, 9, 10), "it resumes from its newest checkpoint"
+    assert [agent.code for agent in world.agents.values()] == [0, 0]
+
+
+async def test_a_shell_script_gets_the_environment_of_torchrun_and_completes(world: World) -> None:
+    script = 'echo "r=$RANK w=$WORLD_SIZE l=$LOCAL_RANK/$LOCAL_WORLD_SIZE g=$GROUP_RANK/$GROUP_WORLD_SIZE"; '
+    script += 'echo "s=$TORCHELASTIC_USE_AGENT_STORE a=$MASTER_ADDR o=$OMP_NUM_THREADS"; sleep 0.5'
+    await begin(world, "a", "b", **shell(script))
+    await finished(world, "a", "b")
+    assert "[rank 0] r=0 w=2 l=0/1 g=0/2" in world.agents["a"].log
+    assert "[rank 1] r=1 w=2 l=0/1 g=1/2" in world.agents["b"].log
+    assert f"s=False a={world.agents['a'].ip} o=1" in world.agents["b"].log
+    assert world.jobs.last("a").progress.step == 0
+
+
+async def test_a_program_that_fails_again_and_again_is_given_up_with_its_last_line(world: World) -> None:
+    await begin(world, "a", **shell("echo the fault is in line 7; exit 3"))
+    verdict = await failed(world, "a")
+    assert verdict.exit_code == 3
+    assert "the fault is in line 7" in verdict.message
+    assert world.jobs.last("a").attempt > 0
+
+
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [
+        (("nowhere-to-be-found",), "program.command nowhere-to-be-found is not in PATH="),
+        (("/opt/train.sh",), "program.command /opt/train.sh does not exist in the file system of image team/train:1"),
+        (("/etc/passwd",), "program.command /etc/passwd of image team/train:1 cannot be executed (Permission denied)"),
+    ],
+)
+async def test_a_command_that_cannot_be_started_stops_the_job_with_a_sentence(
+    world: World, command: tuple[str, ...], sentence: str
+) -> None:
+    await begin(world, "a", **program(*command))
+    verdict = await failed(world, "a")
+    assert verdict.exit_code == 64
+    assert sentence in verdict.message
+    assert world.jobs.last("a").attempt == 0
+
+
+async def test_a_working_directory_that_is_missing_stops_the_job_with_a_sentence(world: World) -> None:
+    await begin(world, "a", **shell("true", workingDirectory="/nowhere"))
+    verdict = await failed(world, "a")
+    assert verdict.exit_code == 64
+    assert "program.workingDirectory /nowhere cannot be entered (No such file or directory)" in verdict.message
+
+
+@pytest.mark.parametrize("start", ["setsid sleep 300", "sleep 300"])
+async def test_a_program_that_puts_itself_into_the_background_stops_the_job_with_a_sentence(
+    world: World, start: str
+) -> None:
+    await begin(world, "a", **shell(f"{start} & echo $! > {world.folder}/pid; sleep 0.3"))
+    verdict = await failed(world, "a")
+    assert verdict.exit_code == 64
+    assert "ended with code 0 after" in verdict.message
+    assert "stay in the foreground" in verdict.message
+    world.agents["a"].signal(signal.SIGTERM)
+    await world.ended("a")
+    assert not is_alive(int((world.folder / "pid").read_text()))
+
+
+async def test_a_program_that_starts_its_own_ranks_ends_with_all_of_them(world: World) -> None:
+    script = "test $TORCHELASTIC_RESTART_COUNT = 1 && exit 0; for n in 1 2; do sh -c 'sleep 300' & "
+    script += f"echo $! >> {world.folder}/pids-$GROUP_RANK; done; sleep 1; test $GROUP_RANK = 1 && exit 9; wait"
+    await begin(world, "a", "b", **shell(script))
+    await world.until(lambda: (beat := world.jobs.last("b")) is not None and beat.failures, "the failure", 60)
+    assert world.jobs.last("b").failures[-1].exit_code == 9
+    await finished(world, "a", "b")
+    pids = [int(text) for rank in (0, 1) for text in (world.folder / f"pids-{rank}").read_text().split()]
+    assert len(pids) == 4
+    assert [pid for pid in pids if is_alive(pid)] == []
+
+
+async def test_a_program_that_ignores_sigterm_is_killed_after_its_grace(world: World) -> None:
+    script = f'trap "" TERM; echo $$ > {world.folder}/pid; echo up; while true; do sleep 0.1; done'
+    await begin(world, "a", **shell(script), TRAINIUM_GRACE_SECONDS="1")
+    await world.until(lambda: "up" in world.agents["a"].log, "the program runs")
+    began = time.monotonic()
+    world.agents["a"].signal(signal.SIGTERM)
+    await world.ended("a")
+    assert time.monotonic() - began >= 1
+    assert not is_alive(int((world.folder / "pid").read_text()))
+
+
+async def test_a_program_saves_within_its_grace_after_sigterm(world: World) -> None:
+    script = f'trap "echo saved > {world.folder}/saved; exit 0" TERM; echo up; while true; do sleep 0.1; done'
+    await begin(world, "a", **shell(script))
+    await world.until(lambda: "up" in world.agents["a"].log, "the program runs")
+    world.agents["a"].signal(signal.SIGTERM)
+    await world.ended("a")
+    assert (world.folder / "saved").read_text() == "saved\n"
+
+
+async def test_a_rank_that_a_signal_stops_hangs_by_its_steps_and_is_restarted(world: World) -> None:
+    script = "n=0; while true; do n=$((n+1)); echo step $n; sleep 0.1; "
+    script += "test $n = 20 -a $TORCHELASTIC_RESTART_COUNT = 0 && kill -STOP $$; done"
+    limits = {"stepFloorSeconds": 1, "saveSeconds": 2, "initSeconds": 5}
+    extra = {worker_env.ENV_HANG_LIMITS: json.dumps(limits)}
+    await begin(world, "a", **shell(script, progress={"pattern": r"step (?P<step>\d+)"}), **extra)
+    await world.training("a", step=10)
+    await world.training("a", attempt=1, step=5)
+    failure = world.jobs.last("a").failures[-1]
+    assert failure.exit_code == 77
+    assert "stood still" in failure.message
+    assert "stopped by a signal" in failure.message
+
+
+async def test_a_silent_program_without_steps_hangs_by_its_output_and_processor_time(world: World) -> None:
+    """The first attempt falls silent and idle; the second works without a word, which is no hang."""
+    script = "echo begins; test $TORCHELASTIC_RESTART_COUNT = 0 && sleep 300; while true; do :; done"
+    extra = {worker_env.ENV_HANG_LIMITS: json.dumps({"stepFloorSeconds": 1, "initSeconds": 3})}
+    await begin(world, "a", **shell(script), **extra)
+    await world.until(lambda: (beat := world.jobs.last("a")) is not None and beat.attempt == 1, "the restart", 60)
+    assert world.jobs.last("a").failures[-1].exit_code == 77
+    await asyncio.sleep(8)
+    beat = world.jobs.last("a")
+    assert (beat.attempt, beat.phase, beat.progress.hang_detection) == (1, "Training", "Output")
+
+
+async def test_a_warm_standby_forks_ranks_with_the_modules_that_it_has_imported(world: World, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, sys, time\n"
+        "print('warm', 'difflib' in sys.modules, sys.argv, __name__, os.getcwd(), flush=True)\n"
+        "time.sleep(0.5)\n"
+        "sys.exit(3 if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' else 0)\n"
+    )
+    spec = program(sys.executable, "-u", str(script), "--x", warm=["difflib"], workingDirectory=str(tmp_path))
+    await begin(world, "a", **spec)
+    await finished(world, "a")
+    assert world.agents["a"].log.count(f"warm True ['{script}', '--x'] __main__ {tmp_path}") == 2
+    assert world.jobs.last("a").attempt == 1
