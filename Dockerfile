@@ -5,6 +5,8 @@
 #   docker build --target trainer     -t trainium-trainer:0.1.0 --build-arg NEURON_IMAGE=IMAGE .   # Trainium 2, 3, or your own
 #   docker build --target trainer-cpu -t trainium-trainer:0.1.0-cpu .   # no accelerator, or CUDA; needs no vendor's image
 #
+#   docker build --target agent       -t trainium-agent:0.1.0 .         # what is added to the image of a program
+#
 # An image holds the wheels of the contract and of its part of ours, and what those need. Every other package is installed at the
 # version and hash of constraints.txt. The vendor's image needs Python 3.11 or newer; its torch and what belongs to that are kept.
 ARG PYTHON_IMAGE=python:3.11.13-slim-bookworm
@@ -22,6 +24,10 @@ FROM wheels AS operator-wheels
 COPY operator operator
 RUN pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /wheels ./contract ./operator
 
+FROM wheels AS agent-wheels
+COPY agent agent
+RUN pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /wheels ./contract ./agent
+
 FROM wheels AS trainer-wheels
 COPY agent agent
 COPY trainer_image trainer_image
@@ -34,6 +40,13 @@ COPY scripts/image_requirements.py /scripts/
 COPY contract/pyproject.toml /contract/
 COPY operator/pyproject.toml /operator/
 COPY --from=operator-wheels /wheels /wheels
+
+FROM scratch AS agent-source
+COPY constraints.txt /
+COPY scripts/image_requirements.py scripts/agent_folder.py /scripts/
+COPY contract/pyproject.toml /contract/
+COPY agent/pyproject.toml /agent/
+COPY --from=agent-wheels /wheels /wheels
 
 FROM scratch AS trainer-source
 COPY constraints.txt /
@@ -56,6 +69,21 @@ ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HOME=/tmp
 USER 65532:65532
 EXPOSE 8443 8080
 ENTRYPOINT ["trainium-operator"]
+
+FROM ${PYTHON_IMAGE} AS agent-folder
+RUN --mount=from=agent-source,target=/source \
+    cd /source \
+    && python scripts/image_requirements.py agent >/tmp/requirements.txt \
+    && pip install --no-cache-dir --no-deps --require-hashes --target /tmp/site -r /tmp/requirements.txt \
+    && pip install --no-cache-dir --no-deps --target /tmp/site wheels/*.whl \
+    && python scripts/agent_folder.py /trainium /tmp/site \
+    && /trainium/lib/ld.so --library-path /trainium/lib /trainium/bin/python -I -m compileall -q /trainium/lib
+
+# Nothing but the folder: the operator copies it into the pods of programs.
+FROM scratch AS agent
+COPY --from=agent-folder /trainium /trainium
+USER 65532:65532
+ENTRYPOINT ["/trainium/lib/ld.so", "--library-path", "/trainium/lib", "/trainium/bin/python", "-I", "-m", "trainium_agent"]
 
 FROM ${PYTHON_IMAGE} AS trainer-cpu
 RUN --mount=from=trainer-source,target=/source \

@@ -1,9 +1,9 @@
 # ruff: noqa: INP001 - a script
 """Print what one image installs: the part of constraints.txt that it needs, versions pinned and with hashes.
 
-Usage, from the repository's root: python scripts/image_requirements.py operator|trainer|client|build|dev
-`operator` and `client` are what the distributions of that name need by their pyproject.toml, `trainer` the same with
-extra s3, `build` is what makes wheels, `dev` is all that the tests need (not the group docs, whose pins are
+Usage, from the repository's root: python scripts/image_requirements.py agent|operator|trainer|client|build|dev
+`agent`, `operator` and `client` are what the distributions of that name need by their pyproject.toml, `trainer` the
+same with extra s3, `build` is what makes wheels, `dev` is all that the tests need (not the group docs, whose pins are
 docs_requirements.txt). A torch that is already installed (a vendor's image includes one) is left alone, and so is
 everything that only the pinned torch would need.
 Invariant: the output has no distribution of this repository, and no index is asked for one: they come from wheels.
@@ -27,7 +27,12 @@ if TYPE_CHECKING:
 
 OWN = "trainium-"
 """Prefix of the names of the distributions of this repository."""
-PARTS = {"operator": "trainium-operator", "trainer": "trainium-trainer[s3]", "client": "trainium-client"}
+PARTS = {
+    "agent": "trainium-agent",
+    "operator": "trainium-operator",
+    "trainer": "trainium-trainer[s3]",
+    "client": "trainium-client",
+}
 """Part -> its distribution."""
 
 
@@ -124,5 +129,5 @@ def main(part: str) -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) != 2 or sys.argv[1] not in {*PARTS, "build", "dev"}:
-        sys.exit("usage: python scripts/image_requirements.py operator|trainer|client|build|dev")
+        sys.exit("usage: python scripts/image_requirements.py agent|operator|trainer|client|build|dev")
     main(sys.argv[1])

@@ -12,7 +12,7 @@ def first(number, handler):
     sys.exit()
 SLOW = {"asyncio", "pydantic", "torch", "trainium_contract", "logging"}
 signal.signal = first
-from trainium_agent.main import main
+from trainium_agent.__main__ import main
 main()
 """
 

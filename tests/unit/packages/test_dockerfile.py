@@ -82,7 +82,19 @@ def rooms_of(target: str) -> set[str]:
 
 
 def test_there_is_a_target_for_each_image() -> None:
-    assert set(TARGETS) <= set(stages())
+    assert {*TARGETS, "agent"} <= set(stages())
+
+
+def test_the_agents_image_holds_its_folder_alone_and_starts_it_as_the_operator_does() -> None:
+    assert stages()["agent"][:2] == [("FROM", "scratch AS agent"), ("COPY", "--from=agent-folder /trainium /trainium")]
+    entry = dict(stages()["agent"][2:])["ENTRYPOINT"]
+    assert json.loads(entry) == [
+        *("/trainium/lib/ld.so", "--library-path", "/trainium/lib", "/trainium/bin/python", "-I"),
+        *("-m", "trainium_agent"),
+    ]
+    (run,) = (rest for word, rest in stages()["agent-folder"] if word == "RUN")
+    assert "image_requirements.py agent " in run
+    assert run.count("pip install") == run.count("--require-hashes") + run.count("wheels/*.whl") == 2
 
 
 def test_a_base_is_an_argument_with_a_pinned_default() -> None:

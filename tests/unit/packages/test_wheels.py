@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[3]
 HELD = {
     "trainium-agent": (
         "trainium_agent",
-        {"checks", "coordinator", "exits", "generation", "hang", "lifecycle", "linux", "ranks"},
+        {"checks", "coordinator", "exits", "generation", "hang", "lifecycle", "linux", "ranks", "workload"},
         {"py.typed"},
     ),
     "trainium-client": ("trainium_client", {"commands", "render", "views"}, {"py.typed"}),
@@ -50,7 +50,7 @@ HELD = {
 """Distribution -> its package, the folders in it, its files that are not Python."""
 
 PROGRAMS = {
-    "trainium-agent": {"trainium-agent": "trainium_agent.main:main"},
+    "trainium-agent": {"trainium-agent": "trainium_agent.__main__:main"},
     "trainium-client": {
         "kubectl-trn": "trainium_client.commands.main:main",
         "kubectl_complete-trn": "trainium_client.commands.complete:main",

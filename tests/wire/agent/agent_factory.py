@@ -17,7 +17,7 @@ from typing import Any
 
 def main() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as the agent does before it imports torch
-    from trainium_agent import bootstrap, main, supervisor  # noqa: F401
+    from trainium_agent import __main__, bootstrap, supervisor  # noqa: F401
     from trainium_agent.generation import store  # noqa: F401
     from trainium_agent.workload import program, trainer  # noqa: F401
 
@@ -56,9 +56,9 @@ def start(order: dict[str, Any]) -> None:
     sys.path[:0] = order["env"].get("PYTHONPATH", "").split(":")
     if "WITHOUT_COLLECTOR" in order["env"]:
         gc.disable()
-    from trainium_agent import main
+    from trainium_agent import __main__
 
-    main.main()
+    __main__.main()
 
 
 def collect() -> None:

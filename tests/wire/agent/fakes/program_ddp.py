@@ -1,6 +1,6 @@
 """A training program that knows nothing of this project: a linear model under torch's DDP and gloo.
 
-It prints its steps, saves each one, resumes from the newest, and kills itself once if it is told to.
+It prints its steps, saves each one, resumes from the newest, and kills itself once at a given step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`trainium-agent`: PID 1 of a worker pod.
+"""`trainium-agent`, or `python -m trainium_agent`: PID 1 of a worker pod.
 
 This module imports nothing slow: the kernel drops a SIGTERM to PID 1 that has no handler, so a pod that is deleted
 while the agent imports its modules would wait for its whole grace period.

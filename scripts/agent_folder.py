@@ -1,0 +1,61 @@
+# ruff: noqa: INP001 - a script
+"""Assemble the folder that the agent's image holds: an interpreter that runs in any container, with the agent.
+
+Usage: python scripts/agent_folder.py FOLDER [SITE]
+Run it with the interpreter that is copied, after the agent was installed there. SITE (its site-packages by default) has
+the installed packages. The folder is moved as a whole and started by its own loader, so that nothing of the image it is
+mounted into is used, neither a C library nor a shell:
+
+    FOLDER/lib/ld.so --library-path FOLDER/lib FOLDER/bin/python -I -m trainium_agent
+
+Invariant: every shared library that a copied file is linked with is in FOLDER/lib.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+LEFT_OUT = (
+    "test", "tests", "idlelib", "tkinter", "turtledemo", "lib2to3", "ensurepip", "pydoc_data", "distutils", "sqlite3",
+    "site-packages", "config-*", "__pycache__", "_test*.so", "_tkinter*.so", "_sqlite3*.so", "_dbm*.so", "_gdbm*.so",
+    "_curses*.so", "readline*.so", "pip", "setuptools", "wheel", "pip-*", "setuptools-*", "wheel-*", "*.pth",
+)  # fmt: skip
+"""Parts of the standard library and of site-packages that the agent does not import."""
+_LINKED = re.compile(r"(?:=>\s*)?(/\S+) \(0x")
+
+
+def linked(file: Path) -> set[Path]:
+    """Return the shared libraries that a program or library needs, the loader among them."""
+    listed = subprocess.run(["ldd", str(file)], capture_output=True, text=True, check=False).stdout
+    return {Path(path) for path in _LINKED.findall(listed)}
+
+
+def main(folder: Path, site: Path) -> None:
+    """Copy interpreter, standard library, packages and shared libraries into the folder."""
+    if folder.exists():
+        sys.exit(f"{folder} exists already; remove it, or name another folder")
+    python = Path(sys.executable).resolve()
+    standard = Path(sysconfig.get_path("stdlib"))
+    library = folder / "lib" / standard.name
+    ignored = shutil.ignore_patterns(*LEFT_OUT)
+    shutil.copytree(standard, library, ignore=ignored)
+    shutil.copytree(site, library / "site-packages", ignore=ignored)
+    worker = library / "site-packages" / "trainium_worker"
+    if worker.exists():
+        shutil.copytree(worker, folder / "site" / "trainium_worker")
+    (folder / "bin").mkdir()
+    shutil.copy2(python, folder / "bin" / "python")
+    for path in linked(python).union(*(linked(file) for file in library.rglob("*.so"))):
+        loader = path.name.startswith("ld-")
+        shutil.copy2(path.resolve(), folder / "lib" / ("ld.so" if loader else path.name))
+
+
+if __name__ == "__main__":
+    if len(sys.argv) not in {2, 3}:
+        sys.exit("usage: python scripts/agent_folder.py FOLDER [SITE]")
+    main(Path(sys.argv[1]), Path(sys.argv[2] if len(sys.argv) == 3 else sysconfig.get_path("purelib")))

@@ -1,0 +1,135 @@
+"""The start of a program's rank: its environment, its port, and Python commands in a warm standby."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from pod_environment import environment
+
+from trainium_agent.settings import SettingsError, settings_from
+from trainium_agent.workload import program as module
+from trainium_agent.workload.base import AttemptLayout
+from trainium_agent.workload.program import Program, ReservedPort, neuron_environment
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+LAYOUT = AttemptLayout(3, 1, 1, 2, 4, "10.0.0.1", 29500, accumulation=8)
+
+
+def program(tmp_path: Path, given: dict[str, str], **spec: Any) -> Program:
+    text = json.dumps({"image": "team/train:1", "command": ["python", "train.py"], "args": ["--x"], **spec})
+    settings = settings_from(environment(tmp_path, TRAINIUM_PROGRAM=text))
+    assert settings.program is not None
+    return Program(settings, settings.program, given)
+
+
+def test_a_rank_gets_the_environment_of_torchrun_and_what_the_job_set_stays(tmp_path: Path) -> None:
+    made = program(tmp_path, {"OMP_NUM_THREADS": "7", "RANK": "99"}, workingDirectory="/work")
+    request = made.request(LAYOUT, 2)
+    assert (request.argv, request.directory, request.image) == (("python", "train.py", "--x"), "/work", "team/train:1")
+    found = request.environment
+    assert (found["RANK"], found["LOCAL_RANK"], found["WORLD_SIZE"], found["LOCAL_WORLD_SIZE"]) == ("6", "2", "8", "4")
+    assert (found["GROUP_RANK"], found["GROUP_WORLD_SIZE"], found["MASTER_ADDR"]) == ("1", "2", "10.0.0.1")
+    assert (found["MASTER_PORT"], found["TORCHELASTIC_USE_AGENT_STORE"]) == ("29500", "False")
+    assert (found["TORCHELASTIC_RESTART_COUNT"], found["TRAINIUM_GENERATION"]) == ("1", "3")
+    assert found["TRAINIUM_ACCUMULATION"] == "8"
+    assert "OMP_NUM_THREADS" not in found, "the job has set it"
+    assert not [name for name in found if name.startswith("NEURON")], "the node has no device"
+
+
+def test_the_library_is_added_behind_the_modules_of_the_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_LIBRARY", tmp_path)
+    assert program(tmp_path, {}).request(LAYOUT, 0).environment["PYTHONPATH"] == str(tmp_path)
+    made = program(tmp_path, {"PYTHONPATH": "/app"})
+    assert made.request(LAYOUT, 0).environment["PYTHONPATH"] == f"/app:{tmp_path}"
+
+
+def test_neuron_cores_are_divided_among_the_ranks_of_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_NEURON", tmp_path)
+    monkeypatch.setattr(module, "_INFINIBAND", tmp_path)
+    (tmp_path / "neuron0").mkdir()
+    (tmp_path / "neuron0/core_count").write_text("8\n")
+    found = neuron_environment(LAYOUT, 2, 2)
+    assert found == {
+        "NEURON_RT_ROOT_COMM_ID": "10.0.0.1:62182",
+        "NEURON_RT_VISIBLE_CORES": "8-11",
+        "NEURON_PJRT_PROCESSES_NUM_DEVICES": "4,4,4,4,4,4,4,4",
+        "NEURON_PJRT_PROCESS_INDEX": "6",
+        "FI_PROVIDER": "efa",
+        "FI_EFA_USE_DEVICE_RDMA": "1",
+        "FI_EFA_FORK_SAFE": "1",
+    }
+    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "2")
+    assert neuron_environment(LAYOUT, 2, 2)["NEURON_RT_VISIBLE_CORES"] == "4-5"
+    (tmp_path / "neuron0/core_count").unlink()
+    assert "NEURON_RT_VISIBLE_CORES" not in neuron_environment(LAYOUT, 2, 2)
+    assert neuron_environment(LAYOUT, 2, 0) == {}
+
+
+def test_a_reserved_port_is_given_to_nobody_else_and_can_be_listened_at_by_rank_0() -> None:
+    reserved = ReservedPort("127.0.0.1")
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", reserved.port))
+    for address in ("127.0.0.1", "0.0.0.0"):
+        with socket.socket() as server:
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            server.bind((address, reserved.port))
+            server.listen()
+            socket.create_connection(("127.0.0.1", reserved.port), timeout=5).close()
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"image": "i"}', '{"image": "i", "command": []}'])
+def test_a_program_that_the_operator_would_not_write_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(SettingsError, match=r"TRAINIUM_PROGRAM must be spec.program as JSON: "):
+        settings_from(environment(tmp_path, TRAINIUM_PROGRAM=text))
+
+
+RUN = "from trainium_agent.ranks.standby import _run_python; import sys; _run_python(sys.argv[1:])"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["-c", "import sys; print(sys.argv, __name__)", "a"],
+        ["-u", "-X", "utf8", "SCRIPT", "--x", "1"],
+        ["-m", "pack", "b"],
+    ],
+    ids=["text", "script", "module"],
+)
+def test_a_command_of_python_runs_in_a_fork_as_it_does_by_itself(tmp_path: Path, arguments: list[str]) -> None:
+    show = "import sys, os; print(sys.argv, __name__, sys.path[0] or os.getcwd(), file_of())\n"
+    show = f"def file_of(): return globals().get('__file__')\n{show}import helper; print(helper.__name__)\n"
+    for name in ("script.py", "pack.py"):
+        (tmp_path / name).write_text(show)
+    (tmp_path / "helper.py").touch()
+    command = [str(tmp_path / "script.py") if each == "SCRIPT" else each for each in arguments]
+    alone, forked = (
+        subprocess.run([sys.executable, *start], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+        for start in (command, ["-c", RUN, *command])
+    )
+    assert forked == alone
+    assert "__main__" in alone
+
+
+def test_python_without_a_script_is_refused_with_a_sentence() -> None:
+    done = subprocess.run([sys.executable, "-c", RUN, "-u"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (
+        64,
+        "program.command starts python without a script: add a script, or -m and a module\n",
+    )
+
+
+def test_the_agent_of_a_program_imports_neither_torch_nor_numpy() -> None:
+    code = (
+        "import sys, trainium_agent.bootstrap, trainium_agent.supervisor, trainium_agent.workload.program\n"
+        "print([name for name in ('torch', 'numpy', 'trainium_trainer') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ})
+    assert done.stdout == "[]\n"

@@ -1,0 +1,70 @@
+"""The folder that is added to the image of a program runs there, where there is nothing else."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+PACKAGES = ("annotated_types", "pydantic", "pydantic_core", "typing_inspection", "trainium_agent", "trainium_contract")
+
+
+def installed(name: str) -> Path:
+    spec = importlib.util.find_spec(name)
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin)
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A root with the folder `trainium` and nothing else."""
+    site, root = tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("image")
+    for name in PACKAGES:
+        shutil.copytree(installed(name).parent, site / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(installed("typing_extensions"), site)
+    script = ROOT / "scripts/agent_folder.py"
+    subprocess.run([sys.executable, str(script), str(root / "trainium"), str(site)], check=True)
+    return root
+
+
+def command(root: str, *arguments: str) -> list[str]:
+    start = (f"{root}/lib/ld.so", "--library-path", f"{root}/lib", f"{root}/bin/python", "-I")
+    return [*start, *arguments]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="chroot needs root")
+def test_the_agent_starts_in_an_image_without_a_shell_a_python_or_a_c_library(image: Path) -> None:
+    done = subprocess.run(
+        ["chroot", str(image), *command("/trainium", "-m", "trainium_agent")],
+        env={"PATH": os.environ["PATH"]}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 64, done.stderr
+    assert "needs the environment variables TRAINIUM_COORDINATOR" in done.stderr
+
+
+def test_the_folder_may_be_moved_and_imports_all_that_the_agent_of_a_program_needs(image: Path, tmp_path: Path) -> None:
+    moved = tmp_path / "elsewhere"
+    shutil.copytree(image / "trainium", moved)
+    code = (
+        "import sys, trainium_agent.bootstrap, trainium_agent.supervisor, trainium_agent.workload.program\n"
+        "print(sys.prefix, 'torch' in sys.modules, 'numpy' in sys.modules)\n"
+        "print(*sorted({m.__file__ for m in sys.modules.values() if getattr(m, '__file__', None)}), sep='\\n')\n"
+    )
+    done = subprocess.run(command(str(moved), "-c", code), env={}, capture_output=True, text=True, check=True)
+    first, *files = done.stdout.splitlines()
+    assert first == f"{moved} False False"
+    assert [file for file in files if not file.startswith(f"{moved}/")] == []
+
+
+def test_a_folder_that_exists_is_not_overwritten(tmp_path: Path) -> None:
+    script = ROOT / "scripts/agent_folder.py"
+    done = subprocess.run([sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "exists already" in done.stderr
