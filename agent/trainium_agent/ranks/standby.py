@@ -77,7 +77,7 @@ class StartRequest:
 
 @dataclass(frozen=True, slots=True)
 class StandbyPlan:
-    """How a standby is prepared, and what its ranks do."""
+    """The preparation of a standby, and what its ranks do."""
 
     modules: tuple[str, ...] = ()
     """Imported first."""

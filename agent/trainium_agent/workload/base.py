@@ -39,7 +39,7 @@ class Workload(Protocol):
     """What the agent starts, and how that differs from other workloads."""
 
     plan: StandbyPlan
-    """How the process that starts ranks is prepared."""
+    """The preparation of the process that starts ranks."""
 
     def reserve_port(self, address: str) -> RankPort:
         """Reserve a port for the ranks, at node rank 0. Raises OSError."""
@@ -63,7 +63,7 @@ class Workload(Protocol):
         """Return the progress of a rank, from any thread; `path` is its progress file."""
 
     def quiet_sign(self, process: RankProcess, now: float) -> int | None:
-        """Return a number that changes while a rank without steps is active; None where that cannot be told."""
+        """Return a number that changes while a rank without steps is active; None where that is unknown."""
 
     def step_limit(self, path: Path, limit: float) -> float:
         """Return how long a step may take, in seconds, from the limit for steps that are reported exactly."""

@@ -130,7 +130,7 @@ class Program:
 
     @property
     def problem(self) -> str:
-        """What is wrong with the program's progress or checkpoints."""
+        """The reason why progress or checkpoints cannot be read; empty while they can."""
         return self._monitor.problem
 
     @property

@@ -262,7 +262,7 @@ class _CheckpointFolder:
     def _follow(self) -> None:
         while True:
             try:
-                self.newest, self.problem = self._look(), ""
+                self.newest, self.problem = self._newest(), ""
             except OSError as error:
                 self.problem = (
                     f"program.checkpoints.path {self._root} cannot be listed ({error.strerror or error}): mount the "
@@ -270,7 +270,7 @@ class _CheckpointFolder:
                 )
             time.sleep(_LIST_SECONDS)
 
-    def _look(self) -> int:
+    def _newest(self) -> int:
         """Return the newest step whose checkpoint is complete. Raises OSError."""
         if not self._root.is_dir():
             raise FileNotFoundError(2, "it is not there")

@@ -24,7 +24,7 @@ PATTERN = r"step: *(?P<step>\d+) loss: *(?P<loss>\S+)"
 
 
 def program(*command: str, **more: Any) -> dict[str, str]:
-    """What the operator adds to the environment of a worker."""
+    """Return what the operator adds to the environment of a worker."""
     spec = {"image": "team/train:1", "command": command, **more}
     return {
         worker_env.ENV_PROGRAM: json.dumps(spec),
@@ -53,7 +53,7 @@ async def finished(world: World, *names: str) -> None:
 
 
 async def failed(world: World, name: str) -> Any:
-    """The verdict of a pod."""
+    """Return the verdict of a pod."""
     await world.until(lambda: (beat := world.jobs.last(name)) is not None and beat.verdict, f"{name} failed", 60)
     return world.jobs.last(name).verdict
 
