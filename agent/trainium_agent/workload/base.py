@@ -36,7 +36,7 @@ class RankPort(Protocol):
 
 
 class Workload(Protocol):
-    """What the agent starts, and how that differs from other workloads."""
+    """Ranks that the agent starts, as far as they differ from those of other workloads."""
 
     plan: StandbyPlan
     """The preparation of the process that starts ranks."""

@@ -78,11 +78,9 @@ def test_the_first_node_asks_for_all_others_at_once_and_names_who_is_missing() -
     assert not joined.is_alive()
     assert missing[-1] == ()
     assert others.has(others.key(0, "go"))
-    handler.shutdown()
-    others.close()
-    server.close()
     caller = handler._caller
     assert caller is not None
     handler.shutdown()
-    caller._thread.join(10)  # no thread may be in the library when the interpreter ends
-    del server
+    caller._thread.join(10)
+    others.close()
+    server.close()
