@@ -25,6 +25,7 @@ import yaml
 from benchmarks.learn import document
 from benchmarks.learn.ngram import KneserNey
 from benchmarks.parity.ours import run_trainer
+from trainium_contract.models.parameters import count_parameters
 from trainium_trainer.compile.rehearsal import launch_at
 from trainium_trainer.configuration import config as configuration
 from trainium_trainer.data.batches.samples import Samples, TextSample
@@ -112,9 +113,9 @@ def main() -> int:
         "seconds": round(seconds, 1),
         "processorSeconds": round(after.ru_utime + after.ru_stime - computed.ru_utime - computed.ru_stime, 1),
         "settings": settings,
-        "parameters": configuration.resolve_settings(
-            configuration.load(trial), launch_at(0, ranks)
-        ).shape.num_parameters,
+        "parameters": count_parameters(
+            configuration.resolve_settings(configuration.load(trial), launch_at(0, ranks)).shape
+        ),
         "steps": steps,
         "tokens": tokens | {"batch": batch, "trained": lines[-1]["tokens"]},
         "nGrams": {str(order): loss for order, loss in grams.items()},

@@ -11,6 +11,9 @@ import json
 import random
 from typing import TYPE_CHECKING, Any
 
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
 from benchmarks.parity import reference
 from benchmarks.parity.rows import Settings, write_config
 from trainium_trainer.configuration import config as configuration
@@ -18,6 +21,8 @@ from trainium_trainer.data.opening import open_data
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from trainium_contract.trainer.config import TrainingConfig
 
 MODULES = [
     "argparse",
@@ -115,14 +120,23 @@ _LONGEST = 160  # characters of an answer
 
 def base_model(settings: Settings, out: Path) -> Path:
     """Create a Hugging Face folder with a tokenizer: the model of the settings, trained briefly by `transformers`."""
-    folder = out / "bases" / settings.name.lower().replace(" ", "-")
+    folder = out / "bases" / settings.slug
     if (folder / "tokenizer.json").exists():
         return folder
+    if settings.family:
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings.family))  # type: ignore[no-untyped-call]
+        model.save_pretrained(folder)
+        return _with_tokenizer(folder, configuration.load(write_config(settings, out, _STEPS)))
     changes = {"data.seed": 1, "optimizer.learningRate": 3e-3, "model.initialStd": 0.1}
     began = Settings(f"base of {settings.name}", "", settings.overrides | changes)
     config = configuration.load(write_config(began, out, _STEPS))
     trained = reference.train_reference(config)
     trained.model.save_pretrained(folder)
+    return _with_tokenizer(folder, config)
+
+
+def _with_tokenizer(folder: Path, config: TrainingConfig) -> Path:
     tokenizer = open_data(config.data, config.batch.global_size).tokenizer
     (folder / "tokenizer.json").write_bytes(tokenizer.read_bytes())
     return folder

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from trainium_contract.trainer.optimizer import ScheduleKind, WeightDecayScope
 from trainium_trainer.configuration.config import Launch, resolve_settings
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from trainium_contract.models.shape import ModelShape
     from trainium_contract.trainer.config import TrainingConfig
     from trainium_trainer.data.batches.loader import MicroBatch
-    from trainium_trainer.models.shapes import ModelShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ def rate_of(config: TrainingConfig, step: int) -> float:
 
 def exported_logits(folder: Path, tokens: Tensor) -> Tensor:
     """Compute the logits of an exported folder with `transformers`."""
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         logits: Tensor = model(tokens).logits
     return logits

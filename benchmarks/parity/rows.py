@@ -49,6 +49,8 @@ class Settings:
     """Settings whose model is the base of a fine-tuning run."""
     records: str = ""
     """Function of `material` that creates the examples of a fine-tuning run; empty for text."""
+    family: dict[str, Any] = field(default_factory=dict)
+    """Fields of `transformers`' configuration of a base that is random instead of trained for a while."""
 
     @property
     def slug(self) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from peft import PeftModel
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.parity.ours import run_trainer
 from benchmarks.parity.reference import exported_logits, micro_batches
@@ -155,8 +155,8 @@ def _greatest_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> 
     return max(float((ours[name] - value).abs().max()) for name, value in theirs.items())
 
 
-def _loaded(folder: Path) -> LlamaForCausalLM:
-    model: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+def _loaded(folder: Path) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.train(mode=False)
     return model
 

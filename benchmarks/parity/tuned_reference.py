@@ -14,7 +14,7 @@ import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset, SequentialSampler
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.parity.reference import micro_batches, optimizer_of, rate_of, shape_of
 from trainium_contract.trainer.tuning import TuningMethod
@@ -39,7 +39,7 @@ class TunedReference:
     """Result of a reference run."""
 
     losses: list[float]
-    model: LlamaForCausalLM | PeftModel
+    model: PreTrainedModel | PeftModel
 
     def trained(self) -> dict[str, Tensor]:
         """Return the trained parameters, by their names in a base or an adapter."""
@@ -49,10 +49,10 @@ class TunedReference:
             if parameter.requires_grad
         }
 
-    def merged(self) -> LlamaForCausalLM:
+    def merged(self) -> PreTrainedModel:
         """Return the merged model; this object must not be used afterwards."""
         whole = self.model.merge_and_unload() if isinstance(self.model, PeftModel) else self.model
-        model: LlamaForCausalLM = whole
+        model: PreTrainedModel = whole
         model.train(mode=False)
         return model
 
@@ -126,7 +126,7 @@ class _Trainer(transformers.Trainer):
 
 
 def _samples(batch: MicroBatch) -> list[Sample]:
-    """Return the arguments of LlamaForCausalLM, with a mask of [1, positions, positions] that separates documents."""
+    """Return the arguments of the model, with a mask of [1, positions, positions] that separates documents."""
     found = []
     for row in range(len(batch.inputs)):
         labels = batch.labels[row]
@@ -140,10 +140,10 @@ def _samples(batch: MicroBatch) -> list[Sample]:
     return found
 
 
-def base_with_adapter(config: TrainingConfig) -> LlamaForCausalLM | PeftModel:
+def base_with_adapter(config: TrainingConfig) -> PreTrainedModel | PeftModel:
     """Load the base, with peft's adapter if one is trained."""
     assert config.model.weights is not None
-    model = LlamaForCausalLM.from_pretrained(config.model.weights, dtype=torch.float32, attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_pretrained(config.model.weights, dtype=torch.float32, attn_implementation="sdpa")
     tuning = config.tuning
     if tuning.method is TuningMethod.FULL:
         return model

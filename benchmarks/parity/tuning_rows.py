@@ -6,6 +6,8 @@ The reference is `transformers.Trainer` with peft, or trl where answers are comp
 
 from __future__ import annotations
 
+from typing import Any
+
 from benchmarks.parity.rows import HLAT, LLAMA31, Row, Settings
 
 ADAPTER_TOLERANCE = 1e-4
@@ -101,7 +103,70 @@ ORPO_LORA = Settings(
     "preferences",
 )
 PREFERENCE_SETTINGS = (DPO, DPO_LORA, ORPO, ORPO_LORA)
-TUNING_SETTINGS = (FULL, LORA, LORA_ALL, FULL_ANSWERS, ANSWERS, PACKED, LABELS)
+
+_SMALL = {
+    "vocab_size": 1024,
+    "hidden_size": 64,
+    "intermediate_size": 176,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.1,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 10_000.0}
+_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama with biases": (
+        "biases everywhere, YaRN, a head for each query",
+        {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4}
+        | {"rope_parameters": _YARN},
+    ),
+    "Mistral": ("a window of 24 positions", {"model_type": "mistral", "sliding_window": 24}),
+    "Qwen2": ("tied", {"model_type": "qwen2", "tie_word_embeddings": True}),
+    "Qwen3": ("heads of 32, tied", {"model_type": "qwen3", "head_dim": 32, "tie_word_embeddings": True}),
+    "Granite": (
+        "multipliers of Granite 3.3 2B, tied",
+        {
+            "model_type": "granite",
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 0.0625,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 8.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "OLMo 2": ("a head for each query", {"model_type": "olmo2", "num_key_value_heads": 4}),
+    "OLMo 3": (
+        "windows of 24 positions in three of four layers, YaRN in the fourth",
+        {"model_type": "olmo3", "sliding_window": 24, "rope_scaling": _YARN | {"rope_theta": 500_000.0}},
+    ),
+    "SmolLM3": ("every fourth layer not rotated, tied", {"model_type": "smollm3", "tie_word_embeddings": True}),
+}
+_BASES = {name: Settings(f"{name} base", "", family=_SMALL | fields) for name, (_, fields) in _FAMILIES.items()}
+_ALL_PROJECTIONS = {"tuning": {"method": "LoRA", "lora": {"rank": 4, "alpha": 8.0, "targets": ["*_proj"]}}, **_RATE}
+FAMILIES_FULL = tuple(
+    Settings(f"{name}, full", f"{about}; all weights, running text", base=_BASES[name])
+    for name, (about, _) in _FAMILIES.items()
+)
+FAMILIES_LORA = tuple(
+    Settings(f"{name}, LoRA", f"{about}; rank 4 and alpha 8 on all projections", _ALL_PROJECTIONS, _BASES[name])
+    for name, (about, _) in _FAMILIES.items()
+)
+TUNING_SETTINGS = (
+    FULL,
+    LORA,
+    LORA_ALL,
+    FULL_ANSWERS,
+    ANSWERS,
+    PACKED,
+    LABELS,
+    *FAMILIES_FULL,
+    *FAMILIES_LORA,
+)
 
 _SHARDED = "dataParallel=FullySharded"
 _ZERO = "dataParallel=ShardedOptimizer"
@@ -139,6 +204,16 @@ TUNING_ROWS = (
     Row(PACKED, pipeline=2, accumulation=4),
     Row(LABELS),
     Row(LABELS, data=2, tensor=2),
+    *(
+        row
+        for settings in (*FAMILIES_FULL, *FAMILIES_LORA)
+        for row in (
+            Row(settings),
+            Row(settings, data=2, overrides=(_SHARDED,)),
+            Row(settings, tensor=2, overrides=(_SEQUENCE,)),
+            Row(settings, pipeline=2, accumulation=4),
+        )
+    ),
 )
 PREFERENCE_ROWS = tuple(
     Row(settings, data=data, tensor=tensor, overrides=overrides)

@@ -105,8 +105,9 @@ def program(launch: Callable[..., Any], forge: Any, tmp_path: Path) -> Callable[
 
 
 @pytest.fixture(scope="session")
-def make_base(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """A folder with a small base model, the same at each call."""
+def make_base(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> Callable[..., Path]:
+    """A folder with a small base model and a tokenizer, the same at each call."""
+    from trainium_trainer.data.tokens.tokenizer import train_tokenizer
 
     def make(*, tied: bool = False, vocabulary: int = 320) -> Path:
         folder = tmp_path_factory.mktemp("base")
@@ -123,6 +124,7 @@ def make_base(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
             initializer_range=0.2,
         )
         LlamaForCausalLM(config).save_pretrained(folder)
+        train_tokenizer([iter([text_file.read_text()])], 320).save(str(folder / "tokenizer.json"))
         return folder
 
     return make

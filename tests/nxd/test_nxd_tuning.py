@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from tests.testing.trainer.base_models import save_family
 from trainium_trainer.checkpoint.format.contents import Contents
 from trainium_trainer.checkpoint.root.survey import survey
 from trainium_trainer.storage.posix import PosixStorage
@@ -124,6 +126,27 @@ def test_heads_repeated_as_on_trn2_make_the_same_curve(
 @pytest.mark.parametrize("overrides", [[TP, SP], pytest.param([TP, SP, ZERO1], marks=needs_torch_xla)])
 def test_all_of_a_base_is_trained_as_on_the_native_backend(run: Run, overrides: list[str]) -> None:
     assert_same(run(4, "nxd", NXD, *overrides), run(1, "native", NATIVE))
+
+
+WINDOW = {"sliding_window": 8}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mistral": WINDOW,
+    "qwen2": {"use_sliding_window": True, "max_window_layers": 1, **WINDOW},
+    "qwen3": {"head_dim": 16},
+}
+
+
+@pytest.mark.parametrize("tuning", ["tuning={method: Full}", LORA], ids=["full", "LoRA"])
+@pytest.mark.parametrize(("ranks", "overrides"), [(2, [TP, SP]), (4, [TP4])], ids=["tp2, sequence", "tp4, repeated"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_is_trained_as_on_the_native_backend(
+    run: Run, base: Path, tmp_path: Path, family: str, ranks: int, overrides: list[str], tuning: str
+) -> None:
+    fields = {"vocab_size": 320, "intermediate_size": 64, "tie_word_embeddings": False} | FAMILIES[family]
+    weights = save_family(tmp_path / "family", family, **fields)
+    shutil.copy(base / "tokenizer.json", weights)
+    theirs = run(1, "native", NATIVE, tuning, weights=weights)
+    assert_same(run(ranks, "nxd", NXD, tuning, *overrides, weights=weights), theirs)
 
 
 @pytest.mark.parametrize("tuning", [BESIDE, "tuning={trainable: [down_proj]}"], ids=["trained", "frozen"])

@@ -37,7 +37,7 @@ _LOWEST_PRIORITY = 19
 
 app = typer.Typer(
     name="trainium-trainer",
-    help="Train Llama models; started by the agent of a worker pod, by torchrun, or by hand.",
+    help="Train language models; started by the agent of a worker pod, by torchrun, or by hand.",
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -46,7 +46,7 @@ app = typer.Typer(
 
 @app.callback()
 def _commands() -> None:
-    """Train Llama models."""
+    """Train language models."""
 
 
 @app.command()

@@ -129,7 +129,7 @@ def object_schema() -> dict[str, Any]:
     _attach(recovery["budgets"]["properties"]["byCause"], BY_CAUSE_RULES)
     root = {
         "type": "object",
-        "description": "A Llama training run on Trainium nodes that keeps training through faults and resizes.",
+        "description": "A training run on Trainium nodes that keeps going through faults and resizes.",
         "required": ["spec"],
         "properties": {
             "apiVersion": {"type": "string", "description": "Version of this representation of the object."},

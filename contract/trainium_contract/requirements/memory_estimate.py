@@ -11,8 +11,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
+from trainium_contract.models.parameters import end_parameters, layer_parameters
 from trainium_contract.trainer.parallelism import DataParallelMode, Precision, Recompute
+
+if TYPE_CHECKING:
+    from trainium_contract.models.shape import ModelShape
 
 OWN_FILES = 3
 """Snapshots of a shard that rotate in /dev/shm."""
@@ -30,20 +35,6 @@ class Layouts(StrEnum):
     NATIVE = "native"
     NXD = "nxd"
     """Key/value heads are repeated where tensor parallelism has more ranks than heads; sums of gradients are kept."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSizes:
-    """A Llama's numbers."""
-
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    key_value_heads: int
-    head_width: int
-    vocabulary: int
-    tied: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +95,7 @@ class MemoryEstimate:
         return self.state + self.activations
 
 
-def estimate_memory(model: ModelSizes, setting: MemorySetting) -> MemoryEstimate:
+def estimate_memory(model: ModelShape, setting: MemorySetting) -> MemoryEstimate:
     """Estimate the memory of a rank and of its node."""
     number = parameters_of_rank(model, setting)
     sharded = setting.mode is not DataParallelMode.REPLICATED
@@ -128,18 +119,14 @@ def estimate_memory(model: ModelSizes, setting: MemorySetting) -> MemoryEstimate
     return MemoryEstimate(trained + frozen, state, activations, shared, host)
 
 
-def parameters_of_rank(model: ModelSizes, setting: MemorySetting) -> int:
+def parameters_of_rank(model: ModelShape, setting: MemorySetting) -> int:
     """Numbers that a rank of the fullest stage holds of the model, before data parallelism divides them."""
-    tensor, width = setting.tensor, model.head_width
-    repeated = max(1, tensor // model.key_value_heads)
-    key_value = 2 * model.hidden * model.key_value_heads * width * repeated // tensor
-    query = 2 * model.hidden * model.heads * width // tensor
-    layer = query + key_value + 3 * model.hidden * model.intermediate // tensor + 2 * model.hidden
-    ends = model.vocabulary * model.hidden // tensor
-    layers = -(-model.layers // setting.pipeline)
-    if setting.pipeline > 1:
-        return layers * layer + ends + model.hidden
-    return layers * layer + (1 if model.tied else 2) * ends + model.hidden
+    tensor, heads = setting.tensor, model.num_key_value_heads
+    layer = sum(parameter.numbers(tensor, heads) for parameter in layer_parameters(model).values())
+    ends = [parameter.numbers(tensor, heads) for parameter in end_parameters(model).values()]
+    # Embedding and output projection are at the two ends of a pipeline, the last normalisation is at one of them.
+    held = sum(ends) if setting.pipeline == 1 else sum(ends[:2])
+    return -(-model.num_layers // setting.pipeline) * layer + held
 
 
 def _state(number: int, kept: int, setting: MemorySetting) -> int:
@@ -168,20 +155,21 @@ def _frozen(number: int, setting: MemorySetting) -> int:
     return size // setting.data_parallel + gathered
 
 
-def _activations(model: ModelSizes, setting: MemorySetting) -> int:
+def _activations(model: ModelShape, setting: MemorySetting) -> int:
     """Estimate what a rank's backward pass keeps: per layer, in flight, and the logits."""
     size = 4 if setting.precision is Precision.FLOAT32 else 2
     tokens, tensor = setting.micro_size * setting.length, setting.tensor
     apart = tensor if setting.sequence else 1
     """By how many ranks the residual stream is divided."""
-    key_value = 2 * model.key_value_heads * model.head_width * max(1, tensor // model.key_value_heads)
-    inside = (2 * model.heads * model.head_width + key_value + 3 * model.intermediate) / tensor
-    whole = size * tokens * (4 * model.hidden / apart + inside)
-    entry = size * tokens * model.hidden / apart
-    layers = -(-model.layers // setting.pipeline)
+    heads = model.num_key_value_heads
+    key_value = 2 * heads * model.head_dim * max(1, tensor // heads)
+    inside = (2 * model.num_attention_heads * model.head_dim + key_value + 3 * model.intermediate_size) / tensor
+    whole = size * tokens * (4 * model.hidden_size / apart + inside)
+    entry = size * tokens * model.hidden_size / apart
+    layers = -(-model.num_layers // setting.pipeline)
     flying = min(setting.pipeline, max(1, setting.micro_batches))
     each = entry if setting.recompute is Recompute.FULL else whole
-    logits = 10 * tokens * model.vocabulary / tensor  # in the type of computation, in float32, and a gradient
+    logits = 10 * tokens * model.vocab_size / tensor  # in the type of computation, in float32, and a gradient
     return int(layers * each * flying + whole + logits)
 
 

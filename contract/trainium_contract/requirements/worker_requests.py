@@ -22,7 +22,6 @@ from trainium_contract.requirements.memory_estimate import (
     Trained,
     estimate_memory,
 )
-from trainium_contract.requirements.model_sizes import sizes_of
 from trainium_contract.spec.workers import Device
 from trainium_contract.trainer.parallelism import BackendChoice
 
@@ -98,7 +97,7 @@ def needs_at(
 
     Only a worker knows a model that a file describes, and what is frozen of one.
     """
-    model = sizes_of(config.model)
+    model = config.model.known_shape()
     if model is None or config.tuning.freezes or not shape.passes(nodes):
         return None
     setting = memory_setting(

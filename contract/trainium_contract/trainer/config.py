@@ -59,7 +59,7 @@ class TrainerSpec(ContractModel):
     """The training run: `spec.trainer` of a TrainingJob."""
 
     model: ModelConfig = ModelConfig()
-    """The Llama model."""
+    """The model."""
     tuning: TuningConfig = TuningConfig()
     """Which part of the model is trained."""
     data: DataConfig = DataConfig()

@@ -1,19 +1,29 @@
-"""`trainer.model`: which Llama is trained, as a preset, as a Hugging Face configuration, or number by number."""
+"""`trainer.model`: which model is trained, as a preset, as a Hugging Face configuration, or number by number."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from enum import StrEnum
-from typing import Annotated, Self
+from typing import TYPE_CHECKING, Annotated, Self
 
 from pydantic import Field, model_validator
 
 from trainium_contract.base import ContractModel, derived
+from trainium_contract.models.families import PRESETS
+from trainium_contract.models.shape import RopeScalingKind, RopeStretch, yarn_attention_factor
 
+if TYPE_CHECKING:
+    from trainium_contract.models.shape import ModelShape
+
+USUAL_VOCABULARY = 32_000
+"""Tokens, where a preset leaves them to a tokenizer that nobody has read yet."""
+NOT_SHAPE = ("preset", "path", "weights", "rope_scaling")
+"""Fields of ModelConfig that are no field of ModelShape by the same name."""
 _PositiveInt = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
 
 class ModelPreset(StrEnum):
-    """Named Llama shapes; `Tiny` and `Small` are for a laptop CPU, the others have their published numbers."""
+    """Named shapes; `Tiny` and `Small` are for a laptop CPU, the others have their published numbers."""
 
     TINY = "Tiny"
     SMALL = "Small"
@@ -25,26 +35,40 @@ class ModelPreset(StrEnum):
     LLAMA31_8B = "Llama3.1-8B"
     LLAMA31_70B = "Llama3.1-70B"
     LLAMA32_1B = "Llama3.2-1B"
-
-
-class RopeScalingKind(StrEnum):
-    """Scaling of the rotary embedding to sequences longer than it was first made for."""
-
-    UNSCALED = "Unscaled"
-    """Not at all; switches off what the preset or the configuration file has."""
-    LINEAR = "Linear"
-    """All frequencies divided by `factor`."""
-    LLAMA3 = "Llama3"
-    """Low frequencies divided by `factor`, high ones kept, a smooth change between: Llama 3.1 and 3.2."""
+    MISTRAL_7B_V01 = "Mistral-7B-v0.1"
+    MISTRAL_7B_V03 = "Mistral-7B-v0.3"
+    MISTRAL_NEMO_12B = "Mistral-Nemo-12B"
+    QWEN25_05B = "Qwen2.5-0.5B"
+    QWEN25_15B = "Qwen2.5-1.5B"
+    QWEN25_3B = "Qwen2.5-3B"
+    QWEN25_7B = "Qwen2.5-7B"
+    QWEN25_14B = "Qwen2.5-14B"
+    QWEN25_32B = "Qwen2.5-32B"
+    QWEN25_72B = "Qwen2.5-72B"
+    QWEN3_06B = "Qwen3-0.6B"
+    QWEN3_17B = "Qwen3-1.7B"
+    QWEN3_4B = "Qwen3-4B"
+    QWEN3_8B = "Qwen3-8B"
+    QWEN3_14B = "Qwen3-14B"
+    QWEN3_32B = "Qwen3-32B"
+    GRANITE33_2B = "Granite3.3-2B"
+    GRANITE33_8B = "Granite3.3-8B"
+    OLMO2_1B = "OLMo2-1B"
+    OLMO2_7B = "OLMo2-7B"
+    OLMO2_13B = "OLMo2-13B"
+    OLMO2_32B = "OLMo2-32B"
+    OLMO3_7B = "OLMo3-7B"
+    OLMO3_32B = "OLMo3-32B"
+    SMOLLM3_3B = "SmolLM3-3B"
 
 
 class RopeScaling(ContractModel):
     """Scaling of the rotary embedding; the defaults are Llama 3.1's."""
 
     kind: RopeScalingKind = RopeScalingKind.LLAMA3
-    """`Llama3`, `Linear`, or `Unscaled` to switch off what the preset or the file has."""
+    """`Llama3`, `YaRN`, `Dynamic`, `Linear`, or `Unscaled` to switch off what the preset or the file has."""
     factor: Annotated[float, Field(ge=1, le=1024)] = 8.0
-    """By how much low frequencies are divided; a ratio."""
+    """By how much low frequencies are divided, or with `Dynamic` how much longer sequences may be; a ratio."""
     low_frequency_factor: float = derived(1.0, gt=0, lt=1024)
     """Waves longer than originalMaxPositions over this are divided by the whole factor; a ratio, less than
     highFrequencyFactor, `Llama3` only. Omitted: 1, or a quarter of a highFrequencyFactor below 4."""
@@ -52,7 +76,13 @@ class RopeScaling(ContractModel):
     """Waves shorter than originalMaxPositions over this are kept; a ratio, `Llama3` only. Omitted: 4, or four times a
     lowFrequencyFactor above 1."""
     original_max_positions: Annotated[int, Field(ge=1, le=2**31 - 1)] = 8192
-    """Longest sequence before scaling, tokens; `Llama3` only."""
+    """Longest sequence before scaling, tokens; `Llama3` and `YaRN` only."""
+    fast_turns: float = derived(32.0, gt=0, le=1024)
+    """Pairs that turn more often in originalMaxPositions are kept; more than slowTurns, `YaRN` only. Omitted: 32."""
+    slow_turns: float = derived(1.0, gt=0, lt=1024)
+    """Pairs that turn less often are divided by the whole factor; `YaRN` only. Omitted: 1."""
+    attention_factor: Annotated[float, Field(gt=0, le=16)] | None = None
+    """By what the rotary embedding is multiplied; a ratio, `YaRN` only. Omitted: 0.1 ln(factor) + 1."""
 
     @model_validator(mode="after")
     def _low_is_below_high(self) -> Self:
@@ -64,17 +94,50 @@ class RopeScaling(ContractModel):
                 f"{self.high_frequency_factor}: the low one must be the smaller; Llama 3.1 has 1 and 4"
             )
             raise ValueError(msg)
+        self.fit_default("fast_turns", min(1024.0, max(32.0, self.slow_turns * 2)))
+        self.fit_default("slow_turns", min(1.0, self.fast_turns / 2))
+        if self.slow_turns >= self.fast_turns:
+            msg = (
+                f"model.ropeScaling.slowTurns is {self.slow_turns} but fastTurns is {self.fast_turns}: the slow one "
+                "must be the smaller; YaRN has 1 and 32"
+            )
+            raise ValueError(msg)
         return self
+
+    def stretch(self) -> RopeStretch | None:
+        """Return the scaling as a shape has it; None for none."""
+        match self.kind:
+            case RopeScalingKind.UNSCALED:
+                return None
+            case RopeScalingKind.LINEAR | RopeScalingKind.DYNAMIC:
+                return RopeStretch(kind=self.kind, factor=self.factor)
+            case RopeScalingKind.YARN:
+                return RopeStretch(
+                    kind=self.kind,
+                    factor=self.factor,
+                    original_max_positions=self.original_max_positions,
+                    fast_turns=self.fast_turns,
+                    slow_turns=self.slow_turns,
+                    attention_factor=self.attention_factor or yarn_attention_factor(self.factor),
+                )
+            case RopeScalingKind.LLAMA3:
+                return RopeStretch(
+                    kind=self.kind,
+                    factor=self.factor,
+                    low_frequency_factor=self.low_frequency_factor,
+                    high_frequency_factor=self.high_frequency_factor,
+                    original_max_positions=self.original_max_positions,
+                )
 
 
 class ModelConfig(ContractModel):
-    """A Llama model; a field given here overrides that of the preset or of the file."""
+    """A model; a field given here overrides that of the preset or of the file."""
 
     preset: ModelPreset = ModelPreset.TINY
     """The shape to start from, unless `path` is given."""
     path: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
-    """A Hugging Face `config.json` of a LlamaForCausalLM, or a folder that holds one, to start from in place of a
-    preset. Only the shape is read; on a cluster it must be mounted in every worker."""
+    """A Hugging Face `config.json` of a family in docs/models.md, or a folder that holds one, to start from in place of
+    a preset. Only the shape is read; on a cluster it must be mounted in every worker."""
     weights: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     """A Hugging Face folder (config.json and safetensors), mounted in every worker or s3://bucket/prefix, whose weights
     the run begins with; the shape is the folder's. A name on the hub is fetched ahead by `trainium-trainer
@@ -121,3 +184,21 @@ class ModelConfig(ContractModel):
             msg = f"model.weights is {self.weights} and {other} is given: both name a shape, leave {other} out"
             raise ValueError(msg)
         return self
+
+    def overriding(self, base: ModelShape) -> ModelShape:
+        """Return `base` with the numbers that are given here."""
+        given = {name: value for name, value in self if name not in NOT_SHAPE and value is not None}
+        shape = replace(base, **given)
+        alone = self.num_attention_heads is not None and self.num_key_value_heads is None
+        if alone and shape.num_attention_heads % shape.num_key_value_heads:
+            shape = replace(shape, num_key_value_heads=shape.num_attention_heads)
+        if self.head_dim is None and {"hidden_size", "num_attention_heads"} & given.keys():
+            shape = replace(shape, head_dim=max(1, shape.hidden_size // shape.num_attention_heads))
+        return shape if self.rope_scaling is None else replace(shape, rope_stretch=self.rope_scaling.stretch())
+
+    def known_shape(self) -> ModelShape | None:
+        """Return the shape of the model; None where only a worker can read the file that has it."""
+        if self.path is not None or self.weights is not None:
+            return None
+        shape = self.overriding(PRESETS[self.preset])
+        return shape if shape.vocab_size else replace(shape, vocab_size=USUAL_VOCABULARY)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from trainium_trainer.models.shapes import ModelShape
+    from trainium_contract.models.shape import ModelShape
 
 TINY: dict[str, Any] = {
     "vocab_size": 72,
@@ -44,6 +44,26 @@ def save_base(
     model.to(dtype)
     model.save_pretrained(folder, max_shard_size=largest)  # type: ignore[operator]
     return model
+
+
+SPECIAL_TOKENS = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+"""Numbers that a class would take from a published model, beyond a small vocabulary."""
+
+
+def save_family(folder: Path, model_type: str, **fields: Any) -> Path:
+    """Save a model of a family whose norms and biases are random too; returns the folder."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    given = TINY | SPECIAL_TOKENS | {"initializer_range": 0.2} | fields
+    config = AutoConfig.for_model(model_type, **given)
+    model: torch.nn.Module = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                parameter.normal_(1.0 if "norm" in name else 0.0, 0.2)
+    model.save_pretrained(folder)  # type: ignore[operator]
+    return folder
 
 
 def write_run(

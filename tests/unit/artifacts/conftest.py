@@ -12,8 +12,8 @@ import torch
 
 from tests.testing.trainer.base_models import save_base, write_run
 from tests.testing.trainer.fork_server import fork_context
+from trainium_contract.models.shape import ModelShape
 from trainium_contract.trainer.config import TrainingConfig
-from trainium_trainer.models.shapes import ModelShape
 from trainium_trainer.tuning.choice import choose
 from trainium_trainer.weights import BaseWeights
 

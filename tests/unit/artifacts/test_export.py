@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.testing.trainer.base_models import save_base, write_run
+from trainium_contract.models.parameters import count_parameters, parameter_sizes
 from trainium_contract.trainer.artifacts import ArtifactKind, ArtifactPrecision
 from trainium_contract.trainer.model import ModelConfig
 from trainium_trainer import cli
@@ -18,13 +19,12 @@ from trainium_trainer.artifacts.export import export
 from trainium_trainer.configuration.model_shape import resolve_shape
 from trainium_trainer.exits import UserError
 from trainium_trainer.models.llama import Llama
-from trainium_trainer.tuning.choice import parameter_sizes
 from trainium_trainer.weights import BaseWeights
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from trainium_trainer.models.shapes import ModelShape
+    from trainium_contract.models.shape import ModelShape
 
 SMALL: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "intermediate_size": 48, "vocab_size": 72}
 FLOAT32 = ArtifactPrecision.FLOAT32
@@ -68,7 +68,7 @@ def test_transformers_computes_the_same_logits(tmp_path: Path, fields: dict[str,
         tmp_path / "out", output_loading_info=True, dtype=torch.float32
     )
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    assert sum(parameter.numel() for parameter in reference.parameters()) == shape.num_parameters
+    assert sum(parameter.numel() for parameter in reference.parameters()) == count_parameters(shape)
     tokens = torch.randint(0, 72, (2, 33), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
         torch.testing.assert_close(model(tokens), reference(tokens).logits, rtol=1e-4, atol=1e-5)
@@ -84,7 +84,7 @@ def test_large_models_are_written_in_parts_that_an_index_names(tmp_path: Path) -
     files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
     assert len(files) > 2
     assert sorted(set(index["weight_map"].values())) == files
-    assert index["metadata"]["total_size"] == 2 * shape.num_parameters
+    assert index["metadata"]["total_size"] == 2 * count_parameters(shape)
     assert index["weight_map"].keys() == parameter_sizes(shape).keys()
     found: dict[str, torch.Tensor] = {}
     for name in files:

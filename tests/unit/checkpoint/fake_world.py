@@ -22,8 +22,8 @@ from trainium_trainer.models.state_dict import OPTIMIZER_STEP
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from trainium_contract.models.shape import ModelShape
     from trainium_trainer.checkpoint.dividing.cuts import Grid
-    from trainium_trainer.models.shapes import ModelShape
 
 
 @dataclass

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from trainium_contract.base import ContractModel
-from trainium_contract.requirements.model_sizes import sizes_of
 from trainium_contract.trainer.config import TrainerSpec, TrainingConfig
 
 if TYPE_CHECKING:
@@ -63,9 +62,9 @@ def test_defaults_give_way_to_what_was_given_and_given_values_stay() -> None:
     })  # fmt: skip
     assert (config.schedule.warmup_steps, config.batch.global_size) == (3, 16)
     assert (config.data.tokenizer.vocab_size, config.data.sequence_length) == (512, 64)
-    sizes = sizes_of(config.model)
+    sizes = config.model.known_shape()
     assert sizes is not None
-    assert (sizes.heads, sizes.key_value_heads) == (3, 3)
+    assert (sizes.num_attention_heads, sizes.num_key_value_heads) == (3, 3)
     for refused in (
         {"steps": 3, "schedule": {"warmupSteps": 10}},
         {"steps": 3, "schedule": {"decaySteps": 4}},

@@ -14,6 +14,8 @@ import pytest
 import yaml
 
 from trainium_contract.job import TrainingJobSpec
+from trainium_contract.models.families import PRESETS
+from trainium_contract.models.parameters import count_parameters
 from trainium_contract.sizes import INSTANCES
 from trainium_contract.trainer.artifacts import ArtifactKind
 from trainium_contract.trainer.examples import DataFormat, LossOn
@@ -27,9 +29,9 @@ from trainium_trainer.configuration.config import Launch, resolve_settings, with
 from trainium_trainer.exits import UserError
 from trainium_trainer.loop.memory_check import needs_of, refuse_too_small
 from trainium_trainer.loop.schedule import learning_rate
-from trainium_trainer.models.shapes import PRESETS, ModelShape
 
 if TYPE_CHECKING:
+    from trainium_contract.models.shape import ModelShape
     from trainium_contract.trainer.config import TrainingConfig
     from trainium_trainer.configuration.config import Settings
 
@@ -356,4 +358,4 @@ def test_llama2_13b_has_the_two_forms_of_data_of_jumpstart(tmp_path: Path) -> No
     assert (domain.trainer.data.format, Path(domain.trainer.data.source).suffix) == (DataFormat.TEXT, ".txt")
     assert legal_sizes(domain) == (1, 2)
     for example in ("llama2-13b-instruction.yaml", "llama2-13b-domain.yaml"):
-        assert settled(example, tmp_path).shape.num_parameters == 13_015_864_320
+        assert count_parameters(settled(example, tmp_path).shape) == 13_015_864_320

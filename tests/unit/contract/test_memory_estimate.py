@@ -6,30 +6,21 @@ from dataclasses import replace
 
 import pytest
 
+from trainium_contract.models.families import PRESETS
+from trainium_contract.models.parameters import count_parameters
 from trainium_contract.requirements.memory_estimate import (
     KEPT_FILES,
     OWN_FILES,
     Layouts,
     MemorySetting,
-    ModelSizes,
     Trained,
     estimate_memory,
     parameters_of_rank,
 )
 from trainium_contract.trainer.parallelism import DataParallelMode, Precision, Recompute
 from trainium_trainer.checkpoint.memory import memory_tier
-from trainium_trainer.models.shapes import PRESETS
 
-SHAPE = PRESETS["Llama2-70B"]
-MODEL = ModelSizes(
-    hidden=SHAPE.hidden_size,
-    intermediate=SHAPE.intermediate_size,
-    layers=SHAPE.num_layers,
-    heads=SHAPE.num_attention_heads,
-    key_value_heads=SHAPE.num_key_value_heads,
-    head_width=SHAPE.head_dim,
-    vocabulary=SHAPE.vocab_size,
-)
+MODEL = PRESETS["Llama2-70B"]
 N = 8
 SETTING = MemorySetting(
     tensor=1,
@@ -70,10 +61,10 @@ def test_the_bytes_of_a_parameter_are_those_of_the_documented_table(
 
 
 def test_one_rank_holds_the_whole_model_and_repeated_heads_are_counted() -> None:
-    assert parameters_of_rank(MODEL, SETTING) == SHAPE.num_parameters
+    assert parameters_of_rank(MODEL, SETTING) == count_parameters(MODEL)
     wide = parameters_of_rank(MODEL, replace(SETTING, tensor=32))
-    without = replace(MODEL, key_value_heads=32)
-    assert 32 * wide > SHAPE.num_parameters
+    without = replace(MODEL, num_key_value_heads=32)
+    assert 32 * wide > count_parameters(MODEL)
     assert wide == parameters_of_rank(without, replace(SETTING, tensor=32)), "four copies of 8 heads are 32 heads"
 
 

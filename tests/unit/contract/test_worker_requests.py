@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainium_contract.job import TrainingJobSpec
-from trainium_contract.requirements.model_sizes import PRESET_SIZES, sizes_of
+from trainium_contract.models.families import PRESETS
 from trainium_contract.requirements.worker_requests import WorkerRequests, explain_misfit, worker_requests
 from trainium_contract.sizes import SizeRule
 from trainium_contract.trainer.model import ModelConfig, ModelPreset
@@ -180,10 +180,10 @@ def test_a_type_of_which_only_the_devices_are_known_asks_for_little_and_refuses_
 
 
 def test_numbers_of_the_spec_go_before_those_of_the_preset() -> None:
-    found = sizes_of(ModelConfig.model_validate({"preset": "Llama2-7B", "hiddenSize": 2048, "numLayers": 2}))
+    found = ModelConfig.model_validate({"preset": "Llama2-7B", "hiddenSize": 2048, "numLayers": 2}).known_shape()
     assert found is not None
-    assert (found.hidden, found.layers, found.head_width, found.intermediate) == (2048, 2, 64, 11_008)
+    assert (found.hidden_size, found.num_layers, found.head_dim, found.intermediate_size) == (2048, 2, 64, 11_008)
 
 
 def test_every_preset_has_sizes() -> None:
-    assert set(PRESET_SIZES) == set(ModelPreset)
+    assert set(PRESETS) == set(ModelPreset)

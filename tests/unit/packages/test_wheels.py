@@ -24,7 +24,7 @@ HELD = {
     "trainium-client": ("trainium_client", {"commands", "render", "views"}, {"py.typed"}),
     "trainium-contract": (
         "trainium_contract",
-        {"definition", "faults", "pages", "requirements", "spec", "status", "trainer", "views", "wire"},
+        {"definition", "faults", "models", "pages", "requirements", "spec", "status", "trainer", "views", "wire"},
         {"py.typed"},
     ),
     "trainium-devcluster": (

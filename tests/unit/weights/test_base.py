@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from trainium_trainer.models.shapes import ModelShape
-from trainium_trainer.tuning.choice import parameter_sizes
+from trainium_contract.models.parameters import parameter_sizes
+from trainium_contract.models.shape import ModelShape
 from trainium_trainer.weights import BaseWeights, shape_of, tensors
 
 if TYPE_CHECKING:

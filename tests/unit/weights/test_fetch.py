@@ -158,7 +158,7 @@ def test_a_name_that_is_none_gets_one_sentence(
             "has neither model.safetensors nor model.safetensors.index.json, only pytorch_model.bin: use",
         ),
         ({"config.json": None}, "has no config.json"),
-        ({"config.json": b'{"architectures": ["MistralForCausalLM"]}'}, "describes MistralForCausalLM, but only"),
+        ({"config.json": b'{"architectures": ["PhiForCausalLM"]}'}, "describes PhiForCausalLM, but only"),
     ],
     ids=["pickles", "no configuration", "other architecture"],
 )

@@ -75,10 +75,13 @@ def test_a_folder_without_a_configuration_is_refused(single: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"architectures": ["MistralForCausalLM"], "model_type": "mistral"}, "describes MistralForCausalLM, but only"),
-        ({"attention_bias": True}, "attention_bias is True, but this trainer has only False"),
+        (
+            {"architectures": ["PhiForCausalLM"], "model_type": "phi"},
+            r"describes PhiForCausalLM \(model_type 'phi'\), but only",
+        ),
+        ({"sliding_window": 8}, "sliding_window is 8, but LlamaForCausalLM has no such field"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, r"is quantised \(gptq\).*use the model as it"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "has the type 'yarn'"),
+        ({"rope_parameters": {"rope_type": "longrope", "factor": 4.0}}, "has the type 'longrope'"),
     ],
     ids=["architecture", "bias", "quantised", "rope"],
 )

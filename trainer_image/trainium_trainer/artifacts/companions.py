@@ -27,7 +27,7 @@ from trainium_trainer.models.huggingface import CONFIG_NAME, to_config
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from trainium_trainer.models.shapes import ModelShape
+    from trainium_contract.models.shape import ModelShape
     from trainium_trainer.weights.source import WeightsSource
 
 GENERATION_NAME = "generation_config.json"

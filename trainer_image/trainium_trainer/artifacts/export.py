@@ -54,7 +54,7 @@ def export(
 
     Both may be s3://bucket/prefix. `base` is the model that the run began with, needed where it trained a part of it
     only. A killed export is continued by the next with the same arguments. Raises UserError when there is no such
-    checkpoint, when it is damaged or not of a Llama of ours, when the base is missing or another one, or when the
+    checkpoint, when it is damaged or not of a model of ours, when the base is missing or another one, or when the
     folder is not empty; StorageError when a store fails.
     """
     file = tokenizer_file(TokenizerConfig(path=str(tokenizer))) if tokenizer is not None else None

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from trainium_contract.models.parameters import EMBEDDING, HEAD, parameter_sizes
 from trainium_contract.trainer.artifacts import ArtifactKind, ArtifactPrecision
 from trainium_contract.trainer.tuning import TuningConfig, TuningMethod
 from trainium_trainer.artifacts.card import Card
@@ -18,9 +19,8 @@ from trainium_trainer.artifacts.manifest import CARD_NAME, FORMAT_VERSION, ident
 from trainium_trainer.artifacts.peft_format import adapter_config, file_metadata, parameter_name, tensor_names
 from trainium_trainer.artifacts.result import Result
 from trainium_trainer.artifacts.writer import Blueprint
-from trainium_trainer.tuning.choice import choose, parameter_sizes
+from trainium_trainer.tuning.choice import choose, projection_sizes
 from trainium_trainer.weights.adapter import CONFIG_NAME as ADAPTER_CONFIG
-from trainium_trainer.weights.base import EMBEDDING, OUTPUT
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from trainium_contract.models.shape import ModelShape
     from trainium_trainer.artifacts.result import Boxes
-    from trainium_trainer.models.shapes import ModelShape
     from trainium_trainer.weights.adapter import AdapterWeights
     from trainium_trainer.weights.base import BaseWeights
 
@@ -105,19 +105,18 @@ class Making:
         result.check(sizes)
         shared = shape.tie_embeddings and EMBEDDING in sizes
         if shared:
-            sizes[OUTPUT] = sizes[EMBEDDING]  # peft keeps one copy for each of the two
-        linears = [name.removesuffix(".weight") for name, size in parameter_sizes(shape).items() if len(size) == 2]
+            sizes[HEAD] = sizes[EMBEDDING]  # peft keeps one copy for each of the two
 
         def rows(name: str, first: int, count: int, dtype: torch.dtype) -> Tensor:
             ours = parameter_name(name)
-            return result.rows(EMBEDDING if shared and ours == OUTPUT else ours, first, count, dtype)
+            return result.rows(EMBEDDING if shared and ours == HEAD else ours, first, count, dtype)
 
         def companions() -> dict[str, bytes]:
             source = None if self.base is None else self.base.source
             config = adapter_config(
                 self.tuning.lora,
                 sizes,
-                [name for name in linears if name != EMBEDDING.removesuffix(".weight")],
+                list(projection_sizes(shape)),
                 None if self.base is None else self.base.location,
             )
             files = tokenizer_files(source, self.tokenizer, shape.max_positions)
@@ -169,7 +168,7 @@ def of_adapter(adapter: AdapterWeights, base: BaseWeights, tokenizer: Path | Non
         "dropout": adapter.dropout,
         "targets": adapter.leaves,
     }
-    whole = [name for name in adapter.whole if not (base.shape.tie_embeddings and name == OUTPUT)]
+    whole = [name for name in adapter.whole if not (base.shape.tie_embeddings and name == HEAD)]
     trainable = [name.removesuffix(".weight") for name in whole] or None
     tuning = TuningConfig.model_validate({"method": "LoRA", "lora": lora, "trainable": trainable})
     return Making(

@@ -40,6 +40,7 @@ def refuse_what_it_cannot(settings: Settings) -> None:
     Nothing is imported or touched for it, so `trainium-trainer check` refuses what a run would refuse.
     """
     if settings.config.backend is BackendChoice.NXD:
+        limits.check_model(settings.shape)
         limits.check_limits(settings.config, settings.dp_size)
 
 

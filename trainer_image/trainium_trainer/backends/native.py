@@ -17,6 +17,7 @@ import torch
 from torch import distributed as dist
 
 from trainium_agent.ranks.pulse import Pulse
+from trainium_contract.models.parameters import EMBEDDING
 from trainium_contract.trainer.parallelism import DataParallelMode, Precision
 from trainium_contract.trainer.tuning import TuningMethod
 from trainium_trainer.backends.base import Evaluation, StepOutcome, StepTotals
@@ -34,7 +35,7 @@ from trainium_trainer.models.lora import adapters_disabled
 from trainium_trainer.models.loss import loss_sum as sum_of_losses
 from trainium_trainer.models.loss import token_losses
 from trainium_trainer.models.preference_loss import answer_log_probs, preference_loss
-from trainium_trainer.models.stages import EMBEDDING, canonical_parameters
+from trainium_trainer.models.stages import canonical_parameters
 from trainium_trainer.models.state_dict import OPTIMIZER_STEP
 from trainium_trainer.monitor.figures import Rewards
 from trainium_trainer.tuning.apply import apply_tuning, initial_adapter

@@ -43,7 +43,7 @@ def apply_recompute(model: Llama, mode: Recompute) -> None:
     if mode is Recompute.NONE:
         return
     for layer in present_layers(model):
-        # Llama has no dropout, so that no state of random numbers needs to be kept.
+        # The models have no dropout, so that no state of random numbers needs to be kept.
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
         if mode is Recompute.SELECTIVE:
             options["context_fn"] = functools.partial(_contexts, _count_products(layer))

@@ -18,10 +18,12 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
+from trainium_contract.models.parameters import EMBEDDING
 from trainium_contract.trainer.parallelism import DataParallelMode, Precision
 from trainium_trainer.backends.optimizers import Slot
 from trainium_trainer.backends.store import local_of, square_sum
-from trainium_trainer.models.stages import EMBEDDING, canonical_parameters, present_layers, shared_with_first
+from trainium_trainer.models.llama import RMSNorm
+from trainium_trainer.models.stages import canonical_parameters, present_layers, shared_with_first
 from trainium_trainer.models.state_dict import WEIGHT, moment, state_name
 
 if TYPE_CHECKING:
@@ -45,7 +47,7 @@ def apply_sharding(model: Llama, mesh: DeviceMesh, precision: Precision, mode: D
     narrow = kept if precision is Precision.FLOAT32 else replace(kept, param_dtype=torch.bfloat16)
     for layer in present_layers(model):
         if precision is Precision.BFLOAT16:
-            for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+            for norm in (module for module in layer.modules() if isinstance(module, RMSNorm)):
                 fully_shard(norm, mesh=mesh, mp_policy=kept, reshard_after_forward=again)
         fully_shard(layer, mesh=mesh, mp_policy=narrow, reshard_after_forward=again)
     whole = narrow if precision.keeps_half else kept

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trainium_agent.linux.open_files import read_limit
+from trainium_contract.models.families import PRESETS
+from trainium_contract.models.parameters import count_parameters
 from trainium_contract.requirements.descriptors import explain_shortage, needed
 from trainium_contract.sizes import INSTANCES
 from trainium_contract.trainer.optimizer import ScheduleKind, WeightDecayScope
@@ -29,7 +31,6 @@ from trainium_trainer.exits import UserError
 from trainium_trainer.loop import memory_check
 from trainium_trainer.loop.memory_check import needs_of, refuse_too_small
 from trainium_trainer.loop.schedule import learning_rate
-from trainium_trainer.models.shapes import PRESETS
 
 if TYPE_CHECKING:
     from trainium_contract.trainer.config import TrainingConfig
@@ -169,7 +170,7 @@ def describe_run(settings: Settings, nodes: int = 1) -> list[str]:
     empty = f", {settings.batch} of {rows} rows filled" if rows > settings.batch else ""
     near = f" (batch.globalSize is {batch.global_size})" if settings.batch != batch.global_size else ""
     return [
-        f"model: {shape.num_parameters:,} parameters, {shape.num_layers} layers of width {shape.hidden_size}",
+        f"model: {count_parameters(shape):,} parameters, {shape.num_layers} layers of width {shape.hidden_size}",
         *_tuned(settings),
         (
             f"processes: {settings.launch.world_size} = data {settings.dp_size} x tensor {degrees.tensor} x pipeline "
@@ -190,7 +191,9 @@ def _tuned(settings: Settings) -> list[str]:
     tuning, choice, shape = settings.config.tuning, settings.choice, settings.shape
     if not tuning.freezes:
         return []
-    share = f"{choice.trained:,} of {shape.num_parameters:,} parameters ({choice.trained / shape.num_parameters:.2%})"
+    share = (
+        f"{choice.trained:,} of {count_parameters(shape):,} parameters ({choice.trained / count_parameters(shape):.2%})"
+    )
     if not choice.adapters:
         return [f"tuning: {share} are trained, the others are frozen"]
     lora = tuning.lora

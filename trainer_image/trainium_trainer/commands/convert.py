@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
+from trainium_contract.models.parameters import count_parameters
 from trainium_trainer.exits import UserError
 from trainium_trainer.storage.opening import open_storage
 from trainium_trainer.storage.protocol import Retry
@@ -59,7 +60,7 @@ def from_nxd(
     position = source.position(step=step, samples=samples, tokens=tokens)
     folder = write_whole(open_storage(root), source.sources(), position, {"model": shape.to_json()}, Retry())
     typer.echo(
-        f"{root}/{folder}: step {position.step}, {shape.num_parameters:,} parameters; the data goes on after "
+        f"{root}/{folder}: step {position.step}, {count_parameters(shape):,} parameters; the data goes on after "
         f"{position.samples:,} samples"
     )
 

@@ -36,7 +36,7 @@ from trainium_trainer.validation_errors import explain, first_problem
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from trainium_trainer.models.shapes import ModelShape
+    from trainium_contract.models.shape import ModelShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

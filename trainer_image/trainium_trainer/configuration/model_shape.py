@@ -13,13 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainium_contract.trainer.model import ModelConfig, RopeScalingKind
+from trainium_contract.models.families import PRESETS
+from trainium_contract.trainer.model import NOT_SHAPE, ModelConfig
 from trainium_trainer.exits import UserError
-from trainium_trainer.models.shapes import PRESETS, ModelShape, RopeStretch
 
 if TYPE_CHECKING:
+    from trainium_contract.models.shape import ModelShape
     from trainium_contract.trainer.config import TrainingConfig
-    from trainium_contract.trainer.model import RopeScaling
 
 
 def resolve_shape(model: ModelConfig, tokenizer_vocabulary: int, *, tensor: int = 1) -> ModelShape:
@@ -36,16 +36,10 @@ def resolve_shape(model: ModelConfig, tokenizer_vocabulary: int, *, tensor: int 
         from trainium_trainer.models.huggingface import read_shape  # noqa: PLC0415 - only who names a file
 
         base = read_shape(Path(model.path).expanduser())
-    given = {name: value for name, value in model if name not in _NOT_SHAPE and value is not None}
-    shape = replace(base, **given)
-    alone = model.num_attention_heads is not None and model.num_key_value_heads is None
-    if alone and shape.num_attention_heads % shape.num_key_value_heads:
-        shape = replace(shape, num_key_value_heads=shape.num_attention_heads)
-    if model.head_dim is None and {"hidden_size", "num_attention_heads"} & given.keys():
-        _divides("model.hiddenSize", shape.hidden_size, "model.numAttentionHeads", shape.num_attention_heads)
-        shape = replace(shape, head_dim=shape.hidden_size // shape.num_attention_heads)
-    if model.rope_scaling is not None:
-        shape = replace(shape, rope_stretch=build_rope_stretch(model.rope_scaling))
+    if model.head_dim is None and (model.hidden_size is not None or model.num_attention_heads is not None):
+        hidden, heads = model.hidden_size or base.hidden_size, model.num_attention_heads or base.num_attention_heads
+        _divides("model.hiddenSize", hidden, "model.numAttentionHeads", heads)
+    shape = model.overriding(base)
     if shape.vocab_size == 0:
         shape = replace(shape, vocab_size=tokenizer_vocabulary)
     if shape.vocab_size < tokenizer_vocabulary:
@@ -65,7 +59,6 @@ def resolve_shape(model: ModelConfig, tokenizer_vocabulary: int, *, tensor: int 
     return shape
 
 
-_NOT_SHAPE = ("preset", "path", "weights", "rope_scaling")
 _CHANGEABLE = ("max_positions", "rope_theta", "norm_eps", "initial_std")
 """What may differ from the model that a run begins with: no weight has its size from it."""
 _PADDED_TO = 128
@@ -80,7 +73,7 @@ def _shape_of_weights(model: ModelConfig, location: str, tokenizer_vocabulary: i
     from trainium_trainer.weights import shape_of  # noqa: PLC0415 - only who begins with a model
 
     base = shape_of(location)
-    given = {name: value for name, value in model if name not in _NOT_SHAPE and value is not None}
+    given = {name: value for name, value in model if name not in NOT_SHAPE and value is not None}
     for name, value in given.items():
         if name not in _CHANGEABLE and getattr(base, name) != value:
             field = ModelConfig.model_fields[name].alias
@@ -88,7 +81,7 @@ def _shape_of_weights(model: ModelConfig, location: str, tokenizer_vocabulary: i
                 f"model.{field} is {value}, but the model at {location} has {getattr(base, name)}: leave model.{field} "
                 "out"
             )
-    stretch = base.rope_stretch if model.rope_scaling is None else build_rope_stretch(model.rope_scaling)
+    stretch = base.rope_stretch if model.rope_scaling is None else model.rope_scaling.stretch()
     known = max(base.vocab_size, tokenizer_vocabulary)
     padded = known
     if known % tensor:
@@ -97,29 +90,12 @@ def _shape_of_weights(model: ModelConfig, location: str, tokenizer_vocabulary: i
     return replace(base, **given, rope_stretch=stretch, vocab_size=padded, vocab_padding=padded - known)
 
 
-def build_rope_stretch(scaling: RopeScaling) -> RopeStretch | None:
-    """Return the core's form of a configured scaling; None for none."""
-    match scaling.kind:
-        case RopeScalingKind.UNSCALED:
-            return None
-        case RopeScalingKind.LINEAR:
-            return RopeStretch(kind=scaling.kind, factor=scaling.factor)
-        case RopeScalingKind.LLAMA3:
-            return RopeStretch(
-                kind=scaling.kind,
-                factor=scaling.factor,
-                low_frequency_factor=scaling.low_frequency_factor,
-                high_frequency_factor=scaling.high_frequency_factor,
-                original_max_positions=scaling.original_max_positions,
-            )
-
-
 def check_parallelism(config: TrainingConfig, shape: ModelShape, world_size: int) -> None:
     """Raise UserError when the model, the sequence or the batch cannot be divided over `world_size` ranks."""
     length = config.data.sequence_length
-    if length > shape.max_positions:
+    if length > shape.longest_sequence:
         raise UserError(
-            f"data.sequenceLength is {length} but the model is meant for at most {shape.max_positions} positions: "
+            f"data.sequenceLength is {length} but the model is meant for at most {shape.longest_sequence} positions: "
             "lower it, or set model.maxPositions (and think of model.ropeScaling)"
         )
     tensor = config.parallelism.tensor

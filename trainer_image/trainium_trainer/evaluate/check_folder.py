@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trainium_trainer.models.llama import Block, Embedding, Linear, RMSNorm
+from trainium_trainer.models.llama import Llama
 from trainium_trainer.models.rope import rotary
 from trainium_trainer.weights.base import BaseWeights
 
@@ -60,26 +60,27 @@ def check_folder(folder: str, base: str | None = None, *, beat: Callable[[], Non
 @torch.no_grad()
 def logits_of(weights: BaseWeights, tokens: Tensor, *, beat: Callable[[], None] = lambda: None) -> Tensor:
     """[batch, sequence] ids to [batch, sequence, vocabulary] logits, in float32 on the CPU."""
-    shape = weights.shape
+    with torch.device("meta"):
+        model = Llama(weights.shape)
 
-    def filled(module: nn.Module, prefix: str) -> nn.Module:
+    def load(name: str) -> nn.Module:
         beat()
-        module.to_empty(device=_CPU)
-        for name, parameter in module.named_parameters():
-            weights.fill(f"{prefix}.{name}", (0,) * parameter.dim(), parameter)
+        module = model.get_submodule(name).to_empty(device=_CPU)
+        for leaf, parameter in module.named_parameters():
+            weights.fill(f"{name}.{leaf}", (0,) * parameter.dim(), parameter)
         return module
 
-    with torch.device("meta"):
-        embedding = Embedding(shape.vocab_size, shape.hidden_size)
-        output = Linear(shape.hidden_size, shape.vocab_size)
-        norm = RMSNorm(shape.hidden_size, shape.norm_eps)
-    x = filled(embedding, "model.embed_tokens")(tokens)
-    del embedding
-    table = rotary(shape, tokens.shape[1], _CPU)
-    for number in range(shape.num_layers):
-        with torch.device("meta"):
-            block = Block(shape)
-        x = filled(block, f"model.layers.{number}")(x, table)
-    x = filled(norm, "model.norm")(x)
-    logits: Tensor = filled(output, "lm_head")(x)
-    return logits
+    def drop(name: str) -> None:
+        model.get_submodule(name).to_empty(device="meta")
+
+    load("model.embed_tokens")
+    x = model.model.embed(tokens)
+    drop("model.embed_tokens")
+    table = rotary(weights.shape, tokens.shape[1], _CPU)
+    for number in range(weights.shape.num_layers):
+        name = f"model.layers.{number}"
+        x = load(name)(x, table)
+        drop(name)
+    x = load("model.norm")(x)
+    load("lm_head")
+    return model.project(x, table)

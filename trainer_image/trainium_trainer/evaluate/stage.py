@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from pydantic import ValidationError
 
+from trainium_contract.models.parameters import count_parameters
 from trainium_contract.status.results import EvaluationFigure, RunStage
 from trainium_contract.trainer.artifacts import ArtifactKind
 from trainium_trainer.artifacts.card import add_evaluation
@@ -182,7 +183,7 @@ def _measured(
     readers_per_node: int | None,
 ) -> EvaluationResult:
     if readers_per_node is None:
-        needed = shape_of(models.model).num_parameters * _FLOAT32_BYTES
+        needed = count_parameters(shape_of(models.model)) * _FLOAT32_BYTES
         readers_per_node = readers_that_fit(needed, available_bytes()) if device == "cpu" else peers.size
     asking = Asking(
         generation=config.evaluate.generation,

@@ -10,44 +10,33 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from trainium_contract.models.parameters import EMBEDDING, find_parameter
 from trainium_contract.requirements.memory_estimate import (
     DEVICE_RESERVE,
     MemoryEstimate,
-    ModelSizes,
     Trained,
     estimate_memory,
 )
 from trainium_contract.requirements.worker_requests import SHARED_SHARE, memory_setting
 from trainium_trainer.backends.device_memory import device_memory
 from trainium_trainer.exits import UserError
-from trainium_trainer.tuning.choice import EMBEDDING, LORA_B, is_adapter
+from trainium_trainer.tuning.choice import LORA_B, is_adapter
 
 if TYPE_CHECKING:
     import torch
 
+    from trainium_contract.models.shape import ModelShape
     from trainium_contract.sizes import Instance
     from trainium_trainer.configuration.config import Settings
 
 _GIB = 1 << 30
-_DIVIDED_AT_INPUT = ("o_proj", "down_proj")
-"""Projections of which each tensor-parallel rank has columns; of the others it has rows."""
 
 
 def needs_of(
     settings: Settings, processes_per_node: int, instance_type: str = "", *, on_host: bool = True
 ) -> MemoryEstimate:
     """Return the numbers of a run; without a Trainium instance `on_host` is whether the device is the CPU."""
-    config, shape = settings.config, settings.shape
-    model = ModelSizes(
-        hidden=shape.hidden_size,
-        intermediate=shape.intermediate_size,
-        layers=shape.num_layers,
-        heads=shape.num_attention_heads,
-        key_value_heads=shape.num_key_value_heads,
-        head_width=shape.head_dim,
-        vocabulary=shape.vocab_size,
-        tied=shape.tie_embeddings,
-    )
+    config = settings.config
     setting = memory_setting(
         config,
         data_parallel=settings.dp_size,
@@ -57,7 +46,7 @@ def needs_of(
         on_host=on_host,
         trained=trained_of_rank(settings) if config.tuning.freezes else None,
     )
-    return estimate_memory(model, setting)
+    return estimate_memory(settings.shape, setting)
 
 
 def trained_of_rank(settings: Settings) -> Trained:
@@ -69,7 +58,7 @@ def trained_of_rank(settings: Settings) -> Trained:
     layers = -(-shape.num_layers // degrees.pipeline)
     found = [Trained(0, 0)] * degrees.pipeline
     for name, size in settings.choice.sizes.items():
-        number = math.prod(size) // (degrees.tensor if _is_divided(name, len(size)) else 1)
+        number = math.prod(size) // (degrees.tensor if _is_divided(shape, name) else 1)
         if name.startswith("model.layers."):
             stages = {int(name.split(".")[2]) // layers}
         else:
@@ -85,12 +74,12 @@ def trained_of_rank(settings: Settings) -> Trained:
     return max(found, key=lambda one: one.weights + one.adapters)
 
 
-def _is_divided(name: str, dimensions: int) -> bool:
+def _is_divided(shape: ModelShape, name: str) -> bool:
     """Return whether tensor parallelism divides it; of an adapter the matrix at the divided side of its projection."""
     if not is_adapter(name):
-        return dimensions > 1
-    by_columns = not any(f".{projection}." in name for projection in _DIVIDED_AT_INPUT)
-    return name.endswith(f".{LORA_B}.weight") == by_columns
+        return find_parameter(shape, name).dimension is not None
+    projection, matrix, _ = name.rsplit(".", 2)
+    return find_parameter(shape, f"{projection}.weight").dimension == (0 if matrix == LORA_B else 1)
 
 
 def warnings_at_start(settings: Settings, device: torch.device) -> list[str]:

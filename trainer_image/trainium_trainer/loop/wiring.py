@@ -15,6 +15,7 @@ import torch
 from torch import distributed as dist
 
 from trainium_agent.ranks.pulse import Activity
+from trainium_contract.models.parameters import count_parameters
 from trainium_trainer.artifacts.stage import at_milestones
 from trainium_trainer.backends.choose import find_backend, make_backend
 from trainium_trainer.checkpoint.interfaces import Position
@@ -190,7 +191,7 @@ def start(settings: Settings, progress: ProgressWriter, stop: StopRequest) -> Ru
     _log.info(
         "%s; %s parameters%s, data parallel %d, tensor parallel %d, pipeline %d, step %d from %s",
         stopwatch.line(),
-        f"{settings.shape.num_parameters:,}",
+        f"{count_parameters(settings.shape):,}",
         f" ({settings.choice.trained:,} are trained)" if config.tuning.freezes else "",
         mesh.dp_size,
         mesh.tp_size,

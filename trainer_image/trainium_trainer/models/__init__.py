@@ -1,1 +1,1 @@
-"""Llama: shapes, the model, how it is divided over ranks, and names in and out."""
+"""The model, how it is divided over ranks, and `config.json` in and out."""

@@ -1,28 +1,32 @@
-"""Hugging Face's `config.json` in and out; parameter names are the same on both sides and need no translation.
+"""Read and write Hugging Face's `config.json`; names of parameters are the same on both sides.
 
 Reads what `transformers` of any age wrote: `rope_scaling` with `type` or `rope_type` and `rope_theta` beside it (to
-4.x), or `rope_parameters` with both inside (from 5). Invariant: a configuration that would not be the same model here
-is refused in one sentence.
+4.x), or `rope_parameters` with both inside (from 5). What differs between families is in
+`trainium_contract.models.families`.
+
+Guarantees:
+- A configuration that would not be the same model here is refused in one sentence.
 """
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from trainium_contract.trainer.model import RopeScalingKind
+from trainium_contract.models.families import FAMILIES
+from trainium_contract.models.family import FULL, SLIDING
+from trainium_contract.models.shape import ModelShape, RopeScalingKind, RopeStretch, yarn_attention_factor
 from trainium_trainer.exits import UserError
-from trainium_trainer.models.shapes import ModelShape, RopeStretch
 from trainium_trainer.validation_errors import explain
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from trainium_contract.models.family import Family
+
 CONFIG_NAME = "config.json"
-_ARCHITECTURE = "LlamaForCausalLM"
-_MODEL_TYPE = "llama"
 _Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 _Positive = Annotated[float, Field(gt=0)]
 
@@ -39,10 +43,21 @@ class _Rope(BaseModel):
     low_freq_factor: _Positive | None = None
     high_freq_factor: _Positive | None = None
     original_max_position_embeddings: _Count | None = None
+    beta_fast: _Positive | None = None
+    beta_slow: _Positive | None = None
+    attention_factor: _Positive | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+    @property
+    def kind(self) -> str:
+        """Type of the scaling, by either name."""
+        return self.rope_type or self.type or "default"
 
 
 class _Config(BaseModel):
-    """The fields that define a Llama; the defaults are those of `LlamaConfig`."""
+    """The fields that define a model of any family; other defaults are in the family."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -63,10 +78,37 @@ class _Config(BaseModel):
     rope_theta: _Positive | None = None
     rope_scaling: _Rope | None = None
     rope_parameters: _Rope | None = None
-    attention_bias: bool = False
-    mlp_bias: bool = False
+    sliding_rope_parameters: _Rope | None = None
+    """Of layers with a window, which files have within `rope_parameters`."""
     attention_dropout: Annotated[float, Field(ge=0, le=1)] = 0.0
     partial_rotary_factor: _Positive = 1.0
+    # Not of every family:
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    sliding_window: _Count | None = None
+    use_sliding_window: bool = True
+    max_window_layers: Annotated[int, Field(ge=0)] = 0
+    layer_types: list[Literal["full_attention", "sliding_attention"]] | None = None
+    no_rope_layers: list[Literal[0, 1]] | None = None
+    no_rope_layer_interval: _Count = 4
+    embedding_multiplier: _Positive = 1.0
+    attention_multiplier: _Positive = 1.0
+    residual_multiplier: _Positive = 1.0
+    logits_scaling: _Positive = 1.0
+
+
+_WITHOUT_EFFECT: dict[str, Any] = {
+    "attention_bias": False,
+    "mlp_bias": False,
+    "sliding_window": None,
+    "layer_types": FULL,
+    "no_rope_layers": 1,
+    "embedding_multiplier": 1.0,
+    "attention_multiplier": None,
+    "residual_multiplier": 1.0,
+    "logits_scaling": 1.0,
+}
+"""Fields that not all families have, and the value that changes nothing; of lists, that of each element."""
 
 
 def read_shape(path: Path) -> ModelShape:
@@ -91,12 +133,21 @@ def shape_of_document(document: Any, where: str) -> ModelShape:
     """
     if not isinstance(document, dict):
         raise UserError(f"{where}: holds a {type(document).__name__}, not fields: replace the file")
-    _refuse_other_architectures(where, document)
+    family = _family_of(where, document)
+    _refuse_foreign_fields(where, document, family)
     try:
-        config = _Config.model_validate(document)
+        config = _Config.model_validate(dict(family.defaults) | _with_separate_ropes(document))
     except ValidationError as error:
         raise UserError(f"{where}: {explain(error, _Config)}") from error
     _refuse_other_arithmetic(where, config)
+    rope = config.rope_parameters or config.rope_scaling
+    traits = family.traits(config.model_dump())
+    if config.sliding_rope_parameters is not None:
+        _refuse_other_rope(where, config.sliding_rope_parameters, rope)
+        if traits.get("stretch_windowed", True):
+            raise UserError(
+                f"{where}: rope_parameters differ by layer, which {family.architecture} has not: correct it"
+            )
     return ModelShape(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
@@ -105,36 +156,63 @@ def shape_of_document(document: Any, where: str) -> ModelShape:
         num_attention_heads=config.num_attention_heads,
         num_key_value_heads=config.num_key_value_heads or config.num_attention_heads,
         head_dim=config.head_dim or _head_dim(where, config),
-        rope_theta=(config.rope_parameters and config.rope_parameters.rope_theta) or config.rope_theta or 10_000.0,
-        rope_stretch=_stretch(where, config),
+        rope_theta=(rope and rope.rope_theta) or config.rope_theta or 10_000.0,
+        rope_stretch=None if rope is None else _stretch(where, rope, config),
         max_positions=config.max_position_embeddings,
         norm_eps=config.rms_norm_eps,
         tie_embeddings=config.tie_word_embeddings,
         initial_std=config.initializer_range,
+        family=family.model_type,
+        **traits,
     )
 
 
-def _refuse_other_architectures(where: str, document: dict[str, Any]) -> None:
+def _family_of(where: str, document: dict[str, Any]) -> Family:
     names, kind = document.get("architectures") or [], document.get("model_type")
-    if (names and _ARCHITECTURE not in names) or (kind is not None and kind != _MODEL_TYPE) or not (names or kind):
-        found = ", ".join(map(str, names)) or (f"model_type {kind!r}" if kind else "no architecture")
+    found = [
+        family
+        for family in FAMILIES.values()
+        if kind in (None, family.model_type) and (family.architecture in names or (kind is not None and not names))
+    ]
+    if not found:
+        described = ", ".join(map(str, names)) or "no architecture"
+        described += f" (model_type {kind!r})" if kind else ""
+        known = ", ".join(sorted(family.architecture for family in FAMILIES.values()))
         raise UserError(
-            f"{where}: describes {found}, but only {_ARCHITECTURE} can be trained: use the configuration of "
-            "a Llama model"
+            f"{where}: describes {described}, but only {known} can be trained: use a model of one of them; "
+            "see docs/models.md to add a family"
         )
+    return found[0]
+
+
+def _refuse_foreign_fields(where: str, document: dict[str, Any], family: Family) -> None:
+    """Raise UserError for a field of another family that would change what this one computes."""
+    for name, neutral in _WITHOUT_EFFECT.items():
+        value = document.get(name)
+        if name in family.defaults or value is None:
+            continue
+        if any(each != neutral for each in (value if isinstance(value, list) else [value])):
+            raise UserError(
+                f"{where}: {name} is {value!r}, but {family.architecture} has no such field: correct architectures and "
+                f"model_type, or remove {name}"
+            )
 
 
 def _refuse_other_arithmetic(where: str, config: _Config) -> None:
     for field, value, wanted in (
         ("hidden_act", config.hidden_act, "silu"),
-        ("attention_bias", config.attention_bias, False),
-        ("mlp_bias", config.mlp_bias, False),
         ("attention_dropout", config.attention_dropout, 0.0),
         ("partial_rotary_factor", config.partial_rotary_factor, 1.0),
     ):
         if value != wanted:
             raise UserError(
                 f"{where}: {field} is {value!r}, but this trainer has only {wanted!r}: change it or use another model"
+            )
+    for field, given in (("layer_types", config.layer_types), ("no_rope_layers", config.no_rope_layers)):
+        if given is not None and len(given) < config.num_hidden_layers:
+            raise UserError(
+                f"{where}: {field} describes {len(given)} layers, but num_hidden_layers is {config.num_hidden_layers}: "
+                "correct one of them"
             )
 
 
@@ -147,19 +225,37 @@ def _head_dim(where: str, config: _Config) -> int:
     return config.hidden_size // config.num_attention_heads
 
 
-def _stretch(where: str, config: _Config) -> RopeStretch | None:
-    rope = config.rope_parameters or config.rope_scaling
-    kind = (rope.rope_type or rope.type) if rope else None
-    if rope is None or kind in (None, "default"):
-        return None
-    field = "rope_parameters" if config.rope_parameters else "rope_scaling"
-    if kind not in ("linear", "llama3"):
+def _with_separate_ropes(document: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields with one rotary embedding in `rope_parameters`, of which files may have one by layer."""
+    given = document.get("rope_parameters")
+    if not isinstance(given, dict) or FULL not in given:
+        return document
+    return document | {"rope_parameters": given[FULL], "sliding_rope_parameters": given.get(SLIDING) or {}}
+
+
+def _refuse_other_rope(where: str, windowed: _Rope, full: _Rope | None) -> None:
+    """Raise UserError where layers with a window rotate by another base, or scaled."""
+    if windowed.kind != "default" or (full is not None and windowed.rope_theta not in (None, full.rope_theta)):
         raise UserError(
-            f"{where}: {field} has the type {kind!r}, but this trainer has only 'default', 'linear' and "
-            "'llama3': use another model, or replace it by model.ropeScaling after removing it from the file"
+            f"{where}: rope_parameters.{SLIDING} is scaled or has another rope_theta, but this trainer scales layers "
+            "without a window only: use another model"
+        )
+
+
+def _stretch(where: str, rope: _Rope, config: _Config) -> RopeStretch | None:
+    field = "rope_parameters" if config.rope_parameters else "rope_scaling"
+    kinds = {"linear": RopeScalingKind.LINEAR, "llama3": RopeScalingKind.LLAMA3}
+    kinds |= {"dynamic": RopeScalingKind.DYNAMIC, "yarn": RopeScalingKind.YARN}
+    if rope.kind == "default":
+        return None
+    if rope.kind not in kinds:
+        raise UserError(
+            f"{where}: {field} has the type {rope.kind!r}, but this trainer has only 'default', "
+            f"{', '.join(map(repr, kinds))}: use another model, or replace it by model.ropeScaling after removing it "
+            "from the file"
         )
     needed = {"factor": rope.factor}
-    if kind == "llama3":
+    if rope.kind == "llama3":
         needed |= {
             "low_freq_factor": rope.low_freq_factor,
             "high_freq_factor": rope.high_freq_factor,
@@ -167,36 +263,58 @@ def _stretch(where: str, config: _Config) -> RopeStretch | None:
         }
     missing = [name for name, value in needed.items() if value is None]
     if missing:
-        raise UserError(f"{where}: {field} of type {kind!r} lacks {', '.join(missing)}: correct the file")
-    low, high = rope.low_freq_factor or 0.0, rope.high_freq_factor or 0.0
-    if kind == "llama3" and low >= high:
-        raise UserError(f"{where}: {field}.low_freq_factor {low} must be less than high_freq_factor {high}: correct it")
+        raise UserError(f"{where}: {field} of type {rope.kind!r} lacks {', '.join(missing)}: correct the file")
     assert rope.factor is not None
-    if kind == "linear":
-        return RopeStretch(kind=RopeScalingKind.LINEAR, factor=rope.factor)
-    return RopeStretch(
-        kind=RopeScalingKind.LLAMA3,
-        factor=rope.factor,
-        low_frequency_factor=low,
-        high_frequency_factor=high,
-        original_max_positions=rope.original_max_position_embeddings or 0,
-    )
+    original = rope.original_max_position_embeddings or config.max_position_embeddings
+    match kinds[rope.kind]:
+        case RopeScalingKind.LLAMA3:
+            low, high = rope.low_freq_factor or 0.0, rope.high_freq_factor or 0.0
+            _refuse_unordered(where, f"{field}.low_freq_factor", low, "high_freq_factor", high)
+            return RopeStretch(
+                kind=RopeScalingKind.LLAMA3,
+                factor=rope.factor,
+                low_frequency_factor=low,
+                high_frequency_factor=high,
+                original_max_positions=original,
+            )
+        case RopeScalingKind.YARN:
+            fast, slow = rope.beta_fast or 32.0, rope.beta_slow or 1.0
+            _refuse_unordered(where, f"{field}.beta_slow", slow, "beta_fast", fast)
+            return RopeStretch(
+                kind=RopeScalingKind.YARN,
+                factor=rope.factor,
+                original_max_positions=original,
+                fast_turns=fast,
+                slow_turns=slow,
+                attention_factor=rope.attention_factor or _attention_factor(rope),
+                whole_pairs=rope.truncate,
+            )
+        case kind:
+            return RopeStretch(kind=kind, factor=rope.factor)
+
+
+def _attention_factor(rope: _Rope) -> float:
+    assert rope.factor is not None
+    if rope.mscale and rope.mscale_all_dim:
+        return yarn_attention_factor(rope.factor, rope.mscale) / yarn_attention_factor(rope.factor, rope.mscale_all_dim)
+    return yarn_attention_factor(rope.factor)
+
+
+def _refuse_unordered(where: str, field: str, less: float, other: str, more: float) -> None:
+    if less >= more:
+        raise UserError(f"{where}: {field} {less} must be less than {other} {more}: correct it")
 
 
 def to_config(shape: ModelShape) -> dict[str, Any]:
     """Return the contents of a `config.json` for a shape, readable by `transformers` 4 and 5."""
-    rope: dict[str, Any] = {"rope_type": "default"}
-    if shape.rope_stretch is not None:
-        rope = {"rope_type": str(shape.rope_stretch.kind).lower(), "factor": shape.rope_stretch.factor}
-        if shape.rope_stretch.kind is RopeScalingKind.LLAMA3:
-            rope |= {
-                "low_freq_factor": shape.rope_stretch.low_frequency_factor,
-                "high_freq_factor": shape.rope_stretch.high_frequency_factor,
-                "original_max_position_embeddings": shape.rope_stretch.original_max_positions,
-            }
+    family, rope = FAMILIES[shape.family], _to_rope(shape.rope_stretch)
+    parameters: dict[str, Any] = {"rope_theta": shape.rope_theta, **rope}
+    if not shape.stretch_windowed:
+        plain = {"rope_theta": shape.rope_theta, "rope_type": "default"}
+        parameters = {FULL: parameters, SLIDING: plain}
     return {
-        "architectures": [_ARCHITECTURE],
-        "model_type": _MODEL_TYPE,
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
         "vocab_size": shape.vocab_size,
         "hidden_size": shape.hidden_size,
         "intermediate_size": shape.intermediate_size,
@@ -211,8 +329,30 @@ def to_config(shape: ModelShape) -> dict[str, Any]:
         "tie_word_embeddings": shape.tie_embeddings,
         "rope_theta": shape.rope_theta,
         "rope_scaling": rope if shape.rope_stretch else None,
-        "rope_parameters": {"rope_theta": shape.rope_theta, **rope},
-        "attention_bias": False,
-        "mlp_bias": False,
+        "rope_parameters": parameters,
+        **family.fields(shape),
         "attention_dropout": 0.0,
     }
+
+
+def _to_rope(stretch: RopeStretch | None) -> dict[str, Any]:
+    """Return the fields of a scaling in `rope_parameters`."""
+    if stretch is None:
+        return {"rope_type": "default"}
+    rope = {"rope_type": str(stretch.kind).lower(), "factor": stretch.factor}
+    match stretch.kind:
+        case RopeScalingKind.LLAMA3:
+            rope |= {
+                "low_freq_factor": stretch.low_frequency_factor,
+                "high_freq_factor": stretch.high_frequency_factor,
+                "original_max_position_embeddings": stretch.original_max_positions,
+            }
+        case RopeScalingKind.YARN:
+            rope |= {
+                "original_max_position_embeddings": stretch.original_max_positions,
+                "beta_fast": stretch.fast_turns,
+                "beta_slow": stretch.slow_turns,
+                "attention_factor": stretch.attention_factor,
+                "truncate": stretch.whole_pairs,
+            }
+    return rope

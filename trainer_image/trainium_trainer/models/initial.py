@@ -14,29 +14,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trainium_trainer.models.llama import RESIDUAL_OUTPUTS
+from trainium_contract.models.parameters import EMBEDDING, HEAD, Initial, find_parameter, layer_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from trainium_trainer.models.shapes import ModelShape
+    from trainium_contract.models.shape import ModelShape
 
 TILE = (64, 256)
 """Rows and columns: what a rank draws beyond its part is at most a border of these, and seeding takes a quarter."""
 _TILES_BITS = 18
 _NAMES_BITS = 32 - _TILES_BITS
-_LAST = ("model.norm.weight", "lm_head.weight", "model.embed_tokens.weight")
-_OF_A_LAYER = (
-    "self_attn.q_proj.weight",
-    "self_attn.k_proj.weight",
-    "self_attn.v_proj.weight",
-    "self_attn.o_proj.weight",
-    "mlp.gate_proj.weight",
-    "mlp.up_proj.weight",
-    "mlp.down_proj.weight",
-)
+_ENDS = ("model.norm.weight", HEAD, EMBEDDING)
 
 
 def initial_box(name: str, offsets: Sequence[int], sizes: Sequence[int], *, seed: int, shape: ModelShape) -> Tensor:
@@ -45,20 +36,24 @@ def initial_box(name: str, offsets: Sequence[int], sizes: Sequence[int], *, seed
     That is HLAT's initialisation (arXiv 2404.10630, section 3), without which its training diverged. `offsets` and
     `sizes` are those of the box in the whole parameter; the numbers are float32.
     """
-    if len(sizes) == 1:
+    parameter = find_parameter(shape, name)
+    if parameter.initial is Initial.ONES:
         return torch.ones(*sizes)
-    std = shape.initial_std / (math.sqrt(2 * shape.num_layers) if name.endswith(RESIDUAL_OUTPUTS) else 1.0)
+    if parameter.initial is Initial.ZEROS:
+        return torch.zeros(*sizes)
+    std = shape.initial_std / (math.sqrt(2 * shape.num_layers) if parameter.initial is Initial.RESIDUAL else 1.0)
     made = torch.empty(*sizes)
     if not made.numel():
         return made
     (first_row, first_column), (rows, columns) = offsets, sizes
     tile = torch.empty(TILE)
     generator = torch.Generator()
-    across = -(-_columns_of(name, shape) // TILE[1])
+    across = -(-parameter.size[1] // TILE[1])
+    number_of_parameter = _number_of(name, shape)
     for row in range(first_row // TILE[0] * TILE[0], first_row + rows, TILE[0]):
         for column in range(first_column // TILE[1] * TILE[1], first_column + columns, TILE[1]):
             number = row // TILE[0] * across + column // TILE[1]
-            tile.normal_(0.0, std, generator=generator.manual_seed(_seed_of(seed, _number_of(name), number)))
+            tile.normal_(0.0, std, generator=generator.manual_seed(_seed_of(seed, number_of_parameter, number)))
             top, left = max(row, first_row), max(column, first_column)
             bottom, right = min(row + TILE[0], first_row + rows), min(column + TILE[1], first_column + columns)
             inside = tile[top - row : bottom - row, left - column : right - column]
@@ -71,19 +66,13 @@ def initial_whole(name: str, sizes: Sequence[int], *, seed: int, shape: ModelSha
     return initial_box(name, [0] * len(sizes), sizes, seed=seed, shape=shape)
 
 
-def _columns_of(name: str, shape: ModelShape) -> int:
-    """Return the width of a parameter, which tensor parallelism never pads."""
-    if name.endswith("down_proj.weight"):
-        return shape.intermediate_size
-    return shape.num_attention_heads * shape.head_dim if name.endswith("o_proj.weight") else shape.hidden_size
-
-
-def _number_of(name: str) -> int:
-    """Return the parameter's number in any model, by the end of its name. KeyError for none of a Llama."""
-    if name in _LAST:
-        return _LAST.index(name)
+def _number_of(name: str, shape: ModelShape) -> int:
+    """Return the number of a drawn parameter in any model of its family, by the end of its name."""
+    if name in _ENDS:
+        return _ENDS.index(name)
     _, _, layer, leaf = name.split(".", 3)
-    return len(_LAST) + int(layer) * len(_OF_A_LAYER) + _OF_A_LAYER.index(leaf)
+    drawn = [each.name for each in layer_parameters(shape).values() if each.is_drawn]
+    return len(_ENDS) + int(layer) * len(drawn) + drawn.index(leaf)
 
 
 def _seed_of(seed: int, parameter: int, tile: int) -> int:

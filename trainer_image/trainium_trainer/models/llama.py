@@ -1,8 +1,14 @@
-"""Llama as one device would run it: RMSNorm, rotary embedding, grouped-query attention, SwiGLU.
+"""Llama and the families that descend from it, as one device would run them.
 
-Invariants: parameter names are Hugging Face's (`LlamaForCausalLM`); the modules know nothing of parallelism, so a plan
-can be applied from outside (shapes of heads follow from the tensors, not from the configuration); initial weights
-depend on seed and parameter name only.
+RMSNorm, rotary embedding, grouped-query attention, SwiGLU. What a family has beside Llama is a field of its shape:
+biases, a window of attention, norms of queries and keys, norms after the branches, layers without rotation,
+multipliers.
+
+Guarantees:
+- Parameters are those of `trainium_contract.models.parameters`, under Hugging Face's names.
+- The modules know nothing of parallelism, so a plan can be applied from outside: the number of heads follows from the
+  tensors, not from the shape.
+- Initial weights depend on seed and parameter name only.
 """
 
 from __future__ import annotations
@@ -13,27 +19,26 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - the name everybody uses
 
+from trainium_contract.models.shape import QueryKeyNorm
 from trainium_trainer.models.products import product
 from trainium_trainer.models.rope import at_positions, rotary, rotate
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from trainium_contract.models.shape import ModelShape
     from trainium_trainer.models.rope import Context
-    from trainium_trainer.models.shapes import ModelShape
-
-RESIDUAL_OUTPUTS = ("o_proj.weight", "down_proj.weight")
 
 
 class _Weighted(nn.Module):
-    """A module with one weight, of which a parallel plan may have it use a part."""
+    """A module with a weight, of which a parallel plan may have it use a part."""
 
     weight: Tensor
     part: Callable[[Tensor], Tensor] | None = None
-    """Set by a plan: from the parameter to the tensor that this rank computes with."""
+    """Set by a plan: from the weight to the tensor that this rank computes with."""
 
     def own_weight(self) -> Tensor:
-        """Return the parameters that this rank computes with."""
+        """Return the weight that this rank computes with."""
         return self.weight if self.part is None else self.part(self.weight)
 
     def reset_parameters(self) -> None:
@@ -44,14 +49,20 @@ class _Weighted(nn.Module):
 
 
 class Linear(_Weighted, nn.Linear):
-    """A projection without bias."""
+    """A projection."""
 
-    def __init__(self, width: int, outputs: int) -> None:
-        super().__init__(width, outputs, bias=False)
+    bias_part: Callable[[Tensor], Tensor] | None = None
+    """As `part`, for the bias."""
+
+    def __init__(self, width: int, outputs: int, *, bias: bool = False) -> None:
+        super().__init__(width, outputs, bias=bias)
 
     def forward(self, x: Tensor, _: Context | None = None) -> Tensor:
-        """[..., width] to [..., outputs]; the context is for projections with more than a weight."""
-        return product(x, self.own_weight())
+        """[..., width] to [..., outputs]; the context is for projections with an adapter."""
+        out = product(x, self.own_weight())
+        if self.bias is None:
+            return out
+        return out + (self.bias if self.bias_part is None else self.bias_part(self.bias)).to(out.dtype)
 
 
 class Embedding(_Weighted, nn.Embedding):
@@ -65,6 +76,9 @@ class Embedding(_Weighted, nn.Embedding):
 class RMSNorm(_Weighted):
     """Root-mean-square normalisation (arXiv 1910.07467), computed in float32."""
 
+    mean: Callable[[Tensor], Tensor] | None = None
+    """Set by a plan that divides the width: from this rank's squares to the mean of all of them."""
+
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width))
@@ -73,42 +87,65 @@ class RMSNorm(_Weighted):
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension."""
         wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        squares = wide.pow(2)
+        mean = squares.mean(-1, keepdim=True) if self.mean is None else self.mean(squares)
+        wide = wide * torch.rsqrt(mean + self.eps)
         return (wide * self.own_weight()).to(x.dtype)
 
 
 class Attention(nn.Module):
     """Causal grouped-query attention; the number of local heads follows from the projections' outputs."""
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, shape: ModelShape, number: int = 0) -> None:
+        """Create the projections of layer `number`."""
         super().__init__()
         self.head_dim = shape.head_dim
+        self.scale = shape.attention_multiplier
+        self.window = shape.window_of(number)
+        self.is_rotated = shape.is_rotated(number)
+        self.norms_each_head = shape.query_key_norm is QueryKeyNorm.EACH_HEAD
         query = shape.num_attention_heads * shape.head_dim
         key_value = shape.num_key_value_heads * shape.head_dim
-        self.q_proj = Linear(shape.hidden_size, query)
-        self.k_proj = Linear(shape.hidden_size, key_value)
-        self.v_proj = Linear(shape.hidden_size, key_value)
-        self.o_proj = Linear(query, shape.hidden_size)
+        self.q_proj = Linear(shape.hidden_size, query, bias=shape.attention_bias)
+        self.k_proj = Linear(shape.hidden_size, key_value, bias=shape.attention_bias)
+        self.v_proj = Linear(shape.hidden_size, key_value, bias=shape.attention_bias)
+        self.o_proj = Linear(query, shape.hidden_size, bias=shape.output_bias)
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+        if shape.query_key_norm is not QueryKeyNorm.NONE:
+            self.q_norm = RMSNorm(shape.head_dim if self.norms_each_head else query, shape.norm_eps)
+            self.k_norm = RMSNorm(shape.head_dim if self.norms_each_head else key_value, shape.norm_eps)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """[batch, sequence, hidden] to the same."""
         batch, length, _ = x.shape
-        query, key, value = (
-            projection(x, context).view(batch, length, -1, self.head_dim).transpose(1, 2)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        query, key = rotate(query, context), rotate(key, context)
+        query = self.heads(self.q_proj(x, context), self.q_norm)
+        key = self.heads(self.k_proj(x, context), self.k_norm)
+        value = self.heads(self.v_proj(x, context))
+        table = context if self.window is None or context.windowed is None else context.windowed
+        if self.is_rotated:
+            query, key = rotate(query, table), rotate(key, table)
         # Torch chooses the device's kernel: flash attention on CPU and CUDA, the vendor's on Neuron.
         mixed = F.scaled_dot_product_attention(
             query,
             key,
             value,
-            attn_mask=context.mask,
-            is_causal=context.mask is None,
+            attn_mask=table.mask,
+            is_causal=table.mask is None,
+            scale=self.scale,
             enable_gqa=query.shape[1] != key.shape[1],
         )
         out: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1), context)
         return out
+
+    def heads(self, projected: Tensor, norm: RMSNorm | None = None) -> Tensor:
+        """[batch, sequence, heads x width] to [batch, heads, sequence, width], normalised before or after."""
+        if norm is not None and not self.norms_each_head:
+            projected = norm(projected)
+        heads = projected.view(*projected.shape[:2], -1, self.head_dim)
+        if norm is not None and self.norms_each_head:
+            heads = norm(heads)
+        return heads.transpose(1, 2)
 
 
 class MLP(nn.Module):
@@ -116,9 +153,9 @@ class MLP(nn.Module):
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        self.gate_proj = Linear(shape.hidden_size, shape.intermediate_size)
-        self.up_proj = Linear(shape.hidden_size, shape.intermediate_size)
-        self.down_proj = Linear(shape.intermediate_size, shape.hidden_size)
+        self.gate_proj = Linear(shape.hidden_size, shape.intermediate_size, bias=shape.mlp_bias)
+        self.up_proj = Linear(shape.hidden_size, shape.intermediate_size, bias=shape.mlp_bias)
+        self.down_proj = Linear(shape.intermediate_size, shape.hidden_size, bias=shape.mlp_bias)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """[batch, sequence, hidden] to the same."""
@@ -130,18 +167,41 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """One transformer layer with pre-normalisation and two residual branches."""
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, shape: ModelShape, number: int = 0) -> None:
         super().__init__()
+        self.multiplier = shape.residual_multiplier
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps)
-        self.self_attn = Attention(shape)
+        self.self_attn = Attention(shape, number)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps)
         self.mlp = MLP(shape)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """[batch, sequence, hidden] to the same."""
-        x = x + self.self_attn(self.input_layernorm(x), context)
-        out: Tensor = x + self.mlp(self.post_attention_layernorm(x), context)
-        return out
+        x = x + self.scaled(self.self_attn(self.input_layernorm(x), context))
+        return x + self.scaled(self.mlp(self.post_attention_layernorm(x), context))
+
+    def scaled(self, branch: Tensor) -> Tensor:
+        """Return what a branch adds to the residual stream."""
+        return branch if self.multiplier == 1.0 else branch * self.multiplier
+
+
+class PostNormBlock(Block):
+    """One transformer layer that normalises what its branches return (OLMo 2, arXiv 2501.00656, section 3.1)."""
+
+    def __init__(self, shape: ModelShape, number: int = 0) -> None:
+        super().__init__(shape, number)
+        del self.input_layernorm
+        self.post_feedforward_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps)
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        """[batch, sequence, hidden] to the same."""
+        x = x + self.scaled(self.post_attention_layernorm(self.self_attn(x, context)))
+        return x + self.scaled(self.post_feedforward_layernorm(self.mlp(x, context)))
+
+
+def build_block(shape: ModelShape, number: int) -> Block:
+    """Return a layer without values."""
+    return PostNormBlock(shape, number) if shape.norm_after else Block(shape, number)
 
 
 class Trunk(nn.Module):
@@ -149,25 +209,32 @@ class Trunk(nn.Module):
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
+        self.multiplier = shape.embedding_multiplier
         self.embed_tokens = Embedding(shape.vocab_size, shape.hidden_size)
-        self.layers = nn.ModuleList(Block(shape) for _ in range(shape.num_layers))
+        self.layers = nn.ModuleList(build_block(shape, number) for number in range(shape.num_layers))
         self.norm = RMSNorm(shape.hidden_size, shape.norm_eps)
 
     def forward(self, tokens: Tensor, context: Context) -> Tensor:
         """[batch, sequence] token ids to [batch, sequence, hidden]."""
-        x = self.embed_tokens(tokens)
+        x = self.embed(tokens)
         for layer in self.layers:
             x = layer(x, context)
         out: Tensor = self.norm(x)
         return out
 
+    def embed(self, tokens: Tensor) -> Tensor:
+        """[batch, sequence] token ids to [batch, sequence, hidden]."""
+        x: Tensor = self.embed_tokens(tokens)
+        return x if self.multiplier == 1.0 else x * self.multiplier
+
 
 class Llama(nn.Module):
-    """A Llama language model; call it with token ids to get logits."""
+    """A language model; call it with token ids to get logits."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.shape = shape
+        self.logits_divisor = shape.logits_divisor
         self.model = Trunk(shape)
         self.lm_head = Linear(shape.hidden_size, shape.vocab_size)
         self.tie()
@@ -203,7 +270,10 @@ class Llama(nn.Module):
             context = at_positions(context, positions)
         if samples is not None:
             context = context._replace(samples=samples)
-        hidden = self.model(tokens, context)
+        return self.project(self.model(tokens, context), context)
+
+    def project(self, hidden: Tensor, context: Context) -> Tensor:
+        """[batch, sequence, hidden] to logits."""
         # Other libraries' projections, which may stand in its place, take nothing else.
         logits: Tensor = self.lm_head(hidden, context) if isinstance(self.lm_head, Linear) else self.lm_head(hidden)
-        return logits
+        return logits if self.logits_divisor == 1.0 else logits / self.logits_divisor

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from trainium_trainer.models.dropout import dropped, module_key
 from trainium_trainer.models.llama import Linear
-from trainium_trainer.models.products import product
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,8 +31,8 @@ class AdaptedLinear(Linear):
     enabled = True
     """Whether the adapter adds to the output; see `adapters_disabled`."""
 
-    def __init__(self, name: str, width: int, outputs: int, lora: LoraConfig) -> None:
-        super().__init__(width, outputs)
+    def __init__(self, name: str, width: int, outputs: int, lora: LoraConfig, *, bias: bool = False) -> None:
+        super().__init__(width, outputs, bias=bias)
         self.lora_A = Linear(width, lora.rank)
         self.lora_B = Linear(lora.rank, outputs)
         self._dropout = lora.dropout
@@ -42,7 +41,7 @@ class AdaptedLinear(Linear):
 
     def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
         """[batch, sequence, width] to [batch, sequence, outputs]."""
-        out = product(x, self.own_weight())
+        out = super().forward(x)
         return out + self.added(x, context) if self.enabled else out
 
     def added(self, x: Tensor, context: Context | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Divide a Llama over the tensor-parallel ranks, from outside of the model.
+"""Divide a model over the tensor-parallel ranks, from outside of it, by the list of its parameters.
 
 Invariants: parameters are DTensors, so that their place in the whole is known to FSDP and to checkpoints; computation
 is on plain local tensors, with one communication where a divided region is entered and one where it is left. Attention
@@ -17,111 +17,126 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.nn import functional as F  # noqa: N812 - the name everybody uses
 
+from trainium_contract.models.parameters import HEAD, Unit, end_parameters, find_parameter, layer_parameters
 from trainium_trainer.models.llama import Embedding, Linear, RMSNorm
 from trainium_trainer.models.lora import AdaptedLinear
 from trainium_trainer.models.regions import Region
 from trainium_trainer.models.stages import present_layers
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch.distributed.device_mesh import DeviceMesh
 
-    from trainium_trainer.models.llama import Attention, Block, Llama
+    from trainium_contract.models.parameters import Parameter
+    from trainium_trainer.models.llama import Llama
 
-_COLUMNS, _ROWS = Shard(0), Shard(1)
+_Weighted = Linear | Embedding | RMSNorm
 
 
 def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, *, sequence: bool) -> None:
     """Divide a model or a stage, without values yet, over the one-dimensional `mesh`."""
     region = Region(mesh.get_group(), sequence)
+    heads = model.shape.num_key_value_heads
     for layer in present_layers(model):
-        _divide_layer(layer, mesh, region)
+        for parameter in layer_parameters(model.shape).values():
+            _divide(layer.get_submodule(parameter.module), parameter, mesh, region, key_value_heads=heads)
+        for divided in (layer.self_attn, layer.mlp):
+            divided.register_forward_pre_hook(lambda _, args: (region.enter(args[0]), *args[1:]))
+            divided.register_forward_hook(lambda _, __, out: region.leave(out))
+    for parameter in end_parameters(model.shape).values():
+        module = model.get_submodule(parameter.module)
+        if isinstance(module, _Weighted):  # and not in another stage
+            _divide(module, parameter, mesh, region)
     if isinstance(model.model.embed_tokens, Embedding):
-        _place(model.model.embed_tokens, mesh, _COLUMNS)
         _divide_lookup(model.model.embed_tokens, mesh.get_local_rank(), region)
-    if isinstance(model.model.norm, RMSNorm):
-        _repeat(model.model.norm, mesh, partial=sequence)
     if isinstance(model.lm_head, Linear):
-        _divide_columns(model.lm_head, mesh)
+        if model.shape.tie_embeddings:
+            _divide(model.lm_head, find_parameter(model.shape, HEAD), mesh, region)
         model.lm_head.register_forward_pre_hook(lambda _, args: (region.enter(args[0]), *args[1:]))
     model.tie()
 
 
-def _divide_layer(layer: Block, mesh: DeviceMesh, region: Region) -> None:
-    attention, mlp = layer.self_attn, layer.mlp
-    for projection in (attention.q_proj, mlp.gate_proj, mlp.up_proj):
-        _divide_columns(projection, mesh)
-    for projection in (attention.o_proj, mlp.down_proj):
-        _divide_rows(projection, mesh)
-    _divide_key_value(attention, mesh)
-    for norm in (layer.input_layernorm, layer.post_attention_layernorm):
-        _repeat(norm, mesh, partial=region.sequence)
-    for divided in (attention, mlp):
-        divided.register_forward_pre_hook(lambda _, args: (region.enter(args[0]), *args[1:]))
-        divided.register_forward_hook(lambda _, __, out: region.leave(out))
+def _divide(
+    module: nn.Module, parameter: Parameter, mesh: DeviceMesh, region: Region, *, key_value_heads: int = 0
+) -> None:
+    """Divide one parameter by its entry in the list, and the adapter beside it.
 
-
-def _divide_key_value(attention: Attention, mesh: DeviceMesh) -> None:
-    for projection in (attention.k_proj, attention.v_proj):
-        heads = projection.out_features // attention.head_dim
-        if heads % mesh.size() == 0:
-            _divide_columns(projection, mesh)
-            continue
-        head = mesh.get_local_rank() * heads // mesh.size()
-        rows = slice(head * attention.head_dim, (head + 1) * attention.head_dim)
-        _repeat(projection, mesh, partial=True, rows=rows)
-        if isinstance(projection, AdaptedLinear):
-            _repeat(projection.lora_A, mesh, partial=True)
-            _repeat(projection.lora_B, mesh, partial=True, rows=rows)
-
-
-def _divide_columns(projection: Linear, mesh: DeviceMesh) -> None:
-    """Divide the outputs.
-
-    Of an adapter B is divided likewise; A is whole, and each rank has a summand of its gradient: what flows back
-    through that rank's part of B.
+    Of an adapter the matrix at the divided side is divided likewise. The other one is whole, and each rank has a
+    summand of its gradient: what flows back through that rank's part of the first.
     """
-    _place(projection, mesh, _COLUMNS)
-    if isinstance(projection, AdaptedLinear):
-        _repeat(projection.lora_A, mesh, partial=True)
-        _place(projection.lora_B, mesh, _COLUMNS)
+    assert isinstance(module, _Weighted)
+    leaf = parameter.leaf
+    adapter = module if isinstance(module, AdaptedLinear) and leaf == "weight" else None
+    if parameter.dimension is None:
+        # A bias behind a sum over the ranks is added on one of them.
+        counts = leaf != "bias" or mesh.get_local_rank() == 0
+        _repeat(module, mesh, leaf, partial=parameter.summed or region.sequence, counts=counts)
+        return
+    if isinstance(module, RMSNorm):
+        ranks = mesh.size()
+        module.mean = lambda squares: (
+            region.total_everywhere(squares.sum(-1, keepdim=True)) / (squares.shape[-1] * ranks)
+        )
+    if parameter.unit is Unit.KEY_VALUE_HEADS and key_value_heads % mesh.size():
+        width = parameter.size[0] // key_value_heads
+        head = mesh.get_local_rank() * key_value_heads // mesh.size()
+        rows = slice(head * width, (head + 1) * width)
+        _repeat(module, mesh, leaf, partial=True, rows=rows)
+        if adapter is not None:
+            _repeat(adapter.lora_A, mesh, partial=True)
+            _repeat(adapter.lora_B, mesh, partial=True, rows=rows)
+    else:
+        placement = Shard(parameter.dimension)
+        _place(module, mesh, placement, leaf)
+        if adapter is not None and parameter.dimension == 0:
+            _repeat(adapter.lora_A, mesh, partial=True)
+            _place(adapter.lora_B, mesh, placement)
+        elif adapter is not None:
+            adapter.first_feature = mesh.get_local_rank() * (adapter.in_features // mesh.size())
+            _place(adapter.lora_A, mesh, placement)
+            _repeat(adapter.lora_B, mesh, partial=True)
 
 
-def _divide_rows(projection: Linear, mesh: DeviceMesh) -> None:
-    """Divide the inputs.
-
-    Of an adapter A is divided likewise; B is whole, and since the ranks' outputs are summed, each has a summand of its
-    gradient: that of its part of A's output.
-    """
-    _place(projection, mesh, _ROWS)
-    if isinstance(projection, AdaptedLinear):
-        projection.first_feature = mesh.get_local_rank() * (projection.in_features // mesh.size())
-        _place(projection.lora_A, mesh, _ROWS)
-        _repeat(projection.lora_B, mesh, partial=True)
-
-
-def _place(module: Linear | Embedding | RMSNorm, mesh: DeviceMesh, placement: Placement) -> None:
-    """Make the weight a DTensor of this placement; the module computes with this rank's part."""
-    whole = module.weight
+def _place(module: _Weighted, mesh: DeviceMesh, placement: Placement, leaf: str = "weight") -> None:
+    """Make a parameter a DTensor of this placement; the module computes with this rank's part."""
+    whole: Tensor = getattr(module, leaf)
     size = list(whole.shape)
     if isinstance(placement, Shard):
         size[placement.dim] //= mesh.size()
     local = torch.empty(size, dtype=whole.dtype, device=whole.device)
     divided = DTensor.from_local(local, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride())
-    module.weight = nn.Parameter(divided, requires_grad=whole.requires_grad)
-    module.part = _part
+    setattr(module, leaf, nn.Parameter(divided, requires_grad=whole.requires_grad))
+    _compute_with(module, leaf, _part)
 
 
-def _repeat(module: Linear | RMSNorm, mesh: DeviceMesh, *, partial: bool, rows: slice | None = None) -> None:
-    """Keep the weight whole on every rank; `partial`: each rank has a summand of its gradient."""
-    _place(module, mesh, Replicate())
-    module.part = functools.partial(_part, partial=partial, rows=rows)
+def _repeat(
+    module: _Weighted,
+    mesh: DeviceMesh,
+    leaf: str = "weight",
+    *,
+    partial: bool,
+    rows: slice | None = None,
+    counts: bool = True,
+) -> None:
+    """Keep a parameter whole on every rank; `partial`: each rank has a summand of its gradient.
+
+    Of a parameter that does not count, this rank computes with zeros.
+    """
+    _place(module, mesh, Replicate(), leaf)
+    _compute_with(module, leaf, functools.partial(_part, partial=partial, rows=rows, counts=counts))
 
 
-def _part(weight: Tensor, *, partial: bool = False, rows: slice | None = None) -> Tensor:
-    """Return the local part of a weight that is a DTensor."""
-    assert isinstance(weight, DTensor)
-    local: Tensor = weight.to_local(grad_placements=[Partial()] if partial else None)
-    return local if rows is None else local[rows]
+def _compute_with(module: _Weighted, leaf: str, part: Callable[[Tensor], Tensor]) -> None:
+    setattr(module, "part" if leaf == "weight" else "bias_part", part)
+
+
+def _part(whole: Tensor, *, partial: bool = False, rows: slice | None = None, counts: bool = True) -> Tensor:
+    """Return the local part of a parameter that is a DTensor."""
+    assert isinstance(whole, DTensor)
+    local: Tensor = whole.to_local(grad_placements=[Partial()] if partial else None)
+    local = local if rows is None else local[rows]
+    return local if counts else local * 0.0
 
 
 def _divide_lookup(embedding: Embedding, rank: int, region: Region) -> None:

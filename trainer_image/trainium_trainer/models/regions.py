@@ -46,6 +46,11 @@ class Region:
         """Return the sum over the group."""
         return _arrived(collectives.all_reduce(x.contiguous(), "sum", self.group))
 
+    def total_everywhere(self, x: Tensor) -> Tensor:
+        """Return the sum over the group, of which every rank goes on with a different part of the work."""
+        summed: Tensor = _Sum.apply(x, self)  # type: ignore[no-untyped-call]
+        return summed
+
     def gather(self, x: Tensor) -> Tensor:
         """All parts of the sequence."""
         parts = x.transpose(0, _SEQUENCE_DIMENSION).contiguous()
@@ -82,6 +87,18 @@ class _Leave(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         region: Region = ctx.region
         return region.gather(gradients[0]) if region.sequence else gradients[0], None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, region: Region) -> Tensor:
+        ctx.region = region
+        return region.total(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        region: Region = ctx.region
+        return region.total(gradients[0]), None
 
 
 def _arrived(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Rotary position embedding (RoFormer, arXiv 2104.09864) in Hugging Face's layout, plain, linear or as in Llama 3.1.
+"""Rotary position embedding (RoFormer, arXiv 2104.09864) in Hugging Face's layout, scaled by `RopeScalingKind`.
 
 Invariant: everything here is float32; rounding happens once, when the rotated heads get the type of their input.
 """
@@ -6,15 +6,16 @@ Invariant: everything here is float32; rounding happens once, when the rotated h
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from trainium_contract.trainer.model import RopeScalingKind
+from trainium_contract.models.shape import RopeScalingKind
 
 if TYPE_CHECKING:
-    from trainium_trainer.models.shapes import ModelShape
+    from trainium_contract.models.shape import ModelShape, RopeStretch
 
 
 class Context(NamedTuple):
@@ -25,17 +26,35 @@ class Context(NamedTuple):
     sin: Tensor
     """As `cos`."""
     mask: Tensor | None = None
-    """[batch, 1, sequence, sequence], whether a position (next to last) sees another (last); None: all earlier ones."""
+    """[sequence, sequence] or [batch, 1, sequence, sequence], whether a position (next to last) sees another (last);
+    None: all earlier ones."""
     samples: Tensor | None = None
     """[batch] int32, a key that names each sample, for dropout; None where nothing is dropped."""
+    windowed: Context | None = None
+    """What layers with a sliding window rotate and mask by; None: as the others."""
 
 
 def rotary(shape: ModelShape, length: int, device: torch.device) -> Context:
     """Return the rotary table of `length` positions: the two halves of a head rotate against each other."""
+    table = _table(shape, length, device)
+    window = shape.sliding_window
+    if window is None:
+        return table
+    windowed = table if shape.stretch_windowed else _table(replace(shape, rope_stretch=None), length, device)
+    if window < length:
+        places = torch.arange(length, device=device)
+        distance = places.unsqueeze(-1) - places
+        windowed = windowed._replace(mask=(distance >= 0) & (distance < window))
+    return table._replace(windowed=windowed)
+
+
+def _table(shape: ModelShape, length: int, device: torch.device) -> Context:
     positions = torch.arange(length, dtype=torch.float32, device=device)
-    angles = torch.outer(positions, inverse_frequencies(shape, device))
+    angles = torch.outer(positions, inverse_frequencies(shape, device, length))
     angles = torch.cat((angles, angles), dim=-1)
-    return Context(angles.cos(), angles.sin())
+    factor = 1.0 if shape.rope_stretch is None else shape.rope_stretch.attention_factor
+    table = Context(angles.cos(), angles.sin())
+    return table if factor == 1.0 else Context(table.cos * factor, table.sin * factor)
 
 
 def at_positions(table: Context, positions: Tensor) -> Context:
@@ -45,30 +64,55 @@ def at_positions(table: Context, positions: Tensor) -> Context:
     """
     places = torch.arange(positions.shape[1], device=positions.device)
     begins = (places - positions).unsqueeze(-1)
-    mask = (places <= places.unsqueeze(-1)) & (places >= begins)
-    return table._replace(
-        cos=table.cos[positions].unsqueeze(1), sin=table.sin[positions].unsqueeze(1), mask=mask.unsqueeze(1)
-    )
+    same = (places <= places.unsqueeze(-1)) & (places >= begins)
+
+    def placed(table: Context) -> Context:
+        mask = same if table.mask is None else same & table.mask
+        cos, sin = table.cos[positions].unsqueeze(1), table.sin[positions].unsqueeze(1)
+        return table._replace(cos=cos, sin=sin, mask=mask.unsqueeze(1))
+
+    windowed = None if table.windowed is None else placed(table.windowed)
+    return placed(table)._replace(windowed=windowed)
 
 
-def inverse_frequencies(shape: ModelShape, device: torch.device) -> Tensor:
-    """Radians per position of each pair of a head, [head width / 2], float32.
+def inverse_frequencies(shape: ModelShape, device: torch.device, length: int = 0) -> Tensor:
+    """Radians per position of each pair of a head, [head width / 2], float32, for sequences of `length`.
 
     Llama 3.1 (`apply_scaling` of Meta's llama-models): waves longer than original / low are slowed down by `factor`,
     waves shorter than original / high are kept, those between are mixed in proportion to their frequency.
     """
-    exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32, device=device) / shape.head_dim
-    plain = 1.0 / shape.rope_theta**exponents
-    stretch = shape.rope_stretch
-    if stretch is None:
+    stretch, width, base = shape.rope_stretch, shape.head_dim, shape.rope_theta
+    if stretch is not None and stretch.kind is RopeScalingKind.DYNAMIC:
+        beyond = max(1.0, length / shape.max_positions)
+        base *= (stretch.factor * beyond - (stretch.factor - 1)) ** (width / (width - 2))
+    exponents = torch.arange(0, width, 2, dtype=torch.float32, device=device) / width
+    plain = 1.0 / base**exponents
+    if stretch is None or stretch.kind is RopeScalingKind.DYNAMIC:
         return plain
     slow = plain / stretch.factor
     if stretch.kind is RopeScalingKind.LINEAR:
         return slow
+    if stretch.kind is RopeScalingKind.YARN:
+        return torch.lerp(plain, slow, _yarn_ramp(shape, stretch, device))
     turns = stretch.original_max_positions * plain / (2.0 * math.pi)
     low, high = stretch.low_frequency_factor, stretch.high_frequency_factor
     kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
     return (1.0 - kept) * slow + kept * plain
+
+
+def _yarn_ramp(shape: ModelShape, stretch: RopeStretch, device: torch.device) -> Tensor:
+    """Return by how much each pair is slowed down, 0 to 1, from the turns that it makes (arXiv 2309.00071, 3.2)."""
+
+    def pair_of(turns: float) -> float:
+        waves = stretch.original_max_positions / (turns * 2 * math.pi)
+        return shape.head_dim * math.log(waves) / (2 * math.log(shape.rope_theta))
+
+    low, high = pair_of(stretch.fast_turns), pair_of(stretch.slow_turns)
+    if stretch.whole_pairs:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, shape.head_dim - 1)
+    pairs = torch.arange(shape.head_dim // 2, dtype=torch.float32, device=device)
+    return ((pairs - low) / (high - low if high != low else 0.001)).clamp(0.0, 1.0)
 
 
 def rotate(x: Tensor, table: Context) -> Tensor:

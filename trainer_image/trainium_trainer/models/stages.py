@@ -1,4 +1,4 @@
-"""A Llama cut into pipeline stages: each holds some of the layers, under the names that they have in the whole model.
+"""Cut a model into pipeline stages: each holds some of the layers, under the names that they have in the whole model.
 
 Invariants: a parameter's canonical name does not depend on the cut, so a checkpoint of any number of stages is read at
 any other; what a stage does not hold passes its input through. With tied embeddings the first and the last stage each
@@ -12,15 +12,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from trainium_contract.models.parameters import EMBEDDING, HEAD
 from trainium_trainer.models.llama import Block, Llama
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from trainium_trainer.models.shapes import ModelShape
-
-EMBEDDING = "model.embed_tokens.weight"
-_HEAD = "lm_head.weight"
+    from trainium_contract.models.shape import ModelShape
 
 
 class Absent(nn.Module):
@@ -57,8 +55,10 @@ class LlamaStage(Llama):
             if number not in own:
                 self.model.layers[number] = Absent()
         if not self.is_first:
+            self.model.multiplier = 1.0
             self.model.embed_tokens = Absent()  # type: ignore[assignment]
         if not self.is_last:
+            self.logits_divisor = 1.0
             self.model.norm = Absent()  # type: ignore[assignment]
             self.lm_head = Absent()  # type: ignore[assignment]
 
@@ -94,7 +94,7 @@ def present_layers(model: Llama) -> Iterator[Block]:
 def canonical_parameters(model: Llama) -> list[tuple[str, nn.Parameter]]:
     """Return the parameters of a model or a stage under the names of the whole model, in order of use."""
     return [
-        (EMBEDDING if name == _HEAD and model.shape.tie_embeddings else name, parameter)
+        (EMBEDDING if name == HEAD and model.shape.tie_embeddings else name, parameter)
         for name, parameter in model.named_parameters()
     ]
 

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trainium_contract.models.parameters import count_parameters
 from trainium_trainer.neuron_environment import LOGICAL_CORE, PRODUCT_NAME
 
 if TYPE_CHECKING:
-    from trainium_trainer.models.shapes import ModelShape
+    from trainium_contract.models.shape import ModelShape
 
 _CORES_PER_LOGICAL_CORE = 2
 """The default on trn2 and trn3."""
@@ -38,7 +39,7 @@ def flops_per_token(shape: ModelShape, sequence_length: int, *, trained: int | N
     `trained` is how many numbers are trained where not all are.
     """
     embedded = 0 if shape.tie_embeddings else shape.vocab_size * shape.hidden_size
-    products = shape.num_parameters - embedded
+    products = count_parameters(shape) - embedded
     own = products if trained is None else trained
     attention = shape.num_layers * shape.num_attention_heads * shape.head_dim * sequence_length
     return 4.0 * products + 2.0 * own + 12.0 * attention

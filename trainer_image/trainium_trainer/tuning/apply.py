@@ -1,4 +1,4 @@
-"""A tuning put into a Llama from outside, before the model is divided or has values.
+"""Put a tuning into a model from outside, before the model is divided or has values.
 
 Invariants: modules stay where they are, so parallel plans, recompute and FSDP find them; adapters are float32
 parameters whatever the base is; what is not trained has no gradient.
@@ -33,7 +33,11 @@ def apply_tuning(model: Llama, choice: Choice, lora: LoraConfig, *, frozen: torc
         old = None if parent is None else getattr(parent, leaf, None)
         if isinstance(old, Linear):
             with torch.device("meta"):
-                setattr(parent, leaf, AdaptedLinear(name, old.in_features, old.out_features, lora))
+                setattr(
+                    parent,
+                    leaf,
+                    AdaptedLinear(name, old.in_features, old.out_features, lora, bias=old.bias is not None),
+                )
     seen: dict[int, nn.Parameter] = {}
     for owner, module in model.named_modules():
         for leaf, parameter in list(module._parameters.items()):  # noqa: SLF001 - where parameters are replaced

@@ -1,4 +1,4 @@
-"""Which parameters of a Llama are trained: patterns held against the names that its shape implies.
+"""Which parameters of a model are trained: patterns held against the names that its shape implies.
 
 Invariants: pure, no torch; what is chosen is known, with its sizes and their sum, before a model is built; a pattern
 that chooses nothing is refused with the names that it may have meant.
@@ -12,19 +12,19 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from trainium_contract.models.parameters import EMBEDDING, HEAD, parameter_sizes, parameters_of
 from trainium_contract.trainer.tuning import BASE_REFERENCE, TuningMethod
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from trainium_contract.models.shape import ModelShape
     from trainium_contract.trainer.tuning import LoraConfig, TuningConfig
-    from trainium_trainer.models.shapes import ModelShape
 
 LORA_A, LORA_B = "lora_A", "lora_B"
 """Names of the two matrices of an adapter below its target, as peft has them."""
-EMBEDDING = "model.embed_tokens"
-HEAD = "lm_head"
+_EMBEDDING, _HEAD = EMBEDDING.removesuffix(".weight"), HEAD.removesuffix(".weight")
 _SHOWN = 6
 
 
@@ -45,30 +45,6 @@ class Choice:
         return sum(math.prod(size) for size in self.sizes.values())
 
 
-def parameter_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Names and sizes of a model's parameters in order; a tied output projection is not counted twice."""
-    hidden, inner = shape.hidden_size, shape.intermediate_size
-    query, key_value = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-    layer: dict[str, tuple[int, ...]] = {
-        "input_layernorm": (hidden,),
-        "self_attn.q_proj": (query, hidden),
-        "self_attn.k_proj": (key_value, hidden),
-        "self_attn.v_proj": (key_value, hidden),
-        "self_attn.o_proj": (hidden, query),
-        "post_attention_layernorm": (hidden,),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
-    }
-    found: dict[str, tuple[int, ...]] = {f"{EMBEDDING}.weight": (shape.vocab_size, hidden)}
-    for number in range(shape.num_layers):
-        found |= {f"model.layers.{number}.{name}.weight": size for name, size in layer.items()}
-    found["model.norm.weight"] = (hidden,)
-    if not shape.tie_embeddings:
-        found[f"{HEAD}.weight"] = (shape.vocab_size, hidden)
-    return found
-
-
 def choose(shape: ModelShape, tuning: TuningConfig) -> Choice:
     """Return what `tuning` trains in a model of this shape. Raises UserError."""
     sizes = parameter_sizes(shape)
@@ -76,9 +52,9 @@ def choose(shape: ModelShape, tuning: TuningConfig) -> Choice:
         return Choice((), frozenset(sizes), sizes)
     weights: list[str] = []
     for pattern in tuning.trainable or ():
-        matched = [name for name in sizes if _matches(name.removesuffix(".weight"), pattern) or _matches(name, pattern)]
+        matched = [name for name in sizes if _matches(module_of(name), pattern) or _matches(name, pattern)]
         if not matched:
-            modules = [name.removesuffix(".weight") for name in sizes]
+            modules = dict.fromkeys(map(module_of, sizes))
             raise _nothing("tuning.trainable", pattern, modules, "parameters")
         weights += matched
     chosen = {name: sizes[name] for name in sizes if name in set(weights)}
@@ -93,12 +69,11 @@ def choose(shape: ModelShape, tuning: TuningConfig) -> Choice:
 
 def lora_targets(shape: ModelShape, lora: LoraConfig) -> tuple[str, ...]:
     """Return the linear modules that get an adapter, in the order of the model. Raises UserError."""
-    sizes = {name.removesuffix(".weight"): size for name, size in parameter_sizes(shape).items() if len(size) == 2}
-    sizes.pop(EMBEDDING)
+    sizes = projection_sizes(shape)
     chosen: set[str] = set()
     for pattern in lora.targets:
         matched = [name for name in sizes if _matches(name, pattern)]
-        if not matched and shape.tie_embeddings and _matches(HEAD, pattern):
+        if not matched and shape.tie_embeddings and _matches(_HEAD, pattern):
             raise UserError(
                 f"tuning.lora.targets has {pattern!r}, but this model's output projection is its embedding "
                 "(tied): an adapter cannot be merged into one of the two; leave it out"
@@ -113,6 +88,16 @@ def lora_targets(shape: ModelShape, lora: LoraConfig) -> tuple[str, ...]:
                 f"most {min(sizes[name])}, or leave that target out"
             )
     return tuple(name for name in sizes if name in chosen)
+
+
+def projection_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Return the sizes of the weights of all linear layers, beside which an adapter can stand, by module in order."""
+    return {module_of(name): each.size for name, each in parameters_of(shape).items() if each.is_projection}
+
+
+def module_of(name: str) -> str:
+    """Return the name of the module that owns a parameter."""
+    return name.rpartition(".")[0]
 
 
 def adapter_sizes(module: str, width: int, outputs: int, rank: int) -> dict[str, tuple[int, ...]]:
@@ -140,7 +125,7 @@ def is_reference_in_model(tuning: TuningConfig) -> bool:
 def refuse_untrained_rows(choice: Choice, shape: ModelShape, location: str, rows: int) -> None:
     """Raise UserError where the vocabulary grew beyond the `rows` of the model at `location` and the new are frozen."""
     grown = shape.vocab_size - shape.vocab_padding - rows
-    modules = [EMBEDDING] if shape.tie_embeddings else [EMBEDDING, HEAD]
+    modules = [_EMBEDDING] if shape.tie_embeddings else [_EMBEDDING, _HEAD]
     if grown > 0 and not {f"{module}.weight" for module in modules} <= choice.weights:
         raise UserError(
             f"the tokenizer has {grown} more entries than the embedding of {location}, whose new rows would never be "

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from trainium_contract.models.parameters import EMBEDDING, HEAD, parameter_sizes
 from trainium_trainer.exits import UserError
 from trainium_trainer.storage.errors import DamagedFileError
-from trainium_trainer.tuning.choice import HEAD, LORA_A, LORA_B, choose, is_adapter, lora_targets, parameter_sizes
+from trainium_trainer.tuning.choice import LORA_A, LORA_B, choose, is_adapter, lora_targets, projection_sizes
 from trainium_trainer.validation_errors import explain
-from trainium_trainer.weights.base import EMBEDDING, OUTPUT
 from trainium_trainer.weights.folder import listed, read_document, read_tensors
 from trainium_trainer.weights.source import open_source
 from trainium_trainer.weights.tensors import ITEM_BYTES, TORCH_TYPES, check_box, copy_box
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from trainium_contract.models.shape import ModelShape
     from trainium_contract.trainer.tuning import TuningConfig
-    from trainium_trainer.models.shapes import ModelShape
     from trainium_trainer.weights.base import BaseWeights
     from trainium_trainer.weights.source import WeightsSource
     from trainium_trainer.weights.tensors import FileTensor
@@ -86,7 +86,7 @@ class _Config(BaseModel):
         if _names(self.exclude_modules, module):
             return False
         if self.target_modules == "all-linear":
-            return module != HEAD
+            return f"{module}.weight" != HEAD
         if not _names(self.target_modules, module):
             return False
         if self.layers_to_transform is None or isinstance(self.target_modules, str):
@@ -228,7 +228,7 @@ class AdapterWeights:
         where, sizes = self.source.where, parameter_sizes(shape)
         if base is not None and self.base_digest and base.digest != self.base_digest:
             raise UserError(f"{where}: was trained on another base than this one: {self._base_advice(base)}")
-        if shape.tie_embeddings and self.has(EMBEDDING) and not self.has(OUTPUT):
+        if shape.tie_embeddings and self.has(EMBEDDING) and not self.has(HEAD):
             raise UserError(
                 f"{where}: replaces the embedding alone, but this base's output projection is its embedding (tied): "
                 "train the adapter again with ensure_weight_tying=True, so that both change"
@@ -238,7 +238,7 @@ class AdapterWeights:
                 continue
             module = name.removesuffix(".weight").removesuffix(f".{LORA_A}").removesuffix(f".{LORA_B}")
             size, given = sizes.get(f"{module}.weight"), self._tensors[name].shape
-            if size is None and module == HEAD:
+            if size is None and f"{module}.weight" == HEAD:
                 raise UserError(
                     f"{where}: has {name}, but this base's output projection is its embedding (tied), so only one of "
                     f"the two would change: {_USE_PLAIN}"
@@ -256,7 +256,7 @@ class AdapterWeights:
                     f"{where}: {name} has the size {list(given)}, but beside this base it would be {list(expected)}: "
                     f"{self._base_advice(base)}"
                 )
-        self._check_complete(sizes)
+        self._check_complete(shape)
 
     def _base_advice(self, base: BaseWeights | None) -> str:
         named = self._config.base_model_name_or_path
@@ -267,11 +267,11 @@ class AdapterWeights:
             )
         return f"use the base that it was made with{f' ({named})' if named else ''}"
 
-    def _check_complete(self, sizes: Mapping[str, tuple[int, ...]]) -> None:
+    def _check_complete(self, shape: ModelShape) -> None:
         """Raise UserError where the file lacks parts of this model that its configuration names."""
-        modules = [name.removesuffix(".weight") for name in sizes]
-        linears = [name for name in modules if len(sizes[f"{name}.weight"]) == 2 and f"{name}.weight" != EMBEDDING]
-        missing = [name for name in linears if self._config.targets(name) and name not in self.targets]
+        modules = [name.removesuffix(".weight") for name in parameter_sizes(shape) if name.endswith(".weight")]
+        targets = [name for name in projection_sizes(shape) if self._config.targets(name)]
+        missing = [name for name in targets if name not in self.targets]
         whole = tuple(self._config.modules_to_save or ())  # peft compares the ends of the names, without a dot
         missing += [name for name in modules if name.endswith(whole) and not self.has(f"{name}.weight")]
         if missing:
@@ -283,10 +283,10 @@ class AdapterWeights:
     def _is_copy(self, name: str, shape: ModelShape) -> bool:
         """Return whether it is the second copy of an embedding that is the output projection too: peft keeps both."""
         return (
-            name == OUTPUT
+            name == HEAD
             and shape.tie_embeddings
             and self.has(EMBEDDING)
-            and torch.equal(self.read(OUTPUT), self.read(EMBEDDING))
+            and torch.equal(self.read(HEAD), self.read(EMBEDDING))
         )
 
 
@@ -317,8 +317,8 @@ def _refuse_other_kinds(where: str, config: _Config) -> None:
             _MERGE_WITH_PEFT,
         ),
         (config.use_dora, "is DoRA (use_dora), which scales the base's weights too", _MERGE_WITH_PEFT),
-        (config.bias != "none", "trains biases (bias), which these models do not have", _MERGE_WITH_PEFT),
-        (config.lora_bias, "has biases of its own (lora_bias), which these models do not have", _USE_PLAIN),
+        (config.bias != "none", "trains biases (bias) of its base, which is not supported", _MERGE_WITH_PEFT),
+        (config.lora_bias, "has biases of its own (lora_bias), which are not supported", _USE_PLAIN),
         (bool(other_ranks), "has several ranks (rank_pattern), but all targets must have one", _MERGE_WITH_PEFT),
         (bool(other_alphas), "has several alphas (alpha_pattern), but all targets must have one", _MERGE_WITH_PEFT),
         (config.fan_in_fan_out, "has its matrices transposed (fan_in_fan_out)", _MERGE_WITH_PEFT),

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from trainium_contract.models.parameters import EMBEDDING, HEAD, parameter_sizes
 from trainium_trainer.exits import UserError
 from trainium_trainer.storage.errors import DamagedFileError
-from trainium_trainer.tuning.choice import parameter_sizes
 from trainium_trainer.weights.folder import SETTING, ModelFolder, listed
 from trainium_trainer.weights.tensors import ITEM_BYTES, TORCH_TYPES, check_box, copy_box, rows_of
 
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     from trainium_trainer.weights.tensors import FileTensor
 
-EMBEDDING = "model.embed_tokens.weight"
-OUTPUT = "lm_head.weight"
 _PROBE_BYTES = 4096
 _PROBES_AT_ONCE = 8
 _BUFFERS = (".rotary_emb.inv_freq",)
@@ -60,7 +58,7 @@ class BaseWeights:
         folder = ModelFolder.open(location, field=field)
         _refuse_misfits(folder)
         weights = cls(location, folder)
-        if weights.shape.tie_embeddings and OUTPUT in folder.tensors and EMBEDDING in folder.tensors:
+        if weights.shape.tie_embeddings and HEAD in folder.tensors and EMBEDDING in folder.tensors:
             weights._refuse_other_output()
         return weights
 
@@ -98,7 +96,7 @@ class BaseWeights:
         """
         stored = self._stored(name)
         rows = stored.shape[0]
-        most = math.inf if name in (EMBEDDING, OUTPUT) else rows
+        most = math.inf if name in (EMBEDDING, HEAD) else rows
         check_box(name, (most, *stored.shape[1:]), offsets, tuple(target.shape))
         known = max(0, min(target.shape[0], rows - offsets[0]))
         try:
@@ -111,7 +109,7 @@ class BaseWeights:
 
     def _stored(self, name: str) -> FileTensor:
         # Of a model that shares them, files hold one and may hold the other.
-        return self._tensors[EMBEDDING if name == OUTPUT and self.shape.tie_embeddings else name]
+        return self._tensors[EMBEDDING if name == HEAD and self.shape.tie_embeddings else name]
 
     def _mean(self, name: str) -> Tensor:
         """Return the mean of all rows in the file as float32, from the same chunks and so equal on every rank."""
@@ -129,9 +127,9 @@ class BaseWeights:
             return bytes(view)
 
     def _refuse_other_output(self) -> None:
-        if self._probe(self._tensors[EMBEDDING]) != self._probe(self._tensors[OUTPUT]):
+        if self._probe(self._tensors[EMBEDDING]) != self._probe(self._tensors[HEAD]):
             raise UserError(
-                f"{self.source.where}: by config.json {OUTPUT} is {EMBEDDING}, but the files hold two that "
+                f"{self.source.where}: by config.json {HEAD} is {EMBEDDING}, but the files hold two that "
                 "differ: set tie_word_embeddings to false in config.json, or leave one of them out"
             )
 
@@ -142,13 +140,13 @@ def _refuse_misfits(folder: ModelFolder) -> None:
     sizes = parameter_sizes(folder.shape)
     if missing := [name for name in sizes if name not in tensors]:
         raise UserError(f"{where}: the files lack {listed(missing)}: copy or fetch the folder again")
-    known = sizes.keys() | {OUTPUT}
+    known = sizes.keys() | {HEAD}
     if strange := [name for name in tensors if name not in known and not name.endswith(_BUFFERS)]:
         raise UserError(
             f"{where}: the files hold {listed(strange)}, for which a model as config.json describes it has no place: "
-            "use the folder of a plain Llama model"
+            "use the folder as transformers saved it"
         )
-    for name in [*sizes, *({OUTPUT} & tensors.keys() - sizes.keys())]:
+    for name in [*sizes, *({HEAD} & tensors.keys() - sizes.keys())]:
         expected = sizes.get(name, sizes[EMBEDDING])
         stored = tensors[name]
         if stored.dtype not in ITEM_BYTES:

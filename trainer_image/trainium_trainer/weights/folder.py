@@ -17,7 +17,7 @@ from trainium_trainer.weights.source import open_source
 from trainium_trainer.weights.tensors import LENGTH_BYTES, header_length, tensors_of
 
 if TYPE_CHECKING:
-    from trainium_trainer.models.shapes import ModelShape
+    from trainium_contract.models.shape import ModelShape
     from trainium_trainer.weights.source import WeightsSource
     from trainium_trainer.weights.tensors import FileTensor
 

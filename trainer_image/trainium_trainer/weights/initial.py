@@ -11,9 +11,9 @@ from trainium_trainer.exits import UserError
 from trainium_trainer.tuning.choice import is_reference_in_model
 
 if TYPE_CHECKING:
+    from trainium_contract.models.shape import ModelShape
     from trainium_contract.trainer.config import TrainingConfig
     from trainium_contract.trainer.tuning import TuningConfig
-    from trainium_trainer.models.shapes import ModelShape
     from trainium_trainer.weights.adapter import AdapterWeights
     from trainium_trainer.weights.base import BaseWeights
 

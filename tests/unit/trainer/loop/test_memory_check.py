@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from trainium_contract.models.parameters import parameter_sizes
 from trainium_contract.requirements.memory_estimate import Trained
 from trainium_contract.sizes import Instance
 from trainium_contract.trainer.config import TrainingConfig
@@ -22,7 +23,7 @@ from trainium_trainer.loop import memory_check
 from trainium_trainer.loop.memory_check import needs_of, refuse_too_small, trained_of_rank, warnings_at_start
 from trainium_trainer.models.llama import Llama
 from trainium_trainer.tuning.apply import apply_tuning
-from trainium_trainer.tuning.choice import choose, parameter_sizes
+from trainium_trainer.tuning.choice import choose
 
 if TYPE_CHECKING:
     from pathlib import Path

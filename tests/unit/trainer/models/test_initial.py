@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.testing.suite.trials import trials
+from trainium_contract.models.families import PRESETS
+from trainium_contract.models.parameters import parameter_sizes
 from trainium_contract.trainer.model import ModelConfig
 from trainium_trainer.configuration.model_shape import resolve_shape
 from trainium_trainer.models import initial
 from trainium_trainer.models.initial import initial_box, initial_whole
-from trainium_trainer.models.shapes import PRESETS
-from trainium_trainer.tuning.choice import parameter_sizes
 
 SHAPE = resolve_shape(ModelConfig(num_layers=3, hidden_size=288, intermediate_size=520), 200)
 DOWN = "model.layers.2.mlp.down_proj.weight"
@@ -62,7 +62,7 @@ def test_no_two_tiles_of_the_largest_model_have_one_seed() -> None:
     for name, size in parameter_sizes(shape).items():
         if len(size) == 2 and (name.startswith("model.layers.7") or not name.startswith("model.layers")):
             tiles = -(-size[0] // rows) * -(-size[1] // columns)
-            made |= {initial._seed_of(3, initial._number_of(name), tile) for tile in range(tiles)}
+            made |= {initial._seed_of(3, initial._number_of(name, shape), tile) for tile in range(tiles)}
             number += tiles
     assert len(made) == number > 100_000
 
@@ -70,7 +70,7 @@ def test_no_two_tiles_of_the_largest_model_have_one_seed() -> None:
 def test_the_numbers_of_version_2_stay_what_they_are() -> None:
     # A run that failed before its first checkpoint begins again with them, perhaps under a newer image.
     whole = initial_whole(DOWN, parameter_sizes(SHAPE)[DOWN], seed=7, shape=SHAPE)
-    seeds = [initial._seed_of(7, initial._number_of(DOWN), tile) for tile in range(3)]
+    seeds = [initial._seed_of(7, initial._number_of(DOWN, SHAPE), tile) for tile in range(3)]
     assert seeds == EXPECTED_SEEDS
     assert whole.shape == (288, 520)
     assert whole[:64, :256].equal(

@@ -16,7 +16,7 @@ from trainium_trainer.models.llama import Llama
 from trainium_trainer.models.loss import IGNORED_LABEL, loss_sum
 
 if TYPE_CHECKING:
-    from trainium_trainer.models.shapes import ModelShape
+    from trainium_contract.models.shape import ModelShape
 
 
 def model_of(**overrides: Any) -> tuple[Llama, ModelShape]:

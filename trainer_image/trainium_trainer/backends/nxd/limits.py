@@ -14,10 +14,25 @@ from trainium_contract.trainer.parallelism import BackendChoice, DataParallelMod
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
+    from trainium_contract.models.shape import ModelShape
     from trainium_contract.trainer.config import TrainingConfig
 
 SCATTERED = 4
 """The tensor-parallel degree at which NxD on trn1 takes the ranks of a group from all over a node."""
+
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""Families whose attention NxD's layers can compute."""
+
+
+def check_model(shape: ModelShape) -> None:
+    """Raise UserError for a model that NxD's layers do not compute."""
+    if shape.family not in FAMILIES:
+        known = ", ".join(FAMILIES)
+        raise UserError(f"backend Nxd has no models of the family {shape.family}, only {known}: set backend to Native")
+    for field, has in (("attention_bias of the output projection", shape.output_bias), ("mlp_bias", shape.mlp_bias)):
+        if has:
+            raise UserError(f"the model has {field}, which backend Nxd has not: set backend to Native")
 
 
 def check_limits(config: TrainingConfig, dp_size: int) -> None:

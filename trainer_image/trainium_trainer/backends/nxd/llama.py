@@ -1,4 +1,4 @@
-"""The one Llama (`models.llama`) divided by NxD's layers, put in from outside as the native plan is.
+"""The one model (`models.llama`) divided by NxD's layers, put in from outside as the native plan is.
 
 Query, key and value come from one coalesced projection with key/value heads repeated where ranks outnumber them, gate
 and up from another (HLAT, arXiv 2404.10630, section 3.3).
@@ -26,15 +26,16 @@ from neuronx_distributed.utils.activation_checkpoint import apply_activation_che
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - the name everybody uses
 
+from trainium_contract.models.shape import QueryKeyNorm
 from trainium_contract.trainer.parallelism import Recompute
-from trainium_trainer.models.llama import Block, Llama
+from trainium_trainer.models.llama import Block, Llama, RMSNorm
 from trainium_trainer.models.loss import IGNORED_LABEL
 from trainium_trainer.models.rope import rotate
 
 if TYPE_CHECKING:
+    from trainium_contract.models.shape import ModelShape
     from trainium_trainer.backends.nxd.layout.pieces import TensorRank
     from trainium_trainer.models.rope import Context
-    from trainium_trainer.models.shapes import ModelShape
 
 _FLASH_LENGTH = 2048
 _FLASH_HEAD = 128
@@ -48,17 +49,21 @@ class CoreAttention(nn.Module):
         super().__init__()
         self._flash = flash
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """[batch, heads, sequence, width] each, fewer heads in key and value, to the query's size."""
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+        """[batch, heads, sequence, width] each, fewer heads in key and value, to the query's size.
+
+        `mask` is [sequence, sequence], whether a position (first) sees another (last); None: all earlier ones.
+        """
         shared = query.shape[1] // key.shape[1]
         if shared > 1:
             key, value = key.repeat_interleave(shared, dim=1), value.repeat_interleave(shared, dim=1)
         length, width = query.shape[-2:]
-        if self._flash and length % _FLASH_LENGTH == 0 and width <= _FLASH_HEAD:
+        if mask is None and self._flash and length % _FLASH_LENGTH == 0 and width <= _FLASH_HEAD:
             return _flash_attention(query, key, value)
         scores = query @ key.transpose(-1, -2) * width**-0.5
-        later = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
-        weights = scores.masked_fill(later, torch.finfo(scores.dtype).min).softmax(-1, dtype=torch.float32)
+        if mask is None:
+            mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
+        weights = scores.masked_fill(~mask, torch.finfo(scores.dtype).min).softmax(-1, dtype=torch.float32)
         mixed: Tensor = weights.to(value.dtype) @ value
         return mixed
 
@@ -74,11 +79,12 @@ def _flash_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 class NxdAttention(nn.Module):
     """Grouped-query attention over this rank's heads."""
 
-    def __init__(self, rank: TensorRank, *, sequence: bool, flash: bool, dtype: torch.dtype) -> None:
+    def __init__(self, rank: TensorRank, number: int, *, sequence: bool, flash: bool, dtype: torch.dtype) -> None:
+        """Create the attention of layer `number`."""
         super().__init__()
         shape = rank.shape
         query = shape.num_attention_heads * shape.head_dim
-        self._head_dim, self._sequence = shape.head_dim, sequence
+        self._head_dim, self._sequence, self._window = shape.head_dim, sequence, shape.window_of(number)
         self.qkv_proj = GQAQKVColumnParallelLinear(
             shape.hidden_size,
             [query, shape.num_key_value_heads * shape.head_dim],
@@ -89,22 +95,45 @@ class NxdAttention(nn.Module):
             kv_size_multiplier=rank.key_value_copies,
             fuse_qkv=True,
         )
+        if shape.attention_bias:
+            # NxD's layer adds a bias that it has, but 0.18 fails to create one (`shared_tp` is an unknown argument).
+            outputs = self.qkv_proj.weight_qkv.shape[0]
+            self.qkv_proj.bias_qkv = nn.Parameter(torch.empty(outputs, dtype=dtype))
         self.core = CoreAttention(flash=flash)
         self.o_proj = _row(query, shape.hidden_size, sequence=sequence, dtype=dtype)
+        self.q_norm, self.k_norm = head_norms(shape, dtype)
 
-    def forward(self, x: Tensor, table: Context) -> Tensor:
+    def forward(self, x: Tensor, context: Context) -> Tensor:
         """[batch, sequence, hidden], or [sequence part, batch, hidden], to the same."""
-        query, key, value = (self._heads(projected) for projected in self.qkv_proj(x))
-        mixed = self.core(rotate(query, table), rotate(key, table), value)
+        projected = self.qkv_proj(x)
+        query, key, value = (
+            self._heads(each, norm) for each, norm in zip(projected, (self.q_norm, self.k_norm, None), strict=True)
+        )
+        mask = window_mask(context, self._window)
+        mixed = self.core(rotate(query, context), rotate(key, context), value, mask)
         joined = mixed.permute(2, 0, 1, 3) if self._sequence else mixed.transpose(1, 2)
         out: Tensor = self.o_proj(joined.flatten(2).contiguous())
         return out
 
-    def _heads(self, projected: Tensor) -> Tensor:
+    def _heads(self, projected: Tensor, norm: RMSNorm | None) -> Tensor:
         """To [batch, heads, sequence, width]."""
         heads = _ContiguousGradient.apply(projected).unflatten(-1, (-1, self._head_dim))  # type: ignore[no-untyped-call]
+        heads = heads if norm is None else norm(heads)
         turned: Tensor = heads.permute(1, 2, 0, 3) if self._sequence else heads.transpose(1, 2)
         return turned
+
+
+def head_norms(shape: ModelShape, dtype: torch.dtype) -> tuple[RMSNorm | None, RMSNorm | None]:
+    """Return the norms of each head of queries and of keys, where the model has them."""
+    if shape.query_key_norm is QueryKeyNorm.NONE:
+        return None, None
+    query, key = (RMSNorm(shape.head_dim, shape.norm_eps).to(dtype) for _ in range(2))
+    return query, key
+
+
+def window_mask(context: Context, window: int | None) -> Tensor | None:
+    """Return the mask of a layer with this window; None where it sees all earlier positions."""
+    return None if window is None or context.windowed is None else context.windowed.mask
 
 
 class NxdMLP(nn.Module):
@@ -171,9 +200,9 @@ def divided_llama(rank: TensorRank, *, sequence: bool, flash: bool, dtype: torch
         model.model.embed_tokens = ParallelEmbedding(
             shape.vocab_size, shape.hidden_size, dtype=dtype, sequence_parallel_enabled=sequence
         )
-        for block in model.model.layers:
+        for number, block in enumerate(model.model.layers):
             assert isinstance(block, nn.Module)
-            block.self_attn = NxdAttention(rank, sequence=sequence, flash=flash, dtype=dtype)
+            block.self_attn = NxdAttention(rank, number, sequence=sequence, flash=flash, dtype=dtype)
             block.mlp = NxdMLP(shape, sequence=sequence, dtype=dtype)
         model.lm_head = _column(shape.hidden_size, shape.vocab_size, sequence=sequence, dtype=dtype)  # type: ignore[assignment]
         model.tie()

@@ -13,7 +13,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from trainium_trainer.backends.nxd.limits import check_limits, check_node_size
+from trainium_trainer.backends.nxd.limits import check_limits, check_model, check_node_size
 from trainium_trainer.exits import UserError
 from trainium_trainer.neuron_environment import DEVICE_FILES
 
@@ -56,6 +56,7 @@ def check_node(settings: Settings, devices: Path) -> None:
     `devices` is the folder of device files.
     """
     launch = settings.launch
+    check_model(settings.shape)
     check_limits(settings.config, settings.dp_size)
     check_node_size(settings.config, launch.local_world_size)
     on_cpu = os.environ.get("NXD_CPU_MODE", "0") != "0"

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 _BUCKET_VALUES = 32 << 20
 """Float32 numbers of one collective, 128 MiB: NxD warns of wrong numbers above 140 MB."""
 _NORMS = "norm.weight"
+_WITHIN_REGIONS = ("q_norm.weight", "k_norm.weight", ".bias", ".bias_qkv")
+"""What each rank uses for its heads alone, outside of NxD's functions, which sum gradients of weights by themselves."""
 
 
 class Summands:
@@ -43,8 +45,11 @@ class Summands:
         repeated: list[tuple[int, Piece]] = []
         for number, entry in enumerate(named):
             for piece in entry.pieces:
-                is_norm = entry.name.endswith(_NORMS)
-                if (sequence if is_norm else own_regions) and piece.replicas > 1:
+                if entry.name.endswith(_WITHIN_REGIONS):
+                    is_summand = True
+                else:
+                    is_summand = sequence if entry.name.endswith(_NORMS) else own_regions
+                if is_summand and piece.replicas > 1:
                     (repeated if piece.replicas < tensor.size() else everywhere).append((number, piece))
         self._everywhere, self._repeated = everywhere, repeated
 

@@ -1,4 +1,4 @@
-"""The divided Llama of a run that freezes weights: NxD's division and layout, with separate regions.
+"""The divided model of a run that freezes weights: NxD's division and layout, with separate regions.
 
 NxD's layers are not made for it: its fused query/key/value layer fails on a weight without a gradient, and its LoRA
 shares one A between fused projections and leaves partial gradients as they are.
@@ -21,12 +21,13 @@ from neuronx_distributed.parallel_layers import ParallelEmbedding, parallel_stat
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - the name everybody uses
 
-from trainium_trainer.backends.nxd.llama import CoreAttention
-from trainium_trainer.models.llama import MLP, Attention, Linear, Llama
+from trainium_contract.models.parameters import EMBEDDING, HEAD
+from trainium_trainer.backends.nxd.llama import CoreAttention, window_mask
+from trainium_trainer.models.llama import MLP, Attention, Linear, Llama, RMSNorm
 from trainium_trainer.models.lora import AdaptedLinear
 from trainium_trainer.models.rope import rotate
 from trainium_trainer.tuning.apply import apply_tuning
-from trainium_trainer.tuning.choice import EMBEDDING, HEAD, is_adapter
+from trainium_trainer.tuning.choice import is_adapter
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
     from trainium_trainer.backends.nxd.regions import NxdRegion
     from trainium_trainer.models.rope import Context
     from trainium_trainer.tuning.choice import Choice
+
+_ATTENTION, _MLP = "model.layers.0.self_attn", "model.layers.0.mlp"
+"""All layers are divided alike."""
 
 
 def tuned_llama(
@@ -53,13 +57,13 @@ def tuned_llama(
         model.model.embed_tokens = ParallelEmbedding(
             shape.vocab_size, shape.hidden_size, dtype=dtype, sequence_parallel_enabled=region.sequence
         )
-        model.model.embed_tokens.weight.requires_grad_(f"{EMBEDDING}.weight" in choice.weights)
+        model.model.embed_tokens.weight.requires_grad_(EMBEDDING in choice.weights)
         for block in model.model.layers:
             assert isinstance(block.self_attn, Attention)
             assert isinstance(block.mlp, MLP)
             block.self_attn = TunedAttention(block.self_attn, rank, region, flash=flash)
             block.mlp = TunedMLP(block.mlp, rank, region)
-        _divide(model.lm_head, HEAD, rank, region)
+        _divide(model.lm_head, HEAD.removesuffix(".weight"), rank, region)
         model.lm_head.register_forward_pre_hook(lambda _, args: (region.enter(args[0]), *args[1:]))
         model.tie()
     return model
@@ -88,6 +92,10 @@ class Stack(nn.Module):
             outputs = [F.linear(x, part.weight) for part in self._parts]
         else:
             outputs = list(torch.split(F.linear(x, weight), self._sizes, dim=-1))
+        outputs = [
+            output if part.bias is None else output + part.bias
+            for part, output in zip(self._parts, outputs, strict=True)
+        ]
         return [
             output + part.added(x, context) if isinstance(part, AdaptedLinear) else output
             for part, output in zip(self._parts, outputs, strict=True)
@@ -101,7 +109,7 @@ class TunedAttention(nn.Module):
         super().__init__()
         self._head_dim, self._region = whole.head_dim, region
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
-            _divide(projection, name, rank, region)
+            _divide(projection, f"{_ATTENTION}.{name}", rank, region)
             for name, projection in (
                 ("q_proj", whole.q_proj),
                 ("k_proj", whole.k_proj),
@@ -111,17 +119,23 @@ class TunedAttention(nn.Module):
         )
         self.qkv_proj = Stack((self.q_proj, self.k_proj, self.v_proj), "weight_qkv")
         self.core = CoreAttention(flash=flash)
+        self.q_norm, self.k_norm, self._window = whole.q_norm, whole.k_norm, whole.window
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """[batch, sequence, hidden], or [sequence part, batch, hidden], to the same."""
-        query, key, value = (self._heads(part) for part in self.qkv_proj(self._region.enter(x), context))
-        mixed = self.core(rotate(query, context), rotate(key, context), value)
+        projected = self.qkv_proj(self._region.enter(x), context)
+        query, key, value = (
+            self._heads(each, norm) for each, norm in zip(projected, (self.q_norm, self.k_norm, None), strict=True)
+        )
+        mask = window_mask(context, self._window)
+        mixed = self.core(rotate(query, context), rotate(key, context), value, mask)
         joined = mixed.permute(2, 0, 1, 3) if self._region.sequence else mixed.transpose(1, 2)
         return self._region.leave(self.o_proj(joined.flatten(2), context))
 
-    def _heads(self, projected: Tensor) -> Tensor:
+    def _heads(self, projected: Tensor, norm: RMSNorm | None) -> Tensor:
         """To [batch, heads, sequence, width]."""
         heads = projected.reshape(*projected.shape[:2], -1, self._head_dim)
+        heads = heads if norm is None else norm(heads)
         return heads.permute(1, 2, 0, 3) if self._region.sequence else heads.transpose(1, 2)
 
 
@@ -131,9 +145,9 @@ class TunedMLP(nn.Module):
     def __init__(self, whole: MLP, rank: TensorRank, region: NxdRegion) -> None:
         super().__init__()
         self._region = region
-        self.gate_proj = _divide(whole.gate_proj, "gate_proj", rank, region)
-        self.up_proj = _divide(whole.up_proj, "up_proj", rank, region)
-        self.down_proj = _divide(whole.down_proj, "down_proj", rank, region)
+        self.gate_proj = _divide(whole.gate_proj, f"{_MLP}.gate_proj", rank, region)
+        self.up_proj = _divide(whole.up_proj, f"{_MLP}.up_proj", rank, region)
+        self.down_proj = _divide(whole.down_proj, f"{_MLP}.down_proj", rank, region)
         self.gate_up_proj = Stack((self.gate_proj, self.up_proj), "weight")
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
@@ -144,7 +158,7 @@ class TunedMLP(nn.Module):
 
 def _divide(projection: Linear, name: str, rank: TensorRank, region: NxdRegion) -> Linear:
     """Keep this rank's run of the outputs or the inputs; of an adapter the half on that side is divided with it."""
-    cut = rank.cut(name)
+    cut = rank.cut(f"{name}.weight")
     dtype = projection.weight.dtype
     if isinstance(projection, AdaptedLinear):
         half = projection.lora_A if cut.dimension else projection.lora_B
@@ -153,6 +167,8 @@ def _divide(projection: Linear, name: str, rank: TensorRank, region: NxdRegion) 
         projection.first_feature = cut.offset if cut.dimension else 0
         projection.sequence_dimension = 0 if region.sequence else 1
     projection.weight = _run(projection.weight, cut.dimension, cut.length)
+    if projection.bias is not None:  # of outputs, which are divided
+        projection.bias = _run(projection.bias, 0, cut.length)
     return projection
 
 

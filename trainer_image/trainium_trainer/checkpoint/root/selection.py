@@ -9,10 +9,10 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from trainium_contract.models.shape import ModelShape
 from trainium_trainer.checkpoint.errors import UnusableCheckpointError
 from trainium_trainer.checkpoint.root.survey import Committed, survey
 from trainium_trainer.exits import UserError
-from trainium_trainer.models.shapes import ModelShape
 from trainium_trainer.storage.errors import DamagedFileError, storage_error
 
 if TYPE_CHECKING:

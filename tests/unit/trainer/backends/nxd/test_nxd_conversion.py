@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 
+from trainium_contract.models.shape import ModelShape
 from trainium_contract.trainer.optimizer import OptimizerConfig
 from trainium_trainer.backends.nxd.conversion.from_nxd import NxdSource
 from trainium_trainer.backends.nxd.conversion.tag_files import TensorReference, name_of
@@ -23,7 +24,6 @@ from trainium_trainer.checkpoint.interfaces import Position
 from trainium_trainer.checkpoint.root.survey import survey, verify
 from trainium_trainer.checkpoint.whole_tensors import TensorSource, write_whole
 from trainium_trainer.exits import UserError
-from trainium_trainer.models.shapes import ModelShape
 from trainium_trainer.models.state_dict import OPTIMIZER_STEP, WEIGHT, moment, state_name
 from trainium_trainer.storage.posix import PosixStorage
 from trainium_trainer.storage.protocol import Retry

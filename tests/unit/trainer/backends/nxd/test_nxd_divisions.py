@@ -7,12 +7,12 @@ import itertools
 import pytest
 
 from tests.testing.trainer.schemes import assert_written_once
+from trainium_contract.models.shape import ModelShape
 from trainium_trainer.backends.nxd.layout.divisions import divisions, replicated, zero1
 from trainium_trainer.backends.nxd.layout.parameter_names import Projections, parameters_of
 from trainium_trainer.backends.nxd.layout.pieces import KeyValueOrder, TensorRank
 from trainium_trainer.checkpoint.dividing.cuts import Grid, box_at
 from trainium_trainer.checkpoint.dividing.scheme import Divided, Scheme
-from trainium_trainer.models.shapes import ModelShape
 
 SHAPE = ModelShape(
     vocab_size=64,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from trainium_contract.models.families import PRESETS
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer.backends.nxd.extraction import data_ranks
 from trainium_trainer.compile.graphs import describe_graphs
 from trainium_trainer.compile.rehearsal import Place, launch_at, places, rank_of
 from trainium_trainer.configuration.config import Settings
-from trainium_trainer.models.shapes import PRESETS
 from trainium_trainer.tuning.choice import choose
 
 

@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from trainium_contract.models.shape import QueryKeyNorm
 from trainium_contract.trainer.config import ModelConfig
+from trainium_trainer.backends.nxd.layout.parameter_names import Projections, parameters_of, pieces_of
 from trainium_trainer.backends.nxd.layout.pieces import KeyValueOrder, TensorRank
 from trainium_trainer.configuration.model_shape import resolve_shape
 from trainium_trainer.models.llama import Llama
 
 if TYPE_CHECKING:
+    from trainium_contract.models.shape import ModelShape
     from trainium_trainer.backends.nxd.layout.pieces import Piece
-    from trainium_trainer.models.shapes import ModelShape
 
 # Each number differs, so that none can stand in for another.
 SHAPE = replace(
@@ -129,6 +131,28 @@ def test_an_adapter_is_divided_on_the_side_on_which_its_projection_is(size: int,
         assert (second.offsets[0], second.sizes[0]) == (base.offsets[0], base.sizes[0]), "B has the weight's outputs"
     for piece in (first, second):
         assert bool((counts[piece.name] == piece.replicas).all())
+
+
+@pytest.mark.parametrize("projections", Projections)
+@pytest.mark.parametrize(("size", "order"), DIVISIONS)
+def test_biases_and_norms_of_heads_are_held_as_often_as_reported(
+    size: int, order: str, projections: Projections
+) -> None:
+    shape = replace(SHAPE, family="qwen3", attention_bias=True, query_key_norm=QueryKeyNorm.EACH_HEAD)
+    counts = {name: torch.zeros(whole, dtype=torch.int64) for name, whole in whole_sizes(shape).items()}
+    replicas: dict[str, int] = {}
+    for number in range(size):
+        rank = TensorRank(shape, number, size, KeyValueOrder(order))
+        for name in parameters_of(shape, projections):
+            rows = 0
+            for piece in pieces_of(rank, name):
+                assert piece.start == rows, "one below the other"
+                rows = piece.end
+                piece.of(counts[piece.name]).add_(1)
+                replicas[piece.name] = piece.replicas
+    assert replicas.keys() == counts.keys()
+    for name, found in counts.items():
+        assert bool((found == replicas[name]).all()), name
 
 
 @pytest.mark.parametrize(("size", "order"), DIVISIONS)

@@ -52,6 +52,20 @@ def test_what_it_cannot_do_is_refused_by_the_configuration(ranks: int, fields: d
     assert sentence in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("preset", "sentence"),
+    [
+        ("OLMo2-1B", "backend Nxd has no models of the family olmo2, only llama, mistral, qwen2, qwen3: set backend"),
+        ("Granite3.3-2B", "backend Nxd has no models of the family granite, only"),
+        ("SmolLM3-3B", "backend Nxd has no models of the family smollm3, only"),
+    ],
+)
+def test_a_family_that_it_cannot_compute_is_refused_by_name(preset: str, sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        refuse_what_it_cannot(settings(1, model={"preset": preset, "vocabSize": 320}))
+    refuse_what_it_cannot(settings(1, model={"preset": "Qwen3-0.6B", "vocabSize": 320}))
+
+
 def test_what_only_replicas_break_is_allowed_without_replicas() -> None:
     refuse_what_it_cannot(settings(1, precision="BFloat16Stochastic"))
     refuse_what_it_cannot(settings(2, precision="BFloat16Stochastic", dataParallel="ShardedOptimizer"))

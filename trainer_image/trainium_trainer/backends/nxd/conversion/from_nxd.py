@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trainium_contract.models.parameters import EMBEDDING, HEAD, parameter_sizes
 from trainium_trainer.backends.nxd.conversion.tag_files import Tag
-from trainium_trainer.backends.nxd.layout.parameter_names import MOMENTS, Projections, parameters_of, pieces_of
-from trainium_trainer.backends.nxd.layout.pieces import EMBEDDING, LM_HEAD, KeyValueOrder, Piece, TensorRank
+from trainium_trainer.backends.nxd.layout.parameter_names import MOMENTS, pieces_of
+from trainium_trainer.backends.nxd.layout.pieces import KeyValueOrder, Piece, TensorRank
+from trainium_trainer.backends.nxd.limits import check_model
 from trainium_trainer.checkpoint.interfaces import Position
 from trainium_trainer.checkpoint.whole_tensors import TensorSource
 from trainium_trainer.exits import UserError
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from trainium_trainer.models.shapes import ModelShape
+    from trainium_contract.models.shape import ModelShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,7 @@ class NxdSource:
 
     def __init__(self, folder: Path, shape: ModelShape, order: KeyValueOrder, *, weights_only: bool = False) -> None:
         """Look at names and sizes. UserError when they are not those of the model."""
+        check_model(shape)
         self._tag = Tag(folder, weights_only=weights_only)
         self._shape = shape
         self._places: dict[str, list[_Place]] = {}
@@ -117,12 +120,12 @@ class NxdSource:
 
     def _drop_head(self, values: dict[str, torch.Tensor], rank: TensorRank) -> None:
         """Where the output projection is the embedding, a tag may hold it twice. UserError for a separate one."""
-        head, embedding = values.pop(LM_HEAD, None), self._tag.model(rank.rank, 0).get(EMBEDDING)
+        head, embedding = values.pop(HEAD, None), self._tag.model(rank.rank, 0).get(EMBEDDING)
         if head is None or embedding is None or head.is_meta or embedding.is_meta:
             return
         if not torch.equal(head, embedding):
             raise UserError(
-                f"{self._tag.folder}: {LM_HEAD} is not the embedding, but this model's tieEmbeddings is true: give the "
+                f"{self._tag.folder}: {HEAD} is not the embedding, but this model's tieEmbeddings is true: give the "
                 "configuration that the checkpoint was made with"
             )
 
@@ -145,9 +148,7 @@ class NxdSource:
 
     def _check_whole(self) -> None:
         """Each tensor of the model is there, in boxes that cover it."""
-        rank = TensorRank(self._shape, 0, 1)
-        wanted = {piece.name for name in parameters_of(self._shape, Projections.FUSED) for piece in rank.pieces(name)}
-        if missing := sorted(wanted - self._places.keys()):
+        if missing := sorted(parameter_sizes(self._shape).keys() - self._places.keys()):
             raise UserError(f"{self._tag.folder} has no {missing[0]}: give the configuration it was made with")
         for name, places in self._places.items():
             boxes = {place.piece.offsets: torch.Size(place.piece.sizes).numel() for place in places}

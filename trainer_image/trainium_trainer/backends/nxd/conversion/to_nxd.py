@@ -14,20 +14,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trainium_contract.models.parameters import parameter_sizes
 from trainium_trainer.backends.nxd.conversion.tag_files import begin, finish, name_of
 from trainium_trainer.backends.nxd.layout.parameter_names import MOMENTS, Projections, parameters_of, pieces_of
 from trainium_trainer.backends.nxd.layout.pieces import KeyValueOrder, TensorRank
+from trainium_trainer.backends.nxd.limits import check_model
 from trainium_trainer.exits import UserError
 from trainium_trainer.models.state_dict import OPTIMIZER_STEP, WEIGHT, state_name
-from trainium_trainer.tuning.choice import parameter_sizes
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from trainium_contract.models.shape import ModelShape
     from trainium_contract.trainer.optimizer import OptimizerConfig
     from trainium_trainer.checkpoint.format.contents import Contents
     from trainium_trainer.checkpoint.interfaces import Position
-    from trainium_trainer.models.shapes import ModelShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,7 @@ def write_tag(
     position: Position,
 ) -> None:
     """Write a complete tag. UserError when the model cannot be divided so, or the folder is not empty."""
+    check_model(shape)
     _check(shape, target.tensor)
     _refuse_parts(contents, shape)
     begin(folder)

@@ -1,4 +1,4 @@
-"""PURE. The names and the order of the parameters in NxD's own checkpoints of a Llama, and what their rows are.
+"""PURE. The names and the order of the parameters in NxD's own checkpoints, and what their rows are.
 
 NxD keeps one file per rank, cut by tensor and pipeline parallelism, and with ZeRO-1 the optimizer's state by data
 parallelism too: every parameter's rows padded to a multiple of the ranks and dealt out in equal runs. Its names are
@@ -15,24 +15,23 @@ from dataclasses import replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from trainium_contract.models.parameters import parameter_sizes
 from trainium_trainer.models.state_dict import moment
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from trainium_contract.models.shape import ModelShape
     from trainium_trainer.backends.nxd.layout.pieces import Piece, TensorRank
-    from trainium_trainer.models.shapes import ModelShape
 
-_FUSED, _GATE_UP = "qkv_proj.weight_qkv", "gate_up_proj.weight"
-_OF_FUSED = {
-    "qkv_proj.weight_q": 0,
-    "qkv_proj.weight_k": 1,
-    "qkv_proj.weight_v": 2,
-    "q_proj.weight": 0,
-    "k_proj.weight": 1,
-    "v_proj.weight": 2,
-}
-_OF_GATE_UP = {"gate_proj.weight": 0, "up_proj.weight": 1}
+_GATE_UP = "gate_up_proj.weight"
+_SINGLE = {
+    f"{module}.{leaf}{suffix}": (f"qkv_proj.{leaf}_qkv", number)
+    for number, which in enumerate("qkv")
+    for leaf in ("weight", "bias")
+    for module, suffix in (("qkv_proj", f"_{which}"), (f"{which}_proj", ""))
+} | {"gate_proj.weight": (_GATE_UP, 0), "up_proj.weight": (_GATE_UP, 1)}
+"""Parameters of one projection: the stack that has it here, and its place there."""
 MOMENTS = {moment("expAvg"): "exp_avg", moment("expAvgSq"): "exp_avg_sq"}
 """Parts of the state by their names here and in NxD's files."""
 
@@ -48,26 +47,27 @@ class Projections(StrEnum):
 
 def pieces_of(rank: TensorRank, parameter: str) -> tuple[Piece, ...]:
     """Return what a parameter of any of these spellings consists of; KeyError for an unknown name."""
-    owner, _, leaf = parameter.rpartition(".")
-    prefix, _, module = owner.rpartition(".")
-    last = f"{module}.{leaf}"
-    if last in _OF_FUSED:
-        return (replace(rank.pieces(f"{prefix}.{_FUSED}")[_OF_FUSED[last]], start=0),)
-    if last in _OF_GATE_UP:
-        return (replace(rank.pieces(f"{prefix}.{_GATE_UP}")[_OF_GATE_UP[last]], start=0),)
-    return rank.pieces(parameter)
+    prefix, last = _split(parameter)
+    if last not in _SINGLE:
+        return rank.pieces(parameter)
+    stack, number = _SINGLE[last]
+    return (replace(rank.pieces(f"{prefix}.{stack}")[number], start=0),)
 
 
 def parameters_of(shape: ModelShape, projections: Projections) -> Iterator[str]:
     """Yield the module's parameters in the order of registration, which numbers them in the optimizer's state."""
-    qkv = [_FUSED] if projections is Projections.FUSED else [f"qkv_proj.weight_{which}" for which in "qkv"]
-    yield "model.embed_tokens.weight"
-    for number in range(shape.num_layers):
-        layer = f"model.layers.{number}"
-        yield f"{layer}.input_layernorm.weight"
-        yield from (f"{layer}.self_attn.{name}" for name in (*qkv, "o_proj.weight"))
-        yield f"{layer}.post_attention_layernorm.weight"
-        yield from (f"{layer}.mlp.{name}" for name in (_GATE_UP, "down_proj.weight"))
-    yield "model.norm.weight"
-    if not shape.tie_embeddings:
-        yield "lm_head.weight"
+    endings = ("qkv",) if projections is Projections.FUSED else tuple("qkv")
+    joined = {f"q_proj.{leaf}": [f"qkv_proj.{leaf}_{end}" for end in endings] for leaf in ("weight", "bias")}
+    joined["gate_proj.weight"] = [_GATE_UP]
+    for name in parameter_sizes(shape):
+        owner, last = _split(name)
+        if last in joined:
+            yield from (f"{owner}.{each}" for each in joined[last])
+        elif last not in _SINGLE:
+            yield name
+
+
+def _split(parameter: str) -> tuple[str, str]:
+    """Return the name of what holds the module, and the rest, such as `q_proj.weight`."""
+    parts = parameter.split(".")
+    return ".".join(parts[:-2]), ".".join(parts[-2:])

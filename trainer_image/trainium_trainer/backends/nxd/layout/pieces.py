@@ -1,4 +1,4 @@
-"""Where the values of a Llama lie in the parameters of NxD's parallel layers, and back: names, rows, replicas.
+"""Where the values of a model lie in the parameters of NxD's parallel layers, and back: names, rows, replicas.
 
 NxD computes query, key and value from one weight and gate and up from another (HLAT's coalesced layers), and repeats
 key and value heads when there are more tensor-parallel ranks than heads.
@@ -14,16 +14,14 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from trainium_contract.models.parameters import Unit, find_parameter
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from trainium_trainer.models.shapes import ModelShape
-
-
-EMBEDDING = "model.embed_tokens.weight"
-LM_HEAD = "lm_head.weight"
+    from trainium_contract.models.shape import ModelShape
 
 
 class KeyValueOrder(StrEnum):
@@ -100,8 +98,8 @@ def shared_rows(pieces: Sequence[Piece], size: int) -> tuple[tuple[int, int, boo
 class ProjectionCut:
     """Which run of a projection's outputs or inputs is on a rank."""
 
-    whole: tuple[int, int]
-    """Outputs and inputs of the whole projection."""
+    whole: tuple[int, ...]
+    """Outputs and inputs of the whole projection, or outputs alone of a bias."""
     dimension: int
     """0 where the outputs are divided, 1 where the inputs are."""
     offset: int
@@ -138,28 +136,18 @@ class TensorRank:
         """Which of the equal runs of key/value heads is here; there are size / copies of them."""
         return self.query_chunk // self.key_value_copies
 
-    def cut(self, projection: str) -> ProjectionCut:
-        """Return how a projection is divided, by Hugging Face's name of the module. KeyError for an unknown one."""
-        shape, hidden = self.shape, self.shape.hidden_size
-        query, key_value = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-        match projection.rpartition(".")[2]:
-            case "q_proj":
-                return self._cut((query, hidden), 0, self.query_chunk)
-            case "k_proj" | "v_proj":
-                return self._cut((key_value, hidden), 0, self.key_value_chunk, self.key_value_copies)
-            case "gate_proj" | "up_proj":
-                return self._cut((shape.intermediate_size, hidden), 0, self.rank)
-            case "lm_head" | "embed_tokens":
-                return self._cut((shape.vocab_size, hidden), 0, self.rank)
-            case "o_proj":
-                return self._cut((hidden, query), 1, self.query_chunk)
-            case "down_proj":
-                return self._cut((hidden, shape.intermediate_size), 1, self.rank)
-        raise KeyError(projection)
-
-    def _cut(self, whole: tuple[int, int], dimension: int, chunk: int, copies: int = 1) -> ProjectionCut:
-        length = whole[dimension] * copies // self.size
-        return ProjectionCut(whole, dimension, chunk * length, length, copies)
+    def cut(self, name: str) -> ProjectionCut:
+        """Return how a parameter is divided, by Hugging Face's name. KeyError for an unknown one, or a whole one."""
+        parameter = find_parameter(self.shape, name)
+        if parameter.dimension is None:
+            raise KeyError(name)
+        chunk, copies = {
+            Unit.QUERY_HEADS: (self.query_chunk, 1),
+            Unit.KEY_VALUE_HEADS: (self.key_value_chunk, self.key_value_copies),
+            Unit.FEATURES: (self.rank, 1),
+        }[parameter.unit]
+        length = parameter.size[parameter.dimension] * copies // self.size
+        return ProjectionCut(parameter.size, parameter.dimension, chunk * length, length, copies)
 
     def pieces(self, parameter: str, *, adapter_rank: int = 0) -> tuple[Piece, ...]:
         """Return what a module's parameter consists of; KeyError for a name that the model does not have.
@@ -168,26 +156,24 @@ class TensorRank:
         """
         owner, _, leaf = parameter.rpartition(".")
         prefix, _, module = owner.rpartition(".")
-        match module, leaf:
-            case (("norm" | "input_layernorm" | "post_attention_layernorm"), "weight"):
-                size = (self.shape.hidden_size,)
-                return (Piece(parameter, size, 0, (0,), size, self.size),)
-            case "qkv_proj", "weight_qkv":
-                return self._stacked(prefix, "q_proj", "k_proj", "v_proj")
-            case "gate_up_proj", "weight":
-                return self._stacked(prefix, "gate_proj", "up_proj")
-            case (("lora_A" | "lora_B"), "weight"):
-                return (self._adapter(parameter, self.cut(prefix), module == "lora_A", adapter_rank),)
-            case _, "weight":
-                return (_piece(parameter, self.cut(owner)),)
-        raise KeyError(parameter)
+        if module == "qkv_proj":
+            leaf = leaf.removesuffix("_qkv")
+            return self._stacked(*(f"{prefix}.{which}_proj.{leaf}" for which in "qkv"))
+        if module == "gate_up_proj":
+            return self._stacked(*(f"{prefix}.{which}_proj.{leaf}" for which in ("gate", "up")))
+        if module in ("lora_A", "lora_B"):
+            return (self._adapter(parameter, self.cut(f"{prefix}.weight"), module == "lora_A", adapter_rank),)
+        whole = find_parameter(self.shape, parameter)
+        if whole.dimension is None:
+            return (Piece(parameter, whole.size, 0, (0,), whole.size, self.size),)
+        return (_piece(parameter, self.cut(parameter)),)
 
-    def _stacked(self, prefix: str, *projections: str) -> tuple[Piece, ...]:
-        """Return the rows of several projections, one below the other."""
+    def _stacked(self, *parameters: str) -> tuple[Piece, ...]:
+        """Return the rows of several parameters, one below the other."""
         found: list[Piece] = []
-        for name in projections:
+        for name in parameters:
             start = found[-1].end if found else 0
-            found.append(replace(_piece(f"{prefix}.{name}.weight", self.cut(name)), start=start))
+            found.append(replace(_piece(name, self.cut(name)), start=start))
         return tuple(found)
 
     def _adapter(self, parameter: str, cut: ProjectionCut, first: bool, rank: int) -> Piece:
@@ -200,6 +186,6 @@ class TensorRank:
 
 
 def _piece(parameter: str, cut: ProjectionCut) -> Piece:
-    offsets, sizes = [0, 0], list(cut.whole)
+    offsets, sizes = [0] * len(cut.whole), list(cut.whole)
     offsets[cut.dimension], sizes[cut.dimension] = cut.offset, cut.length
     return Piece(parameter, cut.whole, 0, tuple(offsets), tuple(sizes), cut.replicas)

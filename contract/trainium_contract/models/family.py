@@ -1,0 +1,92 @@
+"""PURE. Describe a family of models: its `config.json`, and its presets.
+
+A family is one module of this package, listed in `families`. What its models compute beside Llama are fields of
+`ModelShape`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from trainium_contract.models.shape import ModelShape
+
+    Config = Mapping[str, Any]
+    """Validated fields of a `config.json`, those that it does not have with the family's defaults."""
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+"""Values of `layer_types`."""
+BIASES: Mapping[str, Any] = {"attention_bias": False, "mlp_bias": False}
+
+
+def _none(_: Any) -> dict[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """One family of models."""
+
+    model_type: str
+    """In `config.json`; the name of the family in a shape."""
+    architecture: str
+    """`transformers`' class of its language models."""
+    defaults: Config = field(default_factory=dict)
+    """Values that `transformers` takes for fields that a file leaves out; has all fields that not every family has."""
+    traits: Callable[[Config], dict[str, Any]] = _none
+    """From a `config.json` to the fields of ModelShape that differ from Llama's."""
+    fields: Callable[[ModelShape], dict[str, Any]] = _none
+    """From a shape to the fields of `config.json` that not all families have."""
+    presets: Mapping[str, ModelShape]
+    """Published shapes by name."""
+
+
+def bias_traits(config: Config) -> dict[str, Any]:
+    """Return the traits of `attention_bias`, which includes the output projection, and of `mlp_bias`."""
+    attention, mlp = config["attention_bias"], config.get("mlp_bias") or False
+    return {"attention_bias": attention, "output_bias": attention, "mlp_bias": mlp}
+
+
+def bias_fields(shape: ModelShape) -> dict[str, Any]:
+    """Return the reverse of `bias_traits`."""
+    return {"attention_bias": shape.attention_bias, "mlp_bias": shape.mlp_bias}
+
+
+def window_traits(config: Config, usual: Sequence[bool]) -> dict[str, Any]:
+    """Return the traits of a window of attention; `usual` names the layers that have it without `layer_types`."""
+    size, given = config["sliding_window"], config["layer_types"]
+    windowed = [each == SLIDING for each in given] if given else list(usual)
+    if size is None or not config.get("use_sliding_window", True) or not any(windowed):
+        return {}
+    return {"sliding_window": size, "windowed": shortest_pattern(windowed)}
+
+
+def window_fields(shape: ModelShape) -> dict[str, Any]:
+    """Return the reverse of `window_traits`."""
+    windows = [shape.window_of(number) for number in range(shape.num_layers)]
+    return {
+        "sliding_window": shape.sliding_window,
+        "layer_types": [FULL if window is None else SLIDING for window in windows],
+    }
+
+
+def optional_window_traits(config: Config) -> dict[str, Any]:
+    """Return the traits of Qwen's window: only if it is switched on, and only in the upper layers."""
+    return window_traits(config, [n >= config["max_window_layers"] for n in range(config["num_hidden_layers"])])
+
+
+def optional_window_fields(shape: ModelShape) -> dict[str, Any]:
+    """Return the reverse of `optional_window_traits`."""
+    fields = window_fields(shape)
+    types = [*fields["layer_types"], SLIDING]
+    return {"use_sliding_window": shape.sliding_window is not None, "max_window_layers": types.index(SLIDING)} | fields
+
+
+def shortest_pattern(values: Sequence[bool]) -> tuple[bool, ...]:
+    """Return the shortest beginning whose repetition gives the values."""
+    lengths = range(1, len(values) + 1)
+    period = next(n for n in lengths if all(value == values[i % n] for i, value in enumerate(values)))
+    return tuple(values[:period])

@@ -1,0 +1,159 @@
+"""PURE. Every number that defines a model.
+
+Guarantees:
+- A shape is complete: network, parameters, memory and `config.json` follow from it.
+- `to_json` leaves out what a plain Llama has not, so the digest of a shape does not change when a field is added.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import MISSING, dataclass, fields
+from enum import StrEnum
+from typing import Any
+
+
+class RopeScalingKind(StrEnum):
+    """Scaling of the rotary embedding to sequences longer than it was first made for."""
+
+    UNSCALED = "Unscaled"
+    """Not at all; switches off what the preset or the configuration file has."""
+    LINEAR = "Linear"
+    """All frequencies divided by `factor`."""
+    LLAMA3 = "Llama3"
+    """Low frequencies divided by `factor`, high ones kept, a smooth change between: Llama 3.1 and 3.2."""
+    DYNAMIC = "Dynamic"
+    """A larger base for sequences beyond the model's longest ("dynamic NTK")."""
+    YARN = "YaRN"
+    """As Llama3 by the number of turns, with wider scores of attention (arXiv 2309.00071)."""
+
+
+class QueryKeyNorm(StrEnum):
+    """Normalisation of queries and keys before they are rotated."""
+
+    NONE = "none"
+    EACH_HEAD = "each head"
+    ALL_HEADS = "all heads"
+    """All heads of a token together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeStretch:
+    """Scaling of the rotary embedding; what `kind` does not use is left at 0."""
+
+    kind: RopeScalingKind
+    factor: float
+    low_frequency_factor: float = 0.0
+    high_frequency_factor: float = 0.0
+    original_max_positions: int = 0
+    fast_turns: float = 0.0
+    """YaRN: pairs that turn more often than this within the original positions are kept."""
+    slow_turns: float = 0.0
+    """YaRN: pairs that turn less often are divided by the whole factor."""
+    attention_factor: float = 1.0
+    """YaRN: by what the rotary embedding is multiplied."""
+    whole_pairs: bool = True
+    """YaRN: the two limits are rounded to whole pairs."""
+
+
+def yarn_attention_factor(factor: float, scale: float = 1.0) -> float:
+    """Return what YaRN's paper recommends for an attention factor (arXiv 2309.00071, section 3.4)."""
+    return 1.0 if factor <= 1.0 else 0.1 * scale * math.log(factor) + 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """Every number that defines a model."""
+
+    vocab_size: int
+    """Rows of the embedding; 0 in a preset that leaves them to the tokenizer."""
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    """Width of one attention head."""
+    rope_theta: float
+    rope_stretch: RopeStretch | None = None
+    max_positions: int
+    """Longest sequence that the model is meant for."""
+    norm_eps: float
+    tie_embeddings: bool
+    initial_std: float = 0.02
+    vocab_padding: int = 0
+    """Rows at the end of the vocabulary that no token has, so that tensor-parallel ranks hold equal parts."""
+    family: str = "llama"
+    """A key of `families.FAMILIES`."""
+    attention_bias: bool = False
+    """Of the projections to queries, keys and values."""
+    output_bias: bool = False
+    """Of the projection that ends attention."""
+    mlp_bias: bool = False
+    query_key_norm: QueryKeyNorm = QueryKeyNorm.NONE
+    norm_after: bool = False
+    """Whether a layer normalises what its branches return instead of what they receive."""
+    sliding_window: int | None = None
+    """Positions that a token sees, its own included, in the layers of `windowed`; None: all earlier ones everywhere."""
+    windowed: tuple[bool, ...] = (True,)
+    """Which layers have the window, repeated over the layers."""
+    rotated: tuple[bool, ...] = (True,)
+    """Which layers have the rotary embedding, repeated over the layers."""
+    stretch_windowed: bool = True
+    """Whether layers with the window have `rope_stretch`."""
+    embedding_multiplier: float = 1.0
+    attention_multiplier: float | None = None
+    """Of the scores of attention; None: one over the root of `head_dim`."""
+    residual_multiplier: float = 1.0
+    """Of what each branch adds."""
+    logits_divisor: float = 1.0
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens; a dynamic scaling goes beyond the positions of training."""
+        stretch = self.rope_stretch
+        is_dynamic = stretch is not None and stretch.kind is RopeScalingKind.DYNAMIC
+        return int(self.max_positions * stretch.factor) if stretch is not None and is_dynamic else self.max_positions
+
+    def window_of(self, layer: int) -> int | None:
+        """Return the window of a layer; None where a token sees all earlier ones."""
+        return self.sliding_window if self.windowed[layer % len(self.windowed)] else None
+
+    def is_rotated(self, layer: int) -> bool:
+        """Return whether a layer has the rotary embedding."""
+        return self.rotated[layer % len(self.rotated)]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values, for digests, logs and checkpoints."""
+        values = _written(self, {"rope_stretch", "initial_std"})
+        values |= {name: list(values[name]) for name in _PATTERNS if name in values}
+        if self.rope_stretch is not None:
+            values["rope_stretch"] = _written(self.rope_stretch, _ALWAYS_OF_STRETCH)
+        return values
+
+    @staticmethod
+    def from_json(values: dict[str, Any]) -> ModelShape:
+        """Return the reverse of `to_json`, after JSON or not. Raises TypeError or ValueError for anything else."""
+        if not isinstance(values, dict):
+            raise TypeError(f"{values!r} is not a model's shape")
+        stretch = values.get("rope_stretch")
+        if stretch is not None:
+            stretch = RopeStretch(**stretch | {"kind": RopeScalingKind(stretch["kind"])})
+        parsed: dict[str, Any] = {name: tuple(values[name]) for name in _PATTERNS if name in values}
+        if "query_key_norm" in values:
+            parsed["query_key_norm"] = QueryKeyNorm(values["query_key_norm"])
+        return ModelShape(**values | parsed | {"rope_stretch": stretch})
+
+
+_PATTERNS = ("windowed", "rotated")
+_ALWAYS_OF_STRETCH = {"low_frequency_factor", "high_frequency_factor", "original_max_positions"}
+
+
+def _written(instance: ModelShape | RopeStretch, always: set[str]) -> dict[str, Any]:
+    """Return the fields by name; of those with a default only what differs from it, and what is in `always`."""
+    values = {field.name: getattr(instance, field.name) for field in fields(instance)}
+    return {
+        field.name: values[field.name]
+        for field in fields(instance)
+        if field.default is MISSING or field.name in always or values[field.name] != field.default
+    }

@@ -1,0 +1,71 @@
+"""PURE. SmolLM3: Llama of which every fourth layer does not rotate queries and keys."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from trainium_contract.models.family import (
+    BIASES,
+    Family,
+    bias_fields,
+    bias_traits,
+    shortest_pattern,
+    window_fields,
+    window_traits,
+)
+from trainium_contract.models.shape import ModelShape
+
+if TYPE_CHECKING:
+    from trainium_contract.models.family import Config
+
+
+def _traits(config: Config) -> dict[str, Any]:
+    count, interval = config["num_hidden_layers"], config["no_rope_layer_interval"]
+    usual = [int((number + 1) % interval != 0) for number in range(count)]
+    rotated = [bool(each) for each in (config["no_rope_layers"] or usual)[:count]]
+    return (
+        bias_traits(config) | {"rotated": shortest_pattern(rotated)} | window_traits(config, [not r for r in rotated])
+    )
+
+
+def _fields(shape: ModelShape) -> dict[str, Any]:
+    rotated = [int(shape.is_rotated(number)) for number in range(shape.num_layers)]
+    window = {"use_sliding_window": shape.sliding_window is not None} | window_fields(shape)
+    return bias_fields(shape) | {"no_rope_layers": rotated} | window
+
+
+FAMILY = Family(
+    model_type="smollm3",
+    architecture="SmolLM3ForCausalLM",
+    defaults={
+        **BIASES,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "layer_types": None,
+        "no_rope_layers": None,
+        "no_rope_layer_interval": 4,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32_768,
+        "rope_theta": 2_000_000.0,
+        "tie_word_embeddings": True,
+    },
+    traits=_traits,
+    fields=_fields,
+    presets={
+        "SmolLM3-3B": ModelShape(
+            family="smollm3",
+            vocab_size=128_256,
+            hidden_size=2048,
+            intermediate_size=11_008,
+            num_layers=36,
+            num_attention_heads=16,
+            num_key_value_heads=4,
+            head_dim=128,
+            rope_theta=5_000_000.0,
+            max_positions=65_536,
+            norm_eps=1e-6,
+            tie_embeddings=True,
+            rotated=(True, True, True, False),
+        )
+    },
+)

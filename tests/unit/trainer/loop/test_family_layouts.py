@@ -1,0 +1,127 @@
+"""Train a model of each family: one curve and one result in every layout, and artifacts for the libraries."""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import peft
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.testing.trainer.base_models import save_family
+from trainium_trainer.checkpoint.format.contents import Contents
+from trainium_trainer.checkpoint.root.selection import choose
+from trainium_trainer.storage.opening import open_storage
+from trainium_trainer.storage.protocol import Retry
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from conftest import Job, Undisturbed
+
+    Launcher = Callable[..., Job]
+
+pytestmark = pytest.mark.timeout(150)
+
+WINDOW = {"sliding_window": 8}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "mistral": WINDOW,
+    "qwen2": {"use_sliding_window": True, "max_window_layers": 1, **WINDOW},
+    "qwen3": {"head_dim": 16, "tie_word_embeddings": True},
+    "granite": {
+        "attention_bias": True,
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.5,
+        "logits_scaling": 4.0,
+    },
+    "olmo2": {"attention_bias": True},
+    "olmo3": {"layer_types": ["sliding_attention", "full_attention"], **WINDOW},
+    "smollm3": {"no_rope_layers": [1, 0], "mlp_bias": True},
+}
+TP2 = (2, ["parallelism.tensor=2", "parallelism.sequence=true"])
+TP4 = (4, ["parallelism.tensor=4"])
+PP2 = (2, ["parallelism.pipeline=2"])
+SHARDED = (2, ["dataParallel=FullySharded", "recompute=Full"])
+FULL = "tuning={method: Full}"
+FLOAT32 = "artifacts.precision=Float32"
+LORA = "tuning={method: LoRA, lora: {rank: 4, alpha: 8, targets: ['*_proj']}}"
+USUAL = {("llama", "tp2"), ("qwen2", "tp4"), ("qwen3", "tp2"), ("granite", "pp2"), ("olmo2", "tp4"), ("olmo3", "tp2")}
+USUAL |= {("mistral", "sharded"), ("smollm3", "pp2")}
+LAYOUTS = {"tp2": TP2, "tp4": TP4, "pp2": PP2, "sharded": SHARDED}
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory, base: Path) -> Callable[[str], Path]:
+    """Folders by family, with the tokenizer of the text."""
+    root = tmp_path_factory.mktemp("families")
+
+    def folder(family: str) -> Path:
+        if not (root / family).exists():
+            fields = {"vocab_size": 320, "intermediate_size": 64, "tie_word_embeddings": False} | FAMILIES[family]
+            save_family(root / family, family, **fields)
+            shutil.copy(base / "tokenizer.json", root / family)
+        return root / family
+
+    return folder
+
+
+def trained(job: Job) -> dict[str, torch.Tensor]:
+    storage = open_storage(str(job.folder))
+    contents = Contents(storage, choose(storage, str(job.folder), None, milestones=False), Retry())
+    return {name: contents.read(name) for name in contents.tensors if name.startswith("model.")}
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        pytest.param(family, layout, marks=() if (family, layout) in USUAL else pytest.mark.long)
+        for family in FAMILIES
+        for layout in LAYOUTS
+    ],
+)
+@pytest.mark.parametrize("tuning", [FULL, LORA], ids=["full", "LoRA"])
+def test_the_curve_of_a_family_is_the_same_in_every_layout(
+    launch: Launcher,
+    undisturbed: Undisturbed,
+    folders: Callable[[str], Path],
+    family: str,
+    layout: str,
+    tuning: str,
+) -> None:
+    start = [f"model.weights={folders(family)}", tuning, FLOAT32]
+    whole = undisturbed(1, start)
+    ranks, overrides = LAYOUTS[layout]
+    job = launch(ranks, "other", [*start, *overrides])
+    assert job.wait() == [0] * ranks, job.log()
+    for line, expected in zip(job.metrics(), whole.metrics(), strict=True):
+        assert line["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert line["gradNorm"] == pytest.approx(expected["gradNorm"], rel=1e-3)
+    ours, theirs = trained(job), trained(whole)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks transformers by an old name
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_artifacts_of_a_family_are_the_same_model_in_transformers_and_peft(
+    undisturbed: Undisturbed, folders: Callable[[str], Path], family: str, tmp_path: Path
+) -> None:
+    job = undisturbed(1, [f"model.weights={folders(family)}", LORA, FLOAT32])
+    left = {path.parent.name: path.parent for path in job.folder.rglob("config.json")}
+    (adapter,) = (path.parent for path in job.folder.rglob("adapter_config.json"))
+    (model,) = left.values()
+    tokens = torch.arange(60).reshape(2, 30) * 5 % 320
+    merged = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(folders(family), dtype=torch.float32)
+    untrained = base(tokens).logits
+    theirs = peft.PeftModel.from_pretrained(base, str(adapter)).merge_and_unload()
+    expected = theirs(tokens).logits
+    assert (untrained - expected).abs().max() > 1e-3, "the adapter left a trace"
+    assert (merged(tokens).logits - expected).abs().max() <= 2e-5 * max(1.0, float(expected.std()))
