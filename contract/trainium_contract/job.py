@@ -10,17 +10,18 @@ operator's memory, both in `status/`; on the wire they stand side by side, as in
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from trainium_contract.base import ContractModel
 from trainium_contract.requirements.worker_requests import smallest_fitting_size
-from trainium_contract.sizes import MAX_COMPILED, BatchShape, order_by_likelihood
+from trainium_contract.sizes import MAX_COMPILED, BatchShape, SizeRule, order_by_likelihood
 from trainium_contract.spec.elasticity import ElasticitySpec
 from trainium_contract.spec.health import HealthSpec
 from trainium_contract.spec.managed_by import MAX_MANAGER
 from trainium_contract.spec.precompile import PrecompileSizes, PrecompileSpec
+from trainium_contract.spec.program import ProgramResize, ProgramSpec
 from trainium_contract.spec.recovery import RecoverySpec
 from trainium_contract.spec.scheduling import SchedulingSpec
 from trainium_contract.spec.storage import JobCheckpointSpec
@@ -60,8 +61,10 @@ class TrainingJobSpec(ContractModel):
     """At which sizes the job may train."""
     parallelism: ParallelismConfig = ParallelismConfig()
     """Degrees of model parallelism."""
-    trainer: TrainerSpec = TrainerSpec()
-    """What to train; immutable while the job runs, except monitor."""
+    trainer: TrainerSpec | None = None
+    """What the built-in trainer trains; immutable while the job runs, except monitor. Give trainer or program."""
+    program: ProgramSpec | None = None
+    """Any other training program, in place of trainer; immutable while the job runs."""
     checkpoint: JobCheckpointSpec = JobCheckpointSpec()
     """Where and how often the training state is saved."""
     precompile: PrecompileSpec = PrecompileSpec()
@@ -84,8 +87,43 @@ class TrainingJobSpec(ContractModel):
     ttl_seconds_after_finished: Annotated[int, Field(ge=0, le=31_536_000)] | None = None
     """Delete the TrainingJob this long after it ended; omitted: never."""
 
+    @model_validator(mode="after")
+    def _one_kind(self) -> Self:
+        if self.trainer is not None and self.program is not None:
+            raise ValueError("trainer and program are both given: leave one of them out")
+        if self.program is None:
+            # The definition refuses a job without both; a test or a simulation needs no more than the defaults.
+            self.fit_default("trainer", TrainerSpec())
+        return self
+
+    @property
+    def worker_image(self) -> str | None:
+        """Image of the training container; None for the one that the operator was installed with."""
+        return self.image if self.program is None else self.program.image
+
+    @property
+    def processes_per_node(self) -> int:
+        """Processes that the agent starts on each node."""
+        given = None if self.program is None else self.program.processes_per_node
+        return given or self.workers.accelerator.cores()
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks by which a size is legal or not: a program may start one process that has all cores."""
+        return max(self.processes_per_node, self.workers.accelerator.cores())
+
+    @property
+    def has_fixed_size(self) -> bool:
+        """Whether the job runs at one number of nodes only."""
+        return self.program is not None and self.program.resize is ProgramResize.NEVER
+
     def training_config(self) -> TrainingConfig:
-        """Return the trainer's configuration file; checkpoints are below the mount point of the storage."""
+        """Return the trainer's configuration file, with checkpoints below the mount point of the storage.
+
+        Raises ValueError for a program.
+        """
+        if self.trainer is None:
+            raise ValueError("spec.program runs without the trainer's configuration")
         return TrainingConfig(
             **{name: getattr(self.trainer, name) for name in TrainerSpec.model_fields},
             parallelism=self.parallelism,
@@ -100,13 +138,25 @@ class TrainingJobSpec(ContractModel):
 
     def batch_shape(self) -> BatchShape:
         """Return the arithmetic that decides this job's legal sizes."""
-        return self.training_config().batch_shape(self.workers.accelerator.cores(), self.elasticity.sizes)
+        if self.program is None:
+            return self.training_config().batch_shape(self.ranks_per_node, self.elasticity.sizes)
+        batch = self.program.batch
+        return BatchShape(
+            cores_per_node=self.ranks_per_node,
+            tensor=self.parallelism.tensor,
+            pipeline=self.parallelism.pipeline,
+            global_batch_size=batch.global_size if batch else 0,
+            micro_batch_size=batch.micro_size if batch else 1,
+            rule=SizeRule.EVEN,
+        )
 
     def least_size(self, largest: int) -> int:
         """Return the fewest nodes that the job may shrink to from `largest`, which fits; a rigid job never shrinks."""
         least, accelerator = self.workers.min_replicas, self.workers.accelerator
-        if least is None or least >= largest:
+        if least is None or least >= largest or self.has_fixed_size:
             return largest
+        if self.program is not None:
+            return least
         return smallest_fitting_size(self.training_config(), accelerator, self.batch_shape(), least, largest)
 
     def sizes_to_compile(self) -> tuple[int, ...]:

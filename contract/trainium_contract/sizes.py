@@ -68,6 +68,7 @@ class BatchShape:
     tensor: int
     pipeline: int
     global_batch_size: int
+    """0 where it is not known: a step has one micro-batch on each rank, so the batch follows the size."""
     micro_batch_size: int
     rule: SizeRule = SizeRule.ANY
     tolerance: float = 0.0
@@ -88,12 +89,18 @@ class BatchShape:
         """Return the samples of a step over all ranks; 0 when the size is not legal."""
         if not self.is_legal(nodes):
             return 0
+        if not self.global_batch_size:
+            return self.data_parallel(nodes) * self.micro_batch_size
         return step_batch(self.global_batch_size, self.micro_batch_size, self.data_parallel(nodes), self.tolerance)
 
     def is_legal(self, nodes: int) -> bool:
         """Return whether a job of this shape can train on `nodes` nodes."""
         samples = self.data_parallel(nodes) * self.micro_batch_size
-        if nodes < 1 or samples == 0 or self.micro_batch_size > self.global_batch_size:
+        if nodes < 1 or samples == 0:
+            return False
+        if not self.global_batch_size:
+            return True
+        if self.micro_batch_size > self.global_batch_size:
             return False
         return self.rule is SizeRule.ANY or self.global_batch_size % samples == 0
 

@@ -204,7 +204,7 @@ def test_no_test_begins_beside_an_operator_or_jobs_of_somebody_else(lent: Site) 
     apply_definition(lent)
     refuse_to_disturb(lent)
     job = {"apiVersion": "trainium.dev/v1alpha1", "kind": "TrainingJob", "metadata": {"name": "llama"}}
-    made(lent, {**job, "spec": {"workers": {"accelerator": {"device": "cpu"}}}})
+    made(lent, {**job, "spec": {"workers": {"accelerator": {"device": "cpu"}}, "trainer": {}}})
     with pytest.raises(OccupiedError, match=r"has trainingjobs .* no test made \(default/llama\).* delete them first"):
         refuse_to_disturb(lent)
     lent.kubectl("delete", "trn", "llama")

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from trainium_contract.base import DERIVED, MATCHING
 from trainium_contract.definition.accelerator_rules import ACCELERATOR_RULES
 from trainium_contract.definition.cel import Rule
+from trainium_contract.definition.program_rules import PROGRAM_RULES
 from trainium_contract.definition.rules import (
     BY_CAUSE_RULES,
     RECOVERY_RULE_RULES,
@@ -121,6 +122,7 @@ def object_schema() -> dict[str, Any]:
     status = model_schema(TrainingJobStatus, "status", strict=False)
     _attach(spec, SPEC_RULES)
     _attach(spec["properties"]["workers"]["properties"]["accelerator"], ACCELERATOR_RULES)
+    _attach(spec["properties"]["program"], PROGRAM_RULES)
     _attach(spec["properties"]["checkpoint"]["properties"]["storage"], STORAGE_RULES)
     # Users set a size of 0 to stop a job: a rule explains the way, and rules do not run where the schema has refused.
     del spec["properties"]["workers"]["properties"]["replicas"]["minimum"]

@@ -10,6 +10,7 @@ operator instead (docs/decisions/0084-any-size.md).
 from __future__ import annotations
 
 from trainium_contract.definition.cel import RefusalReason, Rule, format_message
+from trainium_contract.definition.program_rules import PROGRAM_SPEC_RULES
 from trainium_contract.definition.size_expressions import (
     GLOBAL_BATCH,
     JUDGED_BEFORE,
@@ -25,6 +26,7 @@ from trainium_contract.definition.size_expressions import (
     format_size_message,
     with_cores,
 )
+from trainium_contract.definition.trainer_rules import TRAINER_RULES
 from trainium_contract.faults.causes import NO_FAULT_CAUSES, USER_CAUSES, Cause
 from trainium_contract.job import MAX_NAME
 from trainium_contract.sizes import INSTANCES
@@ -33,15 +35,6 @@ from trainium_contract.trainer.config import TrainerSpec
 
 _KNOWN = "[" + ", ".join(f"'{name}'" for name in INSTANCES) + "]"
 _KNOWN_TEXT = ", ".join(INSTANCES)
-_ON_NXD = (
-    "!has(self.workers.accelerator.instanceType) || !self.workers.accelerator.instanceType.startsWith('trn1') "
-    "|| self.trainer.backend == 'Native'"
-)
-"""Beginning of a rule about what backend Nxd cannot do; Auto takes it on trn1, where TorchNeuron does not run."""
-_STEPS_FOLLOW = "self.trainer.epochs > 0.0 || has(self.trainer.schedule.warmupRatio)"
-"""Start of a rule about steps that follow from the data: the trainer checks them when it has read its data."""
-_WARMUP = "self.trainer.schedule.?warmupSteps.orValue(0)"
-"""0 where it is not given: the trainer then fits it to the run."""
 
 
 _SUSPEND_INSTEAD = (
@@ -49,10 +42,6 @@ _SUSPEND_INSTEAD = (
     "(kubectl trn suspend NAME)"
 )
 
-_LORA = "self.trainer.tuning.method == 'LoRA'"
-_WEIGHTS = "has(self.trainer.model.weights)"
-_OBJECTIVE = "has(self.trainer.tuning.objective)"
-_PAIRS = "self.trainer.data.format == 'Preference'"
 SPEC_RULES: tuple[Rule, ...] = (
     Rule(
         f"{NODES} >= 1",
@@ -100,7 +89,7 @@ SPEC_RULES: tuple[Rule, ...] = (
         optional_old=True,
     ),
     Rule(
-        f"""{OUT_OF_BOUNDS} || {JUDGED_BEFORE}
+        f"""!has(self.trainer) || {OUT_OF_BOUNDS} || {JUDGED_BEFORE}
         || {with_cores(f"!({divides(NODES)}) || {fills(NODES)}")}""",
         "with elasticity.sizes Even trainer.batch.globalSize must be divisible by data-parallel degree x microSize",
         ".workers.replicas",
@@ -115,35 +104,11 @@ SPEC_RULES: tuple[Rule, ...] = (
         optional_old=True,
     ),
     Rule(
-        f"{OUT_OF_BOUNDS} || {MICRO_BATCH} <= {GLOBAL_BATCH}",
-        "trainer.batch.microSize must not be above trainer.batch.globalSize",
-        ".trainer.batch.microSize",
-        format_message(
-            "trainer.batch.microSize %s is above trainer.batch.globalSize %s: every pass of every rank would be partly "
-            "empty; lower microSize or raise globalSize",
-            MICRO_BATCH,
-            GLOBAL_BATCH,
-        ),
-    ),
-    Rule(
-        "self.trainer.batch.tolerance == 0.0 || self.elasticity.sizes == 'Any'",
-        "trainer.batch.tolerance must be 0 with elasticity.sizes Even, which allows no size at which the global batch "
-        "does not come out even: leave tolerance out, or set elasticity.sizes to Any",
-        ".trainer.batch.tolerance",
-    ),
-    Rule(
-        "self.trainer.batch.tolerance == 0.0 || self.trainer.data.tokenization != 'Online'",
-        "trainer.batch.tolerance must be 0 with trainer.data.tokenization Online, where each row of the global batch "
-        "is a stream of its own: set tokenization to Ahead, or leave tolerance out",
-        ".trainer.batch.tolerance",
-    ),
-    # Only where the rules of sizes above leave the size alone; there the operator must find some size to floor it to.
-    Rule(
         f"{OUT_OF_BOUNDS} || !{JUDGED_BEFORE} || {SAME_RANGE} || {with_cores(SOME_SIZE_IS_LEGAL)}",
         "no size between workers.minReplicas and workers.replicas is legal: change replicas or minReplicas",
         ".workers.replicas",
         format_size_message(
-            "no size from %s to %s is legal for parallelism and trainer.batch: change workers.replicas or minReplicas",
+            "no size from %s to %s is legal for parallelism and batch: change workers.replicas or minReplicas",
             SMALLEST,
             NODES,
         ),
@@ -168,204 +133,6 @@ SPEC_RULES: tuple[Rule, ...] = (
         reason=RefusalReason.REQUIRED,
     ),
     Rule(
-        f"{_ON_NXD} || self.trainer.torchCompile == 'None'",
-        "trainer.torchCompile must be None on trn1: its backend Nxd compiles whole steps by itself; leave it out",
-        ".trainer.torchCompile",
-    ),
-    Rule(
-        """!has(self.trainer.model.numAttentionHeads) || self.parallelism.tensor < 1
-        || self.trainer.model.numAttentionHeads % self.parallelism.tensor == 0""",
-        "trainer.model.numAttentionHeads must be divisible by parallelism.tensor",
-        ".trainer.model.numAttentionHeads",
-        format_message(
-            "trainer.model.numAttentionHeads %s is not divisible by parallelism.tensor %s: each rank of the tensor "
-            "group holds whole heads",
-            "self.trainer.model.numAttentionHeads",
-            "self.parallelism.tensor",
-        ),
-    ),
-    Rule(
-        """!has(self.trainer.model.numLayers)
-        || self.parallelism.pipeline * self.parallelism.stagesPerRank <= self.trainer.model.numLayers""",
-        "parallelism.pipeline x stagesPerRank must not be above trainer.model.numLayers: each stage needs a layer",
-        ".parallelism.pipeline",
-        format_message(
-            "parallelism.pipeline %s x stagesPerRank %s is above trainer.model.numLayers %s: each stage needs a layer",
-            "self.parallelism.pipeline",
-            "self.parallelism.stagesPerRank",
-            "self.trainer.model.numLayers",
-        ),
-    ),
-    Rule(
-        f"{_ON_NXD} || self.parallelism.pipeline == 1",
-        "parallelism.pipeline must be 1 on trn1: its backend Nxd has no pipeline; raise parallelism.tensor",
-        ".parallelism.pipeline",
-    ),
-    Rule(
-        f"{_ON_NXD} || !self.trainer.data.maskDocuments",
-        "trainer.data.maskDocuments cannot be had on trn1: its backend Nxd has no such mask; leave it out",
-        ".trainer.data.maskDocuments",
-    ),
-    Rule(
-        """!has(self.trainer.model.numAttentionHeads) || !has(self.trainer.model.numKeyValueHeads)
-        || self.trainer.model.numKeyValueHeads < 1
-        || self.trainer.model.numAttentionHeads % self.trainer.model.numKeyValueHeads == 0""",
-        "trainer.model.numAttentionHeads must be divisible by numKeyValueHeads",
-        ".trainer.model.numKeyValueHeads",
-    ),
-    Rule(
-        """!has(self.trainer.model.numKeyValueHeads) || self.trainer.model.numKeyValueHeads < 1
-        || self.parallelism.tensor < 1 || self.trainer.model.numKeyValueHeads % self.parallelism.tensor == 0
-        || self.parallelism.tensor % self.trainer.model.numKeyValueHeads == 0""",
-        "trainer.model.numKeyValueHeads must be divisible by parallelism.tensor, or divide it",
-        ".trainer.model.numKeyValueHeads",
-        format_message(
-            "trainer.model.numKeyValueHeads %s neither is divisible by parallelism.tensor %s nor divides it: each rank "
-            "of the tensor group holds whole heads",
-            "self.trainer.model.numKeyValueHeads",
-            "self.parallelism.tensor",
-        ),
-    ),
-    Rule(
-        "!has(self.trainer.model.path) || self.trainer.model.preset == 'Tiny'",
-        "trainer.model.preset and trainer.model.path both name a shape: leave one of them out",
-        ".trainer.model.path",
-    ),
-    Rule(
-        """!has(self.trainer.model.ropeScaling) || !has(self.trainer.model.ropeScaling.lowFrequencyFactor)
-        || !has(self.trainer.model.ropeScaling.highFrequencyFactor)
-        || self.trainer.model.ropeScaling.lowFrequencyFactor < self.trainer.model.ropeScaling.highFrequencyFactor""",
-        "trainer.model.ropeScaling.lowFrequencyFactor must be less than highFrequencyFactor",
-        ".trainer.model.ropeScaling.lowFrequencyFactor",
-    ),
-    Rule(
-        """has(self.trainer.model.headDim) || !has(self.trainer.model.hiddenSize)
-        || !has(self.trainer.model.numAttentionHeads) || self.trainer.model.numAttentionHeads < 1
-        || self.trainer.model.hiddenSize % self.trainer.model.numAttentionHeads == 0""",
-        "trainer.model.hiddenSize must be divisible by numAttentionHeads, or trainer.model.headDim be given",
-        ".trainer.model.hiddenSize",
-    ),
-    Rule(
-        f"{_STEPS_FOLLOW} || {_WARMUP} <= self.trainer.steps",
-        "trainer.schedule.warmupSteps must not be above trainer.steps",
-        ".trainer.schedule.warmupSteps",
-        format_message(
-            "trainer.schedule.warmupSteps %s is above trainer.steps %s: the warm-up must end within the run; lower "
-            "warmupSteps or raise steps",
-            _WARMUP,
-            "self.trainer.steps",
-        ),
-    ),
-    Rule(
-        """!has(self.trainer.data.validation)
-        || has(self.trainer.data.validation.fraction) != has(self.trainer.data.validation.source)""",
-        "trainer.data.validation needs either fraction or source: give exactly one of them",
-        ".trainer.data.validation",
-    ),
-    Rule(
-        f"""{_STEPS_FOLLOW} || !has(self.trainer.schedule.decaySteps)
-        || {_WARMUP} + self.trainer.schedule.decaySteps <= self.trainer.steps""",
-        "trainer.schedule.warmupSteps and decaySteps must together not be above trainer.steps",
-        ".trainer.schedule.decaySteps",
-    ),
-    # Fine-tuning; the trainer checks the same in a file that a person wrote.
-    Rule(
-        f"!{_WEIGHTS} || self.trainer.model.preset == 'Tiny'",
-        "trainer.model.weights and trainer.model.preset both name a shape: leave model.preset out",
-        ".trainer.model.preset",
-        format_message(
-            "trainer.model.weights is %s and trainer.model.preset is %s: both name a shape, leave model.preset out",
-            "self.trainer.model.?weights.orValue('')",
-            "self.trainer.model.preset",
-        ),
-    ),
-    Rule(
-        f"!{_WEIGHTS} || !has(self.trainer.model.path)",
-        "trainer.model.weights and trainer.model.path both name a shape: leave model.path out",
-        ".trainer.model.path",
-    ),
-    Rule(
-        f"(!({_LORA}) && !has(self.trainer.tuning.trainable)) || {_WEIGHTS}",
-        "trainer.tuning leaves weights as they are, but there are none: give trainer.model.weights, the folder of a "
-        "base model",
-        ".trainer.model.weights",
-        reason=RefusalReason.REQUIRED,
-    ),
-    Rule(
-        f"{_LORA} || !has(self.trainer.tuning.lora.adapter)",
-        "trainer.tuning.lora.adapter is given but trainer.tuning.method is Full: set tuning.method to LoRA",
-        ".trainer.tuning.lora.adapter",
-    ),
-    Rule(
-        f"!({_LORA}) || self.trainer.precision != 'BFloat16Stochastic'",
-        "trainer.precision is BFloat16Stochastic but trainer.tuning.method is LoRA, whose adapters are in float32: use "
-        "BFloat16",
-        ".trainer.precision",
-    ),
-    Rule(
-        f"{_LORA} || !has(self.trainer.artifacts.kinds) || !('Adapter' in self.trainer.artifacts.kinds)",
-        "trainer.artifacts.kinds names Adapter but trainer.tuning.method is Full: leave Adapter out, or set "
-        "tuning.method to LoRA",
-        ".trainer.artifacts.kinds",
-    ),
-    Rule(
-        "self.trainer.data.format != 'Function' || has(self.trainer.data.examples.function)",
-        "trainer.data.format is Function but trainer.data.examples.function is not given: name module:function",
-        ".trainer.data.examples.function",
-        reason=RefusalReason.REQUIRED,
-    ),
-    Rule(
-        "!self.trainer.evaluate.enabled || has(self.trainer.data.validation)",
-        "trainer.evaluate.enabled is true but no examples are held back: give trainer.data.validation",
-        ".trainer.data.validation",
-        reason=RefusalReason.REQUIRED,
-    ),
-    Rule(
-        f"{_ON_NXD} || self.trainer.data.format == 'Text' || !self.trainer.data.examples.packing",
-        "trainer.data.examples.packing cannot be had on trn1: its backend Nxd has no mask that keeps examples apart; "
-        "leave it out",
-        ".trainer.data.examples.packing",
-    ),
-    Rule(
-        f"!({_PAIRS}) || {_OBJECTIVE}",
-        "trainer.data.format is Preference but trainer.tuning.objective is not given: name its kind, DPO or ORPO",
-        ".trainer.tuning.objective",
-        reason=RefusalReason.REQUIRED,
-    ),
-    Rule(
-        f"{_PAIRS} || !{_OBJECTIVE}",
-        "trainer.tuning.objective is given but trainer.data.format has no two answers to compare: set data.format to "
-        "Preference",
-        ".trainer.data.format",
-    ),
-    Rule(
-        f"""!{_OBJECTIVE} || {_WEIGHTS} || self.trainer.tuning.objective.kind == 'ORPO'
-        || self.trainer.tuning.objective.referenceFree || self.trainer.tuning.objective.reference != 'Base'""",
-        "trainer.tuning.objective compares with the model in trainer.model.weights, which is not given: give it, or "
-        "set tuning.objective.referenceFree",
-        ".trainer.model.weights",
-        reason=RefusalReason.REQUIRED,
-    ),
-    Rule(
-        f"!({_PAIRS}) || !self.trainer.data.examples.packing",
-        "trainer.data.examples.packing is true but trainer.data.format is Preference, where each answer has a separate "
-        "sequence: leave it out",
-        ".trainer.data.examples.packing",
-    ),
-    Rule(
-        f"!({_PAIRS}) || self.parallelism.pipeline == 1",
-        "parallelism.pipeline is above 1 but trainer.data.format is Preference, which runs without a pipeline: set it "
-        "to 1 and raise parallelism.tensor, or set trainer.dataParallel to FullySharded",
-        ".parallelism.pipeline",
-    ),
-    Rule(
-        f"{_ON_NXD} || !({_PAIRS})",
-        "trainer.data.format is Preference, which cannot be had on trn1: its backend Nxd has no loss on pairs; use "
-        "trn2 or trn3",
-        ".trainer.data.format",
-    ),
-    # Deadlines, and the job's controller.
-    Rule(
         """!has(self.startupDeadlineSeconds) || !has(self.activeDeadlineSeconds)
         || self.startupDeadlineSeconds <= self.activeDeadlineSeconds""",
         "startupDeadlineSeconds must not be above activeDeadlineSeconds, which would end the job before",
@@ -383,6 +150,8 @@ SPEC_RULES: tuple[Rule, ...] = (
         f"managedBy names a controller as domain/name, for instance {MANAGER} (this operator)",
         ".managedBy",
     ),
+    *TRAINER_RULES,
+    *PROGRAM_SPEC_RULES,
 )
 
 STORAGE_RULES: tuple[Rule, ...] = (
@@ -408,8 +177,9 @@ _NOT_WHILE_RUNNING = (
 
 def _fixed_while_running(field: str) -> Rule:
     """Fix a field while the job runs; the field always has a value, because the schema gives it a default."""
+    trainer = "!has(self.spec.trainer) || !has(oldSelf.spec.trainer) || " if field.startswith("spec.trainer.") else ""
     return Rule(
-        f"{_AT_REST} || self.{field} == oldSelf.{field}",
+        f"{_AT_REST} || {trainer}self.{field} == oldSelf.{field}",
         f"{field.removeprefix('spec.')} {_NOT_WHILE_RUNNING}",
         f".{field}",
         reason=RefusalReason.FORBIDDEN,
@@ -456,6 +226,20 @@ ROOT_RULES: tuple[Rule, ...] = (
         && (!has(self.spec.checkpoint.storage) || self.spec.checkpoint.storage == oldSelf.spec.checkpoint.storage))""",
         f"checkpoint.storage {_NOT_WHILE_RUNNING}",
         ".spec.checkpoint.storage",
+        reason=RefusalReason.FORBIDDEN,
+    ),
+    Rule(
+        f"""{_AT_REST} || (has(self.spec.program) == has(oldSelf.spec.program)
+        && (!has(self.spec.program) || self.spec.program == oldSelf.spec.program))""",
+        f"program {_NOT_WHILE_RUNNING}",
+        ".spec.program",
+        reason=RefusalReason.FORBIDDEN,
+    ),
+    Rule(
+        f"""{_AT_REST} || !has(self.spec.program) || self.spec.program.resize != 'Never'
+        || self.spec.workers.replicas == oldSelf.spec.workers.replicas""",
+        f"replicas (resize: Never) {_NOT_WHILE_RUNNING}",
+        ".spec.workers.replicas",
         reason=RefusalReason.FORBIDDEN,
     ),
     Rule(

@@ -10,14 +10,19 @@ from trainium_contract.definition.cel import HUNDRED, bound, format_message, som
 from trainium_contract.sizes import INSTANCES
 
 _CORES_OF = "{" + ", ".join(f"'{name}': {instance.cores}" for name, instance in INSTANCES.items()) + "}"
-_CORES = (
+_CORES_GIVEN = (
     "self.workers.accelerator.?coresPerNode.orValue("
     f"{_CORES_OF}[?self.workers.accelerator.?instanceType.orValue('')].orValue(1))"
 )
+_PROCESSES = "self.?program.?processesPerNode.orValue(1)"
+_CORES = f"({_PROCESSES} > {_CORES_GIVEN} ? {_PROCESSES} : {_CORES_GIVEN})"
+"""As `TrainingJobSpec.ranks_per_node`."""
 NODES = "self.workers.replicas"
-MICRO_BATCH = "self.trainer.batch.microSize"
-GLOBAL_BATCH = f"self.trainer.batch.?globalSize.orValue({MICRO_BATCH} > 8 ? {MICRO_BATCH} : 8)"
+MICRO_BATCH = "self.?trainer.?batch.?microSize.orValue(self.?program.?batch.?microSize.orValue(1))"
+_DERIVED_BATCH = f"has(self.trainer) && {MICRO_BATCH} <= 8 ? 8 : {MICRO_BATCH}"
+GLOBAL_BATCH = f"self.?trainer.?batch.?globalSize.orValue(self.?program.?batch.?globalSize.orValue({_DERIVED_BATCH}))"
 """As `BatchConfig` derives it where it is not given."""
+_ANY_SIZE = "(has(self.trainer) ? self.elasticity.sizes == 'Any' : !has(self.program) || !has(self.program.batch))"
 MODEL_PARALLEL = "(self.parallelism.tensor * self.parallelism.pipeline)"
 
 
@@ -32,7 +37,7 @@ def fills(nodes: str) -> str:
     Fails at run time unless `divides` holds.
     """
     whole = f"{GLOBAL_BATCH} % ({nodes} * c / {MODEL_PARALLEL} * {MICRO_BATCH}) == 0"
-    return f"(self.elasticity.sizes == 'Any' || {whole})"
+    return f"({_ANY_SIZE} || {whole})"
 
 
 def _legal(nodes: str) -> str:
@@ -76,18 +81,21 @@ _DIVISOR_OF_ROWS = some_below("q", 2, "d", f"q % d == 0 && ({_in_range('d')} || 
 _SOME_DIVISOR = f"""({GLOBAL_BATCH} % {MICRO_BATCH} == 0
 && {bound("q", _ROWS, f"q > {_MOST_ROWS} || {_DIVISOR_OF_ROWS}")})"""
 """The data-parallel degree is a divisor of the micro-batches. Beyond a million of them the operator reports it."""
-_SOME_SIZE = f"(self.elasticity.sizes == 'Any' ? {_SOME_MULTIPLE} : {_SOME_DIVISOR})"
+_SOME_SIZE = f"({_ANY_SIZE} ? {_SOME_MULTIPLE} : {_SOME_DIVISOR})"
 _SEARCH = bound("m", MODEL_PARALLEL, bound("n", NODES, bound("s", SMALLEST, _SOME_SIZE)))
 SOME_SIZE_IS_LEGAL = f"{_legal(NODES)} || {_SEARCH}"
 _DECIDING = (
-    "parallelism.tensor",
-    "parallelism.pipeline",
-    "trainer.batch.?globalSize",
-    "trainer.batch.microSize",
-    "elasticity.sizes",
-    "workers.accelerator",
+    ".parallelism.tensor",
+    ".parallelism.pipeline",
+    ".?trainer.?batch.?globalSize",
+    ".?trainer.?batch.?microSize",
+    ".?program.?batch.?globalSize",
+    ".?program.?batch.?microSize",
+    ".?program.?processesPerNode",
+    ".elasticity.sizes",
+    ".workers.accelerator",
 )
 """What a size is judged by; a write that changes nothing of it leaves the judgement as it was."""
-JUDGED_BEFORE = f"(oldSelf.hasValue() && {' && '.join(f'oldSelf.value().{each} == self.{each}' for each in _DECIDING)})"
+JUDGED_BEFORE = f"(oldSelf.hasValue() && {' && '.join(f'oldSelf.value(){each} == self{each}' for each in _DECIDING)})"
 SAME_RANGE = f"""(oldSelf.value().workers.replicas == {NODES}
 && oldSelf.value().workers.?minReplicas.orValue(1) == {SMALLEST})"""

@@ -14,6 +14,12 @@ if TYPE_CHECKING:
     from trainium_contract.views.job import JobView
 
 _BAR = 24
+_HANGS = {
+    "Steps": "detected by steps that do not end",
+    "Output": "detected by silence: no output, and neither processor nor device is used",
+    "Off": "not detected: the program reports no steps",
+}
+"""How a hang of a program is detected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +42,7 @@ def job_facts(view: JobView, *, ages: bool = True, with_bar: bool = False) -> tu
         Fact("Speed", _speed(view)),
         Fact("Size", _size(view)),
         Fact("Workers", _workers(view)),
+        Fact("Hangs", _HANGS.get(view.status.text("hangDetection"), "")),
         Fact("Checkpoint", _checkpoint(view, ages=ages) if view.phase else ""),
         Fact("", "", notice),
         Fact("Goodput", _goodput(view) if view.goodput.ratio is not None else ""),
@@ -120,6 +127,8 @@ def _workers(view: JobView) -> str:
 
 def _checkpoint(view: JobView, *, ages: bool) -> str:
     durable, memory = view.checkpoints.durable_step, view.checkpoints.memory_step
+    if any(each.reason == "CheckpointsUnknown" for each in view.conditions):
+        return "not known: spec.program.checkpoints is not given"
     age = f", {ago(view.checkpoints.durable_age_seconds)}".rstrip(", ") if ages else ""
     kept = "none on storage" if durable is None else f"step {durable} on storage{age}"
     return kept + (f"; step {memory} in memory" if memory is not None else "")

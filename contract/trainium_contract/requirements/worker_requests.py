@@ -111,13 +111,16 @@ def needs_at(
     return estimate_memory(model, setting)
 
 
-def worker_requests(config: TrainingConfig, accelerator: AcceleratorSpec, shape: BatchShape) -> WorkerRequests:
-    """Return the requests of a worker pod: enough for any size, since a pod stays when the job grows or shrinks."""
+def worker_requests(config: TrainingConfig | None, accelerator: AcceleratorSpec, shape: BatchShape) -> WorkerRequests:
+    """Return the requests of a worker pod: enough for any size, since a pod stays when the job grows or shrinks.
+
+    Of a program, which has no configuration, the least that any process needs.
+    """
     processes, share = shape.cores_per_node, _share(accelerator)
     memory_size = share.host_bytes
     # Divided state is largest on the fewest nodes, and copies for a buddy need two.
     sizes = islice((nodes for nodes in range(1, 2 * shape.tensor * shape.pipeline + 1) if shape.is_legal(nodes)), 2)
-    known = [found for nodes in sizes if (found := needs_at(config, accelerator, shape, nodes)) is not None]
+    known = [found for nodes in sizes if config and (found := needs_at(config, accelerator, shape, nodes)) is not None]
     if memory_size:
         memory = max((found.host for found in known), default=processes * _GIB)
         return WorkerRequests(

@@ -14,6 +14,8 @@ from pydantic import AfterValidator, Field, model_validator
 
 from trainium_contract.base import ContractModel, Matching
 
+MAX_COMMAND = 16_384
+"""Characters of the command and its arguments together: Linux limits the length of the variable that passes them."""
 STEP_GROUP = "step"
 """Group of `progress.pattern` that holds the number of the step."""
 _STEP_PLACE = "{step}"
@@ -126,3 +128,13 @@ class ProgramSpec(ContractModel):
     batch: ProgramBatch | None = None
     """What the program's batch means; it then reads TRAINIUM_ACCUMULATION, and only sizes at which the batch divides
     are legal. Omitted: the batch may change with the size, and the status reports that."""
+
+    @model_validator(mode="after")
+    def _command_fits(self) -> Self:
+        length = sum(map(len, (*self.command, *self.args)))
+        if length > MAX_COMMAND:
+            raise ValueError(
+                f"program.command and args have {length} characters together, and at most {MAX_COMMAND} are possible: "
+                "move what is long into a file"
+            )
+        return self

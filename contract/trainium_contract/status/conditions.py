@@ -36,6 +36,8 @@ class ConditionType(StrEnum):
     RECOVERING = "Recovering"
     RESIZING = "Resizing"
     SIZE_LEGAL = "SizeLegal"
+    PROGRESS_REPORTED = "ProgressReported"
+    """Only of a program: whether its steps can be read."""
     CHECKPOINT_HEALTHY = "CheckpointHealthy"
     NODES_HEALTHY = "NodesHealthy"
     DISRUPTION_ALLOWED = "DisruptionAllowed"

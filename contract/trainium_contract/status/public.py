@@ -123,7 +123,7 @@ class PublicStatus(StatusModel):
     """metadata.generation that this status answers."""
     phase: Phase = Phase.PENDING
     """One word for display; the conditions are the truth."""
-    conditions: Annotated[tuple[Condition, ...], Field(max_length=16)] = ()
+    conditions: Annotated[tuple[Condition, ...], Field(max_length=20)] = ()
     """What is true of the job now; Complete and Failed are terminal."""
     replicas: int = 0
     """Worker pods in the membership (scale subresource)."""
@@ -141,6 +141,8 @@ class PublicStatus(StatusModel):
     """The current generation of workers."""
     progress: ProgressStatus = ProgressStatus()
     """Progress of training."""
+    hang_detection: Annotated[str, Field(max_length=16)] = ""
+    """Of a program, how a hang is detected: `Steps`, `Output` or `Off`; the trainer always reports steps."""
     stage: StageName = ""
     """What the run does: `Train`, then `Export` and `Evaluate` where they are asked for; empty before it began."""
     stage_progress: float | None = None
@@ -168,7 +170,8 @@ class PublicStatus(StatusModel):
     stragglers: Annotated[tuple[StragglerStatus, ...], Field(max_length=8)] = ()
     """Members that are slower than the others, the slowest first."""
     start_time: Annotated[str, Field(max_length=32)] = ""
-    """When the first step was completed, RFC 3339; empty before."""
+    """When the first step was completed, RFC 3339; empty before. Of a program without steps: when it had run for a
+    minute."""
     completion_time: Annotated[str, Field(max_length=32)] = ""
     """When the job completed or failed, RFC 3339; empty before."""
     verdict: Text = ""

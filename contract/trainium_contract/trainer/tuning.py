@@ -70,7 +70,7 @@ class ObjectiveConfig(ContractModel):
     """DPO or ORPO."""
     beta: Annotated[float, Field(gt=0, le=1000)] = 0.1
     """DPO: factor of the log-probability ratios to the reference. ORPO: weight of the odds ratio loss (lambda)."""
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    label_smoothing: Annotated[float, Field(ge=0, le=0.49)] = 0.0
     """DPO: assumed share of pairs whose answers are swapped (conservative DPO)."""
     reference: _Path = BASE_REFERENCE
     """DPO: the reference model. `Base` is model.weights as it is, without an adapter; else a folder or

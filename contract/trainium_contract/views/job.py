@@ -262,7 +262,15 @@ def with_advice(view: JobView) -> JobView:
     return replace(view, advice=advise(view))
 
 
+_LONGEST_COMMAND = 60
+
+
 def _model(spec: Mapping[str, Any]) -> str:
+    """Return the trainer's model, or what the program runs."""
+    given = mapping(spec, "program").get("command")
+    if isinstance(given, list):
+        command = plain(" ".join(map(str, given)))
+        return command if len(command) <= _LONGEST_COMMAND else f"{command[:_LONGEST_COMMAND]}..."
     model = mapping(mapping(spec, "trainer"), "model")
     return text(model, "preset") or plain(str(mapping(model, "weights").get("path") or "")) or "model of its own shape"
 
@@ -416,7 +424,7 @@ def _problems(view: JobView) -> list[str]:
     if not view.ended and admitted is not None and admitted.status == "False" and view.phase == "Pending":
         # One refusal is the reason of both conditions.
         found += [] if any(admitted.message in each for each in found) else [admitted.message]
-    for kind in ("SizeLegal", "CheckpointHealthy", "NodesHealthy"):
+    for kind in ("SizeLegal", "ProgressReported", "CheckpointHealthy", "NodesHealthy"):
         if kind in conditions and conditions[kind].status == "False":
             # The store's own error is more specific than "nothing was committed in time".
             notice = view.checkpoints.notice if kind == "CheckpointHealthy" else ""

@@ -87,4 +87,9 @@ ENV_PROGRESS_FILE = "TRAINIUM_PROGRESS_FILE"
 ENV_ACCUMULATION = "TRAINIUM_ACCUMULATION"
 """`Membership.accumulation`, for a program that states its batch."""
 AGENT_MOUNT = "/trainium"
-"""Where a program's container has the agent that the init container copied: interpreter, libraries and loader."""
+"""Where the agent is, with its interpreter, libraries and loader: in its own image, from which an init container copies
+the folder to a volume, and in the container of a program, which has the volume at the same path."""
+AGENT_INTERPRETER = (
+    f"{AGENT_MOUNT}/lib/ld.so", "--library-path", f"{AGENT_MOUNT}/lib", f"{AGENT_MOUNT}/bin/python", "-I",
+)  # fmt: skip
+"""Start of a command that needs nothing of the image that it runs in, not even a C library."""

@@ -86,7 +86,7 @@ def credentials(api: Api, folder: Path) -> str:
 
 
 def job(name: str, namespace: str) -> str:
-    spec = {"workers": {"accelerator": {"device": "cpu"}}}
+    spec = {"workers": {"accelerator": {"device": "cpu"}}, "trainer": {}}
     body: dict[str, Any] = {"apiVersion": "trainium.dev/v1alpha1", "kind": "TrainingJob", "spec": spec}
     return json.dumps({**body, "metadata": {"name": name, "namespace": namespace}})
 

@@ -98,7 +98,7 @@ def write(older: Api) -> Iterator[Callable[[str, dict[str, Any]], str]]:
             "apiVersion": f"{group}/v1alpha1",
             "kind": "TrainingJob",
             "metadata": {"name": "written"},
-            "spec": {"workers": {"replicas": 1, "accelerator": {"device": "cpu"}}},
+            "spec": {"workers": {"replicas": 1, "accelerator": {"device": "cpu"}}, "trainer": {}},
         }
         if group not in created:
             older.kubectl("create", "-f", "-", stdin=json.dumps(job))

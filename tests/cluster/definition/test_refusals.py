@@ -25,6 +25,12 @@ trainer: {batch: {globalSize: 12}}
 """
 
 
+PROGRAM = """
+workers: {replicas: 4, accelerator: {device: cpu}}
+program: {image: 'team/own:5', command: [python, train.py]}
+"""
+
+
 def merged(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
     inside = {
         key: merged(base[key], value)
@@ -34,14 +40,18 @@ def merged(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
     return base | change | inside
 
 
-def job(change: str = "", name: str = "good") -> dict[str, Any]:
+def job(change: str = "", name: str = "good", base: str = GOOD) -> dict[str, Any]:
     """The good job with a YAML fragment of its spec merged in."""
     return {
         "apiVersion": "trainium.dev/v1alpha1",
         "kind": "TrainingJob",
         "metadata": {"name": name},
-        "spec": merged(yaml.safe_load(GOOD), yaml.safe_load(change) or {}),
+        "spec": merged(yaml.safe_load(base), yaml.safe_load(change) or {}),
     }
+
+
+def program_job(change: str = "", name: str = "program") -> dict[str, Any]:
+    return job(change, name, PROGRAM)
 
 
 BAD_AT_CREATION = {
@@ -235,6 +245,81 @@ def test_a_bad_job_is_refused_with_a_sentence_that_says_what_to_change(defined: 
     said = defined.refusal_of_new(job(change, name="bad"))
     assert BAD_AT_CREATION[change] in said
     assert "evaluating rule" not in said
+
+
+BAD_PROGRAMS = {
+    "trainer: {steps: 3}": "trainer and program are both given: leave one of them out",
+    "program: null": "give trainer ({} takes all defaults) for the built-in Llama trainer, or program",
+    "program: {progress: {pattern: 'step (?P<step>[0-9]+'}}": "program.progress.pattern is no regular expression",
+    "program: {progress: {pattern: 'step (?=[0-9])(?P<step>[0-9]+)'}}": "syntax of RE2",
+    "program: {progress: {pattern: 'step ([0-9]+)'}}": r"has no group (?P<step>\d+) that holds the number of the step",
+    "program: {command: []}": "spec.program.command in body should have at least 1 items",
+    f"program: {{args: [{','.join(['x' * 4000] * 5)}]}}": "have 20014 characters together, and at most 16384",
+    "program: {checkpoints: {path: run, committed: '{step}'}}": "write an absolute path",
+    "program: {checkpoints: {path: /run, committed: latest}}": "write a path below checkpoints.path with {step} once",
+    "program: {checkpoints: {path: /run}}": "spec.program.checkpoints.committed",
+    "program: {resize: Sometimes}": "Unsupported value",
+    "program: {command: [./train.sh], warm: [torch]}": "program.command does not start with python: leave warm out",
+    "program: {warm: ['torch; import os']}": "write the name of a Python module",
+    "program: {batch: {globalSize: 4, microSize: 8}}": "microSize 8 is above program.batch.globalSize 4: lower",
+    "program: {batch: {globalSize: 6}}": "gives a data-parallel degree of 4, but program.batch.globalSize 6 is not",
+    "{program: {batch: {globalSize: 12}, processesPerNode: 2}}": "but program.batch.globalSize 12 is not divisible",
+    "parallelism: {tensor: 3}": "4 training processes, not divisible by parallelism.tensor x pipeline = 3",
+    "program: {processesPerNode: 0}": "should be greater than or equal to 1",
+    "image: trainer:1": "image needs spec.trainer, and the job has spec.program: give program.image instead",
+    "precompile: {enabled: true}": "precompile.enabled needs spec.trainer, and the job has spec.program",
+    "checkpoint: {milestones: {everyTokens: 5}}": "checkpoint.milestones.everyTokens needs spec.trainer",
+    "checkpoint: {storage: {uri: 's3://bucket/runs'}}": "checkpoint.storage.uri needs spec.trainer",
+    "checkpoint: {storage: {hostPath: {path: /c}, takeOver: a/b}}": "checkpoint.storage.takeOver needs spec.trainer",
+    "checkpoint: {storage: {hostPath: {path: /c}, subPath: a}}": "checkpoint.storage.subPath needs spec.trainer",
+    "elasticity: {sizes: Even}": "elasticity.sizes needs spec.trainer, and the job has spec.program: give",
+    "{program: {resize: Never}, workers: {minReplicas: 2}}": "program.resize is Never, so the job cannot shrink",
+    "{program: {resize: Never}, workers: {maxReplicas: 8}, elasticity: {idleNodes: Take}}": "the job cannot grow",
+}
+
+
+@pytest.mark.parametrize("change", BAD_PROGRAMS)
+def test_a_bad_program_is_refused_with_a_sentence_that_names_the_field(defined: Api, change: str) -> None:
+    said = defined.refusal_of_new(program_job(change))
+    assert BAD_PROGRAMS[change] in said
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "",
+        "program: {progress: {pattern: 'step: *(?P<step>\\d+).*loss: *(?P<loss>\\S+)'}}",
+        "program: {args: [-m, train], workingDirectory: /src, processesPerNode: 8, warm: [torch, torch.distributed]}",
+        "program: {command: [/opt/venv/bin/python3.11, -m, train], warm: [torch]}",
+        "program: {checkpoints: {path: /checkpoints/run, committed: 'step-{step}/.metadata'}}",
+        "program: {batch: {globalSize: 24, microSize: 3}}",
+        "{program: {batch: {globalSize: 24}}, elasticity: {sizes: Even}}",
+        "{program: {resize: Never}, workers: {minReplicas: 4, spares: 1}}",
+        "{parallelism: {tensor: 8}, workers: {accelerator: {device: neuron, instanceType: trn2.48xlarge}}}",
+        "{parallelism: {tensor: 4}, program: {processesPerNode: 2}, workers: {replicas: 2, minReplicas: 1}}",
+        "checkpoint: {storage: {persistentVolumeClaim: {claimName: fsx}}}",
+        "workers: {replicas: 10000}",
+    ],
+)
+def test_a_good_program_is_taken(defined: Api, change: str) -> None:
+    assert defined.refusal_of_new(program_job(change)) == ""
+
+
+def test_a_program_and_a_fixed_size_cannot_change_while_the_job_runs(defined: Api) -> None:
+    fixed = "program: {resize: Never}"
+    assert defined.refusal(program_job(fixed)) == ""
+    defined.report_status("program", {"phase": "Running"})
+    said = defined.refusal(program_job("program: {resize: Never, args: [--fast]}"))
+    assert "program cannot change while the job runs: suspend it first (spec.suspend: true), wait" in said
+    said = defined.refusal(program_job("{program: {resize: Never}, workers: {replicas: 6}}"))
+    assert "replicas (resize: Never) cannot change while the job runs" in said
+    said = defined.refusal(job("", name="program"))
+    assert "program cannot change while the job runs" in said
+    defined.delete_job("program")
+    assert defined.refusal(program_job()) == ""
+    defined.report_status("program", {"phase": "Running"})
+    assert defined.refusal(program_job("workers: {replicas: 6}")) == "", "a program that can restart at another size"
+    defined.delete_job("program")
 
 
 @pytest.mark.parametrize(

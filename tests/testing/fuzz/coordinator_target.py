@@ -86,6 +86,8 @@ class CoordinatorTarget:
         stream = {"request": _asked("GET", STREAM_PATH, query=asked, upgrade=UPGRADE)}
         posted = {"request": _asked("POST", STREAM_PATH, body=objects.REGISTER)}
         verdict = {**objects.HEARTBEAT, "phase": "Failed", "verdict": full["failures"][0], "failures": full["failures"]}
+        unread = {"step": 0, "hangDetection": "Output", "problem": "the pattern matches no line"}
+        program = {"frame": {"kind": FrameKind.HEARTBEAT, "body": {**objects.HEARTBEAT, "progress": unread}}}
         return [
             {
                 "plan": True,
@@ -113,6 +115,7 @@ class CoordinatorTarget:
                 ],
             },
             {"leads": False, "talks": [{"from": "::1", "sends": [stream]}]},
+            {"talks": [{"from": "10.0.0.1", "sends": [stream, hello, program]}]},
         ]
 
     def values(self) -> dict[str, list[Any]]:

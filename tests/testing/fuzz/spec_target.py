@@ -48,12 +48,15 @@ class SpecTarget:
         """A job that says little, the examples' kinds of jobs, and one that says everything."""
         schema = object_schema()["properties"]["spec"]
         spec = recorded("job")["spec"]
-        full = _consistent(everything(schema))
+        every = everything(schema)
+        program = _consistent_program(every.pop("program"))
+        full = _consistent(every)
         sections = [{"spec": {**spec, key: value}} for key, value in full.items() if isinstance(value, dict)]
         return [
             {"spec": {}},
             {"spec": spec, "status": recorded("job")["status"]},
             {"spec": full, "again": True},
+            {"spec": {"workers": full["workers"], "recovery": full["recovery"], "program": program}},
             *sections,
             *_EXAMPLES,
         ]
@@ -162,6 +165,15 @@ def _consistent(spec: Json) -> Json:
     spec["suspend"] = False
     spec.pop("managedBy", None)
     return spec
+
+
+def _consistent_program(program: Json) -> Json:
+    """Every field of a program, legal together."""
+    program["command"], program["warm"] = ["python", "-m", "train"], ["torch"]
+    program["workingDirectory"], program["progress"]["pattern"] = "/src", r"step: (?P<step>\d+)"
+    program["checkpoints"] = {"path": "/checkpoints/run", "committed": "step-{step}/.metadata"}
+    program["batch"] = {"globalSize": 1024, "microSize": 1}
+    return program
 
 
 def _without_nulls(value: Any) -> Any:

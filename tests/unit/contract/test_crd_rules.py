@@ -10,6 +10,7 @@ import pytest
 from trainium_contract.definition.accelerator_rules import ACCELERATOR_RULES
 from trainium_contract.definition.cel import RefusalReason, Rule
 from trainium_contract.definition.crd import object_schema
+from trainium_contract.definition.program_rules import PROGRAM_RULES
 from trainium_contract.definition.rules import (
     BY_CAUSE_RULES,
     RECOVERY_RULE_RULES,
@@ -29,6 +30,7 @@ ALL = [
     *((rule, SPEC) for rule in SPEC_RULES),
     *((rule, ACCELERATOR) for rule in ACCELERATOR_RULES),
     *((rule, STORAGE) for rule in STORAGE_RULES),
+    *((rule, SPEC["properties"]["program"]) for rule in PROGRAM_RULES),
     *((rule, RECOVERY["rules"]["items"]) for rule in RECOVERY_RULE_RULES),
     *((rule, RECOVERY["budgets"]["properties"]["byCause"]) for rule in BY_CAUSE_RULES),
 ]
@@ -67,12 +69,13 @@ def test_everything_in_the_trainer_but_the_monitor_is_fixed_while_the_job_runs()
     }
     trainer = {f".spec.trainer.{field.alias}" for name, field in TrainerSpec.model_fields.items() if name != "monitor"}
     others = {".spec.parallelism", ".spec.workers.accelerator", ".spec.checkpoint.storage", ".spec.managedBy"}
+    others |= {".spec.program", ".spec.workers.replicas"}
     assert fixed == trainer | others
 
 
 def test_a_field_that_is_compared_as_a_whole_always_has_a_value() -> None:
     for rule in ROOT_RULES:
-        if rule.reason is RefusalReason.FORBIDDEN and "has(self." not in rule.rule:
+        if rule.reason is RefusalReason.FORBIDDEN and f"has(self{rule.field})" not in rule.rule:
             node = ROOT
             for name in rule.field.split(".")[1:]:
                 node = node["properties"][name]

@@ -116,6 +116,7 @@ def test_of_the_spec_no_object_but_the_pod_template_takes_unknown_fields_and_of_
         {"trainer": {"model": {"ropeScaling": {"factor": 4}}}},
         {"checkpoint": {"storage": {"hostPath": {"path": "/data"}}, "durable": {"everySteps": 5}}},
         {"recovery": {"budgets": {"process": {"maxFailures": 1}}}},
+        {"program": {"image": "team/own:5", "command": ["./train"]}},
     ],
 )
 def test_the_stored_defaults_are_those_of_the_models(given: dict[str, Any]) -> None:
@@ -124,8 +125,9 @@ def test_the_stored_defaults_are_those_of_the_models(given: dict[str, Any]) -> N
 
 
 def test_what_the_api_server_stores_pins_the_trainer_against_later_defaults() -> None:
-    stored = with_defaults(spec_schema(), {})
-    assert stored["trainer"] == without_empty(TrainingJobSpec().trainer.to_wire())
+    stored, trainer = with_defaults(spec_schema(), {"trainer": {}}), TrainingJobSpec().trainer
+    assert trainer is not None
+    assert stored["trainer"] == without_empty(trainer.to_wire())
 
 
 def test_the_scale_subresource_always_finds_a_size() -> None:

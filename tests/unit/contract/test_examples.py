@@ -6,6 +6,7 @@ The bases of fine-tuning are on a volume of the cluster: a folder with a publish
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,14 +33,15 @@ from trainium_trainer.loop.schedule import learning_rate
 
 if TYPE_CHECKING:
     from trainium_contract.models.shape import ModelShape
-    from trainium_contract.trainer.config import TrainingConfig
+    from trainium_contract.trainer.config import TrainerSpec, TrainingConfig
     from trainium_trainer.configuration.config import Settings
 
 FOLDER = Path(__file__).parents[3] / "manifests/examples"
 DOCUMENTS: dict[str, dict[str, Any]] = {
     path.name: yaml.safe_load(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.glob("*.yaml"))
 }
-EXAMPLES = [name for name, document in DOCUMENTS.items() if document["kind"] == "TrainingJob"]
+JOBS = [name for name, document in DOCUMENTS.items() if document["kind"] == "TrainingJob"]
+EXAMPLES = [name for name in JOBS if "trainer" in DOCUMENTS[name]["spec"]]
 BASES = {
     "/data/models/llama2-7b": ModelPreset.LLAMA2_7B,
     "/data/models/llama2-13b": ModelPreset.LLAMA2_13B,
@@ -74,6 +76,11 @@ HLAT = {
 
 def spec_of(example: str) -> TrainingJobSpec:
     return TrainingJobSpec.model_validate(DOCUMENTS[example]["spec"])
+
+
+def trainer_of(spec: TrainingJobSpec) -> TrainerSpec:
+    assert spec.trainer is not None
+    return spec.trainer
 
 
 def base_folder(shape: ModelShape, folder: Path) -> Path:
@@ -156,7 +163,7 @@ def test_an_elastic_example_has_another_size_to_go_on_with(example: str) -> None
 
 def test_the_hlat_example_has_the_settings_of_the_papers_table() -> None:
     spec = spec_of("hlat-7b.yaml")
-    config, optimizer, nodes = spec.training_config(), spec.trainer.optimizer, spec.workers.replicas
+    config, optimizer, nodes = spec.training_config(), trainer_of(spec).optimizer, spec.workers.replicas
     shape, parallelism = spec.batch_shape(), spec.parallelism
     model = PRESETS[config.model.preset or ModelPreset.DEMO]
     tokens_of_a_step = config.batch.global_size * config.data.sequence_length
@@ -209,7 +216,7 @@ def test_the_hlat_example_rounds_at_random_and_saves_by_steps_alone() -> None:
 def test_what_the_hlat_example_does_otherwise_is_what_its_comments_say() -> None:
     spec = spec_of("hlat-7b.yaml")
     untouched = {"model", "data", "batch", "steps", "optimizer", "schedule", "precision", "recompute"}
-    assert spec.trainer.model_fields_set - untouched == {"data_parallel", "non_finite_tolerance"}
+    assert trainer_of(spec).model_fields_set - untouched == {"data_parallel", "non_finite_tolerance"}
     assert spec.workers.min_replicas == 64
     text = (FOLDER / "hlat-7b.yaml").read_text(encoding="utf-8")
     for field in ("minReplicas: 64", "dataParallel: ShardedOptimizer", "nonFiniteTolerance: 3"):
@@ -263,7 +270,7 @@ def test_what_is_fetched_lies_where_the_examples_look_for_it_and_the_token_comes
     (container,) = fetch["spec"]["template"]["spec"]["containers"]
     assert container["command"][:2] == ["trainium-trainer", "fetch-model"]
     output = container["command"][container["command"].index("--output") + 1]
-    assert {spec_of(example).trainer.model.weights for example in TUNING if "llama3-8b" in example} == {output}
+    assert {trainer_of(spec_of(example)).model.weights for example in TUNING if "llama3-8b" in example} == {output}
     (variable,) = container["env"]
     assert (variable["name"], set(variable)) == ("HF_TOKEN", {"name", "valueFrom"})
     assert variable["valueFrom"]["secretKeyRef"]["name"]
@@ -276,12 +283,12 @@ def test_what_is_fetched_lies_where_the_examples_look_for_it_and_the_token_comes
 @pytest.mark.parametrize("example", TUNING)
 def test_an_example_of_fine_tuning_leaves_its_model_behind_and_measures_it(example: str) -> None:
     spec = spec_of(example)
-    kinds = spec.trainer.artifacts.kinds
+    kinds = trainer_of(spec).artifacts.kinds
     assert kinds is not None
     assert ArtifactKind.MODEL in kinds
-    assert (ArtifactKind.ADAPTER in kinds) == (spec.trainer.tuning.method is TuningMethod.LORA)
-    assert spec.trainer.evaluate.enabled
-    assert spec.trainer.data.validation is not None
+    assert (ArtifactKind.ADAPTER in kinds) == (trainer_of(spec).tuning.method is TuningMethod.LORA)
+    assert trainer_of(spec).evaluate.enabled
+    assert trainer_of(spec).data.validation is not None
     assert spec.precompile.enabled
     assert spec.checkpoint.storage.kept
 
@@ -301,12 +308,12 @@ def test_llama2_7b_in_full_has_the_settings_of_nemo_megatron(example: str) -> No
 
 
 def test_the_qnli_example_reads_the_fields_and_labels_of_qnli() -> None:
-    data = spec_of("llama2-7b-full-qnli.yaml").trainer.data
+    data = trainer_of(spec_of("llama2-7b-full-qnli.yaml")).data
     assert data.format is DataFormat.CLASSIFICATION
     classes = data.examples.classification
     assert (classes.text_fields, classes.label_field) == (("question", "sentence"), "label")
     assert classes.labels == ("entailment", "not_entailment")
-    assert spec_of("llama2-7b-full-text.yaml").trainer.data.format is DataFormat.TEXT
+    assert trainer_of(spec_of("llama2-7b-full-text.yaml")).data.format is DataFormat.TEXT
 
 
 def test_lora_on_dolly_has_the_settings_of_optimum_neuron(tmp_path: Path) -> None:
@@ -333,10 +340,10 @@ def test_lora_beside_full_has_the_settings_and_the_numbers_of_hyperpod(tmp_path:
         assert (spec.workers.replicas, spec.workers.spares) == (1, 1)
         assert spec.workers.accelerator.instance_type == "trn1.32xlarge"
         assert (spec.parallelism.tensor, shape.data_parallel(1), shape.passes(1)) == (8, 4, 3)
-        assert spec.trainer.epochs == 3
+        assert trainer_of(spec).epochs == 3
     same = ("model", "data", "batch", "epochs", "evaluate", "schedule", "seed")
-    assert [getattr(lora.trainer, name) for name in same] == [getattr(full.trainer, name) for name in same]
-    adapters = lora.trainer.tuning.lora
+    assert [getattr(trainer_of(lora), name) for name in same] == [getattr(trainer_of(full), name) for name in same]
+    adapters = trainer_of(lora).tuning.lora
     assert (adapters.rank, adapters.targets) == (16, ("q_proj", "v_proj"))
     assert settled("llama3-8b-lora-hyperpod.yaml", tmp_path).choice.trained == 6_815_744
     found = settled("llama3-8b-full-hyperpod.yaml", tmp_path)
@@ -347,15 +354,32 @@ def test_lora_beside_full_has_the_settings_and_the_numbers_of_hyperpod(tmp_path:
 
 def test_llama2_13b_has_the_two_forms_of_data_of_jumpstart(tmp_path: Path) -> None:
     instruction, domain = (spec_of(f"llama2-13b-{name}.yaml") for name in ("instruction", "domain"))
-    data = instruction.trainer.data
+    data = trainer_of(instruction).data
     assert data.format is DataFormat.INSTRUCTION
     assert data.examples.where == {"category": "information_extraction"}
     assert (data.examples.template.prompt, data.examples.template.completion) == (None, None), "template.json decides"
     assert not Path(data.source).suffix, "a folder: template.json lies in it, beside the records"
-    lora = instruction.trainer.tuning.lora
+    lora = trainer_of(instruction).tuning.lora
     assert (lora.rank, lora.alpha, lora.dropout) == (8, 32, 0.05)
-    assert (instruction.trainer.epochs, instruction.trainer.optimizer.learning_rate) == (5, 1e-4)
-    assert (domain.trainer.data.format, Path(domain.trainer.data.source).suffix) == (DataFormat.TEXT, ".txt")
+    assert (trainer_of(instruction).epochs, trainer_of(instruction).optimizer.learning_rate) == (5, 1e-4)
+    assert (trainer_of(domain).data.format, Path(trainer_of(domain).data.source).suffix) == (DataFormat.TEXT, ".txt")
     assert legal_sizes(domain) == (1, 2)
     for example in ("llama2-13b-instruction.yaml", "llama2-13b-domain.yaml"):
         assert count_parameters(settled(example, tmp_path).shape) == 13_015_864_320
+
+
+
+def test_the_example_of_a_program_names_a_script_that_is_there_and_sizes_that_keep_its_batch() -> None:
+    (name,) = set(JOBS) - set(EXAMPLES)
+    spec = spec_of(name)
+    assert spec.program is not None
+    (mount,) = spec.workers.template["spec"]["containers"][0]["volumeMounts"]
+    script = Path(spec.program.command[-1])
+    assert str(script.parent) == mount["mountPath"]
+    assert (FOLDER / script.name).is_file()
+    assert [spec.batch_shape().passes(nodes) for nodes in (1, 2, 3)] == [12, 6, 4]
+    line, pattern = "step: 12 loss: 0.026069", spec.program.progress.pattern
+    assert pattern is not None
+    found = re.search(pattern, line)
+    assert found is not None
+    assert found.groupdict() == {"step": "12", "loss": "0.026069"}

@@ -93,10 +93,13 @@ def test_every_field_of_the_definition_is_in_a_case_and_is_legal_there() -> None
     status = everything(TrainingJobStatus.model_json_schema(by_alias=True))
     TrainingJobStatus.model_validate(status)
     assert status.keys() == object_schema()["properties"]["status"]["properties"].keys()
-    left_out = {"path", "weights", "s3", "persistentVolumeClaim", "managedBy", "adapter"}
+    left_out = {"path", "weights", "s3", "persistentVolumeClaim", "managedBy", "adapter", "program"}
     sections = object_schema()["properties"]["spec"]["properties"]
     assert sections.keys() - full.keys() <= left_out
     assert sections["trainer"]["properties"].keys() == full["trainer"].keys()
+    (other,) = [case["spec"] for case in SpecTarget().seeds() if "program" in case.get("spec", {})]
+    TrainingJobSpec.model_validate(other)
+    assert sections["program"]["properties"].keys() == other["program"].keys()
 
 
 def test_the_edges_of_a_field_are_its_bounds_what_is_beyond_them_and_its_words() -> None:
