@@ -416,6 +416,7 @@ def plan_settings(settings: Settings, namespace: str) -> PlanSettings:
     address = f"{settings.coordinator_service}.{namespace}.svc:{settings.coordinator_port}"
     return PlanSettings(
         image=settings.trainer_image,
+        agent_image=settings.agent_image,
         coordinator=settings.coordinator_address or address,
         status_interval_seconds=settings.status_interval,
         image_pull_policy=settings.image_pull_policy,

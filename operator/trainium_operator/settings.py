@@ -55,6 +55,7 @@ class Settings:
     watch_nodes: bool = _setting(True, "read nodes, to see deleted and unready ones")
     kubeconfig: str = _setting("", "kubeconfig file, for running outside of a pod")
     trainer_image: str = _setting("trainium-trainer:latest", "worker image of jobs that name none")
+    agent_image: str = _setting("trainium-agent:latest", "image whose agent is copied into the workers of programs")
     image_pull_policy: str = _setting("IfNotPresent", "imagePullPolicy of worker containers")
     image_pull_secrets: str = _setting("", "names of image pull secrets of worker pods, separated by commas")
     worker_user: int = _setting(1000, "user and group id of worker processes")

@@ -58,6 +58,10 @@ def make_spec(
     size = decide_size(spec)
     if size.desired == 0 or size.shape is None or not size.shape.is_legal(asked):
         raise InputError(f"{path}: the job cannot train on {asked} nodes: {size.message}")
+    if spec.trainer is None:
+        # A program resumes from its own checkpoints, as often as checkpoint.durable states.
+        checkpoint = spec.checkpoint
+        return spec.replaced(checkpoint=checkpoint.replaced(memory=checkpoint.memory.replaced(every_steps=0)))
     # It trains all the days that are asked for: near its end a job does not grow back, for little is left to do.
     return spec.replaced(trainer=spec.trainer.replaced(steps=_ENDLESS, epochs=0.0))
 

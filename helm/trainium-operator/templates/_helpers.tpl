@@ -114,6 +114,10 @@ authorization:
 {{- default (printf "trainium-trainer:%s" .Chart.AppVersion) .Values.trainerImage }}
 {{- end }}
 
+{{- define "trainium-operator.agentImage" -}}
+{{- default (printf "trainium-agent:%s" .Chart.AppVersion) .Values.agentImage }}
+{{- end }}
+
 {{- /* The served namespaces, separated by commas; empty for all. */}}
 {{- define "trainium-operator.namespaces" -}}
 {{- $one := list }}

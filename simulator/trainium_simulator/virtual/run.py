@@ -235,7 +235,7 @@ class Run:
         """Return a loss that is not finite: skipped where the job bears it, else the ranks end with the code for it."""
         if self.member_on(slot) is None or self.training.state is not State.RUNNING:
             return
-        if self._spec.trainer.non_finite_tolerance > 0:
+        if self._spec.trainer is not None and self._spec.trainer.non_finite_tolerance > 0:
             return
         self._stop(State.STALLED)
         self._later(0.0, lambda at: self._give_up(slot, at, int(ExitCode.NUMERICAL), None))

@@ -73,7 +73,7 @@ class Training:
 
     def _batch(self, size: int) -> int:
         """Return samples of a step at this size."""
-        return self._shape.batch(size) or self._shape.global_batch_size
+        return self._shape.batch(size) or self._shape.global_batch_size or 1
 
     def _passes(self, size: int) -> int:
         """Return micro-batches of a step on each rank at this size."""
@@ -161,7 +161,7 @@ class Training:
         if not memory.every_steps:
             return self.durable
         newest = self._newest_in_memory()
-        if lost and self._spec.trainer.data_parallel.is_sharded:
+        if lost and self._spec.trainer is not None and self._spec.trainer.data_parallel.is_sharded:
             missing = set(lost)
             half = max(1, self.size // 2)
             alone = any((rank + half) % max(1, self.size) in missing for rank in missing)

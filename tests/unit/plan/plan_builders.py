@@ -60,6 +60,13 @@ def spec(**changes: Any) -> TrainingJobSpec:
     return TrainingJobSpec.model_validate({"workers": workers, "trainer": trainer, **changes})
 
 
+def program_spec(**changes: Any) -> TrainingJobSpec:
+    """A CPU job of 4 workers and no spare that runs a program."""
+    workers = {"replicas": 4, "accelerator": {"device": "cpu"}, **changes.pop("workers", {})}
+    program = {"image": "team/own:5", "command": ["python", "train.py"], **changes.pop("program", {})}
+    return TrainingJobSpec.model_validate({"workers": workers, "program": program, **changes})
+
+
 def job(job_spec: TrainingJobSpec | None = None, status: TrainingJobStatus | None = None, **changes: Any) -> JobView:
     view = JobView(
         namespace="default",

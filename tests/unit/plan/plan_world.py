@@ -114,6 +114,10 @@ class FakeWorld:
         """What every agent reports about graphs."""
         self.trained_at = 0.0
         """When the last step ended."""
+        self.total = spec.trainer.steps if spec.trainer is not None else 100
+        """Steps after which the ranks end."""
+        self.reports_steps = True
+        """Whether heartbeats have the steps, as of every trainer and some programs."""
 
     @property
     def operator_up(self) -> bool:
@@ -278,7 +282,7 @@ class FakeWorld:
                 agent.phase = WorkerPhase.JOINING
 
     def _step(self, agents: list[Agent], steps: int) -> None:
-        total = self.spec.trainer.steps
+        total = self.total
         if agents[0].step >= total and self.stages:
             self._stage(agents)
             return
@@ -317,6 +321,8 @@ class FakeWorld:
                     agent.restarts[index] = record.model_copy(update=update)
 
     def _progress(self, agent: Agent) -> Progress:
+        if not self.reports_steps:
+            return Progress(step=0, hang_detection="Output")
         seconds = dict(self.stages).get(agent.stage)
         return Progress(
             step=agent.step,
@@ -363,7 +369,11 @@ class FakeWorld:
                 compiled=self.compiled,
             )
             stepped = bool(
-                old and old.heartbeat and old.heartbeat.progress and agent.step > old.heartbeat.progress.step
+                self.reports_steps
+                and old
+                and old.heartbeat
+                and old.heartbeat.progress
+                and agent.step > old.heartbeat.progress.step
             )
             if stepped:
                 self.progressed = True

@@ -271,4 +271,5 @@ def test_a_job_does_not_come_to_its_end_while_it_is_simulated(tmp_path: Path) ->
     path = tmp_path / "job.yaml"
     path.write_text("kind: TrainingJob\nspec: {trainer: {steps: 5, epochs: 2}}\n")
     trainer = make_spec(path, read_job(path), nodes=None, spares=None, changes={}).trainer
+    assert trainer is not None
     assert (trainer.steps, trainer.epochs) == (2**31 - 1, 0.0), "near its end a job would not grow back"

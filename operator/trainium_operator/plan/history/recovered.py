@@ -2,7 +2,8 @@
 
 The agents' own records report best when training resumed and from which step; without one, the first heartbeat that
 shows a new step does. Seconds are from the failure to the first step that had not been completed before. After the last
-step there is none: then it is over when the ranks have come to a stage again with no step left to do.
+step there is none: then it is over when the ranks have come to a stage again with no step left to do. For a program
+that reports no steps it is over when the processes of all members run again.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from trainium_contract.status.interruptions import Interruption, Rung
 from trainium_contract.wire.messages import Progress, RestartRecord, WorkerPhase
 from trainium_operator.plan.history.interruptions import replace_entry
 from trainium_operator.plan.view.node_problems import is_clock_in_sync
-from trainium_operator.plan.view.progress import is_settled, last_step, newest_progress
+from trainium_operator.plan.view.progress import is_settled, last_step, newest_progress, steady_at
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,7 +39,7 @@ def close_recovered(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatu
     for index, entry in enumerate(status.history):
         if entry.recovered_seconds is not None or entry.rung is Rung.STOP:
             continue
-        resumed = _recorded(facts, entry) or _observed(facts, entry)
+        resumed = _recorded(facts, entry) or _observed(facts, entry) or _without_steps(facts, entry)
         if resumed is None:
             continue
         status = replace_entry(status, index, _closed(entry, resumed, facts.now))
@@ -58,7 +59,7 @@ def close_lapsed(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
         if entry.recovered_seconds is not None or entry.rung is Rung.STOP:
             continue
         in_force = (entry.generation, entry.attempt) >= (current.generation, attempt)
-        if in_force and (last_step(facts) > entry.step_before or _past_steps(facts)):
+        if in_force and (last_step(facts) > entry.step_before or _past_steps(facts) or steady_at(facts) is not None):
             resumed = _Resumption(at=facts.now, resume_step=entry.step_before, step_before=-1)
             status = replace_entry(status, index, _closed(entry, resumed, facts.now))
     return status
@@ -134,6 +135,18 @@ def _observed(facts: Facts, entry: Interruption) -> _Resumption | None:
             at = progress.stage_since if dated else facts.now
             return _Resumption(at=at, resume_step=progress.resume_step, step_before=-1)
     return None
+
+
+def _without_steps(facts: Facts, entry: Interruption) -> _Resumption | None:
+    """Return when the processes of all members of a program without steps were up again."""
+    if steady_at(facts) is None:
+        return None
+    beats = [beat for _, beat in facts.beats if (beat.generation, beat.attempt) > (entry.generation, entry.attempt)]
+    if len(beats) < len(facts.members):
+        return None
+    started = [beat.progress.started for beat in beats if beat.progress is not None and is_clock_in_sync(beat)]
+    at = max(started, default=0.0)
+    return _Resumption(at=at if at > (entry.failed_at or 0.0) else facts.now, resume_step=None, step_before=-1)
 
 
 def _first_new_step(entry: Interruption, progress: Progress) -> float:

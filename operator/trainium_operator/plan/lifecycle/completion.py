@@ -53,7 +53,10 @@ def all_finished(facts: Facts) -> bool:
 
 def complete(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
     """Complete the job."""
-    message = f"all {status.progress.total_steps or status.progress.step} steps are done"
+    step = status.progress.step
+    message = f"all {status.progress.total_steps or step} steps are done"
+    if facts.job.spec.program is not None:
+        message = f"the program ended with code 0 on all workers{f', after step {step}' if step else ''}"
     status = with_condition(status, ConditionType.COMPLETE, True, Reason.COMPLETED, message, now=facts.now)
     if is_true(status, ConditionType.FAILURE_TARGET):
         kind = ConditionType.FAILURE_TARGET

@@ -25,7 +25,9 @@ def config_map(job: JobView, ca_bundle: str) -> Json:
     """Build the ConfigMap of the trainer's configuration (JSON), the job's rules, its size and the CA bundle."""
     workers = job.spec.workers
     nodes = f"{max(workers.replicas, workers.max_replicas or 0)}\n"
-    data = {names.TRAINER_KEY: trainer_configuration(job), names.CA_KEY: ca_bundle, NODES_NAME: nodes}
+    data = {names.CA_KEY: ca_bundle, NODES_NAME: nodes}
+    if job.spec.program is None:
+        data[names.TRAINER_KEY] = trainer_configuration(job)
     rules = job.spec.recovery.rules
     if rules:
         data[RULES_NAME] = json.dumps([rule.to_wire() for rule in rules], indent=2, sort_keys=True) + "\n"
@@ -48,13 +50,13 @@ def trainer_configuration(job: JobView) -> str:
     checkpoint = config.checkpoint.replaced(path=path)
     if job.spec.checkpoint.storage.uri is not None:
         checkpoint = checkpoint.replaced(records_path=CHECKPOINT_MOUNT)
-    wire = config.replaced(checkpoint=checkpoint, neuron=_neuron(job)).to_wire()
+    wire = config.replaced(checkpoint=checkpoint, neuron=_neuron(config.neuron, job)).to_wire()
     return json.dumps(wire, indent=2, sort_keys=True) + "\n"
 
 
-def _neuron(job: JobView) -> NeuronConfig:
+def _neuron(neuron: NeuronConfig, job: JobView) -> NeuronConfig:
     """Return the job's settings; compiled graphs are kept on the checkpoints' volume unless they name a folder."""
-    neuron, storage = job.spec.trainer.neuron, job.spec.checkpoint.storage
+    storage = job.spec.checkpoint.storage
     mounted = storage.kept and storage.uri is None
     if not job.spec.precompile.enabled or not mounted or neuron.shared_cache_directory is not None:
         return neuron

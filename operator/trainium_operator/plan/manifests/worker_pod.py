@@ -10,6 +10,7 @@ Guarantees:
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ from trainium_operator.plan.model.names import LAYERS
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobSpec
     from trainium_contract.spec.storage import StorageSpec
-    from trainium_contract.trainer.neuron import NeuronConfig
+    from trainium_contract.trainer.config import TrainerSpec
     from trainium_operator.plan.model.observed import JobView, PlanSettings
 
 
@@ -139,7 +140,7 @@ def with_worker_needs(spec: Json, job: TrainingJobSpec) -> Json:
 def needs_of_workers(job: TrainingJobSpec) -> WorkerRequests | None:
     """Return None while the spec contradicts itself, which is reported elsewhere."""
     try:
-        config = job.training_config()
+        config = job.training_config() if job.program is None else None
         return worker_requests(config, job.workers.accelerator, job.batch_shape())
     except ValueError:
         return None
@@ -170,6 +171,13 @@ def _cpus(milli: int) -> str:
 
 
 PRECOMPILE_CONTAINER = "precompile"
+AGENT_CONTAINER = "trainium-agent"
+_AGENT_VOLUME, _COPY = "agent", "/copy"
+COPY_AGENT = (
+    "import shutil, sys; source, copy = sys.argv[1:]; "
+    "shutil.rmtree(copy, ignore_errors=True); shutil.copytree(source, copy, symlinks=True)"
+)
+"""Repeatable, because a kubelet may start an init container again."""
 TEMPLATE_REVISION = 0
 """Counts changes of this module by which the same job gets other pods (a test states when). No user caused them,
 so an upgrade of the operator replaces no pod for them, and reports none as outdated."""
@@ -253,8 +261,13 @@ def pod_template(job: JobView, settings: PlanSettings, *, asks: bool = True) -> 
     if "initContainers" in body["spec"]:
         body["spec"] = {**body["spec"], "initContainers": [*map(_with_log_as_message, body["spec"]["initContainers"])]}
     body["metadata"]["annotations"][env.ANNOTATION_TEMPLATE_HASH] = digest
-    body["metadata"]["annotations"][env.ANNOTATION_IMAGE] = job.spec.image or settings.image
+    body["metadata"]["annotations"][env.ANNOTATION_IMAGE] = _image_of_agent(job, settings)
     return body
+
+
+def _image_of_agent(job: JobView, settings: PlanSettings) -> str:
+    """Return the image that has the agent: the trainer's, or of a program the one that its init container has."""
+    return settings.agent_image if job.spec.program is not None else job.spec.image or settings.image
 
 
 def _with_log_as_message(container: Json) -> Json:
@@ -327,6 +340,9 @@ def _pod_spec(job: JobView, settings: PlanSettings) -> Json:
         "volumes": _volumes(job.name, spec),
         **_feature_fields(job, settings)[0],
     }
+    if spec.program is not None:
+        body["initContainers"] = [_agent_container(settings)]
+        body["volumes"].append({"name": _AGENT_VOLUME, "emptyDir": {}})
     if accelerator.instance_type:
         body["nodeSelector"] = {"node.kubernetes.io/instance-type": accelerator.instance_type}
     if job.spec.scheduling.priority_class_name:
@@ -336,15 +352,34 @@ def _pod_spec(job: JobView, settings: PlanSettings) -> Json:
     return body
 
 
+_RESTRICTED: Json = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+
+
+def _agent_container(settings: PlanSettings) -> Json:
+    """Build the init container that copies the agent to a volume of the pod."""
+    source, copy = env.AGENT_MOUNT, f"{_COPY}{env.AGENT_MOUNT}"
+    return {
+        "name": AGENT_CONTAINER,
+        "image": settings.agent_image,
+        "imagePullPolicy": settings.image_pull_policy,
+        "command": [*env.AGENT_INTERPRETER, "-c", COPY_AGENT, source, copy],
+        "securityContext": _RESTRICTED,
+        "resources": {"requests": {"cpu": "100m", "memory": "64Mi"}},
+        "volumeMounts": [{"name": _AGENT_VOLUME, "mountPath": _COPY}],
+    }
+
+
 def _container(job: JobView, settings: PlanSettings) -> Json:
+    program = job.spec.program
+    command = ["trainium-agent"] if program is None else [*env.AGENT_INTERPRETER, "-m", "trainium_agent"]
     container: Json = {
         "name": WORKER_CONTAINER,
-        "image": job.spec.image or settings.image,
+        "image": job.spec.worker_image or settings.image,
         "imagePullPolicy": settings.image_pull_policy,
-        "command": ["trainium-agent"],
+        "command": command,
         "env": _environment(job, settings),
         "terminationMessagePolicy": "FallbackToLogsOnError",
-        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+        "securityContext": _RESTRICTED,
         "volumeMounts": [
             {"name": "config", "mountPath": env.CONFIG_DIRECTORY, "readOnly": True},
             {"name": "token", "mountPath": env.TOKEN_PATH.rsplit("/", 1)[0], "readOnly": True},
@@ -353,6 +388,9 @@ def _container(job: JobView, settings: PlanSettings) -> Json:
             {"name": "checkpoints", "mountPath": env.CHECKPOINT_MOUNT},
         ],
     }
+    if program is not None:
+        mount = {"name": _AGENT_VOLUME, "mountPath": env.AGENT_MOUNT, "subPath": env.AGENT_MOUNT.lstrip("/")}
+        container["volumeMounts"].append({**mount, "readOnly": True})
     extended = extended_resources(job.spec.workers.accelerator)
     claims = _feature_fields(job, settings)[1]
     if extended or claims:
@@ -470,7 +508,7 @@ def _environment(job: JobView, settings: PlanSettings) -> list[Json]:
         # A job that is made again under the same name may take over its predecessor's checkpoints.
         env.ENV_RUN_ID: job.uid,
         env.ENV_COORDINATOR: settings.coordinator,
-        env.ENV_PROCESSES_PER_NODE: str(accelerator.cores()),
+        env.ENV_PROCESSES_PER_NODE: str(job.spec.processes_per_node),
         env.ENV_MAX_IN_PLACE_RESTARTS: str(recovery.max_in_place_restarts),
         env.ENV_GRACE_SECONDS: str(recovery.grace_period_seconds),
         env.ENV_PREFLIGHT: ",".join(job.spec.health.preflight.checks),
@@ -481,12 +519,15 @@ def _environment(job: JobView, settings: PlanSettings) -> list[Json]:
         env.ENV_CA_PATH: env.CA_PATH,
         # The image's user need not have a home; the cache is the pod's own, never shared between nodes.
         "XDG_CACHE_HOME": _CACHE_DIRECTORY,
-        **_device_environment(accelerator, job.spec.trainer.neuron),
+        **_device_environment(accelerator, job.spec.trainer),
     }
+    if job.spec.program is not None:
+        # A kubelet replaces $(NAME) in a value, and $$ stands for a dollar sign.
+        values[env.ENV_PROGRAM] = json.dumps(job.spec.program.to_wire()).replace("$", "$$")
     if settings.cluster:
         values[env.ENV_CLUSTER] = settings.cluster
     if job.spec.precompile.enabled:
-        values[env.ENV_IMAGE] = job.spec.image or settings.image
+        values[env.ENV_IMAGE] = _image_of_agent(job, settings)
         if later := _sizes_for_spares(job):
             values[env.ENV_BACKGROUND_SIZES] = ",".join(map(str, later))
     if recovery.hang != HangSpec():
@@ -497,7 +538,7 @@ def _environment(job: JobView, settings: PlanSettings) -> list[Json]:
     return references + [{"name": key, "value": value} for key, value in values.items()]
 
 
-def _device_environment(accelerator: AcceleratorSpec, neuron: NeuronConfig) -> dict[str, str]:
+def _device_environment(accelerator: AcceleratorSpec, trainer: TrainerSpec | None) -> dict[str, str]:
     if accelerator.device is Device.CPU:
         return {"OMP_NUM_THREADS": "1"}
     if accelerator.device is not Device.NEURON:
@@ -505,9 +546,9 @@ def _device_environment(accelerator: AcceleratorSpec, neuron: NeuronConfig) -> d
     found = {}
     # A compilation that was killed leaves a failed entry behind; a cache on shared storage gets corrupted. Where the
     # job states otherwise, the trainer sets its own, and refuses a variable that contradicts it.
-    if neuron.retry_failed_compilation:
+    if trainer is not None and trainer.neuron.retry_failed_compilation:
         found["NEURON_CC_FLAGS"] = "--retry_failed_compilation"
-    if neuron.cache_directory is None:
+    if trainer is not None and trainer.neuron.cache_directory is None:
         found["NEURON_COMPILE_CACHE_URL"] = f"{_CACHE_DIRECTORY}/neuron"
     devices = expected_devices(accelerator)
     if devices is not None:

@@ -52,15 +52,15 @@ class Decision:
 def start_generation(facts: Facts, status: TrainingJobStatus, new: NewGeneration) -> PolicyResult:
     """Record the decision in the status and publish it."""
     recorded = facts.observed.membership
-    number = next_generation(facts)
+    number, size, program = next_generation(facts), len(new.members), facts.job.spec.program
     membership = Membership(
         generation=number,
         transition=new.transition,
         cause=new.cause,
         members=new.members,
-        processes_per_node=facts.job.spec.workers.accelerator.cores(),
+        processes_per_node=facts.job.spec.processes_per_node,
+        accumulation=facts.size.passes(size) if program is not None and program.batch is not None else 0,
     )
-    size = len(new.members)
     status = status.replaced(
         membership=MembershipStatus(
             generation=number, attempt=0, size=size, data_parallel=facts.size.data_parallel(size)

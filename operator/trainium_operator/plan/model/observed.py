@@ -308,6 +308,8 @@ class PlanSettings:
     """Worker image of jobs that name none."""
     coordinator: str
     """`host:port` that workers reach the coordinator at."""
+    agent_image: str = "trainium-agent:latest"
+    """Image of the agent, which is copied into the pods of programs."""
     status_interval_seconds: float = 15.0
     """Shortest time between two status writes that only contains progress."""
     count_interval_seconds: float = 2.0

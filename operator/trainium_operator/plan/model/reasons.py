@@ -29,6 +29,9 @@ class Reason(StrEnum):
     RECOVERED = "Recovered"
     NO_INTERRUPTION = "NoInterruption"
     GENERATION_STARTED = "GenerationStarted"
+    PROGRESS_REPORTED = "ProgressReported"
+    NO_STEP_REPORTED = "NoStepReported"
+    PROGRESS_UNREADABLE = "ProgressUnreadable"
     # Resizing
     SIZE_REQUESTED = "SizeRequested"
     CAPACITY_MISSING = "CapacityMissing"
@@ -37,6 +40,7 @@ class Reason(StrEnum):
     # Checkpoints
     COMMITTED = "Committed"
     NOTHING_COMMITTED = "NothingCommitted"
+    CHECKPOINTS_UNKNOWN = "CheckpointsUnknown"
     STORAGE_UNAVAILABLE = "StorageUnavailable"
     CHECKPOINT_COMMITTED = "CheckpointCommitted"
     CHECKPOINT_SKIPPED = "CheckpointSkipped"

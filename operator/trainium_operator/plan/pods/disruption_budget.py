@@ -108,7 +108,10 @@ def _is_open_fault(recovered_seconds: float | None, rung: Rung) -> bool:
 def _judge_checkpoints(facts: Facts, status: PublicStatus) -> _Judgement:
     """Return whether the newest durable checkpoint is young enough, and when it will not be."""
     limit = facts.job.spec.recovery.disruption.max_durable_age_seconds
-    if not facts.job.spec.checkpoint.storage.kept:
+    program = facts.job.spec.program
+    if program is not None and program.checkpoints is None:
+        return _Judgement(True, "the program's checkpoints are not known (spec.program.checkpoints is not set)")
+    if program is None and not facts.job.spec.checkpoint.storage.kept:
         return _Judgement(True, "the job keeps no durable checkpoints (spec.checkpoint.storage is not set)")
     if past_steps(status) and status.checkpoint.durable_step >= status.progress.step:
         return _Judgement(True, "every step is done and saved")

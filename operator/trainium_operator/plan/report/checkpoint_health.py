@@ -48,8 +48,14 @@ def set_checkpoint_health(facts: Facts, status: AnyShown) -> tuple[AnyShown, tup
         message = "durable checkpoints are committed"
         return with_condition(status, kind, True, Reason.COMMITTED, message, now=now), requeue_at
     if find_condition(status, kind) is None or facts.current is None:
-        message = "no durable checkpoint is known yet"
-        return with_condition(status, kind, None, Reason.NOTHING_COMMITTED, message, now=now), requeue_at
+        program, reason, message = (
+            facts.job.spec.program,
+            Reason.NOTHING_COMMITTED,
+            "no durable checkpoint is known yet",
+        )
+        if program is not None and program.checkpoints is None:
+            reason, message = Reason.CHECKPOINTS_UNKNOWN, "the job has no spec.program.checkpoints"
+        return with_condition(status, kind, None, reason, message, now=now), requeue_at
     return status, requeue_at
 
 
@@ -82,6 +88,8 @@ def _overdue(facts: Facts, status: PublicStatus) -> tuple[str, tuple[float, ...]
     since = _since(facts, status)
     if since is None or not is_true(status, ConditionType.RUNNING) or past_steps(status):
         return "", ()
+    if facts.job.spec.program is not None:
+        return "", ()  # it saves by its own rule
     step = max(status.checkpoint.durable_step, 0)
     newest = f"step {step}" if status.checkpoint.durable_step >= 0 else "none"
     tail = _own_error(facts, status) or "storage does not respond, or is too slow for this interval"

@@ -87,6 +87,16 @@ def _transitions(old: PublicStatus, new: PublicStatus) -> Iterator[EventIntent]:
     nodes, seen = find_condition(new, ConditionType.NODES_HEALTHY), find_condition(old, ConditionType.NODES_HEALTHY)
     if nodes is not None and nodes.reason == Reason.CONTACT_LOST and (seen is None or seen.reason != nodes.reason):
         yield event(Reason.CONTACT_LOST, nodes.message, warning=True)
+    read, seen = (
+        find_condition(new, ConditionType.PROGRESS_REPORTED),
+        find_condition(old, ConditionType.PROGRESS_REPORTED),
+    )
+    if (
+        read is not None
+        and read.reason == Reason.PROGRESS_UNREADABLE
+        and (seen is None or seen.message != read.message)
+    ):
+        yield event(Reason.PROGRESS_UNREADABLE, read.message, warning=True)
     legal, before = find_condition(new, ConditionType.SIZE_LEGAL), find_condition(old, ConditionType.SIZE_LEGAL)
     if legal is not None and not is_true(new, ConditionType.SIZE_LEGAL) and legal != before:
         yield event(Reason(legal.reason), legal.message, warning=True)

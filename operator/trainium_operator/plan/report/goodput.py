@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from trainium_contract.status.interruptions import Interruption, Rung
 from trainium_contract.status.ledger import OVERHEAD, STARTUP, StageSeconds
 from trainium_operator.plan.report.step_time import count_steps, productive, reference_seconds, sample_step_time
-from trainium_operator.plan.view.progress import newest_progress, past_steps
+from trainium_operator.plan.view.progress import newest_progress, past_steps, steady_at
 
 if TYPE_CHECKING:
     from trainium_contract.job import GoodputStatus, TrainingJobStatus
@@ -155,9 +155,15 @@ def _is_open(entry: Interruption) -> bool:
 
 
 def _charge_startup(facts: Facts, goodput: GoodputStatus, passed: float) -> GoodputStatus:
-    """Time counts as start-up until a new step is seen; what came after the end of that step does not."""
-    starting = goodput.starting
+    """Time counts as start-up until a new step is seen; what came after the end of that step does not.
+
+    A program without steps has started when all of its processes run. Where steps follow later, as after a compilation,
+    all that was not lost until then was start-up.
+    """
+    starting, first = goodput.starting, not any(each.steps for each in goodput.sizes) and not goodput.earlier_seconds
     goodput, steps, ended = count_steps(facts, goodput)
+    if not starting and first and steps and facts.job.spec.program is not None:
+        starting, passed = True, max(passed, goodput.wall_seconds - _lost(goodput))
     if not starting:
         return goodput
     lost = goodput.lost_seconds.get(STARTUP, 0.0) + passed
@@ -165,7 +171,7 @@ def _charge_startup(facts: Facts, goodput: GoodputStatus, passed: float) -> Good
         after = min(passed, max(0.0, facts.now - ended)) if ended else 0.0
         lost -= after + steps * _reference(facts, goodput)
     return _set_loss(goodput, STARTUP, max(0.0, lost), StageSeconds(), startup=True).replaced(
-        starting=not steps and not _stage(facts)
+        starting=not steps and not _stage(facts) and steady_at(facts) is None
     )
 
 

@@ -41,7 +41,7 @@ from trainium_operator.plan.report.checkpoint_health import set_checkpoint_healt
 from trainium_operator.plan.report.goodput import account
 from trainium_operator.plan.report.run_results import describe_activity, record_results, total_steps
 from trainium_operator.plan.view.facts import Facts, creation_refused, current_heartbeats, refuse_pods
-from trainium_operator.plan.view.progress import is_settled, newest_progress
+from trainium_operator.plan.view.progress import has_reported_steps, is_settled, newest_progress, steady_at
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
@@ -181,6 +181,9 @@ def summarize(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
     status = _recovering(facts, status)
     status = _resizing(facts, status)
     status, requeue_at = set_checkpoint_health(facts, status)
+    steady = steady_at(facts)
+    if steady is not None and not status.start_time:
+        requeue_at = (*requeue_at, steady)
     requeue_at = (*requeue_at, *_slow_inits_at(facts))
     return PolicyResult(status=status.replaced(phase=_phase(facts, status)), requeue_at=requeue_at)
 
@@ -235,10 +238,26 @@ def _progress(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
             alerts=_newest_alerts(status.alerts, newest),
             checkpoint=_newest_checkpoints(facts, status.checkpoint, reports),
         )
-        status = record_results(facts, status, reports)
-    if not status.start_time and any(report.step > 0 for report in reports):
+        status = record_results(facts, status, reports).replaced(hang_detection=newest.hang_detection)
+        status = _program_progress(facts, status, reports)
+    steady = steady_at(facts)
+    stepped = any(report.step > 0 for report in reports) or (steady is not None and facts.now >= steady)
+    if not status.start_time and stepped:
         status = status.replaced(start_time=rfc3339(facts.now))
     return account(facts, status)
+
+
+def _program_progress(facts: Facts, status: AnyShown, reports: list[Progress]) -> AnyShown:
+    """Report whether the progress of a program can be read."""
+    if facts.job.spec.program is None:
+        return status
+    kind, problem = ConditionType.PROGRESS_REPORTED, next((each.problem for each in reports if each.problem), "")
+    if problem:
+        return with_condition(status, kind, False, Reason.PROGRESS_UNREADABLE, problem, now=facts.now)
+    if has_reported_steps(facts):
+        return with_condition(status, kind, True, Reason.PROGRESS_REPORTED, "steps are reported", now=facts.now)
+    message = "no step was reported yet: give program.progress.pattern, or report steps with trainium_worker"
+    return with_condition(status, kind, None, Reason.NO_STEP_REPORTED, message, now=facts.now)
 
 
 def _last_words(facts: Facts) -> tuple[tuple[Member, HeartbeatRequest], ...]:

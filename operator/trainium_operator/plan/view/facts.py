@@ -1,7 +1,7 @@
 """Sort the observation into workers and members (`Facts`), and select the workers that may join.
 
-Ranks of two versions of the trainer must not meet: what they exchange while they start has no version. So the image
-of an earlier default stays with a job until no worker of it runs, unless the job names an image.
+Ranks of two versions of the trainer must not meet, nor agents of two versions: what they exchange while they start has
+no version. So the image of an earlier default stays with a job until no worker of it runs, unless the job names one.
 
 Guarantees:
 - `Facts` never changes during a plan.
@@ -182,13 +182,18 @@ def refuse_pods(facts: Facts) -> tuple[Reason, str] | None:
 
 
 def pin_running_image(observed: Observed, settings: PlanSettings) -> PlanSettings:
-    """Return the settings with the image of the running workers: of the lowest rank, else of the oldest pod."""
+    """Return the settings with the image of the running workers: of the lowest rank, else of the oldest pod.
+
+    Of a program it is the agent's image.
+    """
     running = {pod.uid: pod.image for pod in observed.pods if pod.phase is PodPhase.RUNNING and pod.image}
     if not running or _names_image(observed.job.spec):
         return settings
     members = observed.membership.members if observed.membership is not None else ()
     of_members = (running[member.pod_uid] for member in members if member.pod_uid in running)
     image = next(of_members, None) or next(iter(running.values()))
+    if observed.job.spec.program is not None:
+        return settings if image == settings.agent_image else replace(settings, agent_image=image)
     return settings if image == settings.image else replace(settings, image=image)
 
 

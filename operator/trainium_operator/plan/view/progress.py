@@ -23,13 +23,33 @@ def newest_progress(facts: Facts) -> Progress | None:
 
 
 def has_progress(facts: Facts) -> bool:
-    """Return whether the job has ever made a step."""
+    """Return whether the job has ever made a step, or a program without steps has run for a while."""
+    return has_reported_steps(facts) or bool(facts.job.status.start_time)
+
+
+def has_reported_steps(facts: Facts) -> bool:
+    """Return whether the job has ever reported a step."""
     reported = any(beat.progress is not None and beat.progress.step > 0 for _, beat in facts.beats)
     return reported or facts.job.status.progress.step > 0
 
 
+STEADY_SECONDS = 60.0
+"""A program without steps counts as started when all of its processes have run this long."""
+
+
+def steady_at(facts: Facts) -> float | None:
+    """Return when a program that has reported no step counts as started (Unix seconds); None while it does not run."""
+    if facts.job.spec.program is None or has_reported_steps(facts) or not is_settled(facts):
+        return None
+    started = [min(beat.progress.started, facts.now) for _, beat in facts.beats if beat.progress is not None]
+    return max(started, default=facts.now) + STEADY_SECONDS
+
+
 def has_stepped(facts: Facts) -> bool:
     """Return whether the generation in force has made a step, or is past the last one."""
+    steady = steady_at(facts)
+    if steady is not None:
+        return facts.now >= steady
     for _, beat in facts.beats:
         progress = beat.progress
         if progress is None or beat.phase not in (WorkerPhase.TRAINING, WorkerPhase.FINISHED):

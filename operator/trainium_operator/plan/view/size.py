@@ -85,7 +85,8 @@ def decide_size(spec: TrainingJobSpec) -> SizeDecision:
             message=_none_legal(smallest, requested, shape),
             shape=shape,
         )
-    too_large = explain_misfit(spec.training_config(), workers.accelerator, shape, desired)
+    trainer = spec.program is None
+    too_large = explain_misfit(spec.training_config(), workers.accelerator, shape, desired) if trainer else ""
     if too_large:
         message = sentence(too_large)
         return SizeDecision(desired=0, floor=0, reason=Reason.INVALID_SPEC, message=message, shape=shape)
@@ -111,6 +112,8 @@ def _explain(asked: int, requested: int, largest: int, desired: int, shape: Batc
     cut = "" if requested == asked else f", at most {requested} are allowed (maxReplicas)"
     worth = _worth(desired, shape)
     short = shape.filled(desired) < 1 or shape.batch(desired) != shape.global_batch_size
+    if not shape.global_batch_size:
+        worth = "the program's batch changes with the size, because program.batch is not given"
     idle = _idle(desired, shape)
     if desired == asked:
         nodes = counted(desired, "node")
@@ -159,11 +162,11 @@ def _rule(shape: BatchShape) -> str:
         f"A size is legal when nodes x {shape.cores_per_node} cores is divisible by tensor x pipeline "
         f"({shape.tensor} x {shape.pipeline})"
     )
-    if shape.rule is SizeRule.ANY:
+    if shape.rule is SizeRule.ANY or not shape.global_batch_size:
         return f"{cores}."
     return (
-        f"{cores} and, with elasticity.sizes Even, the global batch ({shape.global_batch_size}) by the data-parallel "
-        f"degree x micro-batch ({shape.micro_batch_size})."
+        f"{cores} and the global batch ({shape.global_batch_size}) by the data-parallel degree x micro-batch "
+        f"({shape.micro_batch_size})."
     )
 
 
@@ -172,7 +175,7 @@ def _none_legal(smallest: int, requested: int, shape: BatchShape) -> str:
     advice = f"legal sizes near it are {', '.join(map(str, near[:8]))}" if near else "no small size is legal"
     return sentence(
         f"No size from {smallest} to {requested} nodes is legal: {advice}. {_rule(shape)} "
-        "Change spec.workers.replicas (and minReplicas) or spec.trainer.batch."
+        "Change spec.workers.replicas (and minReplicas) or the batch."
     )
 
 

@@ -1,0 +1,282 @@
+"""Jobs that run a program: pods, sizes, conditions, and what replaces steps where the program reports none."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from plan_builders import (
+    CA,
+    NOW,
+    SETTINGS,
+    agent,
+    check_ledger,
+    job,
+    observed,
+    planned,
+    pod,
+    program_spec,
+    published,
+    running,
+    training,
+    with_status,
+    without,
+)
+from plan_cluster import FakeCluster
+
+from trainium_contract.faults.causes import Cause
+from trainium_contract.spec.program import ProgramSpec
+from trainium_contract.status.conditions import ConditionStatus, ConditionType, Phase
+from trainium_contract.status.interruptions import Rung
+from trainium_contract.wire import worker_env as env
+from trainium_contract.wire.messages import Progress, WorkerPhase
+from trainium_operator.plan.manifests.config_maps import config_map
+from trainium_operator.plan.manifests.worker_pod import Avoided, template_hash, worker_pods
+from trainium_operator.plan.model.conditions import find_condition, is_true
+from trainium_operator.plan.model.reasons import Reason
+from trainium_operator.plan.view.facts import pin_running_image
+from trainium_operator.plan.view.size import decide_size
+
+
+def made(**changes: Any) -> Any:
+    return worker_pods(job(program_spec(**changes)), SETTINGS, range(1), Avoided())[0]
+
+
+def environment(manifest: Any) -> dict[str, str]:
+    (worker,) = manifest["spec"]["containers"]
+    return {item["name"]: item.get("value", "") for item in worker["env"]}
+
+
+# --- pods -------------------------------------------------------------------------------------------------------------
+
+
+def test_an_init_container_copies_the_agent_and_the_program_s_container_starts_it_by_its_own_loader() -> None:
+    manifest = made()
+    (first,), (worker,) = manifest["spec"]["initContainers"], manifest["spec"]["containers"]
+    assert (first["image"], worker["image"]) == (SETTINGS.agent_image, "team/own:5")
+    assert first["command"][: len(env.AGENT_INTERPRETER)] == [*env.AGENT_INTERPRETER]
+    assert first["command"][-2:] == ["/trainium", "/copy/trainium"]
+    assert first["volumeMounts"] == [{"name": "agent", "mountPath": "/copy"}]
+    assert worker["command"] == [*env.AGENT_INTERPRETER, "-m", "trainium_agent"]
+    mount = {"name": "agent", "mountPath": "/trainium", "subPath": "trainium", "readOnly": True}
+    assert mount in worker["volumeMounts"]
+    assert {"name": "agent", "emptyDir": {}} in manifest["spec"]["volumes"]
+
+
+def test_every_container_of_a_program_meets_the_restricted_security_standard() -> None:
+    spec = made()["spec"]
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    for container in (*spec["initContainers"], *spec["containers"]):
+        assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+
+
+def test_the_agent_gets_the_program_as_it_was_written_and_no_configuration_of_the_trainer() -> None:
+    command = ["sh", "-c", "echo $HOME $(POD_IP) $$"]
+    found = environment(made(program={"command": command, "processesPerNode": 2, "batch": {"globalSize": 8}}))
+    # As a kubelet reads it: two dollar signs are one.
+    program = ProgramSpec.model_validate_json(found[env.ENV_PROGRAM].replace("$$", "$"))
+    assert program.command == tuple(command)
+    assert "$" not in found[env.ENV_PROGRAM].replace("$$", "")
+    assert found[env.ENV_PROCESSES_PER_NODE] == "2"
+    assert json.loads(found[env.ENV_PROGRAM])["batch"] == {"globalSize": 8, "microSize": 1}
+    assert "trainer.yaml" not in config_map(job(program_spec()), CA)["data"]
+
+
+def test_a_program_decides_about_compiler_flags_and_gets_what_the_devices_need() -> None:
+    neuron = {"accelerator": {"instanceType": "trn2.48xlarge"}}
+    found = environment(made(workers=neuron))
+    assert not {"NEURON_CC_FLAGS", "NEURON_COMPILE_CACHE_URL"} & found.keys()
+    assert (found["FI_PROVIDER"], found[env.ENV_PROCESSES_PER_NODE]) == ("efa", "64")
+    assert environment(made(workers=neuron, program={"processesPerNode": 1}))[env.ENV_PROCESSES_PER_NODE] == "1"
+    (worker,) = made(workers=neuron)["spec"]["containers"]
+    assert worker["resources"]["limits"]["aws.amazon.com/neuron"] == "16"
+
+
+def test_another_program_is_another_template_and_new_pods_keep_the_agent_of_the_running_ones() -> None:
+    plain = job(program_spec())
+    assert template_hash(plain, SETTINGS) == template_hash(job(program_spec()), SETTINGS)
+    assert template_hash(job(program_spec(program={"args": ["-v"]})), SETTINGS) != template_hash(plain, SETTINGS)
+    newer = replace(SETTINGS, agent_image="trainium-agent:2")
+    (manifest,) = worker_pods(plain, SETTINGS, range(1), Avoided())
+    asked = manifest["metadata"]["annotations"][env.ANNOTATION_IMAGE]
+    seen = observed(plain, (pod(0, image=asked),), {})
+    pinned = pin_running_image(seen, newer)
+    assert (pinned.agent_image, pinned.image) == (SETTINGS.agent_image, newer.image)
+    assert pin_running_image(observed(plain), newer) is newer
+
+
+# --- sizes ------------------------------------------------------------------------------------------------------------
+
+
+def test_any_size_of_whole_model_parallel_groups_is_legal_and_the_batch_changes_with_it() -> None:
+    decision = decide_size(program_spec(workers={"replicas": 7, "minReplicas": 1}))
+    assert (decision.desired, decision.floor, decision.reserve) == (7, 1, 0)
+    assert [decision.legal_at_most(nodes) for nodes in (1, 4, 5, 6)] == [1, 4, 5, 6]
+    assert decision.message == (
+        "7 nodes: the program's batch changes with the size, because program.batch is not given"
+    )
+    grouped = decide_size(program_spec(workers={"replicas": 7, "minReplicas": 1}, parallelism={"tensor": 2}))
+    assert (grouped.desired, grouped.reason) == (6, Reason.FLOORED)
+    assert decision.speed(3) == pytest.approx(3 / 7)
+
+
+def test_with_a_stated_batch_only_sizes_that_divide_it_are_legal_and_the_rest_is_accumulated() -> None:
+    spec = program_spec(workers={"replicas": 7, "minReplicas": 1}, program={"batch": {"globalSize": 24}})
+    decision = decide_size(spec)
+    assert (decision.desired, decision.reason) == (6, Reason.FLOORED)
+    assert [decision.legal_at_most(nodes) for nodes in (1, 2, 3, 4, 5)] == [1, 2, 3, 4, 4]
+    assert [decision.passes(nodes) for nodes in (1, 4, 6)] == [24, 6, 4]
+
+
+def test_a_process_that_has_all_cores_counts_as_all_of_them_for_sizes() -> None:
+    workers = {"replicas": 2, "accelerator": {"instanceType": "trn2.48xlarge"}}
+    one = program_spec(workers=workers, program={"processesPerNode": 1}, parallelism={"tensor": 64})
+    assert (decide_size(one).data_parallel(2), one.processes_per_node) == (2, 1)
+    many = program_spec(workers={"replicas": 2}, program={"processesPerNode": 4}, parallelism={"tensor": 4})
+    assert decide_size(many).data_parallel(2) == 2
+
+
+def test_a_program_that_cannot_be_resized_waits_at_its_size() -> None:
+    spec = program_spec(workers={"minReplicas": 1}, program={"resize": "Never"}, recovery={"rescaleAfterSeconds": 1})
+    assert decide_size(spec).floor == 4
+    seen = without(running(4, job_spec=spec), 1)
+    seen = with_status(seen, planned(seen).status)
+    later = replace(seen, now=NOW + 600, agents={})
+    assert published(planned(later)) is None
+
+
+def test_a_generation_of_a_program_has_its_processes_and_its_accumulation() -> None:
+    changes: dict[str, Any] = {"processesPerNode": 2, "batch": {"globalSize": 48, "microSize": 2}}
+    ready = {at: agent(at) for at in range(4)}
+    found = published(planned(observed(job(program_spec(program=changes)), tuple(map(pod, range(4))), ready)))
+    assert found is not None
+    assert (found.processes_per_node, found.accumulation) == (2, 3)
+    found = published(planned(observed(job(program_spec()), tuple(map(pod, range(4))), ready)))
+    assert found is not None
+    assert (found.processes_per_node, found.accumulation) == (1, 0)
+
+
+# --- status -----------------------------------------------------------------------------------------------------------
+
+
+def silent(at: int, *, started: float = NOW - 5, **changes: Any) -> Any:
+    """The agent of a member whose program reports no steps."""
+    progress = Progress(step=0, started=started, hang_detection="Output", **changes)
+    return training(at, progress=progress)
+
+
+def test_the_status_shows_how_hangs_are_detected_and_whether_steps_can_be_read() -> None:
+    spec = program_spec()
+    result = planned(running(4, job_spec=spec, agents={at: silent(at) for at in range(4)}))
+    condition = find_condition(result.status, ConditionType.PROGRESS_REPORTED)
+    assert condition is not None
+    assert (result.status.hang_detection, condition.status) == ("Output", ConditionStatus.UNKNOWN)
+    assert condition.message.startswith("no step was reported yet: give program.progress.pattern")
+    problem = "the pattern matches no line of the last minute; the last line is: loss 2.1"
+    seen = running(4, job_spec=spec, agents={0: silent(0, problem=problem)})
+    result = planned(seen)
+    condition = find_condition(result.status, ConditionType.PROGRESS_REPORTED)
+    assert condition is not None
+    assert (condition.status, condition.message) == (ConditionStatus.FALSE, problem)
+    assert [event.note for event in result.events if event.reason == Reason.PROGRESS_UNREADABLE] == [problem]
+    again = planned(with_status(seen, result.status))
+    assert not [event for event in again.events if event.reason == Reason.PROGRESS_UNREADABLE], "once"
+    stepped = planned(running(4, job_spec=spec))
+    assert is_true(stepped.status, ConditionType.PROGRESS_REPORTED)
+    assert find_condition(planned(running(4)).status, ConditionType.PROGRESS_REPORTED) is None, "of a program only"
+
+
+def test_a_program_without_steps_has_started_after_a_minute() -> None:
+    spec = program_spec()
+    young = planned(running(4, job_spec=spec, agents={at: silent(at) for at in range(4)}))
+    assert young.status.start_time == ""
+    old = planned(running(4, job_spec=spec, agents={at: silent(at, started=NOW - 61) for at in range(4)}))
+    assert old.status.start_time != ""
+
+
+@pytest.mark.parametrize("checkpoints", [None, {"path": "/checkpoints/run", "committed": "{step}/done"}])
+def test_checkpoints_of_a_program_count_where_they_are_known(checkpoints: Any) -> None:
+    spec = program_spec(program={"checkpoints": checkpoints} if checkpoints else {})
+    none = {at: training(at, progress=Progress(step=900, updated=NOW - 0.5)) for at in range(4)}
+    result = planned(running(4, job_spec=spec, agents=none, status={"start_time": "2027-01-15T06:00:00Z"}))
+    allowed = find_condition(result.status, ConditionType.DISRUPTION_ALLOWED)
+    assert allowed is not None
+    health = find_condition(result.status, ConditionType.CHECKPOINT_HEALTHY)
+    assert health is not None
+    if checkpoints:
+        assert "the newest durable checkpoint (none since" in allowed.message
+        assert health.message == "no durable checkpoint is known yet"
+    else:
+        assert allowed.message == "the program's checkpoints are not known (spec.program.checkpoints is not set)"
+        assert health.message == "the job has no spec.program.checkpoints"
+
+
+def test_a_program_is_complete_when_it_ended_with_code_0_on_all_workers() -> None:
+    done = {at: agent(at, WorkerPhase.FINISHED, generation=1) for at in range(4)}
+    result = planned(running(4, job_spec=program_spec(), agents=done))
+    complete = find_condition(result.status, ConditionType.COMPLETE)
+    assert complete is not None
+    assert complete.message == "the program ended with code 0 on all workers"
+
+
+# --- lives in virtual time --------------------------------------------------------------------------------------------
+
+
+def started(*, steps: bool, nodes: int = 6, total: int = 100_000, **changes: Any) -> FakeCluster:
+    cluster = FakeCluster(program_spec(**{"workers": {"spares": 1}, **changes}), nodes)
+    cluster.total, cluster.reports_steps = total, steps
+    cluster.run(15)
+    assert cluster.status.phase is Phase.RUNNING
+    return cluster
+
+
+@pytest.mark.parametrize("steps", [True, False], ids=["steps", "no steps"])
+def test_a_program_goes_through_a_crash_and_a_lost_node_and_completes(steps: bool) -> None:
+    cluster = started(steps=steps, total=400)
+    cluster.crash_process(2)
+    cluster.run(20)
+    assert cluster.membership is not None
+    assert cluster.lose_node(cluster.membership.members[1].node_name)
+    cluster.run(60)
+    rungs = [(entry.rung, entry.recovered_seconds is not None) for entry in cluster.status.history]
+    assert rungs == [(Rung.IN_PLACE, True), (Rung.SPARE, True)]
+    assert [entry.cause for entry in cluster.status.history] == [Cause.CRASH, Cause.NODE_LOST]
+    assert cluster.status.phase is Phase.RUNNING
+    check_ledger(cluster.status.goodput)
+    cluster.run(300)
+    assert cluster.status.phase is Phase.COMPLETED
+    assert cluster.status.progress.step == (400 if steps else 0)
+    check_ledger(cluster.status.goodput)
+    assert cluster.status.goodput.ratio > 0.8
+
+
+def test_a_program_that_reports_its_first_step_late_has_started_then() -> None:
+    cluster = started(steps=False)
+    cluster.run(90)
+    before = cluster.status.goodput
+    assert before.lost_seconds.get("Startup", 0.0) < 20
+    cluster.reports_steps = True
+    cluster.run(60)
+    ledger = cluster.status.goodput
+    check_ledger(ledger)
+    assert ledger.lost_seconds["Startup"] > 30, "what came before the first step, as a compilation, was start-up"
+
+
+def test_a_program_shrinks_and_grows_where_it_can_restart_at_another_size() -> None:
+    cluster = started(
+        steps=True,
+        nodes=4,
+        workers={"minReplicas": 2},
+        recovery={"rescaleAfterSeconds": 20},
+        program={"batch": {"globalSize": 12}},
+    )
+    assert cluster.membership is not None
+    lost = cluster.membership.members[0].node_name
+    assert cluster.lose_node(lost)
+    cluster.run(120)
+    assert (len(cluster.membership.members), cluster.membership.accumulation) == (3, 4)
+    cluster.restore_node(lost)
+    cluster.run(300)
+    assert (len(cluster.membership.members), cluster.membership.accumulation) == (4, 3)
