@@ -22,12 +22,13 @@ from trainium_contract.views.job import build_job_view
 from trainium_contract.views.raw import mapping, objects, text
 from trainium_contract.views.status_reader import public_status
 from trainium_contract.views.workers import metadata_name, pod_rows, rank_rows
+from trainium_contract.wire.worker_env import AGENT_INTERPRETER
 
 ASKED_UNASKED = 64
 """Most workers that are asked for their steps by default: more of them load the API server."""
 _SHOWN = 40
 _MONITOR = ("python", "-m", "trainium_trainer.monitor")
-_STACKS = ("python", "-m", "trainium_agent.show_stacks")
+_STACKS = ("-m", "trainium_agent.show_stacks")
 _LIST_SECONDS, _VERIFY_SECONDS = 60.0, 3600.0
 
 OperatorNamespace = Annotated[
@@ -53,7 +54,12 @@ def ranks(
     job = api.job(name)
     answers: dict[str, Any] = {}
     ended = public_status(job).text("phase") in {"Completed", "Failed"}
-    asks = steps if steps is not None else len(members.rows) <= ASKED_UNASKED and not ended
+    program = bool(mapping(mapping(job, "spec"), "program"))
+    if program and steps:
+        raise ClientError(
+            f"a program's steps are known for the job alone, not for each rank: kubectl trn status {name}"
+        )
+    asks = steps if steps is not None else len(members.rows) <= ASKED_UNASKED and not ended and not program
     if asks:
         answers = for_each_pod(
             [row.pod for row in members.rows], lambda pod: json_lines(run_in_pod(api, pod, _MONITOR))
@@ -68,6 +74,7 @@ def ranks(
     session.emit(rows, page)
     if not asks and steps is None and session.output is Format.TEXT:
         notify("the job has ended, so nobody was asked for a step" if ended
+            else f"a program's steps are known for the job alone: kubectl trn status {name}" if program
             else f"{len(members.rows)} workers were not asked for their steps; --steps asks them")  # fmt: skip
 
 
@@ -85,7 +92,9 @@ def stacks(
         if row is None:
             raise ClientError(f"there is no rank {rank}: {name} has ranks 0 to {members.ranks - 1}")
         wanted = (row,)
-    answers = for_each_pod([row.pod for row in wanted], lambda pod: json_lines(run_in_pod(api, pod, _STACKS)))
+    program = bool(mapping(mapping(api.job(name), "spec"), "program"))
+    command = (*(AGENT_INTERPRETER if program else ("python",)), *_STACKS)
+    answers = for_each_pod([row.pod for row in wanted], lambda pod: json_lines(run_in_pod(api, pod, command)))
     found: list[dict[str, Any]] = []
     for row in wanted:
         answer = answers[row.pod]
@@ -136,6 +145,10 @@ def checkpoints(
 
 def on_storage(api: Api, job: Json, *, verify: bool) -> tuple[Any, str]:
     """Return the list that a running worker prints, or why there is none."""
+    program = mapping(mapping(job, "spec"), "program")
+    if program:
+        folder = text(mapping(program, "checkpoints"), "path")
+        return None, f"the program writes them to {folder}" if folder else "spec.program.checkpoints is not given"
     table = api.pod_table(text(mapping(job, "metadata"), "name"))
     if isinstance(table, Missing):
         return None, table.why
