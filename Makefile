@@ -24,7 +24,7 @@ export OMP_NUM_THREADS ?= 1
 # Compiled code is kept, whatever the shell says: each lane would compile the 350 files of tests anew, nine seconds of it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup binaries demo tune test test-fast test-long test-cluster test-nxd check docs format generate bench bench-check faults explore mutants coverage fuzz parity learn proof soak bench-training clean
+.PHONY: help setup binaries demo program tune test test-fast test-long test-cluster test-nxd check docs format generate bench bench-check faults explore mutants coverage fuzz parity learn proof soak bench-training clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 16
@@ -37,6 +37,9 @@ binaries: setup  ## Control-plane programs, kubectl and helm (download, else bui
 
 demo: binaries  ## A Llama model trained through faults on a real control plane (ARGS="--keep" leaves the cluster up)
 	@$(BIN)/python -m trainium_devcluster.demo $(ARGS)
+
+program: binaries  ## A program written for torchrun, through a killed rank, a lost node and a resize (ARGS="--keep" leaves the cluster up)
+	@$(BIN)/python -m trainium_devcluster.program $(ARGS)
 
 tune: binaries  ## LoRA on a base model through faults, merged, answers before and after (ARGS="--keep" leaves the cluster up, --dpo: pairs)
 	@$(BIN)/python -m trainium_devcluster.tune $(ARGS)

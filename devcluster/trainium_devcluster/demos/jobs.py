@@ -104,7 +104,7 @@ class Run:
     folder: Path
     """Its checkpoints."""
     trainer: Mapping[str, Any]
-    """Its `spec.trainer`."""
+    """Its `spec.trainer`; of a program `steps` alone."""
     watch: JobWatch
     log: StepLog
 
@@ -185,7 +185,12 @@ class Demo(ABC):
         folder = self.out / "checkpoints" / name
         kubectl = self.cluster.binaries.path(Program.KUBECTL)
         with JobWatch(kubectl, {**self.cluster.variables()}, NAMESPACE, name) as watch:
-            yield Run(name, folder, job["spec"]["trainer"], watch, StepLog(folder / "metrics.jsonl"))
+            yield Run(name, folder, self.trainer_of(job), watch, StepLog(folder / "metrics.jsonl"))
+
+    def trainer_of(self, job: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return what the job trains."""
+        trainer: Mapping[str, Any] = job["spec"]["trainer"]
+        return trainer
 
     def until(self, run: Run, what: str, condition: Callable[[], bool], seconds: float = WAIT_SECONDS) -> None:
         """Show the job until `condition` holds; raises ClusterError when the job fails or the time is over."""
@@ -222,11 +227,17 @@ class Demo(ABC):
         """SIGKILL one training process; its pod and all others stay."""
         member = self.members(run)[1]
         pod = member["podName"]
-        inside = ("exec", pod, "-n", NAMESPACE, "-c", "worker", "--")
-        records = self.cluster.kubectl(*inside, "python", "-m", "trainium_trainer.monitor")
-        pid = json.loads(records.splitlines()[0])["pid"]
+        pid = self.find_process(pod)
         self.view.log(f"fault: SIGKILL of the training process in {pod} (rank {member['nodeRank']})")
-        self._measure(run, "killed process", lambda: self.cluster.kubectl(*inside, "sh", "-c", f"kill -9 {pid}"))
+        self._measure(run, "killed process", lambda: self.inside(pod, "sh", "-c", f"kill -9 {pid}"))
+
+    def find_process(self, pod: str) -> int:
+        """Return the pid of the training process in the worker."""
+        return int(json.loads(self.inside(pod, "python", "-m", "trainium_trainer.monitor").splitlines()[0])["pid"])
+
+    def inside(self, pod: str, *command: str) -> str:
+        """Run a command in the worker; return its output."""
+        return self.cluster.kubectl("exec", pod, "-n", NAMESPACE, "-c", "worker", "--", *command)
 
     def power_off_node(self, run: Run) -> str:
         """Power loss of the node that holds the last rank; returns its name."""
@@ -274,7 +285,8 @@ class Demo(ABC):
         assert entry is not None
         assert known >= 0
         run.log.refresh()
-        last = entry["resumeStep"] if resize else max(step, entry["stepBefore"])
+        # A program may not report the step that it resumed from.
+        last = entry.get("resumeStep", step) if resize else max(step, entry["stepBefore"])
         resumed = run.log.time_of(last + 1)
         ended = run.log.time_of(last)
         fault = Fault(
@@ -283,7 +295,7 @@ class Demo(ABC):
             detected_seconds=entry.get("detectedSeconds"),
             recovered_seconds=None if resumed is None else resumed - moment,
             pause_seconds=None if resumed is None or ended is None else resumed - ended,
-            steps_lost=entry["stepsLost"],
+            steps_lost=entry.get("stepsLost", run.log.steps_lost_after(moment)),
             pods_replaced=entry.get("podsReplaced", 0),
         )
         self.faults.append(fault)

@@ -32,7 +32,7 @@ from trainium_devcluster.node.pods.node_context import NodeServices
 from trainium_devcluster.node.pods.pod import PodRunner
 from trainium_devcluster.node.processes.isolation import Isolation
 from trainium_devcluster.node.processes.launcher_client import Launcher
-from trainium_devcluster.node.processes.programs import program_folders
+from trainium_devcluster.node.processes.programs import link_agent, program_folders
 from trainium_devcluster.node.registration import Registration
 from trainium_devcluster.node.server import control_socket, serving_certificate
 from trainium_devcluster.node.server.server import NodeServer
@@ -93,6 +93,7 @@ def _assemble(
         release_address=pod_addresses.release,
         programs=program_folders(options.venv_bin),
     )
+    link_agent(services.agent_folder, options.venv_bin)
     return RunningNode(services, registration, listener, pod_addresses, runners)
 
 

@@ -78,10 +78,11 @@ class Job:
         spec = merged(yaml.safe_load(BASE), yaml.safe_load(self.change) or {})
         template = merged(self._cache(), spec["workers"].get("template", {}))
         spec["workers"]["template"] = _with_lists(self.site.settings.get("workerTemplate") or {}, template)
-        spec["checkpoint"]["storage"] = {
-            "hostPath": {"path": str(self.site.shared)},
-            "subPath": f"{self.namespace}/{self.folder_name or self.name}",
-        }
+        spec["checkpoint"]["storage"] = {"hostPath": {"path": str(self.site.shared)}}
+        if "program" in spec:
+            del spec["trainer"]
+        else:
+            spec["checkpoint"]["storage"]["subPath"] = f"{self.namespace}/{self.folder_name or self.name}"
         return {
             "apiVersion": "trainium.dev/v1alpha1",
             "kind": "TrainingJob",

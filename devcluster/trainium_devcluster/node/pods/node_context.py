@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from decimal import Decimal
+from pathlib import Path
 
 import aiohttp
 
@@ -47,6 +48,11 @@ class NodeServices:
     programs: tuple[str, ...] = ()
     """Folders that stand for what an image holds, see `programs`."""
     _noted: set[str] = field(default_factory=set)
+
+    @property
+    def agent_folder(self) -> Path:
+        """Contents of the agent's image."""
+        return self.options.state_dir / "agent"
 
     def base_environment(self, hostname: str) -> dict[str, str]:
         """Return the variables that every container has."""

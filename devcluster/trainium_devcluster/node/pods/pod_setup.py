@@ -16,7 +16,7 @@ from trainium_devcluster.node.pods.container import Container
 from trainium_devcluster.node.pods.node_context import NodeServices
 from trainium_devcluster.node.pods.probe_actions import CheckTarget, Execute
 from trainium_devcluster.node.processes.launcher_client import ADDABLE_CAPABILITIES, CAPABILITIES, Command
-from trainium_devcluster.node.processes.programs import shown_again
+from trainium_devcluster.node.processes.programs import agent_mounts, shown_again
 from trainium_devcluster.node.spec import environment, images, mounts, unsupported_fields
 from trainium_devcluster.node.spec.downward_api import PodFacts
 from trainium_devcluster.node.spec.environment import ConfigError
@@ -113,6 +113,7 @@ class PodSetup:
         own = mounts.own_files(spec, self.folder, termination_log, {m.target for m in volume_mounts})
         state_dir = str(self.services.options.state_dir)
         programs = shown_again(volume_mounts, (*self.services.programs, *image.modules), state_dir)
+        agent = agent_mounts(spec.get("image", ""), self.services.agent_folder)
         context = spec.get("securityContext") or {}
         return (
             Command(
@@ -120,7 +121,7 @@ class PodSetup:
                 env=env,
                 cwd=spec.get("workingDir") or "/",
                 hostname=self.hostname,
-                mounts=(*own, *volume_mounts, *programs),
+                mounts=(*own, *volume_mounts, *programs, *agent),
                 scratch=str(run_folder / "scratch"),
                 shm=str(self.volumes.shm),
                 hidden=state_dir,

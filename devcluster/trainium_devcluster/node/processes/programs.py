@@ -6,10 +6,12 @@ the programs elsewhere, so they are mounted again below such a volume.
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainium_contract.wire.worker_env import AGENT_MOUNT
 from trainium_devcluster.node.processes.container_root import Mount
 
 if TYPE_CHECKING:
@@ -30,3 +32,37 @@ def shown_again(volumes: Iterable[Mount], folders: Iterable[str], state_dir: str
     """Mounts for the folders that a volume hides; volumes of the machine (`hostPath`) are left as they are."""
     own = [mount.target.rstrip("/") + "/" for mount in volumes if mount.source.startswith(state_dir.rstrip("/") + "/")]
     return tuple(Mount(folder, folder, read_only=True) for folder in folders if any(folder.startswith(p) for p in own))
+
+
+AGENT_IMAGE = "trainium-agent"
+"""Name of the image, without registry and tag, that holds the agent with its interpreter."""
+
+
+def link_agent(folder: Path, bin_folder: Path) -> None:
+    """Create what the agent's image holds, as links to the interpreter, loader and packages of the virtual environment.
+
+    A copy of it is started as in a foreign image: by its loader, and with nothing of the PATH.
+    """
+    python = (bin_folder / "python").resolve()
+    maps = Path("/proc/self/maps").read_text().split()
+    loader = next(Path(each).resolve() for each in maps if Path(each).name.startswith(("ld-linux", "ld-musl", "ld.so")))
+    packages = next((bin_folder.absolute().parent / "lib").glob("python*/site-packages"))
+    found = importlib.util.find_spec("trainium_worker")
+    worker = Path(found.origin).parent if found is not None and found.origin else None
+    links = {
+        "bin/python": python,
+        "lib/ld.so": loader,
+        f"lib/{packages.parent.name}/site-packages": packages,
+        **({"site/trainium_worker": worker} if worker else {}),
+    }
+    for name, target in links.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(target)
+    (folder / "pyvenv.cfg").write_text(f"home = {python.parent}\ninclude-system-site-packages = false\n")
+
+
+def agent_mounts(image: str, folder: Path) -> tuple[Mount, ...]:
+    """Return what a container of this image has of the agent; none for any other image."""
+    name = image.rpartition("/")[2].partition("@")[0].partition(":")[0]
+    return (Mount(str(folder), AGENT_MOUNT, read_only=True),) if name == AGENT_IMAGE else ()

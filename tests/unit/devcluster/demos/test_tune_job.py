@@ -45,6 +45,7 @@ def test_what_the_job_reads_is_below_the_one_folder_that_the_demo_mounts(spec: T
     (container,) = spec.workers.template["spec"]["containers"]
     (mount,) = container["volumeMounts"]
     assert mount["name"] == volume["name"]
+    assert spec.trainer is not None
     data = spec.trainer.data
     assert data.validation is not None
     read = {spec.trainer.model.weights, data.source, data.validation.source}

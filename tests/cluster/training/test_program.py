@@ -1,0 +1,100 @@
+"""Jobs that run a program which knows nothing of them: a shell script that counts, from its own checkpoint on."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.testing.cluster.jobs import Job, merged
+from tests.testing.suite.patience import patient
+
+if TYPE_CHECKING:
+    from tests.testing.cluster.sites import Site
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+
+STEPS = 80
+SCRIPT = f"""
+folder=$1; step=$(ls $folder | sed -n 's/^done-//p' | sort -n | tail -n 1); step=${{step:-0}}
+echo "rank $RANK of $WORLD_SIZE, local $LOCAL_RANK, at $MASTER_ADDR:$MASTER_PORT, attempt $TORCHELASTIC_RESTART_COUNT"
+while [ $step -lt {STEPS} ]; do
+  sleep 0.3; step=$((step + 1)); echo "step: $step loss: 0.$step"
+  if [ $RANK = 0 ] && [ $((step % 10)) = 0 ]; then touch $folder/done-$step; fi
+done
+"""
+# A pattern that does not match the command that looks for it.
+FIND = r"""
+for each in /proc/[0-9]*; do
+  if tr '\0\n' '  ' <$each/cmdline | grep -q '^sh -c .*coun[t] /checkpoints'; then echo ${each#/proc/}; fi
+done
+"""
+
+
+class ProgramJob(Job):
+    """A job of the script."""
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        manifest = super().manifest
+        spec = manifest["spec"]
+        folder = f"/checkpoints/{self.namespace}/{self.name}"
+        program = {
+            "image": (self.site.settings.get("chartValues") or {}).get("trainerImage", "team/script:1"),
+            "command": ["sh", "-c", SCRIPT, "count", folder],
+            "progress": {"pattern": r"step: (?P<step>\d+) loss: (?P<loss>\S+)"},
+            "checkpoints": {"path": folder, "committed": "done-{step}"},
+        }
+        spec["program"] = merged(program, spec["program"])
+        return manifest
+
+    def kill_program(self, node_rank: int) -> str:
+        """SIGKILL the script of a member; returns its pod."""
+        pod: str = self.members()[node_rank]["podName"]
+        (pid,) = self.inside(pod, "sh", "-c", FIND).split()
+        self.inside(pod, "sh", "-c", f"kill -9 {pid}")
+        return pod
+
+
+def applied(site: Site, namespace: str, change: str) -> ProgramJob:
+    job = ProgramJob(site, namespace, "program", change)
+    job.apply()
+    return job
+
+
+def step_of(status: dict[str, Any]) -> int:
+    return int((status.get("progress") or {}).get("step", 0))
+
+
+def test_a_program_goes_through_a_killed_process_and_a_lost_node_and_completes(operator: Site, namespace: str) -> None:
+    job = applied(operator, namespace, "{workers: {spares: 1}, program: {}}")
+    status = job.until("steps and a spare", lambda status: step_of(status) >= 5 and status.get("spares") == 1)
+    assert status["hangDetection"] == "Steps"
+    before = job.uids()
+
+    pod = job.kill_program(1)
+    entry = job.until_recovered()
+
+    assert (entry["rung"], entry["cause"], entry["pod"]) == ("InPlace", "Crash", pod)
+    assert job.uids() == before
+    lost = job.members()[1]
+    operator.power_off(lost["nodeName"])
+    try:
+        entry = job.until_recovered(2)
+        assert (entry["rung"], entry["node"]) == ("Spare", lost["nodeName"])
+        status = job.until_phase("Completed", seconds=180)
+    finally:
+        operator.power_on(lost["nodeName"])
+
+    assert step_of(status) == STEPS
+    assert status["checkpoint"]["durableStep"] == STEPS
+    conditions = {each["type"]: each for each in status["conditions"]}
+    assert conditions["Complete"]["message"] == f"the program ended with code 0 on all workers, after step {STEPS}"
+    assert conditions["ProgressReported"]["status"] == "True"
+
+
+def test_a_program_that_cannot_be_started_fails_with_a_sentence_that_names_it(operator: Site, namespace: str) -> None:
+    job = applied(operator, namespace, "program: {command: [no-such-program]}")
+    status = job.until_phase("Failed", seconds=patient(120))
+    assert "no-such-program" in status["verdict"], json.dumps(status)
