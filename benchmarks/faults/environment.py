@@ -91,7 +91,8 @@ class FaultEnvironment:
         for folder in (faults.parent, faults, faults / "lib"):
             folder.mkdir(mode=0o777, exist_ok=True)
             folder.chmod(0o777)
-        shutil.copy(HERE / "trainium_fault_injector.py", faults / "lib")
+        for source in (HERE / "trainium_fault_injector.py", ROOT / "manifests" / "examples" / "train_ddp.py"):
+            shutil.copy(source, faults / "lib")
         install_operator(self.site, {"statusIntervalSeconds": 1, "replicas": 1})
         self.log("the operator is installed")
         make_namespace(self.site, NAMESPACE)

@@ -82,7 +82,7 @@ PROGRAM_SPEC_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "has(self.trainer) || has(self.program)",
-        "give trainer ({} takes all defaults) for the built-in Llama trainer, or program for another training program",
+        "give trainer ({} takes all defaults) for the built-in trainer, or program for another training program",
         ".trainer",
         reason=RefusalReason.REQUIRED,
     ),

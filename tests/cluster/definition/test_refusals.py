@@ -249,7 +249,7 @@ def test_a_bad_job_is_refused_with_a_sentence_that_says_what_to_change(defined: 
 
 BAD_PROGRAMS = {
     "trainer: {steps: 3}": "trainer and program are both given: leave one of them out",
-    "program: null": "give trainer ({} takes all defaults) for the built-in Llama trainer, or program",
+    "program: null": "give trainer ({} takes all defaults) for the built-in trainer, or program",
     "program: {progress: {pattern: 'step (?P<step>[0-9]+'}}": "program.progress.pattern is no regular expression",
     "program: {progress: {pattern: 'step (?=[0-9])(?P<step>[0-9]+)'}}": "syntax of RE2",
     "program: {progress: {pattern: 'step ([0-9]+)'}}": r"has no group (?P<step>\d+) that holds the number of the step",
