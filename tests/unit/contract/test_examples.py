@@ -368,7 +368,6 @@ def test_llama2_13b_has_the_two_forms_of_data_of_jumpstart(tmp_path: Path) -> No
         assert count_parameters(settled(example, tmp_path).shape) == 13_015_864_320
 
 
-
 def test_the_example_of_a_program_names_a_script_that_is_there_and_sizes_that_keep_its_batch() -> None:
     (name,) = set(JOBS) - set(EXAMPLES)
     spec = spec_of(name)
