@@ -1,7 +1,8 @@
 """`trainium-agent`, or `python -m trainium_agent`: PID 1 of a worker pod.
 
 This module imports nothing slow: the kernel drops a SIGTERM to PID 1 that has no handler, so a pod that is deleted
-while the agent imports its modules would wait for its whole grace period.
+while the agent imports its modules would wait for its whole grace period. The process that starts a program's ranks is
+forked here, so that it holds nothing but the interpreter.
 """
 
 from __future__ import annotations
@@ -14,9 +15,14 @@ import sys
 def main() -> None:
     """Run the agent; ends the process with the pod's exit code."""
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-    from trainium_agent.bootstrap import start  # noqa: PLC0415 - after the handler is set
+    from trainium_agent.linux.open_files import raise_limit  # noqa: PLC0415 - after the handler is set
+    from trainium_agent.ranks import standby  # noqa: PLC0415 - as above
 
-    code = start()
+    raise_limit()  # the ranks inherit it
+    forked = standby.fork(standby.StandbyPlan()) if standby.ENV_PROGRAM in os.environ else None
+    from trainium_agent.bootstrap import start  # noqa: PLC0415 - after the fork
+
+    code = start(forked)
     sys.stdout.flush()
     sys.stderr.flush()
     # Tearing torch down takes a second or more on a busy machine, and nothing is left to save.

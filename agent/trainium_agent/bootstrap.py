@@ -18,30 +18,34 @@ from typing import TYPE_CHECKING, Any
 from trainium_agent import log_lines
 from trainium_agent.checks.preflight import preflight, results
 from trainium_agent.linux import kernel
-from trainium_agent.linux.open_files import raise_limit
+from trainium_agent.ranks.standby import fork
 from trainium_agent.ranks.standby_keeper import Standby
 from trainium_agent.settings import AgentSettings, SettingsError, settings_from
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.wire.log_line import LogSource
 
 if TYPE_CHECKING:
+    import socket
+
     from trainium_agent.workload.base import Workload
 
 
-def start() -> int:
-    """Run the agent with the settings of the environment; return the pod's exit code."""
+def start(forked: tuple[int, socket.socket] | None = None) -> int:
+    """Run the agent with the settings of the environment; return the pod's exit code.
+
+    `forked`: a standby that executes commands (`standby.fork`), if one was made already.
+    """
     try:
         settings = settings_from(os.environ)
     except SettingsError as error:
         log_lines.report_end(f"trainium-agent: {error}", source=LogSource.AGENT)
         sys.exit(ExitCode.USER_ERROR)
-    return run(settings)
+    return run(settings, forked)
 
 
-def run(settings: AgentSettings) -> int:
+def run(settings: AgentSettings, forked: tuple[int, socket.socket] | None) -> int:
     """Check the pod, start the standby and run the supervisor; return the pod's exit code."""
     kernel.adopt_orphans()
-    raise_limit()  # the ranks inherit it
     log_lines.write_as_agent()
     began = time.monotonic()
     findings = preflight(settings)
@@ -52,7 +56,12 @@ def run(settings: AgentSettings) -> int:
         )
     workload = _workload(settings)
     try:
-        standby = Standby.spawn(workload.plan) if workload.plan.python else Standby.fork(workload.plan)
+        if workload.plan.python:
+            standby = Standby.spawn(workload.plan)
+            if forked is not None:
+                forked[1].close()  # which ends it
+        else:
+            standby = Standby(*forked or fork(workload.plan))
     except OSError as error:
         return _refuse(f"program.warm needs {workload.plan.python}, which cannot be started ({error.strerror})")
     return asyncio.run(_supervise(settings, workload, standby, findings, checked))

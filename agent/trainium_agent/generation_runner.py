@@ -183,6 +183,7 @@ class GenerationRunner:
             case do.ReportWaiting(nodes):
                 report.wait_for(nodes)
             case do.ObserveProgress():
+                self._workload.observe()
                 report.observe()
             case do.ReportStuck(ranks):
                 report.stuck(ranks)

@@ -271,15 +271,11 @@ class PodReport:
 
     def observe(self) -> None:
         """Read the ranks' progress and see whether a restart has resumed."""
-        records = [
-            (record, index) for index in range(len(self._progress_files)) if (record := self._current_record(index))
-        ]
-        if not records:
+        newest = self._workload.newest(self._progress_files)
+        if newest is None or not self._is_of_attempt(newest[0]):
             return
-        # Ranks of the trainer are in the same step; of a program perhaps one alone reports.
-        record, index = max(records, key=lambda found: found[0].step)
+        record, beside = newest
         self._date(record)
-        beside = self._progress_files[index]
         hang_detection = self._workload.hang_detection
         results = read_results(beside)
         self._progress = Progress(
@@ -357,9 +353,10 @@ class PodReport:
         if index >= len(self._progress_files):
             return None
         found = self._workload.read(self._progress_files[index])
-        if found is None or (found[0].generation, found[0].attempt) != (self._generation, self._attempt):
-            return None
-        return found[0]
+        return found[0] if found is not None and self._is_of_attempt(found[0]) else None
+
+    def _is_of_attempt(self, record: ProgressRecord) -> bool:
+        return (record.generation, record.attempt) == (self._generation, self._attempt)
 
     def _is_current(self, record: RestartRecord) -> bool:
         return record.generation == self._generation

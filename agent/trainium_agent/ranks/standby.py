@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 
 PACKET_BYTES = 1 << 18
 ENV_PROGRESS_FILE = "TRAINIUM_PROGRESS_FILE"
-"""As `worker_env` has it."""
+ENV_PROGRAM = "TRAINIUM_PROGRAM"
+"""As `worker_env` has them."""
 _USER_ERROR = 64
 """As `ExitCode` has it."""
 _VALUED_OPTIONS = ("-X", "-W")
@@ -98,6 +99,18 @@ class StandbyPlan:
         """Return the plan of an argument."""
         body = json.loads(text)
         return StandbyPlan(**{**body, "modules": tuple(body["modules"])})
+
+
+def fork(plan: StandbyPlan) -> tuple[int, socket.socket]:
+    """Fork a standby from this process, which must have a single thread; returns its pid and channel, in the agent."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    agent_pid = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        ours.close()
+        sys.exit(serve(theirs, agent_pid, plan))
+    theirs.close()
+    return pid, ours
 
 
 def serve(channel: socket.socket, agent_pid: int, plan: StandbyPlan) -> Any:

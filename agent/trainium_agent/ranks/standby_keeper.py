@@ -75,18 +75,6 @@ class Standby:
         self._lost = threading.Event()
 
     @classmethod
-    def fork(cls, plan: StandbyPlan) -> Standby:
-        """Fork one from this process, which must have a single thread; returns in the agent only."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        agent_pid = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            ours.close()
-            sys.exit(standby.serve(theirs, agent_pid, plan))
-        theirs.close()
-        return cls(pid, ours)
-
-    @classmethod
     def spawn(cls, plan: StandbyPlan) -> Standby:
         """Start one that imports everything again; safe in a process with threads. Raises OSError."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -62,6 +62,9 @@ class Workload(Protocol):
     def read(self, path: Path) -> tuple[ProgressRecord, PulseReading | None] | None:
         """Return the progress of a rank, from any thread; `path` is its progress file."""
 
+    def newest(self, files: Sequence[Path]) -> tuple[ProgressRecord, Path] | None:
+        """Return the progress of the pod, and the file that it is from, in the event loop."""
+
     def quiet_sign(self, process: RankProcess, now: float) -> int | None:
         """Return a number that changes while a rank without steps is active; None where that is unknown."""
 

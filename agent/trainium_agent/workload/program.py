@@ -115,6 +115,10 @@ class Program:
         """Return a rank's progress: reported by the library, else found in its output."""
         return self._monitor.read(path)
 
+    def newest(self, files: Sequence[Path]) -> tuple[ProgressRecord, Path] | None:  # noqa: ARG002 - what others need
+        """Return the progress of the rank that has come farthest: perhaps it alone reports."""
+        return self._monitor.newest()
+
     def quiet_sign(self, process: RankProcess, now: float) -> int | None:
         """Return a count of signs of activity of a rank without steps."""
         return self._monitor.quiet_sign(process, now)

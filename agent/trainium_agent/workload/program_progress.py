@@ -49,6 +49,8 @@ _CPU_SECONDS = 2.0
 _BUSY = 0.05
 _LIST_SECONDS = 10.0
 _MOST_ENTRIES = 20_000
+_READ_SECONDS = 0.1
+"""Between two reads of all records: a node may have more than a hundred ranks."""
 _NEURON = Path("/sys/devices/virtual/neuron_device")
 
 
@@ -83,6 +85,8 @@ class ProgramMonitor:
         self._settings = settings
         self._pattern = re.compile(program.progress.pattern.encode()) if program.progress.pattern else None
         self._ranks: dict[int, _Rank] = {}
+        self._records: list[tuple[_Rank, ProgressRecord]] = []
+        self._read_at = 0.0
         self._slow = 0
         self._backwards = ""
         self._checkpoints = _CheckpointFolder(program) if program.checkpoints else None
@@ -109,6 +113,18 @@ class ProgramMonitor:
                 at, line = rank.lines.popleft()
                 if self._pattern is not None and self._slow < _SLOW_SEARCHES:
                     self._search(self._pattern, rank, at, line)
+        now = time.monotonic()
+        if now >= self._read_at + _READ_SECONDS:
+            self._read_at = now
+            found = ((rank, self.read(rank.path)) for rank in self._ranks.values())
+            self._records = [(rank, progress[0]) for rank, progress in found if progress is not None]
+
+    def newest(self) -> tuple[ProgressRecord, Path] | None:
+        """Return the record of the rank that has come farthest, when the records were read last, and its file."""
+        if not self._records:
+            return None
+        rank, record = max(self._records, key=lambda found: found[1].step)
+        return record, rank.path
 
     def read(self, path: Path) -> tuple[ProgressRecord, PulseReading | None] | None:
         """Return the progress of a rank: the library's, else what was found in output, else that the program runs."""
@@ -147,7 +163,7 @@ class ProgramMonitor:
     @property
     def has_steps(self) -> bool:
         """Whether a rank of the present attempt has reported a step."""
-        return any((found := self.read(rank.path)) is not None and found[0].step >= 0 for rank in self._ranks.values())
+        return any(record.step >= 0 for _, record in self._records)
 
     @property
     def hang_detection(self) -> HangDetection:
@@ -236,8 +252,7 @@ class ProgramMonitor:
 
     def _different_steps(self) -> str:
         """Compare what the ranks report after the same time; one step apart they always may be."""
-        known = {rank.rank: found[0].step for rank in self._ranks.values() if (found := self.read(rank.path))}
-        steps = {rank: step for rank, step in known.items() if step >= 0}
+        steps = {rank.rank: record.step for rank, record in self._records if record.step >= 0}
         if not steps or max(steps.values()) - min(steps.values()) <= max(1, max(steps.values()) // 10):
             return ""
         slow, fast = min(steps, key=steps.__getitem__), max(steps, key=steps.__getitem__)

@@ -14,7 +14,7 @@ import socket
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from trainium_agent.ranks.progress import read_with_pulse
+from trainium_agent.ranks.progress import read_progress, read_with_pulse
 from trainium_agent.ranks.standby import StandbyPlan, StartRequest
 from trainium_agent.settings import DEFAULT_RANK_ENTRY, DEFAULT_WARM_MODULE
 from trainium_agent.workload.base import rank_environment
@@ -82,6 +82,11 @@ class Trainer:
     def read(self, path: Path) -> tuple[ProgressRecord, PulseReading | None] | None:
         """Return a rank's record and pulse."""
         return read_with_pulse(path)
+
+    def newest(self, files: Sequence[Path]) -> tuple[ProgressRecord, Path] | None:
+        """Return the progress of the first rank: all are in the same step."""
+        record = read_progress(files[0]) if files else None
+        return None if record is None else (record, files[0])
 
     def quiet_sign(self, process: RankProcess, now: float) -> int | None:  # noqa: ARG002 - what others need
         """Return the same sign always: a rank that has not reported yet shows nothing."""

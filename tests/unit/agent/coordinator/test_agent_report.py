@@ -31,6 +31,9 @@ class Ranks:
     def read(self, path: Path) -> tuple[SimpleNamespace, None] | None:
         return None if self.now is None else (self.now, None)
 
+    def newest(self, files: list[Path]) -> tuple[SimpleNamespace, Path] | None:
+        return None if self.now is None else (self.now, files[0])
+
     def at(
         self,
         step: int,

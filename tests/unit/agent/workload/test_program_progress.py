@@ -56,6 +56,11 @@ class Followed:
         return found[0]
 
 
+@pytest.fixture(autouse=True)
+def _read_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program_progress, "_READ_SECONDS", 0.0)
+
+
 @pytest.fixture
 def followed(tmp_path: Path) -> Followed:
     return Followed(tmp_path)
