@@ -7,6 +7,7 @@ Guarantees:
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -35,53 +36,65 @@ class RankPort(Protocol):
         """Its number."""
 
 
-class Workload(Protocol):
+class Workload(ABC):
     """Ranks that the agent starts, as far as they differ from those of other workloads."""
 
     plan: StandbyPlan
     """The preparation of the process that starts ranks."""
 
+    @abstractmethod
     def reserve_port(self, address: str) -> RankPort:
         """Reserve a port for the ranks, at node rank 0. Raises OSError."""
 
+    @abstractmethod
     def request(self, layout: AttemptLayout, local_rank: int) -> StartRequest:
         """Return the start of one rank."""
 
-    def on_output(self, layout: AttemptLayout, local_rank: int) -> Callable[[bytes], None] | None:
-        """Return what gets each line of a rank's output, from the output's thread."""
-
+    @abstractmethod
     def exit_signal(self, *, memory_ends: bool) -> signal.Signals:
         """Return the signal that asks a rank to save and exit."""
 
-    def leftover(self, processes: Sequence[RankProcess]) -> str:
-        """Explain what ranks that all ended with code 0 left running; empty for nothing."""
-
-    def observe(self) -> None:
-        """Read what the ranks have published, in the event loop."""
-
+    @abstractmethod
     def read(self, path: Path) -> tuple[ProgressRecord, PulseReading | None] | None:
         """Return the progress of a rank, from any thread; `path` is its progress file."""
 
+    @abstractmethod
     def newest(self, files: Sequence[Path]) -> tuple[ProgressRecord, Path] | None:
         """Return the progress of the pod, and the file that it is from, in the event loop."""
-
-    def quiet_sign(self, process: RankProcess, now: float) -> int | None:
-        """Return a number that changes while a rank without steps is active; None where that is unknown."""
-
-    def step_limit(self, path: Path, limit: float) -> float:
-        """Return how long a step may take, in seconds, from the limit for steps that are reported exactly."""
 
     @property
     def hang_detection(self) -> HangDetection | None:
         """The sign by which hangs are detected; None for the trainer, which always reports steps."""
+        return None
 
     @property
     def problem(self) -> str:
-        """Why progress or checkpoints cannot be read; empty while they can."""
+        """The reason why progress or checkpoints cannot be read; empty while they can."""
+        return ""
 
     @property
     def durable_step(self) -> int:
         """Newest checkpoint that was observed, not reported; -1 for none."""
+        return -1
+
+    def on_output(self, layout: AttemptLayout, local_rank: int) -> Callable[[bytes], None] | None:  # noqa: ARG002
+        """Return what gets each line of a rank's output, from the output's thread; None where nobody wants it."""
+        return None
+
+    def leftover(self, processes: Sequence[RankProcess]) -> str:  # noqa: ARG002
+        """Explain what ranks that all ended with code 0 left running; empty for nothing."""
+        return ""
+
+    def observe(self) -> None:  # noqa: B027
+        """Read what the ranks have published, in the event loop."""
+
+    def quiet_sign(self, process: RankProcess, now: float) -> int | None:  # noqa: ARG002
+        """Return a number that changes while a rank without steps is active; None where that cannot be known."""
+        return -1
+
+    def step_limit(self, path: Path, limit: float) -> float:  # noqa: ARG002
+        """Return how long a step may take, in seconds, from the limit for steps that are reported exactly."""
+        return limit
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,15 +21,12 @@ from trainium_agent.workload.program_progress import ProgramMonitor
 from trainium_contract.wire import worker_env
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from trainium_agent.ranks.processes import RankProcess
-    from trainium_agent.ranks.progress import ProgressRecord
-    from trainium_agent.ranks.pulse import PulseReading
     from trainium_agent.settings import AgentSettings
     from trainium_agent.workload.base import AttemptLayout
     from trainium_contract.spec.program import ProgramSpec
-    from trainium_contract.wire.messages import HangDetection
 
 _LIBRARY = Path(worker_env.AGENT_MOUNT) / "site"
 """Holds `trainium_worker` alone."""
@@ -59,18 +56,17 @@ class ReservedPort:
         self._socket.close()
 
 
-class Program:
+class Program(ProgramMonitor):
     """The ranks of a job with `spec.program`."""
 
     def __init__(self, settings: AgentSettings, program: ProgramSpec, environment: dict[str, str]) -> None:
         """`environment` is that of the container."""
-        self._settings = settings
+        super().__init__(settings, program)
         self._program = program
         self._environment = environment
         self._command = (*program.command, *program.args)
         python = (shutil.which(program.command[0]) or program.command[0]) if program.warm else ""
         self.plan = StandbyPlan(modules=program.warm, python=python)
-        self._monitor = ProgramMonitor(settings, program)
         self._started_at = 0.0
 
     def reserve_port(self, address: str) -> ReservedPort:
@@ -88,10 +84,6 @@ class Program:
             image=self._program.image,
         )
 
-    def on_output(self, layout: AttemptLayout, local_rank: int) -> Callable[[bytes], None]:
-        """Return what takes in the output of a rank."""
-        return self._monitor.on_output(layout, local_rank)
-
     def exit_signal(self, *, memory_ends: bool) -> signal.Signals:  # noqa: ARG002 - what others need
         """Every program knows SIGTERM, and few know another one."""
         return signal.SIGTERM
@@ -100,47 +92,12 @@ class Program:
         """Explain what a program that ended at once left running: it put itself into the background."""
         seconds = time.monotonic() - self._started_at
         left = [name for process in processes for name in process.left]
-        if seconds > _SHORT_SECONDS or not left or self._monitor.has_steps:
+        if seconds > _SHORT_SECONDS or not left or self.has_steps:
             return ""
         return (
             f"the program ended with code 0 after {seconds:.1f} s and left {', '.join(sorted(set(left)))} running: "
             "have it stay in the foreground, because its end is taken for the end of training"
         )
-
-    def observe(self) -> None:
-        """Search new output for steps, and look for checkpoints."""
-        self._monitor.observe()
-
-    def read(self, path: Path) -> tuple[ProgressRecord, PulseReading | None] | None:
-        """Return a rank's progress: reported by the library, else found in its output."""
-        return self._monitor.read(path)
-
-    def newest(self, files: Sequence[Path]) -> tuple[ProgressRecord, Path] | None:  # noqa: ARG002 - what others need
-        """Return the progress of the rank that has come farthest: perhaps it alone reports."""
-        return self._monitor.newest()
-
-    def quiet_sign(self, process: RankProcess, now: float) -> int | None:
-        """Return a count of signs of activity of a rank without steps."""
-        return self._monitor.quiet_sign(process, now)
-
-    def step_limit(self, path: Path, limit: float) -> float:
-        """Allow for saves and validations between steps that are found in output, which nobody reports."""
-        return max(limit, self._settings.hang.save_seconds) if self._monitor.found_in_output(path) else limit
-
-    @property
-    def hang_detection(self) -> HangDetection:
-        """The sign by which hangs are detected."""
-        return self._monitor.hang_detection
-
-    @property
-    def problem(self) -> str:
-        """The reason why progress or checkpoints cannot be read; empty while they can."""
-        return self._monitor.problem
-
-    @property
-    def durable_step(self) -> int:
-        """Newest checkpoint below `program.checkpoints.path`."""
-        return self._monitor.durable_step
 
     def _rank_environment(self, layout: AttemptLayout, local_rank: int) -> dict[str, str]:
         given = self._environment

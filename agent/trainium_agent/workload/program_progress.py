@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING
 
 from trainium_agent.linux import kernel
 from trainium_agent.ranks.progress import ProgressPhase, ProgressRecord, ProgressWriter, read_with_pulse
-from trainium_agent.workload.base import progress_file
+from trainium_agent.workload.base import Workload, progress_file
 from trainium_contract.spec.program import STEP_GROUP
 from trainium_contract.wire.messages import HangDetection
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from types import FrameType
 
     from trainium_agent.ranks.processes import RankProcess
@@ -78,8 +78,8 @@ class _Rank:
     """When the processor time and the devices' count were read, and what they were."""
 
 
-class ProgramMonitor:
-    """Everything that is known of a program without its help."""
+class ProgramMonitor(Workload):
+    """The part of a program's workload that follows its ranks without their help."""
 
     def __init__(self, settings: AgentSettings, program: ProgramSpec) -> None:
         self._settings = settings
@@ -119,7 +119,7 @@ class ProgramMonitor:
             found = ((rank, self.read(rank.path)) for rank in self._ranks.values())
             self._records = [(rank, progress[0]) for rank, progress in found if progress is not None]
 
-    def newest(self) -> tuple[ProgressRecord, Path] | None:
+    def newest(self, files: Sequence[Path]) -> tuple[ProgressRecord, Path] | None:  # noqa: ARG002 - what others need
         """Return the record of the rank that has come farthest, when the records were read last, and its file."""
         if not self._records:
             return None
@@ -142,9 +142,10 @@ class ProgramMonitor:
             pid=0, generation=rank.generation, attempt=rank.attempt, phase=phase, updated=rank.started
         ), None
 
-    def found_in_output(self, path: Path) -> bool:
-        """Return whether the steps of a rank come from its output."""
-        return any(rank.path == path and rank.writer is not None for rank in self._ranks.values())
+    def step_limit(self, path: Path, limit: float) -> float:
+        """Allow for saves and validations between steps that are found in output, which nobody reports."""
+        found = any(rank.path == path and rank.writer is not None for rank in self._ranks.values())
+        return max(limit, self._settings.hang.save_seconds) if found else limit
 
     def quiet_sign(self, process: RankProcess, now: float) -> int | None:
         """Return a count of signs of activity: output, processor time, use of the devices; None before any output."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from trainium_agent.ranks.progress import read_progress, read_with_pulse
 from trainium_agent.ranks.standby import StandbyPlan, StartRequest
 from trainium_agent.settings import DEFAULT_RANK_ENTRY, DEFAULT_WARM_MODULE
-from trainium_agent.workload.base import rank_environment
+from trainium_agent.workload.base import Workload, rank_environment
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, not in __all__
 
-    from trainium_agent.ranks.processes import RankProcess
     from trainium_agent.ranks.progress import ProgressRecord
     from trainium_agent.ranks.pulse import PulseReading
     from trainium_agent.settings import AgentSettings
@@ -35,7 +34,7 @@ _STORE_SECONDS = 300.0
 _BACKLOG = 1024
 
 
-class Trainer:
+class Trainer(Workload):
     """The ranks of a job with `spec.trainer`."""
 
     def __init__(self, settings: AgentSettings) -> None:
@@ -49,9 +48,6 @@ class Trainer:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         importlib.import_module("torch.distributed")
         stop_reverse_lookups()  # the standby and all ranks inherit it
-        self.hang_detection = None
-        self.problem = ""
-        self.durable_step = -1
 
     def reserve_port(self, address: str) -> TCPStore:
         """Start a store for the ranks of one attempt."""
@@ -65,19 +61,9 @@ class Trainer:
             f"trainium-rank {layout.rank(local_rank)} of {layout.world}",
         )
 
-    def on_output(self, layout: AttemptLayout, local_rank: int) -> None:
-        """Ranks report in shared memory."""
-
     def exit_signal(self, *, memory_ends: bool) -> signal.Signals:
         """Ranks save to storage after SIGUSR1, since the memory of the node ends, and to memory after SIGTERM."""
         return signal.SIGUSR1 if memory_ends else signal.SIGTERM
-
-    def leftover(self, processes: Sequence[RankProcess]) -> str:  # noqa: ARG002 - what others need
-        """Ranks end with all that they started."""
-        return ""
-
-    def observe(self) -> None:
-        """Nothing is to be read beside the records."""
 
     def read(self, path: Path) -> tuple[ProgressRecord, PulseReading | None] | None:
         """Return a rank's record and pulse."""
@@ -87,14 +73,6 @@ class Trainer:
         """Return the progress of the first rank: all are in the same step."""
         record = read_progress(files[0]) if files else None
         return None if record is None else (record, files[0])
-
-    def quiet_sign(self, process: RankProcess, now: float) -> int | None:  # noqa: ARG002 - what others need
-        """Return the same sign always: a rank that has not reported yet shows nothing."""
-        return -1
-
-    def step_limit(self, path: Path, limit: float) -> float:  # noqa: ARG002 - what others need
-        """Return the limit: saves and validations are reported apart from steps."""
-        return limit
 
 
 def serve_store(address: str) -> TCPStore:

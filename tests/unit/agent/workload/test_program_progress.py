@@ -16,7 +16,7 @@ from trainium_agent.ranks.progress import ProgressPhase, ProgressWriter
 from trainium_agent.settings import settings_from
 from trainium_agent.workload import program_progress
 from trainium_agent.workload.base import AttemptLayout, progress_file
-from trainium_agent.workload.program_progress import ProgramMonitor
+from trainium_agent.workload.program import Program
 from trainium_contract.spec.program import ProgramSpec
 from trainium_contract.wire.messages import HangDetection
 
@@ -35,7 +35,7 @@ class Followed:
         self.settings.progress_directory.mkdir(parents=True)
         progress = {} if pattern is None else {"progress": {"pattern": pattern}}
         spec = ProgramSpec.model_validate({"image": "i", "command": ["c"], **progress, **more})
-        self.monitor = ProgramMonitor(self.settings, spec)
+        self.monitor = Program(self.settings, spec, {})
         self.begin()
 
     def begin(self, attempt: int = 0) -> None:
