@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import selectors
 import sys
 import threading
@@ -41,19 +42,23 @@ if TYPE_CHECKING:
 _LINES = 20
 _CHUNK = 1 << 16
 _LONGEST_LINE = 1 << 14
+_LINE_ENDS = re.compile(rb"[\r\n]+")
 
 
 class Tail:
     """The last lines of one rank's output, without frames of C++: one thread feeds it, any may ask."""
 
     def __init__(self, prefix: str, form: Form | None = None, on_line: Callable[[bytes], None] | None = None) -> None:
-        """`form` formats a line of the log; without it the prefix precedes each. `on_line` gets each line too."""
+        """`form` formats a line of the log; without it the prefix precedes each.
+
+        `on_line` gets each line too, and what a progress bar overwrites.
+        """
         self._form = form or prefixed(prefix)
         self._on_line = on_line
         self._lock = threading.Lock()
         self._lines: deque[str] = deque(maxlen=_LINES)
         self._runtime = RuntimeMessages()
-        self._partial = b""
+        self._partial = self._unfinished = b""
         self.complete = threading.Event()
         """Set when everything that the rank wrote has been read."""
 
@@ -70,6 +75,7 @@ class Tail:
 
     def feed(self, data: bytes) -> bytes:
         """Take in a chunk; what the log should show for it."""
+        self._pass_on(data)
         *complete, self._partial = (self._partial + data).split(b"\n")
         if len(self._partial) > _LONGEST_LINE:
             complete.append(self._partial)
@@ -78,14 +84,21 @@ class Tail:
 
     def close(self) -> bytes:
         """Return the rest of the output for the log."""
+        self._pass_on(b"\n")
         rest, self._partial = self._partial, b""
         shown = self._line(rest) if rest else b""
         self.complete.set()
         return shown
 
-    def _line(self, line: bytes) -> bytes:
-        if self._on_line is not None:
+    def _pass_on(self, data: bytes) -> None:
+        if self._on_line is None:
+            return
+        *complete, rest = _LINE_ENDS.split(self._unfinished + data)
+        self._unfinished = rest[-_LONGEST_LINE:]
+        for line in filter(None, complete):
             self._on_line(line)
+
+    def _line(self, line: bytes) -> bytes:
         shown = self._form(line)
         for sentence in shown.words.split(b"\n"):
             if sentence.strip():

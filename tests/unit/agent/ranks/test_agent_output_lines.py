@@ -131,3 +131,15 @@ def test_half_a_line_waits_for_its_other_half() -> None:
     assert tail.feed(whole[:40]) == b""
     assert json.loads(tail.feed(whole[40:] + b"\nrest"))["message"] == "m"
     assert json.loads(tail.close())["message"] == "rest"
+
+
+def test_who_follows_the_output_gets_lines_and_what_a_progress_bar_overwrites() -> None:
+    lines: list[bytes] = []
+    tail = Tail("", on_line=lines.append)
+    for chunk in (b"load", b"ing\n\r 1/9 [", b"00:01]\r 2/9 [00:02]\r\n", b"\n" + b"x" * 40_000, b"end"):
+        tail.feed(chunk)
+    tail.close()
+    assert lines[:3] == [b"loading", b" 1/9 [00:01]", b" 2/9 [00:02]"]
+    assert len(lines) == 4
+    assert lines[3].endswith(b"xend")
+    assert len(lines[3]) <= (1 << 14) + 3
