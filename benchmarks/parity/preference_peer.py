@@ -32,24 +32,13 @@ def plain_name(name: str) -> str:
 
 
 class Recorded:
-    """A trainer that takes pairs of token ids in their order, our learning rates, and keeps each step's figures."""
+    """A trainer that takes pairs of token ids in their order, and keeps each loss."""
 
-    task: dict[str, Any]
     losses: list[float]
-    model: Any
-    optimizer: Any
-    lr_scheduler: Any
     train_dataset: Any
 
     def _get_train_sampler(self, train_dataset: Any = None) -> SequentialSampler:
         return SequentialSampler(train_dataset if train_dataset is not None else self.train_dataset)
-
-    def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:  # noqa: ARG002 - as the library has it
-        """Create AdamW and the rates of the task, once the model has its initial adapter."""
-        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        options, rates = self.task["optimizer"], self.task["rates"]
-        self.optimizer = torch.optim.AdamW(trained, lr=1.0, **options)
-        self.lr_scheduler = LambdaLR(self.optimizer, lambda step: rates[step] if step < len(rates) else 0.0)
 
     def compute_loss(self, *given: Any, **options: Any) -> Any:
         """Compute the library's loss and keep it."""
@@ -71,9 +60,12 @@ def main() -> None:
     tokenizer.add_special_tokens({"pad_token": task["end"], "eos_token": task["end"], "bos_token": task["end"]})
     lora = peft.LoraConfig(**task["lora"], task_type="CAUSAL_LM") if task["lora"] else None
     trainer = (_dpo if task["kind"] == "DPO" else _orpo)(task, model, tokenizer, lora, _arguments(task))
-    trainer.task, trainer.losses = task, []
+    trainer.losses = []
     if lora is not None:
         _begin(trainer.model, safetensors.torch.load_file(task["adapter"]))
+    numbers, rates = [one for one in trainer.model.parameters() if one.requires_grad], task["rates"]
+    trainer.optimizer = torch.optim.AdamW(numbers, lr=1.0, **task["optimizer"])
+    trainer.lr_scheduler = LambdaLR(trainer.optimizer, lambda step: rates[step] if step < len(rates) else 0.0)
     trainer.train()
     passes = trainer.args.gradient_accumulation_steps
     losses = [sum(trainer.losses[start : start + passes]) / passes for start in range(0, len(trainer.losses), passes)]

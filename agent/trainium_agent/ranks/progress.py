@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from trainium_trainer.monitor.figures import StepFigures
 
 _MAGIC = 0x544E5250
-_VERSION = 4
+_VERSION = 5
 _HEADER = struct.Struct("<IIQ")  # magic, version, sequence
 _CHECKSUM = struct.Struct("<I")
 _READ_ATTEMPTS = 5
@@ -99,6 +99,10 @@ class ProgressRecord:
     """Share of the stage that is over, 0 to 1; 0 in `Train`, which counts steps."""
     stage_since: float = 0.0
     """Unix seconds when this process came into the stage; 0 in `Train`."""
+    reward_margin: float = math.nan
+    """Of preference tuning: mean difference of the rewards of two answers, of the newest step, as `reward_accuracy`."""
+    reward_accuracy: float = math.nan
+    """Share of pairs whose preferred answer has the greater reward."""
 
     @property
     def stage(self) -> RunStage:
@@ -106,7 +110,7 @@ class ProgressRecord:
         return _STAGES[self.stage_number]
 
 
-_PAYLOAD = struct.Struct("<13q14d")
+_PAYLOAD = struct.Struct("<13q16d")
 _RECORD = _HEADER.size + _PAYLOAD.size + _CHECKSUM.size
 _PULSE_AT = (_RECORD + 7) // 8 * 8
 _SIZE = _PULSE_AT + PULSE_BYTES
@@ -175,6 +179,8 @@ class ProgressWriter:
             parameter_norm=_or_nan(figures.parameter_norm, record.parameter_norm),
             utilisation=_or_nan(figures.utilisation),
             goodput=_or_nan(figures.goodput),
+            reward_margin=math.nan if figures.rewards is None else figures.rewards.margin,
+            reward_accuracy=math.nan if figures.rewards is None else figures.rewards.accuracy,
         )
         self._write()
         self.pulse.step_done(seconds)

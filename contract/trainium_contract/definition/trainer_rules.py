@@ -236,12 +236,6 @@ _RULES: tuple[Rule, ...] = (
         ".trainer.data.examples.packing",
     ),
     Rule(
-        f"!({_PAIRS}) || self.parallelism.pipeline == 1",
-        "parallelism.pipeline is above 1 but trainer.data.format is Preference, which runs without a pipeline: set it "
-        "to 1 and raise parallelism.tensor, or set trainer.dataParallel to FullySharded",
-        ".parallelism.pipeline",
-    ),
-    Rule(
         f"{_ON_NXD} || !({_PAIRS})",
         "trainer.data.format is Preference, which cannot be had on trn1: its backend Nxd has no loss on pairs; use "
         "trn2 or trn3",

@@ -69,6 +69,10 @@ class ProgressStatus(StatusModel):
     """Loss of that step."""
     tokens_per_second: float | None = None
     """Throughput of the whole job."""
+    reward_margin: float | None = None
+    """Of preference tuning: mean difference of the rewards of two answers in that step."""
+    reward_accuracy: float | None = None
+    """Of preference tuning: share of that step's pairs whose preferred answer has the greater reward."""
     updated: Annotated[str, Field(max_length=32)] = ""
     """When this was reported, RFC 3339."""
 

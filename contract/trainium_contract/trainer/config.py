@@ -180,11 +180,6 @@ class TrainingConfig(TrainerSpec):
             raise ValueError(
                 "data.examples.loss is All but tuning.objective is DPO, which compares answers only: leave it out"
             )
-        if self.parallelism.pipeline > 1:
-            raise ValueError(
-                f"parallelism.pipeline is {self.parallelism.pipeline} but data.format is Preference, which runs "
-                "without a pipeline: set it to 1 and raise parallelism.tensor, or set dataParallel to FullySharded"
-            )
         if objective.compares_with_reference and objective.reference == BASE_REFERENCE and self.model.weights is None:
             raise ValueError(
                 "tuning.objective compares with the model in model.weights, which is not given: give it, or set "

@@ -121,6 +121,7 @@ class JobView:
     """Until the last step, at the reference step time and with the losses that the run has had."""
     step_seconds: float | None
     loss: float | None
+    reward_accuracy: float | None
     tokens_per_second: float | None
     size: int
     training: int
@@ -219,6 +220,7 @@ def build_job_view(
         eta_seconds=_eta(status, goodput, total - step),
         step_seconds=_step_seconds(status),
         loss=progress.number("loss"),
+        reward_accuracy=progress.number("rewardAccuracy"),
         tokens_per_second=progress.number("tokensPerSecond"),
         size=status.whole("replicas"),
         training=status.whole("readyReplicas"),

@@ -30,7 +30,7 @@ _STEP = struct.Struct("!Q")
 _ALWAYS_NEWS = attrgetter(*sorted(HeartbeatRequest.model_fields.keys() - {"progress", "timing", "protocol"}))
 _RUNNING = frozenset(
     {"step", "loss", "tokens_per_second", "samples", "memory_step", "durable_step", "updated", "productive_seconds"}
-    | {"stage_progress"}
+    | {"stage_progress", "reward_margin", "reward_accuracy"}
 )
 """What of the progress runs on with the steps."""
 _UNCHANGED = attrgetter(*sorted(Progress.model_fields.keys() - _RUNNING))

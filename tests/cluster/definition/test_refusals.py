@@ -219,6 +219,18 @@ BAD_AT_CREATION = {
     "trainer: {model: {weights: /base}, tuning: {method: lora}}": 'supported values: "Full", "LoRA"',
     "trainer: {data: {format: Function}}": "examples.function is not given: name module:function",
     "trainer: {data: {format: Function, examples: {function: read}}}": "write module:name",
+    "trainer: {data: {format: Preference}}": "tuning.objective is not given: name its kind, DPO or ORPO",
+    "trainer: {model: {weights: /base}, tuning: {objective: {kind: DPO}}}": "set data.format to Preference",
+    "trainer: {data: {format: Preference}, tuning: {objective: {kind: DPO}}}": "model.weights, which is not given",
+    "trainer: {data: {format: Preference}, tuning: {objective: {kind: PPO}}}": 'supported values: "DPO", "ORPO"',
+    "trainer: {data: {format: Preference}, tuning: {objective: {beta: 0}}}": "beta in body should be greater than 0",
+    "trainer: {data: {format: Preference, examples: {packing: true}}, tuning: {objective: {kind: ORPO}}}": (
+        "examples.packing is true but trainer.data.format is Preference"
+    ),
+    """{workers: {replicas: 4, accelerator: {device: neuron, instanceType: trn1.32xlarge}},
+    trainer: {batch: {globalSize: 1024}, data: {format: Preference}, tuning: {objective: {kind: ORPO}}}}""": (
+        "format is Preference, which cannot be had on trn1"
+    ),
     "trainer: {evaluate: {enabled: true}}": "no examples are held back: give trainer.data.validation",
     "trainer: {epochs: -1}": "spec.trainer.epochs in body should be greater than or equal to 0",
     "trainer: {schedule: {warmupRatio: 0}}": "warmupRatio in body should be greater than 0",
@@ -355,6 +367,10 @@ def test_a_name_that_makes_no_host_name_is_refused(defined: Api, name: str, sent
         "trainer: {model: {weights: 's3://bucket/base'}, tuning: {method: LoRA}, artifacts: {kinds: [Adapter, Model]}}",
         "trainer: {model: {weights: /base}, tuning: {trainable: ['*norm*']}, precision: BFloat16Stochastic}",
         "trainer: {data: {format: Function, examples: {function: '/data/read.py:read'}}}",
+        "trainer: {data: {format: Preference}, tuning: {objective: {kind: ORPO}}}",
+        "trainer: {data: {format: Preference}, tuning: {objective: {referenceFree: true}}, model: {preset: Llama3-8B}}",
+        "trainer: {model: {weights: /base}, data: {format: Preference}, tuning: {objective: {beta: 0.5}}}",
+        "trainer: {data: {format: Preference}, tuning: {objective: {reference: /reference}}}",
         "trainer: {data: {validation: {fraction: 0.1}}, evaluate: {enabled: true}}",
         "trainer: {data: {format: Chat, examples: {packing: true}}}",
         "workers: {accelerator: {device: cpu, claim: {count: 16, connected: true}}}",

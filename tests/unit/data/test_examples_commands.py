@@ -136,3 +136,16 @@ def test_prepare_data_reports_an_absence_of_work(tmp_path: Path, capsys: pytest.
     file = write_run(tmp_path, format="Text", textField="response", sequenceLength=16, tokenization="Online")
     assert run(["prepare-data", "--config", str(file), "--set", "data.tokenizer={vocabSize: 300}"]) == 64
     assert "tokenised while training, so nothing is prepared: set it to Ahead" in capsys.readouterr().err
+
+
+def test_show_data_shows_both_answers_of_a_pair(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"prompt": "name a shard:", "chosen": " a tensor", "rejected": f" node {number}"} for number in range(8)]
+    source = str(write_records(tmp_path / "pairs.jsonl", rows))
+    file = write_run(tmp_path, source=source, format="Preference")
+    given = ["show-data", "--config", str(file), "--samples", "1", "--set", "tuning.objective={kind: ORPO}"]
+    assert run(given) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"sample 0: 2 answers, \d+ of 192 positions used", shown)
+    assert "name a shard:⟦ a tensor<|end|>⟧\n── the answer that is not preferred ──" in shown
+    assert re.search(r"name a shard:⟦ node \d<\|end\|>⟧", shown)
+    assert "examples    8 to train on" in shown

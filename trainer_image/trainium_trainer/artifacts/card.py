@@ -85,6 +85,8 @@ class Card:
                 ("LoRA targets", ", ".join(lora.targets)),
                 ("LoRA dropout", f"{lora.dropout:g}"),
             ]
+        if self.tuning.objective is not None:
+            rows.append(("objective", f"{self.tuning.objective.kind}, beta {self.tuning.objective.beta:g}"))
         if self.tuning.trainable is not None:
             rows.append(("trained weights", ", ".join(self.tuning.trainable)))
         names = {

@@ -178,11 +178,11 @@ class Backend(Protocol):
         """
         ...
 
-    def reference_log_probs(self, batches: Iterable[MicroBatch]) -> list[torch.Tensor]:
-        """Return the log-probabilities of the answers of pairs, [rows] float32 on the CPU for each micro-batch.
+    def reference_log_probs(self, batches: Iterable[MicroBatch]) -> torch.Tensor:
+        """Return the log-probabilities of the answers of pairs, of all rows one after another, float32 on the CPU.
 
-        By the weights that the state has, without adapters. Every rank passes the same number of micro-batches. Only
-        between two steps. Collective.
+        By the weights that the state has, without adapters. NaN on ranks that do not compute them. Every rank passes
+        the same number of micro-batches of one size. Only between two steps. Collective.
         """
         ...
 

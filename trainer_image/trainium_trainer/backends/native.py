@@ -81,6 +81,8 @@ class NativeBackend:
         self._tokens = 0
         self._divisor = 0
         self._rewards: list[Tensor] = []
+        self._log_probs: list[Tensor] | None = None
+        """Of a pipeline's micro-batches, while they are asked for in place of a loss."""
         self._loss_sum = math.nan
 
     def build(self) -> None:
@@ -168,7 +170,7 @@ class NativeBackend:
 
         config, length = self._config, self._config.data.sequence_length
         traffic = Traffic(
-            samples=config.batch.micro_size,
+            samples=config.batch.micro_size * config.data.rows_per_sample,
             length=length,
             part=length // self.mesh.tp_size if config.parallelism.sequence else length,
             hidden=self._shape.hidden_size,
@@ -182,7 +184,7 @@ class NativeBackend:
             traffic,
             schedule=config.parallelism.pipeline_schedule,
             micro_batches=self._passes,
-            loss=self._sum_of_losses,
+            loss=self._loss_of_target,
             keys=self._keys,
         )
 
@@ -239,18 +241,30 @@ class NativeBackend:
     def _forward(self, batch: MicroBatch, *, samples: Tensor | None = None, references: Tensor | None = None) -> Tensor:
         """Return the summed loss of a micro-batch, through the whole model; of pairs also note the rewards."""
         logits, labels = self._logits(batch, samples=samples)
-        objective = self._config.tuning.objective
-        if objective is None or batch.pairs is None or references is None:
+        if batch.pairs is None or references is None:
             return self._sum_of_losses(logits, labels)
-        found = preference_loss(
-            objective,
-            token_losses(logits, labels, group=self.mesh.tp, vocabulary=self._known_vocabulary),
-            labels,
-            answers=batch.pairs.answers.to(self._device),
-            references=references,
-        )
+        return self._sum_of_pair_losses(logits, labels, batch.pairs.answers.to(self._device), references)
+
+    def _sum_of_pair_losses(self, logits: Tensor, labels: Tensor, answers: Tensor, references: Tensor) -> Tensor:
+        """Return the summed loss of pairs of answers, and note their rewards."""
+        assert self._config.tuning.objective is not None
+        losses = token_losses(logits, labels, group=self.mesh.tp, vocabulary=self._known_vocabulary)
+        found = preference_loss(self._config.tuning.objective, losses, labels, answers=answers, references=references)
         self._rewards.append(found.rewards)
         return found.loss
+
+    def _loss_of_target(self, logits: Tensor, target: Tensor) -> Tensor:
+        """Return the summed loss of a pipeline's micro-batch, or note the log-probabilities that are asked for."""
+        if self._config.tuning.objective is None:
+            return self._sum_of_losses(logits, target)
+        from trainium_trainer.backends.pipeline import unpack_target  # noqa: PLC0415 - imported by now
+
+        labels, answers, references = unpack_target(target)
+        if self._log_probs is None:
+            return self._sum_of_pair_losses(logits, labels, answers, references)
+        losses = token_losses(logits, labels, group=self.mesh.tp, vocabulary=self._known_vocabulary)
+        self._log_probs.append(answer_log_probs(losses, labels, answers))
+        return losses.sum()
 
     def _logits(self, batch: MicroBatch, *, samples: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return logits and labels of a micro-batch on the device."""
@@ -266,11 +280,14 @@ class NativeBackend:
             return self._reference_log_probs(batch)
         return batch.pairs.references.to(self._device)
 
-    def reference_log_probs(self, batches: Iterable[MicroBatch]) -> list[Tensor]:
+    def reference_log_probs(self, batches: Iterable[MicroBatch]) -> Tensor:
         """See `Backend.reference_log_probs`."""
-        found = [self._reference_log_probs(batch).cpu() for batch in batches]
+        if self._pipeline is not None:
+            joined = [self._pipeline_log_probs(self._pipeline, batch) for batch in self._pipeline.joined(batches)]
+        else:
+            joined = [self._reference_log_probs(batch) for batch in batches]
         self._store.after_evaluation()
-        return found
+        return torch.cat(joined).cpu()
 
     @torch.no_grad()
     def _reference_log_probs(self, batch: MicroBatch) -> Tensor:
@@ -305,10 +322,29 @@ class NativeBackend:
     def _run_pipeline(self, pipeline: Pipeline) -> None:
         """Forward and backward of all micro-batches of the step."""
         batches, self._waiting = self._waiting, []
+        (batch,) = map(self._with_references, pipeline.joined(batches))
         self._store.begin_backward(len(batches))
         with self._pulse.work_with_collectives, self._compute():
-            self._losses += pipeline.run(batches)
+            self._losses += pipeline.run(batch)
         self._store.accumulate()
+
+    def _with_references(self, batch: MicroBatch) -> MicroBatch:
+        """Return a pipeline's batch with the log-probabilities of its answers, where the model has the reference."""
+        if self._pipeline is None or batch.pairs is None or not is_reference_in_model(self._config.tuning):
+            return batch
+        found = self._pipeline_log_probs(self._pipeline, batch)
+        return replace(batch, pairs=replace(batch.pairs, references=found.cpu()))
+
+    def _pipeline_log_probs(self, pipeline: Pipeline, batch: MicroBatch) -> Tensor:
+        """Return the log-probabilities of the answers by the stages without adapters; NaN on all but the last rank."""
+        self._log_probs = []
+        with contextlib.ExitStack() as stack:
+            for model in self._models:
+                stack.enter_context(adapters_disabled(model))
+            with self._pulse.work_with_collectives, self._compute():
+                pipeline.evaluate(batch)
+        found, self._log_probs = self._log_probs, None
+        return torch.cat(found) if found else torch.full((len(batch.inputs),), math.nan)
 
     def totals(self, *, stop: bool, memory_ends: bool, vote: int) -> StepTotals:
         """One small sum over all ranks; loss and tokens of a data-parallel share are counted by one of its ranks."""
@@ -478,7 +514,7 @@ class NativeBackend:
         losses: list[Tensor] = []
         divisor = 0
         if self._pipeline is not None:
-            for batch in self._pipeline.joined(batches):
+            for batch in map(self._with_references, self._pipeline.joined(batches)):
                 with self._pulse.work_with_collectives, self._compute():
                     losses += self._pipeline.evaluate(batch)
                 divisor += batch.divisor

@@ -29,7 +29,7 @@ from torch.nn import functional
 
 from trainium_contract.trainer.parallelism import PipelineSchedule
 from trainium_trainer.backends.store import local_of
-from trainium_trainer.data.batches.loader import MicroBatch
+from trainium_trainer.data.batches.loader import MicroBatch, Pairs
 from trainium_trainer.exits import UserError
 from trainium_trainer.models.loss import IGNORED_LABEL
 
@@ -116,12 +116,11 @@ class Pipeline:
         # The sum of losses is what the loop divides, so gradients are not scaled.
         self._schedule = kind(parts if len(parts) > 1 else parts[0], micro_batches, loss_fn=loss, scale_grads=False)
 
-    def run(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """Forward and backward of all micro-batches of a step; their losses, which the last rank has.
+    def run(self, batch: MicroBatch) -> list[Tensor]:
+        """Forward and backward of all micro-batches of a step, `joined`; their losses, which the last rank has.
 
         Collective over the pipeline's ranks.
         """
-        batch = self._filled(batches)
         return self._run(self._schedule.step, batch, self._keys(batch))
 
     def evaluate(self, batch: MicroBatch) -> list[Tensor]:
@@ -146,23 +145,47 @@ class Pipeline:
     def _filled(self, batches: Sequence[MicroBatch]) -> MicroBatch:
         missing = (0, 0, 0, self._samples - sum(len(batch.inputs) for batch in batches))
         positions = [batch.positions for batch in batches if batch.positions is not None]
+        pairs = [batch.pairs for batch in batches if batch.pairs is not None]
         return MicroBatch(
             functional.pad(torch.cat([batch.inputs for batch in batches]), missing),
             functional.pad(torch.cat([batch.labels for batch in batches]), missing, value=IGNORED_LABEL),
             sum(batch.valid_tokens for batch in batches),
             functional.pad(torch.cat([batch.places for batch in batches]), missing[2:]),
             functional.pad(torch.cat(positions), missing) if positions else None,
+            Pairs(
+                sum(one.count for one in pairs),
+                functional.pad(torch.cat([one.answers for one in pairs]), missing[2:]),
+                functional.pad(torch.cat([one.references for one in pairs]), missing[2:]),
+            )
+            if pairs
+            else None,
         )
 
     def _run(self, call: Callable[..., object], batch: MicroBatch, samples: Tensor | None) -> list[Tensor]:
         losses: list[Tensor] = []
         given = (batch.inputs.to(self._device),) if self._is_first else ()
-        target = batch.labels.to(self._device) if self._is_last else None
+        target = pack_target(batch).to(self._device) if self._is_last else None
         # Every stage needs to know where documents begin, and which samples these are.
         more = {} if batch.positions is None else {"positions": batch.positions.to(self._device)}
         more |= {} if samples is None else {"samples": samples}
         call(*given, target=target, losses=losses if self._is_last else None, return_outputs=False, **more)
         return [local_of(loss) for loss in losses]
+
+
+def pack_target(batch: MicroBatch) -> Tensor:
+    """Return all that the loss needs beside the logits in one tensor, which a schedule cuts into micro-batches.
+
+    Of pairs, behind the labels: the first position of each answer, and the bits of its reference log-probability.
+    """
+    if batch.pairs is None:
+        return batch.labels
+    bits = batch.pairs.references.float().view(torch.int32).long()
+    return torch.cat((batch.labels, batch.pairs.answers.unsqueeze(1), bits.unsqueeze(1)), dim=1)
+
+
+def unpack_target(target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return labels, first positions and reference log-probabilities of pairs."""
+    return target[:, :-2], target[:, -2], target[:, -1].int().view(torch.float32)
 
 
 def check_torch() -> None:

@@ -20,6 +20,7 @@ from trainium_contract.requirements.descriptors import explain_shortage, needed
 from trainium_contract.sizes import INSTANCES
 from trainium_contract.trainer.optimizer import ScheduleKind, WeightDecayScope
 from trainium_contract.trainer.parallelism import BackendChoice
+from trainium_contract.trainer.tuning import BASE_REFERENCE
 from trainium_contract.wire.worker_env import KIND
 from trainium_trainer.backends.choose import choose, refuse_what_it_cannot
 from trainium_trainer.commands.options import DEFAULT_CONFIG, ConfigFile, Overrides
@@ -31,6 +32,7 @@ from trainium_trainer.exits import UserError
 from trainium_trainer.loop import memory_check
 from trainium_trainer.loop.memory_check import needs_of, refuse_too_small
 from trainium_trainer.loop.schedule import learning_rate
+from trainium_trainer.tuning.choice import is_reference_in_model
 
 if TYPE_CHECKING:
     from trainium_contract.trainer.config import TrainingConfig
@@ -165,20 +167,23 @@ def describe_run(settings: Settings, nodes: int = 1) -> list[str]:
     """Return the arithmetic of a run on so many nodes, one line each."""
     config, shape = settings.config, settings.shape
     degrees, batch, length = config.parallelism, config.batch, config.data.sequence_length
-    per_step = settings.batch * length
+    sequences = config.data.rows_per_sample
+    per_step = settings.batch * sequences * length
+    samples, each = ("samples", "") if sequences == 1 else ("pairs", f"{sequences} x ")
     rows = settings.passes * batch.micro_size * settings.dp_size
     empty = f", {settings.batch} of {rows} rows filled" if rows > settings.batch else ""
     near = f" (batch.globalSize is {batch.global_size})" if settings.batch != batch.global_size else ""
     return [
         f"model: {count_parameters(shape):,} parameters, {shape.num_layers} layers of width {shape.hidden_size}",
         *_tuned(settings),
+        *_objective(config),
         (
             f"processes: {settings.launch.world_size} = data {settings.dp_size} x tensor {degrees.tensor} x pipeline "
             f"{degrees.pipeline}"
         ),
         (
-            f"step: {settings.batch} samples{near} of {length} tokens = {per_step:,} tokens; {settings.passes} passes "
-            f"of {batch.micro_size} samples on each data-parallel rank{empty}"
+            f"step: {settings.batch} {samples}{near} of {each}{length} tokens = {per_step:,} tokens; {settings.passes} "
+            f"passes of {batch.micro_size} {samples} on each data-parallel rank{empty}"
         ),
         _length(config),
         _rate(config),
@@ -202,10 +207,24 @@ def _tuned(settings: Settings) -> list[str]:
     ]
 
 
+def _objective(config: TrainingConfig) -> list[str]:
+    """Return a line about the loss on pairs of answers, where there is one."""
+    objective = config.tuning.objective
+    if objective is None:
+        return []
+    line = f"objective: {objective.kind}, beta {objective.beta:g}"
+    if not objective.compares_with_reference:
+        return [line]
+    if is_reference_in_model(config.tuning):
+        return [f"{line}; the reference is the model without its adapters, in the same step"]
+    model = config.model.weights if objective.reference == BASE_REFERENCE else objective.reference
+    return [f"{line}; log-probabilities of the reference {model} are computed before the first step"]
+
+
 def _length(config: TrainingConfig) -> str:
     if config.epochs:
         return f"run: {config.epochs:g} epochs; how many steps they are follows from the data"
-    tokens = config.steps * config.batch.global_size * config.data.sequence_length
+    tokens = config.steps * config.batch.global_size * config.data.rows_per_sample * config.data.sequence_length
     unit = "batches of batch.globalSize samples" if config.batch.tolerance else "steps"
     return f"run: {config.steps:,} {unit} = {tokens:,} tokens"
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from trainium_contract.trainer.config import TrainingConfig
+    from trainium_contract.trainer.data import DataConfig
     from trainium_trainer.data.examples.opening import DataReport
     from trainium_trainer.data.opening import Data
 
@@ -74,7 +75,7 @@ def show_data(
     display = _Display(tokenizer, console.is_terminal and not console.no_color, borders=borders, ids=ids)
     seen = ""
     for number, shown in enumerate(_samples(given, data, first, samples), start=first):
-        _print_sample(console, display, number, shown, given.data.sequence_length)
+        _print_sample(console, display, number, shown, given.data)
         if shown and not seen:
             seen = str(tokenizer.decode(list(shown[0].ids), skip_special_tokens=False))
     _print_summary(console, given, data)
@@ -118,20 +119,25 @@ def _streamed(config: TrainingConfig, data: Data, first: int, count: int) -> Ite
         loader.close()
 
 
-def _print_sample(console: Console, display: _Display, number: int, shown: list[Shown] | None, length: int) -> None:
+def _print_sample(
+    console: Console, display: _Display, number: int, shown: list[Shown] | None, config: DataConfig
+) -> None:
     from rich.text import Text  # noqa: PLC0415
+
+    pairs, length = config.rows_per_sample > 1, config.rows_per_sample * config.sequence_length
 
     if shown is None:
         console.print(Text(f"── sample {number}: fills up the last batch of an epoch, does not count ──", "dim"))
         return
     used = sum(len(one.ids) - 1 for one in shown)
     learned = sum(sum(one.learned) for one in shown)
-    several = f"{len(shown)} examples, " if len(shown) > 1 else ""
+    several = f"{len(shown)} {'answers' if pairs else 'examples'}, " if len(shown) > 1 else ""
     head = f"── sample {number}: {several}{used:,} of {length:,} positions used, {learned:,} tokens learned ──"
     console.print(Text(head, "bold cyan"))
     for index, one in enumerate(shown):
         if index:
-            console.print(Text(f"── example {index + 1} of this sample, which does not see the one before ──", "dim"))
+            other = f"example {index + 1} of this sample, which does not see the one before"
+            console.print(Text(f"── {'the answer that is not preferred' if pairs else other} ──", "dim"))
         console.print(_coloured(display, one), soft_wrap=True)
         if display.ids:
             console.print(Text(f"ids: {' '.join(map(str, one.ids))}", "dim"), soft_wrap=True)

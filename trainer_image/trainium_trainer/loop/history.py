@@ -118,4 +118,5 @@ def _watch(settings: Settings, past: Past, mesh: Mesh) -> Watch:
             config.data.sequence_length,
             trained=settings.choice.trained if config.tuning.freezes else None,
         ),
+        of_pairs=config.tuning.objective is not None,
     )

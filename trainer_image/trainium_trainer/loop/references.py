@@ -79,14 +79,14 @@ def _compute(part: PairPart, table: _Table, rules: SampleRules, micro_size: int,
         for first in range(0, rounds * micro_size, micro_size):
             samples = [part.pair(rules, 0, 2 * int(pair)) for pair in mine[first : first + micro_size]]
             batches.append(build_micro_batch([*samples, *[None] * (micro_size - len(samples))], rules))
-        found = torch.cat(backend.reference_log_probs(batches)).numpy()[: 2 * len(mine)]
-        if not np.isfinite(found).all():
+        found = backend.reference_log_probs(batches).numpy()[: 2 * len(mine)]
+        table.values.reshape(-1, 2)[mine] = found.reshape(-1, 2)
+        table.exchange(pairs)
+        if not np.isfinite(table.values.reshape(-1, 2)[pairs]).all():
             raise NumericalError(
                 f"the reference model gives an answer of {part.name} a probability that is no number: check the "
                 "folder's weights, or set precision to Float32"
             )
-        table.values.reshape(-1, 2)[mine] = found.reshape(-1, 2)
-        table.exchange(pairs)
         table.write()
 
 

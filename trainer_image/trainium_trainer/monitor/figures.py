@@ -79,6 +79,8 @@ class StepFigures:
     """Of the pairs of the global batch, before the update."""
     validation_rewards: Rewards | None = None
     """Of the pairs of the validation split, after the update."""
+    of_pairs: bool = False
+    """Whether the losses are those of pairs of answers, and no cross-entropies of tokens."""
     productive_seconds: float = 0.0
     """Time in the steps of the history up to this one."""
     goodput: float | None = None
@@ -157,12 +159,7 @@ class StepFigures:
 
     def _perplexity(self, loss: float | None) -> float | None:
         """Return the perplexity of a loss that is the cross-entropy of tokens; None for one of pairs."""
-        return None if self.is_preference else perplexity(loss)
-
-    @property
-    def is_preference(self) -> bool:
-        """Return whether the losses are those of pairs."""
-        return self.rewards is not None
+        return None if self.of_pairs else perplexity(loss)
 
 
 def perplexity(loss: float | None) -> float | None:

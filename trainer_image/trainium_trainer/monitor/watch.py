@@ -128,8 +128,17 @@ def _stability(lines: list[dict[str, Any]], rules: StabilityRules) -> Stability:
 class Watch:
     """One rank's view of the run, step by step; rank 0's is the one that is recorded."""
 
-    def __init__(self, config: MonitorConfig, past: Past, devices: JobDevices, *, flops_per_token: float) -> None:
-        """`flops_per_token`: see `efficiency`."""
+    def __init__(
+        self,
+        config: MonitorConfig,
+        past: Past,
+        devices: JobDevices,
+        *,
+        flops_per_token: float,
+        of_pairs: bool = False,
+    ) -> None:
+        """`flops_per_token`: see `efficiency`; `of_pairs`: see `StepFigures`."""
+        self._of_pairs = of_pairs
         self._rules = stability_rules(config)
         self._stability = past.stability
         self._productive = past.productive_seconds
@@ -183,6 +192,7 @@ class Watch:
             validation_loss=validation_loss,
             rewards=rewards,
             validation_rewards=validation_rewards,
+            of_pairs=self._of_pairs,
             productive_seconds=self._productive,
             goodput=min(1.0, self._productive / (now - self._began)) if now > self._began else None,
             host_bytes=host_bytes() if here else None,

@@ -233,6 +233,8 @@ def _progress(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
                 total_steps=total_steps(facts, newest),
                 loss=_rounded(newest.loss, 6),
                 tokens_per_second=_rounded(newest.tokens_per_second, 1),
+                reward_margin=_rounded(newest.reward_margin, 6),
+                reward_accuracy=_rounded(newest.reward_accuracy, 4),
                 updated=rfc3339(facts.now) if moved else status.progress.updated,
             ),
             alerts=_newest_alerts(status.alerts, newest),

@@ -53,6 +53,8 @@ class Ranks:
             resume_step=resume,
             loss=math.nan,
             tokens_per_second=math.inf,
+            reward_margin=0.25,
+            reward_accuracy=math.nan,
             samples=step * 8,
             memory_step=step,
             durable_step=-1,

@@ -117,7 +117,14 @@ def test_pods_that_wait_after_failed_starts_are_not_reported_as_missing_nodes() 
 
 def test_a_training_job_shows_its_step_its_speed_and_its_checkpoints() -> None:
     progress = Progress(
-        step=20, loss=2.12345678, tokens_per_second=1000.04, memory_step=20, durable_step=10, updated=NOW
+        step=20,
+        loss=2.12345678,
+        tokens_per_second=1000.04,
+        reward_margin=0.12345678,
+        reward_accuracy=0.84375,
+        memory_step=20,
+        durable_step=10,
+        updated=NOW,
     )
     behind = progress.model_copy(update={"memory_step": 18, "durable_step": 12})
     seen = running(4, agents={0: training(0, progress=progress), 3: training(3, progress=behind)})
@@ -125,6 +132,7 @@ def test_a_training_job_shows_its_step_its_speed_and_its_checkpoints() -> None:
     assert status.phase is Phase.RUNNING
     assert (status.progress.step, status.progress.total_steps, status.progress.loss) == (20, 100, 2.123457)
     assert status.progress.tokens_per_second == 1000.0
+    assert (status.progress.reward_margin, status.progress.reward_accuracy) == (0.123457, 0.8438)
     assert (status.checkpoint.memory_step, status.checkpoint.durable_step) == (18, 12)
     assert (status.replicas, status.ready_replicas, status.spares, status.desired) == (4, 4, 0, 4)
     assert status.selector == "trainium.dev/job-name=demo,trainium.dev/role=worker"

@@ -55,6 +55,11 @@ def test_overrides_win_and_take_numbers_as_people_write_them(tmp_path: Path) -> 
     assert config.monitor.tensorboard is False
 
 
+def pairs(objective: dict[str, Any], **examples: Any) -> dict[str, Any]:
+    """A configuration of preference tuning."""
+    return {"data": {"format": "Preference", "examples": examples}, "tuning": {"objective": objective}}
+
+
 @pytest.mark.parametrize(
     ("document", "override", "sentence"),
     [
@@ -98,6 +103,19 @@ def test_overrides_win_and_take_numbers_as_people_write_them(tmp_path: Path) -> 
             None,
             "batch.tolerance is 0.1 but data.tokenization is Online, where each row of the global batch is",
         ),
+        ({"data": {"format": "Preference"}}, None, "tuning.objective is not given: name its kind, DPO or ORPO"),
+        (
+            {"tuning": {"objective": {"kind": "DPO"}}},
+            None,
+            "tuning.objective is DPO but data.format is Text, which has no two answers to compare",
+        ),
+        (pairs({}), None, "compares with the model in model.weights, which is not given: give it, or set"),
+        (pairs({"kind": "ORPO", "labelSmoothing": 0.1}), None, "objective.labelSmoothing is given but kind is ORPO"),
+        (pairs({"kind": "ORPO", "referenceFree": True}), None, "objective.referenceFree is given but kind is ORPO"),
+        (pairs({"reference": "/r", "referenceFree": True}), None, "is /r but referenceFree is true: leave one of them"),
+        (pairs({"labelSmoothing": 0.5}), None, "labelSmoothing is 0.5: use a number of at least 0 and less than 0.5"),
+        (pairs({"referenceFree": True}, packing=True), None, "where each answer has a separate sequence: leave it out"),
+        (pairs({"referenceFree": True}, loss="All"), None, "is DPO, which compares answers only: leave it out"),
         ("- a\n- b\n", None, "holds a list, not fields"),
         ("steps: [", None, "not valid YAML"),
         ({}, "steps", "write it as a.b=value"),

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.timeout(300)  # real processes; the first test also waits for the imports
 
 TP, SP = "parallelism.tensor=2", "parallelism.sequence=true"
+PP = "parallelism.pipeline=2"
 SHARDED, ZERO = "dataParallel=FullySharded", "dataParallel=ShardedOptimizer"
 LORA = "method: LoRA, lora: {rank: 4, alpha: 8, dropout: 0.2, targets: ['*_proj']}"
 DPO = "objective: {kind: DPO, beta: 0.5}"
@@ -87,6 +88,7 @@ def test_the_curve_and_the_rewards_do_not_depend_on_the_layout(launch: Launcher,
         "tensor": (2, [TP, SP]),
         "sharded": (2, [SHARDED, "recompute=Full"]),
         "zero": (2, [ZERO]),
+        "pipeline": (2, [PP]),
     }
     for name, (ranks, overrides) in layouts.items():
         assert_same(run(launch, ranks, name, [*pairs, tuning, *overrides]), whole)
@@ -119,7 +121,10 @@ def test_a_resumed_run_is_the_unbroken_one_to_the_bit_and_computes_no_reference_
     assert [line["loss"] for line in again.metrics()] == [line["loss"] for line in whole]
 
 
-def test_only_pairs_that_no_rank_knows_are_computed(launch: Launcher, pairs: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", [[], [PP]], ids=["data", "pipeline"])
+def test_only_pairs_that_no_rank_knows_are_computed(
+    launch: Launcher, pairs: list[str], tmp_path: Path, layout: list[str]
+) -> None:
     whole = run(launch, 1, "whole", [*pairs, TUNINGS["full"]])
     (file,) = (tmp_path / "cache").glob("examples-*/reference-*.f32")
     values = np.fromfile(file, np.float32)
@@ -127,7 +132,7 @@ def test_only_pairs_that_no_rank_knows_are_computed(launch: Launcher, pairs: lis
     assert np.isfinite(values).all()
     values[10:30] = np.nan
     values.tofile(file)
-    job = launch(2, "again", [*pairs, TUNINGS["full"]])
+    job = launch(2, "again", [*pairs, TUNINGS["full"], *layout])
     assert job.wait(120) == [0, 0], job.log()
     assert "reference: 0 of 10 pairs" in job.log()
     assert_same(job.metrics(), whole)

@@ -27,7 +27,7 @@ from trainium_agent.ranks.progress import (
 )
 from trainium_agent.ranks.pulse import Activity, Waiting
 from trainium_contract.status.results import MAX_ARTIFACTS, ArtifactReport, EvaluationFigure, RunStage
-from trainium_trainer.monitor.figures import StepFigures
+from trainium_trainer.monitor.figures import Rewards, StepFigures
 from trainium_trainer.monitor.lines import LineWriter, truncate_after
 from trainium_trainer.monitor.stability import Stability
 from trainium_trainer.monitor.watch import Throughput
@@ -51,6 +51,7 @@ def step_done(writer: ProgressWriter, step: int, seconds: float = 2.0) -> None:
         goodput=0.9,
         parameter_norm=16.0,
         validation_loss=1.25 if step % 2 else None,
+        rewards=Rewards(chosen=0.5, rejected=0.125, accuracy=0.75),
         stability=Stability(spikes=3),
     )
     writer.step_done(figures, seconds=seconds)
@@ -67,6 +68,7 @@ def test_a_reader_sees_what_the_writer_wrote(tmp_path: Path) -> None:
     assert read_progress(path) == writer.record
     assert writer.record.productive_seconds == 2.0
     assert (writer.record.spikes, writer.record.validation_loss) == (3, 1.25)
+    assert (writer.record.reward_margin, writer.record.reward_accuracy) == (0.375, 0.75)
     step_done(writer, 6)
     assert writer.record.validation_loss == 1.25, "the newest one stands until there is another"
     writer.close()

@@ -308,7 +308,7 @@ class NxdBackend:
             dist.all_reduce(counted, group=self._groups.host)
         return Evaluation(self._noted[0] / int(counted) if counted else math.nan)
 
-    def reference_log_probs(self, batches: Iterable[MicroBatch]) -> list[Tensor]:  # noqa: ARG002 - as `Backend` has it
+    def reference_log_probs(self, batches: Iterable[MicroBatch]) -> Tensor:  # noqa: ARG002 - as `Backend` has it
         """Refuse, as `limits` does before anything runs. Raises UserError."""
         raise UserError("backend Nxd has no loss on pairs of answers: set backend to Native")
 
