@@ -99,7 +99,7 @@ def _arguments(task: dict[str, Any]) -> dict[str, Any]:
 def _dpo(task: dict[str, Any], model: Any, tokenizer: Any, lora: Any, arguments: dict[str, Any]) -> Any:
     from trl import DPOConfig, DPOTrainer  # noqa: PLC0415 - only one of the two is needed
 
-    class Trainer(Recorded, DPOTrainer):  # type: ignore[misc] - the library has no types here
+    class Trainer(Recorded, DPOTrainer):  # type: ignore[misc]
         def _prepare_dataset(self, dataset: Any, *_: Any, **__: Any) -> Any:
             return dataset  # token ids already
 
@@ -126,7 +126,7 @@ def _orpo(task: dict[str, Any], model: Any, tokenizer: Any, lora: Any, arguments
     """One pair at a time: with several, the library weighs the likelihood of a longer pair more."""
     from trl.experimental.orpo import ORPOConfig, ORPOTrainer  # noqa: PLC0415 - as above
 
-    class Trainer(Recorded, ORPOTrainer):  # type: ignore[misc] - as above
+    class Trainer(Recorded, ORPOTrainer):  # type: ignore[misc]
         def tokenize_row(self, feature: dict[str, Any], *_: Any, **__: Any) -> dict[str, Any]:
             """Return the token ids under the library's names."""
             row, prompt = feature["row"], feature["row"]["prompt"]
