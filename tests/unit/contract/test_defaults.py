@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 LARGE = 2**31 - 1
 DECIDED_TOGETHER = {
     "schedule.decaySteps": "no default allows a decay that is longer than the run",
+    "tuning.objective": "a loss on pairs needs data that are pairs",
     "data.validation": "the file says twice, or not at all, where the validation data come from",
 }
 
