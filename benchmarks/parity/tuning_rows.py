@@ -220,3 +220,4 @@ PREFERENCE_ROWS = tuple(
     for settings in PREFERENCE_SETTINGS
     for data, tensor, overrides in ((1, 1, ()), (2, 1, ()), (1, 2, ()), (2, 1, (_SHARDED,)))
 )
+PREFERENCE_ROWS += (Row(DPO, pipeline=2, accumulation=4), Row(DPO_LORA, pipeline=2, accumulation=4))
