@@ -179,7 +179,7 @@ def model_options(task: Task) -> dict[str, Any]:
 
 def make_base(task: Task, folder: Path) -> Path:
     """Write a Hugging Face folder with random weights of the task's shape."""
-    import torch  # noqa: PLC0415 - the runs are processes separate
+    import torch  # noqa: PLC0415 - the runs are separate processes
     from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415
 
     torch.manual_seed(0)
