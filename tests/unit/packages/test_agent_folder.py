@@ -55,11 +55,13 @@ def test_the_folder_may_be_moved_and_imports_all_that_the_agent_of_a_program_nee
     code = (
         "import sys, trainium_agent.bootstrap, trainium_agent.supervisor, trainium_agent.workload.program\n"
         "print(sys.prefix, 'torch' in sys.modules, 'numpy' in sys.modules)\n"
+        "print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmRSS')))\n"
         "print(*sorted({m.__file__ for m in sys.modules.values() if getattr(m, '__file__', None)}), sep='\\n')\n"
     )
     done = subprocess.run(command(str(moved), "-c", code), env={}, capture_output=True, text=True, check=True)
-    first, *files = done.stdout.splitlines()
+    first, kilobytes, *files = done.stdout.splitlines()
     assert first == f"{moved} False False"
+    assert int(kilobytes) < 48 << 10, "it is in the memory of every worker"
     assert [file for file in files if not file.startswith(f"{moved}/")] == []
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import sys
 import time
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from agent_world import HERE, is_alive
 
+from trainium_agent.linux import kernel
 from trainium_contract.wire import worker_env
 
 if TYPE_CHECKING:
@@ -205,6 +207,21 @@ async def test_a_silent_program_without_steps_hangs_by_its_output_and_processor_
     await asyncio.sleep(8)
     beat = world.jobs.last("a")
     assert (beat.attempt, beat.phase, beat.progress.hang_detection) == (1, "Training", "Output")
+
+
+async def test_a_killed_process_that_starts_ranks_is_replaced(world: World) -> None:
+    await begin(world, "a", **shell(f"echo $$ >> {world.folder}/pids; exec sleep 300"))
+    pids = world.folder / "pids"
+    await world.until(lambda: pids.exists() and pids.read_text(), "the program runs")
+    first = int(pids.read_text())
+    for child in kernel.children(world.agents["a"].pid):
+        if child != first:
+            os.kill(child, signal.SIGKILL)
+    await world.until(lambda: "starting another" in world.agents["a"].log, "another one")
+    os.kill(first, signal.SIGKILL)
+    await world.until(lambda: len(pids.read_text().split()) == 2, "the program runs again")
+    assert is_alive(int(pids.read_text().split()[1]))
+    assert world.jobs.last("a").failures[-1].exit_code == 137
 
 
 async def test_a_warm_standby_forks_ranks_with_the_modules_that_it_has_imported(world: World, tmp_path: Path) -> None:
