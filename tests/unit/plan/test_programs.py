@@ -280,3 +280,15 @@ def test_a_program_shrinks_and_grows_where_it_can_restart_at_another_size() -> N
     cluster.restore_node(lost)
     cluster.run(300)
     assert (len(cluster.membership.members), cluster.membership.accumulation) == (4, 3)
+
+
+def test_members_whose_ranks_print_no_steps_train_with_the_one_that_does() -> None:
+    quiet = {
+        at: agent(at, WorkerPhase.LOADING, generation=1, progress=Progress(step=0, hang_detection="Steps"))
+        for at in (0, 1, 2)
+    }
+    result = planned(running(4, job_spec=program_spec(), agents=quiet))
+    assert (result.status.phase, result.status.ready_replicas) == (Phase.RUNNING, 4)
+    assert (result.status.progress.step, result.status.progress.loss) == (20, 2.0), "the last member reports the steps"
+    late = {**quiet, 3: training(3, attempt=1)}
+    assert planned(running(4, job_spec=program_spec(), agents=late)).status.ready_replicas == 1, "of another attempt"

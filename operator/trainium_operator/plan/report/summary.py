@@ -41,7 +41,13 @@ from trainium_operator.plan.report.checkpoint_health import set_checkpoint_healt
 from trainium_operator.plan.report.goodput import account
 from trainium_operator.plan.report.run_results import describe_activity, record_results, total_steps
 from trainium_operator.plan.view.facts import Facts, creation_refused, current_heartbeats, refuse_pods
-from trainium_operator.plan.view.progress import has_reported_steps, is_settled, newest_progress, steady_at
+from trainium_operator.plan.view.progress import (
+    has_reported_steps,
+    in_order_of_steps,
+    is_settled,
+    newest_progress,
+    steady_at,
+)
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
@@ -223,7 +229,8 @@ def _worth(facts: Facts, status: PublicStatus) -> MembershipStatus:
 
 
 def _progress(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
-    reports = [beat.progress for _, beat in _last_words(facts) if beat.progress is not None]
+    beats = in_order_of_steps(facts, _last_words(facts))
+    reports = [beat.progress for _, beat in beats if beat.progress is not None]
     if reports:
         newest = reports[0]
         moved = newest.step != status.progress.step or not status.progress.updated

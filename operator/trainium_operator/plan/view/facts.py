@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.faults.node_polarity import Severity
+from trainium_contract.wire.messages import HeartbeatRequest, Member, Membership, WorkerPhase
 from trainium_operator.plan.manifests.worker_pod import WORKER_CONTAINER, named_worker
 from trainium_operator.plan.model.observed import SILENCE_REPORTED_SECONDS, JobView, Observed, PlanSettings, PodPhase
 from trainium_operator.plan.model.reasons import Reason
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from trainium_contract.job import TrainingJobSpec
-    from trainium_contract.wire.messages import HeartbeatRequest, Member, Membership
     from trainium_operator.plan.faults.node_signals import NodeProblem
     from trainium_operator.plan.model.feature import Grant
     from trainium_operator.plan.view.size import SizeDecision
@@ -129,7 +129,18 @@ def current_heartbeats(observed: Observed, current: Membership) -> tuple[tuple[M
         agent = observed.agents.get(member.pod_uid)
         if agent is not None and agent.heartbeat is not None and agent.heartbeat.generation == current.generation:
             found.append((member, agent.heartbeat))
-    return tuple(found)
+    return tuple(found) if observed.job.spec.program is None else _in_step(found)
+
+
+def _in_step(beats: list[tuple[Member, HeartbeatRequest]]) -> tuple[tuple[Member, HeartbeatRequest], ...]:
+    """Let members of a program whose ranks print no steps train with the one that reports them: often rank 0 alone."""
+    training = {beat.attempt for _, beat in beats if beat.phase is WorkerPhase.TRAINING}
+    return tuple(
+        (member, beat.replaced(phase=WorkerPhase.TRAINING))
+        if beat.phase is WorkerPhase.LOADING and beat.attempt in training
+        else (member, beat)
+        for member, beat in beats
+    )
 
 
 def list_joiners(facts: Facts) -> tuple[Worker, ...]:

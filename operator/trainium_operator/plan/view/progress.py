@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.status.interruptions import Rung
 from trainium_contract.status.results import RunStage
-from trainium_contract.wire.messages import Progress, WorkerPhase
+from trainium_contract.wire.messages import HeartbeatRequest, Member, Progress, WorkerPhase
+
+Beats = tuple[tuple[Member, HeartbeatRequest], ...]
 
 if TYPE_CHECKING:
     from trainium_contract.status.public import PublicStatus
@@ -14,12 +16,19 @@ if TYPE_CHECKING:
 
 
 def newest_progress(facts: Facts) -> Progress | None:
-    """Return the lowest rank's newest report, once its processes train."""
-    for _, beat in facts.beats:
+    """Return the lowest rank's newest report, once its processes train; of a program that of the rank with steps."""
+    for _, beat in in_order_of_steps(facts, facts.beats):
         if beat.progress is not None:
             trains = beat.phase in (WorkerPhase.TRAINING, WorkerPhase.FINISHED, WorkerPhase.YIELDED)
             return beat.progress if trains else None
     return None
+
+
+def in_order_of_steps(facts: Facts, beats: Beats) -> Beats:
+    """Return the heartbeats by rank; of a program those with the most steps first, because any rank may report them."""
+    if facts.job.spec.program is None:
+        return beats
+    return tuple(sorted(beats, key=lambda each: -(each[1].progress.step if each[1].progress else -1)))
 
 
 def has_progress(facts: Facts) -> bool:
