@@ -17,7 +17,7 @@ _BAR = 24
 _HANGS = {
     "Steps": "detected by steps that do not end",
     "Output": "detected by silence: no output, and neither processor nor device is used",
-    "Off": "not detected: the program reports no steps",
+    "Off": "not detected: the program has printed nothing yet, or recovery.hang is disabled",
 }
 """How a hang of a program is detected."""
 

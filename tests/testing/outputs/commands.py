@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 ROOT = Path(__file__).parents[3]
-PAGES = ("README.md", "docs/first-job.md", "docs/kubectl-trn.md", "docs/simulate.md", "docs/watch.md")
+PAGES = (
+    "README.md", "docs/first-job.md", "docs/kubectl-trn.md", "docs/program.md", "docs/simulate.md", "docs/watch.md",
+)  # fmt: skip
 """Pages with outputs."""
 SIMULATION = (
     "trainium-operator simulate manifests/examples/hlat-7b.yaml --spares 0..2 --failures-per-1000-node-days 4 "
@@ -66,6 +68,8 @@ _RECORDED = {
     "why demo": "first-job/killed",
     "ranks demo": "first-job/ranks",
     "why mistake": "first-job/mistake",
+    "status program": "program/status",
+    "why program": "program/why",
 }
 
 
