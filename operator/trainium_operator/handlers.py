@@ -3,6 +3,7 @@
 Guarantees:
 - Only `on.event` is used, which needs no finalizer, annotation or status of kopf; handlers return nothing.
 - kopf's events are off, and it uses our credentials.
+- No stored object is too deep for kopf's client; what it reads without trouble is handed on byte for byte.
 - A list that kopf repeats does not contain deleted jobs, so the operator lists the jobs periodically too.
 """
 
@@ -11,19 +12,20 @@ from __future__ import annotations
 import itertools
 import logging
 import random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import aiohttp
 import kopf
+from pydantic_core import from_json
 
+from trainium_contract.stored_json import read_json, shallow
 from trainium_contract.wire.worker_env import GROUP, PLURAL, VERSION
-from trainium_operator.cluster.api.stored_answers import StoredAnswer
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Awaitable, Callable, Iterator
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
-    from trainium_operator.cluster.api.transport import Credentials
+    from aiohttp.connector import Connection
 
 WATCH_SECONDS = 240
 # Left to itself kopf asks for the user's name, and the user id of a container need not have one. Only kopf's peering,
@@ -48,10 +50,53 @@ class _NothingCompared(kopf.AnnotationsDiffBaseStorage):
         return kopf.BodyEssence()
 
 
+class StoredAnswer(aiohttp.ClientResponse):
+    """To be the `response_class` of such a client's session."""
+
+    async def json(self, **_how: Any) -> Any:
+        """See aiohttp.ClientResponse. Raises ValueError."""
+        return read_json(await self.read())
+
+    async def start(self, connection: Connection) -> aiohttp.ClientResponse:
+        """See aiohttp.ClientResponse."""
+        started = await super().start(connection)
+        if self.url.query.get("watch"):
+            self.content = cast("aiohttp.StreamReader", _Lines(self.content))
+        return started
+
+
+class _Lines:
+    """A watch, an event a line."""
+
+    def __init__(self, content: aiohttp.StreamReader) -> None:
+        self._content = content
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._content, name)
+
+    async def iter_chunked(self, size: int) -> AsyncIterator[bytes]:
+        """See aiohttp.StreamReader; in whole lines."""
+        held = b""
+        async for data in self._content.iter_chunked(size):
+            lines, end, held = (held + data).rpartition(b"\n")
+            if end:
+                yield b"\n".join(_readable(line) for line in lines.split(b"\n")) + end
+        if held:
+            yield _readable(held)
+
+
+def _readable(line: bytes) -> bytes:
+    try:
+        from_json(line)
+    except ValueError:
+        return shallow(line).decode("utf-8", "replace").encode()
+    return line
+
+
 def make_registry(
     *,
     observe: Callable[[dict[str, Any], bool], None],
-    credentials: Callable[[], Awaitable[Credentials]],
+    credentials: Callable[[], Awaitable[dict[str, Any]]],
 ) -> kopf.OperatorRegistry:
     """Handlers of one operator; `observe(body, deleted)` gets every TrainingJob that kopf receives."""
     registry = kopf.OperatorRegistry()
@@ -60,7 +105,7 @@ def make_registry(
     async def configure(settings: kopf.OperatorSettings, **_: Any) -> None:
         apply_settings(settings)
 
-    known: list[tuple[Credentials, kopf.AiohttpSession]] = []
+    known: list[tuple[dict[str, Any], kopf.AiohttpSession]] = []
 
     @kopf.on.login(registry=registry)
     async def login(**_: Any) -> kopf.AiohttpSession:
@@ -76,21 +121,14 @@ def make_registry(
     return registry
 
 
-def _session(ours: Credentials) -> kopf.AiohttpSession:
+def _session(ours: dict[str, Any]) -> kopf.AiohttpSession:
     """Create connections for kopf that read objects of any depth; kopf closes them."""
-    info = kopf.ConnectionInfo(
-        server=ours.server,
-        ca_path=ours.ca_path,
-        ca_data=ours.ca_data,
-        token=ours.token,
-        certificate_path=ours.certificate_path,
-        private_key_path=ours.key_path,
-    )
+    info = kopf.ConnectionInfo(**ours)
     connector = aiohttp.TCPConnector(limit=0, ssl=info.as_ssl_context())
     session = aiohttp.ClientSession(
         connector=connector, headers=info.as_http_headers(), response_class=StoredAnswer, trust_env=False
     )
-    return kopf.AiohttpSession(server=ours.server, default_namespace=ours.default_namespace, aiohttp_session=session)
+    return kopf.AiohttpSession(server=info.server, default_namespace=info.default_namespace, aiohttp_session=session)
 
 
 def apply_settings(settings: kopf.OperatorSettings) -> None:

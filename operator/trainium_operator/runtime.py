@@ -26,12 +26,13 @@ from trainium_operator.coordinator import authentication, certificate_keeper, ce
 from trainium_operator.endpoints import access, servers
 from trainium_operator.http import tls
 from trainium_operator.monitoring import metrics
-from trainium_operator.plan.model.observed import Observed, PlanSettings, PodView
+from trainium_operator.plan.model.observed import JobView, Observed, PlanSettings, PodView
 from trainium_operator.plan.plan import plan
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from trainium_contract.job import TrainingJobStatus
     from trainium_operator.cluster.api.transport import Transport
     from trainium_operator.plan.model.actions import Plan
     from trainium_operator.settings import Settings
@@ -164,8 +165,8 @@ class Runtime:
         backoff, policies = creation_backoff.CreationBackoff(clock), policy_writes.PolicyWrites(clock)
         warnings = pod_warnings.PodWarnings(self.api, self.caches.pods, clock)
         observer = observe.Observer(
-            self.caches,
-            self.state,
+            caches=self.caches,
+            agents=self.state,
             ca_bundle=lambda: self.keeper.ca_bundle,
             creation_backoff=backoff,
             warnings=warnings,
@@ -189,7 +190,8 @@ class Runtime:
                 clock,
             ),
             recorder=self.recorder,
-            meter=fleet_reconciler.FleetMeter(self.metrics, self.fleet),
+            on_reconciled=self.metrics.reconciled,
+            on_planned=self._planned,
             pace=self.pace,
             warnings=warnings,
         )
@@ -343,6 +345,11 @@ class Runtime:
     def _forget_pod(self, _key: store.Key, old: store.Entry[PodView] | None, new: store.Entry[PodView] | None) -> None:
         if old is not None and old.owner is not None and (new is None or new.uid != old.uid):
             self.state.forget_pod(old.owner, old.uid)
+
+    def _planned(self, job: JobView, status: TrainingJobStatus) -> None:
+        self.metrics.planned(job, status)
+        if status.failures != job.status.failures:
+            self.fleet.wake()
 
     def _exposition(self) -> bytes:
         self.metrics.queue_depth.set(len(self.queue))

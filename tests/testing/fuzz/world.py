@@ -125,8 +125,8 @@ class World:
             on_change=lambda: None,
         )
         self.observer = Observer(
-            self.caches,
-            self.state,
+            caches=self.caches,
+            agents=self.state,
             ca_bundle=lambda: "-----BEGIN CERTIFICATE-----\n",
             wall_clock=self.clock,
             creation_backoff=CreationBackoff(self.clock),

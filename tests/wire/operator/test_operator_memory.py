@@ -140,7 +140,7 @@ def test_of_the_client_library_only_what_is_used_is_imported() -> None:
 def test_who_has_imported_the_whole_client_library_keeps_it() -> None:
     program = (
         "import kubernetes\n"
-        "from trainium_operator.cluster.api.client_library import import_only_parts\n"
+        "from trainium_operator.cluster.api.transport import import_only_parts\n"
         "import_only_parts()\n"
         "from kubernetes.aio.client.configuration import Configuration\n"
         "assert kubernetes.client.CoreV1Api and kubernetes.aio.client.Configuration is Configuration\n"

@@ -20,7 +20,7 @@ from trainium_operator import handlers
 from trainium_operator.cluster.api.client import LONGEST_REFUSAL, Api
 from trainium_operator.cluster.api.errors import ApiError, UnavailableError
 from trainium_operator.cluster.api.resources import CLAIMS
-from trainium_operator.cluster.api.transport import Credentials, HttpResponse, ResponseStream
+from trainium_operator.cluster.api.transport import HttpResponse, ResponseStream
 from trainium_operator.cluster.cache.device_views import ClaimView, claim_view
 from trainium_operator.cluster.cache.reflector import Reflector
 from trainium_operator.cluster.cache.store import IndexedCache
@@ -154,8 +154,8 @@ async def test_a_job_as_deep_as_the_api_server_takes_it_does_not_end_kopf_and_hi
         await stop.wait()
         return response
 
-    async def credentials() -> Credentials:
-        return Credentials(url, None, None, "a-token", None, None, "system")
+    async def credentials() -> dict[str, Any]:
+        return {"server": url, "token": "a-token", "default_namespace": "system"}
 
     def observe(raw: dict[str, Any], _deleted: bool) -> None:
         seen[raw["metadata"]["name"]] = raw

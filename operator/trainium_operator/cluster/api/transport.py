@@ -11,16 +11,16 @@ import copy
 import json
 import os
 import re
+import sys
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlencode, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
-
-from trainium_operator.cluster.api.client_library import import_only_parts
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
@@ -82,19 +82,6 @@ class Transport(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Credentials:
-    """The same identity for another client (kopf has its own connections)."""
-
-    server: str
-    ca_path: str | None
-    ca_data: str | None
-    token: str | None
-    certificate_path: str | None
-    key_path: str | None
-    default_namespace: str
-
-
 def as_yaml(body: Any) -> bytes:
     """JSON that is YAML too: characters beyond U+FFFF as they are, since YAML knows no surrogates to write them by.
 
@@ -106,6 +93,23 @@ def as_yaml(body: Any) -> bytes:
 def _escaped(found: re.Match[str]) -> str:
     code = ord(found[0])
     return "\\ufffd" if 0xD800 <= code <= 0xDFFF else f"\\u{code:04x}"
+
+
+def import_only_parts() -> None:
+    """Have imports of a part of the client library leave the packages around it unread; call before the first one.
+
+    Their `__init__` would import the synchronous client, its models and its tools: 9 MiB that nobody uses. A library
+    that was imported as a whole before stays as it is.
+    """
+    for name in ("kubernetes", "kubernetes.aio"):
+        if name in sys.modules:
+            continue
+        spec = find_spec(name)
+        assert spec is not None  # a dependency of this package
+        module = sys.modules[name] = module_from_spec(spec)  # known, and not executed
+        parent, _, child = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], child, module)
 
 
 class KubernetesTransport:
@@ -192,20 +196,20 @@ class KubernetesTransport:
     def _url(self, path: str, query: Mapping[str, str]) -> str:
         return f"{self._configuration.host}{path}" + (f"?{urlencode(query)}" if query else "")
 
-    async def credentials(self) -> Credentials:
-        """Return the credentials for kopf; call it again after a 401."""
+    async def credentials(self) -> dict[str, str | None]:
+        """Return the fields of kopf's ConnectionInfo: it has separate connections. Call it again after a 401."""
         configuration = self._configuration
         settings = list((await configuration.auth_settings()).values())
         bearer: str = settings[0]["value"] or "" if settings else ""
-        return Credentials(
-            server=configuration.host,
-            ca_path=configuration.ssl_ca_cert,
-            ca_data=configuration.ca_cert_data,
-            token=bearer.partition(" ")[2].strip() or None,
-            certificate_path=configuration.cert_file,
-            key_path=configuration.key_file,
-            default_namespace=self.namespace,
-        )
+        return {
+            "server": configuration.host,
+            "ca_path": configuration.ssl_ca_cert,
+            "ca_data": configuration.ca_cert_data,
+            "token": bearer.partition(" ")[2].strip() or None,
+            "certificate_path": configuration.cert_file,
+            "private_key_path": configuration.key_file,
+            "default_namespace": self.namespace,
+        }
 
 
 def _proxied(server: str) -> bool:

@@ -73,6 +73,8 @@ class Lister(Generic[V]):
         namespaces: Namespaces | None = None,
         labels: str = "",
         of_jobs: bool = False,
+        relist_seconds: float = RELIST_SECONDS,
+        jitter: Callable[[], float] = random.random,
     ) -> None:
         """`of_jobs`: only objects that a job controls are kept; others cost nothing, whatever their labels.
 
@@ -90,6 +92,8 @@ class Lister(Generic[V]):
         self._scopes = [_Scope(name) for name in self._namespaces.names]
         self._labels = labels
         self._of_jobs = of_jobs
+        self._relist_seconds = relist_seconds
+        self._jitter = jitter
 
     @property
     def last_seen(self) -> float:
@@ -214,23 +218,6 @@ class Lister(Generic[V]):
 
 class Reflector(Lister[V]):
     """One kind of object into one store; `run` never returns."""
-
-    def __init__(
-        self,
-        api: Api,
-        resource: Resource,
-        store: IndexedCache[V],
-        parse: Callable[[Json], V],
-        *,
-        namespaces: Namespaces | None = None,
-        labels: str = "",
-        of_jobs: bool = False,
-        relist_seconds: float = RELIST_SECONDS,
-        jitter: Callable[[], float] = random.random,
-    ) -> None:
-        super().__init__(api, resource, store, parse, namespaces=namespaces, labels=labels, of_jobs=of_jobs)
-        self._relist_seconds = relist_seconds
-        self._jitter = jitter
 
     async def run(self) -> None:
         """List and watch until cancelled."""

@@ -24,12 +24,10 @@ from trainium_operator.plan.model.observed import FleetView, JobView, NodeView
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-    from trainium_contract.job import TrainingJobStatus
     from trainium_operator.cluster.api.client import Api, Json
     from trainium_operator.cluster.cache.store import Entry, Key
     from trainium_operator.cluster.cache.views import JobRecord
     from trainium_operator.cluster.queue.observe import Caches
-    from trainium_operator.cluster.reconciler import Meter
 
 logger = logging.getLogger(__name__)
 
@@ -240,24 +238,6 @@ class FleetReconciler:
         after = new.view.view.status.failures if new is not None and new.view.view is not None else ()
         if before != after:
             self.wake()
-
-
-class FleetMeter:
-    """A Meter that also notifies the fleet of failures that this process recorded, and forwards everything."""
-
-    def __init__(self, meter: Meter, fleet: FleetReconciler) -> None:
-        self._meter = meter
-        self._fleet = fleet
-
-    def reconciled(self, seconds: float, error: str) -> None:
-        """See Meter."""
-        self._meter.reconciled(seconds, error)
-
-    def planned(self, job: JobView, status: TrainingJobStatus) -> None:
-        """See Meter."""
-        self._meter.planned(job, status)
-        if status.failures != job.status.failures:
-            self._fleet.wake()
 
 
 def _records(job: JobView) -> JobRecords:

@@ -95,38 +95,26 @@ class Caches:
         return self.config_maps.store.owned_by(job.id).get(key)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Observer:
     """Builds `Observed`."""
 
-    def __init__(
-        self,
-        caches: Caches,
-        agents: CoordinatorState,
-        *,
-        ca_bundle: Callable[[], str],
-        wall_clock: Callable[[], float],
-        creation_backoff: CreationBackoff,
-        warnings: PodWarnings,
-        policy_refusal: Callable[[str], PolicyRefusal | None],
-        fleet: Callable[[], FleetView],
-        gangs: WaitingGangs,
-    ) -> None:
-        self._creation_backoff = creation_backoff
-        self._warnings = warnings
-        self._policy_refusal = policy_refusal
-        self._caches = caches
-        self._agents = agents
-        self._ca_bundle = ca_bundle
-        self._wall_clock = wall_clock
-        self._fleet = fleet
-        self._gangs = gangs
+    caches: Caches
+    agents: CoordinatorState
+    ca_bundle: Callable[[], str]
+    wall_clock: Callable[[], float]
+    creation_backoff: CreationBackoff
+    warnings: PodWarnings
+    policy_refusal: Callable[[str], PolicyRefusal | None]
+    fleet: Callable[[], FleetView]
+    gangs: WaitingGangs
 
     def observe(self, job: JobView, *, status_written: float = 0.0) -> Observed:
         """One job as it is known now; children and pods of an earlier job of the same name are left out.
 
         `status_written` is when this process last wrote the job's status; 0 when it has not.
         """
-        caches = self._caches
+        caches = self.caches
         pods = tuple(sorted(caches.pods.store.owned_by(job.id).values(), key=lambda pod: pod.ordinal))
         children = {
             f"{kind}/{name}": record.content_hash
@@ -139,34 +127,34 @@ class Observer:
             for (_, name), record in lister.store.owned_by(job.id).items()
         }
         membership = caches.membership_of(job)
-        pods = self._warnings.applied_to(job, pods)
+        pods = self.warnings.applied_to(job, pods)
         return Observed(
             job=job,
             pods=pods,
             nodes=self._nodes({pod.node for pod in pods if pod.node} | set(job.status.avoided_nodes)),
-            agents=dict(self._agents.agents(job.id)),
+            agents=dict(self.agents.agents(job.id)),
             membership=membership.membership if membership else None,
-            published=self._agents.published(job.id),
+            published=self.agents.published(job.id),
             children=children,
-            ca_bundle=self._ca_bundle(),
+            ca_bundle=self.ca_bundle(),
             # Agents of unknown pods could not send anything either: their silence counts from then on.
-            coordinator_since=max(self._agents.since, caches.namespaces.open_since(job.namespace)),
-            now=self._wall_clock(),
-            creations_from=self._creation_backoff.blocked_until(job.uid),
-            creation_refusal=self._creation_backoff.refusal(job.uid),
-            in_the_way=self._creation_backoff.name_conflicts(job.uid),
+            coordinator_since=max(self.agents.since, caches.namespaces.open_since(job.namespace)),
+            now=self.wall_clock(),
+            creations_from=self.creation_backoff.blocked_until(job.uid),
+            creation_refusal=self.creation_backoff.refusal(job.uid),
+            in_the_way=self.creation_backoff.name_conflicts(job.uid),
             policies_known=caches.network_policies is not None and caches.network_policies.answered,
-            policy_refusal=self._policy_refusal(job.uid),
-            fleet=self._fleet().seen_from(job.namespace),
+            policy_refusal=self.policy_refusal(job.uid),
+            fleet=self.fleet().seen_from(job.namespace),
             quota=caches.kueue.quota(job),
-            wanted_elsewhere=self._gangs.nodes_wanted(job),
+            wanted_elsewhere=self.gangs.nodes_wanted(job),
             devices=caches.dra.devices(job, pods, self._usable(job)),
             status_written=status_written,
         )
 
     def _usable(self, job: JobView) -> Callable[[str], bool]:
         """Return a check whether a worker of the job could run on a node: ready, not cordoned, of the job's type."""
-        nodes, wanted = self._caches.nodes, job.spec.workers.accelerator.instance_type
+        nodes, wanted = self.caches.nodes, job.spec.workers.accelerator.instance_type
 
         def usable(name: str) -> bool:
             view = nodes.store.get(("", name)) if nodes is not None else NodeView(name=name)
@@ -177,10 +165,10 @@ class Observer:
         return usable
 
     def _nodes(self, wanted: set[str]) -> dict[str, NodeView]:
-        if self._caches.nodes is None:
+        if self.caches.nodes is None:
             # Nodes are not watched: pods and heartbeats alone show what failed.
             return {name: NodeView(name=name) for name in wanted}
-        store = self._caches.nodes.store
+        store = self.caches.nodes.store
         found = ((name, store.get(("", name))) for name in wanted)
         return {name: view for name, view in found if view is not None}
 

@@ -61,48 +61,8 @@ class Grant:
         return self.state not in (AdmissionState.ADMITTED, AdmissionState.UNKNOWN)
 
 
-def _no_grant(observed: Observed, settings: PlanSettings) -> Grant | None:  # noqa: ARG001 - a hook
-    return None
-
-
-def _no_pod_fields(job: JobView) -> tuple[Json, Json]:  # noqa: ARG001 - a hook
-    return {}, {}
-
-
-def _no_problems(observed: Observed, worker: Worker) -> Iterable[NodeProblem]:  # noqa: ARG001 - a hook
-    return ()
-
-
-def _unchanged(facts: Facts, status: TrainingJobStatus) -> PolicyResult:  # noqa: ARG001 - a hook
+def _unchanged(_facts: Facts, status: TrainingJobStatus) -> PolicyResult:
     return PolicyResult(status=status)
-
-
-def _unchanged_size(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...]) -> PolicyResult:  # noqa: ARG001
-    return PolicyResult(status=status)
-
-
-def _no_refusal(facts: Facts) -> tuple[Reason, str] | None:  # noqa: ARG001 - a hook
-    return None
-
-
-def _no_sentence(facts: Facts) -> str:  # noqa: ARG001 - a hook
-    return ""
-
-
-def _as_they_are(facts: Facts, manifests: list[Json]) -> list[Json]:  # noqa: ARG001 - a hook
-    return manifests
-
-
-def _ungrouped(facts: Facts, status: PublicStatus, manifests: list[Json]) -> tuple[tuple[Action, ...], list[Json]]:  # noqa: ARG001
-    return (), manifests
-
-
-def _no(facts: Facts, status: PublicStatus) -> bool:  # noqa: ARG001 - a hook
-    return False
-
-
-def _never_misplaced(facts: Facts, status: PublicStatus, worker: Worker) -> bool:  # noqa: ARG001 - a hook
-    return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,27 +72,31 @@ class Feature:
     name: str
     is_used: Callable[[Observed, PlanSettings], bool]
     """Whether the job uses it, or something of it is left to remove."""
-    admit: Callable[[Observed, PlanSettings], Grant | None] = _no_grant
+    admit: Callable[[Observed, PlanSettings], Grant | None] = lambda _observed, _settings: None
     """Return what a queue grants; None where the job is in none."""
-    pod_fields: Callable[[JobView], tuple[Json, Json]] = _no_pod_fields
+    pod_fields: Callable[[JobView], tuple[Json, Json]] = lambda _job: ({}, {})
     """Return fields of each pod's spec, and of the resources of the worker container."""
-    node_problems: Callable[[Observed, Worker], Iterable[NodeProblem]] = _no_problems
+    node_problems: Callable[[Observed, Worker], Iterable[NodeProblem]] = lambda _observed, _worker: ()
     """Return problems of what a worker holds of its node."""
     reconcile_before_pods: Callable[[Facts, TrainingJobStatus], PolicyResult] = _unchanged
-    resize: Callable[[Facts, TrainingJobStatus, tuple[Loss, ...]], PolicyResult] = _unchanged_size
+    resize: Callable[[Facts, TrainingJobStatus, tuple[Loss, ...]], PolicyResult] = lambda _facts, status, _losses: (
+        PolicyResult(status=status)
+    )
     """Return the status with the size to work towards."""
-    refuse_pods: Callable[[Facts], tuple[Reason, str] | None] = _no_refusal
+    refuse_pods: Callable[[Facts], tuple[Reason, str] | None] = lambda _facts: None
     """Return why no pod can be created now; None where pods can be."""
-    describe_capacity: Callable[[Facts], str] = _no_sentence
+    describe_capacity: Callable[[Facts], str] = lambda _facts: ""
     """Return a sentence for pods that cannot be scheduled."""
-    place_pods: Callable[[Facts, list[Json]], list[Json]] = _as_they_are
-    group_pods: Callable[[Facts, PublicStatus, list[Json]], tuple[tuple[Action, ...], list[Json]]] = _ungrouped
+    place_pods: Callable[[Facts, list[Json]], list[Json]] = lambda _facts, manifests: manifests
+    group_pods: Callable[[Facts, PublicStatus, list[Json]], tuple[tuple[Action, ...], list[Json]]] = (
+        lambda _facts, _status, manifests: ((), manifests)
+    )
     """Return what is applied before new pods, and the pods as members of their group."""
-    creates_as_a_whole: Callable[[Facts, PublicStatus], bool] = _no
+    creates_as_a_whole: Callable[[Facts, PublicStatus], bool] = lambda _facts, _status: False
     """Return whether no new pod gets a node before all of its group exist."""
-    is_misplaced: Callable[[Facts, PublicStatus, Worker], bool] = _never_misplaced
+    is_misplaced: Callable[[Facts, PublicStatus, Worker], bool] = lambda _facts, _status, _worker: False
     """Return whether a pod waits in a group that can no longer get it onto a node."""
-    describe_wait: Callable[[Facts], str] = _no_sentence
+    describe_wait: Callable[[Facts], str] = lambda _facts: ""
     """Return how workers wait for their nodes, as the rest of a sentence."""
     reconcile: Callable[[Facts, TrainingJobStatus], PolicyResult] = _unchanged
     """Called after the pods."""
