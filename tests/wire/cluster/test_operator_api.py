@@ -6,7 +6,7 @@ import json
 import pytest
 
 from tests.testing.api.fake_kubernetes import FakeCluster, Fault, refuse
-from tests.testing.suite.virtual_time import in_virtual_time, run_virtual
+from tests.testing.suite.virtual_time import in_virtual_time
 from trainium_operator.cluster.api import errors
 from trainium_operator.cluster.api.client import ATTEMPTS, Api
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, JOBS, LEASES, PODS
@@ -44,16 +44,14 @@ async def test_every_verb_is_repeated_when_the_server_is_overloaded_or_away(outc
     assert cluster.names(CONFIG_MAPS) == ["a"]
 
 
-def test_retry_after_is_honoured() -> None:
-    async def scenario() -> float:
-        cluster = FakeCluster()
-        cluster.add(CONFIG_MAPS, BODY)
-        cluster.faults.append(failing(1, refuse(429, "TooManyRequests", retry_after="7")))
-        started = asyncio.get_running_loop().time()
-        await Api(cluster).get(CONFIG_MAPS, "default", "a")
-        return asyncio.get_running_loop().time() - started
-
-    assert run_virtual(scenario()) == pytest.approx(7, abs=0.01)
+@in_virtual_time
+async def test_retry_after_is_honoured() -> None:
+    cluster = FakeCluster()
+    cluster.add(CONFIG_MAPS, BODY)
+    cluster.faults.append(failing(1, refuse(429, "TooManyRequests", retry_after="7")))
+    started = asyncio.get_running_loop().time()
+    await Api(cluster).get(CONFIG_MAPS, "default", "a")
+    assert (asyncio.get_running_loop().time() - started) == pytest.approx(7, abs=0.01)
 
 
 @in_virtual_time
@@ -97,21 +95,18 @@ async def test_an_answer_that_is_not_json_is_still_an_error_with_its_status() ->
         await Api(cluster).get(CONFIG_MAPS, "default", "a", attempts=1)
 
 
-def test_paths_and_bodies_are_those_of_the_kubernetes_api() -> None:
+@in_virtual_time
+async def test_paths_and_bodies_are_those_of_the_kubernetes_api() -> None:
     assert JOBS.path() == "/apis/trainium.dev/v1alpha1/trainingjobs"
     assert JOBS.path("ns", "a", "status") == "/apis/trainium.dev/v1alpha1/namespaces/ns/trainingjobs/a/status"
     assert PODS.path("ns", "a") == "/api/v1/namespaces/ns/pods/a"
     assert LEASES.api_version == "coordination.k8s.io/v1"
 
-    async def scenario() -> FakeCluster:
-        cluster = FakeCluster()
-        cluster.add(PODS, {"metadata": {"name": "a"}})
-        api = Api(cluster)
-        await api.apply(CONFIG_MAPS, "ns", "b", {"data": {"k": "v"}})
-        await api.delete(PODS, "default", "a", uid="uid-1", grace_seconds=0)
-        return cluster
-
-    cluster = run_virtual(scenario())
+    cluster = FakeCluster()
+    cluster.add(PODS, {"metadata": {"name": "a"}})
+    api = Api(cluster)
+    await api.apply(CONFIG_MAPS, "ns", "b", {"data": {"k": "v"}})
+    await api.delete(PODS, "default", "a", uid="uid-1", grace_seconds=0)
     applied, deleted = cluster.writes
     assert applied.body == {
         "apiVersion": "v1",

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.testing.api.fake_kubernetes import FakeCluster, refuse
-from tests.testing.suite.virtual_time import in_virtual_time, run_virtual
+from tests.testing.suite.virtual_time import in_virtual_time
 from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.api.resources import LEASES
 from trainium_operator.cluster.lease import LeaseElector, LeaseLostError, LeaseTimes
@@ -87,49 +87,45 @@ async def test_only_one_of_two_leads_whatever_their_clocks_show() -> None:
     await second.crash()
 
 
-def test_after_a_crash_the_other_waits_for_the_whole_lease() -> None:
-    async def scenario() -> float:
-        cluster = FakeCluster()
-        first, loop = Operator(cluster, "a"), asyncio.get_running_loop()
-        await first.leads()
-        second = Operator(cluster, "b")
-        await asyncio.sleep(30)
-        crashed = loop.time()
-        await first.crash()
-        await second.leads()
-        await second.crash()
-        assert cluster.get(LEASES, "ns", "lease")["spec"]["leaseTransitions"] == 1
-        return (second.led_at or 0) - crashed
-
-    assert 12 < run_virtual(scenario()) < 20
+@in_virtual_time
+async def test_after_a_crash_the_other_waits_for_the_whole_lease() -> None:
+    cluster = FakeCluster()
+    first, loop = Operator(cluster, "a"), asyncio.get_running_loop()
+    await first.leads()
+    second = Operator(cluster, "b")
+    await asyncio.sleep(30)
+    crashed = loop.time()
+    await first.crash()
+    await second.leads()
+    await second.crash()
+    assert cluster.get(LEASES, "ns", "lease")["spec"]["leaseTransitions"] == 1
+    assert 12 < ((second.led_at or 0) - crashed) < 20
 
 
 @pytest.mark.parametrize(("duration", "deadline", "retry"), [(3, 2.4, 0.2), (6, 4.5, 0.5), (60, 48, 24)])
-def test_with_other_times_the_candidate_waits_for_the_holders_lease_and_the_holder_stops_before(
+@in_virtual_time
+async def test_with_other_times_the_candidate_waits_for_the_holders_lease_and_the_holder_stops_before(
     duration: int, deadline: float, retry: float
 ) -> None:
-    async def scenario() -> tuple[float, float]:
-        cluster = FakeCluster()
-        times = LeaseTimes.of(duration=duration, renew_deadline=deadline, retry=retry)
-        first, loop = Operator(cluster, "a", times=times), asyncio.get_running_loop()
-        await first.leads()
-        second = Operator(cluster, "b")  # as during an upgrade that changes them: the holder's count
-        await asyncio.sleep(600)
-        assert second.led_at is None
-        cut_off = loop.time()
-        cluster.faults.append(
-            lambda method, _path: refuse(500, "InternalError") if method == "PUT" and holder(cluster) == "a" else None
-        )
-        with contextlib.suppress(LeaseLostError):
-            await first.task
-        assert not first.elector.may_act()
-        stopped = loop.time()
-        cluster.faults.clear()
-        await second.leads()
-        await second.crash()
-        return stopped - cut_off, (second.led_at or 0) - stopped
-
-    stopped, apart = run_virtual(scenario())
+    cluster = FakeCluster()
+    times = LeaseTimes.of(duration=duration, renew_deadline=deadline, retry=retry)
+    first, loop = Operator(cluster, "a", times=times), asyncio.get_running_loop()
+    await first.leads()
+    second = Operator(cluster, "b")  # as during an upgrade that changes them: the holder's count
+    await asyncio.sleep(600)
+    assert second.led_at is None
+    cut_off = loop.time()
+    cluster.faults.append(
+        lambda method, _path: refuse(500, "InternalError") if method == "PUT" and holder(cluster) == "a" else None
+    )
+    with contextlib.suppress(LeaseLostError):
+        await first.task
+    assert not first.elector.may_act()
+    stopped = loop.time()
+    cluster.faults.clear()
+    await second.leads()
+    await second.crash()
+    stopped, apart = stopped - cut_off, (second.led_at or 0) - stopped
     assert deadline - retry <= stopped <= deadline + 0.5
     assert 0 < apart < duration
 
@@ -158,72 +154,64 @@ async def test_the_other_is_due_once_the_holder_has_missed_a_renewal() -> None:
     await second.crash()
 
 
-def test_after_a_clean_exit_the_other_takes_over_within_one_retry() -> None:
-    async def scenario() -> float:
-        cluster = FakeCluster()
-        first, loop = Operator(cluster, "a"), asyncio.get_running_loop()
-        await first.leads()
-        second = Operator(cluster, "b")
-        await asyncio.sleep(30)
-        left = loop.time()
-        await first.leave()
-        await second.leads()
-        await second.crash()
-        return (second.led_at or 0) - left
-
-    assert run_virtual(scenario()) < 2.6
+@in_virtual_time
+async def test_after_a_clean_exit_the_other_takes_over_within_one_retry() -> None:
+    cluster = FakeCluster()
+    first, loop = Operator(cluster, "a"), asyncio.get_running_loop()
+    await first.leads()
+    second = Operator(cluster, "b")
+    await asyncio.sleep(30)
+    left = loop.time()
+    await first.leave()
+    await second.leads()
+    await second.crash()
+    assert ((second.led_at or 0) - left) < 2.6
 
 
-def test_a_candidate_that_is_notified_of_a_lost_holder_checks_within_a_fifth_of_a_second() -> None:
-    async def scenario() -> float:
-        cluster = FakeCluster()
-        first, loop = Operator(cluster, "a"), asyncio.get_running_loop()
-        await first.leads()
-        second = Operator(cluster, "b")
-        await asyncio.sleep(30.3)
-        second.elector.nudge()  # too early: the holder has not let go yet
-        await asyncio.sleep(0.05)
-        left = loop.time()
-        await first.leave()
+@in_virtual_time
+async def test_a_candidate_that_is_notified_of_a_lost_holder_checks_within_a_fifth_of_a_second() -> None:
+    cluster = FakeCluster()
+    first, loop = Operator(cluster, "a"), asyncio.get_running_loop()
+    await first.leads()
+    second = Operator(cluster, "b")
+    await asyncio.sleep(30.3)
+    second.elector.nudge()  # too early: the holder has not let go yet
+    await asyncio.sleep(0.05)
+    left = loop.time()
+    await first.leave()
+    second.elector.nudge()
+    await second.leads()
+    await second.crash()
+    assert ((second.led_at or 0) - left) < 0.25
+
+
+@in_virtual_time
+async def test_a_candidate_that_is_notified_without_end_checks_five_times_a_second_at_most() -> None:
+    cluster = FakeCluster()
+    first = Operator(cluster, "a")
+    await first.leads()
+    second = Operator(cluster, "b")
+    await asyncio.sleep(30)
+    before = len(cluster.requests)
+    for _ in range(1000):
         second.elector.nudge()
-        await second.leads()
-        await second.crash()
-        return (second.led_at or 0) - left
-
-    assert run_virtual(scenario()) < 0.25
-
-
-def test_a_candidate_that_is_notified_without_end_checks_five_times_a_second_at_most() -> None:
-    async def scenario() -> int:
-        cluster = FakeCluster()
-        first = Operator(cluster, "a")
-        await first.leads()
-        second = Operator(cluster, "b")
-        await asyncio.sleep(30)
-        before = len(cluster.requests)
-        for _ in range(1000):
-            second.elector.nudge()
-            await asyncio.sleep(0.01)
-        await first.crash()
-        await second.crash()
-        return len(cluster.requests) - before
-
-    assert run_virtual(scenario()) <= 60  # 50 looks, and what the holder renews
+        await asyncio.sleep(0.01)
+    await first.crash()
+    await second.crash()
+    assert (len(cluster.requests) - before) <= 60
 
 
-def test_a_container_restarted_in_its_pod_takes_its_lease_back_at_once() -> None:
-    async def scenario() -> float:
-        cluster = FakeCluster()
-        first, loop = Operator(cluster, "pod-1_uid"), asyncio.get_running_loop()
-        await first.leads()
-        await first.crash()
-        restarted = loop.time()
-        second = Operator(cluster, "pod-1_uid")
-        await second.leads()
-        await second.crash()
-        return (second.led_at or 0) - restarted
-
-    assert run_virtual(scenario()) < 0.2
+@in_virtual_time
+async def test_a_container_restarted_in_its_pod_takes_its_lease_back_at_once() -> None:
+    cluster = FakeCluster()
+    first, loop = Operator(cluster, "pod-1_uid"), asyncio.get_running_loop()
+    await first.leads()
+    await first.crash()
+    restarted = loop.time()
+    second = Operator(cluster, "pod-1_uid")
+    await second.leads()
+    await second.crash()
+    assert ((second.led_at or 0) - restarted) < 0.2
 
 
 @in_virtual_time

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.testing.api.fake_kubernetes import FakeCluster, refuse
-from tests.testing.suite.virtual_time import in_virtual_time, run_virtual
+from tests.testing.suite.virtual_time import in_virtual_time
 from tests.testing.virtual.operator_process import OperatorProcess, until, wall_clock
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, DEPLOYMENTS, LEASES, SECRETS
 from trainium_operator.cluster.release import AGAIN_SECONDS, POLL_SECONDS, REFUSED_SECONDS
@@ -56,18 +56,16 @@ def both(*uids: str) -> dict[tuple[str, str], list[str]]:
     return {key: [*uids] for key in OURS}
 
 
-def test_both_go_with_the_deployment() -> None:
-    async def scenario() -> FakeCluster:
-        cluster = installed()
-        async with operated(cluster):
-            await until(lambda: owners(cluster) == both("first"), 30, "both are owned")
-            renewed = cluster.get(LEASES, "system", NAME)["spec"]["renewTime"]
-            await until(lambda: cluster.get(LEASES, "system", NAME)["spec"]["renewTime"] > renewed, 30, "renewed")
-            assert owners(cluster) == both("first"), "a renewal keeps the owner"
-        cluster.remove(DEPLOYMENTS, "system", NAME)
-        return cluster
-
-    assert there(run_virtual(scenario())) == set()
+@in_virtual_time
+async def test_both_go_with_the_deployment() -> None:
+    cluster = installed()
+    async with operated(cluster):
+        await until(lambda: owners(cluster) == both("first"), 30, "both are owned")
+        renewed = cluster.get(LEASES, "system", NAME)["spec"]["renewTime"]
+        await until(lambda: cluster.get(LEASES, "system", NAME)["spec"]["renewTime"] > renewed, 30, "renewed")
+        assert owners(cluster) == both("first"), "a renewal keeps the owner"
+    cluster.remove(DEPLOYMENTS, "system", NAME)
+    assert there(cluster) == set()
 
 
 @in_virtual_time
@@ -125,21 +123,19 @@ async def test_the_memory_stays_where_that_is_asked_for_and_goes_when_it_no_long
 
 
 @pytest.mark.parametrize("refused", ["GET /apis/apps/v1", f"PUT /api/v1/namespaces/system/configmaps/{MEMORY}"])
-def test_without_the_right_they_stay_and_are_logged_once(refused: str, caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario() -> None:
-        cluster = installed()
-        method, _, path = refused.partition(" ")
-        async with operated(cluster, deployment=""):
-            await until(lambda: there(cluster) == OURS, 30, "both are there")
-        cluster.faults.append(
-            lambda asked, where: refuse(403, "you may not") if asked == method and where.startswith(path) else None
-        )
-        async with operated(cluster):
-            await asyncio.sleep(5 * REFUSED_SECONDS)
-            assert owners(cluster)[CONFIG_MAPS.plural, MEMORY] == []
-            assert cluster.get(LEASES, "system", NAME)["spec"]["holderIdentity"] == "operator-0"
-
-    run_virtual(scenario())
+@in_virtual_time
+async def test_without_the_right_they_stay_and_are_logged_once(refused: str, caplog: pytest.LogCaptureFixture) -> None:
+    cluster = installed()
+    method, _, path = refused.partition(" ")
+    async with operated(cluster, deployment=""):
+        await until(lambda: there(cluster) == OURS, 30, "both are there")
+    cluster.faults.append(
+        lambda asked, where: refuse(403, "you may not") if asked == method and where.startswith(path) else None
+    )
+    async with operated(cluster):
+        await asyncio.sleep(5 * REFUSED_SECONDS)
+        assert owners(cluster)[CONFIG_MAPS.plural, MEMORY] == []
+        assert cluster.get(LEASES, "system", NAME)["spec"]["holderIdentity"] == "operator-0"
     warnings = [
         each.getMessage() for each in caplog.records if "stay when the operator is uninstalled" in each.getMessage()
     ]

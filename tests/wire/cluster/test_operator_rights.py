@@ -6,7 +6,7 @@ import asyncio
 
 from tests.testing.api.fake_kubernetes import FakeCluster
 from tests.testing.operator.rbac import RIGHTS, Scope
-from tests.testing.suite.virtual_time import run_virtual
+from tests.testing.suite.virtual_time import in_virtual_time
 from tests.testing.virtual.fake_workers import Workers
 from tests.testing.virtual.operator_process import OperatorProcess, training_job, until, wall_clock
 from trainium_operator.cluster.api.resources import ALL, CLAIMING, DEPLOYMENTS, GANGS, JOBS, QUEUEING, SECRETS
@@ -30,30 +30,27 @@ def used(cluster: FakeCluster) -> set[tuple[str, str, str]]:
     return found
 
 
-def test_the_operator_uses_no_right_that_the_table_does_not_give() -> None:
-    async def scenario() -> FakeCluster:
-        cluster = FakeCluster(wall_clock)
-        cluster.add(SECRETS, {"metadata": {"name": "trainium-operator-coordinator-tls", "namespace": "system"}})
-        cluster.add(DEPLOYMENTS, {"metadata": {"name": "trainium-operator", "namespace": "system"}})
-        cluster.add(JOBS, training_job(spares=1))
-        process = OperatorProcess(cluster, settings=Settings(deployment="trainium-operator"))
-        workers = Workers(cluster, nodes=4, total_steps=20)
-        workers.operator = process
-        await process.runtime.elector.acquire()
-        holding = asyncio.create_task(process.runtime.elector.hold())
-        await process.runtime.keeper.refresh(write=True)
-        await process.start()
-        running = asyncio.create_task(workers.run())
-        done = lambda: cluster.get(JOBS, "default", "llama").get("status", {}).get("phase") == "Completed"  # noqa: E731
-        await until(done, 300, "completed")
-        cluster.change(JOBS, "default", "llama", lambda raw: raw["metadata"].update(labels={"a": "b"}))
-        await asyncio.sleep(5)
-        for task in (running, holding):
-            task.cancel()
-        await process.kill()
-        return cluster
-
-    cluster = run_virtual(scenario())
+@in_virtual_time
+async def test_the_operator_uses_no_right_that_the_table_does_not_give() -> None:
+    cluster = FakeCluster(wall_clock)
+    cluster.add(SECRETS, {"metadata": {"name": "trainium-operator-coordinator-tls", "namespace": "system"}})
+    cluster.add(DEPLOYMENTS, {"metadata": {"name": "trainium-operator", "namespace": "system"}})
+    cluster.add(JOBS, training_job(spares=1))
+    process = OperatorProcess(cluster, settings=Settings(deployment="trainium-operator"))
+    workers = Workers(cluster, nodes=4, total_steps=20)
+    workers.operator = process
+    await process.runtime.elector.acquire()
+    holding = asyncio.create_task(process.runtime.elector.hold())
+    await process.runtime.keeper.refresh(write=True)
+    await process.start()
+    running = asyncio.create_task(workers.run())
+    done = lambda: cluster.get(JOBS, "default", "llama").get("status", {}).get("phase") == "Completed"  # noqa: E731
+    await until(done, 300, "completed")
+    cluster.change(JOBS, "default", "llama", lambda raw: raw["metadata"].update(labels={"a": "b"}))
+    await asyncio.sleep(5)
+    for task in (running, holding):
+        task.cancel()
+    await process.kill()
     given = {(right.group, right.resource, verb) for right in RIGHTS for verb in right.verbs}
     assert used(cluster) <= given
     assert ("", "secrets", "update") in used(cluster)

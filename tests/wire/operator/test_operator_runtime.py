@@ -11,7 +11,7 @@ import aiohttp
 import kopf
 
 from tests.testing.api.fake_kubernetes import FakeCluster
-from tests.testing.suite.virtual_time import in_virtual_time, run_virtual, settle
+from tests.testing.suite.virtual_time import in_virtual_time, settle
 from tests.testing.virtual.fake_workers import Workers, lose_node
 from tests.testing.virtual.operator_process import OperatorProcess, training_job, until, wall_clock
 from trainium_operator import handlers
@@ -281,24 +281,22 @@ async def test_jobs_that_are_deleted_in_the_midst_of_a_plan_leave_nothing_in_mem
     await process.kill()
 
 
-def test_a_job_that_only_progresses_is_planned_for_its_status_and_for_silence_alone() -> None:
-    async def scenario() -> float:
-        cluster = FakeCluster(wall_clock)
-        cluster.add(JOBS, training_job())
-        process, workers = OperatorProcess(cluster), Workers(cluster, nodes=4, total_steps=10_000)
-        workers.operator = process
-        running = asyncio.create_task(workers.run())
-        await process.start()
-        await until(lambda: workers.step > 5, 60, "some steps")
-        await asyncio.sleep(60)
-        before = _plans(process)
-        await asyncio.sleep(100)
-        plans = _plans(process) - before
-        running.cancel()
-        await process.kill()
-        return plans
-
-    assert run_virtual(scenario()) <= 42, "twice in each interval of 5 s, and a resync"
+@in_virtual_time
+async def test_a_job_that_only_progresses_is_planned_for_its_status_and_for_silence_alone() -> None:
+    cluster = FakeCluster(wall_clock)
+    cluster.add(JOBS, training_job())
+    process, workers = OperatorProcess(cluster), Workers(cluster, nodes=4, total_steps=10_000)
+    workers.operator = process
+    running = asyncio.create_task(workers.run())
+    await process.start()
+    await until(lambda: workers.step > 5, 60, "some steps")
+    await asyncio.sleep(60)
+    before = _plans(process)
+    await asyncio.sleep(100)
+    plans = _plans(process) - before
+    running.cancel()
+    await process.kill()
+    assert plans <= 42, "twice in each interval of 5 s, and a resync"
 
 
 def _plans(process: OperatorProcess) -> float:
@@ -307,26 +305,23 @@ def _plans(process: OperatorProcess) -> float:
     return float(line.split()[-1])
 
 
-def test_metrics_show_phases_recoveries_and_requests_with_few_labels() -> None:
-    async def scenario() -> str:
-        cluster = FakeCluster(wall_clock)
-        cluster.add(JOBS, training_job(spares=1))
-        process, workers = OperatorProcess(cluster), Workers(cluster, nodes=5, total_steps=60)
-        workers.operator = process
-        running = asyncio.create_task(workers.run())
-        await process.start()
-        await until(lambda: workers.step > 5, 60, "some steps")
-        lose_node(workers, cluster.get(PODS, "default", "llama-w-1")["spec"]["nodeName"])
-        await until(
-            lambda: cluster.get(JOBS, "default", "llama").get("status", {}).get("phase") == "Completed", 300, "the end"
-        )
-        await settle()
-        text = process.runtime.metrics.exposition().decode()
-        running.cancel()
-        await process.kill()
-        return text
-
-    text = run_virtual(scenario())
+@in_virtual_time
+async def test_metrics_show_phases_recoveries_and_requests_with_few_labels() -> None:
+    cluster = FakeCluster(wall_clock)
+    cluster.add(JOBS, training_job(spares=1))
+    process, workers = OperatorProcess(cluster), Workers(cluster, nodes=5, total_steps=60)
+    workers.operator = process
+    running = asyncio.create_task(workers.run())
+    await process.start()
+    await until(lambda: workers.step > 5, 60, "some steps")
+    lose_node(workers, cluster.get(PODS, "default", "llama-w-1")["spec"]["nodeName"])
+    await until(
+        lambda: cluster.get(JOBS, "default", "llama").get("status", {}).get("phase") == "Completed", 300, "the end"
+    )
+    await settle()
+    text = process.runtime.metrics.exposition().decode()
+    running.cancel()
+    await process.kill()
     assert 'trainingjob_operator_jobs{phase="Completed"} 1.0' in text
     assert 'trainingjob_operator_jobs{phase="Running"} 0.0' in text
     assert 'trainingjob_operator_restarts_total{cause="NodeLost",rung="Spare"} 1.0' in text

@@ -15,7 +15,7 @@ import pytest
 from aiohttp import web
 
 from tests.testing.api.fake_http import discovery
-from tests.testing.suite.virtual_time import in_virtual_time, run_virtual
+from tests.testing.suite.virtual_time import in_virtual_time
 from trainium_operator import handlers
 from trainium_operator.cluster.api.client import LONGEST_REFUSAL, Api
 from trainium_operator.cluster.api.errors import ApiError, UnavailableError
@@ -85,13 +85,13 @@ async def test_a_claim_that_no_parser_reads_hides_no_other_in_a_list_or_a_watch(
     "line",
     ["<html>", "[]", "{}", '{"type":"ADDED"}', '{"type":7,"object":{}}', '{"type":"ADDED","object":{"metadata":{}}}'],
 )
-def test_a_watch_of_invalid_lines_is_restarted_and_ends_nothing(line: str, caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario() -> None:
-        server = Claims([claim("first", 1, "{}")], [line])
-        async with kept(server) as store:
-            assert len(store) == 1
-
-    run_virtual(scenario())
+@in_virtual_time
+async def test_a_watch_of_invalid_lines_is_restarted_and_ends_nothing(
+    line: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = Claims([claim("first", 1, "{}")], [line])
+    async with kept(server) as store:
+        assert len(store) == 1
     assert caplog.records
 
 
@@ -105,17 +105,15 @@ async def test_a_list_that_is_none_is_an_answer_that_did_not_come(page: str) -> 
         await reflector.refresh()
 
 
-def test_the_message_of_another_webhook_is_bounded() -> None:
+@in_virtual_time
+async def test_the_message_of_another_webhook_is_bounded() -> None:
     class Refusing(Claims):
         async def request(self, _method: str, _path: str, **_how: Any) -> HttpResponse:
             return HttpResponse(403, {}, json.dumps({"reason": ["x"], "message": "no " * 1_000_000}).encode())
 
-    async def scenario() -> None:
-        with pytest.raises(ApiError) as caught:
-            await Api(Refusing([], [])).get(CLAIMS, "team", "first")
-        assert len(str(caught.value)) == LONGEST_REFUSAL
-
-    run_virtual(scenario())
+    with pytest.raises(ApiError) as caught:
+        await Api(Refusing([], [])).get(CLAIMS, "team", "first")
+    assert len(str(caught.value)) == LONGEST_REFUSAL
 
 
 def job(name: str, version: int, template: str) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.testing.api.fake_kubernetes import FakeCluster, refuse
-from tests.testing.suite.virtual_time import run_virtual
+from tests.testing.suite.virtual_time import in_virtual_time, run_virtual
 from tests.testing.virtual.operator_process import OperatorProcess, training_job, until, wall_clock
 from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.api.resources import JOBS, NODES, PODS, SECRETS
@@ -111,51 +111,45 @@ def watching(cluster: FakeCluster, changes: list[Any]) -> Discovery:
     return discovery
 
 
-def test_an_api_that_is_installed_later_is_noticed_and_logged_once() -> None:
-    async def scenario() -> list[Any]:
-        cluster, changes = FakeCluster(), list[Any]()
-        running = asyncio.create_task(watching(cluster, changes).run())
-        await asyncio.sleep(1)
-        cluster.served = NATIVE_136
-        await asyncio.sleep(3 * REFRESH_SECONDS)
-        running.cancel()
-        return changes
-
+@in_virtual_time
+async def test_an_api_that_is_installed_later_is_noticed_and_logged_once() -> None:
     # Once more at the start, when the cluster's own name is known.
-    assert run_virtual(scenario()) == [{}, {GangApi.SCHEDULING_GROUP: "scheduling.k8s.io/v1alpha2"}]
+    cluster, changes = FakeCluster(), list[Any]()
+    running = asyncio.create_task(watching(cluster, changes).run())
+    await asyncio.sleep(1)
+    cluster.served = NATIVE_136
+    await asyncio.sleep(3 * REFRESH_SECONDS)
+    running.cancel()
+    assert changes == [{}, {GangApi.SCHEDULING_GROUP: "scheduling.k8s.io/v1alpha2"}]
 
 
-def test_while_the_api_server_is_unreachable_the_last_state_is_kept() -> None:
-    async def scenario() -> tuple[list[Any], bool, Any]:
-        cluster, changes = FakeCluster(), list[Any]()
-        cluster.served = NATIVE_136
-        cluster.down = True
-        discovery = watching(cluster, changes)
-        running = asyncio.create_task(discovery.run())
-        await asyncio.sleep(60)
-        early = discovery.known.is_set()
-        cluster.down = False
-        await asyncio.sleep(60)
-        cluster.down = True
-        await asyncio.sleep(3 * REFRESH_SECONDS)
-        running.cancel()
-        return changes, early, discovery.gang_apis
-
-    changes, early, known = run_virtual(scenario())
+@in_virtual_time
+async def test_while_the_api_server_is_unreachable_the_last_state_is_kept() -> None:
+    cluster, changes = FakeCluster(), list[Any]()
+    cluster.served = NATIVE_136
+    cluster.down = True
+    discovery = watching(cluster, changes)
+    running = asyncio.create_task(discovery.run())
+    await asyncio.sleep(60)
+    early = discovery.known.is_set()
+    cluster.down = False
+    await asyncio.sleep(60)
+    cluster.down = True
+    await asyncio.sleep(3 * REFRESH_SECONDS)
+    running.cancel()
+    known = discovery.gang_apis
     assert not early, "nothing may be planned before it is known"
     assert len(changes) == 1
     assert known == {GangApi.SCHEDULING_GROUP: "scheduling.k8s.io/v1alpha2"}
 
 
-def test_where_discovery_is_forbidden_the_operator_works_without_gang_apis() -> None:
-    async def scenario() -> tuple[bool, Any]:
-        cluster = FakeCluster()
-        cluster.faults.append(lambda _, path: refuse(403, "Forbidden") if path == "/apis" else None)
-        discovery = watching(cluster, [])
-        await discovery.refresh()
-        return discovery.known.is_set(), discovery.gang_apis
-
-    assert run_virtual(scenario()) == (True, {})
+@in_virtual_time
+async def test_where_discovery_is_forbidden_the_operator_works_without_gang_apis() -> None:
+    cluster = FakeCluster()
+    cluster.faults.append(lambda _, path: refuse(403, "Forbidden") if path == "/apis" else None)
+    discovery = watching(cluster, [])
+    await discovery.refresh()
+    assert (discovery.known.is_set(), discovery.gang_apis) == (True, {})
 
 
 async def started(cluster: FakeCluster) -> OperatorProcess:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from tests.testing.suite.virtual_time import run_virtual
+from tests.testing.suite.virtual_time import in_virtual_time, run_virtual
 from trainium_operator.cluster.cache.store import Key
 from trainium_operator.cluster.queue.pace import LONGEST_PAUSE, LONGEST_UNHURRIED_PAUSE, Pace
 from trainium_operator.cluster.queue.work_queue import WorkQueue
@@ -69,18 +69,16 @@ def test_a_fault_does_not_wait_with_the_changes_on_which_nothing_hangs() -> None
     assert began == [1.0, 1.5]
 
 
-def test_jobs_have_their_own_pace_and_a_forgotten_one_starts_again() -> None:
-    async def run() -> list[bool]:
-        loop, queue = asyncio.get_running_loop(), WorkQueue[Key]()
-        pace, waiting = Pace(queue), list[bool]()
-        pace.planned(JOB, 0.1, loop.time() + 0.1)
-        pace.put(JOB)
-        waiting.append(len(queue) == 0)
-        pace.put(OTHER)
-        waiting.append(len(queue) == 1)
-        pace.forget(JOB)
-        pace.put(JOB)
-        waiting.append(len(queue) == 2)
-        return waiting
-
-    assert run_virtual(run()) == [True, True, True]
+@in_virtual_time
+async def test_jobs_have_their_own_pace_and_a_forgotten_one_starts_again() -> None:
+    loop, queue = asyncio.get_running_loop(), WorkQueue[Key]()
+    pace, waiting = Pace(queue), list[bool]()
+    pace.planned(JOB, 0.1, loop.time() + 0.1)
+    pace.put(JOB)
+    waiting.append(len(queue) == 0)
+    pace.put(OTHER)
+    waiting.append(len(queue) == 1)
+    pace.forget(JOB)
+    pace.put(JOB)
+    waiting.append(len(queue) == 2)
+    assert waiting == [True, True, True]
