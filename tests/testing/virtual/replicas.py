@@ -5,17 +5,57 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from tests.testing.api.fake_kubernetes import FakeCluster
 from tests.testing.virtual.fake_workers import Workers
 from tests.testing.virtual.operator_process import OperatorProcess, training_job, until, wall_clock
-from trainium_operator.cluster.api.resources import CONFIG_MAPS, JOBS, NODES, PODS
+from trainium_operator.cluster.api.resources import CONFIG_MAPS, EVENTS, JOBS, NODES, PODS
 from trainium_operator.cluster.cache.membership_record import membership_of
 from trainium_operator.settings import Settings
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
+
+
+class Scenario:
+    """A cluster with workers and one operator, which run while it is entered."""
+
+    def __init__(
+        self, *jobs: dict[str, Any], nodes: int = 4, total_steps: int = 10**6, settings: Settings | None = None
+    ) -> None:
+        self.cluster = FakeCluster(wall_clock)
+        for job in jobs:
+            self.cluster.add(JOBS, job)
+        self.workers = Workers(self.cluster, nodes, total_steps)
+        self.process = OperatorProcess(self.cluster, settings=settings)
+        self.workers.operator = self.process
+
+    async def __aenter__(self) -> Self:
+        self._agents = asyncio.create_task(self.workers.run())
+        await self.process.start()
+        return self
+
+    async def __aexit__(self, *_error: object) -> None:
+        self._agents.cancel()
+        await asyncio.gather(self._agents, return_exceptions=True)
+        await self.process.kill()
+
+    def status(self, name: str = "llama") -> dict[str, Any]:
+        return self.cluster.get(JOBS, "default", name).get("status") or {}
+
+    def condition(self, kind: str, name: str = "llama") -> dict[str, Any]:
+        return next((each for each in self.status(name).get("conditions", ()) if each["type"] == kind), {})
+
+    def notes(self) -> list[str]:
+        """Return the texts of all events."""
+        return [raw["note"] for key, raw in self.cluster.objects.items() if key[0] == EVENTS.plural]
+
+    async def trains(self, steps: int = 5, seconds: float = 120) -> None:
+        """Wait for more than so many new steps."""
+        step = self.workers.step
+        await until(lambda: self.workers.step > step + steps, seconds, f"{steps} new steps")
+
 
 RESTART_SECONDS = 2.0
 """What a kubelet takes to start a container that has ended."""

@@ -6,22 +6,24 @@ import asyncio
 import base64
 import tracemalloc
 import zlib
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.testing.api.fake_kubernetes import FakeCluster
-from tests.testing.suite.virtual_time import in_virtual_time, run_virtual, settle
+from tests.testing.suite.virtual_time import in_virtual_time, settle
 from tests.testing.virtual.fake_workers import Workers
 from tests.testing.virtual.operator_process import OperatorProcess, training_job, until, wall_clock
+from tests.testing.virtual.replicas import Scenario
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, DISRUPTION_BUDGETS, EVENTS, JOBS, PODS, Resource
 from trainium_operator.cluster.coordinator_ports import WorkerPods
 from trainium_operator.http.errors import RefusedError
 from trainium_operator.plan.model import names
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import AsyncIterator
 
 
 def owner(cluster: FakeCluster, **changes: Any) -> dict[str, Any]:
@@ -41,20 +43,11 @@ def worker(name: str, namespace: str, reference: dict[str, Any], label: str = "l
     }
 
 
-def while_training(then: Callable[[FakeCluster, OperatorProcess, Workers], Awaitable[None]]) -> None:
-    async def scenario() -> None:
-        cluster = FakeCluster(wall_clock)
-        cluster.add(JOBS, training_job("llama"))
-        process, workers = OperatorProcess(cluster), Workers(cluster, nodes=3, total_steps=10_000)
-        workers.operator = process
-        running = asyncio.create_task(workers.run())
-        await process.start()
-        await until(lambda: workers.step > 5, 60, "it trains")
-        await then(cluster, process, workers)
-        running.cancel()
-        await process.kill()
-
-    run_virtual(scenario())
+@asynccontextmanager
+async def while_training() -> AsyncIterator[tuple[FakeCluster, OperatorProcess, Workers]]:
+    async with Scenario(training_job("llama"), nodes=3, total_steps=10_000) as scenario:
+        await scenario.trains(seconds=60)
+        yield scenario.cluster, scenario.process, scenario.workers
 
 
 @pytest.mark.parametrize(
@@ -69,10 +62,11 @@ def while_training(then: Callable[[FakeCluster, OperatorProcess, Workers], Await
         ("default", {"uid": "an-earlier-one"}, "llama"),
     ],
 )
-def test_a_pod_that_only_claims_to_be_a_worker_changes_nothing(
+@in_virtual_time
+async def test_a_pod_that_only_claims_to_be_a_worker_changes_nothing(
     namespace: str, changes: dict[str, Any], label: str
 ) -> None:
-    async def then(cluster: FakeCluster, process: OperatorProcess, workers: Workers) -> None:
+    async with while_training() as (cluster, process, workers):
         step = workers.step
         cluster.add(PODS, worker(f"{label}-w-7", namespace, owner(cluster, **changes), label))
         await asyncio.sleep(20)
@@ -81,18 +75,17 @@ def test_a_pod_that_only_claims_to_be_a_worker_changes_nothing(
         assert status.get("failures", []) == []
         assert cluster.names(PODS, "default")[:2] == ["llama-w-0", "llama-w-1"]
         assert workers.step >= step + 20
-        await process.runtime.reconciler._caches.pods.refresh()
+        await process.runtime.reconciler.caches.pods.refresh()
         job = process.runtime.caches.jobs.store.get(("default", "llama"))
         assert job is not None
         assert job.view is not None
-        seen = process.runtime.reconciler._observer.observe(job.view)
+        seen = process.runtime.reconciler.observer.observe(job.view)
         assert [pod.name for pod in seen.pods] == ["llama-w-0", "llama-w-1"]
 
-    while_training(then)
 
-
-def test_an_agent_in_another_namespace_sends_no_messages_to_a_job_whose_uid_it_copied() -> None:
-    async def then(cluster: FakeCluster, process: OperatorProcess, _workers: Workers) -> None:
+@in_virtual_time
+async def test_an_agent_in_another_namespace_sends_no_messages_to_a_job_whose_uid_it_copied() -> None:
+    async with while_training() as (cluster, process, _workers):
         foreign = cluster.add(PODS, worker("llama-w-7", "elsewhere", owner(cluster)))
         uid = foreign["metadata"]["uid"]
         await settle()
@@ -114,16 +107,13 @@ def test_an_agent_in_another_namespace_sends_no_messages_to_a_job_whose_uid_it_c
                 "Bearer token", namespace="elsewhere", job="llama", pod_name="llama-w-7", pod_uid=uid
             )
 
-    while_training(then)
 
-
-def test_a_pod_that_is_taken_from_its_job_is_the_job_s_no_more() -> None:
-    async def then(cluster: FakeCluster, process: OperatorProcess, _workers: Workers) -> None:
+@in_virtual_time
+async def test_a_pod_that_is_taken_from_its_job_is_the_job_s_no_more() -> None:
+    async with while_training() as (cluster, process, _workers):
         cluster.change(PODS, "default", "llama-w-1", lambda raw: raw["metadata"].update(ownerReferences=[]))
         await settle()
         assert ("default", "llama-w-1") not in process.runtime.caches.pods.store.snapshot()
-
-    while_training(then)
 
 
 TAKEN = [(CONFIG_MAPS, "llama-config", "PodsReady"), (DISRUPTION_BUDGETS, "llama", "DisruptionAllowed")]
@@ -199,10 +189,11 @@ def bomb(mebibytes: int) -> str:
 
 
 @pytest.mark.parametrize("namespace", ["default", "elsewhere"])
-def test_a_record_that_unpacks_to_gigabytes_costs_no_more_than_its_own_size(namespace: str) -> None:
+@in_virtual_time
+async def test_a_record_that_unpacks_to_gigabytes_costs_no_more_than_its_own_size(namespace: str) -> None:
     """In the job's own namespace it is written over the record itself, which is the worst that a user can do."""
 
-    async def then(cluster: FakeCluster, process: OperatorProcess, workers: Workers) -> None:
+    async with while_training() as (cluster, process, workers):
         packed, step = {names.MEMBERSHIP_PACKED_KEY: bomb(128)}, workers.step
         assert len(packed[names.MEMBERSHIP_PACKED_KEY]) < 2**20
         metadata = {
@@ -224,5 +215,3 @@ def test_a_record_that_unpacks_to_gigabytes_costs_no_more_than_its_own_size(name
         assert workers.step >= step + 15
         assert cluster.get(JOBS, "default", "llama")["status"]["phase"] == "Running"
         assert process.runtime.live_problem() == ""
-
-    while_training(then)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from pydantic import ValidationError
 
-from tests.testing.api.fake_kubernetes import FakeCluster
-from tests.testing.suite.virtual_time import run_virtual
+from tests.testing.suite.virtual_time import in_virtual_time
 from tests.testing.virtual.fake_workers import Workers, lose_node
-from tests.testing.virtual.operator_process import OperatorProcess, training_job, until, wall_clock
+from tests.testing.virtual.operator_process import OperatorProcess, training_job, until
+from tests.testing.virtual.replicas import Scenario
 from trainium_contract.faults.causes import Cause
 from trainium_contract.wire.messages import HeartbeatRequest, Membership
 from trainium_operator.cluster.api.errors import UndeclaredFieldError
@@ -21,7 +22,9 @@ from trainium_operator.cluster.execute.undeclared_fields import FOR_SECONDS, Und
 from trainium_operator.coordinator.messages import read_message
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import AsyncIterator
+
+    from tests.testing.api.fake_kubernetes import FakeCluster
 
 NEWER: dict[str, dict[str, Any]] = {
     "workers": {"placementV9": {"zones": ["a"]}},
@@ -41,28 +44,20 @@ def newer(raw: dict[str, Any]) -> None:
         status["membership"]["quorumV9"] = 3
 
 
-def scenario(then: Callable[[FakeCluster, OperatorProcess, Workers], Awaitable[None]]) -> None:
-    async def run() -> None:
-        cluster = FakeCluster(wall_clock)
-        cluster.add(JOBS, training_job("llama", spares=1))
-        process, workers = OperatorProcess(cluster), Workers(cluster, nodes=5, total_steps=10**6)
-        workers.operator = process
-        running = asyncio.create_task(workers.run())
-        await process.start()
-        await until(lambda: workers.step > 5, 60, "it trains")
-        await then(cluster, process, workers)
-        running.cancel()
-        await process.kill()
-
-    run_virtual(run())
+@asynccontextmanager
+async def while_training() -> AsyncIterator[tuple[FakeCluster, OperatorProcess, Workers]]:
+    async with Scenario(training_job("llama", spares=1), nodes=5) as scenario:
+        await scenario.trains(seconds=60)
+        yield scenario.cluster, scenario.process, scenario.workers
 
 
 def notes(cluster: FakeCluster) -> list[str]:
     return [raw["note"] for key, raw in cluster.objects.items() if key[0] == EVENTS.plural]
 
 
-def test_a_running_job_with_fields_of_a_newer_version_is_recovered() -> None:
-    async def then(cluster: FakeCluster, _process: OperatorProcess, workers: Workers) -> None:
+@in_virtual_time
+async def test_a_running_job_with_fields_of_a_newer_version_is_recovered() -> None:
+    async with while_training() as (cluster, _process, workers):
         pods = cluster.names(PODS)
         config = cluster.get(CONFIG_MAPS, "default", "llama-config")
         cluster.change(JOBS, "default", "llama", newer)
@@ -77,11 +72,10 @@ def test_a_running_job_with_fields_of_a_newer_version_is_recovered() -> None:
         assert cluster.get(CONFIG_MAPS, "default", "llama-config") == config, "nor is its configuration made poorer"
         assert cluster.get(JOBS, "default", "llama")["spec"]["trainer"]["optimizerV9"] == {"kind": "Muon"}
 
-    scenario(then)
 
-
-def test_an_operator_that_starts_among_newer_jobs_recovers_them_too() -> None:
-    async def then(cluster: FakeCluster, process: OperatorProcess, workers: Workers) -> None:
+@in_virtual_time
+async def test_an_operator_that_starts_among_newer_jobs_recovers_them_too() -> None:
+    async with while_training() as (cluster, process, workers):
         await process.kill()
         cluster.change(JOBS, "default", "llama", newer)
         older = OperatorProcess(cluster, identity="operator-1")
@@ -93,13 +87,12 @@ def test_an_operator_that_starts_among_newer_jobs_recovers_them_too() -> None:
         await until(lambda: workers.step > step + 5, 120, "it trains again")
         await older.kill()
 
-    scenario(then)
 
-
-def test_a_job_is_recovered_while_the_definition_lacks_fields_that_this_operator_reports() -> None:
+@in_virtual_time
+async def test_a_job_is_recovered_while_the_definition_lacks_fields_that_this_operator_reports() -> None:
     """The API server refuses the whole of a status with one field too many; found by an upgrade on a real one."""
 
-    async def then(cluster: FakeCluster, _process: OperatorProcess, workers: Workers) -> None:
+    async with while_training() as (cluster, _process, workers):
         cluster.undeclared = {"status.activity", "status.membership.batch", "status.goodput.sizes"}
         workers.kill_pod("llama-w-0")
         step = workers.step
@@ -109,8 +102,6 @@ def test_a_job_is_recovered_while_the_definition_lacks_fields_that_this_operator
         cluster.undeclared = set()
         cluster.change(JOBS, "default", "llama", lambda raw: raw["status"].pop("activity"))
         await until(lambda: "activity" in status_of(cluster), 120, "what was left out is written once it may be")
-
-    scenario(then)
 
 
 def status_of(cluster: FakeCluster) -> dict[str, Any]:
@@ -141,8 +132,9 @@ def test_a_refusal_names_the_fields_to_leave_out_and_no_other_is() -> None:
     assert undeclared.learn(UndeclaredFieldError(many))
 
 
-def test_a_job_that_has_not_started_waits_for_an_operator_that_knows_its_fields() -> None:
-    async def then(cluster: FakeCluster, _process: OperatorProcess, _workers: Workers) -> None:
+@in_virtual_time
+async def test_a_job_that_has_not_started_waits_for_an_operator_that_knows_its_fields() -> None:
+    async with while_training() as (cluster, _process, _workers):
         job = training_job("next")
         job["spec"]["trainer"].update(NEWER["trainer"])
         cluster.add(JOBS, job)
@@ -150,8 +142,6 @@ def test_a_job_that_has_not_started_waits_for_an_operator_that_knows_its_fields(
         assert [name for name in cluster.names(PODS) if name.startswith("next")] == []
         assert any("trainer.optimizerV9: not known to this version" in note for note in notes(cluster))
         assert cluster.get(JOBS, "default", "llama")["status"]["phase"] == "Running"
-
-    scenario(then)
 
 
 def test_of_a_spec_only_what_a_newer_version_may_have_added_is_left_out() -> None:

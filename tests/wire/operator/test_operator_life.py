@@ -3,36 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-from tests.testing.api.fake_kubernetes import FakeCluster, Write, refuse
-from tests.testing.suite.virtual_time import run_virtual
-from tests.testing.virtual.fake_workers import Workers
-from tests.testing.virtual.operator_process import OperatorProcess, training_job, until, wall_clock
+from tests.testing.api.fake_kubernetes import Write, refuse
+from tests.testing.suite.virtual_time import in_virtual_time
+from tests.testing.virtual import replicas
+from tests.testing.virtual.operator_process import training_job, until
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, DISRUPTION_BUDGETS, JOBS, PODS
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
 
-
-class Scenario:
+class Scenario(replicas.Scenario):
     """One job, its workers and an operator."""
 
-    def __init__(self, spec: dict[str, Any] | None) -> None:
-        self.cluster = FakeCluster(wall_clock)
-        self.cluster.graceful_pods = True
+    def __init__(self, spec: dict[str, Any] | None = None) -> None:
         job = training_job(replicas=2)
         job["spec"].update(spec or {})
-        self.cluster.add(JOBS, job)
-        self.workers = Workers(self.cluster, nodes=4, total_steps=40)
-        self.process = OperatorProcess(self.cluster)
-        self.workers.operator = self.process
-
-    def status(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.cluster.get(JOBS, "default", "llama").get("status") or {}
-        return found
+        super().__init__(job, total_steps=40)
+        self.cluster.graceful_pods = True
 
     def writes(self, method: str, part: str) -> list[Write]:
         return [write for write in self.cluster.writes if method in write.method and part in write.path]
@@ -44,27 +33,13 @@ class Scenario:
         await until(lambda: self.status().get("phase") == "Completed", 240, "the end")
 
 
-def run_scenario(run: Callable[[Scenario], Awaitable[None]], spec: dict[str, Any] | None = None) -> Scenario:
-    async def whole() -> Scenario:
-        scenario = Scenario(spec)
-        running = asyncio.create_task(scenario.workers.run())
-        await scenario.process.start()
-        try:
-            await run(scenario)
-        finally:
-            running.cancel()
-            await scenario.process.kill()
-        return scenario
-
-    return run_virtual(whole())
-
-
 def jobs(scenario: Scenario) -> list[str]:
     return scenario.cluster.names(JOBS)
 
 
-def test_a_job_with_a_ttl_is_deleted_with_all_that_it_owns_and_only_as_it_was_seen() -> None:
-    async def run(scenario: Scenario) -> None:
+@in_virtual_time
+async def test_a_job_with_a_ttl_is_deleted_with_all_that_it_owns_and_only_as_it_was_seen() -> None:
+    async with Scenario({"ttlSecondsAfterFinished": 60}) as scenario:
         await scenario.ended()
         version = scenario.cluster.get(JOBS, "default", "llama")["metadata"]["resourceVersion"]
         await asyncio.sleep(50)
@@ -75,15 +50,14 @@ def test_a_job_with_a_ttl_is_deleted_with_all_that_it_owns_and_only_as_it_was_se
         assert write.body["preconditions"]["resourceVersion"] >= version
         assert write.body["preconditions"]["uid"]
         await asyncio.sleep(30)
-
-    scenario = run_scenario(run, {"ttlSecondsAfterFinished": 60})
     for resource in (PODS, CONFIG_MAPS, DISRUPTION_BUDGETS):
         assert scenario.cluster.names(resource) == []
     assert len(scenario.writes("DELETE", "trainingjobs")) == 1
 
 
-def test_a_job_that_changes_at_the_moment_of_its_deletion_is_planned_again() -> None:
-    async def run(scenario: Scenario) -> None:
+@in_virtual_time
+async def test_a_job_that_changes_at_the_moment_of_its_deletion_is_planned_again() -> None:
+    async with Scenario({"ttlSecondsAfterFinished": 60}) as scenario:
         await scenario.ended()
 
         def keep(method: str, path: str) -> Any:
@@ -99,26 +73,24 @@ def test_a_job_that_changes_at_the_moment_of_its_deletion_is_planned_again() -> 
         await asyncio.sleep(120)
         assert jobs(scenario) == ["llama"]
 
-    run_scenario(run, {"ttlSecondsAfterFinished": 60})
 
-
-def test_the_disruption_budget_comes_with_the_first_step_and_is_not_written_again() -> None:
-    async def run(scenario: Scenario) -> None:
+@in_virtual_time
+async def test_the_disruption_budget_comes_with_the_first_step_and_is_not_written_again() -> None:
+    storage = {"checkpoint": {"storage": {"hostPath": {"path": "/fsx"}}}}
+    async with Scenario(storage) as scenario:
         await scenario.trained()
         await until(lambda: scenario.cluster.names(DISRUPTION_BUDGETS) == ["llama"], 30, "the budget")
         budget = scenario.cluster.get(DISRUPTION_BUDGETS, "default", "llama")
         assert budget["spec"]["minAvailable"] == 1
         assert budget["apiVersion"] == "policy/v1"
         await scenario.ended()
-
-    storage = {"checkpoint": {"storage": {"hostPath": {"path": "/fsx"}}}}
-    scenario = run_scenario(run, storage)
     assert len(scenario.writes("POST", "poddisruptionbudgets")) == 1
     assert scenario.writes("PATCH", "poddisruptionbudgets") == []
 
 
-def test_in_a_namespace_that_is_being_deleted_the_operator_does_not_insist() -> None:
-    async def run(scenario: Scenario) -> None:
+@in_virtual_time
+async def test_in_a_namespace_that_is_being_deleted_the_operator_does_not_insist() -> None:
+    async with Scenario() as scenario:
         await scenario.trained()
 
         def terminating(method: str, path: str) -> Any:
@@ -140,19 +112,16 @@ def test_in_a_namespace_that_is_being_deleted_the_operator_does_not_insist() -> 
         quiet = len(scenario.writes("", "/namespaces/default/"))
         await asyncio.sleep(60)
         assert len(scenario.writes("", "/namespaces/default/")) == quiet
-
-    scenario = run_scenario(run)
     assert scenario.cluster.names(PODS) == []
 
 
 @pytest.mark.parametrize("wipe", ["phase", "conditions", "history"])
-def test_an_unreadable_status_is_repaired_and_training_continues(wipe: str) -> None:
-    async def run(scenario: Scenario) -> None:
+@in_virtual_time
+async def test_an_unreadable_status_is_repaired_and_training_continues(wipe: str) -> None:
+    async with Scenario() as scenario:
         await scenario.trained()
         scenario.cluster.change(JOBS, "default", "llama", lambda raw: raw["status"].update({wipe: "nonsense"}))
         step = scenario.workers.step
         await until(lambda: scenario.workers.step > step + 5, 60, "more steps")
         await scenario.ended()
         assert isinstance(scenario.status()["conditions"], list)
-
-    run_scenario(run)

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.testing.api.fake_kubernetes import FakeCluster
-from tests.testing.suite.virtual_time import run_virtual
-from tests.testing.virtual.fake_workers import Workers, lose_node, readiness
-from tests.testing.virtual.operator_process import OperatorProcess, training_job, until, wall_clock
+from tests.testing.suite.virtual_time import in_virtual_time
+from tests.testing.virtual.fake_workers import lose_node, readiness
+from tests.testing.virtual.operator_process import training_job, until
+from tests.testing.virtual.replicas import Scenario
 from trainium_contract.wire.messages import StepTiming
 from trainium_contract.wire.recorded_membership import recorded_text
-from trainium_operator.cluster.api.resources import CONFIG_MAPS, EVENTS, JOBS, NODES, PODS
+from trainium_operator.cluster.api.resources import CONFIG_MAPS, NODES, PODS
 from trainium_operator.settings import Settings
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Iterator
 
 Json = dict[str, Any]
 NAME = "llama"
@@ -31,23 +31,15 @@ REASONS = ("NeuronHasError_HBM_UNCORRECTABLE_ERROR", "NeuronHasError_SRAM_UNCORR
 SMALL_BATCH = {"recovery": {"rescaleAfterSeconds": 30}, "trainer": {"batch": {"globalSize": 8, "microSize": 1}}}
 
 
-class World:
+class World(Scenario):
     """One job on a fake cluster with an operator."""
 
     def __init__(self, *, nodes: int, steps: int, change: Json | None = None, **workers: Any) -> None:
-        self.cluster = FakeCluster(wall_clock)
-        self.cluster.graceful_pods = True
-        self.workers = Workers(self.cluster, nodes=nodes, total_steps=steps)
         job = training_job(NAME, **({"replicas": 2, "spares": 1} | workers))
         job["spec"] |= change or {}
         job["spec"]["trainer"]["steps"] = steps
-        self.cluster.add(JOBS, job)
-        self.process = OperatorProcess(self.cluster, settings=Settings(extra_priority_class="idle-nodes"))
-        self.workers.operator = self.process
-
-    def status(self) -> Json:
-        status: Json = self.cluster.get(JOBS, "default", NAME).get("status") or {}
-        return status
+        super().__init__(job, nodes=nodes, total_steps=steps, settings=Settings(extra_priority_class="idle-nodes"))
+        self.cluster.graceful_pods = True
 
     def history(self) -> list[Json]:
         return list(self.status().get("history") or [])
@@ -68,13 +60,8 @@ class World:
         agents = sorted(self.workers.agents.values(), key=lambda agent: int(agent.name.rpartition("-")[2]))
         return [agent.node for agent in agents if agent.uid not in members]
 
-    def nodes_healthy(self) -> Json:
-        conditions = self.status().get("conditions") or []
-        return next((each for each in conditions if each["type"] == "NodesHealthy"), {})
-
     def waiting_events(self) -> int:
-        notes = (str(raw["note"]) for key, raw in self.cluster.objects.items() if key[0] == EVENTS.plural)
-        return sum("it waits for a processor, as the others do" in note for note in notes)
+        return sum("it waits for a processor, as the others do" in note for note in self.notes())
 
     async def until_step(self, step: int) -> None:
         await until(lambda: self.workers.step >= step, 240, f"step {step}")
@@ -90,30 +77,20 @@ class World:
         await until(lambda: self.status().get("phase") == "Completed", 600, "the job completes")
 
 
-def run(make: Callable[[], World], scenario: Callable[[World], Awaitable[None]]) -> None:
-    async def run_scenario() -> None:
-        world = make()
-        workers = asyncio.create_task(world.workers.run())
-        await world.process.start()
-        try:
-            await scenario(world)
-        finally:
-            workers.cancel()
-            await asyncio.gather(workers, return_exceptions=True)
-            await world.process.kill()
-
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
     logging.disable(logging.CRITICAL)
-    try:
-        run_virtual(run_scenario())
-    finally:
-        logging.disable(logging.NOTSET)
+    yield
+    logging.disable(logging.NOTSET)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_idle_capacity_that_comes_and_goes_every_minute_costs_no_step_and_blames_nobody(seed: int) -> None:
+@in_virtual_time
+async def test_idle_capacity_that_comes_and_goes_every_minute_costs_no_step_and_blames_nobody(seed: int) -> None:
     phase = random.Random(seed).uniform(0, 60)
 
-    async def scenario(world: World) -> None:
+    change = {**SMALL_BATCH, "elasticity": {"idleNodes": "Take"}}
+    async with World(nodes=4, steps=100_000, change=change, spares=0, maxReplicas=4) as world:
         await world.until_size(4)
         await asyncio.sleep(phase)
         start = world.workers.step
@@ -132,16 +109,14 @@ def test_idle_capacity_that_comes_and_goes_every_minute_costs_no_step_and_blames
         assert {entry["cause"] for entry in world.history()} <= {"Capacity", "Preempted"}
         assert all((entry.get("stepsLost") or 0) == 0 for entry in world.history())
 
-    change = {**SMALL_BATCH, "elasticity": {"idleNodes": "Take"}}
-    run(lambda: World(nodes=4, steps=100_000, change=change, spares=0, maxReplicas=4), scenario)
-
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_job_without_spares_shrinks_to_uneven_sizes_and_grows_back(seed: int) -> None:
+@in_virtual_time
+async def test_a_job_without_spares_shrinks_to_uneven_sizes_and_grows_back(seed: int) -> None:
     rng = random.Random(seed)
     first, second = rng.randrange(4), rng.randrange(3)
 
-    async def scenario(world: World) -> None:
+    async with World(nodes=4, steps=100_000, change=SMALL_BATCH, replicas=4, spares=0, minReplicas=1) as world:
         await world.until_size(4)
         await world.until_step(10)
         lost = [world.members()[first]["nodeName"]]
@@ -160,15 +135,14 @@ def test_a_job_without_spares_shrinks_to_uneven_sizes_and_grows_back(seed: int) 
         assert rungs[:2] == ["Shrink", "Shrink"]
         assert set(rungs[2:]) == {"Grow"}
 
-    run(lambda: World(nodes=4, steps=100_000, change=SMALL_BATCH, replicas=4, spares=0, minReplicas=1), scenario)
-
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_clock_that_is_an_hour_off_is_reported_avoided_and_in_no_figure(seed: int) -> None:
+@in_virtual_time
+async def test_a_clock_that_is_an_hour_off_is_reported_avoided_and_in_no_figure(seed: int) -> None:
     rng = random.Random(seed)
     offset, rank = rng.choice((-HOUR, HOUR)), rng.randrange(2)
 
-    async def scenario(world: World) -> None:
+    async with World(nodes=5, replicas=2, spares=2, steps=400) as world:
         await world.until_step(10)
         await asyncio.sleep(5)
         spares = world.spare_nodes()
@@ -176,7 +150,7 @@ def test_a_clock_that_is_an_hour_off_is_reported_avoided_and_in_no_figure(seed: 
         world.workers.clocks_off = dict.fromkeys(wrong, offset)
 
         def reported() -> bool:
-            message = str(world.nodes_healthy().get("message", ""))
+            message = str(world.condition("NodesHealthy").get("message", ""))
             return all(f"{node}: check Clock" in message for node in wrong)
 
         await until(reported, 30, "the clocks are reported")
@@ -192,18 +166,18 @@ def test_a_clock_that_is_an_hour_off_is_reported_avoided_and_in_no_figure(seed: 
         assert all(entry["recoveredSeconds"] < 60 for entry in world.history())
         assert sum((world.status().get("goodput", {}).get("lostSeconds") or {}).values()) < 120
 
-    run(lambda: World(nodes=5, replicas=2, spares=2, steps=400), scenario)
-
 
 def timing(own: float, *, wait: float) -> StepTiming:
     return StepTiming(steps=15, step_seconds=1.0, own_seconds=own, cpu_wait=wait)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_stragglers_that_wait_for_a_loaded_host_stay_and_a_slow_node_is_replaced(seed: int) -> None:
+@in_virtual_time
+async def test_stragglers_that_wait_for_a_loaded_host_stay_and_a_slow_node_is_replaced(seed: int) -> None:
     victims = random.Random(seed).sample(range(4), 2)
 
-    async def scenario(world: World) -> None:
+    change = {"recovery": {"stragglers": {"slowdown": 1.5, "persistSteps": 20, "evict": True}}}
+    async with World(nodes=6, replicas=4, spares=1, steps=1400, change=change) as world:
         await world.until_step(10)
         nodes = [member["nodeName"] for member in world.members()]
         spare = world.spare_nodes()[0]
@@ -222,19 +196,17 @@ def test_stragglers_that_wait_for_a_loaded_host_stay_and_a_slow_node_is_replaced
         await world.until_completed()
         assert [(entry["cause"], entry["rung"]) for entry in world.history()] == [("Straggler", "Spare")]
 
-    change = {"recovery": {"stragglers": {"slowdown": 1.5, "persistSteps": 20, "evict": True}}}
-    run(lambda: World(nodes=6, replicas=4, spares=1, steps=1400, change=change), scenario)
-
 
 def equip(raw: Json, machine: str) -> None:
     raw["spec"]["providerID"] = machine
     raw["status"]["capacity"] = raw["status"]["allocatable"] = {"aws.amazon.com/neuron": "16"}
 
 
-def test_a_machine_that_fails_three_times_in_a_day_is_quarantined_for_good_under_any_node_name() -> None:
+@in_virtual_time
+async def test_a_machine_that_fails_three_times_in_a_day_is_quarantined_for_good_under_any_node_name() -> None:
     rng = random.Random(1)
 
-    async def scenario(world: World) -> None:
+    async with World(nodes=8, steps=100_000) as world:
         machines = {
             name: f"aws:///us-east-1a/i-{number:017x}" for number, name in enumerate(world.cluster.names(NODES, ""))
         }
@@ -272,5 +244,3 @@ def test_a_machine_that_fails_three_times_in_a_day_is_quarantined_for_good_under
         (new,) = set(world.cluster.names(PODS)) - known
         affinity = world.cluster.get(PODS, "default", new)["spec"].get("affinity") or {}
         assert node in json.dumps(affinity.get("nodeAffinity") or {})
-
-    run(lambda: World(nodes=8, steps=100_000), scenario)

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.testing.api.fake_kubernetes import FakeCluster
 from tests.testing.suite.virtual_time import in_virtual_time
-from tests.testing.virtual.fake_workers import Workers, lose_node, readiness
-from tests.testing.virtual.operator_process import OperatorProcess, training_job, until, wall_clock
-from trainium_operator.cluster.api.resources import EVENTS, JOBS, NODES, PODS
+from tests.testing.virtual.fake_workers import lose_node, readiness
+from tests.testing.virtual.operator_process import training_job, until
+from tests.testing.virtual.replicas import Scenario
+from trainium_operator.cluster.api.resources import NODES, PODS
 from trainium_operator.cluster.execute.deletion_limit import (
     LEAST,
     WINDOW_SECONDS,
@@ -26,44 +26,23 @@ if TYPE_CHECKING:
 MINUTES = 5 * 60.0
 
 
-class World:
+class World(Scenario):
     def __init__(self, nodes: int, *jobs: dict[str, Any]) -> None:
-        self.cluster = FakeCluster(wall_clock)
-        for each in jobs:
-            self.cluster.add(JOBS, each)
+        super().__init__(*jobs, nodes=nodes, total_steps=100_000)
         self.names = [each["metadata"]["name"] for each in jobs]
-        self.workers = Workers(self.cluster, nodes=nodes, total_steps=100_000)
-        self.process = OperatorProcess(self.cluster)
-        self.workers.operator = self.process
-
-    def status(self, name: str) -> dict[str, Any]:
-        return self.cluster.get(JOBS, "default", name).get("status") or {}
-
-    def run(self) -> bool:
-        return all(self.status(name).get("phase") == "Running" for name in self.names)
 
     def untouched(self) -> tuple[Any, ...]:
         """Return the pods and generations, which must not change."""
         pods = {(name, self.cluster.get(PODS, "default", name)["metadata"]["uid"]) for name in self.cluster.names(PODS)}
         return pods, [self.status(name)["membership"]["generation"] for name in self.names]
 
-    def condition(self, name: str) -> dict[str, Any]:
-        return next(each for each in self.status(name)["conditions"] if each["type"] == "NodesHealthy")
-
-    def notes(self) -> list[str]:
-        return [raw["note"] for key, raw in self.cluster.objects.items() if key[0] == EVENTS.plural]
-
 
 @asynccontextmanager
 async def training(nodes: int, *jobs: dict[str, Any]) -> AsyncIterator[World]:
-    world = World(nodes, *jobs)
-    agents = asyncio.create_task(world.workers.run())
-    await world.process.start()
-    await until(world.run, 120, "all run")
-    await asyncio.sleep(10)
-    yield world
-    agents.cancel()
-    await world.process.kill()
+    async with World(nodes, *jobs) as world:
+        await until(lambda: {world.status(name).get("phase") for name in world.names} == {"Running"}, 120, "all run")
+        await asyncio.sleep(10)
+        yield world
 
 
 @pytest.mark.parametrize("later", [0.0, 2.2, 3.7], ids=lambda later: f"{later} s after a beat")
@@ -81,14 +60,14 @@ async def test_cut_off_from_all_nodes_for_five_minutes_it_deletes_nothing_and_re
         await asyncio.sleep(MINUTES)
         assert world.untouched() == before
         assert world.workers.step >= step + 500
-        assert world.condition("llama")["reason"] == "ContactLost"
-        assert "7 of 7 workers are silent at once" in world.condition("llama")["message"]
+        assert world.condition("NodesHealthy")["reason"] == "ContactLost"
+        assert "7 of 7 workers are silent at once" in world.condition("NodesHealthy")["message"]
         assert sum("are silent at once" in note for note in world.notes()) == 1
         world.workers.cut_off = False
         readiness(world.workers, "True", world.cluster.names(NODES, ""))
         await asyncio.sleep(60)
         assert world.untouched() == before
-        assert world.condition("llama")["reason"] == "NodesHealthy"
+        assert world.condition("NodesHealthy")["reason"] == "NodesHealthy"
 
 
 @in_virtual_time
@@ -101,7 +80,7 @@ async def test_one_of_three_zones_that_is_dark_to_us_and_trains_on_loses_nothing
         await asyncio.sleep(MINUTES)
         assert world.untouched() == before
         assert world.workers.step >= step + 500
-        assert world.condition("llama")["reason"] == "ContactLost"
+        assert world.condition("NodesHealthy")["reason"] == "ContactLost"
 
 
 @in_virtual_time

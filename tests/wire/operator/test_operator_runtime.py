@@ -188,7 +188,7 @@ async def test_a_defect_in_a_plan_is_repeated_with_back_off_and_stops_no_worker(
     cluster.add(JOBS, training_job("bad"))
     cluster.add(JOBS, training_job("good"))
     process = OperatorProcess(cluster)
-    plan, calls = process.runtime.reconciler._plan, []
+    plan, calls = process.runtime.reconciler.plan, []
 
     def defective(observed):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
         if observed.job.name == "bad":
@@ -196,7 +196,7 @@ async def test_a_defect_in_a_plan_is_repeated_with_back_off_and_stops_no_worker(
             raise KeyError("defect")
         return plan(observed)
 
-    process.runtime.reconciler._plan = defective
+    process.runtime.reconciler.plan = defective
     await process.start()
     await until(lambda: cluster.names(PODS) != [], 5, "the good job's pods")
     await asyncio.sleep(60)

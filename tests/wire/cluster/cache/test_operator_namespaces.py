@@ -157,7 +157,7 @@ def test_agents_that_could_not_be_answered_are_not_taken_for_silent_when_their_n
         record = second.runtime.caches.jobs.store.get(("blue", "blue-job"))
         assert record is not None
         assert record.view is not None
-        seen = second.runtime.reconciler._observer.observe(record.view)
+        seen = second.runtime.reconciler.observer.observe(record.view)
         assert seen.coordinator_since > opened - 1, "their silence counts from now on"
         workers.muted_nodes = set()
         await asyncio.sleep(60)
