@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 OF_OTHERS = ("trainium_operator.coordinator.server", "trainium_operator.http.listener.http")
 """Loggers of requests and connections, each of which costs its sender nothing."""
 MOST_LINES = 60
-"""Of one such logger within a minute."""
+"""Limit for one such logger within a minute."""
 _MINUTE = 60.0
 
 

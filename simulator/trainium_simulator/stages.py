@@ -37,13 +37,13 @@ class StageTimes(ContractModel):
     publish_seconds: Seconds = 0.08
     """From a decision until the first agents know the new membership."""
     publish_per_node_seconds: Seconds = 0.0006
-    """What each node adds until the last one knows (0.15 s at 128, 0.67 s at 1,000)."""
+    """Addition of each node until the last one knows (0.15 s at 128, 0.67 s at 1,000)."""
     leave_seconds: Seconds = 0.15
     """A rank that is asked to leave: after the step in hand, until its state is saved in memory and it is gone."""
     restart_seconds: Seconds = 0.15
-    """Until the processes of the next attempt are up, from the warm standby."""
+    """Time until the processes of the next attempt are up, from the warm standby."""
     rendezvous_seconds: Seconds = 0.05
-    """Until they have met and built the model."""
+    """Time until they have met and built the model."""
     load_memory_seconds: Seconds = 0.09
     """Loading the state from the node's own memory."""
     load_peer_seconds: Seconds = 0.9
@@ -51,11 +51,11 @@ class StageTimes(ContractModel):
     load_durable_seconds: Seconds = 1.5
     """Loading it from the durable checkpoint."""
     first_step_seconds: Seconds = 0.0
-    """What the first step after a start takes longer: graphs are loaded, caches are cold."""
+    """Delay of the first step after a start: graphs are loaded, caches are cold."""
     newcomer_step_seconds: Seconds = 0.0
-    """What it takes longer besides where a node is new."""
+    """Further delay of that step where a node is new."""
     compile_seconds: Seconds = 0.0
-    """What the first step at a size takes longer whose graphs were not compiled ahead."""
+    """Delay of the first step at a size whose graphs were not compiled ahead."""
     pod_seconds: Seconds = 2.2
     """From the creation of a pod until it runs: scheduling, image, start."""
     warm_seconds: Seconds = 3.3
@@ -63,9 +63,9 @@ class StageTimes(ContractModel):
     pod_stop_seconds: Seconds = 1.0
     """From the deletion of a pod until it is gone."""
     reconnect_seconds: Seconds = 1.0
-    """Until the agents have found an operator that is back."""
+    """Time until the agents have found an operator that is back."""
     save_stall_seconds: Seconds = 0.02
-    """What a durable save takes from training."""
+    """Time that a durable save takes from training."""
     save_seconds: Seconds = 10.0
     """From the beginning of a durable save until it is committed."""
 

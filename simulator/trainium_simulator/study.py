@@ -96,7 +96,7 @@ class Result:
     work: Estimate
     fleet: Estimate
     worst_day: float
-    """Of all seeds."""
+    """Worst day of all seeds."""
     by_cause: Mapping[str, float]
     """Share of the time that was lost to it, the greatest first."""
     by_stage: Mapping[str, float]

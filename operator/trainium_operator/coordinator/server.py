@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 LONGEST_FRAME = 832 * 1024
 """Above the largest heartbeat that the contract allows, every character of its texts escaped."""
 PENDING_LEAD_SECONDS = 2.5
-"""How long a request for a stream waits for a pending lead; shorter than agents wait for an answer."""
+"""Longest wait of a request for a stream for a pending lead; shorter than agents wait for an answer."""
 _JSON = "application/json"
 
 

@@ -33,7 +33,7 @@ FULL_HEARTBEATS_PER_SECOND = 8.0
 """Full heartbeats of one job, together: all of its ranks make the same steps, so any of them has the newest."""
 LONGEST_FULL_HEARTBEAT_SECONDS = 10.0
 FARTHEST_AHEAD = 1_000
-"""How far an agent's generation may be ahead of the one that is served: a record may be lost."""
+"""Largest lead of an agent's generation over the one that is served: a record may be lost."""
 
 
 @dataclass(frozen=True, slots=True)

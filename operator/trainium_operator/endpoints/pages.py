@@ -35,7 +35,7 @@ ROOT = "/ui"
 FRESH_SECONDS = 2.0
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 _PACKING = 1
-"""Of gzip: the fastest; a page of 1,000 workers becomes a tenth."""
+"""Level of gzip: the fastest; a page of 1,000 workers becomes a tenth."""
 
 
 class Jobs(Protocol):

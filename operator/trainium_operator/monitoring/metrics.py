@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 PREFIX = "trainingjob_operator_"
 READ = ("metrics", "ui")
-"""What there is to read over HTTPS, by the first part of its path."""
+"""Pages that are served over HTTPS, by the first part of their path."""
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
 
 

@@ -67,11 +67,11 @@ class FaultClass(StrEnum):
 
 
 OF_THE_CLUSTER = frozenset({FaultClass.API_OUTAGE, FaultClass.OPERATOR_LOST})
-"""What happens to no node in particular."""
+"""Faults of no particular node."""
 
 
 OF_MACHINES = frozenset({FaultClass.DEVICE_ERROR, FaultClass.NODE_LOST, FaultClass.STRAGGLER})
-"""What a lemon, or a new machine, has more of."""
+"""Faults that a lemon, or a new machine, has more of."""
 
 
 class Mix(StrEnum):
@@ -143,20 +143,20 @@ class FailureModel(ContractModel):
     """From the end of an operator until another leads."""
     operator_losses_per_30_days: PerMonth = 0.0
     resize_seconds: Seconds = 3600.0
-    """Until a person who asked for another number of nodes asks for the former one."""
+    """Time until a person who asked for another number of nodes asks for the former one."""
     resizes_per_30_days: PerMonth = 0.0
     rack_nodes: Annotated[int, Field(ge=1, le=1000)] = 4
     rack_seconds: Seconds = 1800.0
     reboot_seconds: Seconds = 600.0
     reboot_share: Share = 0.5
-    """Of lost nodes, that come back as the same machine after a reboot."""
+    """Share of lost nodes that come back as the same machine after a reboot."""
     repair_seconds: Seconds = 2700.0
     """Median time until another machine takes the place of a broken one."""
     repair_sigma: Annotated[float, Field(ge=0, le=3)] = 0.8
     notice_seconds: Seconds = 120.0
     idle_seconds: Annotated[float, Field(gt=0, le=31_536_000, allow_inf_nan=False)] = 14_400.0
-    """How long a node that is shared with others (`--idle-nodes`) is idle, on the average."""
+    """Average time that a node that is shared with others (`--idle-nodes`) is idle."""
     taken_seconds: Annotated[float, Field(gt=0, le=31_536_000, allow_inf_nan=False)] = 14_400.0
-    """How long others then need it, on the average."""
+    """Average time that others then need it."""
     person_seconds: Seconds = 3600.0
-    """Until a person starts a job again that has ended."""
+    """Time until a person starts a job again that has ended."""

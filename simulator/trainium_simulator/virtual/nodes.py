@@ -31,7 +31,7 @@ class Slot:
     serial: int = 0
     up: bool = True
     slowness: float = 1.0
-    """How many times as long as elsewhere a step's own work takes here."""
+    """Factor by which a step's own work takes longer here."""
     taken: bool = False
     """Somebody else's pods hold it."""
     repair: int = 0

@@ -42,7 +42,7 @@ _SETTINGS = PlanSettings(
 _WRITES_ALL = replace(_SETTINGS, status_interval_seconds=0.001)
 _CA = "-----BEGIN CERTIFICATE-----\n"
 _PATIENCE = 0.03
-"""Of the time in which nothing has changed: so much later than the operator may a simulated one look."""
+"""Share of the time without a change by which a simulated operator may look later than a real one."""
 
 EntryKey = tuple[int, int, int, str]
 

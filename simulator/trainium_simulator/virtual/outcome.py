@@ -56,7 +56,7 @@ class SimulationResult:
     """The job's own, of all its incarnations together."""
     person_seconds: float
     work_seconds: float
-    """What an undisturbed run of the full size would have needed for the steps that were kept."""
+    """Time that an undisturbed run of the full size would have needed for the steps that were kept."""
     by_day: tuple[float, ...]
     """The same, by day."""
     sizes: Mapping[int, float]

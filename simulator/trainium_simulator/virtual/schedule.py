@@ -37,7 +37,7 @@ class Fault:
     the number of nodes that is asked for."""
     kind: FaultClass
     lasts: float = 0.0
-    """Until what is broken is whole again: a reboot, a repair, an outage."""
+    """Time until the fault is repaired: a reboot, a repair, an outage."""
     same_machine: bool = True
     """The same machine comes back, not another one."""
     mark: float = 0.0

@@ -47,7 +47,7 @@ class Training:
         """The newest step that was ever completed."""
         self.durable = 0
         self.rollbacks = 0
-        """How often training went on from the durable tier, with steps to make again."""
+        """Number of resumptions from the durable tier, with steps to make again."""
         self.resume = 0
         self.started = 0.0
         """When the processes of the present attempt were up; 0 before."""

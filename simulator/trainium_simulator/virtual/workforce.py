@@ -50,9 +50,9 @@ class Agent:
     silent_since: float | None = None
     """Its node has no power; None while it talks."""
     known: AgentView | None = None
-    """As the operator knows it, since the last plan."""
+    """View that the operator has since the last plan."""
     beat: HeartbeatRequest | None = None
-    """What it last reported, and what that was made of."""
+    """Its last report, and the values that it was made of."""
     reported: tuple[object, ...] | None = None
     kept: tuple[object, ...] = ()
 

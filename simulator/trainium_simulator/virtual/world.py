@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 NOT_READY_SECONDS = 50.0
 """Grace of kube-controller-manager until a silent node is marked (--node-monitor-grace-period)."""
 CONDEMNED_SECONDS = 1.0
-"""Until the node monitor has written a broken device on the node."""
+"""Time until the node monitor has written a broken device on the node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

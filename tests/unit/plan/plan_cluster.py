@@ -61,7 +61,7 @@ class FakeCluster(FaultyWorld):
         self.requeue_at: float | None = None
         self.dirty = True
         self.seen: Any = None
-        """What the operator's watches and the agents showed at the end of the last tick."""
+        """State of the operator's watches and of the agents at the end of the last tick."""
         self.names_used: set[str] = set()
         self.first_nodes = tuple(self.nodes)
         self.published_members: dict[int, dict[str, int]] = {}

@@ -49,9 +49,9 @@ class Node:
     muted: bool = False
     """Its agents and the operator cannot talk; training and the kubelet go on."""
     slowness: float = 1.0
-    """How many times as long as elsewhere a step's own work takes here."""
+    """Factor by which a step's own work takes longer here."""
     view: NodeView | None = None
-    """What else the API server shows of it: conditions, taints, a cordon; None while there is nothing to show."""
+    """Further state at the API server: conditions, taints, a cordon; None while there is none."""
 
 
 @dataclass
@@ -108,10 +108,10 @@ class FakeWorld:
         self.best_step = 0
         self.committed = 0
         self.stages: tuple[tuple[str, float], ...] = ()
-        """What follows the last step, each with its length in seconds; a fault restarts the present one."""
+        """Stages after the last step, each with its length in seconds; a fault restarts the present one."""
         self.stages_over = 0
         self.compiled: tuple[CompiledSize, ...] = ()
-        """What every agent reports about graphs."""
+        """Graphs that every agent reports."""
         self.trained_at = 0.0
         """When the last step ended."""
         self.total = spec.trainer.steps if spec.trainer is not None else 100

@@ -56,9 +56,9 @@ TEMPLATES = Resource("resource.k8s.io", "v1", "resourceclaimtemplates", "Resourc
 CLAIMS = Resource("resource.k8s.io", "v1", "resourceclaims", "ResourceClaim")
 SLICES = Resource("resource.k8s.io", "v1", "resourceslices", "ResourceSlice", namespaced=False)
 CLAIMING = (TEMPLATES, CLAIMS, SLICES)
-"""What is read and written only where jobs may claim devices."""
+"""Kinds that are read and written only where jobs may claim devices."""
 QUEUEING = (WORKLOADS, FLAVORS, PRIORITIES)
-"""What is read and written only where the operator works with Kueue."""
+"""Kinds that are read and written only where the operator works with Kueue."""
 
 JOBS = Resource(GROUP, VERSION, PLURAL, KIND)
 PODS = Resource("", "v1", "pods", "Pod")

@@ -30,7 +30,7 @@ CONNECTIONS = 128
 """Above the executor's 64 in flight, the watches and the elector: nobody waits for a connection."""
 APPLY = "application/apply-patch+yaml"
 _AWKWARD = re.compile(r"[^\x20-\x7e\U00010000-\U0010ffff]")
-"""What is escaped: line breaks, controls and marks that YAML reads in its own way, and halves of surrogate pairs."""
+"""Characters to escape: line breaks, controls, marks that YAML reads in its own way, halves of surrogate pairs."""
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 

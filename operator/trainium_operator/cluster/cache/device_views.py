@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 LONGEST_TEXT = 256
 MOST_DEVICES, MOST_TAINTS, MOST_PODS = 128, 16, 256
-"""Of a slice, of a device, of a claim; limits of the API itself."""
+"""Limits of the API itself for a slice, a device and a claim."""
 _HOLDING_BACK = frozenset({"NoSchedule", "NoExecute"})
 """Effects of taints that keep a device from being given out."""
 

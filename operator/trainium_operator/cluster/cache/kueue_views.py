@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from trainium_operator.cluster.api.client import Json
 
 LONGEST_MESSAGE = 1024
-"""As much of a Workload's message as is kept of it, and written to it."""
+"""Characters of a Workload's message that are kept and written."""
 _KNOWN = {kind.value: kind for kind in WorkloadCondition}
 _TOLERATION = ("key", "operator", "value", "effect", "tolerationSeconds")
 

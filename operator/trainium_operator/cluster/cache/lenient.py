@@ -27,7 +27,7 @@ _ROUNDS = 8
 """Each round removes all that is wrong; what is wrong with the whole of a part shows only when its pieces are gone."""
 
 LARGEST = 2**53
-"""Of a number in a status: the API server keeps 64 bits, and refuses a status with more for ever."""
+"""Largest number in a status: the API server keeps 64 bits, and refuses a status with more for ever."""
 _MANY_DIGITS = re.compile(r"[\s\d_.+-]{16,}")
 """A text that may be read as a number beyond that."""
 _ENDS = (ConditionType.COMPLETE, ConditionType.FAILED)

@@ -38,7 +38,7 @@ SILENCE_SECONDS = 90.0
 """Well above the minute between a server's bookmarks, which come late on a busy one."""
 RELIST_SECONDS = 600.0
 UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
-"""What reading an object of another shape may raise."""
+"""Errors that reading an object of another shape may raise."""
 FIRST_BACKOFF = 0.2
 LONGEST_BACKOFF = 15.0
 

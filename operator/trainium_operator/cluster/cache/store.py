@@ -47,7 +47,7 @@ class IndexedCache(Generic[V]):
         self._owned: dict[JobId, dict[Key, Entry[V]]] = {}
         self._listeners: list[Callable[[Key, Entry[V] | None, Entry[V] | None], None]] = []
         self._seen: dict[str, int] = {}
-        """How far each watch has come."""
+        """Newest version that each watch has seen."""
         self._deleted: dict[Key, int] = {}
         """Versions up to which objects are known to be deleted, until a younger list confirms it."""
 

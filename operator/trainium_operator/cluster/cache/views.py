@@ -49,9 +49,9 @@ logger = logging.getLogger(__name__)
 
 LONGEST_REASON, LONGEST_MESSAGE = 64, 256
 LONGEST_REASON_OF_A_POD, LONGEST_WORDS = 256, 8192
-"""Of a pod: twice what a kubelet keeps of a container's last words."""
+"""Limits for a pod: twice what a kubelet keeps of a container's last output."""
 left_out: Counter[str] = Counter()
-"""How often a part of a pod's or node's object was malformed, by the kind of part."""
+"""Counts of malformed parts of pods and nodes, by the kind of part."""
 _CHANGED = "lastTransitionTime"
 _PHASES = {phase.value: phase for phase in PodPhase}
 _READINESS = {readiness.value: readiness for readiness in NodeReadiness}

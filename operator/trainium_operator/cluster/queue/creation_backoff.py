@@ -23,7 +23,7 @@ LONGEST_SECONDS = 60.0
 REMEMBERED = 4_096
 """Jobs."""
 PLACES = 32
-"""Of a job: it has no more objects that are named differently."""
+"""Limit for a job: it has no more objects that are named differently."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ SHARE = 0.2
 LONGEST_PAUSE = 1.0
 UNHURRIED_SHARE = 0.05
 LONGEST_UNHURRIED_PAUSE = 5.0
-"""As long as thousands of pods start, each plan of them all would only count a few more."""
+"""While thousands of pods start, each plan of them all would only count a few more."""
 
 
 class Pace:

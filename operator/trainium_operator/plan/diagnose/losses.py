@@ -55,7 +55,7 @@ _STALL_STEPS = 3.0
 _STALL_FRACTION = 0.75
 """A step may have ended up to a heartbeat after the loss; the rest of the time-out must pass without another."""
 _SEEN_FRACTION = 0.5
-"""Of that time, before which no report of a witness states anything; agents speak several times in the rest of it."""
+"""Share of that time before which no report of a witness counts; agents report several times in the rest of it."""
 
 
 @dataclass(frozen=True, slots=True)

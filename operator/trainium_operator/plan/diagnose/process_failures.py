@@ -48,7 +48,7 @@ class Culprit:
     member: Member
     cause: Cause
     why: str
-    """What was seen, as the end of a sentence whose subject is the member's process."""
+    """Observation, as the end of a sentence whose subject is the member's process."""
     failure: ProcessFailure | None = None
     record: RestartRecord | None = None
 

@@ -37,7 +37,7 @@ _FEWEST_STEPS = 3
 _LEAST_EXCESS_SECONDS = 0.1
 """A member that loses less than this in a step is no straggler, whatever the ratio."""
 _LOADED_SHARE = 0.2
-"""Of its processor time that the median of the others must wait for, to call the hosts loaded."""
+"""Share of its processor time that the median of the others must wait for, to call the hosts loaded."""
 
 
 def find_stragglers(facts: Facts, status: TrainingJobStatus) -> PolicyResult:

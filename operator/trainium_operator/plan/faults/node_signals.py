@@ -70,7 +70,7 @@ class Demand:
     resources: Mapping[str, int]
     """Extended resources per worker."""
     tolerations: tuple[Mapping[str, object], ...] = ()
-    """Of its pods, as in a manifest."""
+    """Tolerations of its pods, as in a manifest."""
     claims: bool = False
     """It claims its devices, which a node's allocatable resources do not count."""
 

@@ -45,7 +45,7 @@ class MachineState(StrEnum):
     """It may be used again; the next strike counts at once."""
     QUARANTINED = "Quarantined"
     PERMANENT = "Permanent"
-    """Until a person releases it."""
+    """In quarantine until a person releases it."""
 
 
 @dataclass(frozen=True, slots=True)

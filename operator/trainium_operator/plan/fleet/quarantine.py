@@ -51,7 +51,7 @@ class JobRecords:
     """`namespace/name`."""
     failures: tuple[FailureRecord, ...]
     takes_part: bool = True
-    """What it records may be held against machines."""
+    """Whether its records may be held against machines."""
     debounce_seconds: float = 0.0
 
 
@@ -63,7 +63,7 @@ class FleetObserved:
     carrying: frozenset[str]
     """Names of nodes that carry a worker."""
     jobs: tuple[JobRecords, ...]
-    """Of all jobs."""
+    """Failures of all jobs."""
     memory: Memory | None
     """None when there is none, as before the first time, and when a person deleted it."""
     now: float
@@ -91,7 +91,7 @@ class FleetPlan:
     requeue_after: float | None = None
     """Seconds after which something changes by itself."""
     news: tuple[str, ...] = ()
-    """What changed in the memory, as sentences."""
+    """Changes of the memory, as sentences."""
 
 
 def plan_fleet(observed: FleetObserved) -> FleetPlan:

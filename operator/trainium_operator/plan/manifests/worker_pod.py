@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 Json = dict[str, Any]
 
 _WEIGHTS = dict(zip(LAYERS, (10, 25, 50, 100), strict=True))
-"""Of the preferences for each layer; the scheduler adds up those that hold."""
+"""Weights of the preferences for each layer; the scheduler adds up those that hold."""
 
 
 def with_affinity(spec: Json, job: JobView, settings: PlanSettings) -> Json:
@@ -65,7 +65,7 @@ def with_affinity(spec: Json, job: JobView, settings: PlanSettings) -> Json:
 
 
 _UNREACHABLE_SECONDS = 30
-"""How long a pod stays on a node that the control plane no longer reaches; the plan acts earlier."""
+"""Longest stay of a pod on a node that the control plane no longer reaches; the plan acts earlier."""
 
 
 def extended_resources(accelerator: AcceleratorSpec) -> dict[str, str]:

@@ -89,7 +89,7 @@ class JobView:
     created: float
     resource_version: str = ""
     finalizers: tuple[str, ...] = ()
-    """What a job that is being deleted waits for."""
+    """Finalizers that a job waits for while it is being deleted."""
     unknown: tuple[str, ...] = ()
     """Places in the spec that a newer version wrote and this one left out: running pods are not changed to match."""
 
@@ -132,7 +132,7 @@ class PodView:
     message: str = ""
     """The message that belongs to it; for a terminated container its termination message."""
     exit_code: int | None = None
-    """Of the worker container, once it has terminated."""
+    """Exit code of the worker container, once it has terminated."""
     deleting: bool = False
     disrupted: bool = False
     """The pod carries the condition DisruptionTarget: evicted, preempted or drained."""
@@ -155,7 +155,7 @@ class PodView:
     init_since: float | None = None
     """When that one started, while it runs."""
     init_exit_code: int | None = None
-    """Of the init container that ended the pod."""
+    """Exit code of the init container that ended the pod."""
     gang: str = ""
     """Value of the annotation `gang_groups.ANNOTATION_GROUP`: the group that it was made for."""
     pod_set: str = ""
@@ -165,7 +165,7 @@ class PodView:
     claim_template: str = ""
     """ResourceClaimTemplate that its devices are claimed by; empty without a claim."""
     device_health: tuple[str, str] | None = None
-    """Of the claimed device that is worst off: its health, its name and its message."""
+    """Health of the worst claimed device, and its name with its message."""
 
 
 class NodeReadiness(StrEnum):
@@ -284,7 +284,7 @@ class WorkerIngress:
 
     operator_namespace: str
     operator_labels: Mapping[str, str]
-    """Of the operator's own pods."""
+    """Labels of the operator's own pods."""
     rules: tuple[Mapping[str, Any], ...] = ()
     """Further ingress rules, as in a NetworkPolicy."""
 
@@ -316,9 +316,9 @@ class PlanSettings:
     """Shortest time between two status writes that only count how many workers are there or train."""
     heartbeat_seconds: float = 1.0
     reconnect_seconds: float = 10.0
-    """How long agents may take to find a coordinator that has just started; silence counts only after it."""
+    """Time for agents to find a coordinator that has just started; silence counts only after it."""
     avoid_node_seconds: float = 3600.0
-    """How long new workers keep away from a node that a failure was attributed to."""
+    """Time for which new workers avoid a node that a failure was attributed to."""
     image_pull_policy: str = "IfNotPresent"
     image_pull_secrets: tuple[str, ...] = ()
     worker_user: int = 1000
@@ -338,11 +338,11 @@ class PlanSettings:
     dra: ApiState = ApiState.OFF
     """Whether jobs may claim their devices."""
     worker_ingress: WorkerIngress | None = None
-    """What a NetworkPolicy of each job states; None: none is made."""
+    """Rules of the NetworkPolicy of each job; None: none is made."""
     features: tuple[Feature, ...] = ()
     """Optional features that the job uses; `plan.plan` sets it."""
     worker_log_format: LogFormat = LogFormat.TEXT
-    """What agents and training processes write into their log."""
+    """Log format of agents and training processes."""
 
     def status_interval(self, workers: int) -> float:
         """`status_interval_seconds` for a job of so many workers: a large one takes longer to plan and to step."""
@@ -380,10 +380,10 @@ class Observed:
     policy_refusal: PolicyRefusal | None = None
     fleet: FleetView = FleetView()
     quota: QuotaView | None = None
-    """What Kueue states of the job's quota; None when it cannot be asked."""
+    """The job's quota in Kueue; None when it cannot be asked."""
     wanted_elsewhere: int = 0
     """Nodes like those of this job that whole gangs of other jobs wait for: no scheduler preempts an extra for them."""
     devices: DevicesView | None = None
-    """What is known of claimed devices; None for a job without, and where nothing can be read of them."""
+    """Claimed devices; None for a job without, and where nothing can be read of them."""
     status_written: float = 0.0
     """When this process last wrote the job's status; 0 when it has not."""

@@ -79,7 +79,7 @@ class WorkloadView:
     grants: tuple[PodSetGrant, ...] = ()
     """Empty while it holds no quota."""
     updates: Mapping[str, Placement] = field(default_factory=dict)
-    """What admission checks add, by pod set."""
+    """Additions of admission checks, by pod set."""
 
     def find(self, kind: WorkloadCondition) -> WorkloadConditionView | None:
         """Return the condition of that type; None when it was never set."""

@@ -38,7 +38,7 @@ _ALL = 256
 """A batch of so many is not held back any more."""
 _REFUSALS_OF_A_NODE = 2
 _LARGEST_SHARE = 4
-"""Of the job's nodes at most the fourth part is kept away from, and always one."""
+"""Divisor of the job's nodes: at most the fourth part of them is avoided, and always one."""
 
 
 def record_start_failures(facts: Facts, memory: InternalStatus) -> StartFailuresStatus:

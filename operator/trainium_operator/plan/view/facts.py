@@ -60,7 +60,7 @@ class Facts:
     lost_contact: str = ""
     """Why silence means nothing now, as a sentence for people; see `contact`. Empty while workers merely start."""
     grant: Grant | None = None
-    """What a queue grants the job; None for a job without a queue."""
+    """Grant of a queue to the job; None for a job without a queue."""
 
     @property
     def job(self) -> JobView:

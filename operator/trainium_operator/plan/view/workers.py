@@ -68,7 +68,7 @@ _WRITTEN_OFF = frozenset({"node.kubernetes.io/out-of-service", "node.cloudprovid
 _ENDED = (PodPhase.SUCCEEDED, PodPhase.FAILED)
 _IN_CONTACT = Contact()
 _MISSING_FRACTION = 0.1
-"""Of the members that may still be missing, but always one, when the others' calls end the waiting."""
+"""Share of the members that may still be missing, but always one, when the others' calls end the waiting."""
 
 
 @dataclass(frozen=True, kw_only=True)

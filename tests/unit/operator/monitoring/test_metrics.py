@@ -24,7 +24,7 @@ from trainium_operator.plan.model.observed import NodeCondition, NodeReadiness, 
 from trainium_operator.plan.model.text import rfc3339
 
 MOST_SERIES = 1_500
-"""Of one operator, whatever happens: about as many as one node exporter has."""
+"""Limit for one operator, whatever happens: about as many as one node exporter has."""
 
 
 def interruption(cause: Cause = Cause.CRASH, rung: Rung = Rung.IN_PLACE, **fields: Any) -> Interruption:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from trainium_operator.cluster.api.transport import HttpResponse
 
 HOOK_SECONDS = 10.0
-"""How long the API server waits for a webhook by default."""
+"""Default time-out of the API server for a webhook."""
 
 
 def behind_a_webhook(process: OperatorProcess, seconds: float, *, refuses: bool) -> list[float]:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from trainium_operator.plan.view.workers import Worker
 
 _SEVERITY = {"NoExecute": Severity.DRAIN, "NoSchedule": Severity.SUSPECT}
-"""Of a taint: its holder is about to be evicted, or would not be put there any more."""
+"""Severity of a taint by its effect: its holder is about to be evicted, or would not be put there any more."""
 _WHY = {
     ApiState.OFF: "devices are not claimed here: install the chart with dra.enabled=true, or leave out "
     "workers.accelerator.claim and install the Neuron device plugin",

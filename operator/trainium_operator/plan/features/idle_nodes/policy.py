@@ -43,7 +43,7 @@ class _Limits:
     """Limits of the job beyond what was asked for, in nodes."""
 
     base: int
-    """What was asked for."""
+    """Requested nodes."""
     most: int
     """The best size that it may have."""
     usable: int

@@ -41,7 +41,7 @@ _NAMESPACE_NAME = "kubernetes.io/metadata.name"
 """Label that the API server gives every namespace."""
 _KIND = ConditionType.NETWORK_POLICY_APPLIED
 RECHECK_SECONDS = 5.0
-"""Until the policies have been read."""
+"""Interval of looks until the policies have been read."""
 
 
 def reconcile_network_policy(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
