@@ -14,7 +14,6 @@ import pytest
 
 from tests.testing.api.fake_kubernetes import FakeCluster
 from tests.testing.suite.virtual_time import in_virtual_time, settle
-from tests.testing.virtual.fake_workers import Workers
 from tests.testing.virtual.operator_process import OperatorProcess, training_job, until, wall_clock
 from tests.testing.virtual.replicas import Scenario
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, DISRUPTION_BUDGETS, EVENTS, JOBS, PODS, Resource
@@ -24,6 +23,8 @@ from trainium_operator.plan.model import names
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+
+    from tests.testing.virtual.fake_workers import Workers
 
 
 def owner(cluster: FakeCluster, **changes: Any) -> dict[str, Any]:
@@ -124,33 +125,28 @@ TAKEN = [(CONFIG_MAPS, "llama-config", "PodsReady"), (DISRUPTION_BUDGETS, "llama
 async def test_a_user_s_object_of_our_name_is_left_alone_and_reported_until_it_is_deleted(
     resource: Resource, name: str, kind: str
 ) -> None:
-    cluster = FakeCluster(wall_clock)
+    scenario = Scenario(nodes=3, total_steps=10_000)
+    cluster = scenario.cluster
     mine = cluster.add(resource, {"metadata": {"name": name}, "data": {"mine": "x"}, "spec": {"minAvailable": 1}})
     cluster.add(JOBS, training_job("llama"))
-    process, workers = OperatorProcess(cluster), Workers(cluster, nodes=3, total_steps=10_000)
-    workers.operator = process
-    running = asyncio.create_task(workers.run())
-    await process.start()
-
-    def condition() -> dict[str, Any]:
-        status = cluster.get(JOBS, "default", "llama").get("status") or {}
-        return next((each for each in status.get("conditions", ()) if each["type"] == kind), {})
-
-    await until(lambda: condition().get("reason") == "NameTaken", 120, "it is told")
-    assert f"{name} exists and does not belong to this job" in condition()["message"]
-    await asyncio.sleep(120)
-    assert condition()["reason"] == "NameTaken"
-    assert cluster.get(resource, "default", name) == mine
-    assert len([write for write in cluster.writes if write.path.endswith(resource.plural)]) < 60
-    cluster.remove(JOBS, "default", "llama")
-    assert cluster.get(resource, "default", name) == mine, "it was not collected with the job"
-    cluster.add(JOBS, training_job("llama"))
-    await until(lambda: condition().get("reason") == "NameTaken", 120, "it is told again")
-    cluster.remove(resource, "default", name)
-    await until(lambda: condition().get("reason") in ("AllReady", "DisruptionAllowed"), 180, "the job has its own")
-    assert cluster.get(resource, "default", name)["metadata"]["ownerReferences"]
-    running.cancel()
-    await process.kill()
+    async with scenario:
+        await until(lambda: scenario.condition(kind).get("reason") == "NameTaken", 120, "it is told")
+        assert f"{name} exists and does not belong to this job" in scenario.condition(kind)["message"]
+        await asyncio.sleep(120)
+        assert scenario.condition(kind)["reason"] == "NameTaken"
+        assert cluster.get(resource, "default", name) == mine
+        assert len([write for write in cluster.writes if write.path.endswith(resource.plural)]) < 60
+        cluster.remove(JOBS, "default", "llama")
+        assert cluster.get(resource, "default", name) == mine, "it was not collected with the job"
+        cluster.add(JOBS, training_job("llama"))
+        await until(lambda: scenario.condition(kind).get("reason") == "NameTaken", 120, "it is told again")
+        cluster.remove(resource, "default", name)
+        await until(
+            lambda: scenario.condition(kind).get("reason") in ("AllReady", "DisruptionAllowed"),
+            180,
+            "the job has its own",
+        )
+        assert cluster.get(resource, "default", name)["metadata"]["ownerReferences"]
 
 
 @in_virtual_time

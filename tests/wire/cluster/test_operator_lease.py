@@ -57,6 +57,13 @@ class Operator:
         await self._leads.wait()
 
 
+async def leading() -> tuple[FakeCluster, Operator]:
+    cluster = FakeCluster()
+    first = Operator(cluster, "a")
+    await first.leads()
+    return cluster, first
+
+
 def holder(cluster: FakeCluster) -> str:
     return cluster.get(LEASES, "ns", "lease")["spec"]["holderIdentity"]
 
@@ -71,27 +78,20 @@ async def test_a_free_lease_is_taken_at_once_and_then_held() -> None:
     await asyncio.sleep(600)
     assert holder(cluster) == "a"
     assert not only.task.done()
-    await only.crash()
 
 
 @in_virtual_time
 async def test_only_one_of_two_leads_whatever_their_clocks_show() -> None:
-    cluster = FakeCluster()
-    first = Operator(cluster, "a")
-    await first.leads()
+    cluster, _first = await leading()
     second = Operator(cluster, "b", clock_error=86_400.0)
     await asyncio.sleep(600)
     assert second.led_at is None
     assert holder(cluster) == "a"
-    await first.crash()
-    await second.crash()
 
 
 @in_virtual_time
 async def test_after_a_crash_the_other_waits_for_the_whole_lease() -> None:
-    cluster = FakeCluster()
-    first, loop = Operator(cluster, "a"), asyncio.get_running_loop()
-    await first.leads()
+    (cluster, first), loop = await leading(), asyncio.get_running_loop()
     second = Operator(cluster, "b")
     await asyncio.sleep(30)
     crashed = loop.time()
@@ -140,9 +140,7 @@ def test_the_default_settings_are_the_times_of_a_lease() -> None:
 
 @in_virtual_time
 async def test_the_other_is_due_once_the_holder_has_missed_a_renewal() -> None:
-    cluster = FakeCluster()
-    first = Operator(cluster, "a")
-    await first.leads()
+    cluster, first = await leading()
     second = Operator(cluster, "b")
     await asyncio.sleep(60)
     assert first.elector.is_pending()
@@ -151,14 +149,11 @@ async def test_the_other_is_due_once_the_holder_has_missed_a_renewal() -> None:
     await asyncio.sleep(6)
     assert second.elector.is_pending()
     assert second.led_at is None
-    await second.crash()
 
 
 @in_virtual_time
 async def test_after_a_clean_exit_the_other_takes_over_within_one_retry() -> None:
-    cluster = FakeCluster()
-    first, loop = Operator(cluster, "a"), asyncio.get_running_loop()
-    await first.leads()
+    (cluster, first), loop = await leading(), asyncio.get_running_loop()
     second = Operator(cluster, "b")
     await asyncio.sleep(30)
     left = loop.time()
@@ -170,9 +165,7 @@ async def test_after_a_clean_exit_the_other_takes_over_within_one_retry() -> Non
 
 @in_virtual_time
 async def test_a_candidate_that_is_notified_of_a_lost_holder_checks_within_a_fifth_of_a_second() -> None:
-    cluster = FakeCluster()
-    first, loop = Operator(cluster, "a"), asyncio.get_running_loop()
-    await first.leads()
+    (cluster, first), loop = await leading(), asyncio.get_running_loop()
     second = Operator(cluster, "b")
     await asyncio.sleep(30.3)
     second.elector.nudge()  # too early: the holder has not let go yet
@@ -187,9 +180,7 @@ async def test_a_candidate_that_is_notified_of_a_lost_holder_checks_within_a_fif
 
 @in_virtual_time
 async def test_a_candidate_that_is_notified_without_end_checks_five_times_a_second_at_most() -> None:
-    cluster = FakeCluster()
-    first = Operator(cluster, "a")
-    await first.leads()
+    cluster, first = await leading()
     second = Operator(cluster, "b")
     await asyncio.sleep(30)
     before = len(cluster.requests)
@@ -216,9 +207,7 @@ async def test_a_container_restarted_in_its_pod_takes_its_lease_back_at_once() -
 
 @in_virtual_time
 async def test_a_holder_that_cannot_renew_stops_before_others_may_take_over() -> None:
-    cluster = FakeCluster()
-    first, loop = Operator(cluster, "a"), asyncio.get_running_loop()
-    await first.leads()
+    (cluster, first), loop = await leading(), asyncio.get_running_loop()
     second = Operator(cluster, "b")
     await asyncio.sleep(20)
     cut_off = loop.time()
@@ -236,14 +225,11 @@ async def test_a_holder_that_cannot_renew_stops_before_others_may_take_over() ->
     assert not first.elector.leading
     await second.leads()
     assert (second.led_at or 0) > lost[0]
-    await second.crash()
 
 
 @in_virtual_time
 async def test_a_holder_that_sees_another_in_its_place_stops_at_once() -> None:
-    cluster = FakeCluster()
-    first = Operator(cluster, "a")
-    await first.leads()
+    cluster, first = await leading()
     cluster.change(LEASES, "ns", "lease", lambda raw: raw["spec"].update(holderIdentity="b"))
     with pytest.raises(LeaseLostError, match="b holds the lease now"):
         async with asyncio.timeout(3):
@@ -252,25 +238,19 @@ async def test_a_holder_that_sees_another_in_its_place_stops_at_once() -> None:
 
 @in_virtual_time
 async def test_a_label_put_on_the_lease_does_not_end_the_reign() -> None:
-    cluster = FakeCluster()
-    first = Operator(cluster, "a")
-    await first.leads()
+    cluster, first = await leading()
     cluster.change(LEASES, "ns", "lease", lambda raw: raw["metadata"].update(labels={"x": "y"}))
     await asyncio.sleep(60)
     assert not first.task.done()
     assert cluster.get(LEASES, "ns", "lease")["metadata"]["labels"] == {"x": "y"}
-    await first.crash()
 
 
 @in_virtual_time
 async def test_a_deleted_lease_is_made_again_by_its_holder() -> None:
-    cluster = FakeCluster()
-    first = Operator(cluster, "a")
-    await first.leads()
+    cluster, _first = await leading()
     cluster.remove(LEASES, "ns", "lease")
     await asyncio.sleep(10)
     assert holder(cluster) == "a"
-    await first.crash()
 
 
 @in_virtual_time
@@ -283,7 +263,6 @@ async def test_an_absent_api_server_is_waited_for() -> None:
     cluster.down = False
     await asyncio.sleep(5)
     assert first.led_at is not None
-    await first.crash()
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,9 @@ import kopf
 
 from tests.testing.api.fake_kubernetes import FakeCluster
 from tests.testing.suite.virtual_time import in_virtual_time, settle
-from tests.testing.virtual.fake_workers import Workers, lose_node
+from tests.testing.virtual.fake_workers import lose_node
 from tests.testing.virtual.operator_process import OperatorProcess, training_job, until, wall_clock
+from tests.testing.virtual.replicas import Scenario
 from trainium_operator import handlers
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, EVENTS, JOBS, NODES, PODS
 from trainium_operator.endpoints.servers import Exposition, ProbeServer
@@ -228,74 +229,55 @@ async def test_a_quota_that_is_used_up_shows_as_an_event_and_is_tried_again() ->
 
 @in_virtual_time
 async def test_two_jobs_train_side_by_side_and_a_deleted_one_leaves_nothing() -> None:
-    cluster = FakeCluster(wall_clock)
-    cluster.add(JOBS, training_job("one"))
-    cluster.add(JOBS, training_job("two"))
-    process, workers = OperatorProcess(cluster), Workers(cluster, nodes=6, total_steps=10_000)
-    workers.operator = process
-    running = asyncio.create_task(workers.run())
-    await process.start()
+    async with Scenario(training_job("one"), training_job("two"), nodes=6) as scenario:
+        cluster = scenario.cluster
 
-    def phase(name: str) -> str | None:
-        return (cluster.get(JOBS, "default", name).get("status") or {}).get("phase")
+        def phase(name: str) -> str | None:
+            return (cluster.get(JOBS, "default", name).get("status") or {}).get("phase")
 
-    await until(lambda: phase("one") == phase("two") == "Running", 60, "both run")
-    lose_node(workers, cluster.get(PODS, "default", "two-w-0")["spec"]["nodeName"])
-    await asyncio.sleep(4.5)
-    uid = cluster.get(JOBS, "default", "two")["metadata"]["uid"]
-    cluster.remove(JOBS, "default", "two")  # while it recovers
-    await asyncio.sleep(30)
-    assert [name for name in cluster.names(PODS) if name.startswith("two")] == []
-    assert process.runtime.state.published(JobId("default", "two", uid)) == 0
-    assert phase("one") == "Running"
-    running.cancel()
-    await process.kill()
+        await until(lambda: phase("one") == phase("two") == "Running", 60, "both run")
+        lose_node(scenario.workers, cluster.get(PODS, "default", "two-w-0")["spec"]["nodeName"])
+        await asyncio.sleep(4.5)
+        uid = cluster.get(JOBS, "default", "two")["metadata"]["uid"]
+        cluster.remove(JOBS, "default", "two")  # while it recovers
+        await asyncio.sleep(30)
+        assert [name for name in cluster.names(PODS) if name.startswith("two")] == []
+        assert scenario.process.runtime.state.published(JobId("default", "two", uid)) == 0
+        assert phase("one") == "Running"
 
 
 @in_virtual_time
 async def test_jobs_that_are_deleted_in_the_midst_of_a_plan_leave_nothing_in_memory() -> None:
-    cluster = FakeCluster(wall_clock)
-    process, workers = OperatorProcess(cluster), Workers(cluster, nodes=8, total_steps=10_000)
-    workers.operator = process
-    running = asyncio.create_task(workers.run())
-    await process.start()
-    process.connection.latency = 0.5
-    for at in range(12):
-        name = f"job-{at}"
-        cluster.add(JOBS, training_job(name))
-        published = len(cluster.writes)
+    async with Scenario(nodes=8) as scenario:
+        cluster, process = scenario.cluster, scenario.process
+        process.connection.latency = 0.5
+        for at in range(12):
+            name = f"job-{at}"
+            cluster.add(JOBS, training_job(name))
+            published = len(cluster.writes)
 
-        def being_published(name: str = name, since: int = published) -> bool:
-            done = cluster.writes[since:]
-            return any(each.method == "POST" and f"{name}-membership" in str(each.body) for each in done)
+            def being_published(name: str = name, since: int = published) -> bool:
+                done = cluster.writes[since:]
+                return any(each.method == "POST" and f"{name}-membership" in str(each.body) for each in done)
 
-        await until(being_published, 60, "the membership is written")
-        cluster.remove(JOBS, "default", name)
-        await asyncio.sleep(5)
-    state, text = process.runtime.state, process.runtime.metrics.exposition().decode()
-    assert state._jobs == {}
-    assert state.agent_count() == 0
-    assert 'trainingjob_operator_jobs{phase="Starting"} 0.0' in text
-    assert 'trainingjob_operator_jobs{phase="Running"} 0.0' in text
-    running.cancel()
-    await process.kill()
+            await until(being_published, 60, "the membership is written")
+            cluster.remove(JOBS, "default", name)
+            await asyncio.sleep(5)
+        state, text = process.runtime.state, process.runtime.metrics.exposition().decode()
+        assert state._jobs == {}
+        assert state.agent_count() == 0
+        assert 'trainingjob_operator_jobs{phase="Starting"} 0.0' in text
+        assert 'trainingjob_operator_jobs{phase="Running"} 0.0' in text
 
 
 @in_virtual_time
 async def test_a_job_that_only_progresses_is_planned_for_its_status_and_for_silence_alone() -> None:
-    cluster = FakeCluster(wall_clock)
-    cluster.add(JOBS, training_job())
-    process, workers = OperatorProcess(cluster), Workers(cluster, nodes=4, total_steps=10_000)
-    workers.operator = process
-    running = asyncio.create_task(workers.run())
-    await process.start()
-    await until(lambda: workers.step > 5, 60, "some steps")
-    await asyncio.sleep(60)
-    before = _plans(process)
-    await asyncio.sleep(100)
-    plans = _plans(process) - before
-    running.cancel()
-    await process.kill()
+    async with Scenario(training_job()) as scenario:
+        await scenario.trains(seconds=60)
+        await asyncio.sleep(60)
+        before = _plans(scenario.process)
+        await asyncio.sleep(100)
+        plans = _plans(scenario.process) - before
     assert plans <= 42, "twice in each interval of 5 s, and a resync"
 
 
@@ -307,21 +289,12 @@ def _plans(process: OperatorProcess) -> float:
 
 @in_virtual_time
 async def test_metrics_show_phases_recoveries_and_requests_with_few_labels() -> None:
-    cluster = FakeCluster(wall_clock)
-    cluster.add(JOBS, training_job(spares=1))
-    process, workers = OperatorProcess(cluster), Workers(cluster, nodes=5, total_steps=60)
-    workers.operator = process
-    running = asyncio.create_task(workers.run())
-    await process.start()
-    await until(lambda: workers.step > 5, 60, "some steps")
-    lose_node(workers, cluster.get(PODS, "default", "llama-w-1")["spec"]["nodeName"])
-    await until(
-        lambda: cluster.get(JOBS, "default", "llama").get("status", {}).get("phase") == "Completed", 300, "the end"
-    )
-    await settle()
-    text = process.runtime.metrics.exposition().decode()
-    running.cancel()
-    await process.kill()
+    async with Scenario(training_job(spares=1), nodes=5, total_steps=60) as scenario:
+        await scenario.trains(seconds=60)
+        lose_node(scenario.workers, scenario.cluster.get(PODS, "default", "llama-w-1")["spec"]["nodeName"])
+        await until(lambda: scenario.status().get("phase") == "Completed", 300, "the end")
+        await settle()
+        text = scenario.process.runtime.metrics.exposition().decode()
     assert 'trainingjob_operator_jobs{phase="Completed"} 1.0' in text
     assert 'trainingjob_operator_jobs{phase="Running"} 0.0' in text
     assert 'trainingjob_operator_restarts_total{cause="NodeLost",rung="Spare"} 1.0' in text

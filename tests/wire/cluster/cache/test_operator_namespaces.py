@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from tests.testing.api.fake_kubernetes import FakeCluster, refuse
-from tests.testing.suite.virtual_time import run_virtual
-from tests.testing.virtual.fake_workers import Workers
+from tests.testing.suite.virtual_time import in_virtual_time
 from tests.testing.virtual.operator_process import OperatorProcess, training_job, until, wall_clock
+from tests.testing.virtual.replicas import Scenario
 from trainium_operator.cluster.api.resources import JOBS, PODS
 from trainium_operator.cluster.cache.namespaces import ListState, Namespaces
 from trainium_operator.settings import Settings
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import AsyncIterator, Callable
+
+    from tests.testing.virtual.fake_workers import Workers
 
 SERVED = Settings(watch_namespaces="red,blue")
 
@@ -50,24 +53,15 @@ def job(name: str, namespace: str) -> dict[str, Any]:
     return raw
 
 
-def scenario(
-    then: Callable[[FakeCluster, Rights, OperatorProcess, Workers], Awaitable[None]], *, missing: tuple[str, ...] = ()
-) -> None:
-    async def run() -> None:
-        cluster = FakeCluster(wall_clock)
-        rights = Rights(cluster)
-        rights.missing = dict.fromkeys(missing, ())
-        for name in ("red", "blue", "grey"):
-            cluster.add(JOBS, job(f"{name}-job", name))
-        process, workers = OperatorProcess(cluster, settings=SERVED), Workers(cluster, nodes=9, total_steps=10**6)
-        workers.operator = process
-        running = asyncio.create_task(workers.run())
-        await process.start()
-        await then(cluster, rights, process, workers)
-        running.cancel()
-        await process.kill()
-
-    run_virtual(run())
+@asynccontextmanager
+async def scenario(
+    *, missing: tuple[str, ...] = ()
+) -> AsyncIterator[tuple[FakeCluster, Rights, OperatorProcess, Workers]]:
+    made = Scenario(*(job(f"{name}-job", name) for name in ("red", "blue", "grey")), nodes=9, settings=SERVED)
+    rights = Rights(made.cluster)
+    rights.missing = dict.fromkeys(missing, ())
+    async with made:
+        yield made.cluster, rights, made.process, made.workers
 
 
 def trains(workers: Workers, name: str) -> Callable[[], bool]:
@@ -79,8 +73,9 @@ def pods(cluster: FakeCluster, namespace: str) -> list[tuple[str, str]]:
     return [(name, cluster.get(PODS, namespace, name)["metadata"]["uid"]) for name in cluster.names(PODS, namespace)]
 
 
-def test_jobs_in_listed_namespaces_train_and_others_are_not_read() -> None:
-    async def then(cluster: FakeCluster, rights: Rights, process: OperatorProcess, workers: Workers) -> None:
+@in_virtual_time
+async def test_jobs_in_listed_namespaces_train_and_others_are_not_read() -> None:
+    async with scenario() as (cluster, rights, process, workers):
         await until(trains(workers, "red-job"), 60, "red trains")
         await until(trains(workers, "blue-job"), 60, "blue trains")
         await asyncio.sleep(700)
@@ -90,11 +85,10 @@ def test_jobs_in_listed_namespaces_train_and_others_are_not_read() -> None:
         assert not [path for path in rights.asked if path.endswith("/v1/pods")], "nothing is asked of all namespaces"
         assert process.runtime.caches.namespaces.counts()[ListState.LISTED] == 2
 
-    scenario(then)
 
-
-def test_a_namespace_that_is_forbidden_from_the_start_stops_no_other_and_is_served_once_it_may_be_read() -> None:
-    async def then(cluster: FakeCluster, rights: Rights, process: OperatorProcess, workers: Workers) -> None:
+@in_virtual_time
+async def test_a_namespace_that_is_forbidden_from_the_start_stops_no_other_and_is_served_once_it_may_be_read() -> None:
+    async with scenario(missing=("blue",)) as (cluster, rights, process, workers):
         await until(trains(workers, "red-job"), 60, "red trains")
         assert process.runtime.ready_problem() == ""
         assert process.runtime.caches.namespaces.counts() == {
@@ -112,11 +106,10 @@ def test_a_namespace_that_is_forbidden_from_the_start_stops_no_other_and_is_serv
         del rights.missing["blue"]
         await until(trains(workers, "blue-job"), 60, "blue trains")
 
-    scenario(then, missing=("blue",))
 
-
-def test_while_only_the_pods_may_not_be_read_nothing_is_made_nor_deleted_and_nobody_is_lost() -> None:
-    async def then(cluster: FakeCluster, rights: Rights, process: OperatorProcess, workers: Workers) -> None:
+@in_virtual_time
+async def test_while_only_the_pods_may_not_be_read_nothing_is_made_nor_deleted_and_nobody_is_lost() -> None:
+    async with scenario() as (cluster, rights, process, workers):
         await until(trains(workers, "blue-job"), 60, "blue trains")
         there = pods(cluster, "blue")
         rights.revoke(cluster, "blue", "pods")
@@ -134,11 +127,10 @@ def test_while_only_the_pods_may_not_be_read_nothing_is_made_nor_deleted_and_nob
         assert status["restarts"]["total"] == 0
         assert [each for each in pods(cluster, "blue") if each in there] == there
 
-    scenario(then)
 
-
-def test_agents_that_could_not_be_answered_are_not_taken_for_silent_when_their_namespace_opens() -> None:
-    async def then(cluster: FakeCluster, rights: Rights, process: OperatorProcess, workers: Workers) -> None:
+@in_virtual_time
+async def test_agents_that_could_not_be_answered_are_not_taken_for_silent_when_their_namespace_opens() -> None:
+    async with scenario() as (cluster, rights, process, workers):
         await until(trains(workers, "blue-job"), 60, "blue trains")
         there = pods(cluster, "blue")
         nodes = {cluster.get(PODS, "blue", name)["spec"]["nodeName"] for name, _ in there}
@@ -166,11 +158,10 @@ def test_agents_that_could_not_be_answered_are_not_taken_for_silent_when_their_n
         assert cluster.get(JOBS, "blue", "blue-job")["status"]["restarts"]["total"] == 0
         await second.kill()
 
-    scenario(then)
 
-
-def test_the_pods_of_a_recreated_namespace_are_listed_first() -> None:
-    async def then(cluster: FakeCluster, rights: Rights, process: OperatorProcess, workers: Workers) -> None:
+@in_virtual_time
+async def test_the_pods_of_a_recreated_namespace_are_listed_first() -> None:
+    async with scenario() as (cluster, rights, process, workers):
         await until(trains(workers, "blue-job"), 60, "blue trains")
         rights.revoke(cluster, "blue")  # the Role may go before the jobs do
         await asyncio.sleep(5)
@@ -187,8 +178,6 @@ def test_the_pods_of_a_recreated_namespace_are_listed_first() -> None:
         assert record is not None
         assert record.uid == uid
         await until(trains(workers, "red-job"), 60, "red trains on")
-
-    scenario(then)
 
 
 def test_a_namespace_is_open_while_every_kind_in_it_is_listed() -> None:
