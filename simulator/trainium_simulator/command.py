@@ -23,8 +23,7 @@ from trainium_contract.exit_codes import ExitCode
 from trainium_contract.spec.workers import MAX_NODES
 from trainium_simulator.errors import InputError, describe_errors
 from trainium_simulator.job import make_spec, parse_variation, read_job
-from trainium_simulator.picture import draw_picture
-from trainium_simulator.report import document, show
+from trainium_simulator.report import document, draw_picture, show
 from trainium_simulator.stages import StageTimes, learn_stages, read_stages, read_yaml
 from trainium_simulator.study import Case, study
 from trainium_simulator.virtual.failures import FailureModel, Mix

@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     import ssl
     from collections.abc import Awaitable, Callable, Mapping
 
-    from trainium_contract.base import MessageModel
-    from trainium_operator.coordinator.authentication import Authenticator, Caller
+    from trainium_operator.coordinator.authentication import Authenticator
     from trainium_operator.coordinator.state import CoordinatorState
 
 logger = logging.getLogger(__name__)
@@ -40,7 +39,6 @@ LONGEST_FRAME = 832 * 1024
 """Above the largest heartbeat that the contract allows, every character of its texts escaped."""
 PENDING_LEAD_SECONDS = 2.5
 """Longest wait of a request for a stream for a pending lead; shorter than agents wait for an answer."""
-_JSON = "application/json"
 
 
 class CoordinatorServer:
@@ -90,20 +88,16 @@ class CoordinatorServer:
             self._sweeping.cancel()
         await self.http.close()
 
-    async def _sender(self, request: web.Request) -> Caller:
-        """Return the worker pod that sent the request, by its token alone."""
-        caller = await self._authenticator.identify(request.headers.get("Authorization", ""), request.remote or "")
-        self.http.authenticated(request, caller.pod_uid)
-        return caller
-
     async def _stream(self, request: web.Request) -> web.StreamResponse:
-        caller = await self._sender(request)
+        authorization = request.headers.get("Authorization", "")
+        caller = await self._authenticator.identify(authorization, request.remote or "")
+        self.http.authenticated(request, caller.pod_uid)
         after = _number(request.query, "after", 0)
         if request.query.get("podUid", "") != caller.pod_uid:
             raise RefusedError(f"the token was issued to pod {caller.pod_name}, and this stream speaks for another pod")
         if request.headers.get("Upgrade", "").lower() != UPGRADE:
             return _error(426, f"ask for `Upgrade: {UPGRADE}`", headers={"Upgrade": UPGRADE})
-        expires = unverified_expiry(bearer_token(request.headers.get("Authorization", "")))
+        expires = unverified_expiry(bearer_token(authorization))
         on_closed = expires - time.time() if expires is not None else 0.0
         seconds = (
             min(LONGEST_SECONDS, on_closed) if on_closed > 0.0 else LONGEST_SECONDS
@@ -153,14 +147,9 @@ def _number(query: Mapping[str, str], key: str, default: int) -> int:
     return int(text)
 
 
-def _json(status: int, message: MessageModel) -> web.Response:
-    body = message.model_dump_json(by_alias=True, exclude_none=True).encode()
-    return web.Response(status=status, body=body, content_type=_JSON)
-
-
 def _error(
     status: int, sentence: str, *, generation: int | None = None, headers: dict[str, str] | None = None
 ) -> web.Response:
-    response = _json(status, ErrorResponse(error=sentence, generation=generation))
-    response.headers.update(headers or {})
-    return response
+    message = ErrorResponse(error=sentence, generation=generation)
+    body = message.model_dump_json(by_alias=True, exclude_none=True).encode()
+    return web.Response(status=status, body=body, content_type="application/json", headers=headers)

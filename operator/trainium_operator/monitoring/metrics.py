@@ -19,7 +19,7 @@ from prometheus_client import (
     generate_latest,
 )
 
-from trainium_operator.monitoring.agent_metrics import AgentMetrics
+from trainium_contract.wire.messages import HeartbeatRequest, TrainerPhase
 from trainium_operator.monitoring.job_metrics import JobMetrics
 from trainium_operator.plan.faults.node_signals import problems_of
 from trainium_operator.plan.fleet.memory import Machine, MachineState
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
     from trainium_contract.faults.node_polarity import Severity
     from trainium_contract.job import TrainingJobStatus
-    from trainium_contract.wire.messages import HeartbeatRequest
     from trainium_operator.plan.model.observed import JobView, NodeView
 
 PREFIX = "trainingjob_operator_"
 READ = ("metrics", "ui")
 """Pages that are served over HTTPS, by the first part of their path."""
+_CHECK_SECONDS = (0.1, 0.3, 1, 3, 10, 30, 100)
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
 
 
@@ -73,7 +73,17 @@ class Metrics:
         self._messages = counter("agent_messages_total", "Messages from agents", "kind", "code")
         self._reads = counter("https_requests_total", "Requests at the HTTPS port for readers", "page", "code")
         self._of_jobs = JobMetrics(self.registry, PREFIX, wall_clock, most_named=named_jobs)
-        self._of_agents = AgentMetrics(self.registry, PREFIX)
+        self._checks = Histogram(
+            PREFIX + "preflight_seconds",
+            "A worker's checks",
+            ("check",),
+            buckets=_CHECK_SECONDS,
+            registry=self.registry,
+        )
+        self._refused = counter("preflight_failed_total", "Checks that failed", "check")
+        self._hangs = counter("hangs_total", "Ranks that hung longer than allowed", "phase")
+        for phase in TrainerPhase:
+            self._hangs.labels(phase.value)
 
     def request(self, verb: str, status: int, seconds: float) -> None:
         """One request to the API server was answered after `seconds` (status 0: it was not)."""
@@ -112,8 +122,20 @@ class Metrics:
             self._problems.labels(source, severity.name.capitalize()).set(found[source, severity])
 
     def heartbeat_changed(self, before: HeartbeatRequest, now: HeartbeatRequest) -> None:
-        """Count what is new in a heartbeat."""
-        self._of_agents.heartbeat_changed(before, now)
+        """Count the checks and the hangs that are new in a heartbeat, each once.
+
+        The first heartbeat of an agent in this process is not counted: a change of the leader increments nothing twice.
+        """
+        known = {each.check for each in before.checks}
+        for each in now.checks:
+            if each.check not in known:
+                self._checks.labels(each.check.value).observe(max(0.0, each.seconds))
+                if not each.passed:
+                    self._refused.labels(each.check.value).inc()
+        still = {each.rank for each in before.stuck}
+        for rank in now.stuck:
+            if rank.rank not in still:
+                self._hangs.labels(rank.phase.value).inc()
 
     def reconciled(self, seconds: float, error: str) -> None:
         """One reconcile ended; `error` is empty, or the class of the error."""

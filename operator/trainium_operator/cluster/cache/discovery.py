@@ -53,17 +53,8 @@ async def discover_gang_apis(api: Api) -> dict[GangApi, str]:
     return found
 
 
-async def serves_kueue(api: Api) -> bool:
-    """Return whether the version of Kueue is served whose fields are known here. Raises ApiError."""
-    return await _serves(api, WORKLOADS)
-
-
-async def serves_claims(api: Api) -> bool:
-    """Return whether devices can be claimed by the version of the API whose fields are known here. Raises ApiError."""
-    return await _serves(api, TEMPLATES)
-
-
-async def _serves(api: Api, resource: Resource) -> bool:
+async def serves(api: Api, resource: Resource) -> bool:
+    """Return whether the kind is served in the version whose fields are known here. Raises ApiError."""
     groups = (await api.read("/apis")).get("groups") or ()
     served = {each["version"] for group in groups if group["name"] == resource.group for each in group["versions"]}
     if resource.version not in served:
@@ -121,8 +112,8 @@ class Discovery:
         """Look once; what could not be read stays as it was."""
         try:
             cluster = self.cluster or await name_of_cluster(self._api)
-            found, kueue = await discover_gang_apis(self._api), await serves_kueue(self._api)
-            claims = await serves_claims(self._api)
+            found, kueue = await discover_gang_apis(self._api), await serves(self._api, WORKLOADS)
+            claims = await serves(self._api, TEMPLATES)
         except ForbiddenError as error:
             logger.warning("API discovery is forbidden, so no gang API is used: %s", error)
             cluster, found, kueue, claims = self.cluster, {}, False, False

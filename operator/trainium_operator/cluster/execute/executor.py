@@ -30,11 +30,9 @@ from trainium_operator.cluster.api.errors import (
 )
 from trainium_operator.cluster.api.resources import (
     CONFIG_MAPS,
-    DISRUPTION_BUDGETS,
     JOBS,
     NETWORK_POLICIES,
     PODS,
-    TEMPLATES,
     WORKLOADS,
     resource_of,
 )
@@ -81,7 +79,6 @@ BESIDE_A_START = 8
 LONGEST_REFUSAL = 1024
 _FORBIDDEN = re.compile(r'^(?:[A-Z]+ \S+: HTTP \d+: )?(?:\w+ "[^"]*" is (?:forbidden|invalid): )?')
 """Request and object, which come before the reason itself."""
-_APPLIED = (CONFIG_MAPS, DISRUPTION_BUDGETS, NETWORK_POLICIES, TEMPLATES)
 
 
 class Executor:
@@ -215,17 +212,12 @@ class Executor:
             await self._delete_job(job, action)
 
     async def _apply(self, job: JobView, manifest: Json) -> None:
-        kind = manifest["kind"]
-        resource = next(each for each in _APPLIED if each.kind == kind)
-        listers: dict[str, Lister[Any] | None] = {
-            CONFIG_MAPS.kind: self._caches.config_maps,
-            DISRUPTION_BUDGETS.kind: self._caches.disruption_budgets,
-            TEMPLATES.kind: self._caches.dra.templates,
-            NETWORK_POLICIES.kind: self._caches.network_policies,
-        }
-        lister = listers[kind]
-        assert lister is not None  # without them no plan asks for one
-        lister.write_through(await self._own(job, resource, manifest, lister.store))
+        caches = self._caches
+        listers: tuple[Lister[Any] | None, ...] = (
+            caches.config_maps, caches.disruption_budgets, caches.dra.templates, caches.network_policies,
+        )  # fmt: skip
+        lister = next(each for each in listers if each is not None and each.resource.kind == manifest["kind"])
+        lister.write_through(await self._own(job, lister.resource, manifest, lister.store))
 
     async def _own(self, job: JobView, resource: Resource, manifest: Json, store: IndexedCache[Any]) -> Json:
         """Create an object, or replace the content of the job's existing one. Raises NotOursError."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from trainium_operator.cluster.cache.reflector import Lister, Reflector
 from trainium_operator.plan.model import names
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from trainium_operator.cluster.queue.work_queue import WorkQueue
     from trainium_operator.coordinator.state import CoordinatorState
     from trainium_operator.plan.model.observed import JobView, PodView, PolicyRefusal
-    from trainium_operator.plan.model.quota import WorkloadView
 
 
 Watching: TypeAlias = "Reflector[PodView] | Reflector[ChildRecord] | Reflector[NodeView] | Reflector[JobRecord]"
@@ -184,7 +183,7 @@ def enqueue_on_change(caches: Caches, queue: WorkQueue[Key], pace: Pace) -> None
         if (job := _changed_job(old, new)) is not None:
             pace.put(job)
 
-    def workload_changed(_key: Key, old: Entry[WorkloadView] | None, new: Entry[WorkloadView] | None) -> None:
+    def owned_changed(_key: Key, old: Entry[Any] | None, new: Entry[Any] | None) -> None:
         entry = new or old
         if entry is not None and entry.owner is not None:
             pace.put((entry.owner.namespace, entry.owner.name))
@@ -221,11 +220,6 @@ def enqueue_on_change(caches: Caches, queue: WorkQueue[Key], pace: Pace) -> None
             for job in on_node.get(node, {}).values():
                 pace.put(job)
 
-    def template_changed(_key: Key, old: Entry[str] | None, new: Entry[str] | None) -> None:
-        entry = new or old
-        if entry is not None and entry.owner is not None:
-            pace.put((entry.owner.namespace, entry.owner.name))
-
     caches.jobs.store.listen(job_changed)
     caches.pods.store.listen(pod_moved)
     caches.pods.store.listen(pod_changed)
@@ -233,8 +227,8 @@ def enqueue_on_change(caches: Caches, queue: WorkQueue[Key], pace: Pace) -> None
     caches.disruption_budgets.store.listen(child_changed)
     if caches.network_policies is not None:
         caches.network_policies.store.listen(child_changed)
-    caches.kueue.workloads.store.listen(workload_changed)
-    caches.dra.templates.store.listen(template_changed)
+    caches.kueue.workloads.store.listen(owned_changed)
+    caches.dra.templates.store.listen(owned_changed)
     caches.dra.slices.store.listen(slice_changed)
     if caches.nodes is not None:
         caches.nodes.store.listen(node_changed)

@@ -96,6 +96,11 @@ def first_rank(facts: Facts, pod: str) -> int | None:
     return None if place is None else place * facts.current.processes_per_node
 
 
+def identity(entry: Interruption) -> tuple[int, int, str, str, bool]:
+    """Return what identifies an entry while its other fields change."""
+    return (entry.generation, entry.attempt, entry.time, entry.pod, entry.rung is Rung.IN_PLACE)
+
+
 def open_membership_entry(status: PublicStatus, generation: int) -> int | None:
     """Return index of the open interruption that ends, or is to end, this generation; None when there is none."""
     for index, entry in enumerate(status.history):

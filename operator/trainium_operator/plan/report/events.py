@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.status.conditions import ConditionType
 from trainium_contract.status.interruptions import Interruption, Rung
+from trainium_operator.plan.history.interruptions import identity
 from trainium_operator.plan.model.actions import EventIntent, event
 from trainium_operator.plan.model.conditions import find_condition, is_true
 from trainium_operator.plan.model.reasons import Reason
@@ -24,18 +25,14 @@ _QUEUED = frozenset({Reason.WAITING_FOR_QUEUE, Reason.EVICTED})
 def list_events(old: PublicStatus, new: PublicStatus) -> tuple[EventIntent, ...]:
     """Return the events that follow from the difference."""
     events: list[EventIntent] = []
-    known = {_identity(entry): entry for entry in old.history}
+    known = {identity(entry): entry for entry in old.history}
     for entry in new.history:
-        before = known.get(_identity(entry))
+        before = known.get(identity(entry))
         if before is None:
             events += _began(entry)
         if entry.recovered_seconds is not None and (before is None or before.recovered_seconds is None):
             events += _ended(old, entry)
     return (*events, *_transitions(old, new))
-
-
-def _identity(entry: Interruption) -> tuple[int, int, str, str, bool]:
-    return (entry.generation, entry.attempt, entry.time, entry.pod, entry.rung is Rung.IN_PLACE)
 
 
 def _began(entry: Interruption) -> Iterator[EventIntent]:

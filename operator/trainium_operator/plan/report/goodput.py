@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.status.interruptions import Interruption, Rung
 from trainium_contract.status.ledger import OVERHEAD, STARTUP, StageSeconds
+from trainium_operator.plan.history.interruptions import identity
 from trainium_operator.plan.report.step_time import count_steps, productive, reference_seconds, sample_step_time
 from trainium_operator.plan.view.progress import newest_progress, past_steps, steady_at
 
@@ -184,7 +185,7 @@ def _charge_interruptions(
     """
     status = facts.job.status
     closed = [each for each in status.history if not _is_open(each)]
-    settled = {_identity(each) for each in closed if each.stages is not None}
+    settled = {identity(each) for each in closed if each.stages is not None}
     charged = list(history)
     covered = 0.0
     for index in sorted(range(len(history)), key=lambda index: history[index].failed_at or 0.0):
@@ -192,7 +193,7 @@ def _charge_interruptions(
         if entry.failed_at is None or entry.rung is Rung.STOP:
             continue
         ended = facts.now if _is_open(entry) else entry.failed_at + (entry.recovered_seconds or 0.0)
-        if _identity(entry) not in settled:
+        if identity(entry) not in settled:
             start = max(entry.failed_at, covered)
             stages = split(facts, entry, start, max(start, ended - _first_step(facts, goodput, entry)))
             goodput, stages = _charge(goodput, entry, stages, starting)
@@ -293,7 +294,3 @@ def _totalled(facts: Facts, goodput: GoodputStatus, *, pending: float) -> Goodpu
 
 def _ratio(part: float, whole: float) -> float:
     return round(min(1.0, max(0.0, part / whole)), 4) if whole > 0 else 1.0
-
-
-def _identity(entry: Interruption) -> tuple[int, int, str, str, bool]:
-    return (entry.generation, entry.attempt, entry.time, entry.pod, entry.rung is Rung.IN_PLACE)

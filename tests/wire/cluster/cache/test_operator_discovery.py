@@ -11,13 +11,12 @@ from tests.testing.api.fake_kubernetes import FakeCluster, refuse
 from tests.testing.suite.virtual_time import in_virtual_time, run_virtual
 from tests.testing.virtual.operator_process import OperatorProcess, training_job, until, wall_clock
 from trainium_operator.cluster.api.client import Api
-from trainium_operator.cluster.api.resources import JOBS, NODES, PODS, SECRETS
+from trainium_operator.cluster.api.resources import JOBS, NODES, PODS, SECRETS, TEMPLATES, WORKLOADS
 from trainium_operator.cluster.cache.discovery import (
     REFRESH_SECONDS,
     Discovery,
     discover_gang_apis,
-    serves_claims,
-    serves_kueue,
+    serves,
 )
 from trainium_operator.plan.model.names import LAYERS
 from trainium_operator.plan.model.observed import GangApi
@@ -68,7 +67,7 @@ def test_only_versions_whose_fields_are_known_are_used(
 def test_kueue_counts_in_the_version_whose_fields_are_known(served: dict[str, tuple[str, ...]], expected: bool) -> None:
     cluster = FakeCluster()
     cluster.served = served
-    assert run_virtual(serves_kueue(Api(cluster))) is expected
+    assert run_virtual(serves(Api(cluster), WORKLOADS)) is expected
 
 
 @pytest.mark.parametrize(
@@ -85,7 +84,7 @@ def test_devices_can_be_claimed_in_the_version_whose_fields_are_known(
 ) -> None:
     cluster = FakeCluster()
     cluster.served = served
-    assert run_virtual(serves_claims(Api(cluster))) is expected
+    assert run_virtual(serves(Api(cluster), TEMPLATES)) is expected
 
 
 def test_a_group_whose_server_is_away_does_not_hide_the_others() -> None:
