@@ -14,7 +14,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Sequence
 
 DEEPEST = 100
 """Levels that are kept of an answer that cannot be read as a whole; ten times as many as objects of ours have."""
@@ -52,6 +52,29 @@ def shallow(body: bytes) -> bytes:
                 pass
     # Of a text that ends in a part that is left out nothing more is there.
     return b"".join([*kept, body[done:] if depth <= DEEPEST else b""])
+
+
+def optional_part(place: Sequence[str | int]) -> tuple[str | int, ...]:
+    """Return the smallest part around a place that can be left out: the first list entry on the way, else the field."""
+    entry = next((index for index, part in enumerate(place) if isinstance(part, int)), len(place) - 1)
+    return tuple(place[: entry + 1])
+
+
+def remove_places(value: Any, places: Iterable[Sequence[str | int]]) -> None:
+    """Remove the parts at these places from a JSON value; a place that leads nowhere is passed over."""
+    # From behind, so that the places of earlier list entries stay true.
+    for place in sorted(places, key=lambda each: [f"{part:0>9}" for part in each], reverse=True):
+        *path, last = place
+        holder = value
+        for part in path:
+            if isinstance(holder, list):
+                holder = holder[part] if isinstance(part, int) and part < len(holder) else None
+            else:
+                holder = holder.get(part) if isinstance(holder, dict) else None
+        if isinstance(holder, list) and isinstance(last, int) and last < len(holder):
+            del holder[last]
+        elif isinstance(holder, dict):
+            holder.pop(last, None)
 
 
 def _number(digits: str) -> int | float:

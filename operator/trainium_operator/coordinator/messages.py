@@ -13,11 +13,12 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from pydantic import ValidationError
 from pydantic_core import from_json, to_json
 
+from trainium_contract.stored_json import optional_part, remove_places
 from trainium_contract.wire.messages import HeartbeatRequest, HeartbeatResponse, RegisterRequest, RegisterResponse
 from trainium_operator.coordinator.state import FutureGenerationError, NotRegisteredError, OldGenerationError
 
@@ -145,8 +146,7 @@ def read_message(model: type[_M], body: bytes) -> _M:
         if not places:
             break
         raw = from_json(body) if raw is None else raw
-        for place in sorted(places, key=_sort_key, reverse=True):
-            _remove(raw, place)
+        remove_places(raw, places)
         left_out |= places
         try:
             return model.model_validate_json(to_json(raw)).lean()
@@ -163,18 +163,7 @@ def _places_to_leave_out(error: ValidationError, left_out: set[_Place]) -> set[_
         if each["type"] == "missing" and place in left_out and len(place) > 1:
             places.add(place[:-1])  # it is required, so the part that contains it is left out
         elif each["type"] == "enum":
-            entry = next((at for at, part in enumerate(place) if isinstance(part, int)), len(place) - 1)
-            places.add(place[: entry + 1])
+            places.add(optional_part(place))
         else:
             return set()
     return places
-
-
-def _sort_key(place: _Place) -> tuple[str, ...]:
-    return tuple(f"{part:09d}" if isinstance(part, int) else part for part in place)
-
-
-def _remove(holder: Any, place: _Place) -> None:
-    for part in place[:-1]:
-        holder = holder[part]
-    del holder[place[-1]]

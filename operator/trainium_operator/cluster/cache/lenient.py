@@ -10,17 +10,15 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import ValidationError
 
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
 from trainium_contract.status.conditions import Condition, ConditionStatus, ConditionType
 from trainium_contract.status.public import MembershipStatus
+from trainium_contract.stored_json import optional_part, remove_places
 from trainium_contract.wire.messages import LATEST_GENERATION
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 logger = logging.getLogger(__name__)
 _ROUNDS = 8
@@ -53,10 +51,9 @@ def _without_newer(raw: Any, error: ValidationError) -> tuple[Any, set[str]]:
     if any(each["type"] not in _NEWER for each in found):
         raise error
     # A field that is not known goes alone; a value that is not known takes its list entry with it.
-    places = {tuple(each["loc"]) if each["type"] == "extra_forbidden" else _part(each["loc"]) for each in found}
+    places = {tuple(each["loc"]) if each["type"] == "extra_forbidden" else optional_part(each["loc"]) for each in found}
     left = copy.deepcopy(raw)
-    for place in sorted(places, key=_backwards, reverse=True):
-        _remove(left, place)
+    remove_places(left, places)
     if left == raw:  # the place leads nowhere, as that of a member of a union
         raise error
     return left, {".".join(map(str, place)) for place in places}
@@ -75,16 +72,14 @@ def readable_status(raw: Any, name: str) -> TrainingJobStatus:
                 found = TrainingJobStatus.model_validate(_countable(found.to_wire()))
             return _corrected(found)
         except ValidationError as error:
-            places = {_part(each["loc"]) for each in error.errors()}
+            places = {optional_part(each["loc"]) for each in error.errors()}
             logger.warning(
                 "the status of %s has been edited: %s cannot be read and is left out",
                 name,
                 ", ".join(sorted(".".join(map(str, place)) for place in places)[:3]),
             )
             left = copy.deepcopy(left) if left is raw else left
-            # From behind, so that the places of earlier list entries stay true.
-            for place in sorted(places, key=_backwards, reverse=True):
-                _remove(left, place)
+            remove_places(left, places)
     return TrainingJobStatus()
 
 
@@ -121,29 +116,3 @@ def _corrected(status: TrainingJobStatus) -> TrainingJobStatus:
     if not 0 <= status.membership.generation <= LATEST_GENERATION:
         status = status.replaced(membership=MembershipStatus())  # the record has it
     return status
-
-
-def _backwards(place: Sequence[str | int]) -> tuple[str, ...]:
-    return tuple(f"{part:09d}" if isinstance(part, int) else str(part) for part in place)
-
-
-def _part(place: Sequence[str | int]) -> tuple[str | int, ...]:
-    """Return the entry of a list that holds the place, else the field itself: what can be left out."""
-    entry = next((index for index, part in enumerate(place) if isinstance(part, int)), len(place) - 1)
-    return tuple(place[: entry + 1])
-
-
-def _remove(status: Any, place: Sequence[str | int]) -> None:
-    *path, last = place
-    holder = status
-    for part in path:
-        if isinstance(holder, list):
-            holder = holder[part] if isinstance(part, int) and part < len(holder) else None
-        else:
-            holder = holder.get(part) if isinstance(holder, dict) else None
-        if holder is None:
-            return
-    if isinstance(holder, list) and isinstance(last, int) and last < len(holder):
-        del holder[last]
-    elif isinstance(holder, dict):
-        holder.pop(last, None)
