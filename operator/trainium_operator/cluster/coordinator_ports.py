@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import logging
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from trainium_operator.cluster.api.errors import ApiError, ConflictError, ForbiddenError, NotFoundError
@@ -28,23 +29,23 @@ REVIEW_SECONDS = 5.0
 """An agent waits for 3; what takes longer must not keep others from being asked about."""
 
 
+@dataclass(eq=False)
 class KubernetesSecret:
     """One Secret as a SecretBox; what else the object carries (labels, type) is kept."""
 
-    def __init__(self, api: Api, namespace: str, name: str) -> None:
-        self._api = api
-        self._namespace = namespace
-        self._name = name
-        self._object: Json = {}
+    api: Api
+    namespace: str
+    name: str
+    _object: Json = field(default_factory=dict, init=False)
 
     async def read(self) -> tuple[Mapping[str, bytes], str]:
         """See SecretBox."""
         try:
-            self._object = await self._api.get(SECRETS, self._namespace, self._name)
+            self._object = await self.api.get(SECRETS, self.namespace, self.name)
         except NotFoundError:
             raise SecretUnavailableError(
-                f"Secret {self._namespace}/{self._name} is missing; the chart creates it empty: install the chart "
-                f"again, or run `kubectl create secret generic {self._name} -n {self._namespace}`"
+                f"Secret {self.namespace}/{self.name} is missing; the chart creates it empty: install the chart "
+                f"again, or run `kubectl create secret generic {self.name} -n {self.namespace}`"
             ) from None
         except ApiError as error:
             raise SecretUnavailableError(str(error)) from error
@@ -58,7 +59,7 @@ class KubernetesSecret:
         metadata.pop("managedFields", None)
         body = {**self._object, "metadata": metadata, "data": {**(self._object.get("data") or {}), **encoded}}
         try:
-            self._object = await self._api.replace(SECRETS, self._namespace, self._name, body)
+            self._object = await self.api.replace(SECRETS, self.namespace, self.name, body)
         except ConflictError as error:
             raise SecretConflictError(str(error)) from error
         except ApiError as error:
@@ -66,53 +67,52 @@ class KubernetesSecret:
         return str(self._object["metadata"]["resourceVersion"])
 
 
+@dataclass(eq=False)
 class Reviewer:
     """Asks the API server about tokens (TOKEN_REVIEWS), or what a user may do (ACCESS_REVIEWS)."""
 
-    def __init__(self, api: Api, kind: Resource) -> None:
-        self._api = api
-        self._kind = kind
-        self._reported = False
+    api: Api
+    kind: Resource
+    _reported: bool = field(default=False, init=False)
 
     async def review(self, spec: dict[str, Any]) -> dict[str, Any]:
         """Status of a review with this spec. Raises ReviewUnavailableError."""
-        body = {"apiVersion": self._kind.api_version, "kind": self._kind.kind, "spec": spec}
+        body = {"apiVersion": self.kind.api_version, "kind": self.kind.kind, "spec": spec}
         try:
             async with asyncio.timeout(REVIEW_SECONDS):
-                answer = await self._api.create(self._kind, "", body, attempts=2)
+                answer = await self.api.create(self.kind, "", body, attempts=2)
         except (ApiError, TimeoutError) as error:
             if isinstance(error, ForbiddenError) and not self._reported:
                 self._reported = True  # once: clients that send tokens must not fill the log
-                logger.warning("the operator may not create %s: see the rights in docs/install.md", self._kind.plural)
+                logger.warning("the operator may not create %s: see the rights in docs/install.md", self.kind.plural)
             # The message of a refused request could repeat the request: only its class is passed on.
             raise ReviewUnavailableError(type(error).__name__) from None
         status: dict[str, Any] = answer.get("status") or {}
         return status
 
 
+@dataclass(frozen=True, slots=True)
 class WorkerPods:
     """The pod cache as a PodDirectory."""
 
-    def __init__(
-        self, pods: IndexedCache[PodView], jobs: IndexedCache[JobRecord], *, is_current: Callable[[], bool]
-    ) -> None:
-        """`is_current()`: the caches hold all that existed when this process became the leader."""
-        self._pods = pods
-        self._jobs = jobs
-        self._is_current = is_current
+    pods: IndexedCache[PodView]
+    jobs: IndexedCache[JobRecord]
+    _: KW_ONLY
+    is_current: Callable[[], bool]
+    """Whether the caches hold all that existed when this process became the leader."""
 
     def job_of(self, namespace: str, pod_name: str, pod_uid: str) -> JobId | None:
         """See PodDirectory."""
-        entry = self._pods.entry((namespace, pod_name))
+        entry = self.pods.entry((namespace, pod_name))
         if entry is None or entry.uid != pod_uid or entry.owner is None:
             return None
-        job = self._jobs.get((entry.owner.namespace, entry.owner.name))
+        job = self.jobs.get((entry.owner.namespace, entry.owner.name))
         return entry.owner if job is not None and job.id == entry.owner and not job.elsewhere else None
 
     def is_orphaned(self, namespace: str, pod_name: str, pod_uid: str) -> bool:
         """See PodDirectory. An operator creates no pod before it knows the job, so a missing job was deleted."""
-        entry = self._pods.entry((namespace, pod_name))
-        if entry is None or entry.uid != pod_uid or entry.owner is None or not self._is_current():
+        entry = self.pods.entry((namespace, pod_name))
+        if entry is None or entry.uid != pod_uid or entry.owner is None or not self.is_current():
             return False
-        job = self._jobs.get((entry.owner.namespace, entry.owner.name))
+        job = self.jobs.get((entry.owner.namespace, entry.owner.name))
         return job is None or job.id != entry.owner

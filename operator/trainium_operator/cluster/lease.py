@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
@@ -70,36 +70,26 @@ class LeaseTimes:
         )
 
 
+@dataclass(eq=False)
 class LeaseElector:
     """`await acquire()`, then run `hold()` beside the work, then `await release()` when the work has stopped."""
 
-    def __init__(
-        self,
-        api: Api,
-        namespace: str,
-        name: str,
-        identity: str,
-        *,
-        wall_clock: Callable[[], float],
-        times: LeaseTimes | None = None,
-        jitter: Callable[[], float] = random.random,
-        owners: Callable[[], list[Json]] = list,
-    ) -> None:
-        """`owners`: `ownerReferences` of a Lease that is made."""
-        self.leading = False
-        self.identity = identity
-        self._api = api
-        self._namespace = namespace
-        self._name = name
-        self._wall_clock = wall_clock
-        self._times = times or LeaseTimes()
-        self._jitter = jitter
-        self._owners = owners
-        self._lease: Json = {}
-        self._seen: tuple[str, str, int] = ("", "", -1)
-        self._seen_at = 0.0
-        self._renewed_at = 0.0
-        self._nudged = asyncio.Event()
+    api: Api
+    namespace: str
+    name: str
+    identity: str
+    _: KW_ONLY
+    wall_clock: Callable[[], float]
+    times: LeaseTimes = field(default_factory=LeaseTimes)
+    jitter: Callable[[], float] = random.random
+    owners: Callable[[], list[Json]] = list
+    """`ownerReferences` of a Lease that is created."""
+    leading: bool = field(default=False, init=False)
+    _lease: Json = field(default_factory=dict, init=False)
+    _seen: tuple[str, str, int] = field(default=("", "", -1), init=False)
+    _seen_at: float = field(default=0.0, init=False)
+    _renewed_at: float = field(default=0.0, init=False)
+    _nudged: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
     async def acquire(self) -> None:
         """Return once we hold the Lease, however long that takes."""
@@ -110,14 +100,14 @@ class LeaseElector:
                     logger.info("leading as %s", self.identity)
                     return
             except (ApiError, TimeoutError) as error:
-                logger.warning("lease %s/%s: %s", self._namespace, self._name, str(error) or "timed out")
+                logger.warning("lease %s/%s: %s", self.namespace, self.name, str(error) or "timed out")
             holder = self._spec().get("holderIdentity", "")
             if holder != waiting_for:
                 waiting_for = holder
                 logger.info("standing by: %s leads", holder or "nobody")
-            await asyncio.sleep(self._times.nudged_poll)
+            await asyncio.sleep(self.times.nudged_poll)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._times.poll * (0.75 + 0.5 * self._jitter()) - self._times.nudged_poll):
+                async with asyncio.timeout(self.times.poll * (0.75 + 0.5 * self.jitter()) - self.times.nudged_poll):
                     await self._nudged.wait()
             self._nudged.clear()
 
@@ -127,32 +117,32 @@ class LeaseElector:
 
     def may_act(self) -> bool:
         """Return whether the Lease is certainly ours at this moment."""
-        return self.leading and asyncio.get_running_loop().time() < self._renewed_at + self._times.renew_deadline
+        return self.leading and asyncio.get_running_loop().time() < self._renewed_at + self.times.renew_deadline
 
     def is_pending(self) -> bool:
         """Return whether we lead or may lead soon: the holder has let go, or has missed a renewal."""
         if self.leading or not self._spec().get("holderIdentity"):
             return True
-        return asyncio.get_running_loop().time() - self._seen_at > 2 * self._times.retry
+        return asyncio.get_running_loop().time() - self._seen_at > 2 * self.times.retry
 
     async def hold(self) -> None:
         """Renew until cancelled. Raises LeaseLostError."""
         loop = asyncio.get_running_loop()
-        pause = self._times.retry
+        pause = self.times.retry
         while True:
             await asyncio.sleep(pause)
-            pause = self._times.again
-            left = self._renewed_at + self._times.renew_deadline - loop.time()
+            pause = self.times.again
+            left = self._renewed_at + self.times.renew_deadline - loop.time()
             if left <= 0:
-                self._lose(f"could not renew the lease for {self._times.renew_deadline:g} s")
+                self._lose(f"could not renew the lease for {self.times.renew_deadline:g} s")
             try:
-                async with asyncio.timeout(min(left, self._times.attempt)):
+                async with asyncio.timeout(min(left, self.times.attempt)):
                     await self._renew()
-                pause = self._times.retry
+                pause = self.times.retry
             except LeaseLostError:
                 raise
             except (ApiError, TimeoutError) as error:
-                logger.warning("renewing lease %s/%s: %s", self._namespace, self._name, str(error) or "timed out")
+                logger.warning("renewing lease %s/%s: %s", self.namespace, self.name, str(error) or "timed out")
 
     async def release(self) -> None:
         """Let another operator take over at once; never raises."""
@@ -160,7 +150,7 @@ class LeaseElector:
             return
         self.leading = False
         try:
-            async with asyncio.timeout(self._times.trim_heap):
+            async with asyncio.timeout(self.times.trim_heap):
                 await self._write(holder="", duration=1)
         except (ApiError, TimeoutError) as error:
             logger.warning("the lease was not released, it will run out by itself: %s", str(error) or "timed out")
@@ -170,9 +160,9 @@ class LeaseElector:
     async def _try_acquire(self) -> bool:
         loop = asyncio.get_running_loop()
         started = loop.time()
-        async with asyncio.timeout(self._times.take):
+        async with asyncio.timeout(self.times.take):
             try:
-                self._lease = await self._api.get(LEASES, self._namespace, self._name, attempts=1)
+                self._lease = await self.api.get(LEASES, self.namespace, self.name, attempts=1)
             except NotFoundError:
                 try:
                     await self._create()
@@ -182,7 +172,7 @@ class LeaseElector:
             if not self._is_free(loop.time()):
                 return False
             try:
-                await self._write(holder=self.identity, duration=self._times.duration)
+                await self._write(holder=self.identity, duration=self.times.duration)
             except ConflictError:
                 return False
             return self._gained(started)
@@ -201,28 +191,28 @@ class LeaseElector:
         if holder in ("", self.identity):
             return True
         reported = whole_of(spec.get("leaseDurationSeconds"))
-        return now - self._seen_at > (self._times.duration if reported is None else reported)
+        return now - self._seen_at > (self.times.duration if reported is None else reported)
 
     async def _renew(self) -> None:
         started = asyncio.get_running_loop().time()
         try:
-            await self._write(holder=self.identity, duration=self._times.duration)
+            await self._write(holder=self.identity, duration=self.times.duration)
         except (ConflictError, NotFoundError):
             # Another process wrote it, perhaps only a label, or the answer to our write was lost: read who holds it.
             try:
-                self._lease = await self._api.get(LEASES, self._namespace, self._name, attempts=1)
+                self._lease = await self.api.get(LEASES, self.namespace, self.name, attempts=1)
             except NotFoundError:
                 await self._create()
             holder = self._spec().get("holderIdentity")
             if holder != self.identity:
                 self._lose(f"{holder or 'nobody'} holds the lease now")
-            await self._write(holder=self.identity, duration=self._times.duration)
+            await self._write(holder=self.identity, duration=self.times.duration)
         self._renewed_at = started
 
     async def _create(self) -> None:
-        owners = self._owners()
+        owners = self.owners()
         body = self._body({"ownerReferences": owners} if owners else {})
-        self._lease = await self._api.create(LEASES, self._namespace, body, attempts=1)
+        self._lease = await self.api.create(LEASES, self.namespace, body, attempts=1)
 
     def _lose(self, why: str) -> None:
         self.leading = False
@@ -232,16 +222,16 @@ class LeaseElector:
         body = self._body(self._lease.get("metadata", {}))
         body["spec"]["holderIdentity"] = holder
         body["spec"]["leaseDurationSeconds"] = max(1, round(duration))
-        self._lease = await self._api.replace(LEASES, self._namespace, self._name, body, attempts=1)
+        self._lease = await self.api.replace(LEASES, self.namespace, self.name, body, attempts=1)
 
     def _body(self, metadata: Json) -> Json:
         old = self._spec()
-        now = datetime.fromtimestamp(self._wall_clock(), UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        now = datetime.fromtimestamp(self.wall_clock(), UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         ours = old.get("holderIdentity") == self.identity
         transitions = (whole_of(old.get("leaseTransitions")) or 0) + (0 if ours or not old else 1)
         spec = {
             "holderIdentity": self.identity,
-            "leaseDurationSeconds": max(1, round(self._times.duration)),
+            "leaseDurationSeconds": max(1, round(self.times.duration)),
             "acquireTime": (text_of(old.get("acquireTime")) or now) if ours else now,
             "renewTime": now,
             # One more than the API takes would be refused, and nobody could ever lead again.
@@ -250,7 +240,7 @@ class LeaseElector:
         return {
             "apiVersion": LEASES.api_version,
             "kind": LEASES.kind,
-            "metadata": {**metadata, "name": self._name, "namespace": self._namespace},
+            "metadata": {**metadata, "name": self.name, "namespace": self.namespace},
             "spec": spec,
         }
 

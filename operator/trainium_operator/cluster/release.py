@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING
 
 from trainium_operator.cluster.api.errors import ApiError, ConflictError, NotFoundError, UnavailableError
@@ -41,38 +41,31 @@ class OwnedObject:
     """It stays when the operator is uninstalled."""
 
 
+@dataclass(eq=False)
 class Release:
     """Sets the Deployment as the owner of the operator's objects."""
 
-    def __init__(
-        self,
-        api: Api,
-        leading: asyncio.Event,
-        *,
-        namespace: str,
-        deployment: str,
-        owned_objects: Sequence[OwnedObject],
-    ) -> None:
-        """`deployment`: its name; empty where the operator runs in none, and nothing goes with anything."""
-        self._api = api
-        self._leading = leading
-        self._namespace = namespace
-        self._deployment = deployment
-        self._owned_objects = tuple(owned_objects)
-        self._owner: Json | None = None
-        self._reported = ""
+    api: Api
+    leading: asyncio.Event
+    _: KW_ONLY
+    namespace: str
+    deployment: str
+    """Its name; empty where the operator runs in none, and nothing goes with anything."""
+    owned_objects: Sequence[OwnedObject]
+    _owner: Json | None = field(default=None, init=False)
+    _reported: str = field(default="", init=False)
 
     def owners_of(self, resource: Resource) -> list[Json]:
         """`ownerReferences` for a new object of the operator's own; none while the Deployment is not known."""
-        kept = any(each.kept for each in self._owned_objects if each.resource == resource)
+        kept = any(each.kept for each in self.owned_objects if each.resource == resource)
         return [] if self._owner is None or kept else [dict(self._owner)]
 
     async def run(self) -> None:
         """Set owners while this process leads."""
-        if not self._deployment:
+        if not self.deployment:
             return
-        await self._leading.wait()
-        while self._leading.is_set():
+        await self.leading.wait()
+        while self.leading.is_set():
             seconds = await self._reconcile_owners()
             await asyncio.sleep(seconds)
 
@@ -80,10 +73,10 @@ class Release:
         """Set the owners of all objects; return the seconds until the next try."""
         try:
             if self._owner is None:
-                raw = await self._api.get(DEPLOYMENTS, self._namespace, self._deployment)
-                about = {"apiVersion": DEPLOYMENTS.api_version, "kind": DEPLOYMENTS.kind, "name": self._deployment}
+                raw = await self.api.get(DEPLOYMENTS, self.namespace, self.deployment)
+                about = {"apiVersion": DEPLOYMENTS.api_version, "kind": DEPLOYMENTS.kind, "name": self.deployment}
                 self._owner = {**about, "uid": raw["metadata"]["uid"]}
-            found = [await self._adopt(each, self._owner) for each in self._owned_objects]
+            found = [await self._adopt(each, self._owner) for each in self.owned_objects]
         except (ConflictError, UnavailableError):
             return AGAIN_SECONDS
         except ApiError as error:
@@ -96,7 +89,7 @@ class Release:
     async def _adopt(self, owned: OwnedObject, owner: Json) -> bool:
         """Return whether it is there, and has the owners that it should have. Raises ApiError."""
         try:
-            raw = await self._api.get(owned.resource, self._namespace, owned.name)
+            raw = await self.api.get(owned.resource, self.namespace, owned.name)
         except NotFoundError:
             return False
         owners = raw["metadata"].get("ownerReferences") or []
@@ -105,7 +98,7 @@ class Release:
         if wanted != owners:
             metadata = {**raw["metadata"], "ownerReferences": wanted}
             body = {**raw, "metadata": metadata}
-            await self._api.replace(owned.resource, self._namespace, owned.name, body)
+            await self.api.replace(owned.resource, self.namespace, owned.name, body)
         return True
 
     def _notify_listeners(self, sentence: str) -> None:

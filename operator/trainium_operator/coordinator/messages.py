@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from pydantic import ValidationError
@@ -51,24 +51,16 @@ class MessageError:
     generation: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
 class MessageHandler:
-    """Applies messages to the state and notifies the plan of what matters."""
+    """Applies messages to the state and notifies the plan of what matters; see CoordinatorServer."""
 
-    def __init__(
-        self,
-        state: CoordinatorState,
-        authenticator: Authenticator,
-        *,
-        notify: Callable[[str, str, bool], None],
-        on_news: Callable[[HeartbeatRequest, HeartbeatRequest], None],
-        heartbeat_seconds: float,
-    ) -> None:
-        """Keep what the server passes; see CoordinatorServer."""
-        self.state = state
-        self._authenticator = authenticator
-        self._notify = notify
-        self._on_news = on_news
-        self._heartbeat_seconds = heartbeat_seconds
+    state: CoordinatorState
+    authenticator: Authenticator
+    _: KW_ONLY
+    notify: Callable[[str, str, bool], None]
+    on_news: Callable[[HeartbeatRequest, HeartbeatRequest], None]
+    heartbeat_seconds: float
 
     def register(self, caller: Caller, body: bytes) -> tuple[JobId, RegisterResponse]:
         """Register an agent. Raises the errors of `message_error`."""
@@ -77,10 +69,10 @@ class MessageHandler:
         if self.state.register(job_id, message):
             about = {"namespace": message.namespace, "job": message.job, "node": message.node_name}
             logger.info("%s registered", message.pod_name, extra={**about, "pod": message.pod_name})
-            self._notify(message.namespace, message.job, True)
+            self.notify(message.namespace, message.job, True)
         membership = self.state.membership(job_id)
         answer = RegisterResponse(
-            heartbeat_seconds=self._heartbeat_seconds,
+            heartbeat_seconds=self.heartbeat_seconds,
             membership=membership if membership and len(membership.members) <= LARGEST_INLINE_MEMBERSHIP else None,
             time=time.time(),
         )
@@ -92,9 +84,9 @@ class MessageHandler:
         job_id = self._job_of(caller, message)
         accepted = self.state.heartbeat(job_id, message)
         if accepted.matters and accepted.before is not None:
-            self._on_news(accepted.before, message)
+            self.on_news(accepted.before, message)
         if accepted.matters or accepted.progressed:
-            self._notify(message.namespace, message.job, accepted.matters)
+            self.notify(message.namespace, message.job, accepted.matters)
         return HeartbeatResponse(
             generation=self.state.published(job_id),
             full_heartbeat_seconds=self.state.full_heartbeat_seconds(job_id),
@@ -102,7 +94,7 @@ class MessageHandler:
         )
 
     def _job_of(self, caller: Caller, message: RegisterRequest | HeartbeatRequest) -> JobId:
-        return self._authenticator.check(
+        return self.authenticator.check(
             caller,
             namespace=message.namespace,
             job=message.job,

@@ -405,7 +405,7 @@ async def test_what_is_seen_of_the_nodes_while_the_memory_is_written_is_not_forg
     replica = Replica(cluster)
     await replica.start()
     await asyncio.sleep(1)
-    api, seen = replica.fleet._api, list[str]()
+    api, seen = replica.fleet.api, list[str]()
 
     class Slow:
         def __getattr__(self, name: str) -> Any:
@@ -419,7 +419,7 @@ async def test_what_is_seen_of_the_nodes_while_the_memory_is_written_is_not_forg
             seen.append("frozen")
             return written
 
-    replica.fleet._api = Slow()
+    replica.fleet.api = Slow()
     fail(cluster, "node-3")
     await until(lambda: seen, 2, "the write of the memory")
     for _ in range(50):

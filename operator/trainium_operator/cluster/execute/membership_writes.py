@@ -8,6 +8,7 @@ Guarantees:
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainium_operator.cluster.api.errors import AlreadyExistsError, ConflictError, NotFoundError
@@ -27,21 +28,21 @@ if TYPE_CHECKING:
 _PARTS = frozenset({"data", "binaryData"})
 
 
+@dataclass(frozen=True, slots=True)
 class MembershipWrites:
     """See PublishMembership."""
 
-    def __init__(self, api: Api, records: Lister[ChildRecord], check_ours: Callable[[JobView, Json], None]) -> None:
-        """`check_ours(job, object)` raises NotOursError, or ConflictError while an earlier job's is still there."""
-        self._api = api
-        self._records = records
-        self._check_ours = check_ours
+    api: Api
+    records: Lister[ChildRecord]
+    check_ours: Callable[[JobView, Json], None]
+    """Raises NotOursError, or ConflictError while an earlier job's object is still there."""
 
     async def write(self, job: JobView, action: PublishMembership) -> None:
         """Write the record. Raises ConflictError when it holds another generation than the one to replace."""
         raw = await self._swap_unread(job, action) or await self._swap(job, action)
-        self._records.write_through(raw)
+        self.records.write_through(raw)
         name = action.manifest["metadata"]["name"]
-        kept = self._records.store.get((job.namespace, name))
+        kept = self.records.store.get((job.namespace, name))
         record = kept.record if kept is not None else None
         written = {part: action.manifest[part] for part in _PARTS & action.manifest.keys()}
         if record is not None and record.content() == written:
@@ -50,7 +51,7 @@ class MembershipWrites:
     async def _swap_unread(self, job: JobView, action: PublishMembership) -> Json | None:
         """Over the very state that we know; None when it is another one by now, or not known well enough."""
         name = action.manifest["metadata"]["name"]
-        known = self._records.store.entry((job.namespace, name))
+        known = self.records.store.entry((job.namespace, name))
         record = known.view.record if known is not None and known.owner == job.id else None
         if known is None or record is None or record.holds_more or record.membership is None:
             return None
@@ -64,16 +65,16 @@ class MembershipWrites:
     async def _swap(self, job: JobView, action: PublishMembership) -> Json:
         name = action.manifest["metadata"]["name"]
         try:
-            current = await self._api.get(CONFIG_MAPS, job.namespace, name)
+            current = await self.api.get(CONFIG_MAPS, job.namespace, name)
         except NotFoundError:
             return await self._create(job, action)
-        self._check_ours(job, current)
+        self.check_ours(job, current)
         recorded = membership_of(current)
         if recorded == action.membership:
             return current
         if recorded is not None and recorded.generation != action.replaces:
             # Our cache was behind: let the next plan see what is there.
-            self._records.observe(current, deleted=False)
+            self.records.observe(current, deleted=False)
             raise ConflictError(
                 f"ConfigMap {name} holds generation {recorded.generation}, not {action.replaces}", status=409
             )
@@ -82,13 +83,13 @@ class MembershipWrites:
     async def _create(self, job: JobView, action: PublishMembership) -> Json:
         # Also when `replaces` names a generation: the record was deleted by hand, and status knows the generation.
         try:
-            raw = await self._api.create(CONFIG_MAPS, job.namespace, action.manifest)
+            raw = await self.api.create(CONFIG_MAPS, job.namespace, action.manifest)
         except AlreadyExistsError as error:
             raise ConflictError(str(error), status=409) from error
-        self._check_ours(job, raw)
+        self.check_ours(job, raw)
         return raw
 
     async def _merge(self, job: JobView, action: PublishMembership, current: Json, version: str) -> Json:
         metadata = {**action.manifest["metadata"], "resourceVersion": version}
         patch = {**replace_content(current, action.manifest), "metadata": metadata}
-        return await self._api.merge(CONFIG_MAPS, job.namespace, metadata["name"], patch)
+        return await self.api.merge(CONFIG_MAPS, job.namespace, metadata["name"], patch)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING
 
 from trainium_operator.cluster.api.errors import AlreadyExistsError, ApiError, ConflictError, NotFoundError
@@ -41,45 +42,37 @@ MAX_DELETED = 4_096
 _LABELS = {"app.kubernetes.io/part-of": "trainium-operator", "app.kubernetes.io/component": "fleet-memory"}
 
 
+@dataclass(eq=False)
 class FleetReconciler:
     """`prime()` before the first plan of a leader, then `run()`; `current()` is what jobs go by."""
 
-    def __init__(
-        self,
-        api: Api,
-        caches: Caches,
-        leading: asyncio.Event,
-        *,
-        namespace: str,
-        name: str,
-        taints_nodes: bool,
-        wall_clock: Callable[[], float],
-        on_change: Callable[[], None],
-        owners: Callable[[], list[Json]] = list,
-    ) -> None:
-        """`on_change()`: the view is another one, so every job should be looked at; `owners`: of the ConfigMap."""
-        self.view = FleetView()
-        self._api = api
-        self._caches = caches
-        self._leading = leading
-        self._namespace = namespace
-        self._name = name
-        self._taints_nodes = taints_nodes
-        self._wall_clock = wall_clock
-        self._on_change = on_change
-        self._owners = owners
-        self._woken = asyncio.Event()
-        self._nodes_changed = False
-        """Since the newest look at them."""
-        self._rounds = 0
-        self._deleted: dict[str, str] = {}
-        """Provider IDs of nodes that no longer exist, oldest first."""
-        self._memory: Memory | None = None
-        self._written = False
-        """The ConfigMap existed, as far as this process knows."""
-        if caches.nodes is not None:
-            caches.nodes.store.listen(self._node_changed)
-        caches.jobs.store.listen(self._job_changed)
+    api: Api
+    caches: Caches
+    leading: asyncio.Event
+    _: KW_ONLY
+    namespace: str
+    name: str
+    taints_nodes: bool
+    wall_clock: Callable[[], float]
+    on_change: Callable[[], None]
+    """Called when the view is another one, so every job should be planned."""
+    owners: Callable[[], list[Json]] = list
+    """`ownerReferences` of the ConfigMap."""
+    view: FleetView = field(default_factory=FleetView, init=False)
+    _woken: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _nodes_changed: bool = field(default=False, init=False)
+    """Since the newest look at them."""
+    _rounds: int = field(default=0, init=False)
+    _deleted: dict[str, str] = field(default_factory=dict, init=False)
+    """Provider IDs of nodes that no longer exist, oldest first."""
+    _memory: Memory | None = field(default=None, init=False)
+    _written: bool = field(default=False, init=False)
+    """The ConfigMap existed, as far as this process knows."""
+
+    def __post_init__(self) -> None:
+        if self.caches.nodes is not None:
+            self.caches.nodes.store.listen(self._node_changed)
+        self.caches.jobs.store.listen(self._job_changed)
 
     @property
     def machines(self) -> Collection[Machine]:
@@ -108,8 +101,8 @@ class FleetReconciler:
 
     async def run(self) -> None:
         """Set owners while this process leads."""
-        await self._leading.wait()
-        while self._leading.is_set():
+        await self.leading.wait()
+        while self.leading.is_set():
             self._woken.clear()
             seconds = RETRY_SECONDS
             try:
@@ -156,29 +149,29 @@ class FleetReconciler:
                 if plan.requeue_after is None
                 else min(POLL_SECONDS, max(SETTLE_SECONDS, plan.requeue_after))
             )
-        raise ConflictError(f"ConfigMap {self._namespace}/{self._name} is changed by somebody else all the time")
+        raise ConflictError(f"ConfigMap {self.namespace}/{self.name} is changed by somebody else all the time")
 
     def _plan(self, memory: Memory | None) -> FleetPlan:
         self._nodes_changed = False
         self._rounds += 1
-        carrying = frozenset(entry.view.node for entry in self._caches.pods.store.snapshot().values()) - {""}
-        if self._caches.nodes is None:
+        carrying = frozenset(entry.view.node for entry in self.caches.pods.store.snapshot().values()) - {""}
+        if self.caches.nodes is None:
             nodes = {name: NodeView(name=name) for name in carrying}
         else:
-            nodes = {key[1]: entry.view for key, entry in self._caches.nodes.store.snapshot().items()}
+            nodes = {key[1]: entry.view for key, entry in self.caches.nodes.store.snapshot().items()}
         return plan_fleet(
             FleetObserved(
                 nodes=nodes,
                 carrying=carrying,
                 jobs=tuple(
                     _records(entry.view.view)
-                    for entry in self._caches.jobs.store.snapshot().values()
+                    for entry in self.caches.jobs.store.snapshot().values()
                     if entry.view.view is not None
                 ),
                 memory=memory,
-                now=self._wall_clock(),
+                now=self.wall_clock(),
                 machines=self._deleted,
-                taints_nodes=self._taints_nodes and self._caches.nodes is not None,
+                taints_nodes=self.taints_nodes and self.caches.nodes is not None,
             )
         )
 
@@ -187,11 +180,11 @@ class FleetReconciler:
         if old.frozen != plan.view.frozen:
             logger.warning("%.1000s", plan.view.frozen or "few enough nodes are bad: they are acted on again")
         if old != plan.view:
-            self._on_change()
+            self.on_change()
 
     async def _read(self) -> tuple[Memory | None, Json | None]:
         try:
-            raw = await self._api.get(CONFIG_MAPS, self._namespace, self._name)
+            raw = await self.api.get(CONFIG_MAPS, self.namespace, self.name)
         except NotFoundError:
             return None, None
         data = raw.get("data")
@@ -200,24 +193,24 @@ class FleetReconciler:
     async def _write(self, memory: Memory, raw: Json | None) -> None:
         data = fleet_record.encode(memory)
         if raw is None:
-            metadata: Json = {"name": self._name, "namespace": self._namespace, "labels": _LABELS}
-            if owners := self._owners():
+            metadata: Json = {"name": self.name, "namespace": self.namespace, "labels": _LABELS}
+            if owners := self.owners():
                 metadata["ownerReferences"] = owners
-            await self._api.create(CONFIG_MAPS, self._namespace, {"metadata": metadata, "data": data})
+            await self.api.create(CONFIG_MAPS, self.namespace, {"metadata": metadata, "data": data})
         else:
-            await self._api.replace(CONFIG_MAPS, self._namespace, self._name, {**raw, "data": data})
+            await self.api.replace(CONFIG_MAPS, self.namespace, self.name, {**raw, "data": data})
 
     async def _taint(self, write: TaintNode) -> None:
         """Compare and swap: the list of taints can only be written as a whole."""
         try:
-            raw = await self._api.get(NODES, "", write.node)
+            raw = await self.api.get(NODES, "", write.node)
             others = [
                 each for each in (raw.get("spec") or {}).get("taints") or () if each.get("key") != TAINT_QUARANTINED
             ]
             ours = write.taint
             added = [] if ours is None else [{"key": ours.key, "value": ours.value, "effect": ours.effect}]
             version = {"resourceVersion": raw["metadata"]["resourceVersion"]}
-            await self._api.merge(NODES, "", write.node, {"metadata": version, "spec": {"taints": [*others, *added]}})
+            await self.api.merge(NODES, "", write.node, {"metadata": version, "spec": {"taints": [*others, *added]}})
         except (ConflictError, NotFoundError):
             return  # the next look sees what is there
         done = "taint taken off" if ours is None else f"tainted ({ours.value})"
