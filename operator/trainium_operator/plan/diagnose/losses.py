@@ -349,17 +349,16 @@ def _without_node(facts: Facts, member: Member, worker: Worker) -> Loss | None:
 def _leaving(facts: Facts, member: Member, worker: Worker) -> Loss | None:
     if not worker.pod.deleting and not worker.pod.disrupted:
         return None
-    answers = not worker.silent and not worker.node_bad and worker.agent is not None
     cause, problem = cause_of_leaving(worker.pod), facts.node_problems.get(worker.pod.uid)
     seen = f": {problem}" if problem is not None and problem.cause is cause else ""
     return Loss(
         member=member,
         worker=worker,
         cause=cause,
-        failed_at=facts.now if answers else failed_since(facts, worker),
+        failed_at=facts.now if worker.answers else failed_since(facts, worker),
         message=f"pod {worker.pod.name} on node {worker.pod.node} is being deleted or evicted{seen}",
         force=worker.node_bad,
-        saves=answers,
+        saves=worker.answers,
     )
 
 
@@ -423,32 +422,32 @@ _KNOWN_SECONDS = {"aws-node-termination-handler/spot-itn": 120.0}
 """Taint -> time between the notice and the end of the node; others end when the last pod has been evicted."""
 _EXIT_MARGIN_SECONDS = 10.0
 """Between the end of the ranks' grace and the end of the node."""
-_NEVER = float("inf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Notices:
-    """Consequences of the current notices."""
+class Diagnosis:
+    """Problems of the members of the generation in force."""
 
-    departures: tuple[Loss, ...] = ()
-    """Members that give up their ranks now although nobody takes them."""
-    since: float | None = None
-    """Since when the oldest one is (Unix seconds); None when nobody is about to leave."""
-    requeue_at: tuple[float, ...] = ()
+    losses: tuple[Loss, ...]
+    """Those that cannot go on or leave now, the most severe cause first."""
+    requeue_at: tuple[float, ...]
     """When to look again (Unix seconds)."""
+    leaving_since: float | None = None
+    """Since when a notice is that a member's node will leave (Unix seconds); None for none."""
     events: tuple[EventIntent, ...] = ()
 
 
-def planned_departures(facts: Facts, losses: tuple[Loss, ...]) -> Notices:
-    """Return which members, besides the lost ones, leave now, and when the others must."""
+def diagnose(facts: Facts) -> Diagnosis:
+    """Return the failed members, those that leave now, and when the others must."""
+    losses, requeue_at = find_losses(facts)
     lost = {loss.member.pod_uid for loss in losses}
     leaving = [each for each in _leaving_members(facts) if each[0].pod_uid not in lost]
     if not leaving:
-        return Notices()
+        return Diagnosis(losses=losses, requeue_at=requeue_at)
     known = facts.job.status.leaving_since
     since = facts.now if known is None else known
     taints = [taint.key for _, worker in leaving if worker.node is not None for taint in worker.node.taints]
-    soonest = min((_KNOWN_SECONDS.get(key, _NEVER) for key in taints), default=_NEVER)
+    soonest = min((_KNOWN_SECONDS.get(key, math.inf) for key in taints), default=math.inf)
     last_call = since + max(0.0, soonest - facts.job.spec.recovery.grace_period_seconds - _EXIT_MARGIN_SECONDS)
     # Who has more than was asked for gives the node up at once.
     beyond = len(facts.members) - len(leaving) >= facts.job.status.desired - facts.job.status.idle_nodes.taken
@@ -457,24 +456,23 @@ def planned_departures(facts: Facts, losses: tuple[Loss, ...]) -> Notices:
     if any(worker is not None and worker.finished for _, worker in facts.members):
         pass  # the run ends; nobody takes a rank any more
     elif not losses and is_settled(facts) and facts.now >= shrink_at and _is_enough(facts, len(leaving)):
-        departures = tuple(_departure(facts, each, stays=True) for each in leaving)
+        departures = tuple(_departure(facts, *each, stays=True) for each in leaving)
     elif facts.now >= last_call:
-        departures = tuple(_departure(facts, each, stays=False) for each in leaving)
-    return Notices(
-        departures=departures,
-        since=since,
-        requeue_at=tuple(at for at in (shrink_at, last_call) if facts.now < at < _NEVER),
+        departures = tuple(_departure(facts, *each, stays=False) for each in leaving)
+    return Diagnosis(
+        losses=losses + departures,
+        requeue_at=(*requeue_at, *(at for at in (shrink_at, last_call) if facts.now < at < math.inf)),
+        leaving_since=since,
         events=(_notice_event(facts, leaving),) if known is None else (),
     )
 
 
 def _leaving_members(facts: Facts) -> list[tuple[Member, Worker]]:
     """Return members whose nodes are not bad, but on their way out."""
-    moving = members_to_move(facts)
     return [
-        each
-        for each in moving
-        if facts.node_problems[each[0].pod_uid].cause is Cause.PREEMPTED and not each[1].finished
+        (member, worker)
+        for member, worker in members_to_move(facts)
+        if facts.node_problems[member.pod_uid].cause is Cause.PREEMPTED and not worker.finished
     ]
 
 
@@ -496,41 +494,14 @@ def _is_enough(facts: Facts, leaving: int) -> bool:
     return facts.size.legal_at_most(len(facts.members) - leaving + len(list_joiners(facts))) > 0
 
 
-def _departure(facts: Facts, each: tuple[Member, Worker], *, stays: bool) -> Loss:
-    member, worker = each
+def _departure(facts: Facts, member: Member, worker: Worker, *, stays: bool) -> Loss:
+    problem = facts.node_problems[member.pod_uid]
     return Loss(
         member=member,
         worker=worker,
         cause=Cause.PREEMPTED,
         failed_at=facts.now,
-        message=(
-            f"node {worker.pod.node} of pod {worker.pod.name} is about to leave: {facts.node_problems[member.pod_uid]}"
-        ),
-        saves=not worker.silent and not worker.node_bad and worker.agent is not None,
+        message=f"node {worker.pod.node} of pod {worker.pod.name} is about to leave: {problem}",
+        saves=worker.answers,
         stays=stays,
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Diagnosis:
-    """Problems of the members of the generation in force."""
-
-    losses: tuple[Loss, ...]
-    """Those that cannot go on or leave now, the most severe cause first."""
-    leaving_since: float | None
-    """Since when a notice is that a member's node will leave (Unix seconds); None for none."""
-    requeue_at: tuple[float, ...]
-    """When to look again (Unix seconds)."""
-    events: tuple[EventIntent, ...]
-
-
-def diagnose(facts: Facts) -> Diagnosis:
-    """Look at every member once."""
-    losses, requeue_at = find_losses(facts)
-    notices = planned_departures(facts, losses)
-    return Diagnosis(
-        losses=losses + notices.departures,
-        leaving_since=notices.since,
-        requeue_at=requeue_at + notices.requeue_at,
-        events=notices.events,
     )

@@ -25,27 +25,25 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class ApplyObject:
-    """Server-side apply of a complete manifest (ConfigMap, PodDisruptionBudget or ResourceClaimTemplate)."""
+class ManifestAction:
+    """Write an object."""
 
     manifest: dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class ApplyGroup:
+class ApplyObject(ManifestAction):
+    """Server-side apply of a complete manifest (ConfigMap, PodDisruptionBudget or ResourceClaimTemplate)."""
+
+
+class ApplyGroup(ManifestAction):
     """Server-side apply of the object of a gang, of which no copy is kept: it is asked for with the pods, before them.
 
     Its name follows from its content, so one that exists is the same.
     """
 
-    manifest: dict[str, Any]
 
-
-@dataclass(frozen=True, slots=True)
-class ApplyPolicy:
+class ApplyPolicy(ManifestAction):
     """Create or update the job's NetworkPolicy. Nothing waits for it: refused, it stops nothing else."""
-
-    manifest: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +61,8 @@ class PublishMembership:
     replaces: int
 
 
-@dataclass(frozen=True, slots=True)
-class CreatePod:
+class CreatePod(ManifestAction):
     """Create one worker pod."""
-
-    manifest: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +75,8 @@ class DeletePod:
     """None: the pod's own; 0: at once, without waiting for its node."""
 
 
-@dataclass(frozen=True, slots=True)
-class ApplyWorkload:
+class ApplyWorkload(ManifestAction):
     """Create or update a Workload of Kueue; only while it holds no quota."""
-
-    manifest: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,19 +94,19 @@ class SetQuotaConditions:
 
 
 @dataclass(frozen=True, slots=True)
-class DeleteWorkload:
-    """Delete a Workload, with its uid as precondition; so its quota is free."""
+class DeletionAction:
+    """Delete an object, with its uid as precondition."""
 
     name: str
     uid: str
 
 
-@dataclass(frozen=True, slots=True)
-class DeleteTemplate:
-    """Delete a ResourceClaimTemplate that no pod refers to, with its uid as precondition."""
+class DeleteWorkload(DeletionAction):
+    """Delete a Workload, so that its quota is free."""
 
-    name: str
-    uid: str
+
+class DeleteTemplate(DeletionAction):
+    """Delete a ResourceClaimTemplate that no pod refers to."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,6 +122,11 @@ class Worker:
         return self.silent_seconds >= self.timeout
 
     @property
+    def answers(self) -> bool:
+        """Its agent reports from a healthy node, so that it can save before it leaves."""
+        return not self.silent and not self.node_bad and self.agent is not None
+
+    @property
     def refuses(self) -> bool:
         """Nobody listens on its agent's port any more."""
         return self.agent is not None and self.agent.refused is not None and self.contact.ports_believed
