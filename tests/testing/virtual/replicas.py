@@ -174,6 +174,22 @@ class World:
         return status.get("phase") == "Running" and all("recoveredSeconds" in e for e in status.get("history", ()))
 
 
+def check_each_death(
+    run: Callable[[int | None], tuple[dict[str, Any], int]], apart: int, *, first_write: int = 1
+) -> None:
+    """Assert that a scenario ends the same whichever write the operator dies after; every `apart`-th is tried.
+
+    `run(write)` returns the end of the scenario and the writes of its first operator; None: nothing dies.
+    """
+    expected, writes = run(None)
+    different = {}
+    for write in range(first_write, writes + 1, apart):
+        end, _ = run(write)
+        if end != expected:
+            different[write] = {key: (expected[key], end.get(key)) for key in expected if end.get(key) != expected[key]}
+    assert different == {}
+
+
 @asynccontextmanager
 async def world(*, job: dict[str, Any] | None = None, start: bool = True, **options: Any) -> AsyncIterator[World]:
     """A world whose job trains, unless `start` is False."""

@@ -320,6 +320,20 @@ class FakeCluster(FaultyWorld):
         self.dirty = True
 
 
+def size(cluster: FakeCluster) -> int:
+    return cluster.status.membership.size
+
+
+def names_of(cluster: FakeCluster) -> list[str]:
+    """Return the pods of the members, by rank."""
+    assert cluster.membership is not None
+    return [member.pod_name for member in cluster.membership.members]
+
+
+def rungs(cluster: FakeCluster) -> list[Rung]:
+    return [entry.rung for entry in cluster.status.history]
+
+
 def _copied(pod: Pod) -> Pod:
     agent = pod.agent
     if agent is not None:

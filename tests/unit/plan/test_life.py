@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from plan_builders import spec
-from plan_cluster import FakeCluster
+from plan_cluster import FakeCluster, names_of
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.conditions import ConditionType, Phase
@@ -19,10 +19,6 @@ def started(*, nodes: Any = 6, spares: Any = 1, steps: Any = 100_000, **workers:
     cluster.run(15)
     assert cluster.status.phase is Phase.RUNNING
     return cluster
-
-
-def names_of(cluster: Any) -> Any:
-    return [member.pod_name for member in cluster.membership.members]
 
 
 def last(cluster: Any) -> Any:

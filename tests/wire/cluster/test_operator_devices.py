@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.testing.suite.virtual_time import in_virtual_time, run_virtual
 from tests.testing.virtual.operator_process import training_job, until
-from tests.testing.virtual.replicas import World, world
+from tests.testing.virtual.replicas import World, check_each_death, world
 from trainium_operator.cluster.api.resources import CLAIMS, JOBS, NODES, PODS, SLICES, TEMPLATES
 
 if TYPE_CHECKING:
@@ -122,6 +122,7 @@ SCENARIOS: dict[str, Callable[[World], Awaitable[None]]] = {
 }
 
 
+@cache
 def run_scenario(name: str, die_after_write: int | None = None) -> tuple[dict[str, Any], int]:
     async def scenario() -> tuple[dict[str, Any], int]:
         async with devices(claiming_job(), die_after_write=die_after_write) as seen:
@@ -142,14 +143,9 @@ def run_scenario(name: str, die_after_write: int | None = None) -> tuple[dict[st
     return run_virtual(scenario())
 
 
-@cache
-def undisturbed(name: str) -> tuple[dict[str, Any], int]:
-    return run_scenario(name)
-
-
 @pytest.mark.parametrize(("name", "causes"), [("taint", ["DeviceTainted"]), ("shape", [])])
 def test_a_job_that_claims_devices_keeps_one_template_and_blames_nobody(name: str, causes: list[str]) -> None:
-    end, _ = undisturbed(name)
+    end, _ = run_scenario(name)
     assert end == {
         "phase": "Running", "causes": causes, "failures": [], "avoided": [], "templates": 1, "pods": 3,
     }  # fmt: skip
@@ -159,13 +155,7 @@ def test_a_job_that_claims_devices_keeps_one_template_and_blames_nobody(name: st
 @pytest.mark.parametrize("apart", [pytest.param(1, marks=pytest.mark.long), 3])
 @pytest.mark.parametrize("name", ["taint", pytest.param("shape", marks=pytest.mark.long)])
 def test_a_scenario_of_devices_ends_the_same_whichever_write_the_operator_dies_after(name: str, apart: int) -> None:
-    expected, writes = undisturbed(name)
-    different = {}
-    for write in range(1, writes + 1, apart):
-        end, _ = run_scenario(name, write)
-        if end != expected:
-            different[write] = {key: (expected[key], end[key]) for key in expected if end[key] != expected[key]}
-    assert different == {}
+    check_each_death(partial(run_scenario, name), apart)
 
 
 @in_virtual_time

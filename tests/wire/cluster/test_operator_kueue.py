@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,7 +17,7 @@ from tests.testing.api.fake_kubernetes import Write, refuse
 from tests.testing.api.fake_kueue import FLAVOR, FakeKueue
 from tests.testing.suite.virtual_time import in_virtual_time, run_virtual
 from tests.testing.virtual.operator_process import training_job, until
-from tests.testing.virtual.replicas import World, world
+from tests.testing.virtual.replicas import World, check_each_death, world
 from trainium_operator.cluster.api.resources import JOBS, PODS, WORKLOADS
 
 if TYPE_CHECKING:
@@ -137,6 +137,7 @@ EACH_CHANGE = ("end", "step")
 """The scenarios whose every write is tested with each change; the others are tested nightly."""
 
 
+@cache
 def run_scenario(name: str, die_after_write: int | None = None) -> tuple[dict[str, Any], int]:
     act, workers = SCENARIOS[name]
 
@@ -162,11 +163,6 @@ def run_scenario(name: str, die_after_write: int | None = None) -> tuple[dict[st
     return run_virtual(scenario())
 
 
-@cache
-def undisturbed(name: str) -> tuple[dict[str, Any], int]:
-    return run_scenario(name)
-
-
 @pytest.mark.parametrize(
     ("name", "used", "workloads"),
     [
@@ -180,7 +176,7 @@ def undisturbed(name: str) -> tuple[dict[str, Any], int]:
 def test_a_job_in_a_queue_uses_what_it_was_given_and_no_more(
     name: str, used: int, workloads: dict[str, list[str]]
 ) -> None:
-    end, _ = undisturbed(name)
+    end, _ = run_scenario(name)
     assert (end["used"], end["workloads"]) == (used, workloads)
     assert (end["restarts"] or {}).get("total", 0) == 0, "a queue's decision is no failure"
 
@@ -191,13 +187,7 @@ def test_a_job_in_a_queue_uses_what_it_was_given_and_no_more(
     "name", [pytest.param(name, marks=() if name in EACH_CHANGE else pytest.mark.long) for name in SCENARIOS]
 )
 def test_a_queued_scenario_ends_the_same_whichever_write_the_operator_dies_after(name: str, apart: int) -> None:
-    expected, writes = undisturbed(name)
-    different = {}
-    for write in range(1, writes + 1, apart):
-        end, _ = run_scenario(name, write)
-        if end != expected:
-            different[write] = {key: (expected[key], end[key]) for key in expected if end[key] != expected[key]}
-    assert different == {}
+    check_each_death(partial(run_scenario, name), apart)
 
 
 def test_a_workload_of_somebody_else_is_left_alone_and_reported() -> None:

@@ -20,7 +20,7 @@ import pytest
 from tests.testing.suite.virtual_time import run_virtual
 from tests.testing.virtual.fake_workers import lose_node
 from tests.testing.virtual.operator_process import training_job, until
-from tests.testing.virtual.replicas import World, world
+from tests.testing.virtual.replicas import World, check_each_death, world
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, EVENTS, JOBS
 from trainium_operator.cluster.cache.membership_record import membership_of
 
@@ -209,13 +209,10 @@ def undisturbed(name: str) -> tuple[dict[str, Any], int]:
 @pytest.mark.parametrize("apart", [pytest.param(1, marks=pytest.mark.long), 3])
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_a_scenario_ends_the_same_whichever_write_the_operator_dies_after(name: str, apart: int) -> None:
-    expected, writes = undisturbed(name)
-    different = {}
-    for write in range(1 if name == "first start" else START_WRITES, writes + 1, apart):
-        end, _, _ = run_scenario(name, write)
-        if end != expected:
-            different[write] = {key: (expected[key], end.get(key)) for key in expected if end.get(key) != expected[key]}
-    assert different == {}
+    def run(write: int | None) -> tuple[dict[str, Any], int]:
+        return undisturbed(name) if write is None else run_scenario(name, write)[:2]
+
+    check_each_death(run, apart, first_write=1 if name == "first start" else START_WRITES)
 
 
 @pytest.mark.parametrize("name", ["first start", "lost node"])

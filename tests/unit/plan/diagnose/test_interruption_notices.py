@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from plan_builders import NOW, deleted, newest, planned, pod, published, ranks, running, spec, with_pod, with_status
-from plan_cluster import FakeCluster
+from plan_cluster import FakeCluster, names_of
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.conditions import Phase
@@ -25,11 +25,6 @@ def started(*, nodes: int = 6, spares: int = 0, recovery: Any = None, **workers:
     cluster.run(15)
     assert cluster.status.phase is Phase.RUNNING
     return cluster
-
-
-def names_of(cluster: FakeCluster) -> list[str]:
-    assert cluster.membership is not None
-    return [member.pod_name for member in cluster.membership.members]
 
 
 def node_of(cluster: FakeCluster, rank: int) -> str:

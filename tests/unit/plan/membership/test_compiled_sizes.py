@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from plan_builders import spec
-from plan_cluster import FakeCluster
+from plan_cluster import FakeCluster, size
 
 from trainium_contract.sizes import MAX_COMPILED
 from trainium_contract.spec.precompile import CompiledSize
@@ -38,10 +38,6 @@ def report_compiled(cluster: FakeCluster, *sizes: int) -> None:
     """Somebody has compiled for these sizes."""
     cluster.compiled = tuple(CompiledSize(nodes=size, seconds=COMPILE) for size in sizes)
     cluster.dirty = True  # a heartbeat with a new size wakes the operator
-
-
-def size(cluster: FakeCluster) -> int:
-    return cluster.status.membership.size
 
 
 def test_the_status_names_the_sizes_whose_graphs_are_there_and_what_the_slowest_took() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from plan_builders import NOW, SETTINGS, created, planned, running, spec, with_status
-from plan_cluster import FakeCluster
+from plan_cluster import FakeCluster, names_of, rungs, size
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.conditions import ConditionType, Phase
@@ -44,22 +44,9 @@ def started(
     return cluster
 
 
-def size(cluster: FakeCluster) -> int:
-    return cluster.status.membership.size
-
-
 def generation(cluster: FakeCluster) -> int:
     assert cluster.membership is not None
     return cluster.membership.generation
-
-
-def names_of(cluster: FakeCluster) -> list[str]:
-    assert cluster.membership is not None
-    return [member.pod_name for member in cluster.membership.members]
-
-
-def rungs(cluster: FakeCluster) -> list[Rung]:
-    return [entry.rung for entry in cluster.status.history]
 
 
 # --- spares

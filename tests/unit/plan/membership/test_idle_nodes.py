@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from plan_builders import planned, running, spec
-from plan_cluster import FakeCluster
+from plan_cluster import FakeCluster, rungs, size
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.conditions import Phase
@@ -43,10 +43,6 @@ def started(
     return cluster
 
 
-def size(cluster: FakeCluster) -> int:
-    return cluster.status.membership.size
-
-
 def extras(cluster: FakeCluster) -> list[str]:
     return sorted(name for name, pod in cluster.pods.items() if pod.view.extra)
 
@@ -54,10 +50,6 @@ def extras(cluster: FakeCluster) -> list[str]:
 def is_graceful(cluster: FakeCluster) -> bool:
     """Return whether all ranks saved before the newest change."""
     return cluster.membership is not None and cluster.membership.transition is Transition.GRACEFUL
-
-
-def rungs(cluster: FakeCluster) -> list[Rung]:
-    return [entry.rung for entry in cluster.status.history]
 
 
 def test_a_job_grows_onto_idle_nodes_and_reports_it() -> None:
