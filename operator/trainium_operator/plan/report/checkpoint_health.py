@@ -29,7 +29,7 @@ OVERDUE_INTERVALS = 3
 SHORTEST_OVERDUE_SECONDS = 10.0
 _ALARMS = (Reason.CHECKPOINT_OVERDUE, Reason.STORAGE_UNAVAILABLE)
 _OF_STORE = "checkpoint storage"
-"""First words of each sentence of the trainer about its store."""
+"""Prefix of each sentence of the trainer about its store."""
 
 
 def set_checkpoint_health(facts: Facts, status: AnyShown) -> tuple[AnyShown, tuple[float, ...]]:
