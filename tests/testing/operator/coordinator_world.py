@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -11,14 +12,18 @@ from trainium_contract.wire.messages import Member, Membership, Transition
 from trainium_contract.wire.stream import FrameKind
 from trainium_contract.wire.worker_env import TOKEN_AUDIENCE
 from trainium_operator.coordinator.authentication import Authenticator
+from trainium_operator.coordinator.certificates import renew_material
 from trainium_operator.coordinator.server import CoordinatorServer
 from trainium_operator.coordinator.state import CoordinatorState
 from trainium_operator.http.errors import ReviewUnavailableError
+from trainium_operator.http.tls import ServerTls
 from trainium_operator.plan.model.names import JobId
 
 if TYPE_CHECKING:
     import asyncio
-    import ssl
+    from collections.abc import Awaitable, Callable
+
+    Review = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 
 LLAMA = JobId("team", "llama", "job-uid")
 JOB = {"namespace": "team", "job": "llama"}
@@ -64,6 +69,31 @@ def heartbeat(pod: str = "w-0", **changes: Any) -> dict[str, Any]:
         "phase": "Training",
         **changes,
     }
+
+
+def tls_of_server() -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """Return the contexts of a server, and of clients that trust it."""
+    material, tls = renew_material(None, ("localhost",), time.time()), ServerTls()
+    tls.load(material.server_cert, material.server_key)
+    return tls.context, ssl.create_default_context(cadata=material.ca_bundle.decode())
+
+
+class CountedReviews:
+    """How many reviews the operator waits for, and the most at one time."""
+
+    in_hand = 0
+    most_in_hand = 0
+
+    def counted(self, review: Review) -> Review:
+        async def ask(spec: dict[str, Any]) -> dict[str, Any]:
+            self.in_hand += 1
+            self.most_in_hand = max(self.most_in_hand, self.in_hand)
+            try:
+                return await review(spec)
+            finally:
+                self.in_hand -= 1
+
+        return ask
 
 
 class World:

@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import ssl
 import time
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
+from tests.testing.operator.coordinator_world import CountedReviews, tls_of_server
 from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.api.resources import ACCESS_REVIEWS, TOKEN_REVIEWS
 from trainium_operator.cluster.coordinator_ports import Reviewer
-from trainium_operator.coordinator.certificates import renew_material, server_names
 from trainium_operator.endpoints.access import Access
 from trainium_operator.endpoints.servers import EndpointServer, Exposition
-from trainium_operator.http.tls import ServerTls
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    import ssl
+    from collections.abc import AsyncIterator, Callable
 
     from tests.testing.api.fake_kubernetes import FakeCluster
     from trainium_operator.cluster.api.transport import Transport
     from trainium_operator.endpoints.pages import Jobs
-
-    Review = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 
 PROMETHEUS = "system:serviceaccount:monitoring:prometheus"
 USER = {
@@ -41,7 +38,7 @@ def may_read_metrics(spec: dict[str, Any]) -> bool:
     return bool(spec["user"] == PROMETHEUS and spec.get("nonResourceAttributes") == wanted)
 
 
-class ReadersWorld:
+class ReadersWorld(CountedReviews):
     """`cluster` is the API server; `now` the operator's clock."""
 
     def __init__(self, cluster: FakeCluster) -> None:
@@ -52,24 +49,9 @@ class ReadersWorld:
         self.now = time.time()
         self.answers: list[tuple[str, int]] = []
         self.made = 0
-        self.in_hand = 0
-        self.most_in_hand = 0
         self.server: EndpointServer
         self.port = 0
         self.trust: ssl.SSLContext
-
-    def counted(self, review: Review) -> Review:
-        """The same, and how many the operator waits for."""
-
-        async def ask(spec: dict[str, Any]) -> dict[str, Any]:
-            self.in_hand += 1
-            self.most_in_hand = max(self.most_in_hand, self.in_hand)
-            try:
-                return await review(spec)
-            finally:
-                self.in_hand -= 1
-
-        return ask
 
     def exposition(self) -> bytes:
         self.made += 1
@@ -114,11 +96,8 @@ async def readers_world(
         clock=lambda: world.now,
         on_answer=lambda *answer: world.answers.append(answer),
     )
-    material = renew_material(None, server_names("coordinator", "system"), time.time())
-    tls = ServerTls()
-    tls.load(material.server_cert, material.server_key)
-    world.port = await world.server.start("0.0.0.0", 0, tls.context)
-    world.trust = ssl.create_default_context(cadata=material.ca_bundle.decode())
+    context, world.trust = tls_of_server()
+    world.port = await world.server.start("0.0.0.0", 0, context)
     try:
         yield world
     finally:

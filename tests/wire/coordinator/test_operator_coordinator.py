@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import pytest
 
-from tests.testing.operator.coordinator_world import LLAMA, World, heartbeat, membership, register
+from tests.testing.operator.coordinator_world import LLAMA, World, heartbeat, membership, register, tls_of_server
 from trainium_contract.wire.stream import FrameKind
-from trainium_operator.coordinator.certificates import renew_material
 from trainium_operator.coordinator.server import LONGEST_FRAME
-from trainium_operator.http.tls import ServerTls
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -156,13 +154,11 @@ async def test_unknown_paths_and_methods_get_a_sentence_too(world: World) -> Non
 
 
 async def test_workers_reach_it_over_tls_and_trust_only_the_bundle() -> None:
-    world, tls, names = World(), ServerTls(), ("localhost",)
-    material, other = renew_material(None, names, time.time()), renew_material(None, names, time.time())
-    tls.load(material.server_cert, material.server_key)
-    await world.start(tls.context)
-    world.trust = ssl.create_default_context(cadata=material.ca_bundle.decode())
+    world = World()
+    context, world.trust = tls_of_server()
+    await world.start(context)
     await world.register()
-    world.trust = ssl.create_default_context(cadata=other.ca_bundle.decode())
+    world.trust = tls_of_server()[1]
     with pytest.raises(ssl.SSLCertVerificationError):
         await world.register("w-1")
     await world.stop()

@@ -23,7 +23,7 @@ from aiohttp import web
 
 from tests.testing.api.fake_http import FakeServer
 from tests.testing.api.fake_kubernetes import FakeCluster
-from tests.testing.operator.coordinator_world import LLAMA, heartbeat, register
+from tests.testing.operator.coordinator_world import LLAMA, CountedReviews, heartbeat, register, tls_of_server
 from tests.testing.operator.stream_client import SWITCHING, StreamClient
 from tests.testing.suite.patience import async_until
 from trainium_contract.wire.stream import STREAM_PATH, FrameKind
@@ -33,7 +33,6 @@ from trainium_operator.cluster.api.transport import connect
 from trainium_operator.cluster.coordinator_ports import Reviewer
 from trainium_operator.cluster.lease import LeaseElector
 from trainium_operator.coordinator.authentication import Authenticator
-from trainium_operator.coordinator.certificates import renew_material, server_names
 from trainium_operator.coordinator.server import CoordinatorServer
 from trainium_operator.coordinator.state import CoordinatorState
 from trainium_operator.http import limiter, listener, server
@@ -46,8 +45,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from trainium_operator.plan.model.names import JobId
-
-    Review = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 
 AGENTS = 12
 GENEROUS = 60.0
@@ -89,27 +86,13 @@ class ApiServer(FakeServer):
         return web.json_response({"status": {"authenticated": True, "audiences": spec["audiences"], "user": user}})
 
 
-class World:
+class World(CountedReviews):
     server: CoordinatorServer
     elector: LeaseElector
     api: ApiServer
     url: str
     port: int
     trust: ssl.SSLContext
-    in_hand = 0
-    most_in_hand = 0
-    """Reviews that the operator waited for at one time."""
-
-    def counted(self, review: Review) -> Review:
-        async def ask(body: dict[str, Any]) -> dict[str, Any]:
-            self.in_hand += 1
-            self.most_in_hand = max(self.most_in_hand, self.in_hand)
-            try:
-                return await review(body)
-            finally:
-                self.in_hand -= 1
-
-        return ask
 
     def is_orphaned(self, _namespace: str, _pod_name: str, _pod_uid: str) -> bool:
         return False
@@ -184,15 +167,9 @@ async def leading(folder: Path) -> AsyncIterator[World]:
     world.server = CoordinatorServer(
         CoordinatorState(time.time), authenticator, is_serving=lambda: True, notify=lambda *_: None
     )
-    material = renew_material(None, server_names("coordinator", "system"), time.time())
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    (folder / "cert").write_bytes(material.server_cert)
-    (folder / "key").write_bytes(material.server_key)
-    context.load_cert_chain(folder / "cert", folder / "key")
+    context, world.trust = tls_of_server()
     world.port = await world.server.start("0.0.0.0", 0, context)
     world.url = f"https://localhost:{world.port}"
-    world.trust = ssl.create_default_context(cadata=material.ca_bundle.decode())
-    world.trust.check_hostname = False
     try:
         yield world
         assert not holding.done()

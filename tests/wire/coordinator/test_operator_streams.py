@@ -5,22 +5,19 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-import ssl
 import time
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.testing.operator.coordinator_world import LLAMA, World, heartbeat, membership, register
+from tests.testing.operator.coordinator_world import LLAMA, World, heartbeat, membership, register, tls_of_server
 from tests.testing.operator.stream_client import SWITCHING, StreamClient
 from tests.testing.suite.patience import patient
 from trainium_contract.wire.stream import FrameKind, frame
 from trainium_operator.coordinator import streams
-from trainium_operator.coordinator.certificates import renew_material, server_names
 from trainium_operator.coordinator.server import LONGEST_FRAME
 from trainium_operator.coordinator.state import FULL_HEARTBEATS_PER_SECOND
-from trainium_operator.http.tls import ServerTls
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -58,12 +55,9 @@ async def site() -> AsyncIterator[Site]:
 
 @asynccontextmanager
 async def serving() -> AsyncIterator[Site]:
-    site, tls = Site(), ServerTls()
-    material = renew_material(None, server_names("coordinator", "system"), time.time())
-    tls.load(material.server_cert, material.server_key)
-    site.trust = ssl.create_default_context(cadata=material.ca_bundle.decode())
-    site.trust.check_hostname = False
-    await site.start(tls.context)
+    site = Site()
+    context, site.trust = tls_of_server()
+    await site.start(context)
     try:
         yield site
     finally:
