@@ -14,13 +14,7 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from trainium_operator.http.errors import (
-    FloodedError,
-    GoneError,
-    RefusedError,
-    ReviewUnavailableError,
-    UnauthenticatedError,
-)
+from trainium_operator.http import errors
 from trainium_operator.http.limiter import ConnectionLimiter
 from trainium_operator.http.listener import BROKEN, LimitedListener, TrackedConnection
 
@@ -71,15 +65,15 @@ class ErrorResponse:
 def error_response(error: Exception) -> ErrorResponse | None:
     """Return the answer to an error of the client; None for a defect of the operator."""
     match error:
-        case UnauthenticatedError():
+        case errors.UnauthenticatedError():
             return ErrorResponse(401, str(error), {"WWW-Authenticate": "Bearer"})
-        case FloodedError():
+        case errors.FloodedError():
             return ErrorResponse(429, f"{error}; try again in a minute", {"Retry-After": "60"})
-        case GoneError():
+        case errors.GoneError():
             return ErrorResponse(410, str(error))
-        case RefusedError():
+        case errors.RefusedError():
             return ErrorResponse(403, str(error))
-        case ReviewUnavailableError():
+        case errors.ReviewUnavailableError():
             return ErrorResponse(503, "the API server cannot check the token now; try again", RETRY_AFTER)
         case web.HTTPException():
             return ErrorResponse(error.status, error.reason)

@@ -13,17 +13,7 @@ from trainium_contract.status.internal import WINDOW
 from trainium_contract.status.interruptions import Interruption, Rung
 from trainium_contract.status.ledger import MAX_SIZES
 from trainium_contract.status.public import MembershipStatus
-from trainium_contract.wire.messages import (
-    HeartbeatRequest,
-    Member,
-    Membership,
-    ProcessFailure,
-    Progress,
-    RegisterRequest,
-    RestartRecord,
-    Transition,
-    WorkerPhase,
-)
+from trainium_contract.wire import messages
 from trainium_operator.plan.features import registry
 from trainium_operator.plan.manifests import config_maps
 from trainium_operator.plan.model import names
@@ -97,14 +87,18 @@ def pod(ordinal: int, **changes: Any) -> PodView:
     return replace(view, **changes)
 
 
-def heartbeat(ordinal: int, phase: WorkerPhase = WorkerPhase.STANDBY, **changes: Any) -> HeartbeatRequest:
+def heartbeat(
+    ordinal: int, phase: messages.WorkerPhase = messages.WorkerPhase.STANDBY, **changes: Any
+) -> messages.HeartbeatRequest:
     fields = {"generation": 0, "ready": True, **changes}
-    return HeartbeatRequest(
+    return messages.HeartbeatRequest(
         namespace="default", job="demo", pod_name=f"demo-w-{ordinal}", pod_uid=f"uid-{ordinal}", phase=phase, **fields
     )
 
 
-def agent(ordinal: int, phase: WorkerPhase = WorkerPhase.STANDBY, *, silent: float = 0.5, **changes: Any) -> AgentView:
+def agent(
+    ordinal: int, phase: messages.WorkerPhase = messages.WorkerPhase.STANDBY, *, silent: float = 0.5, **changes: Any
+) -> AgentView:
     """An agent that was last seen `silent` seconds ago."""
     view = {
         name: changes.pop(name)
@@ -112,7 +106,7 @@ def agent(ordinal: int, phase: WorkerPhase = WorkerPhase.STANDBY, *, silent: flo
         if name in changes
     }
     return AgentView(
-        registration=RegisterRequest(
+        registration=messages.RegisterRequest(
             namespace="default",
             job="demo",
             pod_name=f"demo-w-{ordinal}",
@@ -131,23 +125,23 @@ def agent(ordinal: int, phase: WorkerPhase = WorkerPhase.STANDBY, *, silent: flo
 
 def training(ordinal: int, step: int = 20, generation: int = 1, **changes: Any) -> AgentView:
     """The agent of a member that trains."""
-    progress = Progress(step=step, loss=2.0, memory_step=step, durable_step=10, updated=NOW - 0.5)
-    return agent(ordinal, WorkerPhase.TRAINING, generation=generation, **{"progress": progress, **changes})
+    progress = messages.Progress(step=step, loss=2.0, memory_step=step, durable_step=10, updated=NOW - 0.5)
+    return agent(ordinal, messages.WorkerPhase.TRAINING, generation=generation, **{"progress": progress, **changes})
 
 
-def failure(code: int, *, attempt: int = 0, step: int = 20, rank: int = 0, **changes: Any) -> ProcessFailure:
+def failure(code: int, *, attempt: int = 0, step: int = 20, rank: int = 0, **changes: Any) -> messages.ProcessFailure:
     fields = {"sequence": 0, "generation": 1, "message": "Traceback ... boom", "at": NOW - 2, **changes}
-    return ProcessFailure(attempt=attempt, exit_code=code, step=step, rank=rank, **fields)
+    return messages.ProcessFailure(attempt=attempt, exit_code=code, step=step, rank=rank, **fields)
 
 
-def restart(attempt: int, cause: Cause = Cause.CRASH, **changes: Any) -> RestartRecord:
+def restart(attempt: int, cause: Cause = Cause.CRASH, **changes: Any) -> messages.RestartRecord:
     fields = {"sequence": 0, "generation": 1, "failed_at": NOW - 3, "detected_at": NOW - 2.9, **changes}
-    return RestartRecord(attempt=attempt, cause=cause, **fields)
+    return messages.RestartRecord(attempt=attempt, cause=cause, **fields)
 
 
-def membership(*ordinals: int, generation: int = 1) -> Membership:
+def membership(*ordinals: int, generation: int = 1) -> messages.Membership:
     members = tuple(
-        Member(
+        messages.Member(
             pod_uid=f"uid-{ordinal}",
             pod_name=f"demo-w-{ordinal}",
             pod_ip=f"10.{ordinal >> 16}.{ordinal >> 8 & 255}.{ordinal & 255}",
@@ -157,9 +151,9 @@ def membership(*ordinals: int, generation: int = 1) -> Membership:
         )
         for rank, ordinal in enumerate(ordinals)
     )
-    return Membership(
+    return messages.Membership(
         generation=generation,
-        transition=Transition.IMMEDIATE,
+        transition=messages.Transition.IMMEDIATE,
         cause=Cause.RESIZE,
         members=members,
         processes_per_node=1,
@@ -280,7 +274,7 @@ def check_ledger(goodput: GoodputStatus) -> None:
     assert len(goodput.window.samples) < WINDOW
 
 
-def published(result: Plan) -> Membership | None:
+def published(result: Plan) -> messages.Membership | None:
     """The membership that a plan publishes."""
     found = [action for action in result.actions if isinstance(action, PublishMembership)]
     assert len(found) <= 1
@@ -303,6 +297,6 @@ def newest(result: Plan) -> Interruption:
     return result.status.history[-1]
 
 
-def ranks(found: Membership | None) -> list[str]:
+def ranks(found: messages.Membership | None) -> list[str]:
     assert found is not None
     return [member.pod_name for member in found.members]

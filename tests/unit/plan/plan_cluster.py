@@ -16,31 +16,13 @@ from trainium_contract.faults.classify import budget_of
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
 from trainium_contract.status.interruptions import Rung
 from trainium_contract.wire.worker_env import ANNOTATION_AVOIDED_NODES, LABEL_EXTRA
-from trainium_operator.plan.model import names
-from trainium_operator.plan.model.actions import (
-    Action,
-    ApplyObject,
-    ApplyPolicy,
-    CreatePod,
-    DeletePod,
-    Plan,
-    PublishMembership,
-)
-from trainium_operator.plan.model.observed import (
-    SILENCE_REPORTED_SECONDS,
-    DevicesView,
-    DeviceTaint,
-    FleetView,
-    JobView,
-    Observed,
-    PodPhase,
-    PodView,
-    WorkerIngress,
-)
+from trainium_operator.plan.model import actions, names, observed
 from trainium_operator.plan.plan import plan
 from trainium_operator.plan.view.size import decide_size
 
-_SETTINGS = replace(SETTINGS, worker_ingress=WorkerIngress(operator_namespace="system", operator_labels={"a": "b"}))
+_SETTINGS = replace(
+    SETTINGS, worker_ingress=observed.WorkerIngress(operator_namespace="system", operator_labels={"a": "b"})
+)
 
 
 class ConflictError(Exception):
@@ -55,8 +37,8 @@ class FakeCluster(FaultyWorld):
         self.generation = 1
         self.children: dict[str, str] = {}
         self.operator_since = self.now
-        self.fleet = FleetView()
-        self.device_taints: dict[str, DeviceTaint] = {}
+        self.fleet = observed.FleetView()
+        self.device_taints: dict[str, observed.DeviceTaint] = {}
         """By pod uid, of a device that it holds."""
         self.requeue_at: float | None = None
         self.dirty = True
@@ -87,8 +69,8 @@ class FakeCluster(FaultyWorld):
 
     # --- the operator -------------------------------------------------------------------------------------------
 
-    def observe(self) -> Observed:
-        job = JobView(
+    def observe(self) -> observed.Observed:
+        job = observed.JobView(
             namespace="default",
             name=self.name,
             uid="job-uid",
@@ -98,7 +80,7 @@ class FakeCluster(FaultyWorld):
             status=self.status,
             created=NOW,
         )
-        return Observed(
+        return observed.Observed(
             job=job,
             pods=tuple(each.view for each in self.pods.values()),
             nodes={name: self._node_view(each) for name, each in self.nodes.items()},
@@ -112,10 +94,10 @@ class FakeCluster(FaultyWorld):
             fleet=self.fleet,
             wanted_elsewhere=self.gang_waits,
             policies_known=True,
-            devices=DevicesView(taints={uid: (taint,) for uid, taint in self.device_taints.items()}),
+            devices=observed.DevicesView(taints={uid: (taint,) for uid, taint in self.device_taints.items()}),
         )
 
-    def reconcile(self, crash_after: int | None = None) -> Plan | None:
+    def reconcile(self, crash_after: int | None = None) -> actions.Plan | None:
         """Plan and act once; `crash_after` writes the operator dies."""
         if not self.operator_up:
             return None
@@ -156,20 +138,20 @@ class FakeCluster(FaultyWorld):
         self.requeue_at = None
         self.dirty = True
 
-    def _write(self, write: TrainingJobStatus | Action) -> None:
+    def _write(self, write: TrainingJobStatus | actions.Action) -> None:
         match write:
             case TrainingJobStatus():
                 self._check_records(write)
                 self.status = TrainingJobStatus.model_validate_json(write.model_dump_json(by_alias=True))
-            case ApplyObject(manifest) | ApplyPolicy(manifest):
+            case actions.ApplyObject(manifest) | actions.ApplyPolicy(manifest):
                 metadata = manifest["metadata"]
                 key = f"{manifest['kind']}/{metadata['name']}"
                 self.children[key] = metadata["annotations"][names.ANNOTATION_CONTENT_HASH]
-            case PublishMembership():
+            case actions.PublishMembership():
                 self._publish(write)
-            case CreatePod(manifest):
+            case actions.CreatePod(manifest):
                 self._create(manifest)
-            case DeletePod(name, uid, grace):
+            case actions.DeletePod(name, uid, grace):
                 self._delete(name, uid, grace)
 
     def _check_records(self, status: TrainingJobStatus) -> None:
@@ -188,7 +170,7 @@ class FakeCluster(FaultyWorld):
         node = self.nodes.get(pod.view.node) if pod is not None else None
         return node is None or not node.up or node.muted
 
-    def _publish(self, write: PublishMembership) -> None:
+    def _publish(self, write: actions.PublishMembership) -> None:
         recorded = self.membership.generation if self.membership else 0
         if self.membership != write.membership and recorded != write.replaces:
             raise ConflictError
@@ -207,11 +189,11 @@ class FakeCluster(FaultyWorld):
         self.uids += 1
         ordinal = names.ordinal_of(self.name, name)
         assert ordinal is not None
-        view = PodView(
+        view = observed.PodView(
             name=name,
             uid=f"uid-{self.uids}",
             ordinal=ordinal,
-            phase=PodPhase.PENDING,
+            phase=observed.PodPhase.PENDING,
             created=self.now,
             template_hash=manifest["metadata"]["annotations"]["trainium.dev/template-hash"],
             gang=manifest["metadata"]["annotations"].get("trainium.dev/gang", ""),
@@ -225,7 +207,11 @@ class FakeCluster(FaultyWorld):
         found = self.pods.get(name)
         if found is None or found.view.uid != uid:
             return
-        if grace == 0 or not found.view.node or found.view.phase in (PodPhase.FAILED, PodPhase.SUCCEEDED):
+        if (
+            grace == 0
+            or not found.view.node
+            or found.view.phase in (observed.PodPhase.FAILED, observed.PodPhase.SUCCEEDED)
+        ):
             del self.pods[name]
         elif not found.view.deleting:
             found.view = replace(found.view, deleting=True)
@@ -236,7 +222,7 @@ class FakeCluster(FaultyWorld):
         found = self.pods.get(name)
         if found is None or not found.view.node:
             return False
-        self.device_taints[found.view.uid] = DeviceTaint(f"{found.view.node}/d3", "neuron.aws.com/x", effect)
+        self.device_taints[found.view.uid] = observed.DeviceTaint(f"{found.view.node}/d3", "neuron.aws.com/x", effect)
         if evicts and effect == "NoExecute":
             found.view = replace(found.view, disrupted=True, disruption="DeletionByDeviceTaintManager")
             self._delete(name, found.view.uid, None)
@@ -291,7 +277,9 @@ class FakeCluster(FaultyWorld):
             if view.heartbeat
         }
         silent = {
-            uid for uid, view in self.known_agents.items() if self.now - view.last_seen >= SILENCE_REPORTED_SECONDS
+            uid
+            for uid, view in self.known_agents.items()
+            if self.now - view.last_seen >= observed.SILENCE_REPORTED_SECONDS
         }
         return (
             {name: each.view for name, each in self.pods.items()},
@@ -304,7 +292,7 @@ class FakeCluster(FaultyWorld):
 
     def _alive(self, found: Pod) -> bool:
         node = self.nodes.get(found.view.node)
-        ended = found.view.phase in (PodPhase.FAILED, PodPhase.SUCCEEDED)
+        ended = found.view.phase in (observed.PodPhase.FAILED, observed.PodPhase.SUCCEEDED)
         return not found.view.deleting and not ended and (not found.view.node or (node is not None and node.up))
 
     def change(self, **workers: Any) -> None:

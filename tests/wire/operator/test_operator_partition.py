@@ -13,12 +13,7 @@ from tests.testing.virtual.fake_workers import lose_node, readiness
 from tests.testing.virtual.operator_process import training_job, until
 from tests.testing.virtual.replicas import Scenario
 from trainium_operator.cluster.api.resources import NODES, PODS
-from trainium_operator.cluster.execute.deletion_limit import (
-    LEAST,
-    WINDOW_SECONDS,
-    ForceDeleteLimiter,
-    ForceDeleteLimitError,
-)
+from trainium_operator.cluster.execute import deletion_limit
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -117,12 +112,12 @@ async def test_a_failed_rack_is_replaced_because_the_other_workers_hang() -> Non
 
 def test_no_more_is_deleted_by_force_within_a_minute_than_the_last_bound_allows() -> None:
     now = 0.0
-    bound = ForceDeleteLimiter(lambda: now)
-    for number in range(LEAST):
+    bound = deletion_limit.ForceDeleteLimiter(lambda: now)
+    for number in range(deletion_limit.LEAST):
         bound.permit(f"pod-{number}", 10)
     bound.permit("pod-0", 10)  # a repetition
-    with pytest.raises(ForceDeleteLimitError, match="8 pods were deleted by force within 60 s"):
+    with pytest.raises(deletion_limit.ForceDeleteLimitError, match="8 pods were deleted by force within 60 s"):
         bound.permit("one-more", 10)
     bound.permit("of-many", 1000)
-    now = WINDOW_SECONDS
+    now = deletion_limit.WINDOW_SECONDS
     bound.permit("one-more", 10)

@@ -9,14 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainium_operator.cluster.cache.parts import items_of, mapping_of, text_of, texts_of, whole_of
-from trainium_operator.plan.model import names
-from trainium_operator.plan.model.quota import (
-    Placement,
-    PodSetGrant,
-    WorkloadCondition,
-    WorkloadConditionView,
-    WorkloadView,
-)
+from trainium_operator.plan.model import names, quota
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -25,16 +18,16 @@ if TYPE_CHECKING:
 
 LONGEST_MESSAGE = 1024
 """Characters of a Workload's message that are kept and written."""
-_KNOWN = {kind.value: kind for kind in WorkloadCondition}
+_KNOWN = {kind.value: kind for kind in quota.WorkloadCondition}
 _TOLERATION = ("key", "operator", "value", "effect", "tolerationSeconds")
 
 
-def workload_view(raw: Json) -> WorkloadView:
+def workload_view(raw: Json) -> quota.WorkloadView:
     """Parse a Workload. Raises ValueError when it lacks the part of the job's quota that it asks for."""
     metadata, spec, status = raw["metadata"], mapping_of(raw.get("spec")), mapping_of(raw.get("status"))
     annotations = mapping_of(metadata.get("annotations"))
     grants = items_of(mapping_of(status.get("admission")).get("podSetAssignments"))
-    return WorkloadView(
+    return quota.WorkloadView(
         name=metadata["name"],
         uid=metadata["uid"],
         version=metadata["resourceVersion"],
@@ -51,10 +44,10 @@ def workload_view(raw: Json) -> WorkloadView:
     )
 
 
-def flavor_view(raw: Json) -> Placement:
+def flavor_view(raw: Json) -> quota.Placement:
     """Parse a ResourceFlavor: what it requires of pods."""
     spec = mapping_of(raw.get("spec"))
-    return Placement(
+    return quota.Placement(
         node_selector=texts_of(spec.get("nodeLabels")),
         tolerations=tuple(map(_toleration, items_of(spec.get("tolerations")))),
     )
@@ -65,7 +58,7 @@ def priority_view(raw: Json) -> tuple[int, bool]:
     return int(raw["value"]), raw.get("globalDefault") is True
 
 
-def with_conditions(old: Iterable[Json], conditions: Iterable[WorkloadConditionView], now: str) -> list[Json]:
+def with_conditions(old: Iterable[Json], conditions: Iterable[quota.WorkloadConditionView], now: str) -> list[Json]:
     """Return the conditions with these set; the time changes only with the status. `now` is RFC 3339."""
     found = {each["type"]: each for each in old}
     for each in conditions:
@@ -81,8 +74,8 @@ def with_conditions(old: Iterable[Json], conditions: Iterable[WorkloadConditionV
     return list(found.values())
 
 
-def _condition(raw: Json) -> WorkloadConditionView:
-    return WorkloadConditionView(
+def _condition(raw: Json) -> quota.WorkloadConditionView:
+    return quota.WorkloadConditionView(
         _KNOWN[raw["type"]],
         true=raw.get("status") == "True",
         reason=text_of(raw.get("reason"))[:64],
@@ -90,9 +83,9 @@ def _condition(raw: Json) -> WorkloadConditionView:
     )
 
 
-def _grant(raw: Json) -> PodSetGrant:
+def _grant(raw: Json) -> quota.PodSetGrant:
     flavors = tuple(dict.fromkeys(texts_of(raw.get("flavors")).values()))
-    return PodSetGrant(name=text_of(raw.get("name")), count=_count(raw, default=0), flavors=flavors)
+    return quota.PodSetGrant(name=text_of(raw.get("name")), count=_count(raw, default=0), flavors=flavors)
 
 
 def _count(raw: Json, *, default: int) -> int:
@@ -100,14 +93,14 @@ def _count(raw: Json, *, default: int) -> int:
     return default if found is None else found
 
 
-def _updates(checks: Iterable[Json]) -> dict[str, Placement]:
+def _updates(checks: Iterable[Json]) -> dict[str, quota.Placement]:
     """Return one update for each pod set, of all ready checks; Kueue refuses contradictory ones."""
-    found: dict[str, Placement] = {}
+    found: dict[str, quota.Placement] = {}
     for check in checks:
         for each in items_of(check.get("podSetUpdates")) if check.get("state") == "Ready" else ():
             name = text_of(each.get("name"))
-            before = found.get(name, Placement())
-            found[name] = Placement(
+            before = found.get(name, quota.Placement())
+            found[name] = quota.Placement(
                 labels={**before.labels, **texts_of(each.get("labels"))},
                 annotations={**before.annotations, **texts_of(each.get("annotations"))},
                 node_selector={**before.node_selector, **texts_of(each.get("nodeSelector"))},

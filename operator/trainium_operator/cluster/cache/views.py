@@ -15,31 +15,16 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from trainium_contract.spec.managed_by import MAX_MANAGER, is_managed_here
+from trainium_contract.wire import worker_env
 from trainium_contract.wire.log_line import LINE_BYTES, readable
-from trainium_contract.wire.worker_env import (
-    ANNOTATION_AVOIDED_NODES,
-    ANNOTATION_IMAGE,
-    ANNOTATION_TEMPLATE_HASH,
-    LABEL_EXTRA,
-    LABEL_JOB,
-)
 from trainium_operator.cluster.cache.device_views import claim_template_of, device_health_of
 from trainium_operator.cluster.cache.lenient import readable_spec, readable_status
 from trainium_operator.cluster.cache.membership_record import MembershipRecord, membership_record
 from trainium_operator.cluster.cache.parts import items_of, mapping_of, name_of, text_of, whole_of
 from trainium_operator.plan.faults.node_signals import bad_status
 from trainium_operator.plan.manifests.worker_pod import WORKER_CONTAINER
-from trainium_operator.plan.model import names
+from trainium_operator.plan.model import names, observed
 from trainium_operator.plan.model.names import ANNOTATION_GROUP, LABEL_POD_SET, LABELS_READ, RESOURCES_READ, JobId
-from trainium_operator.plan.model.observed import (
-    JobView,
-    NodeCondition,
-    NodeReadiness,
-    NodeView,
-    PodPhase,
-    PodView,
-    Taint,
-)
 
 if TYPE_CHECKING:
     from trainium_contract.wire.messages import Membership
@@ -53,8 +38,8 @@ LONGEST_REASON_OF_A_POD, LONGEST_WORDS = 256, 8192
 left_out: Counter[str] = Counter()
 """Counts of malformed parts of pods and nodes, by the kind of part."""
 _CHANGED = "lastTransitionTime"
-_PHASES = {phase.value: phase for phase in PodPhase}
-_READINESS = {readiness.value: readiness for readiness in NodeReadiness}
+_PHASES = {phase.value: phase for phase in observed.PodPhase}
+_READINESS = {readiness.value: readiness for readiness in observed.NodeReadiness}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +52,7 @@ class JobRecord:
     namespace: str
     name: str
     uid: str
-    view: JobView | None
+    view: observed.JobView | None
     error: str = ""
     elsewhere: str = ""
     """Who else controls it (`spec.managedBy`): then nothing here reads or writes it, or answers its pods."""
@@ -104,7 +89,7 @@ def job_record(raw: Json) -> JobRecord:
         return JobRecord(*identity, None, elsewhere=str(manager)[:MAX_MANAGER])
     try:
         spec, unknown = readable_spec(raw.get("spec"))
-        view = JobView(
+        view = observed.JobView(
             namespace=metadata["namespace"],
             name=metadata["name"],
             uid=metadata["uid"],
@@ -126,11 +111,11 @@ def job_record(raw: Json) -> JobRecord:
     return JobRecord(*identity, view)
 
 
-def pod_view(raw: Json) -> PodView:
+def pod_view(raw: Json) -> observed.PodView:
     """Parse a worker pod without malformed parts. Raises ValueError when its name is not a worker's."""
     metadata, spec, status = raw["metadata"], mapping_of(raw.get("spec")), mapping_of(raw.get("status"))
     labels, annotations = mapping_of(metadata.get("labels")), mapping_of(metadata.get("annotations"))
-    ordinal = names.ordinal_of(text_of(labels.get(LABEL_JOB)), metadata["name"])
+    ordinal = names.ordinal_of(text_of(labels.get(worker_env.LABEL_JOB)), metadata["name"])
     if ordinal is None:
         raise ValueError(f"pod {metadata['name']} carries a worker's labels, but not a worker's name")
     conditions = {text_of(each.get("type")): each for each in _items(status.get("conditions"), "condition")}
@@ -142,11 +127,11 @@ def pod_view(raw: Json) -> PodView:
     init = InitState() if worker.get("running") or terminated else _init_state(spec, status)
     reason, message = _reason_and_message(status, scheduled, worker, init)
     phase, node = text_of(status.get("phase")), name_of(spec.get("nodeName"))
-    return PodView(
+    return observed.PodView(
         name=metadata["name"],
         uid=metadata["uid"],
         ordinal=ordinal,
-        phase=_PHASES.get(phase, PodPhase.UNKNOWN if phase else PodPhase.PENDING),
+        phase=_PHASES.get(phase, observed.PodPhase.UNKNOWN if phase else observed.PodPhase.PENDING),
         ip=text_of(status.get("podIP")),
         node=node,
         ready=conditions.get("Ready", {}).get("status") == "True",
@@ -160,21 +145,21 @@ def pod_view(raw: Json) -> PodView:
         scheduled=scheduled.get("status") == "True" or bool(node),
         unschedulable_message=text_of(scheduled.get("message"))[:LONGEST_WORDS] if unschedulable else "",
         finished=_seconds_or_none(terminated, "finishedAt"),
-        template_hash=text_of(annotations.get(ANNOTATION_TEMPLATE_HASH)),
-        avoided_nodes=frozenset(filter(None, text_of(annotations.get(ANNOTATION_AVOIDED_NODES)).split(","))),
-        image=intern(text_of(annotations.get(ANNOTATION_IMAGE))),
+        template_hash=text_of(annotations.get(worker_env.ANNOTATION_TEMPLATE_HASH)),
+        avoided_nodes=frozenset(filter(None, text_of(annotations.get(worker_env.ANNOTATION_AVOIDED_NODES)).split(","))),
+        image=intern(text_of(annotations.get(worker_env.ANNOTATION_IMAGE))),
         init_container=init.name,
         init_since=init.since,
         init_exit_code=init.exit_code,
         gang=text_of(annotations.get(ANNOTATION_GROUP)),
         pod_set=text_of(labels.get(LABEL_POD_SET)),
-        extra=LABEL_EXTRA in labels,
+        extra=worker_env.LABEL_EXTRA in labels,
         claim_template=claim_template_of(raw),
         device_health=device_health_of(raw),
     )
 
 
-def node_view(raw: Json) -> NodeView:
+def node_view(raw: Json) -> observed.NodeView:
     """Parse a node, reduced to what plans need and without malformed parts.
 
     Kubelets and detectors write to it every few seconds: the view changes only with what a plan reads.
@@ -182,14 +167,14 @@ def node_view(raw: Json) -> NodeView:
     metadata, spec, status = mapping_of(raw["metadata"]), mapping_of(raw.get("spec")), mapping_of(raw.get("status"))
     conditions = [each for each in _items(status.get("conditions"), "condition") if text_of(each.get("type"))]
     ready_condition: Json = next((each for each in conditions if each["type"] == "Ready"), {})
-    ready = _READINESS.get(text_of(ready_condition.get("status")), NodeReadiness.UNKNOWN)
+    ready = _READINESS.get(text_of(ready_condition.get("status")), observed.NodeReadiness.UNKNOWN)
     labels = mapping_of(metadata.get("labels"))
-    return NodeView(
+    return observed.NodeView(
         name=raw["metadata"]["name"],
         ready=ready,
         schedulable=spec.get("unschedulable") is not True,
         taints=tuple(_taint(each) for each in _items(spec.get("taints"), "taint") if text_of(each.get("key"))),
-        unready_since=None if ready is NodeReadiness.TRUE else _seconds_or_none(ready_condition, _CHANGED),
+        unready_since=None if ready is observed.NodeReadiness.TRUE else _seconds_or_none(ready_condition, _CHANGED),
         conditions=tuple(_condition(each) for each in conditions if _is_bad(each)),
         deleting="deletionTimestamp" in metadata,
         provider_id=name_of(spec.get("providerID")),
@@ -203,8 +188,8 @@ def _is_bad(condition: Json) -> bool:
     return condition["type"] != "Ready" and condition.get("status") == bad_status(condition["type"]).value
 
 
-def _condition(raw: Json) -> NodeCondition:
-    return NodeCondition(
+def _condition(raw: Json) -> observed.NodeCondition:
+    return observed.NodeCondition(
         type=intern(raw["type"]),
         status=_READINESS[raw["status"]],
         reason=text_of(raw.get("reason"))[:LONGEST_REASON],
@@ -213,8 +198,8 @@ def _condition(raw: Json) -> NodeCondition:
     )
 
 
-def _taint(raw: Json) -> Taint:
-    return Taint(intern(raw["key"]), intern(text_of(raw.get("value"))), intern(text_of(raw.get("effect"))))
+def _taint(raw: Json) -> observed.Taint:
+    return observed.Taint(intern(raw["key"]), intern(text_of(raw.get("value"))), intern(text_of(raw.get("effect"))))
 
 
 def _capacity(allocatable: Json) -> dict[str, int]:

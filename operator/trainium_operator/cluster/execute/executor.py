@@ -18,16 +18,7 @@ from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from trainium_operator.cluster.api.errors import (
-    AlreadyExistsError,
-    ApiError,
-    ConflictError,
-    ForbiddenError,
-    InvalidError,
-    NotFoundError,
-    NotOursError,
-    UndeclaredFieldError,
-)
+from trainium_operator.cluster.api import errors
 from trainium_operator.cluster.api.resources import (
     CONFIG_MAPS,
     JOBS,
@@ -114,7 +105,7 @@ class Executor:
         for intent in plan.events:
             self._recorder.record(note_of(job, intent))
         held: ForceDeleteLimitError | None = None
-        refused: ApiError | None = None
+        refused: errors.ApiError | None = None
         started = False
         for kind, group in groupby(plan.actions, type):
             actions: Sequence[Any] = tuple(group)
@@ -132,7 +123,7 @@ class Executor:
                 started = True
                 try:
                     await self._creating(job, (PODS.kind, self._create_pods(job, actions)))
-                except ApiError as error:
+                except errors.ApiError as error:
                     refused = error  # what has ended goes, also while nothing may be created
             elif kind is ApplyObject:
                 await self._creating(job, *((_place(each), self._single(job, each)) for each in actions))
@@ -151,7 +142,7 @@ class Executor:
         async def at(place: str, work: Awaitable[None]) -> None:
             try:
                 await work
-            except ApiError as error:
+            except errors.ApiError as error:
                 if _is_refusal(error):
                     pauses.append(self._creation_backoff.record_refusal(job.uid, place, refusal_of(job, str(error))))
                 raise
@@ -159,7 +150,7 @@ class Executor:
 
         try:
             await run_all(at(place, work) for place, work in works)
-        except ApiError as error:
+        except errors.ApiError as error:
             if _is_refusal(error) and max(pauses) >= REPORT_FROM_PAUSE:
                 self._recorder.record(write_failed(job, str(error)))
             raise
@@ -168,7 +159,7 @@ class Executor:
         status = plan.status.to_wire()
         try:
             raw = await self._apply_status(job, status)
-        except (ConflictError, NotFoundError):
+        except (errors.ConflictError, errors.NotFoundError):
             await self._refresh(job)
             raise
         self._caches.jobs.write_through(raw)
@@ -180,7 +171,7 @@ class Executor:
             body = {"metadata": version, "status": self._undeclared.without(status)}
             try:
                 return await self._api.apply(JOBS, job.namespace, job.name, body, subresource="status")
-            except UndeclaredFieldError as error:
+            except errors.UndeclaredFieldError as error:
                 if not self._undeclared.learn(error):
                     raise
 
@@ -188,7 +179,7 @@ class Executor:
         """Our copy of the job was old: the next plan must not work from it again."""
         try:
             self._caches.jobs.observe(await self._api.get(JOBS, job.namespace, job.name), deleted=False)
-        except NotFoundError:
+        except errors.NotFoundError:
             self._caches.jobs.store.forget((job.namespace, job.name), job.uid)
 
     async def _single(self, job: JobView, action: Action) -> None:
@@ -225,7 +216,7 @@ class Executor:
         if store.entry((job.namespace, name)) is None:
             try:
                 made = await self._api.create(resource, job.namespace, manifest)
-            except AlreadyExistsError:
+            except errors.AlreadyExistsError:
                 pass  # ours, of before this process, or another's
             else:
                 self._check_ours(job, resource, made)
@@ -239,8 +230,8 @@ class Executor:
     async def _live(self, resource: Resource, namespace: str, name: str) -> Json:
         try:
             return await self._api.get(resource, namespace, name)
-        except NotFoundError as error:
-            raise ConflictError(f"{resource.kind} {name} was deleted meanwhile", status=409) from error
+        except errors.NotFoundError as error:
+            raise errors.ConflictError(f"{resource.kind} {name} was deleted meanwhile", status=409) from error
 
     def _check_ours(self, job: JobView, resource: Resource, current: Json) -> None:
         """Note whose an object is. Raises NotOursError."""
@@ -251,14 +242,16 @@ class Executor:
             self._creation_backoff.clear_name_conflict(job.uid, place)
             return
         if owner is not None and (owner.namespace, owner.name) == (job.namespace, job.name):
-            raise ConflictError(f"{place} belongs to an earlier job of this name; waiting until it is gone", status=409)
+            raise errors.ConflictError(
+                f"{place} belongs to an earlier job of this name; waiting until it is gone", status=409
+            )
         sentence = (
             f"{resource.kind} {name} exists and does not belong to this job; it is left alone: delete it, or give the "
             "job another name"
         )
         if resource not in (PODS, NETWORK_POLICIES):  # the next try gives a pod another name, and no policy is needed
             self._creation_backoff.record_name_conflict(job.uid, place, sentence)
-        raise NotOursError(sentence, status=409)
+        raise errors.NotOursError(sentence, status=409)
 
     async def _delete_job(self, job: JobView, action: DeleteJob) -> None:
         """Delete the job as it was observed, not one that was created again or changed since."""
@@ -266,9 +259,9 @@ class Executor:
             await self._api.delete(
                 JOBS, job.namespace, job.name, uid=action.uid, resource_version=action.resource_version
             )
-        except NotFoundError:
+        except errors.NotFoundError:
             pass
-        except ConflictError:
+        except errors.ConflictError:
             await self._refresh(job)
             raise
 
@@ -287,7 +280,7 @@ class Executor:
         async with self._slots.of(job.id):
             try:
                 raw = await self._api.create(PODS, job.namespace, action.manifest)
-            except AlreadyExistsError:
+            except errors.AlreadyExistsError:
                 raw = await self._api.get(PODS, job.namespace, name)
                 self._check_ours(job, PODS, raw)
         self._caches.pods.write_through(raw)
@@ -309,9 +302,9 @@ class Executor:
                 raw = await self._api.delete(
                     PODS, job.namespace, action.name, uid=action.uid, grace_seconds=action.grace_seconds
                 )
-            except NotFoundError:
+            except errors.NotFoundError:
                 raw = {}
-            except ConflictError:
+            except errors.ConflictError:
                 if await self._exists(job, action):
                     raise
                 raw = {}
@@ -325,7 +318,7 @@ class Executor:
         """Return whether the pod itself is still there, and not another incarnation of its name."""
         try:
             raw = await self._api.get(PODS, job.namespace, action.name)
-        except NotFoundError:
+        except errors.NotFoundError:
             return False
         return bool(raw["metadata"]["uid"] == action.uid)
 
@@ -342,6 +335,9 @@ def refusal_of(job: JobView, text: str) -> str:
     return re.sub(rf"\b{re.escape(job.name)}-w-\d+\b", f"{job.name}-w-N", text)[:LONGEST_REFUSAL]
 
 
-def _is_refusal(error: ApiError) -> bool:
+def _is_refusal(error: errors.ApiError) -> bool:
     """Return whether an immediate retry is useless: 500 is a webhook that fails, 504 one that does not answer."""
-    return isinstance(error, ForbiddenError | InvalidError | NotOursError) or error.status in (500, 504)
+    return isinstance(error, errors.ForbiddenError | errors.InvalidError | errors.NotOursError) or error.status in (
+        500,
+        504,
+    )

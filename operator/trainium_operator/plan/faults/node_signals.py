@@ -15,32 +15,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from trainium_contract.faults import classify
 from trainium_contract.faults.causes import Cause
-from trainium_contract.faults.classify import (
-    cause_of_condition,
-    cause_of_label,
-    cause_of_taint,
-    classify_sign,
-    match_kernel_line,
-    match_rules,
-)
 from trainium_contract.faults.node_polarity import POLARITIES, Severity, bad_when
 from trainium_contract.faults.responses import Response
 from trainium_contract.sizes import INSTANCES
-from trainium_operator.plan.model.names import (
-    EFA,
-    LABEL_HYPERPOD_DEEP_CHECK,
-    LABEL_HYPERPOD_HEALTH,
-    LABEL_INSTANCE_TYPE,
-    NEURON,
-    TAINT_QUARANTINED,
-)
+from trainium_operator.plan.model import names
 from trainium_operator.plan.model.observed import NodeCondition, NodeReadiness, NodeView, Taint
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from trainium_contract.faults.classify import Verdict
     from trainium_contract.faults.rules import RecoveryRule
     from trainium_contract.wire.messages import HeartbeatRequest
 
@@ -75,7 +60,7 @@ class Demand:
     """It claims its devices, which a node's allocatable resources do not count."""
 
 
-_READ_ELSEWHERE = ("node.kubernetes.io/", TAINT_QUARANTINED)
+_READ_ELSEWHERE = ("node.kubernetes.io/", names.TAINT_QUARANTINED)
 """Beginnings of taints that only repeat what is read elsewhere (Ready, pressure, cordon, our own memory)."""
 _OUT_OF_SERVICE = "node.kubernetes.io/out-of-service"
 _STATUS = {True: NodeReadiness.TRUE, False: NodeReadiness.FALSE}
@@ -113,7 +98,7 @@ def _condition(condition: NodeCondition) -> Iterator[NodeProblem]:
     known = POLARITIES.get(condition.type)
     if known is None or condition.status is not _STATUS[known.bad_when]:
         return
-    cause = cause_of_condition(condition.type, condition.reason)
+    cause = classify.cause_of_condition(condition.type, condition.reason)
     if cause is None:
         return
     source, reason = f"condition {condition.type}", condition.reason or condition.status.value
@@ -124,9 +109,9 @@ def _capacity(node: NodeView, demand: Demand | None) -> Iterator[NodeProblem]:
     """Yield None of a resource is a device plugin that is away, fewer than there must be are devices that are lost."""
     if not node.capacity:
         return
-    instance = INSTANCES.get(node.labels.get(LABEL_INSTANCE_TYPE, ""))
+    instance = INSTANCES.get(node.labels.get(names.LABEL_INSTANCE_TYPE, ""))
     counted = instance is not None and not (demand is not None and demand.claims)
-    full = {NEURON: instance.devices} if counted and instance is not None else {}
+    full = {names.NEURON: instance.devices} if counted and instance is not None else {}
     needed = demand.resources if demand is not None else {}
     for resource in sorted(full.keys() | needed.keys()):
         has = node.capacity.get(resource)
@@ -135,7 +120,7 @@ def _capacity(node: NodeView, demand: Demand | None) -> Iterator[NodeProblem]:
             continue
         short = has < (needed.get(resource, 0) if demand is not None else wanted)
         severity = Severity.DRAIN if short and has > 0 else Severity.SUSPECT
-        cause = Cause.NETWORK if resource == EFA else Cause.DEVICE
+        cause = Cause.NETWORK if resource == names.EFA else Cause.DEVICE
         yield NodeProblem(severity, cause, f"capacity {resource}", f"{has} of {wanted}")
 
 
@@ -145,9 +130,9 @@ def _taint(taint: Taint, demand: Demand | None) -> Iterator[NodeProblem]:
         return
     if demand is not None and tolerates(demand.tolerations, taint):
         return
-    cause = cause_of_taint(taint.key)
-    if taint.key == LABEL_HYPERPOD_HEALTH:
-        known = cause_of_label(taint.key, taint.value)
+    cause = classify.cause_of_taint(taint.key)
+    if taint.key == names.LABEL_HYPERPOD_HEALTH:
+        known = classify.cause_of_label(taint.key, taint.value)
         yield NodeProblem(Severity.DRAIN if known else Severity.SUSPECT, known or Cause.HOST, source, reason)
     elif cause is not None:
         yield NodeProblem(Severity.DRAIN, cause, source, reason)
@@ -170,13 +155,13 @@ def tolerates(tolerations: tuple[Mapping[str, object], ...], taint: Taint) -> bo
 
 def _labels(node: NodeView) -> Iterator[NodeProblem]:
     """HyperPod's verdicts; a node in its deep check is merely not for new workers."""
-    status = node.labels.get(LABEL_HYPERPOD_HEALTH, "Schedulable")
+    status = node.labels.get(names.LABEL_HYPERPOD_HEALTH, "Schedulable")
     if status.startswith("Unschedulable"):
-        known = cause_of_label(LABEL_HYPERPOD_HEALTH, status)
+        known = classify.cause_of_label(names.LABEL_HYPERPOD_HEALTH, status)
         severity = Severity.DRAIN if known else Severity.SUSPECT
-        yield NodeProblem(severity, known or Cause.HOST, f"label {LABEL_HYPERPOD_HEALTH}", status)
-    if node.labels.get(LABEL_HYPERPOD_DEEP_CHECK) == "Failed":
-        yield NodeProblem(Severity.DRAIN, Cause.DEVICE, f"label {LABEL_HYPERPOD_DEEP_CHECK}", "Failed")
+        yield NodeProblem(severity, known or Cause.HOST, f"label {names.LABEL_HYPERPOD_HEALTH}", status)
+    if node.labels.get(names.LABEL_HYPERPOD_DEEP_CHECK) == "Failed":
+        yield NodeProblem(Severity.DRAIN, Cause.DEVICE, f"label {names.LABEL_HYPERPOD_DEEP_CHECK}", "Failed")
 
 
 KERNEL_LOG = "kernel log"
@@ -203,18 +188,18 @@ def with_rules(
 def kernel_problem(beat: HeartbeatRequest | None, rules: Sequence[RecoveryRule]) -> NodeProblem | None:
     """Return the problem of the agent's node by the newest kernel line that is a fault by itself."""
     for event in reversed(beat.kernel if beat is not None else ()):
-        sign = match_kernel_line(event.line)
-        ruled = match_rules(rules, texts=(event.line,))
+        sign = classify.match_kernel_line(event.line)
+        ruled = classify.match_rules(rules, texts=(event.line,))
         if ruled is not None:
             if ruled.response is not Response.RESTART_IN_PLACE:
                 return NodeProblem(Severity.DRAIN, ruled.cause, KERNEL_LOG, ruled.sentence, event.at, event.line)
         elif sign is not None and sign.decisive:
-            sentence = classify_sign(sign).sentence
+            sentence = classify.classify_sign(sign).sentence
             return NodeProblem(Severity.FATAL, sign.cause, KERNEL_LOG, sentence, event.at, event.line)
     return None
 
 
-def stopping_sign(node: NodeView, rules: Sequence[RecoveryRule]) -> tuple[Verdict, str] | None:
+def stopping_sign(node: NodeView, rules: Sequence[RecoveryRule]) -> tuple[classify.Verdict, str] | None:
     """Return the verdict of a rule that stops the job, and the sign on the node."""
     if not rules:
         return None
@@ -224,15 +209,17 @@ def stopping_sign(node: NodeView, rules: Sequence[RecoveryRule]) -> tuple[Verdic
     return None
 
 
-def _signs(node: NodeView, rules: Sequence[RecoveryRule]) -> Iterator[tuple[Verdict, str, str, str, float | None]]:
+def _signs(
+    node: NodeView, rules: Sequence[RecoveryRule]
+) -> Iterator[tuple[classify.Verdict, str, str, str, float | None]]:
     """Yield conditions and taints that a rule names: verdict, source, reason, message, since when."""
     for condition in node.conditions:
         if condition.status is not bad_status(condition.type):
             continue
-        found = match_rules(rules, reason=condition.reason, texts=(condition.message,))
+        found = classify.match_rules(rules, reason=condition.reason, texts=(condition.message,))
         if found is not None:
             yield found, f"condition {condition.type}", condition.reason, condition.message, condition.since
     for taint in node.taints:
-        found = match_rules(rules, reason=taint.key)
+        found = classify.match_rules(rules, reason=taint.key)
         if found is not None:
             yield found, f"taint {taint.key}", taint.value or taint.effect, "", None

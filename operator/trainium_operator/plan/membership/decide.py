@@ -24,15 +24,8 @@ from trainium_contract.status.interruptions import Rung
 from trainium_contract.wire.messages import Member, Transition, WorkerPhase
 from trainium_operator.plan.diagnose.process_failures import cause_of_standstill
 from trainium_operator.plan.history.interruptions import open_interruption, open_membership_entry, replace_entry
+from trainium_operator.plan.membership import growth
 from trainium_operator.plan.membership.generation import Decision, NewGeneration
-from trainium_operator.plan.membership.growth import (
-    available_size,
-    compile_seconds,
-    growth_resumes_at,
-    is_worth_growing,
-    pays_at,
-    rescale_at,
-)
 from trainium_operator.plan.membership.ranks import assign_ranks, member_of, order_first_ranks, rank_context
 from trainium_operator.plan.model.conditions import AnyShown, is_true, with_condition
 from trainium_operator.plan.model.reasons import Reason
@@ -54,10 +47,10 @@ def form_first_generation(facts: Facts, status: TrainingJobStatus) -> Decision:
     ready = facts.candidates
     size = status.desired
     if len(ready) < size:
-        deadline = rescale_at(facts, status)
+        deadline = growth.rescale_at(facts, status)
         if facts.now < deadline:
             return Decision(status=status, requeue_at=(deadline,))
-        size = available_size(facts, status, len(ready))
+        size = growth.available_size(facts, status, len(ready))
     if size == 0:
         return Decision(status=status)
     ordered = order_first_ranks(ready, size, rank_context(facts))
@@ -123,7 +116,7 @@ def _wait_until(facts: Facts, status: TrainingJobStatus, available: int, *, wait
     assert facts.current is not None
     if available >= min(status.desired, len(facts.current.members)) or waited:
         return None
-    deadline = rescale_at(facts, status)
+    deadline = growth.rescale_at(facts, status)
     return deadline if facts.now < deadline else None
 
 
@@ -132,7 +125,7 @@ def _size(facts: Facts, status: PublicStatus, available: int) -> int:
     assert facts.current is not None
     if available >= status.desired:
         return status.desired
-    return available_size(facts, status, min(available, len(facts.current.members)))
+    return growth.available_size(facts, status, min(available, len(facts.current.members)))
 
 
 def _with_rung(facts: Facts, status: TrainingJobStatus, size: int, joined: tuple[Worker, ...]) -> TrainingJobStatus:
@@ -185,29 +178,29 @@ def _grown(facts: Facts, status: TrainingJobStatus, present: int, newcomers: int
     """Return the size to grow to now, `present` when not yet; and when to look again (Unix seconds)."""
     if newcomers == 0 or not is_settled(facts):
         return present, ()
-    resting = 0.0 if is_true(status, ConditionType.RESIZING) else growth_resumes_at(facts, status)
+    resting = 0.0 if is_true(status, ConditionType.RESIZING) else growth.growth_resumes_at(facts, status)
     if facts.now < resting:
         return present, (resting,)
     asked = is_true(status, ConditionType.RESIZING)
     size = _target(facts, status, present, min(status.desired, present + newcomers), asked=asked)
-    price = compile_seconds(facts, status, size)
-    if size <= present or not (asked or is_worth_growing(facts, status, present, size, beside=price)):
+    price = growth.compile_seconds(facts, status, size)
+    if size <= present or not (asked or growth.is_worth_growing(facts, status, present, size, beside=price)):
         return present, ()
-    paying = facts.now if asked else pays_at(facts, status, size, _last_change(status))
+    paying = facts.now if asked else growth.pays_at(facts, status, size, _last_change(status))
     if facts.now < paying:
         return present, (paying,)
     if size == status.desired:
         return size, ()
-    deadline = rescale_at(facts, status)
+    deadline = growth.rescale_at(facts, status)
     return (present, (deadline,)) if facts.now < deadline else (size, ())
 
 
 def _target(facts: Facts, status: PublicStatus, present: int, nodes: int, *, asked: bool) -> int:
     """Return the size to grow to with so many nodes; a compiled one where that is growth."""
     size = nodes if nodes == status.desired else facts.size.legal_at_most(nodes)
-    if asked or not compile_seconds(facts, status, size):
+    if asked or not growth.compile_seconds(facts, status, size):
         return size
-    at_hand = available_size(facts, status, nodes)
+    at_hand = growth.available_size(facts, status, nodes)
     return at_hand if at_hand > present else size
 
 

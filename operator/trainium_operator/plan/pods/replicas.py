@@ -22,14 +22,8 @@ from trainium_contract.faults.responses import Response
 from trainium_contract.wire.messages import WorkerPhase
 from trainium_operator.plan.diagnose.failure_policy import START_ATTEMPTS, start_failures
 from trainium_operator.plan.diagnose.losses import members_to_move
+from trainium_operator.plan.faults import failure_budgets
 from trainium_operator.plan.faults.ends import classify_pod_failure, died_by_itself, meaning_of_failure
-from trainium_operator.plan.faults.failure_budgets import (
-    avoided_nodes,
-    backoff_until,
-    exhausted_budget,
-    has_record_of,
-    record_failure,
-)
 from trainium_operator.plan.manifests.config_maps import config_map
 from trainium_operator.plan.manifests.worker_pod import Avoided, is_outdated, template_hash, with_affinity, worker_pods
 from trainium_operator.plan.model import names
@@ -84,7 +78,7 @@ def _converged(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...]
     answer = PolicyResult(status=status, actions=tuple(deletions)).then(answer)
     status = answer.status.replaced(start_failures=record_start_failures(facts, answer.status))
     # Failures that this very plan has counted: their nodes must not get the replacements.
-    avoid = avoided_nodes(status.failures, facts.now, facts.settings.avoid_node_seconds)
+    avoid = failure_budgets.avoided_nodes(status.failures, facts.now, facts.settings.avoid_node_seconds)
     status = status.replaced(avoided_nodes=with_refusing(avoid, status, facts.now))
     # Members that a smaller generation leaves out still count: they become its spares, or surplus once it trains.
     staying = len(facts.member_uids - lost)
@@ -137,7 +131,7 @@ def _sort_outsiders(facts: Facts, status: TrainingJobStatus) -> tuple[list[Worke
             events.append(
                 event(Reason.WORKER_FAILED, failure.note, warning=True, pod=worker.pod.name, series=failure.series)
             )
-            if exhausted_budget(status.failures, facts.job.spec.recovery, facts.now) is not None:
+            if failure_budgets.exhausted_budget(status.failures, facts.job.spec.recovery, facts.now) is not None:
                 continue  # the next plan ends the job and names this pod, and its log states why
         deletions += deletion(worker, force=worker.node_bad and (worker.pod.deleting or worker.holds_node))
     return usable, PolicyResult(status=status, actions=tuple(deletions), events=tuple(events))
@@ -185,7 +179,7 @@ class _Failure:
 
 def _failure_of(facts: Facts, memory: InternalStatus, worker: Worker) -> _Failure | None:
     failed = worker.pod.phase is PodPhase.FAILED
-    if not (failed or worker.gave_up) or has_record_of(memory, worker.pod.name):
+    if not (failed or worker.gave_up) or failure_budgets.has_record_of(memory, worker.pod.name):
         return None
     if failed and _was_asked_to_go(facts, worker):
         return None
@@ -200,7 +194,7 @@ def _was_asked_to_go(facts: Facts, worker: Worker) -> bool:
 
 def _counted(facts: Facts, memory: InternalStatus, failure: _Failure) -> tuple[FailureRecord, ...]:
     recovery = facts.job.spec.recovery
-    return record_failure(
+    return failure_budgets.record_failure(
         memory.failures, at=facts.now, cause=failure.cause, pod=failure.pod, node=failure.node, recovery=recovery
     )
 
@@ -248,7 +242,7 @@ def _create(facts: Facts, status: TrainingJobStatus, missing: int, extras: int) 
     """Return so many workers that were asked for, and so many beyond them."""
     if refuse_pods(facts) is not None:
         return PolicyResult(status=status)
-    paused = max(backoff_until(status.failures, facts.now), next_creation_at(status, facts.now))
+    paused = max(failure_budgets.backoff_until(status.failures, facts.now), next_creation_at(status, facts.now))
     allowed = max(paused, facts.observed.creations_from)
     if facts.now < allowed:
         return PolicyResult(status=status, requeue_at=(allowed,))

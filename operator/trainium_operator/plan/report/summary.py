@@ -17,15 +17,9 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.faults.node_polarity import Severity
 from trainium_contract.sizes import MAX_COMPILED
+from trainium_contract.status import public
 from trainium_contract.status.conditions import ConditionStatus, ConditionType, Phase
 from trainium_contract.status.interruptions import Interruption, Rung
-from trainium_contract.status.public import (
-    AlertStatus,
-    CheckpointStatus,
-    CompiledStatus,
-    MembershipStatus,
-    ProgressStatus,
-)
 from trainium_contract.wire.messages import AlertKind, HeartbeatRequest, Member, Progress, WorkerPhase
 from trainium_operator.plan.manifests.worker_pod import PRECOMPILE_CONTAINER, is_outdated, template_hash
 from trainium_operator.plan.model import names
@@ -51,7 +45,6 @@ from trainium_operator.plan.view.progress import (
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
-    from trainium_contract.status.public import PublicStatus
     from trainium_operator.plan.faults.node_signals import NodeProblem
 
 
@@ -94,7 +87,7 @@ def _format_problem(node: str, problem: NodeProblem) -> str:
 def record_compiled_sizes(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
     """Update the sizes; the status as it is where nothing is new."""
     if not facts.job.spec.precompile.enabled or not facts.workers:
-        return status.replaced(compiled=CompiledStatus()) if status.compiled.sizes else status
+        return status.replaced(compiled=public.CompiledStatus()) if status.compiled.sizes else status
     text = [each for worker in facts.workers.values() if worker.heartbeat for each in worker.heartbeat.compiled]
     known = dict.fromkeys((*status.compiled.sizes, *_compiled_by_job(facts)))
     workers = facts.job.spec.workers
@@ -102,7 +95,7 @@ def record_compiled_sizes(facts: Facts, status: TrainingJobStatus) -> TrainingJo
     fresh = [each for each in text if each.nodes not in known and each.nodes <= most and facts.size.passes(each.nodes)]
     sizes = tuple(dict.fromkeys((*known, *(each.nodes for each in fresh))))[:MAX_COMPILED]
     seconds = max((*(each.seconds for each in fresh if each.nodes in sizes), status.compiled.seconds or 0.0))
-    return status.replaced(compiled=CompiledStatus(sizes=sizes, seconds=round(seconds, 1) if seconds else None))
+    return status.replaced(compiled=public.CompiledStatus(sizes=sizes, seconds=round(seconds, 1) if seconds else None))
 
 
 def _compiled_by_job(facts: Facts) -> tuple[int, ...]:
@@ -219,7 +212,7 @@ def _counts(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
     )
 
 
-def _worth(facts: Facts, status: PublicStatus) -> MembershipStatus:
+def _worth(facts: Facts, status: public.PublicStatus) -> public.MembershipStatus:
     """Return what the current size is worth, and how many warm workers it leaves out beside the spares."""
     size, reserve = status.membership.size, status.membership.reserve
     if facts.current is not None and facts.current.generation == status.membership.generation:
@@ -235,7 +228,7 @@ def _progress(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
         newest = reports[0]
         moved = newest.step != status.progress.step or not status.progress.updated
         status = status.replaced(
-            progress=ProgressStatus(
+            progress=public.ProgressStatus(
                 step=newest.step,
                 total_steps=total_steps(facts, newest),
                 loss=_rounded(newest.loss, 6),
@@ -277,17 +270,17 @@ def _last_words(facts: Facts) -> tuple[tuple[Member, HeartbeatRequest], ...]:
     )
 
 
-def _newest_alerts(old: tuple[AlertStatus, ...], newest: Progress) -> tuple[AlertStatus, ...]:
+def _newest_alerts(old: tuple[public.AlertStatus, ...], newest: Progress) -> tuple[public.AlertStatus, ...]:
     """Return the newest alert of each kind; a resumed run that repeats a step reports nothing new."""
     known = {alert.kind: alert for alert in old}
     for alert in newest.alerts:
         before = known.get(alert.kind)
         if alert.kind in _ALERTS and (before is None or before.step != alert.step):
-            known[alert.kind] = AlertStatus(kind=alert.kind, step=alert.step, message=alert.message)
+            known[alert.kind] = public.AlertStatus(kind=alert.kind, step=alert.step, message=alert.message)
     return tuple(known.values())
 
 
-def _newest_checkpoints(facts: Facts, old: CheckpointStatus, reports: list[Progress]) -> CheckpointStatus:
+def _newest_checkpoints(facts: Facts, old: public.CheckpointStatus, reports: list[Progress]) -> public.CheckpointStatus:
     """In memory: the step that every member holds. Durable: committed steps never go back."""
     complete = facts.current is not None and len(reports) == len(facts.current.members)
     memory = min(report.memory_step for report in reports) if complete else old.memory_step
@@ -297,7 +290,7 @@ def _newest_checkpoints(facts: Facts, old: CheckpointStatus, reports: list[Progr
     since = rfc3339(facts.now) if durable > known else old.durable_time
     notices = [report.notice for report in reports if report.notice]
     notice = notices[0] if notices else old.notice
-    return CheckpointStatus(memory_step=memory, durable_step=durable, durable_time=since, notice=notice)
+    return public.CheckpointStatus(memory_step=memory, durable_step=durable, durable_time=since, notice=notice)
 
 
 def _rounded(value: float | None, digits: int) -> float | None:
@@ -414,7 +407,7 @@ def _resizing(facts: Facts, status: AnyShown) -> AnyShown:
     return with_condition(status, kind, False, Reason.CAPACITY_MISSING, message, now=facts.now)
 
 
-def _phase(facts: Facts, status: PublicStatus) -> Phase:
+def _phase(facts: Facts, status: public.PublicStatus) -> Phase:
     if is_true(status, ConditionType.FAILURE_TARGET):
         return Phase.STOPPING
     if facts.job.spec.suspend:
@@ -428,5 +421,5 @@ def _phase(facts: Facts, status: PublicStatus) -> Phase:
     return Phase.RUNNING if is_true(status, ConditionType.RUNNING) else Phase.STARTING
 
 
-def _open_entries(status: PublicStatus) -> list[Interruption]:
+def _open_entries(status: public.PublicStatus) -> list[Interruption]:
     return [entry for entry in status.history if entry.recovered_seconds is None and entry.rung is not Rung.STOP]

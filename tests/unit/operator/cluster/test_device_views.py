@@ -11,15 +11,7 @@ from hypothesis import strategies as st
 from tests.testing.api.fake_kubernetes import FakeCluster
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
 from trainium_operator.cluster.api.client import Api
-from trainium_operator.cluster.cache.device_views import (
-    LONGEST_TEXT,
-    ClaimView,
-    SliceView,
-    claim_template_of,
-    claim_view,
-    device_health_of,
-    slice_view,
-)
+from trainium_operator.cluster.cache import device_views
 from trainium_operator.cluster.cache.dra import Dra
 from trainium_operator.cluster.cache.inventory import Inventory
 from trainium_operator.cluster.cache.store import Entry, IndexedCache
@@ -94,7 +86,7 @@ POD: dict[str, Any] = {
 
 
 def test_a_slice_is_its_devices_and_their_taints() -> None:
-    view = slice_view(SLICE)
+    view = device_views.slice_view(SLICE)
     taint = DeviceTaint("n-0/neurondevice0", "neuron.aws.com/unhealthy", "NoExecute", "HBM", 1795437527.0)
     assert (view.node, view.pool, view.generation) == ("n-0", "n-0", 1)
     assert view.devices == {"neurondevice0": (taint,), "neurondevice1": ()}
@@ -104,47 +96,47 @@ def test_a_slice_is_its_devices_and_their_taints() -> None:
 def test_a_slice_of_another_driver_holds_nothing() -> None:
     raw = copy.deepcopy(SLICE)
     raw["spec"]["driver"] = "gpu.example.com"
-    assert (slice_view(raw).node, slice_view(raw).devices) == ("", {})
+    assert (device_views.slice_view(raw).node, device_views.slice_view(raw).devices) == ("", {})
 
 
 def test_a_claim_belongs_to_the_pods_it_is_reserved_for_and_not_to_its_owner() -> None:
-    assert claim_view(CLAIM) == ClaimView(("pod-uid",), (("n-0", "neurondevice1"),))
-    assert claim_view({"metadata": {}, "spec": {}}) == ClaimView((), ())
+    assert device_views.claim_view(CLAIM) == device_views.ClaimView(("pod-uid",), (("n-0", "neurondevice1"),))
+    assert device_views.claim_view({"metadata": {}, "spec": {}}) == device_views.ClaimView((), ())
 
 
 def test_a_claim_with_admin_access_holds_no_device() -> None:
     raw = copy.deepcopy(CLAIM)
     raw["status"]["allocation"]["devices"]["results"][0]["adminAccess"] = True
-    assert claim_view(raw).held == ()
+    assert device_views.claim_view(raw).held == ()
 
 
 def test_a_pod_names_its_claim_template_and_its_unhealthy_device() -> None:
-    assert claim_template_of(POD) == "demo-devices-1"
-    assert device_health_of(POD) == ("Unhealthy", "neuron.aws.com/n-0/neurondevice1: HBM")
+    assert device_views.claim_template_of(POD) == "demo-devices-1"
+    assert device_views.device_health_of(POD) == ("Unhealthy", "neuron.aws.com/n-0/neurondevice1: HBM")
 
 
 def test_the_health_of_other_claims_and_of_unknown_devices_is_ignored() -> None:
     raw = copy.deepcopy(POD)
     (status,) = raw["status"]["containerStatuses"][0]["allocatedResourcesStatus"]
     status["resources"][1]["health"] = "Unknown"
-    assert device_health_of(raw) is None
+    assert device_views.device_health_of(raw) is None
     status["resources"][1]["health"] = "Unhealthy"
     for other in ("claim:fabric/efa", "claim:neuron-fabric", "nvidia.com/gpu"):
         status["name"] = other
-        assert device_health_of(raw) is None
+        assert device_views.device_health_of(raw) is None
     status["name"] = "claim:neuron"
-    assert device_health_of(raw) is not None
+    assert device_views.device_health_of(raw) is not None
 
 
 def test_what_a_kubelet_or_a_driver_writes_is_bounded() -> None:
     raw = copy.deepcopy(POD)
     raw["status"]["containerStatuses"][0]["allocatedResourcesStatus"][0]["resources"][1]["message"] = "x" * 10_000
-    found = device_health_of(raw)
+    found = device_views.device_health_of(raw)
     assert found is not None
-    assert len(found[1]) == LONGEST_TEXT
+    assert len(found[1]) == device_views.LONGEST_TEXT
     many = copy.deepcopy(SLICE)
     many["spec"]["devices"] = [{"name": f"d{at}", "taints": [{"key": "k", "effect": "None"}] * 99} for at in range(999)]
-    view = slice_view(many)
+    view = device_views.slice_view(many)
     assert (len(view.devices), len(view.devices["d0"])) == (128, 16)
 
 
@@ -155,7 +147,12 @@ ODD = st.none() | st.integers() | st.text(max_size=3) | st.lists(st.integers(), 
 @settings(max_examples=200)
 def test_a_malformed_part_of_an_object_is_left_out(data: st.DataObject) -> None:
     """One field of each object is replaced by something else."""
-    for read, good in ((slice_view, SLICE), (claim_view, CLAIM), (device_health_of, POD), (claim_template_of, POD)):
+    for read, good in (
+        (device_views.slice_view, SLICE),
+        (device_views.claim_view, CLAIM),
+        (device_views.device_health_of, POD),
+        (device_views.claim_template_of, POD),
+    ):
         raw = copy.deepcopy(good)
         holder: Any = raw
         while True:
@@ -173,14 +170,14 @@ def test_a_malformed_part_of_an_object_is_left_out(data: st.DataObject) -> None:
 NODES, DEVICES, PODS = ("n-0", "n-1"), ("d0", "d1", "d2"), ("p0", "p1", "p2")
 TAINT = DeviceTaint("any", "k", "NoSchedule")
 slices = st.builds(
-    SliceView,
+    device_views.SliceView,
     node=st.sampled_from(("", *NODES)),
     pool=st.sampled_from(NODES),
     generation=st.integers(1, 2),
     devices=st.dictionaries(st.sampled_from(DEVICES), st.sampled_from(((), (TAINT,))), max_size=3),
-).map(lambda view: SliceView(view.node, view.node, view.generation, view.devices if view.node else {}))
+).map(lambda view: device_views.SliceView(view.node, view.node, view.generation, view.devices if view.node else {}))
 claims = st.builds(
-    ClaimView,
+    device_views.ClaimView,
     pods=st.lists(st.sampled_from(PODS), max_size=2, unique=True).map(tuple),
     held=st.lists(st.tuples(st.sampled_from(NODES), st.sampled_from(DEVICES)), max_size=2, unique=True).map(tuple),
 )
@@ -191,7 +188,7 @@ changes = st.lists(
 )
 
 
-def recounted(known: dict[str, SliceView], held: set[tuple[str, str]]) -> dict[str, int]:
+def recounted(known: dict[str, device_views.SliceView], held: set[tuple[str, str]]) -> dict[str, int]:
     found = {}
     for node in {view.node for view in known.values() if view.node}:
         there = [view for view in known.values() if view.node == node]
@@ -201,7 +198,7 @@ def recounted(known: dict[str, SliceView], held: set[tuple[str, str]]) -> dict[s
     return found
 
 
-def taints_among(known: dict[str, SliceView], devices: list[tuple[str, str]]) -> int:
+def taints_among(known: dict[str, device_views.SliceView], devices: list[tuple[str, str]]) -> int:
     newest = {
         node: max(view.generation for view in known.values() if view.node == node)
         for node in NODES
@@ -217,8 +214,8 @@ def taints_among(known: dict[str, SliceView], devices: list[tuple[str, str]]) ->
 
 @given(changes)
 def test_free_devices_and_taints_equal_a_count_from_scratch(timeline: list[tuple[str, str, Any]]) -> None:
-    by_slice: IndexedCache[SliceView] = IndexedCache()
-    by_claim: IndexedCache[ClaimView] = IndexedCache()
+    by_slice: IndexedCache[device_views.SliceView] = IndexedCache()
+    by_claim: IndexedCache[device_views.ClaimView] = IndexedCache()
     inventory = Inventory(by_slice, by_claim)
     for version, (kind, name, view) in enumerate(timeline, start=1):
         store: IndexedCache[Any] = by_slice if kind == "slice" else by_claim
@@ -235,14 +232,14 @@ def test_free_devices_and_taints_equal_a_count_from_scratch(timeline: list[tuple
 
 
 def test_taints_of_a_pod_are_those_of_the_devices_that_it_holds() -> None:
-    by_slice: IndexedCache[SliceView] = IndexedCache()
-    by_claim: IndexedCache[ClaimView] = IndexedCache()
+    by_slice: IndexedCache[device_views.SliceView] = IndexedCache()
+    by_claim: IndexedCache[device_views.ClaimView] = IndexedCache()
     inventory = Inventory(by_slice, by_claim)
-    by_claim.put(("default", "c"), Entry(ClaimView(("p",), (("n-0", "neurondevice0"),)), "c", 1))
+    by_claim.put(("default", "c"), Entry(device_views.ClaimView(("p",), (("n-0", "neurondevice0"),)), "c", 1))
     assert inventory.taints_of("p") == ()
-    by_slice.put(("", "s"), Entry(slice_view(SLICE), "s", 2))
+    by_slice.put(("", "s"), Entry(device_views.slice_view(SLICE), "s", 2))
     assert [taint.value for taint in inventory.taints_of("p")] == ["HBM"]
-    by_claim.put(("default", "c"), Entry(ClaimView(("p",), (("n-0", "neurondevice1"),)), "c", 3))
+    by_claim.put(("default", "c"), Entry(device_views.ClaimView(("p",), (("n-0", "neurondevice1"),)), "c", 3))
     assert inventory.taints_of("p") == ()
     assert inventory.free_on("n-0") == 0, "one is tainted, the other is held"
 
@@ -266,7 +263,7 @@ async def test_only_nodes_that_could_take_a_worker_count_as_free() -> None:
         reflector.synced.set()
     for at, (node, free) in enumerate((("a", 2), ("b", 2), ("c", 1)), start=1):
         devices = {f"d{number}": () if number < free else (TAINT,) for number in range(2)}
-        dra.slices.store.put(("", node), Entry(SliceView(node, node, 1, devices), node, at))
+        dra.slices.store.put(("", node), Entry(device_views.SliceView(node, node, 1, devices), node, at))
     found = dra.devices(view, (), {"a", "c"}.__contains__)
     assert found is not None
     assert (found.free_nodes, found.nodes) == (("a",), 2), "b is cordoned, c has one free device"

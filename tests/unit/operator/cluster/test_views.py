@@ -14,23 +14,10 @@ from hypothesis import strategies as st
 
 from tests.testing.fuzz.promises import is_of_its_type
 from trainium_contract.faults.causes import Cause
+from trainium_contract.wire import worker_env
 from trainium_contract.wire.messages import LATEST_GENERATION, Member, Membership, Transition
-from trainium_contract.wire.worker_env import (
-    ANNOTATION_AVOIDED_NODES,
-    ANNOTATION_IMAGE,
-    ANNOTATION_TEMPLATE_HASH,
-    LABEL_JOB,
-)
+from trainium_operator.cluster.cache import views
 from trainium_operator.cluster.cache.membership_record import LARGEST_TEXT, membership_of
-from trainium_operator.cluster.cache.views import (
-    LONGEST_REASON_OF_A_POD,
-    LONGEST_WORDS,
-    child_record,
-    job_record,
-    left_out,
-    node_view,
-    pod_view,
-)
 from trainium_operator.plan.faults.node_signals import Demand, problems_of
 from trainium_operator.plan.manifests.config_maps import membership_map
 from trainium_operator.plan.model import names
@@ -46,7 +33,7 @@ def pod(status: dict[str, Any] | None = None, **metadata: Any) -> dict[str, Any]
             "namespace": "ns",
             "uid": "u",
             "creationTimestamp": CREATED,
-            "labels": {LABEL_JOB: "j"},
+            "labels": {worker_env.LABEL_JOB: "j"},
             **metadata,
         },
         "spec": {"nodeName": "n", "containers": [{"name": "worker"}, {"name": "aside"}]},
@@ -59,7 +46,7 @@ def ended(name: str = "worker", **state: Any) -> dict[str, Any]:
 
 
 def test_a_running_pod() -> None:
-    view = pod_view(
+    view = views.pod_view(
         pod(
             {
                 "phase": "Running",
@@ -76,12 +63,12 @@ def test_a_running_pod() -> None:
 
 
 def test_a_new_pod_without_any_status_is_pending() -> None:
-    assert pod_view(pod()).phase is PodPhase.PENDING
+    assert views.pod_view(pod()).phase is PodPhase.PENDING
 
 
 def test_the_worker_is_found_by_name_whatever_the_order_of_statuses() -> None:
     statuses = [ended("aside", exitCode=0), ended(exitCode=137, reason="OOMKilled", finishedAt=CREATED)]
-    view = pod_view(pod({"phase": "Failed", "containerStatuses": statuses}))
+    view = views.pod_view(pod({"phase": "Failed", "containerStatuses": statuses}))
     assert (view.exit_code, view.reason, view.finished) == (137, "OOMKilled", 1767225600.0)
 
 
@@ -103,7 +90,7 @@ def test_the_worker_is_found_by_name_whatever_the_order_of_statuses() -> None:
     ],
 )
 def test_the_most_specific_reason_is_reported(status: dict[str, Any], reason: str, message: str) -> None:
-    view = pod_view(pod(status))
+    view = views.pod_view(pod(status))
     assert (view.reason, view.message) == (reason, message)
 
 
@@ -123,8 +110,8 @@ def test_a_container_that_admission_adds_is_never_taken_for_the_worker(first: bo
         {"name": "mesh-proxy", "image": "mesh/proxy:1"},
     )
     raw["spec"]["containers"] = [others, ours] if first else [ours, others]
-    raw["metadata"]["annotations"] = {ANNOTATION_IMAGE: "trainer:1"}
-    view = pod_view(raw)
+    raw["metadata"]["annotations"] = {worker_env.ANNOTATION_IMAGE: "trainer:1"}
+    view = views.pod_view(raw)
     assert (view.exit_code, view.reason, view.image) == (137, "OOMKilled", "trainer:1")
 
 
@@ -159,13 +146,13 @@ def test_a_sidecar_never_hides_the_worker_and_a_blocking_init_container_is_named
 ) -> None:
     raw = pod({"phase": "Pending", "initContainerStatuses": inits, "containerStatuses": [PROXY, worker]})
     raw["spec"] |= SIDECAR
-    view = pod_view(raw)
+    view = views.pod_view(raw)
     assert (view.reason, view.init_container, view.init_exit_code) == (reason, held_by, code)
 
 
 def test_a_gated_pod_reports_the_gate_as_its_reason() -> None:
     gated = {"type": "PodScheduled", "status": "False", "reason": "SchedulingGated", "message": "blocked"}
-    view = pod_view(pod({"phase": "Pending", "conditions": [gated]}))
+    view = views.pod_view(pod({"phase": "Pending", "conditions": [gated]}))
     assert (view.reason, view.message, view.unschedulable_message) == ("SchedulingGated", "blocked", "")
 
 
@@ -176,7 +163,7 @@ def test_disruption_deletion_and_lack_of_capacity_are_seen() -> None:
     ]
     raw = pod({"phase": "Pending", "conditions": conditions}, deletionTimestamp=CREATED)
     raw["spec"].pop("nodeName")
-    view = pod_view(raw)
+    view = views.pod_view(raw)
     assert view.disrupted
     assert view.deleting
     assert not view.scheduled
@@ -187,15 +174,15 @@ def test_disruption_deletion_and_lack_of_capacity_are_seen() -> None:
 def test_a_text_longer_than_a_name_names_no_node_and_no_machine(length: int, kept: bool) -> None:
     raw = pod({"phase": "Pending"})
     raw["spec"]["nodeName"] = "n" * length
-    assert bool(pod_view(raw).node) is kept
-    assert pod_view(raw).scheduled is kept
+    assert bool(views.pod_view(raw).node) is kept
+    assert views.pod_view(raw).scheduled is kept
     machine = {"metadata": {"name": "n", "uid": "u"}, "spec": {"providerID": "p" * length}}
-    assert bool(node_view(machine).provider_id) is kept
+    assert bool(views.node_view(machine).provider_id) is kept
 
 
 def test_a_pod_with_our_labels_and_a_foreign_name_is_refused() -> None:
     with pytest.raises(ValueError, match="not a worker's name"):
-        pod_view(pod(name="other"))
+        views.pod_view(pod(name="other"))
 
 
 @pytest.mark.parametrize(
@@ -212,7 +199,7 @@ def test_nodes(conditions: list[Any], ready: NodeReadiness, since: float | None)
         "spec": {"unschedulable": True, "taints": [{"key": "k"}]},
         "status": {"conditions": conditions},
     }
-    view = node_view(raw)
+    view = views.node_view(raw)
     assert (view.ready, view.unready_since, view.schedulable, [taint.key for taint in view.taints]) == (
         ready,
         since,
@@ -223,10 +210,10 @@ def test_nodes(conditions: list[Any], ready: NodeReadiness, since: float | None)
 
 def test_an_invalid_job_reports_the_place_of_the_error() -> None:
     metadata = {"name": "j", "namespace": "ns", "uid": "u", "resourceVersion": "1"}
-    record = job_record({"metadata": metadata, "spec": {"workers": {"replicas": -1}}})
+    record = views.job_record({"metadata": metadata, "spec": {"workers": {"replicas": -1}}})
     assert record.view is None
     assert record.error.startswith("workers.replicas: ")
-    good = job_record({"metadata": metadata, "spec": {}, "status": {"fieldOfTheFuture": 1}})
+    good = views.job_record({"metadata": metadata, "spec": {}, "status": {"fieldOfTheFuture": 1}})
     assert good.view is not None
 
 
@@ -241,19 +228,19 @@ def test_a_part_of_another_type_is_left_out_of_a_pod(wrong: Any) -> None:
             ],
             "initContainerStatuses": [{"name": wrong, "state": {"terminated": {"exitCode": 3, "reason": wrong}}}],
         },
-        annotations={ANNOTATION_TEMPLATE_HASH: wrong, ANNOTATION_AVOIDED_NODES: wrong},
+        annotations={worker_env.ANNOTATION_TEMPLATE_HASH: wrong, worker_env.ANNOTATION_AVOIDED_NODES: wrong},
     )  # fmt: skip
     whole["spec"] = {"nodeName": wrong, "containers": [{"name": "worker", "image": wrong}]}
-    is_of_its_type(pod_view(whole))
-    assert pod_view(whole).ready
+    is_of_its_type(views.pod_view(whole))
+    assert views.pod_view(whole).ready
     for part in ("spec", "status"):
-        is_of_its_type(pod_view({**whole, part: wrong}))
+        is_of_its_type(views.pod_view({**whole, part: wrong}))
 
 
 def test_the_reason_and_message_of_a_pod_are_bounded() -> None:
     status = {"phase": "Failed", "reason": "R" * 1_000_000, "message": "m" * 1_000_000}
-    view = pod_view(pod(status))
-    assert (len(view.reason), len(view.message)) == (LONGEST_REASON_OF_A_POD, LONGEST_WORDS)
+    view = views.pod_view(pod(status))
+    assert (len(view.reason), len(view.message)) == (views.LONGEST_REASON_OF_A_POD, views.LONGEST_WORDS)
 
 
 def packed(text: str) -> dict[str, Any]:
@@ -270,10 +257,10 @@ def test_a_record_after_which_there_could_be_no_generation_counts_as_none() -> N
 
 def test_a_membership_that_cannot_be_read_counts_as_none() -> None:
     raw = {"metadata": {"name": "m", "annotations": {names.ANNOTATION_CONTENT_HASH: "h"}}}
-    assert child_record(raw).content_hash == "h"
-    assert child_record({"metadata": {"annotations": {names.ANNOTATION_CONTENT_HASH: ["h"]}}}).content_hash == ""
+    assert views.child_record(raw).content_hash == "h"
+    assert views.child_record({"metadata": {"annotations": {names.ANNOTATION_CONTENT_HASH: ["h"]}}}).content_hash == ""
     for text in ("{", "{}", '{"generation": 0}'):
-        assert child_record({**raw, **packed(text)}).membership is None
+        assert views.child_record({**raw, **packed(text)}).membership is None
 
 
 def test_a_membership_of_any_size_is_packed_and_read_again() -> None:
@@ -291,7 +278,9 @@ def test_a_membership_of_any_size_is_packed_and_read_again() -> None:
     membership = Membership(
         generation=3, transition=Transition.IMMEDIATE, cause=Cause.RESIZE, members=many, processes_per_node=32
     )
-    job = job_record({"metadata": {"name": "j", "namespace": "ns", "uid": "u", "resourceVersion": "1"}, "spec": {}})
+    job = views.job_record(
+        {"metadata": {"name": "j", "namespace": "ns", "uid": "u", "resourceVersion": "1"}, "spec": {}}
+    )
     assert job.view is not None
     manifest = membership_map(job.view, membership)
     assert len(base64.b64decode(manifest["binaryData"][names.MEMBERSHIP_PACKED_KEY])) < 400_000
@@ -329,7 +318,7 @@ def test_a_record_of_more_values_than_a_membership_has_is_refused_without_readin
 
 def test_a_record_is_unpacked_only_when_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     metadata = {"name": "m", "annotations": {names.ANNOTATION_CONTENT_HASH: "h"}}
-    record = child_record({"metadata": metadata, "binaryData": {names.MEMBERSHIP_PACKED_KEY: "x"}})
+    record = views.child_record({"metadata": metadata, "binaryData": {names.MEMBERSHIP_PACKED_KEY: "x"}})
     read: list[str] = []
     monkeypatch.setattr(zlib, "decompressobj", lambda *_: read.append("unpacked"))
     assert record.content_hash == "h"
@@ -361,14 +350,14 @@ def node(**parts: Any) -> dict[str, Any]:
 
 
 def test_a_node_view_holds_only_what_plans_read() -> None:
-    view = node_view(
+    view = views.node_view(
         node(status={"conditions": [HEALTHY, DEVICE]}, metadata={"name": "n", "deletionTimestamp": CREATED})
     )
     (condition,) = view.conditions
     assert (condition.type, condition.reason) == ("NeuronHealth", "NeuronHasError_DMA_ERROR")
     assert (condition.since, len(condition.message)) == (1767225600.0, 256)
     assert view.deleting
-    whole = node_view(node())
+    whole = views.node_view(node())
     assert whole.labels == {"node.kubernetes.io/instance-type": "trn1.32xlarge"}
     assert whole.capacity == {"aws.amazon.com/neuron": 16, "vpc.amazonaws.com/efa": 8}
     assert whole.provider_id == "aws:///us-west-2a/i-1"
@@ -379,7 +368,7 @@ def test_a_heartbeat_of_a_kubelet_changes_no_view() -> None:
     later = {**HEALTHY, "lastHeartbeatTime": "2026-01-01T00:05:00Z", "message": "still well"}
     images = {"images": [{"names": ["trainer"]}], "conditions": [{"type": "Ready", "status": "True"}, later]}
     raw = node(status=images, metadata={"name": "n", "labels": node()["metadata"]["labels"], "annotations": {"a": "b"}})
-    assert node_view(raw) == node_view(node())
+    assert views.node_view(raw) == views.node_view(node())
 
 
 @pytest.mark.parametrize(
@@ -387,16 +376,16 @@ def test_a_heartbeat_of_a_kubelet_changes_no_view() -> None:
     [("16", 16), (16, 16), ("0", 0), *((each, None) for each in ("16.5", "", None, "-1", "1e400", []))],
 )
 def test_a_quantity_that_is_no_whole_number_is_left_out(quantity: Any, capacity: int | None) -> None:
-    view = node_view(node(status={"allocatable": {"aws.amazon.com/neuron": quantity}}))
+    view = views.node_view(node(status={"allocatable": {"aws.amazon.com/neuron": quantity}}))
     assert view.capacity.get("aws.amazon.com/neuron") == capacity
 
 
 def test_malformed_parts_are_counted_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    left_out.clear()
+    views.left_out.clear()
     for _ in range(3):
-        view = node_view(node(status={"conditions": ["Ready", {**DEVICE, "lastTransitionTime": "yesterday"}]}))
+        view = views.node_view(node(status={"conditions": ["Ready", {**DEVICE, "lastTransitionTime": "yesterday"}]}))
         assert view.conditions[0].since is None
-    assert left_out == {"condition": 3, "time stamp": 3}
+    assert views.left_out == {"condition": 3, "time stamp": 3}
     assert len(caplog.records) == 2
 
 
@@ -437,7 +426,7 @@ def malformed_nodes(draw: st.DrawFn) -> dict[str, Any]:
 @settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)  # a busy machine is no finding
 @given(malformed_nodes())
 def test_no_node_however_malformed_hides_itself_or_stops_a_plan(raw: dict[str, Any]) -> None:
-    view = node_view(raw)
+    view = views.node_view(raw)
     assert view.name == "n"
     assert all(isinstance(problem.reason, str) for problem in problems_of(view, Demand({"aws.amazon.com/neuron": 16})))
     assert hash(view.conditions) is not None

@@ -8,11 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from cryptography import x509
 
-from trainium_operator.coordinator.certificate_keeper import (
-    CertificateKeeper,
-    SecretConflictError,
-    SecretUnavailableError,
-)
+from trainium_operator.coordinator import certificate_keeper
 from trainium_operator.coordinator.certificates import (
     Material,
     UnusableMaterialError,
@@ -126,7 +122,7 @@ class Box:
 
     async def read(self) -> tuple[Mapping[str, bytes], str]:
         if self.missing:
-            raise SecretUnavailableError("missing")
+            raise certificate_keeper.SecretUnavailableError("missing")
         return dict(self.data), str(self.version)
 
     async def write(self, data: Mapping[str, bytes], version: str) -> str:
@@ -134,7 +130,7 @@ class Box:
             self.data, self.interloper = self.interloper, None
             self.version += 1
         if version != str(self.version):
-            raise SecretConflictError
+            raise certificate_keeper.SecretConflictError
         self.data, self.version, self.writes = dict(data), self.version + 1, self.writes + 1
         return str(self.version)
 
@@ -147,8 +143,8 @@ class Clock:
         return self.now
 
 
-def keeper(box: Box, clock: Clock, **options: Any) -> CertificateKeeper:
-    return CertificateKeeper(box, NAMES, wall_clock=clock, **options)
+def keeper(box: Box, clock: Clock, **options: Any) -> certificate_keeper.CertificateKeeper:
+    return certificate_keeper.CertificateKeeper(box, NAMES, wall_clock=clock, **options)
 
 
 async def test_the_leader_fills_the_empty_secret_and_followers_load_it() -> None:

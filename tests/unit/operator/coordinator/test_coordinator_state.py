@@ -6,37 +6,29 @@ import pytest
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.results import ArtifactReport
-from trainium_contract.wire.messages import (
-    HeartbeatRequest,
-    Member,
-    Membership,
-    Progress,
-    RegisterRequest,
-    Transition,
-    WorkerPhase,
-)
+from trainium_contract.wire import messages
 from trainium_operator.coordinator.state import CoordinatorState
 from trainium_operator.plan.model.names import JobId
 
 JOB = JobId("ns", "job", "job-uid")
 
 
-def membership(generation: int, *pods: str) -> Membership:
+def membership(generation: int, *pods: str) -> messages.Membership:
     members = tuple(
-        Member(pod_uid=pod, pod_name=pod, pod_ip="10.0.0.1", node_name="n", node_rank=rank, rendezvous_port=1)
+        messages.Member(pod_uid=pod, pod_name=pod, pod_ip="10.0.0.1", node_name="n", node_rank=rank, rendezvous_port=1)
         for rank, pod in enumerate(pods or ("a",))
     )
-    return Membership(
+    return messages.Membership(
         generation=generation,
-        transition=Transition.IMMEDIATE,
+        transition=messages.Transition.IMMEDIATE,
         cause=Cause.RESIZE,
         members=members,
         processes_per_node=1,
     )
 
 
-def registration(pod: str) -> RegisterRequest:
-    return RegisterRequest(
+def registration(pod: str) -> messages.RegisterRequest:
+    return messages.RegisterRequest(
         namespace="ns",
         job="j",
         pod_name=pod,
@@ -48,15 +40,15 @@ def registration(pod: str) -> RegisterRequest:
     )
 
 
-def step(pod: str, number: int) -> HeartbeatRequest:
-    return HeartbeatRequest(
+def step(pod: str, number: int) -> messages.HeartbeatRequest:
+    return messages.HeartbeatRequest(
         namespace="ns",
         job="j",
         pod_name=pod,
         pod_uid=pod,
         generation=1,
-        phase=WorkerPhase.TRAINING,
-        progress=Progress(step=number),
+        phase=messages.WorkerPhase.TRAINING,
+        progress=messages.Progress(step=number),
     )
 
 
@@ -141,7 +133,9 @@ def test_a_plan_sees_stages_and_results_at_once_and_the_progress_of_a_stage_as_t
     state.register(JOB, registration("a"))
 
     def accepted(**fields: Any) -> tuple[bool, bool]:
-        result = state.heartbeat(JOB, step("a", 10).model_copy(update={"progress": Progress(step=10, **fields)}))
+        result = state.heartbeat(
+            JOB, step("a", 10).model_copy(update={"progress": messages.Progress(step=10, **fields)})
+        )
         return result.matters, result.progressed
 
     artifact = ArtifactReport(kind="Model", path="/out", step=10)
@@ -158,7 +152,7 @@ def test_a_plan_sees_stages_and_results_at_once_and_the_progress_of_a_stage_as_t
 def test_the_wait_of_an_agent_counts_from_its_first_report_of_joining_in_an_attempt(
     state: CoordinatorState, clock: Clock
 ) -> None:
-    def since(attempt: int, phase: WorkerPhase = WorkerPhase.JOINING) -> float | None:
+    def since(attempt: int, phase: messages.WorkerPhase = messages.WorkerPhase.JOINING) -> float | None:
         clock.now += 1
         state.heartbeat(JOB, step("a", 1).model_copy(update={"phase": phase, "attempt": attempt}))
         return state.agents(JOB)["a"].joining_since
@@ -167,7 +161,7 @@ def test_the_wait_of_an_agent_counts_from_its_first_report_of_joining_in_an_atte
     first = since(0)
     assert first == clock.now
     assert since(0) == first
-    assert since(0, WorkerPhase.LOADING) is None
+    assert since(0, messages.WorkerPhase.LOADING) is None
     assert since(0) == clock.now
     assert since(1) == clock.now
 

@@ -8,14 +8,7 @@ import pytest
 
 from tests.testing.suite.virtual_time import in_virtual_time, run_virtual
 from trainium_contract.faults.causes import Cause
-from trainium_contract.wire.messages import (
-    HeartbeatRequest,
-    Member,
-    Membership,
-    RegisterRequest,
-    Transition,
-    WorkerPhase,
-)
+from trainium_contract.wire import messages
 from trainium_operator.coordinator.probe import Prober
 from trainium_operator.coordinator.state import CoordinatorState
 from trainium_operator.plan.model.names import JobId
@@ -29,20 +22,24 @@ SILENCE = [("ns", "j", True)]
 PODS_OF = {ip: pod for pod, ip in IPS.items()}
 
 
-def member(pod: str, pod_ip: str = "", *, rank: int = 0, port: int = 4000) -> Member:
-    return Member(
+def member(pod: str, pod_ip: str = "", *, rank: int = 0, port: int = 4000) -> messages.Member:
+    return messages.Member(
         pod_uid=pod, pod_name=pod, pod_ip=pod_ip or IPS[pod], node_name="n", node_rank=rank, rendezvous_port=port
     )
 
 
-def membership(*members: Member) -> Membership:
-    return Membership(
-        generation=1, transition=Transition.IMMEDIATE, cause=Cause.RESIZE, members=members, processes_per_node=1
+def membership(*members: messages.Member) -> messages.Membership:
+    return messages.Membership(
+        generation=1,
+        transition=messages.Transition.IMMEDIATE,
+        cause=Cause.RESIZE,
+        members=members,
+        processes_per_node=1,
     )
 
 
-def registration(member: Member, job: str = "j") -> RegisterRequest:
-    return RegisterRequest(
+def registration(member: messages.Member, job: str = "j") -> messages.RegisterRequest:
+    return messages.RegisterRequest(
         namespace="ns",
         job=job,
         pod_name=member.pod_name,
@@ -54,9 +51,9 @@ def registration(member: Member, job: str = "j") -> RegisterRequest:
     )
 
 
-def heartbeat(pod: str, job: str = "j") -> HeartbeatRequest:
-    return HeartbeatRequest(
-        namespace="ns", job=job, pod_name=pod, pod_uid=pod, generation=1, phase=WorkerPhase.TRAINING
+def heartbeat(pod: str, job: str = "j") -> messages.HeartbeatRequest:
+    return messages.HeartbeatRequest(
+        namespace="ns", job=job, pod_name=pod, pod_uid=pod, generation=1, phase=messages.WorkerPhase.TRAINING
     )
 
 

@@ -13,14 +13,7 @@ from trainium_contract.spec.recovery import RecoverySpec
 from trainium_contract.status.conditions import Phase
 from trainium_contract.status.internal import FailureRecord
 from trainium_contract.status.interruptions import Interruption, Rung
-from trainium_operator.plan.faults.failure_budgets import (
-    MAX_RECORDS,
-    avoided_nodes,
-    backoff_until,
-    exhausted_budget,
-    is_recorded,
-    record_failure,
-)
+from trainium_operator.plan.faults import failure_budgets
 from trainium_operator.plan.model.observed import PodPhase
 
 
@@ -34,38 +27,42 @@ def record(cause: Cause, *, ago: float = 0.0, node: str = "", pod: str = "p") ->
 
 def test_a_cause_can_have_a_separate_budget() -> None:
     limits = recovery(byCause={"Hang": {"maxFailures": 1, "windowSeconds": 60}})
-    assert exhausted_budget((record(Cause.HANG, ago=30),), limits, NOW) is None
-    verdict = exhausted_budget((record(Cause.HANG, ago=30), record(Cause.HANG)), limits, NOW)
+    assert failure_budgets.exhausted_budget((record(Cause.HANG, ago=30),), limits, NOW) is None
+    verdict = failure_budgets.exhausted_budget((record(Cause.HANG, ago=30), record(Cause.HANG)), limits, NOW)
     assert verdict is not None
     assert "2 Hang failures within 60 s, and spec.recovery.budgets.byCause.Hang allows 1" in verdict
-    assert exhausted_budget((record(Cause.HANG, ago=61), record(Cause.HANG)), limits, NOW) is None
+    assert failure_budgets.exhausted_budget((record(Cause.HANG, ago=61), record(Cause.HANG)), limits, NOW) is None
 
 
 def test_a_cause_that_no_budget_counts_is_recorded_when_the_job_gives_it_one() -> None:
-    assert not is_recorded(Cause.PREEMPTED, recovery())
+    assert not failure_budgets.is_recorded(Cause.PREEMPTED, recovery())
     limits = recovery(byCause={"Preempted": {"maxFailures": 0}})
-    assert is_recorded(Cause.PREEMPTED, limits)
-    assert exhausted_budget((record(Cause.PREEMPTED),), limits, NOW) is not None
+    assert failure_budgets.is_recorded(Cause.PREEMPTED, limits)
+    assert failure_budgets.exhausted_budget((record(Cause.PREEMPTED),), limits, NOW) is not None
 
 
 def test_nodes_that_were_lost_at_one_moment_are_one_failure() -> None:
     limits = recovery(infrastructure={"maxFailures": 1})
     rack = tuple(record(Cause.NODE_LOST, node=f"n{at}", pod=f"p{at}") for at in range(16))
-    assert exhausted_budget(rack, limits, NOW) is None
-    assert exhausted_budget((record(Cause.NODE_LOST, ago=5, node="m"), *rack), limits, NOW) is not None
-    assert backoff_until(rack, NOW) == NOW
+    assert failure_budgets.exhausted_budget(rack, limits, NOW) is None
+    assert failure_budgets.exhausted_budget((record(Cause.NODE_LOST, ago=5, node="m"), *rack), limits, NOW) is not None
+    assert failure_budgets.backoff_until(rack, NOW) == NOW
 
 
 def test_restarts_in_place_need_no_pod_and_so_no_pause_before_one() -> None:
     crashes = tuple(record(cause, ago=1) for cause in (Cause.CRASH, Cause.HANG, Cause.NETWORK, Cause.RUNTIME) * 5)
-    assert backoff_until(crashes, NOW) == NOW
-    assert backoff_until(tuple(record(Cause.POD_LOST, ago=5 * at) for at in reversed(range(6))), NOW) > NOW
+    assert failure_budgets.backoff_until(crashes, NOW) == NOW
+    assert (
+        failure_budgets.backoff_until(tuple(record(Cause.POD_LOST, ago=5 * at) for at in reversed(range(6))), NOW) > NOW
+    )
 
 
 def test_a_job_that_loses_all_its_pods_within_seconds_has_failed_once() -> None:
-    everybody = tuple(record(Cause.POD_LOST, ago=4 - at / 32, pod=f"p{at}") for at in range(MAX_RECORDS))
-    assert backoff_until(everybody, NOW) == NOW
-    assert exhausted_budget(everybody, recovery(infrastructure={"maxFailures": 1}), NOW) is None
+    everybody = tuple(
+        record(Cause.POD_LOST, ago=4 - at / 32, pod=f"p{at}") for at in range(failure_budgets.MAX_RECORDS)
+    )
+    assert failure_budgets.backoff_until(everybody, NOW) == NOW
+    assert failure_budgets.exhausted_budget(everybody, recovery(infrastructure={"maxFailures": 1}), NOW) is None
 
 
 def test_a_pod_that_fails_at_every_start_waits_longer_each_time() -> None:
@@ -73,7 +70,7 @@ def test_a_pod_that_fails_at_every_start_waits_longer_each_time() -> None:
     now, pauses = NOW, []
     for _ in range(22):  # each a second after its creation
         records = (*records, FailureRecord(at=now, cause=Cause.POD_LOST, pod="p", node=""))
-        pauses.append(backoff_until(records, now) - now)
+        pauses.append(failure_budgets.backoff_until(records, now) - now)
         now += pauses[-1] + 1
     assert pauses[:15] == [0] * 15
     assert [pause for pause in pauses if pause] == [2, 2, 4, 8, 16, 32, 64]
@@ -81,19 +78,19 @@ def test_a_pod_that_fails_at_every_start_waits_longer_each_time() -> None:
 
 def test_failures_put_down_to_nodes_never_delay_new_pods() -> None:
     nodes = tuple(record(Cause.NODE_LOST, ago=30 * at, node=f"node-{at}") for at in range(15))
-    assert backoff_until(nodes, NOW) == NOW
+    assert failure_budgets.backoff_until(nodes, NOW) == NOW
 
 
 def test_the_32_nodes_that_failed_last_are_avoided_for_a_while() -> None:
     records = tuple(record(Cause.NODE_LOST, ago=100 - at, node=f"n{at}") for at in range(40))
     again = (*records, record(Cause.NODE_LOST, node="n20"))
-    assert avoided_nodes(again, NOW, 600) == (*(f"n{at}" for at in range(8, 40) if at != 20), "n20")
-    assert avoided_nodes(again, NOW, 62) == ("n39", "n20")
+    assert failure_budgets.avoided_nodes(again, NOW, 600) == (*(f"n{at}" for at in range(8, 40) if at != 20), "n20")
+    assert failure_budgets.avoided_nodes(again, NOW, 62) == ("n39", "n20")
 
 
 def test_a_used_up_budget_names_what_failed_where() -> None:
     records = (record(Cause.CRASH, pod="a"), record(Cause.CRASH, pod="a"), record(Cause.HANG, pod="b"))
-    verdict = exhausted_budget(records, recovery(process={"maxFailures": 2}), NOW)
+    verdict = failure_budgets.exhausted_budget(records, recovery(process={"maxFailures": 2}), NOW)
     assert verdict is not None
     assert "2 Crash, 1 Hang" in verdict
     assert "a (2x), b" in verdict
@@ -127,13 +124,13 @@ def test_a_verdict_over_a_budget_keeps_the_last_output_of_a_worker_that_never_wa
 
 
 def test_a_budget_beyond_the_records_that_are_kept_is_used_up_when_all_of_them_are_in_its_window() -> None:
-    limits = recovery(process={"maxFailures": 10 * MAX_RECORDS})
-    records = tuple(record(Cause.CRASH, ago=at / 100) for at in reversed(range(MAX_RECORDS)))
-    assert exhausted_budget(records[1:], limits, NOW) is None
-    assert exhausted_budget(records, limits, NOW) is not None
+    limits = recovery(process={"maxFailures": 10 * failure_budgets.MAX_RECORDS})
+    records = tuple(record(Cause.CRASH, ago=at / 100) for at in reversed(range(failure_budgets.MAX_RECORDS)))
+    assert failure_budgets.exhausted_budget(records[1:], limits, NOW) is None
+    assert failure_budgets.exhausted_budget(records, limits, NOW) is not None
 
 
-causes = st.sampled_from([cause for cause in Cause if is_recorded(cause, RecoverySpec())])
+causes = st.sampled_from([cause for cause in Cause if failure_budgets.is_recorded(cause, RecoverySpec())])
 
 
 @given(st.lists(st.tuples(causes, st.floats(0, 10_000), st.sampled_from(["", "n1", "n2"])), max_size=40))
@@ -142,8 +139,8 @@ def test_failures_of_the_infrastructure_never_use_up_the_process_budget(given_: 
     records = tuple(
         record(cause, ago=ago, node=node) for cause, ago, node in given_ if budget_of(cause) is not Budget.PROCESS
     )
-    verdict = exhausted_budget(records, limits, NOW)
-    assert verdict is None or len(records) >= MAX_RECORDS
+    verdict = failure_budgets.exhausted_budget(records, limits, NOW)
+    assert verdict is None or len(records) >= failure_budgets.MAX_RECORDS
 
 
 @given(st.lists(st.tuples(causes, st.floats(0, 5000)), max_size=60))
@@ -151,6 +148,6 @@ def test_a_budget_refills_as_its_window_moves_on(given_: Any) -> None:
     limits = recovery(process={"maxFailures": 3, "windowSeconds": 600}, infrastructure={"maxFailures": 3})
     records: tuple[FailureRecord, ...] = ()
     for cause, at in sorted(given_, key=lambda item: item[1]):
-        records = record_failure(records, at=NOW + at, cause=cause, pod="p", node="", recovery=limits)
-    assert len(records) <= MAX_RECORDS
-    assert exhausted_budget(records, limits, NOW + 5000 + 3600) is None
+        records = failure_budgets.record_failure(records, at=NOW + at, cause=cause, pod="p", node="", recovery=limits)
+    assert len(records) <= failure_budgets.MAX_RECORDS
+    assert failure_budgets.exhausted_budget(records, limits, NOW + 5000 + 3600) is None

@@ -11,19 +11,12 @@ from plan_builders import NOW
 from trainium_contract.faults.causes import Cause
 from trainium_contract.faults.node_polarity import Severity
 from trainium_operator.plan.faults.node_signals import Demand, problems_of, tolerates
-from trainium_operator.plan.model.names import (
-    EFA,
-    LABEL_HYPERPOD_DEEP_CHECK,
-    LABEL_HYPERPOD_HEALTH,
-    LABEL_INSTANCE_TYPE,
-    NEURON,
-    TAINT_QUARANTINED,
-)
+from trainium_operator.plan.model import names
 from trainium_operator.plan.model.observed import NodeCondition, NodeReadiness, NodeView, Taint
 
 GOOD = NodeView(name="n")
-TRN1 = replace(GOOD, labels={LABEL_INSTANCE_TYPE: "trn1.32xlarge"}, capacity={NEURON: 16, EFA: 8})
-WHOLE_NODE = Demand({NEURON: 16, EFA: 8})
+TRN1 = replace(GOOD, labels={names.LABEL_INSTANCE_TYPE: "trn1.32xlarge"}, capacity={names.NEURON: 16, names.EFA: 8})
+WHOLE_NODE = Demand({names.NEURON: 16, names.EFA: 8})
 FATAL, DRAIN, SUSPECT = Severity.FATAL, Severity.DRAIN, Severity.SUSPECT
 
 
@@ -77,15 +70,15 @@ def test_a_node_that_is_not_ready_is_only_suspect(ready: NodeReadiness) -> None:
 @pytest.mark.parametrize(
     ("capacity", "demand", "expected"),
     [
-        ({NEURON: 15, EFA: 8}, WHOLE_NODE, [(DRAIN, Cause.DEVICE)]),
-        ({NEURON: 15, EFA: 8}, None, [(DRAIN, Cause.DEVICE)]),
-        ({NEURON: 15, EFA: 8}, Demand({NEURON: 8}), [(SUSPECT, Cause.DEVICE)]),
-        ({NEURON: 0, EFA: 8}, WHOLE_NODE, [(SUSPECT, Cause.DEVICE)]),
-        ({NEURON: 16, EFA: 7}, WHOLE_NODE, [(DRAIN, Cause.NETWORK)]),
-        ({NEURON: 16, EFA: 1}, Demand({NEURON: 16, EFA: 1}), []),
-        ({NEURON: 16, EFA: 8}, WHOLE_NODE, []),
-        ({NEURON: 32, EFA: 8}, WHOLE_NODE, []),
-        ({NEURON: 12}, Demand({}), [(SUSPECT, Cause.DEVICE)]),
+        ({names.NEURON: 15, names.EFA: 8}, WHOLE_NODE, [(DRAIN, Cause.DEVICE)]),
+        ({names.NEURON: 15, names.EFA: 8}, None, [(DRAIN, Cause.DEVICE)]),
+        ({names.NEURON: 15, names.EFA: 8}, Demand({names.NEURON: 8}), [(SUSPECT, Cause.DEVICE)]),
+        ({names.NEURON: 0, names.EFA: 8}, WHOLE_NODE, [(SUSPECT, Cause.DEVICE)]),
+        ({names.NEURON: 16, names.EFA: 7}, WHOLE_NODE, [(DRAIN, Cause.NETWORK)]),
+        ({names.NEURON: 16, names.EFA: 1}, Demand({names.NEURON: 16, names.EFA: 1}), []),
+        ({names.NEURON: 16, names.EFA: 8}, WHOLE_NODE, []),
+        ({names.NEURON: 32, names.EFA: 8}, WHOLE_NODE, []),
+        ({names.NEURON: 12}, Demand({}), [(SUSPECT, Cause.DEVICE)]),
     ],
 )
 def test_lost_devices_show_as_missing_capacity(capacity: Any, demand: Demand | None, expected: Any) -> None:
@@ -100,8 +93,8 @@ def test_lost_devices_show_as_missing_capacity(capacity: Any, demand: Demand | N
         (Taint("aws-node-termination-handler/spot-itn", "x"), DRAIN, Cause.PREEMPTED),
         (Taint("ToBeDeletedByClusterAutoscaler"), DRAIN, Cause.PREEMPTED),
         (Taint("node.kubernetes.io/out-of-service", "nodeshutdown", "NoExecute"), DRAIN, Cause.NODE_LOST),
-        (Taint(LABEL_HYPERPOD_HEALTH, "Unschedulable"), SUSPECT, Cause.HOST),
-        (Taint(LABEL_HYPERPOD_HEALTH, "UnschedulablePendingReplacement"), DRAIN, Cause.DEVICE),
+        (Taint(names.LABEL_HYPERPOD_HEALTH, "Unschedulable"), SUSPECT, Cause.HOST),
+        (Taint(names.LABEL_HYPERPOD_HEALTH, "UnschedulablePendingReplacement"), DRAIN, Cause.DEVICE),
         (Taint("maintenance", "", "NoExecute"), DRAIN, Cause.PREEMPTED),
     ],
 )
@@ -118,7 +111,7 @@ def test_taints_that_are_a_signal_about_a_node(taint: Taint, severity: Severity,
         Taint("node.kubernetes.io/not-ready", "", "NoExecute"),
         Taint("node.kubernetes.io/unschedulable"),
         Taint("node.kubernetes.io/disk-pressure"),
-        Taint(TAINT_QUARANTINED, "Device"),
+        Taint(names.TAINT_QUARANTINED, "Device"),
     ],
 )
 def test_taints_that_are_no_signal(taint: Taint) -> None:
@@ -139,12 +132,12 @@ def test_a_taint_that_the_job_tolerates_for_good_is_no_problem_of_that_job() -> 
 @pytest.mark.parametrize(
     ("labels", "expected"),
     [
-        ({LABEL_HYPERPOD_HEALTH: "Schedulable"}, []),
-        ({LABEL_HYPERPOD_HEALTH: "Unschedulable"}, [(SUSPECT, Cause.HOST)]),
-        ({LABEL_HYPERPOD_HEALTH: "UnschedulablePendingReboot"}, [(DRAIN, Cause.DEVICE_REPAIRABLE)]),
-        ({LABEL_HYPERPOD_HEALTH: "UnschedulablePendingReplacement"}, [(DRAIN, Cause.DEVICE)]),
-        ({LABEL_HYPERPOD_DEEP_CHECK: "Failed"}, [(DRAIN, Cause.DEVICE)]),
-        ({LABEL_HYPERPOD_DEEP_CHECK: "InProgress", LABEL_HYPERPOD_HEALTH: "nonsense"}, []),
+        ({names.LABEL_HYPERPOD_HEALTH: "Schedulable"}, []),
+        ({names.LABEL_HYPERPOD_HEALTH: "Unschedulable"}, [(SUSPECT, Cause.HOST)]),
+        ({names.LABEL_HYPERPOD_HEALTH: "UnschedulablePendingReboot"}, [(DRAIN, Cause.DEVICE_REPAIRABLE)]),
+        ({names.LABEL_HYPERPOD_HEALTH: "UnschedulablePendingReplacement"}, [(DRAIN, Cause.DEVICE)]),
+        ({names.LABEL_HYPERPOD_DEEP_CHECK: "Failed"}, [(DRAIN, Cause.DEVICE)]),
+        ({names.LABEL_HYPERPOD_DEEP_CHECK: "InProgress", names.LABEL_HYPERPOD_HEALTH: "nonsense"}, []),
     ],
 )
 def test_the_labels_of_hyperpod(labels: dict[str, str], expected: Any) -> None:

@@ -12,15 +12,7 @@ from plan_builders import NOW
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.internal import FailureRecord
-from trainium_operator.plan.fleet.memory import (
-    MOST_MACHINES,
-    Machine,
-    MachineState,
-    Memory,
-    Strike,
-    add_strike,
-    bounded,
-)
+from trainium_operator.plan.fleet import memory
 from trainium_operator.plan.fleet.quarantine import FleetObserved, FleetPlan, JobRecords, TaintNode, plan_fleet
 from trainium_operator.plan.model.names import TAINT_QUARANTINED
 from trainium_operator.plan.model.observed import NodeCondition, NodeReadiness, NodeView, Taint, cap_of
@@ -38,7 +30,7 @@ class Fleet:
         self.nodes = {f"node-{at}": NodeView(name=f"node-{at}", provider_id=f"aws:///i-{at}") for at in range(nodes)}
         self.carrying = frozenset(self.nodes)
         self.records: dict[str, list[FailureRecord]] = {"team/llama": []}
-        self.memory: Memory | None = Memory()
+        self.memory: memory.Memory | None = memory.Memory()
         self.machines: dict[str, str] = {}
         self.taints_nodes = False
 
@@ -72,7 +64,7 @@ class Fleet:
     def change(self, name: str, **fields: Any) -> None:
         self.nodes[name] = replace(self.nodes[name], **fields)
 
-    def state(self, at: int) -> MachineState | None:
+    def state(self, at: int) -> memory.MachineState | None:
         assert self.memory is not None
         entry = self.memory.machines.get(f"aws:///i-{at}")
         return entry.state if entry else None
@@ -108,7 +100,7 @@ def test_a_broken_device_puts_the_node_in_quarantine_for_an_hour_and_on_probatio
     assert fleet.wait(HOUR - 1).view.quarantined == {"node-3"}
     after = fleet.wait(1)
     assert after.view.quarantined == frozenset()
-    assert fleet.state(3) is MachineState.PROBATION
+    assert fleet.state(3) is memory.MachineState.PROBATION
     assert after.requeue_after == DAY
     fleet.wait(DAY)
     assert fleet.state(3) is None
@@ -127,7 +119,7 @@ def test_a_fault_that_the_node_may_not_have_caused_counts_when_it_happens_again(
     fleet = Fleet()
     fleet.fail("node-3", Cause.NODE_LOST)
     assert fleet.plan().view.quarantined == frozenset()
-    assert fleet.state(3) is MachineState.WATCHED
+    assert fleet.state(3) is memory.MachineState.WATCHED
     fleet.now += HOUR
     fleet.fail("node-3", Cause.NODE_LOST)
     assert fleet.plan().view.quarantined == {"node-3"}
@@ -139,7 +131,7 @@ def test_three_faults_in_a_day_are_for_good() -> None:
         fleet.fail("node-3", job=job)
         fleet.plan()
         fleet.now += 6 * HOUR
-    assert fleet.state(3) is MachineState.PERMANENT
+    assert fleet.state(3) is memory.MachineState.PERMANENT
     assert fleet.wait(100 * DAY).view.quarantined == {"node-3"}
 
 
@@ -159,10 +151,10 @@ def test_crashes_of_one_job_may_be_its_programs_fault_those_of_two_are_the_nodes
         fleet.fail("node-3", cause)
         fleet.plan()
         fleet.now += HOUR
-    assert fleet.state(3) is MachineState.WATCHED
+    assert fleet.state(3) is memory.MachineState.WATCHED
     fleet.fail("node-3", cause, job="other/job")
     fleet.plan()
-    assert fleet.state(3) is MachineState.PERMANENT
+    assert fleet.state(3) is memory.MachineState.PERMANENT
 
 
 def test_crashes_of_one_job_alone_send_no_node_back_from_probation() -> None:
@@ -171,7 +163,7 @@ def test_crashes_of_one_job_alone_send_no_node_back_from_probation() -> None:
     fleet.now += DAY - HOUR / 2
     fleet.fail("node-3", Cause.CRASH)
     assert fleet.plan().view.quarantined == frozenset()
-    assert fleet.state(3) is MachineState.PROBATION
+    assert fleet.state(3) is memory.MachineState.PROBATION
 
 
 def test_one_fault_is_one_strike_however_many_report_it() -> None:
@@ -181,7 +173,7 @@ def test_one_fault_is_one_strike_however_many_report_it() -> None:
         fleet.now += 60
     fleet.change("node-3", conditions=(replace(BROKEN, since=fleet.now - 30),))
     fleet.plan()
-    assert fleet.state(3) is MachineState.QUARANTINED
+    assert fleet.state(3) is memory.MachineState.QUARANTINED
     assert fleet.memory is not None
     assert len(fleet.memory.machines["aws:///i-3"].strikes) == 1
 
@@ -204,7 +196,7 @@ def test_a_deleted_node_is_remembered_by_its_machine() -> None:
     fleet.machines["node-3"] = node.provider_id
     fleet.fail("node-3")
     fleet.plan()
-    assert fleet.state(3) is MachineState.QUARANTINED
+    assert fleet.state(3) is memory.MachineState.QUARANTINED
     fleet.nodes["node-3"] = node
     assert fleet.plan().view.quarantined == {"node-3"}
 
@@ -240,12 +232,12 @@ def test_a_device_that_the_node_reports_counts_once_and_as_long_as_it_is_reporte
     for _ in range(30):
         fleet.wait(HOUR)
     assert fleet.plan().view.quarantined == {"node-3"}, "it is still broken"
-    assert fleet.state(3) is not MachineState.PERMANENT, "it broke once"
+    assert fleet.state(3) is not memory.MachineState.PERMANENT, "it broke once"
     fleet.change("node-3", conditions=())
     assert fleet.plan().view.quarantined == frozenset()
     fleet.change("node-3", conditions=(replace(BROKEN, since=fleet.now),))
     fleet.plan()
-    assert fleet.state(3) is MachineState.QUARANTINED
+    assert fleet.state(3) is memory.MachineState.QUARANTINED
 
 
 def test_nodes_that_are_bad_now_get_no_new_worker() -> None:
@@ -309,7 +301,7 @@ def test_failures_of_one_namespace_count_there_alone_however_many() -> None:
     assert fleet.view.quarantined == frozenset()
     assert fleet.view.seen_from("team").quarantined == frozenset()
     assert len(fleet.view.seen_from("hostile").quarantined) == 25
-    assert MachineState.PERMANENT not in {fleet.state(at) for at in range(128)}
+    assert memory.MachineState.PERMANENT not in {fleet.state(at) for at in range(128)}
     fleet.wait(2.5 * DAY)
     fleet.wait(DAY)
     assert fleet.view.seen_from("hostile").quarantined == frozenset(), "it ages"
@@ -357,9 +349,9 @@ def test_many_strikes_of_one_namespace_do_not_evict_those_of_another() -> None:
 
 
 def test_of_many_strikes_the_oldest_redundant_one_is_dropped() -> None:
-    entry = Machine(machine="m", node="n")
+    entry = memory.Machine(machine="m", node="n")
     for at, job in enumerate(("team/llama", *("hostile/a",) * 9)):
-        entry = add_strike(entry, "n", Strike(NOW + at * HOUR, Cause.DEVICE, job))
+        entry = memory.add_strike(entry, "n", memory.Strike(NOW + at * HOUR, Cause.DEVICE, job))
     assert [(strike.at - NOW) / HOUR for strike in entry.strikes] == [0, 3, 4, 5, 6, 7, 8, 9]
 
 
@@ -401,8 +393,8 @@ def test_taints_are_written_only_where_that_is_switched_on_and_taken_off_at_the_
 
 def test_a_quarantine_by_hand_holds() -> None:
     fleet = Fleet()
-    entry = Machine(machine="aws:///i-3", node="node-3", state=MachineState.PERMANENT)
-    fleet.memory = Memory(machines={entry.machine: entry})
+    entry = memory.Machine(machine="aws:///i-3", node="node-3", state=memory.MachineState.PERMANENT)
+    fleet.memory = memory.Memory(machines={entry.machine: entry})
     fleet.taints_nodes = True
     result = fleet.wait(30 * DAY)
     assert result.view.quarantined == {"node-3"}
@@ -411,12 +403,12 @@ def test_a_quarantine_by_hand_holds() -> None:
 
 def test_the_memory_is_bounded_and_forgets_the_mildest_first() -> None:
     machines = {
-        f"m-{at}": Machine(machine=f"m-{at}", node="", strikes=(Strike(NOW + at, Cause.NODE_LOST, "j"),))
-        for at in range(MOST_MACHINES + 50)
+        f"m-{at}": memory.Machine(machine=f"m-{at}", node="", strikes=(memory.Strike(NOW + at, Cause.NODE_LOST, "j"),))
+        for at in range(memory.MOST_MACHINES + 50)
     }
-    machines["m-0"] = replace(machines["m-0"], state=MachineState.PERMANENT)
-    kept = bounded(Memory(machines=machines)).machines
-    assert len(kept) == MOST_MACHINES
+    machines["m-0"] = replace(machines["m-0"], state=memory.MachineState.PERMANENT)
+    kept = memory.bounded(memory.Memory(machines=machines)).machines
+    assert len(kept) == memory.MOST_MACHINES
     assert "m-0" in kept
     assert "m-1" not in kept
 
@@ -430,7 +422,7 @@ EVENTS = st.lists(
     ),
     max_size=30,
 )
-ORDER = list(MachineState)
+ORDER = list(memory.MachineState)
 
 
 @given(EVENTS)

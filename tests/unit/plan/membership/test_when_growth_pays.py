@@ -12,13 +12,7 @@ from trainium_contract.job import GoodputStatus, TrainingJobStatus
 from trainium_contract.status.interruptions import Interruption, Rung
 from trainium_contract.status.ledger import SizeAccount
 from trainium_contract.status.public import CompiledStatus, ProgressStatus
-from trainium_operator.plan.membership.growth import (
-    available_size,
-    compile_seconds,
-    growth_resumes_at,
-    is_worth_growing,
-    pays_at,
-)
+from trainium_operator.plan.membership import growth
 
 if TYPE_CHECKING:
     from trainium_operator.plan.view.facts import Facts
@@ -67,7 +61,7 @@ CAPACITY, BY_A_PERSON = {"cause": Cause.CAPACITY}, {"cause": Cause.RESIZE}
 def test_growth_rests_after_the_last_recovery_and_longer_after_each_shrink_of_the_hour(
     status: TrainingJobStatus, until: float
 ) -> None:
-    assert growth_resumes_at(facts(), status) == until
+    assert growth.growth_resumes_at(facts(), status) == until
 
 
 def known(*, total: int = 100, step: int = 60, seconds: float | None = 2.0, price: float | None = 30.0) -> Any:
@@ -99,13 +93,13 @@ def known(*, total: int = 100, step: int = 60, seconds: float | None = 2.0, pric
 def test_growth_is_worth_it_when_the_steps_that_are_left_save_more_than_it_costs_or_when_nobody_knows(
     status: TrainingJobStatus, beside: float, worth: bool
 ) -> None:
-    assert is_worth_growing(facts(), status, 2, 4, beside=beside) is worth
+    assert growth.is_worth_growing(facts(), status, 2, 4, beside=beside) is worth
 
 
 def test_growth_from_a_size_that_is_not_legal_is_worth_it_at_any_price() -> None:
     pairs = facts(3, parallelism={"tensor": 2})
     status = known(price=1e6).replaced(goodput=GoodputStatus(sizes=(SizeAccount(size=3, step_seconds=1.0),)))
-    assert is_worth_growing(pairs, status, 3, 4, beside=0.0)
+    assert growth.is_worth_growing(pairs, status, 3, 4, beside=0.0)
 
 
 def compiling(*sizes: int, seconds: float | None = 600.0, price: float | None = None) -> TrainingJobStatus:
@@ -126,13 +120,13 @@ def compiling(*sizes: int, seconds: float | None = 600.0, price: float | None = 
 def test_a_size_without_graphs_costs_what_the_slowest_compilation_took(
     status: TrainingJobStatus, size: int, seconds: float
 ) -> None:
-    assert compile_seconds(facts(), status, size) == seconds
+    assert growth.compile_seconds(facts(), status, size) == seconds
 
 
 def test_a_size_that_every_worker_compiles_before_it_joins_costs_nothing() -> None:
     first = facts(precompile={"enabled": True})
-    assert compile_seconds(first, compiling(), 8) == 0.0
-    assert compile_seconds(first, compiling(seconds=None), 4) == 1200.0
+    assert growth.compile_seconds(first, compiling(), 8) == 0.0
+    assert growth.compile_seconds(first, compiling(seconds=None), 4) == 1200.0
 
 
 @pytest.mark.parametrize(
@@ -154,17 +148,17 @@ def test_a_size_that_every_worker_compiles_before_it_joins_costs_nothing() -> No
 def test_the_size_at_hand_is_the_fastest_with_graphs_where_compiling_the_best_one_costs_more_than_a_change(
     status: TrainingJobStatus, nodes: int, size: int
 ) -> None:
-    assert available_size(facts(), status, nodes) == size
+    assert growth.available_size(facts(), status, nodes) == size
 
 
 def test_of_sizes_that_are_equally_fast_the_smallest_one_is_at_hand() -> None:
     eight_samples = facts(trainer={"batch": {"globalSize": 8}})  # with 4 nodes and with 7 two passes
-    assert available_size(eight_samples, compiling(7, 4, 5), 8) == 4
+    assert growth.available_size(eight_samples, compiling(7, 4, 5), 8) == 4
 
 
 def test_a_size_that_is_no_legal_one_is_not_at_hand() -> None:
     pairs = facts(parallelism={"tensor": 2})
-    assert available_size(pairs, compiling(5, 2), 6) == 2
+    assert growth.available_size(pairs, compiling(5, 2), 6) == 2
 
 
 @pytest.mark.parametrize(
@@ -181,9 +175,9 @@ def test_a_size_that_is_no_legal_one_is_not_at_hand() -> None:
 def test_growing_to_a_size_without_graphs_pays_when_waiting_has_cost_as_much_as_compiling(
     members: int, status: TrainingJobStatus, size: int, after: float
 ) -> None:
-    assert pays_at(facts(members), status, size, 1000.0) == 1000.0 + after
+    assert growth.pays_at(facts(members), status, size, 1000.0) == 1000.0 + after
 
 
 def test_from_a_size_that_is_not_legal_growing_pays_at_once() -> None:
     pairs = facts(3, parallelism={"tensor": 2})
-    assert pays_at(pairs, compiling(2), 4, 1000.0) == 1000.0
+    assert growth.pays_at(pairs, compiling(2), 4, 1000.0) == 1000.0

@@ -12,14 +12,8 @@ from execution_world import World, replace_status
 from tests.testing.api.fake_kubernetes import refuse
 from tests.testing.suite.virtual_time import in_virtual_time, settle
 from trainium_contract.status.conditions import Phase
+from trainium_operator.cluster.api import resources
 from trainium_operator.cluster.api.errors import ConflictError, ForbiddenError
-from trainium_operator.cluster.api.resources import (
-    CONFIG_MAPS,
-    DISRUPTION_BUDGETS,
-    JOBS,
-    NETWORK_POLICIES,
-    PODS,
-)
 from trainium_operator.cluster.api.transport import HttpResponse
 from trainium_operator.cluster.execute.deletion_limit import LEAST, ForceDeleteLimitError
 from trainium_operator.cluster.execute.executor import BESIDE_A_START
@@ -80,13 +74,13 @@ async def test_an_unchanged_status_is_not_written(world: World) -> None:
 
 @in_virtual_time
 async def test_a_status_written_over_an_old_copy_is_refused_and_the_copy_renewed(world: World) -> None:
-    world.cluster.change(JOBS, "default", "j", lambda raw: raw["spec"].update(suspend=True))
+    world.cluster.change(resources.JOBS, "default", "j", lambda raw: raw["spec"].update(suspend=True))
     with pytest.raises(ConflictError):
         await world.do(*world.pods(1), phase=Phase.STARTING)
-    assert world.cluster.names(PODS) == []
+    assert world.cluster.names(resources.PODS) == []
     assert world.job.spec.suspend
     await world.do(*world.pods(1), phase=Phase.STARTING)
-    assert world.cluster.names(PODS) == ["j-w-0"]
+    assert world.cluster.names(resources.PODS) == ["j-w-0"]
 
 
 @in_virtual_time
@@ -97,8 +91,8 @@ async def test_the_same_plan_twice_is_as_good_as_once(world: World) -> None:
     version = world.cluster.version
     await world.do(*actions)
     assert world.cluster.version == version
-    assert world.cluster.names(PODS) == [f"j-w-{number}" for number in range(5)]
-    assert world.cluster.names(CONFIG_MAPS) == ["j-config", "j-membership"]
+    assert world.cluster.names(resources.PODS) == [f"j-w-{number}" for number in range(5)]
+    assert world.cluster.names(resources.CONFIG_MAPS) == ["j-config", "j-membership"]
     assert world.published == [1, 1]
 
 
@@ -116,7 +110,7 @@ async def test_own_writes_are_in_the_caches_at_once(world: World) -> None:
 
 @in_virtual_time
 async def test_a_pod_of_that_name_without_our_owner_is_a_conflict(world: World) -> None:
-    world.cluster.add(PODS, {"metadata": {"name": "j-w-0"}})
+    world.cluster.add(resources.PODS, {"metadata": {"name": "j-w-0"}})
     with pytest.raises(ConflictError, match="does not belong to this job"):
         await world.do(*world.pods(1))
 
@@ -202,15 +196,18 @@ async def test_a_quota_that_is_used_up_is_one_event_and_one_sentence_whatever_th
 @in_virtual_time
 async def test_applying_an_object_reverts_an_edit_at_any_depth(world: World) -> None:
     ingress = WorkerIngress(operator_namespace="system", operator_labels={"app": "operator"}, rules=())
-    wanted = {DISRUPTION_BUDGETS: budget(world.job, 3), NETWORK_POLICIES: network_policy(world.job, ingress)}
+    wanted = {
+        resources.DISRUPTION_BUDGETS: budget(world.job, 3),
+        resources.NETWORK_POLICIES: network_policy(world.job, ingress),
+    }
     for resource, manifest in wanted.items():
         edited = copy.deepcopy(manifest)
-        selector = edited["spec"]["selector" if resource is DISRUPTION_BUDGETS else "podSelector"]
+        selector = edited["spec"]["selector" if resource is resources.DISRUPTION_BUDGETS else "podSelector"]
         selector["matchLabels"]["tier"] = "by hand"
         selector["matchExpressions"] = [{"key": "tier", "operator": "Exists"}]
         edited["spec"]["maxUnavailable"] = 1
         world.cluster.add(resource, edited)
-    await world.do(ApplyObject(wanted[DISRUPTION_BUDGETS]), ApplyPolicy(wanted[NETWORK_POLICIES]))
+    await world.do(ApplyObject(wanted[resources.DISRUPTION_BUDGETS]), ApplyPolicy(wanted[resources.NETWORK_POLICIES]))
     for resource, manifest in wanted.items():
         name = manifest["metadata"]["name"]
         assert world.cluster.get(resource, "default", name)["spec"] == manifest["spec"]
@@ -219,7 +216,7 @@ async def test_applying_an_object_reverts_an_edit_at_any_depth(world: World) -> 
 @in_virtual_time
 async def test_a_refusal_half_way_lets_those_in_flight_end_and_starts_no_more(world: World) -> None:
     def full(method: str, path: str) -> Any:
-        too_many = len(world.cluster.names(PODS)) >= 3
+        too_many = len(world.cluster.names(resources.PODS)) >= 3
         return refuse(403, "Forbidden", "exceeded quota") if method == "POST" and too_many else None
 
     world.cluster.faults.append(full)
@@ -237,7 +234,7 @@ async def test_at_most_sixty_four_pods_are_created_at_a_time(world: World) -> No
     started = asyncio.get_running_loop().time()
     await world.do(*world.pods(1000))
     assert requests.most == 64
-    assert len(world.cluster.names(PODS)) == 1000
+    assert len(world.cluster.names(resources.PODS)) == 1000
     assert asyncio.get_running_loop().time() - started < 0.6
 
 
@@ -248,13 +245,13 @@ async def test_ended_pods_are_deleted_in_small_numbers_beside_a_start(
 ) -> None:
     """The new pods are bound and started first; a job that only releases pods delays nothing."""
     await world.do(*world.pods(100))
-    going = [world.cluster.get(PODS, "default", name) for name in sorted(world.cluster.names(PODS))]
+    going = [world.cluster.get(resources.PODS, "default", name) for name in sorted(world.cluster.names(resources.PODS))]
     requests = ConcurrentRequests(world, "DELETE")
     starts = world.pods(101)[100:] if beside_a_start else ()
     deletions = (DeletePod(raw["metadata"]["name"], raw["metadata"]["uid"], None) for raw in going)
     await world.do(*starts, *deletions)
     assert requests.most == most
-    assert len(world.cluster.names(PODS)) == len(starts)
+    assert len(world.cluster.names(resources.PODS)) == len(starts)
 
 
 @in_virtual_time
@@ -264,7 +261,7 @@ async def test_deleting_a_missing_pod_or_another_incarnation_counts_as_done(worl
     await world.do(
         DeletePod("j-w-0", uid, 0), DeletePod("j-w-1", "an-earlier-one", None), DeletePod("j-w-7", "u", None)
     )
-    assert world.cluster.names(PODS) == ["j-w-1"]
+    assert world.cluster.names(resources.PODS) == ["j-w-1"]
     assert [key[1] for key in world.caches.pods.store.snapshot()] == ["j-w-1"]
 
 
@@ -287,12 +284,12 @@ async def test_forced_deletions_above_the_last_bound_wait_and_replacements_do_no
     replacement = CreatePod(world.owned("j-w-12", spec={"containers": [{"name": "worker"}]}))
     with pytest.raises(ForceDeleteLimitError):
         await world.do(*deletions, replacement)
-    left = world.cluster.names(PODS)
+    left = world.cluster.names(resources.PODS)
     assert len(left) == 12 - LEAST + 1
     assert "j-w-12" in left
     gentle = tuple(DeletePod(name, uids[name], None) for name in left if name in uids)
     await world.do(*gentle)
-    assert world.cluster.names(PODS) == ["j-w-12"]
+    assert world.cluster.names(resources.PODS) == ["j-w-12"]
 
 
 @in_virtual_time
@@ -304,14 +301,14 @@ async def test_what_has_ended_is_deleted_also_where_nothing_may_be_created(world
     world.refuse_creations("pods", "exceeded quota")
     with pytest.raises(ForbiddenError, match="exceeded quota"):
         await world.do(CreatePod(world.owned("j-w-7")), *deletions, world.publication(1, 0))
-    assert world.cluster.names(PODS) == []
+    assert world.cluster.names(resources.PODS) == []
     assert world.published == []
 
 
 @in_virtual_time
 async def test_a_pod_that_somebody_else_removes_during_its_deletion_leaves_the_cache(world: World) -> None:
     await world.do(*world.pods(1))
-    raw = world.cluster.get(PODS, "default", "j-w-0")
+    raw = world.cluster.get(resources.PODS, "default", "j-w-0")
     # What a real API server answers then: the last state, which no resourceVersion names any more.
     last = {**raw, "metadata": {**raw["metadata"], "deletionTimestamp": "2026-01-01T00:00:00Z"}, "kind": "Pod"}
     del last["metadata"]["resourceVersion"]
@@ -336,11 +333,11 @@ async def test_an_edited_object_of_the_job_is_reverted_and_not_called_another_s(
         raw["metadata"]["labels"] = {"mine": "too"}
         raw["data"] = {"trainer.yaml": "y", "more": "z"}
 
-    world.cluster.change(CONFIG_MAPS, "default", "j-config", spoil)
+    world.cluster.change(resources.CONFIG_MAPS, "default", "j-config", spoil)
     await world.caches.config_maps.refresh()
     assert len(world.caches.config_maps.store) == 0
     await world.do(config)
-    found = world.cluster.get(CONFIG_MAPS, "default", "j-config")
+    found = world.cluster.get(resources.CONFIG_MAPS, "default", "j-config")
     assert found["data"] == {"trainer.yaml": "x"}
     assert found["metadata"]["labels"].items() >= config.manifest["metadata"]["labels"].items()
     assert len(world.caches.config_maps.store) == 1
@@ -350,10 +347,10 @@ async def test_an_edited_object_of_the_job_is_reverted_and_not_called_another_s(
 async def test_a_job_that_was_deleted_meanwhile_leaves_nothing_behind(world: World) -> None:
     job = world.job
     await world.do(*world.pods(1))
-    world.cluster.remove(JOBS, "default", "j")
-    assert world.cluster.names(PODS) == []
+    world.cluster.remove(resources.JOBS, "default", "j")
+    assert world.cluster.names(resources.PODS) == []
     plan = Plan(status=replace_status(job, phase=Phase.STARTING), actions=world.pods(1))
     with pytest.raises(Exception, match="not found"):
         await world.executor.execute(replace(job), plan)
     assert world.caches.jobs.store.get(("default", "j")) is None
-    assert world.cluster.names(PODS) == []
+    assert world.cluster.names(resources.PODS) == []
