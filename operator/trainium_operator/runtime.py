@@ -372,30 +372,13 @@ def make_caches(
     """Create empty caches of what the settings allow; `on_change` follows changes that concern all jobs."""
     served = settings.namespaces
     states = namespaces.Namespaces(served or namespaces.EVERYWHERE, clock=clock)
-    by_namespace = bool(served)
-    jobs = reflector.Reflector if by_namespace else reflector.Lister
+    jobs = reflector.Reflector if served else reflector.Lister
     labels = f"{LABEL_ROLE}={ROLE_WORKER}"
     return observe.Caches(
-        jobs=jobs(
-            api,
-            resources.JOBS,
-            store.IndexedCache(by_namespace=by_namespace),
-            views.job_record,
-            namespaces=states,
-        ),
-        pods=reflector.Reflector(
-            api,
-            resources.PODS,
-            store.IndexedCache(by_namespace=by_namespace),
-            views.pod_view,
-            namespaces=states,
-            labels=labels,
-            of_jobs=True,
-        ),
+        jobs=jobs(api, resources.JOBS, views.job_record, namespaces=states),
+        pods=reflector.Reflector(api, resources.PODS, views.pod_view, namespaces=states, labels=labels, of_jobs=True),
         config_maps=_children(api, resources.CONFIG_MAPS, states),
-        nodes=reflector.Reflector(api, resources.NODES, store.IndexedCache(), views.node_view)
-        if settings.watch_nodes
-        else None,
+        nodes=reflector.Reflector(api, resources.NODES, views.node_view) if settings.watch_nodes else None,
         disruption_budgets=_children(api, resources.DISRUPTION_BUDGETS, states),
         kueue=kueue.Kueue(api, enabled=settings.kueue, namespaces=served, on_change=on_change),
         dra=dra.Dra(api, enabled=settings.dra, namespaces=served, on_change=on_change),
@@ -412,10 +395,7 @@ def make_caches(
 def _children(
     api: client.Api, resource: resources.Resource, states: namespaces.Namespaces
 ) -> reflector.Reflector[views.ChildRecord]:
-    cache: store.IndexedCache[views.ChildRecord] = store.IndexedCache(by_namespace=not states.single)
-    return reflector.Reflector(
-        api, resource, cache, views.child_record, namespaces=states, labels=LABEL_JOB, of_jobs=True
-    )
+    return reflector.Reflector(api, resource, views.child_record, namespaces=states, labels=LABEL_JOB, of_jobs=True)
 
 
 def plan_settings(settings: Settings, namespace: str) -> PlanSettings:

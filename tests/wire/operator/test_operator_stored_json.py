@@ -23,10 +23,11 @@ from trainium_operator.cluster.api.resources import CLAIMS
 from trainium_operator.cluster.api.transport import HttpResponse, ResponseStream
 from trainium_operator.cluster.cache.device_views import ClaimView, claim_view
 from trainium_operator.cluster.cache.reflector import Reflector
-from trainium_operator.cluster.cache.store import IndexedCache
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
+
+    from trainium_operator.cluster.cache.store import IndexedCache
 
 
 DEEP = '{"a":' * 9_000 + "1" + "}" * 9_000
@@ -62,7 +63,7 @@ class Claims:
 
 @contextlib.asynccontextmanager
 async def kept(server: Claims) -> AsyncIterator[IndexedCache[ClaimView]]:
-    reflector = Reflector(Api(server, jitter=lambda: 0.5), CLAIMS, IndexedCache(), claim_view, jitter=lambda: 0.5)
+    reflector = Reflector(Api(server, jitter=lambda: 0.5), CLAIMS, claim_view, jitter=lambda: 0.5)
     keeping = asyncio.create_task(reflector.run())
     await asyncio.sleep(30)
     assert not keeping.done(), "it never ends"
@@ -100,7 +101,7 @@ async def test_a_watch_of_invalid_lines_is_restarted_and_ends_nothing(
 async def test_a_list_that_is_none_is_an_answer_that_did_not_come(page: str) -> None:
     server = Claims([], [])
     server.page = page
-    reflector: Reflector[ClaimView] = Reflector(Api(server), CLAIMS, IndexedCache(), claim_view)
+    reflector: Reflector[ClaimView] = Reflector(Api(server), CLAIMS, claim_view)
     with pytest.raises(UnavailableError):
         await reflector.refresh()
 

@@ -16,7 +16,6 @@ from trainium_operator.cluster.cache.inventory import Inventory
 from trainium_operator.cluster.cache.namespaces import EVERYWHERE, Namespaces
 from trainium_operator.cluster.cache.optional_api import OptionalApi
 from trainium_operator.cluster.cache.reflector import Reflector
-from trainium_operator.cluster.cache.store import IndexedCache
 from trainium_operator.plan.model.observed import ApiState, DevicesView, JobView, PodView
 
 if TYPE_CHECKING:
@@ -39,24 +38,18 @@ class Dra:
         """`on_change` is called when everything has been read; no `namespaces`: of all."""
         self._wanted = asyncio.Event()
         self._on_change = on_change
-        by_namespace = bool(namespaces)
         self.templates: Reflector[str] = Reflector(
             api,
             TEMPLATES,
-            IndexedCache(by_namespace=by_namespace),
             template_view,
             namespaces=Namespaces(namespaces or EVERYWHERE),
             labels=LABEL_JOB,
             of_jobs=True,
         )
         self.claims: Reflector[ClaimView] = Reflector(
-            api,
-            CLAIMS,
-            IndexedCache(by_namespace=by_namespace),
-            claim_view,
-            namespaces=Namespaces(namespaces or EVERYWHERE),
+            api, CLAIMS, claim_view, namespaces=Namespaces(namespaces or EVERYWHERE)
         )
-        self.slices: Reflector[SliceView] = Reflector(api, SLICES, IndexedCache(), slice_view)
+        self.slices: Reflector[SliceView] = Reflector(api, SLICES, slice_view)
         self.offered = OptionalApi(enabled, self.templates, self.claims, self.slices)
         self.inventory = Inventory(self.slices.store, self.claims.store)
 

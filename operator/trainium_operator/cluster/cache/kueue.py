@@ -18,7 +18,6 @@ from trainium_operator.cluster.cache.kueue_views import flavor_view, priority_vi
 from trainium_operator.cluster.cache.namespaces import EVERYWHERE, Namespaces
 from trainium_operator.cluster.cache.optional_api import OptionalApi
 from trainium_operator.cluster.cache.reflector import Reflector
-from trainium_operator.cluster.cache.store import IndexedCache
 from trainium_operator.plan.model.observed import ApiState, JobView
 from trainium_operator.plan.model.quota import Placement, QuotaView, WorkloadView
 
@@ -56,14 +55,13 @@ class Kueue:
         self.workloads: Reflector[WorkloadView] = Reflector(
             api,
             WORKLOADS,
-            IndexedCache(by_namespace=bool(namespaces)),
             workload_view,
             namespaces=self._namespaces,
             labels=LABEL_JOB,
             of_jobs=True,
         )
-        self.flavors: Reflector[Placement] = Reflector(api, FLAVORS, IndexedCache(), flavor_view)
-        self.priorities: Reflector[tuple[int, bool]] = Reflector(api, PRIORITIES, IndexedCache(), priority_view)
+        self.flavors: Reflector[Placement] = Reflector(api, FLAVORS, flavor_view)
+        self.priorities: Reflector[tuple[int, bool]] = Reflector(api, PRIORITIES, priority_view)
         self.offered = OptionalApi(enabled, self.workloads, self.flavors, self.priorities)
         self.flavors.store.listen(self._changed)
         self.priorities.store.listen(self._changed)

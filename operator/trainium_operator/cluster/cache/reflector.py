@@ -67,7 +67,6 @@ class Lister(Generic[V]):
         self,
         api: Api,
         resource: Resource,
-        store: IndexedCache[V],
         parse: Callable[[Json], V],
         *,
         namespaces: Namespaces | None = None,
@@ -78,17 +77,16 @@ class Lister(Generic[V]):
     ) -> None:
         """`of_jobs`: only objects that a job controls are kept; others cost nothing, whatever their labels.
 
-        `namespaces` has the served ones and records their states; None means all. With several the store
-        must be `by_namespace`.
+        `namespaces` has the served ones and records their states; None means all.
         """
         self.synced = asyncio.Event()
         """Each namespace has been listed once, or is known to be out of reach."""
         self.resource = resource
-        self.store = store
         self._api = api
         self._parse = parse
         self._namespaces = namespaces or Namespaces()
         self._namespaces.expect(resource.plural)
+        self.store: IndexedCache[V] = IndexedCache(by_namespace=not self._namespaces.single)
         self._scopes = [_Scope(name) for name in self._namespaces.names]
         self._labels = labels
         self._of_jobs = of_jobs

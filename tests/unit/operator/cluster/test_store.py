@@ -47,11 +47,9 @@ def test_a_write_through_is_visible_at_once_and_notifies_nobody(store: IndexedCa
     assert received == []
 
 
-def test_an_answer_that_the_watch_has_passed_is_not_read_again(store: IndexedCache[str]) -> None:
+def test_an_answer_that_the_watch_has_passed_is_not_read_again() -> None:
     read: list[str] = []
-    lister: Lister[str] = Lister(
-        SimpleNamespace(), PODS, store, lambda raw: read.append(raw["metadata"]["name"]) or "v"
-    )
+    lister: Lister[str] = Lister(SimpleNamespace(), PODS, lambda raw: read.append(raw["metadata"]["name"]) or "v")
     pod = {"metadata": {"namespace": "ns", "name": "pod", "uid": "u", "resourceVersion": "5"}}
     lister.observe(pod, deleted=False)
     lister.write_through(pod)
@@ -140,9 +138,7 @@ async def test_a_pod_deleted_while_the_pods_are_listed_stays_deleted() -> None:
         lister.observe(pod(9), deleted=True)  # the watch, which continues beside the list of a takeover
         return {"items": [], "metadata": {"resourceVersion": "7"}}
 
-    lister: Lister[str] = Lister(
-        SimpleNamespace(list_page=list_page), PODS, IndexedCache(), lambda raw: raw["metadata"]["uid"]
-    )
+    lister: Lister[str] = Lister(SimpleNamespace(list_page=list_page), PODS, lambda raw: raw["metadata"]["uid"])
     lister.observe(pod(5), deleted=False)
     await lister.refresh()
     assert lister.store.get(("ns", "pod")) is None

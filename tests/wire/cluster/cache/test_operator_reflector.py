@@ -9,7 +9,6 @@ from tests.testing.suite.virtual_time import in_virtual_time, settle
 from trainium_operator.cluster.api.client import PAGE, Api
 from trainium_operator.cluster.api.resources import PODS
 from trainium_operator.cluster.cache.reflector import SILENCE_SECONDS, Reflector
-from trainium_operator.cluster.cache.store import IndexedCache
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -22,11 +21,9 @@ def pod(name: str, **labels: str) -> dict:
 @contextlib.asynccontextmanager
 async def reflected(cluster: FakeCluster, **options: Any) -> AsyncIterator[Reflector[str]]:
     api = Api(cluster, jitter=lambda: 0.5)
-    store: IndexedCache[str] = IndexedCache()
     reflector = Reflector(
         api,
         PODS,
-        store,
         lambda raw: raw["metadata"]["labels"].get("colour", ""),
         labels="role=worker",
         jitter=lambda: 0.5,
@@ -155,7 +152,7 @@ async def test_a_refused_list_is_repeated_with_growing_pauses() -> None:
     cluster = FakeCluster()
     cluster.faults.append(lambda *_: refuse(403, "Forbidden", "no right to list pods"))
     api = Api(cluster, jitter=lambda: 0.5)
-    reflector = Reflector(api, PODS, IndexedCache(), lambda raw: raw)
+    reflector = Reflector(api, PODS, lambda raw: raw)
     task = asyncio.create_task(reflector.run())
     await asyncio.sleep(120)
     assert not reflector.synced.is_set()
@@ -171,14 +168,13 @@ async def test_one_unreadable_object_does_not_hide_the_others() -> None:
     cluster = FakeCluster()
     cluster.add(PODS, pod("good"))
     cluster.add(PODS, {"metadata": {"name": "bad", "labels": {"role": "worker"}}, "broken": True})
-    store: IndexedCache[str] = IndexedCache()
 
     def parse(raw: dict) -> str:
         if raw.get("broken"):
             raise ValueError("no")
         return "good"
 
-    reflector = Reflector(Api(cluster), PODS, store, parse)
+    reflector = Reflector(Api(cluster), PODS, parse)
     task = asyncio.create_task(reflector.run())
     await reflector.synced.wait()
     assert names(reflector) == ["good"]
