@@ -68,7 +68,7 @@ async def test_it_is_written_once_behind_the_first_pods_and_deleted_with_the_job
 
 @in_virtual_time
 async def test_without_the_setting_nothing_is_read_or_written() -> None:
-    async with Scenario(Scenario(Settings())) as scenario:
+    async with Scenario(Settings()) as scenario:
         await scenario.trains()
         assert not [path for _, path in scenario.cluster.requests if NETWORK_POLICIES.plural in path]
 
