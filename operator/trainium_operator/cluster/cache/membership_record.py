@@ -3,7 +3,7 @@
 Guarantees:
 - The kept part is never larger than what the API server stores, so it costs this process no more than the cluster.
 - It is decompressed only when the plan of its job needs it, in steps, and never beyond `LARGEST_TEXT`.
-- A record that cannot be parsed counts as none.
+- A record that cannot be parsed counts as none. Of two forms in one object the newer generation counts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainium_contract.wire.messages import LATEST_GENERATION, Membership
-from trainium_operator.cluster.cache.parts import mapping_of
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.cached_property import cached_property
 
@@ -34,16 +33,18 @@ _GZIP = zlib.MAX_WBITS | 16
 class MembershipRecord:
     """The record as stored; without slots, because the parsed membership is cached."""
 
-    packed: str
+    text: str = ""
+    packed: str = ""
     """Base64 of gzip."""
     holds_more: bool = False
     """Somebody has put something else beside it."""
 
     @cached_property
     def membership(self) -> Membership | None:
-        """Return the membership; None when it cannot be parsed."""
-        text = _unpacked(self.packed)
-        return None if text is None else _read(text)
+        """Newest membership that can be parsed; None when there is none."""
+        texts = (self.text.encode(errors="replace") or None, _unpacked(self.packed))
+        found = [read for text in texts if text is not None and (read := _read(text)) is not None]
+        return max(found, key=lambda each: each.generation, default=None)
 
     def reads_as(self, membership: Membership) -> None:
         """Set the membership that was just written: it need not be parsed, and is not kept twice."""
@@ -51,16 +52,23 @@ class MembershipRecord:
 
     def content(self) -> Json:
         """Its part of the ConfigMap."""
-        return {"binaryData": {names.MEMBERSHIP_PACKED_KEY: self.packed}}
+        found: Json = {}
+        if self.text:
+            found["data"] = {names.MEMBERSHIP_KEY: self.text}
+        if self.packed:
+            found["binaryData"] = {names.MEMBERSHIP_PACKED_KEY: self.packed}
+        return found
 
 
 def membership_record(raw: Json) -> MembershipRecord | None:
-    """Return what a ConfigMap holds, unread; None when it holds no membership."""
-    packed = mapping_of(raw.get("binaryData"))
-    if names.MEMBERSHIP_PACKED_KEY not in packed:
+    """Return what a ConfigMap holds, unread; None when it holds neither form."""
+    data, packed = raw.get("data"), raw.get("binaryData")
+    text = data.get(names.MEMBERSHIP_KEY) if isinstance(data, dict) else None
+    binary = packed.get(names.MEMBERSHIP_PACKED_KEY) if isinstance(packed, dict) else None
+    if text is None and binary is None:
         return None
-    written = len(packed) + len(mapping_of(raw.get("data")))
-    return MembershipRecord(str(packed[names.MEMBERSHIP_PACKED_KEY] or ""), holds_more=written > 1)
+    written = sum(len(part) for part in (data, packed) if isinstance(part, dict))
+    return MembershipRecord(str(text or ""), str(binary or ""), holds_more=written > bool(text) + bool(binary))
 
 
 def membership_of(raw: Json) -> Membership | None:

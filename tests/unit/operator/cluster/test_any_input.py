@@ -36,7 +36,6 @@ from trainium_operator.cluster.cache.membership_record import membership_of
 from trainium_operator.cluster.cache.reflector import UNREADABLE
 from trainium_operator.cluster.cache.views import child_record, job_record, node_view, pod_view
 from trainium_operator.cluster.fleet.fleet_record import ACCOUNTED, decode, encode
-from trainium_operator.plan.model import names
 from trainium_operator.plan.view.size import decide_size
 
 if TYPE_CHECKING:
@@ -72,7 +71,7 @@ def test_any_job_becomes_a_record_whose_status_can_be_written_again(spec: Any, s
 @given(changed({"data": MEMBERSHIP.get("data", {}), "binaryData": MEMBERSHIP.get("binaryData", {})}), st.text())
 def test_any_config_map_holds_a_membership_or_none(parts: Any, text: str) -> None:
     raw = {**parts, "metadata": {"annotations": {}}}  # which no object is without
-    for each in (raw, {**raw, "binaryData": {names.MEMBERSHIP_PACKED_KEY: text}}):
+    for each in (raw, {**raw, "data": {"membership.json": text}}):
         membership_of(each)
         assert child_record(each).content_hash == ""
 
