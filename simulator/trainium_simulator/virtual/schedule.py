@@ -135,27 +135,19 @@ def _stream(
 
 def _repair(kind: FaultClass, model: FailureModel, repair: float, *, reboot: bool) -> tuple[float, bool]:
     """Return how long it lasts, and whether the same machine comes back."""
-    match kind:
-        case FaultClass.DEVICE_ERROR:
-            return repair, False
-        case FaultClass.NODE_LOST:
-            return (model.reboot_seconds, True) if reboot else (repair, False)
-        case FaultClass.MAINTENANCE:
-            return model.reboot_seconds, True
-        case FaultClass.RACK:
-            return model.rack_seconds, True
-        case FaultClass.STRAGGLER:
-            return model.straggler_seconds, True
-        case FaultClass.API_OUTAGE:
-            return model.outage_seconds, True
-        case FaultClass.TAKEN:
-            return model.taken_seconds, True
-        case FaultClass.OPERATOR_LOST:
-            return model.operator_seconds, True
-        case FaultClass.RESIZE:
-            return model.resize_seconds, True
-        case _:
-            return 0.0, True
+    if kind is FaultClass.DEVICE_ERROR or (kind is FaultClass.NODE_LOST and not reboot):
+        return repair, False
+    lasting = {
+        FaultClass.NODE_LOST: model.reboot_seconds,
+        FaultClass.MAINTENANCE: model.reboot_seconds,
+        FaultClass.RACK: model.rack_seconds,
+        FaultClass.STRAGGLER: model.straggler_seconds,
+        FaultClass.API_OUTAGE: model.outage_seconds,
+        FaultClass.TAKEN: model.taken_seconds,
+        FaultClass.OPERATOR_LOST: model.operator_seconds,
+        FaultClass.RESIZE: model.resize_seconds,
+    }
+    return lasting.get(kind, 0.0), True
 
 
 def read_trace(path: Path, *, slots: int, model: FailureModel) -> tuple[Fault, ...]:

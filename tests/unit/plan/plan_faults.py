@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from plan_world import FakeWorld, Node, Pod
+from plan_world import Agent, FakeWorld, Node, Pod
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.wire.messages import ProcessFailure, RestartRecord, WorkerPhase
@@ -29,17 +29,7 @@ class FaultyWorld(FakeWorld):
         if not agents or any(agent.phase is not WorkerPhase.TRAINING for _, agent in agents):
             return False
         victim = agents[rank % len(agents)][1]
-        record = ProcessFailure(
-            sequence=len(victim.failures),
-            generation=victim.generation,
-            attempt=victim.attempt,
-            rank=rank,
-            exit_code=code,
-            step=victim.step,
-            message="boom",
-            at=self.now,
-        )
-        victim.failures.append(record)
+        victim.failures.append(self._failure(victim, rank, code))
         for _, agent in agents:
             agent.attempt += 1
             agent.phase = WorkerPhase.JOINING
@@ -56,15 +46,8 @@ class FaultyWorld(FakeWorld):
             )
         return True
 
-    def give_up(self, rank: int, code: int) -> bool:
-        """One agent gives up with a verdict, the others of its generation stop."""
-        agents = [each.agent for each in self.members() if each.agent is not None]
-        if not agents or any(agent.phase is not WorkerPhase.TRAINING for agent in agents):
-            return False
-        for agent in agents:
-            agent.phase = WorkerPhase.FAILED
-        victim = agents[rank % len(agents)]
-        victim.verdict = ProcessFailure(
+    def _failure(self, victim: Agent, rank: int, code: int) -> ProcessFailure:
+        return ProcessFailure(
             sequence=len(victim.failures),
             generation=victim.generation,
             attempt=victim.attempt,
@@ -74,6 +57,16 @@ class FaultyWorld(FakeWorld):
             message="boom",
             at=self.now,
         )
+
+    def give_up(self, rank: int, code: int) -> bool:
+        """One agent gives up with a verdict, the others of its generation stop."""
+        agents = [each.agent for each in self.members() if each.agent is not None]
+        if not agents or any(agent.phase is not WorkerPhase.TRAINING for agent in agents):
+            return False
+        for agent in agents:
+            agent.phase = WorkerPhase.FAILED
+        victim = agents[rank % len(agents)]
+        victim.verdict = self._failure(victim, rank, code)
         return True
 
     def unfit(self, name: str, code: int = 80) -> bool:

@@ -12,7 +12,7 @@ import json
 import os
 import re
 import sys
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec, module_from_spec
 from pathlib import Path
@@ -23,7 +23,7 @@ from urllib.request import getproxies, proxy_bypass
 import aiohttp
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import AsyncIterator, Iterator, Mapping
 
 CONNECT_SECONDS = 10.0
 CONNECTIONS = 128
@@ -158,40 +158,31 @@ class KubernetesTransport:
         if body is not None and content_type == APPLY:
             # With the addition the client library sends what it is given; the server cuts it off.
             body, content_type = as_yaml(body), f"{APPLY}; charset=utf-8"
-        try:
+        limits = aiohttp.ClientTimeout(total=timeout, sock_connect=CONNECT_SECONDS)
+        with _failures_of(method, path):
+            headers = await self._headers(content_type)
             raw = await self._client.request(
-                method,
-                self._url(path, query),
-                headers=await self._headers(content_type),
-                body=body,
-                _request_timeout=aiohttp.ClientTimeout(total=timeout, sock_connect=CONNECT_SECONDS),
+                method, self._url(path, query), headers=headers, body=body, _request_timeout=limits
             )
             data = await raw.read()
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise ConnectionFailedError(f"{method} {path}: {error or type(error).__name__}") from error
         return HttpResponse(raw.status, {key.lower(): value for key, value in raw.headers.items()}, data)
 
     @asynccontextmanager
     async def stream(self, path: str, *, query: Mapping[str, str], silence: float) -> AsyncIterator[ResponseStream]:
         """See Transport."""
         limits = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=silence)
-        try:
-            raw = await self._client.request(
-                "GET", self._url(path, query), headers=await self._headers("application/json"), _request_timeout=limits
-            )
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise ConnectionFailedError(f"GET {path}: {error or type(error).__name__}") from error
+        with _failures_of("GET", path):
+            headers = await self._headers("application/json")
+            raw = await self._client.request("GET", self._url(path, query), headers=headers, _request_timeout=limits)
         try:
             yield ResponseStream(raw.status, self._lines(path, raw.response))
         finally:
             raw.response.close()
 
     async def _lines(self, path: str, response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-        try:
+        with _failures_of("GET", path):
             async for line in response.content:
                 yield line
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise ConnectionFailedError(f"GET {path}: {error or type(error).__name__}") from error
 
     def _url(self, path: str, query: Mapping[str, str]) -> str:
         return f"{self._configuration.host}{path}" + (f"?{urlencode(query)}" if query else "")
@@ -210,6 +201,14 @@ class KubernetesTransport:
             "private_key_path": configuration.key_file,
             "default_namespace": self.namespace,
         }
+
+
+@contextmanager
+def _failures_of(method: str, path: str) -> Iterator[None]:
+    try:
+        yield
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        raise ConnectionFailedError(f"{method} {path}: {error or type(error).__name__}") from error
 
 
 def _proxied(server: str) -> bool:
