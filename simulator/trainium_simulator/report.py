@@ -26,7 +26,7 @@ _LEAST = 0.00005
 
 
 def show(console: Console, results: Sequence[Result], *, goal: float | None) -> None:
-    """Return all tables."""
+    """Print all tables."""
     console.print(_goodput(results))
     for table in (_spares(results), _losses(results), _recoveries(results), _intervals(results)):
         if table.row_count:

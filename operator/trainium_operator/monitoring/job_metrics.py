@@ -132,7 +132,7 @@ class JobMetrics:
                 yield max(0.0, self._wall_clock() - datetime.fromisoformat(since).timestamp())
 
     def _set(self, gauge: Gauge, items: list[tuple[str, float]]) -> None:
-        """Return sums by label; a label without jobs stays, as 0."""
+        """Show sums by label; a label without jobs stays, as 0."""
         sums: dict[str, float] = dict.fromkeys(self._labels.get(gauge, ()), 0.0)
         for label, value in items:
             sums[label] = sums.get(label, 0.0) + value

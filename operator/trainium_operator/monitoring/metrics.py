@@ -101,7 +101,7 @@ class Metrics:
         self._reads.labels(page if page in READ else "other", str(status)).inc()
 
     def served(self, counts: Mapping[str, int]) -> None:
-        """Return how many of the served namespaces are in which state."""
+        """Show how many of the served namespaces are in which state."""
         for state, count in counts.items():
             self._served.labels(state).set(count)
 

@@ -93,18 +93,18 @@ class Nodes:
         self.views[view.name] = view
 
     def darken(self, slot: Slot, now: float) -> None:
-        """Return the control plane's grace is over."""
+        """End the control plane's grace for this node."""
         self.show(slot, replace(slot.view, ready=NodeReadiness.UNKNOWN, unready_since=now))
 
     def condemn(self, slot: Slot, now: float) -> None:
-        """Return the node monitor reports a broken device."""
+        """Have the node monitor report a broken device."""
         broken = NodeCondition(
             "AcceleratedHardwareReady", NodeReadiness.FALSE, "NeuronHBMUncorrectableError", since=now
         )
         self.show(slot, replace(slot.view, conditions=(broken,)))
 
     def give_notice(self, slot: Slot) -> None:
-        """Return the machine is to be taken away."""
+        """Announce that the machine will be taken away."""
         self.show(slot, replace(slot.view, taints=(Taint(NOTICE),)))
 
     def restore(self, slot: Slot, now: float, *, same_machine: bool, lemon: bool) -> str | None:

@@ -109,7 +109,7 @@ class SimulatedOperator:
             self._timeline.after(_EVENT_SECONDS, self._reconcile)
 
     def nodes_changed(self) -> None:
-        """Return a node has changed."""
+        """Take note that a node has changed."""
         self._fleet_stale = True
         self.wake()
 
@@ -119,24 +119,24 @@ class SimulatedOperator:
             self._timeline.at(moment, partial(self._tick, always=always))
 
     def go_away(self) -> None:
-        """Return the API server is out of reach, and the operator ends with its Lease."""
+        """Put the API server out of reach: the operator ends with its Lease."""
         self._up, self._woken = False, False
         self._check += 1
 
     def come_back(self) -> None:
-        """Return a new process leads, and has seen no agent."""
+        """Let a new process lead, which has seen no agent."""
         self._up, self._published, self._fleet_stale = True, 0, True
         self._since = self._timeline.now
         self._timeline.after(self._reconnect_seconds, self.wake)
 
     def ask_for(self, nodes: int) -> None:
-        """Return a person changes `workers.replicas`."""
+        """Change `workers.replicas`, as a person does."""
         self._spec = self._spec.replaced(workers=self._spec.workers.replaced(replicas=nodes))
         self._generation += 1
         self.wake()
 
     def create_again(self) -> None:
-        """Return a person deletes the job and creates it again; it finds its newest checkpoint."""
+        """Delete the job and create it again, as a person does; it finds its newest checkpoint."""
         self.incarnation += 1
         self.status, self.membership, self._published = TrainingJobStatus(), None, 0
         self._children.clear()

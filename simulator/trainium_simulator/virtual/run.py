@@ -92,7 +92,7 @@ class Run:
     # --- generations ------------------------------------------------------------------------------------------------
 
     def publish(self, membership: Membership) -> None:
-        """Return the coordinator serves this generation from now on."""
+        """Serve this generation from now on, as the coordinator does."""
         delay = self._stages.publish(len(membership.members))
         self._timeline.after(delay, lambda: self._adopt(membership))
 
@@ -132,7 +132,7 @@ class Run:
         self._changed()
 
     def _begin(self, resume: int, *, newcomers: bool) -> None:
-        """Return the members join; when all are there their processes start, load and train."""
+        """Let the members join; when all are there their processes start, load and train."""
         training, now = self.training, self._timeline.now
         self._epoch += 1
         training.state, training.started, training.loaded = State.JOINING, 0.0, 0.0
@@ -206,7 +206,7 @@ class Run:
     # --- what befalls them ------------------------------------------------------------------------------------------
 
     def crash(self, slot: Slot) -> None:
-        """Return a process of the member in this place ends; all restart in place."""
+        """End a process of the member in this place; all restart in place."""
         if self.member_on(slot) is None or self.training.state is State.IDLE:
             return
         self._stop(State.STALLED)
@@ -215,7 +215,7 @@ class Run:
         )
 
     def hang(self, slot: Slot, forever: float) -> None:
-        """Return a rank stalls, and the others with it, until its agent finds it (else for so long)."""
+        """Stall a rank, and the others with it, until its agent finds it (else for so long)."""
         if self.member_on(slot) is None or self.training.state is not State.RUNNING:
             return
         limits, step = self._spec.recovery.hang, self.training.pace
@@ -224,7 +224,7 @@ class Run:
         self._later(limit, lambda at: self._restart_in_place(slot, at, Cause.HANG, int(ExitCode.HUNG)))
 
     def lose_device(self, slot: Slot) -> None:
-        """Return the device of the member in this place breaks: its agent gives up, the others wait for another."""
+        """Break the device of the member in this place: its agent gives up, the others wait for another."""
         if self.member_on(slot) is None or self.training.state is State.IDLE:
             return
         self._stop(State.STALLED)
@@ -232,7 +232,7 @@ class Run:
         self._later(self._stages.detect_exit_seconds, lambda at: self._give_up(slot, at, code, status))
 
     def diverge(self, slot: Slot) -> None:
-        """Return a loss that is not finite: skipped where the job bears it, else the ranks end with the code for it."""
+        """Make a loss that is not finite: skipped where the job bears it, else the ranks end with the code for it."""
         if self.member_on(slot) is None or self.training.state is not State.RUNNING:
             return
         if self._spec.trainer is not None and self._spec.trainer.non_finite_tolerance > 0:
@@ -241,7 +241,7 @@ class Run:
         self._later(0.0, lambda at: self._give_up(slot, at, int(ExitCode.NUMERICAL), None))
 
     def lose_power(self, slots: list[Slot]) -> None:
-        """Return nodes without power: who trained with them waits in a collective and reports nothing."""
+        """Take the power of nodes: who trained with them waits in a collective and reports nothing."""
         hit = any(self.member_on(slot) is not None for slot in slots)
         for slot in slots:
             self._workforce.lose_power(slot)
@@ -320,7 +320,7 @@ class Run:
         self._changed()
 
     def abandon(self) -> None:
-        """Return the job is over: only what was committed is kept."""
+        """End the job: only what was committed is kept."""
         self._stop(State.IDLE)
         self.membership, self._attempt = None, 0
         self.training.size = 0

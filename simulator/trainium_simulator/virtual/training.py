@@ -127,7 +127,7 @@ class Training:
     # --- halts and starts -------------------------------------------------------------------------------------------
 
     def halt(self, now: float, state: State) -> None:
-        """Return no step is completed any more."""
+        """Complete no more steps."""
         if self.state is State.RUNNING:
             self.account(now)
             self.stopped = self.ended_at(now)
@@ -143,7 +143,7 @@ class Training:
         return self._until
 
     def slow_down(self, now: float, slowness: float) -> None:
-        """Return the slowest member decides for all from now on."""
+        """Let the slowest member decide for all from now on."""
         if slowness == self.slowness:
             return
         self.account(now)
@@ -188,7 +188,7 @@ class Training:
         return stages.rendezvous_seconds + seconds
 
     def rollback(self) -> int:
-        """Return everything but the durable checkpoint is missing: how many steps are to be made again."""
+        """Lose everything but the durable checkpoint; how many steps are to be made again."""
         lost = rolled = self.best - self.durable
         for size in sorted(self.fresh, reverse=True):
             taken = min(rolled, self.fresh[size])
@@ -199,7 +199,7 @@ class Training:
         return lost
 
     def run(self, now: float, resume: int, *, first_step: float) -> None:
-        """Return the ranks train; the first step takes so much longer."""
+        """Let the ranks train; the first step takes so much longer."""
         self.state, self.loaded = State.RUNNING, now
         self.rollbacks += resume < self._newest_in_memory()
         self.step = self.resume = resume

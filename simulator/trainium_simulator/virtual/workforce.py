@@ -112,7 +112,7 @@ class Workforce:
     # --- what the operator asks for ---------------------------------------------------------------------------------
 
     def create(self, manifest: dict[str, Any], avoided: Collection[str]) -> None:
-        """Return a new pod; the scheduler puts it where it can."""
+        """Create a pod; the scheduler puts it where it can."""
         metadata = manifest["metadata"]
         name, annotations = metadata["name"], metadata["annotations"]
         ordinal = names.ordinal_of(JOB, name)
@@ -134,7 +134,7 @@ class Workforce:
         self._schedule_soon()
 
     def delete(self, name: str, uid: str, grace: int | None) -> None:
-        """Return a deletion; a node without power does not confirm it."""
+        """Delete a pod; a node without power does not confirm it."""
         pod = self.pods.get(name)
         if pod is None or pod.view.uid != uid:
             return
@@ -193,14 +193,14 @@ class Workforce:
             self._timeline.after(self._stages.pod_seconds + self._stages.warm_seconds, partial(self._started, pod))
 
     def _preempt_extra(self, pod: Pod) -> None:
-        """Return a pod that was asked for takes the node of an extra; called when it first finds no node."""
+        """Give the node of an extra to a pod that was asked for and finds no node."""
         for other in list(self.pods.values()):
             slot = other.slot
             if slot is not None and slot.takes_pods and slot.name not in pod.view.avoided_nodes and self.preempt(slot):
                 return
 
     def preempt(self, slot: Slot) -> bool:
-        """Return the scheduler takes the place from an extra, which saves and leaves; False where none is there."""
+        """Take the place from an extra, which saves and leaves; False where none is there."""
         for pod in self.on(slot):
             if pod.view.extra and not pod.view.deleting:
                 pod.view = replace(pod.view, disrupted=True)
@@ -248,13 +248,13 @@ class Workforce:
                 yield pod
 
     def lose_power(self, slot: Slot) -> None:
-        """Return what runs there ends and reports nobody."""
+        """End what runs there, which no agent reports."""
         for pod in self.on(slot):
             if pod.agent is not None and pod.agent.silent_since is None:
                 pod.agent.silent_since = self._timeline.now - HALF_A_HEARTBEAT
 
     def power_returns(self, slot: Slot) -> None:
-        """Return the node's kubelet finds that what ran there has ended."""
+        """Let the node's kubelet find that what ran there has ended."""
         for pod in list(self.on(slot)):
             self._taken.discard(slot.number)
             if pod.view.deleting:
@@ -273,7 +273,7 @@ class Workforce:
         self.schedule()
 
     def node_deleted(self, slot: Slot, node: str) -> None:
-        """Return the node object was removed: the garbage collector removes its pods."""
+        """Remove the pods of a node object that was deleted, as the garbage collector does."""
         for pod in [each for each in self.pods.values() if each.view.node == node]:
             self._remove(pod)
         self._taken.discard(slot.number)
@@ -281,7 +281,7 @@ class Workforce:
         self.schedule()
 
     def clear(self) -> None:
-        """Return the job was deleted with all its pods."""
+        """Remove all pods with their job."""
         for pod in list(self.pods.values()):
             self._remove(pod)
         self._taken.clear()

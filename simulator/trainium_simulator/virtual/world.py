@@ -96,7 +96,7 @@ class World:
     # --- life -------------------------------------------------------------------------------------------------------
 
     def live(self, faults: Iterable[Fault]) -> SimulationResult:
-        """Return everything until the end."""
+        """Live until the end; the outcome."""
         for fault in faults:
             self.timeline.at(EPOCH + fault.at, partial(self._inject, fault))
         for day in range(1, math.floor(self._setting.days) + 1):
@@ -124,7 +124,7 @@ class World:
         return training.work()
 
     def _stop(self) -> None:
-        """Return the job has ended with a verdict; a person looks at it, and creates it again."""
+        """Take note of the verdict that ended the job; a person looks at it, and creates it again."""
         self._stopped_at = self.timeline.now
         self.run.abandon()
         self.timeline.after(self._setting.model.person_seconds, self._create_again)

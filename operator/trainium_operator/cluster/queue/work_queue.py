@@ -131,7 +131,7 @@ class WorkQueue(Generic[K]):
         return key
 
     def done(self, key: K) -> None:
-        """Return the key: its worker has finished."""
+        """Take the key back: its worker has finished."""
         self._active.discard(key)
         if key in self._waiting and not self._closed:
             self._ready.append(key)

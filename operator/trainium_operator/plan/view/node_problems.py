@@ -113,7 +113,7 @@ def is_clock_in_sync(beat: HeartbeatRequest) -> bool:
 
 
 def _of_clock(worker: Worker) -> NodeProblem | None:
-    """Return nothing is decided by a node's clock, but its times mislead readers, and certificates may not verify."""
+    """Return a suspicion of a node's clock: its times mislead readers, and certificates may not verify."""
     for check in worker.heartbeat.checks if worker.heartbeat is not None else ():
         if check.check is PreflightCheck.CLOCK and not check.passed:
             return NodeProblem(
