@@ -64,7 +64,7 @@ RESTART_SECONDS = 2.0
 class World:
     """One cluster with nodes, one or more operators, and jobs."""
 
-    def __init__(self, *, nodes: int = 6, replicas: int = 2, total_steps: int = 10**6, **settings: Any) -> None:
+    def __init__(self, *, nodes: int = 6, total_steps: int = 10**6, **settings: Any) -> None:
         self.cluster = FakeCluster(wall_clock)
         self.cluster.graceful_pods = True
         self.workers = Workers(self.cluster, nodes, total_steps)
@@ -74,7 +74,6 @@ class World:
         self.cut: set[str] = set()
         """Replicas that cannot reach the API server."""
         self.processes: dict[str, OperatorProcess] = {}
-        self._replicas = replicas
         self._settings = settings
         self._keepers: dict[str, asyncio.Task[None]] = {}
 
@@ -191,13 +190,15 @@ def check_each_death(
 
 
 @asynccontextmanager
-async def world(*, job: dict[str, Any] | None = None, start: bool = True, **options: Any) -> AsyncIterator[World]:
+async def world(
+    *, job: dict[str, Any] | None = None, start: bool = True, replicas: int = 2, **options: Any
+) -> AsyncIterator[World]:
     """A world whose job trains, unless `start` is False."""
     made = World(**options)
     agents = asyncio.create_task(made.workers.run())
     made.cluster.add(JOBS, job or training_job(replicas=2, spares=1))
     try:
-        for number in range(options.get("replicas", 2)):
+        for number in range(replicas):
             await made.start_operator(f"operator-{number}")
         if start:
             await made.runs()

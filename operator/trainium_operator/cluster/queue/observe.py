@@ -73,10 +73,6 @@ class Caches:
         for reflector in self.reflectors():
             await reflector.synced.wait()
 
-    def is_synced(self) -> bool:
-        """Return whether each has been listed once."""
-        return self.jobs.synced.is_set() and all(reflector.synced.is_set() for reflector in self.reflectors())
-
     async def catch_up(self, since: float, *, records_only: bool = False) -> None:
         """Have lists that are younger than `since` (loop time): watches may lag behind what the last leader wrote.
 
