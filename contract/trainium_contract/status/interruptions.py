@@ -72,6 +72,11 @@ class Interruption(StatusModel):
     rank: int | None = None
     """First rank of the worker that failed, in that generation; absent when none is known, or it had none."""
 
+    @property
+    def is_open(self) -> bool:
+        """Return whether the recovery is under way."""
+        return self.recovered_seconds is None and self.rung is not Rung.STOP
+
 
 class RestartsStatus(StatusModel):
     """Interruptions by faults since the job began, changes of the size left out; never reset."""

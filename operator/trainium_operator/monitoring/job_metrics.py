@@ -15,13 +15,13 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.conditions import ConditionStatus, ConditionType, Phase
-from trainium_contract.status.interruptions import Interruption, Rung
 from trainium_operator.monitoring.named_job_metrics import MEASURES, NamedJobMetrics, workers_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from trainium_contract.job import TrainingJobStatus
+    from trainium_contract.status.interruptions import Interruption
     from trainium_contract.status.public import PublicStatus
     from trainium_operator.plan.model.observed import JobView
 
@@ -143,7 +143,7 @@ class JobMetrics:
     def _interruption(self, old: Interruption | None, new: Interruption) -> None:
         if old is None:
             self._interruptions.labels(new.cause.value).inc()
-        if _answered(new) and not (old is not None and _answered(old)):
+        if not new.is_open and (old is None or old.is_open):
             # Not before: until then the ladder may still choose another rung.
             self._restarts.labels(new.rung.value, new.cause.value).inc()
         if new.detected_seconds is not None and (old is None or old.detected_seconds is None):
@@ -158,10 +158,6 @@ class JobMetrics:
 
 def _key(entry: Interruption) -> tuple[int, int, str]:
     return entry.generation, entry.attempt, entry.time
-
-
-def _answered(interruption: Interruption) -> bool:
-    return interruption.recovered_seconds is not None or interruption.rung is Rung.STOP
 
 
 def _holds(status: PublicStatus, kind: ConditionType) -> bool:

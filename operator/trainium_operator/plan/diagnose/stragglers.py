@@ -17,7 +17,6 @@ from statistics import median_low
 from typing import TYPE_CHECKING
 
 from trainium_contract.faults.causes import Cause
-from trainium_contract.status.interruptions import Rung
 from trainium_contract.status.public import StragglerStatus
 from trainium_operator.plan.diagnose.loss import Loss
 from trainium_operator.plan.model.actions import EventIntent, PolicyResult, event
@@ -113,7 +112,7 @@ def _steady(facts: Facts) -> bool:
         return False
     if len(facts.current.members) < status.desired:
         return False
-    return not any(entry.recovered_seconds is None and entry.rung is not Rung.STOP for entry in status.history)
+    return not any(entry.is_open for entry in status.history)
 
 
 def _paces(facts: Facts) -> Mapping[str, tuple[str, float]]:

@@ -37,7 +37,7 @@ class _Resumption:
 def close_recovered(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
     """Fill in when, from where and at what price training went on, for each open interruption that is over."""
     for index, entry in enumerate(status.history):
-        if entry.recovered_seconds is not None or entry.rung is Rung.STOP:
+        if not entry.is_open:
             continue
         resumed = _recorded(facts, entry) or _observed(facts, entry) or _without_steps(facts, entry)
         if resumed is None:
@@ -56,7 +56,7 @@ def close_lapsed(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
         return status
     attempt = max(beat.attempt for _, beat in facts.beats)
     for index, entry in enumerate(status.history):
-        if entry.recovered_seconds is not None or entry.rung is Rung.STOP:
+        if not entry.is_open:
             continue
         in_force = (entry.generation, entry.attempt) >= (current.generation, attempt)
         if in_force and (last_step(facts) > entry.step_before or _past_steps(facts) or steady_at(facts) is not None):
@@ -68,7 +68,7 @@ def close_lapsed(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
 def close_abandoned(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
     """Close every open interruption: no cause is charged for the time after a suspension."""
     for index, entry in enumerate(status.history):
-        if entry.recovered_seconds is None and entry.rung is not Rung.STOP:
+        if entry.is_open:
             seconds = round(max(0.0, facts.now - (entry.failed_at or facts.now)), 3)
             status = replace_entry(status, index, entry.replaced(recovered_seconds=seconds))
     return status

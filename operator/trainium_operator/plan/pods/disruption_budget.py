@@ -94,15 +94,12 @@ def _must_stay(facts: Facts, status: PublicStatus, judgement: _Judgement) -> int
 def _judge(facts: Facts, status: PublicStatus) -> _Judgement:
     if facts.job.spec.suspend or facts.current is None:
         return _Judgement(True, "the job holds no work that is not saved")
-    recovering = [entry for entry in status.history if _is_open_fault(entry.recovered_seconds, entry.rung)]
+    # A restart in place is over in a moment and not worth two writes.
+    brief = (Rung.RESIZE, Rung.GROW, Rung.IN_PLACE)
+    recovering = [entry for entry in status.history if entry.is_open and entry.rung not in brief]
     if recovering:
         return _Judgement(False, f"the job recovers: {recovering[-1].message}")
     return _judge_checkpoints(facts, status)
-
-
-def _is_open_fault(recovered_seconds: float | None, rung: Rung) -> bool:
-    """Return whether a fault is open; a restart in place is over in a moment and not worth two writes."""
-    return recovered_seconds is None and rung not in (Rung.RESIZE, Rung.GROW, Rung.STOP, Rung.IN_PLACE)
 
 
 def _judge_checkpoints(facts: Facts, status: PublicStatus) -> _Judgement:

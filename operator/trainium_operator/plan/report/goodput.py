@@ -148,11 +148,7 @@ def _held_nodes(facts: Facts) -> int:
 
 
 def _any_open(history: tuple[Interruption, ...]) -> bool:
-    return any(_is_open(entry) for entry in history)
-
-
-def _is_open(entry: Interruption) -> bool:
-    return entry.recovered_seconds is None and entry.rung is not Rung.STOP
+    return any(entry.is_open for entry in history)
 
 
 def _charge_startup(facts: Facts, goodput: GoodputStatus, passed: float) -> GoodputStatus:
@@ -184,7 +180,7 @@ def _charge_interruptions(
     `starting`: seconds since the last account, when no step had been made by then.
     """
     status = facts.job.status
-    closed = [each for each in status.history if not _is_open(each)]
+    closed = [each for each in status.history if not each.is_open]
     settled = {identity(each) for each in closed if each.stages is not None}
     charged = list(history)
     covered = 0.0
@@ -192,7 +188,7 @@ def _charge_interruptions(
         entry = history[index]
         if entry.failed_at is None or entry.rung is Rung.STOP:
             continue
-        ended = facts.now if _is_open(entry) else entry.failed_at + (entry.recovered_seconds or 0.0)
+        ended = facts.now if entry.is_open else entry.failed_at + (entry.recovered_seconds or 0.0)
         if identity(entry) not in settled:
             start = max(entry.failed_at, covered)
             stages = split(facts, entry, start, max(start, ended - _first_step(facts, goodput, entry)))
@@ -204,7 +200,7 @@ def _charge_interruptions(
 
 def _first_step(facts: Facts, goodput: GoodputStatus, entry: Interruption) -> float:
     """Return reference time of the step that ended an interruption: it is productive. Others end without a step."""
-    if _is_open(entry) or facts.job.spec.suspend or _stage(facts):
+    if entry.is_open or facts.job.spec.suspend or _stage(facts):
         return 0.0
     return _reference(facts, goodput)
 

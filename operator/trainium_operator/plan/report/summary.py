@@ -422,4 +422,4 @@ def _phase(facts: Facts, status: public.PublicStatus) -> Phase:
 
 
 def _open_entries(status: public.PublicStatus) -> list[Interruption]:
-    return [entry for entry in status.history if entry.recovered_seconds is None and entry.rung is not Rung.STOP]
+    return [entry for entry in status.history if entry.is_open]
