@@ -24,7 +24,7 @@ def elector(
         "lease",
         identity,
         wall_clock=lambda: 1.7e9 + clock_error + loop.time(),
-        times=times,
+        times=times or LeaseTimes(),
         jitter=lambda: 0.5,
     )
 
