@@ -26,12 +26,14 @@ RUN pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /wheels 
 
 FROM wheels AS agent-wheels
 COPY agent agent
-RUN pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /wheels ./contract ./agent
+COPY worker worker
+RUN pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /wheels ./contract ./worker ./agent
 
 FROM wheels AS trainer-wheels
 COPY agent agent
+COPY worker worker
 COPY trainer_image trainer_image
-RUN pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /wheels ./contract ./agent ./trainer_image
+RUN pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /wheels ./contract ./worker ./agent ./trainer_image
 
 # What the other stages install from; its files are mounted there, so that no layer keeps them.
 FROM scratch AS operator-source
@@ -46,6 +48,7 @@ COPY constraints.txt /
 COPY scripts/image_requirements.py scripts/agent_folder.py /scripts/
 COPY contract/pyproject.toml /contract/
 COPY agent/pyproject.toml /agent/
+COPY worker/pyproject.toml /worker/
 COPY --from=agent-wheels /wheels /wheels
 
 FROM scratch AS trainer-source
@@ -53,6 +56,7 @@ COPY constraints.txt /
 COPY scripts/image_requirements.py /scripts/
 COPY contract/pyproject.toml /contract/
 COPY agent/pyproject.toml /agent/
+COPY worker/pyproject.toml /worker/
 COPY trainer_image/pyproject.toml /trainer_image/
 COPY --from=trainer-wheels /wheels /wheels
 

@@ -70,13 +70,14 @@ packages=
 say "this project's rooms, editable"
 # All go first: pip would take away a program with the room that it moved out of, after the new one has installed it.
 "$venv/bin/python" -m pip uninstall -q -y --disable-pip-version-check \
-    trainium-agent trainium-client trainium-contract trainium-devcluster trainium-operator trainium-simulator trainium-trainer 2>/dev/null || true
+    trainium-agent trainium-client trainium-contract trainium-devcluster trainium-operator trainium-simulator trainium-trainer \
+    trainium-worker 2>/dev/null || true
 set --
 for room in ./*/pyproject.toml; do set -- "$@" -e "${room%/*}"; done
 "$venv/bin/python" -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation "$@"
 # Pods of the development cluster see these files through a layer of their own: what they compiled would be lost. pip would
 # compile on one processor.
-"$venv/bin/python" -m compileall -q -j 0 agent client contract operator simulator trainer_image devcluster "$venv/lib" >/dev/null || true
+"$venv/bin/python" -m compileall -q -j 0 agent client contract operator simulator trainer_image devcluster worker "$venv/lib" >/dev/null || true
 echo "$want" >"$venv/.complete"
 if [ -n "$programs" ]; then
     say "the packages are there"

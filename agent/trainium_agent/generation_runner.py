@@ -16,6 +16,7 @@ import time
 import traceback
 from typing import TYPE_CHECKING
 
+from trainium_agent.generation.agreed_stop import AgreedStop
 from trainium_agent.generation.state_watcher import StateWatcher
 from trainium_agent.generation_tasks import GenerationTasks, TaskContext
 from trainium_agent.hang.watchdog import sample_seconds
@@ -23,6 +24,7 @@ from trainium_agent.lifecycle import actions as do
 from trainium_agent.lifecycle import events as on
 from trainium_agent.lifecycle.generation import step, wake_at
 from trainium_agent.lifecycle.state import GenerationLimits, LocalGeneration, Stage
+from trainium_agent.workload.base import progress_file
 from trainium_contract.exit_codes import ExitCode
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from trainium_agent.coordinator.report import PodReport
+    from trainium_agent.exits.restart_policy import GenerationState
     from trainium_agent.generation_tasks import BlockingWorker
     from trainium_agent.hang.detection import Calibration
     from trainium_agent.lifecycle.events import Order
@@ -65,6 +68,9 @@ class GenerationRunner:
 
         Times are those of `time.monotonic`.
         """
+        self._settings = settings
+        self._membership = membership
+        self._node_rank = node_rank
         self._generation = membership.generation
         self._terms = GenerationLimits(membership.generation, settings.grace_seconds, sample_seconds(settings.hang))
         self._report = report
@@ -75,12 +81,13 @@ class GenerationRunner:
         self._on_over = on_over
         self._on_broken = on_broken
         self._life = LocalGeneration()
+        self._stop: AgreedStop | None = None
         self._ranks: tuple[RankProcess, ...] = ()
         self._alarm: asyncio.TimerHandle | None = None
         self._leave_requested = threading.Event()
         self._watcher = StateWatcher(
             membership,
-            on_change=lambda state: self._post_event(on.SharedChanged(state)),
+            on_change=lambda state: self._post(lambda: self._shared_changed(state)),
             on_loss=lambda: _log.info("the store of generation %d cannot be reached", membership.generation),
         )
         self._work = GenerationTasks(
@@ -166,7 +173,7 @@ class GenerationRunner:
             case do.Kill():
                 self._signal(signal.SIGKILL)
             case do.RequestExit(memory_ends):
-                self._signal(self._workload.exit_signal(memory_ends=memory_ends))
+                self._request_exit(self._workload.exit_signal(memory_ends=memory_ends))
             case do.EnterPhase(phase, attempt):
                 report.enter(phase, generation=self._generation, attempt=attempt)
             case do.ReportRestart(attempt, cause, failed_at):
@@ -207,6 +214,31 @@ class GenerationRunner:
                 self._post_event(result)
 
         self._worker.do(perform)
+
+    def _request_exit(self, number: signal.Signals) -> None:
+        """Ask the ranks to save and exit: after a step that all agents agree on, where they ask for it."""
+        stop = self._join_stop()
+        if stop is None:
+            self._signal(number)
+        else:
+            stop.or_signal(lambda: self._post(lambda: self._signal(number)))
+
+    def _shared_changed(self, state: GenerationState) -> None:
+        if state.leaving or state.superseded > self._generation:
+            self._join_stop()
+        self._take(on.SharedChanged(state))
+
+    def _join_stop(self) -> AgreedStop | None:
+        """Take part, once for an attempt, in the choice of its last step; None for ranks that never ask."""
+        if not self._workload.agrees_on_stop or not self._ranks:
+            return None
+        attempt = self._ranks[0].attempt
+        if self._stop is None or self._stop.attempt != attempt:
+            records = [progress_file(self._settings, self._generation, process.local_rank) for process in self._ranks]
+            patience = self._settings.grace_seconds / 2
+            self._stop = AgreedStop(self._membership, self._node_rank, attempt, records, patience=patience)
+            self._stop.start()
+        return self._stop
 
     def _signal(self, number: signal.Signals) -> None:
         for process in self._ranks:

@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 
 from trainium_agent.linux import stacks
-from trainium_agent.ranks.progress import read_progress
 from trainium_contract.wire import worker_env
+from trainium_worker import read_progress
 
 _FILE = re.compile(r"g(\d+)-r(\d+)")
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from benchmarks.proof import artifact_checks
 from benchmarks.proof.kill_points import ARTIFACTS
-from trainium_agent.ranks.progress import read_results
+from trainium_agent.ranks.results import read_results
 from trainium_contract.wire.checkpoint_manifest import folder_name
 from trainium_trainer.artifacts.manifest import UNFINISHED
 from trainium_trainer.artifacts.peft_format import parameter_name

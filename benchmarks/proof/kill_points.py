@@ -113,7 +113,7 @@ def cut(pieces: Iterable[memoryview], left: int) -> Iterator[memoryview]:
 
 
 def _in_step(passes: PassCounter, _: random.Random) -> None:
-    from trainium_agent.ranks.progress import ProgressWriter
+    from trainium_trainer.monitor.progress import ProgressWriter
 
     writer: Any = ProgressWriter  # what is patched takes any arguments
     done = writer.step_done

@@ -25,10 +25,10 @@ from benchmarks.proof.checks import (
 from benchmarks.proof.inputs import Inputs
 from benchmarks.proof.kill_points import ARTIFACTS, VARIABLE
 from benchmarks.proof.suites import Attempt, Layout
-from trainium_agent.ranks.progress import read_progress
 from trainium_devcluster.ports import reserved_port
 from trainium_trainer.checkpoint.root.survey import survey
 from trainium_trainer.storage.posix import PosixStorage
+from trainium_worker import read_progress
 
 if TYPE_CHECKING:
     from benchmarks.proof.suites import Family, Suite, Trial

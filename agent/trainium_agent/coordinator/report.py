@@ -16,7 +16,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from trainium_agent.exits.diagnosis import MESSAGE_CHARACTERS, Signs, describe_exit, last_message
-from trainium_agent.ranks.progress import ProgressPhase, read_alerts, read_notice, read_results
+from trainium_agent.ranks.results import read_results
 from trainium_contract.sizes import MAX_COMPILED
 from trainium_contract.status.results import RunStage
 from trainium_contract.wire.messages import (
@@ -30,18 +30,19 @@ from trainium_contract.wire.messages import (
     StuckRank,
     WorkerPhase,
 )
+from trainium_worker import ProgressPhase, read_alerts, read_notice
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from trainium_agent.ranks.processes import RankProcess
-    from trainium_agent.ranks.progress import ProgressRecord
     from trainium_agent.settings import AgentSettings
     from trainium_agent.workload.base import Workload
     from trainium_contract.faults.causes import Cause
     from trainium_contract.spec.health import PreflightCheck
     from trainium_contract.spec.precompile import CompiledSize
+    from trainium_worker import ProgressRecord
 
 _KEPT = 8
 _LISTED_RANKS = 64
@@ -276,6 +277,8 @@ class PodReport:
             return
         record, beside = newest
         self._date(record)
+        stage = RunStage.of(record.stage)
+        trains = stage is RunStage.TRAIN
         hang_detection = self._workload.hang_detection
         results = read_results(beside)
         self._progress = Progress(
@@ -295,9 +298,9 @@ class PodReport:
             notice=read_notice(beside)[:MESSAGE_CHARACTERS],
             alerts=_alerts(beside),
             total_steps=max(record.total_steps, 0),
-            stage=record.stage.value,
-            stage_progress=None if record.stage is RunStage.TRAIN else round(_finite(record.stage_progress) or 0.0, 4),
-            stage_since=max(_finite(record.stage_since) or 0.0, 0.0),
+            stage=stage.value,
+            stage_progress=None if trains else round(_finite(record.stage_progress) or 0.0, 4),
+            stage_since=0.0 if trains else max(_finite(record.stage_since) or 0.0, 0.0),
             artifacts=results.artifacts,
             evaluation=results.evaluation,
             hang_detection="" if hang_detection is None else hang_detection.value,
@@ -311,8 +314,8 @@ class PodReport:
                 )
         if record.step > 0 or record.resume_step > 0:
             self._best_step = max(self._best_step, record.step, record.resume_step)
-            stage = 0.0 if record.stage is RunStage.TRAIN else record.stage.number + record.stage_progress
-            self._reached = max(self._reached, self._best_step + stage)
+            after = 0.0 if trains else stage.number + record.stage_progress
+            self._reached = max(self._reached, self._best_step + after)
         training = self._phase is WorkerPhase.LOADING and record.phase is ProgressPhase.TRAINING
         if training:
             self.enter(WorkerPhase.TRAINING)
@@ -378,7 +381,7 @@ def _resumed_at(record: ProgressRecord, step_before: int) -> float | None:
         return record.updated
     if record.step < 0 and step_before < 0 and record.phase is ProgressPhase.TRAINING:
         return record.updated  # a program without steps trains as soon as it runs
-    back = record.stage is not RunStage.TRAIN and record.step >= step_before
+    back = RunStage.of(record.stage) is not RunStage.TRAIN and record.step >= step_before
     return record.stage_since if back else None
 
 

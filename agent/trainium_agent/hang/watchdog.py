@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from trainium_agent.hang.detection import Calibration, RankSample, Stall, StallWatch, limit_of, percentile
 from trainium_agent.linux import kernel
 from trainium_agent.linux.kernel import CpuWait
-from trainium_agent.ranks.progress import ProgressPhase
-from trainium_agent.ranks.pulse import Activity, Waiting
+from trainium_contract.status.results import RunStage
 from trainium_contract.wire.messages import StepTiming, TrainerPhase
+from trainium_worker import Activity, ProgressPhase, Waiting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -115,7 +115,7 @@ class HangWatch:
             waiting=_WAITING[pulse.waiting],
             state=state[0],
             cpu_seconds=state[1],
-            stage=record.stage,
+            stage=RunStage.of(record.stage),
         )
         return sample, timing_of(pulse.steps, self._waits.share(process.pid, now))
 

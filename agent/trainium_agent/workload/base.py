@@ -19,11 +19,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from trainium_agent.ranks.processes import RankProcess
-    from trainium_agent.ranks.progress import ProgressRecord
-    from trainium_agent.ranks.pulse import PulseReading
     from trainium_agent.ranks.standby import StandbyPlan, StartRequest
     from trainium_agent.settings import AgentSettings
     from trainium_contract.wire.messages import HangDetection
+    from trainium_worker import ProgressRecord, PulseReading
 
 _ROLE = "trainer"
 
@@ -41,6 +40,8 @@ class Workload(ABC):
 
     plan: StandbyPlan
     """The preparation of the process that starts ranks."""
+    agrees_on_stop: bool = False
+    """Whether ranks may ask whether to stop, through the library `trainium_worker`."""
 
     @abstractmethod
     def reserve_port(self, address: str) -> RankPort:

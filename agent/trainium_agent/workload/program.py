@@ -67,6 +67,7 @@ class Program(ProgramMonitor):
         self._command = (*program.command, *program.args)
         python = (shutil.which(program.command[0]) or program.command[0]) if program.warm else ""
         self.plan = StandbyPlan(modules=program.warm, python=python)
+        self.agrees_on_stop = True
         self._started_at = 0.0
 
     def reserve_port(self, address: str) -> ReservedPort:

@@ -22,20 +22,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainium_agent.linux import kernel
-from trainium_agent.ranks.progress import ProgressPhase, ProgressRecord, ProgressWriter, read_with_pulse
 from trainium_agent.workload.base import Workload, progress_file
 from trainium_contract.spec.program import STEP_GROUP
 from trainium_contract.wire.messages import HangDetection
+from trainium_worker import ProgressPhase, ProgressRecord, ProgressWriter, read_with_pulse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from types import FrameType
 
     from trainium_agent.ranks.processes import RankProcess
-    from trainium_agent.ranks.pulse import PulseReading
     from trainium_agent.settings import AgentSettings
     from trainium_agent.workload.base import AttemptLayout
     from trainium_contract.spec.program import ProgramSpec
+    from trainium_worker import PulseReading
 
 _LINE_BYTES = 2048
 _LINES = 256

@@ -14,10 +14,10 @@ import socket
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from trainium_agent.ranks.progress import read_progress, read_with_pulse
 from trainium_agent.ranks.standby import StandbyPlan, StartRequest
 from trainium_agent.settings import DEFAULT_RANK_ENTRY, DEFAULT_WARM_MODULE
 from trainium_agent.workload.base import Workload, rank_environment
+from trainium_worker import read_progress, read_with_pulse
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -25,10 +25,9 @@ if TYPE_CHECKING:
 
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, not in __all__
 
-    from trainium_agent.ranks.progress import ProgressRecord
-    from trainium_agent.ranks.pulse import PulseReading
     from trainium_agent.settings import AgentSettings
     from trainium_agent.workload.base import AttemptLayout
+    from trainium_worker import ProgressRecord, PulseReading
 
 _STORE_SECONDS = 300.0
 _BACKLOG = 1024

@@ -36,6 +36,11 @@ class RunStage(StrEnum):
         """Place in the order, from 0."""
         return tuple(RunStage).index(self)
 
+    @staticmethod
+    def of(name: str) -> RunStage:
+        """Return the stage of this name; `TRAIN` for a name that a program uses for itself."""
+        return RunStage(name) if name in tuple(RunStage) else RunStage.TRAIN
+
 
 StageName = Annotated[str, Field(max_length=32)]
 """A RunStage; readers take a stage that they do not know for one after the last step."""

@@ -14,7 +14,7 @@ BASES = [
     "", "agent/trainium_agent/", "client/trainium_client/", "contract/trainium_contract/",
     "operator/trainium_operator/",
     "operator/trainium_operator/cluster/", "operator/trainium_operator/plan/", "tests/testing/",
-    "trainer_image/trainium_trainer/",
+    "trainer_image/trainium_trainer/", "worker/", "worker/trainium_worker/",
     "trainer_image/trainium_trainer/backends/", "trainer_image/trainium_trainer/backends/nxd/",
     "trainer_image/trainium_trainer/checkpoint/", "trainer_image/trainium_trainer/data/",
 ]  # fmt: skip
@@ -48,6 +48,7 @@ def test_every_package_of_the_trainer_and_the_plan_is_on_the_architecture_page()
         "trainer_image/trainium_trainer",
         "operator/trainium_operator/plan",
         "contract/trainium_contract",
+        "worker/trainium_worker",
     ):
         folders = {path.name for path in (ROOT / base).iterdir() if (path / "__init__.py").exists()}
         assert [name for name in sorted(folders) if f"`{name}/`" not in tables] == [], f"{base}: not in the tables"

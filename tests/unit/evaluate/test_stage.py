@@ -12,13 +12,15 @@ import pytest
 
 from tests.testing.trainer.fork_server import fork_context
 from tests.testing.trainer.s3_gateway import serving
-from trainium_agent.ranks.progress import ProgressWriter, read_progress, read_results
+from trainium_agent.ranks.results import read_results
 from trainium_contract.status.results import ArtifactReport, RunStage
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_devcluster.ports import reserved_port
 from trainium_trainer.evaluate.stage import evaluate_artifacts, run_evaluation
 from trainium_trainer.exits import UserError
+from trainium_trainer.monitor.progress import ProgressWriter
 from trainium_trainer.peers import Peers
+from trainium_worker import read_progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -20,10 +20,12 @@ if TYPE_CHECKING:
 
 NAMES = (
     "trainium-agent", "trainium-client", "trainium-contract", "trainium-devcluster", "trainium-operator",
-    "trainium-simulator", "trainium-trainer",
+    "trainium-simulator", "trainium-trainer", "trainium-worker",
 )  # fmt: skip
 OF_THE_IMAGE = {"trainium-trainer": {"neuronx_distributed", "torch_neuronx", "torch_xla"}}
 """Modules of the vendor's images, which no index has: `backends/choose.py` asks before `backends/nxd` is imported."""
+OF_THE_PROGRAM = {"trainium-worker": {"torch", "transformers", "lightning"}}
+"""Modules that a training program has, or else imports no module of ours that needs them."""
 PROGRAMS_OF = {"trainium-devcluster": {"trainium-operator", "trainium-trainer"}}
 """Not imported but started: pods of the demos run their programs."""
 
@@ -94,7 +96,7 @@ def test_a_module_needs_nothing_that_its_distribution_does_not_declare(wheels: d
         each
         for each in imports(wheel)
         if not distributions(each.module) & (ever if each.late else always)
-        and each.module not in OF_THE_IMAGE.get(name, ())
+        and each.module not in {*OF_THE_IMAGE.get(name, ()), *OF_THE_PROGRAM.get(name, ())}
     }
     assert not sorted(undeclared)
 
@@ -111,6 +113,12 @@ def test_the_vendors_modules_are_imported_by_one_backend_alone(wheels: dict[str,
         places = {each.file for each in imports(wheels[name]) if each.module in modules and not each.late}
         assert places
         assert {place.rpartition("/")[0] for place in places} == {"trainium_trainer/backends/nxd"}
+
+
+def test_the_reports_of_a_program_need_nothing_but_python(wheels: dict[str, Wheel]) -> None:
+    wheel, file = wheels["trainium-worker"], "trainium_worker/__init__.py"
+    assert file in wheel.files
+    assert not [each for each in imports(wheel) if each.file == file]
 
 
 def test_an_import_that_nobody_declared_is_found(wheels: dict[str, Wheel]) -> None:

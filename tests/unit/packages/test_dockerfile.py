@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[3]
 TEXT = (ROOT / "Dockerfile").read_text(encoding="utf-8")
 IGNORED = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
 TARGETS = ("operator", "trainer", "trainer-cpu")
-ROOMS = {"operator": {"contract", "operator"}, "trainer": {"agent", "contract", "trainer_image"}}
+ROOMS = {"operator": {"contract", "operator"}, "trainer": {"agent", "contract", "trainer_image", "worker"}}
 """Part of image_requirements.py -> the rooms that its images hold."""
 
 

@@ -46,6 +46,7 @@ HELD = {
         },
         {"py.typed"},
     ),
+    "trainium-worker": ("trainium_worker", {"dcp", "hooks"}, {"py.typed"}),
 }  # fmt: skip
 """Distribution -> its package, the folders in it, its files that are not Python."""
 
@@ -62,13 +63,14 @@ PROGRAMS = {
     "trainium-trainer": {
         "trainium-trainer": "trainium_trainer.cli:main",
     },
+    "trainium-worker": {},
 }
 
 
 def test_there_is_a_wheel_for_each_room(wheels: dict[str, Wheel]) -> None:
     assert set(wheels) == set(HELD) == set(PROGRAMS)
     assert {wheel.room.name for wheel in wheels.values()} == {
-        "agent", "client", "contract", "devcluster", "operator", "simulator", "trainer_image",
+        "agent", "client", "contract", "devcluster", "operator", "simulator", "trainer_image", "worker",
     }  # fmt: skip
 
 

@@ -183,6 +183,30 @@ async def test_a_program_saves_within_its_grace_after_sigterm(world: World) -> N
     assert (world.folder / "saved").read_text() == "saved\n"
 
 
+ASKS = """
+import sys, time, trainium_worker
+for step in range(1, 3000):
+    time.sleep(0.02)
+    trainium_worker.step(step)
+    if trainium_worker.should_stop():
+        print("saved", step, flush=True)
+        sys.exit(trainium_worker.STOPPED)
+"""
+
+
+async def test_all_ranks_of_a_program_that_asks_stop_after_the_same_step_when_one_pod_ends(world: World) -> None:
+    await begin(world, "a", "b", **program(sys.executable, "-c", ASKS))
+    await world.training("a", "b", step=5)
+    world.agents["a"].signal(signal.SIGTERM)
+    await world.ended("a")
+    await world.until(lambda: "saved" in world.agents["b"].log, "the other rank stops")
+    saved = [
+        line.split()[-1] for name in ("a", "b") for line in world.agents[name].log.splitlines() if " saved " in line
+    ]
+    assert len(saved) == 2
+    assert saved[0] == saved[1]
+
+
 async def test_a_rank_that_a_signal_stops_hangs_by_its_steps_and_is_restarted(world: World) -> None:
     script = "n=0; while true; do n=$((n+1)); echo step $n; sleep 0.1; "
     script += "test $n = 20 -a $TORCHELASTIC_RESTART_COUNT = 0 && kill -STOP $$; done"

@@ -15,9 +15,9 @@ from trainium_trainer.backends.nxd import limits, presence
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
-    from trainium_agent.ranks.pulse import Pulse
     from trainium_trainer.backends.base import Backend
     from trainium_trainer.configuration.config import Settings
+    from trainium_worker import Pulse
 
 
 def choose(choice: BackendChoice, device: DeviceChoice = DeviceChoice.AUTO) -> BackendChoice:

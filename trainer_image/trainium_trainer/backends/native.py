@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed as dist
 
-from trainium_agent.ranks.pulse import Pulse
 from trainium_contract.models.parameters import EMBEDDING
 from trainium_contract.trainer.parallelism import DataParallelMode, Precision
 from trainium_contract.trainer.tuning import TuningMethod
@@ -40,6 +39,7 @@ from trainium_trainer.models.state_dict import OPTIMIZER_STEP
 from trainium_trainer.monitor.figures import Rewards
 from trainium_trainer.tuning.apply import apply_tuning, initial_adapter
 from trainium_trainer.tuning.choice import is_adapter, is_reference_in_model
+from trainium_worker import Pulse
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

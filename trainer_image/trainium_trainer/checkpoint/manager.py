@@ -25,7 +25,7 @@ from trainium_trainer.checkpoint.errors import TooSlowError
 from trainium_trainer.checkpoint.format.flat_buffer import BufferLayout
 from trainium_trainer.checkpoint.interfaces import Position, ResumeSource
 from trainium_trainer.checkpoint.memory.claims import Moment, ShardKey
-from trainium_trainer.checkpoint.memory.memory_tier import MemoryTier, directory_of_run
+from trainium_trainer.checkpoint.memory.memory_tier import MemoryTier
 from trainium_trainer.checkpoint.resume.resume import ResumeOutcome, Resumption
 from trainium_trainer.checkpoint.root.commit import FenceToken
 from trainium_trainer.checkpoint.root.commit_lease import CommitLease
@@ -37,6 +37,7 @@ from trainium_trainer.checkpoint.session import Session
 from trainium_trainer.storage.errors import StorageError
 from trainium_trainer.storage.opening import open_storage
 from trainium_trainer.storage.protocol import Retry
+from trainium_worker.snapshot import directory_of_run
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

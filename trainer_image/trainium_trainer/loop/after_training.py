@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from trainium_agent.ranks.progress import ProgressWriter
     from trainium_contract.status.results import EvaluationFigure
     from trainium_contract.trainer.config import TrainingConfig
     from trainium_trainer.backends.base import Mesh
+    from trainium_trainer.monitor.progress import ProgressWriter
     from trainium_trainer.weights.initial import InitialWeights
 
 _log = logging.getLogger("trainium.after")

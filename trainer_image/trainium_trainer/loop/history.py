@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from trainium_agent.ranks.progress import ProgressWriter
     from trainium_contract.trainer.config import TrainingConfig
     from trainium_trainer.backends.base import Mesh
     from trainium_trainer.checkpoint.interfaces import Position
     from trainium_trainer.configuration.config import Settings
     from trainium_trainer.data.opening import Data
     from trainium_trainer.loop.run_progress import RunProgress
+    from trainium_trainer.monitor.progress import ProgressWriter
 
 _log = logging.getLogger("trainium.train")
 

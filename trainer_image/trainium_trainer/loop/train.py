@@ -15,7 +15,6 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from trainium_agent.ranks.progress import ProgressPhase, ProgressWriter
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.wire.messages import AlertKind
 from trainium_contract.wire.nonfinite_origin import format_nonfinite_ranks
@@ -23,6 +22,8 @@ from trainium_trainer.data.batches.loader import validation_batches
 from trainium_trainer.exits import NumericalError
 from trainium_trainer.loop.schedule import learning_rate
 from trainium_trainer.loop.wiring import report_warnings, start
+from trainium_trainer.monitor.progress import ProgressWriter
+from trainium_worker import ProgressPhase
 
 if TYPE_CHECKING:
     from trainium_trainer.backends.base import Evaluation, StepOutcome

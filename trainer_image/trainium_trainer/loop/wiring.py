@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import distributed as dist
 
-from trainium_agent.ranks.pulse import Activity
 from trainium_contract.models.parameters import count_parameters
 from trainium_trainer.artifacts.stage import at_milestones
 from trainium_trainer.backends.choose import find_backend, make_backend
@@ -37,15 +36,16 @@ from trainium_trainer.loop.references import load_references
 from trainium_trainer.loop.run_progress import RunProgress
 from trainium_trainer.monitor.writers import Recorder
 from trainium_trainer.weights.initial import InitialWeights
+from trainium_worker import Activity
 
 if TYPE_CHECKING:
-    from trainium_agent.ranks.progress import ProgressWriter
     from trainium_contract.trainer.config import TrainingConfig
     from trainium_trainer.backends.base import Backend, Mesh
     from trainium_trainer.configuration.config import Settings
     from trainium_trainer.data.batches.loader import Loader
     from trainium_trainer.data.opening import Data
     from trainium_trainer.loop.stop import StopRequest
+    from trainium_trainer.monitor.progress import ProgressWriter
     from trainium_trainer.monitor.watch import Watch
 
 _log = logging.getLogger("trainium.train")

@@ -13,8 +13,8 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from trainium_agent.ranks.progress import read_progress
 from trainium_contract.wire import worker_env
+from trainium_worker import read_progress
 
 _FILE = re.compile(r"g(\d+)-r(\d+)")
 
@@ -29,8 +29,7 @@ def main() -> None:
     for generation, local_rank, path in sorted(named):
         record = read_progress(path)
         if generation == newest and record is not None:
-            named_ones = {"phase": record.phase.name, "stage": record.stage.value}
-            shown = {"localRank": local_rank, **asdict(record), **named_ones}
+            shown = {"localRank": local_rank, **asdict(record), "phase": record.phase.name}
             shown = {key: None if value != value else value for key, value in shown.items()}  # noqa: PLR0124 - NaN
             sys.stdout.write(json.dumps(shown) + "\n")
 

@@ -10,10 +10,11 @@ from trainium_agent.coordinator.report import PodReport
 from trainium_agent.exits.diagnosis import describe_exit
 from trainium_agent.ranks.output import Tail
 from trainium_agent.ranks.processes import RankProcess
-from trainium_agent.ranks.progress import ProgressPhase, ProgressWriter
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.results import ArtifactReport, EvaluationFigure, RunStage
 from trainium_contract.wire.messages import WorkerPhase
+from trainium_trainer.monitor.progress import ProgressWriter
+from trainium_worker import ProgressPhase
 
 SETTINGS = SimpleNamespace(namespace="team", job="job", pod_name="job-w-0", pod_uid="uid", rules_path=None)
 

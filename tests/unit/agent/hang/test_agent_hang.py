@@ -26,11 +26,12 @@ from trainium_agent.hang.detection import (
     limit_of,
     percentile,
 )
-from trainium_agent.ranks.progress import ProgressWriter, read_with_pulse
 from trainium_contract.faults.causes import Cause
 from trainium_contract.spec.recovery import HangSpec
 from trainium_contract.status.results import RunStage
 from trainium_contract.wire.messages import TrainerPhase
+from trainium_trainer.monitor.progress import ProgressWriter
+from trainium_worker import read_with_pulse
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -232,7 +233,7 @@ def test_a_long_stage_is_no_hang_as_long_as_it_tells_of_itself(tmp_path: Path) -
         found = read_with_pulse(tmp_path / "r0")
         assert found is not None
         assert found[1] is not None
-        sample = RankSample(0, (1, found[1].beats), SAVE, 100, limit, waiting=None, stage=found[0].stage)
+        sample = RankSample(0, (1, found[1].beats), SAVE, 100, limit, waiting=None, stage=RunStage.of(found[0].stage))
         return watch.sample(float(now), [sample])[0]
 
     for now in range(10 * int(limit)):

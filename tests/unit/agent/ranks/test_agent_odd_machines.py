@@ -21,8 +21,9 @@ from trainium_agent.exits import kernel_log
 from trainium_agent.exits.diagnosis import Signs
 from trainium_agent.exits.kernel_log import KernelEvents, KernelLog
 from trainium_agent.linux import kernel
-from trainium_agent.ranks.progress import ProgressPhase, ProgressWriter
 from trainium_contract.exit_codes import ExitCode
+from trainium_trainer.monitor.progress import ProgressWriter
+from trainium_worker import ProgressPhase
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -12,13 +12,14 @@ from pod_environment import environment
 
 from trainium_agent.ranks.output import Tail
 from trainium_agent.ranks.processes import RankProcess
-from trainium_agent.ranks.progress import ProgressPhase, ProgressWriter
 from trainium_agent.settings import settings_from
 from trainium_agent.workload import program_progress
 from trainium_agent.workload.base import AttemptLayout, progress_file
 from trainium_agent.workload.program import Program
 from trainium_contract.spec.program import ProgramSpec
 from trainium_contract.wire.messages import HangDetection
+from trainium_trainer.monitor.progress import ProgressWriter
+from trainium_worker import ProgressPhase
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,7 +11,8 @@ import pytest
 from trainium_trainer.checkpoint.interfaces import Position
 from trainium_trainer.checkpoint.memory.buddy import Copying
 from trainium_trainer.checkpoint.memory.claims import Moment, ShardKey
-from trainium_trainer.checkpoint.memory.snapshot import SnapshotFile, parse_header
+from trainium_trainer.checkpoint.memory.snapshot import Header, SnapshotFile
+from trainium_worker.snapshot import parse_page
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -54,9 +55,9 @@ def test_a_snapshot_that_is_overwritten_before_the_copy_begins_goes_out_under_it
     copying.offer(slot, 7)
     slot.invalidate(slot.path)  # as its writer does when it has waited without effect for an earlier copy
     assert copying.wait(10)
-    header = parse_header(network.pages[0], "sent")
-    assert header is not None
-    assert header.claim == claim
+    text = parse_page(network.pages[0], "sent")
+    assert text is not None
+    assert Header.from_text(text, "sent").claim == claim
     copying.close()
 
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from trainium_agent.ranks.progress import read_notice, read_progress
 from trainium_trainer.monitor.figures import StepFigures
 from trainium_trainer.monitor.lines import ASIDE_BYTES, LineWriter
 from trainium_trainer.monitor.writers import METRICS_NAME, Recorder
+from trainium_worker import read_notice, read_progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from trainium_agent.linux.kernel import handles
-from trainium_agent.ranks.progress import ProgressPhase, alerts_path, read_progress
-from trainium_agent.ranks.pulse import Activity, PulseReading, Waiting
 from trainium_contract.wire.nonfinite_origin import parse_nonfinite_rank
 from trainium_trainer.checkpoint.root.late_step_check import LATE_SECONDS
 from trainium_trainer.loop.stop import max_wait_seconds
+from trainium_worker import Activity, ProgressPhase, PulseReading, Waiting, alerts_path, read_progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -15,23 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.testing.suite.trials import trials
-from trainium_agent.ranks.progress import (
-    ProgressPhase,
-    ProgressWriter,
-    read_alerts,
-    read_notice,
-    read_progress,
-    read_results,
-    read_with_pulse,
-    results_path,
-)
-from trainium_agent.ranks.pulse import Activity, Waiting
+from trainium_agent.ranks.results import read_results, results_path
 from trainium_contract.status.results import MAX_ARTIFACTS, ArtifactReport, EvaluationFigure, RunStage
 from trainium_trainer.monitor.figures import Rewards, StepFigures
 from trainium_trainer.monitor.lines import LineWriter, truncate_after
+from trainium_trainer.monitor.progress import ProgressWriter
 from trainium_trainer.monitor.stability import Stability
 from trainium_trainer.monitor.watch import Throughput
 from trainium_trainer.monitor.writers import ScalarWriter
+from trainium_worker import Activity, ProgressPhase, Waiting, read_alerts, read_notice, read_progress, read_with_pulse
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -216,7 +208,7 @@ def test_user_messages_during_a_background_artifact_report_end_in_their_own_file
 
 
 def test_the_progress_record_is_read_without_torch() -> None:
-    script = "import sys, trainium_agent.ranks.progress; sys.exit('torch' in sys.modules)"
+    script = "import sys, trainium_worker; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainium_agent.ranks.progress import ProgressWriter, read_with_pulse
-from trainium_agent.ranks.pulse import PULSE_BYTES, RING, Activity, Pulse, Waiting, unpack_pulse
+from trainium_trainer.monitor.progress import ProgressWriter
+from trainium_worker import PULSE_BYTES, RING, Activity, Pulse, Waiting, read_with_pulse, unpack_pulse
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from trainium_agent.ranks.pulse import PulseReading
+    from trainium_worker import PulseReading
 
 
 def reading(path: Path) -> PulseReading:

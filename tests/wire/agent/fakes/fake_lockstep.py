@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from trainium_agent.ranks.pulse import Pulse
+    from trainium_worker import Pulse
 
 STEP_SECONDS = 0.05
 
@@ -39,8 +39,8 @@ def main(argv: list[str]) -> int:
     from fake_figures import figures
     from torch import distributed as dist
 
-    from trainium_agent.ranks.progress import ProgressWriter
     from trainium_trainer.exits import find_exit_code
+    from trainium_trainer.monitor.progress import ProgressWriter
 
     progress = ProgressWriter(Path(os.environ["TRAINIUM_PROGRESS_FILE"]), generation=generation, attempt=attempt)
     pulse = progress.pulse

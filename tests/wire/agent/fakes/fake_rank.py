@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from trainium_contract.status.results import ArtifactReport, RunStage
 
 if TYPE_CHECKING:
-    from trainium_agent.ranks.progress import ProgressWriter
+    from trainium_trainer.monitor.progress import ProgressWriter
 
 STEP_SECONDS = 0.02
 
@@ -74,7 +74,7 @@ def main(argv: list[str]) -> int:
     from fake_figures import figures
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    from trainium_agent.ranks.progress import ProgressWriter
+    from trainium_trainer.monitor.progress import ProgressWriter
 
     progress = ProgressWriter(Path(os.environ["TRAINIUM_PROGRESS_FILE"]), generation=generation, attempt=attempt)
     store = TCPStore(

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import distributed as dist
 
-from trainium_agent.ranks.pulse import Pulse
 from trainium_contract.trainer.parallelism import DataParallelMode, Precision
 from trainium_contract.trainer.tuning import TuningMethod
 from trainium_trainer.backends.base import Evaluation, StepOutcome, StepTotals
@@ -46,6 +45,7 @@ from trainium_trainer.models.dropout import dropped, sample_keys
 from trainium_trainer.models.initial import initial_box
 from trainium_trainer.tuning.apply import initial_adapter
 from trainium_trainer.tuning.choice import is_adapter
+from trainium_worker import Pulse
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -23,14 +23,15 @@ import torch
 import torch.distributed as dist
 
 from trainium_trainer.checkpoint.errors import StaleGenerationError
-from trainium_trainer.checkpoint.memory.snapshot import HEADER_BYTES, DamagedSnapshotError, parse_header
+from trainium_trainer.checkpoint.memory.snapshot import Header
+from trainium_worker.snapshot import HEADER_BYTES, DamagedSnapshotError, receive_copy, send_copy, wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch.distributed import ProcessGroup
 
-    from trainium_trainer.checkpoint.memory.snapshot import Header, SnapshotFile
+    from trainium_trainer.checkpoint.memory.snapshot import SnapshotFile
 
 _log = logging.getLogger(__name__)
 
@@ -53,13 +54,7 @@ class Sender:
 
     def send(self, header: bytes, payload: torch.Tensor) -> bool:
         """Copy a finalized snapshot; whether the buddy has it, whole. RuntimeError when the buddy is gone."""
-        page = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-        answer = torch.zeros(1, dtype=torch.uint8)
-        reply = dist.irecv(answer, self._target, group=self._group, tag=self._tag + 2)
-        _wait(dist.isend(page, self._target, group=self._group, tag=self._tag))
-        _wait(dist.isend(payload, self._target, group=self._group, tag=self._tag + 1))
-        _wait(reply)
-        return bool(answer[0])
+        return send_copy(self._group, self._target, self._tag, header, payload)
 
     def close(self) -> None:
         """Notify the keeper that nothing more comes."""
@@ -70,7 +65,7 @@ class Sender:
 
     def _send_page(self, page: torch.Tensor) -> None:
         try:
-            _wait(dist.isend(page, self._target, group=self._group, tag=self._tag))
+            wait_for(dist.isend(page, self._target, group=self._group, tag=self._tag))
         except RuntimeError:
             _log.debug("the buddy on rank %d left first", self._target)
 
@@ -161,26 +156,18 @@ class Keeper:
         try:
             while self._receive():
                 pass
-        except (RuntimeError, OSError, StaleGenerationError) as error:
+        except (RuntimeError, OSError, DamagedSnapshotError, StaleGenerationError) as error:
             _log.warning("copies of rank %d's snapshots are not kept any more: %s", self._source, error)
 
     def _receive(self) -> bool:
         """One snapshot; False after the farewell."""
-        page = torch.empty(HEADER_BYTES, dtype=torch.uint8)
-        _wait(dist.irecv(page, self._source, group=self._group, tag=self._tag), _ANY_TIME)
-        try:
-            header = parse_header(page.numpy().tobytes(), f"from rank {self._source}")
-        except DamagedSnapshotError as error:
-            raise RuntimeError(str(error)) from error
-        if header is None:
-            return False
-        slot = self._slot()
-        _wait(dist.irecv(slot.payload, self._source, group=self._group, tag=self._tag + 1))
-        answer = torch.tensor([self._finalize(slot, header)], dtype=torch.uint8)
-        _wait(dist.isend(answer, self._source, group=self._group, tag=self._tag + 2))
-        return True
+        arriving: list[tuple[SnapshotFile, Header]] = []
 
+        def slot(text: bytes) -> torch.Tensor:
+            arriving.append((self._slot(), Header.from_text(text, f"from rank {self._source}")))
+            return arriving[0][0].payload
 
-def _wait(work: dist.Work | None, limit: timedelta | None = None) -> None:
-    if work is not None:
-        work.wait(*(() if limit is None else (limit,)))
+        def finish() -> bool:
+            return self._finalize(*arriving[0])
+
+        return receive_copy(self._group, self._source, self._tag, slot, finish, _ANY_TIME)

@@ -15,10 +15,7 @@ Guarantees:
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import os
-import secrets
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -27,13 +24,8 @@ from trainium_trainer.checkpoint.errors import StaleGenerationError
 from trainium_trainer.checkpoint.format.flat_buffer import BufferLayout, copy_all
 from trainium_trainer.checkpoint.memory.buddy import Copying, Keeper, Sender
 from trainium_trainer.checkpoint.memory.slots import SUFFIX, Slots, key_text
-from trainium_trainer.checkpoint.memory.snapshot import (
-    DamagedSnapshotError,
-    Header,
-    SnapshotFile,
-    open_verified,
-    read_header,
-)
+from trainium_trainer.checkpoint.memory.snapshot import Header, SnapshotFile, read_header
+from trainium_worker.snapshot import DamagedSnapshotError, open_payload, store_id
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -48,14 +40,8 @@ _OWN_FILES = 3
 """Two finished snapshots plus the one being written."""
 _KEPT_FILES = 2
 """Of another node's shard: one finished copy plus the one that arrives."""
-_STORE_ID = "STORE_ID"
 _COPY_PATIENCE_SECONDS = 60.0
 """A step waits so long for a copy; a copy takes less than a step unless the network is ill."""
-
-
-def directory_of_run(volume: Path, run: str) -> Path:
-    """Return the directory of a run's snapshots: runs that share a volume never see or remove each other's."""
-    return volume / f"run-{hashlib.sha256(run.encode()).hexdigest()[:16]}"
 
 
 class MemoryTier:
@@ -93,14 +79,7 @@ class MemoryTier:
 
     def store_id(self) -> str:
         """Return an id that all processes which see this folder read alike."""
-        path = self.directory / _STORE_ID
-        if not path.exists():
-            draft = self.directory / f".{_STORE_ID}.{os.getpid()}"
-            draft.write_text(secrets.token_hex(16))
-            with contextlib.suppress(FileExistsError):
-                os.link(draft, path)
-            draft.unlink()
-        return path.read_text()
+        return store_id(self.directory)
 
     def claim_fence(self) -> None:
         """Raise the folder's generation to ours; StaleGenerationError when it is already higher."""
@@ -120,7 +99,7 @@ class MemoryTier:
             if header.claim != claim:
                 continue
             try:
-                return open_verified(path, header)
+                return open_payload(path, header.payload_bytes, header.claim.checksum)
             except (DamagedSnapshotError, OSError) as error:
                 self._reject(path, error)
         return None

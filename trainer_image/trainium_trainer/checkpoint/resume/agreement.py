@@ -15,6 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from trainium_worker.snapshot import pair_stores
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
@@ -125,10 +127,7 @@ def cleanup_ranks(views: Sequence[RankView]) -> frozenset[int]:
 def choose_buddies(views: Sequence[RankView], usable: Iterable[str]) -> tuple[BuddyCopy, ...]:
     """Return who keeps copies of which shards, so that no shard is lost with one of the `usable` stores.
 
-    Only shards that a single store holds need one: replicas are copies already. Stores are paired, so that of two lost
-    stores only a partner's loss costs a shard (2 in N-1 cases for a ring, 1 for pairs: Gemini, SOSP 2023), and far
-    apart in the order of ranks, because neighbours fail together (one switch, one power supply). An odd one makes a
-    ring of three.
+    Only shards that a single store holds need one: replicas are copies already.
     """
     holders: dict[ShardKey, set[str]] = {}
     ranks: dict[str, list[int]] = {}
@@ -136,7 +135,7 @@ def choose_buddies(views: Sequence[RankView], usable: Iterable[str]) -> tuple[Bu
         holders.setdefault(view.needs, set()).add(view.store)
         ranks.setdefault(view.store, []).append(view.rank)
     chosen = set(usable)
-    partner = _partners([store for store in ranks if store in chosen])
+    partner = pair_stores([store for store in ranks if store in chosen])
     writing = writers(views)
     exposed: dict[str, list[RankView]] = {}
     found: list[BuddyCopy] = []
@@ -148,17 +147,6 @@ def choose_buddies(views: Sequence[RankView], usable: Iterable[str]) -> tuple[Bu
             keepers = ranks[other]
             found.append(BuddyCopy(view.rank, keepers[number % len(keepers)], view.needs))
     return tuple(sorted(found))
-
-
-def _partners(stores: Sequence[str]) -> dict[str, str]:
-    """For each store the one that keeps its copies; empty when there is only one store."""
-    if len(stores) < 2:
-        return {}
-    half = len(stores) // 2
-    groups = [[stores[number], stores[number + half]] for number in range(half)]
-    if len(stores) % 2:
-        groups[-1].append(stores[-1])
-    return {store: group[(at + 1) % len(group)] for group in groups for at, store in enumerate(group)}
 
 
 @dataclass(slots=True)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from trainium_contract.wire.checkpoint_manifest import folder_name
 from trainium_trainer.checkpoint.collectives import scatter_from_root
 from trainium_trainer.checkpoint.durable import durable_tier
-from trainium_trainer.checkpoint.format.flat_buffer import BufferLayout, checksum, copy_all
+from trainium_trainer.checkpoint.format.flat_buffer import BufferLayout, copy_all
 from trainium_trainer.checkpoint.interfaces import ResumeSource
 from trainium_trainer.checkpoint.resume.agreement import FromDurable, FromMemory, RankView, claims_to_report, writers
 from trainium_trainer.checkpoint.resume.buddy_pairing import assign_buddies
@@ -38,6 +38,7 @@ from trainium_trainer.checkpoint.resume.first_rank import (
 )
 from trainium_trainer.checkpoint.root.run_identity import refuse_foreign
 from trainium_trainer.storage.errors import StorageError, storage_error
+from trainium_worker.snapshot import checksum
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,0 +1,1 @@
+"""Benchmarks of training programs other than the built-in trainer."""

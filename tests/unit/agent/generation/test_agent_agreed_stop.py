@@ -1,0 +1,117 @@
+"""All ranks stop after the same step, or are signalled together."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from shared_store import Shared
+
+import trainium_worker
+from tests.testing.suite.patience import patient
+from trainium_agent.generation.agreed_stop import AgreedStop
+from trainium_agent.generation.store import StoreLostError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class Store(Shared):
+    """The store as the agents of a generation reach it."""
+
+    def has(self, *keys: str) -> bool:  # type: ignore[override]
+        return all(key in self.values for key in keys)
+
+    def close(self) -> None:
+        pass
+
+
+class Job:
+    """Nodes with one rank each; a rank trains in step with the others and asks after each step."""
+
+    def __init__(self, folder: Path, nodes: int) -> None:
+        self.store: Any = Store()
+        self.records = [folder / f"g1-r{node}" for node in range(nodes)]
+        self.programs = [
+            trainium_worker._Program(trainium_worker.ProgressWriter(path, generation=1, attempt=2))
+            for path in self.records
+        ]
+        self.signalled: list[int] = []
+        self.stopped: list[int | None] = [None] * nodes
+        self._steps = threading.Barrier(nodes)
+        self._membership: Any = SimpleNamespace(generation=1, members=(None,) * nodes)
+
+    def stop(self, node: int, *, attempt: int = 2, patience: float = 30.0) -> AgreedStop:
+        stop = AgreedStop(self._membership, node, attempt, [self.records[node]], patience=patience, store=self.store)
+        stop.or_signal(lambda: self.signalled.append(node))
+        return stop
+
+    def train(self, node: int) -> None:
+        for step in range(1, 5000):
+            self._steps.wait(patient(30))
+            if self.programs[node].should_stop():
+                self.stopped[node] = step
+                return
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    return Job(tmp_path, 3)
+
+
+def run(*parts: Any) -> None:
+    threads = [threading.Thread(target=part) for part in parts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(patient(60))
+
+
+def test_ranks_in_the_middle_of_training_stop_after_one_step(job: Job) -> None:
+    for program in job.programs:
+        program.should_stop()
+    run(*(lambda node=node: job.train(node) for node in range(3)), *(job.stop(node).run for node in range(3)))
+    assert len(set(job.stopped)) == 1
+    assert job.stopped[0] is not None
+    assert job.signalled == []
+
+
+def test_ranks_that_never_asked_are_signalled_on_all_nodes(job: Job) -> None:
+    job.programs[0].should_stop()
+    run(*(job.stop(node).run for node in range(3)))
+    assert sorted(job.signalled) == [0, 1, 2]
+    assert not job.programs[0].should_stop(), "who asked goes on"
+
+
+def test_what_an_earlier_attempt_asked_does_not_count(job: Job) -> None:
+    for program in job.programs:
+        program.should_stop()
+    run(*(job.stop(node, attempt=3).run for node in range(3)))
+    assert sorted(job.signalled) == [0, 1, 2]
+
+
+def test_without_the_other_agents_the_ranks_are_signalled_and_no_rank_waits(job: Job) -> None:
+    job.programs[0].should_stop()
+    job.stop(0, patience=0.0).run()
+    assert job.signalled == [0]
+    assert not job.programs[0].should_stop()
+
+
+def test_an_agent_that_has_to_leave_later_signals_its_ranks_then(job: Job) -> None:
+    stop = AgreedStop(job._membership, 0, 2, [job.records[0]], patience=0.0, store=job.store)
+    stop.run()
+    assert job.signalled == []
+    stop.or_signal(lambda: job.signalled.append(0))
+    assert job.signalled == [0]
+
+
+def test_without_the_store_the_ranks_are_signalled(job: Job) -> None:
+    def lost(key: str, value: str) -> None:
+        raise StoreLostError("gone")
+
+    job.programs[0].should_stop()
+    job.store.set = lost
+    job.stop(0).run()
+    assert job.signalled == [0]

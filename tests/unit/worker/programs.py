@@ -1,0 +1,191 @@
+"""Worlds of training processes on several simulated nodes: a folder in memory for each, one process a rank.
+
+The program trains with DDP or FSDP2 and saves each step to memory as `docs/program.md` shows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import signal
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.testing.suite.patience import patient
+from tests.testing.trainer.fork_server import fork_context
+from trainium_worker.dcp import MemoryReader, MemoryWriter
+from trainium_worker.snapshot import directory_of_run
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+GLOBAL_BATCH = 8
+
+
+class Unsavable:
+    def __reduce__(self) -> Any:
+        raise TypeError("cannot be pickled")
+
+    def __deepcopy__(self, memo: Any) -> Unsavable:
+        return self
+
+
+class Program:
+    """A model, its optimizer and the step they have reached."""
+
+    def __init__(self, mode: str, width: int) -> None:
+        torch.manual_seed(7)
+        module = torch.nn.Sequential(torch.nn.Linear(12, width), torch.nn.Tanh(), torch.nn.Linear(width, 3, bias=False))
+        self.model: Any = DistributedDataParallel(module) if mode == "ddp" else fully_shard(module)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.done = 0
+
+    def state(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer, "extra": {"note": "steps", "done": self.done}}
+
+    def load(self, reader: MemoryReader) -> None:
+        loaded = self.state()
+        dcp.load(loaded, storage_reader=reader)
+        set_state_dict(
+            self.model, self.optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"]
+        )
+        assert loaded["extra"] == {"note": "steps", "done": reader.step}
+        self.done = loaded["extra"]["done"]
+
+    def backward(self) -> float:
+        rank, world = dist.get_rank(), dist.get_world_size()
+        generator = torch.Generator().manual_seed(self.done)
+        inputs = torch.randn(GLOBAL_BATCH, 12, generator=generator).chunk(world)[rank]
+        targets = torch.randn(GLOBAL_BATCH, 3, generator=generator).chunk(world)[rank]
+        loss = (self.model(inputs) - targets).pow(2).mean()
+        loss.backward()
+        mean = loss.detach() / world
+        dist.all_reduce(mean)
+        return float(mean)
+
+
+def train(results: Path, *, mode: str, steps: int, width: int = 34, **options: Any) -> None:
+    rank = dist.get_rank()
+    saving_group = dist.new_group(backend="gloo")
+    program = Program(mode, width)
+    durable, directory = options.get("durable"), options.get("directory")
+    reader = MemoryReader(durable, directory=directory)
+    if reader.step is not None:
+        program.load(reader)
+    found = {"resumed": reader.step, "source": reader.source, "losses": {}, "failures": {}}
+    report = results / f"rank-{rank}.json"
+    report.write_text(json.dumps(found))
+    saving = None
+    while program.done < steps:
+        loss = program.backward()
+        if saving is not None:
+            failed = saving.exception()
+            if failed is not None:
+                found["failures"][program.done] = str(failed)
+        program.optimizer.step()
+        program.optimizer.zero_grad()
+        program.done += 1
+        found["losses"][program.done] = loss
+        if options.get("kill") == [rank, program.done]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        writer, state = MemoryWriter(program.done, directory=directory), program.state()
+        if options.get("unsavable_at") == [rank, program.done]:
+            state["extra"]["unsavable"] = Unsavable()
+        if options.get("synchronous"):
+            dcp.save(state, storage_writer=writer, process_group=saving_group)
+        else:
+            saving = dcp.async_save(state, storage_writer=writer, process_group=saving_group)
+        if program.done in options.get("durable_at", ()):
+            if saving is not None:
+                saving.result()
+            dcp.save(program.state(), checkpoint_id=durable.format(step=program.done), process_group=saving_group)
+        report.write_text(json.dumps(found))
+    if saving is not None:
+        saving.result()
+
+
+def _child(environment: dict[str, str], store: str, errors: str, results: Path, options: dict[str, Any]) -> None:
+    os.environ.update(environment)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), sys.stderr.fileno())
+    torch.set_num_threads(1)
+    limit = options.pop("file_limit", {}).get(int(environment["RANK"]))
+    if limit is not None:  # a file beyond it is refused like one in a full volume
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=int(environment["RANK"]), world_size=int(environment["WORLD_SIZE"])
+    )
+    train(results, **options)
+    dist.barrier()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+@dataclass
+class World:
+    """The nodes of a job, and what their ranks reported in the newest attempt."""
+
+    root: Path
+    attempt: int = 0
+    reports: list[dict[str, Any]] = field(default_factory=list)
+    errors: str = ""
+
+    def memory(self, node: int) -> Path:
+        return self.root / f"node-{node}"
+
+    def snapshots(self, node: int) -> list[Path]:
+        return sorted(self.memory(node).rglob("*.snapshot"))
+
+    def directory(self, node: int) -> Path:
+        return directory_of_run(self.memory(node), "run")
+
+    def lose_node(self, node: int) -> None:
+        shutil.rmtree(self.memory(node))
+
+    def run(self, *, nodes: list[int], per_node: int = 1, agent: bool = True, **options: Any) -> list[int | None]:
+        """Run one attempt to its end, and end all ranks once one has failed; their exit codes."""
+        self.attempt += 1
+        results = self.root / f"results-{self.attempt}"
+        results.mkdir()
+        errors = [self.root / f"errors-{self.attempt}-{rank}" for rank in range(len(nodes) * per_node)]
+        context = fork_context("torch.distributed.fsdp", "torch.distributed.checkpoint", "trainium_worker.dcp")
+        processes = []
+        for rank, path in enumerate(errors):
+            node, local = nodes[rank // per_node], rank % per_node
+            environment = {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(len(errors)),
+                "TRAINIUM_RUN_ID": "run",
+                "TRAINIUM_ATTEMPT": str(self.attempt),
+                "TRAINIUM_MEMORY_DIR": str(self.memory(node)),
+            }
+            if agent:
+                environment["TRAINIUM_PROGRESS_FILE"] = str(self.memory(node) / "progress" / f"g1-r{local}")
+            store = str(self.root / f"store-{self.attempt}")
+            arguments = (environment, store, str(path), results, options)
+            processes.append(context.Process(target=_child, args=arguments, daemon=True))
+        for process in processes:
+            process.start()
+        deadline = time.monotonic() + patient(60)
+        while any(process.is_alive() for process in processes):
+            if any(process.exitcode for process in processes) or time.monotonic() > deadline:
+                for process in processes:
+                    process.kill()
+            time.sleep(0.02)
+        self.errors = "".join(path.read_text() for path in errors if path.exists())
+        paths = [results / f"rank-{rank}.json" for rank in range(len(errors))]
+        self.reports = [json.loads(path.read_text()) if path.exists() else {} for path in paths]
+        return [process.exitcode for process in processes]

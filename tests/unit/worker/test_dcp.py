@@ -1,0 +1,216 @@
+"""Programs that save with DCP recover from memory: real processes of DDP and FSDP2 on gloo, killed and restarted."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from programs import World
+
+import trainium_worker
+from trainium_worker import read_notice, read_progress
+from trainium_worker.dcp import MemoryReader
+from trainium_worker.dcp.parts import Part, find_buddies, newest_complete, read_parts
+from trainium_worker.dcp.session import Slots
+from trainium_worker.snapshot import HEADER_BYTES
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+STEPS = 9
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], dict[str, float]]:
+    """Losses of uninterrupted runs that save nothing, by mode and ranks."""
+    found = {}
+    for mode, ranks in (("ddp", 2), ("fsdp", 4)):
+        world = World(tmp_path_factory.mktemp(f"{mode}-{ranks}"))
+        assert world.run(nodes=list(range(ranks)), agent=False, mode=mode, steps=STEPS) == [0] * ranks, world.errors
+        found[mode, ranks] = world.reports[0]["losses"]
+        assert not list(world.root.rglob("*.snapshot")), "without an agent nothing is kept"
+    return found
+
+
+def after(losses: dict[str, float], step: int) -> dict[str, float]:
+    return {number: loss for number, loss in losses.items() if int(number) > step}
+
+
+@pytest.mark.parametrize(("mode", "nodes"), [("ddp", 2), ("fsdp", 4)])
+def test_a_killed_rank_costs_at_most_one_step(
+    world: World, undisturbed: dict[Any, dict[str, float]], mode: str, nodes: int
+) -> None:
+    codes = world.run(nodes=list(range(nodes)), mode=mode, steps=STEPS, kill=[1, 6])
+    assert codes[1] == -9
+    assert world.run(nodes=list(range(nodes)), mode=mode, steps=STEPS) == [0] * nodes, world.errors
+    first = world.reports[0]
+    assert (first["resumed"], first["source"]) == (5, "memory"), "step 6 was under way"
+    assert {report["resumed"] for report in world.reports} == {5}
+    assert first["losses"] == after(undisturbed[mode, nodes], 5), "bit for bit"
+
+
+def test_a_lost_node_costs_at_most_one_step_with_the_copies_of_its_buddy(
+    world: World, undisturbed: dict[Any, dict[str, float]]
+) -> None:
+    world.run(nodes=[0, 1], per_node=2, mode="fsdp", steps=STEPS, kill=[3, 6])
+    assert all(len(world.snapshots(node)) == 8 for node in (0, 1)), "two of each rank's own, two of each copy"
+    world.lose_node(0)
+    assert world.run(nodes=[2, 1], per_node=2, mode="fsdp", steps=STEPS) == [0] * 4, world.errors
+    assert [(report["resumed"], report["source"]) for report in world.reports] == [(5, "memory")] * 4
+    assert world.reports[0]["losses"] == after(undisturbed["fsdp", 4], 5), "bit for bit"
+    assert all(len(world.snapshots(node)) == 8 for node in (1, 2)), "what was resumed is removed"
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_a_program_resumes_from_memory_at_another_size(
+    world: World, undisturbed: dict[Any, dict[str, float]], mode: str
+) -> None:
+    expected = undisturbed["fsdp", 4]
+    world.run(nodes=[0, 1, 2, 3], mode=mode, steps=STEPS, kill=[2, 4])
+    world.lose_node(3)
+    world.run(nodes=[0, 1], mode=mode, steps=STEPS, kill=[1, 7])
+    assert world.reports[0]["resumed"] == 3, world.errors
+    smaller = world.reports[0]["losses"]
+    assert world.run(nodes=[0, 1, 4, 5], mode=mode, steps=STEPS) == [0] * 4, world.errors
+    assert [report["resumed"] for report in world.reports] == [6] * 4
+    for losses, first in ((smaller, 3), (world.reports[0]["losses"], 6)):
+        assert losses == pytest.approx({step: expected[step] for step in losses}, rel=1e-5)
+        assert min(map(int, losses)) == first + 1
+
+
+def test_a_newer_checkpoint_on_storage_is_taken(world: World, tmp_path: Path) -> None:
+    durable = str(tmp_path / "storage" / "step-{step}")
+    options: dict[str, Any] = {"mode": "fsdp", "durable": durable, "durable_at": [2, 4]}
+    assert world.run(nodes=[0, 1], steps=5, **options) == [0, 0], world.errors
+    (tmp_path / "storage" / "step-9").mkdir()
+    assert world.run(nodes=[0, 1], steps=6, **options) == [0, 0], world.errors
+    assert (world.reports[0]["resumed"], world.reports[0]["source"]) == (5, "memory"), "memory has a newer one"
+    world.lose_node(0)
+    world.lose_node(1)
+    assert world.run(nodes=[0, 1], steps=7, **options) == [0, 0], world.errors
+    assert (world.reports[1]["resumed"], world.reports[1]["source"]) == (4, durable.format(step=4))
+
+
+def test_a_damaged_snapshot_is_replaced_by_its_copy_and_else_by_the_step_before(world: World) -> None:
+    world.run(nodes=[0, 1], mode="fsdp", steps=5)
+    newest = {path: part for node in (0, 1) for path, part in read_parts(world.directory(node)).items()}
+    of_first = [path for path, part in newest.items() if (part.step, part.rank) == (5, 0)]
+    assert {path.is_relative_to(world.memory(0)) for path in of_first} == {True, False}
+    for path, (resumed, source) in zip(sorted(of_first), ((5, "memory"), (4, "memory")), strict=True):
+        with path.open("r+b") as file:
+            file.seek(HEADER_BYTES + 8)
+            file.write(b"\xff\xff\xff")
+        assert world.run(nodes=[0, 1], mode="fsdp", steps=resumed) == [0, 0], world.errors
+        assert (world.reports[1]["resumed"], world.reports[1]["source"]) == (resumed, source)
+
+
+def test_full_memory_is_reported_and_training_goes_on(world: World, tmp_path: Path) -> None:
+    durable = str(tmp_path / "storage" / "step-{step}")
+    options: dict[str, Any] = {"mode": "fsdp", "width": 60_000, "durable": durable}
+    assert world.run(nodes=[0, 1], steps=2, durable_at=[2], agent=False, **options) == [0, 0], world.errors
+    assert world.run(nodes=[0, 1], steps=4, file_limit={1: 1 << 20}, **options) == [0, 0], world.errors
+    assert world.reports[0]["source"] == durable.format(step=2)
+    assert not [*world.snapshots(0), *world.snapshots(1)]
+    sentence = read_notice(world.memory(0) / "progress" / "g1-r0")
+    assert "no snapshots are kept in memory, only checkpoints on storage count" in sentence
+    assert "of rank 1: File too large: the rank needs" in sentence
+    assert "MiB there; raise the size of the memory volume" in sentence
+    assert world.errors.count(sentence) == 1, "rank 0 logs it, once"
+
+
+def test_a_save_is_synchronous_where_the_program_wants_it(world: World) -> None:
+    assert world.run(nodes=[0], mode="ddp", steps=3, synchronous=True) == [0], world.errors
+    assert [part.step for part in read_parts(world.directory(0)).values()].count(3) == 1
+    assert read_progress(world.memory(0) / "progress" / "g1-r0").memory_step == 3
+    assert world.run(nodes=[0], mode="ddp", steps=4) == [0], world.errors
+    assert world.reports[0]["resumed"] == 3
+
+
+def test_a_failure_on_one_rank_fails_the_save_on_all_and_the_next_one_succeeds(world: World) -> None:
+    assert world.run(nodes=[0, 1], mode="fsdp", steps=4, unsavable_at=[1, 2]) == [0, 0], world.errors
+    assert [report["failures"].keys() for report in world.reports] == [{"2"}, {"2"}]
+    assert "cannot be pickled" in world.reports[0]["failures"]["2"], "each rank learns the reason"
+    assert sorted({part.step for part in read_parts(world.directory(0)).values()}) == [3, 4]
+
+
+def test_a_failed_save_is_overwritten_before_the_newest_complete_one(tmp_path: Path) -> None:
+    slots = Slots(tmp_path, "r0")
+    files = []
+    for _ in range(2):
+        files.append(slots.next(4096))
+        files[-1].write_header(b"text")
+    failed = slots.next(4096)
+    assert failed is files[0], "the older one"
+    failed.write_header(b"text")
+    failed.invalidate(failed.path)
+    assert slots.next(4096) is failed
+    assert files[1].finished
+    larger = slots.next(3 * 4096)
+    assert (larger.payload_bytes, len(list(tmp_path.iterdir()))) == (3 * 4096, 2)
+    assert files[1].finished
+    slots.remove_unfinished()
+    assert list(tmp_path.iterdir()) == [files[1].path]
+
+
+def parts(step: int, held: str, world: int = 2, session: str = "a") -> list[Part]:
+    return [Part(step, 1, 0, session, int(rank), world, 4096, 0) for rank in held]
+
+
+@pytest.mark.parametrize(
+    ("held", "step"),
+    [
+        ([], None),
+        (parts(3, "0"), None),
+        (parts(3, "01"), 3),
+        (parts(3, "01") + parts(4, "1"), 3),
+        (parts(3, "01") + parts(4, "1") + parts(4, "0", session="b"), 3),
+        (parts(3, "01") + parts(4, "001"), 4),
+        (parts(3, "01") + parts(5, "0", world=1), 5),
+    ],
+)
+def test_the_newest_save_counts_of_which_every_part_is_held(held: list[Part], step: int | None) -> None:
+    chosen = newest_complete(held)
+    assert (chosen[0].step if chosen else None) == step
+    assert [part.rank for part in chosen] == list(range(len(chosen)))
+    assert len({part.save for part in chosen}) <= 1
+
+
+@pytest.mark.parametrize(
+    ("stores", "targets"),
+    [("aa", [None, None]), ("ab", [1, 0]), ("aabb", [2, 3, 0, 1]), ("aab", [2, 2, 0]), ("abc", [1, 2, 0])],
+)
+def test_each_part_has_its_copy_on_another_node(stores: str, targets: list[int | None]) -> None:
+    found = [find_buddies(stores, rank) for rank in range(len(stores))]
+    assert [target for target, _ in found] == targets
+    for rank, (_, sources) in enumerate(found):
+        assert sources == [source for source, target in enumerate(targets) if target == rank]
+
+
+@pytest.mark.parametrize("template", ["/checkpoints/run", "/checkpoints/{step}/x", "/checkpoints/{step}-{step}"])
+def test_a_wrong_template_of_checkpoints_is_refused_with_an_example(template: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"must name the folders of checkpoints with \{step\} in the last part"):
+        MemoryReader(template, directory=tmp_path)
+
+
+def test_nothing_found_is_reported_at_the_load(tmp_path: Path) -> None:
+    reader = MemoryReader(tmp_path / "step-{step}", directory=tmp_path)
+    assert reader.step is None
+    with pytest.raises(ValueError, match="load only if the reader's step is not None"):
+        reader.read_metadata()
+
+
+def test_memory_that_cannot_be_written_is_reported_and_nothing_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = tmp_path / "g1-r0"
+    monkeypatch.setenv("TRAINIUM_PROGRESS_FILE", str(record))
+    monkeypatch.setattr(trainium_worker, "_program", None)
+    (tmp_path / "file").touch()
+    assert MemoryReader(directory=tmp_path / "file").step is None
+    assert "file/run-" in read_notice(record)
+    assert "of rank 0: Not a directory" in read_notice(record)

@@ -1,0 +1,168 @@
+"""The hooks for loops of others, on the real library where it is installed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import trainium_worker
+from trainium_worker import read_progress, stop_at
+from trainium_worker.hooks.loop import training_steps
+from trainium_worker.hooks.torchtitan import report_to_agent
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "g1-r0"
+    monkeypatch.setenv("TRAINIUM_PROGRESS_FILE", str(path))
+    monkeypatch.setattr(trainium_worker, "_program", None)
+    return path
+
+
+def progress(path: Path) -> trainium_worker.ProgressRecord:
+    found = read_progress(path)
+    assert found is not None
+    return found
+
+
+def test_a_bare_loop_reports_and_saves_when_it_is_asked_to_stop(record: Path) -> None:
+    assert list(training_steps(3, 6, lambda step: f"/x/{step}")) == [4, 5, 6]
+    assert (progress(record).resume_step, progress(record).step, progress(record).total_steps) == (3, 6, 6)
+    made = []
+
+    def train() -> None:
+        for step in training_steps(6, 20, lambda step: f"/x/{step}"):
+            made.append(step)
+            if step == 9:
+                stop_at(record, progress(record).stop_checks + 1)
+
+    with pytest.raises(SystemExit) as ended:
+        train()
+    assert (made, ended.value.code, progress(record).durable_step) == ([7, 8, 9], 75, 9)
+
+
+class Regression(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": (self.weight * x - labels).pow(2).mean()}
+
+
+def test_transformers_trainer_reports_saves_and_resumes(record: Path, tmp_path: Path) -> None:
+    from transformers import Trainer, TrainingArguments
+    from transformers.trainer_utils import get_last_checkpoint
+
+    from trainium_worker.hooks.transformers import ReportToAgent
+
+    def trainer() -> Trainer:
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path / "out"), per_device_train_batch_size=2, max_steps=8, logging_steps=1, save_steps=5,
+            report_to=[], use_cpu=True, disable_tqdm=True, eval_strategy="steps", eval_steps=4,
+        )  # fmt: skip
+        rows = [{"x": torch.tensor([float(n)]), "labels": torch.tensor([2.0 * n])} for n in range(32)]
+        return Trainer(Regression(), arguments, train_dataset=rows, eval_dataset=rows[:4], callbacks=[ReportToAgent()])
+
+    first = trainer()
+    step, first_step = first.training_step, []
+
+    def training_step(*args: Any, **kwargs: Any) -> Any:
+        first_step.append(1)
+        if len(first_step) == 3:
+            stop_at(record, progress(record).stop_checks + 1)
+        return step(*args, **kwargs)
+
+    first.training_step = training_step  # type: ignore[method-assign]
+    with pytest.raises(SystemExit) as ended:
+        first.train()
+    assert ended.value.code == trainium_worker.STOPPED
+    assert (progress(record).step, progress(record).durable_step, progress(record).total_steps) == (3, 3, 8)
+    assert progress(record).loss > 0
+    checkpoint = get_last_checkpoint(str(tmp_path / "out"))
+    assert checkpoint is not None
+    assert checkpoint.endswith("checkpoint-3")
+    trainium_worker._program = None
+    trainer().train(resume_from_checkpoint=checkpoint)
+    assert (progress(record).resume_step, progress(record).step, progress(record).durable_step) == (3, 8, 8)
+
+
+def test_lightning_reports_and_saves(record: Path, tmp_path: Path) -> None:
+    lightning = pytest.importorskip("lightning.pytorch")
+    from trainium_worker.hooks.lightning import ReportToAgent
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = Regression()
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            if index == 5:
+                stop_at(record, progress(record).stop_checks + 1)
+            return self.model(*batch)["loss"]
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    path = tmp_path / "last.ckpt"
+
+    def trainer() -> Any:
+        return lightning.Trainer(
+            max_steps=4, accumulate_grad_batches=2, accelerator="cpu", logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, callbacks=[ReportToAgent(path)],
+        )  # fmt: skip
+
+    rows = [(torch.ones(1), torch.ones(1)) for _ in range(16)]
+    batches = torch.utils.data.DataLoader(rows, batch_size=1)
+    with pytest.raises(SystemExit) as ended:
+        trainer().fit(Module(), batches)
+    assert ended.value.code == trainium_worker.STOPPED
+    assert (progress(record).step, progress(record).durable_step, progress(record).total_steps) == (3, 3, 4)
+    trainium_worker._program = None
+    trainer().fit(Module(), batches, ckpt_path=path)
+    assert (progress(record).resume_step, progress(record).step) == (3, 4)
+
+
+class TorchtitanTrainer:
+    """The parts of torchtitan's trainer that the hook uses, called in its order; torchtitan itself needs CUDA."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self.saves: list[tuple[int, bool]] = []
+        self.logged: list[tuple[int, float]] = []
+        self.closed = False
+        self.checkpointer = self.metrics_processor = self
+        self.interval = 100
+
+    def save(self, curr_step: int, last_step: bool = False) -> None:
+        if last_step or curr_step % self.interval == 0:
+            self.saves.append((curr_step, last_step))
+
+    def log(self, step: int, global_avg_loss: float, global_max_loss: float, grad_norm: float) -> None:
+        self.logged.append((step, global_avg_loss))
+
+    def close(self) -> None:
+        self.closed = True
+
+    def train(self, stop_at_step: int, record: Path) -> None:
+        for step in range(1, self.steps + 1):
+            if step % 2 == 0:
+                self.metrics_processor.log(step, 1.0 / step, 2.0, 3.0)
+            if step == stop_at_step:
+                stop_at(record, progress(record).stop_checks + 1)
+            self.checkpointer.save(step, last_step=step == self.steps)
+
+
+def test_torchtitans_trainer_reports_and_saves_a_checkpoint_like_any_other(record: Path) -> None:
+    trainer = TorchtitanTrainer(10)
+    report_to_agent(trainer)
+    with pytest.raises(SystemExit) as ended:
+        trainer.train(7, record)
+    assert (ended.value.code, trainer.saves, trainer.closed) == (75, [(7, False)], True)
+    assert (progress(record).step, progress(record).loss) == (7, 1.0 / 6)
+    assert trainer.logged == [(2, 0.5), (4, 0.25), (6, 1.0 / 6)]

@@ -1,0 +1,68 @@
+"""Publish the progress of the trainer to its agent: the record of `trainium_worker`, and results beside it."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING
+
+import trainium_worker
+from trainium_agent.ranks.results import read_results, results_path
+from trainium_contract.status.results import RunResults
+from trainium_worker import replace_text
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from trainium_contract.status.results import ArtifactReport, EvaluationFigure
+    from trainium_trainer.monitor.figures import StepFigures
+
+
+class ProgressWriter(trainium_worker.ProgressWriter):
+    """Writes the record and the results of this process; opening it announces generation and attempt at once."""
+
+    def __init__(self, path: Path | None, *, generation: int = 0, attempt: int = 0) -> None:
+        """Create or take over the files; without a path nobody can read the record. Raises OSError."""
+        super().__init__(path, generation=generation, attempt=attempt)
+        self._results_path = None if path is None else results_path(path)
+        self._results = read_results(path) if path is not None and self.continues else RunResults()
+
+    def step_done(self, figures: StepFigures, *, seconds: float) -> None:
+        """Record a completed step that took `seconds`."""
+        record = self.record
+        self.complete_step(
+            {
+                "step": figures.step,
+                "loss": figures.loss,
+                "grad_norm": figures.grad_norm,
+                "learning_rate": figures.learning_rate,
+                "tokens": figures.tokens,
+                "samples": figures.samples,
+                "spikes": figures.stability.spikes,
+                "tokens_per_second": _or_nan(figures.tokens_per_second),
+                "validation_loss": _or_nan(figures.validation_loss, record.validation_loss),
+                "parameter_norm": _or_nan(figures.parameter_norm, record.parameter_norm),
+                "utilisation": _or_nan(figures.utilisation),
+                "goodput": _or_nan(figures.goodput),
+                "reward_margin": math.nan if figures.rewards is None else figures.rewards.margin,
+                "reward_accuracy": math.nan if figures.rewards is None else figures.rewards.accuracy,
+            },
+            seconds=seconds,
+        )
+
+    def artifact(self, report: ArtifactReport) -> None:
+        """Record a complete artifact beside the progress record. Raises OSError."""
+        self._leave_results(self._results.with_artifact(report))
+
+    def evaluation(self, figures: tuple[EvaluationFigure, ...]) -> None:
+        """Leave the figures of an evaluation beside the record. Raises OSError."""
+        self._leave_results(self._results.with_evaluation(figures))
+
+    def _leave_results(self, results: RunResults) -> None:
+        self._results = results
+        if self._results_path is not None:
+            replace_text(self._results_path, json.dumps(results.to_wire()))
+
+
+def _or_nan(value: float | None, otherwise: float = math.nan) -> float:
+    return otherwise if value is None else value

@@ -1,0 +1,30 @@
+"""Save to and load from the memory of the nodes with torch.distributed.checkpoint (DCP).
+
+    reader = MemoryReader(durable="/checkpoints/run/step-{step}")     # all ranks, after init_process_group
+    if reader.step is not None:
+        dcp.load(state, storage_reader=reader)
+    for step in range((reader.step or 0) + 1, last + 1):
+        compute_gradients(step)
+        if saving is not None:
+            saving.result()                                          # so at most one step is lost
+        optimizer.step()
+        saving = dcp.async_save(state, storage_writer=MemoryWriter(step), process_group=gloo_group)
+
+A save takes memory for two snapshots of what each rank writes, and as much for the copies of another node's ranks.
+
+Guarantees:
+- A save is complete when all ranks have their part, and its copy on another node where there is one; `async_save` ends
+  then. A save never overwrites the newest complete one.
+- `MemoryReader` takes the newest step of which every part is on some node and whole, or a newer one on storage; all
+  ranks take the same. The number of ranks may differ from that of the save.
+- Where the memory has no room for a save on some rank, no rank keeps it or a later one, a notice reports it, and
+  training goes on.
+- Without an agent nothing is kept, unless a `directory` is given.
+"""
+
+from __future__ import annotations
+
+from trainium_worker.dcp.reader import MemoryReader
+from trainium_worker.dcp.writer import MemoryWriter
+
+__all__ = ["MemoryReader", "MemoryWriter"]

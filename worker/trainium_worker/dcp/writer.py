@@ -1,0 +1,260 @@
+"""Save to the memory of the nodes: the storage writer."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+import trainium_worker
+from trainium_worker import snapshot
+from trainium_worker.dcp.parts import ALIGNMENT, Part, lay_out, round_up
+from trainium_worker.dcp.session import FILES, TAG, session_of
+from trainium_worker.snapshot import DamagedSnapshotError
+
+if TYPE_CHECKING:
+    import io
+    from collections.abc import Sequence
+
+    from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.planner import SavePlanner
+
+    from trainium_worker.dcp.parts import Entry, StrPath
+    from trainium_worker.dcp.session import Session
+    from trainium_worker.snapshot import SnapshotFile
+
+_log = logging.getLogger(__name__)
+
+_OK, _FULL, _FAILED = 0, 1, 2
+_NO_SIZE = -1
+
+
+class MemoryWriter(StorageWriter, AsyncStager):
+    """Keeps the save of one step in the memory of this node and of another one."""
+
+    _synchronize_after_execute = False  # `stage` is complete when it returns
+
+    def __init__(self, step: int, *, directory: StrPath | None = None) -> None:
+        """Name the step that is saved; create it on all ranks, in the thread that trains.
+
+        directory: a folder in memory that outlives the processes, one for the ranks of a node; unset: the agent's.
+        """
+        super().__init__()
+        self.step = step
+        self._session = session_of(directory)
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Copy the state, so that training may change it."""
+        session = self._session
+        copied: dict[str, Any] = session.stage(state_dict, self) if session.keeps else state_dict
+        return copied
+
+    def synchronize_staging(self) -> None:
+        """Do nothing: `stage` is complete when it returns."""
+
+    def close(self) -> None:
+        """Do nothing: later saves use the memory of the copy."""
+
+    def reset(self, checkpoint_id: StrPath | None = None) -> None:
+        """Begin a save; a name of it is not used."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Begin a save on this rank."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Return the plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Return the plans as they are. ValueError when not all ranks save together."""
+        if len(plans) != self._session.world:
+            raise ValueError(
+                f"{len(plans)} of {self._session.world} ranks save together: save to memory with all ranks of the job "
+                "in one process group, and with use_collectives=True"
+            )
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's part and its copies."""
+        session = self._session
+        try:
+            written = self._write(plan, planner) if session.keeps else 0
+        finally:
+            if session.staged is self:
+                session.staged = None
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([WriteResult(item.index, written, None) for item in plan.items[:1]])
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Do nothing: a save is complete when its parts are."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: StrPath) -> bool:  # noqa: ARG003 - DCP's interface
+        """Return False: a save has no name."""
+        return False
+
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> int:
+        """Return the bytes of the part; all ranks succeed, fail or run out of room together."""
+        session = self._session
+        session.remove_leftovers()
+        failure: BaseException | None = None
+        size, draft, sentence = _NO_SIZE, None, ""
+        try:
+            draft = _Draft.of(plan, planner)
+            size = draft.payload_bytes
+        except Exception as error:  # noqa: BLE001 - raised below: the other ranks wait for this one
+            failure = error
+        sizes = session.gather_sizes(size)
+        state, part, slots = _FAILED, None, {}
+        if draft is not None and _NO_SIZE not in sizes:
+            try:
+                slots = session.reserve(sizes)
+                part = self._fill(slots[session.rank], draft, planner)
+                state = _OK
+            except OSError as error:
+                state, sentence = _FULL, _full_sentence(session, error, sizes)
+            except Exception as error:  # noqa: BLE001 - as above
+                failure = error
+        worst = session.worst(state)
+        if worst == _OK and part is not None:
+            sentence = "a copy did not arrive as it was sent"
+            try:
+                state = _OK if self._copy(slots, part) else _FAILED
+            except (RuntimeError, DamagedSnapshotError) as error:
+                state, failure = _FAILED, error
+            worst = session.worst(state)
+        if worst == _FULL:
+            session.switch_off(slots.values())
+            reason = next(each for each in session.gather(sentence) if each)
+            trainium_worker.notice(reason)
+            if session.rank == 0:
+                _log.warning("%s", reason)
+            return 0
+        if worst == _FAILED:
+            for slot in slots.values():
+                slot.invalidate(slot.path)  # the next save overwrites these, not the newest complete one
+            if failure is not None:
+                raise failure
+            raise RuntimeError(f"step {self.step} is not in memory: {sentence or 'another rank failed to save it'}")
+        session.saves += 1
+        trainium_worker.saved(self.step, trainium_worker.MEMORY)
+        return size
+
+    def _fill(self, slot: SnapshotFile, draft: _Draft, planner: SavePlanner) -> Part:
+        """Copy the state into a file and finish it."""
+        session = self._session
+        draft.copy_to(slot.payload, planner)
+        part = Part(
+            step=self.step,
+            generation=trainium_worker.generation,
+            attempt=int(os.environ.get(trainium_worker.ENV_ATTEMPT, "0")),
+            session=session.id,
+            rank=session.rank,
+            world=session.world,
+            payload_bytes=draft.payload_bytes,
+            index_start=draft.index_start,
+            checksum=snapshot.checksum(slot.payload[: draft.payload_bytes]),
+        )
+        slot.write_header(part.to_text())
+        return part
+
+    def _copy(self, slots: dict[int, SnapshotFile], part: Part) -> bool:
+        """Send this rank's part to its buddy and receive those of others; whether all arrived whole."""
+        session = self._session
+        if session.group is None or session.target is None:
+            return True
+        with ThreadPoolExecutor(max(1, len(session.sources)), thread_name_prefix="memory-copy") as receivers:
+            arriving = [receivers.submit(self._receive, source, slots[source]) for source in session.sources]
+            own = slots[session.rank]
+            sent = snapshot.send_copy(session.group, session.target, TAG, own.page(), own.payload[: part.payload_bytes])
+            return all([sent, *(each.result() for each in arriving)])
+
+    def _receive(self, source: int, slot: SnapshotFile) -> bool:
+        assert self._session.group is not None, "there are other ranks"
+        received: list[tuple[bytes, Part, torch.Tensor]] = []
+
+        def place(text: bytes) -> torch.Tensor:
+            part = Part.from_text(text, f"from rank {source}")
+            received.append((text, part, slot.payload[: part.payload_bytes]))
+            return received[0][2]
+
+        def finish() -> bool:
+            text, part, payload = received[0]
+            whole = snapshot.checksum(payload) == part.checksum
+            if whole:
+                slot.write_header(text)
+            return whole
+
+        snapshot.receive_copy(self._session.group, source, TAG, place, finish)
+        return slot.finished
+
+
+def _full_sentence(session: Session, error: OSError, sizes: Sequence[int]) -> str:
+    need = FILES * sum(sizes[rank] for rank in (session.rank, *session.sources)) / 2**20
+    return (
+        f"no snapshots are kept in memory, only checkpoints on storage count: {session.directory} of rank "
+        f"{session.rank}: {error.strerror}: the rank needs {need:.0f} MiB there; raise the size of the memory volume"
+    )
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """A part before it is written."""
+
+    entries: list[Entry]
+    texts: dict[int, io.BytesIO]
+    index: bytes
+
+    @staticmethod
+    def of(plan: SavePlan, planner: SavePlanner) -> _Draft:
+        """Serialize what is not a tensor, and lay out the payload."""
+        texts = {
+            number: planner.resolve_data(item)
+            for number, item in enumerate(plan.items)
+            if item.type == WriteItemType.BYTE_IO
+        }
+        entries = lay_out(plan.items, texts)  # type: ignore[arg-type]
+        return _Draft(entries, texts, pickle.dumps((entries, plan.planner_data)))  # type: ignore[arg-type]
+
+    @property
+    def index_start(self) -> int:
+        """Where the index begins."""
+        return round_up(self.entries[-1].end, ALIGNMENT) if self.entries else 0
+
+    @property
+    def payload_bytes(self) -> int:
+        """All bytes, a multiple of the checksum's block."""
+        return round_up(self.index_start + len(self.index), snapshot.BLOCK_BYTES)
+
+    @torch.no_grad()
+    def copy_to(self, payload: torch.Tensor, planner: SavePlanner) -> None:
+        """Copy the state and the index; what lies behind the index is zeroed, so that equal states have equal sums."""
+        targets, sources = [], []
+        for number, entry in enumerate(self.entries):
+            if number in self.texts:
+                _put(payload, entry.start, self.texts[number].getbuffer())
+            elif entry.end > entry.start:
+                tensor = planner.resolve_data(entry.item)
+                assert isinstance(tensor, torch.Tensor), "items of tensors resolve to tensors"
+                targets.append(entry.tensor(payload[entry.start :]))
+                sources.append(tensor.detach())
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        end = self.index_start + len(self.index)
+        _put(payload, self.index_start, self.index)
+        payload[end : self.payload_bytes].zero_()
+
+
+def _put(payload: torch.Tensor, start: int, data: bytes | memoryview) -> None:
+    if len(data):
+        payload[start : start + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)

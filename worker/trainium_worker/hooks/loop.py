@@ -1,0 +1,27 @@
+"""Count the steps of a bare training loop, report them, and save and exit when the agent asks for it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import trainium_worker
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+def training_steps(done: int, last: int, save: Callable[[int], str]) -> Iterator[int]:
+    """Yield the numbers of the steps after `done`, and report each when the loop comes back for the next.
+
+    save: saves the state after a step and returns where; called when the job asks to stop. The process exits then.
+
+        for step in training_steps(resumed, 1000, save):
+            train(step)
+    """
+    for number in range(done + 1, last + 1):
+        yield number
+        trainium_worker.step(number, total_steps=last)
+        if trainium_worker.should_stop() and number < last:
+            trainium_worker.stage("save")
+            trainium_worker.saved(number, save(number))
+            raise SystemExit(trainium_worker.STOPPED)

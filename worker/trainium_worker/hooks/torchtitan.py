@@ -1,0 +1,42 @@
+"""Report the steps of torchtitan's `Trainer`, and save and exit when the agent asks for it.
+
+Usage:
+
+    trainer = Trainer(config)
+    report_to_agent(trainer)
+    trainer.train()
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import trainium_worker
+
+
+def report_to_agent(trainer: Any) -> None:
+    """Report each step where the trainer offers it to its checkpointer, and the losses that it logs.
+
+    It uses of the trainer: `checkpointer.save(step, last_step)` and its `interval`, `close()`, and
+    `metrics_processor.log(step, loss, ...)`.
+    """
+    checkpointer, metrics = trainer.checkpointer, trainer.metrics_processor
+    save, log = checkpointer.save, metrics.log
+    losses: dict[int, float] = {}
+
+    def log_and_keep(step: int, global_avg_loss: float, *args: Any, **kwargs: Any) -> None:
+        losses.clear()
+        losses[step] = global_avg_loss
+        log(step, global_avg_loss, *args, **kwargs)
+
+    def report_and_save(curr_step: int, last_step: bool = False) -> None:
+        trainium_worker.step(curr_step, loss=losses.get(curr_step))
+        stops = trainium_worker.should_stop() and not last_step
+        if stops:
+            checkpointer.interval = 1  # it saves this step, as a checkpoint like any other
+        save(curr_step, last_step)
+        if stops:
+            trainer.close()
+            raise SystemExit(trainium_worker.STOPPED)
+
+    metrics.log, checkpointer.save = log_and_keep, report_and_save

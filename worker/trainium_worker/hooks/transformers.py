@@ -1,0 +1,52 @@
+"""Report the steps of `transformers.Trainer`, and save and exit when the agent asks for it.
+
+Usage:
+
+    trainer = Trainer(..., callbacks=[ReportToAgent()])
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(arguments.output_dir))
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers import TrainerCallback
+
+import trainium_worker
+
+if TYPE_CHECKING:
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+
+
+class ReportToAgent(TrainerCallback):
+    """Callback of a `Trainer`; the loss is reported as often as the trainer logs it (`logging_steps`)."""
+
+    def __init__(self) -> None:
+        self._stops = False
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        """Report a step; ask the trainer to save when the job asks to stop."""
+        trainium_worker.step(state.global_step, total_steps=max(state.max_steps, 0))
+        if trainium_worker.should_stop() and state.global_step < state.max_steps:
+            self._stops = control.should_save = True
+        return control
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Add the loss to the newest step."""
+        logs = kwargs.get("logs", {})
+        figures = {name: logs[name] for name in ("loss", "learning_rate", "grad_norm") if name in logs}
+        if figures and state.global_step:
+            trainium_worker.step(state.global_step, **figures)
+
+    def on_prediction_step(self, *args: Any, **kwargs: Any) -> None:
+        """Report that an evaluation continues."""
+        trainium_worker.stage("evaluate")
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Report a checkpoint; exit after the one that was asked for."""
+        trainium_worker.saved(state.global_step, Path(str(args.output_dir)) / f"checkpoint-{state.global_step}")
+        if self._stops:
+            raise SystemExit(trainium_worker.STOPPED)
