@@ -112,6 +112,8 @@ class RankSample:
     """Letter of /proc; empty when it was not asked."""
     cpu_seconds: float = 0.0
     stage: RunStage = RunStage.TRAIN
+    unreported: bool = False
+    """It is a rank of a program that has reported nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +131,8 @@ class Stall:
     """Processor time per second of the standstill."""
     stage: RunStage = RunStage.TRAIN
     """What the run does: steps, or what follows the last one."""
+    unreported: bool = False
+    """It is a rank of a program that has reported nothing, so it excuses no rank that has."""
 
     @property
     def overdue(self) -> bool:
@@ -199,6 +203,7 @@ def _standstill(sample: RankSample, known: _Still) -> Stall:
         state=sample.state,
         busy=round(max(0.0, busy), 3),
         stage=sample.stage,
+        unreported=sample.unreported,
     )
 
 
@@ -244,10 +249,12 @@ def find(testimony: Mapping[int, Sequence[Stall]], members: int) -> Finding:
     overdue = [rank for rank in ranks if rank.overdue]
     if not overdue:
         return Finding(FindingKind.MOVING)
-    odd = _odd_ones(overdue, ranks)
+    known = [rank for rank in ranks if not rank.unreported] or ranks
+    # Where some ranks of a program report nothing, nobody knows who waits for whom.
+    odd = _odd_ones(overdue, ranks) if known == ranks else [rank for rank in ranks if rank.stopped]
     if odd:
         return Finding(FindingKind.STUCK, culprits=tuple(sorted(rank.rank for rank in odd)))
-    with_time = [rank.limit - rank.seconds for rank in ranks if not rank.overdue]
+    with_time = [rank.limit - rank.seconds for rank in known if not rank.overdue]
     if with_time:
         retry = min(max(min(with_time), _SHORTEST_RETRY_SECONDS), _LONGEST_RETRY_SECONDS)
         return Finding(FindingKind.MOVING, retry_seconds=retry)

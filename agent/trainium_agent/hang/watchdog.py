@@ -124,13 +124,22 @@ class HangWatch:
         seen = self._workload.quiet_sign(process, now)
         sign = (process.pid, -1 if seen is None else seen)
         letter, cpu_seconds = self._kernel_word(process, sign, now)
-        if self._workload.hang_detection is None:
+        program = self._workload.hang_detection is not None
+        if not program:
             usual, waiting = self._calibration.usual(self._world, ()), False
             limit = limit_of(TrainerPhase.INIT, self._spec, usual, state=letter)
         else:  # nobody knows what it does
             limit, waiting = (math.inf if seen is None else self._spec.init_seconds), None
         return RankSample(
-            process.rank, sign, TrainerPhase.INIT, -1, limit, waiting=waiting, state=letter, cpu_seconds=cpu_seconds
+            process.rank,
+            sign,
+            TrainerPhase.INIT,
+            -1,
+            limit,
+            waiting=waiting,
+            state=letter,
+            cpu_seconds=cpu_seconds,
+            unreported=program,
         )
 
     def _kernel_word(self, process: RankProcess, sign: tuple[int, int], now: float) -> tuple[str, float]:

@@ -59,6 +59,7 @@ class _Rank:
     """One local rank of the present attempt; the output's thread appends, the event loop searches."""
 
     rank: int
+    node_rank: int
     path: Path
     generation: int
     attempt: int
@@ -77,6 +78,11 @@ class _Rank:
     cpu: tuple[float, float, int] | None = None
     """When the processor time and the devices' count were read, and what they were."""
 
+    @property
+    def unmatched(self) -> bool:
+        """Whether it has written for long without a step."""
+        return self.step < 0 < self.first_at < time.monotonic() - _UNMATCHED_SECONDS
+
 
 class ProgramMonitor(Workload):
     """The part of a program's workload that follows its ranks without their help."""
@@ -94,7 +100,7 @@ class ProgramMonitor(Workload):
     def on_output(self, layout: AttemptLayout, local_rank: int) -> Callable[[bytes], None]:
         """Begin to follow a rank; the result takes in its output, line by line."""
         path = progress_file(self._settings, layout.generation, local_rank)
-        rank = _Rank(layout.rank(local_rank), path, layout.generation, layout.attempt)
+        rank = _Rank(layout.rank(local_rank), layout.node_rank, path, layout.generation, layout.attempt)
         self._ranks = {**self._ranks, local_rank: rank}
 
         def take(line: bytes) -> None:
@@ -137,7 +143,9 @@ class ProgramMonitor(Workload):
         rank = next((each for each in self._ranks.values() if each.path == path), None)
         if reported is not None or rank is None:
             return reported
-        phase = ProgressPhase.TRAINING if self._pattern is None else ProgressPhase.LOADING
+        # Most programs print steps on one rank, the first of all or the last: only the first node waits for one.
+        waits = self._pattern is not None and rank.node_rank == 0 and not rank.unmatched
+        phase = ProgressPhase.LOADING if waits else ProgressPhase.TRAINING
         return ProgressRecord(
             pid=0, generation=rank.generation, attempt=rank.attempt, phase=phase, updated=rank.started
         ), None
@@ -241,9 +249,8 @@ class ProgramMonitor(Workload):
                 f"program.progress.pattern {pattern} takes more than {_SEARCH_SECONDS * 1000:.0f} ms a line and is no "
                 "longer searched for: simplify it (no repetition inside a repetition)"
             )
-        ranks = [rank for rank in self._ranks.values() if rank.first_at]
-        waited = [rank for rank in ranks if time.monotonic() - rank.first_at > _UNMATCHED_SECONDS]
-        if not waited or any(rank.writer is not None for rank in ranks) or self.has_steps:
+        waited = [rank for rank in self._ranks.values() if rank.unmatched and rank.node_rank == 0]
+        if not waited or self.has_steps:
             return ""
         shown = waited[0].last.decode(errors="replace").strip()[:_SHOWN_CHARACTERS]
         return (

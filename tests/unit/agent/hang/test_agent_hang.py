@@ -52,6 +52,9 @@ def still(rank: int, seconds: float = 16.0, *, waiting: bool | None = True, **ch
     return replace(base, **changes)
 
 
+UNREPORTED = still(1, waiting=None, phase=TrainerPhase.INIT, step=-1, limit=1e9, unreported=True)
+
+
 @pytest.mark.parametrize(
     ("phase", "usual", "limit"),
     [
@@ -152,6 +155,11 @@ WAITING = {0: (still(0), still(1)), 1: (still(2), still(3))}
         ({0: (still(0, 3.0), still(1, 3.0)), 1: (still(2, 2.0), still(3, 0.0))}, Finding(FindingKind.MOVING)),
         # All collectives are inside the work: the processor, then the kernel's word, then nothing tells.
         ({0: (still(0, waiting=None),), 1: (still(1, waiting=None),)}, Finding(FindingKind.COLLECTIVE)),
+        # Ranks of a program that report nothing: no excuse for one that does, and no sign of who is to blame.
+        ({0: (still(0, waiting=False),), 1: (UNREPORTED,)}, Finding(FindingKind.COLLECTIVE)),
+        ({0: (still(0),), 1: (replace(UNREPORTED, state="T"),)}, Finding(FindingKind.STUCK, (1,))),
+        ({0: (still(0, 3.0),), 1: (replace(UNREPORTED, limit=10.0),)}, Finding(FindingKind.MOVING, retry_seconds=5.0)),
+        ({0: (replace(UNREPORTED, limit=10.0),), 1: (UNREPORTED,)}, Finding(FindingKind.MOVING, retry_seconds=5.0)),
         ({0: (still(0, waiting=None),), 1: (still(1, waiting=None, busy=0.9),)}, Finding(FindingKind.STUCK, (1,))),
         ({0: (still(0, waiting=None),), 1: (still(1, waiting=None, state="D"),)}, Finding(FindingKind.STUCK, (1,))),
         ({0: (still(0, waiting=True),), 1: (still(1, waiting=None),)}, Finding(FindingKind.STUCK, (1,))),

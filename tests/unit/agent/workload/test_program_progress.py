@@ -39,8 +39,8 @@ class Followed:
         self.monitor = Program(self.settings, spec, {})
         self.begin()
 
-    def begin(self, attempt: int = 0) -> None:
-        layout = AttemptLayout(1, attempt, 0, 1, 2, "127.0.0.1", 1)
+    def begin(self, attempt: int = 0, node_rank: int = 0) -> None:
+        layout = AttemptLayout(1, attempt, node_rank, 2, 2, "127.0.0.1", 1)
         self.output: list[Callable[[bytes], None]] = [self.monitor.on_output(layout, rank) for rank in range(2)]
 
     def path(self, rank: int = 0) -> Path:
@@ -114,6 +114,18 @@ def test_a_program_without_a_pattern_trains_as_soon_as_it_runs(tmp_path: Path) -
     followed.writes("hello")
     assert followed.monitor.hang_detection is HangDetection.OUTPUT
     assert not followed.monitor.has_steps
+
+
+def test_only_the_first_node_waits_for_a_step_in_its_output_and_not_for_ever(
+    followed: Followed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    followed.writes("banner")
+    assert followed.record().phase is ProgressPhase.LOADING
+    monkeypatch.setattr(program_progress, "_UNMATCHED_SECONDS", -1)
+    assert followed.record().phase is ProgressPhase.TRAINING
+    monkeypatch.undo()
+    followed.begin(node_rank=1)
+    assert followed.record().phase is ProgressPhase.TRAINING
 
 
 def test_a_pattern_that_matches_nothing_is_a_problem_after_a_minute_of_output(
