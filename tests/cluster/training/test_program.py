@@ -82,7 +82,9 @@ def test_a_program_goes_through_a_killed_process_and_a_lost_node_and_completes(o
     operator.power_off(lost["nodeName"])
     try:
         entry = job.until_recovered(2)
-        assert (entry["rung"], entry["node"]) == ("Spare", lost["nodeName"])
+        # Nothing of the script waits for its peers, so the loss is known by the node alone, by then with another pod.
+        assert entry["rung"] in {"Spare", "Replace"}, entry
+        assert entry["node"] == lost["nodeName"]
         status = job.until_phase("Completed", seconds=180)
     finally:
         operator.power_on(lost["nodeName"])

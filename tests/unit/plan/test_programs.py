@@ -290,5 +290,9 @@ def test_members_whose_ranks_print_no_steps_train_with_the_one_that_does() -> No
     result = planned(running(4, job_spec=program_spec(), agents=quiet))
     assert (result.status.phase, result.status.ready_replicas) == (Phase.RUNNING, 4)
     assert (result.status.progress.step, result.status.progress.loss) == (20, 2.0), "the last member reports the steps"
+    silenced = running(
+        4, job_spec=program_spec(), agents={**quiet, 3: quiet[2]}, status={"progress": result.status.progress}
+    )
+    assert planned(silenced).status.progress == result.status.progress, "started again, and no step yet"
     late = {**quiet, 3: training(3, attempt=1)}
     assert planned(running(4, job_spec=program_spec(), agents=late)).status.ready_replicas == 1, "of another attempt"

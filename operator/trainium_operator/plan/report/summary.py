@@ -226,17 +226,10 @@ def _progress(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
     reports = [beat.progress for _, beat in beats if beat.progress is not None]
     if reports:
         newest = reports[0]
-        moved = newest.step != status.progress.step or not status.progress.updated
+        # A program that was started again has reported no step yet, and may end without one more.
+        if facts.job.spec.program is None or newest.step > 0:
+            status = status.replaced(progress=_progress_status(facts, status, newest))
         status = status.replaced(
-            progress=public.ProgressStatus(
-                step=newest.step,
-                total_steps=total_steps(facts, newest),
-                loss=_rounded(newest.loss, 6),
-                tokens_per_second=_rounded(newest.tokens_per_second, 1),
-                reward_margin=_rounded(newest.reward_margin, 6),
-                reward_accuracy=_rounded(newest.reward_accuracy, 4),
-                updated=rfc3339(facts.now) if moved else status.progress.updated,
-            ),
             alerts=_newest_alerts(status.alerts, newest),
             checkpoint=_newest_checkpoints(facts, status.checkpoint, reports),
         )
@@ -247,6 +240,19 @@ def _progress(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
     if not status.start_time and stepped:
         status = status.replaced(start_time=rfc3339(facts.now))
     return account(facts, status)
+
+
+def _progress_status(facts: Facts, status: public.PublicStatus, newest: Progress) -> public.ProgressStatus:
+    moved = newest.step != status.progress.step or not status.progress.updated
+    return public.ProgressStatus(
+        step=newest.step,
+        total_steps=total_steps(facts, newest),
+        loss=_rounded(newest.loss, 6),
+        tokens_per_second=_rounded(newest.tokens_per_second, 1),
+        reward_margin=_rounded(newest.reward_margin, 6),
+        reward_accuracy=_rounded(newest.reward_accuracy, 4),
+        updated=rfc3339(facts.now) if moved else status.progress.updated,
+    )
 
 
 def _program_progress(facts: Facts, status: AnyShown, reports: list[Progress]) -> AnyShown:
