@@ -146,6 +146,13 @@ class TrainingConfig(TrainerSpec):
             raise ValueError(
                 "precision is BFloat16Stochastic but tuning.method is LoRA, whose adapters are in float32: use BFloat16"
             )
+        halves_lengths = self.data_parallel.is_sharded and self.precision is not Precision.FLOAT32
+        if self.tuning.method is TuningMethod.LORA and self.tuning.lora.dora and halves_lengths:
+            raise ValueError(
+                f"tuning.lora.dora is true but dataParallel is {self.data_parallel} and precision {self.precision}, "
+                "which would round the trained lengths to bfloat16: set dataParallel to Replicated, or precision to "
+                "Float32"
+            )
         if self.evaluate.enabled and self.data.validation is None:
             raise ValueError("evaluate.enabled is true but no examples are held back: give data.validation")
         if self.batch.tolerance and self.data.tokenization is Tokenization.ONLINE:

@@ -6,9 +6,11 @@ a module's name: `q_proj`, `*_proj`, `model.layers.3?.mlp.*`.
 
 from __future__ import annotations
 
+import fnmatch
 import math
+from collections.abc import Mapping
 from enum import StrEnum
-from typing import Annotated, Self
+from typing import Annotated, Self, TypeVar
 
 from pydantic import Field, model_validator
 from pydantic.alias_generators import to_camel
@@ -28,6 +30,19 @@ class TuningMethod(StrEnum):
     """Two narrow matrices beside each target, and what `trainable` names; all else is frozen."""
 
 
+_Value = TypeVar("_Value", int, float)
+
+
+def matches_module(module: str, pattern: str) -> bool:
+    """Return whether a pattern means a module: by its whole name or by its last part."""
+    return fnmatch.fnmatchcase(module, pattern) or fnmatch.fnmatchcase(module.rpartition(".")[2], pattern)
+
+
+def _by_pattern(values: Mapping[str, _Value], module: str, otherwise: _Value) -> _Value:
+    """Return the value of the first pattern, in their alphabetical order, that means a module."""
+    return next((values[pattern] for pattern in sorted(values) if matches_module(module, pattern)), otherwise)
+
+
 class LoraConfig(ContractModel):
     """LoRA: the output of a target W gets (scale x B A x) added; A begins random, B at zero."""
 
@@ -37,6 +52,14 @@ class LoraConfig(ContractModel):
     """The scale is alpha over rank."""
     rank_stabilized: bool = False
     """Let the scale be alpha over the root of rank (rsLoRA, arXiv 2312.03732)."""
+    dora: bool = False
+    """Train also the length of each row of a target's weight, apart from its direction (DoRA, arXiv 2402.09353)."""
+    bias: bool = False
+    """Train also a bias beside each B (peft's lora_bias), where the target has a bias that it can be merged into."""
+    rank_pattern: Annotated[dict[str, Annotated[int, Field(ge=1, le=4096)]], Field(max_length=64)] = {}
+    """Ranks of single targets, by pattern, in place of `rank`."""
+    alpha_pattern: Annotated[dict[str, Annotated[float, Field(gt=0, le=1_000_000)]], Field(max_length=64)] = {}
+    """Alphas of single targets, by pattern, in place of `alpha`."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of a target's inputs that A does not see; which ones follows from seed, sample and module alone."""
     targets: Annotated[tuple[Pattern, ...], Field(min_length=1, max_length=64)] = ("q_proj", "v_proj")
@@ -44,10 +67,26 @@ class LoraConfig(ContractModel):
     adapter: _Path | None = None
     """A folder with an adapter in peft's format to start from; its rank, alpha and targets must be those given here."""
 
-    @property
-    def scale(self) -> float:
-        """Factor of an adapter's product."""
-        return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
+    @model_validator(mode="after")
+    def _lengths_have_no_bias(self) -> Self:
+        if self.dora and self.bias:
+            raise ValueError(
+                "tuning.lora.bias is true but dora is true, which peft does not combine: leave one of them out"
+            )
+        return self
+
+    def rank_of(self, module: str) -> int:
+        """Return the rank of the adapter beside a module."""
+        return _by_pattern(self.rank_pattern, module, self.rank)
+
+    def alpha_of(self, module: str) -> float:
+        """Return the alpha of the adapter beside a module."""
+        return _by_pattern(self.alpha_pattern, module, self.alpha)
+
+    def scale_of(self, module: str) -> float:
+        """Return the factor of the product of the adapter beside a module."""
+        rank = self.rank_of(module)
+        return self.alpha_of(module) / (math.sqrt(rank) if self.rank_stabilized else rank)
 
 
 class ObjectiveKind(StrEnum):

@@ -54,8 +54,33 @@ def load(folder: Path) -> Any:
         {"base": UNTIED, "trainable": ["lm_head", "embed_tokens", "model.layers.1.input_layernorm"]},
         {"base": {"tie_word_embeddings": True}, "trainable": ["embed_tokens"]},
         {"base": {"dtype": torch.bfloat16}},
+        {"lora": {"targets": ["*_proj"], "dora": True}},
+        {
+            "lora": {
+                "targets": ["*_proj"],
+                "rankPattern": {"model.layers.?.mlp.*": 2, "q_proj": 8},
+                "alphaPattern": {"model.layers.1.self_attn.k_proj": 3.5},
+            }
+        },
+        {"lora": {"targets": ["q_proj", "down_proj"], "dora": True, "rankPattern": {"down_proj": 2}}},
+        {"base": {"attention_bias": True}, "lora": {"targets": ["q_proj", "o_proj"], "bias": True, "alpha": 3.5}},
+        {"base": {"attention_bias": True, "mlp_bias": True}, "lora": {"targets": ["*_proj"], "dora": True}},
+        {"base": {"attention_bias": True}, "trainable": ["model.layers.0.self_attn.k_proj"]},
     ],
-    ids=["plain", "all, stabilised", "head and one layer", "whole weights too", "tied embedding too", "half base"],
+    ids=[
+        "plain",
+        "all, stabilised",
+        "head and one layer",
+        "whole weights too",
+        "tied embedding too",
+        "half base",
+        "DoRA",
+        "ranks and alphas",
+        "DoRA with ranks",
+        "biases",
+        "DoRA beside biases",
+        "a whole module with its bias",
+    ],
 )
 def test_peft_loads_our_adapter_and_merges_it_to_our_model(
     tmp_path: Path, tuned: Callable[..., Any], given: dict[str, Any]
@@ -106,10 +131,13 @@ def test_every_field_of_the_configuration_is_one_that_peft_knows(tmp_path: Path,
     assert config.keys() <= LoraConfig().to_dict().keys()
 
 
-def test_merging_what_peft_saved_is_what_peft_merges(tmp_path: Path, tuned: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("lora", [{}, {"dora": True, "rankPattern": {"up_proj": 2}}], ids=["plain", "DoRA"])
+def test_merging_what_peft_saved_is_what_peft_merges(
+    tmp_path: Path, tuned: Callable[..., Any], lora: dict[str, Any]
+) -> None:
     from peft import PeftModel
 
-    run = tuned(lora={"targets": ["*_proj"]}, base=UNTIED, trainable=["model.norm"])
+    run = tuned(lora={"targets": ["*_proj"]} | lora, base=UNTIED, trainable=["model.norm"])
     export(run.root, tmp_path / "ours", base=str(tmp_path / "base"), kind=ArtifactKind.ADAPTER)
     with_peft = PeftModel.from_pretrained(load(tmp_path / "base"), str(tmp_path / "ours"))
     with_peft.save_pretrained(tmp_path / "theirs")

@@ -45,7 +45,7 @@ def test_threads_that_merge_different_weights_each_take_their_own_adapter() -> N
     frozen = {f"{name}.weight": torch.zeros(SIZE, SIZE) for name in MODULES}
     trained = {f"{name}.lora_A.weight": torch.full((RANK, SIZE), 1.0 + place) for place, name in enumerate(MODULES)}
     trained |= {f"{name}.lora_B.weight": torch.ones(SIZE, RANK) for name in MODULES}
-    result = Result(InMemory(trained), trained.keys(), InMemory(frozen), scale=1.0)
+    result = Result(InMemory(trained), trained.keys(), InMemory(frozen), lambda _: 1.0)
     asked = [place for _ in range(2000) for place in range(len(MODULES))]
 
     def first_value(place: int) -> float:

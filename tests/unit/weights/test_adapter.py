@@ -89,7 +89,76 @@ def test_what_peft_saves_is_read_under_the_names_of_our_parameters(
         adapter.fill(name, (1, 1), corner)
         assert torch.equal(corner, saved[f"base_model.model.{name}"][1:3, 1:4])
     layer = model.get_submodule(f"base_model.model.{chosen.adapters[0]}")
-    assert adapter.scale == layer.scaling["default"]
+    assert settings.lora.scale_of(chosen.adapters[0]) == layer.scaling["default"]
+
+
+def test_ranks_alphas_and_lengths_of_single_targets_are_read_as_peft_saves_them(
+    tmp_path: Path, save_base: Callable[..., Any]
+) -> None:
+    model = save(
+        tmp_path,
+        save_base,
+        target_modules=["q_proj", "v_proj", "down_proj"],
+        rank_pattern={"down_proj": 2, "layers.1.self_attn.q_proj": 8},
+        alpha_pattern={r".*v_proj": 5},
+        use_dora=True,
+    )
+    adapter = AdapterWeights.open(str(tmp_path / "adapter"))
+    patterns = {"*down_proj": 2, "model.layers.1.self_attn.q_proj": 8}
+    given = {"targets": ["q_proj", "v_proj", "down_proj"], "dora": True, "alphaPattern": {"v_proj": 5.0}}
+    settings = tuning(**given, rankPattern=patterns)
+    shape = shape_of(str(tmp_path / "base"))
+    sizes = choose(shape, settings).sizes
+    assert set(adapter.names) == set(sizes)
+    for name, size in sizes.items():
+        assert tuple(adapter.size(name)) == size
+        saved = model.get_parameter("base_model.model." + name.replace(".weight", ".default.weight"))
+        assert torch.equal(adapter.read(name), saved)
+    for module in adapter.targets:
+        layer = model.get_submodule(f"base_model.model.{module}")
+        assert settings.lora.scale_of(module) == layer.scaling["default"]
+    adapter.check(settings, shape)
+    for other, sentence in (
+        (tuning(**given), r"was made with rank 2 on model\.layers\.0\.mlp\.down_proj, but tuning\.lora gives it 4"),
+        (tuning(**given | {"alphaPattern": {}}, rankPattern=patterns), "was made with alpha 5.0 on"),
+        (tuning(**given | {"dora": False}, rankPattern=patterns), "was made with dora true"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            adapter.check(other, shape)
+
+
+def test_lengths_that_the_configuration_does_not_name_are_refused(
+    tmp_path: Path, save_base: Callable[..., Any]
+) -> None:
+    save(tmp_path, save_base, use_dora=True)
+    edit(tmp_path / "adapter", use_dora=False)
+    assert "has no use_dora: set it to true there" in refusal(tmp_path)
+    save(tmp_path, save_base)
+    edit(tmp_path / "adapter", use_dora=True)
+    assert "lora_magnitude_vector.weight: copy or fetch the folder again" in refusal(tmp_path)
+    edit(tmp_path / "adapter", use_dora=False, lora_bias=True)
+    assert "lora_B.bias: copy or fetch the folder again" in refusal(tmp_path)
+
+
+def test_biases_of_an_adapter_are_read_where_the_base_has_biases_too(
+    tmp_path: Path, save_base: Callable[..., Any]
+) -> None:
+    model = save(tmp_path / "biased", save_base, lora_bias=True, base={"attention_bias": True})
+    adapter = AdapterWeights.open(str(tmp_path / "biased" / "adapter"))
+    settings, shape = tuning(bias=True), shape_of(str(tmp_path / "biased" / "base"))
+    assert set(adapter.names) == set(choose(shape, settings).sizes)
+    name = "model.layers.1.self_attn.v_proj.lora_B.bias"
+    saved = model.get_parameter("base_model.model." + name.replace(".bias", ".default.bias"))
+    assert torch.equal(adapter.read(name), saved)
+    adapter.check(settings, shape)
+    with pytest.raises(UserError, match="was made with bias true"):
+        adapter.check(tuning(), shape)
+    save(tmp_path / "bare", save_base, lora_bias=True)
+    bare = shape_of(str(tmp_path / "bare" / "base"))
+    with pytest.raises(UserError, match="has no bias that it could be merged into: " + PLAIN):
+        AdapterWeights.open(str(tmp_path / "bare" / "adapter")).check_base(bare)
+    with pytest.raises(UserError, match=r"q_proj has no bias that one could be merged into"):
+        choose(bare, settings)
 
 
 def test_modules_that_peft_saves_whole_are_read_under_their_own_names(
@@ -125,11 +194,7 @@ PLAIN = "train a plain LoRA adapter instead, because peft cannot merge this kind
 @pytest.mark.parametrize(
     ("fields", "sentence", "advice"),
     [
-        ({"use_dora": True}, "is DoRA", MERGE),
         ({"bias": "lora_only"}, "trains biases", MERGE),
-        ({"lora_bias": True}, "has biases of its own", PLAIN),
-        ({"rank_pattern": {"v_proj": 8}}, "has several ranks", MERGE),
-        ({"alpha_pattern": {"v_proj": 8}}, "has several alphas", MERGE),
         ({"init_lora_weights": "pissa_niter_4"}, "was initialized with pissa_niter_4", MERGE),
         ({"init_lora_weights": "lora_ga"}, "was initialized with lora_ga", MERGE),
         ({"init_lora_weights": "of-a-later-version"}, "was initialized with of-a-later-version", MERGE),
@@ -171,7 +236,6 @@ def test_other_kinds_that_peft_saves_are_refused(tmp_path: Path, save_base: Call
     from peft import IA3Config, get_peft_model
 
     for name, fields, sentence in (
-        ("dora", {"use_dora": True}, "is DoRA"),
         ("alora", {"alora_invocation_tokens": [3, 4]}, "is an activated LoRA"),
         ("tokens", {"trainable_token_indices": [1, 2]}, "trains single rows of the embedding"),
         ("embedding", {"target_modules": ["embed_tokens"]}, "is no part of a plain LoRA adapter of linear layers"),

@@ -79,9 +79,11 @@ class Card:
         if self.tuning.method is TuningMethod.LORA:
             rows += [
                 (
-                    "LoRA",
+                    "DoRA" if lora.dora else "LoRA",
                     f"rank {lora.rank}, alpha {lora.alpha:g}{', rank-stabilised' if lora.rank_stabilized else ''}",
                 ),
+                *((f"rank of {pattern}", str(rank)) for pattern, rank in lora.rank_pattern.items()),
+                *((f"alpha of {pattern}", f"{alpha:g}") for pattern, alpha in lora.alpha_pattern.items()),
                 ("LoRA targets", ", ".join(lora.targets)),
                 ("LoRA dropout", f"{lora.dropout:g}"),
             ]

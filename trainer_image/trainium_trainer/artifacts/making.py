@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainium_contract.models.parameters import EMBEDDING, HEAD, parameter_sizes
 from trainium_contract.trainer.artifacts import ArtifactKind, ArtifactPrecision
-from trainium_contract.trainer.tuning import TuningConfig, TuningMethod
+from trainium_contract.trainer.tuning import TuningConfig
 from trainium_trainer.artifacts.card import Card
 from trainium_trainer.artifacts.companions import model_files, tokenizer_files
 from trainium_trainer.artifacts.manifest import CARD_NAME, FORMAT_VERSION, identity_of
@@ -76,8 +76,7 @@ class Making:
 
     def _model(self, dtype: str, largest: int | None) -> Blueprint:
         sizes = parameter_sizes(self.real)
-        lora = self.tuning.method is TuningMethod.LORA
-        result = Result(self.trained, self.names, self.base, self.tuning.lora.scale if lora else 0.0)
+        result = Result(self.trained, self.names, self.base, self.tuning.lora.scale_of)
         result.check(sizes)
 
         def companions() -> dict[str, bytes]:
@@ -101,7 +100,7 @@ class Making:
     def _adapter(self) -> Blueprint:
         shape = self.real
         sizes = dict(choose(shape, self.tuning).sizes)
-        result = Result(self.trained, self.names, None, 0.0)
+        result = Result(self.trained, self.names, None, self.tuning.lora.scale_of)
         result.check(sizes)
         shared = shape.tie_embeddings and EMBEDDING in sizes
         if shared:
@@ -165,6 +164,14 @@ def of_adapter(adapter: AdapterWeights, base: BaseWeights, tokenizer: Path | Non
         "rank": adapter.rank,
         "alpha": adapter.alpha,
         "rankStabilized": adapter.rank_stabilized,
+        "dora": adapter.dora,
+        "bias": adapter.bias,
+        "rankPattern": {
+            name: adapter.rank_of(name) for name in adapter.targets if adapter.rank_of(name) != adapter.rank
+        },
+        "alphaPattern": {
+            name: adapter.alpha_of(name) for name in adapter.targets if adapter.alpha_of(name) != adapter.alpha
+        },
         "dropout": adapter.dropout,
         "targets": adapter.leaves,
     }

@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from trainium_trainer.tuning.choice import LORA_A, is_adapter
-from trainium_trainer.weights.adapter import BASE_DIGEST, PREFIX
+from trainium_trainer.tuning.choice import LORA_A, is_adapter, module_of
+from trainium_trainer.weights.adapter import BASE_DIGEST, from_tensor, to_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from trainium_contract.trainer.tuning import LoraConfig
 
 _NOTHING: dict[str, Any] = {
-    "alpha_pattern": {},
     "auto_mapping": None,
     "bias": "none",
     "exclude_modules": None,
@@ -27,14 +26,11 @@ _NOTHING: dict[str, Any] = {
     "layer_replication": None,
     "layers_pattern": None,
     "layers_to_transform": None,
-    "lora_bias": False,
     "peft_type": "LORA",
-    "rank_pattern": {},
     "revision": None,
     "target_parameters": None,
     "task_type": "CAUSAL_LM",
     "trainable_token_indices": None,
-    "use_dora": False,
 }
 """Fields for features that are not used."""
 
@@ -45,12 +41,16 @@ def adapter_config(lora: LoraConfig, names: Collection[str], linears: Iterable[s
     `names` are the adapter's parameters, `linears` all linear modules of the model, `base` is where the base is.
     """
     modules = [name.removesuffix(f".{LORA_A}.weight") for name in names if name.endswith(f".{LORA_A}.weight")]
-    whole = [name.removesuffix(".weight") for name in names if not is_adapter(name)]
+    whole = list(dict.fromkeys(module_of(name) for name in names if not is_adapter(name)))
     config = _NOTHING | {
         "base_model_name_or_path": base,
         "r": lora.rank,
         "lora_alpha": int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
         "lora_dropout": lora.dropout,
+        "rank_pattern": {name: lora.rank_of(name) for name in modules if lora.rank_of(name) != lora.rank},
+        "alpha_pattern": {name: lora.alpha_of(name) for name in modules if lora.alpha_of(name) != lora.alpha},
+        "use_dora": lora.dora,
+        "lora_bias": lora.bias,
         "use_rslora": lora.rank_stabilized,
         "target_modules": short_names(modules, linears),
         "modules_to_save": whole or None,
@@ -68,12 +68,12 @@ def short_names(modules: Iterable[str], linears: Iterable[str]) -> list[str]:
 
 def tensor_names(sizes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """Return the sizes by the names that peft gives the tensors."""
-    return {f"{PREFIX}{name}": size for name, size in sorted(sizes.items())}
+    return {to_tensor(name): size for name, size in sorted(sizes.items())}
 
 
 def parameter_name(tensor: str) -> str:
     """Our name of one of peft's tensors."""
-    return tensor.removeprefix(PREFIX)
+    return from_tensor(tensor)
 
 
 def file_metadata(base_digest: str) -> dict[str, str]:

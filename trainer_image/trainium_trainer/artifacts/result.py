@@ -12,10 +12,10 @@ import torch
 
 from trainium_trainer.exits import UserError
 from trainium_trainer.models.state_dict import WEIGHT, parameter_of, state_name
-from trainium_trainer.tuning.choice import LORA_A, LORA_B
+from trainium_trainer.tuning.choice import LORA_A, LORA_B, MAGNITUDE, module_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
 
     from torch import Tensor
 
@@ -54,12 +54,14 @@ class CheckpointWeights:
 class Result:
     """The parameters that training has produced."""
 
-    def __init__(self, trained: Boxes, names: Collection[str], frozen: Boxes | None, scale: float) -> None:
-        """`names` are those of `trained`; `frozen` has all others; `scale` is that of the adapters."""
+    def __init__(
+        self, trained: Boxes, names: Collection[str], frozen: Boxes | None, scale_of: Callable[[str], float]
+    ) -> None:
+        """`names` are those of `trained`; `frozen` has all others; `scale_of`: the scale of a module's adapter."""
         self._trained = trained
         self._names = frozenset(names)
         self._frozen = frozen
-        self._scale = scale
+        self._scale_of = scale_of
         self._newest = ("", torch.empty(0))
 
     def check(self, sizes: dict[str, tuple[int, ...]]) -> None:
@@ -83,17 +85,27 @@ class Result:
         assert source is not None
         size = (count, *source.size(name)[1:])
         offsets = (first, *(0 for _ in size[1:]))
-        module = name.removesuffix(".weight")
-        if f"{module}.{LORA_B}.weight" not in self._names:
+        module, added = module_of(name), f"{module_of(name)}.{LORA_B}.{name.rpartition('.')[2]}"
+        if added not in self._names:
             rows = torch.empty(size, dtype=dtype)
             source.fill(name, offsets, rows)
             return rows
+        if len(size) == 1:
+            rows, bias = torch.empty(size), torch.empty(size)
+            source.fill(name, offsets, rows)
+            self._trained.fill(added, offsets, bias)
+            return rows.add_(bias, alpha=self._scale_of(module)).to(dtype)
         narrow = self._matrix(f"{module}.{LORA_A}.weight")
         wide = torch.empty(count, narrow.shape[0])
         self._trained.fill(f"{module}.{LORA_B}.weight", (first, 0), wide)
         rows = torch.empty(size, dtype=torch.float32)
         source.fill(name, offsets, rows)
-        rows.addmm_(wide, narrow, alpha=self._scale)
+        rows.addmm_(wide, narrow, alpha=self._scale_of(module))
+        magnitude = f"{module}.{MAGNITUDE}.weight"
+        if magnitude in self._names:
+            lengths = torch.empty(count)
+            self._trained.fill(magnitude, (first,), lengths)
+            rows.mul_((lengths / torch.linalg.vector_norm(rows, dim=1)).unsqueeze(1))
         return rows if dtype is torch.float32 else rows.to(dtype)
 
     def _matrix(self, name: str) -> Tensor:

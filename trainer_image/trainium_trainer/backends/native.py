@@ -38,7 +38,7 @@ from trainium_trainer.models.stages import canonical_parameters
 from trainium_trainer.models.state_dict import OPTIMIZER_STEP
 from trainium_trainer.monitor.figures import Rewards
 from trainium_trainer.tuning.apply import apply_tuning, initial_adapter
-from trainium_trainer.tuning.choice import is_adapter, is_reference_in_model
+from trainium_trainer.tuning.choice import MAGNITUDE, is_adapter, is_reference_in_model, target_of
 from trainium_worker import Pulse
 
 if TYPE_CHECKING:
@@ -200,6 +200,10 @@ class NativeBackend:
         for name, size, local, cuts in self._store.parameters():
             if adapter is not None and name in adapter.names:
                 adapter.fill(name, box(size, cuts)[0], local)
+            elif name.endswith(f".{MAGNITUDE}.weight"):
+                assert base is not None
+                (first,), (count,) = box(size, cuts)
+                local.copy_(base.row_lengths(f"{target_of(name)}.weight", first, count))
             elif is_adapter(name):
                 local.copy_(cut(initial_adapter(name, size, seed), cuts))
             elif base is not None:

@@ -202,9 +202,12 @@ def _tuned(settings: Settings) -> list[str]:
     if not choice.adapters:
         return [f"tuning: {share} are trained, the others are frozen"]
     lora = tuning.lora
-    return [
-        f"tuning: LoRA of rank {lora.rank} on {len(choice.adapters)} layers, scale {lora.scale:g}; {share} are trained"
-    ]
+    ranks, scales = (
+        " or ".join(f"{value:g}" for value in sorted({of(name) for name in choice.adapters}))
+        for of in (lora.rank_of, lora.scale_of)
+    )
+    kind = "DoRA" if lora.dora else "LoRA"
+    return [f"tuning: {kind} of rank {ranks} on {len(choice.adapters)} layers, scale {scales}; {share} are trained"]
 
 
 def _objective(config: TrainingConfig) -> list[str]:

@@ -20,7 +20,7 @@ from trainium_contract.requirements.memory_estimate import (
 from trainium_contract.requirements.worker_requests import SHARED_SHARE, memory_setting
 from trainium_trainer.backends.device_memory import device_memory
 from trainium_trainer.exits import UserError
-from trainium_trainer.tuning.choice import LORA_B, is_adapter
+from trainium_trainer.tuning.choice import LORA_A, is_adapter
 
 if TYPE_CHECKING:
     import torch
@@ -79,7 +79,7 @@ def _is_divided(shape: ModelShape, name: str) -> bool:
     if not is_adapter(name):
         return find_parameter(shape, name).dimension is not None
     projection, matrix, _ = name.rsplit(".", 2)
-    return find_parameter(shape, f"{projection}.weight").dimension == (0 if matrix == LORA_B else 1)
+    return find_parameter(shape, f"{projection}.weight").dimension == (1 if matrix == LORA_A else 0)
 
 
 def warnings_at_start(settings: Settings, device: torch.device) -> list[str]:

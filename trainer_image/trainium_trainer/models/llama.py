@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from trainium_trainer.models.rope import Context
 
 
-class _Weighted(nn.Module):
+class Weighted(nn.Module):
     """A module with a weight, of which a parallel plan may have it use a part."""
 
     weight: Tensor
@@ -48,7 +48,7 @@ class _Weighted(nn.Module):
         """
 
 
-class Linear(_Weighted, nn.Linear):
+class Linear(Weighted, nn.Linear):
     """A projection."""
 
     bias_part: Callable[[Tensor], Tensor] | None = None
@@ -59,13 +59,17 @@ class Linear(_Weighted, nn.Linear):
 
     def forward(self, x: Tensor, _: Context | None = None) -> Tensor:
         """[..., width] to [..., outputs]; the context is for projections with an adapter."""
-        out = product(x, self.own_weight())
+        return self.with_bias(product(x, self.own_weight()))
+
+    def with_bias(self, out: Tensor, factor: float | None = None) -> Tensor:
+        """Return an output with the bias added, if there is one, times a factor."""
         if self.bias is None:
             return out
-        return out + (self.bias if self.bias_part is None else self.bias_part(self.bias)).to(out.dtype)
+        bias = self.bias if self.bias_part is None else self.bias_part(self.bias)
+        return out + (bias if factor is None else bias * factor).to(out.dtype)
 
 
-class Embedding(_Weighted, nn.Embedding):
+class Embedding(Weighted, nn.Embedding):
     """A table of one row per token."""
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -73,7 +77,7 @@ class Embedding(_Weighted, nn.Embedding):
         return F.embedding(tokens, self.own_weight())
 
 
-class RMSNorm(_Weighted):
+class RMSNorm(Weighted):
     """Root-mean-square normalisation (arXiv 1910.07467), computed in float32."""
 
     mean: Callable[[Tensor], Tensor] | None = None

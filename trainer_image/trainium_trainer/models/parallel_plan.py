@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.nn import functional as F  # noqa: N812 - the name everybody uses
 
 from trainium_contract.models.parameters import HEAD, Unit, end_parameters, find_parameter, layer_parameters
-from trainium_trainer.models.llama import Embedding, Linear, RMSNorm
+from trainium_trainer.models.llama import Embedding, Linear, RMSNorm, Weighted
 from trainium_trainer.models.lora import AdaptedLinear
 from trainium_trainer.models.regions import Region
 from trainium_trainer.models.stages import present_layers
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
     from trainium_contract.models.parameters import Parameter
     from trainium_trainer.models.llama import Llama
-
-_Weighted = Linear | Embedding | RMSNorm
 
 
 def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, *, sequence: bool) -> None:
@@ -46,7 +44,7 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, *, sequence: bool) -> 
             divided.register_forward_hook(lambda _, __, out: region.leave(out))
     for parameter in end_parameters(model.shape).values():
         module = model.get_submodule(parameter.module)
-        if isinstance(module, _Weighted):  # and not in another stage
+        if isinstance(module, Weighted):  # and not in another stage
             _divide(module, parameter, mesh, region)
     if isinstance(model.model.embed_tokens, Embedding):
         _divide_lookup(model.model.embed_tokens, mesh.get_local_rank(), region)
@@ -65,7 +63,7 @@ def _divide(
     Of an adapter the matrix at the divided side is divided likewise. The other one is whole, and each rank has a
     summand of its gradient: what flows back through that rank's part of the first.
     """
-    assert isinstance(module, _Weighted)
+    assert isinstance(module, Weighted)
     leaf = parameter.leaf
     adapter = module if isinstance(module, AdaptedLinear) and leaf == "weight" else None
     if parameter.dimension is None:
@@ -86,19 +84,32 @@ def _divide(
         if adapter is not None:
             _repeat(adapter.lora_A, mesh, partial=True)
             _repeat(adapter.lora_B, mesh, partial=True, rows=rows)
+            if adapter.lora_B.bias is not None:
+                _repeat(adapter.lora_B, mesh, "bias", partial=True, rows=rows)
+            if adapter.lora_magnitude_vector is not None:
+                _repeat(adapter.lora_magnitude_vector, mesh, partial=True, rows=rows)
     else:
         placement = Shard(parameter.dimension)
         _place(module, mesh, placement, leaf)
         if adapter is not None and parameter.dimension == 0:
             _repeat(adapter.lora_A, mesh, partial=True)
             _place(adapter.lora_B, mesh, placement)
+            if adapter.lora_B.bias is not None:
+                _place(adapter.lora_B, mesh, placement, "bias")
+            if adapter.lora_magnitude_vector is not None:
+                _place(adapter.lora_magnitude_vector, mesh, placement)
         elif adapter is not None:
             adapter.first_feature = mesh.get_local_rank() * (adapter.in_features // mesh.size())
+            adapter.input_group = mesh.get_group()
             _place(adapter.lora_A, mesh, placement)
             _repeat(adapter.lora_B, mesh, partial=True)
+            if adapter.lora_B.bias is not None:
+                _repeat(adapter.lora_B, mesh, "bias", partial=True, counts=mesh.get_local_rank() == 0)
+            if adapter.lora_magnitude_vector is not None:
+                _repeat(adapter.lora_magnitude_vector, mesh, partial=True)
 
 
-def _place(module: _Weighted, mesh: DeviceMesh, placement: Placement, leaf: str = "weight") -> None:
+def _place(module: Weighted, mesh: DeviceMesh, placement: Placement, leaf: str = "weight") -> None:
     """Make a parameter a DTensor of this placement; the module computes with this rank's part."""
     whole: Tensor = getattr(module, leaf)
     size = list(whole.shape)
@@ -111,7 +122,7 @@ def _place(module: _Weighted, mesh: DeviceMesh, placement: Placement, leaf: str 
 
 
 def _repeat(
-    module: _Weighted,
+    module: Weighted,
     mesh: DeviceMesh,
     leaf: str = "weight",
     *,
@@ -127,7 +138,7 @@ def _repeat(
     _compute_with(module, leaf, functools.partial(_part, partial=partial, rows=rows, counts=counts))
 
 
-def _compute_with(module: _Weighted, leaf: str, part: Callable[[Tensor], Tensor]) -> None:
+def _compute_with(module: Weighted, leaf: str, part: Callable[[Tensor], Tensor]) -> None:
     setattr(module, "part" if leaf == "weight" else "bias_part", part)
 
 

@@ -11,7 +11,7 @@ import functools
 import hashlib
 import json
 import re
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -19,7 +19,17 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from trainium_contract.models.parameters import EMBEDDING, HEAD, parameter_sizes
 from trainium_trainer.exits import UserError
 from trainium_trainer.storage.errors import DamagedFileError
-from trainium_trainer.tuning.choice import LORA_A, LORA_B, choose, is_adapter, lora_targets, projection_sizes
+from trainium_trainer.tuning.choice import (
+    LORA_A,
+    LORA_B,
+    MAGNITUDE,
+    choose,
+    is_adapter,
+    lora_targets,
+    module_of,
+    projection_sizes,
+    target_of,
+)
 from trainium_trainer.validation_errors import explain
 from trainium_trainer.weights.folder import listed, read_document, read_tensors
 from trainium_trainer.weights.source import open_source
@@ -31,7 +41,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from trainium_contract.models.shape import ModelShape
-    from trainium_contract.trainer.tuning import TuningConfig
+    from trainium_contract.trainer.tuning import LoraConfig, TuningConfig
     from trainium_trainer.weights.base import BaseWeights
     from trainium_trainer.weights.source import WeightsSource
     from trainium_trainer.weights.tensors import FileTensor
@@ -81,6 +91,14 @@ class _Config(BaseModel):
     alora_invocation_tokens: list[int] | None = None
     ensure_weight_tying: bool = False
 
+    def rank_of(self, module: str) -> int:
+        """Return the rank of the adapter beside a module."""
+        return _by_pattern(self.rank_pattern or {}, module, self.r)
+
+    def alpha_of(self, module: str) -> float:
+        """Return the alpha of the adapter beside a module."""
+        return _by_pattern(self.alpha_pattern or {}, module, self.lora_alpha)
+
     def targets(self, module: str) -> bool:
         """Return whether the adapter is meant to stand beside a linear module, by peft's rules."""
         if _names(self.exclude_modules, module):
@@ -96,6 +114,14 @@ class _Config(BaseModel):
         found = [re.match(rf".*\.{pattern}\.(\d+)\.", module) for pattern in patterns or (r"[^.]*",)]
         layer = next((int(match[1]) for match in found if match), None)
         return layer in numbers
+
+
+_Value = TypeVar("_Value", int, float)
+
+
+def _by_pattern(values: Mapping[str, _Value], module: str, otherwise: _Value) -> _Value:
+    """Return the value of the first of peft's patterns, regular expressions, that means a module."""
+    return next((value for key, value in values.items() if re.match(rf"(.*\.)?({key})$", module)), otherwise)
 
 
 def _names(chosen: list[str] | str | None, module: str) -> bool:
@@ -117,7 +143,12 @@ class AdapterWeights:
         self.source = source
         """The folder's files."""
         self.rank = config.r
+        """Of targets that no pattern names, as `alpha`."""
         self.alpha = config.lora_alpha
+        self.rank_of = config.rank_of
+        self.alpha_of = config.alpha_of
+        self.dora = config.use_dora
+        self.bias = config.lora_bias
         self.rank_stabilized = config.use_rslora
         self.dropout = config.lora_dropout
         self.base_digest = base_digest
@@ -150,17 +181,13 @@ class AdapterWeights:
         _refuse_other_kinds(source.where, config)
         metadata: dict[str, str] = {}
         tensors = read_tensors(source, TENSORS_NAME, sizes[TENSORS_NAME], metadata)
-        return cls(source, config, _named(source.where, tensors, config.r), metadata.get(BASE_DIGEST, ""))
-
-    @property
-    def scale(self) -> float:
-        """By what B A is multiplied."""
-        return self.alpha / (self.rank**0.5 if self.rank_stabilized else self.rank)
+        return cls(source, config, _named(source.where, tensors, config), metadata.get(BASE_DIGEST, ""))
 
     @functools.cached_property
     def digest(self) -> str:
         """Hex SHA-256 of rank, scale, names and all numbers."""
-        sha = hashlib.sha256(json.dumps([self.rank, self.alpha, self.rank_stabilized]).encode())
+        patterns = [pattern for pattern in (self._config.rank_pattern, self._config.alpha_pattern) if pattern]
+        sha = hashlib.sha256(json.dumps([self.rank, self.alpha, self.rank_stabilized, *patterns]).encode())
         for name in sorted(self._tensors):
             sha.update(f"\n{name} {self._tensors[name].dtype} {self._tensors[name].shape} ".encode())
             sha.update(self.read(name).reshape(-1).view(torch.uint8).numpy().data)
@@ -197,9 +224,9 @@ class AdapterWeights:
         where, lora = self.source.where, tuning.lora
         self.check_base(shape, base)
         for setting, ours, theirs in (
-            ("rank", lora.rank, self.rank),
-            ("alpha", lora.alpha, self.alpha),
             ("rankStabilized", str(lora.rank_stabilized).lower(), str(self.rank_stabilized).lower()),
+            ("dora", str(lora.dora).lower(), str(self.dora).lower()),
+            ("bias", str(lora.bias).lower(), str(self.bias).lower()),
         ):
             if ours != theirs:
                 raise UserError(
@@ -216,12 +243,36 @@ class AdapterWeights:
                     f"{where}: {sentence.format(listed(sorted(names)))}: set tuning.lora.targets to what it was made "
                     f"with ({', '.join(self.leaves)})"
                 )
+        for name in self.targets:
+            self._check_numbers(name, lora)
         trained = choose(shape, tuning).weights
         if left := [name for name in self.whole if name not in trained and not self._is_copy(name, shape)]:
             raise UserError(
                 f"{where}: holds new values of {listed(left)}, which would not be used: add "
-                f"{', '.join(name.removesuffix('.weight') for name in left)} to tuning.trainable"
+                f"{', '.join(dict.fromkeys(map(module_of, left)))} to tuning.trainable"
             )
+
+    def _check_numbers(self, target: str, lora: LoraConfig) -> None:
+        """Raise UserError unless rank and alpha of a target are those of the configuration."""
+        numbers: tuple[tuple[str, float, float, bool], ...] = (
+            ("rank", lora.rank_of(target), self.rank_of(target), bool(lora.rank_pattern or self._config.rank_pattern)),
+            (
+                "alpha",
+                lora.alpha_of(target),
+                self.alpha_of(target),
+                bool(lora.alpha_pattern or self._config.alpha_pattern),
+            ),
+        )
+        for setting, ours, theirs, differs_by_target in numbers:
+            if ours == theirs:
+                continue
+            where = f"{self.source.where}: was made with {setting} {theirs}"
+            if differs_by_target:
+                raise UserError(
+                    f"{where} on {target}, but tuning.lora gives it {ours}: set {setting}, or {setting}Pattern for "
+                    f"this target, to {theirs}"
+                )
+            raise UserError(f"{where}, but tuning.lora.{setting} is {ours}: set it to {theirs}")
 
     def check_base(self, shape: ModelShape, base: BaseWeights | None = None) -> None:
         """Raise UserError when it was made for another base: by the digest where both are known, else by the sizes."""
@@ -236,19 +287,27 @@ class AdapterWeights:
         for name in self.names:
             if self._is_copy(name, shape):
                 continue
-            module = name.removesuffix(".weight").removesuffix(f".{LORA_A}").removesuffix(f".{LORA_B}")
-            size, given = sizes.get(f"{module}.weight"), self._tensors[name].shape
-            if size is None and f"{module}.weight" == HEAD:
+            module = target_of(name) if is_adapter(name) else module_of(name)
+            owner = f"{module}.weight" if is_adapter(name) else name
+            size, given = sizes.get(owner), self._tensors[name].shape
+            if size is None and owner == HEAD:
                 raise UserError(
                     f"{where}: has {name}, but this base's output projection is its embedding (tied), so only one of "
                     f"the two would change: {_USE_PLAIN}"
                 )
             if size is None:
                 raise UserError(f"{where}: has {name}, for which this base has no place: {self._base_advice(base)}")
+            if name.endswith(f"{LORA_B}.bias") and f"{module}.bias" not in sizes:
+                raise UserError(
+                    f"{where}: has {name} (lora_bias), but this base's {module} has no bias that it could be merged "
+                    f"into: {_USE_PLAIN}"
+                )
             if name.endswith(f"{LORA_A}.weight"):
-                expected: tuple[int, ...] = (self.rank, size[1])
+                expected: tuple[int, ...] = (self.rank_of(module), size[1])
+            elif name.endswith(f"{LORA_B}.weight"):
+                expected = (size[0], self.rank_of(module))
             elif is_adapter(name):
-                expected = (size[0], self.rank)
+                expected = size[:1]
             else:
                 expected = size
             if given != expected:
@@ -308,19 +367,13 @@ _USE_PLAIN = "train a plain LoRA adapter instead, because peft cannot merge this
 def _refuse_other_kinds(where: str, config: _Config) -> None:
     """Raise UserError unless all that the configuration sets is what plain LoRA has."""
     initial = str(config.init_lora_weights if config.init_lora_weights is not None else True).lower()
-    other_ranks = {rank for rank in (config.rank_pattern or {}).values() if rank != config.r}
-    other_alphas = {alpha for alpha in (config.alpha_pattern or {}).values() if alpha != config.lora_alpha}
     for wrong, reason, advice in (
         (
             config.peft_type != "LORA",
             f"is of peft's type {config.peft_type}, but only LORA is supported",
             _MERGE_WITH_PEFT,
         ),
-        (config.use_dora, "is DoRA (use_dora), which scales the base's weights too", _MERGE_WITH_PEFT),
         (config.bias != "none", "trains biases (bias) of its base, which is not supported", _MERGE_WITH_PEFT),
-        (config.lora_bias, "has biases of its own (lora_bias), which are not supported", _USE_PLAIN),
-        (bool(other_ranks), "has several ranks (rank_pattern), but all targets must have one", _MERGE_WITH_PEFT),
-        (bool(other_alphas), "has several alphas (alpha_pattern), but all targets must have one", _MERGE_WITH_PEFT),
         (config.fan_in_fan_out, "has its matrices transposed (fan_in_fan_out)", _MERGE_WITH_PEFT),
         (bool(config.layer_replication), "repeats layers of its base (layer_replication)", _USE_PLAIN),
         (
@@ -364,7 +417,18 @@ def _changed_fields(extra: Mapping[str, Any]) -> list[str]:
     return [name for name in found if name not in defaults or defaults[name] != extra[name]]
 
 
-def _named(where: str, tensors: dict[str, FileTensor], rank: int) -> dict[str, FileTensor]:
+def to_tensor(name: str) -> str:
+    """Return peft's name for a parameter; it saves the lengths of DoRA without the name of the parameter."""
+    return PREFIX + (name.removesuffix(".weight") if name.endswith(f".{MAGNITUDE}.weight") else name)
+
+
+def from_tensor(tensor: str) -> str:
+    """Return the parameter that one of peft's tensors holds."""
+    name = tensor.removeprefix(PREFIX).replace(".base_layer.", ".")
+    return f"{name}.weight" if name.endswith(f".{MAGNITUDE}") else name
+
+
+def _named(where: str, tensors: dict[str, FileTensor], config: _Config) -> dict[str, FileTensor]:
     """Return the tensors by the names of the model's parameters. UserError when some have no meaning here."""
     if not tensors:
         raise UserError(f"{where}: {TENSORS_NAME} holds nothing: copy or fetch the file again")
@@ -373,8 +437,8 @@ def _named(where: str, tensors: dict[str, FileTensor], rank: int) -> dict[str, F
             f"{where}: {TENSORS_NAME} holds {listed(foreign)}, but peft's names begin with {PREFIX}: convert the "
             "adapter to peft's format with the program that made it"
         )
-    names = {name: name.removeprefix(PREFIX).replace(".base_layer.", ".") for name in tensors}
-    # lora_A and lora_B are peft's linear matrices; every other name with "lora" is a part of another kind.
+    names = {name: from_tensor(name) for name in tensors}
+    # These are the parts of linear adapters; every other name with "lora" is a part of another kind.
     if strange := [old for old, name in names.items() if not _is_plain(name)]:
         raise UserError(
             f"{where}: {TENSORS_NAME} holds {listed(strange)}, which is no part of a plain LoRA adapter of linear "
@@ -389,10 +453,20 @@ def _named(where: str, tensors: dict[str, FileTensor], rank: int) -> dict[str, F
             )
         if not is_adapter(name):
             continue
-        other = name.replace(LORA_A, LORA_B) if LORA_A in name else name.replace(LORA_B, LORA_A)
-        if other not in found:
-            raise UserError(f"{where}: holds {name} without {other}: copy or fetch the folder again")
-        width = stored.shape[0 if LORA_A in name else 1] if len(stored.shape) == 2 else 0
+        module = target_of(name)
+        optional = {f"{MAGNITUDE}.weight": config.use_dora, f"{LORA_B}.bias": config.lora_bias}
+        parts = {f"{LORA_A}.weight": True, f"{LORA_B}.weight": True} | optional
+        if missing := [part for part, needed in parts.items() if needed and f"{module}.{part}" not in found]:
+            raise UserError(f"{where}: holds {name} without {module}.{missing[0]}: copy or fetch the folder again")
+        part = name.removeprefix(f"{module}.")
+        if part in optional:
+            if not optional[part]:
+                field = "use_dora" if part.startswith(MAGNITUDE) else "lora_bias"
+                raise UserError(f"{where}: holds {name}, but {CONFIG_NAME} has no {field}: set it to true there")
+            continue
+        rank, width = config.rank_of(module), 0
+        if len(stored.shape) == 2:
+            width = stored.shape[0 if name.endswith(f".{LORA_A}.weight") else 1]
         if width != rank:
             raise UserError(
                 f"{where}: {name} has the size {list(stored.shape)}, but {CONFIG_NAME} has rank "
@@ -402,4 +476,4 @@ def _named(where: str, tensors: dict[str, FileTensor], rank: int) -> dict[str, F
 
 
 def _is_plain(name: str) -> bool:
-    return is_adapter(name) or (name.endswith(".weight") and "lora_" not in name)
+    return is_adapter(name) or (name.endswith((".weight", ".bias")) and "lora_" not in name)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 _PROBE_BYTES = 4096
 _PROBES_AT_ONCE = 8
+_ROWS_AT_ONCE = 1024
 _BUFFERS = (".rotary_emb.inv_freq",)
 """Ends of names that old files hold and that follow from the configuration."""
 
@@ -106,6 +107,15 @@ class BaseWeights:
                 target.narrow(0, known, target.shape[0] - known).copy_(mean.expand(target.shape[0] - known, -1))
         except DamagedFileError as error:
             raise UserError(f"{self.source.where}: {error}: copy or fetch the file again") from error
+
+    def row_lengths(self, name: str, first: int, count: int) -> Tensor:
+        """Return the Euclidean lengths of rows of a matrix, [count] float32. Raises as `fill`."""
+        lengths, width = torch.empty(count), self.size(name)[1]
+        for start in range(0, count, _ROWS_AT_ONCE):
+            rows = torch.empty(min(_ROWS_AT_ONCE, count - start), width)
+            self.fill(name, (first + start, 0), rows)
+            lengths[start : start + len(rows)] = torch.linalg.vector_norm(rows, dim=1)
+        return lengths
 
     def _stored(self, name: str) -> FileTensor:
         # Of a model that shares them, files hold one and may hold the other.

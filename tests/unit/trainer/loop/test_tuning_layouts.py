@@ -32,6 +32,10 @@ TP, SP = "parallelism.tensor=2", "parallelism.sequence=true"
 SHARDED, ZERO = "dataParallel=FullySharded", "dataParallel=ShardedOptimizer"
 LORA = "tuning={method: LoRA, lora: {rank: 4, alpha: 8, targets: ['*_proj']}}"
 DROPS = "tuning={method: LoRA, lora: {rank: 4, alpha: 8, dropout: 0.3, targets: ['*_proj']}}"
+DORA = (
+    "tuning={method: LoRA, lora: {rank: 4, alpha: 8, dora: true, dropout: 0.2, rankPattern: {down_proj: 2}, "
+    "alphaPattern: {q_proj: 2}, targets: ['*_proj']}}"
+)
 PATTERNS = "tuning={trainable: ['model.layers.1.*', 'norm']}"
 
 
@@ -76,6 +80,10 @@ LAYOUTS = [
         id="LoRA, pp2, tp2, sequence, recompute",
         marks=pytest.mark.long,
     ),
+    pytest.param(DORA, 2, [TP, SP], id="DoRA, tp2, sequence"),
+    pytest.param(DORA, 4, ["parallelism.tensor=4"], id="DoRA, tp4, two ranks to a key/value head"),
+    pytest.param(DORA, 2, [SHARDED, "recompute=Full"], id="DoRA, sharded, recompute"),
+    pytest.param(DORA, 2, ["parallelism.pipeline=2"], id="DoRA, pp2", marks=pytest.mark.long),
     pytest.param(PATTERNS, 2, [TP, SP], id="patterns, tp2, sequence"),
     pytest.param(PATTERNS, 4, [SHARDED, TP], id="patterns, sharded, tp2", marks=pytest.mark.long),
     pytest.param(PATTERNS, 2, ["parallelism.pipeline=2"], id="patterns, pp2, the first stage trains nothing"),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from trainium_contract.trainer.examples import DataFormat
 from trainium_contract.trainer.optimizer import OptimizerKind
 from trainium_contract.trainer.parallelism import BackendChoice, DataParallelMode, DeviceChoice, TorchCompile
+from trainium_contract.trainer.tuning import TuningMethod
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
@@ -54,6 +55,13 @@ def check_limits(config: TrainingConfig, dp_size: int) -> None:
         raise UserError(
             f"tuning.objective is {config.tuning.objective.kind}, but backend Nxd has no loss on pairs: set backend to "
             "Native"
+        )
+    lora = config.tuning.lora
+    if config.tuning.method is TuningMethod.LORA and (lora.dora or lora.bias or lora.rank_pattern):
+        name = "dora" if lora.dora else "bias" if lora.bias else "rankPattern"
+        raise UserError(
+            f"tuning.lora.{name} is given, but backend Nxd has plain adapters of one rank only: leave it out, or "
+            "set backend to Native"
         )
     if config.torch_compile is not TorchCompile.NONE:
         raise UserError(
