@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from benchmarks.parity.reference import micro_batches, optimizer_of, rate_of, shape_of
 from trainium_contract.trainer.tuning import TuningMethod
 from trainium_trainer.tuning.apply import initial_adapter
-from trainium_trainer.tuning.choice import choose
+from trainium_trainer.tuning.choice import MAGNITUDE, choose
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -154,6 +154,9 @@ def base_with_adapter(config: TrainingConfig) -> PreTrainedModel | PeftModel:
         r=lora.rank,
         lora_alpha=alpha,
         use_rslora=lora.rank_stabilized,
+        use_dora=lora.dora,
+        rank_pattern={name: lora.rank_of(name) for name in targets},
+        alpha_pattern={name: lora.alpha_of(name) for name in targets},
         target_modules=list(targets),
         task_type="CAUSAL_LM",
     )
@@ -164,7 +167,7 @@ def base_with_adapter(config: TrainingConfig) -> PreTrainedModel | PeftModel:
 
 @torch.no_grad()
 def _begin(model: nn.Module, seed: int) -> None:
-    """Set the adapter to the initial values of the trainer's adapter."""
+    """Set the adapter to the initial values of the trainer's adapter; peft computes those of DoRA's lengths."""
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
+        if parameter.requires_grad and f".{MAGNITUDE}." not in name:
             parameter.copy_(initial_adapter(plain_name(name), parameter.shape, seed))

@@ -56,6 +56,25 @@ PACKED = Settings(
     HLAT,
     "instructions",
 )
+DORA = Settings(
+    "DoRA",
+    "rank 4 and alpha 8 on all projections with trained lengths; rank 8 on down, alpha 16 on q; running text",
+    {
+        **_RATE,
+        "tuning": {
+            "method": "LoRA",
+            "lora": {
+                "rank": 4,
+                "alpha": 8.0,
+                "dora": True,
+                "rankPattern": {"down_proj": 8},
+                "alphaPattern": {"q_proj": 16.0},
+                "targets": ["*_proj"],
+            },
+        },
+    },
+    HLAT,
+)
 LABELS = Settings(
     "LoRA, labels",
     "classification: rank 8 and alpha 16 on all projections, the label's word is the answer",
@@ -160,6 +179,7 @@ TUNING_SETTINGS = (
     FULL,
     LORA,
     LORA_ALL,
+    DORA,
     FULL_ANSWERS,
     ANSWERS,
     PACKED,
@@ -202,6 +222,10 @@ TUNING_ROWS = (
     Row(PACKED, data=2, overrides=(_SHARDED,)),
     Row(PACKED, tensor=2, overrides=(_SEQUENCE,)),
     Row(PACKED, pipeline=2, accumulation=4),
+    Row(DORA),
+    Row(DORA, data=2, overrides=(_SHARDED,)),
+    Row(DORA, tensor=2, overrides=(_SEQUENCE,)),
+    Row(DORA, pipeline=2, accumulation=4),
     Row(LABELS),
     Row(LABELS, data=2, tensor=2),
     *(
