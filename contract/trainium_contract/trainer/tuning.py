@@ -43,6 +43,11 @@ def _by_pattern(values: Mapping[str, _Value], module: str, otherwise: _Value) ->
     return next((values[pattern] for pattern in sorted(values) if matches_module(module, pattern)), otherwise)
 
 
+def _is_unset(value: object) -> bool:
+    """Return whether a field is left out of what is written, so that checkpoints of runs without it stay equal."""
+    return not value
+
+
 class LoraConfig(ContractModel):
     """LoRA: the output of a target W gets (scale x B A x) added; A begins random, B at zero."""
 
@@ -52,13 +57,17 @@ class LoraConfig(ContractModel):
     """The scale is alpha over rank."""
     rank_stabilized: bool = False
     """Let the scale be alpha over the root of rank (rsLoRA, arXiv 2312.03732)."""
-    dora: bool = False
+    dora: Annotated[bool, Field(exclude_if=_is_unset)] = False
     """Train also the length of each row of a target's weight, apart from its direction (DoRA, arXiv 2402.09353)."""
-    bias: bool = False
+    bias: Annotated[bool, Field(exclude_if=_is_unset)] = False
     """Train also a bias beside each B (peft's lora_bias), where the target has a bias that it can be merged into."""
-    rank_pattern: Annotated[dict[str, Annotated[int, Field(ge=1, le=4096)]], Field(max_length=64)] = {}
+    rank_pattern: Annotated[
+        dict[str, Annotated[int, Field(ge=1, le=4096)]], Field(max_length=64, exclude_if=_is_unset)
+    ] = {}
     """Ranks of single targets, by pattern, in place of `rank`."""
-    alpha_pattern: Annotated[dict[str, Annotated[float, Field(gt=0, le=1_000_000)]], Field(max_length=64)] = {}
+    alpha_pattern: Annotated[
+        dict[str, Annotated[float, Field(gt=0, le=1_000_000)]], Field(max_length=64, exclude_if=_is_unset)
+    ] = {}
     """Alphas of single targets, by pattern, in place of `alpha`."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of a target's inputs that A does not see; which ones follows from seed, sample and module alone."""
