@@ -140,6 +140,7 @@ def test_lengths_that_the_configuration_does_not_name_are_refused(
     assert "lora_B.bias: copy or fetch the folder again" in refusal(tmp_path)
 
 
+@pytest.mark.filterwarnings("ignore:Adapter 'default'")  # peft takes a bias for a part of a divided matrix
 def test_biases_of_an_adapter_are_read_where_the_base_has_biases_too(
     tmp_path: Path, save_base: Callable[..., Any]
 ) -> None:
