@@ -48,7 +48,8 @@ _PREFERENCES = """## Preference tuning
 
 The same with pairs of answers, once by trl {trl} and once in this trainer: `DPOTrainer` on the whole batch, and
 `ORPOTrainer` on one pair at a time, because its loss weighs the likelihood of longer pairs more within a batch. Rows
-pass by the tolerances of fine-tuning. Pairs are made from the docstrings of the standard library.
+have {steps} steps, and pass by the tolerances of fine-tuning. Pairs are made from the docstrings of the standard
+library.
 """
 
 
