@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 LARGE = 2**31 - 1
 DECIDED_TOGETHER = {
     "schedule.decaySteps": "no default allows a decay that is longer than the run",
+    "tuning.lora.rankPattern": "the numbers are values of a map",
+    "tuning.lora.alphaPattern": "the numbers are values of a map",
     "tuning.objective": "a loss on pairs needs data that are pairs",
     "data.validation": "the file says twice, or not at all, where the validation data come from",
 }

@@ -141,6 +141,7 @@ def test_lengths_that_the_configuration_does_not_name_are_refused(
 
 
 @pytest.mark.filterwarnings("ignore:Adapter 'default'")  # peft takes a bias for a part of a divided matrix
+@pytest.mark.filterwarnings("ignore:.lora_bias=True. was passed")
 def test_biases_of_an_adapter_are_read_where_the_base_has_biases_too(
     tmp_path: Path, save_base: Callable[..., Any]
 ) -> None:

@@ -137,7 +137,7 @@ def is_adapter(name: str) -> bool:
 
 
 def target_of(name: str) -> str:
-    """Return the module beside which an adapter stands, by the name of a part of it."""
+    """Return the module that an adapter is beside, by the name of a part of the adapter."""
     return module_of(module_of(name))
 
 
