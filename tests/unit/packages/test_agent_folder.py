@@ -12,7 +12,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-PACKAGES = ("annotated_types", "pydantic", "pydantic_core", "typing_inspection", "trainium_agent", "trainium_contract")
+PACKAGES = (
+    "annotated_types",
+    "pydantic",
+    "pydantic_core",
+    "typing_inspection",
+    "trainium_agent",
+    "trainium_contract",
+    "trainium_worker",
+)
 
 
 def installed(name: str) -> Path:
@@ -63,6 +71,10 @@ def test_the_folder_may_be_moved_and_imports_all_that_the_agent_of_a_program_nee
     assert first == f"{moved} False False"
     assert int(kilobytes) < 48 << 10, "it is in the memory of every worker"
     assert [file for file in files if not file.startswith(f"{moved}/")] == []
+
+
+def test_the_library_of_programs_is_apart_from_the_packages_of_the_agent(image: Path) -> None:
+    assert [path.name for path in (image / "trainium/site").iterdir()] == ["trainium_worker"]
 
 
 def test_a_folder_that_exists_is_not_overwritten(tmp_path: Path) -> None:
