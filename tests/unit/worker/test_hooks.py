@@ -92,6 +92,7 @@ def test_transformers_trainer_reports_saves_and_resumes(record: Path, tmp_path: 
     assert (progress(record).resume_step, progress(record).step, progress(record).durable_step) == (3, 8, 8)
 
 
+@pytest.mark.filterwarnings("default")  # Lightning uses what torch has deprecated
 def test_lightning_reports_and_saves(record: Path, tmp_path: Path) -> None:
     lightning = pytest.importorskip("lightning.pytorch")
     from trainium_worker.hooks.lightning import ReportToAgent
