@@ -92,6 +92,8 @@ class InternalStatus(StatusModel):
     """Gang scheduling of the workers."""
     start_failures: StartFailuresStatus = StartFailuresStatus()
     """Worker pods that ended before anybody was in them."""
+    committed_step: int = -1
+    """Newest durable checkpoint that members have reported; -1 for none."""
     next_pod_ordinal: int = 0
     """Ordinal of the next pod; raised before the pod is created, so no name is ever used twice."""
     waiting_since: float | None = None

@@ -87,7 +87,7 @@ def test_an_epoch_of_all_lanes_has_every_document_once_and_nothing_is_dropped(tm
     for lane in range(LANES):
         lanes = Lanes(plan, [lane], [blocks])
         own = [shuffled(lane + number * LANES, len(blocks), plan.seed) for number in range(share_of_lane)]
-        length = sum(len(blocks.tokens(block)[0]) for block in own)
+        length = sum(len(blocks.read(block).tokens) for block in own)
         steps = -(-length // plan.sequence_length)
         stream = np.concatenate([lanes.rows(step).rows[0][:-1] for step in range(steps)])[:length]
         seen += reader.decode(list(stream), skip_special_tokens=False).split(END)[:-1]
@@ -229,6 +229,23 @@ def test_bad_lines_are_counted_while_training(tmp_path: Path, tokenizer: Path) -
     strict = open_data(config(tmp_path, tmp_path / "d.jsonl", max_bad_lines=2, **fields), LANES)
     with pytest.raises(UserError, match=r"d.jsonl line 303: not JSON .*more such lines than data.maxBadLines 2"):
         rows(strict, share(), range(400))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_records_of_which_more_than_one_in_a_hundred_is_bad_are_refused_while_training(
+    tmp_path: Path, tokenizer: Path, ranks: int
+) -> None:
+    """The first block decides where it has more bad lines than the whole source may have."""
+    good = json_lines(DOCUMENTS)
+    (tmp_path / "d.jsonl").write_bytes(b"{oops\n" * 20 + good)
+    fields = {"tokenizer": {"path": str(tokenizer)}, "tokenization": "Online"}
+    data = open_data(config(tmp_path, tmp_path / "d.jsonl", **fields), LANES)
+    with pytest.raises(
+        UserError, match=r"d.jsonl: 20 of its .* cannot be used, more than 1%, the first: .*d.jsonl line"
+    ):
+        [rows(data, share(rank, ranks), range(400)) for rank in range(ranks)]
+    allowed = open_data(config(tmp_path, tmp_path / "d.jsonl", max_bad_lines=10**6, **fields), LANES)
+    assert len(rows(allowed, share(), range(400))) == 1600
 
 
 def test_a_process_that_is_killed_is_an_error_of_the_step_that_needs_it(tmp_path: Path, tokenizer: Path) -> None:

@@ -18,6 +18,7 @@ import itertools
 import logging
 import os
 import threading
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from trainium_trainer.data.batches.loader import BatchMaker, Loader, Passes, Ran
 from trainium_trainer.data.batches.samples import TextSample
 from trainium_trainer.data.online.lanes import Rows, install_lanes, rows_of
 from trainium_trainer.data.online.streams import Streams
-from trainium_trainer.data.sources.documents import refuse_skipped
+from trainium_trainer.data.sources.documents import refuse_skipped, refuse_skipped_share
 from trainium_trainer.data.workers.pool import Workers
 
 if TYPE_CHECKING:
@@ -37,8 +38,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from trainium_trainer.data.batches.loader import Share
+    from trainium_trainer.data.online.lanes import BlockTokens
     from trainium_trainer.data.opening import Data
-    from trainium_trainer.data.sources.documents import Skipped
 
 
 _log = logging.getLogger("trainium.data")
@@ -124,6 +125,17 @@ def _check(records: NDArray[Any]) -> NDArray[np.uint32]:
 _CALLS_AHEAD = 2
 
 
+@dataclass(slots=True)
+class _Tally:
+    """What was read of a source by this rank."""
+
+    blocks: int = 0
+    records: int = 0
+    skipped: int = 0
+    first: str = ""
+    """About the first record that was skipped."""
+
+
 class StreamMaker:
     """Batches of one rank's lanes, by its processes."""
 
@@ -137,6 +149,7 @@ class StreamMaker:
         self._asked = 0  # the step that the processes are asked for next
         self._answered = 0
         self._skipped = 0
+        self._tallies = [_Tally() for _ in streams.plan.sources]
 
     def make(self, position: int) -> RankBatch:
         """See `BatchMaker.make`. Raises UserError, StorageError, WorkerError."""
@@ -154,7 +167,7 @@ class StreamMaker:
         self._answered = step + 1
         for answer in answers:
             self._counts.add(answer.counts)
-            self._count_skipped(answer.skipped)
+            self._count_skipped(answer.used)
         rows = [row for answer in answers for row in answer.rows]
         first = position + self._share.offset
         checked = self._streams.rules.checked
@@ -173,13 +186,25 @@ class StreamMaker:
             self._workers.gather()
         return self._workers
 
-    def _count_skipped(self, skipped: tuple[Skipped, ...]) -> None:
-        if not skipped:
-            return
-        if self._skipped == 0:
-            _log.warning("data.source %s: skipped", skipped[0].sentence())
-        self._skipped += len(skipped)
-        refuse_skipped(self._skipped, skipped[-1], self._streams.max_bad_lines)
+    def _count_skipped(self, used: Sequence[tuple[int, BlockTokens]]) -> None:
+        limit, share = self._streams.max_bad_lines, self._share.size / self._share.global_size
+        for number, block in used:
+            source, tally = self._streams.plan.sources[number], self._tallies[number]
+            tally.blocks += 1
+            tally.records += block.records
+            if not block.skipped:
+                continue
+            if not self._skipped:
+                _log.warning("data.source %s: skipped", block.skipped[0].sentence())
+            tally.first = tally.first or block.skipped[0].sentence()
+            tally.skipped += len(block.skipped)
+            self._skipped += len(block.skipped)
+            refuse_skipped(self._skipped, block.skipped[-1], limit)
+            if tally.records:
+                expected = tally.records / tally.blocks * source.blocks * share
+                refuse_skipped_share(
+                    source.spec.name, tally.skipped, tally.records, tally.first, limit, expected=expected
+                )
 
     def close(self) -> None:
         """End the processes."""

@@ -1,7 +1,7 @@
 """Write and read files of JSON lines; a file that takes no lines does not stop the writer.
 
 Guarantees:
-- Lines are in the file in their order and whole.
+- Lines are in the file in the order of their steps and whole, also those that come late because a node was away.
 - What the file does not take is kept aside, at most `ASIDE_BYTES` of the newest lines, in memory and, where there is a
   folder for it, in a file on the node that the next process finds, and it is written as soon as the file takes lines
   again.
@@ -238,7 +238,22 @@ class LineWriter:
         written = set(_newest(self._path, len(self._waiting)))
         self._waiting = deque(line for line in self._waiting if line not in written)
         self._bytes = sum(map(len, self._waiting))
+        if self._waiting:
+            self._insert_earlier()
         self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+    def _insert_earlier(self) -> None:
+        """Put waiting lines of steps that another node has gone past into their places, by one rename."""
+        newest = max((read_step(line) or 0 for line in _newest(self._path, 1)), default=0)
+        earlier = [line for line in self._waiting if (read_step(line) or 0) < newest]
+        if not earlier:
+            return
+        lines = [*self._path.read_bytes().splitlines(keepends=True), *earlier]
+        draft = self._path.with_name(f".{self._path.name}.draft")
+        draft.write_bytes(b"".join(sorted(lines, key=lambda line: read_step(line) or 0)))
+        draft.replace(self._path)
+        self._waiting = deque(line for line in self._waiting if line not in earlier)
+        self._bytes = sum(map(len, self._waiting))
 
     def _write_one(self) -> None:
         line, descriptor = self._waiting[0], self._descriptor

@@ -9,7 +9,7 @@ Guarantees:
 - A rank writes its line of a step before its snapshot of it, but another rank's snapshot may outlive it: then the
   resume writes the missing line (`mend`), unless the line waits on the node of any rank.
 - Only rank 0 drops and mends lines, of every rank's file, before any rank writes.
-- Lines that a file does not take wait aside (`lines.LineWriter`). A node that returns does not write what was mended.
+- Lines that a file does not take wait aside (`lines.LineWriter`). A node that returns writes what nobody has recorded.
 """
 
 from __future__ import annotations
@@ -135,21 +135,17 @@ def _unrecorded_metrics(path: Path, aside: Path | None, last: int) -> list[bytes
 
 
 def _unrecorded_samples(root: Path, path: Path, aside: Path | None, last: int) -> list[bytes]:
-    """Return the lines on this node without samples that were mended while this node was away."""
+    """Return the lines on this node without samples that were recorded while this node was away."""
     kept = [json.loads(line) for line in read_aside(path, aside, last=last)]
-    mended: dict[int, Counter[int]] = {}
-    if kept:
-        with contextlib.suppress(OSError), (root / "samples-0.jsonl").open(encoding="utf-8") as file:
-            for line in file:
-                if '"mended"' in line and line.endswith("\n"):
-                    one = json.loads(line)
-                    mended.setdefault(one["step"], Counter()).update(one["samples"])
-    found = []
-    for one in kept:
-        if one.get("mended") or one["step"] not in mended:
-            found.append(one)
-        elif left := list((Counter(one["samples"]) - mended[one["step"]]).elements()):
-            found.append(one | {"samples": left})
+    recorded: dict[int, Counter[int]] = {one["step"]: Counter() for one in kept}
+    for file in root.glob("samples-*.jsonl") if kept else ():
+        with contextlib.suppress(OSError), file.open("rb") as stream:
+            for line in stream:
+                step = read_step(line)
+                if step is not None and step in recorded:
+                    recorded[step].update(json.loads(line)["samples"])
+    left = [list((Counter(one["samples"]) - recorded[one["step"]]).elements()) for one in kept]
+    found = [one | {"samples": samples} for one, samples in zip(kept, left, strict=True) if samples]
     return [(json.dumps(one, separators=(",", ":")) + "\n").encode() for one in found]
 
 

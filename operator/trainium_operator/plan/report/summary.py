@@ -233,6 +233,7 @@ def _progress(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
             alerts=_newest_alerts(status.alerts, newest),
             checkpoint=_newest_checkpoints(facts, status.checkpoint, reports),
         )
+        status = status.replaced(committed_step=status.checkpoint.durable_step)
         status = record_results(facts, status, reports).replaced(hang_detection=newest.hang_detection)
         status = _program_progress(facts, status, reports)
     steady = steady_at(facts)

@@ -2,7 +2,8 @@
 
 An operator whose clock was ahead, another manager or a person may have written it. A time in the future counts as now:
 else a deadline would wait, and a back-off and a throttle hold, until the clock has caught up, which may be hours. The
-membership is the recorded one, unless a newer one was decided on.
+membership is the recorded one, unless a newer one was decided on. The newest durable checkpoint is the one that members
+reported.
 
 Guarantees:
 - A corrected status is written at once, whatever else is throttled.
@@ -35,6 +36,9 @@ def correct_status(observed: Observed, size: SizeDecision) -> Observed:
     """Return the observation with a corrected status."""
     job = observed.job
     status = _with_recorded_membership(_present(job.status, observed.now), observed, size)
+    checkpoint = status.checkpoint
+    if 0 <= status.committed_step != checkpoint.durable_step:
+        status = status.replaced(checkpoint=checkpoint.replaced(durable_step=status.committed_step))
     return observed if status is job.status else replace(observed, job=replace(job, status=status))
 
 

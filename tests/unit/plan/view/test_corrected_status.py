@@ -136,6 +136,19 @@ def test_a_decision_that_was_never_recorded_and_a_generation_that_was_given_up_a
     assert corrected(given_up) is given_up.job.status
 
 
+@pytest.mark.parametrize("silent", [False, True])
+@pytest.mark.parametrize("edited", [-1, 3, 15])
+def test_a_checkpoint_that_no_member_reported_is_replaced_and_is_no_commit(edited: int, silent: bool) -> None:
+    seen = running(2)
+    known = planned(seen).status
+    assert known.checkpoint.durable_step == 10
+    before = rfc3339(NOW - 500)
+    checkpoint = known.checkpoint.replaced(durable_step=edited, durable_time=before)
+    seen = with_status(seen, known.replaced(checkpoint=checkpoint))
+    status = planned(replace(seen, agents={}) if silent else seen).status
+    assert (status.checkpoint.durable_step, status.checkpoint.durable_time) == (10, before)
+
+
 def test_a_step_and_a_checkpoint_that_the_run_has_not_reached_are_written_again_at_once() -> None:
     seen = running(2)
     seen = with_status(seen, planned(seen).status)

@@ -133,6 +133,31 @@ def test_what_was_mended_while_a_node_was_away_is_not_written_when_it_is_back(tm
     assert not list(theirs.iterdir())
 
 
+def test_samples_of_a_node_that_is_back_are_put_in_the_order_of_their_steps(tmp_path: Path) -> None:
+    theirs = aside_of_rank_1(tmp_path)
+    write(tmp_path / "samples-1.jsonl", [{"step": step, "samples": [2 * step]} for step in (1, 2, 4, 5)])
+    opened = recorder(tmp_path, 1, 5, theirs)
+    opened.samples(6, [12])
+    opened.close()
+    found = lines(tmp_path / "samples-1.jsonl")
+    assert [(line["step"], line["samples"]) for line in found] == [
+        (1, [2]), (2, [4]), (3, [6, 7]), (4, [8]), (5, [10]), (6, [12]),
+    ]  # fmt: skip
+    assert not list(theirs.iterdir())
+
+
+@pytest.mark.parametrize("file", ["samples-1.jsonl", "samples-0.jsonl"])
+def test_samples_of_a_step_that_was_repeated_while_a_node_was_away_are_not_recorded_twice(
+    tmp_path: Path, file: str
+) -> None:
+    """By the rank in its place, or by fewer ranks."""
+    theirs = aside_of_rank_1(tmp_path)
+    repeated = [{"step": 3, "samples": [4, 5]}, {"step": 3, "samples": [6, 7]}]
+    write(tmp_path / file, repeated[1:] if file == "samples-1.jsonl" else repeated)
+    recorder(tmp_path, 1, 5, theirs).close()
+    assert recorded(tmp_path, 3) == [4, 5, 6, 7]
+
+
 def test_metrics_that_another_node_has_written_since_are_not_written_again(tmp_path: Path) -> None:
     aside = tmp_path / "node-0"
     aside.mkdir()

@@ -14,7 +14,7 @@ Guarantees:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -65,6 +65,17 @@ class LanePlan:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockTokens:
+    """The contents of a block."""
+
+    tokens: NDArray[Any]
+    skipped: tuple[Skipped, ...] = ()
+    """Lines that could not be used."""
+    records: int = 0
+    """With those that were skipped; 0 where documents are no records."""
+
+
+@dataclass(frozen=True, slots=True)
 class Rows:
     """The samples of some lanes for one step, and what became known on the way."""
 
@@ -72,8 +83,8 @@ class Rows:
     """For each lane sequence length + 1 tokens."""
     counts: list[tuple[int, int, int]]
     """Source, block and tokens of blocks that were tokenised."""
-    skipped: tuple[Skipped, ...]
-    """Lines that could not be used; only of blocks whose tokens are used."""
+    used: list[tuple[int, BlockTokens]]
+    """Source and contents, without tokens, of blocks whose tokens are used."""
 
 
 class Blocks(Protocol):
@@ -87,7 +98,7 @@ class Blocks(Protocol):
         """Tokens of a block; None when nobody has counted them yet."""
         ...
 
-    def tokens(self, block: int) -> tuple[NDArray[Any], tuple[Skipped, ...]]:
+    def read(self, block: int) -> BlockTokens:
         """Return the tokens of a block. Raises UserError or StorageError."""
         ...
 
@@ -107,14 +118,14 @@ class PreparedBlocks:
 
     def count(self, block: int) -> int | None:
         """From the index, unless documents of the batch are held back."""
-        return int(self._prepared.batch_tokens[block]) if self._held is None else len(self.tokens(block)[0])
+        return int(self._prepared.batch_tokens[block]) if self._held is None else len(self.read(block).tokens)
 
-    def tokens(self, block: int) -> tuple[NDArray[Any], tuple[Skipped, ...]]:
-        """Tokens as they lie in the file, or those that are kept."""
+    def read(self, block: int) -> BlockTokens:
+        """Return the tokens as they lie in the file, or those that are kept."""
         values, starts, documents = self._prepared.batch(block)
         if self._held is not None:
             values = values[np.repeat(~held_back(documents, self._held), np.diff(starts))]
-        return values, ()
+        return BlockTokens(values)
 
 
 class TextBlocks:
@@ -141,7 +152,7 @@ class TextBlocks:
         """Return the count, if it is known."""
         return self._counts.get(block)
 
-    def tokens(self, block: int) -> tuple[NDArray[Any], tuple[Skipped, ...]]:
+    def read(self, block: int) -> BlockTokens:
         """Tokenise a block."""
         parts = self._encoder.encode(self._source, FileBlock(*self._table[block].tolist()))
         kept = [part.tokens if self._held is None else _kept(part, self._held) for part in parts]
@@ -149,7 +160,9 @@ class TextBlocks:
         if len(tokens) and tokens[-1] != self._encoder.end:
             tokens = np.append(tokens, self._encoder.dtype.type(self._encoder.end))
         self._counts[block] = len(tokens)
-        return tokens, tuple(skipped for part in parts for skipped in part.skipped)
+        skipped = tuple(skipped for part in parts for skipped in part.skipped)
+        documents = sum(int((part.tokens == self._encoder.end).sum()) for part in parts)
+        return BlockTokens(tokens, skipped, 0 if self._source.has_lines else documents + len(skipped))
 
 
 def _kept(part: TokenBlock, held: float) -> NDArray[Any]:
@@ -235,16 +248,16 @@ class _Log:
 
     numbers: dict[int, int]
     counts: list[tuple[int, int, int]] = field(default_factory=list)
-    skipped: list[Skipped] = field(default_factory=list)
+    used: list[tuple[int, BlockTokens]] = field(default_factory=list)
 
     def read(self, blocks: Blocks, block: int, *, used: bool) -> NDArray[Any]:
         """Return the tokens of a block."""
-        tokens, skipped = blocks.tokens(block)
+        found, source = blocks.read(block), self.numbers[id(blocks)]
         if isinstance(blocks, TextBlocks):
-            self.counts.append((self.numbers[id(blocks)], block, len(tokens)))
+            self.counts.append((source, block, len(found.tokens)))
         if used:
-            self.skipped += skipped
-        return tokens
+            self.used.append((source, replace(found, tokens=found.tokens[:0])))
+        return found.tokens
 
 
 class Lanes:
@@ -282,7 +295,7 @@ class Lanes:
             streams[mixture[step][0]].sample(length, log)
             for mixture, streams in zip(self._mixtures, self._streams, strict=True)
         ]
-        return Rows(rows, log.counts, tuple(log.skipped))
+        return Rows(rows, log.counts, log.used)
 
 
 # ---- what is called in a tokenising process, by reference -----------------------------------------------------------

@@ -99,9 +99,14 @@ def refuse_skipped(skipped: int, newest: Skipped | str, limit: int | None, unit:
         raise UserError(f"data.source {sentence} (more such {unit} than data.maxBadLines {most} lets pass)")
 
 
-def refuse_skipped_share(source: str, skipped: int, records: int, first: str, limit: int | None) -> None:
-    """Raise UserError when more than 1 % of the records were skipped and `data.maxBadLines` does not allow them."""
-    if limit is None and skipped > _DEFAULT_SHARE * records:
+def refuse_skipped_share(
+    source: str, skipped: int, records: int, first: str, limit: int | None, *, expected: float = 0.0
+) -> None:
+    """Raise UserError when more than 1 % of the records were skipped and `data.maxBadLines` does not allow them.
+
+    `expected`: the records of the source, about, of which `records` have been read so far.
+    """
+    if limit is None and skipped > _DEFAULT_SHARE * max(records, expected):
         raise UserError(
             f"data.source {source}: {skipped:,} of its {records:,} records cannot be used, more than "
             f"{_DEFAULT_SHARE:.0%}, the first: {first} (correct them, or set data.maxBadLines to how many may be "
