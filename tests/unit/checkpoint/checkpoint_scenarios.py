@@ -8,15 +8,18 @@ import gc
 import os
 import signal
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from checkpoint_world import HookedStorage, Place, Run, position, solo
+from checkpoint_world import HookedStorage, Run, position, solo
 
 from trainium_contract.wire.checkpoint_manifest import COMMIT_NAME
 from trainium_trainer.checkpoint.collectives import gather, reduce_on_root, scatter_from_root
 from trainium_trainer.checkpoint.memory.snapshot import SnapshotFile
 from trainium_trainer.storage.errors import StorageError
+
+if TYPE_CHECKING:
+    from trainium_trainer.checkpoint.interfaces import MeshPlace
 
 
 def train_until_killed(root: Any, memory: Any, completed: Any) -> None:
@@ -26,7 +29,7 @@ def train_until_killed(root: Any, memory: Any, completed: Any) -> None:
         completed.value = run.step
 
 
-def report_after(place: Place, root: Any, memories: Any, steps: int, settings: Any) -> dict[str, Any]:
+def report_after(place: MeshPlace, root: Any, memories: Any, steps: int, settings: Any) -> dict[str, Any]:
     """Resume, advance to `steps` with saves at the given ones, and report; `memories` has one folder per rank."""
     memory = memories[place.rank] if memories else None
     settings = dict(settings)
@@ -52,7 +55,7 @@ def report_after(place: Place, root: Any, memories: Any, steps: int, settings: A
     return report
 
 
-def save_as_a_peer_dies(place: Place, root: Any) -> str:
+def save_as_a_peer_dies(place: MeshPlace, root: Any) -> str:
     """Save step 1, kill rank 1 between the commit of rank 0 and its arrival, and return the error of rank 0."""
     peer = Path(f"{root}-peer")
     if place.rank == 1:
@@ -88,7 +91,7 @@ def limit_snapshots(count: int) -> None:
     SnapshotFile.create = staticmethod(limited)
 
 
-def gather_texts(place: Place, sizes: list[int]) -> list[str]:
+def gather_texts(place: MeshPlace, sizes: list[int]) -> list[str]:
     """Gather a text of `sizes[rank]` characters from each rank."""
     return gather(chr(ord("a") + place.rank) * sizes[place.rank], dist.new_group(backend="gloo"))
 
@@ -100,7 +103,7 @@ class UnspeakableError(Exception):
         super().__init__(f"{what} at {where}")
 
 
-def reduce_with_failures(place: Place) -> list[str]:
+def reduce_with_failures(place: MeshPlace) -> list[str]:
     """Return the outcome of each rank when all succeed, and when ranks fail in several ways."""
     group = dist.new_group(backend="gloo")
 
@@ -133,7 +136,7 @@ def reduce_with_failures(place: Place) -> list[str]:
     ]
 
 
-def scatter_with_failures(place: Place) -> list[str]:
+def scatter_with_failures(place: MeshPlace) -> list[str]:
     """Return the answer to each rank when all succeed, and when ranks or the decision fail."""
     group = dist.new_group(backend="gloo")
 

@@ -7,7 +7,6 @@ import os
 import tempfile
 import time
 import traceback
-from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from trainium_contract.trainer.checkpoint import CheckpointConfig
 from trainium_contract.trainer.parallelism import DataParallelMode
 from trainium_trainer.checkpoint.durable.save_policy import Save, decided
-from trainium_trainer.checkpoint.interfaces import Position
+from trainium_trainer.checkpoint.interfaces import MeshPlace, Position
 from trainium_trainer.checkpoint.manager import CheckpointManager, Environment
 from trainium_trainer.checkpoint.root.owner import NOBODY, Start
 from trainium_trainer.storage.posix import PosixStorage
@@ -39,24 +38,22 @@ SHAPES = {
 }
 
 
-@dataclass
-class Place:
-    rank: int
-    world_size: int
-    tp_size: int = 1
-    dp_mode: DataParallelMode = DataParallelMode.REPLICATED
-    pp_rank: int = 0
-    pp_size: int = 1
-    dp_size: int = field(init=False)
-    dp_rank: int = field(init=False)
-    tp_rank: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.dp_size = self.world_size // self.tp_size
-        self.dp_rank, self.tp_rank = divmod(self.rank, self.tp_size)
+def place_of(
+    rank: int, world_size: int, tp_size: int = 1, dp_mode: DataParallelMode = DataParallelMode.REPLICATED
+) -> MeshPlace:
+    dp_rank, tp_rank = divmod(rank, tp_size)
+    return MeshPlace(
+        rank=rank,
+        world_size=world_size,
+        dp_rank=dp_rank,
+        dp_size=world_size // tp_size,
+        tp_rank=tp_rank,
+        tp_size=tp_size,
+        dp_mode=dp_mode,
+    )
 
 
-SOLO = Place(0, 1)
+SOLO = place_of(0, 1)
 
 
 def position(step: int) -> Position:
@@ -66,7 +63,7 @@ def position(step: int) -> Position:
 class State:
     """Tensors whose values are a function of the step, divided as the place requires."""
 
-    def __init__(self, place: Place, scale: int = 1) -> None:
+    def __init__(self, place: MeshPlace, scale: int = 1) -> None:
         self.place = place
         self.scale = scale
         self.mesh = None
@@ -143,7 +140,7 @@ class Run:
 
     def __init__(
         self,
-        place: Place,
+        place: MeshPlace,
         root: Any,
         memory: Any = None,
         *,
@@ -262,7 +259,7 @@ def _child(
             dist.init_process_group(
                 "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=30)
             )
-        place = Place(rank, size, tp, DataParallelMode(mode))
+        place = place_of(rank, size, tp, DataParallelMode(mode))
         results.put((rank, function(place, *arguments), None))
         if size > 1:
             dist.barrier()

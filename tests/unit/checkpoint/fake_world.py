@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from trainium_contract.trainer.parallelism import DataParallelMode, Precision
 from trainium_trainer.backends.replicated import ReplicatedStore
 from trainium_trainer.backends.sharded import ShardedStore, apply_sharding
+from trainium_trainer.checkpoint.interfaces import MeshPlace
 from trainium_trainer.models.llama import Llama
 from trainium_trainer.models.parallel_plan import apply_tensor_parallel
 from trainium_trainer.models.state_dict import OPTIMIZER_STEP
@@ -26,18 +26,20 @@ if TYPE_CHECKING:
     from trainium_trainer.checkpoint.dividing.cuts import Grid
 
 
-@dataclass
-class Place:
-    """The coordinates of one rank that checkpoints need of a mesh."""
-
-    grid: Grid
-    rank: int
-    dp_mode: DataParallelMode
-
-    def __post_init__(self) -> None:
-        self.pp_rank, self.dp_rank, self.tp_rank = self.grid.place(self.rank)
-        self.world_size = self.grid.size
-        self.pp_size, self.dp_size, self.tp_size = self.grid.pipeline, self.grid.data, self.grid.tensor
+def place_of(grid: Grid, rank: int, dp_mode: DataParallelMode) -> MeshPlace:
+    """The place of a rank of a grid."""
+    pp_rank, dp_rank, tp_rank = grid.place(rank)
+    return MeshPlace(
+        rank=rank,
+        world_size=grid.size,
+        pp_rank=pp_rank,
+        pp_size=grid.pipeline,
+        dp_rank=dp_rank,
+        dp_size=grid.data,
+        tp_rank=tp_rank,
+        tp_size=grid.tensor,
+        dp_mode=dp_mode,
+    )
 
 
 @contextmanager
@@ -54,7 +56,7 @@ def state_of_rank(
             model.to(torch.bfloat16)
         if grid.tensor > 1:
             apply_tensor_parallel(model, mesh["tp"], sequence=False)
-        place, where = Place(grid, rank, mode), torch.device(device)
+        place, where = place_of(grid, rank, mode), torch.device(device)
         if mode.is_sharded:
             precision = Precision.BFLOAT16_STOCHASTIC if half else Precision.FLOAT32
             apply_sharding(model, mesh["dp"], precision, mode)

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
+
+from trainium_trainer.checkpoint.interfaces import MeshPlace
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-    from trainium_contract.trainer.parallelism import DataParallelMode
+    from trainium_trainer.checkpoint.interfaces import TrainingState
     from trainium_trainer.data.batches.loader import MicroBatch
     from trainium_trainer.monitor.figures import Rewards
     from trainium_trainer.weights.adapter import AdapterWeights
@@ -26,18 +28,9 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mesh:
-    """Coordinates and process groups of this rank in pipeline x data x tensor; tensor is the fastest dimension."""
+class Mesh(MeshPlace):
+    """Coordinates, device and process groups of this rank."""
 
-    rank: int
-    world_size: int
-    pp_rank: int = 0
-    pp_size: int = 1
-    dp_rank: int
-    dp_size: int
-    tp_rank: int
-    tp_size: int
-    dp_mode: DataParallelMode
     device: torch.device
     world: ProcessGroup
     pp: ProcessGroup | None = None
@@ -107,22 +100,6 @@ class StepOutcome:
         return math.isfinite(self.loss) and math.isfinite(self.gradient_norm)
 
 
-class TrainState(Protocol):
-    """Weights and optimizer moments of this rank."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Flat names to tensors or DTensors that alias the live state; copy before the next update."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Copy values in; accepts the dictionary of `state_dict` after it was loaded in place."""
-        ...
-
-    def local_tensors(self) -> dict[str, torch.Tensor]:
-        """Return this rank's buffers, aliasing the live state: clone them for a snapshot, copy into them to restore."""
-        ...
-
-
 class Backend(Protocol):
     """One device family behind the loop."""
 
@@ -132,7 +109,7 @@ class Backend(Protocol):
         ...
 
     @property
-    def state(self) -> TrainState:
+    def state(self) -> TrainingState:
         """The training state, allocated but not initialised until `initialize` or a checkpoint fills it."""
         ...
 

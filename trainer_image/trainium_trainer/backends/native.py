@@ -563,7 +563,7 @@ class NativeState:
         self.step = torch.zeros((), dtype=torch.int64)
 
     def state_dict(self) -> dict[str, Any]:
-        """See `TrainState.state_dict`."""
+        """See `TrainingState.state_dict`."""
         return self._store.state_dict() | {OPTIMIZER_STEP: self.step}
 
     @torch.no_grad()
@@ -580,5 +580,5 @@ class NativeState:
                 target.copy_(source)
 
     def local_tensors(self) -> dict[str, Tensor]:
-        """See `TrainState.local_tensors`."""
+        """See `TrainingState.local_tensors`."""
         return self._store.local_tensors() | {OPTIMIZER_STEP: self.step}

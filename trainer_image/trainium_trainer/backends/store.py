@@ -78,11 +78,11 @@ class StateStore(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """See `TrainState.state_dict`."""
+        """See `TrainingState.state_dict`."""
         ...
 
     def local_tensors(self) -> dict[str, Tensor]:
-        """See `TrainState.local_tensors`."""
+        """See `TrainingState.local_tensors`."""
         ...
 
 

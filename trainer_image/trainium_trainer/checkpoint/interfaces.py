@@ -1,7 +1,7 @@
 """The interface between checkpoints and the trainer, and the few values that both exchange.
 
 Guarantees:
-- Everything here is structural (Protocols) or a frozen value, so that no backend and no loop is imported.
+- Everything here is a Protocol or a frozen value, so that no backend and no loop is imported.
 """
 
 from __future__ import annotations
@@ -52,36 +52,34 @@ class TrainingState(Protocol):
     """The state that is saved and restored: parameters and optimizer, tensors only."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Live tensors and DTensors under names that are the same at every parallel size; cheap, no copies."""
+        """Return live tensors and DTensors by names that are the same at every parallel size; cheap, no copies.
+
+        They alias the live state: copy before the next update.
+        """
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a `state_dict()` whose tensors were filled in place."""
+        """Take over a `state_dict()` that was filled in place, or copy its values."""
         ...
 
     def local_tensors(self) -> dict[str, torch.Tensor]:
-        """Return this rank's live local shards, optimizer moments included, from construction on; restored in place."""
+        """Return this rank's live local shards, optimizer moments included, from construction on.
+
+        They alias the live state: clone them for a snapshot, copy into them to restore.
+        """
         ...
 
 
-class MeshPlace(Protocol):
-    """The place of this rank in the device mesh."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshPlace:
+    """Coordinates of this rank in pipeline x data x tensor; tensor is the fastest dimension."""
 
-    @property
-    def rank(self) -> int: ...  # noqa: D102 - the names are enough
-    @property
-    def world_size(self) -> int: ...  # noqa: D102
-    @property
-    def pp_rank(self) -> int: ...  # noqa: D102
-    @property
-    def pp_size(self) -> int: ...  # noqa: D102
-    @property
-    def dp_rank(self) -> int: ...  # noqa: D102
-    @property
-    def dp_size(self) -> int: ...  # noqa: D102
-    @property
-    def tp_rank(self) -> int: ...  # noqa: D102
-    @property
-    def tp_size(self) -> int: ...  # noqa: D102
-    @property
-    def dp_mode(self) -> DataParallelMode: ...  # noqa: D102
+    rank: int
+    world_size: int
+    pp_rank: int = 0
+    pp_size: int = 1
+    dp_rank: int
+    dp_size: int
+    tp_rank: int
+    tp_size: int
+    dp_mode: DataParallelMode

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fake_world import Place, state_of_rank
+from fake_world import place_of, state_of_rank
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
@@ -170,7 +170,7 @@ def test_the_boxes_are_those_of_torchs_own_planners(mesh: tuple[int, int], mode:
     for rank in range(grid.size):
         with state_of_rank(SHAPE, grid, rank, mode) as state:
             plans.append(create_default_local_save_plan(state, is_coordinator=rank == 0))
-            mine.append(scheme_of(state, Place(grid, rank, mode)))
+            mine.append(scheme_of(state, place_of(grid, rank, mode)))
             for item in plans[-1].items:
                 box = Box(tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes))
                 assert not box.volume or box_of(state[item.index.fqn]) == box
@@ -195,7 +195,7 @@ def test_the_boxes_are_those_of_torchs_own_planners(mesh: tuple[int, int], mode:
 def test_a_scheme_does_not_grow_with_the_ranks() -> None:
     def text(grid: Grid) -> bytes:
         with state_of_rank(SHAPE, grid, 0, DataParallelMode.FULLY_SHARDED, device="meta") as state:
-            return scheme_of(state, Place(grid, 0, DataParallelMode.FULLY_SHARDED)).text
+            return scheme_of(state, place_of(grid, 0, DataParallelMode.FULLY_SHARDED)).text
 
     small, large = text(Grid(1, 2, 2)), text(Grid(1, 512, 8))
     assert len(large) == len(small) + 2
@@ -205,9 +205,8 @@ def test_a_rank_that_holds_something_else_is_refused() -> None:
     grid, mode = Grid(1, 2, 2), DataParallelMode.FULLY_SHARDED
     with state_of_rank(SHAPE, grid, 1, mode) as state:
         with pytest.raises(ValueError, match="rank 2 holds"):
-            scheme_of(state, Place(grid, 2, mode))
-        crowded = Place(grid, 1, mode)
-        crowded.world_size = 5
+            scheme_of(state, place_of(grid, 2, mode))
+        crowded = replace(place_of(grid, 1, mode), world_size=5)
         with pytest.raises(ValueError, match="there are 5 ranks"):
             scheme_of(state, crowded)
 
@@ -220,9 +219,9 @@ def test_a_division_without_words_is_refused() -> None:
         name = next(name for name in state if name != OPTIMIZER_STEP)
         state[name]._spec = replace(state[name]._spec, placements=(Partial(), *state[name].placements[1:]))
         with pytest.raises(TypeError, match="cannot express the placement"):
-            scheme_of(state, Place(grid, 0, mode))
+            scheme_of(state, place_of(grid, 0, mode))
     with pytest.raises(TypeError, match="step: checkpoints do not hold"):
-        scheme_of({"step": torch.zeros(2, dtype=torch.complex64)}, Place(Grid(), 0, mode))
+        scheme_of({"step": torch.zeros(2, dtype=torch.complex64)}, place_of(Grid(), 0, mode))
 
 
 def test_wide_types_come_first_in_a_file() -> None:

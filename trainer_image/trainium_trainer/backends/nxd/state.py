@@ -51,7 +51,7 @@ class NxdState:
                 yield state_name(key[0], stored.piece.name), key, stored
 
     def state_dict(self) -> dict[str, Any]:
-        """See `TrainState.state_dict`; the values are fetched when the first of them is used."""
+        """See `TrainingState.state_dict`; the values are fetched when the first of them is used."""
 
         @functools.cache
         def host() -> dict[tuple[str, str], Tensor]:
@@ -108,7 +108,7 @@ class NxdState:
         self._device.sync()
 
     def local_tensors(self) -> dict[str, Tensor]:
-        """See `TrainState.local_tensors`; on a device they are copies, and `upload_local_tensors` follows writes."""
+        """See `TrainingState.local_tensors`; on a device they are copies, and `upload_local_tensors` follows writes."""
         copies = self._fetch()
         if not self._settled:
             self._lent = copies
