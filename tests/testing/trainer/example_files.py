@@ -113,7 +113,7 @@ def texts(data: OpenExamples, source: int = 0) -> list[tuple[str, str]]:
     tokenizer = load_tokenizer(data.tokenizer)
     stored = data.sources[source].stored
     found = []
-    for number in range(len(stored.rows)):
+    for number in range(len(stored)):
         ids, trained = stored.example(number)
         found.append(
             (

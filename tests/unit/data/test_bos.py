@@ -79,7 +79,7 @@ def test_an_example_begins_by_the_rule_whether_or_not_others_write_its_beginning
     data = opened(given)
     assert texts(data) == [(f"{expected}why so{EOS}", f"so{EOS}")]
     ids, _ = data.sources[0].stored.example(0)
-    answer = int(data.sources[0].stored.rows["answer"][0])
+    answer = int(data.sources[0].stored.answers[0])
     assert build_prompts(given, [{"q": "why"}])[0][1] == tuple(ids[:answer].tolist()), (
         "an evaluation asks with the same"
     )

@@ -41,7 +41,7 @@ def test_examples_are_encoded_once_and_read_from_the_cache_afterwards(tmp_path: 
     again = opened(settings)
     assert {file.name: file.stat().st_mtime_ns for file in folder.iterdir()} == stamps
     assert again.identity == first.identity
-    assert set(stamps) == {"manifest.json", "ids.bin", "trained.bin", "rows.bin", "before.bin"}
+    assert set(stamps) == {"manifest.json", "index.arrow", "tokens-00000.arrow"}
 
 
 @pytest.mark.parametrize(
@@ -101,13 +101,13 @@ def test_a_killed_build_is_taken_up_and_ends_as_if_it_had_not_been_killed(tmp_pa
     code = (
         "import sys; from trainium_contract.trainer.data import DataConfig\n"
         "from trainium_trainer.data.examples import store\n"
-        "store.BLOCK_BYTES = 1000; store._BETWEEN_NOTES = 1\n"
+        "store.BLOCK_BYTES = 1000; store._SHARD_TOKENS = 1\n"
         "from trainium_trainer.data.opening import open_data\n"
         "open_data(DataConfig.model_validate_json(sys.argv[1]), 8)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", code, given.model_dump_json(by_alias=True)])
     deadline = time.monotonic() + 50
-    while not (notes := list((tmp_path / "cache").glob("examples-*.partial/note.json"))):
+    while not (notes := list((tmp_path / "cache").glob("examples-*.partial/tokens-*.json"))):
         assert time.monotonic() < deadline
         assert process.poll() is None
         time.sleep(0.01)
@@ -116,7 +116,7 @@ def test_a_killed_build_is_taken_up_and_ends_as_if_it_had_not_been_killed(tmp_pa
     left = json.loads(notes[0].read_text())
     assert 0 < left["blocks"] < 15
     assert not list((tmp_path / "cache").glob("examples-*[0-9a-f]"))
-    with (notes[0].parent / "ids.bin").open("ab") as stream:
+    with (notes[0].parent / f"tokens-{left['blocks']:05d}.tmp").open("ab") as stream:
         stream.write(b"half an example")  # what was on its way when the process died
     subprocess.run([sys.executable, "-c", code, given.model_dump_json(by_alias=True)], check=True)
     whole = config(
@@ -127,14 +127,15 @@ def test_a_killed_build_is_taken_up_and_ends_as_if_it_had_not_been_killed(tmp_pa
         workers=1,
         cache_directory=str(tmp_path / "other"),
     )
+    subprocess.run([sys.executable, "-c", code, whole.model_dump_json(by_alias=True)], check=True)
     assert open_data(given, 8).identity == open_data(whole, 8).identity
 
 
 def test_a_damaged_folder_is_refused_before_anything_is_read_of_it(tmp_path: Path, settings: DataConfig) -> None:
     opened(settings)
     (folder,) = (tmp_path / "cache").glob("examples-*[0-9a-f]")
-    os.truncate(folder / "ids.bin", 10)
-    with pytest.raises(UserError, match=r"ids.bin: does not have the \d+ bytes that it should: remove"):
+    os.truncate(folder / "tokens-00000.arrow", 10)
+    with pytest.raises(UserError, match=r"tokens-00000.arrow: has 10 bytes, not \d+: copy it again.* remove"):
         StoredExamples(folder)
 
 

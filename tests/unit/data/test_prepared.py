@@ -18,7 +18,7 @@ from tests.testing.trainer.data_files import END, TEXTS, config, decoded, json_l
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer import cli
-from trainium_trainer.data.prepared.build import BuildProgress, PreparedRecipe, build
+from trainium_trainer.data.prepared.build import BuildInputs, BuildProgress, PreparedRecipe, build
 from trainium_trainer.data.prepared.cache import find_vocabulary_size
 from trainium_trainer.data.prepared.prepared import Prepared, Selection, watching
 from trainium_trainer.data.sources.files import DataFile
@@ -45,8 +45,8 @@ def many(path: Path, count: int = 400) -> list[str]:
     return texts
 
 
-def recipe(path: Path, tokenizer: Path) -> PreparedRecipe:
-    return PreparedRecipe((SourceSpec(str(path), "text"),), tokenizer, 0)
+def recipe(path: Path, tokenizer: Path) -> BuildInputs:
+    return PreparedRecipe((SourceSpec(str(path), "text"),), tokenizer, 0).inputs()
 
 
 # ---- the cache ------------------------------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ def test_a_build_that_is_killed_is_continued_and_gives_the_same(tmp_path: Path, 
         "build.BLOCK_BYTES = 3000\ncount = 0\n"
         "def stop(progress):\n    global count\n    count += 1\n"
         "    if count == int(sys.argv[4]): os.kill(os.getpid(), signal.SIGKILL)\n"
-        "recipe = build.PreparedRecipe((SourceSpec(sys.argv[1], 'text'),), Path(sys.argv[2]), 0)\n"
+        "recipe = build.PreparedRecipe((SourceSpec(sys.argv[1], 'text'),), Path(sys.argv[2]), 0).inputs()\n"
         "build.build(Path(sys.argv[3]), recipe, 'k', workers=2, progress=stop, shard_tokens=800)\n"
     )
 

@@ -89,7 +89,7 @@ def prepare_data(
         key = recipe.key(cache)
     bar = _Bar("documents")
     with bar:
-        manifest = build(output.absolute(), recipe, key, workers=workers, progress=bar.update)
+        manifest = build(output.absolute(), recipe.inputs(), key, workers=workers, progress=bar.update)
     typer.echo(_summary(output, manifest, bar))
 
 

@@ -54,7 +54,7 @@ def load_references(settings: Settings, data: Data, reference: BaseWeights, back
     for part in parts:
         folder = part.stored.folder
         if folder not in known:
-            table = _Table(folder / f"reference-{name}.f32", len(part.stored.rows), settings, backend.mesh)
+            table = _Table(folder / f"reference-{name}.f32", len(part.stored), settings, backend.mesh)
             table.exchange()
             if len(table.missing()) and not filled:
                 backend.initialize(settings.config.seed, reference)

@@ -244,13 +244,17 @@ class LineWriter:
 
     def _insert_earlier(self) -> None:
         """Put waiting lines of steps that another node has gone past into their places, by one rename."""
-        newest = max((read_step(line) or 0 for line in _newest(self._path, 1)), default=0)
-        earlier = [line for line in self._waiting if (read_step(line) or 0) < newest]
+
+        def step(line: bytes) -> int:
+            return read_step(line) or 0
+
+        newest = max(map(step, _newest(self._path, 1)), default=0)
+        earlier = [line for line in self._waiting if step(line) < newest]
         if not earlier:
             return
         lines = [*self._path.read_bytes().splitlines(keepends=True), *earlier]
         draft = self._path.with_name(f".{self._path.name}.draft")
-        draft.write_bytes(b"".join(sorted(lines, key=lambda line: read_step(line) or 0)))
+        draft.write_bytes(b"".join(sorted(lines, key=step)))
         draft.replace(self._path)
         self._waiting = deque(line for line in self._waiting if line not in earlier)
         self._bytes = sum(map(len, self._waiting))

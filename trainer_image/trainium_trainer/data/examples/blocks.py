@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from trainium_trainer.data.examples.encode import TextEncoder, fit_together
 from trainium_trainer.data.examples.templates import BadRecordError, Filter, without_nulls
 from trainium_trainer.data.sources.documents import Record, Skipped
 from trainium_trainer.data.sources.files import read_with_retries
+from trainium_trainer.data.tokens.encoding import Counts, ExampleColumns, TokenBlock, token_type
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
     from trainium_trainer.data.sources.documents import DocumentSource, FileBlock
 
 _AT_ONCE = 256
-_UNUSED = 32
-"""Names of unused fields that are counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,60 +39,6 @@ class Made:
     example: Example
     encoded: Encoded
     record: int
-
-
-@dataclass(slots=True)
-class Counts:
-    """Numbers of records by what was done with them."""
-
-    records: int = 0
-    unreadable: int = 0
-    """Lines and rows that are no records."""
-    filtered: int = 0
-    """By data.examples.where."""
-    left_out: int = 0
-    """By the user's function."""
-    cut: int = 0
-    dropped: int = 0
-    shortest_dropped: int = 0
-    """Tokens of the shortest example that was dropped."""
-    found: dict[str, dict[str, None]] = field(default_factory=dict)
-    """Some values of the fields that data.examples.where asks for."""
-    unused: dict[str, int] = field(default_factory=dict)
-    """Records that hold what no example depends on, by its name."""
-
-    def add(self, other: Counts) -> None:
-        """Take another's numbers too."""
-        for name in ("records", "unreadable", "filtered", "left_out", "cut", "dropped"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        known = [length for length in (self.shortest_dropped, other.shortest_dropped) if length]
-        self.shortest_dropped = min(known, default=0)
-        for name, values in other.found.items():
-            seen = self.found.setdefault(name, {})
-            seen |= dict.fromkeys(list(values)[: 8 - len(seen)])
-        for name, number in other.unused.items():
-            if name in self.unused or len(self.unused) < _UNUSED:
-                self.unused[name] = self.unused.get(name, 0) + number
-
-
-@dataclass(frozen=True, slots=True)
-class ExampleBlock:
-    """The examples of a block."""
-
-    ids: Any
-    """Tokens of all of them, uint16 or uint32."""
-    trained: Any
-    """Whether each is learned, bool."""
-    lengths: Any
-    """Tokens of each example, int64."""
-    answers: Any
-    """Where the last answer of each begins, int64."""
-    records: Any
-    """Hash of each one's record, uint64: it decides what is held back for validation."""
-    before: Any
-    """Tokens of every example before it was cut or dropped, int64."""
-    skipped: tuple[Skipped, ...]
-    counts: Counts
 
 
 class ExampleEncoder:
@@ -126,20 +71,22 @@ class ExampleEncoder:
                 for (example, record), one in zip(batch[start:], kept, strict=False):
                     yield Made(example, one, record)
 
-    def block(self, items: Iterable[Record | Skipped]) -> ExampleBlock:
+    def block(self, items: Iterable[Record | Skipped]) -> TokenBlock:
         """Encode a block, and return its examples as arrays."""
         counts, skipped, before = Counts(), list[Skipped](), list[int]()
         made = list(self.encode(items, counts, skipped, before))
-        dtype = np.uint16 if self.texts.vocabulary <= 2**16 else np.uint32
-        rows = [one.encoded for one in made]
-        return ExampleBlock(
-            ids=np.concatenate([row.ids for row in rows]).astype(dtype) if rows else np.empty(0, dtype),
-            trained=np.concatenate([row.trained for row in rows]) if rows else np.empty(0, bool),
-            lengths=np.array([len(row.ids) for row in rows], np.int64),
-            answers=np.array([row.answer for row in rows], np.int64),
-            records=np.array([one.record for one in made], np.uint64),
-            before=np.array(before, np.int64),
+        dtype = token_type(self.texts.vocabulary)
+        rows, dropped = [one.encoded for one in made], [0] * (len(before) - len(made))
+        return TokenBlock(
+            tokens=np.concatenate([row.ids for row in rows]).astype(dtype) if rows else np.empty(0, dtype),
+            lengths=np.array([len(row.ids) for row in rows] + dropped, np.int64),
+            documents=np.array([one.record for one in made] + dropped, np.uint64),
             skipped=tuple(skipped),
+            examples=ExampleColumns(
+                trained=np.concatenate([row.trained for row in rows]) if rows else np.empty(0, np.bool_),
+                answers=np.array([row.answer for row in rows] + dropped, np.int64),
+                before=np.array(before, np.int64),
+            ),
             counts=counts,
         )
 
@@ -217,8 +164,8 @@ def install(recipe: Recipe) -> tuple[int, int]:
     return _installed["encoder"].texts.vocabulary, _installed["encoder"].texts.padding
 
 
-def encode_block(block: FileBlock) -> ExampleBlock:
+def encode_block(_: int, block: FileBlock) -> list[TokenBlock]:
     """Return the examples of a block of the installed source."""
     source: DocumentSource = _installed["source"]
     encoder: ExampleEncoder = _installed["encoder"]
-    return read_with_retries(source.named(block), lambda: encoder.block(source.records(block)))
+    return [read_with_retries(source.named(block), lambda: encoder.block(source.records(block)))]

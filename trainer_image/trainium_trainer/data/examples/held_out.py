@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainium_contract.trainer.examples import DataFormat, LossOn
-from trainium_trainer.data.examples.blocks import Counts, ExampleEncoder
+from trainium_trainer.data.examples.blocks import ExampleEncoder
 from trainium_trainer.data.examples.opening import find_tokenizer, open_validation_sources
 from trainium_trainer.data.examples.recipe import build_recipe
 from trainium_trainer.data.examples.store import BLOCK_BYTES
 from trainium_trainer.data.examples.templates import BadRecordError, build_pair
 from trainium_trainer.data.prepared.cache import list_sources, with_cache
 from trainium_trainer.data.sources.files import read_with_retries
+from trainium_trainer.data.tokens.encoding import Counts
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +27,7 @@ from trainium_trainer.data.prepared.cache import list_sources, prepared_folder
 from trainium_trainer.data.prepared.origins import Lines, train_once
 from trainium_trainer.data.sources.documents import Record
 from trainium_trainer.data.sources.files import read_with_retries
-from trainium_trainer.data.tokens.encoding import held_back
+from trainium_trainer.data.tokens.encoding import Counts, held_back
 from trainium_trainer.data.tokens.tokenizer import count_entries, digest_of, tokenizer_file, train_tokenizer
 from trainium_trainer.exits import UserError
 
@@ -187,7 +186,7 @@ def open_examples(
         vocabulary=count_entries(tokenizer),
         packed=examples.packing,
         rows=config.rows_per_sample,
-        padding=sources[0].stored.manifest.padding,
+        padding=sources[0].stored.manifest.end_of_document,
     )
 
     def part(source: ExampleSource, chosen: NDArray[np.bool_]) -> ExamplePart | PairPart:
@@ -276,7 +275,7 @@ def _validation_source(config: DataConfig, first: ExampleSource, cache: Path) ->
     assert config.validation.source is not None
     recipe = replace(first.recipe, source=config.validation.source)
     stored = _stored(config, recipe, cache, None)
-    return ExampleSource(recipe, 1.0, stored, np.ones(len(stored.rows), np.bool_))
+    return ExampleSource(recipe, 1.0, stored, np.ones(len(stored), np.bool_))
 
 
 def _stored(
@@ -286,7 +285,7 @@ def _stored(
     folder = cache / f"examples-{key[:32]}"
     manifest = build_examples(folder, recipe, key, workers=config.workers, progress=progress or Lines(recipe.source))
     if manifest.skipped:
-        first = manifest.sentences[0]
+        first = manifest.examples[0]
         _log.warning("data.source %s: skipped %d records, the first: %s", recipe.source, manifest.skipped, first)
     if unused := manifest.counts.unused:
         shown = ", ".join(f"{name} ({count:,} records)" for name, count in unused.items())
@@ -295,13 +294,13 @@ def _stored(
 
 
 def _held(config: DataConfig, stored: StoredExamples) -> NDArray[np.bool_]:
-    held, number = config.validation, len(stored.rows)
+    held, number = config.validation, len(stored)
     if held is None or held.fraction is None:
         return np.zeros(number, np.bool_)
     if held.split is ValidationSplit.TAIL:
         width = config.rows_per_sample
         return np.arange(number) // width >= int(number // width * (1 - held.fraction))
-    return held_back(stored.rows["record"], held.fraction)
+    return held_back(stored.records, held.fraction)
 
 
 def _identity(config: DataConfig, sources: Sequence[ExampleSource], tokenizer: Path, batch: int | None) -> str:
@@ -327,18 +326,21 @@ def _report(
     config: DataConfig, sources: Sequence[ExampleSource], parts: Sequence[ExamplePart | PairPart]
 ) -> DataReport:
     made, width = [source.stored.manifest for source in sources], config.rows_per_sample
+    counts = Counts()
+    for one in made:
+        counts.add(one.counts)
     return DataReport(
-        records=sum(one.counts.records for one in made),
-        examples=sum(one.examples for one in made) // width,
+        records=counts.records,
+        examples=sum(one.documents for one in made) // width,
         held_back=sum(int(source.held.sum()) for source in sources) // width,
-        filtered=sum(one.counts.filtered for one in made),
-        left_out=sum(one.counts.left_out for one in made),
+        filtered=counts.filtered,
+        left_out=counts.left_out,
         skipped=sum(one.skipped for one in made),
-        cut=sum(one.counts.cut for one in made),
-        dropped=sum(one.counts.dropped for one in made),
+        cut=counts.cut,
+        dropped=counts.dropped,
         sequences=sum(part.sequences for part in parts) * width,
         tokens=sum(int(part.used.sum()) for part in parts),
         sequence_length=config.sequence_length,
         lengths=np.concatenate([source.stored.before for source in sources]),
-        unused=dict(sum((Counter(one.counts.unused) for one in made), Counter())),
+        unused=counts.unused,
     )

@@ -177,7 +177,7 @@ class PairPart:
         examples = [self.stored.example(member) for member in both]
         for ids, _ in examples:
             rules.checked(ids, self.name)
-        answers = [int(self.stored.rows["answer"][member]) if self._whole else 0 for member in both]
+        answers = [int(self.stored.answers[member]) if self._whole else 0 for member in both]
         known = self.references
         references = [0.0 if known is None else float(known[member]) for member in both]
         return PairSample(number, examples, (answers[0], answers[1]), (references[0], references[1]))

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from trainium_trainer.data.sources.documents import DocumentSource, Skipped
-    from trainium_trainer.data.tokens.encoding import TokenBlock
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +154,10 @@ class TextBlocks:
     def read(self, block: int) -> BlockTokens:
         """Tokenise a block."""
         parts = self._encoder.encode(self._source, FileBlock(*self._table[block].tolist()))
-        kept = [part.tokens if self._held is None else _kept(part, self._held) for part in parts]
+        kept = [
+            part.tokens if self._held is None else part.select(~held_back(part.documents, self._held)).tokens
+            for part in parts
+        ]
         tokens = np.concatenate(kept) if kept else np.empty(0, self._encoder.dtype)
         if len(tokens) and tokens[-1] != self._encoder.end:
             tokens = np.append(tokens, self._encoder.dtype.type(self._encoder.end))
@@ -163,11 +165,6 @@ class TextBlocks:
         skipped = tuple(skipped for part in parts for skipped in part.skipped)
         documents = sum(int((part.tokens == self._encoder.end).sum()) for part in parts)
         return BlockTokens(tokens, skipped, 0 if self._source.has_lines else documents + len(skipped))
-
-
-def _kept(part: TokenBlock, held: float) -> NDArray[Any]:
-    chosen: NDArray[Any] = part.tokens[np.repeat(~held_back(part.documents, held), part.lengths)]
-    return chosen
 
 
 @dataclass(slots=True)

@@ -1,8 +1,8 @@
-"""Tokenize sources into a prepared folder by worker processes, for `prepare-data` and for the cache.
+"""Build a prepared folder by worker processes: of text for `prepare-data` and the cache, of examples for the cache.
 
 Guarantees:
-- The folder is a pure function of sources and tokenizer, whatever the number of processes and however often the work
-  was killed.
+- The folder is a pure function of sources and recipe, whatever the number of processes and however often the work was
+  killed.
 - It is built once, whatever number of processes need it at the same time.
 - Everything is written beside the folder, in `<folder>.partial`, and one rename makes it the folder, with the manifest
   in it.
@@ -18,7 +18,7 @@ import json
 import os
 import shutil
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,12 +36,10 @@ from trainium_trainer.data.prepared.prepared import (
     read_manifest,
 )
 from trainium_trainer.data.sources.documents import FileBlock, refuse_skipped, refuse_skipped_share
-from trainium_trainer.data.tokens.encoding import encode, held_back, install, list_blocks, token_type
+from trainium_trainer.data.tokens.encoding import Counts, encode, held_back, install, list_blocks, token_type
 from trainium_trainer.data.tokens.tokenizer import (
     AS_IT_IS,
-    TOKENIZER_FILE,
     BosPrefix,
-    count_entries,
     digest_of,
     end_facts,
     write_tokenizer,
@@ -50,9 +48,7 @@ from trainium_trainer.data.workers.pool import Workers
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
-    from numpy.typing import NDArray
+    from collections.abc import Callable, Iterator, Mapping
 
     from trainium_trainer.data.tokens.encoding import SourceSpec, TokenBlock
 
@@ -60,6 +56,9 @@ if TYPE_CHECKING:
 _BATCH_TOKENS = 1 << 20
 _EXAMPLES = 5
 _PLAN = "plan.json"
+BLOCK_BYTES = 4 << 20
+_SHARD_TOKENS = 64 << 20
+_MOST_WORKERS = 16
 
 
 @contextmanager
@@ -70,7 +69,7 @@ def hold_lock(path: Path) -> Iterator[None]:
         yield
 
 
-def write_durably(path: Path, text: str) -> None:
+def _write_durably(path: Path, text: str) -> None:
     """Write a small file so that it is there as a whole or not at all."""
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("w", encoding="utf-8") as stream:
@@ -78,6 +77,120 @@ def write_durably(path: Path, text: str) -> None:
         stream.flush()
         os.fsync(stream.fileno())
     temporary.replace(path)
+
+
+# ---- what is built --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class HeldBack:
+    """Only what is held back of one source, and no more of it than is needed."""
+
+    fraction: float | None
+    """Share of the documents, by their hash; None: all documents of the blocks."""
+    enough: int
+    """Tokens after which no further block is read."""
+    table: str
+    """A file with the source's blocks."""
+    first: int
+    """The first block that is read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildInputs:
+    """Inputs of a prepared folder, and how they are encoded."""
+
+    name: str
+    """The sources, for sentences."""
+    specs: tuple[SourceSpec, ...]
+    tokenizer: Path
+    max_bad_lines: int | None
+    prepare: tuple[Callable[..., tuple[int, int]], tuple[Any, ...]]
+    """Called in each process; returns the vocabulary's size, and the token that ends documents or fills up."""
+    encode: Callable[[int, FileBlock], list[TokenBlock]]
+    """Called there with the number of a source and a block of it."""
+    refuse_empty: Callable[[PreparedManifest], None]
+    """Raises UserError when there is nothing to train on."""
+    count_records: Callable[[PreparedManifest], int | None]
+    """Return the records that were read, with those that were skipped; None where lines are no records."""
+    block_bytes: int
+    unit: str = "lines"
+    """What is skipped, for sentences."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Texts that are in the folder beside the tokens, by name."""
+    beginning: BosPrefix = AS_IT_IS
+    held_back: HeldBack | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRecipe:
+    """Text and its tokenizer."""
+
+    specs: tuple[SourceSpec, ...]
+    tokenizer: Path
+    max_bad_lines: int | None
+    held_back: HeldBack | None = None
+    beginning: BosPrefix = AS_IT_IS
+
+    @property
+    def name(self) -> str:
+        """The sources, for sentences."""
+        return ", ".join(spec.name for spec in self.specs)
+
+    def key(self, memo: Path | None) -> str:
+        """Digest of all that the result depends on. Raises UserError or StorageError."""
+        parts: list[Any] = [FORMAT, digest_of(self.tokenizer), [spec.open().identity(memo) for spec in self.specs]]
+        if self.held_back is not None:
+            held = self.held_back
+            parts.append([held.fraction, held.enough, held.first, Path(held.table).name])
+        if facts := self.beginning.facts():
+            parts.append({"bos": facts})
+        if end := end_facts(self.tokenizer):
+            parts.append(end)
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+    def inputs(self) -> BuildInputs:
+        """Return the inputs of a build. Raises UserError."""
+        return BuildInputs(
+            name=self.name,
+            specs=self.specs,
+            tokenizer=self.tokenizer,
+            max_bad_lines=self.max_bad_lines,
+            prepare=(install, (self.specs, str(self.tokenizer), self.beginning)),
+            encode=encode,
+            refuse_empty=self._refuse_empty,
+            count_records=self._count_records,
+            block_bytes=BLOCK_BYTES,
+            files=write_tokenizer(self.tokenizer),
+            beginning=self.beginning,
+            held_back=self.held_back,
+        )
+
+    def _refuse_empty(self, made: PreparedManifest) -> None:
+        if not made.tokens and self.held_back is None:
+            why = f" ({made.skipped} lines were skipped, the first: {made.examples[0]})" if made.examples else ""
+            raise UserError(f"data.source {self.name}: holds no text{why}: give a source with text in it")
+
+    def _count_records(self, made: PreparedManifest) -> int | None:
+        if self.held_back is not None or any(spec.open().has_lines for spec in self.specs):
+            return None
+        return made.documents + made.skipped
+
+
+@dataclass(frozen=True, slots=True)
+class BuildProgress:
+    """Progress of a build."""
+
+    bytes: int
+    total_bytes: int
+    documents: int
+    tokens: int
+    skipped: int
+    resumed_tokens: int
+    """Tokens that an earlier, killed run has left."""
+
+
+# ---- the folder in the making ---------------------------------------------------------------------------------------
 
 
 class PartialFolder:
@@ -96,11 +209,10 @@ class PartialFolder:
         if not plan.exists() or json.loads(plan.read_text(encoding="utf-8")) != key:
             shutil.rmtree(self.path, ignore_errors=True)
             self.path.mkdir(parents=True)
-            write_durably(plan, json.dumps(key))
+            _write_durably(plan, json.dumps(key))
         self.shards: list[Shard] = []
         while (note := self._note(len(self.shards))).exists():
-            document = json.loads(note.read_text(encoding="utf-8"))
-            self.shards.append(Shard(**(document | {"examples": tuple(document["examples"])})))
+            self.shards.append(Shard.from_json(json.loads(note.read_text(encoding="utf-8"))))
 
     def _note(self, number: int) -> Path:
         return self.path / f"tokens-{number:05d}.json"
@@ -110,20 +222,9 @@ class PartialFolder:
         """Blocks of the source that are done."""
         return self.shards[-1].blocks if self.shards else 0
 
-    @property
-    def tokens(self) -> int:
-        """Tokens that are done."""
-        return sum(shard.tokens for shard in self.shards)
-
-    @property
-    def documents(self) -> int:
-        """Documents that are done."""
-        return sum(shard.documents for shard in self.shards)
-
-    @property
-    def skipped(self) -> int:
-        """Lines that were skipped."""
-        return sum(shard.skipped for shard in self.shards)
+    def total(self, name: str) -> int:
+        """Return the sum of a field of the finished files."""
+        return sum(getattr(shard, name) for shard in self.shards)
 
     def writer(self, dtype: np.dtype[Any], end: int) -> ShardWriter:
         """Return a writer of the next file."""
@@ -132,13 +233,32 @@ class PartialFolder:
     def take(self, writer: ShardWriter, blocks: int) -> None:
         """Finish a file: from now on it need not be made again."""
         shard = writer.finish(blocks)
-        write_durably(self._note(len(self.shards)), json.dumps(asdict(shard)))
+        _write_durably(self._note(len(self.shards)), json.dumps(asdict(shard)))
         self.shards.append(shard)
+
+    def manifest(self, inputs: BuildInputs, key: str, vocabulary: int, end: int) -> PreparedManifest:
+        """Return the manifest of what is finished."""
+        digest = hashlib.sha256("".join(shard.digest for shard in self.shards).encode())
+        return PreparedManifest(
+            key=key,
+            identity=digest.hexdigest(),
+            sources=tuple(spec.name for spec in inputs.specs),
+            tokens=self.total("tokens"),
+            documents=self.total("documents"),
+            skipped=self.total("skipped"),
+            examples=tuple(example for shard in self.shards for example in shard.examples)[:_EXAMPLES],
+            vocabulary=vocabulary,
+            dtype=token_type(vocabulary).name,
+            end_of_document=end,
+            tokenizer=digest_of(inputs.tokenizer),
+            shards=tuple(self.shards),
+            beginning=inputs.beginning.tokens if inputs.beginning.rule is BosToken.ALWAYS else (),
+        )
 
     def publish(self, manifest: PreparedManifest) -> None:
         """Write index and manifest and give the folder its name."""
         self._write_index()
-        write_durably(self.path / MANIFEST_FILE, manifest.to_json())
+        _write_durably(self.path / MANIFEST_FILE, manifest.to_json())
         self.path.rename(self.folder)
         for note in (*self.folder.glob("tokens-*.json"), self.folder / _PLAN):  # not before: they are the way back
             note.unlink(missing_ok=True)
@@ -179,8 +299,9 @@ class ShardWriter:
     documents: int = 0
     skipped: int = 0
     examples: list[str] = field(default_factory=list)
+    _counts: Counts | None = None
     _largest: int = 0
-    _digest: Any = field(default_factory=hashlib.sha256)
+    _digests: dict[str, Any] = field(default_factory=dict)
     _waiting: list[TokenBlock] = field(default_factory=list)
     _waiting_tokens: int = 0
     _stream: Any = None
@@ -191,12 +312,22 @@ class ShardWriter:
         self.skipped += len(block.skipped)
         space = _EXAMPLES - len(self.examples)
         self.examples += [skipped.sentence() for skipped in block.skipped[:space]]
-        if not len(block.tokens):
+        if block.counts is not None:
+            self._counts = self._counts or Counts()
+            self._counts.add(block.counts)
+        if not len(block.lengths):
             return
+        ends = block.tokens == self.end if block.examples is None else block.lengths > 0
         self.tokens += len(block.tokens)
-        self.documents += int((block.tokens == self.end).sum())
-        self._largest = max(self._largest, int(block.tokens.max()))
-        self._digest.update(block.tokens.tobytes())
+        self.documents += int(ends.sum())
+        self._largest = max(self._largest, int(block.tokens.max(initial=0)))
+        hashed = {"tokens": block.tokens}
+        if block.examples is not None:
+            kept = block.lengths > 0
+            rows = np.stack([block.lengths, block.examples.answers, block.documents.view(np.int64)], axis=1)[kept]
+            hashed |= {"trained": block.examples.trained, "rows": rows}
+        for name, values in hashed.items():
+            self._digests.setdefault(name, hashlib.sha256()).update(values.tobytes())
         self._waiting.append(block)
         self._waiting_tokens += len(block.tokens)
         if self._waiting_tokens >= _BATCH_TOKENS:
@@ -205,12 +336,22 @@ class ShardWriter:
     def _write(self) -> None:
         import pyarrow as pa  # noqa: PLC0415 - one of the slower imports
 
-        lengths: NDArray[np.int64] = np.concatenate([block.lengths for block in self._waiting])
-        offsets = np.concatenate(([0], np.cumsum(lengths)))
-        values = column_of(np.concatenate([block.tokens for block in self._waiting]))
-        tokens = pa.LargeListArray.from_arrays(column_of(offsets), values)
-        documents = column_of(np.concatenate([block.documents for block in self._waiting]))
-        batch = pa.record_batch([tokens, documents], names=["tokens", "document"])
+        lengths = np.concatenate([block.lengths for block in self._waiting])
+        offsets = column_of(np.concatenate(([0], np.cumsum(lengths))))
+
+        def lists(values: list[Any]) -> Any:
+            return pa.LargeListArray.from_arrays(offsets, column_of(np.concatenate(values)))
+
+        columns = {
+            "tokens": lists([block.tokens for block in self._waiting]),
+            "document": column_of(np.concatenate([block.documents for block in self._waiting])),
+        }
+        examples = [block.examples for block in self._waiting if block.examples is not None]
+        if examples:
+            columns["trained"] = lists([each.trained.view(np.uint8) for each in examples])
+            columns["answer"] = column_of(np.concatenate([each.answers for each in examples]))
+            columns["before"] = column_of(np.concatenate([each.before for each in examples]))
+        batch = pa.record_batch(columns)
         if self._file is None:
             self._open(batch.schema)
         self._file.write_batch(batch)
@@ -236,77 +377,22 @@ class ShardWriter:
         os.fsync(self._stream.fileno())
         self._stream.close()
         self.path.with_suffix(".tmp").replace(self.path)
+        digests = [each.hexdigest() for each in self._digests.values()] or [hashlib.sha256().hexdigest()]
         return Shard(
             file=self.path.name,
             bytes=self.path.stat().st_size,
             tokens=self.tokens,
             documents=self.documents,
             largest=self._largest,
-            digest=self._digest.hexdigest(),
+            digest=digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest(),
             blocks=blocks,
             skipped=self.skipped,
             examples=tuple(self.examples),
+            counts=self._counts,
         )
 
 
-BLOCK_BYTES = 4 << 20
-_SHARD_TOKENS = 64 << 20
-_MOST_WORKERS = 16
-
-
-@dataclass(frozen=True, slots=True)
-class HeldBack:
-    """Only what is held back of one source, and no more of it than is needed."""
-
-    fraction: float | None
-    """Share of the documents, by their hash; None: all documents of the blocks."""
-    enough: int
-    """Tokens after which no further block is read."""
-    table: str
-    """A file with the source's blocks."""
-    first: int
-    """The first block that is read."""
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedRecipe:
-    """Inputs of a prepared folder."""
-
-    specs: tuple[SourceSpec, ...]
-    tokenizer: Path
-    max_bad_lines: int | None
-    held_back: HeldBack | None = None
-    beginning: BosPrefix = AS_IT_IS
-
-    @property
-    def name(self) -> str:
-        """The sources, for sentences."""
-        return ", ".join(spec.name for spec in self.specs)
-
-    def key(self, memo: Path | None) -> str:
-        """Digest of all that the result depends on. Raises UserError or StorageError."""
-        parts: list[Any] = [FORMAT, digest_of(self.tokenizer), [spec.open().identity(memo) for spec in self.specs]]
-        if self.held_back is not None:
-            held = self.held_back
-            parts.append([held.fraction, held.enough, held.first, Path(held.table).name])
-        if facts := self.beginning.facts():
-            parts.append({"bos": facts})
-        if end := end_facts(self.tokenizer):
-            parts.append(end)
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-
-
-@dataclass(frozen=True, slots=True)
-class BuildProgress:
-    """Progress of a build."""
-
-    bytes: int
-    total_bytes: int
-    documents: int
-    tokens: int
-    skipped: int
-    resumed_tokens: int
-    """Tokens that an earlier, killed run has left."""
+# ---- the build ------------------------------------------------------------------------------------------------------
 
 
 def count_processes(wanted: int | None) -> int:
@@ -316,7 +402,7 @@ def count_processes(wanted: int | None) -> int:
 
 def build(
     folder: Path,
-    recipe: PreparedRecipe,
+    inputs: BuildInputs,
     key: str,
     *,
     workers: int | None = None,
@@ -330,55 +416,44 @@ def build(
             if not is_prepared(folder):
                 if folder.exists():
                     raise UserError(f"{folder}: is there already and is not prepared data: choose another folder")
-                _make(PartialFolder(folder, key), recipe, key, workers, progress, shard_tokens)
+                _make(PartialFolder(folder, key), inputs, key, workers, progress, shard_tokens)
     manifest = read_manifest(folder)
     if manifest.key != key:
         raise UserError(f"{folder}: holds other prepared data: choose another folder, or remove this one")
     if manifest.skipped:
-        first, limit = manifest.examples[0], recipe.max_bad_lines
-        refuse_skipped(manifest.skipped, first, limit)
-        if recipe.held_back is None and not any(spec.open().has_lines for spec in recipe.specs):
-            refuse_skipped_share(recipe.name, manifest.skipped, manifest.documents + manifest.skipped, first, limit)
+        first, limit = manifest.examples[0], inputs.max_bad_lines
+        refuse_skipped(manifest.skipped, first, limit, inputs.unit)
+        records = inputs.count_records(manifest)
+        if records is not None:
+            refuse_skipped_share(inputs.name, manifest.skipped, records, first, limit)
     return manifest
 
 
 def _make(
     partial: PartialFolder,
-    recipe: PreparedRecipe,
+    inputs: BuildInputs,
     key: str,
     workers: int | None,
     progress: Callable[[BuildProgress], None],
     shard_tokens: int,
-) -> PreparedManifest:
-    tokenizer = partial.path / TOKENIZER_FILE
-    for name, text in write_tokenizer(recipe.tokenizer).items():
-        write_durably(partial.path / name, text)
-    vocabulary = count_entries(tokenizer)
-    prepare = (install, (recipe.specs, str(tokenizer), recipe.beginning))
-    with Workers(1, prepare) as pool:
-        end: int = pool.prepared
-        blocks = _blocks(recipe, pool)
+) -> None:
+    for name, text in inputs.files.items():
+        _write_durably(partial.path / name, text)
+    with Workers(1, inputs.prepare) as pool:
+        vocabulary, end = pool.prepared
+        if inputs.held_back is not None:
+            rows = np.load(inputs.held_back.table)[inputs.held_back.first :].tolist()
+            blocks = [(0, FileBlock(*row)) for row in rows]
+        else:
+            listed = [pool.call(list_blocks, spec, inputs.block_bytes) for spec in inputs.specs]
+            blocks = [(number, block) for number, found in enumerate(listed) for block in found]
         left = blocks[partial.blocks :]
         pool.grow(min(count_processes(workers), len(left)))
-        results = _counted(pool.map(encode, left), left, partial, blocks, progress)
-        _write(partial, recipe, _selected(results, recipe.held_back), token_type(vocabulary), end, shard_tokens)
-    if not partial.tokens and recipe.held_back is None:
-        examples = [example for shard in partial.shards for example in shard.examples]
-        why = f" ({partial.skipped} lines were skipped, the first: {examples[0]})" if examples else ""
-        raise UserError(f"data.source {recipe.name}: holds no text{why}: give a source with text in it")
-    return _publish(partial, recipe, key, vocabulary, end)
-
-
-def _blocks(recipe: PreparedRecipe, pool: Workers) -> list[tuple[int, FileBlock]]:
-    """Source and block of all that is read."""
-    held = recipe.held_back
-    if held is not None:
-        return [(0, FileBlock(*row)) for row in np.load(held.table)[held.first :].tolist()]
-    return [
-        (number, block)
-        for number, spec in enumerate(recipe.specs)
-        for block in pool.call(list_blocks, spec, BLOCK_BYTES)
-    ]
+        results = _counted(pool.map(inputs.encode, left), left, partial, blocks, progress)
+        _write(partial, inputs, _selected(results, inputs.held_back), token_type(vocabulary), end, shard_tokens)
+    manifest = partial.manifest(inputs, key, vocabulary, end)
+    inputs.refuse_empty(manifest)
+    partial.publish(manifest)
 
 
 def _counted(
@@ -391,13 +466,14 @@ def _counted(
     """Pass results on and report them."""
     total = sum(block.size for _, block in blocks)
     done = total - sum(block.size for _, block in left)
-    tokens, documents, skipped, resumed = partial.tokens, partial.documents, partial.skipped, partial.tokens
+    tokens, documents, skipped = (partial.total(name) for name in ("tokens", "documents", "skipped"))
+    resumed = tokens
     progress(BuildProgress(done, total, documents, tokens, skipped, resumed))
     for (_, block), encoded in zip(left, results, strict=True):
         done += block.size
         tokens += sum(len(part.tokens) for part in encoded)
         skipped += sum(len(part.skipped) for part in encoded)
-        documents += sum(len(np.unique(part.documents)) for part in encoded)
+        documents += sum(len(np.unique(part.documents[part.lengths > 0])) for part in encoded)
         yield encoded
         progress(BuildProgress(done, total, documents, tokens, skipped, resumed))
 
@@ -410,33 +486,23 @@ def _selected(results: Iterator[list[TokenBlock]], held: HeldBack | None) -> Ite
     for encoded in results:
         kept = encoded
         if held.fraction is not None:
-            kept = [select(block, held_back(block.documents, held.fraction)) for block in encoded]
+            kept = [block.select(held_back(block.documents, held.fraction)) for block in encoded]
         gathered += sum(len(block.tokens) for block in kept)
         yield kept
         if gathered >= held.enough:
             return
 
 
-def select(block: TokenBlock, chosen: Any) -> TokenBlock:
-    """Return the chosen pieces of a block, and what was skipped in it."""
-    return replace(
-        block,
-        tokens=block.tokens[np.repeat(chosen, block.lengths)],
-        lengths=block.lengths[chosen],
-        documents=block.documents[chosen],
-    )
-
-
 def _write(
     partial: PartialFolder,
-    recipe: PreparedRecipe,
-    results: Iterable[list[TokenBlock]],
+    inputs: BuildInputs,
+    results: Iterator[list[TokenBlock]],
     dtype: np.dtype[Any],
     end: int,
     shard_tokens: int,
 ) -> None:
     """Write results to files of tokens, as many as it takes."""
-    done, skipped = partial.blocks, partial.skipped
+    done, skipped = partial.blocks, partial.total("skipped")
     writer = partial.writer(dtype, end)
     used = False
     for encoded in results:
@@ -445,32 +511,10 @@ def _write(
         for block in encoded:
             for one in block.skipped:
                 skipped += 1
-                refuse_skipped(skipped, one, recipe.max_bad_lines)
+                refuse_skipped(skipped, one, inputs.max_bad_lines, inputs.unit)
             writer.add(block)
         if writer.tokens >= shard_tokens:
             partial.take(writer, done)
             writer, used = partial.writer(dtype, end), False
     if used:
         partial.take(writer, done)
-
-
-def _publish(partial: PartialFolder, recipe: PreparedRecipe, key: str, vocabulary: int, end: int) -> PreparedManifest:
-    digest = hashlib.sha256("".join(shard.digest for shard in partial.shards).encode())
-    examples = [example for shard in partial.shards for example in shard.examples]
-    manifest = PreparedManifest(
-        key=key,
-        identity=digest.hexdigest(),
-        sources=tuple(spec.name for spec in recipe.specs),
-        tokens=partial.tokens,
-        documents=partial.documents,
-        skipped=partial.skipped,
-        examples=tuple(examples[:5]),
-        vocabulary=vocabulary,
-        dtype=token_type(vocabulary).name,
-        end_of_document=end,
-        tokenizer=digest_of(partial.path / TOKENIZER_FILE),
-        shards=tuple(partial.shards),
-        beginning=recipe.beginning.tokens if recipe.beginning.rule is BosToken.ALWAYS else (),
-    )
-    partial.publish(manifest)
-    return manifest

@@ -192,7 +192,7 @@ def build_in_cache(
     """Build the folder of a recipe, unless the cache has it."""
     key = recipe.key(cache)
     folder = cache / f"tokens-{key[:32]}"
-    manifest = build(folder, recipe, key, workers=config.workers, progress=progress or Lines(recipe.name))
+    manifest = build(folder, recipe.inputs(), key, workers=config.workers, progress=progress or Lines(recipe.name))
     if manifest.skipped:
         _log.warning(
             "data.source %s: skipped %d lines, the first: %s", recipe.name, manifest.skipped, manifest.examples[0]

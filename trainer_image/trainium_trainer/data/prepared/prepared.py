@@ -6,6 +6,8 @@
     index.arrow            one row for each record batch: file, number in it, tokens, pieces of documents
     tokens-00000.arrow     record batches of `tokens` (list of uint16 or uint32) and `document` (hash, uint64)
 
+A cache of examples has the same files but for the tokenizer's, and three more columns (`examples/store.py`).
+
 Guarantees:
 - All documents are in the order of the source, each with its end-of-document token.
 - Files are mapped into memory, and a sample is read from the batches that it touches.
@@ -27,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from trainium_trainer.data.sources.files import remember
-from trainium_trainer.data.tokens.encoding import held_back
+from trainium_trainer.data.tokens.encoding import Counts, held_back
 from trainium_trainer.data.tokens.tokenizer import TOKENIZER_FILE
 from trainium_trainer.exits import UnreadableError, UserError
 
@@ -80,6 +82,15 @@ class Shard:
     """Lines that could not be used."""
     examples: tuple[str, ...]
     """Sentences about the first of them."""
+    counts: Counts | None = None
+    """Of records; None for documents."""
+
+    @staticmethod
+    def from_json(document: dict[str, Any]) -> Shard:
+        """Return what `asdict` gave. Raises KeyError or TypeError for anything else."""
+        given = document.get("counts")
+        counts = None if given is None else Counts(**given)
+        return Shard(**(document | {"examples": tuple(document["examples"]), "counts": counts}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +117,22 @@ class PreparedManifest:
     beginning: tuple[int, ...] = ()
     """BOS tokens that every document begins with; omitted: none was put there."""
 
+    @property
+    def counts(self) -> Counts:
+        """Numbers of records by what was done with them."""
+        total = Counts()
+        for shard in self.shards:
+            total.add(shard.counts or Counts())
+        return total
+
     def to_json(self) -> str:
         """Return the file's text."""
         document = asdict(self)
         if not self.beginning:  # as every version of this format can read it
             del document["beginning"]
+        for shard in document["shards"]:
+            if shard["counts"] is None:
+                del shard["counts"]
         return json.dumps(document, indent=1) + "\n"
 
 
@@ -126,7 +148,7 @@ def read_manifest(folder: Path) -> PreparedManifest:
         document = json.loads(file.read_text(encoding="utf-8"))
         if (document["kind"], document["format"]) != (KIND, FORMAT):
             _refuse_format(folder, document)
-        shards = tuple(Shard(**(shard | {"examples": tuple(shard["examples"])})) for shard in document["shards"])
+        shards = tuple(map(Shard.from_json, document["shards"]))
         lists = {name: tuple(document.get(name, ())) for name in ("sources", "examples", "beginning")}
         return PreparedManifest(**(document | lists | {"shards": shards}))
     except (ValueError, KeyError, TypeError) as error:
@@ -178,6 +200,7 @@ class Prepared:
         self._shard, self._batch = columns["shard"], columns["batch"]
         self.batch_tokens: NDArray[np.int64] = columns["tokens"]
         self.ends: NDArray[np.int64] = np.cumsum(columns["tokens"])
+        self.piece_ends: NDArray[np.int64] = np.cumsum(columns["pieces"])
         if int(columns["tokens"].sum()) != self.manifest.tokens:
             raise UserError(f"data.source {folder}: index and manifest do not agree: copy the folder again")
         self.batch = functools.lru_cache(maxsize=_OPEN_BATCHES)(self._open_batch)
@@ -206,7 +229,10 @@ class Prepared:
             size = None
         if size != shard.bytes:
             found = "is missing" if size is None else f"has {size} bytes, not {shard.bytes}"
-            raise UnreadableError(f"data.source {file}: {found}: copy it again, or prepare the data again")
+            raise UnreadableError(
+                f"data.source {file}: {found}: copy it again, or prepare the data again (in a cache: remove "
+                f"{self.folder})"
+            )
 
     def _open_shard(self, number: int) -> Any:
         import pyarrow as pa  # noqa: PLC0415 - one of the slower imports
@@ -218,9 +244,13 @@ class Prepared:
         except pa.ArrowException as error:
             raise UserError(f"data.source {file}: not an Arrow file ({error}): copy it again") from error
 
+    def arrow_batch(self, number: int) -> Any:
+        """Return a record batch."""
+        return self._reader(int(self._shard[number])).get_batch(int(self._batch[number]))
+
     def _open_batch(self, number: int) -> tuple[NDArray[Any], NDArray[np.int64], NDArray[np.uint64]]:
         """Tokens, starts of the pieces (one more than there are) and hashes of the documents of a record batch."""
-        batch = self._reader(int(self._shard[number])).get_batch(int(self._batch[number]))
+        batch = self.arrow_batch(number)
         column = batch.column("tokens")
         starts = numbers_of(column.offsets)
         values = numbers_of(column.values)

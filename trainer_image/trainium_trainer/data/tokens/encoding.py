@@ -10,7 +10,7 @@ Guarantees:
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 _PIECES, _CHARACTERS = 512, 4 << 20  # that are tokenised at once
 _TOKENS = 1 << 20  # of one TokenBlock, about
+_UNUSED = 32
+"""Names of unused fields that are counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,17 +53,76 @@ class SourceSpec:
         return open_source(self.name, self.text_field)
 
 
+@dataclass(slots=True)
+class Counts:
+    """Numbers of records by what was done with them."""
+
+    records: int = 0
+    unreadable: int = 0
+    """Lines and rows that are no records."""
+    filtered: int = 0
+    """By data.examples.where."""
+    left_out: int = 0
+    """By the user's function."""
+    cut: int = 0
+    dropped: int = 0
+    shortest_dropped: int = 0
+    """Tokens of the shortest example that was dropped."""
+    found: dict[str, dict[str, None]] = field(default_factory=dict)
+    """Some values of the fields that data.examples.where asks for."""
+    unused: dict[str, int] = field(default_factory=dict)
+    """Records that hold what no example depends on, by its name."""
+
+    def add(self, other: Counts) -> None:
+        """Take another's numbers too."""
+        for name in ("records", "unreadable", "filtered", "left_out", "cut", "dropped"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        known = [length for length in (self.shortest_dropped, other.shortest_dropped) if length]
+        self.shortest_dropped = min(known, default=0)
+        for name, values in other.found.items():
+            seen = self.found.setdefault(name, {})
+            seen |= dict.fromkeys(list(values)[: 8 - len(seen)])
+        for name, number in other.unused.items():
+            if name in self.unused or len(self.unused) < _UNUSED:
+                self.unused[name] = self.unused.get(name, 0) + number
+
+
+@dataclass(frozen=True, slots=True)
+class ExampleColumns:
+    """What examples have beside their tokens."""
+
+    trained: NDArray[np.bool_]
+    """Whether each token is learned."""
+    answers: NDArray[np.int64]
+    """Where the last answer of each example begins."""
+    before: NDArray[np.int64]
+    """Tokens of every example before it was cut or dropped."""
+
+
 @dataclass(frozen=True, slots=True)
 class TokenBlock:
-    """Tokens of consecutive pieces of documents."""
+    """Tokens of consecutive pieces of documents, or of examples."""
 
     tokens: NDArray[Any]
     """uint16 or uint32."""
     lengths: NDArray[np.int64]
     """Tokens of each piece; the last piece of a document ends with the end-of-document token."""
     documents: NDArray[np.uint64]
-    """Hash of the document that each piece is of: it decides what is held back for validation."""
+    """Hash of the document or record that each piece is of: it decides what is held back for validation."""
     skipped: tuple[Skipped, ...] = ()
+    examples: ExampleColumns | None = None
+    """Of records; None for documents."""
+    counts: Counts | None = None
+    """Likewise."""
+
+    def select(self, chosen: NDArray[np.bool_]) -> TokenBlock:
+        """Return the chosen pieces of documents, and what was skipped."""
+        return replace(
+            self,
+            tokens=self.tokens[np.repeat(chosen, self.lengths)],
+            lengths=self.lengths[chosen],
+            documents=self.documents[chosen],
+        )
 
 
 def token_type(vocabulary: int) -> np.dtype[Any]:
@@ -180,11 +241,11 @@ def held_back(documents: NDArray[np.uint64], fraction: float) -> NDArray[np.bool
 _installed: dict[str, Any] = {}
 
 
-def install(specs: tuple[SourceSpec, ...], tokenizer: str, beginning: BosPrefix) -> int:
-    """Prepare this process; returns the id of the end-of-document token."""
+def install(specs: tuple[SourceSpec, ...], tokenizer: str, beginning: BosPrefix) -> tuple[int, int]:
+    """Prepare this process; returns the vocabulary's size and the id of the end-of-document token."""
     _installed["sources"] = [spec.open() for spec in specs]
-    _installed["encoder"] = DocumentEncoder(Path(tokenizer), beginning)
-    return int(_installed["encoder"].end)
+    encoder = _installed["encoder"] = DocumentEncoder(Path(tokenizer), beginning)
+    return encoder.vocabulary, encoder.end
 
 
 def encode(source: int, block: FileBlock) -> list[TokenBlock]:
