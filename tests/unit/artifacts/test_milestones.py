@@ -11,7 +11,7 @@ from tests.testing.trainer.base_models import write_run
 from trainium_contract.wire.checkpoint_manifest import COMMIT_NAME, milestone_name
 from trainium_trainer.artifacts.manifest import MANIFEST_NAME, PLAN_NAME, UNFINISHED, ArtifactManifest, WritePlan
 from trainium_trainer.artifacts.stage import write_artifacts, write_milestones
-from trainium_trainer.artifacts.writer import Alone
+from trainium_trainer.peers import Peers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,7 +58,7 @@ def written_steps(run: Any) -> list[int]:
     def beat() -> None:
         beats[0] += 1
 
-    write_milestones(run.config, Alone(), progress, beat=beat)
+    write_milestones(run.config, Peers(0, 1), progress, beat=beat)
     assert bool(beats[0]) == bool(progress.reports)
     return sorted({report.step for report in progress.reports})
 
@@ -75,7 +75,7 @@ def test_milestones_get_the_artifacts_that_they_lack_unless_somebody_may_have_re
 
 
 def test_artifacts_that_a_killed_rank_left_unfinished_are_finished_at_the_next_milestone_or_the_end(run: Any) -> None:
-    write_artifacts(run.config, run.root, 2, Alone(), Silent())
+    write_artifacts(run.config, run.root, 2, Peers(0, 1), Silent())
     model = artifacts(run, 2) / "model"
     identity = ArtifactManifest.model_validate_json((model / MANIFEST_NAME).read_bytes()).identity
     (model / "config.json").unlink()

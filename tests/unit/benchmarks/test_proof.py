@@ -23,7 +23,8 @@ from tests.testing.trainer.base_models import save_base
 from trainium_contract.trainer.artifacts import ArtifactKind, ArtifactPrecision
 from trainium_contract.trainer.tuning import TuningConfig
 from trainium_trainer.artifacts.making import Making
-from trainium_trainer.artifacts.writer import Alone, write_artifact
+from trainium_trainer.artifacts.writer import write_artifact
+from trainium_trainer.peers import Peers
 from trainium_trainer.storage.opening import open_storage
 from trainium_trainer.storage.protocol import Retry
 from trainium_trainer.tuning.choice import choose
@@ -101,7 +102,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, kind in artifact_checks.FOLDERS.items():
         largest = 8192 if kind is ArtifactKind.MODEL else None
         blueprint = making.blueprint(kind, ArtifactPrecision.FLOAT32, largest)
-        write_artifact(blueprint, open_storage(str(step / name)), Alone(), retry=Retry())
+        write_artifact(blueprint, open_storage(str(step / name)), Peers(0, 1), retry=Retry())
     (step / "evaluation.json").write_text(json.dumps(EVALUATION))
     return step
 

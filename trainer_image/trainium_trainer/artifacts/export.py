@@ -21,12 +21,13 @@ from trainium_trainer.artifacts.companions import TOKENIZER_NAMES, check_tokeniz
 from trainium_trainer.artifacts.making import Making, of_adapter
 from trainium_trainer.artifacts.result import CheckpointWeights
 from trainium_trainer.artifacts.stage import source_of
-from trainium_trainer.artifacts.writer import Alone, write_artifact
+from trainium_trainer.artifacts.writer import write_artifact
 from trainium_trainer.checkpoint.format.contents import Contents
 from trainium_trainer.checkpoint.root.selection import choose, explain_damage, shape_of
 from trainium_trainer.data.tokens.tokenizer import TOKENIZER_FILE, count_entries, tokenizer_file
 from trainium_trainer.exits import UserError
 from trainium_trainer.monitor.writers import METRICS_NAME
+from trainium_trainer.peers import Peers
 from trainium_trainer.storage.opening import open_storage
 from trainium_trainer.storage.protocol import Retry
 from trainium_trainer.weights.adapter import AdapterWeights
@@ -84,7 +85,7 @@ def export(
             history=() if is_address(root) else read_lines(Path(root) / METRICS_NAME),
         )
         blueprint = making.blueprint(kind, precision, largest)
-        write_artifact(blueprint, open_storage(str(folder)), Alone(), retry=retry, beat=beat)
+        write_artifact(blueprint, open_storage(str(folder)), Peers(0, 1), retry=retry, beat=beat)
     return checkpoint.step
 
 
@@ -113,7 +114,7 @@ def merge(
                 f"it, or take {TOKENIZER_FILE} out of the folder to keep the base's"
             )
         blueprint = of_adapter(tuned, weights, tokenizer).blueprint(ArtifactKind.MODEL, precision, largest)
-        write_artifact(blueprint, open_storage(str(folder)), Alone(), retry=Retry(), beat=beat)
+        write_artifact(blueprint, open_storage(str(folder)), Peers(0, 1), retry=Retry(), beat=beat)
 
 
 @contextmanager

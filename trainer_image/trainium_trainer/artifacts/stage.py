@@ -8,7 +8,7 @@ nothing that others put there is touched: then a folder with the next free numbe
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from trainium_contract.status.results import ArtifactReport, RunStage
 from trainium_contract.trainer.artifacts import ArtifactKind
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from trainium_contract.trainer.config import TrainingConfig
-    from trainium_trainer.artifacts.writer import Group
     from trainium_trainer.checkpoint.durable.durable_tier import AfterMilestone
     from trainium_trainer.checkpoint.interfaces import MeshPlace
     from trainium_trainer.checkpoint.root.survey import Committed
+    from trainium_trainer.monitor.progress import ProgressWriter
     from trainium_trainer.storage.protocol import Storage
 
 DEFAULT_FOLDER = "artifacts"
@@ -49,26 +49,14 @@ _NEWEST_MILESTONES = 2
 _NAMES = {ArtifactKind.ADAPTER: "adapter", ArtifactKind.MODEL: "model"}
 
 
-class ArtifactProgress(Protocol):
-    """The reports during a stage; see `monitor.progress.ProgressWriter`."""
-
-    def stage(self, stage: RunStage, done: float = 0.0) -> None:
-        """Report the share that is done; also a heartbeat."""
-        ...
-
-    def artifact(self, report: ArtifactReport) -> None:
-        """Report a complete artifact."""
-        ...
-
-
 class _Aside:
     """For artifacts that are written while training goes on: the stage stays what it is."""
 
-    def __init__(self, progress: ArtifactProgress, beat: Callable[[], None]) -> None:
+    def __init__(self, progress: ProgressWriter, beat: Callable[[], None]) -> None:
         self._beat = beat
         self.artifact = progress.artifact
 
-    def stage(self, stage: RunStage, done: float = 0.0) -> None:  # noqa: ARG002 - as `ArtifactProgress` has it
+    def stage(self, stage: RunStage, done: float = 0.0) -> None:  # noqa: ARG002 - as `ProgressWriter` has it
         """Send a heartbeat."""
         self._beat()
 
@@ -93,8 +81,8 @@ def write_artifacts(
     config: TrainingConfig,
     checkpoint_root: str,
     step: int,
-    peers: Group,
-    progress: ArtifactProgress,
+    peers: Peers,
+    progress: ProgressWriter | _Aside,
     *,
     base: BaseWeights | None = None,
     tokenizer: Path | None = None,
@@ -139,7 +127,7 @@ def write_artifacts(
 
 
 def at_milestones(
-    config: TrainingConfig, mesh: MeshPlace, progress: ArtifactProgress, *, base: BaseWeights | None, tokenizer: Path
+    config: TrainingConfig, mesh: MeshPlace, progress: ProgressWriter, *, base: BaseWeights | None, tokenizer: Path
 ) -> AfterMilestone | None:
     """Return the hook that writes a milestone's artifacts in the background, on all ranks; None without artifacts."""
     if not config.artifacts.at_milestones or not kinds_of(config):
@@ -154,8 +142,8 @@ def at_milestones(
 
 def write_milestones(
     config: TrainingConfig,
-    peers: Group,
-    progress: ArtifactProgress,
+    peers: Peers,
+    progress: ProgressWriter,
     *,
     base: BaseWeights | None = None,
     tokenizer: Path | None = None,

@@ -11,7 +11,7 @@ import functools
 import json
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from pydantic import ValidationError
 
@@ -41,32 +41,10 @@ if TYPE_CHECKING:
 
     from trainium_contract.trainer.artifacts import ArtifactKind
     from trainium_trainer.artifacts.layout import PlannedFile
+    from trainium_trainer.peers import Peers
     from trainium_trainer.storage.protocol import Retry, Storage
 
 T = TypeVar("T")
-
-
-class Group(Protocol):
-    """The ranks that write together: see `trainium_trainer.peers.Peers`."""
-
-    @property
-    def rank(self) -> int: ...  # noqa: D102 - the names are enough
-    @property
-    def size(self) -> int: ...  # noqa: D102
-    def gather(self, value: T) -> list[T]:
-        """Return the values of all ranks, in their order. Collective."""
-        ...
-
-
-class Alone:
-    """One process and no others."""
-
-    rank = 0
-    size = 1
-
-    def gather(self, value: T) -> list[T]:
-        """Its own value."""
-        return [value]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +74,7 @@ class Blueprint:
 def write_artifact(
     blueprint: Blueprint,
     storage: Storage,
-    peers: Group,
+    peers: Peers,
     *,
     retry: Retry,
     beat: Callable[[float], None] = lambda _: None,
@@ -122,7 +100,7 @@ def write_artifact(
     return manifest
 
 
-def together(peers: Group, work: Callable[[], T] | None) -> list[T | None]:
+def together(peers: Peers, work: Callable[[], T] | None) -> list[T | None]:
     """Return the results of `work` of all ranks; the first error of any rank is raised on all of them. Collective."""
     value: T | None = None
     failure: Exception | None = None

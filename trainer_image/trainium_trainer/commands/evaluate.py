@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,7 +17,7 @@ from pydantic import ValidationError
 from trainium_contract.trainer.evaluate import GenerationConfig
 from trainium_trainer.commands.options import Overrides  # noqa: TC001 - typer reads annotations
 from trainium_trainer.configuration.config import load
-from trainium_trainer.evaluate.answering.folder import Models
+from trainium_trainer.evaluate.answering.folder import ComputeDevice, ComputeType, Models
 from trainium_trainer.exits import UserError
 from trainium_trainer.validation_errors import explain
 
@@ -31,23 +30,6 @@ if TYPE_CHECKING:
     from trainium_trainer.evaluate.report import EvaluationResult
 
 
-class DeviceOption(StrEnum):
-    """Where a model computes."""
-
-    AUTO = "auto"
-    CPU = "cpu"
-    CUDA = "cuda"
-
-
-class PrecisionOption(StrEnum):
-    """Number formats of the computation."""
-
-    AUTO = "auto"
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
-
-
 _Model = Annotated[
     str | None, typer.Argument(metavar="MODEL", help="Hugging Face folder, or s3://bucket/prefix.", show_default=False)
 ]
@@ -57,8 +39,8 @@ _Adapter = Annotated[
 _Config = Annotated[
     Path | None, typer.Option(help="A TrainingJob or the trainer's configuration: its data, template and settings.")
 ]
-_Where = Annotated[DeviceOption, typer.Option(help="Auto takes a GPU if there is one.")]
-_Type = Annotated[PrecisionOption, typer.Option(help="Auto: float32 on a CPU, the folder's own type on a GPU.")]
+_Where = Annotated[ComputeDevice, typer.Option(help="Auto takes a GPU if there is one.")]
+_Type = Annotated[ComputeType, typer.Option(help="Auto: float32 on a CPU, the folder's own type on a GPU.")]
 _MaxNewTokens = Annotated[int | None, typer.Option(help="Most tokens of an answer; 128.", show_default=False)]
 _Temperature = Annotated[
     float | None, typer.Option(help="0, the default, takes the likeliest token; above, tokens are drawn.")
@@ -97,8 +79,8 @@ def generate(
     stop: _Stop = None,
     seed: _Seed = None,
     batch_size: _BatchSize = None,
-    precision: _Type = PrecisionOption.AUTO,
-    device: _Where = DeviceOption.AUTO,
+    precision: _Type = ComputeType.AUTO,
+    device: _Where = ComputeDevice.AUTO,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object for each answer, on a line.")] = False,
 ) -> None:
     """Answer prompts with a model; with --config by the template that it was trained with."""
@@ -131,7 +113,7 @@ def generate(
     else:
         asked = list(prompt or ()) or read_prompts(prompts)  # type: ignore[arg-type]  # one of them is given, see above
         questions = questions_of(asked, training.data if training is not None else None)
-    answers = answer(models, questions, settings, device=device.value, precision=precision.value)
+    answers = answer(models, questions, settings, device=device, precision=precision)
     for line in _format_answers(questions, answers, as_json=as_json):
         typer.echo(line)
 
@@ -153,8 +135,8 @@ def evaluate(
     max_new_tokens: _MaxNewTokens = None,
     stop: _Stop = None,
     batch_size: _BatchSize = None,
-    precision: _Type = PrecisionOption.AUTO,
-    device: _Where = DeviceOption.AUTO,
+    precision: _Type = ComputeType.AUTO,
+    device: _Where = ComputeDevice.AUTO,
     markdown: Annotated[Path | None, typer.Option(help="File to write the table to.")] = None,
     output: Annotated[Path | None, typer.Option(help="File to write figures and answers to, as JSON.")] = None,
 ) -> None:
@@ -170,8 +152,8 @@ def evaluate(
             training.data,
             samples or training.evaluate.samples,
             settings,
-            device=device.value,
-            precision=precision.value,
+            device=device,
+            precision=precision,
             beat=beat,
         )
     typer.echo(result.to_markdown(), nl=False)

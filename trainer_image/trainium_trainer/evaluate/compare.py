@@ -6,11 +6,11 @@ import contextlib
 import gc
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
-from trainium_trainer.evaluate.answering.folder import local_folder, open_candidate
+from trainium_trainer.evaluate.answering.folder import ComputeDevice, ComputeType, local_folder, open_candidate
 from trainium_trainer.evaluate.answering.generation import share
-from trainium_trainer.evaluate.answering.loading import ComputeDevice, ComputeType, load
+from trainium_trainer.evaluate.answering.loading import load
 from trainium_trainer.evaluate.exam import QuestionScore, take
 from trainium_trainer.evaluate.report import EvaluationResult, answers_of, table
 from trainium_trainer.exits import UserError
@@ -22,21 +22,7 @@ if TYPE_CHECKING:
     from trainium_contract.trainer.evaluate import GenerationConfig
     from trainium_trainer.evaluate.answering.folder import Candidate, Models
     from trainium_trainer.evaluate.exam import Exam
-
-T = TypeVar("T")
-
-
-class Gathering(Protocol):
-    """The collectives that are needed; see `trainium_trainer.peers.Peers`."""
-
-    @property
-    def rank(self) -> int:
-        """This one's number."""
-        ...
-
-    def gather(self, value: T) -> list[T]:
-        """Return the values of all ranks, in their order. Collective."""
-        ...
+    from trainium_trainer.peers import Peers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +40,7 @@ def compare(
     models: Models,
     exam: Exam,
     asking: Asking,
-    peers: Gathering,
+    peers: Peers,
     *,
     beat: Callable[[float], None] = lambda _: None,
 ) -> EvaluationResult:
@@ -108,7 +94,7 @@ def _outcomes(
     candidate: Candidate,
     exam: Exam,
     asking: Asking,
-    peers: Gathering,
+    peers: Peers,
     *,
     beat: Callable[[float], None],
 ) -> tuple[list[QuestionScore], str]:

@@ -10,15 +10,15 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from trainium_contract.trainer.examples import DataFormat
-from trainium_trainer.artifacts.writer import Alone
 from trainium_trainer.data.examples.held_out import build_prompts, read_held_out
 from trainium_trainer.data.opening import open_data, text_prompt_ids
-from trainium_trainer.evaluate.answering.folder import local_folder, open_candidate
+from trainium_trainer.evaluate.answering.folder import ComputeDevice, ComputeType, local_folder, open_candidate
 from trainium_trainer.evaluate.answering.generation import check_prompts, generate
-from trainium_trainer.evaluate.answering.loading import ComputeDevice, ComputeType, load
+from trainium_trainer.evaluate.answering.loading import load
 from trainium_trainer.evaluate.compare import Asking, compare
 from trainium_trainer.evaluate.exam import Exam, Question
 from trainium_trainer.exits import UserError
+from trainium_trainer.peers import Peers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -171,7 +171,12 @@ def held_out_questions(data: DataConfig, count: int) -> list[Question]:
 
 
 def answer(
-    models: Models, questions: Sequence[Question], generation: GenerationConfig, *, device: str, precision: str
+    models: Models,
+    questions: Sequence[Question],
+    generation: GenerationConfig,
+    *,
+    device: ComputeDevice,
+    precision: ComputeType,
 ) -> list[GeneratedAnswer]:
     """Answers, in the order of the questions. Raises UserError and StorageError."""
     with contextlib.ExitStack() as stack:
@@ -180,7 +185,7 @@ def answer(
         candidate = open_candidate(path, adapter)
         prompts = [list(each.prompt_ids) or candidate.encode(each.prompt) for each in questions]
         check_prompts(candidate, prompts)  # before minutes of loading
-        model = load(candidate, device=ComputeDevice(device), precision=ComputeType(precision))
+        model = load(candidate, device=device, precision=precision)
         return generate(model, prompts, generation)
 
 
@@ -190,11 +195,11 @@ def measure(
     samples: int,
     generation: GenerationConfig,
     *,
-    device: str,
-    precision: str,
+    device: ComputeDevice,
+    precision: ComputeType,
     beat: Callable[[float], None],
 ) -> EvaluationResult:
     """Return the figures of a model on held-out examples. Raises UserError and StorageError."""
     exam = exam_of(data, samples)
-    asking = Asking(generation=generation, device=ComputeDevice(device), precision=ComputeType(precision))
-    return compare(models, exam, asking, Alone(), beat=beat)
+    asking = Asking(generation=generation, device=device, precision=precision)
+    return compare(models, exam, asking, Peers(0, 1), beat=beat)

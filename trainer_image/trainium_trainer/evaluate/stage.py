@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
@@ -19,8 +19,7 @@ from trainium_contract.status.results import EvaluationFigure, RunStage
 from trainium_contract.trainer.artifacts import ArtifactKind
 from trainium_trainer.artifacts.card import add_evaluation
 from trainium_trainer.artifacts.store import kept
-from trainium_trainer.evaluate.answering.folder import Models, local_folder
-from trainium_trainer.evaluate.answering.loading import ComputeDevice
+from trainium_trainer.evaluate.answering.folder import ComputeDevice, Models, local_folder
 from trainium_trainer.evaluate.check_folder import check_folder
 from trainium_trainer.evaluate.compare import Asking, compare
 from trainium_trainer.evaluate.memory import available_bytes, readers_that_fit
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
 
     from trainium_contract.status.results import ArtifactReport
     from trainium_contract.trainer.config import TrainingConfig
+    from trainium_trainer.monitor.progress import ProgressWriter
     from trainium_trainer.peers import Peers
 
 _RUN_TRANSFORMERS = frozenset({"cpu", "cuda"})
@@ -46,24 +46,12 @@ _LIMITED = (
 )
 
 
-class EvaluationProgress(Protocol):
-    """The reports during a stage; see `monitor.progress.ProgressWriter`."""
-
-    def stage(self, stage: RunStage, done: float = 0.0) -> None:
-        """Report the share that is done; also a heartbeat."""
-        ...
-
-    def evaluation(self, figures: tuple[EvaluationFigure, ...]) -> None:
-        """Report the figures."""
-        ...
-
-
 def evaluate_artifacts(
     config: TrainingConfig,
     artifacts: Sequence[ArtifactReport],
     *,
     peers: Peers,
-    progress: EvaluationProgress,
+    progress: ProgressWriter,
     device: str = "cpu",
     trained_loss: float | None = None,
 ) -> EvaluationResult | None:
@@ -97,7 +85,7 @@ def run_evaluation(
     model_folder: str,
     base_folder: str | None,
     peers: Peers,
-    progress: EvaluationProgress,
+    progress: ProgressWriter,
     output: str,
     device: str = "cpu",
     adapter_folder: str | None = None,
@@ -178,7 +166,7 @@ def _measured(
     config: TrainingConfig,
     models: Models,
     peers: Peers,
-    progress: EvaluationProgress,
+    progress: ProgressWriter,
     device: str,
     readers_per_node: int | None,
 ) -> EvaluationResult:
@@ -195,7 +183,7 @@ def _measured(
 
 
 def _limited(
-    config: TrainingConfig, models: Models, peers: Peers, progress: EvaluationProgress, trained_loss: float | None
+    config: TrainingConfig, models: Models, peers: Peers, progress: ProgressWriter, trained_loss: float | None
 ) -> EvaluationResult:
     """Return the result that is possible without `transformers`."""
     notes = [_LIMITED]

@@ -136,20 +136,6 @@ def judge(before: Stability, rules: StabilityRules, *, loss: float, gradient_nor
     )
 
 
-def resumed(
-    losses: tuple[float, ...], norms: tuple[float, ...], rules: StabilityRules, *, spikes: int = 0, spike_steps: int = 0
-) -> Stability:
-    """Return the state after these steps where no more is known of it: noise and lowest level begin with them.
-
-    A spike that has lasted long enough counts as reported.
-    """
-    state = Stability(losses=losses[:1], norms=norms[:1])
-    for loss, norm in zip(losses[1:], norms[1:], strict=True):
-        state = judge(state, rules, loss=loss, gradient_norm=norm).after
-    is_reported = spike_steps >= rules.reported_after
-    return replace(state, spikes=spikes, spike_steps=spike_steps, spike_reported=is_reported, alarm=False)
-
-
 def chance(ratio: float) -> float:
     """Bound of a false alarm at one step, for losses of any distribution about a level that does not rise.
 

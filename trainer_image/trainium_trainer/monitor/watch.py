@@ -18,7 +18,7 @@ from trainium_contract.wire.messages import AlertKind
 from trainium_trainer.monitor.efficiency import compute_utilisation, device_bytes, host_bytes
 from trainium_trainer.monitor.figures import StepFigures
 from trainium_trainer.monitor.lines import first_line, newest_lines, read_aside
-from trainium_trainer.monitor.stability import LEVEL_STEPS, Judgement, Stability, StabilityRules, judge, resumed
+from trainium_trainer.monitor.stability import LEVEL_STEPS, Judgement, Stability, StabilityRules, judge
 from trainium_trainer.monitor.writers import METRICS_NAME
 
 if TYPE_CHECKING:
@@ -101,21 +101,18 @@ def read_past(root: Path, rules: StabilityRules, aside: Path | None = None, *, l
         return Past()
     newest = lines[-1]
     began = first["time"] - _or(first["seconds"], 0.0)
-    return Past(_stability(lines, rules), newest.get("productiveSeconds", 0.0), began)
+    return Past(_stability(lines, rules), newest["productiveSeconds"], began)
 
 
 def _stability(lines: list[dict[str, Any]], rules: StabilityRules) -> Stability:
     newest = lines[-1]
     judged = [line for line in lines if line["gradNorm"] is not None and line["loss"] is not None][-rules.kept :]
     losses, norms = (tuple(line[name] for line in judged) for name in ("loss", "gradNorm"))
-    spikes, spike_steps = newest.get("spikes", 0), newest.get("spikeSteps", 0)
-    if "lossNoise" not in newest:  # before there were levels of the loss
-        return resumed(losses, norms, rules, spikes=spikes, spike_steps=spike_steps)
     return Stability(
         losses=losses,
         norms=norms,
-        spikes=spikes,
-        spike_steps=spike_steps,
+        spikes=newest["spikes"],
+        spike_steps=newest["spikeSteps"],
         spike_reported=newest["spikeReported"],
         differences=newest["lossDifferences"],
         noise=newest["lossNoise"],

@@ -104,32 +104,6 @@ def test_alerts_name_the_step_the_figures_and_what_to_do() -> None:
     assert all("optimizer.learningRate" in alert.sentence for alert in (spike, alarm))
 
 
-def test_a_history_of_an_earlier_version_can_be_continued(tmp_path: Path) -> None:
-    lines = [{"step": n, "loss": 2.0, "gradNorm": None if n == 2 else 1.0, "seconds": None, "time": n} for n in (1, 2)]
-    (tmp_path / METRICS_NAME).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    past = read_past(tmp_path, RULES)
-    assert past.stability.norms == (1.0,)
-    assert past.began == 1.0
-    assert take(new_watch(past), 3)[0].stability.losses == (2.0, 2.0)
-
-
-def test_levels_begin_with_the_newest_steps_of_an_earlier_version_and_its_alarm_is_forgotten(tmp_path: Path) -> None:
-    choose = random.Random(3)
-    known = {"spikes": 7, "spikeSteps": 2, "alarm": True, "lowestGradNorm": 0.1}
-    lines = [
-        {"step": n, "loss": 4 + choose.gauss(0, 0.1), "gradNorm": 1.0, "seconds": 1.0, "time": n} | known
-        for n in range(1, 301)
-    ]
-    (tmp_path / METRICS_NAME).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    state = read_past(tmp_path, RULES).stability
-    assert (state.spikes, state.spike_steps, state.alarm) == (7, 2, False)
-    assert state.lowest == pytest.approx(4.0, abs=0.1)
-    assert state.noise == pytest.approx(0.113, rel=0.2)
-    watch = new_watch(Past(state))
-    alerts = [alert for step in range(301, 400) for alert in take(watch, step, loss=4 + choose.gauss(0, 0.1))[1]]
-    assert alerts == []
-
-
 def test_a_line_has_what_was_measured_and_no_number_that_json_lacks() -> None:
     figures, _ = take(new_watch(), 1, loss=float("nan"), norm=float("inf"), parameter_norm=float("nan"))
     line = json.loads(json.dumps(figures.to_json(), allow_nan=False))

@@ -9,6 +9,7 @@ import contextlib
 import json
 import tempfile
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -28,6 +29,25 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 _GENERATION_CONFIG = "generation_config.json"
+
+
+class ComputeType(StrEnum):
+    """Number format in which a model computes."""
+
+    AUTO = "auto"
+    """float32 on a CPU, the folder's own on a GPU."""
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+class ComputeDevice(StrEnum):
+    """Where a model computes."""
+
+    AUTO = "auto"
+    """A GPU if there is one."""
+    CPU = "cpu"
+    CUDA = "cuda"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

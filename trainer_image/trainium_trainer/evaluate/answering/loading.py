@@ -8,13 +8,12 @@ from __future__ import annotations
 import re
 import warnings
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from trainium_trainer.evaluate.answering.folder import ADAPTER_WEIGHTS
+from trainium_trainer.evaluate.answering.folder import ADAPTER_WEIGHTS, ComputeDevice, ComputeType
 from trainium_trainer.exits import UserError
 from trainium_trainer.weights import BaseWeights
 from trainium_trainer.weights.adapter import BASE_DIGEST
@@ -25,25 +24,6 @@ if TYPE_CHECKING:
     from trainium_trainer.evaluate.answering.folder import Candidate
 
 _MATRIX = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<matrix>[AB])\.weight")
-
-
-class ComputeType(StrEnum):
-    """Number format in which a model computes."""
-
-    AUTO = "auto"
-    """float32 on a CPU, the folder's own on a GPU."""
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
-
-
-class ComputeDevice(StrEnum):
-    """Where a model computes."""
-
-    AUTO = "auto"
-    """A GPU if there is one."""
-    CPU = "cpu"
-    CUDA = "cuda"
 
 
 @dataclass(frozen=True, slots=True)
