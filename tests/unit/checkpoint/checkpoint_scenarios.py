@@ -7,6 +7,7 @@ import errno
 import gc
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +39,7 @@ def report_after(place: MeshPlace, root: Any, memories: Any, steps: int, setting
     if (count := settings.pop("snapshots", None)) is not None:
         limit_snapshots(count)
     if settings.pop("wired_backwards", False):
-        place.dp_rank = place.dp_size - 1 - place.dp_rank
+        place = replace(place, dp_rank=place.dp_size - 1 - place.dp_rank)
     run = Run(place, root, memory, **settings)
     report = run.report()
     while run.step < steps:

@@ -7,6 +7,7 @@ import re
 import resource
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -515,7 +516,7 @@ def test_a_rank_that_leaves_does_not_wait_for_space_on_a_full_store(
     hourly = Retry(delays=(3600.0, 3600.0))
     run = solo(tmp_path / "root", tmp_path / "memory", storage=storage, retry=hourly, durable={"failureTolerance": 9})
     run.settle()
-    monkeypatch.setattr(SOLO, "dp_mode", DataParallelMode.FULLY_SHARDED)
+    monkeypatch.setattr(run.manager, "_mesh", replace(SOLO, dp_mode=DataParallelMode.FULLY_SHARDED))
     run.to(3, save_at=(3,))  # a save of an earlier step waits for space already
     run.advance(save=False)
     if memory_ends:

@@ -416,7 +416,13 @@ def build(
             if not is_prepared(folder):
                 if folder.exists():
                     raise UserError(f"{folder}: is there already and is not prepared data: choose another folder")
-                _make(PartialFolder(folder, key), inputs, key, workers, progress, shard_tokens)
+                partial = PartialFolder(folder, key)
+                try:
+                    _make(partial, inputs, key, workers, progress, shard_tokens)
+                except UserError:
+                    if not partial.total("documents"):  # else it is worth continuing once the cause is corrected
+                        shutil.rmtree(partial.path, ignore_errors=True)
+                    raise
     manifest = read_manifest(folder)
     if manifest.key != key:
         raise UserError(f"{folder}: holds other prepared data: choose another folder, or remove this one")
