@@ -19,10 +19,10 @@ from trainium_contract.exit_codes import ExitCode
 from trainium_contract.wire.log_format import choose_log_format
 from trainium_trainer import exits, neuron_environment
 from trainium_trainer.backends.choose import refuse_what_it_cannot
-from trainium_trainer.commands import artifacts as artifact_commands
-from trainium_trainer.commands import check, convert, inspect, precompile
-from trainium_trainer.commands import evaluate as evaluate_commands
+from trainium_trainer.commands import artifacts, check, convert, evaluate
+from trainium_trainer.commands.inspect import inspect
 from trainium_trainer.commands.options import DEFAULT_CONFIG, ConfigFile, Overrides
+from trainium_trainer.commands.precompile import precompile
 from trainium_trainer.commands.prepare_data import prepare_data
 from trainium_trainer.commands.show_data import show_data
 from trainium_trainer.compile import graphs
@@ -80,15 +80,16 @@ def train(
     raise typer.Exit(code)
 
 
-inspect.register(app)
-convert.register(app)
-artifact_commands.register(app)
-evaluate_commands.register(app)
-check.register(app)
-app.command("prepare-data")(prepare_data)
-app.command("show-data")(show_data)
-app.command("plot")(plot)
-precompile.register(app)
+_convert = typer.Typer(name="convert", help="Convert checkpoints from and to NxD's own layout.", no_args_is_help=True)
+_convert.command("from-nxd")(convert.from_nxd)
+_convert.command("to-nxd")(convert.to_nxd)
+app.command()(inspect)
+app.add_typer(_convert)
+for _command in (
+    artifacts.export, artifacts.merge, artifacts.fetch_model, evaluate.generate, evaluate.evaluate, check.check,
+    prepare_data, show_data, plot, precompile,
+):  # fmt: skip
+    app.command()(_command)
 
 
 def run(argv: Sequence[str] | None = None) -> int:

@@ -132,7 +132,9 @@ def tokenizer_files(base: WeightsSource | None, tokenizer: Path | None, max_posi
                 files[name] = (tokenizer.parent / name).read_bytes()
     if base is not None:
         sizes = base.sizes()
-        same = not files or (TOKENIZER_FILE in sizes and _same(files[TOKENIZER_FILE], base.read(TOKENIZER_FILE)))
+        same = not files or (
+            TOKENIZER_FILE in sizes and json.loads(files[TOKENIZER_FILE]) == json.loads(base.read(TOKENIZER_FILE))
+        )
         if same or TOKENIZER_CONFIG not in files:
             wanted = (*TOKENIZER_NAMES, *(_OTHER_FORMS if same else ()))
             files = {name: base.read(name) for name in wanted if name in sizes} | files
@@ -157,10 +159,6 @@ def check_tokenizer(tokenizer: Path, vocabulary: int) -> None:
             f"{tokenizer}: has {entries} entries, but the model has {vocabulary}: name the tokenizer "
             "that the model was trained with"
         )
-
-
-def _same(ours: bytes, theirs: bytes) -> bool:
-    return bool(json.loads(ours) == json.loads(theirs))
 
 
 def _token_ids(files: dict[str, bytes]) -> dict[str, int]:

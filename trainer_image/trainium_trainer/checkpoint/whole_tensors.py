@@ -78,7 +78,14 @@ def write_whole(
     named = {source.name: source for source in sources}
     files: dict[int, WrittenFile] = {}
     for stage in range(scheme.grid.pipeline):
-        file = write_shard(storage, attempt, stage, scheme.file(stage), lambda item: _loaded(named[item.name]), retry)
+        file = write_shard(
+            storage,
+            attempt,
+            stage,
+            scheme.file(stage),
+            lambda item: named[item.name].load().to(named[item.name].dtype),
+            retry,
+        )
         if file is not None:
             files[stage] = file
     manifest = Manifest(
@@ -97,10 +104,6 @@ def write_whole(
     )
     publish(storage, prepare_commit(storage, folder, manifest, token, retry), retry)
     return folder
-
-
-def _loaded(source: TensorSource) -> torch.Tensor:
-    return source.load().to(source.dtype)
 
 
 def _groups(sources: Sequence[TensorSource]) -> Iterator[list[TensorSource]]:

@@ -29,13 +29,6 @@ class ExportType(StrEnum):
         return next(each for each in ArtifactPrecision if each.value.lower() == self.value)
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to the program."""
-    app.command()(export)
-    app.command()(merge)
-    app.command("fetch-model")(fetch_model)
-
-
 def export(
     root: Annotated[str, typer.Argument(help="Checkpoints of a run: a folder or s3://bucket/prefix.")],
     folder: Annotated[str, typer.Argument(help="Folder to make, or s3://bucket/prefix.")],

@@ -85,11 +85,6 @@ def _is_here(name: str) -> bool:
 _SIZES_SHOWN = 12
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to the program."""
-    app.command()(check)
-
-
 def check(
     config: ConfigFile = DEFAULT_CONFIG,
     overrides: Overrides = None,

@@ -24,16 +24,6 @@ if TYPE_CHECKING:
 E = TypeVar("E", bound=StrEnum)
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to the program."""
-    convert = typer.Typer(
-        name="convert", help="Convert checkpoints from and to NxD's own layout.", no_args_is_help=True
-    )
-    convert.command("from-nxd")(from_nxd)
-    convert.command("to-nxd")(to_nxd)
-    app.add_typer(convert)
-
-
 def from_nxd(
     tag: Annotated[Path, typer.Argument(help="The tag's folder: it has `model`, `optim` and `done`.")],
     root: Annotated[str, typer.Argument(help="New checkpoint root: a folder or s3://bucket/prefix.")],

@@ -52,12 +52,6 @@ _Seed = Annotated[int | None, typer.Option(help="Seed of the draws.")]
 _BatchSize = Annotated[int | None, typer.Option(help="Prompts that are answered at once; 8.", show_default=False)]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to the program."""
-    app.command()(generate)
-    app.command()(evaluate)
-
-
 def generate(
     model: _Model = None,
     *,

@@ -17,11 +17,6 @@ from trainium_trainer.storage.errors import storage_error
 from trainium_trainer.storage.opening import open_storage
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to the program."""
-    app.command()(inspect)
-
-
 def inspect(
     root: Annotated[str, typer.Argument(help="The parent of the step-N folders: a folder or s3://bucket/prefix.")],
     *,

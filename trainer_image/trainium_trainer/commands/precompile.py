@@ -54,11 +54,6 @@ class CompileOutcome(StrEnum):
     COMPILED = "compiled"
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to the program."""
-    app.command()(precompile)
-
-
 def precompile(
     config: ConfigFile = DEFAULT_CONFIG,
     overrides: Overrides = None,
@@ -163,7 +158,11 @@ def compile_place(settings: Settings, place: Place, local: LocalCache | None, cr
                 f"{extraction.TOOL} is not installed: it comes with torch-neuronx in the image of the Neuron SDK"
             ) from error
     if done.returncode:
-        raise _error(done.returncode, f"compiling for {world} ranks, rank {rank}: {_reason(done.stderr)}")
+        lines = [line for line in done.stderr[-_TAIL:].splitlines() if line.strip()]
+        reason = lines[-1] if lines else "the process ended without a word"
+        # The kind of error that the process ended with has the same exit code here.
+        kind = next((kind for kind in TrainerError.__subclasses__() if kind.code == done.returncode), UserError)
+        raise kind(f"compiling for {world} ranks, rank {rank}: {reason}")
 
 
 def _places(settings: Settings) -> tuple[Place, ...]:
@@ -172,17 +171,6 @@ def _places(settings: Settings) -> tuple[Place, ...]:
 
 def _is_nxd(settings: Settings) -> bool:
     return choose(settings.config.backend, settings.config.device) is BackendChoice.NXD
-
-
-def _error(code: int, sentence: str) -> TrainerError:
-    """Return the kind of error that the process ended with, for the same exit code here."""
-    kinds = [kind for kind in TrainerError.__subclasses__() if kind.code == code]
-    return kinds[0](sentence) if kinds else UserError(sentence)
-
-
-def _reason(log: str) -> str:
-    lines = [line for line in log[-_TAIL:].splitlines() if line.strip()]
-    return lines[-1] if lines else "the process ended without a word"
 
 
 def _launches(plan: Sizes) -> Iterator[Settings]:

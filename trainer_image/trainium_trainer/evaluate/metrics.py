@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import TYPE_CHECKING
 
 from rouge_score import rouge_scorer  # type: ignore[import-untyped]
@@ -45,16 +46,8 @@ def likeliest(log_likelihoods: Sequence[float]) -> int:
 def label_in(answer: str, labels: Sequence[str]) -> int | None:
     """Place of the label that an answer begins with, as whole words; the longest if several do, None if none does."""
     text = answer.strip()
-    found = [
-        place
-        for place, label in enumerate(labels)
-        if text.startswith(label.strip()) and not _of_a_word(text[len(label.strip()) :][:1])
-    ]
+    found = [place for place, label in enumerate(labels) if re.match(rf"{re.escape(label.strip())}(?!\w)", text)]
     return max(found, key=lambda place: (len(labels[place]), -place), default=None)
-
-
-def _of_a_word(character: str) -> bool:
-    return character.isalnum() or character == "_"
 
 
 def mean(values: Iterable[float | None]) -> float | None:

@@ -119,7 +119,7 @@ def read_prompts(file: Path) -> list[Asked]:
         raise UserError(f"--prompts {file}: cannot be read ({error.strerror}): give an existing file") from error
     except UnicodeDecodeError as error:
         raise UserError(f"--prompts {file}: is not UTF-8 text: write one prompt on each line") from error
-    prompts = list(_records(file, text) if file.suffix == ".jsonl" else _lines(text))
+    prompts = list(_records(file, text)) if file.suffix == ".jsonl" else list(filter(str.strip, text.splitlines()))
     if not prompts:
         raise UserError(f"--prompts {file}: holds no prompt: write one on each line")
     return prompts
@@ -136,10 +136,6 @@ def plain_text(asked: Asked) -> str:
         f"a record of --prompts has no text {_PROMPT!r} (its fields: {fields}): give --config, so that the template of "
         "the training makes the prompt"
     )
-
-
-def _lines(text: str) -> Iterator[str]:
-    return (line for line in text.splitlines() if line.strip())
 
 
 def _records(file: Path, text: str) -> Iterator[Asked]:

@@ -8,6 +8,7 @@ Guarantees:
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from dataclasses import dataclass
@@ -88,7 +89,7 @@ def draw(runs: Sequence[PlottedRun], output: Path) -> None:
     with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
         figure = Figure(figsize=(11, 7.5), layout="constrained")
         loss, rate, norm, speed = figure.subplots(2, 2, sharex=True).flat
-        for colour, run in zip(_repeated(_COLOURS, len(runs)), runs, strict=True):
+        for colour, run in zip(itertools.cycle(_COLOURS), runs, strict=False):
             _draw_losses(loss, run, colour, alone=len(runs) == 1)
             _line(rate, run, "learningRate", colour)
             _line(norm, run, "gradNorm", colour, smooth=True)
@@ -172,10 +173,6 @@ def _caption(runs: Sequence[PlottedRun]) -> str:
     if count:
         parts.append(f"{count} restart{'s' * (count > 1)} (dotted)")
     return ", ".join(parts)
-
-
-def _repeated(colours: Sequence[str], count: int) -> list[str]:
-    return [colours[number % len(colours)] for number in range(count)]
 
 
 def plot(

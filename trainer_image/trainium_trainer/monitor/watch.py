@@ -184,7 +184,9 @@ class Watch:
             batch=batch,
             seconds=seconds,
             tokens_per_second=speed,
-            utilisation=self._utilisation(speed),
+            utilisation=None
+            if speed is None
+            else compute_utilisation(speed, self._flops, devices=self._devices.count, peak=self._devices.peak),
             parameter_norm=parameter_norm,
             validation_loss=validation_loss,
             rewards=rewards,
@@ -201,11 +203,6 @@ class Watch:
         if judgement.spike_ended_after >= self._rules.reported_after:
             _log.info("step %d: gradient norm is back after a spike of %d steps", step, judgement.spike_ended_after)
         return figures, tuple(_alerts(self._rules, judgement, step=step, norm=grad_norm))
-
-    def _utilisation(self, speed: float | None) -> float | None:
-        if speed is None:
-            return None
-        return compute_utilisation(speed, self._flops, devices=self._devices.count, peak=self._devices.peak)
 
 
 def _alerts(rules: StabilityRules, judgement: Judgement, *, step: int, norm: float) -> list[MonitorAlert]:

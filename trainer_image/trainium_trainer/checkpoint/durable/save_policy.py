@@ -62,7 +62,7 @@ class SavePolicy:
 
     def wanted(self, *, step: int, now: float) -> Save:
         """Return what may be saved after `step`; `crosses` decides after it whether a milestone is due."""
-        if self.failures and now - self.saved_at < self._patience():
+        if self.failures and now - self.saved_at < min(RETRY_SECONDS, self.durable.every_seconds or RETRY_SECONDS):
             return Save.NOTHING
         state = Save.STATE if self.failures or self._interval_is_over(step, now) else Save.NOTHING
         return state | (Save.NOTHING if self.milestones.every_tokens is None else Save.MILESTONE)
@@ -99,6 +99,3 @@ class SavePolicy:
         if every.every_steps is not None and step - self.saved_step >= every.every_steps:
             return True
         return every.every_seconds is not None and now - self.saved_at >= every.every_seconds
-
-    def _patience(self) -> float:
-        return min(RETRY_SECONDS, self.durable.every_seconds or RETRY_SECONDS)

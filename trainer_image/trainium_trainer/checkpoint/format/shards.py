@@ -160,8 +160,11 @@ def write_digests(
     """
     found: list[WrittenTable] = []
     for group in _groups(files, sorted(others)):
-        table = {"files": {shard_name(rank): _to_json(files[rank]) for rank in group}}
-        entry = _write_json(storage, folder, blocks_name(group[0]), table, retry)
+        entries = {
+            shard_name(rank): {"size": file.size, "header": file.header.hex(), "blocks": file.blocks.hex()}
+            for rank, file in ((rank, files[rank]) for rank in group)
+        }
+        entry = _write_json(storage, folder, blocks_name(group[0]), {"files": entries}, retry)
         mine = tuple((rank, files[rank].size, bytes.fromhex(files[rank].digest)) for rank in group)
         values = sum(files[rank].values for rank in group)
         found.append(WrittenTable(group[0], entry.size, bytes.fromhex(entry.digest), mine, values))
@@ -196,10 +199,6 @@ def _groups(files: Mapping[int, WrittenFile], others: Sequence[int]) -> Iterator
         size += len(files[rank].blocks) + _ENTRY_BYTES
     if group:
         yield group
-
-
-def _to_json(file: WrittenFile) -> dict[str, Any]:
-    return {"size": file.size, "header": file.header.hex(), "blocks": file.blocks.hex()}
 
 
 def write_hashed(storage: Storage, name: str, views: Iterable[memoryview], size: int) -> bytes:

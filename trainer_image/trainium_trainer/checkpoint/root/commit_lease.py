@@ -56,7 +56,9 @@ class CommitLease:
         """
         where, problem = self._storage.location, None
         self._retry.run(self._storage.prepare, where)
-        if not self._retry.run(self._owner.is_held, where) or self._is_other_run():
+        is_held = self._retry.run(self._owner.is_held, where)
+        fence = self._retry.run(lambda: read_fence(self._storage), where) if is_held else None
+        if fence is None or not fence.run or fence.run != self._token.run:  # not provably of this run
             if (other := nested_root(self._storage)) is not None:
                 raise UnusableCheckpointError(
                     f"{where} and {other}, which holds the checkpoints of a run, lie one in the other: choose a "
@@ -85,11 +87,6 @@ class CommitLease:
             check_fence(self._storage, self._token)
         else:
             refuse_newer(self._storage, self._token)
-
-    def _is_other_run(self) -> bool:
-        """Return whether the fence is not provably of this run."""
-        fence = self._retry.run(lambda: read_fence(self._storage), self._storage.location)
-        return fence is None or not fence.run or fence.run != self._token.run
 
     def _claim(self, retry: Retry) -> None:
         retry.run(lambda: claim_fence(self._storage, self._token), self._storage.location)

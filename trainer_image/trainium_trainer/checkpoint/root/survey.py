@@ -97,7 +97,7 @@ def survey(storage: Storage) -> Survey:
     record = read_fence_record(storage)
     ours = frozenset[str]() if record is None else record.attempts
     for entry in storage.list(""):
-        if entry.is_folder and _is_checkpoint_name(entry.name):
+        if entry.is_folder and (step_of(entry.name) is not None or milestone_of(entry.name) is not None):
             _inspect_folder(storage, entry.name, ours, found)
     found.committed.sort(key=lambda item: item.step, reverse=True)
     found.milestones.sort(key=lambda item: item.step, reverse=True)
@@ -170,10 +170,6 @@ def _is_root(storage: Storage, entries: Iterable[Entry], folder: str = "") -> bo
         GENERATION_FENCE_NAME in names
         and parse_fence(storage.read(f"{folder}/{GENERATION_FENCE_NAME}".lstrip("/"))) is not None
     )
-
-
-def _is_checkpoint_name(name: str) -> bool:
-    return step_of(name) is not None or milestone_of(name) is not None
 
 
 def _remove_checkpoint(storage: Storage, folder: str) -> bool:

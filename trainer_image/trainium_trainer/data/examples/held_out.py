@@ -18,7 +18,7 @@ from trainium_trainer.data.examples.recipe import build_recipe
 from trainium_trainer.data.examples.store import BLOCK_BYTES
 from trainium_trainer.data.examples.templates import BadRecordError, build_pair
 from trainium_trainer.data.prepared.cache import list_sources, with_cache
-from trainium_trainer.data.sources.files import read_with_retries
+from trainium_trainer.data.sources.files import records_of
 from trainium_trainer.data.tokens.encoding import Counts
 from trainium_trainer.exits import UserError
 
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from trainium_trainer.data.examples.encode import TextEncoder
     from trainium_trainer.data.examples.opening import ExampleSource
     from trainium_trainer.data.examples.templates import Guard
-    from trainium_trainer.data.sources.documents import DocumentSource as Records
-    from trainium_trainer.data.sources.documents import FileBlock, Record, Skipped
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +132,7 @@ def _of_source(source: ExampleSource, encoder: ExampleEncoder) -> Iterator[HeldO
     guard = encoder.maker.guard
     opened = source.recipe.spec.open()
     made = itertools.chain.from_iterable(
-        encoder.encode(_read(opened, block), Counts(), [], []) for block in opened.blocks(BLOCK_BYTES)
+        encoder.encode(records_of(opened, block), Counts(), [], []) for block in opened.blocks(BLOCK_BYTES)
     )
     # Of a pair the preferred answer is expected.
     for one, held in itertools.islice(zip(made, source.held, strict=False), 0, None, encoder.maker.width):
@@ -156,7 +154,3 @@ def _shown(one: Made, guard: Guard, texts: TextEncoder) -> HeldOutExample:
         answer_ids=tuple(ids[answer:end].tolist()),
         label=example.label,
     )
-
-
-def _read(opened: Records, block: FileBlock) -> list[Record | Skipped]:
-    return read_with_retries(opened.named(block), lambda: list(opened.records(block)))

@@ -26,7 +26,7 @@ from trainium_trainer.data.examples.templates import BadRecordError, Filter
 from trainium_trainer.data.prepared.cache import list_sources, prepared_folder
 from trainium_trainer.data.prepared.origins import Lines, train_once
 from trainium_trainer.data.sources.documents import Record
-from trainium_trainer.data.sources.files import read_with_retries
+from trainium_trainer.data.sources.files import records_of
 from trainium_trainer.data.tokens.encoding import Counts, held_back
 from trainium_trainer.data.tokens.tokenizer import count_entries, digest_of, tokenizer_file, train_tokenizer
 from trainium_trainer.exits import UserError
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from trainium_contract.trainer.data import DataConfig
     from trainium_trainer.data.examples.recipe import Recipe
     from trainium_trainer.data.prepared.build import BuildProgress
-    from trainium_trainer.data.sources.documents import DocumentSource, FileBlock, Skipped
 
 
 _BARS = 12
@@ -121,7 +120,7 @@ def _learn(recipes: tuple[Recipe, ...], vocab_size: int, file: str) -> None:
 def _texts(recipe: Recipe) -> Iterator[str]:
     source, maker, chosen = recipe.spec.open(), recipe.maker(()), Filter(recipe.config.where)
     for block in source.blocks(BLOCK_BYTES):
-        for item in _records(source, block):
+        for item in records_of(source, block):
             if not isinstance(item, Record) or not chosen(item.fields):
                 continue
             try:
@@ -129,10 +128,6 @@ def _texts(recipe: Recipe) -> Iterator[str]:
             except BadRecordError:  # counted when the examples are encoded
                 continue
             yield from (example.text for example in examples)
-
-
-def _records(source: DocumentSource, block: FileBlock) -> list[Record | Skipped]:
-    return read_with_retries(source.named(block), lambda: list(source.records(block)))
 
 
 _log = logging.getLogger("trainium.data")

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from trainium_contract.trainer.data import DataConfig
-    from trainium_trainer.data.sources.documents import DocumentSource, FileBlock, Skipped
+    from trainium_trainer.data.sources.documents import DocumentSource
 
 
 _FORMAT = 1
@@ -74,13 +74,8 @@ def _learn(specs: tuple[SourceSpec, ...], vocab_size: int, file: str) -> None:
 
 def _texts(source: DocumentSource) -> Iterator[str]:
     for block in source.blocks(_BLOCK_BYTES):
-        for item in _items(source, block):
-            if isinstance(item, TextPiece):
-                yield item.text
-
-
-def _items(source: DocumentSource, block: FileBlock) -> list[TextPiece | Skipped]:
-    return read_with_retries(source.named(block), lambda: list(source.read(block)))
+        items = read_with_retries(source.named(block), lambda block=block: list(source.read(block)))  # type: ignore[misc]
+        yield from (item.text for item in items if isinstance(item, TextPiece))
 
 
 _log = logging.getLogger("trainium.data")

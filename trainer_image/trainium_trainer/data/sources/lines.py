@@ -158,7 +158,9 @@ def read_rows(file: DataFile) -> Iterator[Record | Skipped]:
         rows = csv.reader(stream, strict=True)
         try:
             header = next(rows, [])
-            _check_header(file, header)
+            doubled = next((name for name in header if header.count(name) > 1), None)
+            if doubled is not None:
+                raise UserError(f"data.source {file.shown}: two columns are called {doubled!r}: rename one of them")
             for row in rows:
                 if row:
                     yield _read(file, header, row, rows.line_num)
@@ -168,12 +170,6 @@ def read_rows(file: DataFile) -> Iterator[Record | Skipped]:
             ) from error
         except OSError as error:
             raise unpacking_error(file, error) or error from error
-
-
-def _check_header(file: DataFile, header: list[str]) -> None:
-    doubled = next((name for name in header if header.count(name) > 1), None)
-    if doubled is not None:
-        raise UserError(f"data.source {file.shown}: two columns are called {doubled!r}: rename one of them")
 
 
 def _read(file: DataFile, header: list[str], row: list[str], line: int) -> Record | Skipped:
