@@ -13,8 +13,14 @@ import pytest
 
 from trainium_contract.wire.checkpoint_manifest import digest_of
 from trainium_trainer.checkpoint.collectives import pack
-from trainium_trainer.checkpoint.durable.file_digests import DigestReport, fold_reports
-from trainium_trainer.checkpoint.format.shards import WrittenFile, blocks_name, shard_name, write_digests
+from trainium_trainer.checkpoint.format.shards import (
+    DigestReport,
+    WrittenFile,
+    blocks_name,
+    fold_reports,
+    shard_name,
+    write_digests,
+)
 from trainium_trainer.storage.posix import PosixStorage
 from trainium_trainer.storage.protocol import Retry
 

@@ -11,8 +11,7 @@ import torch
 from trainium_contract.wire.checkpoint_manifest import CheckpointKind, Manifest
 from trainium_trainer.checkpoint.dividing.cuts import Axis, Cut
 from trainium_trainer.checkpoint.durable import durable_tier
-from trainium_trainer.checkpoint.durable.staging import Staging
-from trainium_trainer.checkpoint.format.live_state import local_of, scheme_of
+from trainium_trainer.checkpoint.format.live_state import Staging, local_of, scheme_of
 from trainium_trainer.checkpoint.format.part import TensorPart
 from trainium_trainer.checkpoint.format.shards import write_shard, write_tables
 from trainium_trainer.checkpoint.root.survey import Committed

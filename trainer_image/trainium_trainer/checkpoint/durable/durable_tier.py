@@ -25,14 +25,18 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from trainium_agent.linux.write_access import FULL
 from trainium_contract.wire.checkpoint_manifest import CheckpointKind, Manifest, folder_name, milestone_name
 from trainium_trainer.checkpoint.collectives import reduce_on_root
-from trainium_trainer.checkpoint.durable.file_digests import DigestReport, fold_reports
 from trainium_trainer.checkpoint.durable.save_plan import Planner
 from trainium_trainer.checkpoint.durable.save_policy import Save
-from trainium_trainer.checkpoint.durable.staging import Staging, flatten
 from trainium_trainer.checkpoint.errors import TooSlowError
 from trainium_trainer.checkpoint.format.contents import Contents
-from trainium_trainer.checkpoint.format.live_state import box_of, local_of
-from trainium_trainer.checkpoint.format.shards import write_digests, write_shard, write_tables
+from trainium_trainer.checkpoint.format.live_state import Staging, box_of, flatten, local_of
+from trainium_trainer.checkpoint.format.shards import (
+    DigestReport,
+    fold_reports,
+    write_digests,
+    write_shard,
+    write_tables,
+)
 from trainium_trainer.checkpoint.root.commit import prepare_commit, publish
 from trainium_trainer.checkpoint.root.metrics_copy import RecordCopies
 from trainium_trainer.checkpoint.root.survey import prune, remove_attempts

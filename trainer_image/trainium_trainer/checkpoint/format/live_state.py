@@ -1,24 +1,27 @@
-"""The division of a live state: a scheme for saving, a box for loading.
+"""The division of a live state: a scheme for saving, a box for loading; and its copy in host memory while it is saved.
 
 Guarantees:
-- Nothing is read from a device.
+- Nothing but a copy is read from a device.
 - A state whose tensors are not where the scheme places them is refused before anything is written.
 - Plain tensors are copies on all ranks of a stage.
+- The buffers of a copy are made once and reused, so a save costs one memory copy. What later steps change in the live
+  state never reaches it.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from trainium_trainer.checkpoint.dividing.cuts import Axis, Box, Cut, Grid, box_at
 from trainium_trainer.checkpoint.dividing.scheme import Divided, Scheme
+from trainium_trainer.checkpoint.format.flat_buffer import copy_all
 from trainium_trainer.checkpoint.format.part import TensorPart
 from trainium_trainer.checkpoint.format.shards import SAFETENSORS_TYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    import torch
+    from collections.abc import Callable, Mapping
 
     from trainium_trainer.checkpoint.dividing.cuts import Division
     from trainium_trainer.checkpoint.interfaces import MeshPlace
@@ -127,3 +130,36 @@ def scheme_of(tensors: Mapping[str, Any], mesh: MeshPlace) -> Scheme:
 def local_sizes(value: Any) -> torch.Size:
     """Size of this rank's values; nothing is fetched for it."""
     return value.sizes if isinstance(value, TensorPart) else local_of(value).shape
+
+
+def flatten(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return a nested state dictionary with dotted names; TypeError for a value that is not a tensor."""
+    flat: dict[str, Any] = {}
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor):
+            flat[prefix + name] = value
+        elif isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{name}.")
+        else:
+            raise TypeError(f"state_dict() must hold tensors only: {prefix}{name} is {type(value).__name__}")
+    return flat
+
+
+class Staging:
+    """The reused copy of one state."""
+
+    def __init__(self, live: Mapping[str, Any]) -> None:
+        """Make the buffers of a flat state and touch their pages, which costs more than ten copies into them."""
+        self._signatures = {name: signature_of(value) for name, value in live.items()}
+        # Nothing is asked of the device for them.
+        self._buffers = {name: torch.zeros(local_sizes(value), dtype=value.dtype) for name, value in live.items()}
+
+    def fits(self, live: Mapping[str, Any]) -> bool:
+        """Return whether a flat state has the names, types, sizes and divisions that the buffers were made for."""
+        return self._signatures == {name: signature_of(value) for name, value in live.items()}
+
+    def fill(self, live: Mapping[str, Any], wanted: Callable[[str], bool] = lambda _: True) -> dict[str, torch.Tensor]:
+        """Copy the live values of the wanted names, complete on return; those names with this rank's copies."""
+        chosen = {name: buffer for name, buffer in self._buffers.items() if wanted(name)}
+        copy_all(list(chosen.values()), [local_of(live[name]) for name in chosen])
+        return chosen

@@ -171,9 +171,39 @@ def write_digests(
     return found
 
 
-def enough_for_a_table(files: Iterable[WrittenFile]) -> bool:
-    """Return whether the digests of some files are so many that a rank writes them rather than pass them on."""
-    return 2 * sum(len(file.blocks) + _ENTRY_BYTES for file in files) >= _GROUP_DIGEST_BYTES
+@dataclass(frozen=True, slots=True)
+class DigestReport:
+    """The digests of one rank's file, or of several together."""
+
+    is_ordered: bool
+    """Whether the places of these ranks are the numbers of these ranks."""
+    files: tuple[tuple[int, WrittenFile], ...] = ()
+    """By place; those that are in no table yet."""
+    tables: tuple[WrittenTable, ...] = ()
+
+    @staticmethod
+    def of(rank: int, place: int, file: WrittenFile | None) -> DigestReport:
+        """Report the file of one rank, if it has written one."""
+        return DigestReport(place == rank, () if file is None else ((place, file),))
+
+
+def fold_reports(
+    reports: list[DigestReport], write: Callable[[Mapping[int, WrittenFile], list[int]], list[WrittenTable]]
+) -> list[DigestReport]:
+    """Return what a rank passes on of the reports that it has received, its own first.
+
+    A rank that has received the digests of many files writes a table itself and passes on what the manifest needs, a
+    fifth to a tenth of it; one whose ranks hold other places than their numbers passes everything on. `write` writes
+    tables of some files by place, none of which reaches beyond one of the places where others begin.
+    """
+    files = tuple(pair for each in reports for pair in each.files)
+    tables = tuple(table for each in reports for table in each.tables)
+    is_ordered = all(each.is_ordered for each in reports)
+    # So many that a rank writes them rather than pass them on.
+    if is_ordered and 2 * sum(len(file.blocks) + _ENTRY_BYTES for _, file in files) >= _GROUP_DIGEST_BYTES:
+        tables += tuple(write(dict(files), [table.first for table in tables]))
+        files = ()
+    return [DigestReport(is_ordered, files, tables)]
 
 
 def _write_json(storage: Storage, folder: str, name: str, document: dict[str, Any], retry: Retry) -> ManifestFile:
