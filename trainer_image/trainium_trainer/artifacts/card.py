@@ -38,7 +38,7 @@ class Card:
     """Those that the checkpoint names as fixed."""
     tuning: TuningConfig
     base: str | None
-    """Where the base is."""
+    """Location of the base."""
     precision: str
     history: tuple[dict[str, Any], ...] = ()
     """Lines of metrics.jsonl."""

@@ -29,7 +29,7 @@ class PlannedFile:
     tensors: tuple[tuple[str, tuple[int, ...]], ...]
     """Name and size of each, in their order."""
     dtype: str
-    """As the format names it."""
+    """Type, as the format names it."""
     header: bytes
     """The file's first bytes."""
 

@@ -47,16 +47,16 @@ class Making:
     """All that artifacts of one step follow from."""
 
     shape: ModelShape
-    """Of the run; rows of padding are not written."""
+    """Shape of the run; rows of padding are not written."""
     tuning: TuningConfig
     trained: Boxes
     names: Collection[str]
-    """What was trained: those of `trained`."""
+    """Names of the trained parameters: those of `trained`."""
     source: str
     """Digest of the numbers in `trained`."""
     base: BaseWeights | None
     seed: int
-    """Of the run: part of the identity."""
+    """Seed of the run: part of the identity."""
     step: int
     tokens: int
     settings: dict[str, Any]

@@ -71,7 +71,7 @@ class WritePlan(MessageModel):
 
 
 def receipt_name(file: str) -> str:
-    """Where the receipt of a data file is; it is an `ArtifactFile`."""
+    """Return the name of a data file's receipt, which is an `ArtifactFile`."""
     return f"{UNFINISHED}/{file}.json"
 
 

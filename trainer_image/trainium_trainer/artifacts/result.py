@@ -40,7 +40,7 @@ class CheckpointWeights:
     def __init__(self, contents: Contents) -> None:
         self._contents = contents
         self.names = tuple(name for key in contents.tensors if (name := parameter_of(key)) is not None)
-        """What was trained."""
+        """Names of the trained parameters."""
 
     def size(self, name: str) -> torch.Size:
         """Size of a parameter; KeyError when the checkpoint has none of that name."""

@@ -73,7 +73,7 @@ def kinds_of(config: TrainingConfig) -> tuple[ArtifactKind, ...]:
 
 
 def place_of(config: TrainingConfig, checkpoint_root: str) -> str:
-    """Where artifacts are written below."""
+    """Return the folder below which artifacts are written."""
     return config.artifacts.path or f"{checkpoint_root.rstrip('/')}/{DEFAULT_FOLDER}"
 
 

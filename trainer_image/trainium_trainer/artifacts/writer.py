@@ -58,7 +58,7 @@ class Blueprint:
     stem: str
     """Name of the data files, without number and ending."""
     dtype: str
-    """As safetensors names it."""
+    """Type, as safetensors names it."""
     sizes: Mapping[str, tuple[int, ...]]
     """Tensors as the files name them, in their order."""
     rows: Callable[[str, int, int, torch.dtype], Tensor]
@@ -66,7 +66,7 @@ class Blueprint:
     companions: Callable[[], dict[str, bytes]]
     """The small files, among them the one that is written last; asked for on one rank."""
     metadata: Mapping[str, str] = field(default_factory=dict)
-    """Of the data files themselves."""
+    """Metadata of the data files themselves."""
     largest: int | None = None
     """Bytes of tensors in a file; omitted: it follows from the number of ranks."""
 

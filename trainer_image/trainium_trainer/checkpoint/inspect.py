@@ -65,7 +65,7 @@ class ListedCheckpoint:
     created: float | None
     """Unix seconds."""
     problem: str
-    """What is wrong; empty when nothing is."""
+    """Sentence about the damage; empty when there is none."""
 
 
 def list_checkpoints(storage: Storage, *, verify: bool = False, retry: Retry | None = None) -> list[ListedCheckpoint]:

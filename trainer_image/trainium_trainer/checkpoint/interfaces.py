@@ -27,16 +27,16 @@ class Position:
     tokens: int
     """Valid tokens trained on."""
     loss: float | None = field(default=None, compare=False)
-    """Of the last step, for its record: a rank may be lost between a step's end and the writing of its line. None in
-    positions of durable checkpoints, which are committed after all lines were written."""
+    """Loss of the last step, for its record: a rank may be lost between a step's end and the writing of its line. None
+    in positions of durable checkpoints, which are committed after all lines were written."""
     grad_norm: float | None = field(default=None, compare=False)
-    """Of the last step, before clipping; None like `loss`. Ranks compare neither of them."""
+    """Norm of the last step, before clipping; None like `loss`. Ranks compare neither of them."""
     batch: int | None = field(default=None, compare=False)
     """Samples of the last step; None like `loss`, and in snapshots of versions at which all steps were alike."""
 
 
 class ResumeSource(StrEnum):
-    """Where a rank's state came from when the run (re)started."""
+    """Source of a rank's state when the run (re)started."""
 
     MEMORY = "memory"
     """A snapshot in this node's memory."""

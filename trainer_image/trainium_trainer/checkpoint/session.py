@@ -22,11 +22,11 @@ class Session:
     state: TrainingState
     mesh: MeshPlace
     group: ProcessGroup | None
-    """Of checkpoints alone; None for a single rank."""
+    """Process group of checkpoints alone; None for a single rank."""
     storage: Storage
     retry: Retry
     config: CheckpointConfig
     settings: Mapping[str, Any]
-    """What must not change between the runs of one history, by name; values that JSON can hold."""
+    """Settings that must not change between the runs of one history, by name; values that JSON can hold."""
     config_digest: str
-    """Of the settings of this start."""
+    """Digest of the settings of this start."""

@@ -65,7 +65,7 @@ class LocalCache:
         self.folder = folder
 
     def lock_path(self, key: str) -> Path:
-        """Where the lock of a key is."""
+        """Return the place of a key's lock."""
         return self.folder / _OWN / "locks" / key
 
     def has(self, key: str) -> bool:
@@ -108,7 +108,7 @@ class SharedCache:
         self.folder = folder
 
     def lock_path(self, key: str) -> Path:
-        """Where the lock of a key is."""
+        """Return the place of a key's lock."""
         return self.folder / "locks" / key
 
     def has(self, key: str) -> bool:

@@ -52,7 +52,7 @@ class Crew:
         self.largest = 0
         """Memory that the largest process and what it began took, bytes."""
         self.width = 1
-        """How many ran side by side."""
+        """Number of processes that ran side by side."""
 
     def each(self, items: Sequence[T], work: Callable[[T, int], None]) -> None:
         """Call `work` with each item and the number of its seat, which no two have at once.

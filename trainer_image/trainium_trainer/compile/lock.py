@@ -136,7 +136,7 @@ def _place() -> str:
 
 
 def _born(pid: int) -> str:
-    """When a process was started, by the kernel's count; empty for one that has ended."""
+    """Return when a process was started, by the kernel's count; empty for one that has ended."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except OSError:

@@ -55,7 +55,7 @@ class Launch:
     local_world_size: int = 1
     """Processes of this node."""
     job: JobIdentity = NOBODY
-    """Whom the checkpoints belong to; outside of the operator nobody."""
+    """Owner of the checkpoints; outside of the operator nobody."""
     alone: bool = False
     """No other rank exists, whatever the world's size: collectives move nothing (compilation)."""
 
@@ -73,7 +73,7 @@ class Settings:
     shape: ModelShape
     launch: Launch
     choice: Choice
-    """What is trained of the model."""
+    """Trained part of the model."""
 
     @property
     def dp_size(self) -> int:

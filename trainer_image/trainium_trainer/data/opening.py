@@ -64,7 +64,7 @@ class Data:
     tokenizer: Path
     """The `tokenizer.json` of these tokens."""
     report: DataReport | None = None
-    """What became of the records; None for data.format Text, which has none."""
+    """Counts of the records; None for data.format Text, which has none."""
 
     @property
     def epoch_samples(self) -> int | None:

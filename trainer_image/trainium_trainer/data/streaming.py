@@ -127,7 +127,7 @@ _CALLS_AHEAD = 2
 
 @dataclass(slots=True)
 class _Tally:
-    """What was read of a source by this rank."""
+    """Numbers of what this rank has read of a source."""
 
     blocks: int = 0
     records: int = 0

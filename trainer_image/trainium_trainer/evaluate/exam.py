@@ -63,11 +63,11 @@ class QuestionScore:
 
     number: int
     log_likelihood: float
-    """Of the true answer, natural logarithm."""
+    """Natural logarithm of the true answer's likelihood."""
     tokens: int
     """Tokens of the true answer."""
     answer: str | None = None
-    """What the model answered."""
+    """Answer of the model."""
     exact: bool | None = None
     rouge: float | None = None
     chosen: bool | None = None

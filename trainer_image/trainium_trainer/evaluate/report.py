@@ -58,7 +58,7 @@ class EvaluationResult(MessageModel):
     notes: tuple[str, ...] = ()
     """Sentences for a person."""
     answers: tuple[AnswerRecord, ...] = ()
-    """Of the first questions."""
+    """Answers to the first questions."""
 
     def to_json(self) -> str:
         """Return the contents of the file."""

@@ -27,7 +27,7 @@ class RunProgress:
     batch: int
     """Samples of a step at this size."""
     steps: int
-    """How long the run is, in steps of the global batch."""
+    """Length of the run, in steps of the global batch."""
     end: int | None = None
     """The samples of the whole run; None where steps are counted."""
 

@@ -68,11 +68,11 @@ class StepFigures:
     seconds: float | None = None
     """Length of the step; None for one whose end nobody lived to measure."""
     tokens_per_second: float | None = None
-    """Of the whole job over the newest steps."""
+    """Speed of the whole job over the newest steps."""
     utilisation: float | None = None
     """Model FLOPs utilisation (MFU), 0 to 1."""
     parameter_norm: float | None = None
-    """Of all parameters, after the update."""
+    """Norm of all parameters, after the update."""
     validation_loss: float | None = None
     """Mean of a valid token, or of a pair, of the validation split after the update."""
     rewards: Rewards | None = None
@@ -84,7 +84,7 @@ class StepFigures:
     productive_seconds: float = 0.0
     """Time in the steps of the history up to this one."""
     goodput: float | None = None
-    """That time over the time since the first step began, 0 to 1."""
+    """Productive time over the time since the first step began, 0 to 1."""
     host_bytes: int | None = None
     """Resident memory of rank 0."""
     device_bytes: int | None = None

@@ -70,7 +70,7 @@ class Stability:
     """State after a step."""
 
     losses: tuple[float, ...] = ()
-    """Of the newest steps, at most `StabilityRules.kept`, newest last."""
+    """Losses of the newest steps, at most `StabilityRules.kept`, newest last."""
     norms: tuple[float, ...] = ()
     """Gradient norms of the same steps."""
     spikes: int = 0

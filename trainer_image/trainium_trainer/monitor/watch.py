@@ -64,7 +64,7 @@ class JobDevices:
     """Facts about the job's devices that the figures need."""
 
     device: torch.device
-    """Of this process."""
+    """Device of this process."""
     count: int
     """Processes of the job."""
     peak: float | None

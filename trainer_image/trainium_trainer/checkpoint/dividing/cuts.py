@@ -76,7 +76,7 @@ class Cut:
     """Number of each rank of the axis; empty: its coordinate. Equal numbers hold copies."""
 
     def number(self, coordinate: int) -> int:
-        """Which window a rank of the axis holds."""
+        """Return the window that a rank of the axis holds."""
         return self.order[coordinate] if self.order else coordinate
 
     def coordinates(self, number: int, length: int) -> tuple[int, ...]:
@@ -182,7 +182,7 @@ def meeting(shape: tuple[int, ...], division: Division, grid: Grid, wanted: Box)
 
 
 def problem_of(shape: tuple[int, ...], division: Division, grid: Grid) -> str:
-    """Why the boxes do not make up the tensor, each value in one box; empty when they do.
+    """Return why the boxes do not make up the tensor, each value in one box; empty when they do.
 
     Windows of one cut never overlap, so it is enough that each window that has rows belongs to a rank, whatever the
     cuts before it left: linear in the ranks of an axis, where a look at all pairs of boxes is quadratic in all ranks.

@@ -43,7 +43,7 @@ class SavePlan:
     """The items that a rank writes, and, on rank 0, those of all."""
 
     place: int
-    """Of this rank in the mesh: the number of its file."""
+    """Place of this rank in the mesh: the number of its file."""
     items: tuple[Item, ...]
     """In the order of this rank's file."""
     whole: Scheme | None

@@ -53,7 +53,7 @@ class SavePolicy:
     durable: DurableTierConfig
     milestones: Milestones
     saved_step: int = 0
-    """Of the newest save that was started, or resumed from."""
+    """Step of the newest save that was started, or resumed from."""
     saved_at: float = 0.0
     milestone_tokens: int = 0
     """Position of the newest milestone."""

@@ -59,7 +59,7 @@ class _Chunk:
     sizes: tuple[int, ...]
     """Shape of the stored rows."""
     offsets: tuple[int, ...]
-    """Where the wanted box begins in the stored rows, for all dimensions but the first."""
+    """Start of the wanted box in the stored rows, for all dimensions but the first."""
     target: torch.Tensor
     missing: int
     sink: torch.Tensor | None = field(default=None)

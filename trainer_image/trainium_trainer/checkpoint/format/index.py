@@ -92,7 +92,7 @@ class _File:
     """A file; small, because one reader may need those of 4,096 ranks."""
 
     starts: array[int]
-    """Of each tensor's box in it, by the tensor's number; 0 where it has none."""
+    """Start of each tensor's box in it, by the tensor's number; 0 where it has none."""
     size: int
     blocks: list[str]
 

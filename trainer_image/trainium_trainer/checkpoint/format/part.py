@@ -32,9 +32,9 @@ class TensorPart(torch.Tensor):
     whole: torch.Size
     offsets: torch.Size
     sizes: torch.Size
-    """Of the box."""
+    """Sizes of the box."""
     division: Division | None
-    """How the whole is divided over the ranks of a stage; None: it can be read into, not saved."""
+    """Division of the whole over the ranks of a stage; None: it can be read into, not saved."""
     _values: Callable[[], Tensor]
     _local: Tensor | None
     __torch_function__: Any = torch._C._disabled_torch_function_impl  # noqa: SLF001 - a subclass without one

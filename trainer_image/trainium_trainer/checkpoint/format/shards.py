@@ -89,7 +89,7 @@ class WrittenTable:
     first: int
     """Place of the first of its files."""
     size: int
-    """Of the table, bytes."""
+    """Bytes of the table."""
     digest: bytes
     files: tuple[tuple[int, int, bytes], ...]
     """Place, size and digest of each file."""

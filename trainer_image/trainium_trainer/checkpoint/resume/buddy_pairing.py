@@ -50,7 +50,7 @@ class Assignment:
     """The assignment of one rank."""
 
     numbers: frozenset[int]
-    """Of its choose_buddies those that are kept."""
+    """Numbers of its copies that are kept."""
     keys: frozenset[ShardKey]
     """Shards of which its store has copies."""
     warnings: tuple[str, ...]

@@ -146,10 +146,10 @@ class ResumeLeader:
     """One start, as the first rank keeps it; empty on the others."""
 
     location: str
-    """Of the durable root, for sentences."""
+    """Location of the durable root, for sentences."""
     buddies: bool = True
     generation: int = 0
-    """Of this start."""
+    """Generation of this start."""
     leftovers: tuple[str, ...] = ()
     warnings: dict[str, None] = field(default_factory=dict)
     wanted: tuple[BuddyCopy, ...] = ()
@@ -159,7 +159,7 @@ class ResumeLeader:
     _bad: dict[str, str] = field(default_factory=dict)
     _milestone_tokens: int = 0
     _problem: StorageError | None = None
-    """Why the fence of the durable root is not ours, or why nothing is known of the root."""
+    """Reason why the fence of the durable root is not ours, or why nothing is known of the root."""
     _surveyed: bool = False
     _kept: tuple[bool | None, ...] = ()
     _inventory: SnapshotInventory = field(default_factory=lambda: SnapshotInventory([], []))

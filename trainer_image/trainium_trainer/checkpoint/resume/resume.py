@@ -57,7 +57,7 @@ class ResumeOutcome:
 
     position: Position | None
     source: ResumeSource
-    """Where this rank's state came from, by rank."""
+    """Source of this rank's state; differs by rank."""
     keeps_snapshots: bool
     """Whether this rank writes memory snapshots (one of those that share a shard and a store does)."""
     memory_is_safe: bool

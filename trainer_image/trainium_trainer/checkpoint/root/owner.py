@@ -35,7 +35,7 @@ _REMEMBERED = 256
 
 @dataclass(frozen=True, slots=True)
 class JobIdentity:
-    """Which job this process belongs to; without `uid` it runs outside of Kubernetes."""
+    """Identity of the job that this process belongs to; without `uid` it runs outside of Kubernetes."""
 
     cluster: str = ""
     """Names the cluster among all clusters; empty where it is not known."""
@@ -52,7 +52,7 @@ class Start:
     """One start of a run: what its saves are signed with."""
 
     generation: int
-    """Of the membership; a later one fences this one out."""
+    """Generation of the membership; a later one fences this one out."""
     job: JobIdentity = NOBODY
     run: str = ""
     """The run's own name; without one the job's uid."""

@@ -79,7 +79,7 @@ class Survey:
     committed: list[Committed] = field(default_factory=list)
     """Newest first; sizes have been compared, digests have not."""
     milestones: list[Committed] = field(default_factory=list)
-    """Likewise."""
+    """Milestones, as the committed ones."""
     damaged: dict[str, str] = field(default_factory=dict)
     """Folder of a committed checkpoint that is not whole -> what is wrong."""
     newer: dict[str, str] = field(default_factory=dict)

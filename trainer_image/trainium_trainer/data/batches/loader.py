@@ -70,7 +70,7 @@ class Share:
         return range(position + part.start, position + part.stop)
 
     def _part(self, samples: int) -> range:
-        """Which of a step's samples are this rank's."""
+        """Return the range of a step's samples that are this rank's."""
         return range(self.dp_rank * samples // self.dp_size, (self.dp_rank + 1) * samples // self.dp_size)
 
 
@@ -116,7 +116,7 @@ class RankBatch:
 
     micro_batches: tuple[MicroBatch, ...]
     samples: tuple[int, ...]
-    """What names the samples, for the record; what fills up an epoch has no name."""
+    """Numbers of the samples, for the record; what fills up an epoch has none."""
 
 
 def build_micro_batch(samples: Sequence[Sample | None], rules: SampleRules, first: int | None = None) -> MicroBatch:

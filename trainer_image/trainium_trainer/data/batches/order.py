@@ -81,7 +81,7 @@ def _permutation(size: int, seed: int, epoch: int) -> Permutation:
 
 
 class Mixture:
-    """Which of several sources each number of a stream is from.
+    """Assigns each number of a stream to one of several sources.
 
     Every window of 10,000 numbers has each source exactly as often as its weight demands (rounded once, by largest
     remainders); within a window a source comes at even distances, so that any stretch is near its share.

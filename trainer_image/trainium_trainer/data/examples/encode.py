@@ -40,7 +40,7 @@ class Encoded:
     trained: NDArray[np.bool_]
     """Whether each token is to be learned; the first one never is, since nothing comes before it."""
     answer: int
-    """Where the last answer begins."""
+    """Place at which the last answer begins."""
     frame: int = 0
     """Tokens at the beginning that stay whatever is cut: the beginning of a text."""
 
@@ -129,7 +129,7 @@ class TextEncoder:
         return self._beginning.prepend_to(ids, framed=framed)[0]
 
     def end_of(self, answer: str) -> int:
-        """Where an answer ends that a chat template wrote: before the special token that ends the turn."""
+        """Return the end of an answer that a chat template wrote: before the special token that ends the turn."""
         ending = next((name for name in self.specials if answer.endswith(name)), "")
         return len(answer) - len(ending)
 

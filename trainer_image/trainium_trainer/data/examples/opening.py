@@ -52,14 +52,14 @@ class DataReport:
 
     records: int
     examples: int
-    """That are left, those that are held back among them."""
+    """Examples that remain, those that are held back among them."""
     held_back: int
     filtered: int
     """By data.examples.where."""
     left_out: int
     """By the user's function."""
     skipped: int
-    """That could not be used."""
+    """Records that could not be used."""
     cut: int
     dropped: int
     sequences: int
@@ -141,7 +141,7 @@ class ExampleSource:
     weight: float
     stored: StoredExamples
     held: NDArray[np.bool_]
-    """Which examples are held back."""
+    """Whether each example is held back."""
 
 
 @dataclass(frozen=True, slots=True)

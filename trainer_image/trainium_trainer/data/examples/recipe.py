@@ -181,7 +181,7 @@ class Recipe:
     format: DataFormat
     config: ExamplesConfig
     templates: Templates
-    """Of format Instruction."""
+    """Used by format Instruction."""
     chat_template: str | None
     special: Special
     tokenizer: str | None

@@ -105,7 +105,7 @@ def build_examples(
 
 
 def _empty(recipe: Recipe, made: PreparedManifest) -> UserError:
-    """Why there is no example, in one sentence."""
+    """Return the reason why there is no example, in one sentence."""
     counts, config = made.counts, recipe.config
     name = f"data.source {recipe.source}"
     if counts.dropped:

@@ -109,7 +109,7 @@ class Template:
     """Text with places for fields."""
 
     where: str
-    """What the configuration or file calls it, for sentences."""
+    """Its name in the configuration or file, for sentences."""
     parts: tuple[tuple[str, str | None], ...]
     """Literal text, and the field that follows it."""
 
@@ -196,7 +196,7 @@ class Filter:
 
 
 def explain_empty_filter(wanted: Mapping[str, str], found: Mapping[str, Mapping[str, None]], records: int) -> str:
-    """Why no record is left, in one sentence."""
+    """Return the reason why no record is left, in one sentence."""
     for field, value in wanted.items():
         if field not in found:
             return f"none of the {records:,} records has the field {field!r}: correct data.examples.where"
@@ -223,7 +223,7 @@ class Templates:
     prompt: str | None
     completion: str | None
     where: str
-    """Where they were found, for sentences."""
+    """Their place, for sentences."""
 
 
 class Instruction:

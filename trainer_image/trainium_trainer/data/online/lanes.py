@@ -46,7 +46,7 @@ class LaneSource:
     table: str | None = None
     """A file with the blocks of text: rows of file, start, end, size."""
     blocks: int = 0
-    """How many of them are trained on; further ones are held back."""
+    """Number of blocks that are trained on; further ones are held back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -115,7 +115,7 @@ class BuildInputs:
     """Return the records that were read, with those that were skipped; None where lines are no records."""
     block_bytes: int
     unit: str = "lines"
-    """What is skipped, for sentences."""
+    """Name of the skipped things, for sentences."""
     files: Mapping[str, str] = field(default_factory=dict)
     """Texts that are in the folder beside the tokens, by name."""
     beginning: BosPrefix = AS_IT_IS

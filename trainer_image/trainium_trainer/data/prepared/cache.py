@@ -39,7 +39,7 @@ _COPIED_AT_ONCE = 16 << 20
 
 
 def cache_directory(config: DataConfig) -> Path:
-    """Where tokenizers and tokens are kept on this machine."""
+    """Return the folder of tokenizers and tokens on this machine."""
     if config.cache_directory is not None:
         return Path(config.cache_directory).expanduser()
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111 - Path.home() may raise

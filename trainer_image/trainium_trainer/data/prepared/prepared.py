@@ -83,7 +83,7 @@ class Shard:
     examples: tuple[str, ...]
     """Sentences about the first of them."""
     counts: Counts | None = None
-    """Of records; None for documents."""
+    """Numbers of records; None for documents."""
 
     @staticmethod
     def from_json(document: dict[str, Any]) -> Shard:

@@ -30,15 +30,15 @@ class TextPiece:
     text: str
     ends_document: bool = True
     document: str | None = None
-    """What names the document; omitted: its text does. Pieces of one document have the same name."""
+    """Name of the document, the same for all of its pieces; omitted: its text names it."""
     ids: NDArray[Any] | None = None
     """Token ids in place of text."""
     begins_document: bool = True
-    """Of the first piece of a block: whether it is also the first one of its document."""
+    """Whether the first piece of a block is also the first one of its document."""
 
 
 class Named(Protocol):
-    """Where a line or row is from."""
+    """The place that a line or row is from."""
 
     @property
     def shown(self) -> str:
@@ -66,10 +66,10 @@ class Skipped:
     offset: int = 0
     """Place of the line's beginning, in bytes."""
     unit: str | None = None
-    """What is counted; omitted: rows of a table, else lines."""
+    """Unit that is counted; omitted: rows of a table, else lines."""
 
     def sentence(self) -> str:
-        """Where it is and what is wrong; may read the file up to the line."""
+        """Return its place and what is wrong; may read the file up to the line."""
         return f"{self.where()}: {self.reason}"
 
     def where(self) -> str:
@@ -123,7 +123,7 @@ class Record:
     number: int | None
     offset: int = 0
     unit: str | None = None
-    """These as in `Skipped`."""
+    """The same as in `Skipped`."""
 
     def skipped(self, reason: str) -> Skipped:
         """Return the same place as one that is skipped."""

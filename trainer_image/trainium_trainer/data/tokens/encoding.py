@@ -89,12 +89,12 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class ExampleColumns:
-    """What examples have beside their tokens."""
+    """Columns of examples beside their tokens."""
 
     trained: NDArray[np.bool_]
     """Whether each token is learned."""
     answers: NDArray[np.int64]
-    """Where the last answer of each example begins."""
+    """Place at which the last answer of each example begins."""
     before: NDArray[np.int64]
     """Tokens of every example before it was cut or dropped."""
 
@@ -111,9 +111,9 @@ class TokenBlock:
     """Hash of the document or record that each piece is of: it decides what is held back for validation."""
     skipped: tuple[Skipped, ...] = ()
     examples: ExampleColumns | None = None
-    """Of records; None for documents."""
+    """Columns of records; None for documents."""
     counts: Counts | None = None
-    """Likewise."""
+    """Numbers of records; None for documents."""
 
     def select(self, chosen: NDArray[np.bool_]) -> TokenBlock:
         """Return the chosen pieces of documents, and what was skipped."""
@@ -232,7 +232,7 @@ def _hash_of(piece: TextPiece) -> int:
 
 
 def held_back(documents: NDArray[np.uint64], fraction: float) -> NDArray[np.bool_]:
-    """Which pieces are for validation, of a share of `fraction`."""
+    """Return which pieces are for validation, of a share of `fraction`."""
     return documents < np.uint64(min(int(fraction * 2.0**64), 2**64 - 1))
 
 

@@ -42,7 +42,7 @@ class ComputeType(StrEnum):
 
 
 class ComputeDevice(StrEnum):
-    """Where a model computes."""
+    """Device on which a model computes."""
 
     AUTO = "auto"
     """A GPU if there is one."""
@@ -52,7 +52,7 @@ class ComputeDevice(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Models:
-    """Where they are: folders or s3://bucket/prefix."""
+    """Locations of models: folders or s3://bucket/prefix."""
 
     model: str
     """The one to be measured."""

@@ -193,7 +193,7 @@ _BYTES_OF_A_CHARACTER = 4
 
 
 class Ending(StrEnum):
-    """Why an answer ended."""
+    """Reason for which an answer ended."""
 
     END_OF_TEXT = "EndOfText"
     STOP = "Stop"
