@@ -138,10 +138,10 @@ class World:
             self.changes.append(what)
 
 
-def write(run: Any, ranks: int = 1, told: Progress | None = None, config: TrainingConfig | None = None) -> Any:
-    told = told or Progress()
+def write(run: Any, ranks: int = 1, progress: Progress | None = None, config: TrainingConfig | None = None) -> Any:
+    progress = progress or Progress()
     (first, *others) = Ranks(ranks).run(
-        lambda group: write_artifacts(config or run.config, run.root, run.step, group, told, retry=NO_RETRY)
+        lambda group: write_artifacts(config or run.config, run.root, run.step, group, progress, retry=NO_RETRY)
     )
     assert all(other == first for other in others)
     return first
@@ -163,15 +163,15 @@ def _small_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_run_of_lora_leaves_an_adapter_and_a_merged_model(tmp_path: Path, tuned: Callable[..., Any]) -> None:
-    run, told = tuned(), Progress()
-    reports = write(run, 2, told)
+    run, progress = tuned(), Progress()
+    reports = write(run, 2, progress)
     assert [report.kind for report in reports] == ["Adapter", "Model"]
     assert [report.path for report in reports] == [
         str(tmp_path / f"run/artifacts/step-7/{name}") for name in ("adapter", "model")
     ]
-    assert told.reports == list(reports)
-    assert told.shares[0] == 0.0
-    assert told.shares[-1] == 1.0
+    assert progress.reports == list(reports)
+    assert progress.shares[0] == 0.0
+    assert progress.shares[-1] == 1.0
     for report in reports:
         folder = Path(report.path)
         manifest = ArtifactManifest.model_validate_json((folder / "artifact.json").read_bytes())
@@ -190,9 +190,9 @@ def test_a_writer_that_was_killed_in_its_first_file_has_taken_no_folder(
     tmp_path: Path, tuned: Callable[..., Any]
 ) -> None:
     for name in ("adapter", "model"):
-        begun = tmp_path / "run/artifacts/step-7" / name / "unfinished"
-        begun.mkdir(parents=True)
-        (begun / ".draft-0123456789ab").write_bytes(b"{")
+        unfinished = tmp_path / "run/artifacts/step-7" / name / "unfinished"
+        unfinished.mkdir(parents=True)
+        (unfinished / ".draft-0123456789ab").write_bytes(b"{")
     for report in write(tuned()):
         assert Path(report.path).name in ("adapter", "model")
         assert not [path.name for path in Path(report.path).rglob("*") if path.name.startswith((".", "unfinished"))]
@@ -251,7 +251,7 @@ def test_a_stage_that_is_killed_at_any_instant_goes_on_where_it_was(
 def test_a_writer_that_was_replaced_while_it_slept_harms_nothing_when_it_wakes_up(
     tmp_path: Path, tuned: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a node that was frozen: its ranks go on for a moment, with the next file, before their agent ends them."""
+    """A node was frozen: its ranks go on for a moment, with the next file, before their agent ends them."""
     run = tuned(artifacts={"kinds": ["Model"]})
     asleep, awake = threading.Event(), threading.Event()
 
@@ -323,7 +323,7 @@ def test_real_ranks_that_are_killed_while_they_write_are_continued_by_fewer(
 
 
 @pytest.mark.parametrize("limit", [5_000, *(pytest.param(limit, marks=pytest.mark.long) for limit in (300, 9_000))])
-def test_a_full_disk_ends_with_a_sentence_and_nothing_that_looks_whole(
+def test_a_full_disk_ends_with_a_sentence_and_no_folder_that_could_be_taken_for_a_whole_one(
     tmp_path: Path, tuned: Callable[..., Any], limit: int
 ) -> None:
     run = tuned(artifacts={"kinds": ["Model"]})
@@ -352,19 +352,19 @@ def test_an_error_of_one_rank_is_the_error_of_all(tmp_path: Path, tuned: Callabl
     data = bytearray(shard.read_bytes())
     data[-5] ^= 1
     shard.write_bytes(data)
-    heard: list[BaseException] = []
+    errors: list[BaseException] = []
 
     def one(group: Any) -> None:
         with contextlib.suppress(UserError):
             try:
                 write_artifacts(run.config, run.root, 7, group, Progress(), retry=NO_RETRY)
             except UserError as error:
-                heard.append(error)
+                errors.append(error)
                 raise
 
     Ranks(3).run(one)
-    assert len(heard) == 3
-    assert all("does not have the contents that were written" in str(error) for error in heard)
+    assert len(errors) == 3
+    assert all("does not have the contents that were written" in str(error) for error in errors)
 
 
 def test_a_step_without_a_checkpoint_has_no_artifacts(tuned: Callable[..., Any]) -> None:
@@ -452,7 +452,7 @@ def test_what_is_left_behind_follows_from_the_configuration(fields: dict[str, An
     assert list(kinds_of(TrainingConfig.model_validate(fields))) == [ArtifactKind(kind) for kind in kinds]
 
 
-def test_frozen_weights_that_nobody_kept_are_refused_and_never_drawn_anew(tmp_path: Path) -> None:
+def test_frozen_weights_that_nobody_kept_are_refused_and_never_drawn_again(tmp_path: Path) -> None:
     from trainium_trainer.configuration.model_shape import resolve_shape
     from trainium_trainer.tuning.choice import choose
 

@@ -170,7 +170,7 @@ class Undisturbed:
 
 @pytest.fixture(scope="session")
 def undisturbed(forge: Forge, base_config: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
-    """What others are compared with."""
+    """The run that others are compared with."""
     return Undisturbed(Launcher(forge, base_config, tmp_path_factory.mktemp("undisturbed")))
 
 

@@ -1,4 +1,4 @@
-"""What follows the last step, with real ranks: artifacts and evaluation, through kills and requests to leave."""
+"""The stages after the last step, with real ranks: artifacts and evaluation, through kills and requests to leave."""
 
 from __future__ import annotations
 

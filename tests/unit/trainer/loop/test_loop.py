@@ -76,7 +76,7 @@ def test_a_rank_that_is_asked_to_leave_does_not_wait_for_a_peer_that_never_came(
     job.wait(0)
 
 
-def test_a_rank_that_is_asked_to_leave_does_not_wait_for_a_peer_that_stands_still(launch: Launcher) -> None:
+def test_a_rank_that_is_asked_to_leave_does_not_wait_for_a_peer_that_stalls(launch: Launcher) -> None:
     job = launch(2, "run", ["steps=100000"], memory=True)
     job.wait_for_step(3)
     os.kill(job.pids[1], signal.SIGSTOP)
@@ -257,15 +257,15 @@ def test_numbers_of_one_rank_are_attributed_to_it_wherever_they_began(
     assert parse_nonfinite_rank(alert["message"]) == int(named.split()[1].strip(","))
 
 
-def test_tolerated_steps_are_skipped_and_told(launch: Launcher, tmp_path: Path) -> None:
+def test_tolerated_steps_are_skipped_and_reported(launch: Launcher, tmp_path: Path) -> None:
     progress = tmp_path / "r0"
     overrides = ["model.ropeTheta=1e-300", "nonFiniteTolerance=2"]
     job = launch(1, "run", overrides, TRAINIUM_PROGRESS_FILE=str(progress))
     assert job.wait() == [65]
     assert [line["loss"] for line in job.metrics()] == [None, None]
-    told = json.loads(alerts_path(progress).read_text())["StepSkipped"]
-    assert told["step"] == 2
-    assert told["message"] == "step 2: loss is nan, gradient norm is nan: skipped, 2 of at most 2 in a row"
+    alert = json.loads(alerts_path(progress).read_text())["StepSkipped"]
+    assert alert["step"] == 2
+    assert alert["message"] == "step 2: loss is nan, gradient norm is nan: skipped, 2 of at most 2 in a row"
     assert "step 3: loss is nan" in job.log().splitlines()[-1]
 
 
@@ -296,13 +296,13 @@ def test_an_alarm_about_the_loss_is_logged_and_left_for_the_agent(launch: Launch
     job = launch(1, "run", ["steps=220", "optimizer.learningRate=1"], TRAINIUM_PROGRESS_FILE=str(file))
     assert job.wait() == [0], job.log()
     (raised, *_) = [line["step"] for line in job.metrics() if line["alarm"]]
-    told = json.loads(alerts_path(file).read_text())["LossAlarm"]
-    assert told["step"] == raised
-    assert f"WARNING {told['message']}" in job.log()
+    alert = json.loads(alerts_path(file).read_text())["LossAlarm"]
+    assert alert["step"] == raised
+    assert f"WARNING {alert['message']}" in job.log()
 
 
 @pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.long) for seed in (2, 3))])
-def test_ordinary_training_at_a_tiny_batch_tells_of_no_alarm_and_no_spike(
+def test_ordinary_training_at_a_tiny_batch_reports_no_alarm_and_no_spike(
     launch: Launcher, tmp_path: Path, seed: int
 ) -> None:
     file = tmp_path / "r0"
@@ -315,7 +315,7 @@ def test_ordinary_training_at_a_tiny_batch_tells_of_no_alarm_and_no_spike(
     assert not alerts_path(file).exists()
 
 
-def test_a_failed_run_says_so_in_its_progress(launch: Launcher, tmp_path: Path) -> None:
+def test_a_failed_run_reports_it_in_its_progress(launch: Launcher, tmp_path: Path) -> None:
     file = tmp_path / "r0"
     job = launch(1, "run", ["model.ropeTheta=1e-300"], TRAINIUM_PROGRESS_FILE=str(file))
     assert job.wait() == [65]
@@ -379,7 +379,7 @@ def torchrun(arguments: list[str]) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_start_up_says_where_its_time_went(launch: Launcher) -> None:
+def test_start_up_reports_where_its_time_went(launch: Launcher) -> None:
     job = launch(1, "run", ["steps=3"])
     assert job.wait() == [0]
     line = next(line for line in job.log().splitlines() if "start-up:" in line)

@@ -92,7 +92,7 @@ def test_the_export_command_writes_any_step_with_its_tokenizer(
     assert not (tmp_path / "other").exists()
 
 
-def test_every_row_has_a_name_of_its_own_and_the_passes_that_it_says() -> None:
+def test_every_row_has_a_separate_name_and_the_passes_that_it_states() -> None:
     from benchmarks.parity.rows import BASE, ROWS
     from benchmarks.parity.tuning_rows import TUNING_ROWS, TUNING_SETTINGS
     from trainium_contract.sizes import passes
@@ -105,7 +105,7 @@ def test_every_row_has_a_name_of_its_own_and_the_passes_that_it_says() -> None:
         assert passes(BASE["batch"]["globalSize"], micro, row.data) == row.accumulation
 
 
-def test_the_page_tells_of_rows_that_failed(tmp_path: Path) -> None:
+def test_the_page_shows_rows_that_failed(tmp_path: Path) -> None:
     from benchmarks.parity.document import write
 
     row: dict[str, Any] = {"settings": "A", "data": 2, "tensor": 1, "pipeline": 3, "overrides": ["x=y"]}

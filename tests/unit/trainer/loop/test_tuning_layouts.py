@@ -117,11 +117,11 @@ def test_an_adapter_of_pefts_is_where_a_run_begins(launch: Launcher, base: Path,
             torch.nn.init.normal_(parameter, std=0.3)
     adapted.save_pretrained(tmp_path / "adapter")
     lora = f"{{rank: 4, alpha: 8, targets: [q_proj, v_proj], adapter: {tmp_path / 'adapter'}}}"
-    begun = run(launch, base, 2, "begun", [f"tuning={{method: LoRA, lora: {lora}}}", TP])
+    started = run(launch, base, 2, "started", [f"tuning={{method: LoRA, lora: {lora}}}", TP])
     merged = adapted.merge_and_unload()
     merged.save_pretrained(tmp_path / "merged")
     whole = run(launch, with_tokenizer(tmp_path / "merged", base), 1, "whole", [])
-    assert begun.losses()[0] == pytest.approx(whole.losses()[0], rel=1e-5)
+    assert started.losses()[0] == pytest.approx(whole.losses()[0], rel=1e-5)
 
 
 @pytest.mark.parametrize("rows", [321, 300])
