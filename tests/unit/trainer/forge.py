@@ -58,7 +58,7 @@ def break_from(step: int, part: str) -> None:
     from trainium_trainer.backends.native import NativeBackend
     from trainium_trainer.models.llama import Block
 
-    totals, block, taken = NativeBackend.totals, Block.forward, [0]
+    original, block, taken = NativeBackend.totals, Block.forward, [0]
 
     def forward(self: Block, x: Any, *rest: Any) -> Any:
         if taken[0] + 1 == step:
@@ -75,7 +75,7 @@ def break_from(step: int, part: str) -> None:
         taken[0] += 1
         if taken[0] >= step and part == "loss":
             self._losses[-1] = self._losses[-1] * float("nan")
-        return totals(self, **words)
+        return original(self, **words)
 
     NativeBackend.totals = totals  # type: ignore[method-assign]
 
