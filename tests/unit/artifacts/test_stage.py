@@ -16,7 +16,7 @@ import torch
 from artifact_ranks import run_command, start, write_as_rank
 
 from tests.testing.trainer.base_models import write_run
-from tests.testing.trainer.s3_gateway import serving
+from tests.testing.trainer.s3_gateway import S3Gateway, serving
 from tests.testing.trainer.s3_server import Fault, S3Server
 from trainium_contract.status.results import ArtifactReport, RunStage
 from trainium_contract.trainer.artifacts import ArtifactKind, ArtifactPrecision
@@ -33,7 +33,6 @@ from trainium_trainer.weights import BaseWeights
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from tests.testing.trainer.s3_gateway import S3Gateway
 
 NO_RETRY = Retry(delays=())
 

@@ -19,14 +19,13 @@ from trainium_contract.trainer.parallelism import DataParallelMode
 from trainium_trainer.checkpoint.durable.save_policy import Save, decided
 from trainium_trainer.checkpoint.interfaces import MeshPlace, Position
 from trainium_trainer.checkpoint.manager import CheckpointManager, Environment
-from trainium_trainer.checkpoint.root.owner import NOBODY, Start
+from trainium_trainer.checkpoint.root.owner import NOBODY, JobIdentity, Start
 from trainium_trainer.storage.posix import PosixStorage
 from trainium_trainer.storage.protocol import Retry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from trainium_trainer.checkpoint.root.owner import JobIdentity
 
 SHAPES = {
     "model.wide": ((12, 10), 0),

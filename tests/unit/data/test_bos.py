@@ -25,7 +25,7 @@ from trainium_trainer.cli import app
 from trainium_trainer.data.batches.loader import Share
 from trainium_trainer.data.batches.samples import Samples
 from trainium_trainer.data.examples.held_out import build_prompts
-from trainium_trainer.data.opening import open_data
+from trainium_trainer.data.opening import Data, open_data
 from trainium_trainer.data.prepared import build
 from trainium_trainer.data.streaming import open_loader
 from trainium_trainer.data.tokens.tokenizer import load_tokenizer
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from trainium_contract.trainer.data import DataConfig
-    from trainium_trainer.data.opening import Data
 
 DOCUMENTS = [f"say rank {number} of a mesh " + "token " * (number % 7) for number in range(30)]
 TEXT_SPECIALS = (BOS, EOS, PAD, ENDED)

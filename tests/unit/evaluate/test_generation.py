@@ -11,14 +11,13 @@ import torch
 from trainium_contract.trainer.evaluate import GenerationConfig
 from trainium_trainer.evaluate.answering.folder import open_candidate
 from trainium_trainer.evaluate.answering.generation import Ending, draw_seeds, generate
-from trainium_trainer.evaluate.answering.loading import ComputeDevice, load
+from trainium_trainer.evaluate.answering.loading import ComputeDevice, LoadedModel, load
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from trainium_trainer.evaluate.answering.loading import LoadedModel
 
 TEXTS = ("gradient loss", "a step", "warm tensor state of the mesh", "no", "shard rank node batch token")
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainium_contract.trainer.artifacts import ArtifactKind
-from trainium_contract.trainer.tuning import TuningMethod
+from trainium_contract.trainer.tuning import TuningConfig, TuningMethod
 from trainium_trainer.artifacts.manifest import CARD_NAME
 from trainium_trainer.artifacts.store import kept
 from trainium_trainer.storage.opening import open_storage
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
 
-    from trainium_contract.trainer.tuning import TuningConfig
 
 _BEGIN, _END = "<!-- evaluation -->", "<!-- end of evaluation -->"
 _MOST_ROWS = 12

@@ -17,10 +17,11 @@ from trainium_trainer.artifacts.card import Card
 from trainium_trainer.artifacts.companions import model_files, tokenizer_files
 from trainium_trainer.artifacts.manifest import CARD_NAME, FORMAT_VERSION, identity_of
 from trainium_trainer.artifacts.peft_format import adapter_config, file_metadata, parameter_name, tensor_names
-from trainium_trainer.artifacts.result import Result
+from trainium_trainer.artifacts.result import Boxes, Result
 from trainium_trainer.artifacts.writer import Blueprint
 from trainium_trainer.tuning.choice import choose, projection_sizes
 from trainium_trainer.weights.adapter import CONFIG_NAME as ADAPTER_CONFIG
+from trainium_trainer.weights.adapter import AdapterWeights
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from trainium_contract.models.shape import ModelShape
-    from trainium_trainer.artifacts.result import Boxes
-    from trainium_trainer.weights.adapter import AdapterWeights
     from trainium_trainer.weights.base import BaseWeights
 
 TYPES = {

@@ -24,11 +24,11 @@ from trainium_trainer.checkpoint.errors import UnusableCheckpointError
 from trainium_trainer.checkpoint.format.contents import Contents
 from trainium_trainer.checkpoint.root.metrics_copy import records_folder
 from trainium_trainer.checkpoint.root.selection import explain_damage, shape_of
-from trainium_trainer.checkpoint.root.survey import survey
+from trainium_trainer.checkpoint.root.survey import Committed, survey
 from trainium_trainer.monitor.writers import METRICS_NAME
 from trainium_trainer.peers import Peers
 from trainium_trainer.storage.opening import open_storage
-from trainium_trainer.storage.protocol import Retry
+from trainium_trainer.storage.protocol import Retry, Storage
 from trainium_trainer.weights.base import BaseWeights
 
 if TYPE_CHECKING:
@@ -40,9 +40,7 @@ if TYPE_CHECKING:
     from trainium_contract.trainer.config import TrainingConfig
     from trainium_trainer.checkpoint.durable.durable_tier import AfterMilestone
     from trainium_trainer.checkpoint.interfaces import MeshPlace
-    from trainium_trainer.checkpoint.root.survey import Committed
     from trainium_trainer.monitor.progress import ProgressWriter
-    from trainium_trainer.storage.protocol import Storage
 
 DEFAULT_FOLDER = "artifacts"
 _NEWEST_MILESTONES = 2

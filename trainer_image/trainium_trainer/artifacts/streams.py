@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,6 @@ from trainium_trainer.weights.tensors import TORCH_TYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from concurrent.futures import Future
 
     import torch
     from torch import Tensor

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from pydantic import ValidationError
 
-from trainium_trainer.artifacts.layout import index_of, plan_files
+from trainium_trainer.artifacts.layout import PlannedFile, index_of, plan_files
 from trainium_trainer.artifacts.manifest import (
     CARD_NAME,
     LAST_NAMES,
@@ -31,7 +31,7 @@ from trainium_trainer.artifacts.manifest import (
 from trainium_trainer.artifacts.store import kept
 from trainium_trainer.artifacts.streams import write_file
 from trainium_trainer.exits import UserError
-from trainium_trainer.storage.protocol import read_small
+from trainium_trainer.storage.protocol import Retry, Storage, read_small
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -40,9 +40,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from trainium_contract.trainer.artifacts import ArtifactKind
-    from trainium_trainer.artifacts.layout import PlannedFile
     from trainium_trainer.peers import Peers
-    from trainium_trainer.storage.protocol import Retry, Storage
 
 T = TypeVar("T")
 

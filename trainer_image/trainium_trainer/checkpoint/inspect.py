@@ -21,11 +21,10 @@ from trainium_contract.wire.checkpoint_manifest import (
     step_of,
 )
 from trainium_trainer.checkpoint.root import survey as surveys
-from trainium_trainer.storage.protocol import Retry, read_small
+from trainium_trainer.storage.protocol import Entry, Retry, Storage, read_small
 
 if TYPE_CHECKING:
     from trainium_trainer.checkpoint.root.survey import Committed
-    from trainium_trainer.storage.protocol import Entry, Storage
 
 _MEBIBYTE, _GIBIBYTE = 2**20, 2**30
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400

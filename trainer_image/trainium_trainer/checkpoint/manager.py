@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch.distributed as dist
 
-from trainium_trainer.checkpoint.durable.durable_tier import DurableTier
+from trainium_trainer.checkpoint.durable.durable_tier import AfterMilestone, DurableTier
 from trainium_trainer.checkpoint.durable.save_policy import Save, SavePolicy, decided, vote
 from trainium_trainer.checkpoint.errors import TooSlowError
 from trainium_trainer.checkpoint.format.flat_buffer import BufferLayout
-from trainium_trainer.checkpoint.interfaces import Position, ResumeSource
+from trainium_trainer.checkpoint.interfaces import MeshPlace, Position, ResumeSource, TrainingState
 from trainium_trainer.checkpoint.memory.claims import Moment, ShardKey
 from trainium_trainer.checkpoint.memory.memory_tier import MemoryTier
 from trainium_trainer.checkpoint.resume.resume import ResumeOutcome, Resumption
@@ -31,12 +31,12 @@ from trainium_trainer.checkpoint.root.commit import FenceToken
 from trainium_trainer.checkpoint.root.commit_lease import CommitLease
 from trainium_trainer.checkpoint.root.late_step_check import OwnershipCheck
 from trainium_trainer.checkpoint.root.metrics_copy import RecordCopies
-from trainium_trainer.checkpoint.root.owner import OwnerRecords
+from trainium_trainer.checkpoint.root.owner import OwnerRecords, Start
 from trainium_trainer.checkpoint.root.run_identity import settings_digest
 from trainium_trainer.checkpoint.session import Session
 from trainium_trainer.storage.errors import StorageError
 from trainium_trainer.storage.opening import open_storage
-from trainium_trainer.storage.protocol import Retry
+from trainium_trainer.storage.protocol import Retry, Storage
 from trainium_worker.snapshot import directory_of_run
 
 if TYPE_CHECKING:
@@ -46,10 +46,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from trainium_contract.trainer.checkpoint import CheckpointConfig
-    from trainium_trainer.checkpoint.durable.durable_tier import AfterMilestone
-    from trainium_trainer.checkpoint.interfaces import MeshPlace, TrainingState
-    from trainium_trainer.checkpoint.root.owner import Start
-    from trainium_trainer.storage.protocol import Storage
 
 log = logging.getLogger(__name__)
 

@@ -25,7 +25,15 @@ from trainium_contract.wire.worker_env import KIND
 from trainium_trainer.backends.choose import choose, refuse_what_it_cannot
 from trainium_trainer.commands.options import DEFAULT_CONFIG, ConfigFile, Overrides
 from trainium_trainer.compile.sizes import resolve_sizes
-from trainium_trainer.configuration.config import parse, read_document, read_launch, resolve_settings, with_steps
+from trainium_trainer.configuration.config import (
+    Launch,
+    Settings,
+    parse,
+    read_document,
+    read_launch,
+    resolve_settings,
+    with_steps,
+)
 from trainium_trainer.data.sources.files import S3
 from trainium_trainer.data.sources.resolve import PYTHON_DOCS, is_data_set
 from trainium_trainer.exits import UserError
@@ -37,7 +45,6 @@ from trainium_trainer.tuning.choice import is_reference_in_model
 if TYPE_CHECKING:
     from trainium_contract.trainer.config import TrainingConfig
     from trainium_contract.trainer.model import ModelConfig
-    from trainium_trainer.configuration.config import Launch, Settings
 
 
 _WEIGHTS = ("*.safetensors", "*.bin")

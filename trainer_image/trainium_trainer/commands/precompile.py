@@ -31,14 +31,13 @@ from trainium_trainer.compile.crew import Crew
 from trainium_trainer.compile.rehearsal import Place, Request, launch_at, rank_of
 from trainium_trainer.compile.rehearsal import places as places_of
 from trainium_trainer.compile.sizes import Sizes, read_sizes
-from trainium_trainer.configuration.config import resolve_settings
+from trainium_trainer.configuration.config import Settings, resolve_settings
 from trainium_trainer.exits import StorageError, TrainerError, UserError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from trainium_trainer.compile.cache import LocalCache, SharedCache
-    from trainium_trainer.configuration.config import Settings
 
 _TAIL = 2000
 _OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainium_contract.sizes import SizeRule
+from trainium_contract.sizes import BatchShape, SizeRule
 from trainium_contract.spec.precompile import PrecompileSizes, PrecompileSpec
 from trainium_contract.wire.worker_env import KIND
 from trainium_trainer.configuration.config import parse, read_document
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from trainium_contract.job import TrainingJobSpec
-    from trainium_contract.sizes import BatchShape
     from trainium_contract.trainer.config import TrainingConfig
 
 

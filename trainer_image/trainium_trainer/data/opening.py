@@ -13,13 +13,13 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainium_contract.trainer.data import BosToken, ValidationSplit
+from trainium_contract.trainer.data import BosToken, DataConfig, ValidationSplit
 from trainium_contract.trainer.examples import DataFormat
 from trainium_trainer.data.batches.order import Mixture
 from trainium_trainer.data.batches.samples import SampleRules, Samples, TextPart, ValidationSet, refuse_weights
-from trainium_trainer.data.examples.opening import open_examples
+from trainium_trainer.data.examples.opening import DataReport, open_examples
 from trainium_trainer.data.examples.recipe import build_recipe
-from trainium_trainer.data.online.streams import open_streams, wants_streams
+from trainium_trainer.data.online.streams import Streams, open_streams, wants_streams
 from trainium_trainer.data.prepared.cache import list_sources, prepared_folder, with_cache
 from trainium_trainer.data.prepared.origins import (
     Origin,
@@ -47,9 +47,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from trainium_contract.trainer.data import DataConfig
-    from trainium_trainer.data.examples.opening import DataReport
-    from trainium_trainer.data.online.streams import Streams
     from trainium_trainer.data.prepared.build import BuildProgress
 
 

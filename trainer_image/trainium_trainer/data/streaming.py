@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainium_trainer.data.batches.broadcast import BatchGroup, BatchSender, Receiver
-from trainium_trainer.data.batches.loader import BatchMaker, Loader, Passes, RankBatch, SampleMaker
+from trainium_trainer.data.batches.loader import BatchMaker, Loader, Passes, RankBatch, SampleMaker, Share
 from trainium_trainer.data.batches.samples import TextSample
-from trainium_trainer.data.online.lanes import Rows, install_lanes, rows_of
+from trainium_trainer.data.online.lanes import BlockTokens, Rows, install_lanes, rows_of
 from trainium_trainer.data.online.streams import Streams
 from trainium_trainer.data.sources.documents import refuse_skipped, refuse_skipped_share
 from trainium_trainer.data.workers.pool import Workers
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from trainium_trainer.data.batches.loader import Share
-    from trainium_trainer.data.online.lanes import BlockTokens
     from trainium_trainer.data.opening import Data
 
 

@@ -8,10 +8,17 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainium_trainer.evaluate.answering.folder import ComputeDevice, ComputeType, local_folder, open_candidate
+from trainium_trainer.evaluate.answering.folder import (
+    Candidate,
+    ComputeDevice,
+    ComputeType,
+    Models,
+    local_folder,
+    open_candidate,
+)
 from trainium_trainer.evaluate.answering.generation import share
 from trainium_trainer.evaluate.answering.loading import load
-from trainium_trainer.evaluate.exam import QuestionScore, take
+from trainium_trainer.evaluate.exam import Exam, QuestionScore, take
 from trainium_trainer.evaluate.report import EvaluationResult, answers_of, table
 from trainium_trainer.exits import UserError
 
@@ -20,8 +27,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from trainium_contract.trainer.evaluate import GenerationConfig
-    from trainium_trainer.evaluate.answering.folder import Candidate, Models
-    from trainium_trainer.evaluate.exam import Exam
     from trainium_trainer.peers import Peers
 
 

@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainium_trainer.evaluate import metrics
-from trainium_trainer.evaluate.answering.generation import batches, draw_seeds, generate, likelihoods
+from trainium_trainer.evaluate.answering.generation import GeneratedAnswer, batches, draw_seeds, generate, likelihoods
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from trainium_contract.trainer.evaluate import GenerationConfig
-    from trainium_trainer.evaluate.answering.generation import GeneratedAnswer
     from trainium_trainer.evaluate.answering.loading import LoadedModel
 
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from trainium_contract.trainer.examples import DataFormat
 from trainium_trainer.data.examples.held_out import build_prompts, read_held_out
 from trainium_trainer.data.opening import open_data, text_prompt_ids
-from trainium_trainer.evaluate.answering.folder import ComputeDevice, ComputeType, local_folder, open_candidate
-from trainium_trainer.evaluate.answering.generation import check_prompts, generate
+from trainium_trainer.evaluate.answering.folder import ComputeDevice, ComputeType, Models, local_folder, open_candidate
+from trainium_trainer.evaluate.answering.generation import GeneratedAnswer, check_prompts, generate
 from trainium_trainer.evaluate.answering.loading import load
 from trainium_trainer.evaluate.compare import Asking, compare
 from trainium_trainer.evaluate.exam import Exam, Question
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from trainium_contract.trainer.data import DataConfig
     from trainium_contract.trainer.evaluate import GenerationConfig
-    from trainium_trainer.evaluate.answering.folder import Models
-    from trainium_trainer.evaluate.answering.generation import GeneratedAnswer
     from trainium_trainer.evaluate.report import EvaluationResult
 
 

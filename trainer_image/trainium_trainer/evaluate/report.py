@@ -9,12 +9,11 @@ from pydantic import Field
 from trainium_contract.base import MessageModel
 from trainium_contract.status.results import EvaluationFigure
 from trainium_contract.trainer.evaluate import GenerationConfig
-from trainium_trainer.evaluate.exam import figures
+from trainium_trainer.evaluate.exam import Exam, QuestionScore, figures
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from trainium_trainer.evaluate.exam import Exam, QuestionScore
 
 JSON_NAME = "evaluation.json"
 MARKDOWN_NAME = "evaluation.md"

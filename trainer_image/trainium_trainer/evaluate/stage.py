@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from trainium_contract.models.parameters import count_parameters
-from trainium_contract.status.results import EvaluationFigure, RunStage
+from trainium_contract.status.results import ArtifactReport, EvaluationFigure, RunStage
 from trainium_contract.trainer.artifacts import ArtifactKind
 from trainium_trainer.artifacts.card import add_evaluation
 from trainium_trainer.artifacts.store import kept
@@ -33,7 +33,6 @@ from trainium_trainer.weights import BaseWeights, shape_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from trainium_contract.status.results import ArtifactReport
     from trainium_contract.trainer.config import TrainingConfig
     from trainium_trainer.monitor.progress import ProgressWriter
     from trainium_trainer.peers import Peers

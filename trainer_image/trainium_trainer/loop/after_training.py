@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from trainium_contract.status.results import RunStage
+from trainium_contract.status.results import EvaluationFigure, RunStage
 from trainium_trainer.artifacts.stage import kinds_of, write_artifacts, write_milestones
 from trainium_trainer.peers import Peers
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from trainium_contract.status.results import EvaluationFigure
     from trainium_contract.trainer.config import TrainingConfig
     from trainium_trainer.backends.base import Mesh
     from trainium_trainer.monitor.progress import ProgressWriter

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from trainium_contract.trainer.optimizer import ScheduleKind
+from trainium_contract.trainer.optimizer import ScheduleConfig, ScheduleKind
 
 if TYPE_CHECKING:
     from trainium_contract.trainer.config import TrainingConfig
-    from trainium_contract.trainer.optimizer import ScheduleConfig
 
 
 def learning_rate(config: TrainingConfig, step: float) -> float:

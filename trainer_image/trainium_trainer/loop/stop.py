@@ -24,12 +24,11 @@ from trainium_agent import log_lines
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.wire.log_line import LogLevel
 from trainium_trainer import exits
-from trainium_worker import Activity, Waiting
+from trainium_worker import Activity, Pulse, PulseReading, Waiting
 
 if TYPE_CHECKING:
     from types import FrameType
 
-    from trainium_worker import Pulse, PulseReading
 
 _MIN_WAIT_SECONDS = 10.0
 _WAIT_STEPS = 3.0

@@ -21,7 +21,7 @@ from trainium_contract.wire.nonfinite_origin import format_nonfinite_ranks
 from trainium_trainer.data.batches.loader import validation_batches
 from trainium_trainer.exits import NumericalError
 from trainium_trainer.loop.schedule import learning_rate
-from trainium_trainer.loop.wiring import report_warnings, start
+from trainium_trainer.loop.wiring import Run, report_warnings, start
 from trainium_trainer.monitor.progress import ProgressWriter
 from trainium_worker import ProgressPhase
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from trainium_trainer.backends.base import Evaluation, StepOutcome
     from trainium_trainer.configuration.config import Settings
     from trainium_trainer.loop.stop import StopRequest
-    from trainium_trainer.loop.wiring import Run
     from trainium_trainer.monitor.watch import MonitorAlert
 
 _log = logging.getLogger("trainium.train")

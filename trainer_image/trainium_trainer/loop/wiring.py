@@ -21,11 +21,11 @@ from trainium_trainer.checkpoint.interfaces import Position
 from trainium_trainer.checkpoint.manager import CheckpointManager
 from trainium_trainer.checkpoint.root.metrics_copy import records_folder
 from trainium_trainer.checkpoint.root.owner import Start
-from trainium_trainer.configuration.config import with_steps
+from trainium_trainer.configuration.config import Settings, with_steps
 from trainium_trainer.data.batches.broadcast import BatchGroup
-from trainium_trainer.data.batches.loader import Share
+from trainium_trainer.data.batches.loader import Loader, Share
 from trainium_trainer.data.online.streams import Streams
-from trainium_trainer.data.opening import open_data
+from trainium_trainer.data.opening import Data, open_data
 from trainium_trainer.data.prepared.prepared import watching
 from trainium_trainer.data.streaming import open_loader
 from trainium_trainer.data.tokens.tokenizer import digest_of
@@ -41,9 +41,6 @@ from trainium_worker import Activity
 if TYPE_CHECKING:
     from trainium_contract.trainer.config import TrainingConfig
     from trainium_trainer.backends.base import Backend, Mesh
-    from trainium_trainer.configuration.config import Settings
-    from trainium_trainer.data.batches.loader import Loader
-    from trainium_trainer.data.opening import Data
     from trainium_trainer.loop.stop import StopRequest
     from trainium_trainer.monitor.progress import ProgressWriter
     from trainium_trainer.monitor.watch import Watch

@@ -16,6 +16,7 @@ from trainium_trainer.checkpoint.collectives import pack
 from trainium_trainer.checkpoint.format.shards import (
     DigestReport,
     WrittenFile,
+    WrittenTable,
     blocks_name,
     fold_reports,
     shard_name,
@@ -26,8 +27,6 @@ from trainium_trainer.storage.protocol import Retry
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from trainium_trainer.checkpoint.format.shards import WrittenTable
 
 
 def written(place: int, blocks: int) -> WrittenFile:

@@ -18,13 +18,12 @@ from trainium_trainer.checkpoint.root.owner import JobIdentity, OwnerRecords
 from trainium_trainer.exits import TrainerError, find_exit_code
 from trainium_trainer.storage.object_store import Limits, ObjectStorage
 from trainium_trainer.storage.posix import PosixStorage
-from trainium_trainer.storage.protocol import Retry
+from trainium_trainer.storage.protocol import Retry, Storage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from trainium_trainer.storage.protocol import Storage
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -11,7 +11,7 @@ import torch
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer.backends.native import NativeBackend
 from trainium_trainer.compile.rehearsal import launch_at
-from trainium_trainer.configuration.config import read_launch, resolve_settings
+from trainium_trainer.configuration.config import Launch, read_launch, resolve_settings
 from trainium_trainer.data.batches.loader import MicroBatch
 from trainium_trainer.weights import BaseWeights
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from trainium_trainer.backends.base import StepOutcome
-    from trainium_trainer.configuration.config import Launch
 
 CONFIG = {
     "model": {"numLayers": 2, "hiddenSize": 32, "intermediateSize": 48, "vocabSize": 400},

@@ -8,12 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainium_trainer.monitor.progress import ProgressWriter
-from trainium_worker import PULSE_BYTES, RING, Activity, Pulse, Waiting, read_with_pulse, unpack_pulse
+from trainium_worker import PULSE_BYTES, RING, Activity, Pulse, PulseReading, Waiting, read_with_pulse, unpack_pulse
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from trainium_worker import PulseReading
 
 
 def reading(path: Path) -> PulseReading:

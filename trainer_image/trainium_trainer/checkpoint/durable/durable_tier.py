@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from trainium_agent.linux.write_access import FULL
 from trainium_contract.wire.checkpoint_manifest import CheckpointKind, Manifest, folder_name, milestone_name
 from trainium_trainer.checkpoint.collectives import reduce_on_root
-from trainium_trainer.checkpoint.durable.save_plan import Planner
+from trainium_trainer.checkpoint.durable.save_plan import Planner, SavePlan
 from trainium_trainer.checkpoint.durable.save_policy import Save
 from trainium_trainer.checkpoint.errors import TooSlowError
-from trainium_trainer.checkpoint.format.contents import Contents
+from trainium_trainer.checkpoint.format.contents import Contents, Wanted
 from trainium_trainer.checkpoint.format.live_state import Staging, box_of, flatten, local_of
 from trainium_trainer.checkpoint.format.shards import (
     DigestReport,
@@ -37,9 +37,9 @@ from trainium_trainer.checkpoint.format.shards import (
     write_shard,
     write_tables,
 )
-from trainium_trainer.checkpoint.root.commit import prepare_commit, publish
+from trainium_trainer.checkpoint.root.commit import FenceToken, prepare_commit, publish
 from trainium_trainer.checkpoint.root.metrics_copy import RecordCopies
-from trainium_trainer.checkpoint.root.survey import prune, remove_attempts
+from trainium_trainer.checkpoint.root.survey import Committed, prune, remove_attempts
 from trainium_trainer.models.state_dict import parameter_of
 from trainium_trainer.storage.errors import DamagedFileError, StorageError, is_transient
 
@@ -49,11 +49,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-    from trainium_trainer.checkpoint.durable.save_plan import SavePlan
-    from trainium_trainer.checkpoint.format.contents import Wanted
     from trainium_trainer.checkpoint.interfaces import Position, TrainingState
-    from trainium_trainer.checkpoint.root.commit import FenceToken
-    from trainium_trainer.checkpoint.root.survey import Committed
     from trainium_trainer.checkpoint.session import Session
     from trainium_trainer.storage.protocol import Retry, Storage
 

@@ -21,16 +21,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from trainium_contract.wire.checkpoint_manifest import BLOCK_BYTES, block_digest
-from trainium_trainer.checkpoint.format.index import open_index
+from trainium_trainer.checkpoint.format.index import StoredTensor, WrittenBox, open_index
 from trainium_trainer.storage.errors import DamagedFileError
-from trainium_trainer.storage.protocol import read_part
+from trainium_trainer.storage.protocol import Retry, Storage, read_part
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from trainium_trainer.checkpoint.format.index import StoredTensor, WrittenBox
     from trainium_trainer.checkpoint.root.survey import Committed
-    from trainium_trainer.storage.protocol import Retry, Storage
 
 _EXTENT_BLOCKS = 4
 _CHUNK_BYTES = _EXTENT_BLOCKS * BLOCK_BYTES

@@ -26,7 +26,7 @@ from trainium_trainer.checkpoint.format.shards import (
     header_of,
 )
 from trainium_trainer.storage.errors import DamagedFileError
-from trainium_trainer.storage.protocol import read_small
+from trainium_trainer.storage.protocol import Retry, Storage, read_small
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     import torch
 
     from trainium_trainer.checkpoint.root.survey import Committed
-    from trainium_trainer.storage.protocol import Retry, Storage
 
 TORCH_TYPES = {name: dtype for dtype, name in SAFETENSORS_TYPES.items()}
 _DIGEST = 64

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainium_trainer.checkpoint.dividing.cuts import Axis, Box, Cut, Grid, box_at
+from trainium_trainer.checkpoint.dividing.cuts import Axis, Box, Cut, Division, Grid, box_at
 from trainium_trainer.checkpoint.dividing.scheme import Divided, Scheme
 from trainium_trainer.checkpoint.format.flat_buffer import copy_all
 from trainium_trainer.checkpoint.format.part import TensorPart
@@ -23,7 +23,6 @@ from trainium_trainer.checkpoint.format.shards import SAFETENSORS_TYPES
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from trainium_trainer.checkpoint.dividing.cuts import Division
     from trainium_trainer.checkpoint.interfaces import MeshPlace
 
 _AXES = {"dp": Axis.DATA, "tp": Axis.TENSOR}

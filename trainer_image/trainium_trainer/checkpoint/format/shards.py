@@ -21,6 +21,7 @@ import os
 import sys
 import threading
 from bisect import bisect_right
+from concurrent.futures import Future as Assignment
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -39,7 +40,6 @@ from trainium_contract.wire.checkpoint_manifest import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-    from concurrent.futures import Future as Assignment
 
     from trainium_trainer.checkpoint.dividing.scheme import Item, Scheme
     from trainium_trainer.storage.protocol import Retry, Storage

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from trainium_trainer.checkpoint.errors import StaleGenerationError
-from trainium_trainer.checkpoint.memory.snapshot import Header
+from trainium_trainer.checkpoint.memory.snapshot import Header, SnapshotFile
 from trainium_worker.snapshot import HEADER_BYTES, DamagedSnapshotError, receive_copy, send_copy, wait_for
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
-    from trainium_trainer.checkpoint.memory.snapshot import SnapshotFile
 
 _log = logging.getLogger(__name__)
 

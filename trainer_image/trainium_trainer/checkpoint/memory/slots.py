@@ -11,14 +11,13 @@ from __future__ import annotations
 import secrets
 from typing import TYPE_CHECKING
 
-from trainium_trainer.checkpoint.memory.snapshot import SnapshotFile
+from trainium_trainer.checkpoint.memory.snapshot import Header, SnapshotFile
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
     from trainium_trainer.checkpoint.memory.claims import Claim, ShardKey
-    from trainium_trainer.checkpoint.memory.snapshot import Header
 
 SUFFIX = ".snapshot"
 

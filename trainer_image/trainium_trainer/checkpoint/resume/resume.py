@@ -23,7 +23,7 @@ from trainium_contract.wire.checkpoint_manifest import folder_name
 from trainium_trainer.checkpoint.collectives import scatter_from_root
 from trainium_trainer.checkpoint.durable import durable_tier
 from trainium_trainer.checkpoint.format.flat_buffer import BufferLayout, copy_all
-from trainium_trainer.checkpoint.interfaces import ResumeSource
+from trainium_trainer.checkpoint.interfaces import Position, ResumeSource
 from trainium_trainer.checkpoint.resume.agreement import FromDurable, FromMemory, RankView, claims_to_report, writers
 from trainium_trainer.checkpoint.resume.buddy_pairing import assign_buddies
 from trainium_trainer.checkpoint.resume.first_rank import (
@@ -43,7 +43,6 @@ from trainium_worker.snapshot import checksum
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from trainium_trainer.checkpoint.interfaces import Position
     from trainium_trainer.checkpoint.memory.claims import Claim, ShardKey
     from trainium_trainer.checkpoint.memory.memory_tier import MemoryTier
     from trainium_trainer.checkpoint.root.commit_lease import CommitLease

@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
@@ -28,10 +27,7 @@ from trainium_contract.wire.checkpoint_manifest import (
     Manifest,
 )
 from trainium_trainer.checkpoint.errors import StaleGenerationError
-from trainium_trainer.storage.protocol import read_small
-
-if TYPE_CHECKING:
-    from trainium_trainer.storage.protocol import Retry, Storage
+from trainium_trainer.storage.protocol import Retry, Storage, read_small
 
 
 @dataclass(frozen=True, slots=True)

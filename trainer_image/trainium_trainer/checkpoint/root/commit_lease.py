@@ -15,18 +15,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainium_trainer.checkpoint.errors import UnusableCheckpointError
-from trainium_trainer.checkpoint.root.commit import check_fence, claim_fence, read_fence, refuse_newer
-from trainium_trainer.checkpoint.root.survey import nested_root, survey
+from trainium_trainer.checkpoint.root.commit import FenceToken, check_fence, claim_fence, read_fence, refuse_newer
+from trainium_trainer.checkpoint.root.survey import Survey, nested_root, survey
 from trainium_trainer.storage.errors import StorageError
-from trainium_trainer.storage.protocol import Retry
+from trainium_trainer.storage.protocol import Retry, Storage
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trainium_trainer.checkpoint.root.commit import FenceToken
     from trainium_trainer.checkpoint.root.owner import OwnerRecords
-    from trainium_trainer.checkpoint.root.survey import Survey
-    from trainium_trainer.storage.protocol import Storage
 
 _ONCE_MORE = 1
 """Tries of a fence that the start can do without: a full store does not get room within half a minute."""

@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.trainer.addresses import is_address
 from trainium_trainer.storage.opening import open_storage
-from trainium_trainer.storage.protocol import read_small
+from trainium_trainer.storage.protocol import Storage, read_small
 
 if TYPE_CHECKING:
     from trainium_contract.trainer.checkpoint import CheckpointConfig
-    from trainium_trainer.storage.protocol import Storage
 
 _NAME = "metrics.jsonl"
 

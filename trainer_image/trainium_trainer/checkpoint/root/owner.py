@@ -21,12 +21,11 @@ from pydantic import ValidationError
 
 from trainium_contract.wire.checkpoint_manifest import OWNER_PREFIX, Owner
 from trainium_trainer.checkpoint.errors import UnusableCheckpointError
-from trainium_trainer.storage.protocol import read_small
+from trainium_trainer.storage.protocol import Storage, read_small
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trainium_trainer.storage.protocol import Storage
 
 OWNER_NAME = re.compile(rf"^{OWNER_PREFIX}([1-9]\d{{0,5}})$")
 _REMEMBERED = 256

@@ -40,12 +40,11 @@ from trainium_contract.wire.checkpoint_manifest import (
 from trainium_trainer.checkpoint.root.commit import parse_fence, read_commit, read_fence_record
 from trainium_trainer.checkpoint.root.owner import OWNER_NAME
 from trainium_trainer.storage.errors import DamagedFileError
-from trainium_trainer.storage.protocol import read_part, read_small
+from trainium_trainer.storage.protocol import Entry, Retry, Storage, read_part, read_small
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from trainium_trainer.storage.protocol import Entry, Retry, Storage
 
 _VERIFY_THREADS = 4
 _ATTEMPT = re.compile(r"g\d+-[0-9a-f]+")

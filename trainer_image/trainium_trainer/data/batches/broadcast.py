@@ -21,13 +21,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import distributed as dist
 
-from trainium_trainer.data.batches.loader import RankBatch
+from trainium_trainer.data.batches.loader import BatchMaker, RankBatch
 from trainium_trainer.exits import PeerLostError, StorageError, UserError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from trainium_trainer.data.batches.loader import BatchMaker
 
 _TAG = 1 << 20
 """Above those of the exchange of snapshots and of their copies."""

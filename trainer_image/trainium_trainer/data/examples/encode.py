@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from trainium_contract.trainer.examples import LossOn, TooLong
-from trainium_trainer.data.tokens.tokenizer import count_entries, find_beginning, find_end_of_document, load_tokenizer
+from trainium_trainer.data.tokens.tokenizer import (
+    Special,
+    count_entries,
+    find_beginning,
+    find_end_of_document,
+    load_tokenizer,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,7 +35,6 @@ if TYPE_CHECKING:
 
     from trainium_contract.trainer.data import BosToken
     from trainium_trainer.data.examples.templates import Example, Guard
-    from trainium_trainer.data.tokens.tokenizer import Special
 
 
 @dataclass(frozen=True, slots=True)

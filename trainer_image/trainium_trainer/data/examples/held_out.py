@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainium_contract.trainer.examples import DataFormat, LossOn
-from trainium_trainer.data.examples.blocks import ExampleEncoder
-from trainium_trainer.data.examples.opening import find_tokenizer, open_validation_sources
+from trainium_trainer.data.examples.blocks import ExampleEncoder, Made
+from trainium_trainer.data.examples.opening import ExampleSource, find_tokenizer, open_validation_sources
 from trainium_trainer.data.examples.recipe import build_recipe
 from trainium_trainer.data.examples.store import BLOCK_BYTES
-from trainium_trainer.data.examples.templates import BadRecordError, build_pair
+from trainium_trainer.data.examples.templates import BadRecordError, Guard, build_pair
 from trainium_trainer.data.prepared.cache import list_sources, with_cache
 from trainium_trainer.data.sources.files import records_of
 from trainium_trainer.data.tokens.encoding import Counts
@@ -26,10 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from trainium_contract.trainer.data import DataConfig
-    from trainium_trainer.data.examples.blocks import Made
     from trainium_trainer.data.examples.encode import TextEncoder
-    from trainium_trainer.data.examples.opening import ExampleSource
-    from trainium_trainer.data.examples.templates import Guard
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainium_trainer.data.batches.samples import Row
+from trainium_trainer.data.batches.samples import Row, SampleRules
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
-    from trainium_trainer.data.batches.samples import SampleRules
     from trainium_trainer.data.examples.store import StoredExamples
 
 

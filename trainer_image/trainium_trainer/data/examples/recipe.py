@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from trainium_contract.trainer.data import BosToken
-from trainium_contract.trainer.examples import DataFormat, ExamplesConfig
+from trainium_contract.trainer.data import BosToken, DataConfig
+from trainium_contract.trainer.examples import ChatConfig, DataFormat, ExamplesConfig
 from trainium_trainer.data.examples.chat import Chat
 from trainium_trainer.data.examples.function import Caller, digest_of_function
 from trainium_trainer.data.examples.preference import Preference
@@ -35,8 +35,6 @@ from trainium_trainer.exits import UserError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from trainium_contract.trainer.data import DataConfig
-    from trainium_contract.trainer.examples import ChatConfig
     from trainium_trainer.data.sources.documents import Record
 
 

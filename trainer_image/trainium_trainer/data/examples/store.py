@@ -17,8 +17,8 @@ import numpy as np
 
 from trainium_trainer.data.examples.blocks import encode_block, install
 from trainium_trainer.data.examples.templates import explain_empty_filter
-from trainium_trainer.data.prepared.build import BuildInputs, build
-from trainium_trainer.data.prepared.prepared import Prepared, numbers_of
+from trainium_trainer.data.prepared.build import BuildInputs, BuildProgress, build
+from trainium_trainer.data.prepared.prepared import Prepared, PreparedManifest, numbers_of
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from trainium_trainer.data.examples.recipe import Recipe
-    from trainium_trainer.data.prepared.build import BuildProgress
-    from trainium_trainer.data.prepared.prepared import PreparedManifest
 
 
 ROW = np.dtype([("end", "<i8"), ("answer", "<i8"), ("record", "<u8")])

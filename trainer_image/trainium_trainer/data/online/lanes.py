@@ -22,7 +22,7 @@ import numpy as np
 
 from trainium_trainer.data.batches.order import Mixture, Permutation, shuffled
 from trainium_trainer.data.prepared.prepared import Prepared, watching
-from trainium_trainer.data.sources.documents import FileBlock
+from trainium_trainer.data.sources.documents import DocumentSource, FileBlock, Skipped
 from trainium_trainer.data.tokens.encoding import DocumentEncoder, SourceSpec, held_back
 from trainium_trainer.data.tokens.tokenizer import AS_IT_IS, BosPrefix
 from trainium_trainer.exits import UserError
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
-
-    from trainium_trainer.data.sources.documents import DocumentSource, Skipped
 
 
 @dataclass(frozen=True, slots=True)

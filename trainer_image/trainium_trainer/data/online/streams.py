@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainium_contract.trainer.data import Tokenization, ValidationSplit
-from trainium_trainer.data.batches.samples import TextPart
+from trainium_contract.trainer.data import DataConfig, Tokenization, ValidationSplit
+from trainium_trainer.data.batches.samples import SampleRules, TextPart
 from trainium_trainer.data.online.lanes import LanePlan, LaneSource
 from trainium_trainer.data.prepared.build import HeldBack, hold_lock
-from trainium_trainer.data.prepared.origins import open_held_back
+from trainium_trainer.data.prepared.origins import Origin, TextTokenizer, open_held_back
 from trainium_trainer.data.prepared.prepared import Prepared, Selection, Stretch
 from trainium_trainer.data.tokens.encoding import list_blocks
 from trainium_trainer.data.tokens.tokenizer import digest_of, end_facts
@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from trainium_contract.trainer.data import DataConfig
-    from trainium_trainer.data.batches.samples import SampleRules
-    from trainium_trainer.data.prepared.origins import Origin, TextTokenizer
 
 _WORTH_IT = 256 << 20
 _SMALLEST_BLOCK, _LARGEST_BLOCK = 64 << 10, 4 << 20

@@ -36,7 +36,16 @@ from trainium_trainer.data.prepared.prepared import (
     read_manifest,
 )
 from trainium_trainer.data.sources.documents import FileBlock, refuse_skipped, refuse_skipped_share
-from trainium_trainer.data.tokens.encoding import Counts, encode, held_back, install, list_blocks, token_type
+from trainium_trainer.data.tokens.encoding import (
+    Counts,
+    SourceSpec,
+    TokenBlock,
+    encode,
+    held_back,
+    install,
+    list_blocks,
+    token_type,
+)
 from trainium_trainer.data.tokens.tokenizer import (
     AS_IT_IS,
     BosPrefix,
@@ -49,8 +58,6 @@ from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
-
-    from trainium_trainer.data.tokens.encoding import SourceSpec, TokenBlock
 
 
 _BATCH_TOKENS = 1 << 20

@@ -13,11 +13,11 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainium_contract.trainer.data import BosToken
+from trainium_contract.trainer.data import BosToken, DataConfig
 from trainium_trainer.data.prepared.build import BuildProgress, HeldBack, PreparedRecipe, build, hold_lock
 from trainium_trainer.data.prepared.cache import list_sources, prepared_folder
 from trainium_trainer.data.prepared.prepared import Prepared, read_manifest
-from trainium_trainer.data.sources.documents import TextPiece
+from trainium_trainer.data.sources.documents import DocumentSource, TextPiece
 from trainium_trainer.data.sources.files import read_with_retries
 from trainium_trainer.data.tokens.encoding import SourceSpec
 from trainium_trainer.data.tokens.tokenizer import (
@@ -36,9 +36,6 @@ from trainium_trainer.exits import UserError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
-
-    from trainium_contract.trainer.data import DataConfig
-    from trainium_trainer.data.sources.documents import DocumentSource
 
 
 _FORMAT = 1

@@ -14,15 +14,12 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
-from trainium_trainer.data.sources.documents import Record, Skipped, TextPiece
-from trainium_trainer.data.sources.files import read_with_retries
+from trainium_trainer.data.sources.documents import FileBlock, Record, Skipped, TextPiece
+from trainium_trainer.data.sources.files import DataFile, read_with_retries
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from trainium_trainer.data.sources.documents import FileBlock
-    from trainium_trainer.data.sources.files import DataFile
 
 
 _TEXT_PIECE = 1 << 20

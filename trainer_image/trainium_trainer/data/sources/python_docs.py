@@ -16,13 +16,12 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainium_trainer.data.sources.documents import FileBlock, TextPiece
+from trainium_trainer.data.sources.documents import FileBlock, Record, TextPiece
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from trainium_trainer.data.sources.documents import Record
 
 _FORMAT = 1
 _SKIPPED = frozenset(

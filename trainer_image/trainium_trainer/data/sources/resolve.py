@@ -16,16 +16,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainium_trainer.data.sources import lines, tables
-from trainium_trainer.data.sources.documents import FileBlock, Record, TextPiece
-from trainium_trainer.data.sources.files import S3, SUFFIXES, find_files, read_with_retries
+from trainium_trainer.data.sources.documents import DocumentSource, FileBlock, Record, Skipped, TextPiece
+from trainium_trainer.data.sources.files import S3, SUFFIXES, DataFile, find_files, read_with_retries
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
-
-    from trainium_trainer.data.sources.documents import DocumentSource, Skipped
-    from trainium_trainer.data.sources.files import DataFile
 
 
 _KEYS_SHOWN = 8

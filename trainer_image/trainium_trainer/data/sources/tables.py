@@ -13,13 +13,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from trainium_trainer.data.sources.documents import FileBlock, Record, Skipped, TextPiece
-from trainium_trainer.data.sources.files import s3
+from trainium_trainer.data.sources.files import DataFile, s3
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from trainium_trainer.data.sources.files import DataFile
 
 
 _ROWS = 1000

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainium_trainer.data.sources.documents import Skipped, TextPiece
+from trainium_trainer.data.sources.documents import DocumentSource, FileBlock, Skipped, TextPiece
 from trainium_trainer.data.sources.files import read_with_retries
 from trainium_trainer.data.sources.resolve import open_source
 from trainium_trainer.data.tokens.tokenizer import (
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from trainium_trainer.data.sources.documents import DocumentSource, FileBlock
 
 _PIECES, _CHARACTERS = 512, 4 << 20  # that are tokenised at once
 _TOKENS = 1 << 20  # of one TokenBlock, about

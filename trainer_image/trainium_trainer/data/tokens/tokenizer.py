@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainium_contract.trainer.addresses import is_address
-from trainium_contract.trainer.data import BosToken
+from trainium_contract.trainer.data import BosToken, TokenizerConfig
 from trainium_trainer.exits import UnreadableError, UserError
 from trainium_trainer.storage.opening import open_storage
 from trainium_trainer.storage.posix import PosixStorage
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
     from tokenizers import Tokenizer
-
-    from trainium_contract.trainer.data import TokenizerConfig
 
 
 END_OF_DOCUMENT = "<|endoftext|>"

@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import BoolTensor, FloatTensor, LongTensor
+from torch import BoolTensor, FloatTensor, LongTensor, Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
@@ -21,8 +21,6 @@ from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    from torch import FloatTensor, LongTensor, Tensor
 
     from trainium_contract.trainer.evaluate import GenerationConfig
     from trainium_trainer.evaluate.answering.folder import Candidate

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from trainium_trainer.evaluate.answering.folder import ADAPTER_WEIGHTS, ComputeDevice, ComputeType
+from trainium_trainer.evaluate.answering.folder import ADAPTER_WEIGHTS, Candidate, ComputeDevice, ComputeType
 from trainium_trainer.exits import UserError
 from trainium_trainer.weights import BaseWeights
 from trainium_trainer.weights.adapter import BASE_DIGEST
@@ -21,7 +21,6 @@ from trainium_trainer.weights.adapter import BASE_DIGEST
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from trainium_trainer.evaluate.answering.folder import Candidate
 
 _MATRIX = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<matrix>[AB])\.weight")
 

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
-from trainium_contract.models.shape import QueryKeyNorm
+from trainium_contract.models.shape import ModelShape, QueryKeyNorm
 from trainium_contract.trainer.config import ModelConfig
 from trainium_trainer.backends.nxd.layout.parameter_names import Projections, parameters_of, pieces_of
-from trainium_trainer.backends.nxd.layout.pieces import KeyValueOrder, TensorRank
+from trainium_trainer.backends.nxd.layout.pieces import KeyValueOrder, Piece, TensorRank
 from trainium_trainer.configuration.model_shape import resolve_shape
 from trainium_trainer.models.llama import Llama
-
-if TYPE_CHECKING:
-    from trainium_contract.models.shape import ModelShape
-    from trainium_trainer.backends.nxd.layout.pieces import Piece
 
 # Each number differs, so that none can stand in for another.
 SHAPE = replace(
