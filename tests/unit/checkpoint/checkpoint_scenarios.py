@@ -15,7 +15,7 @@ import torch.distributed as dist
 from checkpoint_world import HookedStorage, Run, position, solo
 
 from trainium_contract.wire.checkpoint_manifest import COMMIT_NAME
-from trainium_trainer.checkpoint.collectives import gather, reduce_on_root, scatter_from_root
+from trainium_trainer.checkpoint.collectives import reduce_on_root, scatter_from_root
 from trainium_trainer.checkpoint.memory.snapshot import SnapshotFile
 from trainium_trainer.storage.errors import StorageError
 
@@ -94,7 +94,8 @@ def limit_snapshots(count: int) -> None:
 
 def gather_texts(place: MeshPlace, sizes: list[int]) -> list[str]:
     """Gather a text of `sizes[rank]` characters from each rank."""
-    return gather(chr(ord("a") + place.rank) * sizes[place.rank], dist.new_group(backend="gloo"))
+    text, group = chr(ord("a") + place.rank) * sizes[place.rank], dist.new_group(backend="gloo")
+    return reduce_on_root(lambda: text, list, group, "texts")
 
 
 class UnspeakableError(Exception):

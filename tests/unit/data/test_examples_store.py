@@ -15,7 +15,7 @@ import pytest
 from tests.testing.trainer.example_files import CHAT, config, opened, records, texts, write_records, write_tokenizer
 from trainium_trainer.data.batches.order import EpochOrder
 from trainium_trainer.data.examples import store
-from trainium_trainer.data.examples.held_out import build_prompt, build_prompts, read_held_out
+from trainium_trainer.data.examples.held_out import build_prompts, read_held_out
 from trainium_trainer.data.examples.store import StoredExamples
 from trainium_trainer.data.opening import open_data
 from trainium_trainer.data.tokens.tokenizer import load_tokenizer
@@ -223,6 +223,10 @@ def test_held_out_answers_of_a_chat_are_the_messages_and_end_with_the_token_of_t
     assert asked.end == turn
     assert all(one.answer_ids.count(turn) == 1 for one in asked.examples)
     assert all(one.answer_ids[-1] == turn for one in asked.examples)
+
+
+def build_prompt(given: DataConfig, asked: dict[str, Any] | str) -> str:
+    return build_prompts(given, [asked])[0][0]
 
 
 def test_a_custom_prompt_is_built_as_in_training(tmp_path: Path, settings: DataConfig) -> None:

@@ -2,15 +2,13 @@
 
 `all_gather_object` gives every rank as much memory as the longest value needs: one rank with a long sentence and 4,096
 ranks hold 4,096 long sentences. Here values are reduced up a tree of pairs to rank 0, joined and compressed at each
-level, and the result returns in one broadcast.
-
-Where rank 0 alone decides, `reduce_on_root` sends back the decision instead of the values, and `scatter_from_root`
-sends each rank its part, down the same tree. Then only rank 0 receives the values of all, and the bytes of all ranks
-together grow with their number and the height of the tree.
+level. Rank 0 alone decides: `reduce_on_root` broadcasts the decision, and `scatter_from_root` sends each rank its part,
+down the same tree. Only rank 0 receives the values of all, and the bytes of all ranks together grow with their number
+and the height of the tree.
 
 Guarantees:
 - A rank receives the values of others compressed and without padding, from at most log2(ranks) others.
-- All ranks return equal lists, or the same outcome, or all raise the same error.
+- All ranks return the same outcome or their part of it, or all raise the same error.
 """
 
 from __future__ import annotations
@@ -39,17 +37,6 @@ _LEVEL = 1
 """Of zlib: what ranks produce differs in few bytes, which the fastest level finds as well."""
 
 _VALUE, _ERROR = "value", "error"
-
-
-def gather(value: T, group: ProcessGroup | None) -> list[T]:
-    """Return the values of all ranks, in their order.
-
-    Collective over `group`, which spans all ranks; None: one rank alone.
-    """
-    if group is None:
-        return [value]
-    values = _reduce_up(value, group)
-    return [pickle.loads(each) for each in unpack(_broadcast(pack(values) if values else b"", group))]  # noqa: S301 - our own ranks
 
 
 def reduce_on_root(

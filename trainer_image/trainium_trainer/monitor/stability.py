@@ -13,7 +13,7 @@ that level. What a single step shows decides nothing, and neither does the gradi
 tenfold while the loss falls. With losses of any distribution that scatter independently about a level that does not
 rise, two medians are so far apart with a probability below 4e-10 per step: for any share p, the distance of quantiles
 p and 1 - p is at most the mean difference over 2 p (1 - p), so one of the two medians is outside the quantiles 0.2113
-and 0.7887, and 50 of 100 values below the first of them are that rare (`chance`). A loss that jumps is alarmed about
+and 0.7887, and 50 of 100 values below the first of them are that rare. A loss that jumps is alarmed about
 after 50 to 51 steps.
 
 Guarantees:
@@ -134,22 +134,6 @@ def judge(before: Stability, rules: StabilityRules, *, loss: float, gradient_nor
         level=level,
         alarm_raised=after.alarm and not before.alarm,
     )
-
-
-def chance(ratio: float) -> float:
-    """Bound of a false alarm at one step, for losses of any distribution about a level that does not rise.
-
-    Two medians are further apart than `ratio` mean differences; twice a tail of the binomial distribution.
-    """
-    if ratio <= 2.0:
-        return 1.0
-    outside = (1 - math.sqrt(1 - 2 / ratio)) / 2
-    half = LEVEL_STEPS // 2
-    tail = (
-        math.comb(LEVEL_STEPS, many) * outside**many * (1 - outside) ** (LEVEL_STEPS - many)
-        for many in range(half, LEVEL_STEPS + 1)
-    )
-    return 2 * math.fsum(tail)
 
 
 def _with_noise(before: Stability, loss: float) -> Stability:

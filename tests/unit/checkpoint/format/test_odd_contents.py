@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from trainium_trainer.checkpoint.collectives import gather, without_gc
+from trainium_trainer.checkpoint.collectives import reduce_on_root, without_gc
 from trainium_trainer.checkpoint.dividing.cuts import Axis, Box, Cut, Grid, meeting
 from trainium_trainer.checkpoint.dividing.scheme import Divided, Scheme
 from trainium_trainer.checkpoint.format.flat_buffer import copy_all
@@ -27,7 +27,7 @@ def test_a_rank_without_a_part_of_the_state_copies_nothing() -> None:
 
 
 def test_a_single_rank_receives_its_message() -> None:
-    assert gather("value", None) == ["value"]
+    assert reduce_on_root(lambda: "value", list, None, "alone") == ["value"]
 
 
 @pytest.fixture

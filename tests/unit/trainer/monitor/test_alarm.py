@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from trainium_trainer.monitor.stability import LEVEL_STEPS, Stability, StabilityRules, chance, judge
+from trainium_trainer.monitor.stability import LEVEL_STEPS, Stability, StabilityRules, judge
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -127,6 +127,22 @@ def test_it_is_raised_again_only_after_the_loss_came_half_of_the_way_back() -> N
 
 def test_none_is_raised_before_there_is_a_level_to_have_risen_from() -> None:
     assert alarms(noisy(lambda step: 2.0 + step, LEVEL_STEPS)) == []
+
+
+def chance(ratio: float) -> float:
+    """Bound of a false alarm at one step, for losses of any distribution about a level that does not rise.
+
+    Two medians are further apart than `ratio` mean differences; twice a tail of the binomial distribution.
+    """
+    if ratio <= 2.0:
+        return 1.0
+    outside = (1 - math.sqrt(1 - 2 / ratio)) / 2
+    half = LEVEL_STEPS // 2
+    tail = (
+        math.comb(LEVEL_STEPS, many) * outside**many * (1 - outside) ** (LEVEL_STEPS - many)
+        for many in range(half, LEVEL_STEPS + 1)
+    )
+    return 2 * math.fsum(tail)
 
 
 def test_the_chance_of_a_false_one_is_bounded_for_any_distribution() -> None:

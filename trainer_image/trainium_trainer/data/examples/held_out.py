@@ -93,16 +93,11 @@ def _label_ids(
     return tuple(tuple(one.ids[one.answer : -1].tolist()) for one in encoded)
 
 
-def build_prompt(config: DataConfig, given: dict[str, Any] | str) -> str:
-    """Return the prompt for a record without an answer, or for a text where the format asks for one field only.
-
-    Raises UserError.
-    """
-    return build_prompts(config, [given])[0][0]
-
-
 def build_prompts(config: DataConfig, given: Sequence[dict[str, Any] | str]) -> list[tuple[str, tuple[int, ...]]]:
-    """Return text and tokens of several prompts, the tokens as in training. Raises UserError."""
+    """Return text and tokens of several prompts, the tokens as in training. Raises UserError.
+
+    Each is for a record without an answer, or for a text where the format asks for one field only.
+    """
     _refuse_text(config)
     tokenizer = with_cache(config, lambda cache: find_tokenizer(config, cache))
     encoder = ExampleEncoder(build_recipe(config, list_sources(config)[0][0], tokenizer))

@@ -79,10 +79,10 @@ def check_prompts(folder: Candidate, prompts: Sequence[Sequence[int]]) -> None:
             )
 
 
-def left_padded(rows: Sequence[Sequence[int]], device: torch.device, fill: int = 0) -> tuple[Tensor, Tensor]:
+def left_padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
     """Rows of ids that end together: int64 ids [rows, width], and a mask of that size that is 0 on padding."""
     width = max(map(len, rows))
-    ids = torch.tensor([[fill] * (width - len(row)) + list(row) for row in rows], device=device)
+    ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in rows], device=device)
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
     return ids, mask
 
