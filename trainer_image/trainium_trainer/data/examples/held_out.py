@@ -18,7 +18,6 @@ from trainium_trainer.data.examples.recipe import build_recipe
 from trainium_trainer.data.examples.store import BLOCK_BYTES
 from trainium_trainer.data.examples.templates import BadRecordError, Guard, build_pair
 from trainium_trainer.data.prepared.cache import list_sources, with_cache
-from trainium_trainer.data.sources.files import records_of
 from trainium_trainer.data.tokens.encoding import Counts
 from trainium_trainer.exits import UserError
 
@@ -124,7 +123,7 @@ def _of_source(source: ExampleSource, encoder: ExampleEncoder) -> Iterator[HeldO
     guard = encoder.maker.guard
     opened = source.recipe.spec.open()
     made = itertools.chain.from_iterable(
-        encoder.encode(records_of(opened, block), Counts(), [], []) for block in opened.blocks(BLOCK_BYTES)
+        encoder.encode(opened.all_records(block), Counts(), [], []) for block in opened.blocks(BLOCK_BYTES)
     )
     # Of a pair the preferred answer is expected.
     for one, held in itertools.islice(zip(made, source.held, strict=False), 0, None, encoder.maker.width):

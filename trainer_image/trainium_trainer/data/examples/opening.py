@@ -26,7 +26,6 @@ from trainium_trainer.data.examples.templates import BadRecordError, Filter
 from trainium_trainer.data.prepared.cache import list_sources, prepared_folder
 from trainium_trainer.data.prepared.origins import Lines, train_once
 from trainium_trainer.data.sources.documents import Record
-from trainium_trainer.data.sources.files import records_of
 from trainium_trainer.data.tokens.encoding import Counts, held_back
 from trainium_trainer.data.tokens.tokenizer import count_entries, digest_of, tokenizer_file, train_tokenizer
 from trainium_trainer.exits import UserError
@@ -120,7 +119,7 @@ def _learn(recipes: tuple[Recipe, ...], vocab_size: int, file: str) -> None:
 def _texts(recipe: Recipe) -> Iterator[str]:
     source, maker, chosen = recipe.spec.open(), recipe.maker(()), Filter(recipe.config.where)
     for block in source.blocks(BLOCK_BYTES):
-        for item in records_of(source, block):
+        for item in source.all_records(block):
             if not isinstance(item, Record) or not chosen(item.fields):
                 continue
             try:

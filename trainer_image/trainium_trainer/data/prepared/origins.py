@@ -18,7 +18,6 @@ from trainium_trainer.data.prepared.build import BuildProgress, HeldBack, Prepar
 from trainium_trainer.data.prepared.cache import list_sources, prepared_folder
 from trainium_trainer.data.prepared.prepared import Prepared, read_manifest
 from trainium_trainer.data.sources.documents import DocumentSource, TextPiece
-from trainium_trainer.data.sources.files import read_with_retries
 from trainium_trainer.data.tokens.encoding import SourceSpec
 from trainium_trainer.data.tokens.tokenizer import (
     AS_IT_IS,
@@ -71,8 +70,7 @@ def _learn(specs: tuple[SourceSpec, ...], vocab_size: int, file: str) -> None:
 
 def _texts(source: DocumentSource) -> Iterator[str]:
     for block in source.blocks(_BLOCK_BYTES):
-        items = read_with_retries(source.named(block), lambda block=block: list(source.read(block)))  # type: ignore[misc]
-        yield from (item.text for item in items if isinstance(item, TextPiece))
+        yield from (item.text for item in source.all_documents(block) if isinstance(item, TextPiece))
 
 
 _log = logging.getLogger("trainium.data")

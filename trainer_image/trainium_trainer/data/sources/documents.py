@@ -8,16 +8,20 @@ Guarantees:
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
+from typing import TYPE_CHECKING
 
+from trainium_trainer.data.sources.files import DataFile, read_with_retries
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+    from typing import Any
 
     from numpy.typing import NDArray
+
 
 _COUNTED_AT_ONCE = 16 << 20
 
@@ -36,29 +40,12 @@ class TextPiece:
     """Whether the first piece of a block is also the first one of its document."""
 
 
-class Named(Protocol):
-    """The place that a line or row is from."""
-
-    @property
-    def shown(self) -> str:
-        """The name for sentences."""
-        ...
-
-    @property
-    def format(self) -> str:
-        """The suffix without that of a compression."""
-        ...
-
-    def open(self) -> BinaryIO:
-        """Return a stream from the beginning."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Skipped:
     """A line or row that cannot be used."""
 
-    file: Named
+    file: DataFile | str
+    """The file, or the name of a data set whose rows have numbers."""
     reason: str
     number: int | None
     """Number of the line or row, from 1; omitted where only its place is known."""
@@ -73,13 +60,15 @@ class Skipped:
 
     def where(self) -> str:
         """File and line."""
-        number = self.number if self.number is not None else self._lines_before() + 1
+        if isinstance(self.file, str):
+            return f"{self.file} {self.unit or 'row'} {self.number}"
+        number = self.number if self.number is not None else self._lines_before(self.file) + 1
         unit = self.unit or ("row" if self.file.format in (".arrow", ".parquet") else "line")
         return f"{self.file.shown} {unit} {number}"
 
-    def _lines_before(self) -> int:
+    def _lines_before(self, file: DataFile) -> int:
         count, left = 0, self.offset
-        with self.file.open() as stream:
+        with file.open() as stream:
             while left and (data := stream.read(min(left, _COUNTED_AT_ONCE))):
                 count += data.count(b"\n")
                 left -= len(data)
@@ -118,7 +107,7 @@ class Record:
     """A row of a table or an object of JSON, as a whole."""
 
     fields: dict[str, Any]
-    file: Named
+    file: DataFile | str
     number: int | None
     offset: int = 0
     unit: str | None = None
@@ -140,40 +129,42 @@ class FileBlock:
     """Bytes, about: how much work it is."""
 
 
-class DocumentSource(Protocol):
-    """An ordered stream of documents with an identity."""
+class DocumentSource(ABC):
+    """An ordered stream of documents with an identity; one block of unknown size unless a subclass divides it."""
 
-    @property
-    def size(self) -> int:
-        """Bytes as stored; 0 when unknown."""
-        ...
+    name: str
+    """Name for sentences."""
+    size: int = 0
+    """Bytes as stored; 0 when unknown."""
+    divisible: bool = False
+    """Whether there can be many blocks."""
+    has_lines: bool = False
+    """Whether it is text of lines, which are no documents."""
 
-    @property
-    def divisible(self) -> bool:
-        """Whether there can be many blocks."""
-        ...
-
-    @property
-    def has_lines(self) -> bool:
-        """Whether it is text of lines, which are no documents."""
-        ...
-
+    @abstractmethod
     def identity(self, memo: Path | None) -> str:
         """Return a digest that changes with the contents; `memo` is a folder for remembered digests of files."""
-        ...
 
-    def blocks(self, target: int) -> list[FileBlock]:
+    def blocks(self, target: int) -> list[FileBlock]:  # noqa: ARG002 - for sources that can be divided
         """Return the stream in blocks of about `target` bytes. Raises UserError or StorageError."""
-        ...
+        return [FileBlock(0, 0, 0, 0)]
 
+    @abstractmethod
     def read(self, block: FileBlock) -> Iterator[TextPiece | Skipped]:
         """Yield the documents of a block. Raises UserError for unreadable files, OSError when the store fails."""
-        ...
 
+    @abstractmethod
     def records(self, block: FileBlock) -> Iterator[Record | Skipped]:
         """Yield the records of a block. Raises UserError for unreadable files, OSError when the store fails."""
-        ...
 
-    def named(self, block: FileBlock) -> str:
+    def named(self, block: FileBlock) -> str:  # noqa: ARG002 - as above
         """Return the file of a block, for sentences."""
-        ...
+        return self.name
+
+    def all_records(self, block: FileBlock) -> list[Record | Skipped]:
+        """Return the records of a block, read again when the store fails for a while."""
+        return read_with_retries(self.named(block), lambda: list(self.records(block)))
+
+    def all_documents(self, block: FileBlock) -> list[TextPiece | Skipped]:
+        """Return the documents of a block, likewise."""
+        return read_with_retries(self.named(block), lambda: list(self.read(block)))

@@ -28,8 +28,6 @@ from trainium_trainer.exits import StorageError, UnreadableError, UserError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from trainium_trainer.data.sources.documents import DocumentSource, FileBlock, Record, Skipped
-
 T = TypeVar("T")
 
 S3 = "s3://"
@@ -150,11 +148,6 @@ def read_with_retries(what: str, action: Callable[[], T]) -> T:
             time.sleep(pause)
             pause *= 2
     raise AssertionError
-
-
-def records_of(source: DocumentSource, block: FileBlock) -> list[Record | Skipped]:
-    """Return the records of a block. Raises UserError or StorageError with a sentence."""
-    return read_with_retries(source.named(block), lambda: list(source.records(block)))
 
 
 def is_transient(error: OSError) -> bool:

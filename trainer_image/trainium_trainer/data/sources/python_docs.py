@@ -16,7 +16,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainium_trainer.data.sources.documents import FileBlock, Record, TextPiece
+from trainium_trainer.data.sources.documents import DocumentSource, FileBlock, Record, TextPiece
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
@@ -30,20 +30,11 @@ _SKIPPED = frozenset(
 _SHORTEST = 40  # characters; shorter docstrings add little to the name
 
 
-class PythonDocs:
+class PythonDocs(DocumentSource):
     """Language reference topics first, then one document per standard-library module."""
 
-    size = 0
-    divisible = False
+    name = "python-docs"
     has_lines = True
-
-    def blocks(self, target: int) -> list[FileBlock]:  # noqa: ARG002 - other sources need it
-        """One."""
-        return [FileBlock(0, 0, 0, 0)]
-
-    def named(self, block: FileBlock) -> str:  # noqa: ARG002 - as above
-        """Return the source."""
-        return "python-docs"
 
     def identity(self, memo: Path | None) -> str:  # noqa: ARG002 - as above
         """Return the Python build: its files do not change without it."""

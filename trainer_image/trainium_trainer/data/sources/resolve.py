@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainium_trainer.data.sources import lines, tables
@@ -117,27 +116,14 @@ def is_data_set(name: str) -> bool:
     return bool(_HUB_NAME.match(name)) and not Path(name).exists()
 
 
-@dataclass(frozen=True, slots=True)
-class Files:
+class Files(DocumentSource):
     """Files, in the order of their names."""
 
-    files: tuple[DataFile, ...]
-    text_field: str
-
-    @property
-    def size(self) -> int:
-        """Sum of the files' sizes."""
-        return sum(file.size for file in self.files)
-
-    @property
-    def divisible(self) -> bool:
-        """Compressed text is one stretch from beginning to end."""
-        return all(file.compression is None for file in self.files)
-
-    @property
-    def has_lines(self) -> bool:
-        """Return whether there is text of lines, which are no documents."""
-        return any(file.format == ".txt" for file in self.files)
+    def __init__(self, files: tuple[DataFile, ...], text_field: str) -> None:
+        self.files, self.text_field = files, text_field
+        self.size = sum(file.size for file in files)
+        self.divisible = all(file.compression is None for file in files)  # compressed text is one stretch
+        self.has_lines = any(file.format == ".txt" for file in files)
 
     def identity(self, memo: Path | None) -> str:
         """Digest of names, contents and the column."""
