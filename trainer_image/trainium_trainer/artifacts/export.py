@@ -16,17 +16,12 @@ from trainium_contract.trainer.addresses import is_address
 from trainium_contract.trainer.artifacts import ArtifactKind, ArtifactPrecision
 from trainium_contract.trainer.data import TokenizerConfig
 from trainium_contract.trainer.tuning import TuningConfig
-from trainium_trainer.artifacts.card import read_lines
 from trainium_trainer.artifacts.companions import TOKENIZER_NAMES, check_tokenizer
 from trainium_trainer.artifacts.making import Making, of_adapter
-from trainium_trainer.artifacts.result import CheckpointWeights
-from trainium_trainer.artifacts.stage import source_of
 from trainium_trainer.artifacts.writer import write_artifact
-from trainium_trainer.checkpoint.format.contents import Contents
 from trainium_trainer.checkpoint.root.selection import choose, explain_damage, shape_of
 from trainium_trainer.data.tokens.tokenizer import TOKENIZER_FILE, count_entries, tokenizer_file
 from trainium_trainer.exits import UserError
-from trainium_trainer.monitor.writers import METRICS_NAME
 from trainium_trainer.peers import Peers
 from trainium_trainer.storage.opening import open_storage
 from trainium_trainer.storage.protocol import Retry
@@ -65,25 +60,20 @@ def export(
     if file is not None:
         check_tokenizer(file, shape.vocab_size - shape.vocab_padding)
     with explain_damage(root):
-        trained = CheckpointWeights(Contents(storage, checkpoint, retry))
-        if not trained.names:
-            raise UserError(f"{checkpoint.folder} holds no weights: name the root of a training run")
         if kind is ArtifactKind.ADAPTER and "tuning" not in checkpoint.manifest.settings:
             raise UserError(f"{root}: the run trained no adapter: leave out --adapter to export the model")
-        making = Making(
-            shape=shape,
+        making = Making.of_checkpoint(
+            storage,
+            checkpoint,
+            retry,
             tuning=tuning,
-            trained=trained,
-            names=trained.names,
-            source=source_of(checkpoint),
             base=_base_of(checkpoint, root, base),
             seed=int(checkpoint.manifest.settings.get("seed", 0)),
-            step=checkpoint.step,
-            tokens=checkpoint.manifest.tokens,
-            settings=dict(checkpoint.manifest.settings),
             tokenizer=file,
-            history=() if is_address(root) else read_lines(Path(root) / METRICS_NAME),
+            records=None if is_address(root) else Path(root),
         )
+        if not making.names:
+            raise UserError(f"{checkpoint.folder} holds no weights: name the root of a training run")
         blueprint = making.blueprint(kind, precision, largest)
         write_artifact(blueprint, open_storage(str(folder)), Peers(0, 1), retry=retry, beat=beat)
     return checkpoint.step

@@ -13,12 +13,15 @@ from typing import TYPE_CHECKING, Any
 from trainium_contract.models.parameters import EMBEDDING, HEAD, parameter_sizes
 from trainium_contract.trainer.artifacts import ArtifactKind, ArtifactPrecision
 from trainium_contract.trainer.tuning import TuningConfig
-from trainium_trainer.artifacts.card import Card
+from trainium_trainer.artifacts.card import Card, read_lines
 from trainium_trainer.artifacts.companions import model_files, tokenizer_files
 from trainium_trainer.artifacts.manifest import CARD_NAME, FORMAT_VERSION, identity_of
 from trainium_trainer.artifacts.peft_format import adapter_config, file_metadata, parameter_name, tensor_names
-from trainium_trainer.artifacts.result import Boxes, Result
+from trainium_trainer.artifacts.result import Boxes, CheckpointWeights, Result
 from trainium_trainer.artifacts.writer import Blueprint
+from trainium_trainer.checkpoint.format.contents import Contents
+from trainium_trainer.checkpoint.root.selection import shape_of
+from trainium_trainer.monitor.writers import METRICS_NAME
 from trainium_trainer.tuning.choice import choose, projection_sizes
 from trainium_trainer.weights.adapter import CONFIG_NAME as ADAPTER_CONFIG
 from trainium_trainer.weights.adapter import AdapterWeights
@@ -31,6 +34,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from trainium_contract.models.shape import ModelShape
+    from trainium_trainer.checkpoint.root.survey import Committed
+    from trainium_trainer.storage.protocol import Retry, Storage
     from trainium_trainer.weights.base import BaseWeights
 
 TYPES = {
@@ -63,6 +68,38 @@ class Making:
     """The `tokenizer.json` that the run was trained with."""
     history: tuple[dict[str, Any], ...] = ()
     """Lines of metrics.jsonl, for the card."""
+
+    @staticmethod
+    def of_checkpoint(
+        storage: Storage,
+        checkpoint: Committed,
+        retry: Retry,
+        *,
+        tuning: TuningConfig,
+        base: BaseWeights | None,
+        seed: int,
+        tokenizer: Path | None,
+        records: Path | None,
+    ) -> Making:
+        """Return what artifacts of a checkpoint follow from; `records` is the folder of the run's metrics.
+
+        Raises DamagedFileError, StorageError, and UserError when it does not name its model.
+        """
+        trained = CheckpointWeights(Contents(storage, checkpoint, retry))
+        return Making(
+            shape=shape_of(checkpoint),
+            tuning=tuning,
+            trained=trained,
+            names=trained.names,
+            source=identity_of(sorted((file.name, file.size, file.digest) for file in checkpoint.manifest.files)),
+            base=base,
+            seed=seed,
+            step=checkpoint.step,
+            tokens=checkpoint.manifest.tokens,
+            settings=dict(checkpoint.manifest.settings),
+            tokenizer=tokenizer,
+            history=() if records is None else read_lines(records / METRICS_NAME),
+        )
 
     @property
     def real(self) -> ModelShape:

@@ -6,7 +6,7 @@ type that is asked for; rows may be asked for by several threads at once.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -20,18 +20,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from trainium_trainer.checkpoint.format.contents import Contents
-
-
-class Boxes(Protocol):
-    """Somewhere that parameters are read from: a base, an adapter, a checkpoint."""
-
-    def size(self, name: str) -> torch.Size:
-        """Size of a parameter; KeyError when there is none."""
-        ...
-
-    def fill(self, name: str, offsets: tuple[int, ...], target: Tensor) -> None:
-        """Copy the box of a parameter that begins at `offsets` into the target, of any floating-point type."""
-        ...
+    from trainium_trainer.weights.adapter import AdapterWeights
+    from trainium_trainer.weights.base import BaseWeights
 
 
 class CheckpointWeights:
@@ -49,6 +39,10 @@ class CheckpointWeights:
     def fill(self, name: str, offsets: tuple[int, ...], target: Tensor) -> None:
         """Copy a box, verified. DamagedFileError when a file is not what was written."""
         self._contents.fill(self._contents.wanted(state_name(WEIGHT, name), offsets, target))
+
+
+Boxes: TypeAlias = "BaseWeights | AdapterWeights | CheckpointWeights"
+"""Somewhere that parameters are read from."""
 
 
 class Result:

@@ -14,18 +14,14 @@ from trainium_contract.status.results import ArtifactReport, RunStage
 from trainium_contract.trainer.artifacts import ArtifactKind
 from trainium_contract.trainer.tuning import TuningMethod
 from trainium_contract.wire.checkpoint_manifest import folder_name
-from trainium_trainer.artifacts.card import read_lines
 from trainium_trainer.artifacts.making import Making
-from trainium_trainer.artifacts.manifest import UNFINISHED, identity_of
-from trainium_trainer.artifacts.result import CheckpointWeights
+from trainium_trainer.artifacts.manifest import UNFINISHED
 from trainium_trainer.artifacts.store import kept
 from trainium_trainer.artifacts.writer import is_free, read_manifest, read_plan, together, write_artifact
 from trainium_trainer.checkpoint.errors import UnusableCheckpointError
-from trainium_trainer.checkpoint.format.contents import Contents
 from trainium_trainer.checkpoint.root.metrics_copy import records_folder
-from trainium_trainer.checkpoint.root.selection import explain_damage, shape_of
+from trainium_trainer.checkpoint.root.selection import explain_damage
 from trainium_trainer.checkpoint.root.survey import Committed, survey
-from trainium_trainer.monitor.writers import METRICS_NAME
 from trainium_trainer.peers import Peers
 from trainium_trainer.storage.opening import open_storage
 from trainium_trainer.storage.protocol import Retry, Storage
@@ -104,7 +100,16 @@ def write_artifacts(
     assert chosen is not None
     reports: list[ArtifactReport] = []
     with explain_damage(checkpoint_root):
-        making = _making(config, storage, chosen, base, tokenizer, retry)
+        making = Making.of_checkpoint(
+            storage,
+            chosen,
+            retry,
+            tuning=config.tuning,
+            base=base,
+            seed=config.seed,
+            tokenizer=tokenizer,
+            records=records_folder(config.checkpoint),
+        )
         for number, kind in enumerate(kinds):
             blueprint = making.blueprint(kind, config.artifacts.precision)
             root = place_of(config, checkpoint_root)
@@ -171,37 +176,6 @@ def _lacking(root: str, place: str, retry: Retry) -> list[int]:
         return any(kept(lambda: folder.list(f"{name}/{UNFINISHED}"), folder.location, retry) for name in names)  # noqa: B023
 
     return sorted(step for number, step in enumerate(steps) if number < _NEWEST_MILESTONES or started(step))
-
-
-def _making(
-    config: TrainingConfig,
-    storage: Storage,
-    checkpoint: Committed,
-    base: BaseWeights | None,
-    tokenizer: Path | None,
-    retry: Retry,
-) -> Making:
-    trained = CheckpointWeights(Contents(storage, checkpoint, retry))
-    manifest = checkpoint.manifest
-    return Making(
-        shape=shape_of(checkpoint),
-        tuning=config.tuning,
-        trained=trained,
-        names=trained.names,
-        source=source_of(checkpoint),
-        base=base,
-        seed=config.seed,
-        step=checkpoint.step,
-        tokens=manifest.tokens,
-        settings=dict(manifest.settings),
-        tokenizer=tokenizer,
-        history=read_lines(records_folder(config.checkpoint) / METRICS_NAME),
-    )
-
-
-def source_of(checkpoint: Committed) -> str:
-    """Return a digest of a checkpoint's contents."""
-    return identity_of(sorted((file.name, file.size, file.digest) for file in checkpoint.manifest.files))
 
 
 def _committed(storage: Storage, step: int, retry: Retry) -> Committed:

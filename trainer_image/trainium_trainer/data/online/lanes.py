@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -84,22 +84,6 @@ class Rows:
     """Source and contents, without tokens, of blocks whose tokens are used."""
 
 
-class Blocks(Protocol):
-    """The blocks of a source."""
-
-    def __len__(self) -> int:
-        """Return the number of blocks."""
-        ...
-
-    def count(self, block: int) -> int | None:
-        """Tokens of a block; None when nobody has counted them yet."""
-        ...
-
-    def read(self, block: int) -> BlockTokens:
-        """Return the tokens of a block. Raises UserError or StorageError."""
-        ...
-
-
 class PreparedBlocks:
     """The record batches of prepared data."""
 
@@ -114,7 +98,7 @@ class PreparedBlocks:
         return self._blocks
 
     def count(self, block: int) -> int | None:
-        """From the index, unless documents of the batch are held back."""
+        """Return the tokens of a block: from the index, unless documents of the batch are held back."""
         return int(self._prepared.batch_tokens[block]) if self._held is None else len(self.read(block).tokens)
 
     def read(self, block: int) -> BlockTokens:
@@ -146,11 +130,11 @@ class TextBlocks:
         return len(self._table)
 
     def count(self, block: int) -> int | None:
-        """Return the count, if it is known."""
+        """Return the tokens of a block; None when nobody has counted them yet."""
         return self._counts.get(block)
 
     def read(self, block: int) -> BlockTokens:
-        """Tokenise a block."""
+        """Tokenise a block. Raises UserError or StorageError."""
         parts = self._encoder.encode(self._source, FileBlock(*self._table[block].tolist()))
         kept = [
             part.tokens if self._held is None else part.select(~held_back(part.documents, self._held)).tokens
@@ -163,6 +147,9 @@ class TextBlocks:
         skipped = tuple(skipped for part in parts for skipped in part.skipped)
         documents = sum(int((part.tokens == self._encoder.end).sum()) for part in parts)
         return BlockTokens(tokens, skipped, 0 if self._source.has_lines else documents + len(skipped))
+
+
+Blocks = PreparedBlocks | TextBlocks
 
 
 @dataclass(slots=True)
