@@ -109,10 +109,8 @@ def table(rows: list[ListedCheckpoint], *, now: float) -> str:
     for row in rows:
         age = "" if row.created is None else _age(now - row.created)
         tokens = "" if row.tokens is None else f"{row.tokens:,}"
-        line = (
-            f"{row.folder:<18} {row.state:<13} {age:>8} {_size(row.size):>11} {tokens:>16} {row.world:>10}  "
-            f"{row.problem}"
-        )
+        size = f"{row.size / _GIBIBYTE:.1f} GiB" if row.size >= _GIBIBYTE else f"{row.size / _MEBIBYTE:.1f} MiB"
+        line = f"{row.folder:<18} {row.state:<13} {age:>8} {size:>11} {tokens:>16} {row.world:>10}  {row.problem}"
         lines.append(line.rstrip())
     return "\n".join(lines)
 
@@ -153,10 +151,6 @@ def _reason(storage: Storage, folder: str) -> str:
         return str(json.loads(read_small(storage, f"{folder}/{SET_ASIDE_NAME}") or b"")["reason"])
     except (ValueError, KeyError, TypeError):
         return ""
-
-
-def _size(size: int) -> str:
-    return f"{size / _GIBIBYTE:.1f} GiB" if size >= _GIBIBYTE else f"{size / _MEBIBYTE:.1f} MiB"
 
 
 def _age(seconds: float) -> str:

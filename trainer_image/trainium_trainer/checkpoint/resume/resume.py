@@ -126,13 +126,13 @@ class Resumption:
         try:
             if self._memory is not None:
                 self._memory.claim_fence()
-            place = self._place()
+            store = f"rank-{self._mesh.rank}" if self._memory is None else self._memory.store_id()
             if self._mesh.rank == 0:
                 self._survey()
         except OSError as error:
             where = str(self._memory.directory if self._memory else self._storage.location)
             raise storage_error(error, where) from error
-        return place
+        return RankView(self._mesh.rank, store, self._key, self._layout.digest)
 
     def _survey(self) -> None:
         where = self._storage.location
@@ -221,10 +221,6 @@ class Resumption:
         return ok
 
     # ---- small parts ------------------------------------------------------------------------------------------------
-
-    def _place(self) -> RankView:
-        store = f"rank-{self._mesh.rank}" if self._memory is None else self._memory.store_id()
-        return RankView(self._mesh.rank, store, self._key, self._layout.digest)
 
     def _take_role(self, neighbours: Sequence[RankView]) -> None:
         """Open the snapshot files when this rank is the one that writes them."""

@@ -165,7 +165,9 @@ class DocumentEncoder:
                     document, begins = _hash_of(piece), piece.begins_document
                 tokens = ids
                 if begins and len(ids):
-                    tokens, begins = self._with_beginning(ids), False
+                    begins = False
+                    if self._beginning != AS_IT_IS:
+                        tokens = np.array(self._beginning.prepend_to(ids.tolist())[0], self.dtype)
                 opened = opened or len(ids) > 0
                 if piece.ends_document and opened and not (len(tokens) and tokens[-1] == self.end):
                     tokens = np.append(tokens, self.dtype.type(self.end))
@@ -181,11 +183,6 @@ class DocumentEncoder:
                 skipped.clear()
         if rows or skipped:
             yield finished()
-
-    def _with_beginning(self, ids: NDArray[Any]) -> NDArray[Any]:
-        if self._beginning == AS_IT_IS:
-            return ids
-        return np.array(self._beginning.prepend_to(ids.tolist())[0], self.dtype)
 
     def _ids(self, pieces: list[TextPiece], name: str) -> list[NDArray[Any]]:
         texts = [piece.text for piece in pieces]
