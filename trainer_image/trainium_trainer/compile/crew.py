@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from trainium_agent.linux.kernel import descendants
 from trainium_trainer.evaluate.memory import available_bytes
 
 if TYPE_CHECKING:
@@ -27,8 +28,6 @@ T = TypeVar("T")
 _SAMPLE_SECONDS = 0.2
 _SHARE = 0.8
 """Of the memory that is left; the others may need a little more than the first."""
-_PARENT, _RESIDENT = 1, 21
-"""Fields of /proc/PID/stat after the name."""
 
 
 def at_once(left: int, most: int, available: int | None, each: int) -> int:
@@ -121,28 +120,15 @@ class Crew:
 
 def memory_of(process: int) -> int:
     """Resident bytes of a process and of all that it began; what they share counts for each."""
-    pages = sum(resident for _, resident in _family(process))
+    pages = 0
+    for each in (process, *descendants(process)):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            pages += int(Path(f"/proc/{each}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
-
-
-def _family(process: int) -> list[tuple[int, int]]:
-    """Return a process and all that it began, in that order, each with its resident pages."""
-    resident: dict[int, int] = {}
-    children: dict[int, list[int]] = {}
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdecimal():
-            with contextlib.suppress(OSError, ValueError, IndexError):
-                fields = (folder / "stat").read_text().rpartition(")")[2].split()
-                resident[int(folder.name)] = int(fields[_RESIDENT])
-                children.setdefault(int(fields[_PARENT]), []).append(int(folder.name))
-    found = [process]
-    for each in found:  # grows meanwhile
-        found += children.get(each, ())
-    return [(each, resident.get(each, 0)) for each in found]
 
 
 def _end(process: int) -> None:
     """Kill a process and all that it began."""
-    for each, _ in _family(process):
+    for each in (process, *descendants(process)):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(each, signal.SIGKILL)
