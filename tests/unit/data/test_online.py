@@ -59,7 +59,7 @@ def blocks_of(plan: LanePlan, source: int = 0) -> TextBlocks:
     given = plan.sources[source]
     assert given.table is not None
     table = np.load(given.table)[: given.blocks]
-    return TextBlocks(given.spec.open(), table, DocumentEncoder(Path(plan.tokenizer)), plan.held_back)
+    return TextBlocks(given.spec.source, table, DocumentEncoder(Path(plan.tokenizer)), plan.held_back)
 
 
 def rows(data: Data, share: Share, steps: Sequence[int], notes: Path | None = None) -> list[list[int]]:

@@ -160,7 +160,7 @@ _installed: dict[str, Any] = {}
 def install(recipe: Recipe) -> tuple[int, int]:
     """Prepare this process; returns the vocabulary's size and the token that fills up."""
     _installed["encoder"] = ExampleEncoder(recipe)
-    _installed["source"] = recipe.spec.open()
+    _installed["source"] = recipe.spec.source
     return _installed["encoder"].texts.vocabulary, _installed["encoder"].texts.padding
 
 

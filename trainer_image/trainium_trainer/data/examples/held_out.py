@@ -121,7 +121,7 @@ def _refuse_text(config: DataConfig) -> None:
 def _of_source(source: ExampleSource, encoder: ExampleEncoder) -> Iterator[HeldOutExample]:
     """Yield the examples of a source that are held back: its records are read again, and counted as when stored."""
     guard = encoder.maker.guard
-    opened = source.recipe.spec.open()
+    opened = source.recipe.spec.source
     made = itertools.chain.from_iterable(
         encoder.encode(opened.all_records(block), Counts(), [], []) for block in opened.blocks(BLOCK_BYTES)
     )

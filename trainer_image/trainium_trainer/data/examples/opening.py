@@ -117,7 +117,7 @@ def _learn(recipes: tuple[Recipe, ...], vocab_size: int, file: str) -> None:
 
 
 def _texts(recipe: Recipe) -> Iterator[str]:
-    source, maker, chosen = recipe.spec.open(), recipe.maker(()), Filter(recipe.config.where)
+    source, maker, chosen = recipe.spec.source, recipe.maker(()), Filter(recipe.config.where)
     for block in source.blocks(BLOCK_BYTES):
         for item in source.all_records(block):
             if not isinstance(item, Record) or not chosen(item.fields):

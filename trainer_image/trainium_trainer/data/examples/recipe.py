@@ -208,7 +208,7 @@ class Recipe:
         chats = form in (DataFormat.CHAT, DataFormat.FUNCTION, DataFormat.PREFERENCE)
         parts: dict[str, Any] = {
             "version": _VERSION,
-            "source": self.spec.open().identity(memo),
+            "source": self.spec.source.identity(memo),
             "format": form,
             "tokenizer": digest_of(Path(self.tokenizer)) if self.tokenizer is not None else None,
             "special": self.special.tokens,

@@ -295,7 +295,7 @@ def install_lanes(plan: LanePlan, lanes: Sequence[int], known: Sequence[tuple[ND
             continue
         assert source.table is not None
         table: NDArray[np.int64] = np.load(source.table, mmap_mode="r")[: source.blocks]
-        text = TextBlocks(source.spec.open(), table, encoder, plan.held_back)
+        text = TextBlocks(source.spec.source, table, encoder, plan.held_back)
         text.learn(numbers, counts)
         blocks.append(text)
     _installed["lanes"] = Lanes(plan, lanes, blocks)

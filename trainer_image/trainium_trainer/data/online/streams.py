@@ -66,7 +66,7 @@ def wants_streams(
     config: DataConfig, origins: Sequence[Origin], *, epochs: bool = False, steps_differ: bool = False
 ) -> bool:
     """Return whether data are tokenized while training. Raises UserError when they are to be and cannot."""
-    texts = [origin.spec.open() for origin in origins if origin.prepared is None]
+    texts = [origin.spec.source for origin in origins if origin.prepared is None]
     if not texts or config.tokenization is Tokenization.AHEAD:
         return False
     if config.tokenization is Tokenization.ONLINE:
@@ -148,7 +148,7 @@ def _source(origin: Origin, lanes: int, cache: Path) -> tuple[LaneSource, str]:
         prepared = Prepared(origin.prepared)
         source = LaneSource(origin.spec, origin.weight, str(origin.prepared), None, len(prepared.batch_tokens))
         return source, prepared.manifest.identity
-    text = origin.spec.open()
+    text = origin.spec.source
     target = min(_LARGEST_BLOCK, max(_SMALLEST_BLOCK, text.size // (_BLOCKS_PER_LANE * lanes)))
     identity = f"{text.identity(cache)}-{target}"
     table = _table(origin, identity, target, cache)

@@ -13,6 +13,7 @@ Guarantees:
 from __future__ import annotations
 
 import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -123,8 +124,8 @@ class BuildInputs:
     block_bytes: int
     unit: str = "lines"
     """Name of the skipped things, for sentences."""
-    files: Mapping[str, str] = field(default_factory=dict)
-    """Texts that are in the folder beside the tokens, by name."""
+    files: Callable[[], Mapping[str, str]] = dict
+    """Returns the texts that are in the folder beside the tokens, by name."""
     beginning: BosPrefix = AS_IT_IS
     held_back: HeldBack | None = None
 
@@ -146,7 +147,7 @@ class PreparedRecipe:
 
     def key(self, memo: Path | None) -> str:
         """Digest of all that the result depends on. Raises UserError or StorageError."""
-        parts: list[Any] = [FORMAT, digest_of(self.tokenizer), [spec.open().identity(memo) for spec in self.specs]]
+        parts: list[Any] = [FORMAT, digest_of(self.tokenizer), [spec.source.identity(memo) for spec in self.specs]]
         if self.held_back is not None:
             held = self.held_back
             parts.append([held.fraction, held.enough, held.first, Path(held.table).name])
@@ -168,7 +169,7 @@ class PreparedRecipe:
             refuse_empty=self._refuse_empty,
             count_records=self._count_records,
             block_bytes=BLOCK_BYTES,
-            files=write_tokenizer(self.tokenizer),
+            files=functools.partial(write_tokenizer, self.tokenizer),
             beginning=self.beginning,
             held_back=self.held_back,
         )
@@ -179,7 +180,7 @@ class PreparedRecipe:
             raise UserError(f"data.source {self.name}: holds no text{why}: give a source with text in it")
 
     def _count_records(self, made: PreparedManifest) -> int | None:
-        if self.held_back is not None or any(spec.open().has_lines for spec in self.specs):
+        if self.held_back is not None or any(spec.source.has_lines for spec in self.specs):
             return None
         return made.documents + made.skipped
 
@@ -450,7 +451,7 @@ def _make(
     progress: Callable[[BuildProgress], None],
     shard_tokens: int,
 ) -> None:
-    for name, text in inputs.files.items():
+    for name, text in inputs.files().items():
         _write_durably(partial.path / name, text)
     with Workers(1, inputs.prepare) as pool:
         vocabulary, end = pool.prepared

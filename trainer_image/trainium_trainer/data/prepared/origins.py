@@ -43,7 +43,7 @@ _BLOCK_BYTES = 4 << 20
 
 def train_for_texts(specs: Sequence[SourceSpec], vocab_size: int, cache: Path) -> Path:
     """Return the `tokenizer.json` of a tokenizer for these sources. Raises UserError, StorageError, WorkerError."""
-    parts = [_FORMAT, vocab_size, [spec.open().identity(cache) for spec in specs]]
+    parts = [_FORMAT, vocab_size, [spec.source.identity(cache) for spec in specs]]
     return train_once(parts, cache, _learn, tuple(specs), vocab_size)
 
 
@@ -65,7 +65,7 @@ def train_once(parts: list[Any], cache: Path, learn: Callable[..., None], *argum
 
 def _learn(specs: tuple[SourceSpec, ...], vocab_size: int, file: str) -> None:
     """Train and save; called in a child process, whose memory and threads end with it."""
-    train_tokenizer([_texts(spec.open()) for spec in specs], vocab_size).save(file)
+    train_tokenizer([_texts(spec.source) for spec in specs], vocab_size).save(file)
 
 
 def _texts(source: DocumentSource) -> Iterator[str]:

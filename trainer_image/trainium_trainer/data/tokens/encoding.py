@@ -9,6 +9,7 @@ Guarantees:
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -40,15 +41,16 @@ _UNUSED = 32
 """Names of unused fields that are counted."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SourceSpec:
     """A source as it is named."""
 
     name: str
     text_field: str
 
-    def open(self) -> DocumentSource:
-        """Find its files. Raises UserError or StorageError."""
+    @functools.cached_property
+    def source(self) -> DocumentSource:
+        """The source, whose files are listed once. Raises UserError or StorageError."""
         return open_source(self.name, self.text_field)
 
 
@@ -239,7 +241,7 @@ _installed: dict[str, Any] = {}
 
 def install(specs: tuple[SourceSpec, ...], tokenizer: str, beginning: BosPrefix) -> tuple[int, int]:
     """Prepare this process; returns the vocabulary's size and the id of the end-of-document token."""
-    _installed["sources"] = [spec.open() for spec in specs]
+    _installed["sources"] = [spec.source for spec in specs]
     encoder = _installed["encoder"] = DocumentEncoder(Path(tokenizer), beginning)
     return encoder.vocabulary, encoder.end
 
@@ -252,4 +254,4 @@ def encode(source: int, block: FileBlock) -> list[TokenBlock]:
 
 def list_blocks(spec: SourceSpec, target: int) -> list[FileBlock]:
     """Return the blocks of a source, listed where it may start threads and take memory."""
-    return spec.open().blocks(target)
+    return spec.source.blocks(target)
