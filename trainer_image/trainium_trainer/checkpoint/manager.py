@@ -145,7 +145,7 @@ class CheckpointManager:
         self._adopt(outcome, session, token)
         if self._memory is not None:
             self._memory_warnings = len(self._memory.warnings)  # reported with the outcome
-        return outcome.position
+        return outcome.agreed.position
 
     # ---- in a step --------------------------------------------------------------------------------------------------
 
@@ -319,29 +319,30 @@ class CheckpointManager:
         )
 
     def _adopt(self, outcome: ResumeOutcome, session: Session, token: FenceToken) -> None:
-        self._lease.claimed = outcome.fenced
+        agreed = outcome.agreed
+        self._lease.claimed = agreed.fenced
         self.resumed_from = outcome.source
         self._keeps_snapshots = outcome.keeps_snapshots
-        self._memory_is_safe = outcome.memory_is_safe
+        self._memory_is_safe = agreed.memory_is_safe
         self.warnings.extend(outcome.warnings)
         for sentence in outcome.warnings:
             if self._mesh.rank == 0:
                 log.warning("%s", sentence)
-        if outcome.position is not None:
-            self._completed = outcome.position.step
+        if agreed.position is not None:
+            self._completed = agreed.position.step
             if outcome.source in (ResumeSource.MEMORY, ResumeSource.PEER):
-                self.memory_step = outcome.position.step
-        self._policy.started(max(outcome.durable_step, 0), self._clock())
-        self._policy.milestone_tokens = outcome.milestone_tokens
+                self.memory_step = agreed.position.step
+        self._policy.started(max(agreed.durable_step, 0), self._clock())
+        self._policy.milestone_tokens = agreed.milestone_tokens
         self._durable = DurableTier(
             session,
             token=token,
             ensure_lease=self._lease.ensure,
-            known_bad=outcome.known_bad,
+            known_bad=agreed.known_bad,
             after_milestone=self._after_milestone,
         )
-        self._durable.committed_step = outcome.durable_step
-        self._durable.milestone_tokens = outcome.milestone_tokens
+        self._durable.committed_step = agreed.durable_step
+        self._durable.milestone_tokens = agreed.milestone_tokens
         if self._mesh.rank == 0:
             RecordCopies(self._config, self._storage).fetch()
         self._durable.prepare(list(outcome.leftovers))

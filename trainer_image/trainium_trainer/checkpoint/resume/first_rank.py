@@ -117,13 +117,16 @@ class Agreed:
     memory_is_safe: bool
     """Whether every shard has a rank that keeps snapshots."""
     durable_step: int
+    """Newest good committed step, -1 for none."""
     milestone_tokens: int
+    """Position of the newest milestone; 0 for none."""
     known_bad: frozenset[str]
+    """Folders of checkpoints that were found damaged."""
     warnings: tuple[str, ...]
     guarded: bool
     """Whether a shard wants a copy on another node."""
     fenced: bool
-    """The first rank has the fence of the durable root."""
+    """The first rank has the fence of the durable root; else its first save that can claims it."""
 
 
 @dataclass(frozen=True, slots=True)

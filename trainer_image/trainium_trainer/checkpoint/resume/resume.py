@@ -23,10 +23,11 @@ from trainium_contract.wire.checkpoint_manifest import folder_name
 from trainium_trainer.checkpoint.collectives import scatter_from_root
 from trainium_trainer.checkpoint.durable import durable_tier
 from trainium_trainer.checkpoint.format.flat_buffer import BufferLayout, copy_all
-from trainium_trainer.checkpoint.interfaces import Position, ResumeSource
+from trainium_trainer.checkpoint.interfaces import ResumeSource
 from trainium_trainer.checkpoint.resume.agreement import FromDurable, FromMemory, RankView, claims_to_report, writers
 from trainium_trainer.checkpoint.resume.buddy_pairing import assign_buddies
 from trainium_trainer.checkpoint.resume.first_rank import (
+    Agreed,
     Check,
     ClaimReport,
     Done,
@@ -52,27 +53,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ResumeOutcome:
-    """The agreement of the ranks; equal on all of them except where noted."""
+    """The agreement of the ranks, and this rank's part."""
 
-    position: Position | None
+    agreed: Agreed
     source: ResumeSource
-    """Source of this rank's state; differs by rank."""
+    """Source of this rank's state."""
     keeps_snapshots: bool
     """Whether this rank writes memory snapshots (one of those that share a shard and a store does)."""
-    memory_is_safe: bool
-    """Whether every shard has a rank that keeps snapshots."""
-    durable_step: int
-    """Newest good committed step, -1 for none."""
-    milestone_tokens: int
-    """Position of the newest milestone; 0 for none."""
-    known_bad: frozenset[str]
-    """Folders of checkpoints that were found damaged."""
     leftovers: tuple[str, ...]
     """On the first rank."""
     warnings: tuple[str, ...]
     """On the first rank all, else the first of them."""
-    fenced: bool = True
-    """The first rank has the fence; else its first save that can claims it."""
 
 
 class Resumption:
@@ -258,15 +249,4 @@ class Resumption:
         warnings = dict.fromkeys(leader.warnings if first else agreed.warnings)
         if agreed.guarded and self._group is not None:
             warnings.update(dict.fromkeys(assign_buddies(self._memory, self._group, leader.wanted, leader.views)))
-        return ResumeOutcome(
-            position=agreed.position,
-            source=source,
-            keeps_snapshots=bool(self._keeps),
-            memory_is_safe=agreed.memory_is_safe,
-            durable_step=agreed.durable_step,
-            milestone_tokens=agreed.milestone_tokens,
-            known_bad=agreed.known_bad,
-            leftovers=leader.leftovers,
-            warnings=tuple(warnings),
-            fenced=agreed.fenced,
-        )
+        return ResumeOutcome(agreed, source, bool(self._keeps), leader.leftovers, tuple(warnings))
