@@ -96,14 +96,14 @@ def generate(
     )
     from trainium_trainer.evaluate.questions import (  # noqa: PLC0415 - torch
         answer,
-        held_out_questions,
+        exam_of,
         questions_of,
         read_prompts,
     )
 
     if held_out is not None:
         assert training is not None
-        questions = held_out_questions(training.data, held_out)
+        questions = list(exam_of(training.data, held_out).questions)
     else:
         asked = list(prompt or ()) or read_prompts(prompts)  # type: ignore[arg-type]  # one of them is given, see above
         questions = questions_of(asked, training.data if training is not None else None)

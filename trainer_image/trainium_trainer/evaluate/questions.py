@@ -66,9 +66,9 @@ def asked_as_in_training(config: DataConfig, asked: Sequence[Asked]) -> list[Que
     """Prompts made by the template of the training, with the token ids that they have there. Raises UserError."""
     if config.format is DataFormat.TEXT:
         texts = [plain_text(each) for each in asked]
-        known = zip(texts, text_prompt_ids(config, texts), strict=True)
-        return [Question(prompt=text, prompt_ids=ids, answer="", answer_ids=()) for text, ids in known]
-    made = build_prompts(config, asked)
+        made = list(zip(texts, text_prompt_ids(config, texts), strict=True))
+    else:
+        made = build_prompts(config, asked)
     return [Question(prompt=text, prompt_ids=ids, answer="", answer_ids=()) for text, ids in made]
 
 
@@ -157,11 +157,6 @@ def questions_of(asked: Sequence[Asked], data: DataConfig | None) -> list[Questi
     if data is not None:
         return asked_as_in_training(data, asked)
     return [Question(prompt=plain_text(each), prompt_ids=(), answer="", answer_ids=()) for each in asked]
-
-
-def held_out_questions(data: DataConfig, count: int) -> list[Question]:
-    """Return the first held-out examples. Raises UserError."""
-    return list(exam_of(data, count).questions)
 
 
 def answer(
