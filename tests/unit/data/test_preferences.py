@@ -139,8 +139,8 @@ def test_a_pair_that_is_too_long_is_dropped_or_cut_as_one(tmp_path: Path, rule: 
         return
     chosen, rejected = found[:2]
     assert len(chosen) == length
-    prompt = int(data.sources[0].stored.rows["answer"][0])
-    assert prompt == int(data.sources[0].stored.rows["answer"][1])
+    prompt = int(data.sources[0].stored.answers[0])
+    assert prompt == int(data.sources[0].stored.answers[1])
     assert np.array_equal(chosen[:prompt], rejected[:prompt]), "both answers follow one prompt"
 
 
@@ -153,7 +153,7 @@ def test_a_pair_whose_difference_is_cut_away_is_dropped(tmp_path: Path) -> None:
 
 def ids_of(data: OpenExamples) -> list[np.ndarray[Any, Any]]:
     stored = data.sources[0].stored
-    return [stored.example(number)[0] for number in range(len(stored.rows))]
+    return [stored.example(number)[0] for number in range(len(stored))]
 
 
 @pytest.mark.parametrize("split", ["DocumentHash", "Tail"])
@@ -195,7 +195,7 @@ def test_where_the_prompt_is_learned_too_the_answers_are_still_known(tmp_path: P
     of_answer = (batch.labels[0] != -100).numpy() & (places >= int(batch.pairs.answers[0]))
     (_, learned), _ = texts(pairs(tmp_path, [TEXT]))
     assert learned == f" a tensor{EOS}"
-    answer = int(data.sources[0].stored.rows["answer"][0])
+    answer = int(data.sources[0].stored.answers[0])
     assert batch.labels[0][of_answer].tolist() == ids_of(data)[0][answer:].tolist()
     assert int((batch.labels[0] != -100).sum()) == (len(ids_of(data)[0]) - 1 if loss == "All" else of_answer.sum())
 

@@ -21,7 +21,7 @@ import torch
 from torch import distributed as dist
 
 from trainium_trainer.data.batches.loader import build_micro_batch
-from trainium_trainer.data.batches.samples import Samples
+from trainium_trainer.data.batches.samples import SampleRules, Samples
 from trainium_trainer.exits import NumericalError
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
     from trainium_trainer.backends.base import Backend, Mesh
     from trainium_trainer.configuration.config import Settings
-    from trainium_trainer.data.batches.samples import SampleRules
     from trainium_trainer.data.examples.part import PairPart
     from trainium_trainer.data.opening import Data
     from trainium_trainer.weights.base import BaseWeights

@@ -15,19 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainium_trainer.data.examples.encode import TextEncoder, fit_together
-from trainium_trainer.data.examples.templates import BadRecordError, Filter, without_nulls
-from trainium_trainer.data.sources.documents import Record, Skipped
+from trainium_trainer.data.examples.encode import Encoded, TextEncoder, fit_together
+from trainium_trainer.data.examples.templates import BadRecordError, Example, Filter, without_nulls
+from trainium_trainer.data.sources.documents import DocumentSource, FileBlock, Record, Skipped
 from trainium_trainer.data.sources.files import read_with_retries
 from trainium_trainer.data.tokens.encoding import Counts, ExampleColumns, TokenBlock, token_type
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from trainium_trainer.data.examples.encode import Encoded
     from trainium_trainer.data.examples.recipe import ExampleMaker, Recipe
-    from trainium_trainer.data.examples.templates import Example
-    from trainium_trainer.data.sources.documents import DocumentSource, FileBlock
 
 _AT_ONCE = 256
 

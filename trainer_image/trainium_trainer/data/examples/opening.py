@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainium_contract.trainer.data import Tokenization, ValidationSplit
+from trainium_contract.trainer.data import DataConfig, Tokenization, ValidationSplit
 from trainium_contract.trainer.examples import DataFormat, LossOn
 from trainium_trainer.data.batches.order import Mixture
 from trainium_trainer.data.batches.samples import SampleRules, Samples, ValidationSet, refuse_weights
 from trainium_trainer.data.examples.part import ExamplePart, PairPart
-from trainium_trainer.data.examples.recipe import FORMAT, build_recipe
+from trainium_trainer.data.examples.recipe import FORMAT, Recipe, build_recipe
 from trainium_trainer.data.examples.store import BLOCK_BYTES, StoredExamples, build_examples
 from trainium_trainer.data.examples.templates import BadRecordError, Filter
 from trainium_trainer.data.prepared.cache import list_sources, prepared_folder
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from trainium_contract.trainer.data import DataConfig
-    from trainium_trainer.data.examples.recipe import Recipe
     from trainium_trainer.data.prepared.build import BuildProgress
 
 

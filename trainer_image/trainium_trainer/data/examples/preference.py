@@ -11,7 +11,7 @@ import itertools
 import json
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from trainium_trainer.data.examples.templates import BadRecordError, Example, as_text, build_pair, list_fields
+from trainium_trainer.data.examples.templates import BadRecordError, Example, Guard, as_text, build_pair, list_fields
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from trainium_contract.trainer.examples import PreferenceConfig
     from trainium_trainer.data.examples.chat import Chat
-    from trainium_trainer.data.examples.templates import Guard
 
 _WHERE = "data.examples.preference"
 _TOOLS = "tools"

@@ -39,6 +39,7 @@ class StoredExamples:
 
     def __init__(self, folder: Path) -> None:
         """Open it. Raises UserError, OSError."""
+        self.folder = folder
         self._prepared = Prepared(folder)
         self.manifest = self._prepared.manifest
         columns: dict[str, list[NDArray[Any]]] = {name: [] for name in ("lengths", "answer", "document", "before")}

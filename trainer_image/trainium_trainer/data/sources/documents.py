@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainium_trainer.data.sources.files import DataFile, read_with_retries
 from trainium_trainer.exits import UserError
@@ -18,7 +18,6 @@ from trainium_trainer.exits import UserError
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
-    from typing import Any
 
     from numpy.typing import NDArray
 
