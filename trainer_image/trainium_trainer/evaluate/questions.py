@@ -117,7 +117,8 @@ def read_prompts(file: Path) -> list[Asked]:
         raise UserError(f"--prompts {file}: cannot be read ({error.strerror}): give an existing file") from error
     except UnicodeDecodeError as error:
         raise UserError(f"--prompts {file}: is not UTF-8 text: write one prompt on each line") from error
-    prompts = list(_records(file, text)) if file.suffix == ".jsonl" else list(filter(str.strip, text.splitlines()))
+    plain = (line for line in text.splitlines() if line.strip())
+    prompts: list[Asked] = list(_records(file, text) if file.suffix == ".jsonl" else plain)
     if not prompts:
         raise UserError(f"--prompts {file}: holds no prompt: write one on each line")
     return prompts

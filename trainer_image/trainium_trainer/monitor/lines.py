@@ -254,7 +254,8 @@ class LineWriter:
             return
         lines = [*self._path.read_bytes().splitlines(keepends=True), *earlier]
         draft = self._path.with_name(f".{self._path.name}.draft")
-        draft.write_bytes(b"".join(sorted(lines, key=step)))
+        lines.sort(key=step)
+        draft.write_bytes(b"".join(lines))
         draft.replace(self._path)
         self._waiting = deque(line for line in self._waiting if line not in earlier)
         self._bytes = sum(map(len, self._waiting))
