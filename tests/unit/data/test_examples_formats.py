@@ -102,7 +102,7 @@ def test_a_function_makes_of_a_record_what_it_likes(tmp_path: Path) -> None:
         (f"{BOS}<|head|>user<|tail|>\n\na<|eot|><|head|>assistant<|tail|>\n\nb<|eot|>", "b<|eot|>"),
         (f"{BOS}p!c{EOS}", f"c{EOS}"),
     ]
-    assert data.report.left_out == 1
+    assert data.report.counts.left_out == 1
 
 
 def write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -159,7 +159,7 @@ def test_only_records_that_fit_the_filter_are_left(tmp_path: Path) -> None:
     data = opened(
         config(tmp_path, source, examples={"where": {"category": "information_extraction"}}, sequence_length=128)
     )
-    assert (data.report.records, data.report.filtered, data.report.examples) == (30, 15, 15)
+    assert (data.report.counts.records, data.report.counts.filtered, data.report.examples) == (30, 15, 15)
     assert all("number" in text and int(text.split("number ")[1].split()[0]) % 2 for text, _ in texts(data))
 
 

@@ -91,7 +91,7 @@ def test_too_long_examples_are_always_counted(tmp_path: Path, rule: str, cut: in
     source = write_records(tmp_path / "d.jsonl", rows)
     template = {"prompt": "{q}", "completion": "{a}"}
     data = opened(config(tmp_path, source, sequence_length=24, examples={"template": template, "tooLong": rule}))
-    assert (data.report.cut, data.report.dropped, data.report.examples) == (cut, dropped, 3 - dropped)
+    assert (data.report.counts.cut, data.report.counts.dropped, data.report.examples) == (cut, dropped, 3 - dropped)
     assert sorted(data.report.lengths.tolist()) == [4, 52, 52], "as they were before"
     if rule == "CutLeft":
         assert texts(data)[1] == (BOS + "X" * 13 + "Y" * 10 + EOS, "Y" * 10 + EOS)

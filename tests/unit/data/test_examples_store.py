@@ -277,7 +277,7 @@ def test_several_sources_have_their_shares_and_their_own_templates(tmp_path: Pat
     drawn = data.training.numbers(0, 400)
     assert sum(number < 20 for number in drawn) == pytest.approx(300, abs=2)
     assert texts(data, 1)[0][0].startswith("<|begin|>1: say")
-    assert data.report.records == 40
+    assert data.report.counts.records == 40
 
 
 def test_open_data_gives_the_same_to_the_loop(settings: DataConfig) -> None:

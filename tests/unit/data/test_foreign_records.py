@@ -232,7 +232,7 @@ def test_what_a_record_holds_and_no_example_uses_is_named_with_a_count(
     write_tokenizer(tmp_path / "tokenizer")
     rows = [{"messages": [{**one, "mood": "glad"} for one in ONE], "id": 1, "tools": [TOOL]}, {"messages": ONE}]
     given = chat(tmp_path, rows)
-    assert opened(given).report.unused == {"id": 1, "tools": 1, "messages[].mood": 1}
+    assert opened(given).report.counts.unused == {"id": 1, "tools": 1, "messages[].mood": 1}
     (tmp_path / "run.yaml").write_text(json.dumps({"data": given.to_wire()}))
     shown = ["show-data", "--config", str(tmp_path / "run.yaml"), "--set", "batch.globalSize=1", "--samples", "1"]
     assert cli.run([*shown, "--ids", "--borders"]) == 0

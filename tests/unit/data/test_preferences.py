@@ -122,7 +122,7 @@ def test_other_columns_can_be_named(tmp_path: Path) -> None:
     named = {"promptField": "question", "chosenField": "best", "rejectedField": "worst"}
     data = pairs(tmp_path, [row | {"score": 1}], examples={"preference": named})
     assert [learned for _, learned in texts(data)] == [f" a tensor{EOS}", f" the node{EOS}"]
-    assert data.report.unused == {"score": 1}
+    assert data.report.counts.unused == {"score": 1}
 
 
 @pytest.mark.parametrize("rule", ["Drop", "CutLeft", "CutRight"])
@@ -134,7 +134,7 @@ def test_a_pair_that_is_too_long_is_dropped_or_cut_as_one(tmp_path: Path, rule: 
     data = pairs(tmp_path, [row, TEXT], sequence_length=length - 1, examples={"tooLong": rule})
     found = ids_of(data)
     assert data.report.examples == (1 if rule == "Drop" else 2)
-    assert (data.report.dropped, data.report.cut) == ((1, 0) if rule == "Drop" else (0, 1))
+    assert (data.report.counts.dropped, data.report.counts.cut) == ((1, 0) if rule == "Drop" else (0, 1))
     if rule == "Drop":
         return
     chosen, rejected = found[:2]
@@ -148,7 +148,7 @@ def test_a_pair_whose_difference_is_cut_away_is_dropped(tmp_path: Path) -> None:
     words = " ".join(["gradient loss step batch"] * 5)
     row = {"prompt": "say:", "chosen": f" {words} tensor", "rejected": f" {words} node"}
     data = pairs(tmp_path, [row, TEXT], sequence_length=12, examples={"tooLong": "CutRight"})
-    assert (data.report.examples, data.report.dropped) == (1, 1)
+    assert (data.report.examples, data.report.counts.dropped) == (1, 1)
 
 
 def ids_of(data: OpenExamples) -> list[np.ndarray[Any, Any]]:

@@ -47,18 +47,12 @@ _USUAL = 0.98
 class DataReport:
     """Counts of all sources together."""
 
-    records: int
+    counts: Counts
     examples: int
     """Examples that remain, those that are held back among them."""
     held_back: int
-    filtered: int
-    """By data.examples.where."""
-    left_out: int
-    """By the user's function."""
     skipped: int
     """Records that could not be used."""
-    cut: int
-    dropped: int
     sequences: int
     """Samples of one epoch."""
     tokens: int
@@ -66,8 +60,6 @@ class DataReport:
     sequence_length: int
     lengths: NDArray[Any]
     """Tokens of each example before it was cut or dropped."""
-    unused: dict[str, int]
-    """Records that hold what no example depends on, by its name."""
 
     @property
     def used(self) -> float:
@@ -76,13 +68,13 @@ class DataReport:
 
     def line(self) -> str:
         """All of it in a line."""
-        parts = [f"{self.examples:,} examples of {self.records:,} records"]
+        parts = [f"{self.examples:,} examples of {self.counts.records:,} records"]
         named = (
-            (self.filtered, "filtered"),
-            (self.left_out, "left out by the function"),
+            (self.counts.filtered, "filtered"),
+            (self.counts.left_out, "left out by the function"),
             (self.skipped, "skipped"),
-            (self.dropped, "dropped as too long"),
-            (self.cut, "cut"),
+            (self.counts.dropped, "dropped as too long"),
+            (self.counts.cut, "cut"),
             (self.held_back, "held back"),
         )
         parts += [f"{count:,} {name}" for count, name in named if count]
@@ -322,17 +314,12 @@ def _report(
     for one in made:
         counts.add(one.counts)
     return DataReport(
-        records=counts.records,
+        counts=counts,
         examples=sum(one.documents for one in made) // width,
         held_back=sum(int(source.held.sum()) for source in sources) // width,
-        filtered=counts.filtered,
-        left_out=counts.left_out,
         skipped=sum(one.skipped for one in made),
-        cut=counts.cut,
-        dropped=counts.dropped,
         sequences=sum(part.sequences for part in parts) * width,
         tokens=sum(int(part.used.sum()) for part in parts),
         sequence_length=config.sequence_length,
         lengths=np.concatenate([source.stored.before for source in sources]),
-        unused=counts.unused,
     )
