@@ -10,7 +10,6 @@ from trainium_operator.plan.model.text import parse_rfc3339
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
-    from trainium_contract.status.public import PublicStatus
     from trainium_operator.plan.view.facts import Facts
 
 
@@ -56,7 +55,7 @@ def only_counts_differ(old: TrainingJobStatus, new: TrainingJobStatus) -> bool:
     )
 
 
-def only_progress_differs(old: PublicStatus, new: PublicStatus) -> bool:
+def only_progress_differs(old: TrainingJobStatus, new: TrainingJobStatus) -> bool:
     """Return whether a status write could wait: nothing but progress, checkpoints and goodput has changed."""
     same = len(old.history) == len(new.history)
     history = zip(old.history, new.history, strict=True) if same else ()
@@ -66,6 +65,7 @@ def only_progress_differs(old: PublicStatus, new: PublicStatus) -> bool:
         stage_progress=old.stage_progress,
         goodput=old.goodput,
         checkpoint=old.checkpoint,
+        committed_step=old.committed_step,
         history=charged if same else new.history,
     )
     return still == old

@@ -17,6 +17,7 @@ from trainium_contract.status.start_failures import StartFailuresStatus
 from trainium_operator.plan.features.idle_nodes import policy as idle_nodes
 from trainium_operator.plan.model.text import rfc3339
 from trainium_operator.plan.pods import gang_policy
+from trainium_operator.plan.report.write_throttle import only_progress_differs
 from trainium_operator.plan.view.corrected_status import correct_status
 from trainium_operator.plan.view.size import decide_size
 
@@ -147,6 +148,12 @@ def test_a_checkpoint_that_no_member_reported_is_replaced_and_is_no_commit(edite
     seen = with_status(seen, known.replaced(checkpoint=checkpoint))
     status = planned(replace(seen, agents={}) if silent else seen).status
     assert (status.checkpoint.durable_step, status.checkpoint.durable_time) == (10, before)
+
+
+def test_a_commit_alone_is_written_as_rarely_as_progress() -> None:
+    before = planned(running(2)).status
+    after = before.replaced(checkpoint=before.checkpoint.replaced(durable_step=20), committed_step=20)
+    assert only_progress_differs(before, after)
 
 
 def test_a_step_and_a_checkpoint_that_the_run_has_not_reached_are_written_again_at_once() -> None:
