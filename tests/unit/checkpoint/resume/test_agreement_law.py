@@ -22,12 +22,12 @@ from trainium_trainer.checkpoint.resume.agreement import (
     FromDurable,
     FromMemory,
     RankView,
+    SnapshotInventory,
     Transfer,
     choose_buddies,
     claims_to_report,
     decide,
 )
-from trainium_trainer.checkpoint.resume.inventory import SnapshotInventory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -16,9 +16,9 @@ from trainium_trainer.checkpoint.collectives import pack, part
 from trainium_trainer.checkpoint.errors import UnusableCheckpointError
 from trainium_trainer.checkpoint.memory.claims import Claim, ShardKey
 from trainium_trainer.checkpoint.resume.agreement import Fresh, FromDurable, FromMemory, RankView, claims_to_report
-from trainium_trainer.checkpoint.resume.buddy_pairing import Capacity, assignments_of, tasks_of
 from trainium_trainer.checkpoint.resume.first_rank import (
     SHARED_WARNINGS,
+    Capacity,
     Check,
     ClaimReport,
     Done,
@@ -26,6 +26,8 @@ from trainium_trainer.checkpoint.resume.first_rank import (
     Load,
     RankReport,
     ResumeLeader,
+    assignments_of,
+    tasks_of,
 )
 from trainium_trainer.checkpoint.root.survey import Committed, Survey
 from trainium_trainer.exits import UserError

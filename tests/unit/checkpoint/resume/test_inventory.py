@@ -5,8 +5,7 @@ from __future__ import annotations
 from checkpoint_world import position
 
 from trainium_trainer.checkpoint.memory.claims import Claim, Moment, ShardKey
-from trainium_trainer.checkpoint.resume.agreement import RankView
-from trainium_trainer.checkpoint.resume.inventory import SnapshotInventory
+from trainium_trainer.checkpoint.resume.agreement import RankView, SnapshotInventory
 
 KEY = ShardKey(0, 1)
 CLAIM = Claim(Moment(position(3), 1, "s"), KEY, "layout", 7)

@@ -26,11 +26,11 @@ from trainium_trainer.checkpoint.resume.agreement import (
     FromDurable,
     FromMemory,
     RankView,
+    SnapshotInventory,
     choose_buddies,
     cleanup_ranks,
     decide,
 )
-from trainium_trainer.checkpoint.resume.inventory import SnapshotInventory
 from trainium_trainer.exits import TrainerError, UserError
 
 if TYPE_CHECKING:
@@ -330,3 +330,65 @@ def _refuse_other_meshes(views: Sequence[RankView]) -> None:
 
 def _mesh(key: ShardKey) -> str:
     return f"{key.tp_size} x {key.dp_size} x {key.pp_size}"
+
+
+# ---- copies on other nodes ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaTask:
+    """A guard that a rank has part in, as source or as target."""
+
+    number: int
+    guard: BuddyCopy
+    layout: str
+    payload_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """The capacity of one rank for its tasks."""
+
+    numbers: frozenset[int]
+    """The copies for which it has reserved files."""
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """The assignment of one rank."""
+
+    numbers: frozenset[int]
+    """Numbers of its copies that are kept."""
+    keys: frozenset[ShardKey]
+    """Shards of which its store has copies."""
+    warnings: tuple[str, ...]
+
+
+def tasks_of(
+    wanted: Sequence[BuddyCopy], views: Sequence[RankView], sizes: Sequence[int]
+) -> list[tuple[ReplicaTask, ...]]:
+    """Return the tasks by rank, in the order of the copies. `sizes`: bytes of each rank's own shard."""
+    found: list[list[ReplicaTask]] = [[] for _ in views]
+    for number, guard in enumerate(wanted):
+        task = ReplicaTask(number, guard, views[guard.source].layout, sizes[guard.source])
+        for rank in (guard.source, guard.target):
+            found[rank].append(task)
+    return [tuple(tasks) for tasks in found]
+
+
+def assignments_of(
+    wanted: Sequence[BuddyCopy], views: Sequence[RankView], capacities: Sequence[Capacity]
+) -> list[Assignment]:
+    """Return the assignments by rank, once all have reported their capacity."""
+    kept = frozenset(number for capacity in capacities for number in capacity.numbers)
+    numbers: list[set[int]] = [set() for _ in views]
+    copies: dict[str, set[ShardKey]] = {view.store: set() for view in views}
+    for number in kept:
+        guard = wanted[number]
+        copies[views[guard.target].store].add(guard.key)
+        numbers[guard.source].add(number)
+        numbers[guard.target].add(number)
+    keys = {store: frozenset(found) for store, found in copies.items()}
+    warnings = for_all(warning for capacity in capacities for warning in capacity.warnings)
+    return [Assignment(frozenset(numbers[rank]), keys[view.store], warnings) for rank, view in enumerate(views)]

@@ -25,9 +25,9 @@ from trainium_trainer.checkpoint.durable import durable_tier
 from trainium_trainer.checkpoint.format.flat_buffer import BufferLayout, copy_all
 from trainium_trainer.checkpoint.interfaces import ResumeSource
 from trainium_trainer.checkpoint.resume.agreement import FromDurable, FromMemory, RankView, claims_to_report, writers
-from trainium_trainer.checkpoint.resume.buddy_pairing import assign_buddies
 from trainium_trainer.checkpoint.resume.first_rank import (
     Agreed,
+    Capacity,
     Check,
     ClaimReport,
     Done,
@@ -35,7 +35,10 @@ from trainium_trainer.checkpoint.resume.first_rank import (
     Load,
     Order,
     RankReport,
+    ReplicaTask,
     ResumeLeader,
+    assignments_of,
+    tasks_of,
 )
 from trainium_trainer.checkpoint.root.run_identity import refuse_foreign
 from trainium_trainer.storage.errors import StorageError, storage_error
@@ -43,6 +46,8 @@ from trainium_worker.snapshot import checksum
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from torch.distributed import ProcessGroup
 
     from trainium_trainer.checkpoint.memory.claims import Claim, ShardKey
     from trainium_trainer.checkpoint.memory.memory_tier import MemoryTier
@@ -248,5 +253,43 @@ class Resumption:
         first = self._mesh.rank == 0
         warnings = dict.fromkeys(leader.warnings if first else agreed.warnings)
         if agreed.guarded and self._group is not None:
-            warnings.update(dict.fromkeys(assign_buddies(self._memory, self._group, leader.wanted, leader.views)))
+            warnings.update(dict.fromkeys(self._assign_buddies(self._group)))
         return ResumeOutcome(agreed, source, bool(self._keeps), leader.leftovers, tuple(warnings))
+
+    # ---- copies on other nodes --------------------------------------------------------------------------------------
+
+    def _assign_buddies(self, group: ProcessGroup) -> tuple[str, ...]:
+        """Agree on who keeps copies of shards that only one node holds, and start copying; return warnings. Collective.
+
+        A shard whose buddy has no space gets no copy, with a warning.
+        """
+        memory, wanted, views = self._memory, self._leader.wanted, self._leader.views
+        size = 0 if memory is None else memory.layout.payload_bytes
+        # Also a barrier: leftovers are cleared everywhere before anyone makes new files.
+        tasks = scatter_from_root(lambda: size, lambda sizes: tasks_of(wanted, views, sizes), group, "resume: copies")
+        capacity = self._reserve(tasks)
+        assignment = scatter_from_root(
+            lambda: capacity,
+            lambda capacities: assignments_of(wanted, views, capacities),
+            group,
+            "resume: space for copies",
+        )
+        if memory is not None:
+            memory.local_keys |= assignment.keys
+            for task in (task for task in tasks if task.number in assignment.numbers):
+                if task.guard.target == self._mesh.rank:
+                    memory.keep_for(task.guard.key, group, task.guard.source, task.number)
+                if task.guard.source == self._mesh.rank:
+                    memory.send_to(group, task.guard.target, task.number)
+        return assignment.warnings
+
+    def _reserve(self, tasks: Sequence[ReplicaTask]) -> Capacity:
+        """Reserve files for the copies that this rank is to keep."""
+        memory, rank, numbers = self._memory, self._mesh.rank, set[int]()
+        if memory is None:
+            return Capacity(frozenset(), ())
+        known = len(memory.warnings)
+        for task in tasks:
+            if task.guard.target == rank and memory.open_kept(task.guard.key, task.layout, task.payload_bytes):
+                numbers.add(task.number)
+        return Capacity(frozenset(numbers), tuple(f"rank {rank}: {warning}" for warning in memory.warnings[known:]))
