@@ -255,8 +255,11 @@ class LineWriter:
         lines = [*self._path.read_bytes().splitlines(keepends=True), *earlier]
         draft = self._path.with_name(f".{self._path.name}.draft")
         lines.sort(key=step)
-        draft.write_bytes(b"".join(lines))
-        draft.replace(self._path)
+        try:
+            draft.write_bytes(b"".join(lines))
+            draft.replace(self._path)
+        finally:
+            draft.unlink(missing_ok=True)
         self._waiting = deque(line for line in self._waiting if line not in earlier)
         self._bytes = sum(map(len, self._waiting))
 
