@@ -198,3 +198,13 @@ def base(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> Path:
     LlamaForCausalLM(config).save_pretrained(folder)
     train_tokenizer([iter([text_file.read_text()])], 320).save(str(folder / "tokenizer.json"))
     return folder
+
+
+@pytest.fixture
+def world_of_one() -> Iterator[Any]:
+    """A process group of this process alone."""
+    from torch import distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()

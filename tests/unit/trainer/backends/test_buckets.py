@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 import torch
 from torch import distributed as dist
@@ -15,17 +13,6 @@ from trainium_trainer.configuration.model_shape import resolve_shape
 from trainium_trainer.models.initial import initial_whole
 from trainium_trainer.models.llama import Llama
 from trainium_trainer.models.loss import loss_sum
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-
-@pytest.fixture
-def world_of_one() -> Iterator[dist.ProcessGroup]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    assert dist.group.WORLD is not None
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -12,12 +12,11 @@ from trainium_contract.trainer.data import DataConfig
 from trainium_trainer.data.opening import open_data
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
-    from conftest import Job, Undisturbed
+    from conftest import Launcher, Undisturbed
 
-    Launcher = Callable[..., Job]
     Metrics = list[dict[str, Any]]
 
 pytestmark = pytest.mark.timeout(150)  # real processes; the first test also waits for the imports

@@ -18,11 +18,8 @@ from trainium_trainer.models.llama import Llama
 from trainium_trainer.models.stages import LlamaStage, canonical_parameters, layers_of, shared_with_first
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from conftest import Launcher, Undisturbed
 
-    from conftest import Job, Undisturbed
-
-    Launcher = Callable[..., Job]
 
 pytestmark = pytest.mark.timeout(150)  # real processes; the first test also waits for the imports
 

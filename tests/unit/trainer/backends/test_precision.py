@@ -14,11 +14,8 @@ from trainium_trainer.backends.optimizers.adamw import update
 from trainium_trainer.backends.rounding import noise_generator, noise_like, round_into
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from conftest import Launcher
 
-    from conftest import Job
-
-    Launcher = Callable[..., Job]
 
 pytestmark = pytest.mark.timeout(150)  # real processes; the first test also waits for the imports
 

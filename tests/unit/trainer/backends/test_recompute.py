@@ -18,11 +18,8 @@ from trainium_trainer.models.llama import Llama
 from trainium_trainer.models.loss import loss_sum
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from conftest import Launcher
 
-    from conftest import Job
-
-    Launcher = Callable[..., Job]
 
 pytestmark = pytest.mark.timeout(150)  # real processes; the first test also waits for the imports
 

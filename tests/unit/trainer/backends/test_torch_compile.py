@@ -16,12 +16,10 @@ from trainium_trainer.models.llama import Llama
 from trainium_trainer.models.loss import loss_sum
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
-    from conftest import Job
+    from conftest import Launcher
 
-    Launcher = Callable[..., Job]
 
 pytestmark = pytest.mark.timeout(500)  # real processes and a real compiler
 

@@ -20,9 +20,8 @@ from trainium_devcluster.ports import reserved_port
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from conftest import Job
+    from conftest import Launcher
 
-    Launcher = Callable[..., Job]
 
 pytestmark = pytest.mark.timeout(150)
 START = [sys.executable, "-m", "trainium_trainer"]

@@ -15,12 +15,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
-    from conftest import Job, Undisturbed
+    from conftest import Launcher, Undisturbed
 
-    Launcher = Callable[..., Job]
 
 pytestmark = [
     pytest.mark.timeout(240),

@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
-    from conftest import Job
+    from conftest import Job, Launcher
 
-    Launcher = Callable[..., Job]
     Curve = list[tuple[float, float | None]]
 
 pytestmark = pytest.mark.timeout(300)  # real processes; the first test also waits for the imports

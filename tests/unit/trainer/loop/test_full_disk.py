@@ -20,9 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from conftest import Job
+    from conftest import Job, Launcher
 
-    Launcher = Callable[..., Job]
 
 pytestmark = pytest.mark.timeout(150)
 

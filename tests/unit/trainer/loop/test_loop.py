@@ -22,12 +22,9 @@ from trainium_trainer.loop.stop import max_wait_seconds
 from trainium_worker import Activity, ProgressPhase, PulseReading, Waiting, alerts_path, read_progress
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
-    from conftest import Forge, Job
-
-    Launcher = Callable[..., Job]
+    from conftest import Forge, Job, Launcher
 
 
 pytestmark = pytest.mark.timeout(150)  # real processes; the first test also waits for the imports

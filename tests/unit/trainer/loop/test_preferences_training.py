@@ -17,12 +17,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tests.testing.trainer.example_files import WORDS, write_records
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
-    from conftest import Job
+    from conftest import Launcher
 
-    Launcher = Callable[..., Job]
 
 pytestmark = pytest.mark.timeout(300)  # real processes; the first test also waits for the imports
 

@@ -19,12 +19,11 @@ from trainium_trainer.storage.opening import open_storage
 from trainium_trainer.storage.protocol import Retry
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
-    from conftest import Job, Undisturbed
+    from conftest import Job, Launcher, Undisturbed
 
-    Launcher = Callable[..., Job]
 
 pytestmark = pytest.mark.timeout(150)
 

@@ -12,11 +12,10 @@ from trainium_trainer.backends.pipeline import check_torch
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-    from conftest import Job, Undisturbed
+    from conftest import Job, Launcher, Undisturbed
 
-    Launcher = Callable[..., Job]
     Metrics = list[dict[str, Any]]
 
 pytestmark = pytest.mark.timeout(150)  # real processes; the first test also waits for the imports
