@@ -127,7 +127,7 @@ def _in_step(passes: PassCounter, _: random.Random) -> None:
 
 
 def _in_staging(passes: PassCounter, rng: random.Random) -> None:
-    from trainium_trainer.checkpoint.durable import staging
+    from trainium_trainer.checkpoint.format import live_state
     from trainium_trainer.checkpoint.memory import buddy, memory_tier, snapshot
 
     def halved(copy: Any) -> Any:
@@ -139,7 +139,7 @@ def _in_staging(passes: PassCounter, rng: random.Random) -> None:
 
     place = rng.choice(("copy", "copy", "finalize", "send"))
     # Always: without a memory tier nothing is finalized or sent.
-    staging.copy_all = halved(staging.copy_all)  # type: ignore[attr-defined]
+    live_state.copy_all = halved(live_state.copy_all)  # type: ignore[attr-defined]
     if place == "copy":
         memory_tier.copy_all = halved(memory_tier.copy_all)  # type: ignore[attr-defined]
     elif place == "finalize":
