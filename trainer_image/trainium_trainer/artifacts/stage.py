@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
-    from trainium_agent.ranks.progress import ProgressWriter
     from trainium_contract.trainer.config import TrainingConfig
     from trainium_trainer.checkpoint.durable.durable_tier import AfterMilestone
     from trainium_trainer.checkpoint.interfaces import MeshPlace
+    from trainium_trainer.monitor.progress import ProgressWriter
 
 DEFAULT_FOLDER = "artifacts"
 _NEWEST_MILESTONES = 2

@@ -33,8 +33,8 @@ from trainium_trainer.weights import BaseWeights, shape_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from trainium_agent.ranks.progress import ProgressWriter
     from trainium_contract.trainer.config import TrainingConfig
+    from trainium_trainer.monitor.progress import ProgressWriter
     from trainium_trainer.peers import Peers
 
 _RUN_TRANSFORMERS = frozenset({"cpu", "cuda"})
