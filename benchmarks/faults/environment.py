@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import itertools
 import json
+import os
 import shutil
 import subprocess
 import time
@@ -21,7 +22,6 @@ from typing import TYPE_CHECKING, Any, Self
 import yaml
 
 from benchmarks.curves import check_batches, compare_losses, read_losses, read_samples
-from benchmarks.faults.api import Api, ApiError
 from benchmarks.faults.operator_pods import OperatorPods
 from benchmarks.faults.target import TargetJob
 from tests.testing.cluster.access import ROOT
@@ -29,6 +29,8 @@ from tests.testing.cluster.installed import NAMESPACE as OPERATOR_NAMESPACE
 from tests.testing.cluster.installed import RELEASE, install_operator, make_namespace
 from tests.testing.cluster.jobs import Job, merged
 from tests.testing.suite import patience
+from trainium_contract.api_server.kubeconfig import find_access
+from trainium_devcluster.controlplane.client import ApiClient, ControlPlaneError
 from trainium_devcluster.state import NodeSpec
 
 if TYPE_CHECKING:
@@ -80,7 +82,8 @@ class FaultEnvironment:
         self.site = site
         self.out = out
         self.log = log
-        self.api = Api(site)
+        access = find_access(None, None, os.environ | site.variables)
+        self.api = ApiClient(access, seconds=patience.patient(20))
         self.operator = OperatorPods(site, self.api)
         self._full_size = self.local or len(site.worker_nodes()) >= FULL_SIZE_NODES
         self._references: dict[str, dict[int, float]] = {}
@@ -99,7 +102,7 @@ class FaultEnvironment:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.api.__exit__()
+        self.api.close()
 
     @property
     def local(self) -> bool:
@@ -193,7 +196,7 @@ class FaultEnvironment:
             "events.txt": ("get", "events", *inside, "--sort-by=.metadata.creationTimestamp"),
             "operator.log": ("logs", "-n", OPERATOR_NAMESPACE, f"deployment/{RELEASE}", "--tail=400"),
         }
-        with contextlib.suppress(ApiError):
+        with contextlib.suppress(ControlPlaneError):
             names = [pod["metadata"]["name"] for pod in target.pods()]
             commands |= {f"{pod}.log": ("logs", pod, *inside, "--tail=400") for pod in names}
         for file, command in commands.items():

@@ -12,8 +12,8 @@ from tests.testing.suite import patience
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from benchmarks.faults.api import Api
     from tests.testing.cluster.sites import Site
+    from trainium_devcluster.controlplane.client import ApiClient
 
 Json = dict[str, Any]
 _DEPLOYMENT = f"/apis/apps/v1/namespaces/{NAMESPACE}/deployments/{RELEASE}"
@@ -23,7 +23,7 @@ _PODS = f"/api/v1/namespaces/{NAMESPACE}/pods"
 class OperatorPods:
     """Replicas of the operator on a cluster; a change is complete when a call returns."""
 
-    def __init__(self, site: Site, api: Api) -> None:
+    def __init__(self, site: Site, api: ApiClient) -> None:
         self._site = site
         self._api = api
 

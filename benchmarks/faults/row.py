@@ -14,7 +14,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.faults.api import ApiError
 from benchmarks.faults.environment import BATCH, STEPS
 from benchmarks.faults.record import FaultRun
 from benchmarks.faults.recovery import Run
@@ -36,7 +35,6 @@ EXPECTED_ERRORS = (
     StuckError,
     NotInTimeError,
     CommandError,
-    ApiError,
     ClusterError,
     TimeoutError,
     subprocess.TimeoutExpired,

@@ -15,17 +15,17 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.faults.api import ApiError
 from tests.testing.suite.patience import Deadline
 from trainium_contract.wire.recorded_membership import members_of
+from trainium_devcluster.controlplane.client import ControlPlaneError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from benchmarks.faults.api import Api
     from tests.testing.cluster.jobs import Job
     from tests.testing.cluster.sites import Site
+    from trainium_devcluster.controlplane.client import ApiClient
 
 Json = dict[str, Any]
 POLL_SECONDS = 0.1
@@ -41,7 +41,7 @@ class TargetJob:
     """A job that faults are injected into."""
 
     site: Site
-    api: Api
+    api: ApiClient
     job: Job
     commands: Path
     """Folder in which the fault injector of the workers looks for commands."""
@@ -108,7 +108,7 @@ class TargetJob:
         """Return the value of the condition once it is true; an API server that does not answer counts as not yet."""
         deadline = Deadline(seconds)
         while True:
-            with contextlib.suppress(ApiError, OSError, KeyError):
+            with contextlib.suppress(ControlPlaneError, OSError, KeyError):
                 found = condition()
                 if found:
                     return found
@@ -141,7 +141,7 @@ class TargetJob:
 
     def describe(self) -> str:
         """Describe the state of the job in a few lines."""
-        with contextlib.suppress(ApiError, OSError, KeyError):
+        with contextlib.suppress(ControlPlaneError, OSError, KeyError):
             status = self.status()
             pods = [f"{p['metadata']['name']}={p['status'].get('phase')}" for p in self.pods()]
             conditions = [f"{c['type']}={c['status']}({c['reason']})" for c in status.get("conditions") or []]
@@ -203,7 +203,7 @@ class TargetJob:
             moment = time.time()
             try:
                 self.api.create(f"/api/v1/namespaces/{self.job.namespace}/pods/{pod}/eviction", body)
-            except ApiError as error:
+            except ControlPlaneError as error:
                 if error.code != http.client.TOO_MANY_REQUESTS or deadline.is_over():
                     raise
                 time.sleep(POLL_SECONDS)

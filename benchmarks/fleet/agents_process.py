@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from benchmarks.fleet.agent import Agent, Endpoint, Job, Pod
-from benchmarks.fleet.kube import Kube, PodWatch, RefusedError
+from benchmarks.fleet.kube import PodWatch, administrator
 from trainium_contract.wire.messages import WorkerPhase
 from trainium_contract.wire.worker_env import LABEL_JOB, LABEL_ROLE, ROLE_WORKER, TOKEN_AUDIENCE
 from trainium_devcluster.cluster import Cluster
+from trainium_devcluster.node.api.client import Api, ApiError
 from trainium_operator.memory import freeze_gc
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ _ROOT = Path(__file__).parents[2]
 class Agents:
     """All agents of one job."""
 
-    def __init__(self, kube: Kube, job: str, addresses: list[tuple[str, int]], name: str) -> None:
+    def __init__(self, kube: Api, job: str, addresses: list[tuple[str, int]], name: str) -> None:
         self._kube = kube
         self._job = job
         self._addresses = addresses
@@ -95,7 +96,7 @@ class Agents:
         return {}
 
     async def _start(self) -> None:
-        config = await self._kube.request("GET", f"/api/v1/namespaces/default/configmaps/{self._job}-config")
+        config = await self._kube.get(f"/api/v1/namespaces/default/configmaps/{self._job}-config")
         self._context = ssl.create_default_context(cadata=config["data"]["ca.crt"])
         watch = await self._watch
         self._started = True
@@ -136,10 +137,8 @@ class Agents:
         }
         async with self._tokens:
             try:
-                answer = await self._kube.request(
-                    "POST", "/api/v1/namespaces/default/serviceaccounts/default/token", body
-                )
-            except RefusedError:  # the pod went meanwhile
+                answer = await self._kube.create("/api/v1/namespaces/default/serviceaccounts/default/token", body)
+            except ApiError:  # the pod went meanwhile
                 await asyncio.Event().wait()
         return str(answer["status"]["token"])
 
@@ -319,7 +318,7 @@ class AgentsProcess:
 
 async def _serve(options: Command) -> None:
     cluster = Cluster.connect(options["cluster"])
-    async with Kube(cluster) as kube:
+    async with administrator(cluster) as kube:
         addresses = [(ip, int(port)) for ip, port in options["addresses"]]
         agents = Agents(kube, options["job"], addresses, options["name"])
         following = asyncio.create_task(agents.run())

@@ -21,15 +21,16 @@ from benchmarks.fleet.agents_process import AgentsProcess
 from benchmarks.fleet.bare_server import BareServer
 from benchmarks.fleet.figures import Report
 from benchmarks.fleet.job import NAME, training_job
-from benchmarks.fleet.kube import Kube, PodWatch
+from benchmarks.fleet.kube import PodWatch, administrator, delete
 from benchmarks.fleet.operator_process import SERVER_NAME, ChartInstallation, free_port
 from benchmarks.fleet.scenario import JOBS, cluster_of, log, until_status
 from trainium_contract.wire.worker_env import LABEL_JOB
-from trainium_devcluster.processes.process_families import descendants
+from trainium_devcluster.processes.process_families import trees
 
 if TYPE_CHECKING:
     from benchmarks.fleet.operator_process import OperatorProcess
     from trainium_devcluster.cluster import Cluster
+    from trainium_devcluster.node.api.client import Api
 
 AGENTS = 1000
 HOSTS = ("127.0.0.1", "127.0.0.2")
@@ -39,7 +40,7 @@ TIMEOUT_SECONDS = 240.0
 class CoordinatorRun:
     """One job whose agents are served by the leader of two operators."""
 
-    def __init__(self, cluster: Cluster, kube: Kube, chart: ChartInstallation, report: Report, agents: int) -> None:
+    def __init__(self, cluster: Cluster, kube: Api, chart: ChartInstallation, report: Report, agents: int) -> None:
         self._cluster = cluster
         self._kube = kube
         self._chart = chart
@@ -59,7 +60,7 @@ class CoordinatorRun:
             AgentsProcess(self._cluster, NAME, addresses=addresses, name=SERVER_NAME) as agents,
         ):
             await agents.ask("state")
-            await self._kube.request("POST", JOBS, training_job(self._count, spares=1))
+            await self._kube.create(JOBS, training_job(self._count, spares=1))
             await watch.until_running(self._count + 1, TIMEOUT_SECONDS)
             _lower_priority(self._cluster)
             _raise_priority(leader.pid, standby.pid, agents.pid)
@@ -78,7 +79,7 @@ class CoordinatorRun:
             await self._until_complete()
             await self._hand_over(agents, leader, crash=False)
             await self._until_complete()
-            await self._kube.delete(f"{JOBS}/{NAME}")
+            await delete(self._kube, f"{JOBS}/{NAME}")
         await standby.stop()
 
     async def _bare(self, agents: AgentsProcess, seconds: float) -> float:
@@ -135,7 +136,7 @@ class CoordinatorRun:
         self._report.add(f"handover {how}: generations started", self._count, "count", lost, goal=0.0)
 
     async def _status(self) -> dict[str, Any]:
-        status: dict[str, Any] = (await self._kube.request("GET", f"{JOBS}/{NAME}")).get("status", {})
+        status: dict[str, Any] = (await self._kube.get(f"{JOBS}/{NAME}")).get("status", {})
         return status
 
     async def _until_complete(self) -> None:
@@ -148,9 +149,9 @@ class CoordinatorRun:
 async def measure(options: argparse.Namespace, report: Report, folder: Path) -> None:
     """Measure on a new cluster."""
     with cluster_of(options.agents + 4, options.agents) as cluster:
-        async with Kube(cluster) as kube:
+        async with administrator(cluster) as kube:
             supervisor = cluster.status()["supervisor"]["pid"]
-            _raise_priority(os.getpid(), supervisor, *descendants(supervisor))
+            _raise_priority(os.getpid(), *trees([supervisor]))
             chart = ChartInstallation(cluster, folder)
             await chart.install(kube)
             seconds = 15.0 if options.quick else 60.0
@@ -174,7 +175,7 @@ def _raise_priority(*pids: int, level: int = -10) -> None:
 
 def _lower_priority(cluster: Cluster) -> None:
     """Give control plane and fake nodes the lowest priority, for as long as they run."""
-    for pid in descendants(cluster.status()["supervisor"]["pid"]):
+    for pid in trees([cluster.status()["supervisor"]["pid"]])[1:]:
         with contextlib.suppress(OSError):  # the process has ended
             # A priority belongs to a thread; threads that start later inherit it.
             for thread in Path(f"/proc/{pid}/task").iterdir():

@@ -8,6 +8,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from benchmarks.fleet.floor import fail_pods
+from benchmarks.fleet.kube import count_writes
+from trainium_devcluster.node.api.client import MERGE_PATCH
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -54,7 +56,7 @@ class FaultRound:
         """Count the writes of the operator: everything except reads and token reviews, which change nothing."""
         requests = await self._operator.requests()
         writes = sum(count for verb, count in requests.items() if verb not in ("GET", "WATCH", "LIST"))
-        reviews = (await self._run.kube.writes()).get("tokenreviews", 0.0)
+        reviews = (await asyncio.to_thread(count_writes, self._run.cluster)).get("tokenreviews", 0.0)
         return writes - reviews
 
     async def measure_faults(self) -> None:
@@ -176,7 +178,7 @@ class FaultRound:
         n, run = self._nodes, self._run
         generation = (await run.status())["membership"]["generation"]
         began = time.monotonic()
-        await run.kube.patch(JOB, {"spec": {"workers": {"replicas": size}}})
+        await run.kube.patch(JOB, {"spec": {"workers": {"replicas": size}}}, MERGE_PATCH)
         learned = await self._agents.ask("learned", generation=generation + 1, count=size, seconds=run.plan.timeout)
         name = "scale: new membership with every agent"
         self._report.add(name, n, "s", learned["last"] - began)

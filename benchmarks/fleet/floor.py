@@ -9,13 +9,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from benchmarks.fleet.kube import PodWatch
+from benchmarks.fleet.kube import PodWatch, delete
 from trainium_devcluster.fleet.fake_nodes import timestamp
+from trainium_devcluster.node.api.client import MERGE_PATCH
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Sequence
 
-    from benchmarks.fleet.kube import Json, Kube
+    from benchmarks.fleet.kube import Json
+    from trainium_devcluster.node.api.client import Api
 
 _IN_FLIGHT = 64
 _PODS = "/api/v1/namespaces/default/pods"
@@ -32,7 +34,7 @@ class Floor:
     """Fail all, delete all, create all, until all run; None where that was not measured."""
 
 
-async def measure_floor(kube: Kube, manifests: Sequence[Json], *, restart: bool, seconds: float) -> Floor:
+async def measure_floor(kube: Api, manifests: Sequence[Json], *, restart: bool, seconds: float) -> Floor:
     """Measure one round and delete its pods."""
     async with PodWatch(kube, f"{_LABEL}=first") as first:
         began = time.monotonic()
@@ -67,21 +69,21 @@ async def _in_flight(calls: Iterable[Callable[[], Awaitable[object]]], limit: in
             group.create_task(work())
 
 
-async def fail_pods(kube: Kube, names: Iterable[str]) -> None:
+async def fail_pods(kube: Api, names: Iterable[str]) -> None:
     """Write the status that kubelets write when the agents of these pods are killed."""
     ended = {"exitCode": 137, "reason": "Error", "message": "killed", "finishedAt": timestamp()}
     worker = {"name": "worker", "image": "", "imageID": "", "ready": False, "restartCount": 0}
     status = {"phase": "Failed", "containerStatuses": [worker | {"state": {"terminated": ended}}]}
-    await _in_flight(partial(kube.patch, f"{_PODS}/{name}/status", {"status": status}) for name in names)
+    await _in_flight(partial(kube.patch, f"{_PODS}/{name}/status", {"status": status}, MERGE_PATCH) for name in names)
 
 
-async def _create(kube: Kube, manifests: Sequence[Json], wave: str) -> None:
-    await _in_flight(partial(kube.request, "POST", _PODS, _of_wave(each, wave)) for each in manifests)
+async def _create(kube: Api, manifests: Sequence[Json], wave: str) -> None:
+    await _in_flight(partial(kube.create, _PODS, _of_wave(each, wave)) for each in manifests)
 
 
-async def _delete(kube: Kube, manifests: Sequence[Json], wave: str) -> None:
+async def _delete(kube: Api, manifests: Sequence[Json], wave: str) -> None:
     paths = [f"{_PODS}/{_of_wave(each, wave)['metadata']['name']}" for each in manifests]
-    await _in_flight(partial(kube.delete, path) for path in paths)
+    await _in_flight(partial(delete, kube, path) for path in paths)
 
 
 def _of_wave(manifest: Json, wave: str) -> Json:

@@ -1,4 +1,4 @@
-"""Access the API server as administrator during a benchmark: plain requests, and a watch that records times.
+"""Observe the pods of a cluster as administrator during a benchmark, by a watch that records times.
 
 The same watch observes the pods of the floor and those of the operator, so that its cost is in both. Times are of this
 process's monotonic clock.
@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import ssl
+import http.client
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-import aiohttp
-
-from trainium_devcluster.controlplane.components import HOST
+from trainium_contract.api_server.kubeconfig import find_access
+from trainium_devcluster.node.api.client import Api, ApiError
+from trainium_devcluster.node.api.reflector import Reflector
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,83 +25,31 @@ if TYPE_CHECKING:
 Json = dict[str, Any]
 
 
-class RefusedError(Exception):
-    """The API server refused a request."""
-
-    def __init__(self, status: int, text: str) -> None:
-        super().__init__(f"HTTP {status}: {text[:400]}")
-        self.status = status
+def administrator(cluster: Cluster) -> Api:
+    """Return a client with the administrator's rights."""
+    return Api(find_access(str(cluster.kubeconfig), None, {}), "fleet-benchmark", seconds=120)
 
 
-class Kube:
-    """A client with the administrator's certificate."""
+async def delete(api: Api, path: str) -> None:
+    """Delete an object, if it exists."""
+    try:
+        await api.delete(path, {})
+    except ApiError as error:
+        if error.status != http.client.NOT_FOUND:
+            raise
 
-    def __init__(self, cluster: Cluster) -> None:
-        pki = cluster.paths.pki
-        self._context = ssl.create_default_context(cafile=str(pki / "ca.crt"))
-        self._context.load_cert_chain(pki / "admin.crt", pki / "admin.key")
-        self._server = f"https://{HOST}:{cluster.ports.apiserver}"
-        self._session: aiohttp.ClientSession | None = None
 
-    async def __aenter__(self) -> Self:
-        connector = aiohttp.TCPConnector(limit=0, ssl=self._context)
-        self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=120))
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        if self._session is not None:
-            await self._session.close()
-
-    async def request(self, method: str, path: str, body: Json | None = None, kind: str = "application/json") -> Json:
-        """Send a request and parse the answer; raises RefusedError."""
-        data = None if body is None else json.dumps(body)
-        text = await self._text(method, path, data, kind)
-        document: Json = json.loads(text)
-        return document
-
-    async def text(self, path: str) -> str:
-        """Return the body of a GET."""
-        return await self._text("GET", path, None, "")
-
-    async def _text(self, method: str, path: str, data: str | None, kind: str) -> str:
-        assert self._session is not None
-        headers = {"Content-Type": kind} if data is not None else {}
-        async with self._session.request(method, self._server + path, data=data, headers=headers) as answer:
-            text = await answer.text()
-            if answer.status >= 400:
-                raise RefusedError(answer.status, text)
-            return text
-
-    async def patch(self, path: str, body: Json) -> Json:
-        """Apply a merge patch."""
-        return await self.request("PATCH", path, body, "application/merge-patch+json")
-
-    async def delete(self, path: str) -> None:
-        """Delete an object, if it exists."""
-        try:
-            await self.request("DELETE", path, {})
-        except RefusedError as error:
-            if error.status != 404:
-                raise
-
-    async def stream(self, path: str) -> aiohttp.ClientResponse:
-        """Open a watch, which the caller closes."""
-        assert self._session is not None
-        return await self._session.get(
-            self._server + path, timeout=aiohttp.ClientTimeout(total=None), read_bufsize=1 << 20
-        )
-
-    async def writes(self) -> dict[str, float]:
-        """Return the number of writing requests so far, by resource, as the API server counts them."""
-        counts: dict[str, float] = {}
-        for line in (await self.text("/metrics")).splitlines():
-            if not line.startswith("apiserver_request_total{"):
-                continue
-            labels, _, value = line.rpartition(" ")
-            if any(f'verb="{verb}"' in labels for verb in ("POST", "PUT", "PATCH", "APPLY", "DELETE")):
-                resource = labels.partition('resource="')[2].partition('"')[0]
-                counts[resource] = counts.get(resource, 0.0) + float(value)
-        return counts
+def count_writes(cluster: Cluster) -> dict[str, float]:
+    """Return the number of writing requests so far, by resource, as the API server counts them."""
+    counts: dict[str, float] = {}
+    for line in cluster.api.get_text("/metrics").splitlines():
+        if not line.startswith("apiserver_request_total{"):
+            continue
+        labels, _, value = line.rpartition(" ")
+        if any(f'verb="{verb}"' in labels for verb in ("POST", "PUT", "PATCH", "APPLY", "DELETE")):
+            resource = labels.partition('resource="')[2].partition('"')[0]
+            counts[resource] = counts.get(resource, 0.0) + float(value)
+    return counts
 
 
 @dataclass(slots=True)
@@ -118,46 +65,33 @@ class PodState:
     ip: str = ""
 
 
-@dataclass
 class PodWatch:
     """Pods of a label selector, followed by a watch."""
 
-    kube: Kube
-    selector: str
-    pods: dict[str, PodState] = field(default_factory=dict)
-    created: int = 0
-    """Number of pods that were created since the start of the watch."""
-    on_change: Callable[[str, PodState, bool], None] | None = None
-    """Called for each event with name, pod and whether it was deleted."""
-    _changed: asyncio.Event = field(default_factory=asyncio.Event)
-    _task: asyncio.Task[None] | None = None
-    _path: str = ""
-    _version: str = ""
+    def __init__(self, api: Api, selector: str, on_change: Callable[[str, PodState, bool], None] | None = None) -> None:
+        """Follow the pods; `on_change` is called for each event with name, pod and whether it was deleted."""
+        self.pods: dict[str, PodState] = {}
+        self.created = 0
+        """Number of pods that were created since the start of the watch."""
+        self._on_change = on_change
+        self._changed = asyncio.Event()
+        self._following = Reflector(api, "/api/v1/namespaces/default/pods", {"labelSelector": selector}, self._apply)
 
     async def __aenter__(self) -> Self:
-        self._path = f"/api/v1/namespaces/default/pods?labelSelector={self.selector}"
-        found = await self.kube.request("GET", self._path)
-        self._version = found["metadata"]["resourceVersion"]
-        for raw in found["items"]:
-            self._apply("ADDED", raw)
-        stream = await self._open()
-        self._task = asyncio.create_task(self._watch(stream))
+        self._task = asyncio.create_task(self._following.run())
+        await self._following.synced.wait()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._task
 
     async def until(self, condition: Callable[[], bool], seconds: float, what: str) -> float:
         """Wait until the condition holds and return the time. Raises TimeoutError with `what`."""
         try:
             async with asyncio.timeout(seconds):
                 while not condition():
-                    if self._task is not None and self._task.done():
-                        self._task.result()
-                        raise RuntimeError("the watch of pods ended")
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
@@ -175,27 +109,7 @@ class PodWatch:
         first = sorted(running(), key=lambda pod: pod.running or 0.0)[:count]
         return max(pod.created for pod in first), max(pod.running or 0.0 for pod in first)
 
-    async def _open(self) -> aiohttp.ClientResponse:
-        return await self.kube.stream(
-            f"{self._path}&watch=true&resourceVersion={self._version}&timeoutSeconds=7200&allowWatchBookmarks=true"
-        )
-
-    async def _watch(self, stream: aiohttp.ClientResponse) -> None:
-        try:
-            while True:
-                async for line in stream.content:
-                    event = json.loads(line)
-                    self._version = event["object"]["metadata"]["resourceVersion"]
-                    if event["type"] != "BOOKMARK":
-                        self._apply(event["type"], event["object"])
-                # The API server closes watches that read too slowly; the next one continues at the same version.
-                stream.close()
-                stream = await self._open()
-        finally:
-            stream.close()
-            self._changed.set()
-
-    def _apply(self, kind: str, raw: Json) -> None:
+    def _apply(self, raw: Json, deleted: bool) -> None:
         now = time.monotonic()
         metadata, status = raw["metadata"], raw.get("status", {})
         name = metadata["name"]
@@ -210,8 +124,8 @@ class PodWatch:
         seen.failed = phase == "Failed"
         if phase == "Running" and seen.running is None:
             seen.running = now
-        if kind == "DELETED":
+        if deleted:
             self.pods.pop(name, None)
-        if self.on_change is not None:
-            self.on_change(name, seen, kind == "DELETED")
+        if self._on_change is not None:
+            self._on_change(name, seen, deleted)
         self._changed.set()

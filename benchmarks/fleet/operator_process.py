@@ -23,8 +23,8 @@ import aiohttp
 import yaml
 
 if TYPE_CHECKING:
-    from benchmarks.fleet.kube import Kube
     from trainium_devcluster.cluster import Cluster
+    from trainium_devcluster.node.api.client import Api
 
 ROOT = Path(__file__).parents[2]
 NAMESPACE = "trainium-system"
@@ -44,7 +44,7 @@ class ChartInstallation:
         self.kubeconfig = folder / "operator.kubeconfig"
         self.arguments: list[str] = []
 
-    async def install(self, kube: Kube) -> None:
+    async def install(self, kube: Api) -> None:
         """Apply the chart except for the Deployment, and create credentials of the ServiceAccount."""
         rendered = self._cluster.helm("template", RELEASE, str(ROOT / "helm/trainium-operator"), "-n", NAMESPACE)
         documents = [each for each in yaml.safe_load_all(rendered) if each]
@@ -57,7 +57,7 @@ class ChartInstallation:
         self._cluster.kubectl("wait", "--for=condition=Established", "crd/trainingjobs.trainium.dev")
         account = deployment["spec"]["template"]["spec"]["serviceAccountName"]
         path = f"/api/v1/namespaces/{NAMESPACE}/serviceaccounts/{account}/token"
-        answer = await kube.request("POST", path, {"spec": {"expirationSeconds": 86_400}})
+        answer = await kube.create(path, {"spec": {"expirationSeconds": 86_400}})
         self._write_kubeconfig(answer["status"]["token"])
 
     def _write_kubeconfig(self, token: str) -> None:

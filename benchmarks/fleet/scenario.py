@@ -14,7 +14,7 @@ from benchmarks.fleet.agents_process import AgentsProcess
 from benchmarks.fleet.faults import SPARES, FaultRound
 from benchmarks.fleet.floor import Floor, measure_floor
 from benchmarks.fleet.job import NAME, training_job, worker_manifests
-from benchmarks.fleet.kube import Kube, PodWatch
+from benchmarks.fleet.kube import PodWatch, administrator, delete
 from benchmarks.fleet.operator_process import SERVER_NAME, ChartInstallation
 from trainium_contract.wire.worker_env import LABEL_JOB
 from trainium_devcluster.cluster import Cluster
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from benchmarks.fleet.kube import Json
     from benchmarks.fleet.operator_process import OperatorProcess
     from trainium_contract.wire.messages import Membership
+    from trainium_devcluster.node.api.client import Api
 
 JOBS = "/apis/trainium.dev/v1alpha1/namespaces/default/trainingjobs"
 RATIO_GOAL = 1.15
@@ -82,7 +83,7 @@ async def run_fleet(plan: Plan, report: Report, folder: Path) -> None:
     log(f"{plan.nodes} nodes: starting the control plane")
     # Each round of faults uses up three nodes.
     with cluster_of(math.ceil(plan.nodes * 1.1) + 8 + SPARES + 3 * plan.faults, plan.nodes) as cluster:
-        async with Kube(cluster) as kube:
+        async with administrator(cluster) as kube:
             chart = ChartInstallation(cluster, folder)
             await chart.install(kube)
             await FleetRun(plan, report, cluster, kube, chart).run()
@@ -107,7 +108,7 @@ def cluster_of(nodes: int, workers: int) -> Cluster:
 class FleetRun:
     """The measurements at a size."""
 
-    def __init__(self, plan: Plan, report: Report, cluster: Cluster, kube: Kube, chart: ChartInstallation) -> None:
+    def __init__(self, plan: Plan, report: Report, cluster: Cluster, kube: Api, chart: ChartInstallation) -> None:
         self.plan = plan
         self.report = report
         self.cluster = cluster
@@ -135,7 +136,7 @@ class FleetRun:
             await operator.stop()
 
     async def _floor(self, *, restart: bool) -> None:
-        (node,) = (await self.kube.request("GET", "/api/v1/nodes?limit=1"))["items"]
+        (node,) = (await self.kube.get("/api/v1/nodes?limit=1"))["items"]
         layers = [label for label in LAYERS if label in node["metadata"]["labels"]]
         manifests = worker_manifests(self.body, self.plan.nodes + SPARES, layers)
         floor = await measure_floor(self.kube, manifests, restart=restart, seconds=self.plan.timeout)
@@ -158,14 +159,14 @@ class FleetRun:
             await self._start(operator, watch)
             if agents is not None:
                 await self._train(operator, watch, agents)
-            await self.kube.delete(f"{JOBS}/{NAME}")
+            await delete(self.kube, f"{JOBS}/{NAME}")
             await watch.until(lambda: not watch.pods, self.plan.timeout, "the pods of the job are deleted")
 
     async def _start(self, operator: OperatorProcess, watch: PodWatch) -> None:
         n, floor = self.plan.nodes, self.floors[-1]
         cpu = operator.cpu_seconds()
         began = time.monotonic()
-        await self.kube.request("POST", JOBS, self.body)
+        await self.kube.create(JOBS, self.body)
         created, running = await watch.until_running(n + SPARES, self.plan.timeout)
         created, running = created - began, running - began
         log(f"{n} nodes: ours: created {created:.2f} s, running {running:.2f} s")
@@ -194,7 +195,7 @@ class FleetRun:
 
     async def status(self) -> Json:
         """Return the status of the job."""
-        found: Json = (await self.kube.request("GET", f"{JOBS}/{NAME}")).get("status", {})
+        found: Json = (await self.kube.get(f"{JOBS}/{NAME}")).get("status", {})
         return found
 
     async def membership(self) -> Membership:
@@ -209,19 +210,19 @@ class FleetRun:
         return await until_status(self.kube, condition, self.plan.timeout, what)
 
 
-async def membership(kube: Kube) -> Membership:
+async def membership(kube: Api) -> Membership:
     """Return the recorded membership of the job."""
     path = f"/api/v1/namespaces/default/configmaps/{NAME}-membership"
-    found = membership_of(await kube.request("GET", path))
+    found = membership_of(await kube.get(path))
     assert found is not None
     return found
 
 
-async def until_status(kube: Kube, condition: Callable[[Json], bool], seconds: float, what: str) -> Json:
+async def until_status(kube: Api, condition: Callable[[Json], bool], seconds: float, what: str) -> Json:
     """Wait until the status of the job satisfies the condition; raises TimeoutError with `what`."""
     deadline = time.monotonic() + seconds
     while True:
-        status: Json = (await kube.request("GET", f"{JOBS}/{NAME}")).get("status", {})
+        status: Json = (await kube.get(f"{JOBS}/{NAME}")).get("status", {})
         if condition(status):
             return status
         if time.monotonic() > deadline:

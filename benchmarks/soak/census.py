@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from benchmarks.faults.api import ApiError
 from benchmarks.faults.environment import NAMESPACE
+from trainium_devcluster.controlplane.client import ControlPlaneError
 from trainium_devcluster.state import MARKER
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ def _objects(env: FaultEnvironment) -> dict[str, int]:
     for kind in _KINDS:
         try:
             items = env.api.get("/" + kind.format(NAMESPACE))["items"]
-        except (ApiError, OSError):
+        except ControlPlaneError:
             return {}
         counted[kind.rpartition("/")[2]] = sum(item["metadata"]["name"] not in _IGNORED for item in items)
     return counted

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trainium_client.errors import ClientError
     from trainium_client.job import JobFailedError, TrainingJob
+    from trainium_contract.api_server.errors import ClientError
 
 __all__ = ["ClientError", "JobFailedError", "TrainingJob"]
 
@@ -18,7 +18,7 @@ __all__ = ["ClientError", "JobFailedError", "TrainingJob"]
 def __getattr__(name: str) -> Any:
     """Load the names above when they are first used."""
     if name == "ClientError":
-        from trainium_client.errors import ClientError  # noqa: PLC0415
+        from trainium_contract.api_server.errors import ClientError  # noqa: PLC0415
 
         return ClientError
     if name in __all__:

@@ -15,8 +15,8 @@ import time
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from trainium_client import job as sync
-from trainium_client.errors import ClientError
 from trainium_client.job import JobFailedError
+from trainium_contract.api_server.errors import ClientError
 
 if TYPE_CHECKING:
     import os

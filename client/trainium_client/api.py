@@ -10,14 +10,14 @@ import difflib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainium_client.errors import ClientError, ConflictError, ForbiddenError, NotFoundError
+from trainium_contract.api_server.errors import ClientError, ConflictError, ForbiddenError, NotFoundError
 from trainium_contract.stored_json import read_json
 from trainium_contract.wire.worker_env import GROUP, KIND, LABEL_JOB, LABEL_ROLE, PLURAL, ROLE_WORKER, VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from trainium_client.connection import Answer, Connection
+    from trainium_contract.api_server.connection import Answer, Connection
 
 Json = dict[str, Any]
 TABLE = "application/json;as=Table;v=v1;g=meta.k8s.io"

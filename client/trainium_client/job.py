@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from trainium_client.api import Api, Missing
-from trainium_client.connection import Connection
-from trainium_client.errors import ClientError, NotFoundError
-from trainium_client.kubeconfig import find_access
 from trainium_client.manifest import read_job
 from trainium_client.pod_exec import read_curve_in_pod
 from trainium_client.read import read_interruption, read_members, read_screen
 from trainium_client.retry import correct_manifest, retry_job
 from trainium_client.views.log_lines import parse_log_line
+from trainium_contract.api_server.connection import Connection
+from trainium_contract.api_server.errors import ClientError, NotFoundError
+from trainium_contract.api_server.kubeconfig import find_access
 from trainium_contract.views.checkpoints import metrics_path
 from trainium_contract.views.events import EventView, event_views
 from trainium_contract.views.job import build_job_view

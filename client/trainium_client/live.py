@@ -11,7 +11,7 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
-from trainium_client.errors import ClientError
+from trainium_contract.api_server.errors import ClientError
 from trainium_contract.views.curve import LiveCurve
 
 if TYPE_CHECKING:

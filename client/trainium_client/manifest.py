@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from trainium_client.errors import ClientError
+from trainium_contract.api_server.errors import ClientError
 from trainium_contract.views.raw import mapping, text
 from trainium_contract.wire.worker_env import KIND
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trainium_client.errors import ConflictError, ForbiddenError
+from trainium_contract.api_server.errors import ConflictError, ForbiddenError
 from trainium_contract.views.raw import mapping, objects, text
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlencode, urlsplit
 
-from trainium_client.connection import proxy_of
-from trainium_client.errors import ClientError, ForbiddenError, NotFoundError
 from trainium_client.views.log_lines import parse_log_line
+from trainium_contract.api_server.connection import proxy_of
+from trainium_contract.api_server.errors import ClientError, ForbiddenError, NotFoundError
 from trainium_contract.views.curve import read_curve
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainium_client.api import Missing
-from trainium_client.errors import ClientError
 from trainium_client.views.interruption_report import InterruptionReport, explain_interruption
+from trainium_contract.api_server.errors import ClientError
 from trainium_contract.views.events import event_views
 from trainium_contract.views.interruptions import InterruptionView, interruptions
 from trainium_contract.views.job import advise_retry, build_job_view

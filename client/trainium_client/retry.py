@@ -11,8 +11,8 @@ import json
 import time
 from typing import TYPE_CHECKING, Any
 
-from trainium_client.errors import ClientError, ConflictError, NotFoundError
 from trainium_client.ownership import contains, hand_over, owner_after, owners_before
+from trainium_contract.api_server.errors import ClientError, ConflictError, NotFoundError
 from trainium_contract.views.raw import mapping, text
 from trainium_contract.views.status_reader import public_status
 

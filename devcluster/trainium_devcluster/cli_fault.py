@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from trainium_devcluster.cluster import Cluster
 from trainium_devcluster.controlplane.components import Component  # noqa: TC001 - typer reads annotations at run time
+from trainium_devcluster.faults import Faults
 from trainium_devcluster.options import Cpu, Efa, Memory, Name, Neuron, NodeLabels, NodeTaints, parse_labels
 from trainium_devcluster.progress import to_stderr
 from trainium_devcluster.state import NodeSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 node_app = typer.Typer(help="Add and remove nodes.", no_args_is_help=True)
 fault_app = typer.Typer(help="Make faults on purpose.", no_args_is_help=True)
@@ -34,15 +38,8 @@ def add_node(
     taint: NodeTaints = None,
 ) -> None:
     """Start one more node and wait until it is Ready."""
-    spec = NodeSpec(
-        name=node,
-        neuron=neuron,
-        efa=efa,
-        cpu=cpu,
-        memory=memory,
-        labels=parse_labels(label),
-        taints=tuple(taint or ()),
-    )
+    labels, taints = parse_labels(label), tuple(taint or ())
+    spec = NodeSpec(name=node, neuron=neuron, efa=efa, cpu=cpu, memory=memory, labels=labels, taints=taints)
     Cluster.connect(name).add_node(spec)
     to_stderr(f"node {node} is Ready")
 
@@ -54,32 +51,29 @@ def remove_node(node: NodeName, name: Name = "trainium") -> None:
     to_stderr(f"node {node} is removed")
 
 
-@fault_app.command("kill-node")
-def kill_node(node: NodeName, name: Name = "trainium") -> None:
-    """Power loss: the node and all its pods' processes end at once."""
-    Cluster.connect(name).faults.kill_node(node)
-    to_stderr(f"node {node} lost its power; bring it back with: fault start-node {node}")
+def _add_node_fault(command: str, inject: Callable[[Faults, str], None], text: str, outcome: str) -> None:
+    """Add a command that injects a fault into a node; `text` is its help, `outcome` what it prints."""
+
+    @fault_app.command(command, help=text)
+    def run(node: NodeName, name: Name = "trainium") -> None:
+        inject(Cluster.connect(name).faults, node)
+        to_stderr(outcome.format(node=node))
 
 
-@fault_app.command("start-node")
-def start_node(node: NodeName, name: Name = "trainium") -> None:
-    """Power on after kill-node."""
-    Cluster.connect(name).faults.start_node(node)
-    to_stderr(f"node {node} is starting")
-
-
-@fault_app.command("freeze-node")
-def freeze_node(node: NodeName, name: Name = "trainium") -> None:
-    """Freeze every process of a node, as on a hung machine."""
-    Cluster.connect(name).faults.freeze_node(node)
-    to_stderr(f"node {node} is frozen; let it go on with: fault thaw-node {node}")
-
-
-@fault_app.command("thaw-node")
-def thaw_node(node: NodeName, name: Name = "trainium") -> None:
-    """Let a frozen node continue."""
-    Cluster.connect(name).faults.thaw_node(node)
-    to_stderr(f"node {node} goes on")
+_add_node_fault(
+    "kill-node",
+    Faults.kill_node,
+    "Power loss: the node and all its pods' processes end at once.",
+    "node {node} lost its power; bring it back with: fault start-node {node}",
+)
+_add_node_fault("start-node", Faults.start_node, "Power on after kill-node.", "node {node} is starting")
+_add_node_fault(
+    "freeze-node",
+    Faults.freeze_node,
+    "Freeze every process of a node, as on a hung machine.",
+    "node {node} is frozen; let it go on with: fault thaw-node {node}",
+)
+_add_node_fault("thaw-node", Faults.thaw_node, "Let a frozen node continue.", "node {node} goes on")
 
 
 @fault_app.command("slow-node")
@@ -96,18 +90,13 @@ def slow_node(
     to_stderr(f"node {node} runs {share:.0%} of the time")
 
 
-@fault_app.command("partition-node")
-def partition_node(node: NodeName, name: Name = "trainium") -> None:
-    """Cut the node off the API server; its pods run on."""
-    Cluster.connect(name).faults.partition_node(node)
-    to_stderr(f"node {node} is cut off; mend it with: fault heal-node {node}")
-
-
-@fault_app.command("heal-node")
-def heal_node(node: NodeName, name: Name = "trainium") -> None:
-    """Mend a partition."""
-    Cluster.connect(name).faults.heal_node(node)
-    to_stderr(f"node {node} is connected again")
+_add_node_fault(
+    "partition-node",
+    Faults.partition_node,
+    "Cut the node off the API server; its pods run on.",
+    "node {node} is cut off; mend it with: fault heal-node {node}",
+)
+_add_node_fault("heal-node", Faults.heal_node, "Mend a partition.", "node {node} is connected again")
 
 
 @fault_app.command("set-condition")

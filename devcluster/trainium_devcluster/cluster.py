@@ -15,17 +15,15 @@ import time
 from typing import TYPE_CHECKING, Any, Self
 
 from trainium_devcluster.binaries import Binaries, Program, ensure_binaries
-from trainium_devcluster.control import request
-from trainium_devcluster.controlplane import components
-from trainium_devcluster.controlplane.client import ApiClient, ControlPlaneError
-from trainium_devcluster.controlplane.components import Component, Ports
+from trainium_devcluster.controlplane.client import ControlPlaneError
 from trainium_devcluster.errors import ClusterError
 from trainium_devcluster.faults import Faults
 from trainium_devcluster.fleet.fake_nodes import KwokFleet
+from trainium_devcluster.handle import ClusterHandle
 from trainium_devcluster.kueue import install_kueue
 from trainium_devcluster.launch import launch_supervisor, name_reserved
 from trainium_devcluster.node.spec.images import write_image
-from trainium_devcluster.processes.cleanup import end_leftovers, remove_files
+from trainium_devcluster.processes.cleanup import end_leftovers, remove_folder
 from trainium_devcluster.processes.process_families import ProcessId, identify
 from trainium_devcluster.progress import Write, silent
 from trainium_devcluster.state import ClusterPaths, ClusterSpec, NodeSpec
@@ -43,17 +41,16 @@ _STOP_SECONDS = 20.0
 _SYSTEM = ("dedicated", "system")
 
 
-class Cluster:
+class Cluster(ClusterHandle):
     """A running cluster: its kubeconfig, its tools, its nodes and its faults."""
 
     def __init__(self, paths: ClusterPaths, binaries: Binaries, owner: subprocess.Popen[bytes] | None = None) -> None:
-        self.paths = paths
+        super().__init__(paths)
         self.binaries = binaries
         self.faults = Faults(self)
         self.fleet: KwokFleet | None = None
         """Fake nodes that this object made."""
         self._owner = owner
-        self._api: ApiClient | None = None
 
     # --- life --------------------------------------------------------------------------------------------------------
 
@@ -152,26 +149,9 @@ class Cluster:
     # --- use ---------------------------------------------------------------------------------------------------------
 
     @property
-    def name(self) -> str:
-        """The cluster's name."""
-        return self.paths.name
-
-    @property
     def kubeconfig(self) -> Path:
         """The administrator's kubeconfig."""
         return self.paths.kubeconfig
-
-    @property
-    def ports(self) -> Ports:
-        """Where the components listen."""
-        return Ports.from_json(self.paths.endpoints.read_text())
-
-    @property
-    def api(self) -> ApiClient:
-        """A client of the API server with the administrator's rights."""
-        if self._api is None:
-            self._api = components.admin_client(self.paths, self.ports)
-        return self._api
 
     def variables(self) -> dict[str, str]:
         """Return what `env` exports: KUBECONFIG and a PATH with kubectl and helm."""
@@ -220,14 +200,6 @@ class Cluster:
         self.supervisor({"op": "forget-node", "node": node})
         self.api.delete(f"/api/v1/nodes/{node}")
 
-    def check_node(self, node: str) -> None:
-        """Raise ClusterError unless the cluster has this node."""
-        known = self.status()["nodes"]
-        if node not in known:
-            raise ClusterError(
-                f"Cluster {self.name!r} has no node {node!r}; its nodes: {', '.join(sorted(known)) or 'none'}."
-            )
-
     def ready_nodes(self) -> dict[str, bool]:
         """Return for each Node object whether it is Ready."""
         return {item["metadata"]["name"]: _is_ready(item) for item in self.api.get("/api/v1/nodes")["items"]}
@@ -265,25 +237,6 @@ class Cluster:
         """Let containers of this image read these folders of modules first; None: it cannot be pulled any more."""
         write_image(self.paths.images, image, modules)
 
-    # --- supervisor --------------------------------------------------------------------------------------------------
-
-    def supervisor(self, message: Mapping[str, Any], timeout: float = 60.0) -> dict[str, Any]:
-        """Send one request to the supervisor and return its answer."""
-        return request(self.paths.control_socket, message, timeout)
-
-    def status(self) -> dict[str, Any]:
-        """Return the supervisor's view: components, nodes, pids, memory in bytes."""
-        return self.supervisor({"op": "status"})
-
-    def wait_for_component(self, component: Component, seconds: float = 60.0) -> None:
-        """Wait until a component is ready."""
-        deadline = time.monotonic() + seconds
-        while not components.is_ready(component, self.paths, self.ports):
-            if time.monotonic() > deadline:
-                log = self.paths.logs / f"{component}.log"
-                raise ClusterError(f"{component} is not ready after {seconds:.0f} s; its log is {log}.")
-            time.sleep(0.05)
-
 
 def node_specs(count: int, *, prefix: str = "node", **fields: Any) -> list[NodeSpec]:
     """Return `count` equal nodes named `<prefix>-1` and so on; `fields` are those of NodeSpec."""
@@ -315,7 +268,7 @@ def remove_leftovers(paths: ClusterPaths, *, even_kept: bool = False) -> int:
         return 0
     found = end_leftovers(paths)
     if even_kept or not paths.keep.exists():
-        remove_files(paths)
+        remove_folder(paths.root)
     return found
 
 

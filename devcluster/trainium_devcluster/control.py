@@ -1,7 +1,12 @@
-"""Requests over a Unix socket: one JSON object per line each way; used with the supervisor and with the nodes."""
+"""Requests over a Unix socket: one JSON object per line each way; used with the supervisor and with the nodes.
+
+Answers are {"ok": true, ...} or {"ok": false, "error": "a sentence"}.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import socket
 from typing import TYPE_CHECKING, Any
@@ -9,8 +14,11 @@ from typing import TYPE_CHECKING, Any
 from trainium_devcluster.errors import ClusterError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Awaitable, Callable, Mapping
     from pathlib import Path
+
+Json = dict[str, Any]
+_MAX_LINE = 1 << 20
 
 
 def answers(path: Path) -> bool:
@@ -24,7 +32,7 @@ def answers(path: Path) -> bool:
     return True
 
 
-def request(path: Path, message: Mapping[str, Any], timeout: float = 60.0) -> dict[str, Any]:
+def request(path: Path, message: Mapping[str, Any], timeout: float = 60.0) -> Json:
     """Send one request and return its answer; raises ClusterError when refused or not answered in `timeout` seconds."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
@@ -45,3 +53,38 @@ def request(path: Path, message: Mapping[str, Any], timeout: float = 60.0) -> di
         reason = answer.get("error") if isinstance(answer, dict) else None
         raise ClusterError(str(reason or f"{message.get('op')} was refused without a reason."))
     return answer
+
+
+async def serve(path: Path, handle: Callable[[Json], Awaitable[Json]]) -> asyncio.Server:
+    """Answer requests at a socket that only this user may use; a bad request gets a sentence."""
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError, ValueError):  # the caller left, or sent a line that is too long
+            while line := await reader.readline():
+                writer.write(json.dumps(await _answer(line, handle)).encode() + b"\n")
+                await writer.drain()
+        writer.close()
+
+    return await asyncio.start_unix_server(connected, sock=_bind(path), limit=_MAX_LINE)
+
+
+def _bind(path: Path) -> socket.socket:
+    """Create the socket of this user in place of an earlier one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    bound.bind(str(path))
+    path.chmod(0o600)
+    return bound
+
+
+async def _answer(line: bytes, handle: Callable[[Json], Awaitable[Json]]) -> Json:
+    try:
+        message = json.loads(line)
+        if not isinstance(message, dict):
+            return {"ok": False, "error": "A request is a JSON object with the key op."}
+        return {"ok": True, **await handle(message)}
+    except (ClusterError, OSError) as error:
+        return {"ok": False, "error": str(error)}
+    except (KeyError, TypeError, ValueError) as error:
+        return {"ok": False, "error": f"The request is malformed: {error!r}."}

@@ -1,48 +1,67 @@
-"""Describe what faults and fleets of fake nodes need of a running cluster."""
+"""Use a cluster that runs: its files, its API server and its supervisor."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+import time
+from typing import TYPE_CHECKING, Any
+
+from trainium_devcluster.control import request
+from trainium_devcluster.controlplane import components
+from trainium_devcluster.controlplane.components import Component, Ports
+from trainium_devcluster.errors import ClusterError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from trainium_devcluster.controlplane.client import ApiClient
-    from trainium_devcluster.controlplane.components import Component, Ports
     from trainium_devcluster.state import ClusterPaths
 
 
-class ClusterHandle(Protocol):
-    """A cluster that runs: its files, its API server and its supervisor."""
+class ClusterHandle:
+    """Give faults, fleets of fake nodes and queues access to a cluster."""
+
+    def __init__(self, paths: ClusterPaths) -> None:
+        self.paths = paths
+        self._api: ApiClient | None = None
 
     @property
     def name(self) -> str:
         """The cluster's name."""
-        ...
-
-    @property
-    def paths(self) -> ClusterPaths:
-        """Where its files are."""
-        ...
+        return self.paths.name
 
     @property
     def ports(self) -> Ports:
-        """Where its components listen."""
-        ...
+        """Where the components listen."""
+        return Ports.from_json(self.paths.endpoints.read_text())
 
     @property
     def api(self) -> ApiClient:
         """A client of the API server with the administrator's rights."""
-        ...
+        if self._api is None:
+            self._api = components.admin_client(self.paths, self.ports.apiserver)
+        return self._api
 
     def supervisor(self, message: Mapping[str, Any], timeout: float = 60.0) -> dict[str, Any]:
         """Send one request to the supervisor and return its answer."""
-        ...
+        return request(self.paths.control_socket, message, timeout)
+
+    def status(self) -> dict[str, Any]:
+        """Return the supervisor's view: components, nodes, pids, memory in bytes."""
+        return self.supervisor({"op": "status"})
 
     def check_node(self, node: str) -> None:
         """Raise ClusterError unless the cluster has this node."""
-        ...
+        known = self.status()["nodes"]
+        if node not in known:
+            raise ClusterError(
+                f"Cluster {self.name!r} has no node {node!r}; its nodes: {', '.join(sorted(known)) or 'none'}."
+            )
 
     def wait_for_component(self, component: Component, seconds: float = 60.0) -> None:
         """Wait until a component is ready."""
-        ...
+        deadline = time.monotonic() + seconds
+        while not components.is_ready(component, self.paths, self.ports):
+            if time.monotonic() > deadline:
+                log = self.paths.logs / f"{component}.log"
+                raise ClusterError(f"{component} is not ready after {seconds:.0f} s; its log is {log}.")
+            time.sleep(0.05)

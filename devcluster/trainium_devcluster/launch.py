@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from trainium_devcluster.control import answers
 from trainium_devcluster.errors import ClusterError
-from trainium_devcluster.processes.cleanup import end_leftovers, remove_files
+from trainium_devcluster.processes.cleanup import end_leftovers, remove_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,7 +37,7 @@ def name_reserved(paths: ClusterPaths) -> Iterator[None]:
                 raise ClusterError(f"Cluster {paths.name!r} runs already; take it down first or choose another name.")
             if paths.root.exists():
                 end_leftovers(paths)
-                remove_files(paths)
+                remove_folder(paths.root)
             yield
     except OSError as error:
         raise ClusterError(

@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import contextlib
 import fcntl
-import json
 import logging
 import os
 import signal
@@ -22,6 +21,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from trainium_devcluster import control
 from trainium_devcluster.controlplane import components
 from trainium_devcluster.controlplane.bootstrap import bootstrap
 from trainium_devcluster.controlplane.client import ControlPlaneError
@@ -29,8 +29,9 @@ from trainium_devcluster.controlplane.components import Component
 from trainium_devcluster.errors import ClusterError
 from trainium_devcluster.nodepool.pool import NodePool
 from trainium_devcluster.processes.children import Child, Children
-from trainium_devcluster.processes.cleanup import remove_files
-from trainium_devcluster.processes.process_families import become_subreaper, kill_family, resident_bytes
+from trainium_devcluster.processes.cleanup import remove_folder
+from trainium_devcluster.processes.process_families import kill_family, resident_bytes
+from trainium_devcluster.processes.syscalls import become_subreaper
 from trainium_devcluster.state import MARKER, ClusterPaths, ClusterSpec, node_from_fields
 
 logger = logging.getLogger("supervisor")
@@ -79,9 +80,7 @@ class ClusterSupervisor:
         loop.add_signal_handler(signal.SIGCHLD, self._children.collect)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._ending.set)
-        socket_path = self._paths.control_socket
-        socket_path.unlink(missing_ok=True)
-        server = await asyncio.start_unix_server(self._serve, socket_path)
+        server = await control.serve(self._paths.control_socket, self._answer)
         starting = loop.create_task(self._start())
         try:
             await self._ending.wait()
@@ -93,7 +92,7 @@ class ClusterSupervisor:
             self._ended.set()
             await asyncio.sleep(0.05)  # lets the answer to `down` be written
             server.close()
-            socket_path.unlink(missing_ok=True)
+            self._paths.control_socket.unlink(missing_ok=True)
 
     def end(self) -> None:
         """Start to stop the cluster, because its owner has ended."""
@@ -134,12 +133,12 @@ class ClusterSupervisor:
             self._started.set()
 
     def _bootstrap(self) -> None:
-        with components.admin_client(self._paths, self._ports) as client:
+        with components.admin_client(self._paths, self._ports.apiserver) as client:
             bootstrap(client)
 
     def _has_default_account(self) -> bool:
         try:
-            with components.admin_client(self._paths, self._ports) as client:
+            with components.admin_client(self._paths, self._ports.apiserver) as client:
                 client.get("/api/v1/namespaces/default/serviceaccounts/default")
         except ControlPlaneError:
             return False
@@ -227,23 +226,6 @@ class ClusterSupervisor:
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            line = await reader.readline()
-            if not line:  # somebody only looked whether we answer
-                writer.close()
-                return
-            message = json.loads(line)
-            answer = {"ok": True, **await self._answer(message)}
-        except (ClusterError, OSError) as error:
-            answer = {"ok": False, "error": str(error)}
-        except (KeyError, TypeError, ValueError) as error:
-            answer = {"ok": False, "error": f"The request is malformed: {error!r}."}
-        with contextlib.suppress(OSError):
-            writer.write(json.dumps(answer).encode() + b"\n")
-            await writer.drain()
-            writer.close()
-
     async def _answer(self, message: Message) -> Answer:
         match message["op"]:
             case "wait-ready":
@@ -325,7 +307,7 @@ def main() -> None:
         become_subreaper()
         asyncio.run(_supervise(paths, options.binaries, options.venv_bin, owned=options.owned))
         if not paths.keep.exists():
-            remove_files(paths)
+            remove_folder(paths.root)
 
 
 async def _supervise(paths: ClusterPaths, binaries: Path, venv_bin: Path, *, owned: bool) -> None:

@@ -66,13 +66,13 @@ async def _one_fault(cluster: Cluster, folder: Path) -> list[int]:
     """Start a job of four nodes and a spare with simulated agents, fail one pod; return the common generations."""
     from benchmarks.fleet.agents_process import AgentsProcess
     from benchmarks.fleet.job import NAME, training_job
-    from benchmarks.fleet.kube import Kube, PodWatch
+    from benchmarks.fleet.kube import PodWatch, administrator
     from benchmarks.fleet.operator_process import SERVER_NAME, ChartInstallation
     from benchmarks.fleet.scenario import JOBS, membership, until_status
     from trainium_contract.wire.worker_env import LABEL_JOB
 
     assert cluster.fleet is not None
-    async with Kube(cluster) as kube:
+    async with administrator(cluster) as kube:
         chart = ChartInstallation(cluster, folder)
         await chart.install(kube)
         operator = await chart.start()
@@ -82,7 +82,7 @@ async def _one_fault(cluster: Cluster, folder: Path) -> list[int]:
                 PodWatch(kube, f"{LABEL_JOB}={NAME}") as watch,
                 AgentsProcess(cluster, NAME, addresses=[(operator.host, operator.port)], name=SERVER_NAME) as agents,
             ):
-                await kube.request("POST", JOBS, training_job(4, spares=1))
+                await kube.create(JOBS, training_job(4, spares=1))
                 await watch.until_running(5, patient(USUAL))
                 await agents.ask("start")
                 first = await agents.ask("learned", generation=1, count=4, seconds=patient(USUAL))

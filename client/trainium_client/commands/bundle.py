@@ -27,10 +27,10 @@ from trainium_client.commands.inspect import (
     Quarantine,
 )
 from trainium_client.commands.options import JobName, Session
-from trainium_client.errors import ClientError
 from trainium_client.pod_exec import for_each_pod
 from trainium_client.read import decode_members
 from trainium_client.render.machine import as_json
+from trainium_contract.api_server.errors import ClientError
 from trainium_contract.pages.formatting import plural, size
 from trainium_contract.redaction import redact_secrets
 from trainium_contract.views.raw import mapping, objects, text

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trainium_client.commands.options import JobName, Session
-from trainium_client.errors import ClientError
 from trainium_client.manifest import read_job
 from trainium_client.retry import correct_manifest, retry_job
+from trainium_contract.api_server.errors import ClientError
 from trainium_contract.pages.formatting import plural
 from trainium_contract.views.job import build_job_view
 from trainium_contract.views.raw import mapping, text

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from trainium_client.commands.main import app
 from trainium_client.commands.options import open_api
-from trainium_client.errors import ClientError
+from trainium_contract.api_server.errors import ClientError
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,10 +11,10 @@ import typer
 
 from trainium_client.api import JSON_PATCH, Api, Asked, Json, Missing
 from trainium_client.commands.options import Format, JobName, Session, notify
-from trainium_client.errors import ClientError, NotFoundError
 from trainium_client.pod_exec import for_each_pod, json_lines, run_in_pod
 from trainium_client.read import read_members
 from trainium_client.views.machines import MachineView, find_machine, machine_views
+from trainium_contract.api_server.errors import ClientError, NotFoundError
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.pages.formatting import plural
 from trainium_contract.views.checkpoints import checkpoint_root, checkpoint_rows, where_kept

@@ -13,10 +13,10 @@ import typer
 
 from trainium_client.api import Api, Missing
 from trainium_client.commands.options import Format, JobName, Session, notify
-from trainium_client.errors import ClientError
 from trainium_client.pod_exec import for_each_pod
 from trainium_client.read import decode_members, read_members
 from trainium_client.views.log_lines import parse_log_line
+from trainium_contract.api_server.errors import ClientError
 from trainium_contract.views.interruptions import interruptions
 from trainium_contract.views.raw import plain
 from trainium_contract.views.status_reader import public_status

@@ -17,7 +17,7 @@ import typer
 
 from trainium_client.commands import bundle, change, inspect, logs, report, show, simulate, ui, watch
 from trainium_client.commands.options import close_connections, with_session
-from trainium_client.errors import ClientError
+from trainium_contract.api_server.errors import ClientError
 
 app = typer.Typer(
     name="kubectl trn",

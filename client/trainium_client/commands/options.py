@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec, TypeVa
 import typer
 
 from trainium_client.api import Api
-from trainium_client.connection import Connection
-from trainium_client.kubeconfig import find_access
+from trainium_contract.api_server.connection import Connection
+from trainium_contract.api_server.kubeconfig import find_access
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from trainium_client.api import Api
 from trainium_client.commands.inspect import on_storage
 from trainium_client.commands.report import read_curve_of
-from trainium_client.errors import ClientError
 from trainium_client.read import Screen, read_screen
+from trainium_contract.api_server.errors import ClientError
 from trainium_contract.pages.job_page import JobReport, live_job_html
 from trainium_contract.pages.jobs_page import job_row, live_jobs_html
 from trainium_contract.views.curve import LiveCurve

@@ -11,9 +11,9 @@ import typer
 
 from trainium_client.commands.inspect import on_storage
 from trainium_client.commands.options import Format, JobName, Session, notify
-from trainium_client.errors import ClientError
 from trainium_client.pod_exec import read_curve_in_pod
 from trainium_client.read import Screen, read_screen
+from trainium_contract.api_server.errors import ClientError
 from trainium_contract.pages.formatting import size
 from trainium_contract.pages.job_page import JobReport, report_html
 from trainium_contract.views.checkpoints import metrics_path, where_kept

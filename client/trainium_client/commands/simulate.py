@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 
 from trainium_client.commands.options import Session, complete_jobs
-from trainium_client.errors import ClientError
+from trainium_contract.api_server.errors import ClientError
 
 _PROGRAM = "trainium-operator"
 

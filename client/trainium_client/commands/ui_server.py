@@ -16,7 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
-from trainium_client.errors import ClientError, ForbiddenError, NotFoundError
+from trainium_contract.api_server.errors import ClientError, ForbiddenError, NotFoundError
 from trainium_contract.pages.live import HEADERS
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ import time
 from typing import TYPE_CHECKING
 
 from trainium_client.commands.options import Format, JobName, Session, terminal
-from trainium_client.errors import NoClusterError
 from trainium_client.read import read_screen
+from trainium_contract.api_server.errors import NoClusterError
 from trainium_contract.wire.worker_env import GROUP, PLURAL, VERSION
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from trainium_client.errors import ClientError
+from trainium_contract.api_server.errors import ClientError
 from trainium_contract.job import TrainingJobSpec
 from trainium_contract.spec.elasticity import IdleNodes
 from trainium_contract.views.raw import mapping

@@ -1,24 +1,23 @@
-"""A small HTTPS client of the Kubernetes API, with nothing but the standard library.
-
-Invariants: the server is always verified; one connection at a time, opened again after any error, and after a while in
-which the server may have closed it, as a write is never repeated; every failure is an ApiError with a sentence.
-"""
+"""Read and write objects of an API server by their paths, as parsed JSON."""
 
 from __future__ import annotations
 
 import contextlib
 import http.client
 import json
-import ssl
-import time
 from typing import TYPE_CHECKING, Any, Self
 
+from trainium_contract.api_server.connection import Connection
+from trainium_contract.api_server.errors import NoClusterError
 from trainium_devcluster.errors import ClusterError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-    from types import TracebackType
+    from collections.abc import Iterator, Mapping
+
+    from trainium_contract.api_server.kubeconfig import Access
+
+Json = dict[str, Any]
+MERGE_PATCH = "application/merge-patch+json"
 
 
 class ControlPlaneError(ClusterError):
@@ -29,114 +28,86 @@ class ControlPlaneError(ClusterError):
         self.code = code
 
 
-IDLE_SECONDS = 30.0
-"""Below the time after which an API server closes a connection that is not used (90 s)."""
-
-
 class ApiClient:
-    """Reads and writes API objects as parsed JSON."""
+    """A client for any number of threads; every failure is a ControlPlaneError with a sentence."""
 
-    def __init__(
-        self, *, host: str, port: int, authority: Path, certificate: Path, key: Path, timeout: float = 10.0
-    ) -> None:
-        self._host = host
-        self._port = port
-        self._timeout = timeout
-        self._context = ssl.create_default_context(cafile=str(authority))
-        self._context.load_cert_chain(certificate, key)
-        self._connection: http.client.HTTPSConnection | None = None
-        self._used = 0.0
+    def __init__(self, access: Access, *, seconds: float = 10.0) -> None:
+        self._connection = Connection(access, seconds=seconds, user_agent="trainium-devcluster")
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, _type: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """Close the connection; the client may be used again."""
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+        """Close idle connections; the client may be used again."""
+        self._connection.close()
 
     def get_text(self, path: str) -> str:
         """Return the body of a GET."""
-        return self._request("GET", path, None, "")
+        return self._request("GET", path)
 
-    def get(self, path: str) -> dict[str, Any]:
+    def get(self, path: str) -> Json:
         """Return an object or a list."""
-        return self._parsed(self.get_text(path))
+        return _parse(self._request("GET", path))
 
-    def create(self, path: str, document: Mapping[str, Any], *, exists_ok: bool = False) -> dict[str, Any]:
+    def find(self, path: str) -> Json | None:
+        """Return an object, or None if it does not exist."""
+        with _ignored(http.client.NOT_FOUND):
+            return self.get(path)
+        return None
+
+    def create(self, path: str, document: Mapping[str, Any], *, exists_ok: bool = False) -> Json:
         """Create an object; with `exists_ok` an existing one stays as it is; returns the object as sent."""
-        try:
-            return self._parsed(self._request("POST", path, json.dumps(document), "application/json"))
-        except ControlPlaneError as error:
-            if exists_ok and error.code == http.client.CONFLICT:
-                return dict(document)
-            raise
+        with _ignored(http.client.CONFLICT if exists_ok else None):
+            return _parse(self._request("POST", path, document))
+        return dict(document)
 
-    def patch(self, path: str, document: Mapping[str, Any]) -> dict[str, Any]:
-        """Merge a change into an object (JSON merge patch)."""
-        return self._parsed(self._request("PATCH", path, json.dumps(document), "application/merge-patch+json"))
+    def patch(self, path: str, change: Mapping[str, Any]) -> Json:
+        """Apply a merge patch."""
+        return _parse(self._request("PATCH", path, change, MERGE_PATCH))
 
-    def delete(self, path: str, *, missing_ok: bool = True) -> None:
-        """Delete an object."""
-        try:
-            self._request("DELETE", path, None, "")
-        except ControlPlaneError as error:
-            if not (missing_ok and error.code == http.client.NOT_FOUND):
-                raise
+    def delete(self, path: str, options: Mapping[str, Any] | None = None, *, missing_ok: bool = True) -> None:
+        """Delete an object, with fields of DeleteOptions."""
+        with _ignored(http.client.NOT_FOUND if missing_ok else None):
+            self._request("DELETE", path, options)
 
-    def _request(self, method: str, path: str, body: str | None, content_type: str) -> str:
-        headers = {"Accept": "application/json, */*"}
-        if content_type:
-            headers["Content-Type"] = content_type
-        if time.monotonic() - self._used > IDLE_SECONDS:
-            self.close()
-        reused = self._connection is not None
+    def _request(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, content_type: str = "application/json"
+    ) -> str:
         try:
-            status, text = self._exchange(method, path, body, headers)
-        except (OSError, http.client.HTTPException) as error:
-            self.close()
-            # A kept connection that the server closed meanwhile is no error of the server; a write is not repeated.
-            if not (reused and method == "GET"):
-                raise ControlPlaneError(
-                    f"{method} {path}: the API server at port {self._port} does not answer: {error}."
-                ) from error
-            try:
-                status, text = self._exchange(method, path, body, headers)
-            except (OSError, http.client.HTTPException) as again:
-                self.close()
-                raise ControlPlaneError(
-                    f"{method} {path}: the API server at port {self._port} does not answer: {again}."
-                ) from again
-        if status >= http.client.BAD_REQUEST:
-            raise ControlPlaneError(f"{method} {path}: the API server answers {status}: {_message(text)}", status)
+            answer = self._connection.request(
+                method, path, body=body, content_type=content_type, accept="application/json, */*"
+            )
+        except NoClusterError as error:
+            raise ControlPlaneError(f"{method} {path}: {error}.") from error
+        text = answer.body.decode("utf-8", "replace")
+        if answer.status >= http.client.BAD_REQUEST:
+            raise ControlPlaneError(
+                f"{method} {path}: the API server answers {answer.status}: {_message(text)}", answer.status
+            )
         return text
 
-    def _exchange(self, method: str, path: str, body: str | None, headers: Mapping[str, str]) -> tuple[int, str]:
-        if self._connection is None:
-            self._connection = http.client.HTTPSConnection(
-                self._host, self._port, timeout=self._timeout, context=self._context
-            )
-        self._connection.request(method, path, body, dict(headers))
-        response = self._connection.getresponse()
-        text = response.read().decode("utf-8", "replace")
-        self._used = time.monotonic()
-        return response.status, text
 
-    @staticmethod
-    def _parsed(text: str) -> dict[str, Any]:
-        try:
-            document = json.loads(text)
-        except ValueError as error:
-            raise ControlPlaneError(f"The API server answered something that is not JSON: {text[:200]!r}.") from error
-        if not isinstance(document, dict):
-            raise ControlPlaneError(f"The API server answered something that is no object: {text[:200]!r}.")
-        return document
+@contextlib.contextmanager
+def _ignored(code: int | None) -> Iterator[None]:
+    """Suppress the refusal with this status."""
+    try:
+        yield
+    except ControlPlaneError as error:
+        if code is None or error.code != code:
+            raise
+
+
+def _parse(text: str) -> Json:
+    try:
+        document = json.loads(text)
+    except ValueError as error:
+        raise ControlPlaneError(f"The API server answered something that is not JSON: {text[:200]!r}.") from error
+    if not isinstance(document, dict):
+        raise ControlPlaneError(f"The API server answered something that is no object: {text[:200]!r}.")
+    return document
 
 
 def _message(text: str) -> str:

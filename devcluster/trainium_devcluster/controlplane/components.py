@@ -7,6 +7,7 @@ component can be restarted under its clients.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import random
@@ -15,12 +16,14 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from trainium_contract.api_server.kubeconfig import Access
 from trainium_devcluster.controlplane.certificates import Authority, Pair, signing_pair, write_private
 from trainium_devcluster.controlplane.client import ApiClient, ControlPlaneError
-from trainium_devcluster.controlplane.kubeconfig import render_kubeconfig
 from trainium_devcluster.errors import ClusterError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from trainium_devcluster.state import ClusterPaths, ClusterSpec
 
 HOST = "127.0.0.1"
@@ -32,6 +35,8 @@ _API_NAMES = (
     "kubernetes.default",
     "kubernetes.default.svc",
     "kubernetes.default.svc.cluster.local",
+    HOST,
+    "10.96.0.1",
 )
 # Below the kernel's range for outgoing connections, which could take a port between choice and use.
 _PORT_RANGE = range(18000, 32000)
@@ -100,49 +105,52 @@ def prepare(paths: ClusterPaths, ports: Ports) -> None:
     private, public = signing_pair()
     write_private(paths.pki / "service-account.key", private)
     write_private(paths.pki / "service-account.pub", public)
-    local = {"names": ("localhost",), "addresses": (HOST,)}
-    authority.issue("etcd", **local).write(paths.pki, "etcd")
-    authority.issue("kube-apiserver", names=_API_NAMES, addresses=(HOST, "10.96.0.1")).write(paths.pki, "apiserver")
+    local = ("localhost", HOST)
+    authority.issue("etcd", names=local).write(paths.pki, "etcd")
+    authority.issue("kube-apiserver", names=_API_NAMES).write(paths.pki, "apiserver")
     authority.issue("etcd-client").write(paths.pki, "etcd-client")
-    authority.issue("kube-apiserver-kubelet-client", organizations=("system:masters",)).write(
-        paths.pki, "kubelet-client"
-    )
+    authority.issue("kube-apiserver-kubelet-client", organization="system:masters").write(paths.pki, "kubelet-client")
     # A separate CA: its certificates may impersonate any user.
     front_proxy = Authority.create("front-proxy")
     front_proxy.pair.write(paths.pki, "front-proxy-ca")
     front_proxy.issue("front-proxy-client").write(paths.pki, "front-proxy-client")
     for component in (Component.CONTROLLER_MANAGER, Component.SCHEDULER):
-        pair = authority.issue(f"system:{component}", **local)
+        pair = authority.issue(f"system:{component}", names=local)
         pair.write(paths.pki, component)
-        _write_kubeconfig(paths, ports, authority, component, pair)
-    admin = authority.issue("kubernetes-admin", organizations=("system:masters",))
+        _write_kubeconfig(paths.pki / f"{component}.kubeconfig", paths, ports, authority, component, pair)
+    admin = authority.issue("kubernetes-admin", organization="system:masters")
     admin.write(paths.pki, "admin")
-    content = render_kubeconfig(
-        cluster=paths.name, server=ports.server, authority=authority.pair.certificate, user="admin", pair=admin
-    )
-    write_private(paths.kubeconfig, content)
+    _write_kubeconfig(paths.kubeconfig, paths, ports, authority, "admin", admin)
     paths.endpoints.write_text(ports.to_json())
 
 
 def issue_node(paths: ClusterPaths, ports: Ports, node: str) -> None:
     """Write the credentials of one node, `kubeconfig` in its folder."""
     authority = Authority.load(paths.pki)
-    pair = authority.issue(f"system:node:{node}", organizations=("system:nodes",))
+    pair = authority.issue(f"system:node:{node}", organization="system:nodes")
     folder = paths.node(node)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    content = render_kubeconfig(
-        cluster=paths.name, server=ports.server, authority=authority.pair.certificate, user=node, pair=pair
-    )
-    write_private(folder / "kubeconfig", content)
+    _write_kubeconfig(folder / "kubeconfig", paths, ports, authority, node, pair)
 
 
 def _write_kubeconfig(
-    paths: ClusterPaths, ports: Ports, authority: Authority, component: Component, pair: Pair
+    file: Path, paths: ClusterPaths, ports: Ports, authority: Authority, user: str, pair: Pair
 ) -> None:
-    content = render_kubeconfig(
-        cluster=paths.name, server=ports.server, authority=authority.pair.certificate, user=component, pair=pair
+    """Write a kubeconfig with embedded certificates, so that one file is all a client needs (JSON, which is YAML)."""
+    ca, certificate, key = (
+        base64.b64encode(content).decode() for content in (authority.pair.certificate, pair.certificate, pair.key)
     )
-    write_private(paths.pki / f"{component}.kubeconfig", content)
+    cluster = {"server": ports.server, "certificate-authority-data": ca}
+    credentials = {"client-certificate-data": certificate, "client-key-data": key}
+    document = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "clusters": [{"name": paths.name, "cluster": cluster}],
+        "users": [{"name": user, "user": credentials}],
+        "contexts": [{"name": paths.name, "context": {"cluster": paths.name, "user": user}}],
+        "current-context": paths.name,
+    }
+    write_private(file, (json.dumps(document, indent=1) + "\n").encode())
 
 
 def arguments(component: Component, spec: ClusterSpec, paths: ClusterPaths, ports: Ports) -> list[str]:
@@ -264,15 +272,11 @@ def _client(component: Component, paths: ClusterPaths, port: int) -> list[str]:
     ]
 
 
-def admin_client(paths: ClusterPaths, ports: Ports) -> ApiClient:
-    """Return a client with the administrator's certificate."""
-    return ApiClient(
-        host=HOST,
-        port=ports.apiserver,
-        authority=paths.pki / "ca.crt",
-        certificate=paths.pki / "admin.crt",
-        key=paths.pki / "admin.key",
-    )
+def admin_client(paths: ClusterPaths, port: int, *, seconds: float = 10.0) -> ApiClient:
+    """Return a client of the API server, or of another component, with the administrator's certificate."""
+    authority, certificate, key = ((paths.pki / name).read_bytes() for name in ("ca.crt", "admin.crt", "admin.key"))
+    access = Access(f"https://{HOST}:{port}", authority=authority, certificate=certificate, key=key)
+    return ApiClient(access, seconds=seconds)
 
 
 def is_ready(component: Component, paths: ClusterPaths, ports: Ports) -> bool:
@@ -283,16 +287,8 @@ def is_ready(component: Component, paths: ClusterPaths, ports: Ports) -> bool:
         Component.CONTROLLER_MANAGER: (ports.controller_manager, "/healthz"),
         Component.SCHEDULER: (ports.scheduler, "/readyz"),
     }[component]
-    client = ApiClient(
-        host=HOST,
-        port=port,
-        authority=paths.pki / "ca.crt",
-        certificate=paths.pki / "admin.crt",
-        key=paths.pki / "admin.key",
-        timeout=2.0,
-    )
     try:
-        with client:
+        with admin_client(paths, port, seconds=2.0) as client:
             client.get_text(path)
     except ControlPlaneError:
         return False

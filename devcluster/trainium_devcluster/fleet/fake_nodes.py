@@ -15,14 +15,12 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from trainium_devcluster.binaries import FLEET_PROGRAMS, Program, ensure_binaries
-from trainium_devcluster.controlplane import components
 from trainium_devcluster.errors import ClusterError
 from trainium_devcluster.fleet.kwok_stages import MANAGED, MANAGED_LABEL, kwok_configuration
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Mapping
 
-    from trainium_devcluster.controlplane.client import ApiClient
     from trainium_devcluster.handle import ClusterHandle
     from trainium_devcluster.progress import Write
 
@@ -76,7 +74,12 @@ class KwokFleet:
         """Register more nodes and return their names; numbers are never used twice."""
         first = len(self.nodes) + 1
         names = [f"fleet-{number:05d}" for number in range(first, first + count)]
-        self._each(names, lambda api, name: api.create("/api/v1/nodes", self._node(name), exists_ok=True))
+        with ThreadPoolExecutor(_IN_FLIGHT) as threads:
+            list(
+                threads.map(
+                    lambda name: self._cluster.api.create("/api/v1/nodes", self._node(name), exists_ok=True), names
+                )
+            )
         self.nodes += names
         return names
 
@@ -204,18 +207,6 @@ class KwokFleet:
         """List from the API server's cache."""
         items: list[dict[str, Any]] = self._cluster.api.get(f"{path}?resourceVersion=0").get("items", [])
         return items
-
-    def _each(self, names: Sequence[str], act: Callable[[ApiClient, str], object]) -> None:
-        """Do the same for every node, a few at a time, each with a separate connection."""
-
-        def some(part: Iterable[str]) -> None:
-            with components.admin_client(self._cluster.paths, self._cluster.ports) as api:
-                for name in part:
-                    act(api, name)
-
-        with ThreadPoolExecutor(_IN_FLIGHT) as threads:
-            for done in threads.map(some, [names[start::_IN_FLIGHT] for start in range(_IN_FLIGHT)]):
-                assert done is None
 
 
 _NODE_INFO = (

@@ -1,4 +1,4 @@
-"""Entry point of a node: `python -m trainium_devcluster.node --name node-1 ...`.
+"""Entry point of a node: `python -m trainium_devcluster.node OPTIONS_FILE`.
 
 Invariants: namespaces are entered and the launcher is forked before anything heavy is imported and before the first
 thread exists, so that the launcher is small and the kernel permits the namespaces.
@@ -8,17 +8,17 @@ import contextlib
 import logging
 import os
 import sys
+from pathlib import Path
 
-from trainium_devcluster.node.options import parse
+from trainium_devcluster.node.options import NodeOptions
 from trainium_devcluster.node.processes import isolation
 from trainium_devcluster.node.processes.launcher import fork_launcher
 
 
 def main() -> int:
     """Run the node until it is stopped; returns the exit code."""
-    options = parse(sys.argv[1:])
+    options = NodeOptions.read(Path(sys.argv[1]))
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    options.state_dir.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(PermissionError):
         os.setsid()  # already done if the process was started as a session leader
     found = isolation.find()
@@ -27,11 +27,12 @@ def main() -> int:
 
     import asyncio  # noqa: PLC0415 - after the fork, see above
 
+    from trainium_contract.api_server.errors import ClientError  # noqa: PLC0415
     from trainium_devcluster.node import runtime  # noqa: PLC0415
 
     try:
         asyncio.run(runtime.run(options, found, launcher_socket))
-    except (ValueError, OSError) as error:
+    except (ClientError, ValueError, OSError) as error:
         logging.getLogger(__name__).error("the node cannot run: %s", error)  # noqa: TRY400 - the sentence is enough
         return 1
     return 0

@@ -1,7 +1,8 @@
-"""Fault controls of one node: what a test or a person may do to its containers, conditions and connections.
+"""Inject faults into one node: its containers, conditions and connections.
 
-Invariants: a fault acts on exactly what was named, or answers with a sentence and does nothing; every fault but a
-kill can be taken back.
+Guarantees:
+- A fault acts on exactly what was named, or answers with a sentence and does nothing.
+- Every fault but a kill can be reverted.
 """
 
 import asyncio
@@ -12,31 +13,17 @@ import signal
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from trainium_devcluster.errors import ClusterError
 from trainium_devcluster.node.api.client import Api
 from trainium_devcluster.node.api.objects import Json, name, namespace
 from trainium_devcluster.node.network.sockets import SocketFilter
 from trainium_devcluster.node.pods.container import Container
 from trainium_devcluster.node.pods.pod import PodRunner
-from trainium_devcluster.node.processes import process_trees
 from trainium_devcluster.node.registration import ForcedCondition, Registration
+from trainium_devcluster.processes.process_families import command_line, send, trees
 
-OPERATIONS = (
-    "status",
-    "processes",
-    "kill-container",
-    "freeze-container",
-    "thaw-container",
-    "set-condition",
-    "clear-condition",
-    "slow",
-    "partition",
-)
 _SLOW_PERIOD = 0.1  # seconds of one stop-and-go cycle
-_PARTITION_SCAN = 0.02  # seconds between looks for new sockets
-
-
-class FaultError(ValueError):
-    """A fault control was asked for something that does not exist."""
+_PARTITION_SCAN = 0.02  # seconds between two searches for new sockets
 
 
 @dataclass(slots=True, eq=False)
@@ -51,143 +38,79 @@ class NodeFaults:
     _filter: SocketFilter = field(default_factory=SocketFilter)
 
     async def handle(self, request: Json) -> Json:
-        """Carry out `request` and answer with what happened.
-
-        Raises:
-            FaultError: when it names something that does not exist.
-        """
-        match request.get("op"):
-            case "status":
-                return self._status()
-            case "processes":
-                return {"processes": self._processes(request)}
+        """Carry out `request` and answer with what happened. Raises ClusterError when it names something unknown."""
+        match request["op"]:
             case "kill-container":
-                return self._signal_one(request, _signal(request.get("signal") or "KILL"))
+                os.kill(self._matching(request)[0], request["signal"])
             case "freeze-container":
-                return self._signal_many(request, signal.SIGSTOP)
+                send(self._matching(request), signal.SIGSTOP)
             case "thaw-container":
-                return self._signal_many(request, signal.SIGCONT)
+                send(self._matching(request), signal.SIGCONT)
             case "set-condition":
-                self.registration.set_condition(_condition(request))
+                fields = (request[key] for key in ("type", "status", "reason", "message"))
+                self.registration.set_condition(ForcedCondition(*fields))
             case "clear-condition":
-                self.registration.clear_condition(str(request["type"]))
+                self.registration.clear_condition(request["type"])
             case "slow":
-                await self._set_slow(float(request["factor"]))
+                await _ended(self._slow)
+                self._slow = None
+                if request["factor"] < 1:
+                    self._slow = asyncio.create_task(self._stop_and_go(request["factor"]))
             case "partition":
-                return await self._set_partition(bool(request["on"]))
+                return await self._set_partition(request["on"])
             case other:
-                raise FaultError(f"unknown op {other!r}; known are {', '.join(OPERATIONS)}")
+                raise ClusterError(f"The node knows no operation {other!r}.")
         return {}
 
     async def stop(self) -> None:
-        """Take back what lasts."""
+        """Revert faults that last."""
         for task in (self._slow, self._cut):
-            if task is not None:
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await task
-
-    def _status(self) -> Json:
-        pods = [
-            {
-                "namespace": namespace(runner.pod),
-                "pod": name(runner.pod),
-                "phase": runner.phase(),
-                "address": runner.address,
-                "containers": {c.name: c.process.pid if c.process else None for c in runner.containers},
-            }
-            for runner in self.runners()
-        ]
-        return {"pods": pods, "partitioned": self.api.partitioned, "slow": self._slow is not None}
+            await _ended(task)
 
     def _find(self, request: Json) -> Container:
-        space, wanted = request.get("namespace") or "default", request.get("pod")
+        space, wanted = request["namespace"], request["pod"]
         for runner in self.runners():
             if namespace(runner.pod) == space and name(runner.pod) == wanted:
                 container = runner.container(request.get("container"))
                 if container is None:
-                    raise FaultError(f"pod {space}/{wanted} has no container {request.get('container')!r}")
-                if container.process is None:
-                    raise FaultError(f"container {container.name} of pod {space}/{wanted} is not running")
+                    raise ClusterError(f"Pod {space}/{wanted} has no container {request['container']!r}.")
                 return container
-        raise FaultError(f"pod {space}/{wanted} is not on this node")
-
-    def _processes(self, request: Json) -> list[Json]:
-        container = self._find(request)
-        assert container.process is not None
-        return [
-            {"pid": pid, "innerPid": process_trees.inner_pid(pid), "command": process_trees.command_line(pid)}
-            for pid in process_trees.process_tree(container.process.pid)
-        ]
+        raise ClusterError(f"Pod {space}/{wanted} is not on this node.")
 
     def _matching(self, request: Json) -> list[int]:
+        """Return the processes of a container whose command line matches, parents before children."""
         container = self._find(request)
-        assert container.process is not None
-        pattern = request.get("match") or request.get("pid_match")
-        tree = process_trees.process_tree(container.process.pid)
-        if not pattern:
-            return tree
-        found = [pid for pid in tree if re.search(pattern, process_trees.command_line(pid))]
+        if container.process is None:
+            raise ClusterError(f"Container {container.name} of pod {request['pod']} is not running.")
+        tree, pattern = trees([container.process.pid]), request.get("match")
+        found = [pid for pid in tree if re.search(pattern, command_line(pid))] if pattern else tree
         if not found:
-            raise FaultError(f"no process of container {container.name} has a command line that matches {pattern!r}")
+            raise ClusterError(f"No process of container {container.name} has a command line that matches {pattern!r}.")
         return found
 
-    def _signal_one(self, request: Json, number: signal.Signals) -> Json:
-        pid = self._matching(request)[0]
-        os.kill(pid, number)
-        return {"pid": pid}
-
-    def _signal_many(self, request: Json, number: signal.Signals) -> Json:
-        reached: list[int] = []
-        for pid in self._matching(request):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
-                reached.append(pid)
-        return {"pids": reached}
-
-    def _roots(self) -> list[int]:
-        return [
+    def _processes(self) -> list[int]:
+        """Return the processes of all pods."""
+        return trees(
             c.process.pid
             for runner in self.runners()
             for c in runner.containers
             if c.process is not None and c.process.pid
-        ]
-
-    async def _set_slow(self, factor: float) -> None:
-        if not 0 < factor <= 1:
-            raise FaultError(
-                f"factor {factor} must be above 0 and at most 1: the share of time that containers may run"
-            )
-        if self._slow is not None:
-            self._slow.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._slow
-            self._slow = None
-        if factor < 1:
-            self._slow = asyncio.create_task(self._stop_and_go(factor))
+        )
 
     async def _stop_and_go(self, factor: float) -> None:
         try:
             while True:
-                self._signal_all(signal.SIGSTOP)
+                send(self._processes(), signal.SIGSTOP)
                 await asyncio.sleep(_SLOW_PERIOD * (1 - factor))
-                self._signal_all(signal.SIGCONT)
+                send(self._processes(), signal.SIGCONT)
                 await asyncio.sleep(_SLOW_PERIOD * factor)
         finally:
-            self._signal_all(signal.SIGCONT)
-
-    def _signal_all(self, number: signal.Signals) -> None:
-        for pid in process_trees.trees(self._roots()):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
+            send(self._processes(), signal.SIGCONT)
 
     async def _set_partition(self, on: bool) -> Json:
         self.api.partition(on)
-        if self._cut is not None:
-            self._cut.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._cut
-            self._cut = None
+        await _ended(self._cut)
+        self._cut = None
         if not on:
             return {"pods": "healed"}
         if not self._filter.supported():
@@ -198,25 +121,15 @@ class NodeFaults:
     async def _keep_cut(self) -> None:
         try:
             while True:
-                self._filter.cut(process_trees.trees(self._roots()))
+                self._filter.cut(self._processes())
                 await asyncio.sleep(_PARTITION_SCAN)
         finally:
             self._filter.heal()
 
 
-def _signal(text: str | int) -> signal.Signals:
-    try:
-        if isinstance(text, int) or text.isdigit():
-            return signal.Signals(int(text))
-        return signal.Signals["SIG" + text.upper().removeprefix("SIG")]
-    except (KeyError, ValueError):
-        raise FaultError(f"{text!r} is not a signal; use a name such as KILL or TERM, or a number") from None
-
-
-def _condition(request: Json) -> ForcedCondition:
-    kind, status = request.get("type"), request.get("status")
-    if not kind or status not in {"True", "False", "Unknown"}:
-        raise FaultError("set-condition needs a type, and a status of True, False or Unknown")
-    return ForcedCondition(
-        str(kind), status, request.get("reason") or "FaultInjected", request.get("message") or "set by a fault control"
-    )
+async def _ended(task: asyncio.Task[None] | None) -> None:
+    """End a fault that lasts."""
+    if task is not None:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task

@@ -1,143 +1,102 @@
-"""The node's command line.
+"""Options of a node, in a file that the supervisor writes and the node's process reads."""
 
-Invariants: everything that the node needs to know comes from here; a wrong value ends the program with a sentence,
-before anything started.
-"""
+from __future__ import annotations
 
-import argparse
-import re
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from trainium_devcluster.errors import ClusterError
 from trainium_devcluster.node.api import quantities
+from trainium_devcluster.state import ClusterPaths, NodeSpec, node_from_fields
 
-_NAME = re.compile(r"^[a-z0-9]([-a-z0-9.]{0,61}[a-z0-9])?$")
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+KUBELET_PORT = 10250
 _EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
 
 
 @dataclass(frozen=True, slots=True)
-class Taint:
-    """A taint that the node registers with."""
-
-    key: str
-    value: str
-    effect: str
-
-
-@dataclass(frozen=True, slots=True)
 class NodeOptions:
-    """Options of a node. Paths are absolute; `api_server` is host and port as pods are to use them."""
+    """Options of a node; a wrong value raises ClusterError."""
 
-    name: str
-    kubeconfig: Path
-    state_dir: Path
-    control_socket: Path
-    venv_bin: Path
+    root: str
+    """Folder of the cluster."""
+    spec: NodeSpec
     api_server: tuple[str, int]
-    capacity: dict[str, str]
-    labels: dict[str, str]
-    taints: tuple[Taint, ...]
-    pod_cidr: str | None
-    kubelet_port: int
-    client_ca: Path | None
-    serving_ca_cert: Path | None
-    serving_ca_key: Path | None
-    claims_dir: Path
-    images_dir: Path
+    """Host and port as pods are to use them."""
+    venv_bin: str
+    """Folder that comes first in the PATH of pods."""
     heartbeat_seconds: float
 
+    def __post_init__(self) -> None:
+        _ = self.taints
+        for resource, amount in self._requested().items():
+            try:
+                quantities.parse(amount)
+            except ValueError as error:
+                raise ClusterError(f"Node {self.name!r}, capacity of {resource}: {error}.") from None
 
-def parse(argv: list[str]) -> NodeOptions:
-    """Read the command line; ends the program with a sentence on bad input."""
-    parser = argparse.ArgumentParser(prog="trainium_devcluster.node", description="One node of a development cluster.")
-    parser.add_argument("--name", required=True, help="node name")
-    parser.add_argument("--kubeconfig", required=True, type=Path, help="how to reach the API server")
-    parser.add_argument("--state-dir", required=True, type=Path, help="directory of this node alone")
-    parser.add_argument("--control-socket", required=True, type=Path, help="Unix socket for fault controls")
-    parser.add_argument("--venv-bin", required=True, type=Path, help="directory that comes first in the pods' PATH")
-    parser.add_argument("--api-server", required=True, help="host:port of the API server as pods are to use it")
-    parser.add_argument("--cpu", default="8", help="capacity: CPUs")
-    parser.add_argument("--memory", default="32Gi", help="capacity: memory")
-    parser.add_argument("--pods", default="110", help="capacity: pods")
-    parser.add_argument("--ephemeral-storage", default="50Gi", help="capacity: disk")
-    parser.add_argument("--neuron", default="0", help="capacity: aws.amazon.com/neuron")
-    parser.add_argument(
-        "--neuroncore", default=None, help="capacity: aws.amazon.com/neuroncore (default: two per device)"
-    )
-    parser.add_argument("--efa", default="0", help="capacity: vpc.amazonaws.com/efa")
-    parser.add_argument("--label", action="append", default=[], metavar="KEY=VALUE", help="node label; repeatable")
-    parser.add_argument(
-        "--taint", action="append", default=[], metavar="KEY[=VALUE]:EFFECT", help="node taint; repeatable"
-    )
-    parser.add_argument("--pod-cidr", default=None, help="a /24 of 127.0.0.0/8 (default: a free one)")
-    parser.add_argument("--kubelet-port", type=int, default=10250, help="port of the node's own API")
-    parser.add_argument("--client-ca", type=Path, default=None, help="authority of the API server's client certificate")
-    parser.add_argument(
-        "--serving-ca-cert", type=Path, default=None, help="authority that signs the node's own certificate"
-    )
-    parser.add_argument("--serving-ca-key", type=Path, default=None, help="its key")
-    parser.add_argument(
-        "--heartbeat", type=float, default=10.0, metavar="SECONDS", help="how often the node shows that it lives"
-    )
-    parser.add_argument("--claims-dir", type=Path, default=None, help="where claims of our storage class live")
-    parser.add_argument("--images-dir", type=Path, default=None, help="modules of images that have their own")
-    return _checked(parser, parser.parse_args(argv))
+    @property
+    def name(self) -> str:
+        """The node's name."""
+        return self.spec.name
 
+    @property
+    def paths(self) -> ClusterPaths:
+        """The files of the cluster."""
+        return ClusterPaths(Path(self.root))
 
-def _checked(parser: argparse.ArgumentParser, args: argparse.Namespace) -> NodeOptions:
-    if not _NAME.match(args.name):
-        parser.error(f"--name {args.name!r} is not a node name: use lower-case letters, digits, '-' and '.'")
-    host, _, port = args.api_server.rpartition(":")
-    if not host or not port.isdigit():
-        parser.error(f"--api-server {args.api_server!r} must be host:port")
-    if not args.heartbeat > 0:
-        parser.error(f"--heartbeat {args.heartbeat:g} must be more than 0 seconds")
-    capacity = {
-        "cpu": args.cpu,
-        "memory": args.memory,
-        "pods": args.pods,
-        "ephemeral-storage": args.ephemeral_storage,
-        "aws.amazon.com/neuron": args.neuron,
-        "aws.amazon.com/neuroncore": args.neuroncore or str(2 * int(args.neuron)),
-        "vpc.amazonaws.com/efa": args.efa,
-    }
-    for name, amount in capacity.items():
-        try:
-            quantities.parse(amount)
-        except ValueError as error:
-            parser.error(f"capacity of {name}: {error}")
-    state = args.state_dir.absolute()
-    return NodeOptions(
-        name=args.name,
-        kubeconfig=args.kubeconfig.absolute(),
-        state_dir=state,
-        control_socket=args.control_socket.absolute(),
-        venv_bin=args.venv_bin.absolute(),
-        api_server=(host, int(port)),
-        capacity={name: amount for name, amount in capacity.items() if quantities.parse(amount) > 0},
-        labels=dict(_label(parser, text) for text in args.label),
-        taints=tuple(_taint(parser, text) for text in args.taint),
-        pod_cidr=args.pod_cidr,
-        kubelet_port=args.kubelet_port,
-        client_ca=args.client_ca,
-        serving_ca_cert=args.serving_ca_cert,
-        serving_ca_key=args.serving_ca_key,
-        claims_dir=(args.claims_dir or state.parent / "claims").absolute(),
-        images_dir=(args.images_dir or state.parent / "images").absolute(),
-        heartbeat_seconds=args.heartbeat,
-    )
+    @property
+    def state_dir(self) -> Path:
+        """The folder of this node alone."""
+        return self.paths.node(self.name)
+
+    @property
+    def claims_dir(self) -> Path:
+        """The folder of volumes of the cluster's storage class, which all nodes share."""
+        return self.state_dir.parent / "claims"
+
+    @property
+    def capacity(self) -> dict[str, str]:
+        """Resources that the node registers with, without those of which it has none."""
+        return {name: amount for name, amount in self._requested().items() if quantities.parse(amount) > 0}
+
+    @property
+    def taints(self) -> list[dict[str, str]]:
+        """Taints that the node registers with."""
+        return [_taint(text) for text in self.spec.taints]
+
+    def _requested(self) -> dict[str, str]:
+        return {
+            "cpu": self.spec.cpu,
+            "memory": self.spec.memory,
+            "pods": "110",
+            "ephemeral-storage": "50Gi",
+            "aws.amazon.com/neuron": str(self.spec.neuron),
+            "aws.amazon.com/neuroncore": str(2 * self.spec.neuron),
+            "vpc.amazonaws.com/efa": str(self.spec.efa),
+        }
+
+    def write(self) -> Path:
+        """Store the options in the node's folder; return the file."""
+        file = self.state_dir / "options.json"
+        file.write_text(json.dumps(asdict(self)))
+        return file
+
+    @staticmethod
+    def read(file: Path) -> NodeOptions:
+        """Read what `write` stored."""
+        fields: Mapping[str, Any] = json.loads(file.read_text())
+        host, port = fields["api_server"]
+        return NodeOptions(**{**fields, "spec": node_from_fields(fields["spec"]), "api_server": (host, port)})
 
 
-def _label(parser: argparse.ArgumentParser, text: str) -> tuple[str, str]:
-    key, equals, value = text.partition("=")
-    if not key or not equals:
-        parser.error(f"--label {text!r} must be KEY=VALUE")
-    return key, value
-
-
-def _taint(parser: argparse.ArgumentParser, text: str) -> Taint:
+def _taint(text: str) -> dict[str, str]:
     pair, _, effect = text.rpartition(":")
     key, _, value = pair.partition("=")
     if not key or effect not in _EFFECTS:
-        parser.error(f"--taint {text!r} must be KEY[=VALUE]:EFFECT with an effect of {', '.join(_EFFECTS)}")
-    return Taint(key, value, effect)
+        raise ClusterError(f"The taint {text!r} is not KEY[=VALUE]:EFFECT with an effect of {', '.join(_EFFECTS)}.")
+    return {"key": key, "value": value, "effect": effect}

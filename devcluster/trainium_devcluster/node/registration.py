@@ -17,7 +17,7 @@ from pathlib import Path
 from trainium_devcluster.node.api.client import Api, ApiError, Unreachable
 from trainium_devcluster.node.api.objects import Json, micro_timestamp, timestamp
 from trainium_devcluster.node.api.waiting import until
-from trainium_devcluster.node.options import NodeOptions
+from trainium_devcluster.node.options import KUBELET_PORT, NodeOptions
 
 _log = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class Registration:
             "beta.kubernetes.io/os": "linux",
             "beta.kubernetes.io/arch": _architecture(),
         }
-        return own | self.options.labels
+        return own | dict(self.options.spec.labels)
 
     async def _ensure_node(self) -> None:
         body = {
@@ -114,7 +114,7 @@ class Registration:
                 "podCIDR": self.pod_cidr,
                 "podCIDRs": [self.pod_cidr],
                 "providerID": f"process:///{self.options.name}",
-                "taints": [{"key": t.key, "value": t.value, "effect": t.effect} for t in self.options.taints],
+                "taints": self.options.taints,
             },
         }
         try:
@@ -162,7 +162,7 @@ class Registration:
                 {"type": "InternalIP", "address": self.address},
                 {"type": "Hostname", "address": self.options.name},
             ],
-            "daemonEndpoints": {"kubeletEndpoint": {"Port": self.options.kubelet_port}},
+            "daemonEndpoints": {"kubeletEndpoint": {"Port": KUBELET_PORT}},
             "declaredFeatures": ["ExtendWebSocketsToKubelet"],
             "nodeInfo": {
                 "architecture": _architecture(),

@@ -7,37 +7,36 @@ containers and leaves the API as it is, as a power cut does.
 
 import asyncio
 import contextlib
-import ipaddress
-import json
 import logging
-import os
 import signal
 import socket
-import time
+import ssl
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
 
 import aiohttp
 from aiohttp import web
 
-from trainium_devcluster.node.api.client import Api, load_kubeconfig
+from trainium_contract.api_server.kubeconfig import find_access
+from trainium_devcluster import control
+from trainium_devcluster.controlplane.certificates import Authority
+from trainium_devcluster.node.api.client import Api
 from trainium_devcluster.node.api.events import EventSink
 from trainium_devcluster.node.api.objects import Json, name, namespace, uid
 from trainium_devcluster.node.api.reflector import ObjectCache, Reflector
 from trainium_devcluster.node.faults import NodeFaults
 from trainium_devcluster.node.network import addresses
 from trainium_devcluster.node.network.service_directory import ServiceDirectory
-from trainium_devcluster.node.options import NodeOptions
+from trainium_devcluster.node.options import KUBELET_PORT, NodeOptions
 from trainium_devcluster.node.pods.node_context import NodeServices
 from trainium_devcluster.node.pods.pod import PodRunner
 from trainium_devcluster.node.processes.isolation import Isolation
 from trainium_devcluster.node.processes.launcher_client import Launcher
 from trainium_devcluster.node.processes.programs import link_agent, program_folders
 from trainium_devcluster.node.registration import Registration
-from trainium_devcluster.node.server import control_socket, serving_certificate
 from trainium_devcluster.node.server.server import NodeServer
 from trainium_devcluster.node.volumes import persistent_volume_claims
-from trainium_devcluster.node.volumes.removal import remove_tree
+from trainium_devcluster.processes.cleanup import remove_tree
 
 _log = logging.getLogger(__name__)
 
@@ -49,8 +48,9 @@ async def run(options: NodeOptions, isolation: Isolation, launcher_socket: socke
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     launcher = Launcher(launcher_socket, isolation)
+    access = find_access(str(options.state_dir / "kubeconfig"), None, {})
     async with (
-        Api(load_kubeconfig(options.kubeconfig), f"process-node/{options.name}") as api,
+        Api(access, f"process-node/{options.name}") as api,
         aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True, limit=0)) as http,
     ):
         node = _assemble(options, isolation, launcher, api, http)
@@ -68,11 +68,7 @@ async def run(options: NodeOptions, isolation: Isolation, launcher_socket: socke
 def _assemble(
     options: NodeOptions, isolation: Isolation, launcher: Launcher, api: Api, http: aiohttp.ClientSession
 ) -> "RunningNode":
-    if options.pod_cidr:
-        networks = iter([ipaddress.IPv4Network(options.pod_cidr)])
-    else:
-        networks = addresses.candidates(f"{options.api_server}/{options.name}")
-    network, listener = addresses.claim(networks, options.kubelet_port)
+    network, listener = addresses.claim(addresses.candidates(f"{options.api_server}/{options.name}"), KUBELET_PORT)
     events = EventSink(api, options.name)
     registration = Registration(api, options, str(network[1]), str(network))
     runners: dict[str, PodRunner] = {}
@@ -91,7 +87,7 @@ def _assemble(
         node=lambda: registration.node,
         active_pods=lambda: [runner.pod for runner in runners.values() if runner.active],
         release_address=pod_addresses.release,
-        programs=program_folders(options.venv_bin),
+        programs=program_folders(Path(options.venv_bin)),
     )
     link_agent(services.agent_folder, options.venv_bin)
     return RunningNode(services, registration, listener, pod_addresses, runners)
@@ -112,7 +108,7 @@ class RunningNode:
         """Register and run pods until cancelled."""
         options = self.services.options
         faults = NodeFaults(self.services.api, self.registration, self.runners.values)
-        control_server = await control_socket.serve(options.control_socket, faults.handle)
+        control_server = await control.serve(options.paths.node_socket(options.name), faults.handle)
         web_runner = await self._serve_api()
         pods = Reflector(
             self.services.api, "/api/v1/pods", {"fieldSelector": f"spec.nodeName={options.name}"}, self._pod_changed
@@ -122,7 +118,7 @@ class RunningNode:
                 group.create_task(self.services.events.run())
                 group.create_task(self.services.directory.run())
                 await self.registration.register()
-                self._announce()
+                _log.info("node %s is up at %s", options.name, self.services.address)
                 group.create_task(self.registration.run())
                 group.create_task(
                     persistent_volume_claims.Provisioner(self.services.api, options.name, options.claims_dir).run()
@@ -138,36 +134,20 @@ class RunningNode:
             await web_runner.cleanup()
 
     async def _serve_api(self) -> web.AppRunner:
+        """Listen to the API server, which must show a certificate of the cluster's authority."""
         options = self.services.options
-        server = NodeServer(self._find, read_only=options.client_ca is None)
+        pki, folder = options.paths.pki, options.state_dir
+        names = (self.services.address,)
+        pair = Authority.load(pki).issue(f"system:node:{options.name}", organization="system:nodes", names=names)
+        pair.write(folder, "serving")
+        tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=str(pki / "ca.crt"))
+        tls.verify_mode = ssl.CERT_REQUIRED
+        tls.load_cert_chain(folder / "serving.crt", folder / "serving.key")
         # A stop must not wait for followed logs.
-        runner = web.AppRunner(server.app, access_log=None, shutdown_timeout=0.1)
+        runner = web.AppRunner(NodeServer(self._find).app, access_log=None, shutdown_timeout=0.1)
         await runner.setup()
-        if options.serving_ca_cert is not None and options.serving_ca_key is not None:
-            files = serving_certificate.make_certificate(
-                options.serving_ca_cert, options.serving_ca_key, options.name, self.services.address, options.state_dir
-            )
-            tls = serving_certificate.server_context(*files, options.client_ca)
-            await web.SockSite(runner, self.listener, ssl_context=tls).start()
-        else:
-            _log.warning("no --serving-ca-cert and --serving-ca-key: kubectl logs and exec will not work")
+        await web.SockSite(runner, self.listener, ssl_context=tls).start()
         return runner
-
-    def _announce(self) -> None:
-        """Notify the tools of the cluster that the node is up."""
-        body: dict[str, Any] = {
-            "pid": os.getpid(),
-            "name": self.services.options.name,
-            "address": self.services.address,
-            "port": self.services.options.kubelet_port,
-            "isolation": self.services.isolation.namespaces.value,
-            "started": time.time(),
-        }
-        path = self.services.options.state_dir / "node.json"
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(body) + "\n", encoding="utf-8")
-        temporary.replace(path)
-        _log.info("node %s is up at %s", body["name"], body["address"])
 
     def _sweep(self) -> None:
         """Remove the directories of pods that went while this node was down."""

@@ -9,18 +9,21 @@ import asyncio
 import logging
 import os
 import signal
+import sys
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from trainium_devcluster.controlplane import components
 from trainium_devcluster.errors import ClusterError
-from trainium_devcluster.nodepool.node_process import NodeState, node_command, node_environment
+from trainium_devcluster.node.options import NodeOptions
 from trainium_devcluster.nodepool.silence import Silence, listening
 from trainium_devcluster.processes.cleanup import remove_folder
 from trainium_devcluster.processes.process_families import freeze_family, kill_family, thaw_family
 from trainium_devcluster.state import MARKER, NodeSpec
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from trainium_devcluster.controlplane.components import Ports
@@ -31,6 +34,15 @@ _HOLD_TRIES = 50
 _HOLD_SECONDS = 0.02
 """Between two tries to hold the ports of a node that was killed: its pods' last processes may still be ending."""
 logger = logging.getLogger(__name__)
+
+
+class NodeState(StrEnum):
+    """State of the process of a node."""
+
+    RUNNING = "running"
+    FROZEN = "frozen"
+    STOPPING = "stopping"
+    DEAD = "dead"
 
 
 @dataclass(slots=True)
@@ -133,9 +145,11 @@ class NodePool:
         return {name: node.child.row(node.state) for name, node in self._nodes.items()}
 
     def _start(self, spec: NodeSpec) -> None:
+        api_server = (components.HOST, self._ports.apiserver)
+        options = NodeOptions(str(self._paths.root), spec, api_server, str(self._venv_bin), self._heartbeat_seconds)
         components.issue_node(self._paths, self._ports, spec.name)
-        command = node_command(spec, self._paths, self._ports, self._venv_bin, self._heartbeat_seconds)
-        environment = node_environment(dict(os.environ), self._paths, spec.name, self._binaries)
+        command = [sys.executable, "-m", "trainium_devcluster.node", str(options.write())]
+        environment = node_environment(os.environ, self._paths, spec.name, self._binaries)
         node = PoolNode(spec, self._children.start(f"node-{spec.name}", command, environment))
         self._nodes[spec.name] = node
         self._children.watch(self._bury(node))
@@ -172,3 +186,9 @@ class NodePool:
             known = ", ".join(sorted(self._nodes)) or "none"
             raise ClusterError(f"Cluster {self._paths.name!r} has no node {name!r}; its nodes: {known}.")
         return self._nodes[name]
+
+
+def node_environment(base: Mapping[str, str], paths: ClusterPaths, node: str, binaries: Path) -> dict[str, str]:
+    """Return the environment of a node's process: the supervisor's, the marker, and the cluster's programs on PATH."""
+    path = f"{binaries}:{base.get('PATH', '/usr/bin:/bin')}"
+    return {**base, MARKER: paths.marker(node), "PATH": path, "PYTHONUNBUFFERED": "1"}

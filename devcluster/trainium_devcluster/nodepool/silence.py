@@ -10,19 +10,16 @@ Invariant: best effort; a port that cannot be held refuses connections, as it wo
 from __future__ import annotations
 
 import contextlib
-import os
-import re
 import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainium_devcluster.processes.process_families import marked
+from trainium_devcluster.processes.process_families import marked, sockets_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
 
 _LISTEN = "0A"
-_SOCKET = re.compile(r"socket:\[(\d+)\]")
 _KNOCKS = 2
 """Connections that fill a queue of length 0: the kernel queues one more."""
 
@@ -68,7 +65,7 @@ class Silence:
 
 def listening(variable: str, value: str) -> list[Address]:
     """Addresses that the processes which carry this environment variable listen on; IPv4 only."""
-    inodes = {inode for pid in marked(variable, value) for inode in _inodes(pid)}
+    inodes = {inode for pid in marked(variable, value) for _, inode in sockets_of(pid)}
     found = []
     for line in _rows():
         fields = line.split()
@@ -77,15 +74,6 @@ def listening(variable: str, value: str) -> list[Address]:
             packed = bytes.fromhex(address)[::-1]  # the kernel writes the number of a little-endian machine
             found.append((socket.inet_ntoa(packed), int(port, 16)))
     return found
-
-
-def _inodes(pid: int) -> Iterator[str]:
-    with contextlib.suppress(OSError):
-        for entry in os.scandir(f"/proc/{pid}/fd"):
-            with contextlib.suppress(OSError):
-                match = _SOCKET.fullmatch(str(Path(entry.path).readlink()))
-                if match is not None:
-                    yield match[1]
 
 
 def _rows() -> list[str]:

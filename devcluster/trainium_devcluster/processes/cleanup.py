@@ -11,6 +11,7 @@ import logging
 import os
 import shutil
 import signal
+import stat
 from pathlib import Path
 
 from trainium_devcluster.processes.process_families import ProcessId, kill_family, marked
@@ -30,22 +31,23 @@ def end_leftovers(paths: ClusterPaths) -> int:
     return len(found)
 
 
-def remove_files(paths: ClusterPaths) -> bool:
-    """Remove the cluster's folder; see `remove_folder`."""
-    return remove_folder(paths.root)
-
-
-def remove_folder(root: Path) -> bool:
+def remove_folder(root: Path) -> None:
     """Remove a folder of the cluster's; not when something is mounted in it, whose content is not the cluster's."""
     mounts = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
     if any(Path(mount).is_relative_to(root) for mount in mounts):
         logger.error("something is still mounted below %s, so its files stay; unmount it and run down again", root)
-        return False
-    shutil.rmtree(root, ignore_errors=True)
-    if root.exists():
-        # A pod may have taken the write permission from its own folders; they go all the same.
-        for folder, _, _ in os.walk(root):
-            with contextlib.suppress(OSError):
-                Path(folder).chmod(0o700)
-        shutil.rmtree(root, ignore_errors=True)
-    return not root.exists()
+    else:
+        remove_tree(root)
+
+
+def remove_tree(folder: Path) -> None:
+    """Remove `folder` with all below it, also directories that a pod made unreadable (overlay work directories are)."""
+
+    def unlock(_: object, path: str, __: object) -> None:
+        with contextlib.suppress(OSError):
+            os.chmod(path, stat.S_IRWXU)  # noqa: PTH101 - rmtree gives text
+            shutil.rmtree(path) if os.path.isdir(path) else os.unlink(path)  # noqa: PTH108, PTH112
+
+    shutil.rmtree(folder, onerror=unlock)
+    with contextlib.suppress(OSError):
+        shutil.rmtree(folder)

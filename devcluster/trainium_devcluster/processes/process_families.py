@@ -9,7 +9,6 @@ Guarantees:
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -19,12 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainium_devcluster.processes import syscalls
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
-
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +75,6 @@ def identify(pid: int) -> ProcessId | None:
     return ProcessId(pid, stat.started) if stat is not None else None
 
 
-def become_subreaper() -> None:
-    """Make orphans below this process its children, so that it sees and ends them."""
-    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
 def spawn(
     command: Sequence[str], *, log: Path, environment: Mapping[str, str], folder: Path
 ) -> subprocess.Popen[bytes]:
@@ -93,7 +85,7 @@ def spawn(
     supervisor = os.getpid()
 
     def before_exec() -> None:
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        syscalls.die_with_parent(signal.SIGKILL)
         if os.getppid() != supervisor:  # the supervisor died between fork and prctl
             os._exit(1)
 
@@ -111,20 +103,40 @@ def spawn(
         )
 
 
-def descendants(root: int) -> list[int]:
-    """Return the pids below `root`, parents before children."""
+def trees(roots: Iterable[int]) -> list[int]:
+    """Return the pids of these processes and of all below them, parents before children."""
+    table = {pid: stat.parent for pid in _all_pids() if (stat := _stat(pid)) is not None}
     children: dict[int, list[int]] = {}
-    for pid in _all_pids():
-        stat = _stat(pid)
-        if stat is not None:
-            children.setdefault(stat.parent, []).append(pid)
-    found: list[int] = []
-    queue = [root]
-    while queue:
-        below = children.get(queue.pop(0), [])
-        found += below
-        queue += below
+    for child, parent in table.items():
+        children.setdefault(parent, []).append(child)
+    ordered = [pid for pid in roots if pid in table]
+    for pid in ordered:
+        ordered.extend(children.get(pid, ()))
+    return ordered
+
+
+def command_line(pid: int) -> str:
+    """Return the command line of a process; empty if it has ended."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").replace(b"\0", b" ").decode(errors="replace")
+    return ""
+
+
+def sockets_of(pid: int) -> list[tuple[int, str]]:
+    """Return descriptor and inode of each socket of a process."""
+    found = []
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                kind, _, inode = str(Path(entry.path).readlink()).partition(":")
+                if kind == "socket":
+                    found.append((int(entry.name), inode.strip("[]")))
     return found
+
+
+def with_command_line(text: str) -> list[int]:
+    """Return the pids of the processes with this command line."""
+    return [pid for pid in _all_pids() if command_line(pid) == text]
 
 
 def marked(variable: str, value: str, *, prefix: bool = False) -> list[int]:
@@ -194,7 +206,7 @@ def resident_bytes(pid: int) -> int:
 
 
 def _family(root: int | None, variable: str, value: str, *, prefix: bool = False) -> list[int]:
-    members = [root, *descendants(root)] if root is not None else []
+    members = trees([root]) if root is not None else []
     members += marked(variable, value, prefix=prefix)
     alive = []
     for pid in dict.fromkeys(members):

@@ -6,12 +6,9 @@ control plane of the development cluster without nodes, for this folder alone.
 
 from __future__ import annotations
 
-import http.client
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 import pytest
 
@@ -20,10 +17,13 @@ from tests.testing.cluster.installed import apply_definition, make_namespace
 from tests.testing.suite.lanes import DEFINITION
 from tests.testing.suite.last_tests import for_group
 from tests.testing.suite.patience import patient
+from trainium_contract.api_server.connection import Connection
+from trainium_contract.api_server.kubeconfig import find_access
 
 if TYPE_CHECKING:
     import subprocess
     from collections.abc import Iterator
+    from pathlib import Path
 
 NAMESPACE = "definition-tests"
 
@@ -95,21 +95,12 @@ class Api:
 
     def _request(self, method: str, path: str, body: dict[str, Any]) -> str:
         """Why a request about jobs was refused, "" when it was not. A kubectl would cost 0.15 processor seconds."""
-        from trainium_devcluster.node.api.client import load_kubeconfig
-
-        credentials = load_kubeconfig(Path(self.variables["KUBECONFIG"]))
-        connection = http.client.HTTPSConnection(
-            urlsplit(credentials.server).netloc, context=credentials.tls, timeout=patient(60)
-        )
+        connection = Connection(find_access(self.variables["KUBECONFIG"], None, {}), seconds=patient(60))
         kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
-        try:
-            path = f"/apis/trainium.dev/v1alpha1/namespaces/{self.namespace}/trainingjobs{path}"
-            connection.request(method, path, json.dumps(body), {"Content-Type": kind})
-            answer = connection.getresponse()
-            said = json.load(answer)
-        finally:
-            connection.close()
-        return "" if answer.status < 300 else str(said["message"])
+        path = f"/apis/trainium.dev/v1alpha1/namespaces/{self.namespace}/trainingjobs{path}"
+        answer = connection.request(method, path, body=body, content_type=kind)
+        connection.close()
+        return "" if answer.status < 300 else str(json.loads(answer.body)["message"])
 
 
 @pytest.fixture(scope="session")

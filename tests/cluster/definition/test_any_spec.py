@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import http.client
 import json
-import ssl
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 import pytest
 from hypothesis import given, settings
@@ -15,6 +12,8 @@ from hypothesis import given, settings
 from tests.testing.suite.any_json import PATIENT, as_sent, changed
 from tests.testing.suite.patience import patient
 from tests.testing.suite.trials import trials
+from trainium_contract.api_server.connection import Connection
+from trainium_contract.api_server.kubeconfig import find_access
 from trainium_contract.stored_json import read_json
 from trainium_operator.cluster.cache.views import job_record
 from trainium_operator.plan.view.size import decide_size
@@ -33,23 +32,17 @@ LONGEST_ANSWER = 64 << 10
 
 
 @pytest.fixture(scope="module")
-def server(defined: Api) -> Iterator[tuple[http.client.HTTPSConnection, str]]:
+def server(defined: Api) -> Iterator[tuple[Connection, str]]:
     """A connection that is kept, and where a job is offered without being kept."""
     if defined.existing:
         pytest.skip("thousands of requests are for a cluster of one's own")
-    from trainium_devcluster.node.api.client import load_kubeconfig
-
-    credentials = load_kubeconfig(Path(defined.variables["KUBECONFIG"]))
-    assert isinstance(credentials.tls, ssl.SSLContext)
-    connection = http.client.HTTPSConnection(
-        urlsplit(credentials.server).netloc, context=credentials.tls, timeout=patient(60)
-    )
+    connection = Connection(find_access(defined.variables["KUBECONFIG"], None, {}), seconds=patient(60))
     yield connection, f"/apis/trainium.dev/v1alpha1/namespaces/{defined.namespace}/trainingjobs?dryRun=All"
     connection.close()
 
 
 def test_any_spec_is_taken_and_can_be_read_or_is_refused_with_a_bounded_answer(
-    server: tuple[http.client.HTTPSConnection, str],
+    server: tuple[Connection, str],
 ) -> None:
     connection, path = server
     taken = 0
@@ -59,15 +52,13 @@ def test_any_spec_is_taken_and_can_be_read_or_is_refused_with_a_bounded_answer(
     def offer(spec: Any) -> None:
         nonlocal taken
         job = {"apiVersion": "trainium.dev/v1alpha1", "kind": "TrainingJob", "metadata": {"name": "any"}, "spec": spec}
-        connection.request("POST", path, json.dumps(as_sent(job)), {"Content-Type": "application/json"})
-        answer = connection.getresponse()
-        said = answer.read()
-        assert answer.status in (201, 400, 413, 422), said[:500]
+        answer = connection.request("POST", path, body=as_sent(job))
+        assert answer.status in (201, 400, 413, 422), answer.body[:500]
         if answer.status != 201:
-            assert len(said) <= LONGEST_ANSWER
+            assert len(answer.body) <= LONGEST_ANSWER
             return
         taken += 1
-        kept = json.loads(said)
+        kept = json.loads(answer.body)
         kept["metadata"]["resourceVersion"] = "1"  # which a dry run does not give
         record = job_record(kept)
         assert record.view is not None, record.error
@@ -78,20 +69,18 @@ def test_any_spec_is_taken_and_can_be_read_or_is_refused_with_a_bounded_answer(
 
 
 def test_a_job_that_no_usual_parser_reads_is_taken_and_is_read_all_the_same(
-    server: tuple[http.client.HTTPSConnection, str],
+    server: tuple[Connection, str],
 ) -> None:
     connection, path = server
     template = '{"a":' * 9_000 + "1" + "}" * 9_000
     spec = json.dumps(SPEC).replace('"workers": {', f'"workers": {{"template": {template}, ', 1)
     job = f'{{"apiVersion":"trainium.dev/v1alpha1","kind":"TrainingJob","metadata":{{"name":"deep"}},"spec":{spec}}}'
-    connection.request("POST", path, job, {"Content-Type": "application/json"})
-    answer = connection.getresponse()
-    said = answer.read()
+    answer = connection.request("POST", path, body=job.encode())
 
-    assert answer.status == 201, said[:500]
+    assert answer.status == 201, answer.body[:500]
     with pytest.raises(RecursionError):
-        json.loads(said)
-    kept = read_json(said)
+        json.loads(answer.body)
+    kept = read_json(answer.body)
     kept["metadata"]["resourceVersion"] = "1"  # which a dry run does not give
     record = job_record(kept)
     assert record.view is not None, record.error

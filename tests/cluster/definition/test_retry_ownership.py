@@ -11,8 +11,8 @@ from unittest.mock import patch
 import pytest
 
 from trainium_client.commands.options import open_api
-from trainium_client.errors import ClientError
 from trainium_client.retry import correct_manifest, retry_job
+from trainium_contract.api_server.errors import ClientError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

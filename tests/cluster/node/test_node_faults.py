@@ -42,21 +42,17 @@ def test_a_rebooted_node_restarts_some_pods_and_fails_the_others(lab: Lab) -> No
 
 
 def test_a_lost_node_takes_all_its_processes_with_it_and_is_noticed(lab: Lab, faults: Faults) -> None:
+    from trainium_devcluster.processes.process_families import with_command_line
+
     node = lab.site.worker_nodes()[-1]
     name = lab.pod("lost", lab.container("setsid sleep 654321 & exec sleep 654321"), nodeName=node)
     lab.running(name)
-    assert len(sleepers()) == 2
+    assert len(with_command_line("sleep 654321")) == 2
     faults.kill_node(node)
-    until(lambda: not sleepers(), "processes of the lost node end", 5)
+    until(lambda: not with_command_line("sleep 654321"), "processes of the lost node end", 5)
     lab.site.wait("condition=Ready=Unknown", f"node/{node}", seconds=90)
     faults.start_node(node)
     lab.site.wait("condition=Ready", f"node/{node}", seconds=60)
-
-
-def sleepers() -> list[int]:
-    from trainium_devcluster.node.processes import process_trees
-
-    return [pid for pid in process_trees.parents() if process_trees.command_line(pid).startswith("sleep 654321")]
 
 
 def test_one_process_of_a_container_can_be_killed_and_the_container_too(lab: Lab, faults: Faults) -> None:

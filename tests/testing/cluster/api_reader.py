@@ -6,13 +6,14 @@ object that is not there is what kubectl says.
 
 from __future__ import annotations
 
-import http.client
 import json
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 from tests.testing.suite.patience import patient
-from trainium_devcluster.node.api.client import load_kubeconfig
+from trainium_contract.api_server.connection import Connection
+from trainium_contract.api_server.errors import NoClusterError
+from trainium_contract.api_server.kubeconfig import find_access
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -55,23 +56,18 @@ def path_of(arguments: tuple[str, ...]) -> str | None:
 
 
 class ApiReader:
-    """One GET after the other, each on a connection of its own: an API server that comes back is found again."""
+    """Reader whose failures are in the words of kubectl."""
 
     def __init__(self, kubeconfig: Path) -> None:
-        self._credentials = load_kubeconfig(kubeconfig)
+        self._connection = Connection(find_access(str(kubeconfig), None, {}), seconds=patient(60), user_agent="tests")
 
     def get(self, path: str) -> Json:
-        """One object, or a list of them; raises ReadError."""
-        address = urlsplit(self._credentials.server)
-        connection = http.client.HTTPSConnection(address.netloc, context=self._credentials.tls, timeout=patient(60))
+        """Return an object or a list; raises ReadError."""
         try:
-            connection.request("GET", path)
-            answer = connection.getresponse()
-            document: Json = json.load(answer)
-        except (OSError, http.client.HTTPException, ValueError) as error:
+            answer = self._connection.request("GET", path)
+            document: Json = json.loads(answer.body)
+        except (NoClusterError, ValueError) as error:
             raise ReadError(f"The API server does not answer: {error}") from error
-        finally:
-            connection.close()
         if answer.status != 200:
             reason, message = document.get("reason"), document.get("message")
             raise ReadError(f"Error from server ({reason}): {message}")

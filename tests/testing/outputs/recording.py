@@ -22,8 +22,8 @@ from tests.testing.api.recorded_jobs import RECORDED, ApiServer
 from trainium_client import pod_exec
 from trainium_client.commands import inspect, logs
 from trainium_client.commands.main import main
-from trainium_client.connection import Answer, Connection, LineStream
 from trainium_client.pod_exec import Output
+from trainium_contract.api_server.connection import Answer, Connection, LineStream
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from tests.testing.api.recorded_jobs import kubeconfig
-from trainium_client.errors import NoClusterError
-from trainium_client.kubeconfig import find_access
+from trainium_contract.api_server.errors import NoClusterError
+from trainium_contract.api_server.kubeconfig import find_access
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from trainium_client.api import Api
-from trainium_client.connection import Connection
-from trainium_client.errors import ClientError, ForbiddenError
-from trainium_client.kubeconfig import Access
 from trainium_client.pod_exec import json_lines, read_curve_in_pod, run_in_pod
+from trainium_contract.api_server.connection import Connection
+from trainium_contract.api_server.errors import ClientError, ForbiddenError
+from trainium_contract.api_server.kubeconfig import Access
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -19,9 +19,9 @@ from trainium_client.commands import pages
 from trainium_client.commands.main import main
 from trainium_client.commands.pages import LocalPages
 from trainium_client.commands.ui_server import UiServer
-from trainium_client.connection import Connection
-from trainium_client.errors import ClientError
-from trainium_client.kubeconfig import find_access
+from trainium_contract.api_server.connection import Connection
+from trainium_contract.api_server.errors import ClientError
+from trainium_contract.api_server.kubeconfig import find_access
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

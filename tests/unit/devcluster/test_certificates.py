@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import json
 import socket
 import ssl
 import stat
@@ -12,8 +10,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from trainium_contract.api_server.kubeconfig import find_access
 from trainium_devcluster.controlplane.certificates import Authority, signing_pair
-from trainium_devcluster.controlplane.kubeconfig import render_kubeconfig
+from trainium_devcluster.controlplane.components import Ports, prepare
+from trainium_devcluster.state import ClusterPaths
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -57,9 +57,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pki")
     authority = Authority.create("ours")
     authority.pair.write(folder, "ca")
-    authority.issue("server", names=("localhost",), addresses=("127.0.0.1",)).write(folder, "server")
-    authority.issue("alice", organizations=("system:masters",)).write(folder, "alice")
-    Authority.create("theirs").issue("mallory", names=("localhost",)).write(folder, "mallory")
+    authority.issue("server", names=("localhost", "127.0.0.1")).write(folder, "server")
+    authority.issue("alice", organization="system:masters").write(folder, "alice")
+    Authority.create("theirs").issue("mallory").write(folder, "mallory")
     return folder
 
 
@@ -91,11 +91,10 @@ def test_the_token_signing_pair_is_private_and_public() -> None:
     assert b"PUBLIC KEY" in public
 
 
-def test_a_kubeconfig_holds_all_that_a_client_needs() -> None:
-    pair = Authority.create("ca").issue("alice")
-    text = render_kubeconfig(cluster="c", server="https://127.0.0.1:1", authority=b"CA", user="alice", pair=pair)
-    document = json.loads(text)
-    assert document["current-context"] == "c"
-    user = document["users"][0]["user"]
-    assert base64.b64decode(user["client-certificate-data"]) == pair.certificate
-    assert base64.b64decode(document["clusters"][0]["cluster"]["certificate-authority-data"]) == b"CA"
+def test_a_kubeconfig_holds_all_that_a_client_needs(tmp_path: Path) -> None:
+    paths = ClusterPaths(tmp_path)
+    prepare(paths, Ports(etcd=1, etcd_peer=2, apiserver=3, controller_manager=4, scheduler=5))
+    access = find_access(str(paths.kubeconfig), None, {})
+    assert (access.context, access.server) == (tmp_path.name, "https://127.0.0.1:3")
+    files = ((paths.pki / name).read_bytes() for name in ("ca.crt", "admin.crt", "admin.key"))
+    assert (access.authority, access.certificate, access.key) == tuple(files)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import socket
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from trainium_devcluster.control import answers, request
+from trainium_devcluster.control import answers, request, serve
 from trainium_devcluster.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -82,3 +84,50 @@ def test_silence_is_given_up(listener: tuple[socket.socket, Path]) -> None:
 def test_a_missing_socket_is_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(ClusterError, match=r"nobody answers at .*is it running"):
         request(tmp_path / "none", {"op": "status"})
+
+
+@pytest.mark.parametrize(
+    ("line", "answer"),
+    [
+        (b'{"op": "x"}', {"ok": True, "got": "x"}),
+        (b'{"op": "bad"}', {"ok": False, "error": "That does not exist."}),
+        (b"{}", {"ok": False, "error": "The request is malformed: KeyError('op')."}),
+        (b"[1]", {"ok": False, "error": "A request is a JSON object with the key op."}),
+        (b"not json", {"ok": False, "error": "The request is malformed: JSONDecodeError("}),
+    ],
+)
+async def test_a_bad_request_is_answered_with_a_sentence(tmp_path: Path, line: bytes, answer: dict[str, Any]) -> None:
+    async def handle(message: dict[str, Any]) -> dict[str, Any]:
+        if message["op"] == "bad":
+            raise ClusterError("That does not exist.")
+        return {"got": message["op"]}
+
+    path = tmp_path / "control.sock"
+    server = await serve(path, handle)
+    assert path.stat().st_mode & 0o777 == 0o600
+    reader, writer = await asyncio.open_unix_connection(path)
+    writer.write(line + b"\n")
+    found = json.loads(await reader.readline())
+    if "error" in found:
+        found["error"] = found["error"][: len(answer["error"])]
+    assert found == answer
+    writer.close()
+    await writer.wait_closed()
+    server.close()
+
+
+async def test_a_caller_that_leaves_or_sends_too_much_disturbs_no_other(tmp_path: Path) -> None:
+    async def handle(_: dict[str, Any]) -> dict[str, Any]:
+        return {}
+
+    path = tmp_path / "control.sock"
+    server = await serve(path, handle)
+    for sent in (b"", b"x" * (2 << 20)):
+        reader, writer = await asyncio.open_unix_connection(path)
+        writer.write(sent)
+        writer.write_eof()
+        with contextlib.suppress(ConnectionResetError):  # of a connection closed with bytes that nobody read
+            assert await reader.read() == b""
+        writer.close()
+    assert await asyncio.to_thread(request, path, {"op": "x"}) == {"ok": True}
+    server.close()

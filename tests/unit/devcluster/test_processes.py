@@ -14,7 +14,6 @@ import pytest
 
 from trainium_devcluster.processes.process_families import (
     ProcessId,
-    descendants,
     freeze_family,
     identify,
     kill_family,
@@ -22,6 +21,7 @@ from trainium_devcluster.processes.process_families import (
     resident_bytes,
     spawn,
     thaw_family,
+    trees,
 )
 
 if TYPE_CHECKING:
@@ -58,25 +58,24 @@ def family(tmp_path: Path, mark: str) -> Iterator[subprocess.Popen[bytes]]:
     """A process with a child, and a grandchild that left for a session of its own, as a daemon does."""
     command = ["sh", "-c", "sleep 300 & setsid sh -c 'sleep 300; :' & wait"]
     process = spawn(command, log=tmp_path / "log", environment={**os.environ, VARIABLE: mark}, folder=tmp_path)
-    assert until(lambda: len(descendants(process.pid)) == 3)
+    assert until(lambda: len(trees([process.pid])) == 4)
     yield process
     kill_family(process.pid, VARIABLE, mark)
     process.wait()
 
 
 def test_a_family_includes_those_who_left_the_session(family: subprocess.Popen[bytes], mark: str) -> None:
-    below = descendants(family.pid)
-    assert set(marked(VARIABLE, mark)) == {family.pid, *below}
+    assert set(marked(VARIABLE, mark)) == set(trees([family.pid]))
 
 
 def test_a_killed_family_is_gone_whole(family: subprocess.Popen[bytes], mark: str) -> None:
-    below = descendants(family.pid)
+    members = trees([family.pid])
     kill_family(family.pid, VARIABLE, mark)
-    assert all(state(pid) in {"Z", "gone"} for pid in [family.pid, *below])
+    assert all(state(pid) in {"Z", "gone"} for pid in members)
 
 
 def test_orphans_are_found_by_their_mark(family: subprocess.Popen[bytes], mark: str) -> None:
-    below = descendants(family.pid)
+    _, *below = trees([family.pid])
     family.kill()
     family.wait()
     kill_family(None, VARIABLE, mark)
@@ -89,7 +88,7 @@ def test_a_mark_is_matched_whole_unless_asked_for_its_beginning(family: subproce
 
 
 def test_a_frozen_family_stands_still_and_goes_on(family: subprocess.Popen[bytes], mark: str) -> None:
-    members = [family.pid, *descendants(family.pid)]
+    members = trees([family.pid])
     freeze_family(family.pid, VARIABLE, mark)
     assert until(lambda: all(state(pid) == "T" for pid in members))
     thaw_family(family.pid, VARIABLE, mark)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import fcntl
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from trainium_devcluster.controlplane.components import Component, Ports, arguments, choose_ports
 from trainium_devcluster.errors import ClusterError
-from trainium_devcluster.nodepool.node_process import node_command, node_environment
+from trainium_devcluster.node.options import NodeOptions
+from trainium_devcluster.nodepool.pool import node_environment
 from trainium_devcluster.options import parse_labels
 from trainium_devcluster.state import MARKER, ClusterPaths, ClusterSpec, NodeSpec, clusters_folder, short_socket
 
@@ -107,14 +109,40 @@ def test_nodes_show_that_they_live_several_times_within_the_grace() -> None:
     assert ClusterSpec("dev", node_monitor_grace_seconds=300).heartbeat_seconds == 10
 
 
-def test_a_node_is_started_with_all_that_it_claims_to_have(tmp_path: Path) -> None:
-    spec = NodeSpec("node-1", neuron=4, efa=2, cpu="2", memory="4Gi", labels={"zone": "a"}, taints=("k=v:NoExecute",))
-    command = " ".join(node_command(spec, ClusterPaths(tmp_path), PORTS, Path("/venv/bin"), 1.0))
-    for part in (
-        "--name node-1", "--neuron 4", "--efa 2", "--cpu 2", "--memory 4Gi", "--label zone=a", "--taint k=v:NoExecute",
-        "--venv-bin /venv/bin", "--api-server 127.0.0.1:3", "--heartbeat 1",
-    ):  # fmt: skip
-        assert part in command
+def options_of(root: Path, **fields: Any) -> NodeOptions:
+    spec = NodeSpec("node-1", **fields)
+    ClusterPaths(root).node("node-1").mkdir(parents=True, exist_ok=True)
+    return NodeOptions(str(root), spec, ("127.0.0.1", 3), "/venv/bin", 1.0)
+
+
+def test_a_node_reads_all_options_that_its_supervisor_wrote(tmp_path: Path) -> None:
+    options = options_of(tmp_path, neuron=4, cpu="2", memory="4Gi", labels={"zone": "a"}, taints=("k=v:NoExecute",))
+    assert NodeOptions.read(options.write()) == options
+    assert options.paths.node_socket("node-1").parent == options.state_dir
+
+
+def test_a_node_registers_with_what_it_has(tmp_path: Path) -> None:
+    options = options_of(tmp_path, neuron=16, efa=0, taints=("k=v:NoSchedule", "x:NoExecute"))
+    assert options.capacity["aws.amazon.com/neuroncore"] == "32"
+    assert "vpc.amazonaws.com/efa" not in options.capacity
+    assert options.taints == [
+        {"key": "k", "value": "v", "effect": "NoSchedule"},
+        {"key": "x", "value": "", "effect": "NoExecute"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"memory": "lots"}, "capacity of memory: 'lots' is not a quantity"),
+        ({"taints": ("a=b:Sometimes",)}, "with an effect of NoSchedule"),
+    ],
+)
+def test_a_wrong_option_of_a_node_is_refused_with_a_sentence(
+    tmp_path: Path, wrong: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ClusterError, match=sentence):
+        options_of(tmp_path, **wrong)
 
 
 def test_a_node_carries_the_mark_by_which_its_processes_are_found(tmp_path: Path) -> None:

@@ -24,7 +24,10 @@ HELD = {
     "trainium-client": ("trainium_client", {"commands", "render", "views"}, {"py.typed"}),
     "trainium-contract": (
         "trainium_contract",
-        {"definition", "faults", "models", "pages", "requirements", "spec", "status", "trainer", "views", "wire"},
+        {
+            "api_server", "definition", "faults", "models", "pages", "requirements", "spec", "status", "trainer",
+            "views", "wire",
+        },  # fmt: skip
         {"py.typed"},
     ),
     "trainium-devcluster": (

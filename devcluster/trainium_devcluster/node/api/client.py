@@ -1,25 +1,21 @@
-"""A small Kubernetes API client: what a node needs, over one aiohttp session, JSON in and out.
+"""Read, write and watch objects of an API server over one aiohttp session, as parsed JSON.
 
-Invariants: TLS is verified against the kubeconfig's certificate authority, always; while `partitioned` is set nothing
-is sent and open watches are cut, as if the network to the API server failed.
+Guarantees:
+- TLS is verified against the kubeconfig's certificate authority.
+- During a partition nothing is sent and open watches are cut, as if the network to the API server failed.
 """
 
 import asyncio
-import base64
 import json
-import ssl
-import tempfile
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Self
 
 import aiohttp
-import yaml
 
+from trainium_contract.api_server.connection import tls_context
+from trainium_contract.api_server.kubeconfig import Access
 from trainium_devcluster.node.api.objects import Json
 
-JSON_PATCH = "application/json-patch+json"
 MERGE_PATCH = "application/merge-patch+json"
 STRATEGIC_PATCH = "application/strategic-merge-patch+json"
 
@@ -42,75 +38,21 @@ class Unreachable(Exception):  # noqa: N818 - reads as what it is
     """The API server did not answer."""
 
 
-@dataclass(frozen=True, slots=True)
-class Credentials:
-    """Where the API server is and how to speak to it."""
-
-    server: str
-    tls: ssl.SSLContext | None
-    token: str = ""
-
-
-def load_kubeconfig(path: Path) -> Credentials:
-    """Read the current context of a kubeconfig file.
-
-    Raises:
-        ValueError: when the file lacks what is needed, with a message that names it.
-    """
-    config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    try:
-        context = _named(config["contexts"], config["current-context"])["context"]
-        cluster = _named(config["clusters"], context["cluster"])["cluster"]
-        user = _named(config["users"], context["user"])["user"]
-        server = cluster["server"].rstrip("/")
-    except (KeyError, TypeError) as error:
-        raise ValueError(
-            f"{path} is not a usable kubeconfig: {error} is missing; write one with a current context"
-        ) from error
-    if not server.startswith("https://"):
-        return Credentials(server, None, user.get("token", ""))
-    authority = _content(path, cluster, "certificate-authority")
-    tls = ssl.create_default_context(cadata=authority.decode() if authority else None)
-    certificate, key = _content(path, user, "client-certificate"), _content(path, user, "client-key")
-    if certificate and key:
-        with tempfile.NamedTemporaryFile(suffix=".pem") as file:
-            file.write(certificate + b"\n" + key)
-            file.flush()
-            tls.load_cert_chain(file.name)
-    return Credentials(server, tls, user.get("token", ""))
-
-
-def _named(items: list[Json], name: str) -> Json:
-    for item in items:
-        if item["name"] == name:
-            return item
-    raise KeyError(name)
-
-
-def _content(path: Path, section: Json, key: str) -> bytes:
-    if inline := section.get(key + "-data"):
-        return base64.b64decode(str(inline))
-    if file := section.get(key):
-        return (path.parent / str(file)).read_bytes()
-    return b""
-
-
 class Api:
     """The client. Use as an asynchronous context manager."""
 
-    def __init__(self, credentials: Credentials, user_agent: str) -> None:
-        self._credentials = credentials
+    def __init__(self, access: Access, user_agent: str, *, seconds: float = _REQUEST_TIMEOUT) -> None:
+        self._access = access
         self._agent = user_agent
+        self._seconds = seconds
         self._session: aiohttp.ClientSession | None = None
         self._partitioned = False
 
     async def __aenter__(self) -> Self:
-        headers = {"User-Agent": self._agent, "Accept": "application/json"}
-        if self._credentials.token:
-            headers["Authorization"] = f"Bearer {self._credentials.token}"
-        connector = aiohttp.TCPConnector(limit=0, ssl=self._credentials.tls or False, keepalive_timeout=60)
+        headers = {"User-Agent": self._agent, "Accept": "application/json", **dict(self._access.headers)}
+        connector = aiohttp.TCPConnector(limit=0, ssl=tls_context(self._access), keepalive_timeout=60)
         self._session = aiohttp.ClientSession(
-            connector=connector, headers=headers, timeout=aiohttp.ClientTimeout(total=_REQUEST_TIMEOUT)
+            connector=connector, headers=headers, timeout=aiohttp.ClientTimeout(total=self._seconds)
         )
         return self
 
@@ -140,10 +82,6 @@ class Api:
         """POST; raises as `get`."""
         return await self._request("POST", path, body=body)
 
-    async def replace(self, path: str, body: Json) -> Json:
-        """PUT; raises as `get`."""
-        return await self._request("PUT", path, body=body)
-
     async def patch(self, path: str, body: Json, kind: str = STRATEGIC_PATCH) -> Json:
         """PATCH with content type `kind`; raises as `get`."""
         return await self._request("PATCH", path, body=body, content_type=kind)
@@ -167,7 +105,7 @@ class Api:
             raise Unreachable("the node is partitioned from the API server")
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": content_type} if data else {}
-        url = self._credentials.server + path
+        url = self._access.server + path
         try:
             async with self._session.request(method, url, params=params, data=data, headers=headers) as response:
                 raw = await response.read()
@@ -190,7 +128,7 @@ class Api:
         if self._partitioned:
             await asyncio.sleep(_PARTITION_DELAY)
             raise Unreachable("the node is partitioned from the API server")
-        url = self._credentials.server + path
+        url = self._access.server + path
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_REQUEST_TIMEOUT)
         try:
             async with self._session.get(url, params={**params, "watch": "true"}, timeout=timeout) as response:

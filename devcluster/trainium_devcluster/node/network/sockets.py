@@ -15,7 +15,8 @@ import socket
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
+
+from trainium_devcluster.processes.process_families import sockets_of
 
 _SYS_PIDFD_GETFD = 438
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
@@ -47,7 +48,7 @@ class SocketFilter:
     def cut(self, pids: Iterable[int]) -> None:
         """Cut every TCP socket of these processes that is not cut yet."""
         for pid in pids:
-            for fd, inode in _sockets(pid):
+            for fd, inode in sockets_of(pid):
                 if inode in self._cut:
                     continue
                 with contextlib.suppress(OSError):
@@ -65,17 +66,6 @@ class SocketFilter:
                 duplicate.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
             duplicate.close()
         self._cut.clear()
-
-
-def _sockets(pid: int) -> list[tuple[int, str]]:
-    found = []
-    with contextlib.suppress(OSError):
-        for entry in os.scandir(f"/proc/{pid}/fd"):
-            with contextlib.suppress(OSError):
-                target = str(Path(entry.path).readlink())
-                if target.startswith("socket:"):
-                    found.append((int(entry.name), target))
-    return found
 
 
 def _duplicate(pid: int, fd: int) -> socket.socket:

@@ -32,7 +32,7 @@ from trainium_devcluster.node.pods.status import (
 )
 from trainium_devcluster.node.processes import container_exec
 from trainium_devcluster.node.processes.launcher_client import Command, Exit, Launcher, LaunchError, Process
-from trainium_devcluster.node.volumes.removal import remove_tree
+from trainium_devcluster.processes.cleanup import remove_tree
 
 _log = logging.getLogger(__name__)
 

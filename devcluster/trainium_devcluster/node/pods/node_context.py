@@ -21,9 +21,7 @@ from trainium_devcluster.node.options import NodeOptions
 from trainium_devcluster.node.processes.isolation import Isolation
 from trainium_devcluster.node.processes.launcher_client import Launcher
 from trainium_devcluster.node.spec import unsupported_fields
-
-MARKER = "TRAINIUM_DEVCLUSTER_NODE"
-"""The environment variable by which a cluster finds the processes of its nodes; passed on to every container."""
+from trainium_devcluster.state import MARKER
 
 _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
@@ -66,7 +64,7 @@ class NodeServices:
             "KUBERNETES_SERVICE_PORT_HTTPS": str(port),
             "KUBERNETES_PORT": f"tcp://{host}:{port}",
         }
-        if MARKER in os.environ:
+        if MARKER in os.environ:  # by which the cluster finds the processes of its nodes
             env[MARKER] = os.environ[MARKER]
         return env
 

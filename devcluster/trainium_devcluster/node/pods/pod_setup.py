@@ -93,7 +93,7 @@ class PodSetup:
         spec, pod = container.spec, self.pod()
         if complaint := unsupported_fields.runs_as_root(pod, spec):
             raise ConfigError(complaint)
-        image = images.read_image(self.services.options.images_dir, spec.get("image", ""))
+        image = images.read_image(self.services.options.paths.images, spec.get("image", ""))
         found: dict[tuple[str, str], Json | None] = {}
         for plural, wanted in environment.references(spec):
             # A change of the object has no effect on a running container; the volumes' listener is woken for nothing.

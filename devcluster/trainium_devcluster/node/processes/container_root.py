@@ -13,7 +13,7 @@ import os
 import stat
 from dataclasses import dataclass, field
 
-from trainium_devcluster.node.processes import syscalls as sc
+from trainium_devcluster.processes import syscalls as sc
 
 _OLD = "/.old"
 _OWN_TOP_LEVEL = frozenset({"proc", "sys", "dev", "lost+found"})

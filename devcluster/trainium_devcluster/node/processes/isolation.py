@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from tempfile import mkdtemp
 
-from trainium_devcluster.node.processes import syscalls as sc
+from trainium_devcluster.processes import syscalls as sc
 
 
 class Namespaces(StrEnum):

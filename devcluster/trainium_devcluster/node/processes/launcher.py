@@ -28,8 +28,8 @@ import traceback
 from typing import Any, NoReturn
 
 from trainium_devcluster.node.processes import container_root
-from trainium_devcluster.node.processes import syscalls as sc
 from trainium_devcluster.node.processes.isolation import Isolation, Namespaces
+from trainium_devcluster.processes import syscalls as sc
 
 MAX_MESSAGE = 65536
 _FDS = 5

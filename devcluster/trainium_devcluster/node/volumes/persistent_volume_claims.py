@@ -9,15 +9,13 @@ import asyncio
 import logging
 from pathlib import Path
 
+from trainium_devcluster.controlplane.bootstrap import PROVISIONER
 from trainium_devcluster.node.api.client import Api, ApiError, Unreachable
 from trainium_devcluster.node.api.objects import Json, name, namespace, uid
 from trainium_devcluster.node.api.reflector import Reflector
-from trainium_devcluster.node.volumes.removal import remove_tree
+from trainium_devcluster.processes.cleanup import remove_tree
 
 _log = logging.getLogger(__name__)
-
-PROVISIONER = "trainium.dev/process-node"
-"""The `provisioner` of StorageClasses (with volumeBindingMode WaitForFirstConsumer) that this node serves."""
 
 _SELECTED_NODE = "volume.kubernetes.io/selected-node"
 _PROVISIONED_BY = "pv.kubernetes.io/provisioned-by"

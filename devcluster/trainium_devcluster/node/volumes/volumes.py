@@ -19,13 +19,13 @@ from trainium_devcluster.node.api.client import Api, ApiError, Unreachable
 from trainium_devcluster.node.api.objects import Json, namespace, uid
 from trainium_devcluster.node.api.reflector import ObjectCache
 from trainium_devcluster.node.api.waiting import until
-from trainium_devcluster.node.processes import syscalls as sc
 from trainium_devcluster.node.processes.isolation import Isolation
 from trainium_devcluster.node.spec import config_data, downward_api
 from trainium_devcluster.node.spec.config_data import FileContent
 from trainium_devcluster.node.volumes import atomic_writer, persistent_volume_claims
-from trainium_devcluster.node.volumes.removal import remove_tree
 from trainium_devcluster.node.volumes.service_account_tokens import TokenSource
+from trainium_devcluster.processes import syscalls as sc
+from trainium_devcluster.processes.cleanup import remove_tree
 
 _log = logging.getLogger(__name__)
 _PRIVATE_SHM = "64m"  # what container runtimes give /dev/shm of a pod

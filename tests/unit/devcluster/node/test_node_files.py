@@ -1,4 +1,4 @@
-"""Atomic volumes, hosts files, logs, addresses and options of a node."""
+"""Atomic volumes, hosts files, logs and addresses of a node."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from trainium_devcluster.node import options
 from trainium_devcluster.node.network import addresses, hosts
 from trainium_devcluster.node.pods import logs
 from trainium_devcluster.node.pods.pod_setup import capabilities
@@ -140,38 +139,6 @@ def test_two_nodes_never_own_the_same_network() -> None:
         assert (str(first), str(second)) == ("127.213.7.0/24", "127.213.8.0/24")
         with pytest.raises(addresses.NoAddressError):
             addresses.claim(networks(), port)
-
-
-ARGUMENTS = (
-    "--name node-1 --kubeconfig k --state-dir d --control-socket s --venv-bin b --api-server 127.0.0.1:6443 --neuron 16"
-)
-
-
-def test_options_are_read() -> None:
-    found = options.parse([*ARGUMENTS.split(), "--label", "a=b", "--taint", "k=v:NoSchedule", "--taint", "x:NoExecute"])
-    assert found.capacity["aws.amazon.com/neuroncore"] == "32"
-    assert "vpc.amazonaws.com/efa" not in found.capacity
-    assert found.labels == {"a": "b"}
-    assert found.taints == (options.Taint("k", "v", "NoSchedule"), options.Taint("x", "", "NoExecute"))
-    assert found.api_server == ("127.0.0.1", 6443)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "sentence"),
-    [
-        (["--name", "Node_1"], "is not a node name"),
-        (["--api-server", "here"], "must be host:port"),
-        (["--memory", "lots"], "capacity of memory"),
-        (["--label", "ab"], "must be KEY=VALUE"),
-        (["--taint", "a=b:Sometimes"], "with an effect of NoSchedule"),
-    ],
-)
-def test_a_wrong_option_ends_with_a_sentence(
-    wrong: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        options.parse([*ARGUMENTS.split(), *wrong])
-    assert sentence in capsys.readouterr().err
 
 
 def refused(container: dict[str, Any], namespaces: Namespaces = Namespaces.ROOT, **spec: Any) -> list[str]:

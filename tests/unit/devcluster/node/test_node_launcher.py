@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from trainium_devcluster.node.processes import isolation, process_trees
+from trainium_devcluster.node.processes import isolation
 from trainium_devcluster.node.processes.isolation import Namespaces
+from trainium_devcluster.processes.process_families import with_command_line
 
 PREAMBLE = """
 import asyncio, json, os, signal, sys
@@ -174,7 +175,7 @@ def test_process_one_ignores_sigterm_unless_it_handles_it_and_takes_its_children
     assert found[1][1].splitlines()[0] == "pod-1"
     assert int(found[1][1].splitlines()[1]) <= 6
     assert found[2:] == [137, 9]
-    assert sleepers("sleep 765432") == []
+    assert with_command_line("sleep 765432") == []
 
 
 def test_a_killed_node_takes_every_process_of_its_containers_with_it(prefix: list[str], state: Path) -> None:
@@ -188,25 +189,9 @@ def test_a_killed_node_takes_every_process_of_its_containers_with_it(prefix: lis
     with pytest.raises(AssertionError):
         node(prefix, state, node_script)
     end = time.monotonic() + 5
-    while sleepers("sleep 876543"):
+    while with_command_line("sleep 876543"):
         assert time.monotonic() < end
         time.sleep(0.02)
-
-
-def sleepers(command: str) -> list[int]:
-    return [pid for pid in process_trees.parents() if process_trees.command_line(pid) == command]
-
-
-def test_a_tree_of_processes_is_found_and_can_be_killed() -> None:
-    with subprocess.Popen(["sh", "-c", "sleep 987654 & sleep 987654; true"]) as process:
-        end = time.monotonic() + 5
-        while len(process_trees.process_tree(process.pid)) < 3:
-            assert time.monotonic() < end
-            time.sleep(0.01)
-        assert process_trees.process_tree(process.pid)[0] == process.pid
-        reached = process_trees.signal_tree(process.pid, 9)  # type: ignore[arg-type]
-        assert len(reached) == 3
-    assert process_trees.process_tree(process.pid) == []
 
 
 def test_the_strongest_isolation_is_found_without_changing_this_process() -> None:

@@ -1,9 +1,8 @@
-"""What runs in the background of a node, against fakes: reflectors, status writer, tokens, probes, control socket."""
+"""What runs in the background of a node, against fakes: reflectors, status writer, tokens, probes."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +15,10 @@ from trainium_devcluster.node.api.waiting import until
 from trainium_devcluster.node.pods import probes
 from trainium_devcluster.node.pods.probe_actions import ProbeResult, port_number
 from trainium_devcluster.node.pods.status_writer import StatusWriter
-from trainium_devcluster.node.server import control_socket
 from trainium_devcluster.node.volumes.service_account_tokens import TokenSource
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
-    from pathlib import Path
 
 
 def item(uid: str, version: int = 1) -> dict[str, Any]:
@@ -253,33 +250,3 @@ async def test_a_waiting_task_can_be_cancelled_at_the_very_moment_it_is_woken() 
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asyncio.wait_for(task, 1)
-
-
-async def test_the_control_socket_answers_bad_requests_with_sentences(tmp_path: Path) -> None:
-    async def handle(request: dict[str, Any]) -> dict[str, Any]:
-        if request["op"] == "bad":
-            raise ValueError("that does not exist")
-        return {"got": request["op"]}
-
-    path = tmp_path / "control.sock"
-    server = await control_socket.serve(path, handle)
-    assert path.stat().st_mode & 0o777 == 0o600
-
-    async def ask(body: Any) -> Any:
-        return await asyncio.to_thread(control_socket.request, path, body)
-
-    assert await ask({"op": "x"}) == {"ok": True, "got": "x"}
-    assert await ask({"op": "bad"}) == {"ok": False, "error": "that does not exist"}
-    assert await ask({}) == {"ok": False, "error": "the request lacks 'op'"}
-    assert await ask([1]) == {"ok": False, "error": "a request is a JSON object with the key op"}
-    reader, writer = await asyncio.open_unix_connection(str(path))
-    writer.write(b"not json\n")
-    assert json.loads(await reader.readline())["ok"] is False
-    writer.close()
-    await writer.wait_closed()
-    server.close()
-
-
-async def test_a_control_socket_with_too_long_a_path_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="must be shorter"):
-        await control_socket.serve(tmp_path / ("x" * 120), None)  # type: ignore[arg-type]

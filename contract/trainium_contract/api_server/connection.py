@@ -1,7 +1,10 @@
 """HTTPS to the API server with the standard library, so that a command starts fast; raw bytes in and out.
 
-Invariants: TLS is verified unless the kubeconfig turns that off; a connection is used by one thread at a time; a
-request that may have been carried out is never sent twice; credentials never reach a message.
+Guarantees:
+- TLS is verified unless the kubeconfig turns that off.
+- A connection is used by one thread at a time.
+- A request that may have been carried out is never sent twice.
+- Credentials never reach a message.
 """
 
 from __future__ import annotations
@@ -13,20 +16,23 @@ import json
 import os
 import ssl
 import tempfile
+import time
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode, urlsplit
 
-from trainium_client.errors import NoClusterError
+from trainium_contract.api_server.errors import NoClusterError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from trainium_client.kubeconfig import Access
+    from trainium_contract.api_server.kubeconfig import Access
 
 ANSWER_SECONDS = 30.0
+IDLE_SECONDS = 30.0
+"""Below the time after which an API server closes an idle connection (90 s), since a write is not repeated."""
 _CHUNK = 1 << 16
 
 
@@ -77,11 +83,12 @@ class LineStream:
 class Connection:
     """The API server of one `Access`."""
 
-    def __init__(self, access: Access, *, seconds: float = ANSWER_SECONDS) -> None:
+    def __init__(self, access: Access, *, seconds: float = ANSWER_SECONDS, user_agent: str = "kubectl-trn") -> None:
         self.access = access
+        self._user_agent = user_agent
         self._parts = urlsplit(access.server)
         self._seconds = seconds
-        self._idle: deque[http.client.HTTPConnection] = deque()
+        self._idle: deque[tuple[http.client.HTTPConnection, float]] = deque()
         self._context = tls_context(access) if self._parts.scheme == "https" else None
 
     @property
@@ -108,11 +115,10 @@ class Connection:
         content_type: str = "application/json",
         accept: str = "application/json",
     ) -> Answer:
-        """One exchange. Raises NoClusterError when there is no answer."""
-        data = None if body is None else json.dumps(body).encode()
+        """Exchange a request whose body is bytes or JSON. Raises NoClusterError when there is no answer."""
+        data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
         headers = {"Accept": accept, **({"Content-Type": content_type} if data is not None else {})}
-        for attempt in (1, 2):
-            kept = self._kept()
+        for kept in (self._kept(), None):
             connection = kept or self._open(self._seconds)
             try:
                 self._send(connection, method, self.path(path, query), data, headers)
@@ -121,10 +127,10 @@ class Connection:
             except (OSError, http.client.HTTPException) as error:
                 connection.close()
                 # The server may close an idle connection at any time; only what changes nothing is asked again.
-                if kept is None or attempt == 2 or method != "GET":
+                if kept is None or method != "GET":
                     raise self._no_answer(error) from error
             else:
-                self._idle.append(connection)
+                self._idle.append((connection, time.monotonic()))
                 return answer
         raise AssertionError("unreachable")
 
@@ -134,11 +140,14 @@ class Connection:
             kept.close()
 
     def _kept(self) -> http.client.HTTPConnection | None:
-        """Return an idle connection; other threads may use the last one at any time."""
-        try:
-            return self._idle.pop()
-        except IndexError:
-            return None
+        """Return a connection that was used lately; other threads may use the last one at any time."""
+        with contextlib.suppress(IndexError):
+            while True:
+                connection, used = self._idle.pop()
+                if time.monotonic() - used < IDLE_SECONDS:
+                    return connection
+                connection.close()
+        return None
 
     @contextlib.contextmanager
     def stream(self, path: str, *, query: Mapping[str, str], silence: float | None = None) -> Iterator[LineStream]:
@@ -160,7 +169,7 @@ class Connection:
         self, connection: http.client.HTTPConnection, method: str, path: str, data: bytes | None, own: dict[str, str]
     ) -> None:
         connection.putrequest(method, path, skip_accept_encoding=True)
-        for name, value in (*own.items(), *self.access.headers, ("User-Agent", "kubectl-trn")):
+        for name, value in (*own.items(), *self.access.headers, ("User-Agent", self._user_agent)):
             connection.putheader(name, value)
         if data is not None:
             connection.putheader("Content-Length", str(len(data)))

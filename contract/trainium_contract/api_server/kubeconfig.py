@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from trainium_client.errors import NoClusterError
+from trainium_contract.api_server.errors import NoClusterError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
