@@ -27,7 +27,7 @@ HELD = {
         {
             "api_server", "definition", "faults", "models", "pages", "requirements", "spec", "status", "trainer",
             "views", "wire",
-        },  # fmt: skip
+        },
         {"py.typed"},
     ),
     "trainium-devcluster": (
