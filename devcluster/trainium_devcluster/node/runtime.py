@@ -89,7 +89,7 @@ def _assemble(
         release_address=pod_addresses.release,
         programs=program_folders(Path(options.venv_bin)),
     )
-    link_agent(services.agent_folder, options.venv_bin)
+    link_agent(services.agent_folder, Path(options.venv_bin))
     return RunningNode(services, registration, listener, pod_addresses, runners)
 
 
