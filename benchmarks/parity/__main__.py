@@ -21,7 +21,7 @@ import torch
 import transformers
 
 from benchmarks.parity import document, material, preferences, reference, tuned
-from benchmarks.parity.ours import RunFailedError, export_newest, run_trainer
+from benchmarks.parity.ours import compare_curves, export_newest, run_trainer
 from benchmarks.parity.rows import BASE, LOGITS_TOLERANCE, ROWS, SETTINGS, TOLERANCE, Row, Settings, write_config
 from benchmarks.parity.tuning_rows import (
     ADAPTER_TOLERANCE,
@@ -31,6 +31,7 @@ from benchmarks.parity.tuning_rows import (
     TUNING_ROWS,
     TUNING_SETTINGS,
 )
+from benchmarks.ranks import RunFailedError
 from trainium_trainer.configuration import config as configuration
 
 if TYPE_CHECKING:
@@ -202,25 +203,19 @@ def _judge(row: Row, file: Path, against: reference.Reference, folder: Path) -> 
     """Run a row of pretraining; compare its curve and its exported model. Raises RunFailedError."""
     began = time.monotonic()
     losses = run_trainer(file, row.set_options, ranks=row.ranks, folder=folder)
-    differences = [abs(own - other) / other for own, other in zip(losses, against.losses, strict=True)]
     config = configuration.load(file)
     exported, model = export_newest(folder, reference.shape_of(config))
     tokens, _ = next(reference.batches(config))
     with torch.no_grad():
         own = model(tokens)
-        trained = against.model(tokens).logits
-    theirs = reference.exported_logits(exported, tokens)
+    theirs = reference.logits_of(reference.load_model(exported), tokens)
     spread = float(theirs.std())
-    result: dict[str, Any] = {
-        "losses": losses,
-        "loss": losses[-1],
-        "greatestDifference": max(differences),
-        "step": differences.index(max(differences)) + 1,
+    result = compare_curves(losses, against.losses) | {
         "exportedLogits": float((own - theirs).abs().max()) / spread,
-        "trainedLogits": float((trained - theirs).abs().max()) / spread,
+        "trainedLogits": float((reference.logits_of(against.model, tokens) - theirs).abs().max()) / spread,
         "seconds": round(time.monotonic() - began, 1),
     }
-    result["passed"] = max(differences) <= TOLERANCE and result["exportedLogits"] <= LOGITS_TOLERANCE
+    result["passed"] = result["greatestDifference"] <= TOLERANCE and result["exportedLogits"] <= LOGITS_TOLERANCE
     return result
 
 

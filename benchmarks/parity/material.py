@@ -9,6 +9,7 @@ import importlib
 import inspect
 import json
 import random
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,100 +21,10 @@ from trainium_trainer.configuration import config as configuration
 from trainium_trainer.data.opening import open_data
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from trainium_contract.trainer.config import TrainingConfig
 
-MODULES = [
-    "argparse",
-    "ast",
-    "asyncio",
-    "base64",
-    "bisect",
-    "calendar",
-    "cmd",
-    "codecs",
-    "collections",
-    "configparser",
-    "contextlib",
-    "copy",
-    "csv",
-    "ctypes",
-    "dataclasses",
-    "datetime",
-    "decimal",
-    "difflib",
-    "dis",
-    "email",
-    "enum",
-    "fileinput",
-    "fractions",
-    "ftplib",
-    "functools",
-    "glob",
-    "gzip",
-    "hashlib",
-    "heapq",
-    "html",
-    "http.client",
-    "imaplib",
-    "inspect",
-    "io",
-    "ipaddress",
-    "itertools",
-    "json",
-    "logging",
-    "lzma",
-    "mailbox",
-    "math",
-    "mimetypes",
-    "multiprocessing",
-    "operator",
-    "os",
-    "pathlib",
-    "pickle",
-    "platform",
-    "plistlib",
-    "poplib",
-    "pprint",
-    "queue",
-    "random",
-    "re",
-    "sched",
-    "secrets",
-    "shelve",
-    "shlex",
-    "shutil",
-    "signal",
-    "smtplib",
-    "socket",
-    "sqlite3",
-    "ssl",
-    "statistics",
-    "string",
-    "struct",
-    "subprocess",
-    "symtable",
-    "tarfile",
-    "tempfile",
-    "textwrap",
-    "threading",
-    "timeit",
-    "tokenize",
-    "traceback",
-    "types",
-    "unittest",
-    "urllib.parse",
-    "urllib.request",
-    "uuid",
-    "venv",
-    "warnings",
-    "wave",
-    "weakref",
-    "xml.dom.minidom",
-    "zipfile",
-    "zoneinfo",
-]
+MODULES = Path(__file__).with_name("modules.txt").read_text().split()
+"""Modules of the standard library whose docstrings make the examples."""
 _STEPS = 100
 _LONGEST = 160  # characters of an answer
 

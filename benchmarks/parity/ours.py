@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from safetensors.torch import load_file
 
+from benchmarks.ranks import run_ranks
 from trainium_contract.trainer.artifacts import ArtifactPrecision
-from trainium_devcluster.ports import reserved_port
 from trainium_trainer.artifacts.export import export
 from trainium_trainer.models.llama import Llama
 
@@ -22,40 +20,22 @@ if TYPE_CHECKING:
     from trainium_contract.models.shape import ModelShape
 
 
-class RunFailedError(Exception):
-    """A rank failed; the message has the end of its log."""
-
-
 def run_trainer(config: Path, overrides: Sequence[str], *, ranks: int, folder: Path) -> list[float]:
     """Train with `ranks` processes below `folder` and return the loss of every step. Raises RunFailedError."""
     folder.mkdir(parents=True)
-    port = reserved_port()
     argv = [sys.executable, "-m", "trainium_trainer", "train", "--config", str(config)]
     for override in (*overrides, f"checkpoint.path={folder / 'run'}"):
         argv += ["--set", override]
-    processes = []
-    for rank in range(ranks):
-        environment = os.environ | {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": "1",
-        }
-        with (folder / f"rank-{rank}.log").open("w") as log:
-            processes.append(subprocess.Popen(argv, env=environment, stdout=log, stderr=log))
-    try:
-        codes = [process.wait(timeout=1800) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    if any(codes):
-        rank = next(rank for rank, code in enumerate(codes) if code)
-        lines = (folder / f"rank-{rank}.log").read_text().splitlines()
-        raise RunFailedError(f"rank {rank} ended with {codes[rank]}: {' / '.join(lines[-3:])}")
+    run_ranks(argv, ranks, folder)
     lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
     return [record["loss"] for record in map(json.loads, lines) if "loss" in record]
+
+
+def compare_curves(losses: list[float], reference: list[float]) -> dict[str, Any]:
+    """Return the fields of a result that describe its curve."""
+    differences = [abs(own - other) / other for own, other in zip(losses, reference, strict=True)]
+    worst = max(differences)
+    return {"losses": losses, "loss": losses[-1], "greatestDifference": worst, "step": differences.index(worst) + 1}
 
 
 def export_newest(folder: Path, shape: ModelShape) -> tuple[Path, Llama]:

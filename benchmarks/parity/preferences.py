@@ -16,10 +16,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
-from benchmarks.parity.ours import RunFailedError
-from benchmarks.parity.reference import micro_batches, rate_of, shape_of
-from benchmarks.parity.tuned import Tuned, logits_of
+from benchmarks.parity.reference import logits_of, micro_batches, rate_of, shape_of
+from benchmarks.parity.tuned import Tuned
 from benchmarks.parity.tuned_reference import TunedReference, base_with_adapter, plain_name
+from benchmarks.ranks import RunFailedError
 from trainium_contract.trainer.tuning import TuningMethod
 from trainium_trainer.tuning.apply import initial_adapter
 from trainium_trainer.tuning.choice import choose

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from trainium_contract.trainer.optimizer import ScheduleKind, WeightDecayScope
 from trainium_trainer.configuration.config import Launch, resolve_settings
@@ -136,9 +136,15 @@ def rate_of(config: TrainingConfig, step: int) -> float:
     return peak * (schedule.final_ratio + (1 - schedule.final_ratio) * left)
 
 
-def exported_logits(folder: Path, tokens: Tensor) -> Tensor:
-    """Compute the logits of an exported folder with `transformers`."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    with torch.no_grad():
-        logits: Tensor = model(tokens).logits
+def load_model(folder: Path) -> PreTrainedModel:
+    """Load a Hugging Face folder with `transformers`."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.train(mode=False)
+    return model
+
+
+@torch.no_grad()
+def logits_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Compute the logits of a model of `transformers`."""
+    logits: Tensor = model(tokens).logits
     return logits

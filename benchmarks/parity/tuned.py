@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks.parity.ours import run_trainer
-from benchmarks.parity.reference import exported_logits, micro_batches
+from benchmarks.parity.ours import compare_curves, run_trainer
+from benchmarks.parity.reference import load_model, logits_of, micro_batches
 from benchmarks.parity.rows import TOLERANCE, Row
 from benchmarks.parity.tuned_reference import TunedReference, loss_on, tune_reference
 from benchmarks.parity.tuning_rows import ADAPTER_TOLERANCE, MERGED_TOLERANCE
@@ -69,15 +68,10 @@ def judge(row: Row, file: Path, against: Tuned, folder: Path) -> dict[str, Any]:
     began = time.monotonic()
     config = configuration.load(file)
     losses = run_trainer(file, row.set_options, ranks=row.ranks, folder=folder)
-    differences = [abs(own - other) / other for own, other in zip(losses, against.losses, strict=True)]
     left = left_behind(folder)
-    own = exported_logits(left["model"], against.tokens)
+    own = logits_of(load_model(left["model"]), against.tokens)
     spread = float(against.logits.std())
-    result: dict[str, Any] = {
-        "losses": losses,
-        "loss": losses[-1],
-        "greatestDifference": max(differences),
-        "step": differences.index(max(differences)) + 1,
+    result = compare_curves(losses, against.losses) | {
         "trainedNumbers": _greatest_difference(trained_numbers(folder), against.numbers),
         "trainedLogits": float((own - against.logits).abs().max()) / spread,
         "seconds": round(time.monotonic() - began, 1),
@@ -89,7 +83,7 @@ def judge(row: Row, file: Path, against: Tuned, folder: Path) -> dict[str, Any]:
         result["mergedLogits"] = float((own - theirs).abs().max()) / spread
         passed = passed and result["mergedLogits"] <= MERGED_TOLERANCE
     if against.accuracy is not None:
-        result["accuracy"] = accuracy_of(_loaded(left["model"]), config)
+        result["accuracy"] = accuracy_of(load_model(left["model"]), config)
         passed = passed and result["accuracy"] == against.accuracy
     return result | {"passed": passed}
 
@@ -101,15 +95,10 @@ def begins_with_theirs(file: Path, against: Tuned, folder: Path) -> float:
     """
     config = configuration.load(file)
     assert against.adapter is not None
-    overrides = [
-        f"tuning.lora.adapter={against.adapter}",
-        "steps=1",
-        "schedule.kind=Constant",
-        "schedule.warmupSteps=0",
-    ]
-    overrides.append("schedule.decaySteps=null")
+    constant = ("schedule.kind=Constant", "schedule.warmupSteps=0", "schedule.decaySteps=null")
+    overrides = [f"tuning.lora.adapter={against.adapter}", "steps=1", *constant]
     (own,) = run_trainer(file, overrides, ranks=1, folder=folder)
-    adapted = PeftModel.from_pretrained(_loaded(Path(config.model.weights or "")), str(against.adapter))
+    adapted = PeftModel.from_pretrained(load_model(Path(config.model.weights or "")), str(against.adapter))
     theirs = loss_on(adapted, next(micro_batches(config)))
     return abs(own - theirs) / theirs
 
@@ -121,7 +110,7 @@ def left_behind(folder: Path) -> dict[str, Path]:
 
 def merged_by_peft(base: Path, adapter: Path, tokens: Tensor) -> Tensor:
     """Compute the logits of an adapter that peft loads and merges."""
-    adapted = PeftModel.from_pretrained(_loaded(base), str(adapter))
+    adapted = PeftModel.from_pretrained(load_model(base), str(adapter))
     return logits_of(adapted.merge_and_unload(), tokens)
 
 
@@ -153,16 +142,3 @@ def accuracy_of(model: nn.Module, config: TrainingConfig) -> float | None:
 def _greatest_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     assert ours.keys() == theirs.keys()
     return max(float((ours[name] - value).abs().max()) for name, value in theirs.items())
-
-
-def _loaded(folder: Path) -> PreTrainedModel:
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    model.train(mode=False)
-    return model
-
-
-@torch.no_grad()
-def logits_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Compute the logits of a model."""
-    logits: Tensor = model(tokens).logits
-    return logits

@@ -26,12 +26,11 @@ from typing import Any
 
 import torch
 
+from benchmarks.ranks import THREADS, RunFailedError
 from benchmarks.training_speed.peers import TRANSFORMERS, state_of_peers
 from benchmarks.training_speed.runs import (
-    THREADS,
     WARM_STEPS,
     Result,
-    RunFailedError,
     Task,
     make_base,
     run_ours,

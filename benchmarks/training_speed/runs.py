@@ -4,36 +4,25 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import random
-import signal
 import statistics
-import subprocess
 import sys
-import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from trainium_devcluster.ports import reserved_port
+from benchmarks.ranks import Ended, run_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
 _WORDS = 40_000
 WARM_STEPS = 3
 """Number of first steps that are not counted: they allocate and compile."""
-THREADS = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "TOKENIZERS_PARALLELISM": "false"}
-"""Environment of every process of both trainers."""
-_POLL_SECONDS = 0.02
 _LORA = {"rank": 16, "alpha": 32.0}
 _PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-
-
-class RunFailedError(Exception):
-    """A rank failed; the message has the end of its log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,25 +68,6 @@ class Result:
     def speed(self, tokens: int) -> float:
         """Return the tokens per second of the median step."""
         return tokens / statistics.median(self.seconds)
-
-
-@dataclass(frozen=True, slots=True)
-class Used:
-    """Resources that processes used."""
-
-    host_bytes: int
-    """Largest resident set of a process."""
-    processor_seconds: float
-    """Processor seconds of all processes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """Result of ranks that all succeeded."""
-
-    began: float
-    """Start of the first process, seconds since the epoch."""
-    used: Used
 
 
 def text_file(folder: Path) -> Path:
@@ -146,7 +116,7 @@ def run_ours(task: Task, folder: Path, text: Path, overrides: Sequence[str] = ()
     argv = [sys.executable, "-m", "trainium_trainer", "train", "--config", str(write_config(task, folder, text))]
     for override in overrides:
         argv += ["--set", override]
-    return result_of(folder, run_ranks(argv, task.ranks, folder, {}))
+    return result_of(folder, run_ranks(argv, task.ranks, folder))
 
 
 def result_of(folder: Path, ended: Ended) -> Result:
@@ -158,8 +128,7 @@ def result_of(folder: Path, ended: Ended) -> Result:
 
 
 def _result(seconds: tuple[float, ...], ended: Ended, device_bytes: int, first_step: float) -> Result:
-    used = ended.used
-    return Result(seconds, used.host_bytes, device_bytes, first_step - ended.began, used.processor_seconds)
+    return Result(seconds, ended.host_bytes, device_bytes, first_step - ended.began, ended.processor_seconds)
 
 
 def model_options(task: Task) -> dict[str, Any]:
@@ -189,19 +158,7 @@ def make_base(task: Task, folder: Path) -> Path:
 
 def run_peer(task: Task, folder: Path, python: str) -> Result:
     """Run `transformers.Trainer`. Raises RunFailedError."""
-    described = {
-        "folder": str(folder / "run"),
-        "device": task.device,
-        "length": task.length,
-        "micro": task.micro,
-        "accumulation": task.accumulation,
-        "steps": task.steps,
-        "half": task.half,
-        "sharded": task.sharded,
-        "recompute": task.recompute,
-        "compiled": task.compiled,
-        "model": model_options(task),
-    }
+    described = asdict(task) | {"folder": str(folder / "run"), "model": model_options(task), "base": None}
     if task.base:
         lora = {"r": _LORA["rank"], "lora_alpha": _LORA["alpha"], "target_modules": _PROJECTIONS}
         described |= {"weights": str(task.base), "lora": lora}
@@ -216,68 +173,3 @@ def peer_result(folder: Path, ended: Ended) -> Result:
     seconds = [end - begin for begin, end in itertools.pairwise(ends)]
     # The first interval is that of the second step.
     return _result(tuple(seconds[WARM_STEPS - 1 :]), ended, int(record["deviceBytes"]), ends[0])
-
-
-def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """Return the environment of a rank, over loopback."""
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "GLOO_SOCKET_IFNAME": "lo",
-    } | THREADS
-
-
-def run_ranks(argv: list[str], ranks: int, folder: Path, environment: dict[str, str]) -> Ended:
-    """Run all ranks to their end. Raises RunFailedError as soon as one fails."""
-    port = reserved_port()
-    began = time.time()
-    processes: list[subprocess.Popen[bytes]] = []
-    try:
-        for rank in range(ranks):
-            # What Inductor makes is created in each run.
-            made = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
-            given = os.environ | made | rank_environment(rank, ranks, port) | environment
-            with (folder / f"rank-{rank}.log").open("w") as log:
-                processes.append(subprocess.Popen(argv, env=given, stdout=log, stderr=subprocess.STDOUT))
-        return Ended(began, wait_for({process.pid: rank for rank, process in enumerate(processes)}, folder))
-    finally:
-        for process in processes:
-            process.returncode = process.returncode or 0  # reaped by `wait_for`
-
-
-def wait_for(pids: dict[int, int], folder: Path) -> Used:
-    """Wait for child processes (pid to rank) and return their resources.
-
-    Raises RunFailedError as soon as one fails, once the others have been killed.
-    """
-    waiting, largest, seconds = dict(pids), 0, 0.0
-    failed: tuple[int, int] | None = None
-    try:
-        while waiting:
-            for pid in list(waiting):
-                ended, status, usage = os.wait4(pid, os.WNOHANG)
-                if not ended:
-                    continue
-                rank, code = waiting.pop(pid), os.waitstatus_to_exitcode(status)
-                largest = max(largest, usage.ru_maxrss * 1024)
-                seconds += usage.ru_utime + usage.ru_stime
-                if code and failed is None:
-                    failed = (rank, code)
-                    _kill(waiting)
-            time.sleep(_POLL_SECONDS)
-    finally:
-        _kill(waiting)
-        for pid in waiting:
-            os.waitpid(pid, 0)
-    if failed is not None:
-        end = (folder / f"rank-{failed[0]}.log").read_text().splitlines()[-4:]
-        raise RunFailedError(f"rank {failed[0]} ended with {failed[1]}: {' / '.join(end)}")
-    return Used(largest, seconds)
-
-
-def _kill(pids: Iterable[int]) -> None:
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)

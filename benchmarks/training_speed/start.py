@@ -16,19 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.training_speed.runs import (
-    THREADS,
-    Ended,
-    Result,
-    RunFailedError,
-    rank_environment,
-    result_of,
-    run_ours,
-    run_peer,
-    text_file,
-    wait_for,
-    write_config,
-)
+from benchmarks.ranks import THREADS, RunFailedError, rank_environment, wait_for
+from benchmarks.training_speed.runs import Result, result_of, run_ours, run_peer, text_file, write_config
 from trainium_agent.linux import kernel
 from trainium_agent.ranks.standby import StandbyPlan, StartRequest
 from trainium_agent.ranks.standby_keeper import Standby
@@ -99,7 +88,7 @@ def _run_from_standby(task: Task, folder: Path, text: Path) -> Result:
                     ("train", "--config", str(file)), rank_environment(rank, task.ranks, port), f"rank {rank}"
                 )
                 pids[standby.start(request, log.fileno())] = rank
-        return result_of(folder, Ended(began, wait_for(pids, folder)))
+        return result_of(folder, wait_for(pids, folder, began))
     finally:
         standby.kill()
         process.wait()

@@ -1,4 +1,4 @@
-"""The speed benchmark: ranks that fail, and what the page says of peers."""
+"""The speed benchmark: ranks that fail, and what the page has of peers."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from benchmarks.ranks import RunFailedError, wait_for
 from benchmarks.report import page
-from benchmarks.training_speed.runs import RunFailedError, wait_for
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,13 +23,13 @@ def test_a_rank_that_fails_ends_the_others_and_is_named(tmp_path: Path) -> None:
     (tmp_path / "rank-1.log").write_text("Loading\nValueError: no such shape\n")
     pids = {spawn("import time; time.sleep(600)"): 0, spawn("raise SystemExit(3)"): 1}
     with pytest.raises(RunFailedError, match="rank 1 ended with 3: Loading / ValueError: no such shape"):
-        wait_for(pids, tmp_path)
+        wait_for(pids, tmp_path, 0.0)
     for pid in pids:
         with pytest.raises(ChildProcessError):
             os.waitpid(pid, os.WNOHANG)
 
 
-def test_the_page_marks_missed_goals_and_says_which_peer_is_missing() -> None:
+def test_the_page_marks_missed_goals_and_names_which_peer_is_missing() -> None:
     ours = {"tokensPerSecond": 1000.0}
     report = {
         "benchmark": "training_speed",

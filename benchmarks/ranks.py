@@ -1,0 +1,101 @@
+"""Run the processes of a training run on this machine, over loopback."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trainium_devcluster.ports import reserved_port
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from pathlib import Path
+
+THREADS = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "TOKENIZERS_PARALLELISM": "false"}
+"""Environment of every rank."""
+_POLL_SECONDS = 0.02
+
+
+class RunFailedError(Exception):
+    """A rank failed; the message has the end of its log."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Resources of ranks that all succeeded."""
+
+    began: float
+    """Start of the first process, seconds since the epoch."""
+    host_bytes: int
+    """Largest resident set of a process."""
+    processor_seconds: float
+    """Processor seconds of all processes."""
+
+
+def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """Return the environment of a rank, over loopback."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",
+    } | THREADS
+
+
+def run_ranks(argv: list[str], ranks: int, folder: Path, environment: Mapping[str, str] | None = None) -> Ended:
+    """Run all ranks to their end. Raises RunFailedError as soon as one fails."""
+    port = reserved_port()
+    began = time.time()
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(ranks):
+            # What Inductor makes is created in each run.
+            made = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
+            given = os.environ | made | rank_environment(rank, ranks, port) | dict(environment or {})
+            with (folder / f"rank-{rank}.log").open("w") as log:
+                processes.append(subprocess.Popen(argv, env=given, stdout=log, stderr=subprocess.STDOUT))
+        return wait_for({process.pid: rank for rank, process in enumerate(processes)}, folder, began)
+    finally:
+        for process in processes:
+            process.returncode = process.returncode or 0  # reaped by `wait_for`
+
+
+def wait_for(pids: dict[int, int], folder: Path, began: float) -> Ended:
+    """Wait for child processes (pid to rank) that were started at `began`, and return their resources.
+
+    Raises RunFailedError as soon as one fails, once the others have been killed.
+    """
+    waiting, largest, seconds = dict(pids), 0, 0.0
+    failed: tuple[int, int] | None = None
+    try:
+        while waiting:
+            for pid in list(waiting):
+                ended, status, usage = os.wait4(pid, os.WNOHANG)
+                if not ended:
+                    continue
+                rank, code = waiting.pop(pid), os.waitstatus_to_exitcode(status)
+                largest = max(largest, usage.ru_maxrss * 1024)
+                seconds += usage.ru_utime + usage.ru_stime
+                if code and failed is None:
+                    failed = (rank, code)
+                    _kill(waiting)
+            time.sleep(_POLL_SECONDS)
+    finally:
+        _kill(waiting)
+        for pid in waiting:
+            os.waitpid(pid, 0)
+    if failed is not None:
+        end = (folder / f"rank-{failed[0]}.log").read_text().splitlines()[-4:]
+        raise RunFailedError(f"rank {failed[0]} ended with {failed[1]}: {' / '.join(end)}")
+    return Ended(began, largest, seconds)
+
+
+def _kill(pids: Iterable[int]) -> None:
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
