@@ -197,7 +197,7 @@ def test_two_clusters_run_side_by_side_and_stop_leaves_nothing(cluster: Cluster)
     assert cluster.kubectl("get", "--raw", "/readyz") == "ok"
 
 
-def test_bad_flags_are_told_with_the_components_own_words_and_nothing_stays(state_home: Path) -> None:
+def test_bad_flags_are_reported_as_the_component_reports_them_and_nothing_stays(state_home: Path) -> None:
     with pytest.raises(ClusterError, match=r"kube-apiserver ended with code 1.*unknown flag: --no-such-flag"):
         Cluster.start("bad-flags", apiserver_args=["--no-such-flag"])
     assert not ClusterPaths.of("bad-flags").root.exists()
@@ -220,7 +220,7 @@ def test_a_cluster_ends_with_the_process_that_owns_it(state_home: Path) -> None:
     until(lambda: not ClusterPaths.of("orphan").root.exists(), "the files go")
 
 
-def test_the_command_line_brings_a_cluster_up_and_down(state_home: Path) -> None:
+def test_the_command_line_starts_and_stops_a_cluster(state_home: Path) -> None:
     def command(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
         done = subprocess.run([*CLI, *arguments, "--name", "by-hand"], capture_output=True, text=True, check=False)
         assert done.returncode == code, done.stderr

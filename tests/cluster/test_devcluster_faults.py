@@ -105,7 +105,7 @@ def test_one_process_inside_a_container_is_killed_by_its_command_line(cluster: C
     assert phase(cluster, pod) == "Running"
 
 
-def test_a_frozen_container_stands_still_until_it_is_thawed(cluster: Cluster, pod: str) -> None:
+def test_a_frozen_container_stalls_until_it_is_thawed(cluster: Cluster, pod: str) -> None:
     cluster.faults.freeze_container("default", pod)
     until(lambda: [state(pid) for pid in processes(cluster, "sleep 90")] == ["T", "T"], "both stand still")
     cluster.faults.thaw_container("default", pod)
@@ -144,7 +144,7 @@ def test_a_killed_node_takes_its_pods_along_and_comes_back_without_them(cluster:
     cluster.faults.kill_node("node-1")
     assert not marked(MARKER, cluster.paths.marker("node-1"))
     assert cluster.status()["nodes"]["node-1"]["state"] == "dead"
-    assert phase(cluster, pod) == "Running"  # nobody has told the API server
+    assert phase(cluster, pod) == "Running"  # nobody has notified the API server
     cluster.wait_for_nodes(["node-1"], ready=False)
     cluster.faults.start_node("node-1")
     cluster.wait_for_nodes(["node-1"])

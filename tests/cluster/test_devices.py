@@ -1,7 +1,7 @@
 """Jobs that claim their devices, with the real machinery of Kubernetes: claims made by the controller-manager, devices
 allocated by the scheduler, pods evicted for tainted devices.
 
-A control plane of its own, because its ResourceSlices are the cluster's. There is no driver: the test publishes what
+It has its own control plane, because its ResourceSlices are the cluster's. There is no driver: the test publishes what
 one would, for each node the devices of a trn1.32xlarge, and the workers compute on processors.
 """
 
@@ -46,7 +46,7 @@ SHARED = "{trainer: {steps: 100000}, workers: {replicas: 1, accelerator: {device
 
 
 def published(node: str, tainted: dict[str, str] | None = None, generation: int = 1) -> dict[str, Any]:
-    """What the driver of a node publishes; `tainted`: device -> effect of its taint."""
+    """Return what the driver of a node publishes; `tainted`: device -> effect of its taint."""
     devices: list[dict[str, Any]] = []
     for at in range(DEVICES):
         attributes = {
@@ -210,7 +210,7 @@ def test_another_shape_is_another_template_and_the_old_one_goes(site: Site) -> N
     end(job)
 
 
-def test_a_template_of_somebody_else_is_left_alone_and_the_job_says_so(site: Site) -> None:
+def test_a_template_of_somebody_else_is_left_alone_and_the_job_reports_it(site: Site) -> None:
     job = Job(site, "default", "foreign", ENDLESS).apply()
     job.until_step(2)
     (name,) = templates(job)

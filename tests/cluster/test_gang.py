@@ -1,6 +1,6 @@
 """Native gang scheduling on a real control plane: the API is found, and a gang is bound whole or not at all.
 
-A control plane of its own, because the API is off by default in Kubernetes 1.36. No training and no operator process:
+It has its own control plane, because the API is off by default in Kubernetes 1.36. No training and no operator process:
 the plan's own manifests, and the scheduler's decisions about them.
 """
 
@@ -50,7 +50,7 @@ async def discovered(cluster: Cluster) -> dict[GangApi, str]:
 
 
 def first_plan(cluster: Cluster, apis: dict[GangApi, str], replicas: int) -> Plan:
-    """What the plan asks for when a job of `replicas` CPU workers is new; its owner is an object that exists."""
+    """Return what the plan asks for when a job of `replicas` CPU workers is new; its owner is an object that exists."""
     owner = json.loads(cluster.kubectl("get", "configmap", "kube-root-ca.crt", "-o", "json"))["metadata"]["uid"]
     job = JobView(
         namespace="default",

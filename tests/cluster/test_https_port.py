@@ -78,7 +78,7 @@ def get(address: str, trust: ssl.SSLContext, token: str) -> int:
 
 @pytest.mark.long
 def test_a_mounted_certificate_that_comes_late_and_changes_serves_every_replica(secured: Site) -> None:
-    """The operator runs without it: agents do not wait for whoever issues certificates for readers."""
+    """The operator runs without it: agents do not wait for the issuer of readers' certificates."""
     log = lambda: secured.kubectl("logs", "-n", SYSTEM, "deployment/trainium-operator", "--tail=20")  # noqa: E731
     token = secured.kubectl("create", "token", "prometheus").strip()
     pods = addresses(secured)
@@ -108,7 +108,7 @@ def test_a_mounted_certificate_that_comes_late_and_changes_serves_every_replica(
 
 
 @pytest.mark.long
-def test_helm_test_says_that_the_installed_operator_works(secured: Site) -> None:
-    said = secured.helm("test", "trainium-operator", "-n", SYSTEM, "--timeout", "120s", "--logs")
-    assert "the operator works: 2 of 2 replicas ready, " in said
-    assert "leads, certificates are its own" in said
+def test_helm_test_reports_that_the_installed_operator_works(secured: Site) -> None:
+    output = secured.helm("test", "trainium-operator", "-n", SYSTEM, "--timeout", "120s", "--logs")
+    assert "the operator works: 2 of 2 replicas ready, " in output
+    assert "leads, certificates are its own" in output

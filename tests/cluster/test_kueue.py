@@ -1,6 +1,6 @@
 """Jobs in the queues of a real Kueue: waiting, borrowing, preemption, and the loss curve through all of it.
 
-A control plane of its own, with the real controller and its webhooks beside it. Two teams share four nodes: each owns
+It has its own control plane, with the real controller and its webhooks beside it. Two teams share four nodes: each owns
 two and may borrow the other's. The nodes are tainted, so a pod without its flavor's toleration would find none.
 """
 

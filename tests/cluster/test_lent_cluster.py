@@ -1,6 +1,6 @@
 """A cluster that is lent to the tests (`--cluster=existing`): one session at a time, in any order, after any end.
 
-Played on a control plane of the development cluster without nodes, where the chart has no replicas.
+Run on a control plane of the development cluster without nodes, where the chart has no replicas.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def control_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 @pytest.fixture
 def lent(control_plane: Site) -> Iterator[Site]:
-    """As somebody lends it, for one test."""
+    """Lend a cluster for one test."""
     site = replace(control_plane)
     yield site
     for left in (("lease", NAME), ("namespace", "trainium-system", "theirs"), ("crd", DEFINITION)):
@@ -54,7 +54,7 @@ def lent(control_plane: Site) -> Iterator[Site]:
 
 @pytest.fixture
 def contested(control_plane: Site) -> Iterator[Site]:
-    """As several sessions want it."""
+    """Lend a cluster to several sessions."""
     yield control_plane
     control_plane.run("kubectl", "delete", "lease", NAME, "--ignore-not-found")
 
@@ -74,7 +74,7 @@ def names(site: Site, kind: str, namespace: str = "default") -> set[str]:
 # --- one session at a time -------------------------------------------------------------------------------------------
 
 
-def test_a_second_session_is_told_who_has_the_cluster_and_has_it_afterwards(contested: Site) -> None:
+def test_a_second_session_learns_who_has_the_cluster_and_has_it_afterwards(contested: Site) -> None:
     with (
         SessionLease(contested).held(),
         pytest.raises(TakenError, match=f"this cluster: process {os.getpid()} on "),
@@ -85,12 +85,12 @@ def test_a_second_session_is_told_who_has_the_cluster_and_has_it_afterwards(cont
     assert names(contested, "leases") == set()
 
 
-def test_what_a_process_of_this_machine_left_that_is_gone_is_taken_over_at_once(contested: Site) -> None:
+def test_what_a_process_of_this_machine_left_that_has_ended_is_taken_over_at_once(contested: Site) -> None:
     with subprocess.Popen([sys.executable, "-c", "pass"]) as ended:
         ended.wait()
-    gone = replace(LeaseHolder.this(), process=ended.pid)
-    # Never given back: as after a SIGKILL.
-    SessionLease(contested, gone)._take()
+    missing = replace(LeaseHolder.this(), process=ended.pid)
+    # Never released: as after a SIGKILL.
+    SessionLease(contested, missing)._take()
     with SessionLease(contested, within=3600).held():
         assert LeaseHolder.read(contested.get("lease", NAME)["spec"]["holderIdentity"]) == LeaseHolder.this()
 
@@ -125,24 +125,24 @@ def test_a_session_that_has_lost_the_cluster_knows_it_and_leaves_the_lease_alone
 
 
 def test_of_two_sessions_that_come_at_once_one_has_the_cluster(contested: Site) -> None:
-    gone = replace(LeaseHolder.this(), process=1, began=1)
-    SessionLease(contested, gone)._take()
-    told: list[str] = []
+    missing = replace(LeaseHolder.this(), process=1, began=1)
+    SessionLease(contested, missing)._take()
+    shown: list[str] = []
 
     def take() -> None:
         try:
             SessionLease(contested)._take()
         except TakenError:
-            told.append("taken")
+            shown.append("taken")
         else:
-            told.append("has it")
+            shown.append("has it")
 
     threads = [threading.Thread(target=take) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(told) == ["has it", "taken", "taken", "taken"]
+    assert sorted(shown) == ["has it", "taken", "taken", "taken"]
 
 
 # --- what is left ----------------------------------------------------------------------------------------------------
@@ -216,7 +216,7 @@ def test_no_test_begins_beside_an_operator_or_jobs_of_somebody_else(lent: Site) 
         refuse_to_disturb(lent)
 
 
-def test_a_definition_that_tests_brought_goes_although_others_applied_it_too_and_another_stays(lent: Site) -> None:
+def test_a_definition_that_tests_installed_goes_although_others_applied_it_too_and_another_stays(lent: Site) -> None:
     apply_definition(lent)
     crd = str(ROOT / "manifests/crd.yaml")
     lent.kubectl("apply", "--server-side", "--force-conflicts", "-f", crd)
@@ -273,8 +273,8 @@ def test_again(defined):
 """
 
 
-def played(lent: Site, folder: Path, *tests: str, **more: str) -> subprocess.CompletedProcess[str]:
-    """A session of its own, with this project's hooks."""
+def run_in(lent: Site, folder: Path, *tests: str, **more: str) -> subprocess.CompletedProcess[str]:
+    """Run a separate session with this project's hooks."""
     (folder / "test_sample.py").write_text(SAMPLE)
     (folder / "conftest.py").write_text((ROOT / "tests/conftest.py").read_text() + SAMPLE_FIXTURES)
     settings = folder / "site.yaml"
@@ -288,12 +288,12 @@ def played(lent: Site, folder: Path, *tests: str, **more: str) -> subprocess.Com
 
 def test_sessions_pass_in_any_order_and_after_one_that_was_killed(lent: Site, tmp_path: Path) -> None:
     there = names(lent, "namespaces")
-    killed = played(lent, tmp_path, "test_defined", "test_operator", KILL="yes")
+    killed = run_in(lent, tmp_path, "test_defined", "test_operator", KILL="yes")
     assert killed.returncode == -signal.SIGKILL
     assert {"t-defined", "t-operator", "trainium-system"} <= names(lent, "namespaces")
     assert deployments(lent) == ["trainium-operator"]
     for order in (("test_defined", "test_operator", "test_again"), ("test_operator", "test_defined")):
-        done = played(lent, tmp_path, *order)
+        done = run_in(lent, tmp_path, *order)
         assert done.returncode == 0, done.stdout + done.stderr
         assert names(lent, "namespaces") == there
         assert DEFINITION not in names(lent, "crd")
@@ -301,7 +301,7 @@ def test_sessions_pass_in_any_order_and_after_one_that_was_killed(lent: Site, tm
 
 def test_a_session_beside_another_ends_with_a_sentence_and_changes_nothing(lent: Site, tmp_path: Path) -> None:
     with SessionLease(lent).held():
-        done = played(lent, tmp_path, "test_operator")
+        done = run_in(lent, tmp_path, "test_operator")
     assert done.returncode == 2
     assert "Another session of tests uses this cluster" in done.stdout + done.stderr
     assert deployments(lent) == []

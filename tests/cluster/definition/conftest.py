@@ -66,20 +66,20 @@ class Api:
         self.run("kubectl", "delete", "namespace", *names, "--wait=false", "--ignore-not-found")
 
     def refusal(self, document: dict[str, Any], *arguments: str) -> str:
-        """What `kubectl apply` says against the object; empty when it takes it."""
+        """Return the refusal of `kubectl apply`; empty when it takes the object."""
         done = self.run(
             "kubectl", "--namespace", self.namespace, "apply", *arguments, "-f", "-", stdin=json.dumps(document)
         )
         return done.stderr if done.returncode else ""
 
     def refusal_of_new(self, document: dict[str, Any]) -> str:
-        """What the API server says against a new job, which is not kept; `kubectl apply` shows these words."""
+        """Return the API server's refusal of a new job, which is not kept; `kubectl apply` shows this text."""
         if self.existing:
             return self.refusal(document, "--dry-run=server")
         return self._request("POST", "?dryRun=All&fieldValidation=Strict", document)
 
     def report_status(self, name: str, status: dict[str, Any]) -> None:
-        """What an operator would write."""
+        """Write a status as an operator does."""
         if self.existing:
             patch = json.dumps({"status": status})
             self.kubectl("patch", "trn", name, "--subresource=status", "--type=merge", "--patch", patch)

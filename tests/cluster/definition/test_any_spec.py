@@ -1,4 +1,4 @@
-"""Whatever a job's spec holds, a real API server takes it or says why, and what it takes the operator can read."""
+"""A real API server takes any spec or gives a reason, and what it takes the operator can read."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from trainium_contract.sizes import INSTANCES
 from trainium_operator.coordinator.certificates import server_names
 from trainium_operator.plan.features.network_policy.policy import network_policy
 from trainium_operator.plan.model.observed import JobView, WorkerIngress
-from trainium_operator.settings import parse_settings
+from trainium_operator.settings import Settings, parse_settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -59,6 +59,12 @@ def rendered(api: Api, settings: str = "replicas=2") -> list[dict[str, Any]]:
 def only(documents: list[dict[str, Any]], kind: str, name: str) -> dict[str, Any]:
     (found,) = [one for one in documents if one["kind"] == kind and one["metadata"]["name"] == name]
     return found
+
+
+def settings_of(documents: list[dict[str, Any]]) -> Settings:
+    """Settings of the operator as the Deployment starts it."""
+    (container,) = only(documents, "Deployment", NAME)["spec"]["template"]["spec"]["containers"]
+    return parse_settings(container["args"], {})
 
 
 def granted(role: dict[str, Any]) -> set[tuple[str, str, str, str]]:
@@ -116,41 +122,41 @@ def test_with_a_list_of_namespaces_the_rights_to_jobs_are_given_there_only(
     bindings = [one for one in documents if one["kind"] == "RoleBinding" and one["metadata"]["name"] == f"{NAME}-jobs"]
     assert [binding["metadata"]["namespace"] for binding in bindings] == served
     assert all(binding["subjects"][0]["namespace"] == "system" for binding in bindings)
-    (container,) = only(documents, "Deployment", NAME)["spec"]["template"]["spec"]["containers"]
-    assert list(parse_settings(container["args"], {}).namespaces) == served
+    assert list(settings_of(documents).namespaces) == served
 
 
-def test_kueue_may_be_asked_only_where_that_is_switched_on(api: Api) -> None:
-    roles = [each["metadata"]["name"] for each in rendered(api) if each["kind"] == "ClusterRole"]
-    assert f"{NAME}-kueue" not in roles
-    documents = rendered(api, "kueue.enabled=true")
-    assert granted(only(documents, "ClusterRole", f"{NAME}-kueue")) == used(Scope.KUEUE, Scope.KUEUE_CLUSTER)
-    assert only(documents, "ClusterRoleBinding", f"{NAME}-kueue")["subjects"][0]["namespace"] == "system"
-    (container,) = only(documents, "Deployment", NAME)["spec"]["template"]["spec"]["containers"]
-    assert parse_settings(container["args"], {}).kueue
+@pytest.mark.parametrize(
+    ("role", "setting", "rights", "switch"),
+    [
+        ("kueue", "kueue.enabled=true", (Scope.KUEUE, Scope.KUEUE_CLUSTER), "kueue"),
+        ("dra", "dra.enabled=true", (Scope.DRA, Scope.DRA_CLUSTER), "dra"),
+        ("taints", "quarantine.taintNodes=true", (Scope.TAINTS,), "taint_nodes"),
+    ],
+)
+def test_further_rights_are_given_only_where_they_are_switched_on(
+    api: Api, role: str, setting: str, rights: tuple[Scope, ...], switch: str
+) -> None:
+    assert f"{NAME}-{role}" not in [each["metadata"]["name"] for each in rendered(api) if each["kind"] == "ClusterRole"]
+    documents = rendered(api, setting)
+    assert granted(only(documents, "ClusterRole", f"{NAME}-{role}")) == used(*rights)
+    assert only(documents, "ClusterRoleBinding", f"{NAME}-{role}")["subjects"][0]["namespace"] == "system"
+    assert getattr(settings_of(documents), switch)
 
 
-@pytest.mark.parametrize("served", ["watchNamespace=training", "watchNamespaces={training}"])
-def test_with_served_namespaces_kueue_is_asked_for_their_jobs_only(api: Api, served: str) -> None:
-    documents = rendered(api, f"kueue.enabled=true,{served}")
-    assert granted(only(documents, "ClusterRole", f"{NAME}-kueue")) == used(Scope.KUEUE_CLUSTER)
-    assert granted(only(documents, "Role", f"{NAME}-jobs")) == used(*OF_JOBS, Scope.KUEUE)
-
-
-def test_devices_may_be_claimed_only_where_that_is_switched_on(api: Api) -> None:
-    roles = [each["metadata"]["name"] for each in rendered(api) if each["kind"] == "ClusterRole"]
-    assert f"{NAME}-dra" not in roles
-    documents = rendered(api, "dra.enabled=true")
-    assert granted(only(documents, "ClusterRole", f"{NAME}-dra")) == used(Scope.DRA, Scope.DRA_CLUSTER)
-    assert only(documents, "ClusterRoleBinding", f"{NAME}-dra")["subjects"][0]["namespace"] == "system"
-    (container,) = only(documents, "Deployment", NAME)["spec"]["template"]["spec"]["containers"]
-    assert parse_settings(container["args"], {}).dra
-
-
-def test_with_served_namespaces_devices_are_claimed_for_their_jobs_only(api: Api) -> None:
-    documents = rendered(api, "dra.enabled=true,watchNamespaces={training}")
-    assert granted(only(documents, "ClusterRole", f"{NAME}-dra")) == used(Scope.DRA_CLUSTER)
-    assert granted(only(documents, "Role", f"{NAME}-jobs")) == used(*OF_JOBS, Scope.DRA)
+@pytest.mark.parametrize(
+    ("role", "settings", "of_jobs", "of_the_cluster"),
+    [
+        ("kueue", "kueue.enabled=true,watchNamespace=training", Scope.KUEUE, Scope.KUEUE_CLUSTER),
+        ("kueue", "kueue.enabled=true,watchNamespaces={training}", Scope.KUEUE, Scope.KUEUE_CLUSTER),
+        ("dra", "dra.enabled=true,watchNamespaces={training}", Scope.DRA, Scope.DRA_CLUSTER),
+    ],
+)
+def test_with_served_namespaces_further_rights_are_given_for_their_jobs_only(
+    api: Api, role: str, settings: str, of_jobs: Scope, of_the_cluster: Scope
+) -> None:
+    documents = rendered(api, settings)
+    assert granted(only(documents, "ClusterRole", f"{NAME}-{role}")) == used(of_the_cluster)
+    assert granted(only(documents, "Role", f"{NAME}-jobs")) == used(*OF_JOBS, of_jobs)
 
 
 def test_policies_of_jobs_let_in_the_pods_that_the_chart_makes_and_rules_of_the_values(api: Api) -> None:
@@ -168,20 +174,9 @@ def test_policies_of_jobs_let_in_the_pods_that_the_chart_makes_and_rules_of_the_
 def test_without_policies_of_jobs_the_operator_has_no_right_to_any(api: Api) -> None:
     documents = rendered(api, "networkPolicy.jobs.create=false")
     assert granted(only(documents, "ClusterRole", NAME)) == used(Scope.CLUSTER, Scope.WATCHED)
-    (container,) = only(documents, "Deployment", NAME)["spec"]["template"]["spec"]["containers"]
-    assert parse_settings(container["args"], {}).worker_ingress("system") is None
+    assert settings_of(documents).worker_ingress("system") is None
     served = rendered(api, "networkPolicy.jobs.create=false,watchNamespaces={training}")
     assert granted(only(served, "Role", f"{NAME}-jobs")) == used(Scope.WATCHED)
-
-
-def test_nodes_may_be_written_only_where_that_is_switched_on(api: Api) -> None:
-    roles = [each["metadata"]["name"] for each in rendered(api) if each["kind"] == "ClusterRole"]
-    assert f"{NAME}-taints" not in roles
-    documents = rendered(api, "quarantine.taintNodes=true")
-    assert granted(only(documents, "ClusterRole", f"{NAME}-taints")) == used(Scope.TAINTS)
-    assert only(documents, "ClusterRoleBinding", f"{NAME}-taints")["subjects"][0]["namespace"] == "system"
-    (container,) = only(documents, "Deployment", NAME)["spec"]["template"]["spec"]["containers"]
-    assert parse_settings(container["args"], {}).taint_nodes
 
 
 def test_others_rights_may_be_asked_about_only_where_readers_are_served_over_https(api: Api) -> None:
@@ -198,14 +193,13 @@ def test_others_rights_may_be_asked_about_only_where_readers_are_served_over_htt
     assert only(named, "ClusterRoleBinding", f"{NAME}-metrics-reader")["subjects"] == [{"kind": "User", "name": "ann"}]
 
 
-def test_pages_of_jobs_bring_a_service_and_its_name_in_the_certificate_and_no_right_to_metrics(
+def test_pages_of_jobs_add_a_service_and_its_name_in_the_certificate_and_no_right_to_metrics(
     api: Api,
 ) -> None:
     documents = rendered(api, "ui.enabled=true,networkPolicy.create=true,networkPolicy.uiFrom[0].podSelector.a=b")
     assert granted(only(documents, "ClusterRole", f"{NAME}-readers")) == used(Scope.READERS)
     assert f"{NAME}-metrics-reader" not in [each["metadata"]["name"] for each in documents]
-    (container,) = only(documents, "Deployment", NAME)["spec"]["template"]["spec"]["containers"]
-    parsed = parse_settings(container["args"], {})
+    parsed = settings_of(documents)
     assert (parsed.ui, parsed.secure_metrics) == (True, False)
     (port,) = only(documents, "Service", parsed.ui_service)["spec"]["ports"]
     assert (port["port"], port["targetPort"]) == (443, "https")
@@ -348,7 +342,7 @@ def test_operator_pods_rather_keep_away_from_trainium_and_leave_a_lost_node_soon
 
 
 def selectors(document: Any) -> Iterator[dict[str, str]]:
-    """Every label selector of an object, wherever it stands in it."""
+    """Yield every label selector of an object, at any depth."""
     if isinstance(document, dict):
         for key, value in document.items():
             if key in {"matchLabels", "selector"} and isinstance(value, dict):
@@ -567,7 +561,7 @@ def restricted(defined: Api) -> Iterator[Api]:
 
 
 def refused(api: Api, document: dict[str, Any], verb: str, *arguments: str) -> str:
-    """What the API server says against the operator's own write; empty when it takes it."""
+    """Return the API server's refusal of the operator's own write; empty when it takes it."""
     asked = ("--as", SERVICE_ACCOUNT, "-n", document["metadata"]["namespace"])
     done = api.run("kubectl", verb, *asked, *arguments, "-f", "-", stdin=json.dumps(document))
     return done.stderr if done.returncode else ""

@@ -1,4 +1,4 @@
-"""The manifests of docs/eks.md: what a real API server and our definition say of them."""
+"""Check the manifests of docs/eks.md against a real API server and our definition."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ pytestmark = pytest.mark.cluster
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "manifests/eks"
 OF_EKSCTL = "cluster.yaml"
-"""Read by eksctl alone, whose schema is not at hand here; docs/eks.md says when it was held against it."""
+"""Read by eksctl alone, whose schema is not at hand here; docs/eks.md names when it was compared with it."""
 PAGE = (ROOT / "docs/eks.md").read_text(encoding="utf-8")
 FENCES = [text for text in re.findall(r"^```yaml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL) if "kind:" in text]
 
 
 @pytest.mark.parametrize("name", sorted(file.name for file in FOLDER.glob("*.yaml") if file.name != OF_EKSCTL))
 def test_a_manifest_is_taken_without_unknown_fields(defined: Api, name: str) -> None:
-    said = defined.run(
+    output = defined.run(
         *("kubectl", "--namespace", defined.namespace, "apply", "--dry-run=server", "--validate=strict"),
         *("-f", str(FOLDER / name)),
     )
-    assert (said.returncode, said.stderr) == (0, "")
+    assert (output.returncode, output.stderr) == (0, "")
 
 
 def test_a_misspelt_field_would_be_found(defined: Api) -> None:
     wrong = (FOLDER / "storage.yaml").read_text(encoding="utf-8").replace("accessModes:", "accessMode:")
-    said = defined.run(
+    output = defined.run(
         *("kubectl", "--namespace", defined.namespace, "apply", "--dry-run=server", "--validate=strict", "-f", "-"),
         stdin=wrong,
     )
-    assert 'unknown field "spec.accessMode"' in said.stderr
+    assert 'unknown field "spec.accessMode"' in output.stderr
 
 
-def test_every_manifest_of_the_folder_is_on_the_page_and_none_stands_there_unchecked() -> None:
+def test_every_manifest_of_the_folder_is_on_the_page_and_none_is_unchecked() -> None:
     for file in FOLDER.glob("*.yaml"):
         assert f"(../manifests/eks/{file.name})" in PAGE
     assert not FENCES, "manifests belong into manifests/eks, where they are checked"

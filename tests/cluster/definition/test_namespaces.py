@@ -92,7 +92,7 @@ def job(name: str, namespace: str) -> str:
 
 
 def open_sockets() -> int:
-    """Of this process."""
+    """Return the warnings of this process."""
     found = 0
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # the one that lists them
@@ -134,7 +134,7 @@ def test_a_namespace_that_is_deleted_closes_alone_and_opens_when_it_is_made_agai
             watch.cancel()
         await asyncio.gather(*watches, return_exceptions=True)
         await transport.close()
-        # Streams of cancelled watches say goodbye over TLS, which ends after they do.
+        # Streams of cancelled watches close over TLS, which ends after they do.
         await async_until(lambda: open_sockets() <= before, lambda: f"{open_sockets()} sockets, {before} before")
 
     asyncio.run(seen())

@@ -66,7 +66,7 @@ def test_who_was_named_may_read_and_a_tenant_and_a_stranger_may_not(readable: Re
     assert readable.get("forged")[0] == 401
 
 
-def test_a_token_for_another_audience_one_that_has_ended_and_one_of_an_account_that_is_gone_are_refused(
+def test_a_token_for_another_audience_one_that_has_ended_and_one_of_an_account_that_was_deleted_are_refused(
     readable: Readable,
 ) -> None:
     api = readable.api
@@ -74,17 +74,17 @@ def test_a_token_for_another_audience_one_that_has_ended_and_one_of_an_account_t
     assert readable.get(agents)[0] == 401
     good = token_of(api, "prometheus", PEOPLE)
     key = Path(api.variables["KUBECONFIG"]).parent / "pki" / "service-account.key"
-    assert readable.get(signed_anew(good, key, ends_in=600))[0] == 200, "the signature is the API server's own"
-    assert readable.get(signed_anew(good, key, ends_in=-60))[0] == 401
+    assert readable.get(signed_again(good, key, ends_in=600))[0] == 200, "the signature is the API server's own"
+    assert readable.get(signed_again(good, key, ends_in=-60))[0] == 401
     api.kubectl("create", "serviceaccount", "gone", "-n", PEOPLE)
-    gone = token_of(api, "gone", PEOPLE)
-    assert readable.get(gone)[0] == 403
+    missing = token_of(api, "gone", PEOPLE)
+    assert readable.get(missing)[0] == 403
     api.kubectl("delete", "serviceaccount", "gone", "-n", PEOPLE)
     again = token_of(api, "tenant", PEOPLE)
-    assert (readable.get(again)[0], readable.get(signed_anew(gone, key, ends_in=500))[0]) == (403, 401)
+    assert (readable.get(again)[0], readable.get(signed_again(missing, key, ends_in=500))[0]) == (403, 401)
 
 
-def signed_anew(token: str, key: Path, *, ends_in: float) -> str:
+def signed_again(token: str, key: Path, *, ends_in: float) -> str:
     """The same token with another end, signed with the key of the API server."""
     header, payload, _ = token.split(".")
     claims = json.loads(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))

@@ -1,6 +1,6 @@
-"""What `kubectl apply` says to a bad TrainingJob: a real API server evaluates schema and rules.
+"""Refusals of a bad TrainingJob: a real API server evaluates schema and rules.
 
-Most are asked of the server itself, in the words that kubectl shows; names and changes go through kubectl.
+Most are asked of the server itself, whose text kubectl shows; names and changes go through kubectl.
 """
 
 from __future__ import annotations
@@ -253,10 +253,10 @@ BAD_AT_CREATION = {
 
 
 @pytest.mark.parametrize("change", BAD_AT_CREATION)
-def test_a_bad_job_is_refused_with_a_sentence_that_says_what_to_change(defined: Api, change: str) -> None:
-    said = defined.refusal_of_new(job(change, name="bad"))
-    assert BAD_AT_CREATION[change] in said
-    assert "evaluating rule" not in said
+def test_a_bad_job_is_refused_with_a_sentence_that_names_what_to_change(defined: Api, change: str) -> None:
+    output = defined.refusal_of_new(job(change, name="bad"))
+    assert BAD_AT_CREATION[change] in output
+    assert "evaluating rule" not in output
 
 
 BAD_PROGRAMS = {
@@ -501,9 +501,11 @@ IMMUTABLE = {
 @pytest.mark.parametrize("change", IMMUTABLE)
 def test_what_training_depends_on_is_fixed_while_the_job_runs(running: Api, change: str) -> None:
     minimum = merged({"workers": {"minReplicas": 2}}, yaml.safe_load(change))
-    said = running.refusal(job(json.dumps(minimum)))
-    assert f"{IMMUTABLE[change]} cannot change while the job runs: suspend it first (spec.suspend: true), wait" in said
-    assert "a failed job takes changes (then kubectl trn retry)" in said
+    output = running.refusal(job(json.dumps(minimum)))
+    assert (
+        f"{IMMUTABLE[change]} cannot change while the job runs: suspend it first (spec.suspend: true), wait" in output
+    )
+    assert "a failed job takes changes (then kubectl trn retry)" in output
 
 
 @pytest.mark.parametrize(
@@ -525,11 +527,11 @@ def test_what_training_does_not_depend_on_may_change_while_the_job_runs(running:
 def test_deadlines_may_change_at_any_time_and_who_controls_the_job_never(running: Api) -> None:
     assert running.refusal(job("activeDeadlineSeconds: 60")) == ""
     assert running.refusal(job("{activeDeadlineSeconds: 6000, startupDeadlineSeconds: 600}")) == ""
-    said = "managedBy cannot change: a job has one controller from its creation on"
-    assert said in running.refusal(job("managedBy: acme.io/scheduler"))
+    output = "managedBy cannot change: a job has one controller from its creation on"
+    assert output in running.refusal(job("managedBy: acme.io/scheduler"))
     assert running.refusal(job("managedBy: acme.io/scheduler", name="theirs")) == ""
-    assert said in running.refusal(job("", name="theirs"))
-    assert said in running.refusal(job("managedBy: trainium.dev/trainium-operator", name="theirs"))
+    assert output in running.refusal(job("", name="theirs"))
+    assert output in running.refusal(job("managedBy: trainium.dev/trainium-operator", name="theirs"))
     running.delete_job("theirs")
 
 
@@ -552,13 +554,13 @@ def test_a_failed_job_may_be_changed_and_one_that_has_completed_may_not(running:
         refused = running.refusal(job(json.dumps(minimum)))
         assert "cannot change" not in refused, change
     assert running.refusal(job("{trainer: {steps: 300}, checkpoint: {storage: {hostPath: {path: /data}}}}")) == ""
-    said = running.refusal(job("{workers: {minReplicas: 2}, trainer: {batch: {microSize: 24}}}"))
-    assert "trainer.batch.microSize 24 is above trainer.batch.globalSize 12" in said
+    output = running.refusal(job("{workers: {minReplicas: 2}, trainer: {batch: {microSize: 24}}}"))
+    assert "trainer.batch.microSize 24 is above trainer.batch.globalSize 12" in output
     assert "managedBy cannot change" in running.refusal(job("managedBy: acme.io/scheduler"))
     running.report_status("good", {"phase": "Completed", "conditions": [{**ended, "type": "Complete"}]})
-    said = running.refusal(job("trainer: {steps: 400}"))
-    assert "trainer.steps cannot change while the job runs" in said
-    assert "a completed one none" in said
+    output = running.refusal(job("trainer: {steps: 400}"))
+    assert "trainer.steps cannot change while the job runs" in output
+    assert "a completed one none" in output
 
 
 def test_a_size_scaled_to_later_is_left_to_the_operator_within_the_bounds(running: Api) -> None:
@@ -571,11 +573,11 @@ def test_a_size_scaled_to_later_is_left_to_the_operator_within_the_bounds(runnin
 @pytest.mark.parametrize("of", ["scale", "apply"])
 def test_a_size_of_no_nodes_is_answered_with_how_to_suspend_and_with_nothing_else(running: Api, of: str) -> None:
     if of == "scale":
-        said = running.run("kubectl", "-n", running.namespace, "scale", "trn/good", "--replicas=0").stderr
+        output = running.run("kubectl", "-n", running.namespace, "scale", "trn/good", "--replicas=0").stderr
     else:
-        said = running.refusal(job("workers: {replicas: 0, minReplicas: 2, maxReplicas: 8}"))
-    assert said.count("spec.suspend: true (kubectl trn suspend NAME)") == 1
-    assert said.count("spec.workers") == 1, "no second sentence about minReplicas or legal sizes"
+        output = running.refusal(job("workers: {replicas: 0, minReplicas: 2, maxReplicas: 8}"))
+    assert output.count("spec.suspend: true (kubectl trn suspend NAME)") == 1
+    assert output.count("spec.workers") == 1, "no second sentence about minReplicas or legal sizes"
 
 
 def test_what_has_nothing_to_do_with_sizes_can_change_at_a_size_that_the_operator_floors(running: Api) -> None:
@@ -587,9 +589,9 @@ def test_what_has_nothing_to_do_with_sizes_can_change_at_a_size_that_the_operato
 
 def test_a_range_without_any_legal_size_is_refused_later_too(running: Api) -> None:
     assert running.refusal(job("{workers: {minReplicas: 2}, elasticity: {sizes: Even}}")) == ""
-    said = running.refusal(job("{workers: {replicas: 8, minReplicas: 7}, elasticity: {sizes: Even}}"))
-    assert "no size from 7 to 8 is legal" in said
-    assert "[6, 4, 3, 2, 1] below, [12] above" in said
+    output = running.refusal(job("{workers: {replicas: 8, minReplicas: 7}, elasticity: {sizes: Even}}"))
+    assert "no size from 7 to 8 is legal" in output
+    assert "[6, 4, 3, 2, 1] below, [12] above" in output
 
 
 def test_the_dearest_check_stays_within_the_budget(defined: Api) -> None:
@@ -628,8 +630,8 @@ def test_a_status_word_that_the_definition_does_not_know_is_taken(running: Api) 
 
 
 def test_every_field_can_be_explained(defined: Api) -> None:
-    said = defined.kubectl("explain", "trn.spec.workers.minReplicas")
-    assert "Elastic floor" in said
+    output = defined.kubectl("explain", "trn.spec.workers.minReplicas")
+    assert "Elastic floor" in output
 
 
 @pytest.mark.parametrize("kind", ["Complete", "Failed"])

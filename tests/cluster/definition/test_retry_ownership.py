@@ -1,4 +1,4 @@
-"""A failed job that is made anew keeps who owns which field: server-side apply of a real API server, as people and
+"""A failed job that is recreated keeps who owns which field: server-side apply of a real API server, as people and
 GitOps tools use it, neither conflicts with a retry nor is undone by one."""
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def client(defined: Api) -> Iterator[Client]:
 
 
 def applied(api: Api, document: dict[str, Any], *options: str) -> str:
-    """What server-side apply says against it; empty when it takes it."""
+    """Return the refusal of server-side apply; empty when it takes it."""
     return api.refusal(document, "--server-side", *options)
 
 
@@ -110,15 +110,15 @@ def test_a_job_that_was_applied_by_the_client_may_be_applied_by_the_server_after
     assert (trainer(client)["steps"], trainer(client).get("seed", 0)) == (70, 0)
 
 
-def test_a_tool_that_makes_the_job_anew_first_keeps_it_and_a_correction_says_so(defined: Api, client: Client) -> None:
+def test_a_tool_that_recreates_the_job_first_keeps_it_and_a_correction_reports_it(defined: Api, client: Client) -> None:
     assert applied(defined, written(), "--field-manager=argocd-controller") == ""
     deleted = client.delete_job
 
-    def and_made_anew(name: str, uid: str, *, foreground: bool) -> None:
+    def and_recreated(name: str, uid: str, *, foreground: bool) -> None:
         deleted(name, uid, foreground=foreground)
         assert applied(defined, written(), "--field-manager=argocd-controller") == ""
 
-    with patch.object(client, "delete_job", and_made_anew):
+    with patch.object(client, "delete_job", and_recreated):
         job = failed(defined, client)
         assert retry_job(client, job)["metadata"]["uid"] == client.job(NAME)["metadata"]["uid"]
         job = failed(defined, client)

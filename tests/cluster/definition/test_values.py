@@ -1,4 +1,4 @@
-"""What the chart renders with each file of values in its folder ci: only fields that a real API server knows.
+"""The chart renders only fields that a real API server knows, with each file of values in its folder ci.
 
 The workflow of each change renders the same files for kubeconform and kube-linter.
 """
@@ -33,7 +33,7 @@ def rendered(api: Api, values: Path) -> list[dict[str, Any]]:
 
 
 def misfits(api: Api, documents: list[dict[str, Any]]) -> str:
-    """What the API server says against them."""
+    """Return the API server's refusals."""
     own = [each for each in documents if not each["apiVersion"].startswith(ELSEWHERE)]
     apply = ("kubectl", "apply", "--server-side", "--force-conflicts", "--dry-run=server", "--validate=strict")
     done = api.run(*apply, "-f", "-", stdin=yaml.safe_dump_all(own))

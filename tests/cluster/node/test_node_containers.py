@@ -1,4 +1,4 @@
-"""What a container is on a node: command line, environment, exit, messages, restarts, file system."""
+"""A container on a node: command line, environment, exit, messages, restarts, file system."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
 @pytest.fixture(scope="module", autouse=True)
 def looping(lab: Lab) -> str:
-    """A pod that keeps failing, begun before all others: its back-off grows while they are tested."""
+    """A pod that keeps failing, started before all others: its back-off grows while they are tested."""
     return lab.pod("loops", lab.container("echo again; exit 5"), restartPolicy="OnFailure")
 
 
@@ -140,12 +140,12 @@ def test_a_container_waits_for_a_config_map_that_its_environment_needs(lab: Lab)
     assert lab.output(name) == "got it\n"
 
 
-def test_a_process_is_number_one_on_a_machine_of_its_own_name(lab: Lab) -> None:
+def test_a_process_is_number_one_on_a_machine_with_its_own_name(lab: Lab) -> None:
     name = lab.pod("own", lab.container("echo $$$$; hostname; cat /etc/hostname; pwd", workingDir="/made/up"))
     assert lab.output(name).splitlines() == ["1", name, name, "/made/up"]
 
 
-def test_what_a_container_writes_outside_volumes_is_gone_after_a_restart(lab: Lab) -> None:
+def test_what_a_container_writes_outside_volumes_is_missing_after_a_restart(lab: Lab) -> None:
     script = "ls /opt/mark /keep/mark 2>/dev/null; touch /opt/mark /keep/mark; sleep 0.2; exit 1"
     name = lab.pod(
         "restarts",
@@ -154,7 +154,7 @@ def test_what_a_container_writes_outside_volumes_is_gone_after_a_restart(lab: La
         volumes=[{"name": "keep", "emptyDir": {}}],
     )
     lab.wait(name, lambda p: status(p)["restartCount"] >= 1, "it was restarted")
-    assert lab.says(name, "mark") == "/keep/mark\n"
+    assert lab.logged(name, "mark") == "/keep/mark\n"
     lab.delete(name)
 
 
@@ -187,7 +187,7 @@ def test_root_is_refused_where_the_pod_forbids_it(lab: Lab) -> None:
     lab.delete(name)
 
 
-def test_events_tell_of_containers(lab: Lab) -> None:
+def test_events_report_containers(lab: Lab) -> None:
     name = lab.pod("told", lab.container("true"))
     assert lab.event(name, "Created")["involvedObject"]["fieldPath"] == "spec.containers{main}"
     assert lab.event(name, "Started")["type"] == "Normal"

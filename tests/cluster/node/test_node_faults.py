@@ -1,4 +1,4 @@
-"""Faults and refusals of the development cluster's nodes; power loss works on any site that says how."""
+"""Faults and refusals of the development cluster's nodes; power loss works on any site with a command for it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_one_process_of_a_container_can_be_killed_and_the_container_too(lab: Lab
     name = lab.pod("kill", lab.container(f"{script}; true"))
     lab.running(name)
     faults.kill_container(lab.namespace, name, match="^sleep 123456")
-    lab.says(name, "child ended")
+    lab.logged(name, "child ended")
     assert is_ready(lab.get(name))
     faults.kill_container(lab.namespace, name)
     assert terminated(lab.ended(name))["exitCode"] == 137
@@ -68,7 +68,7 @@ def test_one_process_of_a_container_can_be_killed_and_the_container_too(lab: Lab
 
 def test_a_frozen_container_stops_and_goes_on(lab: Lab, faults: Faults) -> None:
     name = lab.pod("freeze", lab.python(COUNT))
-    lab.says(name, "5")
+    lab.logged(name, "5")
     faults.freeze_container(lab.namespace, name)
     time.sleep(0.2)
     frozen = lab.logs(name)
@@ -101,7 +101,7 @@ def test_a_partition_swallows_what_is_sent_to_a_pod_and_healing_delivers_it(lab:
     )
     ip = [{"name": "IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}]
     server = lab.pod("echo", lab.python(echo, env=ip), nodeName=nodes[0])
-    lab.says(server, "up")
+    lab.logged(server, "up")
     address = lab.get(server)["status"]["podIP"]
     ask = (
         "import socket, time\n"
@@ -114,9 +114,9 @@ def test_a_partition_swallows_what_is_sent_to_a_pod_and_healing_delivers_it(lab:
         "        print('silence')\n"
     )
     client = lab.pod("client", lab.python(ask), nodeName=nodes[1])
-    lab.says(client, "answer")
+    lab.logged(client, "answer")
     faults.partition_node(nodes[0])
-    lab.says(client, "silence\nsilence")
+    lab.logged(client, "silence\nsilence")
     faults.heal_node(nodes[0])
     seen = lab.logs(client).count("answer")
     until(lambda: lab.logs(client).count("answer") > seen, "the connection comes back", 20, pause=0.2)
@@ -127,7 +127,7 @@ def test_a_partition_swallows_what_is_sent_to_a_pod_and_healing_delivers_it(lab:
 def test_a_slow_node_gives_its_containers_a_share_of_the_time(lab: Lab, faults: Faults) -> None:
     node = lab.site.worker_nodes()[0]
     name = lab.pod("slow", lab.python(COUNT), nodeName=node)
-    lab.says(name, "5")
+    lab.logged(name, "5")
     faults.slow_node(node, 0.2)
     time.sleep(0.3)
     before = len(lab.logs(name).splitlines())

@@ -1,4 +1,4 @@
-"""How pods begin and end: init containers, sidecars, probes, hooks, grace periods, deadlines, deletion."""
+"""Start and end of pods: init containers, sidecars, probes, hooks, grace periods, deadlines, deletion."""
 
 from __future__ import annotations
 
@@ -142,20 +142,20 @@ def test_a_startup_probe_holds_the_other_probes_back(lab: Lab) -> None:
     lab.delete(name, "--grace-period=1")
 
 
-def test_a_container_that_heeds_sigterm_ends_with_its_own_exit_code(lab: Lab) -> None:
+def test_a_container_that_handles_sigterm_ends_with_its_own_exit_code(lab: Lab) -> None:
     name = lab.pod("polite", lab.python(POLITE), hold=True, terminationGracePeriodSeconds=20)
-    lab.says(name, "up")
+    lab.logged(name, "up")
     lab.delete(name)
     pod = lab.ended(name)
     assert terminated(pod)["exitCode"] == 7
     assert pod["status"]["phase"] == "Failed"
     lab.release(name)
-    lab.gone(name)
+    lab.missing(name)
 
 
 def test_a_container_that_ignores_sigterm_is_killed_when_its_grace_is_over(lab: Lab) -> None:
     name = lab.pod("stubborn", lab.python(STUBBORN), hold=True, terminationGracePeriodSeconds=2)
-    lab.says(name, "up")
+    lab.logged(name, "up")
     began = time.monotonic()
     lab.delete(name)
     pod = lab.ended(name)
@@ -166,11 +166,11 @@ def test_a_container_that_ignores_sigterm_is_killed_when_its_grace_is_over(lab: 
 
 def test_a_deletion_that_is_under_way_is_not_hastened_by_a_shorter_grace_period(lab: Lab) -> None:
     name = lab.pod("hastened", lab.python(STUBBORN), terminationGracePeriodSeconds=4)
-    lab.says(name, "up")
+    lab.logged(name, "up")
     began = time.monotonic()
     lab.delete(name)
     lab.delete(name, "--grace-period=1")
-    lab.gone(name)
+    lab.missing(name)
     assert time.monotonic() - began >= 4
 
 
@@ -192,7 +192,7 @@ def test_the_pre_stop_hook_runs_before_the_signal(lab: Lab) -> None:
         hold=True,
         terminationGracePeriodSeconds=20,
     )
-    lab.says(name, "up")
+    lab.logged(name, "up")
     lab.delete(name)
     assert terminated(lab.ended(name))["exitCode"] == 31
     lab.release(name)
@@ -224,9 +224,9 @@ def test_a_pod_that_outlives_its_deadline_fails(lab: Lab) -> None:
 
 def test_a_forced_deletion_frees_the_name_at_once(lab: Lab) -> None:
     name = lab.pod("forced", lab.python(STUBBORN), terminationGracePeriodSeconds=2)
-    lab.says(name, "up")
+    lab.logged(name, "up")
     lab.delete(name, "--force", "--grace-period=0")
-    lab.gone(name, 20)
+    lab.missing(name, 20)
 
 
 def test_a_deleted_pod_that_waits_for_a_volume_goes_without_having_run(lab: Lab) -> None:
@@ -234,7 +234,7 @@ def test_a_deleted_pod_that_waits_for_a_volume_goes_without_having_run(lab: Lab)
     name = lab.pod("pending", lab.container("true", volumeMounts=[{"name": "v", "mountPath": "/v"}]), volumes=volumes)
     lab.event(name, "FailedMount")
     lab.delete(name)
-    lab.gone(name)
+    lab.missing(name)
 
 
 def test_conditions_of_others_stay_when_the_node_writes_status(lab: Lab) -> None:

@@ -36,7 +36,7 @@ def service(name: str, selector: dict[str, str], **spec: object) -> dict[str, ob
     return {"apiVersion": "v1", "kind": "Service", "metadata": {"name": name}, "spec": body}
 
 
-def test_every_pod_has_an_address_of_its_own_and_serves_on_the_same_port(lab: Lab) -> None:
+def test_every_pod_has_its_own_address_and_serves_on_the_same_port(lab: Lab) -> None:
     group = lab.name("group")
     pods = [
         lab.pod("server", lab.python(SERVE, env=WHO, readinessProbe=READY), labels={"app": group}) for _ in range(2)
@@ -105,7 +105,7 @@ def test_a_service_leads_to_ready_pods_and_follows_them(lab: Lab) -> None:
     )
     client = lab.pod("client", lab.python(script))
     first = lab.pod("server", lab.python(SERVE, env=WHO, readinessProbe=READY), labels={"app": name})
-    lab.says(client, f"reached {first}")
+    lab.logged(client, f"reached {first}")
     lab.delete(first, "--grace-period=1")
     second = lab.pod("server", lab.python(SERVE, env=WHO, readinessProbe=READY), labels={"app": name})
     assert lab.output(client).split() == ["reached", first, "reached", second]
@@ -129,7 +129,7 @@ def test_logs_show_what_is_asked_for(lab: Lab) -> None:
 def test_followed_logs_arrive_as_they_are_written_and_end_with_the_container(lab: Lab) -> None:
     script = "echo line 1; until test -e /opt/go; do sleep 0.1; done; echo line 2"
     name = lab.pod("follow", lab.container(script))
-    lab.says(name, "line 1")
+    lab.logged(name, "line 1")
     command = ["kubectl", "-n", lab.namespace, "logs", "-f", name]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=lab.environment()) as process:
         assert process.stdout is not None

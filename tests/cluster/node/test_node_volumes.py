@@ -75,7 +75,7 @@ def test_a_config_map_volume_follows_its_object_all_files_at_once(lab: Lab) -> N
         ),
         volumes=[{"name": "v", "configMap": {"name": name}}],
     )
-    lab.says(pod, "up")
+    lab.logged(pod, "up")
     lab.kubectl("patch", "configmap", name, "-p", '{"data":{"a":"2","b":"2"}}')
     began = time.monotonic()
     # A subPath keeps what it was at the start.
@@ -115,7 +115,7 @@ def test_a_pod_learns_about_itself_from_files_that_follow_its_labels(lab: Lab) -
         volumes=[{"name": "me", "downwardAPI": {"items": items}}],
         labels={"colour": "red"},
     )
-    lab.says(pod, "red")
+    lab.logged(pod, "red")
     lab.kubectl("label", "pod", pod, "--overwrite", "colour=blue")
     assert lab.output(pod) == f'{pod}20\ncolour="red"\n'
 
@@ -180,7 +180,7 @@ def test_containers_of_a_pod_share_dev_shm_and_other_pods_do_not_see_it(lab: Lab
     writer = lab.container("echo secret > /dev/shm/note; exec sleep 600", "writer")
     reader = lab.container("until cat /dev/shm/note 2>/dev/null; do sleep 0.1; done; exec sleep 600")
     pod = lab.pod("shm", writer, reader)
-    lab.says(pod, "secret", "-c", "main")
+    lab.logged(pod, "secret", "-c", "main")
     other = lab.pod("shm", lab.container("ls /dev/shm | wc -l"))
     assert lab.output(other) == "0\n"
     lab.delete(pod, "--grace-period=1")

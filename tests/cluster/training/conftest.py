@@ -55,7 +55,7 @@ def new_job(operator: Site, namespace: str) -> Callable[..., Job]:
 
 @dataclass(frozen=True)
 class Undisturbed:
-    """What the base job on two nodes leaves when nothing happens to it; the job itself is gone."""
+    """Return what the base job on two nodes leaves when nothing happens to it; the job itself is deleted."""
 
     status: dict[str, Any]
     losses: dict[int, float]

@@ -93,7 +93,7 @@ def test_a_token_of_another_job_or_for_another_audience_is_refused(new_job: Call
 
 
 @pytest.mark.long
-def test_a_heartbeat_of_an_old_generation_is_refused_and_told_the_current_one(new_job: Callable[..., Job]) -> None:
+def test_a_heartbeat_of_an_old_generation_is_refused_with_the_current_one(new_job: Callable[..., Job]) -> None:
     # The job must begin with both nodes, however slowly the second one starts.
     change = "workers: {replicas: 2, minReplicas: 1}\ntrainer: {steps: 5000}\nrecovery: {rescaleAfterSeconds: 60}"
     job = new_job(change=change)

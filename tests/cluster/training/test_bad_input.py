@@ -1,4 +1,4 @@
-"""Jobs that cannot work end with a sentence that says why; damaged checkpoints are stepped over."""
+"""Jobs that cannot work end with a sentence that names the reason; damaged checkpoints are stepped over."""
 
 from __future__ import annotations
 

@@ -43,9 +43,9 @@ def trn(operator: Site, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.M
         about = [job.name, "-n", job.namespace] if job is not None else []
         with pytest.raises(SystemExit) as left:
             main([command, *about, *arguments, *(["-o", "json"] if as_json else [])])
-        said = capfd.readouterr()
-        assert not left.value.code, said.err
-        return json.loads(said.out) if as_json else said.out
+        output = capfd.readouterr()
+        assert not left.value.code, output.err
+        return json.loads(output.out) if as_json else output.out
 
     return run
 
@@ -121,9 +121,9 @@ def test_a_job_is_shown_to_others_simulated_and_changed_while_it_trains(
     assert {f"logs/{pod['metadata']['name']}.log" for pod in job.pods()} <= names
     assert any(name.startswith("operator/logs/") for name in names)
 
-    with beside(job, "ui", "--no-browser", "--port", "0", to=tmp_path / "ui") as said:
-        until(lambda: "served to this machine" in said(), said)
-        with urllib.request.urlopen(said().split()[0], timeout=patient(60)) as answer:
+    with beside(job, "ui", "--no-browser", "--port", "0", to=tmp_path / "ui") as output:
+        until(lambda: "served to this machine" in output(), output)
+        with urllib.request.urlopen(output().split()[0], timeout=patient(60)) as answer:
             assert f"{job.namespace}/{job.name}" in answer.read().decode()
 
     assert json.loads(trn(job, "simulate", "--days", "1", "--seeds", "1", "--output", "json", as_json=False))
@@ -165,15 +165,17 @@ def test_a_machine_that_a_fault_was_attributed_to_is_listed_with_its_evidence_an
 
 
 @pytest.mark.long
-def test_a_failed_job_tells_why_and_runs_again_corrected(new_job: Callable[..., Job], trn: Trn, tmp_path: Path) -> None:
+def test_a_failed_job_reports_why_and_runs_again_corrected(
+    new_job: Callable[..., Job], trn: Trn, tmp_path: Path
+) -> None:
     change = "workers: {replicas: 1}\ntrainer: {steps: 6, data: {source: /nowhere.parquet}}"
     job = new_job("broken", change)
     job.until_phase("Failed")
     uid = job.object()["metadata"]["uid"]
 
-    story = trn(job, "why")
-    assert story["entry"]["cause"] == "UserCode"
-    assert "/nowhere.parquet" in story["entry"]["message"]
+    report = trn(job, "why")
+    assert report["entry"]["cause"] == "UserCode"
+    assert "/nowhere.parquet" in report["entry"]["message"]
     assert "/nowhere.parquet" in trn(job, "status", as_json=False)
 
     until(lambda: [pod["status"]["phase"] for pod in job.pods()] == ["Failed"], lambda: str(job.pods()))
@@ -193,8 +195,8 @@ def test_a_failed_job_tells_why_and_runs_again_corrected(new_job: Callable[..., 
     generation = job.apply().object()["metadata"]["generation"]
     job.until("the change is seen", lambda status: status["observedGeneration"] == generation)
     assert job.status()["phase"] == "Failed", "nothing starts before it is asked for"
-    said = " ".join(trn(job, "status", as_json=False).split())
-    assert 'Changed since it failed: trainer.data.source (was "/elsewhere.parquet", is' in said
+    output = " ".join(trn(job, "status", as_json=False).split())
+    assert 'Changed since it failed: trainer.data.source (was "/elsewhere.parquet", is' in output
     assert trn(job, "why")["entry"]["rank"] == 0
     trn(job, "retry", as_json=False)
     assert job.until_phase("Completed")["progress"]["step"] == 6

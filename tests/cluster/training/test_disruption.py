@@ -37,7 +37,7 @@ def disruption(status: dict[str, Any]) -> dict[str, Any]:
 
 
 def until_budget(job: Job, allowed: int) -> None:
-    """Until the disruption controller has counted the pods against the newest budget."""
+    """Wait until the disruption controller has counted the pods against the newest budget."""
     budgets: list[dict[str, Any]] = []
 
     def counted() -> bool:
@@ -112,7 +112,7 @@ def test_a_finished_job_is_deleted_with_its_pods_when_its_time_is_over(new_job: 
     )
     job.until_phase("Completed")
 
-    def is_gone() -> bool:
+    def has_ended() -> bool:
         return not job.site.get("trainingjobs", "-n", job.namespace)["items"] and not job.pods()
 
-    until(is_gone, "the job goes with its ttlSecondsAfterFinished", 40)
+    until(has_ended, "the job goes with its ttlSecondsAfterFinished", 40)

@@ -1,4 +1,4 @@
-"""A job takes idle nodes, and a real scheduler gives them to whoever needs them: no step is lost, nobody waits."""
+"""A job takes idle nodes, and a real scheduler gives them to any other job: no step is lost, nobody waits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ trainer: {{steps: 100000}}
 
 
 def within(losses: dict[int, float], reference: dict[int, float], tolerance: float) -> bool:
-    """Whether the curves have the same steps and agree within a relative tolerance."""
+    """Return whether the curves have the same steps and agree within a relative tolerance."""
     return losses.keys() == reference.keys() and all(
         abs(losses[step] - reference[step]) <= tolerance * abs(reference[step]) for step in losses
     )
@@ -45,7 +45,7 @@ def at_size(size: int, generation: int = 0) -> Callable[[dict[str, Any]], bool]:
 
 
 @pytest.mark.long
-def test_idle_nodes_are_taken_and_given_back_to_another_job_without_a_lost_step(
+def test_idle_nodes_are_taken_and_released_to_another_job_without_a_lost_step(
     operator: Site, new_job: Callable[..., Job]
 ) -> None:
     nodes = [node["status"]["allocatable"] for node in operator.get("nodes")["items"]]

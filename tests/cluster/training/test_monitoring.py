@@ -131,7 +131,7 @@ def test_panels_and_alerts_show_what_happens_to_jobs(
     failed = prometheus.until(stalled)
     prometheus.until('ALERTS{alertstate="firing", alertname="TrainiumJobFailed"}')
 
-    # Jobs of other tests may still be there, and then stand still or lose time.
+    # Jobs of other tests may still be there, and then stall or lose time.
     assert calm <= YOUNG
     assert [each["metric"]["job_name"] for each in failed] == ["hopeless"]
 

@@ -94,7 +94,7 @@ def test_no_recovery_waits_for_a_name_server_that_does_not_answer(
 
     assert (entry["rung"], entry["podsReplaced"]) == ("InPlace", 0)
     assert name_server.for_names_of_addresses() == []
-    # What would ask is heard.
+    # A process that asked would be noticed.
     pod = job.members()[0]["podName"]
     asks = ("env", "RES_OPTIONS=timeout:1 attempts:1", "python3", "-c", ASK)
     job.site.run("kubectl", "exec", pod, "-n", job.namespace, "--", *asks)

@@ -1,4 +1,4 @@
-"""Jobs that are disturbed end on the curve of an undisturbed one, and the history says what happened."""
+"""Jobs that are disturbed end on the curve of an undisturbed one, and the history names what happened."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ELASTIC = f"workers: {{replicas: 3, minReplicas: 1}}\nrecovery: {{rescaleAfterSe
 
 
 def within(losses: dict[int, float], reference: dict[int, float], tolerance: float) -> bool:
-    """Whether the curves have the same steps and agree within a relative tolerance."""
+    """Return whether the curves have the same steps and agree within a relative tolerance."""
     return losses.keys() == reference.keys() and all(
         abs(losses[step] - reference[step]) <= tolerance * abs(reference[step]) for step in losses
     )
@@ -186,7 +186,7 @@ def test_with_a_tolerance_a_lost_node_changes_the_batch_a_little_and_no_sample_i
 
 
 def _at_size(job: Job, size: int) -> tuple[int, float]:
-    """What the size is worth by the status, once a few steps were made at it."""
+    """Return what the size is worth by the status, once a few steps were made at it."""
     status = job.until(
         f"training on {size} nodes",
         lambda status: status.get("membership", {}).get("size") == size and status.get("phase") == "Running",
@@ -222,7 +222,7 @@ def test_a_resize_loses_no_step_and_keeps_the_curve(new_job: Callable[..., Job])
 
 
 @pytest.mark.long
-def test_a_size_that_is_not_legal_is_floored_and_status_says_so(new_job: Callable[..., Job]) -> None:
+def test_a_size_that_is_not_legal_is_floored_and_status_reports_it(new_job: Callable[..., Job]) -> None:
     even = "trainer: {batch: {globalSize: 9}}\nelasticity: {sizes: Even}"
     job = new_job(change=f"workers: {{replicas: 3, minReplicas: 1, maxReplicas: 9}}\n{even}")
     job.until_step(3)

@@ -1,4 +1,4 @@
-"""Faults that no process ends by: a rank that stands still, and a node that is said to be broken."""
+"""Faults that no process ends by: a rank that stalls, and a node that is reported broken."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 
 @pytest.mark.long
-def test_a_process_that_stands_still_is_found_blamed_and_restarted_in_place(
+def test_a_process_that_stalls_is_found_blamed_and_restarted_in_place(
     new_job: Callable[..., Job], reference: dict[int, float]
 ) -> None:
     job = new_job(change="recovery: {hang: {stepFloorSeconds: 3}}")
@@ -35,7 +35,7 @@ def test_a_process_that_stands_still_is_found_blamed_and_restarted_in_place(
 
 
 @pytest.mark.long
-def test_a_rank_leaves_a_node_whose_device_is_said_to_be_broken_and_loses_no_step(new_job: Callable[..., Job]) -> None:
+def test_a_rank_leaves_a_node_whose_device_is_reported_broken_and_loses_no_step(new_job: Callable[..., Job]) -> None:
     job = new_job(change="workers: {spares: 1}\ntrainer: {steps: 100000}")
     if job.site.cluster is None:
         pytest.skip("conditions are set by the development cluster's nodes")

@@ -1,4 +1,4 @@
-"""A job that nothing disturbs: what it writes, what it says, how it ends."""
+"""A job that nothing disturbs: what it writes, what it reports, how it ends."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 
-def test_a_job_trains_real_text_to_the_end_and_says_so(undisturbed: Undisturbed) -> None:
+def test_a_job_trains_real_text_to_the_end_and_reports_it(undisturbed: Undisturbed) -> None:
     status = undisturbed.status
     assert status["progress"]["step"] == status["progress"]["totalSteps"] == 60
     assert status["restarts"]["total"] == 0

@@ -1,4 +1,4 @@
-"""What is left of the operator when helm takes it out, judged by the cluster's own garbage collector."""
+"""Nothing is left of the operator when helm uninstalls it, judged by the cluster's own garbage collector."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ def release(operator: Site, namespace: str) -> Iterator[Release]:
     made.uninstall()
 
 
-def eventually(look: Callable[[], object], wanted: object) -> None:
-    until(lambda: look() == wanted, lambda: f"{wanted}; there is {look()}", 90, pause=0.5)
+def eventually(observe: Callable[[], object], wanted: object) -> None:
+    until(lambda: observe() == wanted, lambda: f"{wanted}; there is {observe()}", 90, pause=0.5)
 
 
 def test_an_uninstall_leaves_nothing_but_the_memory_where_that_is_asked_for(release: Release) -> None:

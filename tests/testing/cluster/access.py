@@ -1,4 +1,4 @@
-"""Commands against one cluster, and what they say."""
+"""Run commands against one cluster and return their output."""
 
 from __future__ import annotations
 

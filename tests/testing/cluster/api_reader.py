@@ -1,7 +1,7 @@
-"""Objects of an API server, read without a process: a test that polls with kubectl keeps a third of a core busy.
+"""Read objects of an API server without a process: a test that polls with kubectl keeps a third of a core busy.
 
-Only what the tests wait for; whoever asks for another kind, or has other credentials, uses kubectl. What is said of an
-object that is not there is what kubectl says.
+Only what the tests wait for; for another kind, or with other credentials, use kubectl. The message about an object
+that is not there is that of kubectl.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def path_of(arguments: tuple[str, ...]) -> str | None:
 
 
 class ApiReader:
-    """Reader whose failures are in the words of kubectl."""
+    """Read one object after another, with the error messages of kubectl."""
 
     def __init__(self, kubeconfig: Path) -> None:
         self._connection = Connection(find_access(str(kubeconfig), None, {}), seconds=patient(60), user_agent="tests")

@@ -25,14 +25,14 @@ CHART = ROOT / "helm/trainium-operator"
 
 
 class RingNeed(StrEnum):
-    """What a ring of tests needs on its cluster."""
+    """Needs of a ring of tests on its cluster."""
 
     DEFINITION = "the definition alone"
     OPERATOR = "the operator"
 
 
 class Installed:
-    """What this session has installed on a cluster."""
+    """Installations of this session on a cluster."""
 
     def __init__(self, access: Access) -> None:
         self._access = access
@@ -52,7 +52,7 @@ class Installed:
 
 
 def install_operator(access: Access, values: Mapping[str, Any] | None = None, *options: str) -> None:
-    """The chart, with the site's values over these; returns when it runs. Raises CommandError, which says why not."""
+    """Install the chart, with the site's values over these, until it runs; raises CommandError with the reason."""
     usual = {"statusIntervalSeconds": 1, "metrics": {"namedJobs": 20}}
     chosen = {**(usual if values is None else values), **access.settings.get("chartValues", {})}
     if access.is_lent:  # where the definition may be somebody's own: it is no part of the release and of its marks
@@ -65,7 +65,7 @@ def install_operator(access: Access, values: Mapping[str, Any] | None = None, *o
     try:
         access.helm(*command, "--wait", f"--timeout={patient(120):.0f}s")
     except CommandError as error:
-        # Helm says only that the operator is not ready; its pod and its log say why.
+        # Helm reports only that the operator is not ready; its pod and its log have the reason.
         pods = access.run("kubectl", "get", "pods", "-n", NAMESPACE).stdout
         log = access.run("kubectl", "logs", "-n", NAMESPACE, f"deployment/{RELEASE}", "--tail=25").stdout
         raise CommandError(f"{error}\n{pods}\n{log}") from error
@@ -77,12 +77,12 @@ def uninstall_operator(access: Access) -> None:
 
 
 def apply_definition(access: Access) -> None:
-    """This checkout's definition; marked unless there was one before that tests did not bring."""
+    """Apply this checkout's definition; marked unless there was one before that is not of tests."""
     there = access.run("kubectl", "get", "crd", DEFINITION, "-o", "json")
     document = custom_resource_definition()
     if there.returncode != 0 or is_marked(json.loads(there.stdout)):
         document["metadata"]["labels"] = LABELS
-    # By a name of its own: who applies the definition otherwise would take the mark away.
+    # By a separate name: who applies the definition otherwise would take the mark away.
     apply = ("apply", "--server-side", "--force-conflicts", "--field-manager=trainium-tests")
     access.kubectl(*apply, "-f", "-", stdin=json.dumps(document))
     await_definition(access, DEFINITION)

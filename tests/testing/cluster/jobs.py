@@ -145,7 +145,7 @@ class Job:
             time.sleep(0.2)
 
     def describe(self, status: dict[str, Any]) -> str:
-        """What a person would look at when a test fails."""
+        """Describe what a person would read when a test fails."""
         parts = [json.dumps(status, indent=1), f"newest step {self.log.newest}"]
         with contextlib.suppress(Exception):
             parts += [f"{p['metadata']['name']} {p['status'].get('phase')}" for p in self.pods()]
@@ -198,7 +198,7 @@ class Job:
     def _signal_rank(self, node_rank: int, signal: str) -> str:
         pod: str = self.members()[node_rank]["podName"]
         record = self.inside(pod, "python", "-m", "trainium_trainer.monitor").splitlines()[0]
-        # The shell has a kill of its own; slim images have no program of that name.
+        # The shell has its own kill; slim images have no program of that name.
         self.inside(pod, "sh", "-c", f"kill -{signal} {json.loads(record)['pid']}")
         return pod
 

@@ -1,7 +1,7 @@
 """The images that pods of a kind cluster start from: built from the Dockerfile, or archives of the settings; loaded.
 
 A node gets an image packed and unpacks it, and the workers' has gigabytes. So only nodes with pods get it, one after
-the other, and each gives back the layers that it has unpacked: the size once a node, where kind alone takes it twice.
+the other, and each frees the layers that it has unpacked: the size once a node, where kind alone takes it twice.
 The settings may name a base whose torch has no CUDA (`trainerBase`): the Dockerfile keeps a torch that is there.
 """
 
@@ -19,13 +19,13 @@ TRAINER = "trainium-trainer:test"
 
 _CONTENT = "ctr -n k8s.io content ls"
 _UNPACKED = "containerd.io/uncompressed="
-"""containerd's label of a layer that it has unpacked; a node image brings layers that are not, for pods to come."""
+"""containerd's label of a layer that it has unpacked; a node image has layers that are not, for later pods."""
 _COLLECT = "ctr -n k8s.io leases delete --sync $(ctr -n k8s.io leases create)"
 """A deletion alone frees no disk before the next collection, and the end of a lease may wait for one."""
 
 
 def load_images(access: Access, cluster: str) -> None:
-    """Archives that the settings name; without any, what is built here, and `chartValues` then say so."""
+    """Archives that the settings name; without any, what is built here, which `chartValues` then name."""
     nodes = _nodes_with_pods(access, cluster)
     archives = access.settings.get("images", ())
     for archive in archives:

@@ -24,7 +24,7 @@ Json = dict[str, Any]
 
 @dataclass
 class Lab:
-    """A namespace of its own on a cluster."""
+    """A separate namespace on a cluster."""
 
     site: Site
     namespace: str
@@ -95,10 +95,10 @@ class Lab:
             found = self.get(pod)
             return bool(what(found))
 
-        def in_vain() -> str:
+        def unschedulable() -> str:
             return f"{pod}: waited until {why}; status: {json.dumps(found.get('status'), indent=1)}"
 
-        until(holds, in_vain, seconds or self.patience)
+        until(holds, unschedulable, seconds or self.patience)
         return found
 
     def ended(self, pod: str) -> Json:
@@ -117,17 +117,17 @@ class Lab:
     def logs(self, pod: str, *arguments: str) -> str:
         return self.kubectl("logs", pod, *arguments)
 
-    def says(self, pod: str, text: str, *arguments: str) -> str:
+    def logged(self, pod: str, text: str, *arguments: str) -> str:
         """The log once it holds `text`."""
         found = ""
 
-        def said() -> bool:
+        def shown() -> bool:
             nonlocal found
             done = self.site.run("kubectl", "-n", self.namespace, "logs", pod, *arguments)
             found = done.stdout
             return done.returncode == 0 and text in found
 
-        until(said, lambda: f"{pod}: {text!r} appears in its log: {found!r}", self.patience)
+        until(shown, lambda: f"{pod}: {text!r} appears in its log: {found!r}", self.patience)
         return found
 
     def delete(self, pod: str, *arguments: str) -> None:
@@ -137,7 +137,7 @@ class Lab:
         """Let go of a pod that `hold` kept."""
         self.kubectl("patch", "pod", pod, "--type=merge", "-p", '{"metadata":{"finalizers":null}}')
 
-    def gone(self, pod: str, seconds: float | None = None) -> None:
+    def missing(self, pod: str, seconds: float | None = None) -> None:
         """Return when the pod is no more."""
         until(
             lambda: not self.kubectl("get", "pod", pod, "--ignore-not-found"),
@@ -177,6 +177,6 @@ def status(pod: Json, container: str = "main") -> Json:
 
 
 def terminated(pod: Json, container: str = "main") -> Json:
-    """How a container ended."""
+    """Return how a container ended."""
     found: Json = status(pod, container)["state"].get("terminated", {})
     return found

@@ -1,7 +1,7 @@
 """A cluster that is lent to the tests, as a session finds it and leaves it: without anything that tests made.
 
-What an interrupted session left is told by its marks (`marks.py`) and removed before the first test: namespaces with
-jobs and pods in them, the operator, roles, the definition if tests brought it, and what was done to nodes. What
+What an interrupted session left is found by its marks (`marks.py`) and removed before the first test: namespaces with
+jobs and pods in them, the operator, roles, the definition if tests applied it, and what was done to nodes. What
 somebody else has there stays, and where it would be in the way no test begins.
 """
 
@@ -36,7 +36,7 @@ _OF_NO_NAMESPACE = (
 
 
 class OccupiedError(Exception):
-    """Something of somebody else is in the way; the text says what, and what to do."""
+    """Something of somebody else is in the way; the text names it, and what to do."""
 
 
 def refuse_to_disturb(access: Access) -> None:
@@ -58,7 +58,7 @@ def refuse_to_disturb(access: Access) -> None:
 
 
 def sweep(access: Access, power_on: Callable[[str], None]) -> None:
-    """Remove all that tests made. NotInTimeError when something does not go; the text says what it is."""
+    """Remove all that tests made. NotInTimeError when something does not go; the text names it."""
     found = access.get(f"nodes,namespaces,{_OF_NO_NAMESPACE}")["items"]
     for node in (each for each in found if each["kind"] == "Node"):
         _mend(access, node, power_on)
@@ -85,7 +85,7 @@ def _await_end(access: Access, names: list[str]) -> None:
     try:
         until(lambda: not _namespaces(access), "the namespaces of tests go", 90, pause=0.5)
     except NotInTimeError:
-        for each in _namespaces(access):  # of a node that is no more nobody says that a pod has ended
+        for each in _namespaces(access):  # nobody reports that a pod of a deleted node has ended
             name = each["metadata"]["name"]
             access.run("kubectl", "delete", "pods", "--all", "-n", name, "--force", "--grace-period=0")
         until(lambda: not _namespaces(access), lambda: f"namespaces go: {_what_holds(access)}", 60, pause=0.5)

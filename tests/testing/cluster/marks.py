@@ -1,4 +1,4 @@
-"""What tests make on a cluster that is not their own carries a mark, so that a later session finds what one left."""
+"""Mark what tests make on a cluster that is not their own, so that a later session finds what one left."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TAINTED = "tests.trainium.dev/tainted"
 HOLD = "tests.trainium.dev/hold"
 """A finalizer: keeps a deleted pod readable after its containers have ended."""
 OF_THE_CHART = "app.kubernetes.io/part-of=trainium-operator"
-"""Label of all that the chart makes, whoever installs it."""
+"""Label of all that the chart makes, for any installation."""
 
 
 def cordon_of(*, on: bool) -> dict[str, Any]:
@@ -25,11 +25,11 @@ def cordon_of(*, on: bool) -> dict[str, Any]:
 
 
 def is_marked(item: dict[str, Any]) -> bool:
-    """Whether tests made this object."""
+    """Return whether tests made this object."""
     return MARK in (item["metadata"].get("labels") or {})
 
 
 def is_of_the_chart(item: dict[str, Any]) -> bool:
-    """Whether the chart made it, whoever installed that."""
+    """Return whether the chart made it, in any installation."""
     key, value = OF_THE_CHART.split("=")
     return (item["metadata"].get("labels") or {}).get(key) == value

@@ -32,12 +32,12 @@ RENEWED_WITHIN = 40.0
 
 
 class TakenError(Exception):
-    """Another session has the cluster; the text says which, and what to do."""
+    """Another session has the cluster; the text names it, and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseHolder:
-    """A process, named so that it can be told whether it still lives."""
+    """A process, named so that others find out whether it still lives."""
 
     machine: str
     process: int
@@ -51,7 +51,7 @@ class LeaseHolder:
 
     @staticmethod
     def read(text: str) -> LeaseHolder | None:
-        """From what a Lease says; None when that is nothing of ours."""
+        """Parse the holder of a Lease; None when it is nothing of ours."""
         try:
             machine, process, began = text.rsplit("/", 2)
             return LeaseHolder(machine, int(process), int(began))
@@ -62,8 +62,8 @@ class LeaseHolder:
         """For the Lease."""
         return f"{self.machine}/{self.process}/{self.began}"
 
-    def is_gone(self) -> bool:
-        """Whether it is known to have ended; never of a process on another machine."""
+    def has_ended(self) -> bool:
+        """Return whether it is known to have ended; never of a process on another machine."""
         if self.machine != _machine():
             return False
         try:
@@ -106,7 +106,7 @@ class SessionLease:
                 raise TakenError(f"The cluster cannot be had for this session of tests: {made.stderr.strip()}")
             found = self._found()
             if found is None:
-                continue  # it was given back this moment
+                continue  # it was released this moment
             self._await_its_end(found)
             # Of two who want it now one is refused: the Lease has changed for the other.
             if self._kubectl("replace", "-f", "-", document=self._document(_version(found))).returncode == 0:
@@ -115,7 +115,7 @@ class SessionLease:
     def _await_its_end(self, found: dict[str, Any]) -> None:
         """Return when who has it is gone; TakenError when it is renewed."""
         holder = LeaseHolder.read(found["spec"].get("holderIdentity") or "")
-        if holder is None or holder.is_gone():
+        if holder is None or holder.has_ended():
             return
         local = holder.machine == _machine()
         deadline = time.monotonic() + self._within
@@ -164,6 +164,6 @@ def _version(lease: dict[str, Any]) -> str:
 
 
 def _machine() -> str:
-    """Containers of one machine have its boot, and names of their own."""
+    """Containers of one machine have its boot, and separate names."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{platform.node()}-{boot[:8]}"

@@ -1,6 +1,6 @@
 """Clusters that the same tests run on: the development cluster, kind, or whatever KUBECONFIG names.
 
-A site says how to reach the API, which folder every node and this machine see at the same path, what the chart and the
+A site knows how to reach the API, which folder every node and this machine see at the same path, what the chart and the
 workers need to start there, and how a node loses its power. `docs/testing.md` describes the settings file of the
 clusters that are not ours.
 """
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 NODES = 5
 DEVICES = {"aws.amazon.com/neuron": "16"}
-"""What a node of kind says that it has, as the development cluster's do; workers on it train on its processors."""
+"""Capacity that a node of kind reports, as the development cluster's do; workers on it train on its processors."""
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Site(Access):
     def __post_init__(self) -> None:
         self.installed = Installed(self)
         self.powerless: set[str] = set()
-        """Nodes whose power was taken and not given back."""
+        """Nodes without power."""
 
     def worker_nodes(self) -> list[str]:
         """Nodes that take a worker."""
@@ -132,7 +132,7 @@ class Site(Access):
 
 @contextlib.contextmanager
 def open_site(kind: str) -> Iterator[Site]:
-    """The chosen cluster, ready; the development cluster is taken down afterwards, others are left as they were."""
+    """The chosen cluster, ready; the development cluster is stopped afterwards, others are left as they were."""
     if kind == "local":
         with _local() as site:
             yield site
@@ -154,7 +154,7 @@ def _lent(settings: dict[str, Any]) -> Iterator[Site]:
     """The cluster of KUBECONFIG, for this session alone; what tests left there goes before and after."""
     shared = Path(settings.get("shared") or tempfile.gettempdir()) / f"trainium-tests-{os.getpid()}"
     shared.mkdir(mode=0o777, parents=True)
-    shared.chmod(0o777)  # workers run as a user of their own
+    shared.chmod(0o777)  # workers run as another user
     site = Site("existing", {}, shared, settings)
 
     def power_on(node: str) -> None:
@@ -198,7 +198,7 @@ def _local() -> Iterator[Site]:
 
 @contextlib.contextmanager
 def _kind(settings: dict[str, Any]) -> Iterator[Site]:
-    """A kind cluster of this session's own; images are built and loaded unless the settings say how pods start."""
+    """A kind cluster of this session's own; images are built and loaded unless the settings name them."""
     name = f"trainium-{os.getpid()}"
     with tempfile.TemporaryDirectory(prefix="trainium-kind-", dir=settings.get("shared")) as folder:
         shared = Path(folder)

@@ -1,4 +1,4 @@
-"""The arithmetic of the fault table, and what its document says of rows that pass, fail or did not run."""
+"""The arithmetic of the fault table, and what its document has of rows that pass, fail or did not run."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_failing_row_stays_in_the_table_with_its_sentence(tmp_path: Path) -> N
     assert "- 3 steps were lost" in text
 
 
-def test_a_row_that_was_not_played_again_keeps_its_line_and_is_marked_as_older(tmp_path: Path) -> None:
+def test_a_row_that_was_not_run_again_keeps_its_line_and_is_marked_as_older(tmp_path: Path) -> None:
     table = tmp_path / "table.md"
     for name in ("01-local", "05-kubelet"):
         result(FaultRun(0, 0.5, 1.5, 0, True)).save(tmp_path / f"{name}.json")
@@ -67,21 +67,21 @@ def test_a_row_that_was_not_played_again_keeps_its_line_and_is_marked_as_older(t
     assert len(before) == 2
 
 
-def test_a_row_without_a_result_says_so() -> None:
+def test_a_row_without_a_result_reports_it() -> None:
     row = ROWS[0]
     assert "not run yet" in table_line(row, None)
     skipped = RowResult(row.name, Where.REAL, 1, skipped="no such node")
     assert "not run: no such node" in table_line(row, skipped)
 
 
-def test_a_seed_gives_the_same_choices_whatever_else_is_played() -> None:
+def test_a_seed_gives_the_same_choices_whatever_else_is_run() -> None:
     one, other = Session("5", 1, range(2)), Session("5", 1, range(30))
     assert one.random(1).random() == other.random(1).random()
     assert one.random(0).random() != Session("5", 2, range(2)).random(0).random()
     assert isinstance(one.random(0), random.Random)
 
 
-def test_each_row_says_what_it_does() -> None:
+def test_each_row_describes_what_it_does() -> None:
     for row in ROWS:
         assert all((row.fault, row.injected, row.expected, row.judged)), row.name
         assert 1 <= row.max_runs <= 30

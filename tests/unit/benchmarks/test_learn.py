@@ -1,4 +1,4 @@
-"""What `make learn` makes of a run's metrics: the curve, the verdict, the page and the picture."""
+"""Results of `make learn` from a run's metrics: the curve, the verdict, the page and the picture."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_run_has_learned_when_it_ends_below_the_yardstick_and_still_falls(
     assert passed(report(validation)) is verdict
 
 
-def test_the_page_has_the_run_among_the_n_grams_and_says_so_when_it_fell_short(tmp_path: Path) -> None:
+def test_the_page_has_the_run_among_the_n_grams_and_reports_it_when_it_fell_short(tmp_path: Path) -> None:
     document.write(report([6.0, 5.5, 4.9]), tmp_path / "learning.md", tmp_path / "images/learning.png")
     page = (tmp_path / "learning.md").read_text()
     assert "ends at 4.900, against 5.000 for bigrams, 0.600 lower" in page

@@ -1,4 +1,4 @@
-"""What the recovery proof tries and how it judges: seeds, what looks complete, what differs, the page."""
+"""Trials of the recovery proof and their checks: seeds, what looks complete, what differs, the page."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def step(written: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(written, tmp_path / "step"))
 
 
-def test_what_is_whole_looks_complete_and_differs_in_nothing(written: Path, step: Path) -> None:
+def test_what_is_whole_seems_complete_and_differs_in_nothing(written: Path, step: Path) -> None:
     assert artifact_checks.complete(step).keys() == {"adapter", "model"}
     assert artifact_checks.find_incomplete(step) == []
     assert artifact_checks.differences(artifact_checks.read(step), artifact_checks.read(written)) == []
@@ -121,7 +121,7 @@ def test_what_is_whole_looks_complete_and_differs_in_nothing(written: Path, step
 
 
 @pytest.mark.parametrize("file", ["model/config.json", "model/model-00002-of-*", "adapter/adapter_model.safetensors"])
-def test_a_file_that_is_cut_short_in_what_looks_complete_is_found(step: Path, file: str) -> None:
+def test_a_file_that_is_cut_short_in_what_seems_complete_is_found(step: Path, file: str) -> None:
     (path,) = step.glob(file)
     path.write_bytes(path.read_bytes()[:-1])
     assert artifact_checks.find_incomplete(step)

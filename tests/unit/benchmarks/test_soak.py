@@ -69,7 +69,7 @@ def process(role: str = "operator", **more: Any) -> Process:
     return replace(Process(7, 1.0, role, 100.0, 20, 10, 5), **more)
 
 
-def looks(count: int, **slope: float) -> list[Census]:
+def reads(count: int, **slope: float) -> list[Census]:
     """A process that has so much more at each look."""
     first = process()
     return [
@@ -82,24 +82,24 @@ def looks(count: int, **slope: float) -> list[Census]:
 
 def test_nothing_left_and_nothing_grown_is_no_leak() -> None:
     assert list(find_leftovers(census(process()), census(process(pid=8)))) == []
-    assert list(find_growth(looks(40))) == []
+    assert list(find_growth(reads(40))) == []
 
 
 @pytest.mark.parametrize(
     ("what", "slope"), [("MB", {"megabytes": 2.0}), ("sockets", {"sockets": 1}), ("files", {"files": 1})]
 )
-def test_what_grows_steadily_is_told(what: str, slope: dict[str, float]) -> None:
-    assert what in " ".join(find_growth(looks(60, **slope)))
+def test_what_grows_steadily_is_reported(what: str, slope: dict[str, float]) -> None:
+    assert what in " ".join(find_growth(reads(60, **slope)))
 
 
 def agents(*sockets: Callable[[int], float], count: int = 60) -> list[Census]:
     """Agents of one job with so many sockets at each look."""
 
-    def look(number: int) -> Census:
+    def observe(number: int) -> Census:
         those = (process("agent", pid=pid, sockets=int(of(number))) for pid, of in enumerate(sockets))
         return census(*those, at=20.0 * number)
 
-    return [look(number) for number in range(count)]
+    return [observe(number) for number in range(count)]
 
 
 def test_a_spare_that_takes_over_what_another_agent_held_has_not_grown() -> None:
@@ -117,7 +117,7 @@ def test_agents_that_all_grow_have_grown() -> None:
 
 
 def test_a_process_that_was_seen_a_few_times_is_not_judged() -> None:
-    assert list(find_growth(looks(MIN_SAMPLES - 1, megabytes=50.0))) == []
+    assert list(find_growth(reads(MIN_SAMPLES - 1, megabytes=50.0))) == []
 
 
 def test_growth_of_the_programs_of_kubernetes_is_not_judged() -> None:
@@ -125,7 +125,7 @@ def test_growth_of_the_programs_of_kubernetes_is_not_judged() -> None:
     assert list(find_growth(grown)) == []
 
 
-def test_whatever_is_left_is_told() -> None:
+def test_whatever_is_left_is_reported() -> None:
     before = census(process(), objects={"pods": 0, "secrets": 1})
     after = census(
         process(sockets=40),
@@ -134,13 +134,13 @@ def test_whatever_is_left_is_told() -> None:
         shared_memory=3,
         node_files=400,
     )
-    told = " ".join(find_leftovers(before, after))
+    shown = " ".join(find_leftovers(before, after))
     for part in ("(agent)", "2 pods", "3 entries of /dev/shm", "400 more files", "40 sockets"):
-        assert part in told
-    assert "secrets" not in told
+        assert part in shown
+    assert "secrets" not in shown
 
 
-def test_a_folder_of_the_job_that_only_grows_is_told() -> None:
+def test_a_folder_of_the_job_that_only_grows_is_reported() -> None:
     assert "folder" in " ".join(find_job_files([census(job_files=100 + 5 * number) for number in range(60)]))
     assert list(find_job_files([census(job_files=100 + number % 7) for number in range(60)])) == []
 

@@ -54,18 +54,18 @@ async def test_what_is_read_is_what_the_blocking_client_reads(server: ApiServer)
 
 
 async def test_waiting_ends_with_the_phase_or_the_verdict_and_leaves_the_program_free(server: ApiServer) -> None:
-    looks: list[str] = []
+    reads: list[str] = []
     paused = asyncio.Event()
     go_on = asyncio.Event()
 
-    async def hear(view: JobView) -> None:
-        looks.append(view.phase)
+    async def receive(view: JobView) -> None:
+        reads.append(view.phase)
 
     async def pause(_seconds: float) -> None:
         paused.set()
         await go_on.wait()
 
-    waiting = asyncio.create_task(job(server).wait(on_view=hear, pause=pause))
+    waiting = asyncio.create_task(job(server).wait(on_view=receive, pause=pause))
     await paused.wait()
     # The loop is free: another job is asked meanwhile.
     with pytest.raises(JobFailedError, match="there is no such file or folder"):
@@ -76,16 +76,16 @@ async def test_waiting_ends_with_the_phase_or_the_verdict_and_leaves_the_program
     go_on.set()
 
     assert (await waiting).phase == "Completed"
-    assert looks == ["Running", "Completed"]
+    assert reads == ["Running", "Completed"]
 
 
 async def test_waiting_has_a_limit_and_can_be_cancelled(server: ApiServer) -> None:
     with pytest.raises(ClientError, match="is Running after 0 s, not Completed"):
         await job(server).wait(seconds=0)
 
-    looked = asyncio.Event()
-    waiting = asyncio.create_task(job(server).wait(on_view=lambda view: looked.set()))
-    await looked.wait()
+    asked = asyncio.Event()
+    waiting = asyncio.create_task(job(server).wait(on_view=lambda view: asked.set()))
+    await asked.wait()
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting

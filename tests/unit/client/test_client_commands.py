@@ -1,4 +1,4 @@
-"""The command line against an API server on loopback: what it prints, asks for, and says when something is wrong."""
+"""The command line against an API server on loopback: what it prints, asks for, and reports when something is wrong."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def trn(server: ApiServer, capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     def run(*arguments: str) -> Run:
         with pytest.raises(SystemExit) as left:
             main(list(arguments))
-        said = capsys.readouterr()
-        return int(left.value.code or 0), said.out, said.err
+        output = capsys.readouterr()
+        return int(left.value.code or 0), output.out, output.err
 
     return run
 
@@ -83,7 +83,7 @@ def test_the_worth_of_each_number_of_nodes_is_shown_and_which_one_is_in_force(tr
     assert "100.0 %" in trn("sizes", "llama")[1]
 
 
-def test_a_size_whose_batch_is_smaller_than_its_ranks_is_told_with_the_share_of_speed(
+def test_a_size_whose_batch_is_smaller_than_its_ranks_is_reported_with_the_share_of_speed(
     trn: Callable[..., Run], server: ApiServer
 ) -> None:
     job = recorded("job")
@@ -95,9 +95,9 @@ def test_a_size_whose_batch_is_smaller_than_its_ranks_is_told_with_the_share_of_
 
     assert code == 0
     assert [(row["trains"], row["dataParallel"], row["idleRanks"]) for row in rows][-1] == (1, 4, 1)
-    told = " ".join(out.split())
-    assert "batch of 3 samples is smaller than the data-parallel degree (4): 1 of its ranks never have work" in told
-    assert "75.0 % of the speed" in told
+    reported = " ".join(out.split())
+    assert "batch of 3 samples is smaller than the data-parallel degree (4): 1 of its ranks never have work" in reported
+    assert "75.0 % of the speed" in reported
 
 
 def test_sizes_of_a_job_that_a_newer_version_made_are_refused_with_the_field(
@@ -138,7 +138,7 @@ def test_what_may_not_be_read_is_named_beside_what_may(trn: Callable[..., Run], 
     assert "events: you may not list events in namespace team" in out
 
 
-def test_a_cluster_without_the_definition_is_told_so(trn: Callable[..., Run], server: ApiServer) -> None:
+def test_a_cluster_without_the_definition_is_reported(trn: Callable[..., Run], server: ApiServer) -> None:
     server.answers[f"{JOBS}/llama"] = b"404 page not found\n"
 
     assert "does not know TrainingJobs" in trn("status", "llama")[2]
@@ -169,7 +169,7 @@ def test_no_cluster_is_one_sentence(trn: Callable[..., Run], tmp_path: Path) -> 
     assert "no context named 'elsewhere'" in err
 
 
-def test_a_job_that_no_usual_parser_reads_hides_no_other_and_can_be_looked_at(
+def test_a_job_that_no_usual_parser_reads_hides_no_other_and_can_be_shown(
     trn: Callable[..., Run], server: ApiServer
 ) -> None:
     template = '{"a":' * 9_000 + "1" + "}" * 9_000
@@ -183,7 +183,7 @@ def test_a_job_that_no_usual_parser_reads_hides_no_other_and_can_be_looked_at(
     assert "did you mean llama" in trn("status", "lama")[2]
 
 
-def test_an_answer_that_is_none_of_an_api_server_is_told(trn: Callable[..., Run], server: ApiServer) -> None:
+def test_an_answer_that_is_none_of_an_api_server_is_reported(trn: Callable[..., Run], server: ApiServer) -> None:
     server.answers[f"{JOBS}/llama"] = "<html>log in</html>"
 
     code, out, err = trn("status", "llama")
@@ -232,13 +232,13 @@ def test_the_lines_of_the_schema_themselves_are_in_the_json_of_logs(trn: Callabl
     assert "2026-11-23 02:09:14,033 WARNING agent rank 0 ended with code 137" in shown
 
 
-def test_the_log_of_a_pod_that_is_gone_is_one_sentence(trn: Callable[..., Run]) -> None:
+def test_the_log_of_a_pod_that_is_missing_is_one_sentence(trn: Callable[..., Run]) -> None:
     assert "llama-w-2 is gone, and its log with it" in trn("logs", "llama", "--rank", "1")[2]
     assert "there is no rank 2: llama has ranks 0 to 1" in trn("logs", "llama", "--rank", "2")[2]
     assert "no pod is left that had this rank before" in trn("logs", "llama", "--rank", "1", "--previous")[2]
 
 
-def test_the_pod_that_had_a_rank_before_is_taken_from_the_history_and_named_when_it_is_gone(
+def test_the_pod_that_had_a_rank_before_is_taken_from_the_history_and_named_when_it_is_missing(
     trn: Callable[..., Run], server: ApiServer
 ) -> None:
     entry = server.answers[f"{JOBS}/llama"]["status"]["history"][-1]
@@ -287,7 +287,7 @@ def test_a_job_that_has_ended_is_not_changed_and_only_a_failed_one_is_retried(
     assert all(method == "GET" for method, _, _ in server.requests)
 
 
-def test_who_acts_is_told_what_to_type_next_and_whether_a_run_begins_anew(
+def test_who_acts_is_reported_what_to_type_next_and_whether_a_run_begins_again(
     trn: Callable[..., Run], server: ApiServer
 ) -> None:
     job = recorded("job")
@@ -298,33 +298,33 @@ def test_who_acts_is_told_what_to_type_next_and_whether_a_run_begins_anew(
     assert trn("suspend", "llama")[2].endswith("to go on: kubectl trn resume llama\n")
 
     failed = server.answers[f"{JOBS}/broken"]
-    _gone_when_deleted(server, "broken")
+    _missing_when_deleted(server, "broken")
     assert "runs again; from the beginning, no checkpoint of it is known; see: " in trn("retry", "broken")[2]
     server.requests.clear()
     failed["status"]["checkpoint"]["durableStep"] = 7
     assert "runs again; it resumes from its newest checkpoint; see: " in trn("retry", "broken")[2]
 
 
-def test_why_a_job_failed_is_said_once_and_followed_by_what_to_do(trn: Callable[..., Run]) -> None:
-    code, said, _ = trn("why", "broken")
+def test_why_a_job_failed_is_reported_once_and_followed_by_what_to_do(trn: Callable[..., Run]) -> None:
+    code, output, _ = trn("why", "broken")
 
     assert code == 0
-    assert " ".join(said.split()).count("there is no such file or folder") == 1
-    assert "kubectl trn retry broken" in said
-    assert "kubectl trn why" not in said, "it is what was asked"
+    assert " ".join(output.split()).count("there is no such file or folder") == 1
+    assert "kubectl trn retry broken" in output
+    assert "kubectl trn why" not in output, "it is what was asked"
 
 
 def test_a_watch_in_a_pipe_ends_with_why_the_job_failed(trn: Callable[..., Run]) -> None:
-    code, said, _ = trn("watch", "broken")
+    code, output, _ = trn("watch", "broken")
 
     assert code == 0
-    first, *rest = said.splitlines()
+    first, *rest = output.splitlines()
     assert "Failed, step 0" in first
     assert "there is no such file or folder" in rest[0]
     assert rest[1] == "- What led to it: kubectl trn why broken"
 
 
-def test_a_job_that_cannot_be_made_anew_is_not_deleted(trn: Callable[..., Run], server: ApiServer) -> None:
+def test_a_job_that_cannot_be_recreated_is_not_deleted(trn: Callable[..., Run], server: ApiServer) -> None:
     server.answers[f"POST {JOBS}"] = 422
 
     code, _, err = trn("retry", "broken")
@@ -334,7 +334,7 @@ def test_a_job_that_cannot_be_made_anew_is_not_deleted(trn: Callable[..., Run], 
     assert not any(method == "DELETE" for method, _, _ in server.requests)
 
 
-def _gone_when_deleted(server: ApiServer, name: str) -> None:
+def _missing_when_deleted(server: ApiServer, name: str) -> None:
     """The job is there until its deletion was asked for; what is created is answered as it was asked for."""
     path, there = f"{JOBS}/{name}", server.answers[f"{JOBS}/{name}"]
     asked = server.requests
@@ -352,10 +352,10 @@ def _created(server: ApiServer) -> list[tuple[bool, Any]]:
     return [("dryRun=All" in path, body) for method, path, body in server.requests if method == "POST"]
 
 
-def test_a_failed_job_is_made_anew_as_the_corrected_file_says(
+def test_a_failed_job_is_recreated_as_the_corrected_file_specifies(
     trn: Callable[..., Run], server: ApiServer, tmp_path: Path
 ) -> None:
-    _gone_when_deleted(server, "broken")
+    _missing_when_deleted(server, "broken")
     owner = [{"apiVersion": "v1", "kind": "ConfigMap", "name": "flow", "uid": "u"}]
     server.answers[f"{JOBS}/broken"]["metadata"]["ownerReferences"] = owner
     file = tmp_path / "fixed.yaml"
@@ -382,12 +382,12 @@ def test_a_failed_job_is_made_anew_as_the_corrected_file_says(
     assert order == ["POST", "DELETE", "POST"]
 
 
-def test_what_was_applied_last_stays_known_so_that_the_next_apply_takes_out_what_a_file_no_longer_says(
+def test_what_was_applied_last_stays_known_so_that_the_next_apply_takes_out_what_a_file_no_longer_has(
     trn: Callable[..., Run], server: ApiServer, tmp_path: Path
 ) -> None:
     last = "kubectl.kubernetes.io/last-applied-configuration"
     server.answers[f"{JOBS}/broken"]["metadata"]["annotations"] = {last: "what was applied", "mine": "yes"}
-    _gone_when_deleted(server, "broken")
+    _missing_when_deleted(server, "broken")
     file = tmp_path / "fixed.yaml"
     file.write_text("{kind: TrainingJob, metadata: {name: broken, annotations: {mine: 'no'}}, spec: {suspend: false}}")
 
@@ -404,7 +404,7 @@ def test_a_file_that_is_of_another_job_changes_nothing(
     trn: Callable[..., Run], server: ApiServer, tmp_path: Path
 ) -> None:
     file = tmp_path / "job.yaml"
-    for text, said in (
+    for text, output in (
         ("kind: Pod", "holds no TrainingJob with a name"),
         ("{kind: TrainingJob, metadata: {name: llama}}", "holds no TrainingJob 'broken'; there are llama"),
         ("{kind: TrainingJob, metadata: {name: broken, namespace: other}}", "is of namespace other"),
@@ -412,7 +412,7 @@ def test_a_file_that_is_of_another_job_changes_nothing(
     ):
         file.write_text(text)
         code, _, err = trn("retry", "broken", "-f", str(file))
-        assert (code, err.count("\n"), said in err) == (1, 1, True), err
+        assert (code, err.count("\n"), output in err) == (1, 1, True), err
     assert all(method == "GET" for method, _, _ in server.requests)
 
 

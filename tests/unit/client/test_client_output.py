@@ -1,4 +1,4 @@
-"""What programs and odd terminals get: JSON of every command, a closed pipe, a narrow window; and `simulate`."""
+"""Output for programs and odd terminals: JSON of every command, a closed pipe, a narrow window; and `simulate`."""
 
 from __future__ import annotations
 
@@ -38,39 +38,39 @@ def trn(server: ApiServer, capfd: pytest.CaptureFixture[str], monkeypatch: pytes
     def run(*arguments: str) -> Run:
         with pytest.raises(SystemExit) as left:
             main(list(arguments))
-        said = capfd.readouterr()
-        return int(left.value.code or 0), said.out, said.err
+        output = capfd.readouterr()
+        return int(left.value.code or 0), output.out, output.err
 
     return run
 
 
-def told(trn: Callable[..., Run], *words: str) -> Any:
+def shown(trn: Callable[..., Run], *words: str) -> Any:
     code, out, err = trn(*words, "-o", "json")
     assert (code, err) == (0, ""), (out, err)
     return json.loads(out)
 
 
-def test_what_was_done_to_a_job_is_told_to_programs(trn: Callable[..., Run], server: ApiServer) -> None:
+def test_what_was_done_to_a_job_is_reported_to_programs(trn: Callable[..., Run], server: ApiServer) -> None:
     server.answers[f"{JOBS}/llama/scale"] = {}
     who = {"name": "llama", "namespace": "team"}
 
-    assert told(trn, "suspend", "llama") == {
+    assert shown(trn, "suspend", "llama") == {
         "message": "llama saves and gives its nodes back; to go on: kubectl trn resume llama", **who, "suspend": True,
         "changed": True,
     }  # fmt: skip
-    assert told(trn, "resume", "llama")["changed"] is False
-    scaled = told(trn, "scale", "llama", "4")
+    assert shown(trn, "resume", "llama")["changed"] is False
+    scaled = shown(trn, "scale", "llama", "4")
     assert scaled == {"message": scaled["message"], **who, "nodes": 4}
 
 
-def test_what_was_held_against_a_released_machine_is_told_to_programs(
+def test_what_was_held_against_a_released_machine_is_reported_to_programs(
     trn: Callable[..., Run], server: ApiServer
 ) -> None:
     strikes = [{"at": 1.0, "cause": "Device", "job": "team/llama", "evidence": "e"}]
     record = {"node": "node-2", "machine": "i-1", "strikes": strikes, "since": 1.0}
     server.answers[QUARANTINE] = {"data": {"i-1": json.dumps(record)}}
 
-    found = told(trn, "release", "node-2")
+    found = shown(trn, "release", "node-2")
 
     assert found["message"].startswith("node-2 is released")
     assert (found["machine"], len(found["was"]["strikes"])) == ("node-2", 1)
@@ -94,16 +94,18 @@ def test_a_report_for_programs_holds_what_the_page_holds(
     trn: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    found = told(trn, "report", "llama")
+    found = shown(trn, "report", "llama")
 
     assert found["view"]["name"] == "llama"
     assert {"entries", "members", "checkpoints", "curve", "notes", "pods"} <= set(found)
     assert not (tmp_path / "json").exists()
 
 
-def test_a_support_bundle_tells_programs_where_it_is_and_what_it_lacks(trn: Callable[..., Run], tmp_path: Path) -> None:
+def test_a_support_bundle_reports_to_programs_where_it_is_and_what_it_lacks(
+    trn: Callable[..., Run], tmp_path: Path
+) -> None:
     file = tmp_path / "bundle.tar.gz"
-    found = told(trn, "support-bundle", "llama", "-f", str(file))
+    found = shown(trn, "support-bundle", "llama", "-f", str(file))
 
     assert (found["file"], found["bytes"]) == (str(file), file.stat().st_size)
     assert "job.json" in found["files"]
@@ -114,14 +116,14 @@ def test_a_support_bundle_tells_programs_where_it_is_and_what_it_lacks(trn: Call
 def test_the_thread_that_trains_is_shown_before_those_that_wait(trn: Callable[..., Run]) -> None:
     waits = 'Thread 0x1 (most recent call first):\n  File "thread.py", line 81 in _worker'
     trains = 'Current thread 0x2 (most recent call first):\n  File "train.py", line 89 in loop'
-    said = Output(json.dumps({"localRank": 0, "stack": f"{waits}\n\n{trains}\n"}).encode(), b"")
-    with mock.patch.object(inspect, "run_in_pod", return_value=said):
+    output = Output(json.dumps({"localRank": 0, "stack": f"{waits}\n\n{trains}\n"}).encode(), b"")
+    with mock.patch.object(inspect, "run_in_pod", return_value=output):
         code, out, _ = trn("stacks", "llama", "--rank", "1")
-        told = json.loads(trn("stacks", "llama", "--rank", "1", "-o", "json")[1])
+        shown = json.loads(trn("stacks", "llama", "--rank", "1", "-o", "json")[1])
 
     assert code == 0
     assert out == f"--- rank 1 in llama-w-2 on node-1\n{trains}\n\n{waits}\n"
-    assert told[0]["stack"] == f"{waits}\n\n{trains}\n", "for programs as Python wrote it"
+    assert shown[0]["stack"] == f"{waits}\n\n{trains}\n", "for programs as Python wrote it"
 
 
 @pytest.mark.parametrize("command", ["status llama", "history llama", "logs llama --all", "sizes llama -o json"])
@@ -171,7 +173,7 @@ def test_a_job_of_the_cluster_is_simulated_as_it_is_there(trn: Callable[..., Run
     assert json.loads(out)["results"][0]["nodes"] == 3
 
 
-def test_what_cannot_be_simulated_is_told_in_a_sentence(
+def test_what_cannot_be_simulated_is_reported_in_a_sentence(
     trn: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for words in ([], ["--days", "3", "llama"]):

@@ -1,4 +1,4 @@
-"""What is told of a job, from what a real one left in the API server."""
+"""Views and pages of a job, from what a real one left in the API server."""
 
 from __future__ import annotations
 
@@ -34,6 +34,8 @@ from trainium_contract.views.workers import Members, members_view, pod_rows, ran
 from trainium_contract.wire.recorded_membership import LARGEST_TEXT, members_of, recorded_membership
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from trainium_contract.views.job import JobView
 
 
@@ -48,11 +50,15 @@ def members() -> Members:
     return members_view(recorded_membership(recorded("membership")))
 
 
+def text_of(content: RenderableType, width: int = 100) -> str:
+    return show(content, width=width, colour=False)
+
+
 def page(view: JobView, width: int = 100, *, colour: bool = False) -> str:
     return show(status_page(view, now=NOW, width=width), width=width, colour=colour)
 
 
-def test_the_screen_tells_how_far_the_job_is_and_when_it_ends() -> None:
+def test_the_screen_reports_how_far_the_job_is_and_when_it_ends() -> None:
     view = screen()
 
     assert (view.phase, view.step, view.total_steps, view.size, view.restarts) == ("Running", 263, 4000, 2, 3)
@@ -63,7 +69,7 @@ def test_the_screen_tells_how_far_the_job_is_and_when_it_ends() -> None:
     assert f"step 263/4000, {duration(view.eta_seconds)} left" in page(view)
 
 
-def test_a_failed_job_tells_its_verdict_and_how_to_go_on() -> None:
+def test_a_failed_job_reports_its_verdict_and_how_to_go_on() -> None:
     view = screen("failed")
 
     assert "there is no such file or folder" in view.advice[0]
@@ -76,7 +82,7 @@ def test_a_failed_job_tells_its_verdict_and_how_to_go_on() -> None:
     assert re.search(r"Stopped +UserCode on ", page(view)), "an end is no interruption"
 
 
-def test_what_was_in_memory_is_not_there_when_the_pods_are_gone() -> None:
+def test_what_was_in_memory_is_not_there_when_the_pods_are_missing() -> None:
     assert "step 262 in memory" in page(screen())
     for phase in ("Completed", "Failed", "Suspended"):
         assert "in memory" not in page(screen(phase=phase))
@@ -167,7 +173,7 @@ def condition(kind: str, reason: str, message: str) -> dict[str, str]:
     return {"type": kind, "status": "False", "reason": reason, "message": message}
 
 
-def test_a_failed_job_says_what_was_changed_since_or_that_nothing_was_and_what_to_type() -> None:
+def test_a_failed_job_shows_what_was_changed_since_or_that_nothing_was_and_what_to_type() -> None:
     job = recorded("failed")
 
     def advice(generation: int = 1, **record: Any) -> str:
@@ -179,11 +185,11 @@ def test_a_failed_job_says_what_was_changed_since_or_that_nothing_was_and_what_t
     assert advice(changes=[]).startswith("Nothing in it has changed since it failed. Run it again as it is, ")
     source = {"field": "trainer.data.source", "was": '"/a"', "now": '"/b"'}
     changes = [source, {"field": "trainer.seed", "was": "", "now": "7"}, {"field": "x", "was": "#1", "now": "#2"}]
-    said = advice(changes=changes)
-    assert said.startswith(
+    output = advice(changes=changes)
+    assert output.startswith(
         'Changed since it failed: trainer.data.source (was "/a", is "/b"), trainer.seed (was not set, is 7), x. '
     )
-    assert f"kubectl trn retry {name}." in said
+    assert f"kubectl trn retry {name}." in output
     assert "and 4 more" in advice(changes=[source] * 10)
     for unknown in (advice(), advice(generation=2, changes=[])):
         assert unknown.startswith("Run it again as it is, "), "nobody has compared them"
@@ -209,7 +215,7 @@ def test_members_spares_and_pods_that_are_not_well_are_counted_apart() -> None:
     assert [(row.name, row.node) for row in view.not_well] == [("llama-w-9", "")]
 
 
-def test_a_member_whose_pod_is_gone_is_counted_as_gone() -> None:
+def test_a_member_whose_pod_is_missing_is_counted_as_missing() -> None:
     table = recorded("pods")
     table["rows"] = [row for row in table["rows"] if row["cells"][0] != "llama-w-0"]
 
@@ -217,20 +223,20 @@ def test_a_member_whose_pod_is_gone_is_counted_as_gone() -> None:
 
 
 def test_the_slowest_rank_comes_first_and_a_silent_worker_before_it() -> None:
-    said = [{"localRank": 0, "step": 20, "step_seconds": 0.5, "phase": "TRAINING", "updated": NOW - 1}]
-    behind = [{**said[0], "step": 19}]
+    healthy = [{"localRank": 0, "step": 20, "step_seconds": 0.5, "phase": "TRAINING", "updated": NOW - 1}]
+    behind = [{**healthy[0], "step": 19}]
 
-    rows = rank_rows(members(), {"llama-w-0": said, "llama-w-2": behind}, public_status({}), NOW)
+    rows = rank_rows(members(), {"llama-w-0": healthy, "llama-w-2": behind}, public_status({}), NOW)
     assert [row.rank for row in rows] == [1, 0]
     rows = rank_rows(members(), {"llama-w-0": "llama-w-0 is gone", "llama-w-2": behind}, public_status({}), NOW)
     assert [(row.rank, row.note) for row in rows] == [(0, "llama-w-0 is gone"), (1, "")]
 
 
 def test_a_straggler_comes_before_a_rank_with_a_longer_step() -> None:
-    said = {pod: [{"localRank": 0, "step": 20, "step_seconds": 0.5}] for pod in ("llama-w-0", "llama-w-2")}
+    records = {pod: [{"localRank": 0, "step": 20, "step_seconds": 0.5}] for pod in ("llama-w-0", "llama-w-2")}
     status = {"stragglers": [{"pod": "llama-w-2", "slowdown": 2.5}]}
 
-    assert [row.rank for row in rank_rows(members(), said, public_status({"status": status}), NOW)] == [1, 0]
+    assert [row.rank for row in rank_rows(members(), records, public_status({"status": status}), NOW)] == [1, 0]
 
 
 def test_a_rank_is_found_in_the_worker_that_has_it() -> None:
@@ -241,16 +247,16 @@ def test_a_rank_is_found_in_the_worker_that_has_it() -> None:
     assert found.of_rank(-1) is None
 
 
-def test_the_story_of_a_crash_shows_who_what_and_the_line_of_the_agent() -> None:
-    story = explain_interruption(recorded("job"), log=recorded_log())
+def test_the_report_of_a_crash_shows_who_what_and_the_line_of_the_agent() -> None:
+    report = explain_interruption(recorded("job"), log=recorded_log())
 
-    assert story.entry is not None
-    assert (story.entry.cause, story.entry.pod, story.number) == ("Crash", "llama-w-0", 3)
-    assert any("rank 0 ended with code 137" in line for line in story.log_lines)
-    assert len(story.log_lines) <= MOST_LINES
-    said = show(interruption_page(story), width=100, colour=False)
-    assert f"restart {duration(story.entry.stages['restart'])}" in said
-    assert "processes restarted in place, pods kept" in said
+    assert report.entry is not None
+    assert (report.entry.cause, report.entry.pod, report.number) == ("Crash", "llama-w-0", 3)
+    assert any("rank 0 ended with code 137" in line for line in report.log_lines)
+    assert len(report.log_lines) <= MOST_LINES
+    output = text_of(interruption_page(report))
+    assert f"restart {duration(report.entry.stages['restart'])}" in output
+    assert "processes restarted in place, pods kept" in output
 
 
 VERDICT = (
@@ -261,25 +267,25 @@ VERDICT = (
 )
 
 
-def story_of(message: str, *, rung: str, log: str) -> str:
+def report_of(message: str, *, rung: str, log: str) -> str:
     job = recorded("job")
     last = job["status"]["history"][-1]
     last |= {"message": message, "rung": rung}
-    return show(interruption_page(explain_interruption(job, log=log)), width=110, colour=False)
+    return text_of(interruption_page(explain_interruption(job, log=log)), 110)
 
 
-def test_the_story_of_the_end_tells_the_verdict_to_its_last_word_although_the_log_follows() -> None:
-    said = " ".join(story_of(VERDICT, rung="Stop", log=recorded_log()).split())
-    assert "Log of llama-w-0 at that time" in said
-    assert VERDICT in said
+def test_the_report_of_the_end_shows_the_verdict_to_its_last_word_although_the_log_follows() -> None:
+    output = " ".join(report_of(VERDICT, rung="Stop", log=recorded_log()).split())
+    assert "Log of llama-w-0 at that time" in output
+    assert VERDICT in output
 
 
 def test_what_was_seen_is_neither_cut_within_a_word_nor_filled_with_steps() -> None:
     steps = " | ".join(f"23:12:{at} rank 0 INFO step {at}/900: loss 5.1400, 1593 tokens/s" for at in range(10, 40))
-    said = story_of(f"rank 0 crashed; killed by signal 9 | {steps}", rung="InPlace", log=recorded_log())
-    assert "rank 0 crashed; killed by signal 9 | …\n" in said
+    output = report_of(f"rank 0 crashed; killed by signal 9 | {steps}", rung="InPlace", log=recorded_log())
+    assert "rank 0 crashed; killed by signal 9 | …\n" in output
     words = " ".join(f"word{number}" for number in range(100))
-    seen = story_of(words, rung="InPlace", log=recorded_log()).partition("Seen")[2].partition("Answer")[0].split()
+    seen = report_of(words, rung="InPlace", log=recorded_log()).partition("Seen")[2].partition("Answer")[0].split()
     assert seen[-1] == "…"
     assert seen[:-1] == words.split()[: len(seen) - 1]
 
@@ -301,53 +307,51 @@ def test_lines_of_python_are_shown_and_frames_of_cpp_are_not() -> None:
 
 def test_a_line_that_is_broken_goes_on_behind_its_mark() -> None:
     job = recorded("failed")
-    said = show(interruption_page(explain_interruption(job, advice=("word " * 40,))), width=60, colour=False)
-    assert re.search(r"^- word .*\n  word ", said, re.MULTILINE)
+    output = text_of(interruption_page(explain_interruption(job, advice=("word " * 40,))), 60)
+    assert re.search(r"^- word .*\n  word ", output, re.MULTILINE)
     log = recorded_log()
-    lines = show(interruption_page(explain_interruption(recorded("job"), log=log)), width=60, colour=False).partition(
-        " at that time\n"
-    )[2]
+    lines = text_of(interruption_page(explain_interruption(recorded("job"), log=log)), 60).partition(" at that time\n")[
+        2
+    ]
     assert all(line.startswith("  ") for line in lines.splitlines())
 
 
-def test_the_stage_decide_is_told_as_the_wait_for_a_worker_in_the_story_and_in_the_ledger() -> None:
+def test_the_stage_decide_is_shown_as_the_wait_for_a_worker_in_the_report_and_in_the_ledger() -> None:
     job = recorded("job")
     job["status"]["history"][-1]["stages"]["decide"] = 41.0
     job["status"]["goodput"]["lostByStage"]["Decide"] = 41.0
 
-    said = show(interruption_page(explain_interruption(job)), width=200, colour=False)
-    assert f"decide (wait for a worker) {duration(41.0)}" in said
-    ledger = show(goodput_page(build_job_view(job, now=NOW).goodput, 100), width=100, colour=False)
+    output = text_of(interruption_page(explain_interruption(job)), 200)
+    assert f"decide (wait for a worker) {duration(41.0)}" in output
+    ledger = text_of(goodput_page(build_job_view(job, now=NOW).goodput, 100))
     assert re.search(r"Decide \(wait for a worker\) +41\.0", ledger)
     assert "Decide (wait for a worker): 41.0 s" in report_html(
         JobReport(build_job_view(job, now=NOW), (), None, None, (), ()), NOW
     )
 
 
-def test_the_story_of_an_earlier_interruption_is_told_by_its_number() -> None:
-    story = explain_interruption(recorded("job"), which=2, log_note="llama-w-1 is gone, and its log with it")
+def test_the_report_of_an_earlier_interruption_is_chosen_by_its_number() -> None:
+    report = explain_interruption(recorded("job"), which=2, log_note="llama-w-1 is gone, and its log with it")
 
-    assert story.entry is not None
-    assert story.entry.cause == "Preempted"
-    assert story.log_lines == ()
-    assert "gone" in story.log_note
-
-
-def test_the_story_of_a_failed_job_is_its_verdict() -> None:
-    story = explain_interruption(recorded("failed"))
-
-    assert story.entry is not None
-    assert story.entry.stopped
-    assert "stopped for good" in show(interruption_page(story), width=100, colour=False)
+    assert report.entry is not None
+    assert report.entry.cause == "Preempted"
+    assert report.log_lines == ()
+    assert "gone" in report.log_note
 
 
-def test_a_job_that_nothing_interrupted_says_so() -> None:
+def test_the_report_of_a_failed_job_is_its_verdict() -> None:
+    report = explain_interruption(recorded("failed"))
+
+    assert report.entry is not None
+    assert report.entry.stopped
+    assert "stopped for good" in text_of(interruption_page(report))
+
+
+def test_a_job_that_nothing_interrupted_has_nothing_to_explain() -> None:
     job = recorded("job")
     job["status"]["history"] = []
 
-    assert "nothing has interrupted this job" in show(
-        interruption_page(explain_interruption(job)), width=100, colour=False
-    )
+    assert "nothing has interrupted this job" in text_of(interruption_page(explain_interruption(job)))
 
 
 def test_machines_are_shown_with_their_evidence_and_found_by_node_or_key() -> None:
@@ -365,7 +369,7 @@ def test_machines_are_shown_with_their_evidence_and_found_by_node_or_key() -> No
     assert {each.state for each in machines[1:]} == {"Unreadable"}
     assert find_machine(machines, "ip-10-0-3-7") is machines[0]
     assert find_machine(machines, "nowhere") is None
-    assert "Device 11-23 02:00 by team/llama" in show(machines_page(machines, NOW, 160), width=160, colour=False)
+    assert "Device 11-23 02:00 by team/llama" in text_of(machines_page(machines, NOW, 160), 160)
 
 
 def test_nodes_that_save_no_pass_are_one_row() -> None:
@@ -397,7 +401,7 @@ def test_nodes_that_save_no_pass_are_one_row() -> None:
     ]
 
 
-def test_sizes_beyond_what_was_asked_for_say_that_they_are_of_idle_nodes() -> None:
+def test_sizes_beyond_what_was_asked_for_show_that_they_are_of_idle_nodes() -> None:
     job: dict[str, Any] = {
         "spec": {
             "workers": {"replicas": 2, "maxReplicas": 4, "accelerator": {"device": "cpu"}},
@@ -412,7 +416,7 @@ def test_sizes_beyond_what_was_asked_for_say_that_they_are_of_idle_nodes() -> No
         (2, 1.0, False),
         (1, 0.5, False),
     ]
-    assert show(sizes_page(rows, 120), width=120, colour=False).count("idle nodes") == 2
+    assert text_of(sizes_page(rows, 120), 120).count("idle nodes") == 2
 
 
 @pytest.mark.parametrize("width", [20, 40, 60, 80, 200])
@@ -428,7 +432,7 @@ def test_no_page_is_wider_than_the_terminal_and_none_loses_what_matters(width: i
         interruption_page(explain_interruption(recorded("job"), log=recorded_log())),
     ]
 
-    shown = [show(each, width=width, colour=False) for each in pages]
+    shown = [text_of(each, width) for each in pages]
 
     assert all(len(line) <= width for each in shown for line in each.splitlines())
     assert "Running" in shown[0]
@@ -470,11 +474,11 @@ def test_a_status_of_another_version_is_shown_as_far_as_it_can_be_read(field: st
 
 
 def test_json_has_camel_case_keys_and_all_that_the_screen_has() -> None:
-    told = json.loads(as_json(screen()))
+    reported = json.loads(as_json(screen()))
 
-    assert told["goodput"]["lostSeconds"]["Crash"] == pytest.approx(2.834)
-    assert told["checkpoints"]["durableStep"] == 254
-    assert told["workers"]["members"] == {"Running": 2}
+    assert reported["goodput"]["lostSeconds"]["Crash"] == pytest.approx(2.834)
+    assert reported["checkpoints"]["durableStep"] == 254
+    assert reported["workers"]["members"] == {"Running": 2}
 
 
 def test_a_membership_that_is_no_such_thing_is_refused_before_it_fills_memory() -> None:
@@ -490,7 +494,7 @@ def test_a_membership_that_is_no_such_thing_is_refused_before_it_fills_memory() 
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"),
+    ("seconds", "output"),
     [
         (None, "-"),
         (0, "0s"),
@@ -502,8 +506,8 @@ def test_a_membership_that_is_no_such_thing_is_refused_before_it_fills_memory() 
         (90_000, "1d1h"),
     ],
 )
-def test_lengths_of_time_are_written_with_two_units(seconds: float | None, said: str) -> None:
-    assert duration(seconds) == said
+def test_lengths_of_time_are_written_with_two_units(seconds: float | None, output: str) -> None:
+    assert duration(seconds) == output
 
 
 def test_advice_names_what_keeps_a_pending_job_from_beginning() -> None:
@@ -519,21 +523,21 @@ def test_advice_names_what_keeps_a_pending_job_from_beginning() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pods", "said"),
+    ("pods", "output"),
     [
         (("True", "AllReady", "2 workers are registered"), "Pending, 2 workers are registered and get ready: imports"),
         (("False", "WaitingForWorkers", "1 of 2 workers are registered. "), "Pending, 1 of 2 workers are registered\n"),
         (("False", "Unschedulable", "llama-w-1 cannot be scheduled"), "Pending\n"),
     ],
 )
-def test_a_job_that_has_not_begun_says_what_it_waits_for(pods: tuple[str, str, str], said: str) -> None:
+def test_a_job_that_has_not_started_reports_what_it_waits_for(pods: tuple[str, str, str], output: str) -> None:
     status, reason, message = pods
     condition = {"type": "PodsReady", "status": status, "reason": reason, "message": message}
     shown = re.sub(" +", " ", page(screen(phase="Pending", stage="", conditions=[condition])))
-    assert f"Phase {said}" in re.sub(" *\n", "\n", shown)
+    assert f"Phase {output}" in re.sub(" *\n", "\n", shown)
 
 
-def test_saves_that_fail_are_told_once_in_the_words_of_the_store() -> None:
+def test_saves_that_fail_are_reported_once_as_the_store_reports_it() -> None:
     overdue = {"type": "CheckpointHealthy", "status": "False", "reason": "CheckpointOverdue", "message": "too slow"}
     full = "a save failed, training goes on: No space left on device: free space"
     view = screen(conditions=[overdue], checkpoint={"durableStep": 50, "notice": full})
@@ -543,7 +547,7 @@ def test_saves_that_fail_are_told_once_in_the_words_of_the_store() -> None:
     assert "too slow" in screen(conditions=[overdue]).advice
 
 
-def test_an_alert_that_comes_again_and_again_leaves_room_for_what_else_happened() -> None:
+def test_an_alert_that_comes_again_and_again_leaves_space_for_what_else_happened() -> None:
     view = screen(alerts=[{"kind": "LossAlarm", "step": 606, "message": "the run diverges unless this passes"}])
     again = tuple(replace(view.events[0], reason="LossAlarm", message=f"step {step}") for step in range(9))
     shown = page(replace(view, events=again + view.events))
@@ -554,23 +558,19 @@ def test_an_alert_that_comes_again_and_again_leaves_room_for_what_else_happened(
     assert "GenerationStarted" in shown
 
 
-def test_a_job_that_ends_at_a_deadline_says_so_while_it_saves_and_afterwards() -> None:
-    said = "The job has been active for 60 s, as long as activeDeadlineSeconds allows."
-    target = {"type": "FailureTarget", "status": "True", "reason": "DeadlineExceeded", "message": said}
+def test_a_job_that_ends_at_a_deadline_reports_it_while_it_saves_and_afterwards() -> None:
+    output = "The job has been active for 60 s, as long as activeDeadlineSeconds allows."
+    target = {"type": "FailureTarget", "status": "True", "reason": "DeadlineExceeded", "message": output}
     view = screen(phase="Stopping", conditions=[target])
 
-    assert view.advice == (f"{said} Its workers save and leave, then it fails.",)
+    assert view.advice == (f"{output} Its workers save and leave, then it fails.",)
     job = recorded("job")
-    entry = {"generation": 1, "time": "2026-01-01T00:00:00Z", "cause": "Yielded", "rung": "Stop", "message": said}
-    job["status"] |= {"phase": "Failed", "verdict": said, "history": [entry]}
-    story = show(
-        interruption_page(explain_interruption(job, advice=build_job_view(job, now=NOW).advice)),
-        width=100,
-        colour=False,
-    )
-    assert "stopped for good" in story
-    assert "active for 60 s" in story
-    assert "kubectl trn retry" in story
+    entry = {"generation": 1, "time": "2026-01-01T00:00:00Z", "cause": "Yielded", "rung": "Stop", "message": output}
+    job["status"] |= {"phase": "Failed", "verdict": output, "history": [entry]}
+    report = text_of(interruption_page(explain_interruption(job, advice=build_job_view(job, now=NOW).advice)))
+    assert "stopped for good" in report
+    assert "active for 60 s" in report
+    assert "kubectl trn retry" in report
 
 
 def test_a_job_of_another_controller_sends_to_it() -> None:

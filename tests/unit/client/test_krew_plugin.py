@@ -40,7 +40,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
 
 @pytest.fixture(scope="module")
 def plugin(made: tuple[Path, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
-    """Runs the linked program with nothing but Python's own library beside what the archive brings."""
+    """Runs the linked program with nothing but Python's own library beside what the archive has."""
     home = tmp_path_factory.mktemp("krew")
     with tarfile.open(made[0]) as packed:
         packed.extractall(home / "store", filter="data")
@@ -58,17 +58,17 @@ def plugin(made: tuple[Path, dict[str, Any]], tmp_path_factory: pytest.TempPathF
 
 
 def test_the_linked_program_runs(plugin: Callable[..., Run]) -> None:
-    said = plugin("kubectl-trn", "--help")
-    assert (said.returncode, said.stderr) == (0, "")
-    assert "support-bundle" in said.stdout
+    output = plugin("kubectl-trn", "--help")
+    assert (output.returncode, output.stderr) == (0, "")
+    assert "support-bundle" in output.stdout
 
 
 @pytest.mark.parametrize("command", ["status", "why", "sizes", "goodput"])
 def test_commands_answer_from_an_api_server(plugin: Callable[..., Run], tmp_path: Path, command: str) -> None:
     with ApiServer(recorded_answers(), tmp_path).running() as server:
-        said = plugin("kubectl-trn", command, "llama", "-o", "json", KUBECONFIG=str(server.kubeconfig))
-    assert (said.returncode, said.stderr) == (0, "")
-    assert json.loads(said.stdout)
+        output = plugin("kubectl-trn", command, "llama", "-o", "json", KUBECONFIG=str(server.kubeconfig))
+    assert (output.returncode, output.stderr) == (0, "")
+    assert json.loads(output.stdout)
 
 
 def test_the_second_program_completes(plugin: Callable[..., Run]) -> None:
@@ -92,7 +92,7 @@ def test_the_same_sources_give_the_same_bytes(made: tuple[Path, dict[str, Any]],
     assert make(tmp_path)[0].read_bytes() == made[0].read_bytes()
 
 
-def test_an_old_python_can_read_the_starter_and_is_told(made: tuple[Path, dict[str, Any]]) -> None:
+def test_an_old_python_can_read_the_starter_and_is_reported(made: tuple[Path, dict[str, Any]]) -> None:
     with tarfile.open(made[0]) as packed:
         starter = packed.extractfile("kubectl-trn")
         assert starter is not None

@@ -60,7 +60,7 @@ def test_who_acts_as_another_does_so_here_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "output"),
     [
         ({"current-context": ""}, "no current-context"),
         ({"clusters": []}, "no cluster named 'here'"),
@@ -70,18 +70,18 @@ def test_who_acts_as_another_does_so_here_too(tmp_path: Path) -> None:
         ({"clusters": [{"name": "here", "cluster": {}}]}, "names no server"),
     ],
 )
-def test_a_kubeconfig_that_cannot_be_used_is_one_sentence(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+def test_a_kubeconfig_that_cannot_be_used_is_one_sentence(tmp_path: Path, change: dict[str, Any], output: str) -> None:
     path = written(tmp_path / "config", {**kubeconfig("https://example.test"), **change})
 
-    with pytest.raises(NoClusterError, match=said) as told:
+    with pytest.raises(NoClusterError, match=output) as shown:
         find_access(path, None, {})
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(shown.value)
 
 
 def test_a_password_is_never_in_a_sentence(tmp_path: Path) -> None:
     path = tmp_path / "config"
     path.write_text("users: [{name: me, user: {token: s3cret}\n")
 
-    with pytest.raises(NoClusterError) as told:
+    with pytest.raises(NoClusterError) as shown:
         find_access(str(path), None, {})
-    assert "s3cret" not in str(told.value)
+    assert "s3cret" not in str(shown.value)

@@ -32,16 +32,16 @@ def frame(kind: int, data: bytes) -> bytes:
     ) + data  # fmt: skip
 
 
-def _speak(taken: socket.socket, said: tuple[tuple[int, bytes], ...], status: Any) -> None:
-    for channel, data in (*said, (3, json.dumps(status).encode())):
+def _send(taken: socket.socket, shown: tuple[tuple[int, bytes], ...], status: Any) -> None:
+    for channel, data in (*shown, (3, json.dumps(status).encode())):
         taken.sendall(frame(2, bytes([channel]) + data))
     taken.sendall(frame(8, struct.pack("!H", 1000)))
     taken.recv(4096)
 
 
 @contextlib.contextmanager
-def worker(*said: tuple[int, bytes], status: Any = SUCCESS, code: int = 101) -> Iterator[Api]:
-    """An API server that runs one program, which says this on these channels."""
+def worker(*shown: tuple[int, bytes], status: Any = SUCCESS, code: int = 101) -> Iterator[Api]:
+    """An API server that runs one program, which writes this to these channels."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def serve() -> None:
@@ -60,9 +60,9 @@ def worker(*said: tuple[int, bytes], status: Any = SUCCESS, code: int = 101) -> 
                 b"HTTP/1.1 101 Switching\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
                 b"Sec-WebSocket-Protocol: v4.channel.k8s.io\r\nSec-WebSocket-Accept: " + accept + b"\r\n\r\n"
             )
-            # Who has heard enough leaves early.
+            # A client that has received enough leaves early.
             with contextlib.suppress(ConnectionError):
-                _speak(taken, said, status)
+                _send(taken, shown, status)
 
     thread = threading.Thread(target=serve)
     thread.start()
@@ -94,7 +94,7 @@ def test_a_program_that_fails_is_its_last_words_unless_its_code_is_expected() ->
         assert run_in_pod(api, "w-0", ("cat", "/etc/hosts"), accepted=(0, 64)).out == b"[]"
 
 
-def test_a_program_that_ends_with_a_line_of_the_schema_is_told_by_its_sentence() -> None:
+def test_a_program_that_ends_with_a_line_of_the_schema_is_reported_by_its_sentence() -> None:
     stamp = "2026-11-24T08:09:10Z"
     line = {
         "time": stamp,

@@ -77,15 +77,15 @@ def test_a_manifest_is_applied_as_it_is_written(server: ApiServer, tmp_path: Pat
 
 
 def test_waiting_ends_with_the_phase_the_verdict_or_the_time(server: ApiServer) -> None:
-    looks = []
+    reads = []
 
     def finish(_seconds: float) -> None:
         done = recorded("job")
         done["status"]["phase"] = "Completed"
         server.answers[f"{JOBS}/llama"] = done
 
-    assert job(server).wait(on_view=looks.append, pause=finish).phase == "Completed"
-    assert [view.phase for view in looks] == ["Running", "Completed"]
+    assert job(server).wait(on_view=reads.append, pause=finish).phase == "Completed"
+    assert [view.phase for view in reads] == ["Running", "Completed"]
     with pytest.raises(JobFailedError, match="there is no such file or folder"):
         job(server, "broken").wait()
     with pytest.raises(ClientError, match="has completed, and was waited for to be Suspended"):

@@ -59,7 +59,7 @@ def test_nothing_hostile_becomes_an_element_and_nothing_comes_from_outside() -> 
     assert not {"script", "img", "link", "iframe", "object", "a"} & set(page.tags)
     names = {name for name, _ in page.attributes}
     assert not {name for name in names if name.startswith("on") or name in {"src", "href", "xlink:href"}}
-    assert page.said.count("alert(1)") > 5
+    assert page.shown.count("alert(1)") > 5
 
 
 def test_all_that_is_known_is_on_the_page() -> None:
@@ -67,13 +67,13 @@ def test_all_that_is_known_is_on_the_page() -> None:
 
     for words in ("Loss", "Where the time went", "Interruptions", "Who trains (generation 3)", "Checkpoints on storage",
                   "Artifacts", "Evaluation", "Events", "Not shown", "32-63", "6.6 %", "1.0 MiB"):  # fmt: skip
-        assert words in page.said, words
+        assert words in page.shown, words
     assert page.tags.count("polyline") == 1
     marks = [value for name, value in page.attributes if (name, value) == ("class", "mark")]
     assert len(marks) == 3
 
 
-def test_the_page_of_a_failed_job_says_what_was_changed_since() -> None:
+def test_the_page_of_a_failed_job_shows_what_was_changed_since() -> None:
     job = recorded("failed")
     job["metadata"]["generation"] = job["status"]["observedGeneration"] = 2
     change = {"field": "trainer.data.source", "was": '"/a<b>"', "now": '"/c"'}
@@ -82,13 +82,13 @@ def test_the_page_of_a_failed_job_says_what_was_changed_since() -> None:
     assert "Changed since it failed: trainer.data.source (was &quot;/a&lt;b&gt;&quot;, is &quot;/c&quot;)" in html
 
 
-def test_a_job_that_has_only_begun_has_a_page_too() -> None:
+def test_a_job_that_has_only_started_has_a_page_too() -> None:
     job = {key: value for key, value in recorded("job").items() if key != "status"}
 
     page = Page(report_html(JobReport(build_job_view(job, now=NOW), (), None, None, (), ()), NOW))
 
     assert page.open == []
-    assert "not answered yet" in page.said
+    assert "not answered yet" in page.shown
 
 
 @given(st.floats(allow_nan=False), st.floats(allow_nan=False), st.integers(2, 8))

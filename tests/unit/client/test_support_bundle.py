@@ -1,4 +1,4 @@
-"""What a support bundle holds, and above all what it does not."""
+"""Content of a support bundle, and above all what it must not have."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def test_an_unknown_job_leaves_no_archive(tmp_path: Path) -> None:
 def test_the_job_itself_is_not_changed_by_redaction() -> None:
     job = recorded("job")
 
-    told = redacted(job)
+    shown = redacted(job)
 
-    assert told["status"] == job["status"]
-    assert "managedFields" not in told["metadata"]
+    assert shown["status"] == job["status"]
+    assert "managedFields" not in shown["metadata"]
     assert "managedFields" in job["metadata"]

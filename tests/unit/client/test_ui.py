@@ -31,7 +31,7 @@ HOSTILE = '"><script>document.title="hacked"</script><img src=x onerror=alert(2)
 
 
 class World:
-    """The server of `ui` on recorded answers, with a clock of its own."""
+    """The server of `ui` on recorded answers, with its own clock."""
 
     def __init__(self, api: ApiServer) -> None:
         self.api = api
@@ -91,11 +91,11 @@ def test_a_job_and_the_lists_are_pages_that_lead_to_each_other(world: World) -> 
     assert "script-src 'sha256-" in headers["Content-Security-Policy"]
     assert ("href", "/secret/team") in page.attributes
     for words in ("team/llama", "Who trains", "members: 2 Running; others: 1 Running", "Interruptions", "Recovered"):
-        assert words in page.said, words
+        assert words in page.output, words
     for path in ("/secret/team", "/secret", "/secret/"):
         listed = Page(world.get(path)[1])
         assert ("href", "/secret/team/llama") in listed.attributes
-        assert "Failed" in listed.said
+        assert "Failed" in listed.output
 
 
 def test_without_the_secret_or_from_another_site_nothing_is_answered(world: World) -> None:
@@ -125,29 +125,29 @@ def test_what_the_api_server_refuses_is_a_sentence_with_its_code(world: World) -
     assert text.startswith("you may not get trainingjobs/llama in namespace team")
 
 
-def test_many_tabs_cost_what_one_costs_and_workers_are_looked_into_once_a_minute(
+def test_many_tabs_cost_what_one_costs_and_workers_are_asked_once_a_minute(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looks: list[str] = []
-    monkeypatch.setattr(pages, "read_curve_of", lambda *_: looks.append("curve") or ())
-    monkeypatch.setattr(pages, "on_storage", lambda *_, **__: (looks.append("storage") or (), ""))
+    reads: list[str] = []
+    monkeypatch.setattr(pages, "read_curve_of", lambda *_: reads.append("curve") or ())
+    monkeypatch.setattr(pages, "on_storage", lambda *_, **__: (reads.append("storage") or (), ""))
     for _ in range(10):
         world.get("/secret/team/llama")
     assert world.asked("/pods") == world.asked("/events") == 1
     world.now = pages.FRESH_SECONDS
     world.get("/secret/team/llama")
     assert world.asked("/pods") == 2
-    eventually(lambda: looks == ["curve", "storage"])
+    eventually(lambda: reads == ["curve", "storage"])
     world.now = pages.STORAGE_SECONDS
     world.get("/secret/team/llama")
-    eventually(lambda: len(looks) == 4)
+    eventually(lambda: len(reads) == 4)
 
 
 def test_the_curve_is_read_once_and_goes_on_with_what_is_seen(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     from trainium_contract.views.curve import read_curve
 
-    begun = read_curve(json.dumps({"step": step, "loss": 6.0 - step / 100}) for step in range(5))
-    monkeypatch.setattr(pages, "read_curve_of", lambda *_: begun)
+    started = read_curve(json.dumps({"step": step, "loss": 6.0 - step / 100}) for step in range(5))
+    monkeypatch.setattr(pages, "read_curve_of", lambda *_: started)
     monkeypatch.setattr(pages, "on_storage", lambda *_, **__: (None, "no worker"))
     world.get("/secret/team/llama")
     eventually(lambda: not world.server.pages._inside[recorded("job")["metadata"]["uid"]].busy)
@@ -160,7 +160,7 @@ def test_the_curve_is_read_once_and_goes_on_with_what_is_seen(world: World, monk
     assert len(line.split()) in {7, 8}, "the first look may have come before or after the curve"
 
 
-def test_the_kubeconfig_is_read_anew_before_a_login_can_be_over(world: World) -> None:
+def test_the_kubeconfig_is_read_again_before_a_login_can_be_over(world: World) -> None:
     opened: list[float] = []
     local = LocalPages(lambda: opened.append(world.now) or world.connected(), "", monotonic=lambda: world.now)
     for now in (0, 100, 500, 600, 700):
@@ -175,7 +175,7 @@ def test_a_port_that_is_taken_is_a_sentence(world: World) -> None:
         UiServer(world.server.pages, "s", "/", world.server.server_port)
 
 
-def test_the_command_tells_what_it_cannot_read_before_it_serves_anything(
+def test_the_command_reports_what_it_cannot_read_before_it_serves_anything(
     world: World, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as left:

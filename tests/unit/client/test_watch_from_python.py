@@ -59,7 +59,7 @@ def test_in_a_pipe_each_change_is_a_line_until_the_job_has_ended(
     assert [line.split()[2].rstrip(",") for line in lines] == ["263/4000", "273/4000", "283/4000", "293/4000"]
 
 
-async def test_the_awaited_one_shows_the_same(server: ApiServer, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_the_async_one_shows_the_same(server: ApiServer, capsys: pytest.CaptureFixture[str]) -> None:
     found = aio.TrainingJob("llama", kubeconfig=str(server.kubeconfig))
     assert (await found.watch(pause=Steps(server).wait)).step == 293
     assert len(capsys.readouterr().out.splitlines()) == 4
@@ -126,5 +126,5 @@ job = TrainingJob("llama", kubeconfig=kubeconfig)
     nbclient.NotebookClient(notebook, timeout=PATIENCE_SECONDS).execute()
     shown, value = notebook.cells[1].outputs
     assert shown.output_type == "display_data"
-    assert "step 500/4000" in Page(shown.data["text/html"]).said
+    assert "step 500/4000" in Page(shown.data["text/html"]).output
     assert value.data["text/plain"] == "500"

@@ -47,7 +47,7 @@ def sha256(content: bytes) -> str:
 
 
 class ReleaseHost(http.server.ThreadingHTTPServer):
-    """Answers each path with bytes, an HTTP error, silence, or half of what it promised."""
+    """Answers each path with bytes, an HTTP error, silence, or half of the announced length."""
 
     daemon_threads = True
     # The answers that hang are released before the server closes; waiting for their threads would only cost time.
@@ -147,7 +147,7 @@ def test_a_wrong_checksum_leaves_nothing_behind(host: ReleaseHost, tmp_path: Pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_missing_file_is_told_with_its_status(host: ReleaseHost, tmp_path: Path) -> None:
+def test_a_missing_file_is_reported_with_its_status(host: ReleaseHost, tmp_path: Path) -> None:
     with pytest.raises(DownloadError, match="answered 404"):
         download_program(plain(host), tmp_path / "kubectl", QUICK)
 
@@ -240,7 +240,7 @@ def test_only_what_could_not_be_downloaded_is_built(
     assert built == [("helm", frozenset({Program.HELM}))]
 
 
-def test_a_program_without_published_checksum_is_built_in_a_folder_of_its_own(
+def test_a_program_without_published_checksum_is_built_in_its_own_folder(
     host: ReleaseHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built = fake_build(monkeypatch)
@@ -386,7 +386,7 @@ def test_an_old_go_gives_way_to_an_installed_toolchain(tmp_path: Path, monkeypat
     assert len(installed) == 1
 
 
-def test_progress_tells_the_age_of_a_long_step() -> None:
+def test_progress_reports_the_age_of_a_long_step() -> None:
     lines: list[str] = []
     progress = ProgressLines(2, lines.append, tick_seconds=0.01)
     with progress.step("building helm"):

@@ -55,7 +55,7 @@ def mark() -> Iterator[str]:
 
 @pytest.fixture
 def family(tmp_path: Path, mark: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A process with a child, and a grandchild that left for a session of its own, as a daemon does."""
+    """A process with a child, and a grandchild that left for its own session, as a daemon does."""
     command = ["sh", "-c", "sleep 300 & setsid sh -c 'sleep 300; :' & wait"]
     process = spawn(command, log=tmp_path / "log", environment={**os.environ, VARIABLE: mark}, folder=tmp_path)
     assert until(lambda: len(trees([process.pid])) == 4)
@@ -68,7 +68,7 @@ def test_a_family_includes_those_who_left_the_session(family: subprocess.Popen[b
     assert set(marked(VARIABLE, mark)) == set(trees([family.pid]))
 
 
-def test_a_killed_family_is_gone_whole(family: subprocess.Popen[bytes], mark: str) -> None:
+def test_a_killed_family_has_ended_whole(family: subprocess.Popen[bytes], mark: str) -> None:
     members = trees([family.pid])
     kill_family(family.pid, VARIABLE, mark)
     assert all(state(pid) in {"Z", "gone"} for pid in members)
@@ -87,7 +87,7 @@ def test_a_mark_is_matched_whole_unless_asked_for_its_beginning(family: subproce
     assert family.pid in marked(VARIABLE, mark[:-1], prefix=True)
 
 
-def test_a_frozen_family_stands_still_and_goes_on(family: subprocess.Popen[bytes], mark: str) -> None:
+def test_a_frozen_family_stalls_and_goes_on(family: subprocess.Popen[bytes], mark: str) -> None:
     members = trees([family.pid])
     freeze_family(family.pid, VARIABLE, mark)
     assert until(lambda: all(state(pid) == "T" for pid in members))

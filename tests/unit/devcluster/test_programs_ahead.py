@@ -55,8 +55,8 @@ esac
 
 
 @pytest.fixture(autouse=True)
-def _ctrl_c_is_heard() -> Iterator[None]:
-    """Who starts tests in the background has them ignore Ctrl-C, and no shell can hear what its parent ignores."""
+def _ctrl_c_is_handled() -> Iterator[None]:
+    """Handle Ctrl-C, which tests in the background ignore: no shell can handle what its parent ignores."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -64,7 +64,7 @@ def _ctrl_c_is_heard() -> Iterator[None]:
 
 @pytest.fixture
 def book(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What the programs on PATH do is written here."""
+    """Return the folder in which the programs on PATH record what they do."""
     folder = tmp_path / "book"
     folder.mkdir()
     written(tmp_path / "path" / "go", GO)
@@ -89,7 +89,7 @@ def until(condition: Callable[[], object], what: str) -> None:
         time.sleep(0.02)
 
 
-def is_gone(pid: int) -> bool:
+def has_ended(pid: int) -> bool:
     """No such process, or one that only nobody has waited for."""
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
@@ -98,7 +98,7 @@ def is_gone(pid: int) -> bool:
 
 
 def prepare(book: Path) -> subprocess.Popen[str]:
-    """As `scripts/setup.sh` starts it: without any package."""
+    """Start it as `scripts/setup.sh` does: without any package."""
     command = [sys.executable, "-S", "-m", "trainium_devcluster.binaries"]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "devcluster")}
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -122,7 +122,7 @@ def test_the_sources_of_the_next_program_are_fetched_while_one_is_compiled(book:
     assert environment == "0  off"
 
 
-def test_a_build_that_fails_is_told_in_the_words_of_go_and_what_was_fetched_meanwhile_is_ended(
+def test_a_build_that_fails_is_reported_as_go_does_and_what_was_fetched_meanwhile_is_ended(
     book: Path, tmp_path: Path
 ) -> None:
     (book / "stay-list-helm").touch()
@@ -135,7 +135,7 @@ def test_a_build_that_fails_is_told_in_the_words_of_go_and_what_was_fetched_mean
         "control-plane.go:7: undefined: x"
     )
     assert not list((tmp_path / "cache").rglob("*.build"))
-    until(lambda: is_gone(int((book / "child").read_text())), "a process is left")
+    until(lambda: has_ended(int((book / "child").read_text())), "a process is left")
 
 
 def test_sources_that_cannot_be_had_are_a_sentence(book: Path, tmp_path: Path) -> None:
@@ -153,10 +153,10 @@ def test_a_signal_ends_go_and_all_that_it_started_and_is_answered_with_a_sentenc
         until((book / "child").exists, "the build never began")
         until((book / "child").read_text, "the build never began")
         process.send_signal(number)
-        _, said = process.communicate(timeout=30)
+        _, output = process.communicate(timeout=30)
     assert process.returncode == 1
-    assert said.splitlines()[-1].startswith("error: The programs of the development cluster are not all there: their")
-    until(lambda: is_gone(int((book / "child").read_text())), "a process is left")
+    assert output.splitlines()[-1].startswith("error: The programs of the development cluster are not all there: their")
+    until(lambda: has_ended(int((book / "child").read_text())), "a process is left")
 
 
 def test_a_second_checkout_waits_for_the_first_and_builds_nothing(book: Path) -> None:
@@ -167,12 +167,12 @@ def test_a_second_checkout_waits_for_the_first_and_builds_nothing(book: Path) ->
             assert second.stderr is not None
             assert "waiting for another process that prepares the programs" in second.stderr.readline()
             (book / "go-on").touch()
-            told, said = second.communicate(timeout=30)
+            shown, output = second.communicate(timeout=30)
         _, lines = first.communicate(timeout=30)
     assert (first.returncode, second.returncode) == (0, 0)
     assert "building" in lines
-    assert "building" not in said
-    assert Path(told.strip(), "kube-apiserver").exists()
+    assert "building" not in output
+    assert Path(shown.strip(), "kube-apiserver").exists()
 
 
 def test_what_a_killed_process_left_in_the_cache_goes_with_the_next_build(book: Path, tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def checkout(tmp_path: Path, book: Path) -> Path:
 
 
 def set_up(checkout: Path, *arguments: str) -> subprocess.Popen[str]:
-    # In a group of its own, as a terminal or make would signal it.
+    # In its own group, as a terminal or make would signal it.
     return subprocess.Popen(
         ["sh", "scripts/setup.sh", ".venv", *arguments],
         cwd=checkout,
@@ -214,19 +214,19 @@ def test_a_new_machine_builds_programs_while_it_installs_packages(book: Path, ch
     (book / "pip-waits-for").write_text("build-control-plane")
     (book / "build-control-plane-waits-for").write_text("pip-ended")
     with set_up(checkout, "ahead") as process:
-        said, _ = process.communicate(timeout=60)
-    assert process.returncode == 0, said
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
     assert (checkout / ".venv/.complete").exists()
-    assert (book / "build-helm-ended").exists(), said
-    assert said.splitlines()[-1].endswith("setup: done")
+    assert (book / "build-helm-ended").exists(), output
+    assert output.splitlines()[-1].endswith("setup: done")
     assert not (book / "list-kwok").exists()
 
 
 def test_without_a_need_for_programs_none_are_built(book: Path, checkout: Path) -> None:
     (book / "pip-waits-for").write_text("pip")
     with set_up(checkout) as process:
-        said, _ = process.communicate(timeout=60)
-    assert process.returncode == 0, said
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
     assert not (book / "list-control-plane").exists()
 
 
@@ -234,10 +234,10 @@ def test_packages_are_installed_although_programs_fail(book: Path, checkout: Pat
     (book / "pip-waits-for").write_text("list-control-plane")
     (book / "fail-list-control-plane").touch()
     with set_up(checkout, "ahead") as process:
-        said, _ = process.communicate(timeout=60)
-    assert process.returncode == 0, said
-    assert "error: The sources of etcd" in said
-    assert "they are tried again when needed" in said
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    assert "error: The sources of etcd" in output
+    assert "they are tried again when needed" in output
     assert (checkout / ".venv/.complete").exists()
 
 
@@ -246,10 +246,10 @@ def test_packages_that_fail_end_the_programs_too(book: Path, checkout: Path) -> 
     (book / "fail-pip").touch()
     (book / "stay-build-control-plane").touch()
     with set_up(checkout, "ahead") as process:
-        said, _ = process.communicate(timeout=60)
-    assert process.returncode == 3, said
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == 3, output
     assert not (checkout / ".venv/.complete").exists()
-    until(lambda: is_gone(int((book / "child").read_text())), "a process is left")
+    until(lambda: has_ended(int((book / "child").read_text())), "a process is left")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -265,7 +265,7 @@ def test_ctrl_c_ends_packages_and_programs(book: Path, checkout: Path, number: s
         os.killpg(process.pid, number)
         process.communicate(timeout=30)
     assert process.returncode != 0
-    until(lambda: is_gone(int((book / "child").read_text())), "a process is left")
+    until(lambda: has_ended(int((book / "child").read_text())), "a process is left")
     until(lambda: not any(each.is_running() for each in started), f"still there: {started}")
 
 
@@ -280,7 +280,7 @@ def test_ctrl_c_ends_packages_and_programs(book: Path, checkout: Path, number: s
         ("test-fast", ""),
     ],
 )
-def test_a_target_says_which_programs_a_new_machine_prepares_meanwhile(target: str, asked: str) -> None:
+def test_a_target_names_which_programs_a_new_machine_prepares_meanwhile(target: str, asked: str) -> None:
     done = subprocess.run(["make", "-n", target], cwd=ROOT, text=True, capture_output=True, check=True, timeout=30)
     (line,) = [each for each in done.stdout.splitlines() if each.startswith("scripts/setup.sh")]
     assert line.split()[2:] == asked.split()

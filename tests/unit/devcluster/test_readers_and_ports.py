@@ -1,4 +1,4 @@
-"""What the tests of clusters stand on: objects read without kubectl, and ports that stay free for who listens later."""
+"""Helpers of the tests of clusters: objects read without kubectl, and ports that stay free for a later listener."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_what_is_read_is_what_kubectl_would_read_and_the_rest_is_left_to_it(
 def test_a_reserved_port_is_given_to_nobody_else_and_may_be_listened_on() -> None:
     port = reserved_port()
     assert port != reserved_port()
-    for taken in ("127.0.0.1", "127.0.0.2", "0.0.0.0"):  # a process node gives each pod an address of its own
+    for taken in ("127.0.0.1", "127.0.0.2", "0.0.0.0"):  # a process node gives each pod its own address
         with socket.socket() as other, pytest.raises(OSError, match="in use"):
             other.bind((taken, port))
     for listening in ("127.0.0.1", "0.0.0.0"):

@@ -1,4 +1,4 @@
-"""What a cluster may be asked to be, and where its files lie."""
+"""Specifications of clusters and nodes, and where their files are."""
 
 from __future__ import annotations
 

@@ -38,12 +38,12 @@ def test_a_row_of_the_common_run_has_the_measured_medians(figure: str, row: str)
 
 
 def test_the_ratios_to_the_goal_are_the_measured_ones() -> None:
-    told = [
+    shown = [
         [together(size, f"ours over JobSet: {figure}") for figure in ("created", "Running", "all restarted")]
         for size in (128, 1000)
     ]
     (small, large) = (
-        "{}, {} and {} at {}".format(*each, size) for each, size in zip(told, ("128", "1,000"), strict=True)
+        "{}, {} and {} at {}".format(*each, size) for each, size in zip(shown, ("128", "1,000"), strict=True)
     )
     assert f"it is {small}, and {large}" in PAGE
 

@@ -1,4 +1,4 @@
-"""Outputs on pages are what the programs print, and the page of `kubectl trn` tells all of its commands."""
+"""Outputs on pages are what the programs print, and the page of `kubectl trn` lists all of its commands."""
 
 from __future__ import annotations
 
@@ -47,19 +47,19 @@ def test_an_output_on_a_page_is_what_the_program_prints(page: str, command: str)
 
 @pytest.mark.parametrize("page", PAGES)
 def test_no_output_of_ours_is_typed_by_hand(page: str) -> None:
-    """A prompt with more lines below it stands between marks; a command alone shows nothing."""
+    """A prompt with more lines below it is between marks; a command alone shows nothing."""
     ours = r"^(?: {4})?\$ (?:kubectl (?:trn|get tr)|trainium-)(?:.*\\\n)*.*\n(?: {4})?(?!\$ |```)\S.*"
     left = re.findall(ours, unmarked(read(page)), re.MULTILINE)
     assert not left, "put it between marks: CONTRIBUTING.md"
 
 
-def test_the_page_of_kubectl_trn_tells_every_command_and_none_that_does_not_exist() -> None:
+def test_the_page_of_kubectl_trn_lists_every_command_and_none_that_does_not_exist() -> None:
     page = read("docs/kubectl-trn.md")
     group: Any = typer.main.get_command(app)
     there = {name for name, command in group.commands.items() if not command.hidden}
-    told = set(re.findall(r"`([a-z-]+)(?: [^`]*)?`", page)) & there
-    told |= set(re.findall(r"kubectl trn ([a-z][a-z-]+)", page))
-    assert told == there
+    reported = set(re.findall(r"`([a-z-]+)(?: [^`]*)?`", page)) & there
+    reported |= set(re.findall(r"kubectl trn ([a-z][a-z-]+)", page))
+    assert reported == there
 
 
 def test_every_command_of_kubectl_trn_has_its_output_on_the_page_and_a_test_on_a_cluster() -> None:
@@ -145,7 +145,7 @@ def test_every_field_of_a_line_is_on_the_page() -> None:
     assert set(re.findall(r"`(\w+)`", cells)) == set(type(line).model_fields)
 
 
-def test_no_recording_tells_whose_machine_it_was() -> None:
+def test_no_recording_reports_whose_machine_it_was() -> None:
     recordings = [path for path in RECORDED.rglob("*") if path.is_file()]
     assert recordings
     for path in recordings:
@@ -172,14 +172,14 @@ def test_a_block_is_renewed_in_the_way_it_is_written_and_nothing_around_it() -> 
 
 
 @pytest.mark.parametrize(
-    ("seconds", "told"),
+    ("seconds", "reported"),
     [
         (5, "5s"), (119, "119s"), (120, "2m"), (150, "2m30s"), (600, "10m"), (7200, "120m"), (10_800, "3h"),
         (14_460, "4h1m"), (29_000, "8h"), (180_000, "2d2h"), (700_000, "8d"),
     ],
 )  # fmt: skip
-def test_an_age_is_told_as_kubectl_tells_it(seconds: float, told: str) -> None:
-    assert age(seconds) == told
+def test_an_age_is_reported_as_kubectl_reports_it(seconds: float, reported: str) -> None:
+    assert age(seconds) == reported
 
 
 def test_a_table_has_the_columns_of_the_definition_and_leaves_out_what_is_not_there() -> None:

@@ -61,7 +61,7 @@ def test_a_test_that_is_named_by_its_id_runs_in_any_ring(tmp_path: Path) -> None
 
 
 def collected(folder: Path, name: str, *arguments: str) -> set[str]:
-    """What a run would be, with this project's options and hooks."""
+    """Plan a run with this project's options and hooks."""
     (folder / "test_sample.py").write_text(SAMPLE)
     (folder / "conftest.py").write_text((ROOT / "tests/conftest.py").read_text())
     command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(folder)]

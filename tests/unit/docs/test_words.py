@@ -1,4 +1,4 @@
-"""Names, docstrings, comments, messages and pages use the words of the field: `private_words.toml` lists the others."""
+"""Names, docstrings, comments, messages and pages use standard words: `private_words.toml` lists the others."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[3]
 LIST = tomllib.loads((Path(__file__).parent / "private_words.toml").read_text(encoding="utf-8"))
 NO_FIRST_WORDS = ("What", "How", "Of", "As", "Who", "Until", "Whether")
-MOST_WORDS_OF_A_CELL = 15
+MOST_CELL_WORDS = 15
 _PART = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+")
 _LOG_METHODS = {"debug", "info", "warning", "error", "exception", "critical", "log"}
 _MESSAGE_KEYWORDS = {"help", "message", "reason", "description", "title", "detail", "epilog"}
@@ -44,7 +44,7 @@ def tracked(*patterns: str) -> tuple[str, ...]:
 
 
 def matches(path: str, pattern: str) -> bool:
-    """Whether a glob of the list matches; `*` stays within a folder, `**` does not."""
+    """Return whether a glob of the list matches; `*` stays within a folder, `**` does not."""
     if pattern.endswith("**"):
         return path.startswith(pattern.removesuffix("**"))
     return fnmatch.fnmatch(path, pattern) and path.count("/") == pattern.count("/")
@@ -73,7 +73,7 @@ def replacement(word: str) -> str:
 
 
 def private_words(path: str, text: str, *sections: str) -> list[str]:
-    """The private words of a text, without phrases that an exception allows in this file."""
+    """Return the private words in a text, without phrases that an exception allows in this file."""
     plain = re.sub(r"\s+", " ", text).lower()
     pattern = word_pattern(*sections)
     if not pattern.search(plain):
@@ -145,7 +145,7 @@ def messages(tree: ast.Module) -> Iterator[Text]:
 
 
 def in_code(path: str, source: str) -> list[str]:
-    """The private words of a Python file, with places and words to use."""
+    """Return the private words in a Python file, with places and words to use."""
     tree = ast.parse(source)
     names = [Text(1, "file name", Path(path).stem), *defined_names(tree)]
     prose = [*docstrings(tree), *comments(source), *messages(tree)]
@@ -211,17 +211,17 @@ def long_cells(path: str, text: str) -> list[str]:
         for number, line in prose_lines(text)
         if line.startswith("|")
         for cell in re.split(r"(?<!\\)\|", re.sub(r"(?<=\]\()[^)]*", "", line))
-        if len(cell.split()) > MOST_WORDS_OF_A_CELL
+        if len(cell.split()) > MOST_CELL_WORDS
     ]
 
 
 @pytest.mark.parametrize("path", CHECKED_CODE)
-def test_code_uses_the_words_of_the_field(path: str) -> None:
+def test_code_uses_the_standard_words(path: str) -> None:
     assert in_code(path, (ROOT / path).read_text(encoding="utf-8")) == []
 
 
 @pytest.mark.parametrize("path", CHECKED_PAGES)
-def test_a_page_uses_the_words_of_the_field(path: str) -> None:
+def test_a_page_uses_the_standard_words(path: str) -> None:
     assert in_page(path, (ROOT / path).read_text(encoding="utf-8")) == []
 
 
@@ -231,7 +231,7 @@ def test_a_table_of_a_page_has_short_cells(path: str) -> None:
 
 
 @pytest.mark.parametrize("pattern", LIST["unchecked"])
-def test_every_unchecked_room_exists(pattern: str) -> None:
+def test_every_unchecked_package_exists(pattern: str) -> None:
     assert any(matches(path, pattern) for path in tracked("*.py", "*.md")), "delete the line: it names no file"
 
 

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[3]
 class Wheel:
     """One distribution: its room, and what was packed."""
 
-    room: Path
+    distribution: Path
     project: dict[str, Any]
     """`[project]` of the room's pyproject.toml."""
     files: dict[str, bytes]
@@ -46,13 +46,13 @@ class Wheel:
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Wheel]:
     """Name of the distribution -> its wheel."""
     found = {}
-    for room in sorted(file.parent for file in ROOT.glob("*/pyproject.toml")):
-        out = tmp_path_factory.mktemp(room.name)
+    for distribution in sorted(file.parent for file in ROOT.glob("*/pyproject.toml")):
+        out = tmp_path_factory.mktemp(distribution.name)
         command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(out)]
-        subprocess.run(command, cwd=room, check=True, capture_output=True, timeout=60)
+        subprocess.run(command, cwd=distribution, check=True, capture_output=True, timeout=60)
         (path,) = out.glob("*.whl")
         with zipfile.ZipFile(path) as packed:
             files = {name: packed.read(name) for name in packed.namelist()}
-        project = tomllib.loads((room / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-        found[project["name"]] = Wheel(room, project, files)
+        project = tomllib.loads((distribution / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        found[project["name"]] = Wheel(distribution, project, files)
     return found

@@ -1,4 +1,4 @@
-"""A room imports what its distribution declares, all of that, and nothing that another room happens to bring."""
+"""A package imports what its distribution declares, all of that, and nothing that another one happens to install."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Import:
 
 
 def imports(wheel: Wheel) -> set[Import]:
-    """What the files of a wheel import, constant `import_module` too; not what is there for types alone."""
+    """Return what the files of a wheel import, constant `import_module` too; not what is there for types alone."""
     found = set()
     for path, content in wheel.files.items():
         if path.endswith(".py"):
@@ -71,15 +71,15 @@ def _imports(body: list[ast.AST] | list[ast.stmt], *, late: bool) -> Iterator[tu
         yield from _imports(list(ast.iter_child_nodes(node)), late=inside)
 
 
-_brought_by = cache(packages_distributions)
+_provided_by = cache(packages_distributions)
 """Reads the lists of all that is installed: seconds."""
 
 
 def distributions(module: str) -> set[str]:
-    """The distributions that bring a module."""
+    """Return the distributions that provide a module."""
     if module.startswith("trainium_"):
         return {module.replace("_", "-")}  # an editable installation has no list of its modules
-    return {canonicalize_name(each) for each in _brought_by().get(module, ())}
+    return {canonicalize_name(each) for each in _provided_by().get(module, ())}
 
 
 def declared(wheel: Wheel, *, extras: bool) -> set[str]:
@@ -137,7 +137,7 @@ try:
 except ImportError:
     pass
 """
-    wheel = type(wheel)(wheel.room, wheel.project, {"x.py": source})
+    wheel = type(wheel)(wheel.distribution, wheel.project, {"x.py": source})
     assert {(each.module, each.late) for each in imports(wheel)} == {
         ("torch", False), ("matplotlib", True), ("yaml", True), ("trainium_agent", False),
     }  # fmt: skip

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[3]
 TEXT = (ROOT / "Dockerfile").read_text(encoding="utf-8")
 IGNORED = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
 TARGETS = ("operator", "trainer", "trainer-cpu")
-ROOMS = {"operator": {"contract", "operator"}, "trainer": {"agent", "contract", "trainer_image", "worker"}}
+DISTRIBUTIONS = {"operator": {"contract", "operator"}, "trainer": {"agent", "contract", "trainer_image", "worker"}}
 """Part of image_requirements.py -> the rooms that its images hold."""
 
 
@@ -62,12 +62,12 @@ def stages() -> dict[str, list[tuple[str, str]]]:
 
 
 def sources() -> list[str]:
-    """What is copied out of the repository."""
+    """Return what is copied out of the repository."""
     copies = [rest.split() for word, rest in instructions() if word == "COPY" and not rest.startswith("--from")]
     return [source for copy in copies for source in copy[:-1]]
 
 
-def rooms_of(target: str) -> set[str]:
+def distributions_of(target: str) -> set[str]:
     """The rooms whose wheels an image installs: made in the stage that fills the one that is mounted."""
     (run,) = (rest for word, rest in stages()[target] if word == "RUN")
     mounted = re.search(r"--mount=from=([\w-]+)", run)
@@ -76,9 +76,9 @@ def rooms_of(target: str) -> set[str]:
     maker = wheels.split()[0].removeprefix("--from=")
     (made,) = (rest for word, rest in stages()[maker] if "pip wheel" in rest)
     known = {rest.split()[0].partition("/")[0] for word, rest in stages()[mounted[1]] if rest.endswith("/")}
-    rooms = set(re.findall(r"\./(\w+)", made))
-    assert rooms <= known, "their pyproject.toml says what else is needed"
-    return rooms
+    distributions = set(re.findall(r"\./(\w+)", made))
+    assert distributions <= known, "their pyproject.toml says what else is needed"
+    return distributions
 
 
 def test_there_is_a_target_for_each_image() -> None:
@@ -121,8 +121,11 @@ def test_what_is_copied_is_in_the_repository_and_not_ignored(source: str) -> Non
 @pytest.mark.parametrize("target", TARGETS)
 def test_an_image_starts_a_program_of_ours_as_an_ordinary_user(target: str) -> None:
     steps = stages()[target]
-    own = [tomllib.loads((ROOT / room / "pyproject.toml").read_text(encoding="utf-8")) for room in rooms_of(target)]
-    programs = {name for room in own for name in room["project"].get("scripts", ())}
+    own = [
+        tomllib.loads((ROOT / distribution / "pyproject.toml").read_text(encoding="utf-8"))
+        for distribution in distributions_of(target)
+    ]
+    programs = {name for distribution in own for name in distribution["project"].get("scripts", ())}
     (entry,) = (rest for word, rest in steps if word == "ENTRYPOINT")
     assert json.loads(entry)[0] in programs
     user = [rest for word, rest in steps if word == "USER"][-1]
@@ -156,8 +159,8 @@ def test_the_operator_imports_nothing_whose_bytecode_its_image_leaves_out(tmp_pa
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_an_image_holds_the_contract_and_its_own_room_only(target: str) -> None:
-    assert rooms_of(target) == ROOMS[target.removesuffix("-cpu")]
+def test_an_image_holds_the_contract_and_its_own_package_only(target: str) -> None:
+    assert distributions_of(target) == DISTRIBUTIONS[target.removesuffix("-cpu")]
 
 
 @pytest.mark.parametrize(

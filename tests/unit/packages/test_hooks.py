@@ -15,7 +15,7 @@ HOOKS: list[dict[str, Any]] = [hook for repository in CONFIGURATION["repos"] for
 
 
 def commands_of_check() -> set[str]:
-    """What `make check` would run, by make itself."""
+    """Return what `make check` would run, by make itself."""
     command = ["make", "--no-print-directory", "-n", "check", "VENV=.venv"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     return set(done.stdout.splitlines())
@@ -31,7 +31,7 @@ def test_each_hook_runs_a_line_of_make_check() -> None:
     assert {command(hook) for hook in HOOKS} <= commands_of_check()
 
 
-def test_no_hook_brings_a_tool_of_its_own() -> None:
+def test_no_hook_adds_a_tool() -> None:
     assert [repository["repo"] for repository in CONFIGURATION["repos"]] == ["local"]
     for hook in HOOKS:
         assert hook["language"] == "system", hook["id"]

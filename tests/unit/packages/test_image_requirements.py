@@ -1,4 +1,4 @@
-"""What an image installs is cut out of constraints.txt without losing a line of it."""
+"""Cut what an image installs out of constraints.txt without losing a line of it."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_torch_that_is_there_keeps_its_version_and_those_of_what_it_takes_in_o
     assert script.installed_torch() == {}
 
 
-def test_a_part_is_what_its_room_and_the_contract_say_with_our_own_names_left_out(
+def test_a_part_is_what_its_package_and_the_contract_state_with_our_own_names_left_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(ROOT)
@@ -88,14 +88,14 @@ def test_a_part_is_what_its_room_and_the_contract_say_with_our_own_names_left_ou
     assert not [need for need in script.wanted("trainer") if need.startswith(("tensorboard", "matplotlib"))]
 
 
-def test_an_extra_of_our_own_is_followed_and_a_room_that_is_not_there_is_never_asked_for_elsewhere() -> None:
-    rooms = {
+def test_an_own_extra_is_followed_and_a_package_that_is_not_there_is_never_asked_for_elsewhere() -> None:
+    distributions = {
         "trainium-one": {"project": {"dependencies": ["a>=1", "trainium-two[x,y]==1"]}},
         "trainium-two": {
             "project": {"dependencies": ["b"], "optional-dependencies": {"x": ["c"], "y": ["d<2"], "z": ["e"]}}
         },
     }
-    assert script.needs("trainium-one==1", rooms) == {"a>=1", "b", "c", "d<2"}
-    del rooms["trainium-two"]
+    assert script.needs("trainium-one==1", distributions) == {"a>=1", "b", "c", "d<2"}
+    del distributions["trainium-two"]
     with pytest.raises(SystemExit, match=r"is of trainium-two, which trainium-two\[x,y\]==1 requires; add it"):
-        script.needs("trainium-one==1", rooms)
+        script.needs("trainium-one==1", distributions)

@@ -83,17 +83,17 @@ def test_archives_of_the_settings_are_loaded_and_nothing_is_built(tmp_path: Path
     assert machine.access.settings["chartValues"] == {"replicas": 1}
 
 
-def test_a_node_gives_back_the_layers_that_came_with_an_image_once_they_are_unpacked(tmp_path: Path) -> None:
+def test_a_node_frees_the_layers_that_came_with_an_image_once_they_are_unpacked(tmp_path: Path) -> None:
     machine = Machine(tmp_path, {"images": ["/one.tar"]})
     machine.load()
 
-    given_back = [call for call in machine.calls("docker", "exec") if "rm" in call]
-    assert [(call[0], call[call.index("rm") + 1 : call.index("&&")]) for call in given_back] == [
+    returned = [call for call in machine.calls("docker", "exec") if "rm" in call]
+    assert [(call[0], call[call.index("rm") + 1 : call.index("&&")]) for call in returned] == [
         (node, [f"sha256:packed-{node}"]) for node in NODES
     ]
 
 
-def test_an_image_that_cannot_be_built_says_which(tmp_path: Path) -> None:
+def test_an_image_that_cannot_be_built_reports_which(tmp_path: Path) -> None:
     machine = Machine(tmp_path, {}, REFUSED="yes")
     with pytest.raises(CommandError, match="docker build --target operator"):
         machine.load()

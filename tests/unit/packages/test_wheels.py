@@ -1,4 +1,4 @@
-"""What each wheel holds: one room, its licence, its programs, and nothing of the others."""
+"""Content of each wheel: one package, its licence, its programs, and nothing of the others."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ PROGRAMS = {
 }
 
 
-def test_there_is_a_wheel_for_each_room(wheels: dict[str, Wheel]) -> None:
+def test_there_is_a_wheel_for_each_package(wheels: dict[str, Wheel]) -> None:
     assert set(wheels) == set(HELD) == set(PROGRAMS)
-    assert {wheel.room.name for wheel in wheels.values()} == {
+    assert {wheel.distribution.name for wheel in wheels.values()} == {
         "agent", "client", "contract", "devcluster", "operator", "simulator", "trainer_image", "worker",
     }  # fmt: skip
 
@@ -89,15 +89,15 @@ def test_a_wheel_holds_the_folders_that_are_listed_here(wheels: dict[str, Wheel]
 
 
 @pytest.mark.parametrize("name", HELD)
-def test_no_module_of_a_room_is_left_out_or_changed(wheels: dict[str, Wheel], name: str) -> None:
+def test_no_module_of_a_package_is_left_out_or_changed(wheels: dict[str, Wheel], name: str) -> None:
     wheel = wheels[name]
-    source = wheel.room / wheel.package
-    here = {str(file.relative_to(wheel.room)): file.read_bytes() for file in source.rglob("*.py")}
+    source = wheel.distribution / wheel.package
+    here = {str(file.relative_to(wheel.distribution)): file.read_bytes() for file in source.rglob("*.py")}
     assert {path: content for path, content in wheel.files.items() if path.endswith(".py")} == here
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_wheel_brings_its_programs_and_each_is_a_function_in_it(wheels: dict[str, Wheel], name: str) -> None:
+def test_a_wheel_has_its_programs_and_each_is_a_function_in_it(wheels: dict[str, Wheel], name: str) -> None:
     wheel = wheels[name]
     listed = configparser.ConfigParser(delimiters="=")
     listed.optionxform = str  # type: ignore[assignment,method-assign]  # names as they are
@@ -116,7 +116,9 @@ def test_a_wheel_has_the_licence_itself_not_a_link_to_it(wheels: dict[str, Wheel
     assert wheel.metadata["License-Expression"] == "Apache-2.0"
 
 
-def test_all_rooms_have_the_version_of_the_chart_and_ask_for_each_other_at_that_one(wheels: dict[str, Wheel]) -> None:
+def test_all_packages_have_the_version_of_the_chart_and_ask_for_each_other_at_that_one(
+    wheels: dict[str, Wheel],
+) -> None:
     chart = yaml.safe_load((ROOT / "helm/trainium-operator/Chart.yaml").read_text(encoding="utf-8"))
     assert {wheel.metadata["Version"] for wheel in wheels.values()} == {chart["appVersion"]}
     for wheel in wheels.values():

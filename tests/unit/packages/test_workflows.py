@@ -51,7 +51,7 @@ def test_no_workflow_may_write_more_than_it_has_to() -> None:
 
 
 def steps(name: str, job: str) -> str:
-    """What the steps of a job run, as one text."""
+    """Return what the steps of a job run, as one text."""
     found = jobs(ROOT / ".github/workflows" / name)[job]["steps"]
     return "\n".join(step.get("run", "") for step in found)
 
@@ -73,7 +73,7 @@ exec {program} "$command" --key {folder}/cosign.key --signing-config {folder}/se
 
 
 @pytest.mark.skipif(shutil.which("cosign") is None, reason="needs cosign on PATH")
-def test_what_the_release_signs_is_verified_as_its_users_are_told_and_not_once_it_is_changed(tmp_path: Path) -> None:
+def test_what_the_release_signs_is_verified_as_its_users_do_and_not_once_it_is_changed(tmp_path: Path) -> None:
     program, environment = shutil.which("cosign"), os.environ | {"COSIGN_PASSWORD": "", "HOME": str(tmp_path)}
 
     def cosign(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -93,8 +93,8 @@ def test_what_the_release_signs_is_verified_as_its_users_are_told_and_not_once_i
     path = f"{tmp_path / 'bin'}:{environment['PATH']}"
     subprocess.run(["bash", "-e", "-c", loop], cwd=tmp_path, env=environment | {"PATH": path}, check=True)
 
-    told = (ROOT / "docs/install.md").read_text()
-    (bundle,) = re.findall(r"cosign verify-blob --bundle (\S+) ", told)
+    shown = (ROOT / "docs/install.md").read_text()
+    (bundle,) = re.findall(r"cosign verify-blob --bundle (\S+) ", shown)
     for file in files:
         made = bundle.replace("FILE", str(file))
         verify = ("verify-blob", "--bundle", made, "--key", "cosign.pub", "--insecure-ignore-tlog", str(file))
@@ -110,8 +110,8 @@ def test_programs_that_a_workflow_builds_have_a_version() -> None:
 
 
 @pytest.fixture(scope="module")
-def looked_at(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the checks look at as manifests, rendered as they do: a folder with the files that their commands name."""
+def checked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Render the manifests that the checks read, as they do: a folder with the files that their commands name."""
     if not is_cached(CLUSTER_PROGRAMS):
         pytest.skip("the cluster's programs are not there; `make binaries` brings them, helm among them")
     helm = ensure_binaries().folder / "helm"
@@ -124,10 +124,10 @@ def looked_at(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_what_is_looked_at_as_a_manifest_is_the_chart_that_is_there(looked_at: Path) -> None:
+def test_what_is_checked_as_a_manifest_is_the_chart_that_is_there(checked: Path) -> None:
     kinds = {
         file.stem: {one["kind"] for one in yaml.safe_load_all(file.read_text()) if one}
-        for file in (looked_at / "out/rendered").iterdir()
+        for file in (checked / "out/rendered").iterdir()
     }
     assert kinds["smallest"] < kinds["defaults"] < kinds["everything"]
     assert {"NetworkPolicy", "PodMonitor", "PrometheusRule", "Certificate", "ConfigMap"} <= kinds["everything"]
@@ -172,9 +172,9 @@ def test_actionlint_finds_nothing() -> None:
 
 
 @pytest.mark.skipif(shutil.which("kube-linter") is None, reason="needs kube-linter on PATH")
-def test_kube_linter_finds_nothing(looked_at: Path) -> None:
+def test_kube_linter_finds_nothing(checked: Path) -> None:
     (loop,) = re.findall(r"for file in [^;]+; do\n.*?kube-linter.*?done", steps("checks.yaml", "manifests"), re.DOTALL)
     script = re.sub(r"go run \S+", "kube-linter", loop)
-    done = subprocess.run(["bash", "-e", "-c", script], cwd=looked_at, capture_output=True, text=True, check=False)
+    done = subprocess.run(["bash", "-e", "-c", script], cwd=checked, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
     assert done.stderr.count("No lint errors found!") + done.stdout.count("No lint errors found!") == 5

@@ -1,4 +1,4 @@
-"""What demos conclude from the files of a run: whose samples were seen, and whether two curves are one."""
+"""Conclusions of demos from the files of a run: whose samples were seen, and whether two curves are one."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_within_an_epoch_no_sample_is_seen_twice(tmp_path: Path) -> None:
     assert not every_sample_once(tmp_path, steps=2, batch=2)
 
 
-def test_steps_of_different_batches_have_as_many_samples_as_they_say_and_none_twice(tmp_path: Path) -> None:
+def test_steps_of_different_batches_have_as_many_samples_as_they_state_and_none_twice(tmp_path: Path) -> None:
     record(tmp_path, [[0, 1], [2, 3, 4]])
     assert every_sample_once_in_batches(tmp_path, {1: 2, 2: 3})
     assert not every_sample_once_in_batches(tmp_path, {1: 2, 2: 2})

@@ -1,4 +1,4 @@
-"""What a person sees of a job: on a terminal a panel, elsewhere a line now and then."""
+"""View of a job for people: on a terminal a panel, elsewhere a line now and then."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_stage_after_training_is_named_with_its_share(terminal: bool) -> None:
     assert "Train" not in seen({**RUNNING, "stage": "Train"}, {}, 20, terminal=terminal).replace("TrainingJob", "")
 
 
-def test_in_a_file_a_job_that_waits_is_told_once_and_each_change_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_a_file_a_job_that_waits_is_reported_once_and_each_change_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(0, 1000, 10))
     monkeypatch.setattr(time, "monotonic", lambda: float(next(clock)))
     output = io.StringIO()

@@ -39,7 +39,7 @@ def test_a_base_is_trained_once_and_then_taken_from_the_cache(tmp_path: Path, mo
 
 
 @pytest.mark.timeout(300)
-def test_a_base_that_cannot_be_trained_is_said_with_its_log_and_leaves_no_model(
+def test_a_base_that_cannot_be_trained_is_reported_with_its_log_and_leaves_no_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(base, "CONFIGURATION", {**TINY, "steps": 0})

@@ -86,7 +86,7 @@ def test_most_preferred_answers_must_have_the_greater_reward(
     assert bool(problems) is not better
 
 
-def test_each_other_fault_of_the_result_is_a_sentence_of_its_own(result: TuneResult) -> None:
+def test_each_other_fault_of_the_result_is_a_separate_sentence(result: TuneResult) -> None:
     other = Curves(2, {1: 4.0, 2: 3.0}, {1: 4.0, 2: 3.5}, ())
     assert "complete" in replace(result, completed=False).problems[0]
     assert "curve" in replace(result, curves=other).problems[0]

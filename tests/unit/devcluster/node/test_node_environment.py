@@ -148,7 +148,7 @@ def test_quantities(text: str, value: str) -> None:
     assert quantities.parse(text) == Decimal(value)
 
 
-def test_a_wrong_quantity_says_what_a_right_one_is() -> None:
+def test_a_wrong_quantity_names_what_a_right_one_is() -> None:
     with pytest.raises(ValueError, match="'8 GB' is not a quantity"):
         quantities.parse("8 GB")
 

@@ -1,4 +1,4 @@
-"""Images of a node are names: some have modules of their own, some cannot be pulled, all others are as ever."""
+"""Images of a node are names: some have their own modules, some cannot be pulled, all others are as ever."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def test_an_image_may_have_modules_of_its_own_that_come_first(tmp_path: Path) -> None:
+def test_an_image_may_have_its_own_modules_that_come_first(tmp_path: Path) -> None:
     folder, name = tmp_path / "images", "registry:5000/team/trainer:1"
     assert read_image(folder, name) == Image()
     assert Image().environment() == {}

@@ -65,7 +65,7 @@ def possible(prefix: list[str]) -> str:
 
 @pytest.fixture(params=["self", "unprivileged"], scope="module")
 def prefix(request: pytest.FixtureRequest) -> list[str]:
-    """Command words that make the node's user: whoever runs the tests, and an ordinary user."""
+    """Command words that make the node's user: the user who runs the tests, and an ordinary user."""
     words = unprivileged() if request.param == "unprivileged" else []
     if request.param == "unprivileged" and not words:
         pytest.skip("the tests run as an ordinary user already")
@@ -84,7 +84,7 @@ def state(tmp_path: Path) -> Path:
 
 
 def node(prefix: list[str], state: Path, work: str) -> Any:
-    """What the coroutine `work(launch)` returns in a process that is a node."""
+    """Return the result of the coroutine `work(launch)` in a process that is a node."""
     script = PREAMBLE + textwrap.dedent(work) + "\nasyncio.run(main())\n"
     done = subprocess.run(
         [*prefix, sys.executable, "-c", script, str(state)], capture_output=True, text=True, check=False, timeout=50
@@ -129,7 +129,7 @@ def test_a_read_only_root_keeps_volumes_writable_also_at_top_level_folders(prefi
     assert (code, text.split()) == (0, ["a", "b", "file"])
 
 
-def test_a_command_that_cannot_start_says_why(prefix: list[str], state: Path) -> None:
+def test_a_command_that_cannot_start_reports_why(prefix: list[str], state: Path) -> None:
     found = node(
         prefix,
         state,

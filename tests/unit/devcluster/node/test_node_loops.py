@@ -1,4 +1,4 @@
-"""What runs in the background of a node, against fakes: reflectors, status writer, tokens, probes."""
+"""Background work of a node, against fakes: reflectors, status writer, tokens, probes."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ async def test_a_reflector_notices_deletions_that_it_did_not_watch(api: Any) -> 
     api.lists = [listed(item("a"), item("b")), listed(item("b"), item("c"))]
     api.watches = [[("MODIFIED", item("b", 2)), ApiError(410, "Expired", "too old")]]
     seen: list[tuple[str, bool]] = []
-    reflector = Reflector(api, "/p", {}, lambda obj, gone: seen.append((obj["metadata"]["uid"], gone)))
+    reflector = Reflector(api, "/p", {}, lambda obj, missing: seen.append((obj["metadata"]["uid"], missing)))
     task = asyncio.create_task(reflector.run())
     while ("c", False) not in seen:  # noqa: ASYNC110 - polls a fake
         await asyncio.sleep(0.01)
@@ -129,7 +129,7 @@ async def test_a_status_write_is_tried_again_until_the_server_is_back(api: Any) 
     task.cancel()
 
 
-async def test_the_status_of_a_pod_that_was_made_anew_is_left_alone(api: Any) -> None:
+async def test_the_status_of_a_pod_that_was_recreated_is_left_alone(api: Any) -> None:
     api.answers = [ApiError(409, "Conflict", "uid mismatch")]
     writer = StatusWriter(api, lambda: item("u"), lambda _: {"phase": "Running"}, lambda _: None)
     task = asyncio.create_task(writer.run())

@@ -170,7 +170,7 @@ def test_a_back_off_is_never_negative_nor_longer_than_five_minutes(finished: flo
 @pytest.mark.parametrize(
     ("asked", "own", "expected"), [(None, 30, 30), (5, 30, 5), (0, 7, 7), (None, 0, 1), (60, 30, 60)]
 )
-def test_the_grace_period_is_what_the_deletion_says_or_the_pod_s_own(
+def test_the_grace_period_is_what_the_deletion_requests_or_the_pod_s_own(
     asked: int | None, own: int, expected: int
 ) -> None:
     metadata = {} if asked is None else {"deletionGracePeriodSeconds": asked}

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Claims:
-    """As much of an API server as has claims."""
+    """Fake of an API server that has claims."""
 
     def __init__(self, **claims: dict[str, Any]) -> None:
         self._claims = claims
