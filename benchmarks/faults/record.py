@@ -42,7 +42,7 @@ class FaultRun:
     wrong: tuple[str, ...] = ()
     """A sentence for each deviation."""
     note: str = ""
-    """What distinguishes this run, for instance the pod."""
+    """Distinction of this run, for instance the pod."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,7 @@ class Row:
     injected: str
     expected: str
     judged: str
-    """How the result is checked."""
+    """Check of the result."""
     run_once: Callable[[Run], FaultRun]
     require: Callable[[FaultEnvironment], object] | None = None
     """Raises RowSkippedError on a cluster on which the row cannot run."""

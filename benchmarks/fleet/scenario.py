@@ -44,7 +44,7 @@ class Plan:
     starts: int
     """Number of rounds, each of floor and job."""
     faults: int
-    """How often each fault is injected."""
+    """Number of injections of each fault."""
     restarts: bool
     """Whether gang restart and scaling are measured."""
     steady_seconds: float

@@ -72,7 +72,7 @@ class TrainingJob:
 
     name: str
     spec: Mapping[str, Any] | None = None
-    """What to apply; None for a job that is there already."""
+    """Manifest to apply; None for a job that exists."""
     namespace: str = ""
     """Empty: that of the kubeconfig's context."""
     context: str | None = None

@@ -23,7 +23,7 @@ _DELETION_SECONDS = 120.0
 _POLL_SECONDS = 0.5
 _KEPT_METADATA = ("name", "namespace", "labels", "annotations", "ownerReferences")
 _LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
-"""What `kubectl apply` compares a file with, to take out what is no longer in it; so it is kept, and kept true."""
+"""Annotation that `kubectl apply` compares a file with, to remove what is no longer in it; it is kept and updated."""
 
 
 def retry_job(api: Api, job: Json, manifest: Json | None = None, *, seconds: float = _DELETION_SECONDS) -> Json:

@@ -22,7 +22,7 @@ class ExitCode(IntEnum):
     DEVICE_FAULT = 80
     STORAGE_UNAVAILABLE = 81
     NETWORK_FAULT = 82
-    """Of a worker whose network fails the test with its peers."""
+    """Exit code of a worker whose network fails the test with its peers."""
 
 
 def exit_code_of_wait_status(returncode: int) -> int:

@@ -56,7 +56,7 @@ class TrainingJobSpec(ContractModel):
     image: Annotated[str, Field(max_length=1024)] | None = None
     """Trainer image; omitted: the one that the operator was installed with."""
     workers: WorkersSpec = WorkersSpec()
-    """How many nodes, of which kind."""
+    """Number and kind of the nodes."""
     elasticity: ElasticitySpec = ElasticitySpec()
     """At which sizes the job may train."""
     parallelism: ParallelismConfig = ParallelismConfig()
@@ -72,7 +72,7 @@ class TrainingJobSpec(ContractModel):
     recovery: RecoverySpec = RecoverySpec()
     """Detection of faults, and the responses to them."""
     health: HealthSpec = HealthSpec()
-    """What is checked before a worker joins, and how bad nodes are kept away from."""
+    """Checks before a worker joins, and avoidance of bad nodes."""
     scheduling: SchedulingSpec = SchedulingSpec()
     """Gang scheduling of the workers."""
     clean_pod_policy: CleanPodPolicy = CleanPodPolicy.RUNNING
@@ -83,7 +83,7 @@ class TrainingJobSpec(ContractModel):
     startup_deadline_seconds: DeadlineSeconds | None = None
     """The job ends as Failed when it has made no step this long after it was created or resumed. Omitted: no limit."""
     managed_by: Annotated[str, Field(max_length=MAX_MANAGER)] | None = None
-    """Who controls the job; any value but trainium.dev/trainium-operator means that this operator does not touch it."""
+    """Controller of the job; any value but trainium.dev/trainium-operator means that this operator does not touch it."""
     ttl_seconds_after_finished: Annotated[int, Field(ge=0, le=31_536_000)] | None = None
     """Delete the TrainingJob this long after it ended; omitted: never."""
 

@@ -201,7 +201,7 @@ class Instance:
     core_bytes: int = 0
     """Device memory of a core; 0 where it is not known."""
     host_bytes: int = 0
-    """Of the node; 0 where it is not known, as are the vCPUs then."""
+    """Memory of the node; 0 where it is not known, as are the vCPUs then."""
     vcpus: int = 0
     core_parts: int = 1
     """Physical cores that make one of `cores`; a job may have its processes see them singly."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 DEEPEST = 100
 """Levels that are kept of an answer that cannot be read as a whole; ten times as many as objects of ours have."""
 LEFT_OUT = "nested too deeply to be read"
-"""What stands for a part that was left out."""
+"""Placeholder of a part that was left out."""
 _SIGNS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]', re.DOTALL)
 _LONGEST_NUMBER = 400
 """Digits; Python refuses to read some thousands."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 _LONGEST = 240
-"""Of what was seen at an interruption, where the log's own lines follow; JSON has all of it."""
+"""Characters of the evidence of an interruption, where the log's own lines follow; JSON has all of it."""
 
 
 def interruption_page(report: InterruptionReport) -> RenderableType:

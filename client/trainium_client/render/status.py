@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _EVENTS = 5
 _NARROW = 60
 _LONGEST = 300
-"""Of an event, so that it fits a screen; the operator's own end with what to do within this."""
+"""Characters of an event, so that it fits a screen; the operator's own end with what to do within this."""
 
 
 def status_page(view: JobView, *, now: float, width: int) -> RenderableType:

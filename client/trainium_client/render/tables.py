@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _BAR = 20
 _LONGEST = 160
-"""Of what was seen; `why --entry` has all of it."""
+"""Characters of the evidence; `why --entry` has all of it."""
 
 
 def history_page(entries: Sequence[InterruptionView], width: int) -> RenderableType:

@@ -26,7 +26,7 @@ class SizeRow:
     most: int
     """Nodes that are there, from `fewest` to `most`."""
     trains: int
-    """How many of them train; the others wait in reserve."""
+    """Number of them that train; the others wait in reserve."""
     passes: int
     """Micro-batches of a step on each data-parallel rank."""
     batch: int
@@ -40,7 +40,7 @@ class SizeRow:
     data_parallel: int
     """Data-parallel degree."""
     step_seconds: float | None
-    """As it was measured at this size; None where the job has not been."""
+    """Measured at this size; None where the job has not been."""
     current: bool
     idle: bool
     """Beyond the nodes that were asked for: only where others leave them idle, and the job takes those."""

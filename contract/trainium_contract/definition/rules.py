@@ -277,7 +277,7 @@ RECOVERY_RULE_RULES: tuple[Rule, ...] = (
         ".action",
     ),
 )
-"""Of one entry of `spec.recovery.rules`."""
+"""Rules of one entry of `spec.recovery.rules`."""
 
 BY_CAUSE_RULES: tuple[Rule, ...] = (
     Rule(
@@ -285,4 +285,4 @@ BY_CAUSE_RULES: tuple[Rule, ...] = (
         "a key of byCause is not the cause of a fault; see the causes of recovery.rules[].cause",
     ),
 )
-"""Of `spec.recovery.budgets.byCause`."""
+"""Rules of `spec.recovery.budgets.byCause`."""

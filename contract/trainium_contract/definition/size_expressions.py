@@ -21,7 +21,7 @@ NODES = "self.workers.replicas"
 MICRO_BATCH = "self.?trainer.?batch.?microSize.orValue(self.?program.?batch.?microSize.orValue(1))"
 _DERIVED_BATCH = f"has(self.trainer) && {MICRO_BATCH} <= 8 ? 8 : {MICRO_BATCH}"
 GLOBAL_BATCH = f"self.?trainer.?batch.?globalSize.orValue(self.?program.?batch.?globalSize.orValue({_DERIVED_BATCH}))"
-"""As `BatchConfig` derives it where it is not given."""
+"""Micro-batch size, derived as `BatchConfig` does where it is not given."""
 _ANY_SIZE = "(has(self.trainer) ? self.elasticity.sizes == 'Any' : !has(self.program) || !has(self.program.batch))"
 MODEL_PARALLEL = "(self.parallelism.tensor * self.parallelism.pipeline)"
 
@@ -95,7 +95,7 @@ _DECIDING = (
     ".elasticity.sizes",
     ".workers.accelerator",
 )
-"""What a size is judged by; a write that changes nothing of it leaves the judgement as it was."""
+"""Fields that a size depends on; a write that changes nothing of it leaves the judgement as it was."""
 JUDGED_BEFORE = f"(oldSelf.hasValue() && {' && '.join(f'oldSelf.value(){each} == self{each}' for each in _DECIDING)})"
 SAME_RANGE = f"""(oldSelf.value().workers.replicas == {NODES}
 && oldSelf.value().workers.?minReplicas.orValue(1) == {SMALLEST})"""

@@ -69,9 +69,9 @@ class CauseRow:
     budget: Budget | None
     """None: not counted."""
     sentence: str
-    """What happened, as the beginning of a sentence."""
+    """Event, as the beginning of a sentence."""
     advice: str = ""
-    """What a person can do about it; empty when there is nothing to do."""
+    """Action that a person can take; empty for none."""
     suspects_node: bool = False
     """Whether a worker that was lost for it comes back on another node, and its node gets a strike."""
 

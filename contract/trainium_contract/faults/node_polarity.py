@@ -17,7 +17,7 @@ class Severity(IntEnum):
     DRAIN = 2
     """New workers keep away; members hand their rank over as soon as somebody can take it."""
     FATAL = 3
-    """As DRAIN, but at once: what is computed there cannot be trusted, and no time is given to pass."""
+    """Drain at once: what is computed there cannot be trusted, and no time is given to pass."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,7 +77,7 @@ RULE_RESPONSES: dict[RuleAction, Responses] = {
     RuleAction.REPLACE_WORKER: NEW_WORKER,
     RuleAction.AVOID_NODE: LEAVE_NODE,
 }
-"""Of a rule of the job."""
+"""Response of a rule of the job."""
 
 
 def responses_for_text(cause: Cause) -> Responses:

@@ -34,6 +34,6 @@ class RecoveryRule(ContractModel):
     message: Annotated[str, Field(max_length=256)] = ""
     """Text that the last output, a message of the pod or condition, or a kernel line contains (case counts)."""
     cause: Cause
-    """What it is attributed to; sets the budget."""
+    """Cause that it is attributed to; sets the budget."""
     action: RuleAction
-    """How it is answered."""
+    """Response to it."""

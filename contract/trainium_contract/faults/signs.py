@@ -29,20 +29,20 @@ class SignKind(StrEnum):
     """Kind of a sign."""
 
     EXIT_CODE = "exit code"
-    """Of a training process, or of the container of a pod."""
+    """Exit code of a training process, or of the container of a pod."""
     RUNTIME_STATUS = "runtime status"
     """In the last output of a process."""
     KERNEL_LINE = "kernel line"
     POD_REASON = "pod reason"
-    """Of a pod that failed."""
+    """Reason of a pod that failed."""
     CONDITION = "node condition"
-    """Of a node; `node_polarity` has the bad status."""
+    """Type of a node's condition; `node_polarity` has the bad status."""
     TAINT = "taint"
     LABEL = "node label"
     DISRUPTION = "disruption"
     """Reason of a pod's condition DisruptionTarget; any other than those here is an eviction."""
     DEVICE_TAINT = "device taint"
-    """Of a device that a worker claims, by its effect: the keys are the driver's own."""
+    """Taint of a device that a worker claims, by its effect: the keys are the driver's own."""
     CLAIM_HEALTH = "claim health"
     """Health of a claimed device by the kubelet (`allocatedResourcesStatus`)."""
     SILENCE = "silence"
@@ -65,7 +65,7 @@ class Sign:
     number: int = -1
     """The exit code, or the number of the status."""
     pattern: re.Pattern[str] | None = None
-    """Of a kernel line."""
+    """Pattern of a kernel line."""
     decisive: bool = False
     """A kernel line that is a fault by itself; the others only explain the end of a process."""
     value: str = "*"

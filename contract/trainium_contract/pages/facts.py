@@ -29,7 +29,7 @@ class Fact:
     label: str
     value: str
     warning: str = ""
-    """What follows the value and deserves attention."""
+    """Text after the value that deserves attention."""
 
 
 def job_facts(view: JobView, *, ages: bool = True, with_bar: bool = False) -> tuple[Fact, ...]:

@@ -55,7 +55,7 @@ def digest_of(content: str) -> str:
 
 
 FILE_POLICY = f"default-src 'none'; style-src {digest_of(STYLE)}"
-"""Of a page that is a file: nothing is loaded, and nothing runs."""
+"""Content policy of a page that is a file: nothing is loaded, and nothing runs."""
 
 
 def document(title: str, body: str, *, script: str = "") -> str:

@@ -33,7 +33,7 @@ MOST_ROWS = 2_000
 """Workers and squares on a page; beyond it a count."""
 MOST_EVENTS = 100
 _LONGEST = 240
-"""Of an interruption: what a worker printed at length is for `kubectl trn why`."""
+"""Characters of an interruption: what a worker printed at length is for `kubectl trn why`."""
 _MOMENTS = 200
 """Into so many the time of a job is divided where its pictures end now."""
 _KEY = "green: runs (members, where that is known); grey: runs, no member; yellow: pending; red: anything else"
@@ -49,10 +49,10 @@ class JobReport:
     checkpoints: tuple[CheckpointRow, ...] | None
     curve: tuple[CurvePoint, ...]
     notes: tuple[str, ...]
-    """What could not be had, and why."""
+    """Reports of what could not be read, with the reason."""
     pods: tuple[PodRow, ...] = ()
     curve_note: str = ""
-    """What the curve is of, where it is not the whole one."""
+    """Extent of the curve, where it is not the whole one."""
 
 
 def report_html(report: JobReport, now: float) -> str:

@@ -19,13 +19,13 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 12, 30
 _LONGEST_NAME = 20
 _ROUNDING = 1e-9
 _MOST = 1e100
-"""Of a value on an axis; beyond it differences are not finite."""
+"""Largest value on an axis; beyond it differences are not finite."""
 COLOURS = ("#2f9e63", "#c2453d", "#d08a1d", "#3f77c4", "#8a5bc0", "#5f6b76", "#b0497f", "#2a9aa5")
 """The first stands for what is good, the second for what is not; in a page they are the classes c0, c1, …"""
 GOOD, BAD, WAITS, OTHER = 0, 1, 2, 5
 _SQUARE, _GAP = 14, 2
 _ROW, _NAMES = 24, 150
-"""Of a timeline: height of a row, and where the names end."""
+"""Height of a row of a timeline, and where the names end."""
 _DAY = 86_400
 _STEPS = (
     1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1_800, 3_600, 7_200, 10_800, 21_600, 43_200, _DAY, 2 * _DAY, 7 * _DAY,

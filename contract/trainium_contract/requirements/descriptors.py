@@ -18,7 +18,7 @@ USUAL_LIMIT = 1024
 _RANK_BASE = 64
 """Standard streams, data, records, snapshots, device files and the listeners of the groups; 20 were found on a CPU."""
 _GROUPS = 3
-"""Of all ranks, over gloo: the trainer's own, that of saves, and that of the stages after training."""
+"""Process groups of all ranks, over gloo: the trainer's own, that of saves, and that of the stages after training."""
 _PER_HOP = 2
 """A collective in a tree talks to this many ranks per level."""
 _PER_PEER_OF_THE_FIRST = 1

@@ -24,7 +24,7 @@ OWN_FILES = 3
 KEPT_FILES = 2
 """Copies of a buddy's shard."""
 DEVICE_RESERVE = 0.1
-"""Of a core's memory, for the runtime, its programs and the buffers of collectives."""
+"""Share of a core's memory, for the runtime, its programs and the buffers of collectives."""
 _PROCESS = 1 << 30
 """A training process before it holds anything: libraries, data, the compiler's client."""
 
@@ -42,7 +42,7 @@ class Trained:
     """Trained parameters of a rank where the rest is frozen, before data parallelism divides them."""
 
     weights: int
-    """Of the model itself."""
+    """Parameters of the model itself."""
     adapters: int
     """Beside it."""
 
@@ -80,14 +80,14 @@ class MemoryEstimate:
     """Bytes."""
 
     parameters: int
-    """Of the largest rank, before data parallelism divides anything; a number, not bytes."""
+    """Parameters of the largest rank, before data parallelism divides anything; a number, not bytes."""
     state: int
     """On the device: weights, gradients, master weights and moments."""
     activations: int
     shared_memory: int
-    """Of a node, in /dev/shm: snapshots and copies of a buddy's."""
+    """Memory of a node in /dev/shm: snapshots and copies of a buddy's."""
     host: int
-    """Of a node, /dev/shm counted."""
+    """Memory of a node, /dev/shm included."""
 
     @property
     def device(self) -> int:
@@ -106,7 +106,7 @@ def estimate_memory(model: ModelShape, setting: MemorySetting) -> MemoryEstimate
         trained = setting.trained.weights + setting.trained.adapters
         frozen = max(0, number - setting.trained.weights)
     shard = (1 + setting.moments) * kept * trained // shards
-    """What a checkpoint holds of a rank: weights and moments."""
+    """State of a rank in a checkpoint: weights and moments."""
     state, activations = _state(trained, kept, setting) + _frozen(frozen, setting), _activations(model, setting)
     processes, distinct = setting.processes_per_node, _shards_of_a_node(setting, sharded=sharded)
     shared = distinct * shard * OWN_FILES if setting.snapshots else 0

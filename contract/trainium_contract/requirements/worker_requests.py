@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 _MIB = 1 << 20
 _GIB = 1 << 30
 SHARED_SHARE = 0.5
-"""Of a node's memory that /dev/shm may take (also tmpfs' default)."""
+"""Share of a node's memory that /dev/shm may take (also tmpfs' default)."""
 _LARGEST_SHARE = 0.85
-"""Of a node's memory and CPUs that a worker asks for at most; the rest is the kubelet's and the system's."""
+"""Share of a node's memory and CPUs that a worker asks for at most; the rest is the kubelet's and the system's."""
 _LEAST_PROCESS = 256 * _MIB
 """Asked for a process where the node is of no known type."""
 _LEAST_CPU = 100

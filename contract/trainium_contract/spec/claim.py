@@ -14,7 +14,7 @@ from trainium_contract.base import ContractModel
 DRIVER = "neuron.aws.com"
 """Name of the Neuron DRA driver, and of the DeviceClass that comes with it."""
 MAX_DEVICES = 32
-"""As many results as the allocation of a claim may have."""
+"""Largest number of results of the allocation of a claim."""
 
 Selector = Annotated[str, Field(min_length=1, max_length=1024)]
 

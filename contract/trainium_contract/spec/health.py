@@ -46,7 +46,7 @@ class PreflightSpec(ContractModel):
     )
     """Which checks run."""
     timeout_seconds: Annotated[int, Field(ge=1, le=600)] = 60
-    """What has not finished by then counts as passed."""
+    """Time limit; a check that has not finished by then counts as passed."""
 
 
 class QuarantineSpec(ContractModel):
@@ -55,7 +55,7 @@ class QuarantineSpec(ContractModel):
     enabled: bool = True
     """Keep this job's workers away from quarantined nodes, and hold its failures against the nodes."""
     debounce_seconds: Annotated[int, Field(ge=0, le=3600)] = 0
-    """How long a bad node condition must last before it counts; fatal device faults count at once."""
+    """Time that a bad node condition must last before it counts; fatal device faults count at once."""
 
 
 class HealthSpec(ContractModel):

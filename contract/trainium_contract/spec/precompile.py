@@ -39,4 +39,4 @@ class CompiledSize(MessageModel):
     nodes: Annotated[int, Field(ge=1, le=10_000)]
     """Nodes of the size."""
     seconds: Annotated[float, Field(ge=0, le=1e7, allow_inf_nan=False)]
-    """How long it took to make or fetch them."""
+    """Time that it took to make or fetch them."""

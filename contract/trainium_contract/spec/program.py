@@ -121,12 +121,12 @@ class ProgramSpec(ContractModel):
     """Where the program writes checkpoints; omitted: unknown, so that neither the status nor the goodput
     ledger has a checkpoint."""
     resize: ProgramResize = ProgramResize.RESTART
-    """What the program can do at another number of nodes."""
+    """Ability of the program to train at another number of nodes."""
     warm: Annotated[tuple[_Module, ...], Field(max_length=32)] = ()
     """Python modules that a standby process of each node imports ahead, from which the ranks of the next start are
     forked; for a command that starts with python. Omitted: each start is the program's own."""
     batch: ProgramBatch | None = None
-    """What the program's batch means; it then reads TRAINIUM_ACCUMULATION, and only sizes at which the batch divides
+    """Meaning of the program's batch; it then reads TRAINIUM_ACCUMULATION, and only sizes at which the batch divides
     are legal. Omitted: the batch may change with the size, and the status reports that."""
 
     @model_validator(mode="after")

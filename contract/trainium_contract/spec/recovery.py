@@ -81,10 +81,10 @@ class RecoverySpec(ContractModel):
     max_in_place_restarts: Annotated[int, Field(ge=0, le=1000)] = 3
     """Restarts of the processes in place without a new step in between, before the pod is replaced."""
     rescale_after_seconds: Annotated[int, Field(ge=0, le=86_400)] = 120
-    """How long to wait for a missing worker before shrinking to the best size for those that are there, and between two
+    """Time to wait for a missing worker before shrinking to the best size for those that are there, and between two
     growths."""
     grace_period_seconds: Annotated[int, Field(ge=1, le=3600)] = 60
-    """How long ranks may take to save and leave on a resize, a suspension or a deletion."""
+    """Time that ranks may take to save and leave on a resize, a suspension or a deletion."""
     budgets: BudgetsSpec = BudgetsSpec()
     """Failures allowed before the job stops with a verdict."""
     rules: Annotated[tuple[RecoveryRule, ...], Field(max_length=16)] = ()
@@ -94,4 +94,4 @@ class RecoverySpec(ContractModel):
     stragglers: StragglerSpec = StragglerSpec()
     """When a slow node is a fault."""
     disruption: DisruptionSpec = DisruptionSpec()
-    """What voluntary disruptions may do."""
+    """Limits of voluntary disruptions."""

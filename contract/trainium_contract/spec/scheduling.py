@@ -40,7 +40,7 @@ class SchedulingSpec(ContractModel):
     gang: Gang = Gang.AUTO
     """The scheduler that starts all workers or none."""
     gang_timeout_seconds: Annotated[int, Field(ge=10, le=86_400)] = 600
-    """How long workers too few for any legal size may hold nodes before a start; then they are released for a while.
+    """Time that workers too few for any legal size may hold nodes before a start; then they are released for a while.
     An elastic job whose workers suffice for a smaller size starts at it instead, after recovery.rescaleAfterSeconds."""
     topology: Topology = Topology.PREFERRED
     """Placement by network distance."""

@@ -71,7 +71,7 @@ class WorkersSpec(ContractModel):
     spares: Annotated[int, Field(ge=0, le=64)] = 0
     """Warm workers outside the membership, that replace a lost one without waiting for a pod."""
     accelerator: AcceleratorSpec = AcceleratorSpec()
-    """What one node offers."""
+    """Resources of one node."""
     template: PodTemplate = {}
     """Partial PodTemplateSpec, merged over the operator's own, containers and volumes by name. The training container
     is `worker`; a container of another name runs beside it."""

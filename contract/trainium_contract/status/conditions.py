@@ -69,7 +69,7 @@ class Condition(StatusModel):
     """A metav1.Condition."""
 
     type: ConditionType
-    """What it is about."""
+    """Type of the condition."""
     status: ConditionStatus
     """True, False or Unknown."""
     reason: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$")]

@@ -35,7 +35,7 @@ class SpecField(StatusModel):
     field: Annotated[str, Field(max_length=256)]
     """Its path below `spec`, for instance trainer.data.source."""
     value: Annotated[str, Field(max_length=256)]
-    """As JSON; what is cut or left out is followed by `#` and a digest."""
+    """Value as JSON; what is cut or left out is followed by `#` and a digest."""
 
 
 class SpecChange(StatusModel):
@@ -44,9 +44,9 @@ class SpecChange(StatusModel):
     field: Annotated[str, Field(max_length=256)]
     """Its path below `spec`."""
     was: Annotated[str, Field(max_length=256)] = ""
-    """What failed; empty where it was not set."""
+    """Value that failed; empty where it was not set."""
     now: Annotated[str, Field(max_length=256)] = ""
-    """What it is since; empty where it is not set."""
+    """Value since then; empty where it is not set."""
 
 
 class FailedSpecStatus(StatusModel):
@@ -55,7 +55,7 @@ class FailedSpecStatus(StatusModel):
     fields: Annotated[tuple[SpecField, ...], Field(max_length=MAX_FIELDS)] = ()
     """The spec that failed; empty where that is not known."""
     changes: Annotated[tuple[SpecChange, ...], Field(max_length=MAX_CHANGES)] | None = None
-    """What differs from it, by field; empty for nothing, absent where that is not known."""
+    """Differences from it, by field; empty for nothing, absent where that is not known."""
 
 
 def record_failed_spec(spec: Mapping[str, Any]) -> FailedSpecStatus:

@@ -26,7 +26,7 @@ class GangStatus(StatusModel):
     holding_since: float | None = None
     """Unix seconds since when some workers hold nodes that do not suffice to begin."""
     releases: int = 0
-    """How often a partial gang gave its nodes back since the job last trained."""
+    """Number of times that a partial gang released its nodes since the job last trained."""
     retry_at: float | None = None
     """Unix seconds until which no worker is created after nodes were released."""
 
@@ -50,7 +50,7 @@ class InternalIdleNodes(StatusModel):
     asked_at: float | None = None
     """Unix seconds since when some of them wait for a node; absent while none does."""
     failed_requests: Annotated[int, Field(ge=0)] = 0
-    """How often in a row some of them found no node."""
+    """Number of times in a row that some of them found no node."""
     retry_at: float | None = None
     """Unix seconds before which no more are asked for."""
 

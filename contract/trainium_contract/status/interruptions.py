@@ -44,13 +44,13 @@ class Interruption(StatusModel):
     cause: Cause
     """Why training stopped."""
     rung: Rung
-    """How it was answered."""
+    """Response to it."""
     node: Annotated[str, Field(max_length=253)] = ""
     """Node of the worker that failed; empty when none is known."""
     pod: Annotated[str, Field(max_length=253)] = ""
     """Worker that failed; empty when none is known."""
     message: Text = ""
-    """What was seen."""
+    """Evidence of it."""
     detected_seconds: float | None = None
     """From the failure to its detection."""
     recovered_seconds: float | None = None
@@ -68,7 +68,7 @@ class Interruption(StatusModel):
     decided_at: float | None = None
     """Unix seconds at which the next generation was decided on; absent for a restart in place."""
     stages: StageSeconds | None = None
-    """What the ledger puts to it so far; less than recoveredSeconds where interruptions overlap."""
+    """Seconds that the ledger attributes to it so far; less than recoveredSeconds where interruptions overlap."""
     rank: int | None = None
     """First rank of the worker that failed, in that generation; absent when none is known, or it had none."""
 

@@ -27,13 +27,13 @@ class StageSeconds(StatusModel):
     detect: float = 0.0
     """From the failure until it was known."""
     decide: float = 0.0
-    """Until the answer was decided on: the wait for a worker in place of a lost one, 0 where one was there."""
+    """Time until the answer was decided on: the wait for a worker in place of a lost one, 0 where one was there."""
     restart: float = 0.0
-    """Until the processes of the next attempt were up."""
+    """Time until the processes of the next attempt were up."""
     load: float = 0.0
-    """Until they had met, built the model and loaded its state."""
+    """Time until they had met, built the model and loaded its state."""
     replay: float = 0.0
-    """Until a step was done that had not been done before."""
+    """Time until a step was done that had not been done before."""
 
     @property
     def total(self) -> float:

@@ -23,7 +23,7 @@ class PublicIdleNodes(StatusModel):
     """Nodes beyond those that were asked for; with `elasticity.idleNodes: Take`."""
 
     taken: Annotated[int, Field(ge=0)] = 0
-    """Of the desired nodes, those beyond what was asked for."""
+    """Desired nodes beyond what was asked for."""
     wanted: Annotated[int, Field(ge=0)] = 0
     """Workers of the lowest priority that are kept, or asked for, beyond what was asked for."""
 
@@ -85,7 +85,7 @@ class AlertStatus(StatusModel):
     step: int
     """The step that raised it."""
     message: Text = ""
-    """What was seen, and what to do."""
+    """Evidence of it, and what to do."""
 
 
 def _is_none(step: int) -> bool:
@@ -128,7 +128,7 @@ class PublicStatus(StatusModel):
     phase: Phase = Phase.PENDING
     """One word for display; the conditions are the truth."""
     conditions: Annotated[tuple[Condition, ...], Field(max_length=20)] = ()
-    """What is true of the job now; Complete and Failed are terminal."""
+    """Conditions of the job now; Complete and Failed are terminal."""
     replicas: int = 0
     """Worker pods in the membership (scale subresource)."""
     ready_replicas: int = 0
@@ -148,11 +148,11 @@ class PublicStatus(StatusModel):
     hang_detection: Annotated[str, Field(max_length=16)] = ""
     """Of a program, how a hang is detected: `Steps`, `Output` or `Off`; the trainer always reports steps."""
     stage: StageName = ""
-    """What the run does: `Train`, then `Export` and `Evaluate` where they are asked for; empty before it began."""
+    """Activity of the run: `Train`, then `Export` and `Evaluate` where they are asked for; empty before it began."""
     stage_progress: float | None = None
     """Share of the stage that is over, 0 to 1; absent in Train, which has steps."""
     artifacts: Annotated[tuple[ArtifactReport, ...], Field(max_length=MAX_ARTIFACTS)] = ()
-    """What the run left behind for others, the newest last; each is complete."""
+    """Artifacts of the run, the newest last; each is complete."""
     evaluation: Annotated[tuple[EvaluationFigure, ...], Field(max_length=MAX_FIGURES)] = ()
     """The result beside the model that the run began from, measured on examples that were held back."""
     alerts: Annotated[tuple[AlertStatus, ...], Field(max_length=8)] = ()
@@ -181,4 +181,4 @@ class PublicStatus(StatusModel):
     verdict: Text = ""
     """Why the job failed and what to do; empty unless it did."""
     failed_spec: FailedSpecStatus | None = None
-    """What it failed with, and what was changed since; absent unless it failed."""
+    """Spec that failed, and what was changed since; absent unless it failed."""

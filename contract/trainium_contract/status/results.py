@@ -71,9 +71,9 @@ class EvaluationFigure(MessageModel):
     name: Annotated[str, Field(min_length=1, max_length=64)]
     """Which one, for instance `perplexity`, `rougeL`, `accuracy`."""
     before: Annotated[float | None, BeforeValidator(_finite)] = None
-    """Of the model that the run began from; absent too where that was not measured."""
+    """Figure of the model that the run started from; absent where it was not measured."""
     after: Annotated[float | None, BeforeValidator(_finite)] = None
-    """Of the result."""
+    """Figure of the result."""
 
 
 class RunResults(MessageModel):

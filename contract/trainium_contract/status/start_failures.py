@@ -18,7 +18,7 @@ class StartFailureNode(StatusModel):
     node: Annotated[str, Field(max_length=253)]
     """Its name."""
     times: int
-    """How many did."""
+    """Number of them."""
     at: float
     """Unix seconds of the newest."""
     ordinal: int
@@ -29,7 +29,7 @@ class StartFailuresStatus(StatusModel):
     """Pods that ended repeatedly before their agent registered: the pause before the next ones grows."""
 
     rounds: int = 0
-    """How often in a row pods were made and one of them ended so; 0 once an agent of a later pod registered."""
+    """Rounds in a row of pods of which one ended so; 0 once an agent of a later pod registered."""
     at: float | None = None
     """Unix seconds of the newest."""
     next_ordinal: int = 0
@@ -37,6 +37,6 @@ class StartFailuresStatus(StatusModel):
     batch: int = 0
     """Pods that are made at once since then: 4, and four times as many after each batch that lives; 0 for all."""
     message: Annotated[str, Field(max_length=MAX_MESSAGE)] = ""
-    """How the newest ended."""
+    """End of the newest one."""
     nodes: Annotated[tuple[StartFailureNode, ...], Field(max_length=MAX_NODES)] = ()
     """Nodes that refused; new workers keep away from those that did so twice, a quarter of the job's size at most."""

@@ -78,13 +78,13 @@ class TrainerSpec(ContractModel):
     backend: BackendChoice = BackendChoice.AUTO
     """The library that drives the devices: Auto takes what is installed."""
     device: DeviceChoice = DeviceChoice.AUTO
-    """What the native backend computes on: Auto takes the best that is there."""
+    """Device of the native backend: Auto takes the best that is there."""
     precision: Precision = Precision.FLOAT32
     """Number formats of computation and state. A checkpoint may be continued with another one."""
     recompute: Recompute = Recompute.NONE
-    """What the backward pass computes again in order to save memory."""
+    """Part that the backward pass computes again in order to save memory."""
     torch_compile: TorchCompile = TorchCompile.NONE
-    """What is compiled to one program when it is first used; results then differ from uncompiled ones by rounding."""
+    """Part that is compiled to one program at its first use; results then differ from uncompiled ones by rounding."""
     data_parallel: DataParallelMode = DataParallelMode.REPLICATED
     """Whether the data-parallel ranks hold all of the state or a shard of it."""
     non_finite_tolerance: Annotated[int, Field(ge=0, le=1000)] = 0
@@ -92,11 +92,11 @@ class TrainerSpec(ContractModel):
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
     """Seed of the initial weights."""
     artifacts: ArtifactsConfig = ArtifactsConfig()
-    """What the run leaves behind for others."""
+    """Artifacts that the run writes for others."""
     evaluate: EvaluateConfig = EvaluateConfig()
     """Whether and how the result is measured at the end."""
     monitor: MonitorConfig = MonitorConfig()
-    """What is recorded; may change while the job runs."""
+    """Records of the run; may change while the job runs."""
     neuron: NeuronConfig = NeuronConfig()
     """Compiler and runtime of Neuron devices; without effect on others."""
 

@@ -36,7 +36,7 @@ class SourceConfig(ContractModel):
     """One of several sources."""
 
     source: _Path
-    """As `data.source`."""
+    """Source in the form of `data.source`."""
     weight: Annotated[float, Field(gt=0, le=1_000_000)] = 1.0
     """Share of the samples, relative to the other weights; shares are kept to 1/10,000."""
     text_field: _Column | None = None
@@ -58,7 +58,7 @@ class ValidationConfig(ContractModel):
     fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Share of the data that is held back."""
     split: ValidationSplit = ValidationSplit.DOCUMENT_HASH
-    """How `fraction` is chosen."""
+    """Choice of `fraction`."""
     source: _Path | None = None
     """A separate source, as `data.source`."""
     every_steps: _Count = 1000
@@ -107,7 +107,7 @@ class DataConfig(ContractModel):
     text_field: _Column = "text"
     """Column or key that holds the text in JSON, CSV, Arrow, Parquet and data sets; format Text."""
     format: DataFormat = DataFormat.TEXT
-    """What a record of the source is: running text, or an example of prompt and answer."""
+    """Kind of the source's records: running text, or an example of prompt and answer."""
     examples: ExamplesConfig = ExamplesConfig()
     """Conversion of records to examples, for every format but Text."""
     tokenizer: TokenizerConfig = TokenizerConfig()

@@ -38,7 +38,7 @@ class DataFormat(StrEnum):
     CLASSIFICATION = "Classification"
     """One or two texts and a label, whose word is the answer."""
     FUNCTION = "Function"
-    """What a function of the user's makes of the record."""
+    """Example that a function of the user makes of the record."""
     PREFERENCE = "Preference"
     """A prompt with two answers, one of which is preferred; for `tuning.objective`."""
 
@@ -132,4 +132,4 @@ class ExamplesConfig(ContractModel):
     packing: bool = False
     """Put several examples into one sequence, none of which sees another; else each has a separate sequence."""
     too_long: TooLong = TooLong.DROP
-    """What becomes of examples that are longer than a sequence."""
+    """Treatment of examples that are longer than a sequence."""

@@ -95,7 +95,7 @@ class NeuronConfig(ContractModel):
     """Graphs that wait on the device while the host continues; 0 makes execution synchronous. Backend Nxd only: SDKs
     from 2.31 on do not have it."""
     exec_timeout_seconds: Annotated[int, Field(ge=2, le=86_400)] = 4000
-    """How long the runtime waits for one execution, which includes waiting for other ranks that still compile; hangs
+    """Time that the runtime waits for one execution, which includes waiting for other ranks that still compile; hangs
     are found by the operator, long before."""
     malloc_arenas: Annotated[int, Field(ge=1, le=1024)] | None = 64
     """Most heaps of the C library per process (MALLOC_ARENA_MAX): many threads would otherwise fragment the host's

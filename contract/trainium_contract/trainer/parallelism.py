@@ -76,8 +76,8 @@ class Recompute(StrEnum):
     NONE = "None"
     """Everything is kept: fastest, most memory."""
     SELECTIVE = "Selective"
-    """What is cheap to compute and large to keep. Native keeps matrix products, attention and sums over ranks; Nxd
-    keeps all but the inside of attention."""
+    """Cheap but large values are computed again. Native keeps matrix products, attention and sums over ranks; Nxd keeps
+    all but the inside of attention."""
     FULL = "Full"
     """Only the input of each layer is kept: least memory, about a third more computation."""
 

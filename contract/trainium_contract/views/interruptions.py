@@ -25,7 +25,7 @@ ANSWERS = {
     "Resize": "changed to the size asked for",
     "Stop": "stopped for good",
 }
-"""What each rung of the ladder did."""
+"""Action of each rung of the ladder."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,7 +100,7 @@ class JobView:
     uid: str
     model: str
     managed_by: str
-    """Who else controls the job; empty for the operator."""
+    """Another controller of the job; empty for the operator."""
     phase: str
     """Empty while no operator has answered the job."""
     stage: str
@@ -116,9 +116,9 @@ class JobView:
     step_age_seconds: float | None
     total_steps: int
     share: float | None
-    """Of the steps, 0 to 1."""
+    """Share of the steps, 0 to 1."""
     eta_seconds: float | None
-    """Until the last step, at the reference step time and with the losses that the run has had."""
+    """Time until the last step, at the reference step time and with the losses that the run has had."""
     step_seconds: float | None
     loss: float | None
     reward_accuracy: float | None
@@ -137,7 +137,7 @@ class JobView:
     restarts_by_cause: dict[str, float]
     verdict: str
     changes: tuple[ChangeView, ...] | None
-    """What differs from the spec that failed; None where that is not known, and of a job that has not failed."""
+    """Differences from the spec that failed; None where that is not known, and of a job that has not failed."""
     conditions: tuple[ConditionView, ...]
     alerts: tuple[AlertView, ...]
     artifacts: tuple[ArtifactView, ...]
@@ -151,7 +151,7 @@ class JobView:
     """The operator has not answered the newest spec yet."""
     written_seconds_ago: float | None
     not_shown: tuple[str, ...]
-    """What could not be read, and why."""
+    """Reports of what could not be read, with the reason."""
     status: StatusReader[PublicStatus] = field(repr=False, compare=False, metadata={"json": False})
     """For what has no field here: `pages/facts.py`."""
 

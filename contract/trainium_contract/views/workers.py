@@ -28,7 +28,7 @@ class PodRow:
 
     name: str
     state: str
-    """As kubectl shows it: Running, Pending, Error, CrashLoopBackOff, Terminating."""
+    """Status as kubectl shows it: Running, Pending, Error, CrashLoopBackOff, Terminating."""
     node: str
     """Empty where it has none yet."""
     created: float | None = None
@@ -88,7 +88,7 @@ class RankRow:
     step_seconds: float | None = None
     seconds_since_step: float | None = None
     slowdown: float | None = None
-    """Of its worker: its own work in a step in units of the median member's, where the operator reports it."""
+    """Load of its worker: its own work in a step in units of the median member's, where the operator reports it."""
     note: str = ""
     """Why nothing is known of it."""
 

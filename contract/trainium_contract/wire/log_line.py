@@ -73,7 +73,7 @@ class LogLine(ContractModel):
     """Which part of the program, as `trainium_operator.cluster.lease`; `program` for output."""
     message: str = Field(max_length=MESSAGE_CHARACTERS)
     namespace: Name | None = None
-    """Of the job."""
+    """Namespace of the job."""
     job: Name | None = None
     pod: Name | None = None
     node: Name | None = None

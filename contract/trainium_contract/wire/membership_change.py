@@ -45,7 +45,7 @@ class MembershipChange(MessageModel):
     processes_per_node: int = Field(ge=1)
     accumulation: int = Field(ge=0, default=0)
     size: int = Field(ge=1)
-    """How many members there are; of those in `since` with a higher node rank none is left."""
+    """Number of members; of those in `since` with a higher node rank none is left."""
     members: tuple[Member, ...] = ()
     """Those that `since` had not, or not so, by node rank."""
     digest: str = Field(max_length=64)

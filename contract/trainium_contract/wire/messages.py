@@ -275,7 +275,7 @@ class StepTiming(MessageModel):
     """Step times of this node over the newest steps."""
 
     steps: int = Field(ge=0, le=_LARGEST)
-    """How many steps the figures stand for."""
+    """Number of steps that the figures cover."""
     step_seconds: Time
     """Median length of a step."""
     own_seconds: Time
@@ -291,7 +291,7 @@ class CheckResult(MessageModel):
     passed: bool
     seconds: Time
     detail: Text = ""
-    """What was seen; for a check that did not pass, what is wrong."""
+    """Evidence; for a check that did not pass, what is wrong."""
 
 
 class RestartRecord(MessageModel):
@@ -380,7 +380,7 @@ class HeartbeatResponse(MessageModel):
     generation: int = Field(ge=0, le=_LAST)
     """The current generation."""
     full_heartbeat_seconds: Time
-    """How long an agent may send ALIVE instead of a heartbeat while nothing but the step changes; see `wire.stream`."""
+    """Time for which ALIVE replaces a heartbeat while nothing but the step changes; see `wire.stream`."""
     time: Time
     """Unix seconds of the coordinator's clock."""
 

@@ -32,7 +32,7 @@ _RUNNING = frozenset(
     {"step", "loss", "tokens_per_second", "samples", "memory_step", "durable_step", "updated", "productive_seconds"}
     | {"stage_progress", "reward_margin", "reward_accuracy"}
 )
-"""What of the progress runs on with the steps."""
+"""Fields of the progress that change with each step."""
 _UNCHANGED = attrgetter(*sorted(Progress.model_fields.keys() - _RUNNING))
 
 
