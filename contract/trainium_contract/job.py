@@ -83,7 +83,7 @@ class TrainingJobSpec(ContractModel):
     startup_deadline_seconds: DeadlineSeconds | None = None
     """The job ends as Failed when it has made no step this long after it was created or resumed. Omitted: no limit."""
     managed_by: Annotated[str, Field(max_length=MAX_MANAGER)] | None = None
-    """Controller of the job; any value but trainium.dev/trainium-operator means that this operator does not touch it."""
+    """Controller of the job; with any value but trainium.dev/trainium-operator this operator does not touch it."""
     ttl_seconds_after_finished: Annotated[int, Field(ge=0, le=31_536_000)] | None = None
     """Delete the TrainingJob this long after it ended; omitted: never."""
 

@@ -187,7 +187,9 @@ def _suffix(name: str) -> str:
 
 
 def _status_table(name: str, state: dict[str, Any], ready: dict[str, bool]) -> Table:
-    total = _megabytes(state)
+    rows = [state["supervisor"], *state["components"].values(), *state["nodes"].values()]
+    rows += [state[each] for each in ("fleet", "kueue") if state[each]]
+    total = sum(row["bytes"] for row in rows) / 1e6
     table = Table(title=f"cluster {name} at {state['server']}: {total:.0f} MB", title_justify="left")
     for column in ("what", "state", "pid", "memory", "restarts"):
         table.add_column(column, justify="right" if column in {"pid", "memory", "restarts"} else "left")
@@ -208,12 +210,6 @@ def _status_table(name: str, state: dict[str, Any], ready: dict[str, bool]) -> T
         api_view = {True: "Ready", False: "NotReady", None: "not registered"}[ready.get(node)]
         add(f"node {node}", row, f"{row['state']}, {api_view}")
     return table
-
-
-def _megabytes(state: dict[str, Any]) -> float:
-    rows = [state["supervisor"], *state["components"].values(), *state["nodes"].values()]
-    rows += [state[each] for each in ("fleet", "kueue") if state[each]]
-    return float(sum(row["bytes"] for row in rows)) / 1e6
 
 
 if __name__ == "__main__":

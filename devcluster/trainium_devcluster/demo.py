@@ -6,16 +6,14 @@ import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from trainium_devcluster.demos.curves import Curves, draw, fault_table
-from trainium_devcluster.demos.frame import REPOSITORY, cluster, console, empty_folder, usage_of
+from trainium_devcluster.demos.frame import REPOSITORY, DemoFrame, Keep, Name, Out, Outcome
 from trainium_devcluster.demos.jobs import WAIT_SECONDS, Demo, Run
 from trainium_devcluster.demos.metrics import every_sample_once
-from trainium_devcluster.demos.view import View
-from trainium_devcluster.errors import ClusterError
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,80 +65,60 @@ class PretrainDemo(Demo):
         """Read the example job."""
         return self.read_job(self.repository / "manifests" / "examples" / "demo.yaml", name)
 
-    def run_with_faults(self) -> tuple[Run, dict[str, Any]]:
-        """Run the job with all faults; return it with its last status."""
-        with self.run(self.create_manifest("demo")) as run:
-            self.until(run, "the first step", lambda: run.log.newest >= 1, seconds=WAIT_SECONDS * 2)
-            self.view.log("the first step is done")
-            at = [round(run.steps * share) for share in (0.1, 0.2, 0.6, 0.8)]
-            self.kill_process_and_node(run, at[0], at[1])
-            self.until_step(run, at[2])
-            self.resize(run, 3)
-            self.until_step(run, at[3])
-            self.resize(run, 4)
-            self.until(run, "the end", lambda: run.finished)
-            run.log.refresh()
-            self.view.log("the job is complete")
-            return run, run.watch.status
-
-    def run_undisturbed(self) -> Run:
-        """Run the same job without faults."""
-        job = self.create_manifest("reference")
-        job["spec"]["workers"] |= {"spares": 0, "minReplicas": 4}
-        with self.run(job) as run:
-            self.until(run, "the end", lambda: run.finished, seconds=WAIT_SECONDS * 2)
-            run.log.refresh()
-            self.view.log("the undisturbed run is complete")
-            return run
+    def run_with_faults(self) -> Run:
+        """Run the job with all faults."""
+        run = self.run(self.create_manifest("demo"))
+        self.until(run, "the first step", lambda: run.log.newest >= 1, seconds=WAIT_SECONDS * 2)
+        self.view.log("the first step is done")
+        at = [round(run.steps * share) for share in (0.1, 0.2, 0.6, 0.8)]
+        self.kill_process_and_node(run, at[0], at[1])
+        self.until_step(run, at[2])
+        self.resize(run, 3)
+        self.until_step(run, at[3])
+        self.resize(run, 4)
+        self.until(run, "the end", lambda: run.finished)
+        run.log.refresh()
+        self.view.log("the job is complete")
+        return run
 
     def run_and_compare(self) -> DemoResult:
         """Run everything and compare."""
         started = time.monotonic()
         self.install()
-        run, status = self.run_with_faults()
-        reference = self.run_undisturbed()
+        run = self.run_with_faults()
+        reference = self.run_undisturbed(4, WAIT_SECONDS * 2)
         return DemoResult(
-            completed=status.get("phase") == "Completed" and run.log.newest == run.steps,
+            completed=run.status.get("phase") == "Completed" and run.log.newest == run.steps,
             curves=Curves(run.steps, run.log.losses(), reference.log.losses(), tuple(self.faults)),
             every_sample_once=every_sample_once(run.folder, run.steps, run.global_batch),
-            goodput=(status.get("goodput") or {}).get("ratio", 0.0),
+            goodput=(run.status.get("goodput") or {}).get("ratio", 0.0),
             seconds=time.monotonic() - started,
         )
 
 
-def demo(
-    *,
-    keep: Annotated[bool, typer.Option("--keep", help="Keep the cluster and print how to use it.")] = False,
-    out: Annotated[Path, typer.Option("--out", help="Folder of the report, the picture and the run's files.")] = Path(
-        "out/demo"
-    ),
-    name: Annotated[str | None, typer.Option("--name", help="Name of the cluster; by default a free one.")] = None,
-) -> None:
+def demo(*, keep: Keep = False, out: Out = Path("out/demo"), name: Name = None) -> None:
     """Train a Llama model on a real control plane, through real faults, and compare it with an undisturbed run."""
-    screen, out = console(), empty_folder(out)
-    try:
-        with View(screen) as view, cluster(view, name or ("demo" if keep else None), keep=keep) as started:
-            result = PretrainDemo(started, view, REPOSITORY, out).run_and_compare()
-        _write(result, out)
-    except ClusterError as error:
-        screen.print(f"demo: {error}", style="red", markup=False)
-        raise typer.Exit(1) from None
+    DemoFrame("demo", out, name, keep=keep).show(_compare)
+
+
+def _compare(frame: DemoFrame) -> Outcome:
+    with frame.cluster() as cluster:
+        result = PretrainDemo(cluster, frame.view, REPOSITORY, frame.out).run_and_compare()
+    _write(result, frame.out)
     curves = result.curves
-    screen.print(fault_table(curves.faults))
-    screen.print(
+    text = (
         f"loss after {curves.steps} steps: {curves.loss[curves.steps]:.6f} with faults, "
         f"{curves.reference[curves.steps]:.6f} undisturbed; largest relative difference {curves.max_difference:.1e}"
         f"{', none before the first resize' if curves.identical_before_resize else ''}\n"
         f"every sample seen once: {'yes' if result.every_sample_once else 'NO'}; goodput {result.goodput:.1%} of a "
         f"{result.seconds:.0f} s run with {len(curves.faults)} faults\n"
-        f"picture: {out / 'loss.png'}   report: {out / 'report.json'}",
-        highlight=False,
-        soft_wrap=True,
+        f"picture: {frame.out / 'loss.png'}   report: {frame.out / 'report.json'}"
     )
-    if keep:
-        screen.print(usage_of(started.name), highlight=False, soft_wrap=True)
-    if not (result.completed and result.every_sample_once):
-        raise typer.Exit(1)
+    problems = {
+        "The job did not complete.": not result.completed,
+        "A sample was not seen exactly once.": not result.every_sample_once,
+    }
+    return Outcome((fault_table(curves.faults),), text, tuple(each for each, holds in problems.items() if holds))
 
 
 if __name__ == "__main__":

@@ -9,15 +9,13 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from trainium_devcluster.demos.curves import Curves, fault_table
-from trainium_devcluster.demos.frame import REPOSITORY, cluster, console, empty_folder, usage_of
+from trainium_devcluster.demos.frame import REPOSITORY, DemoFrame, Keep, Name, Out, Outcome
 from trainium_devcluster.demos.jobs import NAMESPACE, WAIT_SECONDS, Demo, Run
-from trainium_devcluster.demos.view import View
-from trainium_devcluster.errors import ClusterError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -57,65 +55,48 @@ class ProgramDemo(Demo):
         """Return the pid of the program in the worker."""
         return int(self.inside(pod, "pgrep", "-f", "/src/train_ddp.py").split()[0])
 
-    def run_with_faults(self) -> tuple[Run, dict[str, Any]]:
-        """Run the job with all faults; return it with its last status."""
-        with self.run(self.create_manifest("program")) as run:
-            self.until(run, "the first step", lambda: run.log.newest >= 1, seconds=WAIT_SECONDS * 2)
-            self.view.log("the first step is done")
-            self.kill_process_and_node(run, round(run.steps * 0.1), round(run.steps * 0.35))
-            self.until_step(run, round(run.steps * 0.65))
-            self.resize(run, 2)
-            self.until(run, "the end", lambda: run.finished)
-            run.log.refresh()
-            self.view.log("the job is complete")
-            return run, run.watch.status
-
-    def run_undisturbed(self) -> Run:
-        """Run the same program without faults."""
-        job = self.create_manifest("reference")
-        job["spec"]["workers"] |= {"spares": 0, "minReplicas": 3}
-        with self.run(job) as run:
-            self.until(run, "the end", lambda: run.finished, seconds=WAIT_SECONDS * 2)
-            run.log.refresh()
-            self.view.log("the undisturbed run is complete")
-            return run
+    def run_with_faults(self) -> Run:
+        """Run the job with all faults."""
+        run = self.run(self.create_manifest("program"))
+        self.until(run, "the first step", lambda: run.log.newest >= 1, seconds=WAIT_SECONDS * 2)
+        self.view.log("the first step is done")
+        self.kill_process_and_node(run, round(run.steps * 0.1), round(run.steps * 0.35))
+        self.until_step(run, round(run.steps * 0.65))
+        self.resize(run, 2)
+        self.until(run, "the end", lambda: run.finished)
+        run.log.refresh()
+        self.view.log("the job is complete")
+        return run
 
 
-def program(
-    *,
-    keep: Annotated[bool, typer.Option("--keep", help="Keep the cluster and print how to use it.")] = False,
-    out: Annotated[Path, typer.Option("--out", help="Folder of the report and the run's files.")] = Path("out/program"),
-    name: Annotated[str | None, typer.Option("--name", help="Name of the cluster; by default a free one.")] = None,
-) -> None:
+def program(*, keep: Keep = False, out: Out = Path("out/program"), name: Name = None) -> None:
     """Run a program that was written for torchrun on a real control plane, through real faults."""
-    screen, out, began = console(), empty_folder(out), time.monotonic()
-    try:
-        with View(screen) as view, cluster(view, name or ("program" if keep else None), keep=keep) as started:
-            demo = ProgramDemo(started, view, REPOSITORY, out)
-            demo.install()
-            run, status = demo.run_with_faults()
-            reference = demo.run_undisturbed()
-    except ClusterError as error:
-        screen.print(f"program: {error}", style="red", markup=False)
-        raise typer.Exit(1) from None
+    DemoFrame("program", out, name, keep=keep).show(_compare)
+
+
+def _compare(frame: DemoFrame) -> Outcome:
+    began = time.monotonic()
+    with frame.cluster() as cluster:
+        demo = ProgramDemo(cluster, frame.view, REPOSITORY, frame.out)
+        demo.install()
+        run = demo.run_with_faults()
+        reference = demo.run_undisturbed(3, WAIT_SECONDS * 2)
     curves = Curves(run.steps, run.log.losses(), reference.log.losses(), tuple(demo.faults))
-    completed, goodput = status.get("phase") == "Completed", (status.get("goodput") or {}).get("ratio", 0.0)
-    seconds = round(time.monotonic() - began, 1)
+    completed = run.status.get("phase") == "Completed"
+    goodput, seconds = (run.status.get("goodput") or {}).get("ratio", 0.0), round(time.monotonic() - began, 1)
     report = {"completed": completed, **curves.to_json(), "goodput": goodput, "seconds": seconds}
-    (out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
-    screen.print(fault_table(curves.faults))
-    screen.print(
+    (frame.out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+    text = (
         f"loss after {curves.steps} steps: {curves.loss[curves.steps]:.6f} with faults, "
         f"{curves.reference[curves.steps]:.6f} undisturbed; largest relative difference {curves.max_difference:.1e}"
         f"{', none before the resize' if curves.identical_before_resize else ''}\n"
-        f"goodput {goodput:.1%}; {seconds:.0f} s in all   report: {out / 'report.json'}",
-        highlight=False,
-        soft_wrap=True,
+        f"goodput {goodput:.1%}; {seconds:.0f} s in all   report: {frame.out / 'report.json'}"
     )
-    if keep:
-        screen.print(usage_of(started.name), highlight=False, soft_wrap=True)
-    if not (completed and curves.same):
-        raise typer.Exit(1)
+    problems = {
+        "The job did not complete.": not completed,
+        "The curve with faults is not the undisturbed one.": not curves.same,
+    }
+    return Outcome((fault_table(curves.faults),), text, tuple(each for each, holds in problems.items() if holds))
 
 
 if __name__ == "__main__":

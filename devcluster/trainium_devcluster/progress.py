@@ -1,4 +1,4 @@
-"""ProgressLines lines for work that takes long enough to make a person wonder.
+"""Print progress of work that takes long enough to make a person wonder.
 
 Invariant: a running step prints its name when it begins, its age every few seconds, and its duration when it ends, so
 that no wait is silent.
@@ -7,10 +7,15 @@ that no wait is silent.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 Write = Callable[[str], None]
 
@@ -29,6 +34,18 @@ def silent(_line: str) -> None:
 
 def _nothing() -> str:
     return ""
+
+
+@contextlib.contextmanager
+def exclusive(lock: Path, work: str, write: Write) -> Iterator[None]:
+    """Hold a lock file; `work` is what another process that holds it does."""
+    with lock.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            with ProgressLines(1, write).step(f"waiting for another process that {work}"):
+                fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 class ProgressLines:

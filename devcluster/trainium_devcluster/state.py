@@ -55,7 +55,7 @@ class ClusterSpec:
     name: str
     nodes: tuple[NodeSpec, ...] = ()
     node_monitor_grace_seconds: float | None = None
-    """How long a silent node stays Ready; None keeps the default of the controller manager."""
+    """Time that a silent node stays Ready; None keeps the default of the controller manager."""
     apiserver_args: tuple[str, ...] = ()
     controller_manager_args: tuple[str, ...] = ()
     scheduler_args: tuple[str, ...] = ()

@@ -62,8 +62,8 @@ class ClusterSupervisor:
             heartbeat_seconds=self._spec.heartbeat_seconds,
         )
         self._components: dict[Component, Child] = {}
-        self._fleet: Child | None = None
-        self._kueue: Child | None = None
+        self._programs: dict[str, Child] = {}
+        """Programs beside the control plane: kwok, which simulates the kubelets of fake nodes, and Kueue."""
         self._stopped: set[Component] = set()
         self._restarts: dict[Component, int] = dict.fromkeys(Component, 0)
         self._started = asyncio.Event()
@@ -169,7 +169,7 @@ class ClusterSupervisor:
     async def _end(self) -> None:
         self._stopped.update(Component)
         await self._nodes.end(_POLITE_SECONDS)
-        everything = [*self._components.values(), *(each for each in (self._fleet, self._kueue) if each is not None)]
+        everything = [*self._components.values(), *self._programs.values()]
         for child in everything:
             child.identity.signal(signal.SIGKILL)  # its data goes with the folder
         for child in everything:
@@ -206,20 +206,14 @@ class ClusterSupervisor:
         child.identity.signal(signal.SIGKILL)
         await child.ended.wait()
 
-    def _start_fleet(self, program: str, configuration: str) -> None:
-        """Start kwok, which simulates the kubelets of fake nodes."""
-        if self._fleet is not None and self._fleet.code is None:
-            raise ClusterError(f"Cluster {self._paths.name!r} has a fleet already.")
-        command = [program, f"--config={configuration}", f"--kubeconfig={self._paths.kubeconfig}", "--v=WARN"]
-        self._fleet = self._children.start("kwok", command, dict(os.environ))
-
-    async def _start_kueue(self, program: str, configuration: str) -> None:
-        """Start Kueue, in place of one that runs: so that it reads its configuration again."""
-        if self._kueue is not None:
-            self._kueue.identity.signal(signal.SIGKILL)
-            await self._kueue.ended.wait()
-        command = [program, f"--config={configuration}", f"--kubeconfig={self._paths.kubeconfig}"]
-        self._kueue = self._children.start("kueue", command, dict(os.environ))
+    async def _start_program(self, name: str, message: Message, *flags: str) -> None:
+        """Start a program, in place of one that runs: so that it reads its configuration again."""
+        running = self._programs.get(name)
+        if running is not None:
+            running.identity.signal(signal.SIGKILL)
+            await running.ended.wait()
+        command = [message["program"], f"--config={message['configuration']}", f"--kubeconfig={self._paths.kubeconfig}"]
+        self._programs[name] = self._children.start(name, [*command, *flags], dict(os.environ))
 
     def _log(self, component: Component) -> Path:
         return self._paths.logs / f"{component}.log"
@@ -245,9 +239,11 @@ class ClusterSupervisor:
                 if self._components[component].code is not None:
                     self._start_component(component)
             case "start-fleet":
-                self._start_fleet(str(message["program"]), str(message["configuration"]))
+                if "kwok" in self._programs and self._programs["kwok"].code is None:
+                    raise ClusterError(f"Cluster {self._paths.name!r} has a fleet already.")
+                await self._start_program("kwok", message, "--v=WARN")
             case "start-kueue":
-                await self._start_kueue(str(message["program"]), str(message["configuration"]))
+                await self._start_program("kueue", message)
             case operation:
                 await self._answer_node(operation, message)
         return {}
@@ -271,6 +267,10 @@ class ClusterSupervisor:
             case _:
                 raise ClusterError(f"The supervisor knows no operation {operation!r}.")
 
+    def _program_row(self, name: str) -> Answer | None:
+        child = self._programs.get(name)
+        return None if child is None else child.row("running" if child.pid else "ended")
+
     def _status(self) -> Answer:
         components = {
             component.value: {
@@ -287,8 +287,8 @@ class ClusterSupervisor:
             "server": self._ports.server,
             "supervisor": own,
             "components": components,
-            "fleet": None if self._fleet is None else self._fleet.row("running" if self._fleet.pid else "ended"),
-            "kueue": None if self._kueue is None else self._kueue.row("running" if self._kueue.pid else "ended"),
+            "fleet": self._program_row("kwok"),
+            "kueue": self._program_row("kueue"),
             "nodes": self._nodes.rows(),
         }
 

@@ -8,10 +8,8 @@ Guarantees:
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -29,7 +27,7 @@ from trainium_devcluster.binaries.catalog import (
 )
 from trainium_devcluster.binaries.download import DownloadError, Limits, UnreachableError, download_program
 from trainium_devcluster.errors import ClusterError
-from trainium_devcluster.progress import ProgressLines, Write, to_stderr
+from trainium_devcluster.progress import ProgressLines, Write, exclusive, to_stderr
 
 SOURCE_VARIABLE = "TRAINIUM_BINARIES"
 """Environment variable: `auto` (the default), `download` or `build`."""
@@ -89,7 +87,7 @@ def ensure_binaries(
         raise ClusterError(
             f"The cache folder {folder} cannot be made ({error}); set TRAINIUM_CACHE to another."
         ) from error
-    with _lock(folder.with_name(folder.name + ".lock"), write):
+    with exclusive(folder.with_name(f"{folder.name}.lock"), "prepares the programs of the cluster", write):
         missing = _missing(folder, programs)
         published = missing - BUILT_ONLY
         progress = ProgressLines(len(published), write)
@@ -155,14 +153,3 @@ def _download_all(
                 # A machine without a way out reaches none of the hosts; waiting for each of them helps nobody.
                 return
             dead_hosts.add(host)
-
-
-@contextlib.contextmanager
-def _lock(path: Path, write: Write) -> Iterator[None]:
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            with ProgressLines(1, write).step("waiting for another process that prepares the programs of the cluster"):
-                fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -7,26 +7,21 @@ message that names what was waited for and where to look.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import threading
 import time
 from abc import ABC, abstractmethod
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from trainium_contract.wire.recorded_membership import members_of
-from trainium_devcluster.binaries import Program
 from trainium_devcluster.cluster import system_values
 from trainium_devcluster.demos.curves import Fault
 from trainium_devcluster.demos.metrics import StepLog
 from trainium_devcluster.errors import ClusterError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from trainium_devcluster.cluster import Cluster
@@ -36,84 +31,33 @@ NAMESPACE = "training"
 OPERATOR_NAMESPACE = "trainium-system"
 RELEASE = "trainium-operator"
 WAIT_SECONDS = 120.0
-
-
-class JobWatch:
-    """Newest known state of one TrainingJob; `close` ends the thread and its kubectl."""
-
-    def __init__(self, kubectl: Path, environment: Mapping[str, str], namespace: str, name: str) -> None:
-        self.job: dict[str, Any] = {}
-        self._changed = threading.Condition()
-        self._process = subprocess.Popen(
-            [str(kubectl), "get", "trainingjob", name, "-n", namespace, "--watch", "-o", "json"],
-            env={**os.environ, **environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        self._thread = threading.Thread(target=self._read, daemon=True)
-        self._thread.start()
-
-    @property
-    def status(self) -> dict[str, Any]:
-        """The status, empty before the operator has written one."""
-        status: dict[str, Any] = self.job.get("status") or {}
-        return status
-
-    def history(self) -> list[dict[str, Any]]:
-        """Interruptions, oldest first."""
-        return list(self.status.get("history") or [])
-
-    def wait_change(self, seconds: float) -> None:
-        """Return at the next change, or after `seconds`."""
-        with self._changed:
-            self._changed.wait(seconds)
-
-    def _read(self) -> None:
-        # kubectl prints one indented document after another; a document ends with a brace in the first column.
-        lines: list[str] = []
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            lines.append(line)
-            if line.rstrip() == "}":
-                with self._changed:
-                    self.job = json.loads("".join(lines))
-                    self._changed.notify_all()
-                lines = []
-
-    def close(self) -> None:
-        """End the watch."""
-        self._process.terminate()
-        self._process.wait()
-        self._thread.join()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+_POLL_SECONDS = 0.1
+_JOBS = f"/apis/trainium.dev/v1alpha1/namespaces/{NAMESPACE}/trainingjobs"
 
 
 @dataclass
 class Run:
-    """One TrainingJob of a demo, seen through kubectl and through its files."""
+    """One TrainingJob of a demo, seen through the API server and through its files."""
 
     name: str
     folder: Path
     """Its checkpoints."""
     trainer: Mapping[str, Any]
     """Its `spec.trainer`; of a program `steps` alone."""
-    watch: JobWatch
     log: StepLog
+    status: dict[str, Any] = field(default_factory=dict)
+    """Newest status that was read; empty before the operator has written one."""
 
     @property
     def steps(self) -> int:
         """Steps of the whole run; of one that counts epochs they are known once it has started, and 0 before."""
         if self.trainer.get("epochs"):
-            return int((self.watch.status.get("progress") or {}).get("totalSteps", 0))
+            return int((self.status.get("progress") or {}).get("totalSteps", 0))
         return int(self.trainer["steps"])
+
+    def history(self) -> list[dict[str, Any]]:
+        """Return the interruptions, oldest first."""
+        return list(self.status.get("history") or [])
 
     @property
     def global_batch(self) -> int:
@@ -123,14 +67,14 @@ class Run:
     @property
     def finished(self) -> bool:
         """Whether the job reached a terminal phase."""
-        return self.watch.status.get("phase") in {"Completed", "Failed"}
+        return self.status.get("phase") in {"Completed", "Failed"}
 
 
 class Demo(ABC):
     """A demo on one running cluster."""
 
     command = "make demo"
-    """What a person types to see it again."""
+    """Command that shows it again."""
 
     def __init__(self, cluster: Cluster, view: View, repository: Path, out: Path) -> None:
         self.cluster = cluster
@@ -143,6 +87,18 @@ class Demo(ABC):
     def create_manifest(self, name: str) -> dict[str, Any]:
         """Return the TrainingJob of the demo under a name."""
 
+    def run_undisturbed(self, workers: int, seconds: float, **trainer: Any) -> Run:
+        """Run the same training without faults, with other fields of its `spec.trainer`."""
+        job = self.create_manifest("reference")
+        job["spec"]["workers"] |= {"spares": 0, "minReplicas": workers}
+        if trainer:
+            job["spec"]["trainer"] |= trainer
+        run = self.run(job)
+        self.until(run, "the end", lambda: run.finished, seconds=seconds)
+        run.log.refresh()
+        self.view.log("the undisturbed run is complete")
+        return run
+
     # --- set-up --------------------------------------------------------------------------------------------------
 
     def install(self) -> None:
@@ -152,19 +108,8 @@ class Demo(ABC):
         chart = str(self.repository / "helm" / "trainium-operator")
         values = self.out / "operator.yaml"
         values.write_text(yaml.safe_dump({"statusIntervalSeconds": 1, **system_values()}))
-        self.cluster.helm(
-            "install",
-            RELEASE,
-            chart,
-            "--namespace",
-            OPERATOR_NAMESPACE,
-            "--create-namespace",
-            "-f",
-            str(values),
-            "--wait",
-            "--timeout",
-            "90s",
-        )
+        namespace = (f"--namespace={OPERATOR_NAMESPACE}", "--create-namespace")
+        self.cluster.helm("install", RELEASE, chart, *namespace, f"--values={values}", "--wait", "--timeout=90s")
         self.view.log(f"helm install {RELEASE}: the operator is ready ({time.monotonic() - started:.1f} s)")
 
     def read_job(self, file: Path, name: str) -> dict[str, Any]:
@@ -174,18 +119,15 @@ class Demo(ABC):
         job["spec"]["checkpoint"]["storage"] = {"hostPath": {"path": str(self.out / "checkpoints")}, "subPath": name}
         return job
 
-    @contextmanager
-    def run(self, job: Mapping[str, Any]) -> Iterator[Run]:
-        """Apply a job and follow it until the block ends."""
+    def run(self, job: Mapping[str, Any]) -> Run:
+        """Apply a job."""
         name = job["metadata"]["name"]
         path = self.out / f"{name}.yaml"
         path.write_text(yaml.safe_dump(job, sort_keys=False))
         self.cluster.kubectl("apply", "-f", str(path))
         self.view.log(f"kubectl apply -f {path.name}")
         folder = self.out / "checkpoints" / name
-        kubectl = self.cluster.binaries.path(Program.KUBECTL)
-        with JobWatch(kubectl, {**self.cluster.variables()}, NAMESPACE, name) as watch:
-            yield Run(name, folder, self.trainer_of(job), watch, StepLog(folder / "metrics.jsonl"))
+        return Run(name, folder, self.trainer_of(job), StepLog(folder / "metrics.jsonl"))
 
     def trainer_of(self, job: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return what the job trains."""
@@ -197,18 +139,20 @@ class Demo(ABC):
         deadline = time.monotonic() + seconds
         while True:
             run.log.refresh()
+            found = self.cluster.api.get(f"{_JOBS}/{run.name}")
+            run.status = found.get("status") or {}
             newest = run.log.steps.get(run.log.newest, {})
-            self.view.show(f"TrainingJob {NAMESPACE}/{run.name}", run.watch.status, newest, run.steps)
+            self.view.show(f"TrainingJob {NAMESPACE}/{run.name}", run.status, newest, run.steps)
             if condition():
                 return
-            if run.watch.status.get("phase") == "Failed":
-                raise ClusterError(f"The job {run.name} failed: {run.watch.status.get('verdict')}")
+            if run.status.get("phase") == "Failed":
+                raise ClusterError(f"The job {run.name} failed: {run.status.get('verdict')}")
             if time.monotonic() > deadline:
                 raise ClusterError(
                     f"Job {run.name} did not reach {what} within {seconds:.0f} s; see `trainium-devcluster run` or "
                     f"`kubectl describe trainingjob -n {NAMESPACE} {run.name}` with `{self.command} ARGS=--keep`."
                 )
-            run.watch.wait_change(0.1)
+            time.sleep(_POLL_SECONDS)
 
     def until_step(self, run: Run, step: int) -> None:
         """Wait until `step` has been completed."""
@@ -218,10 +162,7 @@ class Demo(ABC):
 
     def members(self, run: Run) -> list[dict[str, Any]]:
         """Return the current members by node rank."""
-        record = json.loads(
-            self.cluster.kubectl("get", "configmap", f"{run.name}-membership", "-n", NAMESPACE, "-o", "json")
-        )
-        return members_of(record)
+        return members_of(self.cluster.api.get(f"/api/v1/namespaces/{NAMESPACE}/configmaps/{run.name}-membership"))
 
     def kill_process(self, run: Run) -> None:
         """SIGKILL one training process; its pod and all others stay."""
@@ -255,25 +196,24 @@ class Demo(ABC):
         node = self.power_off_node(run)
         self.cluster.faults.start_node(node)
         self.view.log(f"{node} is powered on again; the operator refills the spare")
-        self.until(run, "a new warm spare", lambda: run.watch.status.get("spares", 0) >= 1)
+        self.until(run, "a new warm spare", lambda: run.status.get("spares", 0) >= 1)
 
     def resize(self, run: Run, size: int) -> None:
         """`kubectl scale` to `size` nodes."""
-        before = run.watch.status["membership"]["size"]
+        before = run.status["membership"]["size"]
         self.view.log(f"kubectl scale trainingjob {run.name} --replicas={size}")
         command = ("scale", "trainingjob", run.name, "-n", NAMESPACE, f"--replicas={size}")
         self._measure(run, f"resize {before} to {size}", lambda: self.cluster.kubectl(*command), resize=True)
 
     def _measure(self, run: Run, kind: str, act: Callable[[], object], *, resize: bool = False) -> None:
-        known = len(run.watch.history())
-        before = {(item["generation"], item.get("attempt", 0)) for item in run.watch.history()}
+        before = {(item["generation"], item.get("attempt", 0)) for item in run.history()}
         run.log.refresh()
         step = run.log.newest
         moment = time.time()
         act()
 
         def answer() -> dict[str, Any] | None:
-            fresh = [item for item in run.watch.history() if (item["generation"], item.get("attempt", 0)) not in before]
+            fresh = [item for item in run.history() if (item["generation"], item.get("attempt", 0)) not in before]
             return fresh[-1] if fresh else None
 
         def over() -> bool:
@@ -283,7 +223,6 @@ class Demo(ABC):
         self.until(run, f"the recovery from {kind}", over)
         entry = answer()
         assert entry is not None
-        assert known >= 0
         run.log.refresh()
         # A program may not report the step that it resumed from.
         last = entry.get("resumeStep", step) if resize else max(step, entry["stepBefore"])

@@ -42,7 +42,7 @@ class FleetShape:
     memory: str = "512Gi"
     instance_type: str = "trn1.32xlarge"
     lease_seconds: int = 40
-    """How long a lease lasts, as a kubelet's; longer ones spare the API server of a small machine four writes each."""
+    """Duration of a lease, as a kubelet's; longer ones spare the API server of a small machine four writes each."""
     nodes_per_spine: int = 64
     """Nodes below one switch of network layer 2; a quarter of them share one of layer 3."""
 

@@ -29,7 +29,7 @@ class Child:
     identity: ProcessId
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     code: int | None = None
-    """As in subprocess: negative for a signal; None while it runs."""
+    """Exit code as in subprocess: negative for a signal; None while it runs."""
 
     @property
     def pid(self) -> int | None:

@@ -6,7 +6,6 @@ when it is whole, and is never changed; a training that was cut off is continued
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -14,7 +13,6 @@ import shutil
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +21,10 @@ import yaml
 from trainium_devcluster.binaries.cache import cache_root
 from trainium_devcluster.demos.metrics import StepLog
 from trainium_devcluster.errors import ClusterError
+from trainium_devcluster.progress import exclusive
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
 CONFIGURATION: dict[str, Any] = {
@@ -67,7 +66,7 @@ def base_model(texts: Iterable[str], report: Callable[[str], None], *, root: Pat
         return Base(folder, cached=True, seconds=time.monotonic() - began)
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        with _alone(folder.with_suffix(".lock"), report):
+        with exclusive(folder.with_suffix(".lock"), "trains the base model", report):
             if not folder.is_dir():
                 _make(folder, corpus, report)
     except OSError as error:
@@ -82,17 +81,6 @@ def identity(corpus: str, configuration: dict[str, Any]) -> str:
     """Digest of all that the base follows from."""
     content = json.dumps(configuration, sort_keys=True) + "\0" + corpus
     return hashlib.sha256(content.encode()).hexdigest()[:16]
-
-
-@contextmanager
-def _alone(lock: Path, report: Callable[[str], None]) -> Iterator[None]:
-    with lock.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            report("the base model is being trained by another process; waiting for it")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _make(folder: Path, corpus: str, report: Callable[[str], None]) -> None:

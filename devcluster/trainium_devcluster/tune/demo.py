@@ -45,49 +45,39 @@ class TuneDemo(Demo):
         volume["hostPath"]["path"] = str(self.material)
         return with_pairs(job) if self.dpo else job
 
-    def run_with_faults(self) -> tuple[Run, dict[str, Any]]:
-        """Run the job with all faults; return it with its last status."""
-        with self.run(self.create_manifest("tune")) as run:
-            self.until(run, "the first step", lambda: run.log.newest >= 1, seconds=WAIT_SECONDS * 2)
-            self.until(run, "the number of steps", lambda: run.steps > 0)
-            self.view.log(f"the first step is done, of {run.steps}")
-            at = [round(run.steps * share) for share in (0.15, 0.35, 0.7)]
-            self.kill_process_and_node(run, at[0], at[1])
-            self.until_step(run, at[2])
-            self.resize(run, 2)
-            self.until(run, "the last step", lambda: run.log.newest >= run.steps)
-            self.view.log("all steps are done; adapter and merged model are written, then measured beside the base")
-            self.until(run, "the end", lambda: run.finished, seconds=WAIT_SECONDS * 2)
-            self.view.log("the job is complete")
-            return run, run.watch.status
-
-    def run_undisturbed(self) -> Run:
-        """Run the same training without faults."""
-        job = self.create_manifest("reference")
-        job["spec"]["workers"] |= {"spares": 0, "minReplicas": 3}
-        job["spec"]["trainer"] |= {"artifacts": {"kinds": []}, "evaluate": {"enabled": False}}
-        with self.run(job) as run:
-            self.until(run, "the end", lambda: run.finished, seconds=WAIT_SECONDS * 3)
-            run.log.refresh()
-            self.view.log("the undisturbed run is complete")
-            return run
+    def run_with_faults(self) -> Run:
+        """Run the job with all faults."""
+        run = self.run(self.create_manifest("tune"))
+        self.until(run, "the first step", lambda: run.log.newest >= 1, seconds=WAIT_SECONDS * 2)
+        self.until(run, "the number of steps", lambda: run.steps > 0)
+        self.view.log(f"the first step is done, of {run.steps}")
+        at = [round(run.steps * share) for share in (0.15, 0.35, 0.7)]
+        self.kill_process_and_node(run, at[0], at[1])
+        self.until_step(run, at[2])
+        self.resize(run, 2)
+        self.until(run, "the last step", lambda: run.log.newest >= run.steps)
+        self.view.log("all steps are done; adapter and merged model are written, then measured beside the base")
+        self.until(run, "the end", lambda: run.finished, seconds=WAIT_SECONDS * 2)
+        self.view.log("the job is complete")
+        return run
 
     def run_and_compare(self, started: float) -> TuneResult:
         """Run everything and compare; `started` is when the demo began, monotonic seconds."""
         self.install()
-        run, status = self.run_with_faults()
-        reference = self.run_undisturbed()
+        run = self.run_with_faults()
+        training = {"artifacts": {"kinds": []}, "evaluate": {"enabled": False}}
+        reference = self.run_undisturbed(3, WAIT_SECONDS * 3, **training)
         steps = run.log.newest
         return TuneResult(
-            completed=status.get("phase") == "Completed",
+            completed=run.status.get("phase") == "Completed",
             curves=Curves(steps, run.log.losses(), reference.log.losses(), tuple(self.faults)),
             every_sample_once=every_sample_once_an_epoch(
                 run.folder, steps, run.global_batch, int(run.trainer["epochs"])
             ),
             evaluation=self._rewards(run) if self.dpo else Evaluation.from_json(self._evaluation(run)),
-            model=_artifact(run, status, "Model"),
-            adapter=_artifact(run, status, "Adapter"),
-            goodput=(status.get("goodput") or {}).get("ratio", 0.0),
+            model=_artifact(run, "Model"),
+            adapter=_artifact(run, "Adapter"),
+            goodput=(run.status.get("goodput") or {}).get("ratio", 0.0),
             seconds=time.monotonic() - started,
         )
 
@@ -118,9 +108,9 @@ def with_pairs(job: dict[str, Any]) -> dict[str, Any]:
     return job
 
 
-def _artifact(run: Run, status: dict[str, Any], kind: str) -> Path:
-    """Where an artifact of the status is on this machine."""
-    for artifact in status.get("artifacts") or ():
+def _artifact(run: Run, kind: str) -> Path:
+    """Return the folder of an artifact of the status on this machine."""
+    for artifact in run.status.get("artifacts") or ():
         if artifact["kind"] == kind:
             inside = Path(artifact["path"])
             mounted = [run.folder.joinpath(*inside.parts[start:]) for start in range(1, len(inside.parts))]

@@ -31,9 +31,9 @@ class Function:
     owner: str
     """The class, with those around it and a dot between; empty for a function of the module."""
     arguments: str
-    """As in the source, without annotations, `self` and `cls`: `a, b=1, *rest`."""
+    """Signature as in the source, without annotations, `self` and `cls`: `a, b=1, *rest`."""
     names: tuple[str, ...]
-    """Of the arguments, without stars."""
+    """Names of the arguments, without stars."""
     text: str
     """Docstring without indentation; empty where there is none."""
 

@@ -22,9 +22,9 @@ _PAIR_NAMES = {"rewardAccuracy": "accuracy of the rewards", "rewardMargin": "mar
 _LEAST_ACCURACY = 0.75
 """Share of held-out pairs whose preferred answer must have the greater reward."""
 _PERPLEXITY = 0.5
-"""Of the base's perplexity, the tuned model's may be this share at most; runs end near a sixth."""
+"""Largest share of the base's perplexity that the tuned model's may be; runs end near a sixth."""
 _GAINS = {"rougeL": 0.12, "exactMatch": 0.1}
-"""What these, from 0 to 1, must gain at least; runs gain twice as much, and 120 examples are off by about 0.04."""
+"""Smallest gain of these, from 0 to 1; runs gain twice as much, and 120 examples are off by about 0.04."""
 _SHARES = frozenset({_NAMES["exactMatch"], _NAMES["rougeL"], _PAIR_NAMES["rewardAccuracy"]})
 _SHOWN = 6
 """Answers that are printed."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from trainium_devcluster.tune.library import Function, Module
 
 _HELD_OUT = 8
-"""Of so many modules one is held out."""
+"""Number of modules of which one is held out."""
 _SUMMARY = range(15, 121)
 """Characters of a summary that is an answer."""
 _SIGNATURE = 80
