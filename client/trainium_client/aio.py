@@ -1,4 +1,4 @@
-"""`TrainingJob` with verbs to be target, for programs and notebooks that do other things meanwhile.
+"""`TrainingJob` with asynchronous verbs, for programs and notebooks that do other things meanwhile.
 
 `from trainium_client.aio import TrainingJob`. Each verb is the other TrainingJob's, run in a thread, so the two cannot
 differ in what they do; only waiting has a second implementation, because a thread must not sleep for a day.
@@ -34,7 +34,7 @@ _Result = TypeVar("_Result")
 def _in_thread(
     verb: Callable[Concatenate[sync.TrainingJob, _Asked], _Result],
 ) -> Callable[Concatenate[TrainingJob, _Asked], Coroutine[Any, Any, _Result]]:
-    """Wrap a method so that it has the same arguments and result, and is target."""
+    """Wrap a method so that it has the same arguments and result, as a coroutine function."""
 
     async def asked(self: TrainingJob, /, *args: _Asked.args, **kwargs: _Asked.kwargs) -> _Result:
         return await asyncio.to_thread(verb, self.blocking, *args, **kwargs)

@@ -109,26 +109,26 @@ class Api:
     def membership(self, job: str) -> Json | Missing:
         """Return the ConfigMap that records the members."""
         asked = Asked("get", "configmaps", self.namespace, f"{job}-membership")
-        return self._readable(asked, f"/api/v1/namespaces/{self.namespace}/configmaps/{job}-membership")
+        return self.readable(asked, f"/api/v1/namespaces/{self.namespace}/configmaps/{job}-membership")
 
     def pod_table(self, job: str) -> Json | Missing:
         """Return the worker pods as the server's table: a tenth of the bytes of the pods themselves."""
         query = {"labelSelector": f"{LABEL_JOB}={job},{LABEL_ROLE}={ROLE_WORKER}", "includeObject": "None"}
         path = f"/api/v1/namespaces/{self.namespace}/pods"
-        return self._readable(Asked("list", "pods", self.namespace), path, query=query, accept=TABLE)
+        return self.readable(Asked("list", "pods", self.namespace), path, query=query, accept=TABLE)
 
     def pods(self, job: str) -> list[Json] | Missing:
         """Return the worker pods."""
         query = {"labelSelector": f"{LABEL_JOB}={job},{LABEL_ROLE}={ROLE_WORKER}"}
         path = f"/api/v1/namespaces/{self.namespace}/pods"
-        found = self._readable(Asked("list", "pods", self.namespace), path, query=query)
+        found = self.readable(Asked("list", "pods", self.namespace), path, query=query)
         return found if isinstance(found, Missing) else _items(found)
 
     def events(self, job: str) -> list[Json] | Missing:
         """Events about the job."""
         query = {"fieldSelector": f"involvedObject.kind={KIND},involvedObject.name={job}"}
         path = f"/api/v1/namespaces/{self.namespace}/events"
-        found = self._readable(Asked("list", "events", self.namespace), path, query=query)
+        found = self.readable(Asked("list", "events", self.namespace), path, query=query)
         return found if isinstance(found, Missing) else _items(found)
 
     def log(self, pod: str, *, query: Mapping[str, str], container: str = "worker") -> str | Missing:
@@ -143,10 +143,6 @@ class Api:
 
     # --- anything ------------------------------------------------------------------------------------------------
 
-    def readable(self, asked: Asked, path: str, **more: Any) -> Json | Missing:
-        """Send a GET whose refusal is returned and not raised."""
-        return self._readable(asked, path, **more)
-
     def call(self, method: str, asked: Asked, path: str, **more: Any) -> Json:
         """One exchange; raises a ClientError with a sentence."""
         answer = self.connection.request(method, path, **more)
@@ -154,7 +150,8 @@ class Api:
             raise _refusal(asked, answer)
         return _object(asked, answer)
 
-    def _readable(self, asked: Asked, path: str, **more: Any) -> Json | Missing:
+    def readable(self, asked: Asked, path: str, **more: Any) -> Json | Missing:
+        """Send a GET whose refusal is returned and not raised."""
         try:
             return self.call("GET", asked, path, **more)
         except (ForbiddenError, NotFoundError) as error:
