@@ -7,7 +7,6 @@ the chart's Deployment except for addresses. Its processor time and memory are r
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import json
 import os
@@ -21,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import yaml
+
+from trainium_devcluster.processes.process_families import resident_bytes
 
 if TYPE_CHECKING:
     from trainium_devcluster.cluster import Cluster
@@ -61,20 +62,10 @@ class ChartInstallation:
         self._write_kubeconfig(answer["status"]["token"])
 
     def _write_kubeconfig(self, token: str) -> None:
-        authority = (self._cluster.paths.pki / "ca.crt").read_bytes()
-        cluster = {
-            "server": self._cluster.ports.server,
-            "certificate-authority-data": base64.b64encode(authority).decode(),
-        }
-        content = {
-            "apiVersion": "v1",
-            "kind": "Config",
-            "clusters": [{"name": "c", "cluster": cluster}],
-            "users": [{"name": "u", "user": {"token": token}}],
-            "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u", "namespace": NAMESPACE}}],
-            "current-context": "x",
-        }
-        self.kubeconfig.write_text(yaml.safe_dump(content))
+        content = json.loads(self._cluster.kubeconfig.read_text())
+        content["users"][0]["user"] = {"token": token}
+        content["contexts"][0]["context"]["namespace"] = NAMESPACE
+        self.kubeconfig.write_text(json.dumps(content))
         self.kubeconfig.chmod(0o600)
 
     async def start(self, host: str = "127.0.0.1", port: int | None = None) -> OperatorProcess:
@@ -181,17 +172,13 @@ class OperatorProcess:
 
     def peak_mib(self) -> float:
         """Return the largest resident memory so far."""
-        return self._memory("VmHWM")
+        found = re.search(r"^VmHWM:\s+(\d+) kB$", Path(f"/proc/{self.pid}/status").read_text(), re.MULTILINE)
+        assert found is not None
+        return int(found[1]) / 1024
 
     def resident_mib(self) -> float:
         """Return the resident memory now."""
-        return self._memory("VmRSS")
-
-    def _memory(self, key: str) -> float:
-        text = Path(f"/proc/{self.pid}/status").read_text()
-        found = re.search(rf"^{key}:\s+(\d+) kB$", text, re.MULTILINE)
-        assert found is not None
-        return int(found[1]) / 1024
+        return resident_bytes(self.pid) / 2**20
 
     async def stop(self) -> None:
         """Stop it with SIGTERM."""

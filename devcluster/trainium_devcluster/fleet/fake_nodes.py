@@ -2,7 +2,7 @@
 
 Everything else is real: the control plane, the scheduling, the objects. Nothing runs in the pods; simulated agents are
 in `benchmarks/fleet`. Nodes are registered Ready and complete; kwok renews their leases. A fault acts as soon as its
-method returns, and can be reverted unless documented otherwise.
+method returns.
 """
 
 from __future__ import annotations
@@ -74,12 +74,9 @@ class KwokFleet:
         """Register more nodes and return their names; numbers are never used twice."""
         first = len(self.nodes) + 1
         names = [f"fleet-{number:05d}" for number in range(first, first + count)]
+        bodies = (self._node(name) for name in names)
         with ThreadPoolExecutor(_IN_FLIGHT) as threads:
-            list(
-                threads.map(
-                    lambda name: self._cluster.api.create("/api/v1/nodes", self._node(name), exists_ok=True), names
-                )
-            )
+            list(threads.map(lambda body: self._cluster.api.create("/api/v1/nodes", body, exists_ok=True), bodies))
         self.nodes += names
         return names
 
@@ -124,11 +121,7 @@ class KwokFleet:
 
     def silence_node(self, node: str) -> None:
         """Let the kubelet die: no lease, no word about its pods; after its grace period the node is NotReady."""
-        self._label(node, None)
-
-    def wake_node(self, node: str) -> None:
-        """Take `silence_node` back."""
-        self._label(node, MANAGED)
+        self._cluster.api.patch(self._path(node), {"metadata": {"labels": {MANAGED_LABEL: None}}})
 
     def delete_node(self, node: str) -> None:
         """Delete the Node object, as a cloud controller does when the machine is terminated; permanent."""
@@ -196,9 +189,6 @@ class KwokFleet:
                 "nodeInfo": dict.fromkeys(_NODE_INFO, "") | {"architecture": "amd64", "operatingSystem": "linux"},
             },
         }
-
-    def _label(self, node: str, value: str | None) -> None:
-        self._cluster.api.patch(self._path(node), {"metadata": {"labels": {MANAGED_LABEL: value}}})
 
     def _path(self, node: str) -> str:
         return f"/api/v1/nodes/{node}"
