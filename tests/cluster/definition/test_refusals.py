@@ -292,8 +292,8 @@ BAD_PROGRAMS = {
 
 @pytest.mark.parametrize("change", BAD_PROGRAMS)
 def test_a_bad_program_is_refused_with_a_sentence_that_names_the_field(defined: Api, change: str) -> None:
-    said = defined.refusal_of_new(program_job(change))
-    assert BAD_PROGRAMS[change] in said
+    output = defined.refusal_of_new(program_job(change))
+    assert BAD_PROGRAMS[change] in output
 
 
 @pytest.mark.parametrize(
@@ -321,12 +321,12 @@ def test_a_program_and_a_fixed_size_cannot_change_while_the_job_runs(defined: Ap
     fixed = "program: {resize: Never}"
     assert defined.refusal(program_job(fixed)) == ""
     defined.report_status("program", {"phase": "Running"})
-    said = defined.refusal(program_job("program: {resize: Never, args: [--fast]}"))
-    assert "program cannot change while the job runs: suspend it first (spec.suspend: true), wait" in said
-    said = defined.refusal(program_job("{program: {resize: Never}, workers: {replicas: 6}}"))
-    assert "replicas (resize: Never) cannot change while the job runs" in said
-    said = defined.refusal(job("", name="program"))
-    assert "program cannot change while the job runs" in said
+    output = defined.refusal(program_job("program: {resize: Never, args: [--fast]}"))
+    assert "program cannot change while the job runs: suspend it first (spec.suspend: true), wait" in output
+    output = defined.refusal(program_job("{program: {resize: Never}, workers: {replicas: 6}}"))
+    assert "replicas (resize: Never) cannot change while the job runs" in output
+    output = defined.refusal(job("", name="program"))
+    assert "program cannot change while the job runs" in output
     defined.delete_job("program")
     assert defined.refusal(program_job()) == ""
     defined.report_status("program", {"phase": "Running"})
