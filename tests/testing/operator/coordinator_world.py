@@ -79,7 +79,7 @@ def tls_of_server() -> tuple[ssl.SSLContext, ssl.SSLContext]:
 
 
 class CountedReviews:
-    """How many reviews the operator waits for, and the most at one time."""
+    """Number of reviews that the operator waits for, and the most at one time."""
 
     in_hand = 0
     most_in_hand = 0
