@@ -22,7 +22,6 @@ import statistics
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -36,7 +35,7 @@ from torch.distributed.fsdp import fully_shard
 from benchmarks.fleet.operator_process import machine
 from trainium_contract.trainer.checkpoint import CheckpointConfig
 from trainium_contract.trainer.parallelism import DataParallelMode
-from trainium_trainer.checkpoint.interfaces import Position
+from trainium_trainer.checkpoint.interfaces import MeshPlace, Position
 from trainium_trainer.checkpoint.manager import CheckpointManager
 from trainium_trainer.checkpoint.root.owner import NOBODY, Start
 from trainium_worker.dcp import MemoryReader, MemoryWriter
@@ -59,7 +58,8 @@ class Program:
         layers = [torch.nn.Linear(width, width, bias=False) for _ in range(LAYERS)]
         for layer in layers:
             fully_shard(layer)
-        self.model: Any = fully_shard(torch.nn.Sequential(*layers))
+        self.model: Any = torch.nn.Sequential(*layers)
+        fully_shard(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         self.step = 0
         self._batch = torch.randn(8, width)
@@ -199,22 +199,18 @@ class Storage(DcpSaver):
         self.started(async_save(program.state(), checkpoint_id=folder, process_group=self.group), began)
 
 
-@dataclass
-class Place:
-    """This rank in the mesh of a fully sharded run."""
-
-    rank: int
-    world_size: int
-    pp_rank: int = 0
-    pp_size: int = 1
-    tp_rank: int = 0
-    tp_size: int = 1
-    dp_mode: DataParallelMode = DataParallelMode.FULLY_SHARDED
-    dp_rank: int = field(init=False)
-    dp_size: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.dp_rank, self.dp_size = self.rank, self.world_size
+def _mesh() -> MeshPlace:
+    """Return this rank in the mesh of a fully sharded run."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return MeshPlace(
+        rank=rank,
+        world_size=size,
+        dp_rank=rank,
+        dp_size=size,
+        tp_rank=0,
+        tp_size=1,
+        dp_mode=DataParallelMode.FULLY_SHARDED,
+    )
 
 
 class Tier:
@@ -236,7 +232,7 @@ class Tier:
         self._manager = CheckpointManager(
             config,
             state=program,
-            mesh=Place(dist.get_rank(), dist.get_world_size()),
+            mesh=_mesh(),
             start=Start(1, NOBODY, ""),
             memory_directory=self._root / f"node-{dist.get_rank()}",
             settings={},

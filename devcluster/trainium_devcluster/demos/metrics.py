@@ -34,14 +34,21 @@ def read_steps(path: Path) -> dict[int, dict[str, Any]]:
 
 @dataclass
 class StepLog:
-    """Newest records of the steps of one run."""
+    """The steps of one run, and how often each was computed."""
 
     path: Path
     steps: dict[int, dict[str, Any]] = field(default_factory=dict)
+    recomputed: list[tuple[int, float]] = field(default_factory=list)
+    """(step, time of the newer record), in the order in which it was noticed."""
 
     def refresh(self) -> None:
         """Read the file again."""
-        self.steps.update(read_steps(self.path))
+        fresh = read_steps(self.path)
+        for step, record in fresh.items():
+            known = self.steps.get(step)
+            if known is not None and known["time"] != record["time"]:
+                self.recomputed.append((step, record["time"]))
+        self.steps.update(fresh)
 
     def losses(self) -> dict[int, float]:
         """Step -> its loss."""
@@ -51,6 +58,10 @@ class StepLog:
     def newest(self) -> int:
         """The highest step seen; 0 before the first."""
         return max(self.steps, default=0)
+
+    def steps_lost_after(self, moment: float) -> int:
+        """Return the number of steps that were completed before `moment` and computed again after it."""
+        return len({step for step, time in self.recomputed if time > moment})
 
     def time_of(self, step: int) -> float | None:
         """When `step` ended; None when it has not."""
