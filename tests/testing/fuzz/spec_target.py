@@ -157,7 +157,7 @@ def _consistent(spec: Json) -> Json:
         storage.pop(key, None)
     spec["trainer"]["tuning"]["lora"].pop("adapter", None)
     spec["trainer"]["data"]["validation"].pop("source", None)
-    model["ropeScaling"]["highFrequencyFactor"] = 4
+    model["ropeScaling"] |= {"highFrequencyFactor": 4, "fastTurns": 2}
     storage["hostPath"]["path"], storage["takeOver"] = "/a", "team/other"
     spec["trainer"]["data"]["examples"]["function"] = "module:function"
     spec["trainer"]["neuron"]["extraCompilerFlags"] = ["--a"]

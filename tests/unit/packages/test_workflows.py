@@ -34,7 +34,7 @@ def test_every_target_of_make_and_every_stage_of_an_image_is_there() -> None:
             made |= {target.split()[0] for target in matrix.get("target", ())}
             built |= {each["target"] for each in matrix.get("include", ())}
     assert made <= targets
-    assert built == {"operator", "trainer-cpu", "trainer"}
+    assert built == {"agent", "operator", "trainer-cpu", "trainer"}
     assert built <= stages
 
 

@@ -113,7 +113,7 @@ def pairs(objective: dict[str, Any], **examples: Any) -> dict[str, Any]:
         (pairs({"kind": "ORPO", "labelSmoothing": 0.1}), None, "objective.labelSmoothing is given but kind is ORPO"),
         (pairs({"kind": "ORPO", "referenceFree": True}), None, "objective.referenceFree is given but kind is ORPO"),
         (pairs({"reference": "/r", "referenceFree": True}), None, "is /r but referenceFree is true: leave one of them"),
-        (pairs({"labelSmoothing": 0.5}), None, "labelSmoothing is 0.5: use a number of at least 0 and less than 0.5"),
+        (pairs({"labelSmoothing": 0.5}), None, "labelSmoothing is 0.5: use a number of at least 0 and at most 0.49"),
         (pairs({"referenceFree": True}, packing=True), None, "where each answer has a separate sequence: leave it out"),
         (pairs({"referenceFree": True}, loss="All"), None, "is DPO, which compares answers only: leave it out"),
         ("- a\n- b\n", None, "holds a list, not fields"),

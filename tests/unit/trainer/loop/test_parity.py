@@ -56,7 +56,7 @@ def test_the_curve_is_that_of_transformers_and_the_exported_model_too(
     with torch.no_grad():
         own = model(tokens)
         trained = against.model(tokens).logits
-    torch.testing.assert_close(own, reference.exported_logits(exported, tokens), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(own, reference.logits_of(reference.load_model(exported), tokens), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(own, trained, rtol=1e-3, atol=1e-4)
     assert json.loads((exported / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
 

@@ -68,7 +68,7 @@ def test_the_curve_and_the_result_are_those_of_transformers_and_peft(
 ) -> None:
     from benchmarks.parity import tuned
     from benchmarks.parity.material import instructions
-    from benchmarks.parity.reference import exported_logits
+    from benchmarks.parity.reference import load_model, logits_of
 
     records = instructions(tmp_path / "instructions.jsonl")
     overrides = [*COMMON, *ROWS[row], f"model.weights={base}", f"data.source={records}"]
@@ -83,13 +83,13 @@ def test_the_curve_and_the_result_are_those_of_transformers_and_peft(
     for name, numbers in against.numbers.items():
         torch.testing.assert_close(ours[name], numbers, rtol=0.0, atol=1e-4)
     left = tuned.left_behind(tmp_path / "of")
-    own = exported_logits(left["model"], against.tokens)
+    own = logits_of(load_model(left["model"]), against.tokens)
     torch.testing.assert_close(own, against.logits, rtol=1e-3, atol=1e-3)
     if against.adapter is None:
         return
     theirs = tuned.merged_by_peft(base, left["adapter"], against.tokens)
     torch.testing.assert_close(own, theirs, rtol=0.0, atol=1e-5)
-    untouched = exported_logits(base, against.tokens)
+    untouched = logits_of(load_model(base), against.tokens)
     assert (own - untouched).abs().max() > 0.01, "a merged adapter changes the model"
     file = tmp_path / "again.yaml"
     file.write_text(yaml.safe_dump(config.to_wire()))
