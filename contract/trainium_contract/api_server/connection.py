@@ -84,11 +84,11 @@ class Connection:
     """The API server of one `Access`."""
 
     def __init__(self, access: Access, *, seconds: float = ANSWER_SECONDS, user_agent: str = "kubectl-trn") -> None:
+        self._idle: deque[tuple[http.client.HTTPConnection, float]] = deque()
         self.access = access
         self._user_agent = user_agent
         self._parts = urlsplit(access.server)
         self._seconds = seconds
-        self._idle: deque[tuple[http.client.HTTPConnection, float]] = deque()
         self._context = tls_context(access) if self._parts.scheme == "https" else None
 
     @property
@@ -138,6 +138,9 @@ class Connection:
         """Close what is idle; the object can be used again."""
         while (kept := self._kept()) is not None:
             kept.close()
+
+    def __del__(self) -> None:
+        self.close()
 
     def _kept(self) -> http.client.HTTPConnection | None:
         """Return a connection that was used lately; other threads may use the last one at any time."""
