@@ -86,7 +86,7 @@ def train(results: Path, *, mode: str, steps: int, width: int = 34, **options: A
         program.load(reader)
     found = {"resumed": reader.step, "source": reader.source, "losses": {}, "failures": {}}
     report = results / f"rank-{rank}.json"
-    report.write_text(json.dumps(found))
+    _write_whole(report, found)
     saving = None
     while program.done < steps:
         loss = program.backward()
@@ -111,9 +111,16 @@ def train(results: Path, *, mode: str, steps: int, width: int = 34, **options: A
             if saving is not None:
                 saving.result()
             dcp.save(program.state(), checkpoint_id=durable.format(step=program.done), process_group=saving_group)
-        report.write_text(json.dumps(found))
+        _write_whole(report, found)
     if saving is not None:
         saving.result()
+
+
+def _write_whole(path: Path, found: dict[str, Any]) -> None:
+    """Replace the file, so that a rank that is killed meanwhile leaves no half of it."""
+    draft = path.with_suffix(".draft")
+    draft.write_text(json.dumps(found))
+    draft.replace(path)
 
 
 def _child(environment: dict[str, str], store: str, errors: str, results: Path, options: dict[str, Any]) -> None:
