@@ -94,7 +94,8 @@ def _compare(frame: DemoFrame) -> Outcome:
     )
     problems = {
         "The job did not complete.": not completed,
-        "The curve with faults is not the undisturbed one.": not curves.same,
+        # DDP divides gradients into other buckets in the first step of a start, which sums them in another order.
+        "The curve with faults is not the undisturbed one.": not curves.same_but_for_rounding,
     }
     return Outcome((fault_table(curves.faults),), text, tuple(each for each, holds in problems.items() if holds))
 

@@ -57,11 +57,16 @@ class Curves:
         return all(self.loss.get(step) == self.reference.get(step) for step in range(1, last + 1))
 
     @property
-    def same(self) -> bool:
-        """Whether both are whole and one curve: equal at equal size, equal but for rounding after a resize."""
+    def same_but_for_rounding(self) -> bool:
+        """Whether both are whole, and equal but for rounding."""
         every = set(range(1, self.steps + 1))
         whole = self.steps > 0 and set(self.loss) == every == set(self.reference)
-        return whole and self.identical_before_resize and self.max_difference <= ACROSS_SIZES
+        return whole and self.max_difference <= ACROSS_SIZES
+
+    @property
+    def same(self) -> bool:
+        """Whether both are whole and one curve: equal at equal size, equal but for rounding after a resize."""
+        return self.same_but_for_rounding and self.identical_before_resize
 
     def difference(self, step: int) -> float:
         """Relative difference of the two losses at `step`."""

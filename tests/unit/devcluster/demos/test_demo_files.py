@@ -76,6 +76,7 @@ def test_curves_are_one_when_equal_at_equal_size_and_close_after_a_resize() -> N
     assert curves.first_resize_step == 2
     assert curves.same
     assert not replace(curves, faults=()).same, "at one size not a bit may differ"
+    assert replace(curves, faults=()).same_but_for_rounding
 
 
 @pytest.mark.parametrize(
