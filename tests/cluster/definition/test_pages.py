@@ -127,7 +127,7 @@ def test_a_right_to_jobs_alone_shows_the_job_and_names_what_is_left_out(readable
 
 @contextmanager
 def signing_proxy(readable: Readable, token: str) -> Iterator[str]:
-    """Act as a proxy before the operator that has signed somebody in: it adds their token and knows the authority."""
+    """Act as an authenticating proxy in front of the operator: add the token of a user, and trust the authority."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

@@ -36,7 +36,7 @@ _OF_NO_NAMESPACE = (
 
 
 class OccupiedError(Exception):
-    """Something of somebody else is in the way; the text names it, and what to do."""
+    """Report that an object of another owner blocks the tests; the message names it and the remedy."""
 
 
 def refuse_to_disturb(access: Access) -> None:

@@ -130,7 +130,7 @@ async def test_a_user_s_object_of_our_name_is_left_alone_and_reported_until_it_i
     mine = cluster.add(resource, {"metadata": {"name": name}, "data": {"mine": "x"}, "spec": {"minAvailable": 1}})
     cluster.add(JOBS, training_job("llama"))
     async with scenario:
-        await until(lambda: scenario.condition(kind).get("reason") == "NameTaken", 120, "it is told")
+        await until(lambda: scenario.condition(kind).get("reason") == "NameTaken", 120, "the name is reported")
         assert f"{name} exists and does not belong to this job" in scenario.condition(kind)["message"]
         await asyncio.sleep(120)
         assert scenario.condition(kind)["reason"] == "NameTaken"
@@ -139,7 +139,7 @@ async def test_a_user_s_object_of_our_name_is_left_alone_and_reported_until_it_i
         cluster.remove(JOBS, "default", "llama")
         assert cluster.get(resource, "default", name) == mine, "it was not collected with the job"
         cluster.add(JOBS, training_job("llama"))
-        await until(lambda: scenario.condition(kind).get("reason") == "NameTaken", 120, "it is told again")
+        await until(lambda: scenario.condition(kind).get("reason") == "NameTaken", 120, "the name is reported again")
         cluster.remove(resource, "default", name)
         await until(
             lambda: scenario.condition(kind).get("reason") in ("AllReady", "DisruptionAllowed"),

@@ -149,7 +149,7 @@ class FleetReconciler:
                 if plan.requeue_after is None
                 else min(POLL_SECONDS, max(SETTLE_SECONDS, plan.requeue_after))
             )
-        raise ConflictError(f"ConfigMap {self.namespace}/{self.name} is changed by somebody else all the time")
+        raise ConflictError(f"ConfigMap {self.namespace}/{self.name} keeps changing: another client writes it too")
 
     def _plan(self, memory: Memory | None) -> FleetPlan:
         self._nodes_changed = False
