@@ -103,7 +103,7 @@ class AgentSettings:
     """What one exchange of the pairwise test may take; a second of it is needed."""
     log_format: LogFormat = LogFormat.TEXT
     program: ProgramSpec | None = None
-    """What runs instead of the trainer."""
+    """Program that runs in place of the trainer; None for the trainer."""
 
     @property
     def run_id(self) -> str:

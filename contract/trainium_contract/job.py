@@ -62,7 +62,7 @@ class TrainingJobSpec(ContractModel):
     parallelism: ParallelismConfig = ParallelismConfig()
     """Degrees of model parallelism."""
     trainer: TrainerSpec | None = None
-    """What the built-in trainer trains; immutable while the job runs, except monitor. Give trainer or program."""
+    """The built-in trainer's task; immutable while the job runs, except monitor. Give trainer or program."""
     program: ProgramSpec | None = None
     """Any other training program, in place of trainer; immutable while the job runs."""
     checkpoint: JobCheckpointSpec = JobCheckpointSpec()

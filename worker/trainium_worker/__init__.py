@@ -326,7 +326,7 @@ class ProgressRecord:
     total_steps: int = 0
     """Steps of the whole run; 0 until they are known."""
     stop_checks: int = 0
-    """How often this process has asked whether to stop; all ranks ask after each step."""
+    """Number of calls that asked whether to stop; all ranks ask after each step."""
     loss: float = math.nan
     grad_norm: float = math.nan
     learning_rate: float = math.nan
@@ -353,7 +353,7 @@ class ProgressRecord:
     stage_since: float = 0.0
     """Unix seconds when this process came into the stage; 0 in `Train`."""
     reward_margin: float = math.nan
-    """Of preference tuning: mean difference of the rewards of two answers, of the newest step, as `reward_accuracy`."""
+    """Mean difference of the rewards of two answers in the newest step (preference tuning), as `reward_accuracy`."""
     reward_accuracy: float = math.nan
     """Share of pairs whose preferred answer has the greater reward."""
     stage: str = TRAIN

@@ -43,11 +43,11 @@ class NodeTask:
     """The task of one process."""
 
     index: int
-    """Which of the node's processes it is, and which core it observations at."""
+    """Which of the node's processes it is, and which core it tests."""
     size: int
     folder: str
     seconds: float
-    """How long it may wait for its siblings."""
+    """Longest wait for its siblings, seconds."""
     matmul: bool = True
     loopback: bool = True
 

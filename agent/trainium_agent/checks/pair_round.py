@@ -56,7 +56,7 @@ class PairTask:
     host: str
     port: int
     seconds: float
-    """How long it may wait for the others."""
+    """Longest wait for the others, seconds."""
     result: str
     """Path of the file for its outcome."""
 

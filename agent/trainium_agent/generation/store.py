@@ -34,7 +34,7 @@ OPERATION_SECONDS = 5.0
 _HURRIED_SECONDS = 2.0
 _CONNECT_SECONDS = 1.0
 _WAIT_SECONDS = 4.0
-"""How long `get` waits for a key that does not exist; below `OPERATION_SECONDS`, so that the answer is in time."""
+"""Seconds that `get` waits for a key that does not exist; below `OPERATION_SECONDS`, so that the answer is in time."""
 
 
 class StoreLostError(ConnectionError):

@@ -155,7 +155,7 @@ class Stall:
 
 
 class StallWatch:
-    """Adds up standstills over successive observations at the ranks of one pod."""
+    """Adds up standstills over successive observations of the ranks of one pod."""
 
     def __init__(self) -> None:
         self._sampled_at: float | None = None

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from trainium_agent.exits.restart_policy import GenerationState
 
 _POLL_SECONDS = 0.1
-"""Between two observations at counters of the store."""
+"""Seconds between two reads of counters of the store."""
 _RECONNECT_SECONDS = 0.2
 _YIELD_PATIENCE_SECONDS = 5.0
 _KILL_SECONDS = 30.0

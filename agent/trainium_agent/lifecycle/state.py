@@ -21,7 +21,7 @@ class GenerationLimits:
     grace_seconds: float
     """For the ranks to save and leave."""
     sample_seconds: float
-    """Between two observations at living ranks."""
+    """Seconds between two observations of living ranks."""
 
 
 class Stage(StrEnum):

@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 PACKET_BYTES = 1 << 18
 ENV_PROGRESS_FILE = "TRAINIUM_PROGRESS_FILE"
 ENV_PROGRAM = "TRAINIUM_PROGRAM"
-"""As `worker_env` has them."""
+"""Names of `worker_env`."""
 _USER_ERROR = 64
-"""As `ExitCode` has it."""
+"""Value of `ExitCode`."""
 _VALUED_OPTIONS = ("-X", "-W")
 _REPARENT_POLL_SECONDS = 0.0002
 _THREAD_END_SECONDS = 1.0
@@ -64,7 +64,7 @@ class StartRequest:
     directory: str = ""
     """Working directory; empty for the present one."""
     image: str = ""
-    """Of a command: where it is searched for, for messages."""
+    """Image in which a command is searched for; used in messages."""
 
     def encode(self) -> bytes:
         """Return the packet."""

@@ -96,7 +96,7 @@ def serve_store(address: str) -> TCPStore:
 
 
 _NSCOUNT_OFFSET = 16
-"""Of `struct __res_state` (resolv.h): two ints and an unsigned long are before it, on every 64-bit Linux."""
+"""Offset in `struct __res_state` (resolv.h): two ints and an unsigned long are before it, on every 64-bit Linux."""
 NAMELESS = "127.83.82.81"
 """An address of this host that no hosts file names."""
 

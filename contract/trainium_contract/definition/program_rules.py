@@ -60,7 +60,7 @@ PROGRAM_RULES: tuple[Rule, ...] = (
         ".warm",
     ),
 )
-"""Of `spec.program`."""
+"""Rules of `spec.program`."""
 
 
 def _trainer_only(field: str, given: str, instead: str) -> Rule:
@@ -140,4 +140,4 @@ PROGRAM_SPEC_RULES: tuple[Rule, ...] = (
         optional_old=True,
     ),
 )
-"""Of `spec`."""
+"""Rules of `spec` that concern programs."""

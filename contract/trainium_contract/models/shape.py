@@ -25,7 +25,7 @@ class RopeScalingKind(StrEnum):
     DYNAMIC = "Dynamic"
     """A larger base for sequences beyond the model's longest ("dynamic NTK")."""
     YARN = "YaRN"
-    """As Llama3 by the number of turns, with wider scores of attention (arXiv 2309.00071)."""
+    """Scales by the number of turns as Llama3 does, with wider scores of attention (arXiv 2309.00071)."""
 
 
 class QueryKeyNorm(StrEnum):
@@ -86,9 +86,9 @@ class ModelShape:
     family: str = "llama"
     """A key of `families.FAMILIES`."""
     attention_bias: bool = False
-    """Of the projections to queries, keys and values."""
+    """Biases of the projections to queries, keys and values."""
     output_bias: bool = False
-    """Of the projection that ends attention."""
+    """Bias of the projection that ends attention."""
     mlp_bias: bool = False
     query_key_norm: QueryKeyNorm = QueryKeyNorm.NONE
     norm_after: bool = False
@@ -103,9 +103,9 @@ class ModelShape:
     """Whether layers with the window have `rope_stretch`."""
     embedding_multiplier: float = 1.0
     attention_multiplier: float | None = None
-    """Of the scores of attention; None: one over the root of `head_dim`."""
+    """Factor of the attention scores; None: one over the root of `head_dim`."""
     residual_multiplier: float = 1.0
-    """Of what each branch adds."""
+    """Factor of the output of each branch."""
     logits_divisor: float = 1.0
 
     @property

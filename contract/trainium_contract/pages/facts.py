@@ -19,7 +19,7 @@ _HANGS = {
     "Output": "detected by silence: no output, and neither processor nor device is used",
     "Off": "not detected: the program has printed nothing yet, or recovery.hang is disabled",
 }
-"""How a hang of a program is detected."""
+"""Sentence for each way to detect a hang of a program."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,9 +70,9 @@ class ProgressStatus(StatusModel):
     tokens_per_second: float | None = None
     """Throughput of the whole job."""
     reward_margin: float | None = None
-    """Of preference tuning: mean difference of the rewards of two answers in that step."""
+    """Mean difference of the rewards of two answers in that step; preference tuning only."""
     reward_accuracy: float | None = None
-    """Of preference tuning: share of that step's pairs whose preferred answer has the greater reward."""
+    """Share of that step's pairs whose preferred answer has the greater reward; preference tuning only."""
     updated: Annotated[str, Field(max_length=32)] = ""
     """When this was reported, RFC 3339."""
 
@@ -146,7 +146,7 @@ class PublicStatus(StatusModel):
     progress: ProgressStatus = ProgressStatus()
     """Progress of training."""
     hang_detection: Annotated[str, Field(max_length=16)] = ""
-    """Of a program, how a hang is detected: `Steps`, `Output` or `Off`; the trainer always reports steps."""
+    """Sign by which a hang of a program is detected: `Steps`, `Output` or `Off`; the trainer always reports steps."""
     stage: StageName = ""
     """Activity of the run: `Train`, then `Export` and `Evaluate` where they are asked for; empty before it began."""
     stage_progress: float | None = None

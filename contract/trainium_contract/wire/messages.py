@@ -171,9 +171,9 @@ class Progress(MessageModel):
     tokens_per_second: Figure = None
     """Over the whole job."""
     reward_margin: Figure = None
-    """Of preference tuning: mean difference of the rewards of two answers."""
+    """Mean difference of the rewards of two answers; preference tuning only."""
     reward_accuracy: Figure = None
-    """Of preference tuning: share of pairs whose preferred answer has the greater reward."""
+    """Share of pairs whose preferred answer has the greater reward; preference tuning only."""
     resume_step: Count | None = None
     """Step that this generation's ranks last resumed from; absent until they have."""
     samples: int = Field(ge=0, le=_LARGEST, default=0)

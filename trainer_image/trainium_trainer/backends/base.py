@@ -58,7 +58,7 @@ class Evaluation:
     loss: float
     """Mean over valid tokens, or over pairs; nan when there is none."""
     rewards: Rewards | None = None
-    """Of pairs."""
+    """Figures of pairs; None for other data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class StepTotals:
     votes: int
     """Sum of what the ranks' checkpoint managers voted."""
     rewards: Rewards | None = None
-    """Of pairs."""
+    """Figures of pairs; None for other data."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,7 +82,7 @@ class NativeBackend:
         self._divisor = 0
         self._rewards: list[Tensor] = []
         self._log_probs: list[Tensor] | None = None
-        """Of a pipeline's micro-batches, while they are asked for in place of a loss."""
+        """Log-probabilities of a pipeline's micro-batches, while they are requested in place of a loss."""
         self._loss_sum = math.nan
 
     def build(self) -> None:

@@ -79,7 +79,7 @@ class _Config(BaseModel):
     rope_scaling: _Rope | None = None
     rope_parameters: _Rope | None = None
     sliding_rope_parameters: _Rope | None = None
-    """Of layers with a window, which files have within `rope_parameters`."""
+    """Key of the layers with a window within `rope_parameters`."""
     attention_dropout: Annotated[float, Field(ge=0, le=1)] = 0.0
     partial_rotary_factor: _Positive = 1.0
     # Not of every family:

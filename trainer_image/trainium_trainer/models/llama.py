@@ -52,7 +52,7 @@ class Linear(Weighted, nn.Linear):
     """A projection."""
 
     bias_part: Callable[[Tensor], Tensor] | None = None
-    """As `part`, for the bias."""
+    """Part of the bias, as `part`."""
 
     def __init__(self, width: int, outputs: int, *, bias: bool = False) -> None:
         super().__init__(width, outputs, bias=bias)

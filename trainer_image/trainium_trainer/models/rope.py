@@ -31,7 +31,7 @@ class Context(NamedTuple):
     samples: Tensor | None = None
     """[batch] int32, a key that names each sample, for dropout; None where nothing is dropped."""
     windowed: Context | None = None
-    """What layers with a sliding window rotate and mask by; None: as the others."""
+    """Rotation and mask of layers with a sliding window; None: those of the others."""
 
 
 def rotary(shape: ModelShape, length: int, device: torch.device) -> Context:

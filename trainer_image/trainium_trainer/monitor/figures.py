@@ -76,9 +76,9 @@ class StepFigures:
     validation_loss: float | None = None
     """Mean of a valid token, or of a pair, of the validation split after the update."""
     rewards: Rewards | None = None
-    """Of the pairs of the global batch, before the update."""
+    """Figures of the pairs of the global batch, before the update."""
     validation_rewards: Rewards | None = None
-    """Of the pairs of the validation split, after the update."""
+    """Figures of the pairs of the validation split, after the update."""
     of_pairs: bool = False
     """Whether the losses are those of pairs of answers, and no cross-entropies of tokens."""
     productive_seconds: float = 0.0

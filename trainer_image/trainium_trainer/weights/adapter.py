@@ -143,7 +143,7 @@ class AdapterWeights:
         self.source = source
         """The folder's files."""
         self.rank = config.r
-        """Of targets that no pattern names, as `alpha`."""
+        """Rank of targets that no pattern names; `alpha` is theirs too."""
         self.alpha = config.lora_alpha
         self.rank_of = config.rank_of
         self.alpha_of = config.alpha_of

@@ -36,7 +36,7 @@ class Part:
     generation: int
     attempt: int
     session: str
-    """Of the processes that saved: two sessions may have reached one step with different states."""
+    """Session of the processes that saved: two sessions may have reached one step with different states."""
     rank: int
     world: int
     payload_bytes: int

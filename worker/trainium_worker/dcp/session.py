@@ -28,9 +28,9 @@ ENV_RUN_ID = "TRAINIUM_RUN_ID"
 DEFAULT_MEMORY_DIRECTORY = "/dev/shm/trainium"  # noqa: S108 - the volume of a worker
 
 FILES = 2
-"""Of each part: the newest complete snapshot, and the one that is written."""
+"""Snapshots of each part: the newest complete one, and the one that is written."""
 TAG = 1 << 17
-"""Of messages between ranks."""
+"""Tag of the messages between ranks; others are the program's."""
 
 
 class Slots:

@@ -67,7 +67,7 @@ def test_what_a_program_printed_is_wrapped_and_what_the_trainer_logged_is_passed
             SETTINGS.namespace, SETTINGS.job, SETTINGS.pod_name, SETTINGS.node_name,
         )  # fmt: skip
         assert (line.generation, line.attempt, line.rank) == (2, 1, 3)
-    assert show(b"  ").log == b"", "nobody observations for empty lines"
+    assert show(b"  ").log == b"", "an empty line is not logged"
 
 
 def test_a_line_that_claims_to_be_somebody_else_is_told_as_its_speaker_s() -> None:

@@ -1,4 +1,4 @@
-"""What is known of a program from outside: steps in its output, problems, activity, checkpoints."""
+"""Observe a program from outside: steps in its output, problems, activity, checkpoints."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ _BUCKET_VALUES = 32 << 20
 """Float32 numbers of one collective, 128 MiB: NxD warns of wrong numbers above 140 MB."""
 _NORMS = "norm.weight"
 _WITHIN_REGIONS = ("q_norm.weight", "k_norm.weight", ".bias", ".bias_qkv")
-"""What each rank uses for its heads alone, outside of NxD's functions, which sum gradients of weights by themselves."""
+"""Weights that each rank uses for its heads alone, outside of NxD's functions, which sum gradients by themselves."""
 
 
 class Summands:

@@ -80,9 +80,9 @@ class Row:
     positions: NDArray[np.int64] | None
     """The place of each input in its document or example; None where samples are one stretch."""
     answer: int = 0
-    """Of a pair: the first position whose target is of the answer."""
+    """First position of a pair's row whose target is of the answer."""
     reference: float = 0.0
-    """Of a pair: log-probability of the answer by the reference model."""
+    """Log-probability of a pair's answer by the reference model."""
 
 
 class Sample(Protocol):
