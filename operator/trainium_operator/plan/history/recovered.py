@@ -16,7 +16,13 @@ from trainium_contract.status.interruptions import Interruption, Rung
 from trainium_contract.wire.messages import Progress, RestartRecord, WorkerPhase
 from trainium_operator.plan.history.interruptions import replace_entry
 from trainium_operator.plan.view.node_problems import is_clock_in_sync
-from trainium_operator.plan.view.progress import is_settled, last_step, newest_progress, steady_at
+from trainium_operator.plan.view.progress import (
+    has_reported_steps,
+    is_settled,
+    last_step,
+    newest_progress,
+    steady_at,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -91,6 +97,9 @@ def _closed(entry: Interruption, resumed: _Resumption, now: float) -> Interrupti
 def _recorded(facts: Facts, entry: Interruption) -> _Resumption | None:
     """Return what the agents recorded about the restart that ended this interruption."""
     records = [record for record in _answers(facts, entry) if record.resumed_at is not None]
+    if facts.job.spec.program is not None and has_reported_steps(facts):
+        # Ranks that print no steps count as resumed when they run again; the rank with the steps knows better.
+        records = [record for record in records if record.step_before >= 0]
     if not records:
         return None
     last = max(records, key=lambda record: record.resumed_at or 0.0)
