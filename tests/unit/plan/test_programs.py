@@ -13,12 +13,15 @@ from plan_builders import (
     SETTINGS,
     agent,
     check_ledger,
+    failure,
     job,
+    newest,
     observed,
     planned,
     pod,
     program_spec,
     published,
+    restart,
     running,
     training,
     with_status,
@@ -30,6 +33,7 @@ from trainium_contract.faults.causes import Cause
 from trainium_contract.spec.program import ProgramSpec
 from trainium_contract.status.conditions import ConditionStatus, ConditionType, Phase
 from trainium_contract.status.interruptions import Rung
+from trainium_contract.status.public import ProgressStatus
 from trainium_contract.wire import worker_env as env
 from trainium_contract.wire.messages import Progress, WorkerPhase
 from trainium_operator.plan.manifests.config_maps import config_map
@@ -296,3 +300,27 @@ def test_members_whose_ranks_print_no_steps_train_with_the_one_that_does() -> No
     assert planned(silenced).status.progress == result.status.progress, "started again, and no step yet"
     late = {**quiet, 3: training(3, attempt=1)}
     assert planned(running(4, job_spec=program_spec(), agents=late)).status.ready_replicas == 1, "of another attempt"
+
+
+def test_a_restart_is_over_when_the_rank_with_the_steps_makes_a_new_one_and_not_when_silent_ranks_run() -> None:
+    silent_record = restart(1, resumed_at=NOW - 2.8)
+    crashed = {"failures": (failure(137, rank=1),), "restarts": (silent_record,)}
+
+    def seen(record: Any, step: int, phase: WorkerPhase) -> Any:
+        first = agent(
+            0, phase, generation=1, attempt=1, progress=Progress(step=step, resume_step=20), restarts=(record,)
+        )
+        quiet = {
+            at: agent(at, WorkerPhase.TRAINING, generation=1, attempt=1, progress=Progress(step=0), **fields)
+            for at, fields in {1: crashed, 2: {"restarts": (silent_record,)}}.items()
+        }
+        progress = {"progress": ProgressStatus(step=25)}
+        return running(3, job_spec=program_spec(workers={"replicas": 3}), agents={0: first, **quiet}, status=progress)
+
+    first = planned(seen(restart(1, step_before=25), 25, WorkerPhase.LOADING))
+    pending = newest(first)
+    assert (pending.rung, pending.recovered_seconds) == (Rung.IN_PLACE, None), "node 0 still loads"
+    resumed = restart(1, step_before=25, resume_step=20, resumed_at=NOW - 1)
+    entry = newest(planned(with_status(seen(resumed, 26, WorkerPhase.TRAINING), first.status)))
+    assert (entry.step_before, entry.resume_step, entry.steps_lost) == (25, 20, 5)
+    assert entry.recovered_seconds == pytest.approx(2.0)
