@@ -155,9 +155,9 @@ class GenerationTasks:
                 self._connect_again(wanted=task.reconnect)
                 return on.HangCounted(self._count(Finding(FindingKind.SILENT), task.attempt, given))
             case do.SignExit():
-                left = self._workload.leftover(given.ranks) if task.phase is WorkerPhase.FINISHED else ""
-                if left:
-                    return self._give_up(task.attempt, ExitCode.USER_ERROR, left, given)
+                problem = self._workload.on_finish(given.ranks) if task.phase is WorkerPhase.FINISHED else ""
+                if problem:
+                    return self._give_up(task.attempt, ExitCode.USER_ERROR, problem, given)
                 self._exit_barrier.sign(task.attempt, task.phase)
                 return on.TaskDone()
             case do.CheckFinished():

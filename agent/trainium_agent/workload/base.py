@@ -82,8 +82,11 @@ class Workload(ABC):
         """Return what gets each line of a rank's output, from the output's thread; None where nobody wants it."""
         return None
 
-    def leftover(self, processes: Sequence[RankProcess]) -> str:  # noqa: ARG002
-        """Explain what ranks that all ended with code 0 left running; empty for nothing."""
+    def on_finish(self, processes: Sequence[RankProcess]) -> str:  # noqa: ARG002
+        """Take in what ranks left that all ended with code 0; return why that is no end of training, else nothing.
+
+        Called in the thread of blocking tasks.
+        """
         return ""
 
     def observe(self) -> None:  # noqa: B027

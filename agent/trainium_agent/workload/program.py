@@ -89,8 +89,9 @@ class Program(ProgramMonitor):
         """Every program knows SIGTERM, and few know another one."""
         return signal.SIGTERM
 
-    def leftover(self, processes: Sequence[RankProcess]) -> str:
+    def on_finish(self, processes: Sequence[RankProcess]) -> str:
         """Explain what a program that ended at once left running: it put itself into the background."""
+        super().on_finish(processes)
         seconds = time.monotonic() - self._started_at
         left = [name for process in processes for name in process.left]
         if seconds > _SHORT_SECONDS or not left or self.has_steps:

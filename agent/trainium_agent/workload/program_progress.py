@@ -48,6 +48,8 @@ _CPU_SECONDS = 2.0
 """Between two looks at the processor time of a rank's processes."""
 _BUSY = 0.05
 _LIST_SECONDS = 10.0
+_LAST_LIST_SECONDS = 5.0
+"""Longest wait for the checkpoints that a program has left, since storage may hang."""
 _MOST_ENTRIES = 20_000
 _READ_SECONDS = 0.1
 """Between two reads of all records: a node may have more than a hundred ranks."""
@@ -102,6 +104,8 @@ class ProgramMonitor(Workload):
         path = progress_file(self._settings, layout.generation, local_rank)
         rank = _Rank(layout.rank(local_rank), layout.node_rank, path, layout.generation, layout.attempt)
         self._ranks = {**self._ranks, local_rank: rank}
+        if local_rank == 0 and self._checkpoints is not None:
+            self._checkpoints.list_now()  # the program resumes from the newest one
 
         def take(line: bytes) -> None:
             if not rank.written:
@@ -149,6 +153,12 @@ class ProgramMonitor(Workload):
         return ProgressRecord(
             pid=0, generation=rank.generation, attempt=rank.attempt, phase=phase, updated=rank.started
         ), None
+
+    def on_finish(self, processes: Sequence[RankProcess]) -> str:  # noqa: ARG002 - what the program needs
+        """Look for the checkpoint that a program saves last."""
+        if self._checkpoints is not None:
+            self._checkpoints.list_now().join(_LAST_LIST_SECONDS)
+        return ""
 
     def step_limit(self, path: Path, limit: float) -> float:
         """Allow for saves and validations between steps that are found in output, which nobody reports."""
@@ -280,10 +290,22 @@ class _CheckpointFolder:
         self._glob = program.checkpoints.committed.replace("{step}", "*")
         self.newest = -1
         self.problem = ""
+        self._listing = threading.Lock()
         threading.Thread(target=self._follow, name="checkpoints", daemon=True).start()
+
+    def list_now(self) -> threading.Thread:
+        """List the folder out of turn; the result ends when it is listed."""
+        thread = threading.Thread(target=self._list, name="checkpoints-now", daemon=True)
+        thread.start()
+        return thread
 
     def _follow(self) -> None:
         while True:
+            self._list()
+            time.sleep(_LIST_SECONDS)
+
+    def _list(self) -> None:
+        with self._listing:
             try:
                 self.newest, self.problem = self._newest(), ""
             except OSError as error:
@@ -291,7 +313,6 @@ class _CheckpointFolder:
                     f"program.checkpoints.path {self._root} cannot be listed ({error.strerror or error}): mount the "
                     "volume there, or correct the path"
                 )
-            time.sleep(_LIST_SECONDS)
 
     def _newest(self) -> int:
         """Return the newest step whose checkpoint is complete. Raises OSError."""

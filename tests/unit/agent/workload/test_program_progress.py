@@ -206,6 +206,9 @@ def test_the_newest_complete_checkpoint_is_observed(tmp_path: Path) -> None:
     assert followed.monitor.durable_step == 20
     followed.writes("step 25")
     assert followed.record().resume_step == 20
+    (folder / "step-30/.metadata").touch()
+    assert followed.monitor.on_finish(()) == ""
+    assert followed.monitor.durable_step == 30, "the one that is saved at the end, between two listings"
 
 
 def test_a_folder_of_checkpoints_that_is_not_there_is_a_problem(tmp_path: Path) -> None:
