@@ -14,7 +14,9 @@ from plan_builders import (
     agent,
     check_ledger,
     failure,
+    interruption,
     job,
+    membership,
     newest,
     observed,
     planned,
@@ -33,7 +35,7 @@ from trainium_contract.faults.causes import Cause
 from trainium_contract.spec.program import ProgramSpec
 from trainium_contract.status.conditions import ConditionStatus, ConditionType, Phase
 from trainium_contract.status.interruptions import Rung
-from trainium_contract.status.public import ProgressStatus
+from trainium_contract.status.public import MembershipStatus, ProgressStatus
 from trainium_contract.wire import worker_env as env
 from trainium_contract.wire.messages import Progress, WorkerPhase
 from trainium_operator.plan.manifests.config_maps import config_map
@@ -324,3 +326,31 @@ def test_a_restart_is_over_when_the_rank_with_the_steps_makes_a_new_one_and_not_
     entry = newest(planned(with_status(seen(resumed, 26, WorkerPhase.TRAINING), first.status)))
     assert (entry.step_before, entry.resume_step, entry.steps_lost) == (25, 20, 5)
     assert entry.recovered_seconds == pytest.approx(2.0)
+
+
+def test_a_resize_is_over_when_the_rank_with_the_steps_makes_a_new_one() -> None:
+    """Its agent shows the last step of the generation before until then, and silent members train at once."""
+
+    def seen(phase: WorkerPhase, **progress: Any) -> Any:
+        beats = {
+            0: agent(0, phase, generation=2, progress=Progress(updated=NOW - 0.5, **progress)),
+            1: agent(1, WorkerPhase.TRAINING, generation=2, progress=Progress(step=0)),
+        }
+        resize = interruption(Rung.RESIZE, ago=5, took=None, cause=Cause.RESIZE, step_before=65)
+        status = {
+            "history": (resize,),
+            "progress": ProgressStatus(step=68),
+            "membership": MembershipStatus(generation=2, size=2, data_parallel=2),
+        }
+        return running(
+            2,
+            job_spec=program_spec(workers={"replicas": 2}),
+            agents=beats,
+            status=status,
+            membership=membership(0, 1, generation=2),
+            published=2,
+        )
+
+    assert newest(planned(seen(WorkerPhase.LOADING, step=68))).recovered_seconds is None
+    entry = newest(planned(seen(WorkerPhase.TRAINING, step=66, resume_step=60)))
+    assert (entry.resume_step, entry.steps_lost, entry.recovered_seconds) == (60, 5, pytest.approx(4.5))

@@ -133,11 +133,15 @@ def current_heartbeats(observed: Observed, current: Membership) -> tuple[tuple[M
 
 
 def _in_step(beats: list[tuple[Member, HeartbeatRequest]]) -> tuple[tuple[Member, HeartbeatRequest], ...]:
-    """Let members of a program whose ranks print no steps train with the one that reports them: often rank 0 alone."""
-    training = {beat.attempt for _, beat in beats if beat.phase is WorkerPhase.TRAINING}
+    """Let members of a program whose ranks print no steps train with the one that reports them."""
+    stepping = {
+        beat.attempt
+        for _, beat in beats
+        if beat.phase is WorkerPhase.TRAINING and beat.progress is not None and beat.progress.step > 0
+    }
     return tuple(
         (member, beat.replaced(phase=WorkerPhase.TRAINING))
-        if beat.phase is WorkerPhase.LOADING and beat.attempt in training
+        if beat.phase is WorkerPhase.LOADING and beat.attempt in stepping
         else (member, beat)
         for member, beat in beats
     )
