@@ -288,7 +288,7 @@ def unpack_pulse(data: bytes) -> PulseReading | None:
 # ---- the record ----------------------------------------------------------------------------------------------------
 
 _MAGIC = 0x544E5250
-_VERSION = 6
+_VERSION = 7
 _HEADER = struct.Struct("<IIQ")  # magic, version, sequence
 _CHECKSUM = struct.Struct("<I")
 _READ_ATTEMPTS = 5
@@ -332,6 +332,8 @@ class ProgressRecord:
     learning_rate: float = math.nan
     tokens_per_second: float = math.nan
     """Over the whole job, newest steps."""
+    samples_per_second: float = math.nan
+    """Over the whole job, newest steps."""
     updated: float = 0.0
     """Unix seconds when the newest step ended; 0 before the first."""
     monotonic: float = 0.0
@@ -360,7 +362,7 @@ class ProgressRecord:
     """Stage of the run: `Train`, or what comes before or after the steps."""
 
 
-_PAYLOAD = struct.Struct(f"<13q16d{_STAGE_BYTES}s")
+_PAYLOAD = struct.Struct(f"<13q17d{_STAGE_BYTES}s")
 _RECORD_BYTES = _HEADER.size + _PAYLOAD.size + _CHECKSUM.size
 _PULSE_AT = (_RECORD_BYTES + 7) // 8 * 8
 _STOP_AT = _PULSE_AT + PULSE_BYTES
@@ -630,7 +632,7 @@ class _Program:
         self._since: float | None = None
         """When the step under way began, as far as that is known."""
 
-    def step(self, number: int, figures: dict[str, float], tokens: int | None) -> None:
+    def step(self, number: int, figures: dict[str, float], consumed: Mapping[str, int]) -> None:
         """Record a completed step."""
         writer = self._writer
         if writer is None:
@@ -650,9 +652,9 @@ class _Program:
                 writer.pulse.enter(Activity.STEP, Waiting.MAYBE)
                 return
             self._since = now
-            if tokens is not None:
-                figures["tokens_per_second"] = tokens / seconds if seconds > 0 else math.nan
-                figures["tokens"] = writer.record.tokens + tokens
+            for name, count in consumed.items():
+                figures[f"{name}_per_second"] = count / seconds if seconds > 0 else math.nan
+                figures[name] = getattr(writer.record, name) + count
             writer.complete_step({"step": number, **figures}, seconds=seconds)
             writer.pulse.enter(Activity.STEP, Waiting.MAYBE)
 
@@ -739,6 +741,7 @@ def step(
     *,
     loss: SupportsFloat | None = None,
     tokens: SupportsIndex | None = None,
+    samples: SupportsIndex | None = None,
     learning_rate: SupportsFloat | None = None,
     grad_norm: SupportsFloat | None = None,
     total_steps: SupportsIndex | None = None,
@@ -748,13 +751,14 @@ def step(
     Call it on every rank, after each step; also after a resume, with the number that the run would have had. A second
     call for a step adds to it.
 
-    tokens: of this step, over all ranks. A loss on a device is copied, which waits for the device.
+    tokens, samples: of this step, over all ranks. A loss on a device is copied, which waits for the device.
     """
     named = {"loss": loss, "learning_rate": learning_rate, "grad_norm": grad_norm}
     figures: dict[str, float] = {name: float(value) for name, value in named.items() if value is not None}
     if total_steps is not None:
         figures["total_steps"] = index(total_steps)
-    completed, consumed = index(number), None if tokens is None else index(tokens)
+    counts = {"tokens": tokens, "samples": samples}
+    completed, consumed = index(number), {name: index(count) for name, count in counts.items() if count is not None}
     _opened().step(completed, figures, consumed)
 
 

@@ -285,6 +285,7 @@ class PodReport:
             step=max(record.step, 0),
             loss=_finite(record.loss),
             tokens_per_second=_finite(record.tokens_per_second),
+            samples_per_second=_finite(record.samples_per_second),
             reward_margin=_finite(record.reward_margin),
             reward_accuracy=_finite(record.reward_accuracy),
             resume_step=record.resume_step if record.resume_step >= 0 else None,

@@ -227,6 +227,7 @@ class ProgramMonitor(Workload):
             step=step,
             loss=_real(match, "loss"),
             tokens_per_second=_real(match, "tokens_per_second"),
+            samples_per_second=_real(match, "samples_per_second"),
             updated=time.time() - (time.monotonic() - at),
             monotonic=at,
             step_seconds=each,

@@ -99,6 +99,7 @@ def _speed(view: JobView) -> str:
     parts = [f"loss {figure(view.loss, 5)}"] if view.loss is not None else []
     parts += [f"{100 * view.reward_accuracy:.0f} % preferred"] if view.reward_accuracy is not None else []
     parts += [f"{count(view.tokens_per_second)} tokens/s"] if view.tokens_per_second else []
+    parts += [f"{figure(view.samples_per_second, 3)} samples/s"] if view.samples_per_second else []
     parts += [f"{duration(view.step_seconds)} a step"] if view.step_seconds else []
     return ", ".join(parts)
 

@@ -56,8 +56,9 @@ class ProgramProgress(ContractModel):
 
     pattern: Annotated[str, Field(min_length=1, max_length=1024), AfterValidator(_check_pattern)] | None = None
     r"""Regular expression, in the syntax that Python and RE2 share, that is searched for in each line of output, for
-    instance `step: *(?P<step>\d+).*loss: *(?P<loss>\S+)`. The group `step` is required; `loss` and `tokens_per_second`
-    are optional. Omitted: only what the program reports through the library."""
+    instance `step: *(?P<step>\d+).*loss: *(?P<loss>\S+)`. The group `step` is required; `loss`,
+    `tokens_per_second` and `samples_per_second` are optional. Omitted: only what the program reports through the
+    library."""
 
 
 class ProgramCheckpoints(ContractModel):

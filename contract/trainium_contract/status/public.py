@@ -69,6 +69,8 @@ class ProgressStatus(StatusModel):
     """Loss of that step."""
     tokens_per_second: float | None = None
     """Throughput of the whole job."""
+    samples_per_second: float | None = None
+    """Throughput of the whole job in samples: sequences, or pairs of preference tuning."""
     reward_margin: float | None = None
     """Mean difference of the rewards of two answers in that step; preference tuning only."""
     reward_accuracy: float | None = None

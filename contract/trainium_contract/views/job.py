@@ -123,6 +123,7 @@ class JobView:
     loss: float | None
     reward_accuracy: float | None
     tokens_per_second: float | None
+    samples_per_second: float | None
     size: int
     training: int
     requested: int
@@ -222,6 +223,7 @@ def build_job_view(
         loss=progress.number("loss"),
         reward_accuracy=progress.number("rewardAccuracy"),
         tokens_per_second=progress.number("tokensPerSecond"),
+        samples_per_second=progress.number("samplesPerSecond"),
         size=status.whole("replicas"),
         training=status.whole("readyReplicas"),
         requested=whole(mapping(spec, "workers"), "replicas", 1),

@@ -170,6 +170,8 @@ class Progress(MessageModel):
     loss: Figure = None
     tokens_per_second: Figure = None
     """Over the whole job."""
+    samples_per_second: Figure = None
+    """Over the whole job."""
     reward_margin: Figure = None
     """Mean difference of the rewards of two answers; preference tuning only."""
     reward_accuracy: Figure = None

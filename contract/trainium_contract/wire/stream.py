@@ -29,7 +29,17 @@ _HEAD = struct.Struct("!BI")
 _STEP = struct.Struct("!Q")
 _ALWAYS_NEWS = attrgetter(*sorted(HeartbeatRequest.model_fields.keys() - {"progress", "timing", "protocol"}))
 _RUNNING = frozenset(
-    {"step", "loss", "tokens_per_second", "samples", "memory_step", "durable_step", "updated", "productive_seconds"}
+    {
+        "step",
+        "loss",
+        "tokens_per_second",
+        "samples_per_second",
+        "samples",
+        "memory_step",
+        "durable_step",
+        "updated",
+        "productive_seconds",
+    }
     | {"stage_progress", "reward_margin", "reward_accuracy"}
 )
 """Fields of the progress that change with each step."""

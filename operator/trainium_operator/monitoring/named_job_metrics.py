@@ -78,6 +78,7 @@ class Families:
         self.step = gauge("step", "Newest finished step")
         self.loss = gauge("loss", "Loss of that step")
         self.tokens = gauge("tokens_per_second", "Throughput of the whole job")
+        self.samples = gauge("samples_per_second", "Throughput of the whole job in samples")
         self.goodput = gauge("goodput_ratio", "Goodput since the job began", "measure")
         self.lost = gauge("lost_seconds", "Time that was lost", "cause")
         self.workers = gauge("workers", "Workers", "state")
@@ -98,8 +99,13 @@ class Families:
         self.step.add_metric(name, progress.step)
         if progress.loss is not None:
             self.loss.add_metric(name, progress.loss)
-        if progress.tokens_per_second is not None and status.phase is Phase.RUNNING:
-            self.tokens.add_metric(name, progress.tokens_per_second)
+        if status.phase is Phase.RUNNING:
+            for family, speed in (
+                (self.tokens, progress.tokens_per_second),
+                (self.samples, progress.samples_per_second),
+            ):
+                if speed is not None:
+                    family.add_metric(name, speed)
         if status.goodput.wall_seconds > 0:
             for measure, field in MEASURES.items():
                 self.goodput.add_metric([*name, measure], getattr(status.goodput, field))

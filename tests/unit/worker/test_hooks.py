@@ -84,6 +84,7 @@ def test_transformers_trainer_reports_saves_and_resumes(record: Path, tmp_path: 
     assert ended.value.code == trainium_worker.STOPPED
     assert (progress(record).step, progress(record).durable_step, progress(record).total_steps) == (3, 3, 8)
     assert progress(record).loss > 0
+    assert progress(record).samples == 3 * 2
     checkpoint = get_last_checkpoint(str(tmp_path / "out"))
     assert checkpoint is not None
     assert checkpoint.endswith("checkpoint-3")

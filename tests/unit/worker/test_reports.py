@@ -54,12 +54,13 @@ def test_steps_are_recorded_with_their_figures(record: Path) -> None:
     assert math.isnan(found.tokens_per_second), "nobody knows when the first step began"
     assert found.step_seconds == 0.0
     time.sleep(0.01)
-    trainium_worker.step(9, tokens=300)
+    trainium_worker.step(9, tokens=300, samples=4)
     found = read_progress(record)
     assert found is not None
     assert (found.step, found.tokens, found.loss) == (9, 400, 2.5)
     assert found.step_seconds >= 0.01
     assert found.tokens_per_second == pytest.approx(300 / found.step_seconds)
+    assert (found.samples, found.samples_per_second) == (4, pytest.approx(4 / found.step_seconds))
     assert activity(record) == (Activity.STEP, Waiting.MAYBE)
     trainium_worker.step(9, loss=1.25)
     again = read_progress(record)
@@ -194,7 +195,7 @@ class Ranks:
         for number in range(1, 2000):
             time.sleep(chance.random() * 0.002)
             self._barrier.wait(patient(30))
-            self.programs[rank].step(number, {}, None)
+            self.programs[rank].step(number, {}, {})
             if self.programs[rank].should_stop():
                 self.stopped[rank] = number
                 return

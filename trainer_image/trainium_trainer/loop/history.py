@@ -112,7 +112,12 @@ def _watch(settings: Settings, past: Past, mesh: Mesh) -> Watch:
     return Watch(
         config.monitor,
         past,
-        JobDevices(mesh.device, mesh.world_size, peak_flops(mesh.device) if peak is None else peak * 1e12),
+        JobDevices(
+            device=mesh.device,
+            count=mesh.world_size,
+            nodes=mesh.world_size // settings.launch.local_world_size,
+            peak=peak_flops(mesh.device) if peak is None else peak * 1e12,
+        ),
         flops_per_token=flops_per_token(
             settings.shape,
             config.data.sequence_length,

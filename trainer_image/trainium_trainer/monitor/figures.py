@@ -69,6 +69,10 @@ class StepFigures:
     """Length of the step; None for one whose end nobody lived to measure."""
     tokens_per_second: float | None = None
     """Speed of the whole job over the newest steps."""
+    samples_per_second: float | None = None
+    """The same in samples."""
+    nodes: int | None = None
+    """Nodes that made the step."""
     utilisation: float | None = None
     """Model FLOPs utilisation (MFU), 0 to 1."""
     parameter_norm: float | None = None
@@ -122,6 +126,8 @@ class StepFigures:
             "validationPerplexity": self._perplexity(self.validation_loss),
             "parameterNorm": self.parameter_norm,
             "tokensPerSecond": self.tokens_per_second,
+            "samplesPerSecond": self.samples_per_second,
+            "nodes": self.nodes,
             "mfu": self.utilisation,
             "goodput": self.goodput,
             "hostBytes": self.host_bytes,
@@ -147,6 +153,7 @@ class StepFigures:
             "validation/loss": self.validation_loss,
             "validation/perplexity": self._perplexity(self.validation_loss),
             "train/tokensPerSecond": self.tokens_per_second,
+            "train/samplesPerSecond": self.samples_per_second,
             "train/mfu": self.utilisation,
             "train/goodput": self.goodput,
             "train/hostBytes": self.host_bytes,

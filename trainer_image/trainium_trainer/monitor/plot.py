@@ -8,28 +8,43 @@ Guarantees:
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from trainium_trainer.exits import UserError
+from trainium_trainer.monitor.scaling import SizeSpeed, measure_sizes, scaling_lines
 from trainium_trainer.monitor.writers import METRICS_NAME
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _SMOOTHED_OVER = 50
 """The thick line is a mean over this part of the run."""
 _FEWEST_TO_SMOOTH = 100
 _COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#e377c2")
 _DPI = 110
+_PANELS = [["loss", "rate"], ["norm", "parameters"], ["speed", "spikes"]]
+_MOST_BARS = 30
+_COMPARED = 2
+"""So many runs are also drawn as the difference of their losses."""
+
+
+class XAxis(StrEnum):
+    """Field of a line that is the horizontal axis."""
+
+    STEP = "step"
+    TOKENS = "tokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,19 +54,26 @@ class PlottedRun:
     name: str
     lines: tuple[dict[str, Any], ...]
     """In order of their steps, at least one."""
+    by: XAxis = XAxis.STEP
 
     def values(self, field: str) -> tuple[list[int], list[float]]:
-        """Return steps in which a field was measured, and its values."""
-        found = [(line["step"], line[field]) for line in self.lines if line.get(field) is not None]
-        return [step for step, _ in found], [float(value) for _, value in found]
+        """Return the places on the horizontal axis at which a field was measured, and its values."""
+        found = [(line[self.by], line[field]) for line in self.lines if line.get(field) is not None]
+        return [place for place, _ in found], [float(value) for _, value in found]
 
     @property
     def restarts(self) -> list[int]:
-        """First steps after a restart."""
-        return [line["step"] for line in self.lines if line.get("resumed")]
+        """Places of the first steps after a restart."""
+        return [line[self.by] for line in self.lines if line.get("resumed")]
+
+    @property
+    def spike_lengths(self) -> list[int]:
+        """Steps of each spike of the gradient norm that has ended."""
+        lengths = [line.get("spikeSteps", 0) for line in self.lines]
+        return [length for length, after in itertools.pairwise(lengths) if length > after]
 
 
-def read_history(run: Path) -> PlottedRun:
+def read_history(run: Path, by: XAxis = XAxis.STEP) -> PlottedRun:
     """Return the history of a run by its folder or its metrics.jsonl. Raises UserError for what is neither."""
     file = run / METRICS_NAME if run.is_dir() else run
     try:
@@ -61,23 +83,90 @@ def read_history(run: Path) -> PlottedRun:
             f"{file}: cannot be read ({getattr(error, 'strerror', None) or 'not text'}): name a run's folder "
             "(checkpoint.path), which holds metrics.jsonl"
         ) from error
-    lines = [_parsed(file, number, line) for number, line in enumerate(text.split("\n")[:-1], start=1)]
+    lines = [_parsed(file, number, line, by) for number, line in enumerate(text.split("\n")[:-1], start=1)]
     if not lines:
         raise UserError(f"{file}: no step is recorded yet: wait for the first one")
-    return PlottedRun(run.parent.name if run.name == METRICS_NAME else run.name, tuple(lines))
+    return PlottedRun(run.parent.name if run.name == METRICS_NAME else run.name, tuple(lines), by)
 
 
-def _parsed(file: Path, number: int, line: str) -> dict[str, Any]:
+def _parsed(file: Path, number: int, line: str, by: XAxis) -> dict[str, Any]:
     try:
         found = json.loads(line)
-        int(found["step"])
+        int(found["step"]), int(found[by])
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{file}: line {number} is not a step's line: name the metrics.jsonl of a run") from error
     return dict(found)
 
 
+def loss_difference(first: PlottedRun, second: PlottedRun) -> tuple[list[int], list[float]]:
+    """Return where the second run has a loss within the range of the first one, and how much greater it is there.
+
+    The loss of the first run is interpolated between its steps: runs that are compared by tokens share none.
+    """
+    import numpy as np  # noqa: PLC0415 - ranks import this module, and do not need it before they have data
+
+    (places, losses), (others, other_losses) = first.values("loss"), second.values("loss")
+    if not places or not others:
+        return [], []
+    shared = [index for index, place in enumerate(others) if places[0] <= place <= places[-1]]
+    x = [others[index] for index in shared]
+    return x, (np.array([other_losses[index] for index in shared]) - np.interp(x, places, losses)).tolist()
+
+
 def draw(runs: Sequence[PlottedRun], output: Path) -> None:
     """Draw the runs' histories into one picture. Raises UserError without matplotlib or for an unknown file type."""
+    compared = len(runs) == _COMPARED
+    with _figure(output, height=12.5 if compared else 10.0) as figure:
+        panels = figure.subplot_mosaic([*_PANELS, ["difference", "difference"]] if compared else _PANELS)
+        spikes = panels.pop("spikes")
+        for each in panels.values():
+            each.sharex(panels["loss"])
+        _draw_lines(panels, runs)
+        longest = max((length for run in runs for length in run.spike_lengths), default=1)
+        spikes.hist(
+            [run.spike_lengths for run in runs],
+            bins=[edge + 0.5 for edge in range(0, longest + 1, longest // _MOST_BARS + 1)] + [longest + 0.5],
+            color=[colour for colour, _ in _coloured(runs)],
+        )
+        spikes.set_xlabel("steps")
+        _titled(spikes, "length of spikes of the gradient norm", "")
+        if compared:
+            panels["difference"].plot(*loss_difference(*runs), color="black", linewidth=0.8)
+            panels["difference"].axhline(0.0, color="0.5", linewidth=0.9)
+            _titled(panels["difference"], f"loss of {runs[1].name} - loss of {runs[0].name}", "")
+
+
+def _draw_lines(panels: dict[str, Axes], runs: Sequence[PlottedRun]) -> None:
+    """Draw all that has the progress of the runs as its horizontal axis."""
+    for colour, run in _coloured(runs):
+        _draw_losses(panels["loss"], run, colour, alone=len(runs) == 1)
+        _line(panels["rate"], run, "learningRate", colour)
+        _line(panels["norm"], run, "gradNorm", colour, smooth=True)
+        _line(panels["parameters"], run, "parameterNorm", colour)
+        _line(panels["speed"], run, "tokensPerSecond", colour)
+        for axes in panels.values():
+            for place in run.restarts:
+                axes.axvline(place, color=colour if len(runs) > 1 else "0.5", linestyle=":", linewidth=0.9)
+    _titled(panels["loss"], "loss", _caption(runs))
+    _titled(panels["rate"], "learning rate", "")
+    _titled(panels["norm"], "gradient norm", "")
+    _titled(panels["parameters"], "parameter norm", "")
+    _titled(panels["speed"], "tokens/s", "")
+    panels["norm"].set_yscale("log")
+    panels["norm"].yaxis.set_major_formatter("{x:g}")
+    panels["norm"].yaxis.set_minor_formatter("{x:g}")
+    panels["speed"].set_ylim(0, 1.1 * panels["speed"].get_ylim()[1])
+    panels["speed"].set_xlabel(runs[0].by)
+    panels["loss"].legend(frameon=False, fontsize=8)
+
+
+def _coloured(runs: Sequence[PlottedRun]) -> Iterator[tuple[str, PlottedRun]]:
+    return zip(itertools.cycle(_COLOURS), runs, strict=False)
+
+
+@contextlib.contextmanager
+def _figure(output: Path, *, height: float) -> Iterator[Figure]:
+    """Give a figure that is written to `output` at the end."""
     try:
         import matplotlib as mpl  # noqa: PLC0415 - see the module
         from matplotlib.figure import Figure  # noqa: PLC0415 - see the module
@@ -87,27 +176,8 @@ def draw(runs: Sequence[PlottedRun], output: Path) -> None:
             "or copy metrics.jsonl to a machine that has it"
         ) from error
     with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(11, 7.5), layout="constrained")
-        loss, rate, norm, speed = figure.subplots(2, 2, sharex=True).flat
-        for colour, run in zip(itertools.cycle(_COLOURS), runs, strict=False):
-            _draw_losses(loss, run, colour, alone=len(runs) == 1)
-            _line(rate, run, "learningRate", colour)
-            _line(norm, run, "gradNorm", colour, smooth=True)
-            _line(speed, run, "tokensPerSecond", colour)
-            for axes in (loss, rate, norm, speed):
-                for step in run.restarts:
-                    axes.axvline(step, color=colour if len(runs) > 1 else "0.5", linestyle=":", linewidth=0.9)
-        _titled(loss, "loss", _caption(runs))
-        _titled(rate, "learning rate", "")
-        _titled(norm, "gradient norm", "")
-        _titled(speed, "tokens/s", "")
-        norm.set_yscale("log")
-        norm.yaxis.set_major_formatter("{x:g}")
-        norm.yaxis.set_minor_formatter("{x:g}")
-        speed.set_ylim(0, 1.1 * speed.get_ylim()[1])
-        for axes in (norm, speed):
-            axes.set_xlabel("step")
-        loss.legend(frameon=False, fontsize=8)
+        figure = Figure(figsize=(11, height), layout="constrained")
+        yield figure
         try:
             figure.savefig(output, dpi=_DPI)
         except ValueError as error:
@@ -175,12 +245,41 @@ def _caption(runs: Sequence[PlottedRun]) -> str:
     return ", ".join(parts)
 
 
+def _draw_scaling(sizes: Sequence[SizeSpeed], output: Path) -> None:
+    """Draw the speed by number of nodes beside that of an efficiency of 100 %."""
+    nodes = [each.nodes for each in sizes]
+    with _figure(output, height=4.5) as figure:
+        axes = figure.subplots()
+        axes.plot(nodes, [each.samples_per_second for each in sizes], marker="o", color=_COLOURS[0], label="measured")
+        ideal = [sizes[0].samples_per_second * count / nodes[0] for count in nodes]
+        axes.plot(nodes, ideal, color="0.5", linestyle="--", linewidth=0.9, label="efficiency 100 %")
+        for each in sizes:
+            place = (each.nodes, each.samples_per_second)
+            axes.annotate(f"{each.efficiency:.0%}", place, xytext=(4, -12), textcoords="offset points", fontsize=8)
+        axes.set_xticks(nodes)
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("nodes")
+        axes.legend(frameon=False)
+        _titled(axes, "samples/s", "")
+
+
 def plot(
     runs: Annotated[
         list[Path], typer.Argument(metavar="RUN...", help="Folders of runs (checkpoint.path), or their metrics.jsonl.")
     ],
     output: Annotated[Path, typer.Option(help="The picture: .png, .svg or .pdf.")] = Path("run.png"),
+    by: Annotated[XAxis, typer.Option(help="Horizontal axis.")] = XAxis.STEP,
+    scaling: Annotated[
+        bool, typer.Option("--scaling", help="Speed by number of nodes instead, over all runs, also as a table.")
+    ] = False,
 ) -> None:
-    """Draw loss, learning rate, gradient norm and speed of a run, or compare several."""
-    draw([read_history(run) for run in runs], output)
+    """Draw loss, learning rate, norms, speed and spikes of a run, or compare several."""
+    histories = [read_history(run, by) for run in runs]
+    if scaling:
+        sizes = measure_sizes([line for history in histories for line in history.lines])
+        for line in scaling_lines(sizes):
+            typer.echo(line)
+        _draw_scaling(sizes, output)
+    else:
+        draw(histories, output)
     typer.echo(output)

@@ -40,6 +40,7 @@ class ProgressWriter(trainium_worker.ProgressWriter):
                 "samples": figures.samples,
                 "spikes": figures.stability.spikes,
                 "tokens_per_second": _or_nan(figures.tokens_per_second),
+                "samples_per_second": _or_nan(figures.samples_per_second),
                 "validation_loss": _or_nan(figures.validation_loss, record.validation_loss),
                 "parameter_norm": _or_nan(figures.parameter_norm, record.parameter_norm),
                 "utilisation": _or_nan(figures.utilisation),

@@ -37,13 +37,13 @@ class Throughput:
     """A moving rate over the last 20 steps."""
 
     def __init__(self) -> None:
-        self._steps: deque[tuple[int, float]] = deque(maxlen=_WINDOW)
+        self._steps: deque[tuple[int, int, float]] = deque(maxlen=_WINDOW)
 
-    def add(self, tokens: int, seconds: float) -> float:
-        """Count a step of all ranks together and return tokens per second."""
-        self._steps.append((tokens, seconds))
-        total = sum(seconds for _, seconds in self._steps)
-        return sum(tokens for tokens, _ in self._steps) / total if total > 0 else 0.0
+    def add(self, tokens: int, samples: int, seconds: float) -> tuple[float, float]:
+        """Count a step of all ranks together; return tokens and samples per second."""
+        self._steps.append((tokens, samples, seconds))
+        tokens, samples, total = map(sum, zip(*self._steps, strict=True))
+        return (tokens / total, samples / total) if total > 0 else (0.0, 0.0)
 
 
 _log = logging.getLogger("trainium.monitor")
@@ -67,6 +67,8 @@ class JobDevices:
     """Device of this process."""
     count: int
     """Processes of the job."""
+    nodes: int
+    """Nodes of the job."""
     peak: float | None
     """Peak of each process's device, FLOP/s; None where it is not known."""
 
@@ -173,7 +175,7 @@ class Watch:
         if self._began is None:
             self._began = now - (seconds or 0.0)
         self._productive += seconds or 0.0
-        speed = self._throughput.add(new_tokens, seconds) if seconds is not None else None
+        speed, samples_speed = self._throughput.add(new_tokens, batch, seconds) if seconds is not None else (None, None)
         figures = StepFigures(
             step=step,
             loss=loss,
@@ -184,6 +186,8 @@ class Watch:
             batch=batch,
             seconds=seconds,
             tokens_per_second=speed,
+            samples_per_second=samples_speed,
+            nodes=self._devices.nodes if here else None,
             utilisation=None
             if speed is None
             else compute_utilisation(speed, self._flops, devices=self._devices.count, peak=self._devices.peak),

@@ -29,7 +29,8 @@ class ReportToAgent(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
         """Report a step; ask the trainer to save when the job asks to stop."""
-        trainium_worker.step(state.global_step, total_steps=max(state.max_steps, 0))
+        samples = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        trainium_worker.step(state.global_step, samples=samples, total_steps=max(state.max_steps, 0))
         if trainium_worker.should_stop() and state.global_step < state.max_steps:
             self._stops = control.should_save = True
         return control

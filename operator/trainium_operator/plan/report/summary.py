@@ -250,6 +250,7 @@ def _progress_status(facts: Facts, status: public.PublicStatus, newest: Progress
         total_steps=total_steps(facts, newest),
         loss=_rounded(newest.loss, 6),
         tokens_per_second=_rounded(newest.tokens_per_second, 1),
+        samples_per_second=_rounded(newest.samples_per_second, 3),
         reward_margin=_rounded(newest.reward_margin, 6),
         reward_accuracy=_rounded(newest.reward_accuracy, 4),
         updated=rfc3339(facts.now) if moved else status.progress.updated,

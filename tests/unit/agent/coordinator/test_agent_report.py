@@ -54,6 +54,7 @@ class Ranks:
             resume_step=resume,
             loss=math.nan,
             tokens_per_second=math.inf,
+            samples_per_second=12.5,
             reward_margin=0.25,
             reward_accuracy=math.nan,
             samples=step * 8,
@@ -101,6 +102,7 @@ def test_numbers_that_json_cannot_carry_are_left_out(report: PodReport, ranks: R
     ranks.at(3)
     progress = report.heartbeat().progress
     assert (progress.step, progress.loss, progress.tokens_per_second) == (3, None, None)
+    assert progress.samples_per_second == 12.5
 
 
 def test_a_restart_is_resumed_by_a_step_that_is_new(report: PodReport, ranks: Ranks) -> None:

@@ -18,7 +18,7 @@ def status(**fields: Any) -> TrainingJobStatus:
     given = {
         "phase": Phase.RUNNING,
         "goodput": ledger,
-        "progress": ProgressStatus(step=70, loss=4.25, tokens_per_second=1000.0),
+        "progress": ProgressStatus(step=70, loss=4.25, tokens_per_second=1000.0, samples_per_second=2.5),
         "restarts": RestartsStatus(total=3, by_cause={"Crash": 2, "made up": 1}),
         "checkpoint": CheckpointStatus(durable_step=60, durable_time=rfc3339(NOW - 30)),
     }
@@ -45,6 +45,7 @@ def test_the_metrics_of_a_job_equal_its_status() -> None:
     assert found[f"job_step{{{name}}}"] == 70
     assert found[f"job_loss{{{name}}}"] == 4.25
     assert found[f"job_tokens_per_second{{{name}}}"] == 1000
+    assert found[f"job_samples_per_second{{{name}}}"] == 2.5
     assert found[f'job_goodput_ratio{{{name},measure="strict"}}'] == 0.9
     assert found[f'job_lost_seconds{{cause="Crash",{name}}}'] == 10
     assert found[f'job_interruptions_total{{cause="Crash",{name}}}'] == 2

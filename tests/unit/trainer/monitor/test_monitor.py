@@ -10,7 +10,6 @@ import sys
 import threading
 from typing import TYPE_CHECKING
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,6 +27,8 @@ from trainium_worker import Activity, ProgressPhase, Waiting, read_alerts, read_
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import pytest
+
 
 def step_done(writer: ProgressWriter, step: int, seconds: float = 2.0) -> None:
     figures = StepFigures(
@@ -39,6 +40,7 @@ def step_done(writer: ProgressWriter, step: int, seconds: float = 2.0) -> None:
         samples=8 * step,
         batch=8,
         tokens_per_second=50.0,
+        samples_per_second=4.0,
         utilisation=0.4,
         goodput=0.9,
         parameter_norm=16.0,
@@ -60,6 +62,7 @@ def test_a_reader_sees_what_the_writer_wrote(tmp_path: Path) -> None:
     assert read_progress(path) == writer.record
     assert writer.record.productive_seconds == 2.0
     assert (writer.record.spikes, writer.record.validation_loss) == (3, 1.25)
+    assert (writer.record.tokens_per_second, writer.record.samples_per_second) == (50.0, 4.0)
     assert (writer.record.reward_margin, writer.record.reward_accuracy) == (0.375, 0.75)
     step_done(writer, 6)
     assert writer.record.validation_loss == 1.25, "the newest one stands until there is another"
@@ -270,7 +273,7 @@ def test_tensorboard_reads_the_final_history(tmp_path: Path) -> None:
 def test_throughput_is_that_of_the_newest_steps() -> None:
     throughput = Throughput()
     for _ in range(100):
-        throughput.add(10, 10.0)
+        throughput.add(10, 1, 10.0)
     for _ in range(20):
-        rate = throughput.add(100, 2.0)
-    assert rate == pytest.approx(50.0)
+        rates = throughput.add(100, 4, 2.0)
+    assert rates == (50.0, 2.0)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from trainium_trainer.cli import run as command
-from trainium_trainer.monitor.plot import read_history, running_mean
+from trainium_trainer.monitor.plot import XAxis, loss_difference, read_history, running_mean
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -47,13 +47,50 @@ def test_a_running_mean_is_of_the_newest_values() -> None:
     assert running_mean([1.0, 3.0, 5.0, 7.0], 2) == [1.0, 2.0, 4.0, 6.0]
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", [1, 2, 3])
 def test_one_run_or_several_are_drawn(tmp_path: Path, count: int, capsys: pytest.CaptureFixture[str]) -> None:
     runs = [str(a_run(tmp_path / f"run-{number}", steps=120)) for number in range(count)]
     picture = tmp_path / "picture.png"
-    assert command(["plot", *runs, "--output", str(picture)]) == 0
+    assert command(["plot", *runs, "--by", "tokens", "--output", str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert capsys.readouterr().out.strip() == str(picture)
+
+
+def test_runs_of_other_batches_are_compared_at_the_same_tokens(tmp_path: Path) -> None:
+    first = read_history(a_run(tmp_path / "one"), XAxis.TOKENS)
+    (tmp_path / "other").mkdir()
+    lines = [{"step": step, "loss": 1.0, "tokens": step * 150} for step in range(1, 6)]
+    (tmp_path / "other" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    places, differences = loss_difference(first, read_history(tmp_path / "other", XAxis.TOKENS))
+    assert places == [150, 300, 450, 600], "750 tokens are more than the first run has"
+    assert differences == pytest.approx([1 - (9.0 + 4.5) / 2, 1 - 3.0, 1 - (2.25 + 1.8) / 2, 1 - 1.5])
+
+
+def test_spikes_are_counted_with_their_lengths_once_they_have_ended(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "one", steps=9)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = zip(lines, [0, 1, 0, 1, 2, 3, 0, 0, 1], strict=True)
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line | {"spikeSteps": n}) + "\n" for line, n in steps))
+    assert read_history(run).spike_lengths == [1, 3]
+
+
+def test_the_speed_by_number_of_nodes_is_a_table_and_a_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = a_run(tmp_path / "small", steps=4, nodes=1, batch=8, seconds=2.0)
+    large = a_run(tmp_path / "large", steps=8, nodes=4, batch=8, seconds=0.625)
+    assert command(["plot", "--scaling", str(small), str(large), "--output", str(tmp_path / "x.png")]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "NODES    STEPS  STEP TIME  SAMPLES/S     TOKENS/S EFFICIENCY",
+        "    1        2    2.000 s          4           50     100.0%",
+        "    4        6    0.625 s       12.8          160      80.0%",
+        str(tmp_path / "x.png"),
+    ], "first steps of a start are left out"
+
+
+def test_a_run_without_measured_steps_has_no_scaling(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(["plot", "--scaling", str(a_run(tmp_path / "one")), "--output", str(tmp_path / "x.png")]) == 64
+    assert "train longer" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

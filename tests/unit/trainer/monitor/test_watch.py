@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 CONFIG = MonitorConfig(spike_window=5, spike_event_steps=3)
 RULES = stability_rules(CONFIG)
-CPU = JobDevices(torch.device("cpu"), count=4, peak=None)
+CPU = JobDevices(torch.device("cpu"), count=4, nodes=2, peak=None)
 
 
 def new_watch(past: Past | None = None, device: JobDevices = CPU, config: MonitorConfig = CONFIG) -> Watch:
@@ -85,8 +86,15 @@ def test_goodput_is_the_time_in_steps_of_the_history_over_all_time_since_the_fir
 
 def test_utilisation_uses_all_devices_of_the_job_and_is_left_out_where_no_peak_is_known() -> None:
     assert take(new_watch(), 1)[0].utilisation is None
-    known = new_watch(device=JobDevices(torch.device("cpu"), count=4, peak=1e11))
+    known = new_watch(device=replace(CPU, peak=1e11))
     assert take(known, 1)[0].utilisation == pytest.approx(200 * 1e9 / (4 * 1e11))
+
+
+def test_a_step_reports_the_samples_of_a_second_and_the_nodes_that_made_it() -> None:
+    line = take(new_watch(), 1, batch=8, seconds=0.5)[0].to_json()
+    assert (line["tokensPerSecond"], line["samplesPerSecond"], line["nodes"]) == (200.0, 16.0, 2)
+    mended = take(new_watch(), 1, seconds=None)[0].to_json()
+    assert not {"samplesPerSecond", "nodes"} & mended.keys(), "nobody knows which nodes made a mended step"
 
 
 def test_alerts_name_the_step_the_figures_and_what_to_do() -> None:
