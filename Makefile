@@ -24,7 +24,7 @@ export OMP_NUM_THREADS ?= 1
 # Compiled code is kept, whatever the shell says: each lane would compile the 350 files of tests anew, nine seconds of it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup binaries demo program tune test test-fast test-long test-cluster test-nxd check docs format generate bench bench-check faults explore mutants coverage fuzz parity learn proof soak bench-training clean
+.PHONY: help setup binaries demo program tune test test-fast test-long test-cluster test-nxd check docs format generate bench bench-check faults explore mutants coverage fuzz parity proof soak bench-training clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 16
@@ -120,9 +120,6 @@ bench-training: setup  ## Training speed and memory beside transformers.Trainer 
 
 parity: setup  ## Loss curves and exported models against transformers, in every layout: docs/parity.md (ARGS="--rows tp2")
 	@$(BIN)/python -m benchmarks.parity $(ARGS)
-
-learn: setup  ## Ten minutes of training against n-grams on Python's documentation: docs/learning.md (ARGS="--minutes 1")
-	@$(BIN)/python -m benchmarks.learn $(ARGS)
 
 soak: binaries  ## Real training through random faults for hours, then a search for leaks (ARGS="--minutes 40 --seed 1")
 	@$(BIN)/python -m benchmarks.soak $(ARGS)

@@ -21,7 +21,7 @@ from scripts import generate
 from tests.testing.cluster.access import ROOT
 from tests.testing.cluster.installed import DEFINITION, RingNeed, apply_definition, make_namespace
 from tests.testing.cluster.leftovers import OccupiedError, refuse_to_disturb, sweep
-from tests.testing.cluster.marks import HOLD, LABELS, TAINTED, cordon_of
+from tests.testing.cluster.marks import HOLD, LABELS, cordon_of
 from tests.testing.cluster.session_lease import NAME, LeaseHolder, SessionLease, TakenError
 from tests.testing.cluster.sites import Site
 from tests.testing.suite.patience import until
@@ -175,8 +175,6 @@ def test_nodes_are_as_they_were(lent: Site) -> None:
         spec = {"taints": [theirs], "unschedulable": name == "kept-off"}
         made(lent, {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}, "spec": spec})
     lent.kubectl("patch", "node", "disturbed", "--type=merge", "-p", json.dumps(cordon_of(on=True)))
-    lent.kubectl("annotate", "node", "disturbed", f"{TAINTED}=ours:NoSchedule")
-    lent.kubectl("taint", "node", "disturbed", "ours:NoSchedule")
     sweep(lent, power_off_is_not_known)
     nodes = {each["metadata"]["name"]: each for each in lent.get("nodes")["items"]}
     assert "unschedulable" not in nodes["disturbed"]["spec"]
@@ -190,10 +188,8 @@ def test_nodes_are_as_they_were(lent: Site) -> None:
 def test_the_block_around_a_disturbed_node_leaves_it_as_it_was(lent: Site) -> None:
     made(lent, {"apiVersion": "v1", "kind": "Node", "metadata": {"name": "n"}})
     before = lent.get("node", "n")
-    with lent.cordoned("n"), lent.tainted("n", "mine", "NoSchedule"):
-        disturbed = lent.get("node", "n")
-        assert disturbed["spec"]["unschedulable"]
-        assert "mine" in [each["key"] for each in disturbed["spec"]["taints"]]
+    with lent.cordoned("n"):
+        assert lent.get("node", "n")["spec"]["unschedulable"]
     after = lent.get("node", "n")
     assert after["metadata"].get("annotations", {}) == before["metadata"].get("annotations", {})
     assert "unschedulable" not in after["spec"]

@@ -152,7 +152,10 @@ def test_a_machine_that_a_fault_was_attributed_to_is_listed_with_its_evidence_an
 
     faults.set_condition(node, "NeuronHealth", "True", "NeuronHasError_HBM_UNCORRECTABLE_ERROR")
     try:
-        job.until_recovered()
+        entry = job.until_recovered()
+        assert (entry["cause"], entry["rung"], entry["node"]) == ("Device", "Spare", node)
+        assert entry["stepsLost"] == 0, "the node still answers, so all save before the rank moves"
+        assert node not in {member["nodeName"] for member in job.members()}
         until(held, lambda: str(trn(None, "nodes")))
     finally:
         faults.clear_condition(node, "NeuronHealth")

@@ -94,18 +94,6 @@ def test_a_drained_node_is_left_by_its_worker_and_nothing_is_lost(new_job: Calla
 
 
 @pytest.mark.long
-def test_a_notice_of_karpenter_moves_the_rank_before_anybody_evicts_it(new_job: Callable[..., Job]) -> None:
-    job = new_job(change="trainer: {steps: 100000}\nworkers: {spares: 1}")
-    job.until("a warm spare", lambda status: status.get("spares") == 1 and job.log.newest >= 5)
-    leaver = job.members()[1]
-    with job.site.tainted(leaver["nodeName"], "karpenter.sh/disrupted", "NoSchedule"):
-        entry = job.until_recovered()
-        assert (entry["rung"], entry["cause"], entry["stepsLost"]) == ("Spare", "Preempted", 0)
-        assert leaver["podUid"] not in {member["podUid"] for member in job.members()}
-        job.until("the node is empty", lambda _: leaver["podUid"] not in job.uids())
-
-
-@pytest.mark.long
 def test_a_finished_job_is_deleted_with_its_pods_when_its_time_is_over(new_job: Callable[..., Job]) -> None:
     job = new_job(
         change="trainer: {steps: 20}\nttlSecondsAfterFinished: 5\ncleanPodPolicy: None\nworkers: {replicas: 1}"

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.testing.suite.patience import patient, until
 from trainium_devcluster.demos.metrics import every_sample_once, every_sample_once_in_batches
 
 if TYPE_CHECKING:
@@ -46,31 +45,6 @@ def test_a_killed_process_restarts_in_place_and_the_curve_is_the_same_bit_for_bi
     job.until_phase("Completed")
     assert job.losses() == reference
     assert every_sample_once(job.folder, 60, 12)
-
-
-@pytest.mark.long
-def test_a_killed_process_restarts_in_place_while_the_operator_is_away(
-    new_job: Callable[..., Job], reference: dict[int, float]
-) -> None:
-    job = new_job(change="recovery: {hang: {stepFloorSeconds: 120}}")
-    job.until_step(10)
-    # It waits while the operator goes: a fast machine would be through with all steps before the kill.
-    job.stop_rank(0)
-    deployment = ("-n", "trainium-system", "deployment", "-l", "app.kubernetes.io/instance=trainium-operator")
-    job.site.kubectl("scale", "--replicas=0", *deployment)
-    job.site.wait("delete", "pod", "-n", "trainium-system", "--all", seconds=40)
-    try:
-        job.log.refresh()
-        step = job.log.newest
-        job.kill_rank(0)
-        job.until_step(min(60, step + 3))
-    finally:
-        job.site.kubectl("scale", "--replicas=2", *deployment)
-
-    job.until_phase("Completed")
-
-    assert job.losses() == reference
-    assert [entry["rung"] for entry in job.history()] == ["InPlace"], "the operator learns of it when it is back"
 
 
 def test_a_lost_node_is_replaced_by_the_spare_and_the_curve_is_the_same_bit_for_bit(
@@ -124,35 +98,6 @@ def test_a_job_shrinks_when_no_capacity_comes_and_grows_back(
     job.until_phase("Completed")
     assert within(job.losses(), reference, 1e-5)
     assert every_sample_once(job.folder, 60, 12)
-
-
-@pytest.mark.long
-def test_a_job_without_a_spare_uses_every_node_that_is_left_though_the_batch_does_not_come_out_even(
-    new_job: Callable[..., Job],
-) -> None:
-    """4 -> 3 -> 2 -> 4 nodes at a global batch of 8."""
-    batch = "trainer: {steps: 100000, batch: {globalSize: 8}}"
-    job = new_job(change=f"workers: {{replicas: 4, minReplicas: 2}}\nrecovery: {{rescaleAfterSeconds: 5}}\n{batch}")
-    nodes = job.site.worker_nodes()
-    if len(nodes) < 4:
-        pytest.skip("needs a cluster of 4 nodes")
-    seen = [_at_size(job, 4)]
-    idle = set(nodes) - {member["nodeName"] for member in job.members()}
-    first, second = (member["nodeName"] for member in job.members()[-2:])
-    with job.site.cordoned(*idle), job.site.without_power(first):
-        seen.append(_at_size(job, 3))
-        with job.site.without_power(second):
-            seen.append(_at_size(job, 2))
-    seen.append(_at_size(job, 4))
-    job.suspend()
-    job.until_phase("Suspended")
-
-    assert seen == [(2, 1.0), (3, 0.667), (4, 0.5), (2, 1.0)], "passes of a step and share of the full speed"
-    losses = job.losses()
-    assert every_sample_once(job.folder, max(losses), 8)
-    undisturbed = new_job("undisturbed", change=batch)
-    undisturbed.until_step(max(losses))
-    assert within(losses, {step: loss for step, loss in undisturbed.losses().items() if step in losses}, 1e-5)
 
 
 @pytest.mark.long
@@ -233,51 +178,3 @@ def test_a_size_that_is_not_legal_is_floored_and_status_reports_it(new_job: Call
     legal = next(condition for condition in status["conditions"] if condition["type"] == "SizeLegal")
     assert legal["status"] == "False"
     assert "2" in legal["message"]
-
-
-@pytest.mark.long
-def test_the_operator_may_be_killed_in_the_middle_of_a_recovery(
-    new_job: Callable[..., Job], reference: dict[int, float]
-) -> None:
-    job = new_job(change="workers: {spares: 1}")
-    job.until("a warm spare", lambda status: status.get("spares") == 1 and job.log.newest >= 5)
-    victim = job.members()[1]["podName"]
-    operators = job.site.get("pods", "-n", "trainium-system")["items"]
-
-    job.site.kubectl("delete", "pod", victim, "-n", job.namespace, "--grace-period=0", "--force")
-    for pod in operators:
-        name = pod["metadata"]["name"]
-        job.site.kubectl("delete", "pod", name, "-n", "trainium-system", "--grace-period=0", "--force")
-
-    job.until_phase("Completed")
-    assert job.losses() == reference
-    assert len(job.members()) == 2
-
-
-@pytest.mark.long
-def test_training_goes_on_while_the_api_server_restarts(
-    new_job: Callable[..., Job], reference: dict[int, float]
-) -> None:
-    job = new_job()
-    job.until_step(10)
-    before = job.uids()
-
-    job.site.restart_api_server()
-
-    status = job.until_phase("Completed")
-    assert job.losses() == reference
-    assert job.uids() == before
-    assert status["restarts"]["total"] == 0
-
-
-@pytest.mark.long
-def test_a_job_deleted_while_it_recovers_leaves_nothing(new_job: Callable[..., Job]) -> None:
-    job = new_job()  # without a spare: another pod takes seconds to start
-    job.until_step(3)
-
-    job.site.kubectl("delete", "pod", job.members()[0]["podName"], "-n", job.namespace, "--wait=false")
-    job.delete(f"--timeout={patient(30):.0f}s")
-
-    until(lambda: not job.pods(), lambda: f"no pod is left: {[pod['metadata']['name'] for pod in job.pods()]}", 40)
-    left = job.site.get("configmaps,services", "-n", job.namespace)["items"]
-    assert [item["metadata"]["name"] for item in left if item["metadata"]["name"].startswith(job.name)] == []

@@ -189,17 +189,10 @@ class Job:
 
     def kill_rank(self, node_rank: int) -> str:
         """SIGKILL the training process of a member; returns its pod."""
-        return self._signal_rank(node_rank, "KILL")
-
-    def stop_rank(self, node_rank: int) -> str:
-        """SIGSTOP the training process of a member: it lives, and its peers wait for it; returns its pod."""
-        return self._signal_rank(node_rank, "STOP")
-
-    def _signal_rank(self, node_rank: int, signal: str) -> str:
         pod: str = self.members()[node_rank]["podName"]
         record = self.inside(pod, "python", "-m", "trainium_trainer.monitor").splitlines()[0]
         # The shell has its own kill; slim images have no program of that name.
-        self.inside(pod, "sh", "-c", f"kill -{signal} {json.loads(record)['pid']}")
+        self.inside(pod, "sh", "-c", f"kill -KILL {json.loads(record)['pid']}")
         return pod
 
     def scale(self, size: int) -> None:

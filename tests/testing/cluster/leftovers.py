@@ -17,7 +17,6 @@ from tests.testing.cluster.marks import (
     OF_THE_CHART,
     POWERED_OFF,
     SELECTOR,
-    TAINTED,
     cordon_of,
     is_marked,
     is_of_the_chart,
@@ -111,8 +110,5 @@ def _mend(access: Access, node: dict[str, Any], power_on: Callable[[str], None])
     name, notes = node["metadata"]["name"], node["metadata"].get("annotations", {})
     if CORDONED in notes:
         access.kubectl("patch", "node", name, "--type=merge", "-p", json.dumps(cordon_of(on=False)))
-    if TAINTED in notes:
-        access.run("kubectl", "taint", "node", name, f"{notes[TAINTED]}-")
-        access.kubectl("annotate", "node", name, f"{TAINTED}-")
     if POWERED_OFF in notes:
         power_on(name)

@@ -25,7 +25,7 @@ from tests.testing.cluster.api_reader import ApiReader
 from tests.testing.cluster.installed import Installed
 from tests.testing.cluster.kind_images import load_images
 from tests.testing.cluster.leftovers import OccupiedError, refuse_to_disturb, sweep
-from tests.testing.cluster.marks import POWERED_OFF, TAINTED, cordon_of
+from tests.testing.cluster.marks import POWERED_OFF, cordon_of
 from tests.testing.cluster.session_lease import SessionLease, TakenError
 from tests.testing.suite.patience import patient
 
@@ -62,17 +62,6 @@ class Site(Access):
             yield
         finally:
             self._cordon(nodes, on=False)
-
-    @contextlib.contextmanager
-    def tainted(self, node: str, key: str, effect: str) -> Iterator[None]:
-        """A node with this taint, until the block ends."""
-        self._note(TAINTED, f"{key}:{effect}", node)
-        try:
-            self.kubectl("taint", "node", node, f"{key}:{effect}")
-            yield
-        finally:
-            self.kubectl("taint", "node", node, f"{key}:{effect}-")
-            self._forget(TAINTED, node)
 
     @contextlib.contextmanager
     def without_power(self, node: str) -> Iterator[None]:
@@ -116,12 +105,6 @@ class Site(Access):
     def _forget(self, key: str, node: str) -> None:
         if self.is_lent:
             self.kubectl("annotate", "node", node, f"{key}-")
-
-    def restart_api_server(self) -> None:
-        """The API server is away for a moment."""
-        if self.cluster is None:
-            pytest.skip("only the development cluster's API server may be restarted by a test")
-        self.cluster.faults.restart_apiserver()
 
     def _command(self, key: str) -> str:
         command = self.settings.get(key)

@@ -1,1 +1,0 @@
-"""Show that a model learns: `python -m benchmarks.learn`."""
