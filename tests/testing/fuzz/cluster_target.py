@@ -8,6 +8,8 @@ planned can be carried out; a page of each job can be made, and none of its size
 from __future__ import annotations
 
 import asyncio
+import base64
+import gzip
 import json
 import logging
 from typing import TYPE_CHECKING, Any, cast
@@ -98,7 +100,7 @@ class ClusterTarget:
         for each in _list(case, "objects"):
             kind = _text(each.get("kind"))
             if kind in world.kinds():
-                world.see(kind, each.get("object"), deleted=each.get("deleted") is True)
+                world.see(kind, _packed(each.get("object")), deleted=each.get("deleted") is True)
         for each in _list(case, "heard"):
             _hear(world, each)
         world.views_are_sound()
@@ -132,7 +134,17 @@ def _unpacked(record: Json) -> Json:
     """The ConfigMap with its membership in a form that can be changed."""
     membership = membership_of(record)
     assert membership is not None
-    return {**record, "binaryData": {names.MEMBERSHIP_PACKED_KEY: {"$packed": membership.to_wire()}}}
+    return {**record, "binaryData": {names.MEMBERSHIP_PACKED_KEY: membership.to_wire()}}
+
+
+def _packed(raw: Any) -> Any:
+    """The object with its binary data as a ConfigMap holds it; what is a text already stays as it is."""
+    data = raw.get("binaryData") if isinstance(raw, dict) else None
+    if not isinstance(data, dict):
+        return raw
+    texts = {key: json.dumps(inner).encode() for key, inner in data.items() if not isinstance(inner, str)}
+    packed = {key: base64.b64encode(gzip.compress(text, 1)).decode() for key, text in texts.items()}
+    return {**raw, "binaryData": {**data, **packed}}
 
 
 def _worker(number: int) -> Json:

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from tests.testing.fuzz.cluster_target import ClusterTarget
 from tests.testing.fuzz.coordinator_target import CoordinatorTarget
-from tests.testing.fuzz.hostile import unfolded
 from tests.testing.fuzz.promises import BrokenPromiseError, Listener, promise
 from tests.testing.fuzz.spec_target import SpecTarget
+from tests.testing.suite.any_json import as_sent, as_stored
 from tests.testing.suite.virtual_time import VirtualLoop
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Target(Protocol):
 
     @property
     def storable(self) -> bool:
-        """Whether its cases are objects that the API server has stored: see `unfolded`."""
+        """Whether its cases are objects that the API server has stored: see `as_stored`."""
         ...
 
     def seeds(self) -> list[Any]:
@@ -64,7 +64,7 @@ TARGETS: dict[str, Callable[[], Target]] = {
 def run_case(target: Target, case: Any) -> None:
     """Run a case. Raises whatever should not happen; a case that is nested too deeply is ignored."""
     try:
-        whole = unfolded(case, storable=target.storable)
+        whole = (as_stored if target.storable else as_sent)(case)
     except RecursionError:
         return
     random.seed(0)  # the operator spreads its load by chance; a case is the same each time

@@ -88,7 +88,7 @@ def _edges_of(schema: Schema, default: Any) -> list[Any]:
         if edge in schema:
             found += [schema[edge], schema[edge] + beyond]
     if "maxLength" in schema:
-        found += [{"$text": [schema["maxLength"], "x"]}, {"$text": [schema["maxLength"] + 1, "é"]}]
+        found += ["x" * schema["maxLength"], "é" * (schema["maxLength"] + 1)]
     if "maxItems" in schema:
-        found.append({"$list": [schema["maxItems"] + 1, None]})
+        found.append([None] * (schema["maxItems"] + 1))
     return found

@@ -13,29 +13,28 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.testing.fuzz.hostile import decoded, encoded
-from tests.testing.fuzz.mutation import Mutator
 from tests.testing.fuzz.promises import LONGEST_LINE, BrokenPromiseError, promise
 from tests.testing.fuzz.runner import TARGETS, run_case
+from tests.testing.suite.any_json import changed, donations_of
 from tests.testing.suite.trials import trials
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from random import Random
 
 CASES = {"coordinator": 1200, "cluster": 600, "spec": 400}
+MOST_CHANGES = 5
 
 
 def hostile_test(name: str) -> Callable[[], None]:
     """A property test that changes the seeds of a target at random."""
     target = TARGETS[name]()
-    seeds = [encoded(case) for case in target.seeds()]
-    mutator = Mutator(target.seeds(), target.values())
+    seeds = target.seeds()
+    donations = donations_of(seeds, target.values())
 
     @settings(max_examples=trials(CASES[name]), suppress_health_check=list(HealthCheck))
-    @given(rng=st.randoms(use_true_random=False))
-    def test(rng: Random) -> None:
-        run_case(target, mutator.changed(decoded(rng.choice(seeds)), rng))
+    @given(st.sampled_from(seeds).flatmap(lambda seed: changed(seed, MOST_CHANGES, donations)))
+    def test(case: Any) -> None:
+        run_case(target, case)
 
     return test
 
@@ -44,7 +43,7 @@ def hostile_test(name: str) -> Callable[[], None]:
 def test_valid_cases_are_handled(name: str) -> None:
     target = TARGETS[name]()
     for case in target.seeds():
-        run_case(target, decoded(encoded(case)))
+        run_case(target, case)
 
 
 @pytest.mark.hypothesis
