@@ -19,6 +19,7 @@ from trainium_contract.faults.signs import (
     EXIT_CODES,
     KERNEL_LINES,
     LABELS,
+    OUTPUT_LINES,
     POD_REASONS,
     RUNTIME_STATUSES,
     SILENCE,
@@ -84,11 +85,13 @@ def reference_text(header: str) -> str:
         ),
         "## Exit codes of a training process\n\n"
         + _meanings(EXIT_CODES)
-        + "\n\nAny other code is a crash (128 + signal for a killed process), unless one of the next two tables "
+        + "\n\nAny other code is a crash (128 + signal for a killed process), unless one of the next three tables "
         "explains it.",
         "## Status of the Neuron runtime\n\nRead from the last output of a process. When several are named, the first "
         "of these counts. A status explains a crash; to a lost peer (76) only one of a device or the network adds "
         "anything.\n\n" + _meanings(RUNTIME_STATUSES),
+        "## Lines of output\n\nRead from the newest error in the output of a process that ended by itself with a code "
+        "outside the contract. A line below means that another process ended before.\n\n" + _meanings(OUTPUT_LINES),
         "## Kernel lines\n\nRead from `/dev/kmsg` (or `TRAINIUM_KERNEL_LOG`) where the pod may. The "
         f"{_WORDS[sum(sign.decisive for sign in KERNEL_LINES)]} marked ‡ are a fault by themselves; the others explain "
         "the end of a process within two minutes, that of memory only a SIGKILL.\n\n" + _meanings(KERNEL_LINES),
@@ -119,7 +122,7 @@ def _name(sign: Sign) -> str:
         return f"{sign.key}{marks}"
     if sign.kind is SignKind.RUNTIME_STATUS:
         return f"{sign.number} `{sign.key}`{marks}"
-    if sign.kind is SignKind.KERNEL_LINE:
+    if sign.kind in (SignKind.KERNEL_LINE, SignKind.OUTPUT_LINE):
         return f"`{sign.key}`{marks}"
     if sign.kind is SignKind.LABEL:
         return f"{sign.kind} `{sign.key}={sign.value}`"

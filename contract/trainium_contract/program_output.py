@@ -21,6 +21,9 @@ _NATIVE = re.compile(
     )""",
     re.VERBOSE,
 )
+_ERROR = re.compile(r"(?:\[rank\d+\]: *)?(?:[A-Za-z_]\w*\.)*([A-Z]\w*(?:Error|Exception|Interrupt))(?:: |:?$)")
+_OF_CHILDREN = frozenset({"ChildFailedError", "CalledProcessError", "ProcessExitedException", "ProcessRaisedException"})
+"""Errors of launchers, which report the end of a process that has given the reason before."""
 _NEXT_SENTENCE = re.compile(r"\. (?=[A-Z])")
 _LEFT_OUT = "…"
 
@@ -33,6 +36,12 @@ def is_native_frame(line: str) -> bool:
 def explains_exit(line: str) -> bool:
     """Return whether a line may explain the end; a start or a step that went well does not, nor a frame of C++."""
     return not _STEP.search(line) and not is_native_frame(line)
+
+
+def reports_error(line: str) -> bool:
+    """Return whether a line is the last one of a Python traceback, other than that of a launcher."""
+    match = _ERROR.match(line)
+    return match is not None and match[1] not in _OF_CHILDREN
 
 
 def drop_noise(sentence: str) -> str:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from trainium_agent import log_lines
 from trainium_contract.exit_codes import ExitCode
+from trainium_contract.faults.classify import match_output_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,20 +28,7 @@ _INTERRUPTED = 130
 _STORAGE_ERRORS = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.EACCES, errno.EPERM, errno.ENOTCONN}
 )
-# torch raises plain RuntimeErrors for these; the texts are gloo's, NCCL's and the allocators'.
-_PEER_TEXTS = (
-    "connection closed by peer",
-    "connection reset by peer",
-    "connection refused",
-    "broken pipe",
-    "timed out waiting",
-    "wait timeout",
-    "gloo/transport",
-    "nccl error",
-    "connectfullmesh failed",
-    "application timeout caused pair closure",
-    "socket closed",
-)
+# torch raises plain RuntimeErrors for these.
 _MEMORY_TEXTS = ("out of memory", "can't allocate memory", "cannot allocate memory", "bad_alloc")
 _SHAPE_TEXTS = ("shapes cannot be multiplied", "size mismatch", "must match the size", "invalid for input of size")
 
@@ -120,7 +108,7 @@ def _code_of_runtime_error(error: RuntimeError) -> int:
     # By name, so that this module needs no torch: DistError is the base of store, network and backend errors.
     if "OutOfMemoryError" in kinds or any(part in text for part in _MEMORY_TEXTS):
         return ExitCode.OUT_OF_MEMORY
-    if "DistError" in kinds or any(part in text for part in _PEER_TEXTS):
+    if "DistError" in kinds or match_output_line(str(error)) is not None:
         return ExitCode.PEER_LOST
     if any(part in text for part in _SHAPE_TEXTS):
         return ExitCode.USER_ERROR

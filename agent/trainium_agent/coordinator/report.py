@@ -82,6 +82,7 @@ class _Failure:
             step=self.step,
             message=self.sentence[:MESSAGE_CHARACTERS] or describe_exit(self.process),
             runtime_status=word.status if word is not None else None,
+            output_line="" if self.sentence else self.process.output.last_output_line(),
             at=self.at or self.process.ended_at,
         )
 

@@ -134,6 +134,7 @@ class Signs:
         return classify_exit(
             process.exit_code or 0,
             runtime_status=word.status if word is not None else None,
+            output_line=process.output.last_output_line(),
             message=describe_exit(process),
             kernel=select_kernel_lines(self.kernel.newest, process.ended_at),
             rules=self._rules(),

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainium_agent.ranks.runtime_status import RuntimeMessages
-from trainium_contract.program_output import is_native_frame
+from trainium_contract.faults.classify import match_output_line
+from trainium_contract.program_output import is_native_frame, reports_error
 from trainium_contract.wire.log_format import moment
 from trainium_contract.wire.log_line import (
     LINE_BYTES,
@@ -39,7 +40,8 @@ if TYPE_CHECKING:
     from trainium_agent.settings import AgentSettings
     from trainium_contract.wire.log_line import LogLine
 
-_LINES = 20
+_LINES = 60
+"""More than the summary that torchrun prints after the reason of its ranks."""
 _CHUNK = 1 << 16
 _LONGEST_LINE = 1 << 14
 _LINE_ENDS = re.compile(rb"[\r\n]+")
@@ -72,6 +74,16 @@ class Tail:
         """Return the most specific message of the runtime shortly before `at` (Unix seconds)."""
         with self._lock:
             return self._runtime.last(at)
+
+    def last_output_line(self) -> str:
+        """Return the name of the row of the table of faults that the newest error matches; empty for none."""
+        with self._lock:
+            lines = tuple(self._lines)
+        for line in reversed(lines):
+            sign = match_output_line(line)
+            if sign is not None or reports_error(line):
+                return sign.key if sign is not None else ""
+        return ""
 
     def feed(self, data: bytes) -> bytes:
         """Take in a chunk; what the log should show for it."""

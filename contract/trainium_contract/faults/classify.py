@@ -32,6 +32,7 @@ from trainium_contract.faults.signs import (
     EXIT_CODES,
     KERNEL_LINES,
     LABELS,
+    OUTPUT_LINES,
     POD_REASONS,
     RUNTIME_STATUSES,
     TAINTS,
@@ -40,6 +41,8 @@ from trainium_contract.faults.signs import (
 )
 
 _KILLED = 128 + 9
+_ABORTED = 128 + 6
+_SIGNAL_BASE = 128
 _KERNEL_BEFORE_SECONDS = 120.0
 _KERNEL_AFTER_SECONDS = 10.0
 _LONGEST_LINE = 1024
@@ -112,6 +115,7 @@ def severity(cause: Cause) -> int:
 
 # --- single signs
 
+_OUTPUT_LINES = {sign.key: sign for sign in OUTPUT_LINES}
 _STATUSES = {sign.number: sign for sign in RUNTIME_STATUSES}
 _CONDITIONS = {(sign.key, sign.value): sign.cause for sign in CONDITIONS}
 _LABELS = {(sign.key, sign.value): sign.cause for sign in LABELS}
@@ -120,7 +124,7 @@ _REASONS = {sign.key: sign.cause for sign in POD_REASONS}
 _DISRUPTIONS = {sign.key: sign.cause for sign in DISRUPTIONS}
 _DEVICE_TAINTS = {sign.key: sign.cause for sign in DEVICE_TAINTS}
 _CLAIM_HEALTH = {sign.key: sign.cause for sign in CLAIM_HEALTH}
-_TEXTS = (SignKind.RUNTIME_STATUS, SignKind.KERNEL_LINE)
+_TEXTS = (SignKind.RUNTIME_STATUS, SignKind.KERNEL_LINE, SignKind.OUTPUT_LINE)
 
 
 @cache
@@ -152,8 +156,22 @@ def find_runtime_status(status: int | None) -> Sign | None:
 
 def match_kernel_line(line: str) -> Sign | None:
     """Find the row that matches a kernel line; None for lines that report no fault."""
+    return _first_match(KERNEL_LINES, line)
+
+
+def match_output_line(line: str) -> Sign | None:
+    """Find the row that matches a line of output, or the text of an exception; None for all other lines."""
+    return _first_match(OUTPUT_LINES, line)
+
+
+def find_output_line(key: str) -> Sign | None:
+    """Find the row of this name; None for "" and for unknown ones."""
+    return _OUTPUT_LINES.get(key)
+
+
+def _first_match(signs: Sequence[Sign], line: str) -> Sign | None:
     text = line[:_LONGEST_LINE]
-    return next((sign for sign in KERNEL_LINES if sign.pattern is not None and sign.pattern.search(text)), None)
+    return next((sign for sign in signs if sign.pattern is not None and sign.pattern.search(text)), None)
 
 
 def cause_of_condition(kind: str, reason: str) -> Cause | None:
@@ -244,15 +262,16 @@ def classify_exit(
     code: int,
     *,
     runtime_status: int | None = None,
+    output_line: str = "",
     message: str = "",
     kernel: Sequence[str] = (),
     rules: Sequence[RecoveryRule] = (),
 ) -> Verdict:
     """Classify the end of a training process by all its signs together.
 
-    `kernel` are the kernel lines of its node from the time of the failure. A rule of the job comes first, then a device
-    error in the kernel's log, then a code that the process chose on purpose, then the runtime's status, then a kernel
-    line that explains it, then the code.
+    `kernel` are the kernel lines of its node from the time of the failure, `output_line` is the name of a row. A rule
+    of the job comes first, then a device error in the kernel's log, then a code that the process chose on purpose, then
+    the runtime's status, then a kernel line that explains it, then the line of output, then the code.
     """
     status = find_runtime_status(runtime_status)
     ruled = match_rules(rules, code=code, reason=status.key if status else "", texts=(message, *kernel))
@@ -268,6 +287,9 @@ def classify_exit(
     if status is not None and _may_refine(code, status.cause):
         return classify_sign(status)
     explained = [classify_sign(sign) for sign in lines if _explains(code, sign.cause)]
+    by_output = find_output_line(output_line)
+    if by_output is not None and by_code is _CRASH and (code < _SIGNAL_BASE or code == _ABORTED):
+        by_code = classify_sign(by_output)
     return min(explained, key=lambda found: found.cause is not Cause.MEMORY, default=by_code)
 
 

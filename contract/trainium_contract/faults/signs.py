@@ -32,6 +32,8 @@ class SignKind(StrEnum):
     """Exit code of a training process, or of the container of a pod."""
     RUNTIME_STATUS = "runtime status"
     """In the last output of a process."""
+    OUTPUT_LINE = "output line"
+    """In the last output of a process that ended by itself with a code outside the contract."""
     KERNEL_LINE = "kernel line"
     POD_REASON = "pod reason"
     """Reason of a pod that failed."""
@@ -65,7 +67,7 @@ class Sign:
     number: int = -1
     """The exit code, or the number of the status."""
     pattern: re.Pattern[str] | None = None
-    """Pattern of a kernel line."""
+    """Pattern of a kernel line or an output line."""
     decisive: bool = False
     """A kernel line that is a fault by itself; the others only explain the end of a process."""
     value: str = "*"
@@ -88,6 +90,12 @@ def _line(
     name: str, pattern: str, cause: Cause, sentence: str, responses: Responses | None = None, *, decisive: bool = False
 ) -> Sign:
     return Sign(SignKind.KERNEL_LINE, name, cause, sentence, responses, pattern=re.compile(pattern), decisive=decisive)
+
+
+def _output(name: str, pattern: str, sentence: str) -> Sign:
+    """Return the row of an error of a communication library that lost another process."""
+    kind, cause = SignKind.OUTPUT_LINE, Cause.PEER_LOST
+    return Sign(kind, name, cause, sentence, indirect=True, pattern=re.compile(pattern))
 
 
 def _broken(error: str, sentence: str) -> Sign:
@@ -181,6 +189,38 @@ RUNTIME_STATUSES = (
     _status(1, "NRT_FAILURE", Cause.RUNTIME, "the runtime failed and gives no reason", indirect=True),
 )
 """The most specific first: when the output names several, for instance 5 and 1201, the first of these counts."""
+
+OUTPUT_LINES = (
+    _output(
+        "gloo",
+        # The prefix is that of gloo's exceptions; a failed check of its arguments has another one.
+        r"\[\S*gloo/\S+:\d+\] |Gloo connectFullMesh failed|Timed out waiting \d+ms for (recv|send) operation"
+        r"|Application timeout caused pair closure|failed to pass monitoredBarrier",
+        "a collective of gloo lost another process",
+    ),
+    _output(
+        "torch's store",
+        r"Did the remote server shutdown or crash\?|The client socket has (timed out after|failed to connect to)"
+        r"|SocketImpl\(.*\): (Broken pipe|Connection (reset|refused|timed out))|\bwait timeout after \d+ ?ms"
+        r"|Timed out after \d+ seconds waiting for clients",
+        "the store that the processes share does not answer, so its process is gone",
+    ),
+    _output(
+        "NCCL",
+        r"remote process exited or there was a network error|ncclRemoteError|Connection closed by remote peer"
+        r"|Watchdog caught collective operation timeout|NCCL communicator was aborted",
+        "a collective of NCCL lost another process",
+    ),
+    _output(
+        "XLA's coordination service",
+        r"UNAVAILABLE: .*(Socket closed|Connection reset by peer|[Cc]onnection refused|failed to connect)",
+        "the coordination service of XLA, or a process that it knows, is gone",
+    ),
+    _output(
+        "Neuron collectives", r"CCOM WARN Timeout waiting for RX", "a collective of Neuron waited for another node"
+    ),
+)
+"""Patterns of a lost peer, from the texts of gloo, c10d, NCCL, XLA and Neuron's collectives; all are `indirect`."""
 
 KERNEL_LINES = (
     _broken("SRAM_UNCORRECTABLE_ERROR", "uncorrectable error of a core's memory (SRAM)"),
@@ -328,6 +368,7 @@ SIGNS = (
     *EXIT_CODES,
     ANY_OTHER_CODE,
     *RUNTIME_STATUSES,
+    *OUTPUT_LINES,
     *KERNEL_LINES,
     *POD_REASONS,
     *CONDITIONS,

@@ -235,6 +235,8 @@ class ProcessFailure(MessageModel):
     """Last lines of output or the error."""
     runtime_status: Ordinal | None = None
     """Status of the Neuron runtime (nrt_status.h) that the last output names; absent when it names none."""
+    output_line: Text = ""
+    """Name of the output line (`faults.signs.OUTPUT_LINES`) that gives the reason of the end; empty for none."""
     at: Time
 
 

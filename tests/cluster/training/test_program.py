@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,6 +13,8 @@ from tests.testing.suite.patience import patient
 
 if TYPE_CHECKING:
     from tests.testing.cluster.sites import Site
+
+REPOSITORY = Path(__file__).parents[3]
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -63,6 +66,21 @@ def applied(site: Site, namespace: str, change: str) -> ProgramJob:
     return job
 
 
+def ddp_job(site: Site, namespace: str) -> ProgramJob:
+    """The example that `make program` runs, which knows of no TrainingJob either."""
+    source = (REPOSITORY / "manifests" / "examples" / "train_ddp.py").read_text(encoding="utf-8")
+    job = ProgramJob(site, namespace, "program", "{workers: {spares: 1}, program: {}}")
+    folder = f"/checkpoints/{namespace}/{job.name}"
+    options = ["--folder", folder, "--steps", str(STEPS), "--save-every", "5", "--seconds-per-step", "0.2"]
+    program = {
+        "command": ["python", "-c", source, *options],
+        "checkpoints": {"path": folder, "committed": "step-{step}/complete"},
+    }
+    job.change = json.dumps({"workers": {"spares": 1}, "program": program})
+    job.apply()
+    return job
+
+
 def step_of(status: dict[str, Any]) -> int:
     return int((status.get("progress") or {}).get("step", 0))
 
@@ -94,6 +112,24 @@ def test_a_program_goes_through_a_killed_process_and_a_lost_node_and_completes(o
     conditions = {each["type"]: each for each in status["conditions"]}
     assert conditions["Complete"]["message"] == f"the program ended with code 0 on all workers, after step {STEPS}"
     assert conditions["ProgressReported"]["status"] == "True"
+
+
+def test_ranks_that_lose_a_peer_with_its_node_are_no_interruption_of_their_own(operator: Site, namespace: str) -> None:
+    job = ddp_job(operator, namespace)
+    job.until("steps and a spare", lambda status: step_of(status) >= 12 and status.get("spares") == 1, seconds=180)
+    lost = job.members()[1]
+    operator.power_off(lost["nodeName"])
+    try:
+        job.until_recovered(seconds=180)
+        status = job.until_phase("Completed", seconds=180)
+    finally:
+        operator.power_on(lost["nodeName"])
+
+    (entry,) = status["history"]
+    found = (entry["cause"], entry["rung"], entry["pod"], entry["node"])
+    assert found == ("NodeLost", "Spare", lost["podName"], lost["nodeName"]), entry
+    assert entry["stepsLost"] <= 6, "the steps since its checkpoint, and the one in hand"
+    assert step_of(status) == STEPS
 
 
 def test_a_program_that_cannot_be_started_fails_with_a_sentence_that_names_it(operator: Site, namespace: str) -> None:

@@ -39,6 +39,7 @@ from trainium_contract.faults.signs import (
     DISRUPTIONS,
     KERNEL_LINES,
     LABELS,
+    OUTPUT_LINES,
     POD_REASONS,
     RUNTIME_STATUSES,
     TAINTS,
@@ -91,6 +92,32 @@ LINES = {
     "out of memory": "Out of memory: Killed process 4242 (python) total-vm:1kB",
 }
 """An example of each kernel line whose name is none."""
+OUTPUT = {
+    "gloo": (
+        "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [::1]:4",
+        "[rank1]: RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection reset by peer",
+        "RuntimeError: Timed out waiting 1800000ms for recv operation to complete",
+        "RuntimeError: Gloo connectFullMesh failed with [../gloo/transport/tcp/pair.cc:144] no error",
+        "RuntimeError: Rank 1 failed to pass monitoredBarrier in 30000 ms",
+        "RuntimeError: Application timeout caused pair closure",
+    ),
+    "torch's store": (
+        "DistNetworkError: Failed to recv, got 0 bytes. Did the remote server shutdown or crash?",
+        "DistNetworkError: The client socket has timed out after 60000ms while trying to connect to (10.0.0.1, 29500).",
+        "[W1126 TCPStore.cpp:125] [c10d] sendBytes failed on SocketImpl(fd=3, addr=a, remote=b): Broken pipe",
+        "torch.distributed.DistStoreError: wait timeout after 300000ms, keys: /default_pg/0//cpu//0/0",
+        "torch.distributed.DistStoreError: Timed out after 61 seconds waiting for clients. 1/2 clients joined.",
+    ),
+    "NCCL": (
+        "DistBackendError: NCCL error in: x.cpp:1, remote process exited or there was a network error, NCCL 2.27.5",
+        "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.",
+        "socketProgress: Connection closed by remote peer node2<42830>",
+        "[E1126 ProcessGroupNCCL.cpp:629] [Rank 0] Watchdog caught collective operation timeout: WorkNCCL(...)",
+    ),
+    "XLA's coordination service": ("RuntimeError: UNAVAILABLE: 14: Socket closed",),
+    "Neuron collectives": ("2023-Aug-01 16:12:43.02 1:2 [21] bootstrap.cc:106 CCOM WARN Timeout waiting for RX",),
+}
+"""Lines of output of each row, as the libraries print them."""
 
 
 # --- where the rows are found, and nothing else
@@ -189,11 +216,12 @@ def beat(failure: ProcessFailure | None = None, line: str = "") -> HeartbeatRequ
     )  # fmt: skip
 
 
-def operator_says(code: int, status: int | None = None, line: str = "") -> str:
+def operator_says(code: int, status: int | None = None, line: str = "", output: str = "") -> str:
     """What the operator makes of a process's end: meaning, and whether it waited for others."""
     failure = ProcessFailure(
-        sequence=0, generation=1, attempt=0, rank=0, exit_code=code, runtime_status=status, at=AT, message="m"
-    )
+        sequence=0, generation=1, attempt=0, rank=0, exit_code=code, runtime_status=status, output_line=output, at=AT,
+        message="m",
+    )  # fmt: skip
     verdict = meaning_of_failure(beat(failure, line), failure, ())
     waited = " waited" if losses._waited_in_collective(failure) else ""
     return f"{told(verdict)}{waited} | {verdict.sentence}"
@@ -252,6 +280,17 @@ def status_rows() -> Iterator[str]:
         assert agent_says(ended(1, output)) == by_name
         heard = [code for code in CODES if classify_exit(code, runtime_status=status) != classify_exit_code(code)]
         yield f"{status} {name} | agent: {by_name} | operator: {operator_says(1, status)} | explains {codes(heard)}"
+
+
+def output_rows() -> Iterator[str]:
+    for sign in OUTPUT_LINES:
+        heard = [code for code in CODES if classify_exit(code, output_line=sign.key) != classify_exit(code)]
+        by_agent = {agent_says(ended(1, f"step 7\n{line}\nbye")) for line in OUTPUT[sign.key]}
+        beside = classify_exit(1, output_line=sign.key, runtime_status=6).cause
+        yield (
+            f"{sign.key} | agent: {' '.join(by_agent)} | operator: {operator_says(1, output=sign.key)} | explains "
+            f"{codes(heard)}, with status 6 {beside}"
+        )
 
 
 def kernel_rows() -> Iterator[str]:
@@ -348,6 +387,7 @@ def table() -> str:
         "causes": cause_rows(),
         "exit codes": code_rows(),
         "runtime statuses": status_rows(),
+        "output lines": output_rows(),
         "kernel lines": kernel_rows(),
         "pod reasons": pod_rows(),
         "conditions": condition_rows(),

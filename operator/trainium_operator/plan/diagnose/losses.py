@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.faults.causes import Cause
-from trainium_contract.faults.classify import find_runtime_status, severity
+from trainium_contract.faults.classify import find_output_line, find_runtime_status, severity
 from trainium_contract.faults.node_polarity import Severity
 from trainium_contract.faults.responses import Response
 from trainium_contract.status.conditions import Phase
@@ -119,9 +119,9 @@ def _lost_a_peer(beat: HeartbeatRequest) -> bool:
 
 
 def _waited_in_collective(failure: ProcessFailure) -> bool:
-    """By its code, or by the runtime's word: it waited for others that did not come."""
-    status = find_runtime_status(failure.runtime_status)
-    return failure.exit_code == ExitCode.PEER_LOST or (status is not None and status.indirect)
+    """By its code, or by a message in its output: it waited for others that did not come."""
+    sign = find_runtime_status(failure.runtime_status) or find_output_line(failure.output_line)
+    return failure.exit_code == ExitCode.PEER_LOST or (sign is not None and sign.indirect)
 
 
 def _stall(facts: Facts) -> tuple[float, float | None]:

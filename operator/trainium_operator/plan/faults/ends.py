@@ -21,10 +21,11 @@ if TYPE_CHECKING:
 def meaning_of_failure(beat: HeartbeatRequest, failure: ProcessFailure, rules: Sequence[RecoveryRule]) -> Verdict:
     """Classify the end of a process by its exit code, runtime status, output and kernel lines."""
     if not rules and not beat.kernel:
-        return _plain_meaning(failure.exit_code, failure.runtime_status)
+        return _plain_meaning(failure.exit_code, failure.runtime_status, failure.output_line)
     return classify.classify_exit(
         failure.exit_code,
         runtime_status=failure.runtime_status,
+        output_line=failure.output_line,
         message=failure.message,
         kernel=classify.select_kernel_lines(beat.kernel, failure.at),
         rules=rules,
@@ -32,9 +33,9 @@ def meaning_of_failure(beat: HeartbeatRequest, failure: ProcessFailure, rules: S
 
 
 @lru_cache(maxsize=1024)
-def _plain_meaning(code: int, runtime_status: int | None) -> Verdict:
+def _plain_meaning(code: int, runtime_status: int | None, output_line: str) -> Verdict:
     """Without rules and kernel lines, as almost always: every plan asks for each failure of each of 1,000 workers."""
-    return classify.classify_exit(code, runtime_status=runtime_status)
+    return classify.classify_exit(code, runtime_status=runtime_status, output_line=output_line)
 
 
 def classify_pod_failure(pod: PodView, rules: Sequence[RecoveryRule]) -> Verdict:

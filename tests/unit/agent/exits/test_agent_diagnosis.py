@@ -51,6 +51,30 @@ def test_a_runtime_status_says_more_than_a_crash(code: int, output: str, cause: 
     assert (verdict.cause, verdict.response) == (cause, response)
 
 
+GLOO = "[rank1]: RuntimeError: [/src/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.1]:4242\n"
+SUMMARY = "".join(f"{line}\n" for line in range(30))
+"""As long as what torchrun prints of its ranks."""
+
+
+@pytest.mark.parametrize(
+    ("code", "output", "cause"),
+    [
+        (1, f"Traceback (most recent call last):\n{GLOO}", Cause.PEER_LOST),
+        (134, f"{GLOO}terminate called without an active exception\n", Cause.PEER_LOST),
+        (1, f"{GLOO}torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n{SUMMARY}", Cause.PEER_LOST),
+        (1, f"{GLOO}IndexError: list index out of range\n", Cause.CRASH),
+        (1, f"{GLOO}my.own.StateError\n", Cause.CRASH),
+        (137, GLOO, Cause.CRASH),
+        (139, GLOO, Cause.CRASH),
+        (1, GLOO + "step 1\n" * 200, Cause.CRASH),
+        (1, "requests.exceptions.ConnectionError: Connection reset by peer\n", Cause.CRASH),
+        (64, GLOO, Cause.USER_CODE),
+    ],
+)
+def test_a_program_that_ends_with_the_error_of_a_lost_peer_is_a_victim(code: int, output: str, cause: Cause) -> None:
+    assert signs().diagnose(ended(code, output)).verdict.cause is cause
+
+
 def test_a_device_error_in_the_kernels_log_is_behind_a_crash_and_a_lost_peer_alike() -> None:
     for code in (1, 76, 139):
         made = signs()

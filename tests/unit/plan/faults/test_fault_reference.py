@@ -6,7 +6,15 @@ from pathlib import Path
 
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.faults.causes import Cause
-from trainium_contract.faults.signs import CONDITIONS, KERNEL_LINES, LABELS, POD_REASONS, RUNTIME_STATUSES, TAINTS
+from trainium_contract.faults.signs import (
+    CONDITIONS,
+    KERNEL_LINES,
+    LABELS,
+    OUTPUT_LINES,
+    POD_REASONS,
+    RUNTIME_STATUSES,
+    TAINTS,
+)
 from trainium_operator.plan.model.reasons import Reason
 
 DOCS = Path(__file__).parents[4] / "docs"
@@ -19,7 +27,7 @@ def test_every_cause_and_every_sign_is_in_the_table_for_people() -> None:
         *(f"`{cause}`" for cause in Cause),
         *(f"| {code.value}" for code in ExitCode),
         *(f"{sign.number} `{sign.key}`" for sign in RUNTIME_STATUSES),
-        *(f"`{sign.key}`" for sign in KERNEL_LINES),
+        *(f"`{sign.key}`" for sign in (*OUTPUT_LINES, *KERNEL_LINES)),
         *(f"`{sign.key}`" for sign in (*POD_REASONS, *CONDITIONS, *TAINTS)),
         *(f"`{sign.key}={sign.value}`" for sign in LABELS),
     ]
