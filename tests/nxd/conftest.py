@@ -1,7 +1,7 @@
 """Runs of the trainer on the real neuronx-distributed, on the CPU; all of it is skipped where that cannot be imported.
 
 NXD_SRC names the `src` folder of a checkout of https://github.com/aws-neuron/neuronx-distributed; without it an
-installed package is used. docs/backends.md says what runs where.
+installed package is used. docs/backends.md lists what runs where.
 """
 
 from __future__ import annotations

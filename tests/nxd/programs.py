@@ -1,8 +1,9 @@
-"""What ranks do that are no runs of the trainer: each program prints one JSON object and ends its process."""
+"""Programs of ranks beside runs of the trainer: each prints one JSON object and ends its process."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,14 +25,14 @@ if TYPE_CHECKING:
 def main(name: str, argv: Sequence[str]) -> None:
     """Run `--config FILE --set A=B --set C=D ...` as the program `name`."""
     settings = resolve_settings(load(Path(argv[1]), argv[3::2]), read_launch())
-    answer = {"agree": agree, "evaluate": evaluate, "frozen": frozen, "reload": reload}[name](settings)
+    answer = PROGRAMS[name](settings)
     print(json.dumps(answer), flush=True)  # noqa: T201 - the answer
     dist.barrier()
     os._exit(0)
 
 
 def agree(settings: Settings) -> dict[str, Any]:
-    """How many of the values that several ranks hold are not the first such rank's, before and after they agreed."""
+    """Count the values, held by several ranks, that differ from the first such rank's, before and after they agreed."""
     backend = NxdBackend(settings)
     backend.build()
     held = backend._store.held
@@ -101,8 +102,36 @@ def evaluate(settings: Settings) -> dict[str, Any]:
     return {"losses": [str(loss) for loss in losses], "norm": backend.parameter_norm()}
 
 
+def nonfinite(settings: Settings) -> dict[str, Any]:
+    """Return whether a step applied and the ranks named, with NaN in the last rank's loss, then in its gradient."""
+    backend = NxdBackend(settings)
+    backend.build()
+    backend.initialize(3)
+    broken = backend.mesh.rank == backend.mesh.world_size - 1
+    parameter = next(parameter for parameter in backend._model.parameters() if parameter.requires_grad)
+    forward = backend._forward
+    tokens = torch.arange(66).reshape(2, 33)
+    batch = MicroBatch(tokens[:, :-1], tokens[:, 1:].clone(), 64, torch.arange(2))
+    found = {}
+    for part in ("forward", "backward"):
+        backend._forward = lambda *batch, part=part, **words: (
+            forward(*batch, **words)
+            * (  # type: ignore[method-assign]
+                math.nan if broken and part == "forward" else 1.0
+            )
+        )
+        hook = parameter.register_hook(
+            lambda gradient, part=part: gradient * (math.nan if broken and part == "backward" else 1.0)
+        )
+        backend.accumulate(batch, last=True)
+        outcome = backend.step(divisor=64 * backend.mesh.dp_size, learning_rate=0.1, clip_norm=1.0)
+        found[part] = [outcome.applied, list(outcome.origins)]
+        hook.remove()
+    return found
+
+
 def frozen(settings: Settings) -> dict[str, Any]:
-    """What a step of a tuning leaves: of what is held all that is no adapter in float32, and the base's numbers."""
+    """Describe a tuning after a step: what is held beside the adapters in float32, and the base's numbers."""
     backend = NxdBackend(settings)
     backend.build()
     base = InitialWeights.open(settings.config, settings.shape).base
@@ -125,3 +154,6 @@ def frozen(settings: Settings) -> dict[str, Any]:
         "frozen": sorted({str(entry.parameter.dtype) for entry in backend._frozen}),
         "same": all(torch.equal(old, entry.parameter) for old, entry in zip(before, backend._frozen, strict=True)),
     }
+
+
+PROGRAMS = {"agree": agree, "evaluate": evaluate, "frozen": frozen, "nonfinite": nonfinite, "reload": reload}

@@ -37,12 +37,12 @@ def asked(self: NxdBackend) -> None:
     close(self)
 
 
-def telling(code: int) -> NoReturn:
+def report_and_exit(code: int) -> NoReturn:
     launched = (metrics.metric_data("ExecuteTime") or [0])[0]
     answer = {"launched": launched, "groups": standins.moved, "place": place}
     print(json.dumps(answer), flush=True)  # noqa: T201 - the answer
     leave(code)
 
 
-exits.leave, NxdBackend.close = telling, asked  # type: ignore[method-assign]
+exits.leave, NxdBackend.close = report_and_exit, asked  # type: ignore[method-assign]
 rehearsal.main()

@@ -1,4 +1,4 @@
-"""What neuronx-distributed needs around it to run on a plain CPU, where the Neuron SDK is not.
+"""Stand-ins with which neuronx-distributed runs on a plain CPU, without the Neuron SDK.
 
 AWS publishes the source of neuronx-distributed, not that of torch_neuronx, of the compiler and of its kernels; NxD
 names those when it is imported and, with NXD_CPU_MODE=1, does without them. Stand-ins here: modules for the closed
@@ -51,7 +51,7 @@ class Absent:
     __ror__ = __or__
 
     def __mro_entries__(self, _: tuple[Any, ...]) -> tuple[type, ...]:
-        """As a base class it is none."""
+        """Add no base class."""
         return ()
 
 
@@ -100,7 +100,7 @@ def install() -> None:
     # NxD does without transformers where there is none, and knows no recent one.
     sys.modules["transformers"] = None  # type: ignore[assignment]
     if importlib.util.find_spec("torch_xla") is None:
-        _stand_in_for_torch_xla()
+        _replace_torch_xla()
     else:
         import torch_xla  # noqa: F401  must not find the closed packages
     missing = {name for name in NOT_NEEDED if importlib.util.find_spec(name) is None}
@@ -128,7 +128,7 @@ def _module(name: str, **members: Any) -> None:
         setattr(sys.modules[parent], leaf, module)
 
 
-def _stand_in_for_torch_xla() -> None:
+def _replace_torch_xla() -> None:
     _module("torch_xla", __version__="0", _XLAC=types.SimpleNamespace())
     for package in ("core", "utils", "distributed"):
         _module(f"torch_xla.{package}")

@@ -126,7 +126,7 @@ def test_half_precision_stays_close_to_full_precision(
     ids=["replicated", "zero1", "zero1, master weights"],
 )
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(launch: Callable[..., Any], overrides: list[str]) -> None:
-    """The library's own resume of ZeRO-1 brings back the weights from before the load, without a word."""
+    """The library's own resume of ZeRO-1 silently restores the weights from before the load."""
     settings = [NXD, TP, CONSTANT, *overrides]
     through = run(launch, 4, "through", [*settings, "steps=6"])
     run(launch, 4, "halted", [*settings, "steps=3"])
@@ -171,7 +171,23 @@ def test_a_step_that_is_not_finite_is_noticed_before_the_update(launch: Callable
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("ranks", "overrides", "forward", "backward"),
+    [
+        pytest.param(3, [], [2], [2], id="dp3"),
+        pytest.param(4, [TP], [2, 3], [3], id="dp2 tp2"),
+        pytest.param(3, [ZERO1], [2], [2], id="zero1 dp3", marks=needs_torch_xla),
+    ],
+)
+def test_numbers_of_one_rank_are_attributed_to_it(
+    program: Callable[..., Any], ranks: int, overrides: list[str], forward: list[int], backward: list[int]
+) -> None:
+    """A loss that is not finite reaches the gradients of the tensor-parallel group."""
+    for found in program("nonfinite", ranks, NXD, *overrides):
+        assert found == {"forward": [False, forward], "backward": [False, backward]}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
     [
         (["parallelism.pipeline=2"], "backend Nxd has no pipeline"),
         (["precision=BFloat16Stochastic"], "set dataParallel to ShardedOptimizer"),
@@ -179,11 +195,11 @@ def test_a_step_that_is_not_finite_is_noticed_before_the_update(launch: Callable
     ids=["pipeline", "rounding"],
 )
 def test_what_the_backend_cannot_do_is_refused_in_a_sentence(
-    launch: Callable[..., Any], overrides: list[str], said: str
+    launch: Callable[..., Any], overrides: list[str], message: str
 ) -> None:
     job = launch(2, "refused", [NXD, *overrides])
     assert job.wait(300) == [64, 64]
-    assert said in job.log().splitlines()[-1]
+    assert message in job.log().splitlines()[-1]
 
 
 @pytest.mark.parametrize("target", ["trn1", "trn2"])

@@ -74,7 +74,7 @@ def run(launch: Launcher, base: Path) -> Run:
 
 @pytest.fixture(scope="module")
 def native() -> dict[str, tuple[Metrics, Trained]]:
-    """What the native backend made of each tuning, once it was asked for."""
+    """Return the native backend's result of each tuning, computed at its first use."""
     return {}
 
 

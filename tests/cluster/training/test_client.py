@@ -63,6 +63,21 @@ def beside(job: Job, command: str, *arguments: str, to: Path) -> Iterator[Callab
             running.terminate()
 
 
+@contextmanager
+def node_renamed(site: Site, node: str) -> Iterator[str]:
+    """Stop a node and register its machine under another name; yields that name, and restores the node."""
+    name = f"{node}-renamed"
+    machine = site.kubectl("get", "node", node, "-o", "jsonpath={.spec.providerID}")
+    new = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}, "spec": {"providerID": machine}}
+    with site.without_power(node):
+        try:
+            site.kubectl("delete", "node", node)
+            site.kubectl("create", "-f", "-", stdin=json.dumps(new))
+            yield name
+        finally:
+            site.kubectl("delete", "node", name, "--ignore-not-found")
+
+
 @pytest.mark.long
 def test_a_fault_is_seen_by_every_command_and_a_rank_is_followed_into_its_next_pod(
     new_job: Callable[..., Job], trn: Trn, tmp_path: Path
@@ -150,21 +165,29 @@ def test_a_machine_that_a_fault_was_attributed_to_is_listed_with_its_evidence_an
     def held() -> list[dict[str, Any]]:
         return [each for each in trn(None, "nodes") if each["node"] == node]
 
+    def is_attributed() -> bool:
+        strikes = [strike for each in held() for strike in each["strikes"]]
+        source = f"{job.namespace}/{job.name}"
+        return bool(strikes) and all(source in strike["by"].split("+") for strike in strikes)
+
     faults.set_condition(node, "NeuronHealth", "True", "NeuronHasError_HBM_UNCORRECTABLE_ERROR")
     try:
         entry = job.until_recovered()
         assert (entry["cause"], entry["rung"], entry["node"]) == ("Device", "Spare", node)
         assert entry["stepsLost"] == 0, "the node still answers, so all save before the rank moves"
         assert node not in {member["nodeName"] for member in job.members()}
-        until(held, lambda: str(trn(None, "nodes")))
+        until(is_attributed, lambda: str(trn(None, "nodes")))
     finally:
         faults.clear_condition(node, "NeuronHealth")
     (found,) = held()
     assert {strike["cause"] for strike in found["strikes"]} == {"Device"}
-    assert all(strike["by"].startswith(f"{job.namespace}/{job.name}") for strike in found["strikes"])
 
-    assert trn(None, "release", node)["was"] == found
-    assert held() == []
+    with node_renamed(job.site, node) as name:
+        (renamed,) = [each for each in trn(None, "nodes") if each["machine"] == found["machine"]]
+        assert (renamed["renamed"], renamed["present"]) == (name, True)
+        assert f"{name} (was {node})" in trn(None, "nodes", as_json=False)
+        assert trn(None, "release", name)["was"] == renamed
+        assert held() == []
 
 
 @pytest.mark.long

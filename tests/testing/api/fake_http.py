@@ -79,7 +79,7 @@ class FakeServer:
 
 
 def discovery(path: str) -> dict[str, Any] | None:
-    """What is answered about groups and kinds; None for any other path."""
+    """Return the answer about groups and kinds; None for any other path."""
     groups = sorted({resource.group for resource in ALL if resource.group} | {"apiextensions.k8s.io"})
     versions = {resource.group: resource.version for resource in ALL} | {"apiextensions.k8s.io": "v1"}
     if path == "/api":

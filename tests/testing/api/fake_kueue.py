@@ -20,7 +20,7 @@ FLAVOR = "trn1"
 
 
 class FakeKueue:
-    """Of `capacity` pods."""
+    """A queue of `capacity` pods."""
 
     def __init__(self, cluster: FakeCluster, capacity: int) -> None:
         self.cluster = cluster
@@ -42,7 +42,7 @@ class FakeKueue:
         return sum(_pods(raw) for raw in self.workloads().values() if _holds(raw))
 
     def evict(self, name: str, reason: str = "Preempted") -> None:
-        """As a preemption does: the quota stays until it is returned."""
+        """Evict as a preemption does: the quota stays until it is returned."""
 
         def change(raw: dict[str, Any]) -> None:
             message = "Preempted to accommodate a workload (UID: u, JobUID: j) due to reclamation within the cohort"

@@ -1,10 +1,10 @@
-"""What real jobs left on the development cluster, and an API server that serves it.
+"""Objects of real jobs of the development cluster, and an API server that serves them.
 
 `job`: two crashes and a pod that was deleted on the way; `failed`: its data is not there. Recorded by `kubectl get -o
 json`; the spec is cut to what the client reads.
 
-`ApiServer` has no semantics, unlike `FakeCluster` behind `FakeServer`: a test says what each path answers, also a
-refusal or what no API server should say. Whoever lists, watches or writes takes the other.
+`ApiServer` has no semantics, unlike `FakeCluster` behind `FakeServer`: a test sets the answer of each path, also a
+refusal or an invalid one. Tests that list, watch or write use the other.
 """
 
 from __future__ import annotations

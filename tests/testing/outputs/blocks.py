@@ -28,7 +28,7 @@ _LONGEST_COMMAND = 100
 
 
 def commands(page: str) -> list[str]:
-    """What the marks of a page name, in their order."""
+    """Return the commands that the marks of a page name, in their order."""
     return [found["command"] for found in _BLOCK.finditer(page)]
 
 

@@ -1,4 +1,4 @@
-"""What the commands print that pages show: the programs themselves, on recorded jobs or on jobs that are built here."""
+"""Output of the commands on pages: the programs themselves, on recorded jobs or on jobs that are built here."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ _RECORDED = {
 
 
 def output(command: str) -> str:
-    """What the command prints. Raises KeyError for one that nothing here can run."""
+    """Return what the command prints. Raises KeyError for one that nothing here can run."""
     if command.startswith("kubectl trn ") and command not in _BUILT:
         return _replayed(shlex.split(command)[2:])
     return _BUILT[command]()
@@ -85,7 +85,7 @@ def _replayed(words: Sequence[str], out: io.StringIO | None = None) -> str:
 
 
 def recording_of(words: Sequence[str]) -> Recording:
-    """What a command of `kubectl trn` read and wrote, by its words. Raises KeyError where none was kept."""
+    """Return what a command of `kubectl trn` read and wrote, by its words. Raises KeyError where none was kept."""
     name = words[0] if words[0] in _RECORDED else " ".join(words[:2])
     return Recording.read(RECORDED / f"{_RECORDED[name]}.json")
 

@@ -1,4 +1,4 @@
-"""What `kubectl trn` read of a cluster, wrote to it, and when, so that the same command can be run on it again.
+"""Record what `kubectl trn` read of a cluster, wrote to it, and when, so that the same command can run on it again.
 
 Invariant: a command that is replayed asks for nothing that was not recorded, writes what it wrote then, and sees the
 clock of that moment.
@@ -39,21 +39,21 @@ _ANYWHERE = {
     sys.base_prefix: "/usr/local",
     os.uname().release: "6.1.0",
 }
-"""Where programs of the development cluster lie, and where they are said to lie: a recording is of no machine."""
+"""Folder of the development cluster's programs, and the one shown for it: a recording names no machine."""
 _LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """What a command read."""
+    """Objects that a command read."""
 
     now: float
     """When it read the last of it; Unix seconds."""
     namespace: str
-    """Where it looked; empty for a command that looks elsewhere."""
+    """Namespace that it read; empty for a command without one."""
     answers: dict[str, list[Any]]
     """What the API server answered by path (of a write: `METHOD PATH`), one after the other; an object (a refusal is a
-    Status) or a text. Nothing of a stream that said nothing."""
+    Status) or a text. Empty streams are left out."""
     inside: dict[str, str]
     """What programs inside of workers printed, by `POD: PROGRAM`."""
     sent: dict[str, list[Any]] = field(default_factory=dict)
@@ -111,7 +111,7 @@ class Frame(io.StringIO):
 def replayed(
     recording: Recording, arguments: Sequence[str], *, width: int = WIDTH, out: io.StringIO | None = None
 ) -> str:
-    """What the command prints, on both streams together as a terminal shows them.
+    """Return what the command prints, on both streams together as a terminal shows them.
 
     Raises LookupError where it asks for or writes something else than was recorded. It runs in an empty folder.
     """
@@ -152,7 +152,7 @@ def _key(method: str, path: str) -> str:
 
 
 def printed(arguments: Sequence[str], out: io.StringIO | None = None) -> str:
-    """What a command prints; it may fail, with what it says then."""
+    """Return what a command prints, also one that fails."""
     out = out or io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out), contextlib.suppress(SystemExit):
         main([*arguments])
@@ -222,7 +222,7 @@ def _programs(run: Callable[..., Output]) -> Iterator[None]:
 
 
 def _keep(to: Recording, path: str, answer: Any, *, appended: bool = False) -> None:
-    """Once for each time that it says something new; of a job only its phase is news."""
+    """Keep an answer once for each change; of a job only the phase counts."""
     known = to.answers.setdefault(path, [])
     if appended and known:
         known[-1] += answer
@@ -244,7 +244,7 @@ def _kept(answer: Answer) -> Any:
 
 
 def _without_noise(value: Any) -> Any:
-    """Without what only the API server and `kubectl apply` read, and what a machine says of itself."""
+    """Remove what only the API server and `kubectl apply` read, and what names a machine."""
     if isinstance(value, list):
         return [_without_noise(each) for each in value]
     if not isinstance(value, dict):

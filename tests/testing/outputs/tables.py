@@ -1,6 +1,6 @@
-"""What `kubectl get` prints of TrainingJobs, by the columns of the definition.
+"""Print TrainingJobs as `kubectl get` does, by the columns of the definition.
 
-Held to the real kubectl by `tests/cluster/definition/test_tables.py`.
+Compared with the real kubectl by `tests/cluster/definition/test_tables.py`.
 """
 
 from __future__ import annotations

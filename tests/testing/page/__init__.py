@@ -1,1 +1,1 @@
-"""What does a browser, or a parser, make of a page?"""
+"""A page, as a browser or a parser reads it."""

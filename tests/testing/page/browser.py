@@ -38,7 +38,7 @@ class Browser:
         self._number = 0
         self._seen: list[dict[str, Any]] = []
         self.complaints: list[str] = []
-        """What the console says: refusals of the policy, errors of scripts, what could not be loaded."""
+        """Lines of the console: refusals of the policy, errors of scripts, resources that failed to load."""
         for domain in ("Page", "Runtime", "Log", "Network"):
             self._ask(f"{domain}.enable")
 
@@ -59,7 +59,7 @@ class Browser:
         until(lambda: self.evaluate(expression), lambda: f"{expression}: {self.text()[:2000]}")
 
     def text(self) -> str:
-        """What a person reads."""
+        """Text that a person reads."""
         return str(self.evaluate("document.body.innerText"))
 
     def picture(self, path: Path, *, height: int = 1400, dark: bool = False) -> None:
@@ -100,7 +100,7 @@ class Browser:
 
 @contextmanager
 def browser() -> Iterator[Browser]:
-    """A browser with a profile of its own."""
+    """A browser with a separate profile."""
     assert CHROMIUM is not None
     with tempfile.TemporaryDirectory(prefix="browser-", ignore_cleanup_errors=True) as folder:
         command = [CHROMIUM, *_FLAGS, f"--user-data-dir={folder}", "about:blank"]
@@ -124,10 +124,10 @@ def browser() -> Iterator[Browser]:
 
 def _port(process: subprocess.Popen[str]) -> int:
     assert process.stderr is not None
-    said = ""
+    output = ""
     for line in process.stderr:
-        said += line
+        output += line
         found = re.search(r"DevTools listening on ws://[^:]+:(\d+)/", line)
         if found:
             return int(found[1])
-    raise AssertionError(f"no browser: {said}")
+    raise AssertionError(f"no browser: {output}")

@@ -1,4 +1,4 @@
-"""What a page holds, by the standard library's parser."""
+"""Contents of a page, by the standard library's parser."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Page(HTMLParser):
         self.tags: list[str] = []
         self.attributes: list[tuple[str, str | None]] = []
         self.open: list[str] = []
-        self.said = ""
+        self.text = ""
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -30,4 +30,4 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        self.said += data
+        self.text += data

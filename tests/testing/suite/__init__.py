@@ -1,1 +1,1 @@
-"""How is the suite run? How many examples, what each test cost, how long it waits, time that jumps."""
+"""Control how the suite runs: number of examples, cost of each test, timeouts, jumps of the clock."""

@@ -165,7 +165,7 @@ def _near(draw: st.DrawFn, value: Any) -> Any:
 
 
 def as_sent(value: Any) -> Any:
-    """As JSON carries it: not every Python value can come over the wire."""
+    """Return the value as JSON carries it: not every Python value can come over the wire."""
     return json.loads(json.dumps(value))
 
 

@@ -2,7 +2,7 @@
 
 By the file alone, since the process that divides them does not collect. xdist's own way, a mark whose name it puts
 behind the test's id, does nothing with a pytest whose ids cannot be set (9.2 with xdist 3.8): each test then goes to
-any lane, and each lane has clusters, operators and undisturbed runs of its own.
+any lane, and each lane has its own clusters, operators and undisturbed runs.
 """
 
 from __future__ import annotations

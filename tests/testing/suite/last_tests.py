@@ -1,4 +1,4 @@
-"""What several tests share is closed after the last of them, not at the end of the session.
+"""Close what several tests share after the last of them, not at the end of the session.
 
 Tests that share something are a group: one test lane has all of a group, in the order in which they were collected.
 Invariant: nothing of a group is closed before its last test is over, nor left open after the session.

@@ -1,7 +1,7 @@
 """The HTTP server below the ones of tests: on loopback, at a free port, a thread a connection.
 
 Invariant: a client that goes away leaves no trace. Python's own server prints a traceback of that into `sys.stderr`,
-where a test may be reading what a command says. Whatever else fails in a handler is printed.
+where a test may be reading the output of a command. Whatever else fails in a handler is printed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class LoopbackServer(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Tell of a failed handler."""
+        """Print a failed handler."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 

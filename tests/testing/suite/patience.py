@@ -1,8 +1,8 @@
-"""How long a test waits: as long as a quiet machine needs with room to spare, times how slow this one is just now.
+"""Scale timeouts of tests: what a quiet machine needs with a margin, times how slow this one is just now.
 
 A limit that is written in a test is for a quiet machine of two processors of usual speed. Invariants: it is never
 shortened, and at most MOST times as long; a wait ends as soon as what it waits for is there, so that only tests that
-fail take longer. What a test promises about time (a lease, a hang limit) is no patience and stays as it is.
+fail take longer. A time that a test is about (a lease, a hang limit) is not scaled.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LOOP_SECONDS = 0.0040
 
 
 class NotInTimeError(AssertionError):
-    """What was waited for did not come."""
+    """A condition was not met in time."""
 
 
 def slowness() -> float:
@@ -40,19 +40,19 @@ def slowness() -> float:
 
 
 def slowness_of(loop_seconds: float, load: float, running: int, processors: int) -> float:
-    """What figures amount to; `load` is an average that lags, `running` is of this moment, this process included."""
+    """Return how slow the machine is; `load` is an average that lags, `running` counts now, with this process."""
     processor = max(1.0, loop_seconds / _LOOP_SECONDS)
     crowd = max(1.0, load / processors, (running - 1) / processors)
     return min(MOST, processor * crowd)
 
 
 def patient(seconds: float) -> float:
-    """So many seconds on a quiet machine: for the time-out of a call."""
+    """Return the timeout of a call that may take so many seconds on a quiet machine."""
     return seconds * slowness()
 
 
 class Deadline:
-    """When a wait has lasted too long. A machine that becomes slow meanwhile is given its time."""
+    """Limit of a wait; it grows while the machine is slow."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Deadline:
         self._began = clock()
 
     def waited(self) -> float:
-        """Seconds since its beginning."""
+        """Return seconds since its start."""
         return self._clock() - self._began
 
     def is_over(self) -> bool:
@@ -74,13 +74,13 @@ class Deadline:
         return waited > self._seconds and waited > self._seconds * self._slow()
 
     def check(self, what: Words) -> None:
-        """NotInTimeError with these words when it is over."""
+        """Raise NotInTimeError with these words when it is over."""
         if self.is_over():
             raise NotInTimeError(f"not within {self.waited():.0f} s: {what if isinstance(what, str) else what()}")
 
 
 def until(condition: Callable[[], T], what: Words, seconds: float = USUAL, *, pause: float = 0.1) -> T:
-    """The first value of `condition` that is true; NotInTimeError with `what` when none comes."""
+    """Return the first value of `condition` that is true; raise NotInTimeError with `what` when none comes."""
     deadline = Deadline(seconds)
     while not (found := condition()):
         deadline.check(what)
@@ -89,7 +89,7 @@ def until(condition: Callable[[], T], what: Words, seconds: float = USUAL, *, pa
 
 
 async def async_until(condition: Callable[[], T], what: Words, seconds: float = USUAL, *, pause: float = 0.02) -> T:
-    """As `until`, while the event loop goes on."""
+    """Wait as `until` does, while the event loop goes on."""
     deadline = Deadline(seconds)
     while not (found := condition()):
         deadline.check(what)

@@ -28,7 +28,7 @@ class TimesRecord:
         """`path`: of the file to write; None in a lane."""
         self._path = path
         self._process = psutil.Process()
-        self._looked, self._used = time.monotonic(), self._processor_seconds()
+        self._sampled_at, self._used = time.monotonic(), self._processor_seconds()
         self._tests: dict[str, dict[str, float]] = {}
 
     @pytest.hookimpl(wrapper=True)
@@ -36,11 +36,11 @@ class TimesRecord:
         self, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
-        if call.when == "teardown" and time.monotonic() - self._looked > _SHORT:
+        if call.when == "teardown" and time.monotonic() - self._sampled_at > _SHORT:
             used = self._processor_seconds()
             # A process that ends without a parent that waits for it takes its seconds with it.
             report.user_properties.append(("processor", max(0.0, used - self._used)))
-            self._looked, self._used = time.monotonic(), used
+            self._sampled_at, self._used = time.monotonic(), used
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:

@@ -1,4 +1,4 @@
-"""How many examples the property tests try: a fixed few with all tests, many random ones with `make test-long`.
+"""Number of examples of the property tests: a fixed few with all tests, many random ones with `make test-long`.
 
 `TRAINIUM_TRIALS=20` is that many times as many, and random.
 """

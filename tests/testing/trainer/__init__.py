@@ -1,1 +1,1 @@
-"""What does a run begin with? Files, models, a hub and an S3 that answer on loopback."""
+"""Inputs of a run: files, models, a hub and an S3 that answer on loopback."""

@@ -52,7 +52,7 @@ def write_json_lines(path: Path) -> None:
 
 
 def write_gzip(path: Path) -> None:
-    """Of two members, as tools that work in parallel write it."""
+    """Write two members, as tools that work in parallel do."""
     path.write_bytes(gzip.compress(json_lines(TEXTS[:25])) + gzip.compress(json_lines(TEXTS[25:])))
 
 

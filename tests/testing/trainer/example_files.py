@@ -87,7 +87,7 @@ def write_tokenizer(
 
 
 def config(tmp_path: Path, source: Path | str, **more: Any) -> DataConfig:
-    """Of format Instruction in sequences of 64, with the tokenizer in `tmp_path/tokenizer` if it is there."""
+    """Return format Instruction in sequences of 64, with the tokenizer in `tmp_path/tokenizer` if it is there."""
     fields: dict[str, Any] = {
         "format": "Instruction",
         "sequence_length": 64,

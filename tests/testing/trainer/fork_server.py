@@ -1,7 +1,7 @@
 """The process from which tests fork processes that need torch or Arrow: it has imported both, once in each test lane.
 
-There is one in a process of tests, and it imports what it is told before its first use: who starts it first must name
-what all others need.
+There is one in a process of tests, and it imports the given modules before its first use: the first user must name
+the modules that all others need.
 """
 
 from __future__ import annotations

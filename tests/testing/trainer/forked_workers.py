@@ -25,7 +25,7 @@ CLEAN_START = pool.start_process
 
 
 class ForkedProcess:
-    """What the pool asks of a process."""
+    """A process as the pool uses it."""
 
     def __init__(self, process: ForkServerProcess) -> None:
         """`process` has been started."""
@@ -47,7 +47,7 @@ class ForkedProcess:
 
 
 def work(connection: Connection, environment: dict[str, str]) -> None:
-    """What `python -m trainium_trainer.data.workers.worker` does."""
+    """Do what `python -m trainium_trainer.data.workers.worker` does."""
     os.setpgid(0, 0)
     os.environ.clear()
     os.environ.update(environment)

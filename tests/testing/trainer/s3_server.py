@@ -67,7 +67,7 @@ class Fault:
     times: float = 1
 
     def takes(self, request: Request) -> bool:
-        """Whether it acts on this request; counts it."""
+        """Return whether it acts on this request, and count it."""
         if self.times <= 0 or (self.method is not None and self.method != request.method) or not self.fits(request):
             return False
         self.times -= 1
@@ -136,7 +136,7 @@ class S3Server:
         return fault
 
     def count(self, method: str, **query: str) -> int:
-        """How many requests of a kind came in; `query` gives parameters that must be there."""
+        """Count the requests of a kind that came in; `query` gives parameters that must be there."""
         return sum(r.method == method and query.items() <= r.query.items() for r in list(self.requests))
 
     def new_upload(self, bucket: str, key: str) -> str:
@@ -243,8 +243,8 @@ class _Handler(BaseHTTPRequestHandler):
                 keys = [entry.text or "" for entry in ET.fromstring(body).iter() if entry.tag.endswith("Key")]
                 for key in keys:
                     self.s3.objects[request.bucket].pop(key, None)
-                told = (_element("Deleted", _element("Key", escape(key))) for key in keys)
-                return _xml(_element("DeleteResult", "".join(told)))
+                elements = (_element("Deleted", _element("Key", escape(key))) for key in keys)
+                return _xml(_element("DeleteResult", "".join(elements)))
             case ("GET",) | ("HEAD",):
                 return self._get(request)
         raise _RefusedError(501, "NotImplemented")
@@ -262,9 +262,9 @@ class _Handler(BaseHTTPRequestHandler):
         return _Answer(headers={"ETag": _tag(body)})
 
     def _complete(self, request: Request, body: bytes) -> _Answer:
-        told = _element("Key", escape(request.key))
+        elements = _element("Key", escape(request.key))
         if request.query["uploadId"] in self.s3.completed:  # a repeated request is answered like the first
-            return _xml(_element("CompleteMultipartUploadResult", told + _element("ETag", '"again"')))
+            return _xml(_element("CompleteMultipartUploadResult", elements + _element("ETag", '"again"')))
         upload = self._upload(request)
         numbers = [int(entry.text or 0) for entry in ET.fromstring(body).iter() if "PartNumber" in entry.tag]
         if numbers != sorted(upload.parts) or not numbers:

@@ -1,4 +1,4 @@
-"""What every scheme of a checkpoint has to hold to, whoever divides the tensors."""
+"""Rules for every scheme of a checkpoint, whichever library divides the tensors."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ class Workers:
 
     @property
     def step(self) -> int:
-        """Of the only job, or the one that is furthest."""
+        """Return the step of the only job, or of the one that is furthest."""
         return max(self.steps.values(), default=0)
 
     def step_of(self, job: str) -> int:

@@ -115,7 +115,7 @@ class OperatorProcess:
         self._tasks.append(asyncio.create_task(runtime.reconciler.resync(runtime.settings.resync)))
 
     async def _watch_jobs(self) -> None:
-        """What kopf does."""
+        """Watch the jobs as kopf does."""
         jobs = self.runtime.caches.jobs
         version = ""
         while True:

@@ -59,7 +59,7 @@ def test_nothing_hostile_becomes_an_element_and_nothing_comes_from_outside() -> 
     assert not {"script", "img", "link", "iframe", "object", "a"} & set(page.tags)
     names = {name for name, _ in page.attributes}
     assert not {name for name in names if name.startswith("on") or name in {"src", "href", "xlink:href"}}
-    assert page.said.count("alert(1)") > 5
+    assert page.text.count("alert(1)") > 5
 
 
 def test_all_that_is_known_is_on_the_page() -> None:
@@ -67,7 +67,7 @@ def test_all_that_is_known_is_on_the_page() -> None:
 
     for words in ("Loss", "Where the time went", "Interruptions", "Who trains (generation 3)", "Checkpoints on storage",
                   "Artifacts", "Evaluation", "Events", "Not shown", "32-63", "6.6 %", "1.0 MiB"):  # fmt: skip
-        assert words in page.said, words
+        assert words in page.text, words
     assert page.tags.count("polyline") == 1
     marks = [value for name, value in page.attributes if (name, value) == ("class", "mark")]
     assert len(marks) == 3
@@ -88,7 +88,7 @@ def test_a_job_that_has_only_started_has_a_page_too() -> None:
     page = Page(report_html(JobReport(build_job_view(job, now=NOW), (), None, None, (), ()), NOW))
 
     assert page.open == []
-    assert "not answered yet" in page.said
+    assert "not answered yet" in page.text
 
 
 @given(st.floats(allow_nan=False), st.floats(allow_nan=False), st.integers(2, 8))

@@ -91,11 +91,11 @@ def test_a_job_and_the_lists_are_pages_that_lead_to_each_other(world: World) -> 
     assert "script-src 'sha256-" in headers["Content-Security-Policy"]
     assert ("href", "/secret/team") in page.attributes
     for words in ("team/llama", "Who trains", "members: 2 Running; others: 1 Running", "Interruptions", "Recovered"):
-        assert words in page.said, words
+        assert words in page.text, words
     for path in ("/secret/team", "/secret", "/secret/"):
         listed = Page(world.get(path)[1])
         assert ("href", "/secret/team/llama") in listed.attributes
-        assert "Failed" in listed.said
+        assert "Failed" in listed.text
 
 
 def test_without_the_secret_or_from_another_site_nothing_is_answered(world: World) -> None:

@@ -126,5 +126,5 @@ job = TrainingJob("llama", kubeconfig=kubeconfig)
     nbclient.NotebookClient(notebook, timeout=PATIENCE_SECONDS).execute()
     shown, value = notebook.cells[1].outputs
     assert shown.output_type == "display_data"
-    assert "step 500/4000" in Page(shown.data["text/html"]).said
+    assert "step 500/4000" in Page(shown.data["text/html"]).text
     assert value.data["text/plain"] == "500"

@@ -27,7 +27,7 @@ def test_jobs_that_have_not_ended_come_first_and_what_is_left_out_is_counted() -
     links = [value for name, value in page.attributes if name == "href"]
     assert links[0] == "/ui/z/alive"
     assert len(links) == MOST_JOBS
-    assert "… and 1 more" in page.said
+    assert "… and 1 more" in page.text
     assert page.open == []
 
 
@@ -35,7 +35,7 @@ def test_words_of_others_are_text_in_the_list_and_in_the_form() -> None:
     row = JobRow(HOSTILE, HOSTILE, phase=HOSTILE, note=HOSTILE)
     listed = Page(live_jobs_html([row], 0.0, where=HOSTILE, root="/ui"))
     assert listed.tags.count("script") == 1
-    assert listed.said.count("alert(1)") == 6, "title, heading and four cells"
+    assert listed.text.count("alert(1)") == 6, "title, heading and four cells"
     form = Page(which_namespace_html(HOSTILE, "/ui"))
     assert "script" not in form.tags
     assert form.open == []

@@ -148,7 +148,7 @@ def test_a_page_says_who_was_what_and_what_is_not_recorded() -> None:
     assert page.open == []
     for words in ("Who was what when", "llama-w-1: member of generation 1", "llama-w-2 on node-1: ranks 1",
                   "are not recorded", "Nov 23 02:07"):  # fmt: skip
-        assert words in page.said
+        assert words in page.text
     later = live_job_html(report, NOW)
     assert later == live_job_html(report, NOW), "and it does not change by itself"
 

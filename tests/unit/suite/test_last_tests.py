@@ -1,4 +1,4 @@
-"""What a group of tests shares is closed after its last test, and not before."""
+"""Resources that a group of tests shares are closed after its last test, and not before."""
 
 from __future__ import annotations
 

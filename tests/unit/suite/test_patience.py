@@ -1,4 +1,4 @@
-"""How long tests wait on a quiet and on a slow machine, and that every limit of the suite follows."""
+"""Timeouts of tests on a quiet and on a slow machine; every limit of the suite follows."""
 
 from __future__ import annotations
 
@@ -123,9 +123,9 @@ ALLOWED = {
 
 
 def test_no_limit_of_a_wait_is_written_where_tests_wait_for_processes() -> None:
-    rooms = ("tests/cluster", "tests/wire", "tests/fleet", "tests/testing", "benchmarks/faults")
+    folders = ("tests/cluster", "tests/wire", "tests/fleet", "tests/testing", "benchmarks/faults")
     found: dict[str, list[str]] = {}
-    for path in (path for room in rooms for path in sorted((ROOT / room).rglob("*.py"))):
+    for path in (path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))):
         lines = [line.strip() for line in path.read_text().splitlines() if LIMIT.search(line)]
         if lines:
             found[str(path.relative_to(ROOT))] = lines

@@ -99,8 +99,8 @@ async def test_who_may_get_the_job_and_what_belongs_to_it_sees_all_of_it() -> No
         assert (status, page.open) == (200, [])
         for words in ("team/llama", "Running", "node-4", "Who trains (generation 2)", "Where the time went",
                       "Interruptions", "GenerationStarted", "members: 2 Running; others: 1 Running"):  # fmt: skip
-            assert words in page.said, words
-        assert "Not shown" not in page.said
+            assert words in page.text, words
+        assert "Not shown" not in page.text
         asked = [write.body["spec"]["resourceAttributes"] for write in world.cluster.writes if "spec" in write.body
                  and "resourceAttributes" in write.body["spec"]]  # fmt: skip
         assert {"group": "trainium.dev", "resource": "trainingjobs", "verb": "get", "namespace": "team",
@@ -125,7 +125,7 @@ async def test_a_part_that_its_reader_could_not_read_by_kubectl_is_left_out_and_
 ) -> None:
     async with pages_world(EVERYTHING - {missing}) as world, world.session() as session:
         status, text = await got(world, session, "/ui/team/llama")
-        shown = Page(text).said
+        shown = Page(text).text
         assert status == 200
         assert sentence in shown
         assert hidden not in shown
@@ -155,14 +155,14 @@ async def test_the_list_is_of_what_the_reader_may_list_and_the_others_are_asked_
             page = Page(text)
             assert status == 200
             assert ("href", "/ui/team/llama") in page.attributes
-            assert "secret" not in page.said
+            assert "secret" not in page.text
         status, text = await got(world, session, "/ui")
         assert status == 403
-        assert "ann may not list trainingjobs.trainium.dev in all namespaces" in Page(text).said
+        assert "ann may not list trainingjobs.trainium.dev in all namespaces" in Page(text).text
         assert ("action", "/ui") in Page(text).attributes
         world.cluster.may = lambda _spec: True
         world.now += 6
-        assert "secret" in Page((await got(world, session, "/ui"))[1]).said
+        assert "secret" in Page((await got(world, session, "/ui"))[1]).text
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ async def test_hostile_words_in_status_and_events_are_text() -> None:
         hostile = {"involvedObject": about, "reason": HOSTILE, "message": HOSTILE, "type": "Normal"}
         world.cluster.add(CORE_EVENTS, {"metadata": {"name": "hostile", "namespace": "team"}, **hostile})
         page = Page((await got(world, session, "/ui/team/llama"))[1])
-        assert page.said.count("alert(1)") == 2
+        assert page.text.count("alert(1)") == 2
         assert page.tags.count("script") == 1, "our own, whose digest the policy names"
         assert "img" not in page.tags
 
@@ -218,7 +218,7 @@ async def test_a_page_is_never_shared_with_who_may_see_less_of_it() -> None:
         world.cluster.tokens["bob"] = {**ANN, "username": "bob"}
         ann, bob = may_in_team(EVERYTHING), may_in_team({("trainingjobs", "get")}, "bob")
         world.cluster.may = lambda spec: ann(spec) or bob(spec)
-        shown = Page((await got(world, session, "/ui/team/llama", "bob"))[1]).said
+        shown = Page((await got(world, session, "/ui/team/llama", "bob"))[1]).text
         assert "node-4" not in shown.partition("Interruptions")[0]
         assert "GenerationStarted" not in shown
         assert shown.count("you may not") == 3
@@ -240,7 +240,7 @@ async def test_while_the_api_server_is_away_a_known_reader_sees_the_job_and_why_
         monkeypatch.setattr(job_pages, "EVENTS_PATIENCE_SECONDS", 0.2)
         world.cluster.faults.append(lambda _method, path: refuse(503, "Unavailable") if "/events" in path else None)
         world.now += 20
-        shown = Page((await got(world, session, "/ui/team/llama"))[1]).said
+        shown = Page((await got(world, session, "/ui/team/llama"))[1]).text
         assert "events: no answer" in shown
         assert "Running" in shown
 
@@ -290,7 +290,7 @@ async def test_a_job_that_somebody_else_controls_and_one_that_cannot_be_read_hav
         await world.server._pages._jobs._caches.jobs.refresh()  # type: ignore[union-attr,attr-defined]
         assert "kueue.x-k8s.io/multikueue controls this job" in (await got(world, session, "/ui/team/theirs"))[1]
         assert "the job cannot be read: workers" in (await got(world, session, "/ui/team/newer"))[1]
-        listed = Page((await got(world, session, "/ui/team"))[1]).said
+        listed = Page((await got(world, session, "/ui/team"))[1]).text
         assert "kueue.x-k8s.io/multikueue controls it" in listed
 
 
