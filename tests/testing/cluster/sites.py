@@ -91,6 +91,7 @@ class Site(Access):
             subprocess.run(command.format(node=node), shell=True, check=True, timeout=patient(120))
             self._forget(POWERED_OFF, node)
         self.powerless.discard(node)
+        self.wait("create", f"node/{node}", seconds=90)  # its object may have been deleted meanwhile
         self.wait("condition=Ready", f"node/{node}", seconds=90)
 
     def _cordon(self, nodes: Sequence[str], *, on: bool) -> None:
