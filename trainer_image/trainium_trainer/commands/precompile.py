@@ -4,11 +4,14 @@ Guarantees:
 - Importing this module imports no torch.
 - What is ready already is not compiled again.
 - A size counts as ready only when each of its places was compiled, side by side as far as memory goes (`crew.py`).
+- One of the processes and nodes that share a folder compiles a key. The lease of a holder that ended, or that has not
+  renewed it for a minute, is taken over. What two holders would do is harmless (`cache` publishes atomically).
 - Nothing is written but the compiler's folder, the shared folder and the log.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import tempfile
@@ -17,6 +20,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from filelock import SoftFileLease, Timeout
 
 from trainium_agent import log_lines
 from trainium_agent.linux.write_access import FORBIDDEN, explain_forbidden
@@ -26,7 +30,7 @@ from trainium_trainer import neuron_environment
 from trainium_trainer.backends.choose import choose, refuse_what_it_cannot
 from trainium_trainer.backends.nxd import extraction
 from trainium_trainer.commands.options import DEFAULT_CONFIG, ConfigFile, Overrides
-from trainium_trainer.compile import graphs, lock
+from trainium_trainer.compile import graphs
 from trainium_trainer.compile.crew import Crew
 from trainium_trainer.compile.rehearsal import Place, Request, launch_at, rank_of
 from trainium_trainer.compile.rehearsal import places as places_of
@@ -35,11 +39,14 @@ from trainium_trainer.configuration.config import Settings, resolve_settings
 from trainium_trainer.exits import StorageError, TrainerError, UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from trainium_trainer.compile.cache import LocalCache, SharedCache
 
 _TAIL = 2000
+_LEASE_SECONDS = 60.0
+_POLL_SECONDS = 1.0
 _OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -100,7 +107,7 @@ def ready(
     found = None if force else _found(key, local, shared)
     if found is not None:
         return found
-    with lock.held(home.lock_path(key), unless=lambda: not force and home.has(key)):
+    with held(home.lock_path(key), unless=lambda: not force and home.has(key)):
         # Another process may have compiled it while this one waited.
         found = None if force else _found(key, local, shared)
         if found is not None:
@@ -111,6 +118,23 @@ def ready(
         else:
             local.note(local.entry(key))
     return CompileOutcome.COMPILED
+
+
+@contextlib.contextmanager
+def held(path: Path, *, unless: Callable[[], bool]) -> Iterator[bool]:
+    """Hold the lease at `path`, or stop waiting for it once `unless` holds; yield whether it is held.
+
+    Raises OSError when the folder cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lease = SoftFileLease(path, lease_duration=_LEASE_SECONDS, poll_interval=_POLL_SECONDS)
+    while not lease.is_locked and not unless():
+        with contextlib.suppress(Timeout):
+            lease.acquire(timeout=_POLL_SECONDS)
+    try:
+        yield lease.is_locked
+    finally:
+        lease.release()
 
 
 def _found(key: str, local: LocalCache, shared: SharedCache | None) -> CompileOutcome | None:

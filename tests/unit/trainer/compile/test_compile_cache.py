@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import json
-import os
+import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
 
 from trainium_contract.trainer.config import TrainingConfig
-from trainium_trainer.compile import lock
+from trainium_trainer.commands import precompile
 from trainium_trainer.compile.cache import LocalCache, SharedCache
 from trainium_trainer.compile.graphs import Graphs, describe_graphs, digest_of_graphs
 from trainium_trainer.compile.rehearsal import Place, launch_at, places, rank_of
 from trainium_trainer.compile.sizes import read_sizes
 from trainium_trainer.configuration.config import resolve_settings
 from trainium_trainer.exits import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 KEY = "k" * 32
 MODULE = "neuronxcc-2.1/MODULE_1+abc"
@@ -131,12 +136,19 @@ def test_half_a_file_in_the_node_s_folder_is_copied_again(tmp_path: Path) -> Non
     assert there.has(KEY)
 
 
+@pytest.fixture
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precompile, "_POLL_SECONDS", 0.02)
+    monkeypatch.setattr(precompile, "_LEASE_SECONDS", 1.0)
+
+
+@pytest.mark.usefixtures("_impatient")
 def test_only_one_of_many_holds_a_lock_at_a_time(tmp_path: Path) -> None:
     inside: list[int] = []
     most: list[int] = []
 
     def compile_once() -> None:
-        with lock.held(tmp_path / "locks" / KEY, unless=lambda: False, poll_seconds=0.002):
+        with precompile.held(tmp_path / "locks" / KEY, unless=lambda: False):
             inside.append(1)
             most.append(len(inside))
             inside.pop()
@@ -150,27 +162,59 @@ def test_only_one_of_many_holds_a_lock_at_a_time(tmp_path: Path) -> None:
     assert list((tmp_path / "locks").iterdir()) == []
 
 
-def test_the_lock_of_a_process_that_was_killed_is_broken(tmp_path: Path) -> None:
-    path = tmp_path / KEY
-    program = (
-        "import os, sys; from pathlib import Path; from trainium_trainer.compile import lock\n"
-        "with lock.held(Path(sys.argv[1]), unless=lambda: False): os.kill(os.getpid(), 9)"
-    )
-    subprocess.run([sys.executable, "-c", program, str(path)], check=False)
-    assert path.exists()
-    with lock.held(path, unless=lambda: False, poll_seconds=0.01) as mine:
+HOLDER = """
+import os, socket, sys, time
+from pathlib import Path
+from trainium_trainer.commands import precompile
+precompile._LEASE_SECONDS = 1.0
+socket.gethostname = lambda: sys.argv[2]
+with precompile.held(Path(sys.argv[1]), unless=lambda: False):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
+    """Start a process that holds the lock, as one of the named machine."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(machine: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", HOLDER, str(tmp_path / KEY), machine]
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        assert started[0].stdout is not None
+        assert started[0].stdout.readline() == "held\n"
+        return started[0]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.usefixtures("_impatient")
+def test_the_lock_of_a_process_that_was_killed_is_broken(
+    tmp_path: Path, holder: Callable[[str], subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(precompile, "_LEASE_SECONDS", 600.0)
+    process = holder(socket.gethostname())
+    process.kill()
+    process.wait()
+    assert (tmp_path / KEY).exists()
+    with precompile.held(tmp_path / KEY, unless=lambda: False) as mine:
         assert mine
 
 
-def test_the_lock_of_another_machine_is_broken_only_when_it_is_no_longer_touched(tmp_path: Path) -> None:
-    path = tmp_path / KEY
-    path.write_text(json.dumps({"place": "another node", "pid": 1, "born": "1", "token": "theirs"}))
-    published = iter([False, False, True])
-    with lock.held(path, unless=lambda: next(published), poll_seconds=0.01) as mine:
+@pytest.mark.usefixtures("_impatient")
+def test_the_lock_of_another_machine_is_broken_only_when_it_is_no_longer_renewed(
+    tmp_path: Path, holder: Callable[[str], subprocess.Popen[str]]
+) -> None:
+    process = holder("another-node")
+    waited = time.monotonic()
+    with precompile.held(tmp_path / KEY, unless=lambda: time.monotonic() > waited + 2.5) as mine:
         assert not mine
-    assert json.loads(path.read_text())["token"] == "theirs"
-    os.utime(path, (1, 1))
-    with lock.held(path, unless=lambda: False, poll_seconds=0.01) as mine:
+    process.send_signal(signal.SIGSTOP)
+    with precompile.held(tmp_path / KEY, unless=lambda: False) as mine:
         assert mine
 
 
