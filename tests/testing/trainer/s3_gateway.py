@@ -1,24 +1,33 @@
-"""A real S3 server (versitygw) over a folder, on loopback; `s3_server.py` is the double for what must go wrong.
+"""A real S3 server (versitygw) over a folder, on loopback, behind a proxy that injects faults.
 
-with serving(tmp_path, monkeypatch) as server:      # has the bucket "bucket"; clients find it by the environment
-    ...
-    assert server.objects("bucket")["key"] == b"..."
+    with serving(tmp_path, monkeypatch) as server:      # has the bucket "bucket"; clients find it by the environment
+        server.fail(Fault(status=503, times=2, method="PUT"))
+        ...
+        assert server.objects("bucket")["key"] == b"..."
+
+Faults are tried in order for each request; the first that fits and is not used up acts. `requests` lists what came in.
 """
 
 from __future__ import annotations
 
 import contextlib
+import http.client
 import os
 import secrets
 import socket
 import subprocess
+import threading
 import time
-from typing import TYPE_CHECKING, Self
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler
+from typing import TYPE_CHECKING, Any, Self
+from urllib.parse import parse_qs, unquote, urlsplit
 
+from tests.testing.suite.loopback_http import LoopbackServer
 from trainium_devcluster.binaries import S3_PROGRAMS, Program, ensure_binaries
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     import pytest
@@ -27,6 +36,43 @@ ACCESS_KEY = "AKIDLOOPBACKTEST0000"
 SECRET_KEY = "loopback/secret/that/must/never/be/logged"
 _START_SECONDS = 60.0
 _ATTEMPTS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request as it came in."""
+
+    method: str
+    bucket: str
+    key: str
+    query: dict[str, str]
+    length: int
+
+
+@dataclass(slots=True)
+class Fault:
+    """Something that goes wrong with the next `times` requests that fit."""
+
+    status: int | None = None
+    """Answer with this status instead of serving."""
+    code: str = "InternalError"
+    """S3's error code that goes with the status."""
+    stall: threading.Event | None = None
+    """Do not answer before this is set, and then close the connection; a client that gives up sees a timeout."""
+    after: bool = False
+    """Serve the request first, then let the client see the fault: the answer is lost, the effect is not."""
+    cut: int | None = None
+    """Close the connection after this many bytes of the answer's body."""
+    method: str | None = None
+    fits: Callable[[Request], bool] = lambda _: True
+    times: float = 1
+
+    def takes(self, request: Request) -> bool:
+        """Whether it acts on this request; counts it."""
+        if self.times <= 0 or (self.method is not None and self.method != request.method) or not self.fits(request):
+            return False
+        self.times -= 1
+        return True
 
 
 @contextlib.contextmanager
@@ -47,7 +93,13 @@ class S3Gateway:
         self._folder = folder / f"s3-{secrets.token_hex(4)}"
         self._buckets, self._metadata = self._folder / "buckets", self._folder / "metadata"
         self._process: subprocess.Popen[bytes] | None = None
-        self.url = ""
+        self.address = ("", 0)
+        """Host and port of the server behind the proxy."""
+        self.requests: list[Request] = []
+        self._faults: list[Fault] = []
+        self._lock = threading.Lock()
+        self._proxy = LoopbackServer(type("Handler", (_Proxy,), {"s3": self}))
+        self._running = self._proxy.running()
 
     def __enter__(self) -> Self:
         for path in (self._buckets, self._metadata):
@@ -55,16 +107,21 @@ class S3Gateway:
         program = ensure_binaries(programs=S3_PROGRAMS).path(Program.VERSITYGW)
         for _ in range(_ATTEMPTS):
             if self._start(program):
+                self._running.__enter__()
                 return self
         raise RuntimeError((self._folder / "log").read_text())
 
     def __exit__(self, *_: object) -> None:
+        for fault in self._faults:
+            if fault.stall is not None:
+                fault.stall.set()
+        self._running.__exit__(None, None, None)
         self._stop()
 
     def environment(self) -> dict[str, str]:
         """Return the variables by which a client finds the server and its credentials."""
         return {
-            "AWS_ENDPOINT_URL": self.url,
+            "AWS_ENDPOINT_URL": self._proxy.url,
             "AWS_REGION": "us-east-1",
             "AWS_ACCESS_KEY_ID": ACCESS_KEY,
             "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
@@ -80,18 +137,36 @@ class S3Gateway:
         found = {str(path.relative_to(root)): path for path in root.rglob("*") if path.is_file()}
         return {key: path.read_bytes() for key, path in found.items() if not key.startswith(".sgwtmp")}
 
-    def put(self, bucket: str, key: str, data: bytes) -> None:
-        """Store an object without a request."""
+    def uploads(self, bucket: str) -> list[str]:
+        """Return the multipart uploads that were neither completed nor aborted."""
+        return [path.name for path in (self._buckets / bucket / ".sgwtmp/multipart").glob("*/*")]
+
+    def put(self, bucket: str, key: str, data: bytes, modified: float | None = None) -> None:
+        """Store an object without a request, as if written at `modified`, Unix seconds."""
         path = self._buckets / bucket / key
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
+        if modified is not None:
+            os.utime(path, (modified, modified))
+
+    def fail(self, fault: Fault) -> Fault:
+        """Let something go wrong from now on."""
+        with self._lock:
+            self._faults.append(fault)
+        return fault
+
+    def take(self, request: Request) -> Fault | None:
+        """Record a request; return the fault that acts on it."""
+        with self._lock:
+            self.requests.append(request)
+            return next((fault for fault in self._faults if fault.takes(request)), None)
 
     def _start(self, program: Path) -> bool:
         """Start at a free port; False when another process has taken it meanwhile."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             address: tuple[str, int] = probe.getsockname()
-        self.url = f"http://{address[0]}:{address[1]}"
+        self.address = address
         command = [str(program), "--port", f"{address[0]}:{address[1]}", "--keep-alive", "--quiet", "posix"]
         with (self._folder / "log").open("wb") as log:
             self._process = subprocess.Popen(
@@ -113,3 +188,57 @@ class S3Gateway:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
+
+
+class _Proxy(BaseHTTPRequestHandler):
+    """One connection: its requests go on to the server as they are, signatures included, unless a fault takes them."""
+
+    s3: S3Gateway
+    protocol_version = "HTTP/1.1"
+    wbufsize = 1 << 16  # head and body in one packet: else each answer waits for a delayed acknowledgement
+
+    def log_message(self, *args: Any) -> None:
+        """Tests are quiet."""
+
+    def _handle(self) -> None:
+        parts = urlsplit(self.path)
+        _, bucket, *rest = unquote(parts.path).split("/", 2)
+        query = {name: values[0] for name, values in parse_qs(parts.query, keep_blank_values=True).items()}
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        fault = self.s3.take(Request(self.command, bucket, rest[0] if rest else "", query, len(body))) or Fault()
+        if fault.stall is not None:
+            fault.stall.wait()
+            self.close_connection = True
+            return
+        if fault.status is None:
+            self._answer(*self._forward(body), cut=fault.cut)
+            return
+        if fault.after:
+            self._forward(body)
+        text = f"<Error><Code>{fault.code}</Code><Message>{fault.code} (from the test)</Message></Error>"
+        self._answer(fault.status, {"Content-Type": "application/xml"}, text.encode())
+
+    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _handle  # noqa: N815 - the names that the library calls
+
+    def _forward(self, body: bytes) -> tuple[int, dict[str, str], bytes]:
+        with contextlib.closing(http.client.HTTPConnection(*self.s3.address)) as server:
+            server.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
+            for name, value in self.headers.items():
+                if name.lower() not in ("expect", "connection"):
+                    server.putheader(name, value)
+            server.endheaders(body)
+            answer = server.getresponse()
+            return answer.status, dict(answer.getheaders()), answer.read()
+
+    def _answer(self, status: int, headers: dict[str, str], data: bytes, cut: int | None = None) -> None:
+        self.send_response_only(status)
+        for name, value in headers.items():
+            if name.lower() not in ("connection", "transfer-encoding", "content-length"):
+                self.send_header(name, value)
+        length = headers.get("Content-Length", "0") if self.command == "HEAD" else str(len(data))
+        self.send_header("Content-Length", length)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data[:cut])
+        if cut is not None:
+            self.close_connection = True

@@ -16,8 +16,7 @@ import torch
 from artifact_ranks import run_command, start, write_as_rank
 
 from tests.testing.trainer.base_models import write_run
-from tests.testing.trainer.s3_gateway import S3Gateway, serving
-from tests.testing.trainer.s3_server import Fault, S3Server
+from tests.testing.trainer.s3_gateway import Fault, S3Gateway, serving
 from trainium_contract.status.results import ArtifactReport, RunStage
 from trainium_contract.trainer.artifacts import ArtifactKind, ArtifactPrecision
 from trainium_contract.trainer.config import TrainingConfig
@@ -378,7 +377,7 @@ def in_bucket(run: Any) -> TrainingConfig:
     return TrainingConfig.model_validate(run.config.to_wire() | {"artifacts": artifacts})
 
 
-def upload(server: S3Gateway | S3Server, folder: Path, prefix: str) -> None:
+def upload(server: S3Gateway, folder: Path, prefix: str) -> None:
     for path in folder.rglob("*"):
         if path.is_file():
             server.put("bucket", f"{prefix}/{path.relative_to(folder)}", path.read_bytes())
@@ -423,17 +422,14 @@ def test_a_bucket_that_refuses_writes_leaves_no_adapter_and_the_next_start_compl
 ) -> None:
     run = tuned()
     expected = write(run, 2)
-    with S3Server() as server:
-        server.make_bucket("bucket")
-        for variable, value in server.environment().items():
-            monkeypatch.setenv(variable, value)
+    with serving(tmp_path, monkeypatch) as server:
         config = in_bucket(run)
         server.fail(Fault(status=403, code="AccessDenied", method="PUT", fits=lambda r: r.key.endswith(".safetensors")))
         with pytest.raises(StorageError, match=r"artifact s3://bucket/out/step-7/adapter: cannot be written \(Access"):
             write(run, 2, config=config)
-        assert not any(key.endswith("adapter_config.json") for key in server.objects["bucket"])
+        assert not any(key.endswith("adapter_config.json") for key in server.objects("bucket"))
         assert [report.digest for report in write(run, 2, config=config)] == [report.digest for report in expected]
-        assert not any("unfinished" in key for key in server.objects["bucket"])
+        assert not any("unfinished" in key for key in server.objects("bucket"))
 
 
 @pytest.mark.parametrize(

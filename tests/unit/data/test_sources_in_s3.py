@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.testing.trainer.data_files import END, FORMATS, TEXTS, config, decoded, json_lines, opened
-from tests.testing.trainer.s3_gateway import S3Gateway, serving
-from tests.testing.trainer.s3_server import Fault, S3Server
+from tests.testing.trainer.s3_gateway import Fault, S3Gateway, serving
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.trainer.data import TokenizerConfig
 from trainium_trainer import exits
@@ -29,19 +28,8 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Gateway]:
     monkeypatch.setattr(files, "_FIRST_PAUSE_SECONDS", 0.01)
-    with S3Server(page_size=2) as running:
-        running.make_bucket("bucket")
-        for name, value in running.environment().items():
-            monkeypatch.setenv(name, value)
-        files.s3.cache_clear()
-        yield running
-        files.s3.cache_clear()
-
-
-@pytest.fixture
-def gateway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Gateway]:
     (tmp_path / "s3").mkdir()
     with serving(tmp_path / "s3", monkeypatch) as running:
         files.s3.cache_clear()
@@ -49,15 +37,15 @@ def gateway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Gatew
         files.s3.cache_clear()
 
 
-def put(server: S3Server | S3Gateway, tmp_path: Path, *names: str) -> None:
+def put(server: S3Gateway, tmp_path: Path, *names: str) -> None:
     for name in names:
         FORMATS[name](tmp_path / name)
         server.put("bucket", f"data/{name}", (tmp_path / name).read_bytes())
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_format_is_read_from_s3(gateway: S3Gateway, tmp_path: Path, name: str) -> None:
-    put(gateway, tmp_path, name)
+def test_every_format_is_read_from_s3(server: S3Gateway, tmp_path: Path, name: str) -> None:
+    put(server, tmp_path, name)
     opened = open_source(f"s3://bucket/data/{name}", "text")
     blocks = opened.blocks(300)
     assert opened.named(blocks[0]) == f"s3://bucket/data/{name}"
@@ -65,11 +53,7 @@ def test_every_format_is_read_from_s3(gateway: S3Gateway, tmp_path: Path, name: 
     assert [piece.text for piece in pieces if isinstance(piece, TextPiece)] == TEXTS
 
 
-@pytest.mark.parametrize("kind", ["server", "gateway"])
-def test_a_prefix_and_a_pattern_name_objects_in_the_order_of_their_names(
-    request: pytest.FixtureRequest, kind: str
-) -> None:
-    server = request.getfixturevalue(kind)
+def test_a_prefix_and_a_pattern_name_objects_in_the_order_of_their_names(server: S3Gateway) -> None:
     for name in ("b.jsonl", "a.jsonl", "inner/c.jsonl", "inner/readme.md", "_SUCCESS", "d.txt"):
         server.put("bucket", f"data/{name}", json_lines([f"this is {name}"]))
 
@@ -84,15 +68,16 @@ def test_a_prefix_and_a_pattern_name_objects_in_the_order_of_their_names(
             names(source)
     with pytest.raises(UserError, match="names no bucket"):
         names("s3://*/data")
+    for number in range(1001):
+        server.put("bucket", f"many/{number:04}.txt", b"text")
+    assert len(names("s3://bucket/many/")) == 1001, "a page holds a thousand"
 
 
 @pytest.mark.parametrize("source", ["s3://bucket/tuning/", "s3://bucket/tuning/d.jsonl", "s3://bucket/tuning/*.jsonl"])
-def test_examples_and_the_template_beside_them_are_read_from_s3(
-    gateway: S3Gateway, tmp_path: Path, source: str
-) -> None:
+def test_examples_and_the_template_beside_them_are_read_from_s3(server: S3Gateway, tmp_path: Path, source: str) -> None:
     rows = [{"question": f"what is {number}", "answer": f"it is {number}"} for number in range(30)]
-    gateway.put("bucket", "tuning/d.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
-    gateway.put("bucket", "tuning/template.json", b'{"prompt": "Q: {question}\\nA:", "completion": " {answer}"}')
+    server.put("bucket", "tuning/d.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
+    server.put("bucket", "tuning/template.json", b'{"prompt": "Q: {question}\\nA:", "completion": " {answer}"}')
     held = {"fraction": 0.2, "split": "Tail"}
     given = config(tmp_path, source, format="Instruction", sequence_length=64, validation=held)
     assert opened(given).report.examples == 30
@@ -103,7 +88,7 @@ def test_examples_and_the_template_beside_them_are_read_from_s3(
 
 @pytest.mark.parametrize("file", ["", "/tokenizer.json"])
 def test_a_tokenizer_is_read_from_s3_with_the_files_beside_it(
-    gateway: S3Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
+    server: S3Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     FORMATS["d.jsonl"](tmp_path / "d.jsonl")
@@ -112,7 +97,7 @@ def test_a_tokenizer_is_read_from_s3_with_the_files_beside_it(
         ("tokenizer.json", made.read_bytes()),
         ("tokenizer_config.json", b'{"eos_token": "<|endoftext|>"}'),
     ):
-        gateway.put("bucket", f"models/one/{name}", data)
+        server.put("bucket", f"models/one/{name}", data)
     copy = tokenizer_file(TokenizerConfig(path=f"s3://bucket/models/one{file}"))
     assert copy.read_bytes() == made.read_bytes()
     assert (copy.parent / "tokenizer_config.json").exists()
@@ -120,18 +105,18 @@ def test_a_tokenizer_is_read_from_s3_with_the_files_beside_it(
         tokenizer_file(TokenizerConfig(path="s3://bucket/none"))
 
 
-def test_a_changed_object_is_tokenised_again(server: S3Server, tmp_path: Path) -> None:
-    put(server, tmp_path, "d.jsonl")
+def test_a_changed_object_is_tokenised_again(server: S3Gateway, tmp_path: Path) -> None:
+    FORMATS["d.jsonl"](tmp_path / "d.jsonl")
+    server.put("bucket", "data/d.jsonl", (tmp_path / "d.jsonl").read_bytes(), modified=1e9)
     first = opened(config(tmp_path, "s3://bucket/data")).identity
     reads = len(server.requests)
     assert opened(config(tmp_path, "s3://bucket/data")).identity == first
     assert not [request for request in server.requests[reads:] if request.method == "GET" and request.key]
-    server.written.clear()
-    server.put("bucket", "data/d.jsonl", json_lines([*TEXTS, "one more"]))  # times in S3 are whole seconds
+    server.put("bucket", "data/d.jsonl", json_lines([*TEXTS, "one more"]))
     assert opened(config(tmp_path, "s3://bucket/data")).identity != first
 
 
-def test_a_store_that_fails_for_a_while_is_asked_again(server: S3Server, tmp_path: Path) -> None:
+def test_a_store_that_fails_for_a_while_is_asked_again(server: S3Gateway, tmp_path: Path) -> None:
     put(server, tmp_path, "d.jsonl")
     server.fail(Fault(status=503, code="SlowDown", times=7))
     server.fail(Fault(cut=100, method="GET", fits=lambda request: request.key != "", times=2))
@@ -139,7 +124,7 @@ def test_a_store_that_fails_for_a_while_is_asked_again(server: S3Server, tmp_pat
 
 
 def test_a_store_that_goes_on_failing_ends_with_the_storage_code(
-    server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: S3Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(server, tmp_path, "d.jsonl")
     monkeypatch.setattr(files, "_TRIES", 2)
@@ -152,9 +137,9 @@ def test_a_store_that_goes_on_failing_ends_with_the_storage_code(
 
 
 def test_what_the_user_must_correct_is_refused_at_once(
-    gateway: S3Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: S3Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put(gateway, tmp_path, "d.jsonl")
+    put(server, tmp_path, "d.jsonl")
     with pytest.raises(UserError, match=r"s3://nowhere/data: .*correct"):
         opened(config(tmp_path, "s3://nowhere/data"))
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "of somebody else")
@@ -163,7 +148,7 @@ def test_what_the_user_must_correct_is_refused_at_once(
         opened(config(tmp_path, "s3://bucket/data"))
 
 
-def test_prepared_data_in_s3_are_copied_into_the_cache_once(server: S3Server, tmp_path: Path) -> None:
+def test_prepared_data_in_s3_are_copied_into_the_cache_once(server: S3Gateway, tmp_path: Path) -> None:
     FORMATS["d.jsonl"](tmp_path / "d.jsonl")
     here = opened(config(tmp_path, tmp_path / "d.jsonl"))
     (made,) = (tmp_path / "cache").glob("tokens-*[0-9a-f]")

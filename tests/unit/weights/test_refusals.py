@@ -204,13 +204,12 @@ def test_a_file_that_is_cut_short_after_it_was_opened_ends_with_a_sentence(singl
         weights.fill("model.norm.weight", (0,), torch.empty(32))
 
 
-def test_a_prefix_without_objects_and_a_store_that_refuses_have_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.testing.trainer.s3_server import Fault, S3Server
+def test_a_prefix_without_objects_and_a_store_that_refuses_have_sentences(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.testing.trainer.s3_gateway import Fault, serving
 
-    with S3Server() as server:
-        server.make_bucket("bucket")
-        for variable, value in server.environment().items():
-            monkeypatch.setenv(variable, value)
+    with serving(tmp_path, monkeypatch) as server:
         assert "there is nothing below this prefix: correct it" in refusal("s3://bucket/models/none")
         server.fail(Fault(status=403, code="AccessDenied", times=100))
         with pytest.raises(

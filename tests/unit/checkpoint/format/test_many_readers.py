@@ -11,7 +11,7 @@ import pytest
 import torch
 from checkpoint_world import SOLO, State, solo
 
-from tests.testing.trainer.s3_server import Fault, S3Server
+from tests.testing.trainer.s3_gateway import Fault, S3Gateway, serving
 from trainium_contract.wire.checkpoint_manifest import ManifestFile, digest_of
 from trainium_trainer.checkpoint.dividing.cuts import Axis, Cut, Grid
 from trainium_trainer.checkpoint.dividing.scheme import Divided, Scheme
@@ -37,11 +37,8 @@ BUSY = Fault(status=503, code="SlowDown", method="GET", times=4 * READERS)
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
-    with S3Server(page_size=3) as running:
-        running.make_bucket("bucket")
-        for name, value in running.environment().items():
-            monkeypatch.setenv(name, value)
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Gateway]:
+    with serving(tmp_path, monkeypatch) as running:
         run = solo("s3://bucket/run", storage=ObjectStorage("s3://bucket/run", LIMITS)).settle()
         run.to(3, save_at=(3,)).settle()
         run.manager.close()
@@ -77,7 +74,7 @@ def read_by_all(checkpoint: Committed, limits: Limits) -> list[list[str] | Excep
     ids=["busy", "failing", "cut off", "stalled"],
 )
 def test_a_store_that_fails_under_many_readers_gives_each_of_them_the_right_state(
-    server: S3Server, fault: Fault
+    server: S3Gateway, fault: Fault
 ) -> None:
     (checkpoint,) = survey(ObjectStorage("s3://bucket/run", LIMITS)).committed
     server.fail(fault)
@@ -85,7 +82,9 @@ def test_a_store_that_fails_under_many_readers_gives_each_of_them_the_right_stat
     assert fault.times <= 0, "the fault was not met"
 
 
-def test_a_store_that_stays_busy_ends_every_reader_with_one_sentence_and_blames_no_checkpoint(server: S3Server) -> None:
+def test_a_store_that_stays_busy_ends_every_reader_with_one_sentence_and_blames_no_checkpoint(
+    server: S3Gateway,
+) -> None:
     short = Limits(request_seconds=0.5, first_pause_seconds=0.01, longest_pause_seconds=0.02, retry_seconds=0.2)
     (checkpoint,) = survey(ObjectStorage("s3://bucket/run", LIMITS)).committed
     server.fail(Fault(status=503, code="SlowDown", method="GET", times=float("inf")))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from checkpoint_world import HookedStorage, solo
 
-from tests.testing.trainer.s3_server import Fault, S3Server
+from tests.testing.trainer.s3_gateway import Fault, serving
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.trainer.checkpoint import CheckpointConfig
 from trainium_trainer import cli
@@ -115,12 +115,9 @@ def test_a_folder_that_stalls_and_recovers_stops_no_step(tmp_path: Path) -> None
     assert CheckpointConfig.model_validate({"path": "x"}).durable.save_timeout_seconds > 60
 
 
-def test_a_bucket_that_stalls_for_two_requests_is_tolerated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bucket_that_stalls_for_two_requests_is_tolerated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By default a request is given up after 30 s, so that a store which stalls for 60 s costs two of them."""
-    with S3Server(page_size=3) as server:
-        server.make_bucket("bucket")
-        for name, value in server.environment().items():
-            monkeypatch.setenv(name, value)
+    with serving(tmp_path, monkeypatch) as server:
         limits = Limits(request_seconds=0.3, first_pause_seconds=0.01, longest_pause_seconds=0.02)
         assert Limits().request_seconds * 2 >= 60
         assert Limits().retry_seconds > 60
