@@ -9,6 +9,7 @@ Guarantees:
 from __future__ import annotations
 
 import asyncio
+import importlib
 import logging
 import os
 import sys
@@ -20,7 +21,7 @@ from trainium_agent.checks.preflight import preflight, results
 from trainium_agent.linux import kernel
 from trainium_agent.ranks.standby import fork
 from trainium_agent.ranks.standby_keeper import Standby
-from trainium_agent.settings import AgentSettings, SettingsError, settings_from
+from trainium_agent.settings import TRAINER_WORKLOAD, AgentSettings, SettingsError, settings_from
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.wire.log_line import LogSource
 
@@ -70,9 +71,8 @@ def run(settings: AgentSettings, forked: tuple[int, socket.socket] | None) -> in
 def _workload(settings: AgentSettings) -> Workload:
     """Create what the job runs; only what is needed for that is imported."""
     if settings.program is None:
-        from trainium_agent.workload.trainer import Trainer  # noqa: PLC0415 - imports torch
-
-        return Trainer(settings)
+        trainer: Workload = importlib.import_module(TRAINER_WORKLOAD).Trainer(settings)
+        return trainer
     from trainium_agent.workload.program import Program  # noqa: PLC0415 - as above, the other way round
 
     return Program(settings, settings.program, dict(os.environ))

@@ -21,8 +21,9 @@ from benchmarks.training_speed.runs import Result, result_of, run_ours, run_peer
 from trainium_agent.linux import kernel
 from trainium_agent.ranks.standby import StandbyPlan, StartRequest
 from trainium_agent.ranks.standby_keeper import Standby
-from trainium_agent.settings import DEFAULT_RANK_ENTRY, DEFAULT_WARM_MODULE
+from trainium_agent.settings import DEFAULT_RANK_ENTRY
 from trainium_devcluster.ports import reserved_port
+from trainium_trainer.agent_workload import WARM_MODULE
 
 if TYPE_CHECKING:
     from benchmarks.training_speed.runs import Task
@@ -65,7 +66,7 @@ def _run_from_standby(task: Task, folder: Path, text: Path) -> Result:
     file = write_config(task, folder, text)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     channel = theirs.fileno()
-    plan = StandbyPlan(("torch",), DEFAULT_RANK_ENTRY, DEFAULT_WARM_MODULE, str(file))
+    plan = StandbyPlan(("torch",), DEFAULT_RANK_ENTRY, WARM_MODULE, str(file))
     arguments = [str(channel), str(os.getpid()), plan.encode()]
     process = subprocess.Popen(
         [sys.executable, "-m", "trainium_agent.ranks.standby", *arguments],

@@ -22,7 +22,7 @@ from trainium_agent.ranks.processes import Reaper
 from trainium_agent.ranks.standby import StartRequest
 from trainium_agent.ranks.standby_keeper import Standby, StandbyKeeper, StandbyLostError
 from trainium_agent.settings import settings_from
-from trainium_agent.workload import trainer
+from trainium_trainer import agent_workload as trainer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -15,7 +15,7 @@ CHILD = """
 import ctypes, os, sys
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
 import torch.distributed
-from trainium_agent.workload.trainer import NAMELESS, serve_store, stop_reverse_lookups
+from trainium_trainer.agent_workload import NAMELESS, serve_store, stop_reverse_lookups
 
 port, stop = int(sys.argv[1]), sys.argv[2] == "stop"
 before = len(os.listdir("/proc/self/task"))

@@ -1,6 +1,7 @@
-"""The built-in trainer as a workload: ranks are forked from a standby that has imported it, and meet at torch's store.
+"""The built-in trainer as a workload of the agent: ranks are forked from a standby that has imported it.
 
-This is the only module of the agent that imports torch, and only for a job with the trainer.
+They meet at torch's store. The agent, which imports no torch of its own, imports this module by its name, and only for
+a job with the trainer.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from trainium_agent.ranks.standby import StandbyPlan, StartRequest
-from trainium_agent.settings import DEFAULT_RANK_ENTRY, DEFAULT_WARM_MODULE
+from trainium_agent.settings import DEFAULT_RANK_ENTRY
 from trainium_agent.workload.base import Workload, rank_environment
 from trainium_worker import read_progress, read_with_pulse
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from trainium_agent.workload.base import AttemptLayout
     from trainium_worker import ProgressRecord, PulseReading
 
+WARM_MODULE = "trainium_trainer.warm"
+"""Its `warm(config_path)` prepares the standby for the trainer's ranks."""
 _STORE_SECONDS = 300.0
 _BACKLOG = 1024
 
@@ -39,7 +42,7 @@ class Trainer(Workload):
     def __init__(self, settings: AgentSettings) -> None:
         """Import torch, which the standby shares; call it before any thread exists."""
         self._settings = settings
-        warm = DEFAULT_WARM_MODULE if settings.rank_entry == DEFAULT_RANK_ENTRY else ""
+        warm = WARM_MODULE if settings.rank_entry == DEFAULT_RANK_ENTRY else ""
         self.plan = StandbyPlan(("torch",), settings.rank_entry, warm, str(settings.config_path))
         # Read by torch when it is imported; the ranks share the import. Its C++ warns of the look-up that is made to
         # fail, past the log's format.
