@@ -1,13 +1,36 @@
-"""The store that the agents of a generation share, in one process."""
+"""A membership, and the store that the agents of a generation share, in one process."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from trainium_agent.exits.restart_policy import GenerationState
+from trainium_contract.faults.causes import Cause
+from trainium_contract.wire.messages import Member, Membership, Transition
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+
+def membership_at(port: int = 1, *, nodes: int = 2, generation: int = 1, uid: str = "uid") -> Membership:
+    members = tuple(
+        Member(
+            pod_uid=f"{uid}-{rank}",
+            pod_name=f"job-w-{rank}",
+            pod_ip="127.0.0.1",
+            node_name=f"node-{rank}",
+            node_rank=rank,
+            rendezvous_port=port,
+        )
+        for rank in range(nodes)
+    )
+    return Membership(
+        generation=generation,
+        transition=Transition.IMMEDIATE,
+        cause=Cause.RESIZE,
+        members=members,
+        processes_per_node=1,
+    )
 
 
 class Shared:

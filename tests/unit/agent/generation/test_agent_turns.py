@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
+from shared_store import membership_at
 
 from trainium_agent.exits.restart_policy import GenerationState
 from trainium_agent.generation import state_watcher
@@ -25,31 +26,14 @@ from trainium_agent.rendezvous import (
 )
 from trainium_agent.workload.program import ReservedPort
 from trainium_contract.exit_codes import ExitCode
-from trainium_contract.faults.causes import Cause
-from trainium_contract.wire.messages import Member, Membership, Transition
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from trainium_contract.wire.messages import Membership
+
 SOON = 0.5
 """Sooner than the next turn that only the clock calls; on a busy machine too."""
-
-
-def membership_at(port: int, nodes: int = 3) -> Membership:
-    members = tuple(
-        Member(
-            pod_uid=f"uid-{rank}",
-            pod_name=f"job-w-{rank}",
-            pod_ip="127.0.0.1",
-            node_name=f"node-{rank}",
-            node_rank=rank,
-            rendezvous_port=port,
-        )
-        for rank in range(nodes)
-    )
-    return Membership(
-        generation=1, transition=Transition.IMMEDIATE, cause=Cause.RESIZE, members=members, processes_per_node=1
-    )
 
 
 class Counting(GenerationStore):
@@ -78,7 +62,7 @@ class Party:
 
     def __init__(self) -> None:
         self.server = StoreServer("127.0.0.1")
-        self.membership = membership_at(self.server.port)
+        self.membership = membership_at(self.server.port, nodes=3)
         self.store = GenerationStore(self.membership)
         self.store.connect()
         self.followers: list[Follower] = []
@@ -352,7 +336,7 @@ def test_a_call_that_fails_leaves_no_connection_and_no_thread_behind(
     gc.disable()
     try:
         for _ in range(3):
-            store = GenerationStore(membership_at(server.port), hurried=lambda: True)
+            store = GenerationStore(membership_at(server.port, nodes=3), hurried=lambda: True)
             store.connect()
             with pytest.raises(StoreLostError):
                 store.get(store.key("nothing"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import struct
 import threading
@@ -9,13 +10,29 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from shared_store import membership_at
 
+from trainium_agent.exits.restart_policy import GenerationState
 from trainium_agent.generation.server import LONGEST_FRAME, StoreClient, StoreServer, frame
+from trainium_agent.generation.state_watcher import StateWatcher
+from trainium_agent.generation.store import (
+    LONGEST_VALUE,
+    ForgedValueError,
+    GenerationStore,
+    StoreLostError,
+    ValueSigner,
+)
+from trainium_agent.rendezvous import GenerationRendezvous
+from trainium_agent.workload.program import ReservedPort
+from trainium_contract.exit_codes import ExitCode
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from trainium_agent.generation.server import Answer
+    from trainium_contract.wire.messages import Membership
 
 
 @pytest.fixture
@@ -113,3 +130,140 @@ def test_a_server_that_answers_nothing_is_given_up_in_time() -> None:
 def test_an_address_that_is_not_here_is_refused() -> None:
     with pytest.raises(OSError, match="assign"):
         StoreServer("192.0.2.1")
+
+
+class Stranger:
+    """Somebody who reaches the port and knows how the store is used."""
+
+    def __init__(self, server: StoreServer) -> None:
+        self._client = StoreClient(socket.create_connection(("127.0.0.1", server.port), timeout=5))
+
+    def get(self, key: str) -> str:
+        return str(self._client.ask(("get", key, 1.0), lambda: 5.0))
+
+    def set(self, key: str, value: str) -> None:
+        self._client.ask(("set", key, value), lambda: 5.0)
+
+
+def connected(membership: Membership) -> GenerationStore:
+    store = GenerationStore(membership)
+    store.connect()
+    return store
+
+
+def test_agents_of_a_generation_understand_each_other(server: StoreServer) -> None:
+    one, two = (connected(membership_at(server.port)) for _ in range(2))
+    one.begin(GenerationState())
+    one.set(one.key(0, "port"), "29500")
+    assert two.get(two.key(0, "port")) == "29500"
+    after = two.change(lambda state: GenerationState(attempt=state.attempt + 1))
+    assert after.attempt == one.state().attempt == 1
+    assert one.change(lambda state: state).attempt == 1
+    assert one.count(one.key("left"), 2) == 2
+
+
+def test_a_stop_that_a_stranger_writes_is_refused_and_told_once(
+    server: StoreServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    membership = membership_at(server.port)
+    ours = connected(membership)
+    ours.begin(GenerationState())
+    sealed = Stranger(server).get(ours.key("state"))
+    stopped = GenerationState(attempt=5, stopped=int(ExitCode.USER_ERROR)).encode()
+    for forged in (stopped, "x" * 32 + stopped, "", "\xff" * 40, sealed[:-1], "["):
+        Stranger(server).set(ours.key("state"), forged)
+        for ask in (ours.state, lambda: ours.change(lambda state: state)):
+            if not ours.connected:
+                ours.connect()
+            with pytest.raises(StoreLostError, match="was not written by an agent of this generation"):
+                ask()
+    assert len([record for record in caplog.records if record.levelno >= logging.ERROR]) == 1
+    Stranger(server).set(ours.key("state"), sealed)
+    assert ours.state() == GenerationState()
+
+
+def test_a_sealed_value_counts_for_its_own_name_and_generation_only(server: StoreServer) -> None:
+    ours = connected(membership_at(server.port))
+    ours.set(ours.key(0, "port"), "29500")
+    sealed = Stranger(server).get(ours.key(0, "port"))
+    Stranger(server).set(ours.key(1, "port"), sealed)
+    with pytest.raises(StoreLostError):
+        ours.get(ours.key(1, "port"))
+    next_one = ValueSigner(membership_at(generation=2))
+    with pytest.raises(ForgedValueError):
+        next_one.verify(ours.key(0, "port"), sealed)
+    with pytest.raises(ForgedValueError):
+        ValueSigner(membership_at(uid="other")).verify(ours.key(0, "port"), sealed)
+
+
+def test_a_value_beyond_all_bounds_is_not_read() -> None:
+    with pytest.raises(ForgedValueError, match="longer than anything"):
+        ValueSigner(membership_at()).verify("state", "x" * (LONGEST_VALUE + 1))
+
+
+@given(name=st.text(max_size=40), value=st.text(max_size=200), at=st.integers(0, 250), to=st.characters(codec="utf-8"))
+def test_any_change_of_a_sealed_value_is_noticed(name: str, value: str, at: int, to: str) -> None:
+    seal = ValueSigner(membership_at())
+    sealed = seal.sign(name, value)
+    assert seal.verify(name, sealed) == value
+    at %= len(sealed)
+    changed = sealed[:at] + to + sealed[at + 1 :]
+    if changed != sealed:
+        with pytest.raises(ForgedValueError):
+            seal.verify(name, changed)
+
+
+NODES = 100
+
+
+class CountingStore(GenerationStore):
+    """Counts its questions whether something is there."""
+
+    asked = 0
+
+    def has(self, *keys: str) -> bool:
+        self.asked += 1
+        return super().has(*keys)
+
+
+def test_the_first_node_asks_for_all_others_at_once_and_names_who_is_missing() -> None:
+    server = StoreServer("127.0.0.1")
+    membership = membership_at(server.port, nodes=NODES)
+    listed = threading.Event()
+    missing: list[tuple[int, ...]] = []
+
+    def waiting_for(ranks: tuple[int, ...]) -> None:
+        missing.append(ranks)
+        if ranks == tuple(range(1, 65)):
+            listed.set()
+
+    handler = GenerationRendezvous(
+        membership,
+        0,
+        initial=GenerationState(),
+        interrupted=lambda: False,
+        waiting_for=waiting_for,
+        watcher=StateWatcher(membership, lambda _: None, lambda: None),
+        reserve_port=ReservedPort,
+    )
+    store = handler.store = CountingStore(membership)
+    joined = threading.Thread(target=handler.next_rendezvous, daemon=True)
+    others = GenerationStore(membership)
+    others.connect()
+    joined.start()
+    assert listed.wait(30), missing
+    asked = store.asked
+    # Two questions a look until it is time to name them, then one for each of 64: never each of them at each look.
+    assert asked < 2 * NODES, asked
+    for rank in range(1, NODES):
+        others.set(others.key(0, "joined", rank))
+    joined.join(30)
+    assert not joined.is_alive()
+    assert missing[-1] == ()
+    assert others.has(others.key(0, "go"))
+    caller = handler._caller
+    assert caller is not None
+    handler.shutdown()
+    caller._thread.join(10)
+    others.close()
+    server.close()
