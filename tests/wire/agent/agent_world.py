@@ -196,6 +196,22 @@ class World:
             lambda: all(trains(name) for name in names), f"{names} training, generation {generation}, attempt {attempt}"
         )
 
+    async def train(
+        self, *members: str, spares: tuple[str, ...] = (), processes: int = 1, step: int = 0, **extra: str
+    ) -> None:
+        """Start pods, and let the members train as generation 1."""
+        self.start(*members, *spares, **extra)
+        await self.ready(*members, *spares)
+        await self.jobs.publish([*members], processes=processes)
+        await self.training(*members, step=step)
+
+    async def phase(self, phase: str, *names: str) -> None:
+        await self.until(
+            lambda: all((beat := self.jobs.last(name)) is not None and beat.phase == phase for name in names),
+            f"{names} in phase {phase}",
+            60,
+        )
+
     async def ended(self, *names: str) -> None:
         await self.until(lambda: all(self.agents[name].code is not None for name in names), f"{names} ended")
 

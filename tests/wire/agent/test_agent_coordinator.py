@@ -17,10 +17,7 @@ if TYPE_CHECKING:
 async def test_the_agent_finds_the_leader_among_several_addresses_and_follows_it(world: World) -> None:
     second = await world.server()
     world.servers[0].leader = False
-    world.start("a")
-    await world.ready("a")
-    await world.jobs.publish(["a"])
-    await world.training("a")
+    await world.train("a")
     assert {ip for _, ip in world.jobs.registrations} == {second.ip}
 
     second.leader, world.servers[0].leader = False, True
@@ -60,7 +57,7 @@ async def test_a_refused_token_is_one_line_in_the_log_and_is_tried_again(world: 
 
 async def test_a_missing_configuration_file_is_a_verdict_that_the_coordinator_receives(world: World) -> None:
     world.start("a", TRAINIUM_CONFIG=str(world.folder / "nothing.yaml"))
-    await world.until(lambda: (beat := world.jobs.last("a")) and beat.phase == "Failed", "Failed")
+    await world.phase("Failed", "a")
     verdict = world.jobs.last("a").verdict
     assert verdict.exit_code == 64
     assert "nothing.yaml cannot be read" in verdict.message
@@ -91,10 +88,7 @@ async def test_the_installed_command_trains_and_names_what_its_environment_lacks
 
 async def test_the_agent_of_a_pod_that_ends_reports_what_its_ranks_saved_last(world: World) -> None:
     world.jobs.heartbeat_seconds = 2.0  # none of the usual ones comes in the moment between save and end
-    world.start("a")
-    await world.ready("a")
-    await world.jobs.publish(["a"])
-    await world.training("a", step=3)
+    await world.train("a", step=3)
     world.agents["a"].signal(signal.SIGTERM)
     await world.ended("a")
     last = world.jobs.last("a")

@@ -19,12 +19,9 @@ LIMITS = {
 }
 
 
-async def train(world: World, *names: str, processes: int = 1, **limits: float) -> None:
-    extra = {"TRAINIUM_RANK_ENTRY": "fake_lockstep:main", "TRAINIUM_HANG_LIMITS": json.dumps(LIMITS | limits)}
-    world.start(*names, **extra)
-    await world.ready(*names)
-    await world.jobs.publish([*names], processes=processes)
-    await world.training(*names, step=5)
+async def train(world: World, *names: str, processes: int = 1, **extra: str) -> None:
+    entry = {"TRAINIUM_RANK_ENTRY": "fake_lockstep:main", "TRAINIUM_HANG_LIMITS": json.dumps(LIMITS)}
+    await world.train(*names, processes=processes, step=5, **entry, **extra)
 
 
 def block_rank(world: World, how: str, rank: int, seconds: str = "") -> None:
@@ -129,19 +126,11 @@ async def test_a_hang_is_healed_while_the_coordinator_is_down(world: World) -> N
 
 
 async def test_a_rank_that_hangs_again_and_again_is_given_up_with_a_verdict(world: World) -> None:
-    extra = {
-        "TRAINIUM_RANK_ENTRY": "fake_lockstep:main",
-        "TRAINIUM_HANG_LIMITS": json.dumps(LIMITS),
-        "TRAINIUM_MAX_IN_PLACE_RESTARTS": "0",
-    }
-    world.start("a", "b", **extra)
-    await world.ready("a", "b")
-    await world.jobs.publish(["a", "b"])
-    await world.training("a", "b", step=5)
+    await train(world, "a", "b", TRAINIUM_MAX_IN_PLACE_RESTARTS="0")
     block_rank(world, "sleep", 1)
     await world.until(lambda: world.jobs.last("b").verdict is not None, "b gives up")
     assert world.jobs.last("b").verdict.exit_code == 77
-    await world.until(lambda: world.jobs.last("a").phase == "Failed", "a stops")
+    await world.phase("Failed", "a")
     assert world.jobs.last("a").verdict is None
 
 

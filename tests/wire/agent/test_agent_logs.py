@@ -30,10 +30,7 @@ def read(agent: Agent) -> list[LogLine]:
 
 
 async def test_lines_of_an_agent_and_of_its_ranks_are_logged_in_the_schema_with_their_source(world: World) -> None:
-    world.start("a", "b", **JSON)
-    await world.ready("a", "b")
-    await world.jobs.publish(["a", "b"])
-    await world.training("a", "b", step=3)
+    await world.train("a", "b", step=3, **JSON)
     world.command("exit-1", "1\nmy own word, with password=hunter22")
     await world.training("a", "b", attempt=1)
     world.command("exit-1", "64")

@@ -26,14 +26,11 @@ async def test_a_first_generation_starts_every_rank_where_the_membership_places_
 
 
 async def test_a_graceful_resize_loses_no_step(world: World) -> None:
-    world.start("a", "b", "c")
-    await world.ready("a", "b", "c")
-    await world.jobs.publish(["a", "b", "c"])
-    await world.training("a", "b", "c", step=5)
+    await world.train("a", "b", "c", step=5)
     await world.jobs.publish(["a", "b"], Transition.GRACEFUL)
     await world.training("a", "b", generation=2)
     assert sorted((row["rank"], row["world"]) for row in world.starts(generation=2)) == [(0, 2), (1, 2)]
-    await world.until(lambda: world.jobs.last("c").phase == "Standby", "c is a spare")
+    await world.phase("Standby", "c")
     assert all(not world.jobs.last(name).failures for name in "abc")
     assert not [row for row in world.starts(generation=1) if is_alive(row["pid"])]
 
@@ -42,21 +39,15 @@ async def test_a_graceful_resize_loses_no_step(world: World) -> None:
 
 
 async def test_a_graceful_resize_does_not_wait_for_ranks_that_cannot_save(world: World) -> None:
-    world.start("a", "b")
-    await world.ready("a", "b")
-    await world.jobs.publish(["a", "b"])
-    await world.training("a", "b")
+    await world.train("a", "b")
     os.kill(world.starts(rank=0)[0]["pid"], signal.SIGSTOP)
     await world.jobs.publish(["b"], Transition.GRACEFUL)
-    await world.until(lambda: world.jobs.last("a").phase == "Standby", "a gave up waiting after its grace period")
+    await world.phase("Standby", "a")
     assert not is_alive(world.starts(rank=0, generation=1)[0]["pid"])
 
 
 async def test_a_lost_agent_is_replaced_by_the_spare_at_once(world: World) -> None:
-    world.start("a", "b", "spare")
-    await world.ready("a", "b", "spare")
-    await world.jobs.publish(["a", "b"])
-    await world.training("a", "b")
+    await world.train("a", "b", spares=("spare",))
     lost = world.starts(rank=1)[0]["pid"]
     world.agents["b"].signal(signal.SIGKILL)
     await world.jobs.publish(["a", "spare"])
@@ -100,10 +91,7 @@ async def test_an_older_generation_is_never_joined(world: World) -> None:
 
 
 async def test_a_late_zombie_is_refused_ends_its_ranks_and_cannot_rejoin(world: World) -> None:
-    world.start("a", "b", "spare")
-    await world.ready("a", "b", "spare")
-    await world.jobs.publish(["a", "b"])
-    await world.training("a", "b")
+    await world.train("a", "b", spares=("spare",))
     zombie = world.starts(rank=1)[0]["pid"]
     for pid in (world.agents["b"].pid, zombie):
         os.kill(pid, signal.SIGSTOP)  # as a machine that hangs
@@ -117,10 +105,22 @@ async def test_a_late_zombie_is_refused_ends_its_ranks_and_cannot_rejoin(world: 
     await world.until(lambda: len(world.jobs.heartbeats["b"]) > seen, "b is heard again")
     late = world.jobs.heartbeats["b"][seen:]
     assert {beat.generation for beat in late} == {2}, "what it says as generation 1 is refused with 409"
-    await world.until(lambda: world.jobs.last("b").phase == "Standby", "b is a spare")
+    await world.phase("Standby", "b")
     assert not [row for row in world.starts(pod="b") if row["generation"] != 1]
     assert is_alive(world.starts(rank=0, generation=2)[0]["pid"])
     assert not world.starts(attempt=1), "nobody restarted because of it"
+
+
+async def test_members_leave_a_generation_whose_store_is_on_a_machine_that_hangs(world: World) -> None:
+    await world.train("a", "b", spares=("spare",))
+    world.agents["a"].signal(signal.SIGSTOP)
+    try:
+        os.kill(world.starts(rank=1)[0]["pid"], signal.SIGKILL)  # b asks the store what to do about it
+        await world.until(lambda: world.jobs.last("b").failures, "b knows of its rank's end")
+        await world.jobs.publish(["b", "spare"])
+        await world.training("b", "spare", generation=2)
+    finally:
+        world.agents["a"].signal(signal.SIGCONT)
 
 
 async def test_a_finished_job_ends_every_agent_with_success(world: World) -> None:
@@ -135,12 +135,9 @@ async def test_a_finished_job_ends_every_agent_with_success(world: World) -> Non
 
 
 async def test_a_pod_that_finished_twice_waits_until_the_second_time_is_known_too(world: World) -> None:
-    world.start("a", "b", "spare")
-    await world.ready("a", "b", "spare")
-    await world.jobs.publish(["a", "b"])
-    await world.training("a", "b")
+    await world.train("a", "b", spares=("spare",))
     world.command("exit-0", "0")
-    await world.until(lambda: world.jobs.last("a").phase == "Finished", "a finished, b did not come to it")
+    await world.phase("Finished", "a")
     await world.jobs.publish(["a", "spare"])
     await world.training("a", "spare", generation=2)
     world.servers[0].leader = False
@@ -156,17 +153,14 @@ async def test_a_pod_that_finished_twice_waits_until_the_second_time_is_known_to
 
 
 async def test_sigterm_saves_and_leaves_nothing_running(world: World) -> None:
-    world.start("a", "b")
-    await world.ready("a", "b")
-    await world.jobs.publish(["a", "b"])
-    await world.training("a", "b")
+    await world.train("a", "b")
     below = descendants(world.agents["a"].pid)
     assert len(below) == 2
     world.agents["a"].signal(signal.SIGTERM)
     await world.ended("a")
     assert world.agents["a"].code == 75
     assert not [pid for pid in below if is_alive(pid)]
-    await world.until(lambda: world.jobs.last("b").phase == "Yielded", "b yielded with it")
+    await world.phase("Yielded", "b")
     # The other member's pod is ending, so b must not go on alone.
     world.agents["b"].signal(signal.SIGTERM)
     await world.ended("b")
@@ -185,10 +179,7 @@ async def test_sigterm_to_a_spare_ends_it_at_once(world: World) -> None:
 
 
 async def test_agents_of_a_job_that_was_deleted_end_their_ranks_and_leave_at_once(world: World) -> None:
-    world.start("a", "spare", TRAINIUM_GRACE_SECONDS="600")
-    await world.ready("a", "spare")
-    await world.jobs.publish(["a"])
-    await world.training("a")
+    await world.train("a", spares=("spare",), TRAINIUM_GRACE_SECONDS="600")
     os.kill(world.starts()[0]["pid"], signal.SIGSTOP)  # it would not save within its grace
     world.jobs.deleted = True
     world.servers[0].end_streams()
@@ -198,10 +189,7 @@ async def test_agents_of_a_job_that_was_deleted_end_their_ranks_and_leave_at_onc
 
 
 async def test_ranks_that_ignore_sigterm_are_killed_after_the_grace_period(world: World) -> None:
-    world.start("a", TRAINIUM_GRACE_SECONDS="0.5")
-    await world.ready("a")
-    await world.jobs.publish(["a"])
-    await world.training("a")
+    await world.train("a", TRAINIUM_GRACE_SECONDS="0.5")
     os.kill(world.starts()[0]["pid"], signal.SIGSTOP)
     world.agents["a"].signal(signal.SIGTERM)
     await world.ended("a")

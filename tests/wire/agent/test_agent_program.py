@@ -45,15 +45,6 @@ async def begin(world: World, *names: str, processes: int = 1, **extra: str) -> 
     await world.jobs.publish([*names], processes=processes)
 
 
-async def finished(world: World, *names: str) -> None:
-    await world.until(
-        lambda: all((beat := world.jobs.last(name)) is not None and beat.phase == "Finished" for name in names),
-        f"{names} finished",
-        60,
-    )
-    await world.ended(*names)
-
-
 async def failed(world: World, name: str) -> Any:
     """Return the verdict of a pod."""
     await world.until(lambda: (beat := world.jobs.last(name)) is not None and beat.verdict, f"{name} failed", 60)
@@ -66,20 +57,21 @@ async def test_a_killed_rank_of_a_ddp_program_restarts_all_ranks_in_place_from_i
     folder = tmp_path / "checkpoints"
     folder.mkdir()
     checkpoints = {"path": str(folder), "committed": "step-{step}.pt"}
-    command = (sys.executable, DDP, "20", str(folder), "3:8")
-    extra = program(*command, processesPerNode=2, progress={"pattern": PATTERN}, checkpoints=checkpoints)
-    await begin(world, "a", "b", processes=2, **extra)
+    command = (sys.executable, DDP, "20", str(folder), "1:8")
+    extra = program(*command, progress={"pattern": PATTERN}, checkpoints=checkpoints)
+    await begin(world, "a", "b", **extra)
     agents = {name: agent.pid for name, agent in world.agents.items()}
 
     await world.until(lambda: (beat := world.jobs.last("b")) is not None and beat.failures, "the failure", 60)
     failure = world.jobs.last("b").failures[-1]
-    assert (failure.exit_code, failure.rank, failure.attempt) == (137, 3, 0)
+    assert (failure.exit_code, failure.rank, failure.attempt) == (137, 1, 0)
     assert not world.jobs.last("a").failures
     await world.until(
         lambda: world.jobs.last("a").restarts and world.jobs.last("a").restarts[-1].resumed_at, "resumed", 60
     )
     assert {name: agent.pid for name, agent in world.agents.items()} == agents
-    await finished(world, "a", "b")
+    await world.phase("Finished", "a", "b")
+    await world.ended("a", "b")
 
     beat = world.jobs.last("a")
     assert beat.attempt == 1
@@ -96,10 +88,11 @@ async def test_a_killed_rank_of_a_ddp_program_restarts_all_ranks_in_place_from_i
 async def test_a_shell_script_gets_the_environment_of_torchrun_and_completes(world: World) -> None:
     script = 'echo "r=$RANK w=$WORLD_SIZE l=$LOCAL_RANK/$LOCAL_WORLD_SIZE g=$GROUP_RANK/$GROUP_WORLD_SIZE"; '
     script += 'echo "s=$TORCHELASTIC_USE_AGENT_STORE a=$MASTER_ADDR o=$OMP_NUM_THREADS"; sleep 0.5'
-    await begin(world, "a", "b", **shell(script))
-    await finished(world, "a", "b")
-    assert "[rank 0] r=0 w=2 l=0/1 g=0/2" in world.agents["a"].log
-    assert "[rank 1] r=1 w=2 l=0/1 g=1/2" in world.agents["b"].log
+    await begin(world, "a", "b", processes=2, **shell(script, processesPerNode=2))
+    await world.phase("Finished", "a", "b")
+    await world.ended("a", "b")
+    assert "[rank 0] r=0 w=4 l=0/2 g=0/2" in world.agents["a"].log
+    assert "[rank 3] r=3 w=4 l=1/2 g=1/2" in world.agents["b"].log
     assert f"s=False a={world.agents['a'].ip} o=1" in world.agents["b"].log
     assert world.jobs.last("a").progress.step == 0
 
@@ -157,7 +150,8 @@ async def test_a_program_that_starts_its_own_ranks_ends_with_all_of_them(world: 
     await begin(world, "a", "b", **shell(script))
     await world.until(lambda: (beat := world.jobs.last("b")) is not None and beat.failures, "the failure", 60)
     assert world.jobs.last("b").failures[-1].exit_code == 9
-    await finished(world, "a", "b")
+    await world.phase("Finished", "a", "b")
+    await world.ended("a", "b")
     pids = [int(text) for rank in (0, 1) for text in (world.folder / f"pids-{rank}").read_text().split()]
     assert len(pids) == 4
     assert [pid for pid in pids if is_alive(pid)] == []
@@ -258,6 +252,7 @@ async def test_a_warm_standby_forks_ranks_with_the_modules_that_it_has_imported(
     )
     spec = program(sys.executable, "-u", str(script), "--x", warm=["difflib"], workingDirectory=str(tmp_path))
     await begin(world, "a", **spec)
-    await finished(world, "a")
+    await world.phase("Finished", "a")
+    await world.ended("a")
     assert world.agents["a"].log.count(f"warm True ['{script}', '--x'] __main__ {tmp_path}") == 2
     assert world.jobs.last("a").attempt == 1

@@ -13,16 +13,8 @@ def kill_rank(world: World, rank: int, **which: int) -> int:
     return pid
 
 
-async def job(world: World, *names: str, **extra: str) -> None:
-    """Agents that train as generation 1."""
-    world.start(*names, **extra)
-    await world.ready(*names)
-    await world.jobs.publish([*names])
-    await world.training(*names, step=3)
-
-
 async def test_a_killed_rank_restarts_all_ranks_in_place_and_no_agent(world: World) -> None:
-    await job(world, "a", "b", "c", "d")
+    await world.train("a", "b", "c", "d", step=3)
     agents = {name: agent.pid for name, agent in world.agents.items()}
 
     kill_rank(world, 2)
@@ -48,7 +40,7 @@ async def test_a_killed_rank_restarts_all_ranks_in_place_and_no_agent(world: Wor
 
 
 async def test_a_rank_restarts_in_place_while_the_coordinator_is_down(world: World) -> None:
-    await job(world, "a", "b")
+    await world.train("a", "b", step=3)
     await world.servers[0].stop()
 
     kill_rank(world, 1)
@@ -61,7 +53,7 @@ async def test_a_rank_restarts_in_place_while_the_coordinator_is_down(world: Wor
 
 
 async def test_failures_at_the_same_moment_count_once(world: World) -> None:
-    await job(world, "a", "b", "c")
+    await world.train("a", "b", "c", step=3)
     for rank in (0, 1, 2):
         kill_rank(world, rank)
     await world.training("a", "b", "c", attempt=1)
@@ -69,10 +61,7 @@ async def test_failures_at_the_same_moment_count_once(world: World) -> None:
 
 
 async def test_several_ranks_of_one_pod_restart_together(world: World) -> None:
-    world.start("a", "b")
-    await world.ready("a", "b")
-    await world.jobs.publish(["a", "b"], processes=3)
-    await world.training("a", "b", step=1)
+    await world.train("a", "b", processes=3, step=1)
     kill_rank(world, 4)
     await world.training("a", "b", attempt=1)
     again = world.starts(attempt=1)
@@ -80,27 +69,19 @@ async def test_several_ranks_of_one_pod_restart_together(world: World) -> None:
     assert {row["pod"] for row in again if row["rank"] < 3} == {"a"}
 
 
-async def test_a_user_error_stops_the_generation_with_a_verdict(world: World) -> None:
-    await job(world, "a", "b")
+async def test_a_user_error_stops_the_generation_and_ends_its_pod_with_a_verdict(world: World) -> None:
+    await world.train("a", "b", step=3)
     world.command("exit-1", "64")
-    await world.until(
-        lambda: all(world.jobs.last(name).phase == "Failed" for name in ("a", "b")), "both agents report Failed"
-    )
+    await world.phase("Failed", "a", "b")
     assert world.jobs.last("b").verdict.exit_code == 64
     assert "rank 1 leaves with 64" in world.jobs.last("b").verdict.message
     assert world.jobs.last("a").verdict is None
     assert not world.starts(attempt=1)
     assert not any(is_alive(row["pid"]) for row in world.starts())
     assert all(agent.code is None for agent in world.agents.values())
-
-
-async def test_a_pod_whose_verdict_the_coordinator_knows_ends_with_it_and_the_others_wait(world: World) -> None:
-    await job(world, "a", "b")
-    world.command("exit-1", "64")
     await world.ended("b")
     assert world.agents["b"].code == 64
     assert "rank 1 leaves with 64" in world.agents["b"].log, "what kubectl logs shows from now on"
-    assert world.jobs.last("b").verdict.exit_code == 64
     assert world.jobs.last("a").phase == "Failed"
     assert world.agents["a"].code is None
 
@@ -110,9 +91,7 @@ async def test_a_crash_at_start_twice_is_a_verdict_and_there_is_no_third_try(wor
     world.start("a", "b")
     await world.ready("a", "b")
     await world.jobs.publish(["a", "b"])
-    await world.until(
-        lambda: all(world.jobs.last(name).phase == "Failed" for name in ("a", "b")), "both agents report Failed"
-    )
+    await world.phase("Failed", "a", "b")
     verdicts = [world.jobs.last(name).verdict for name in ("a", "b") if world.jobs.last(name).verdict]
     assert verdicts
     assert {(verdict.exit_code, verdict.step) for verdict in verdicts} == {(1, -1)}
@@ -124,7 +103,7 @@ async def test_a_program_that_cannot_be_imported_is_a_verdict(world: World) -> N
     world.start("a", TRAINIUM_RANK_ENTRY="fake_broken:main")
     await world.registered("a")
     await world.jobs.publish(["a"])
-    await world.until(lambda: (beat := world.jobs.last("a")) and beat.phase == "Failed", "Failed")
+    await world.phase("Failed", "a")
     verdict = world.jobs.last("a").verdict
     assert verdict.exit_code == 1
     assert verdict.attempt == 1
@@ -132,19 +111,16 @@ async def test_a_program_that_cannot_be_imported_is_a_verdict(world: World) -> N
 
 
 async def test_restarts_without_a_new_step_are_limited(world: World) -> None:
-    world.start("a", TRAINIUM_MAX_IN_PLACE_RESTARTS="2")
-    await world.ready("a")
-    await world.jobs.publish(["a"])
-    await world.training("a", step=3)
+    await world.train("a", step=3, TRAINIUM_MAX_IN_PLACE_RESTARTS="2")
     world.command("always-exit", "76")
     kill_rank(world, 0)
-    await world.until(lambda: world.jobs.last("a").phase == "Failed", "Failed")
+    await world.phase("Failed", "a")
     assert world.jobs.last("a").verdict.exit_code == 76
     assert [row["attempt"] for row in world.starts()] == [0, 1, 2]
 
 
 async def test_new_steps_refill_the_budget_of_restarts(world: World) -> None:
-    await job(world, "a", TRAINIUM_MAX_IN_PLACE_RESTARTS="1")
+    await world.train("a", step=3, TRAINIUM_MAX_IN_PLACE_RESTARTS="1")
     for attempt in (1, 2, 3):
         kill_rank(world, 0)
         await world.training("a", attempt=attempt)
@@ -153,23 +129,21 @@ async def test_new_steps_refill_the_budget_of_restarts(world: World) -> None:
 
 async def test_a_device_fault_withdraws_its_pod_and_the_others_wait_for_the_replacement(world: World) -> None:
     world.start("spare")
-    await job(world, "a", "b")
+    await world.train("a", "b", step=3)
     world.command("exit-1", "80")
-    await world.until(lambda: world.jobs.last("b").phase == "Failed", "b failed")
+    await world.phase("Failed", "b")
     assert world.jobs.last("b").verdict.exit_code == 80
     await world.until(lambda: world.jobs.last("a").waiting_for == (1,), "a waits for node rank 1")
     assert world.jobs.last("a").phase == "Joining"
     await world.jobs.publish(["a", "spare"])
     await world.training("a", "spare", generation=2)
-    await world.until(lambda: world.jobs.last("b").phase == "Standby", "b is out")
+    await world.phase("Standby", "b")
 
 
 async def test_ranks_that_yielded_though_nobody_called_go_on_in_place(world: World) -> None:
-    await job(world, "a", "b")
+    await world.train("a", "b", step=3)
     os.kill(world.starts(rank=1)[0]["pid"], signal.SIGTERM)
-    await world.until(
-        lambda: all(world.jobs.last(name).phase == "Yielded" for name in ("a", "b")), "both agents report Yielded"
-    )
+    await world.phase("Yielded", "a", "b")
     assert not world.jobs.last("a").failures
     await world.training("a", "b", attempt=1)
     assert world.jobs.last("a").restarts[-1].cause == "Yielded"
@@ -177,7 +151,7 @@ async def test_ranks_that_yielded_though_nobody_called_go_on_in_place(world: Wor
 
 async def test_the_loss_of_the_store_leaves_the_others_waiting_for_a_newer_generation(world: World) -> None:
     world.start("spare")
-    await job(world, "a", "b", "c")
+    await world.train("a", "b", "c", step=3)
     world.agents["a"].signal(signal.SIGKILL)
     await world.ended("a")
     await world.until(lambda: not is_alive(world.starts(rank=0)[0]["pid"]), "its rank ended with it")
@@ -191,7 +165,7 @@ async def test_the_loss_of_the_store_leaves_the_others_waiting_for_a_newer_gener
 
 
 async def test_a_lost_standby_is_replaced_and_ranks_start_all_the_same(world: World) -> None:
-    await job(world, "a")
+    await world.train("a", step=3)
     standby = int(standby_of(world.agents["a"].pid))
     os.kill(standby, signal.SIGKILL)
     kill_rank(world, 0)
@@ -210,7 +184,7 @@ def standby_of(agent: int) -> str:
 async def test_an_export_is_killed_more_often_than_a_step_may_be_and_goes_on_each_time(world: World) -> None:
     (world.control / "export").write_text("1000")
     (world.control / "last-step").write_text("10")  # before the start: every rank ends with the same step
-    await job(world, "a", "b", TRAINIUM_MAX_IN_PLACE_RESTARTS="1")
+    await world.train("a", "b", step=3, TRAINIUM_MAX_IN_PLACE_RESTARTS="1")
 
     def exports(name: str, attempt: int, beyond: float) -> bool:
         beat = world.jobs.last(name)
@@ -228,9 +202,7 @@ async def test_an_export_is_killed_more_often_than_a_step_may_be_and_goes_on_eac
         reached = int((world.control / "exported").read_text()) / 1000
     (world.control / "export").write_text("1")
 
-    await world.until(
-        lambda: all(world.jobs.last(name).phase == "Finished" for name in ("a", "b")), "the export is done"
-    )
+    await world.phase("Finished", "a", "b")
     beat = world.jobs.last("a")
     assert [artifact.path for artifact in beat.progress.artifacts] == ["/out"]
     assert len(beat.restarts) == 4
