@@ -57,9 +57,9 @@ def test_a_process_that_is_forked_from_one_that_stopped_them_asks_no_name_server
         port = server.getsockname()[1]
         command = [sys.executable, "-c", CHILD, str(port), "stop" if stop else "go"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=patient(60), check=False)
-        told = asked.is_set()
+        was_asked = asked.is_set()
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as waker:
             waker.sendto(b"end", ("127.0.0.1", port))
         thread.join()
     assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")
-    assert told is not stop
+    assert was_asked is not stop
