@@ -1,7 +1,7 @@
 """The built-in trainer as a workload of the agent: ranks are forked from a standby that has imported it.
 
-They meet at torch's store. The agent, which imports no torch of its own, imports this module by its name, and only for
-a job with the trainer.
+They meet at torch's store. The agent, which needs no torch, imports this module by its name, and only for a job with
+the trainer.
 """
 
 from __future__ import annotations

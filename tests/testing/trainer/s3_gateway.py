@@ -68,7 +68,7 @@ class Fault:
     times: float = 1
 
     def takes(self, request: Request) -> bool:
-        """Whether it acts on this request; counts it."""
+        """Return whether it acts on this request; counts it."""
         if self.times <= 0 or (self.method is not None and self.method != request.method) or not self.fits(request):
             return False
         self.times -= 1
