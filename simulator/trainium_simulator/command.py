@@ -60,11 +60,12 @@ def simulate(
     mix: Annotated[Mix, typer.Option(help="Which causes the failures have.")] = Mix.AUTO,
     vary: Annotated[list[str] | None, typer.Option(help="FIELD=VALUE,VALUE: fields of the spec to try.")] = None,
     goal: Annotated[float | None, typer.Option(help="Strict goodput to judge by, for instance 0.999.")] = None,
+    price: Annotated[float | None, typer.Option("--price-per-node-hour", help="Also costs, in your currency.")] = None,
     output: Annotated[str, typer.Option("--output", "-o", help="table or json")] = "table",
     picture: Annotated[_File, typer.Option(help="Also draw a picture (PNG).")] = None,
 ) -> None:
     """Simulate a job's month with the operator's own plan: goodput, where the time goes, what each spare buys."""
-    _check(days, seeds, goal, output, idle_nodes)
+    _check(days, seeds, goal, output, idle_nodes, price)
     given = _Given(job, nodes, spares, idle_nodes, failures, days, trace, stages, learn_from, model, mix, vary or [])
     cases = tuple(_cases(given))
     # Plans make many short-lived objects and no circles: the collector would only search without effect.
@@ -74,9 +75,9 @@ def simulate(
         task = bar.add_task("simulating", total=len(cases) * rounds)
         results = [study(case, rounds, done=lambda: bar.advance(task)) for case in cases]
     if output == "json":
-        typer.echo(json.dumps(document(results, goal=goal), indent=2))
+        typer.echo(json.dumps(document(results, goal=goal, price=price), indent=2))
     else:
-        show(Console(width=None if sys.stdout.isatty() else 150), results, goal=goal)
+        show(Console(width=None if sys.stdout.isatty() else 150), results, goal=goal, price=price)
     if picture is not None:
         draw_picture(picture, results)
 
@@ -136,13 +137,15 @@ def _cases(given: _Given) -> Iterator[Case]:
             )
 
 
-def _check(days: float, seeds: int, goal: float | None, output: str, idle_nodes: int) -> None:
+def _check(days: float, seeds: int, goal: float | None, output: str, idle_nodes: int, price: float | None) -> None:
     if not 0 < days <= MOST_DAYS:
         raise InputError(f"--days must be above 0 and at most {MOST_DAYS:g}, not {days:g}")
     if not 1 <= seeds <= 10_000:
         raise InputError(f"--seeds must be from 1 to 10,000, not {seeds}")
     if goal is not None and not 0 < goal < 1:
         raise InputError(f"--goal must be between 0 and 1, for instance 0.999, not {goal:g}")
+    if price is not None and not 0 <= price < math.inf:
+        raise InputError(f"--price-per-node-hour must be 0 or more, not {price:g}")
     if not 0 <= idle_nodes <= MAX_NODES:
         raise InputError(f"--idle-nodes must be from 0 to {MAX_NODES:,}, not {idle_nodes}")
     if output not in ("table", "json"):

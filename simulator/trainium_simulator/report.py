@@ -25,10 +25,11 @@ _LEAST = 0.00005
 """Shares below are left out of the tables."""
 
 
-def show(console: Console, results: Sequence[Result], *, goal: float | None) -> None:
+def show(console: Console, results: Sequence[Result], *, goal: float | None, price: float | None = None) -> None:
     """Print all tables."""
     console.print(_goodput(results))
-    for table in (_spares(results), _losses(results), _recoveries(results), _intervals(results)):
+    costs = () if price is None else (_costs(results, price),)
+    for table in (_spares(results), *costs, _losses(results), _recoveries(results), _intervals(results)):
         if table.row_count:
             console.print(table)
     for sentence in judgement(results, goal):
@@ -79,6 +80,31 @@ def _spares(results: Sequence[Result]) -> Table:
         spares = f"spare {after.case.spares}" if more == 1 else f"spares {before.case.spares + 1}..{after.case.spares}"
         table.add_row(f"{spares}, {rest}", f"{gain:,.1f}", f"{cost:,.0f}", "yes" if gain > cost else "no")
     return table
+
+
+def _costs(results: Sequence[Result], price: float) -> Table:
+    columns = ("case", "node-hours", "cost", "of it lost or idle", "for a month's work")
+    table = _table(f"Cost of a month, at {price:,g} a node-hour", *columns)
+    for result in results:
+        cost = _cost(result, price)
+        work = "-" if cost["forAMonthsWork"] is None else f"{cost['forAMonthsWork']:,.0f}"
+        table.add_row(
+            _name(result), f"{cost['nodeHours']:,.0f}", f"{cost['aMonth']:,.0f}", f"{cost['lostOrIdle']:,.0f}", work
+        )
+    return table
+
+
+def _cost(result: Result, price: float) -> dict[str, Any]:
+    """Return the cost of a month: of all node time that the job holds, and of the work of an undisturbed month."""
+    cost = result.held_node_hours * price
+    work = result.work.mean
+    return {
+        "pricePerNodeHour": price,
+        "nodeHours": round(result.held_node_hours, 1),
+        "aMonth": round(cost, 2),
+        "lostOrIdle": round(cost * (1 - result.fleet.mean), 2),
+        "forAMonthsWork": round(cost / work, 2) if work > 0 else None,
+    }
 
 
 def _pairs(results: Sequence[Result]) -> Iterator[tuple[Result, Result]]:
@@ -177,10 +203,13 @@ def _percent(share: float) -> str:
     return f"{share * 100:.3f} %"
 
 
-def document(results: Sequence[Result], *, goal: float | None) -> dict[str, Any]:
+def document(results: Sequence[Result], *, goal: float | None, price: float | None = None) -> dict[str, Any]:
     """Return the same as JSON; times in seconds, shares of 1."""
     gains = {id(after): bought(before, after) for before, after in _pairs(results)}
-    return {"results": [_result(each, gains.get(id(each)), goal) for each in results]}
+    documents = [_result(each, gains.get(id(each)), goal) for each in results]
+    if price is not None:
+        documents = [each | {"cost": _cost(result, price)} for each, result in zip(documents, results, strict=True)]
+    return {"results": documents}
 
 
 def _result(result: Result, gain: tuple[float, float] | None, goal: float | None) -> dict[str, Any]:

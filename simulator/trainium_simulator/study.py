@@ -106,6 +106,8 @@ class Result:
     rollbacks: Rollbacks
     node_hours: float
     """That were simulated."""
+    held_node_hours: float
+    """Node time that the job held in a month of 30 days, spares included."""
     plans: int
 
     @property
@@ -159,6 +161,7 @@ def study(case: Case, seeds: int, *, done: Callable[[], None] = lambda: None) ->
         recoveries=_recoveries([each for outcome in outcomes for each in outcome.recoveries], seeds * case.days),
         rollbacks=Rollbacks(sum(outcome.rollbacks for outcome in outcomes), wall),
         node_hours=seeds * case.days * 24 * (case.nodes + case.spares),
+        held_node_hours=mean(outcome.ledger.node_seconds for outcome in outcomes) / HOUR * MONTH / (case.days * DAY),
         plans=sum(outcome.plans for outcome in outcomes),
     )
 

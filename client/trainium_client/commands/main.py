@@ -29,7 +29,8 @@ app = typer.Typer(
 )
 for _command in (
     show.status, watch.watch, show.why, logs.logs, inspect.ranks, inspect.stacks, inspect.checkpoints, show.goodput,
-    show.history, show.sizes, inspect.nodes, inspect.release, change.suspend, change.resume, change.scale, change.retry,
+    show.history, show.sizes, show.scaling, inspect.nodes, inspect.release, change.suspend, change.resume, change.scale,
+    change.retry,
 ):  # fmt: skip
     app.command()(with_session(_command))
 app.command()(with_session(report.report, output=False))

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
 
 from trainium_client.commands.options import JobName, Session
 from trainium_client.read import read_interruption, read_screen
-from trainium_contract.views.goodput import goodput_view
+from trainium_contract.views.goodput import cost_view, goodput_view
 from trainium_contract.views.interruptions import interruptions
+from trainium_contract.views.job import build_job_view
 from trainium_contract.views.status_reader import public_status
 
 
@@ -47,9 +49,26 @@ def history(session: Session, name: JobName) -> None:
     session.emit(interruptions(public_status(session.open().job(name))), _table("history_page"))
 
 
-def goodput(session: Session, name: JobName) -> None:
-    """Show where the time of a job went."""
-    session.emit(goodput_view(public_status(session.open().job(name)), time.time()), _table("goodput_page"))
+def goodput(
+    session: Session,
+    name: JobName,
+    price: Annotated[
+        float | None, typer.Option("--price-per-node-hour", min=0.0, help="Also what it cost, in your currency.")
+    ] = None,
+) -> None:
+    """Show where the time of a job went, and what that cost."""
+    job, now = session.open().job(name), time.time()
+    view = goodput_view(public_status(job), now)
+    if price is not None:
+        view = replace(view, cost=cost_view(build_job_view(job, now=now), price))
+    session.emit(view, _table("goodput_page"))
+
+
+def scaling(session: Session, name: JobName) -> None:
+    """Compare the speed at each number of nodes that a job has trained on."""
+    from trainium_client.views.sizes import scaling_rows  # noqa: PLC0415 - as in `sizes`
+
+    session.emit(scaling_rows(session.open().job(name)), _table("scaling_page"))
 
 
 def sizes(session: Session, name: JobName) -> None:

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from trainium_client.views.machines import MachineView
-    from trainium_client.views.sizes import SizeRow
+    from trainium_client.views.sizes import ScalingRow, SizeRow
     from trainium_contract.views.checkpoints import CheckpointRow
-    from trainium_contract.views.goodput import GoodputView
+    from trainium_contract.views.goodput import CostView, GoodputView
     from trainium_contract.views.interruptions import InterruptionView
     from trainium_contract.views.job import JobView
     from trainium_contract.views.workers import RankRow
@@ -53,9 +53,7 @@ def goodput_page(goodput: GoodputView, width: int) -> RenderableType:
     if goodput.ratio is None:
         return Text("nothing is counted yet: no workers have begun together")
     wall = goodput.wall_seconds or 1.0
-    columns = (Column("CAUSE", 9), Column("SECONDS", 8, right=True), Column("SHARE", 7, right=True), Column("", 1))
-    parts = [("productive", goodput.productive_seconds), *goodput.lost_seconds.items()]
-    rows = [(name, f"{seconds:.1f}", share(seconds / wall), bar(seconds / wall, _BAR)) for name, seconds in parts]
+    columns = (Column("SECONDS", 8, right=True), Column("SHARE", 7, right=True), Column("", 1))
     stages = [(stage_words(name), f"{seconds:.1f}", share(seconds / wall), bar(seconds / wall, _BAR))
               for name, seconds in sorted(goodput.lost_by_stage.items(), key=lambda item: -item[1])]  # fmt: skip
     by_size = (Column("NODES", 9, right=True), Column("STEPS", 8, right=True), Column("STEP TIME", 7, right=True))
@@ -66,16 +64,61 @@ def goodput_page(goodput: GoodputView, width: int) -> RenderableType:
             ("Goodput", f"{share(goodput.ratio)} of {duration(goodput.wall_seconds)} (strict)"),
             ("Uptime", share(goodput.uptime_ratio)),
             ("Fleet", f"{share(goodput.fleet_ratio)} of {goodput.node_seconds / 3600:.1f} node hours"),
+            ("Cost", _cost(goodput.cost)),
             ("After steps", after),
         ]),
         heading("Where the time went"),
-        table(columns, rows, width),
+        _causes(goodput, width),
     ]  # fmt: skip
     if stages:
-        ledger += [heading("What was lost, by stage"), table((Column("STAGE", 9), *columns[1:]), stages, width)]
+        ledger += [heading("What was lost, by stage"), table((Column("STAGE", 9), *columns), stages, width)]
     if sizes:
         ledger += [heading("Steps by size"), table(by_size, sizes, width)]
     return stacked(*ledger)
+
+
+def _cost(cost: CostView | None) -> str:
+    if cost is None:
+        return ""
+    left = "" if cost.to_end is None else f", {cost.to_end:,.2f} more until the last step at the present size"
+    return f"{cost.so_far:,.2f} so far{left}"
+
+
+def _causes(goodput: GoodputView, width: int) -> RenderableType:
+    """Render the seconds by cause, with their cost where it is known."""
+    wall, cost = goodput.wall_seconds or 1.0, goodput.cost
+    seconds = {"productive": goodput.productive_seconds, **goodput.lost_seconds}
+    columns = (Column("CAUSE", 9), Column("SECONDS", 8, right=True), Column("SHARE", 7, right=True), Column("", 1))
+    rows = [(name, f"{each:.1f}", share(each / wall), bar(each / wall, _BAR)) for name, each in seconds.items()]
+    if cost is None:
+        return table(columns, rows, width)
+    amounts = (cost.productive, *(cost.lost[name] for name in goodput.lost_seconds), cost.idle)
+    priced = [
+        (*row[:3], f"{amount:,.2f}", row[3])
+        for row, amount in zip([*rows, ("nodes beside it", "", "", "")], amounts, strict=True)
+    ]
+    return table((*columns[:3], Column("COST", 8, right=True), columns[3]), priced, width)
+
+
+def scaling_page(rows: Sequence[ScalingRow], width: int) -> RenderableType:
+    """Render the speed by number of nodes, the smallest first."""
+    if not rows:
+        return Text("no step time was measured yet: the job has to train for some steps")
+    columns = (
+        Column("NODES", 9, right=True), Column("STEPS", 4, right=True), Column("STEP TIME", 7, right=True),
+        Column("SAMPLES/S", 8, right=True), Column("SPEEDUP", 6, right=True), Column("EFFICIENCY", 8, right=True),
+        Column("", 3),
+    )  # fmt: skip
+    cells = [
+        (str(each.nodes), f"{each.steps:,}", duration(each.step_seconds), figure(each.samples_per_second),
+         "-" if each.speedup is None else f"x{each.speedup:.2f}", share(each.efficiency), "now" * each.current)
+        for each in rows
+    ]  # fmt: skip
+    if any(each.samples_per_second is None for each in rows):
+        return stacked(
+            table(columns, cells, width), Text("Give program.batch, so that the samples of a step are known.")
+        )
+    return table(columns, cells, width)
 
 
 def sizes_page(rows: Sequence[SizeRow], width: int) -> RenderableType:

@@ -48,19 +48,66 @@ class SizeRow:
     """Whether its graphs are there; None where nobody knows, without `precompile`."""
 
 
-def size_rows(job: Mapping[str, Any]) -> tuple[SizeRow, ...]:
-    """Return the sizes of a job between its least and its largest, the largest first.
+@dataclass(frozen=True, slots=True)
+class ScalingRow:
+    """Speed that was measured at one number of nodes."""
 
-    Raises ClientError when the job's specification is not one that this version knows.
-    """
-    status = public_status(job)
+    nodes: int
+    steps: int
+    step_seconds: float
+    """Reference step time (docs/goodput.md)."""
+    samples_per_second: float | None
+    """None where the samples of a step are not known."""
+    speedup: float | None
+    """Samples per second in units of those at the smallest size."""
+    efficiency: float | None
+    """Share of the speed that as many nodes would have if each were as fast as one of the smallest size."""
+    current: bool
+
+
+def scaling_rows(job: Mapping[str, Any]) -> tuple[ScalingRow, ...]:
+    """Return the sizes at which a job has trained, the smallest first. Raises ClientError as `size_rows` does."""
+    status, shape = public_status(job), _spec_of(job).batch_shape()
+    now = status.part("membership").whole("size")
+    rows: list[ScalingRow] = []
+    for each in sorted(status.part("goodput").parts("sizes"), key=lambda each: each.whole("size")):
+        nodes, seconds = each.whole("size"), each.number("stepSeconds")
+        if not seconds or nodes < 1:
+            continue
+        speed = shape.batch(nodes) / seconds if shape.global_batch_size else None
+        first = rows[0] if rows else None
+        least = first.samples_per_second if first else speed
+        speedup = speed / least if speed and least else None
+        rows.append(
+            ScalingRow(
+                nodes=nodes,
+                steps=each.whole("steps"),
+                step_seconds=seconds,
+                samples_per_second=speed,
+                speedup=speedup,
+                efficiency=speedup * (first.nodes if first else nodes) / nodes if speedup else None,
+                current=nodes == now,
+            )
+        )
+    return tuple(rows)
+
+
+def _spec_of(job: Mapping[str, Any]) -> TrainingJobSpec:
     try:
-        spec = TrainingJobSpec.model_validate(mapping(job, "spec"))
+        return TrainingJobSpec.model_validate(mapping(job, "spec"))
     except ValidationError as error:
         where = ".".join(str(part) for part in error.errors()[0]["loc"])
         raise ClientError(
             f"the job's spec.{where} is not known to this command: use the kubectl trn of the operator's version"
         ) from error
+
+
+def size_rows(job: Mapping[str, Any]) -> tuple[SizeRow, ...]:
+    """Return the sizes of a job between its least and its largest, the largest first.
+
+    Raises ClientError when the job's specification is not one that this version knows.
+    """
+    status, spec = public_status(job), _spec_of(job)
     workers, shape = spec.workers, spec.batch_shape()
     most = max(workers.replicas, workers.max_replicas or 0)
     full = shape.best(workers.replicas, workers.min_replicas or 1)

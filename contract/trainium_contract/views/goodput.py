@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from trainium_contract.status.public import PublicStatus
+    from trainium_contract.views.job import JobView
     from trainium_contract.views.status_reader import StatusReader
 
 
@@ -17,6 +18,23 @@ class SizeView:
     size: int
     steps: int
     step_seconds: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class CostView:
+    """Money for the nodes of a job, in the currency of `price`."""
+
+    price: float
+    """Of a node-hour."""
+    so_far: float
+    """For all node time that the job held; the parts below together."""
+    productive: float
+    lost: dict[str, float]
+    """By cause: all nodes that were held meanwhile."""
+    idle: float
+    """For nodes that did not train while others did: spares, nodes that waited, quarantined ones."""
+    to_end: float | None
+    """Until the last step, at the present size and loss of time; None where the time left is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +54,8 @@ class GoodputView:
     stage_seconds: dict[str, float]
     sizes: tuple[SizeView, ...]
     counted_seconds_ago: float | None
+    cost: CostView | None = None
+    """Known where a price is given."""
 
     @property
     def lost(self) -> float:
@@ -63,4 +83,24 @@ def goodput_view(status: StatusReader[PublicStatus], now: float) -> GoodputView:
             for each in part.parts("sizes")
         ),
         counted_seconds_ago=None if until is None else max(0.0, now - until),
+    )
+
+
+def cost_view(view: JobView, price: float) -> CostView:
+    """Return the cost of a job at a price of a node-hour."""
+    goodput, hourly = view.goodput, price / 3600
+    productive = hourly * goodput.node_seconds * (goodput.fleet_ratio or 0.0)
+    rest = hourly * goodput.node_seconds - productive
+    # What is held beside the members is held in lost time too, so lost time is charged for all that is held.
+    held = goodput.node_seconds / goodput.wall_seconds if goodput.wall_seconds else 0.0
+    lost = {cause: hourly * held * seconds for cause, seconds in goodput.lost_seconds.items()}
+    share = min(1.0, rest / sum(lost.values())) if any(lost.values()) else 0.0
+    lost = {cause: share * cost for cause, cost in lost.items()}
+    return CostView(
+        price=price,
+        so_far=hourly * goodput.node_seconds,
+        productive=productive,
+        lost=lost,
+        idle=rest - sum(lost.values()),
+        to_end=None if view.eta_seconds is None else hourly * view.eta_seconds * (view.size + view.spares),
     )

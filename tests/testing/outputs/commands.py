@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[3]
 PAGES = (
-    "README.md", "docs/first-job.md", "docs/kubectl-trn.md", "docs/program.md", "docs/simulate.md", "docs/watch.md",
+    "README.md", "docs/first-job.md", "docs/goodput.md", "docs/kubectl-trn.md", "docs/program.md", "docs/simulate.md",
+    "docs/watch.md",
 )  # fmt: skip
 """Pages with outputs."""
 SIMULATION = (
@@ -69,6 +70,7 @@ _RECORDED = {
     "ranks demo": "first-job/ranks",
     "why mistake": "first-job/mistake",
     "status program": "program/status",
+    "scaling program": "program/status",
     "why program": "program/why",
 }
 

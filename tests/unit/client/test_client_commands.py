@@ -59,7 +59,9 @@ def test_status_asks_once_for_each_kind(trn: Callable[..., Run], server: ApiServ
     )
 
 
-@pytest.mark.parametrize("command", ["status", "why", "history", "goodput", "sizes", "ranks --no-steps", "checkpoints"])
+@pytest.mark.parametrize(
+    "command", ["status", "why", "history", "goodput", "sizes", "scaling", "ranks --no-steps", "checkpoints"]
+)
 def test_every_command_has_json(trn: Callable[..., Run], command: str) -> None:
     words = command.split()
     code, out, _ = trn(words[0], "llama", *words[1:], "-o", "json")
@@ -81,6 +83,17 @@ def test_the_worth_of_each_number_of_nodes_is_shown_and_which_one_is_in_force(tr
     assert rows[0]["stepSeconds"] > 0
     assert rows[1]["stepSeconds"] is None
     assert "100.0 %" in trn("sizes", "llama")[1]
+
+
+def test_the_cost_of_a_job_is_shown_at_a_price_that_is_given(trn: Callable[..., Run]) -> None:
+    code, out, _ = trn("goodput", "llama", "--price-per-node-hour", "21.5", "-o", "json")
+    ledger = json.loads(out)
+
+    assert code == 0
+    assert ledger["cost"]["soFar"] == pytest.approx(21.5 * ledger["nodeSeconds"] / 3600)
+    code, out, err = trn("goodput", "llama", "--price-per-node-hour", "-1")
+    assert (code, out) == (1, "")
+    assert "--price-per-node-hour" in err
 
 
 def test_a_size_whose_batch_is_smaller_than_its_ranks_is_reported_with_the_share_of_speed(

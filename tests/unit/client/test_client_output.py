@@ -141,7 +141,9 @@ def test_a_reader_that_leaves_ends_a_command_without_a_word(server: ApiServer, c
 
 
 @pytest.mark.parametrize("columns", ["20", "40"])
-@pytest.mark.parametrize("command", ["status", "why", "history", "goodput", "sizes", "ranks --no-steps", "checkpoints"])
+@pytest.mark.parametrize(
+    "command", ["status", "why", "history", "goodput", "sizes", "scaling", "ranks --no-steps", "checkpoints"]
+)
 def test_a_narrow_terminal_gets_narrow_lines_and_every_row(
     trn: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, command: str, columns: str
 ) -> None:

@@ -18,14 +18,22 @@ from trainium_client.render.interruption import interruption_page
 from trainium_client.render.machine import as_json
 from trainium_client.render.page import show
 from trainium_client.render.status import status_line, status_page
-from trainium_client.render.tables import goodput_page, history_page, machines_page, ranks_page, sizes_page
+from trainium_client.render.tables import (
+    goodput_page,
+    history_page,
+    machines_page,
+    ranks_page,
+    scaling_page,
+    sizes_page,
+)
 from trainium_client.views.interruption_report import MOST_LINES, explain_interruption
 from trainium_client.views.machines import find_machine, machine_views
-from trainium_client.views.sizes import size_rows
+from trainium_client.views.sizes import scaling_rows, size_rows
 from trainium_contract.pages.facts import job_facts
 from trainium_contract.pages.formatting import duration
 from trainium_contract.pages.job_page import JobReport, report_html
 from trainium_contract.views.events import event_views
+from trainium_contract.views.goodput import cost_view
 from trainium_contract.views.interruptions import interruptions
 from trainium_contract.views.job import STALE_SECONDS, build_job_view
 from trainium_contract.views.raw import plain, seconds_of
@@ -314,6 +322,63 @@ def test_a_line_that_is_broken_goes_on_behind_its_mark() -> None:
         2
     ]
     assert all(line.startswith("  ") for line in lines.splitlines())
+
+
+def test_the_cost_of_a_job_is_that_of_its_node_hours_and_all_of_it_has_a_cause() -> None:
+    view = screen()
+    assert view.eta_seconds is not None
+    cost = cost_view(view, price=36.0)
+
+    assert cost.so_far == pytest.approx(6.33808), "a hundredth for each of 633.808 node-seconds"
+    assert cost.productive == pytest.approx(6.33808 * 0.2511)
+    assert cost.to_end == pytest.approx(0.01 * view.eta_seconds * (2 + view.spares))
+    # Other jobs of this cluster left 5.2 nodes with this one.
+    assert cost.lost["Crash"] == pytest.approx(0.01 * 2.834 * 633.808 / 120.851)
+    assert cost.idle > 0
+    assert cost.productive + sum(cost.lost.values()) + cost.idle == pytest.approx(cost.so_far)
+
+
+def test_the_ledger_shows_the_cost_of_each_part_where_a_price_is_given() -> None:
+    view = screen()
+    goodput = replace(view.goodput, cost=cost_view(view, price=3600.0))
+
+    page = text_of(goodput_page(goodput, 120))
+    assert re.search(r"Cost +633\.81 so far, [\d,.]+ more until the last step", page)
+    assert re.search(r"CAUSE +SECONDS +SHARE +COST", page)
+    assert re.search(r"productive +79\.6 +65\.8 % +159\.15", page)
+    assert re.search(r"nodes beside it +\d", page)
+    assert "COST" not in text_of(goodput_page(view.goodput, 120))
+
+
+def test_a_job_that_has_not_begun_costs_nothing_yet() -> None:
+    cost = cost_view(screen(goodput={}, progress={}), price=10.0)
+    assert (cost.so_far, cost.productive, cost.lost, cost.idle, cost.to_end) == (0, 0, {}, 0, None)
+
+
+def test_speeds_are_compared_with_the_smallest_size() -> None:
+    job = recorded("job")
+    batch = job["spec"]["trainer"]["batch"]["globalSize"]
+    measured = [(4, 30, batch / 30.0), (1, 10, batch / 10.0), (3, 5, None), (2, 20, batch / 16.0)]
+    job["status"]["goodput"]["sizes"] = [
+        {"size": size, "steps": steps, "stepSeconds": seconds} for size, steps, seconds in measured
+    ]
+
+    rows = scaling_rows(job)
+    assert [(row.nodes, row.steps, row.current) for row in rows] == [(1, 10, False), (2, 20, True), (4, 30, False)]
+    assert [row.samples_per_second for row in rows] == pytest.approx([10.0, 16.0, 30.0])
+    assert [(row.speedup, row.efficiency) for row in rows] == [(1.0, 1.0), (1.6, 0.8), (3.0, 0.75)]
+    assert re.search(r"4 +30 .* 30 +x3\.00 +75\.0 %", text_of(scaling_page(rows, 100)))
+
+
+def test_speeds_of_a_program_whose_batch_is_not_known_are_step_times() -> None:
+    job = recorded("job")
+    del job["spec"]["trainer"], job["spec"]["checkpoint"]
+    job["spec"]["program"] = {"image": "x", "command": ["train"]}
+
+    (row,) = scaling_rows(job)
+    assert (row.step_seconds, row.samples_per_second, row.efficiency) == (0.301376, None, None)
+    assert "Give program.batch" in text_of(scaling_page((row,), 100))
+    assert "no step time was measured yet" in text_of(scaling_page((), 100))
 
 
 def test_the_stage_decide_is_shown_as_the_wait_for_a_worker_in_the_report_and_in_the_ledger() -> None:

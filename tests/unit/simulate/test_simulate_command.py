@@ -80,6 +80,23 @@ def test_a_table_shows_what_a_spare_buys_and_which_stage_to_shorten(
     assert "reached." in output
 
 
+def test_costs_are_those_of_the_nodes_that_are_held_and_of_the_work_that_they_do(
+    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = written(tmp_path, "trace.csv", "seconds,class,node,lasts\n3600,NodeLost,1,7200\n")
+    given = [str(job), "--spares", "1", "--trace", trace, "--days", "1", "--price-per-node-hour", "2.5"]
+    assert main([*given, "-o", "json"]) == 0
+    (result,) = json.loads(capsys.readouterr().out)["results"]
+    cost, nodes = result["cost"], result["nodes"] + 1
+
+    assert cost["nodeHours"] == pytest.approx(nodes * 720, rel=0.1)
+    assert cost["aMonth"] == pytest.approx(2.5 * cost["nodeHours"], abs=1)
+    assert cost["lostOrIdle"] == pytest.approx(cost["aMonth"] * (1 - result["fleet"]["mean"]), abs=1)
+    assert cost["forAMonthsWork"] == pytest.approx(cost["aMonth"] / result["work"]["mean"], abs=1)
+    assert main(given) == 0
+    assert "Cost of a month, at 2.5 a node-hour" in capsys.readouterr().out
+
+
 def test_a_field_of_the_job_can_be_varied(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = [str(job), "--failures-per-1000-node-days", "0", "--days", "0.1", "--seeds", "1", "-o", "json"]
     assert main([*given, "--vary", "recovery.rescaleAfterSeconds=60,600"]) == 0
@@ -107,6 +124,7 @@ def test_a_picture_is_drawn(job: Path, tmp_path: Path) -> None:
         (("--days", "0"), "--days must be above 0"),
         (("--seeds", "0"), "--seeds must be from 1"),
         (("--goal", "99.9"), "--goal must be between 0 and 1"),
+        (("--price-per-node-hour", "-2"), "--price-per-node-hour must be 0 or more"),
         (("-o", "yaml"), "--output must be table or json"),
         (("--nodes", "5"), "cannot train on 5 nodes"),
         (("--vary", "recovery"), "must be FIELD=VALUE,VALUE"),

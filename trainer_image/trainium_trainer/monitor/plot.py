@@ -34,7 +34,7 @@ _SMOOTHED_OVER = 50
 _FEWEST_TO_SMOOTH = 100
 _COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#e377c2")
 _DPI = 110
-_PANELS = [["loss", "rate"], ["norm", "parameters"], ["speed", "spikes"]]
+_PANELS: list[Any] = [["loss", "rate"], ["norm", "parameters"], ["speed", "spikes"]]
 _MOST_BARS = 30
 _COMPARED = 2
 """So many runs are also drawn as the difference of their losses."""
@@ -128,6 +128,7 @@ def draw(runs: Sequence[PlottedRun], output: Path) -> None:
             bins=[edge + 0.5 for edge in range(0, longest + 1, longest // _MOST_BARS + 1)] + [longest + 0.5],
             color=[colour for colour, _ in _coloured(runs)],
         )
+        spikes.locator_params("x", integer=True)
         spikes.set_xlabel("steps")
         _titled(spikes, "length of spikes of the gradient norm", "")
         if compared:

@@ -40,7 +40,7 @@ def measure_sizes(lines: Sequence[Mapping[str, Any]]) -> list[SizeSpeed]:
             groups[line["nodes"]].append((line["seconds"], line["batch"], line["tokens"] - before["tokens"]))
     if not groups:
         raise UserError("no step after the first one of a start has its length and its number of nodes: train longer")
-    sizes = []
+    sizes: list[SizeSpeed] = []
     for nodes, steps in sorted(groups.items()):
         speed = median(batch / seconds for seconds, batch, _ in steps)
         smallest = sizes[0].samples_per_second / sizes[0].nodes if sizes else speed / nodes
