@@ -341,7 +341,7 @@ def taint_rows() -> Iterator[str]:
         seen = [
             problem_text(NodeView(name="n", taints=(Taint(given, value, effect),)), demand)
             for effect in ("NoSchedule", "NoExecute")
-            for value in ("", "UnschedulablePendingReboot")
+            for value in ("", "UnschedulablePendingReboot", "UnschedulablePendingReplacement")
             for demand in (None, Demand({}), Demand({}, ({"operator": "Exists"},)))
         ]
         yield f"{key} | {cause_of_taint(given)} | {' | '.join(dict.fromkeys(seen))}"
@@ -349,7 +349,8 @@ def taint_rows() -> Iterator[str]:
 
 def label_rows() -> Iterator[str]:
     health, check = "sagemaker.amazonaws.com/node-health-status", "sagemaker.amazonaws.com/deep-health-check-status"
-    others = ((health, "Schedulable"), (health, "Unschedulable"), (check, "Failed"), (check, "InProgress"), ("a", "b"))
+    known = ((health, "Schedulable"), (health, "Unschedulable"), (check, "Failed"), (check, "InProgress"))
+    others = (*known, (health, "nonsense"), ("a", "b"))
     for key, value in (*labels(), *others):
         yield f"{key}={value} | {cause_of_label(key, value)} | {problem_text(NodeView(name='n', labels={key: value}))}"
 

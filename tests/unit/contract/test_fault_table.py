@@ -10,9 +10,6 @@ from trainium_contract.exit_codes import ExitCode
 from trainium_contract.faults.causes import CAUSES, NO_FAULT_CAUSES, USER_CAUSES, Blame, Budget, Cause
 from trainium_contract.faults.classify import (
     budget_of,
-    cause_of_condition,
-    cause_of_label,
-    cause_of_taint,
     classify_sign,
     default_responses,
     get_cause_row,
@@ -79,52 +76,6 @@ def test_a_lost_peer_is_the_least_telling_cause_and_a_users_error_the_most() -> 
     assert severity(Cause.PEER_LOST) == len(Cause) - 1
     assert severity(Cause.USER_CODE) == 0
     assert severity(Cause.DEVICE) < severity(Cause.CRASH) < severity(Cause.NODE_LOST) < severity(Cause.POD_LOST)
-
-
-@pytest.mark.parametrize(
-    ("kind", "reason", "cause"),
-    [
-        ("NeuronHealth", "NeuronHasError_SRAM_UNCORRECTABLE_ERROR", Cause.DEVICE),
-        ("AcceleratedHardwareReady", "NeuronDMAError", Cause.DEVICE),
-        ("AcceleratedHardwareReady", "", Cause.DEVICE),
-        ("NetworkingReady", "InterfaceNotUp", Cause.NETWORK),
-        ("KernelReady", "ForkFailedOutOfPIDs", Cause.HOST),
-        ("StorageReady", "IODelays", Cause.HOST),
-        ("ContainerRuntimeReady", "PodStuckTerminating", Cause.HOST),
-        ("MemoryPressure", "", Cause.HOST),
-        ("DiskPressure", "", Cause.HOST),
-        ("PIDPressure", "", Cause.HOST),
-        ("Ready", "NodeStatusUnknown", Cause.NODE_LOST),
-        ("Ready", "KubeletNotReady", Cause.HOST),
-        ("MyOwnCondition", "", None),
-    ],
-)
-def test_node_conditions_have_causes(kind: str, reason: str, cause: Cause | None) -> None:
-    assert cause_of_condition(kind, reason) is cause
-
-
-@pytest.mark.parametrize(
-    ("key", "cause"),
-    [
-        ("node.kubernetes.io/unreachable", Cause.NODE_LOST),
-        ("node.kubernetes.io/disk-pressure", Cause.HOST),
-        ("karpenter.sh/disrupted", Cause.PREEMPTED),
-        ("aws-node-termination-handler/spot-itn", Cause.PREEMPTED),
-        ("aws-node-termination-handler/scheduled-maintenance", Cause.PREEMPTED),
-        ("ToBeDeletedByClusterAutoscaler", Cause.PREEMPTED),
-        ("aws.amazon.com/neuron", None),
-        ("", None),
-    ],
-)
-def test_taints_have_causes(key: str, cause: Cause | None) -> None:
-    assert cause_of_taint(key) is cause
-
-
-def test_labels_of_hyperpod_have_causes() -> None:
-    key = "sagemaker.amazonaws.com/node-health-status"
-    assert cause_of_label(key, "UnschedulablePendingReboot") is Cause.DEVICE_REPAIRABLE
-    assert cause_of_label(key, "UnschedulablePendingReplacement") is Cause.DEVICE
-    assert cause_of_label(key, "Schedulable") is None
 
 
 def test_every_sign_but_that_of_an_end_that_was_asked_for_leads_to_a_fault() -> None:
