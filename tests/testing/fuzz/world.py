@@ -7,11 +7,12 @@ version. All else is what the case says.
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
-from tests.testing.fuzz.promises import is_of_its_type, is_sound
+from tests.testing.fuzz.promises import is_of_its_type, is_sound, promise
 from trainium_operator.cluster.api.errors import NotFoundError
 from trainium_operator.cluster.cache.kueue_views import with_conditions
 from trainium_operator.cluster.fleet.fleet_reconciler import FleetReconciler
@@ -54,6 +55,9 @@ NAMESPACE = "team"
 OPERATOR_NAMESPACE = "trainium-system"
 MOST_PODS_MADE = 6
 """Of those that one plan asks for: a crash between any two writes is harmless, so this is one."""
+LONGEST_SENTENCE = 4096
+"""Characters; whatever a message quotes is cut."""
+EMPTY_VIEW = 4096
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 _NAME_OF_JOB = re.compile(r"[a-z]([-a-z0-9]{0,48}[a-z0-9])?")
 """What the definition's rules let through."""
@@ -178,6 +182,10 @@ class World:
         self._version += 1
         found = stored(raw, kind=kind, namespaced=lister.resource.namespaced, version=self._version)
         lister.observe(found, deleted=deleted)
+        kept = lister.store.entry((found["metadata"].get("namespace", ""), found["metadata"]["name"]))
+        if kept is not None and kind not in ("TrainingJob", "ConfigMap"):
+            size = len(repr(kept.view))
+            promise(size <= 4 * len(json.dumps(found)) + EMPTY_VIEW, f"a view of {size} characters of a {kind}")
         return found
 
     def entries(self) -> dict[str, dict[Key, Entry[Any]]]:
@@ -196,6 +204,10 @@ class World:
         for lister in self._listers.values():
             for entry in lister.store.snapshot().values():
                 is_of_its_type(entry.view)
+        for job in self.caches.jobs.store.snapshot().values():
+            unread = len(job.view.error)
+            promise(unread <= LONGEST_SENTENCE, f"{unread} characters on why a job cannot be read")
+            promise((unread == 0) == (job.view.view is not None), "a job that is not read, without a reason")
 
     def observed(self) -> Iterator[Observed]:
         """Each job that can be planned."""

@@ -10,8 +10,10 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.testing.fuzz.objects import MACHINE
+from tests.testing.suite.any_json import ANYTHING, PATIENT, as_sent, changed
 from trainium_contract.faults.causes import Cause
-from trainium_operator.cluster.fleet.fleet_record import decode, encode
+from trainium_operator.cluster.fleet.fleet_record import ACCOUNTED, decode, encode
 from trainium_operator.plan.fleet.memory import Machine, MachineState, Memory, Strike
 
 AT = 1_800_000_000.0
@@ -109,11 +111,22 @@ def test_any_memory_survives_being_written(entries: list[Machine]) -> None:
     assert decode(encode(memory)) == memory
 
 
+@PATIENT
 @given(
-    st.dictionaries(st.sampled_from(["about", "accounted", "a", "b"]), st.text("{}[]:-'\"!&*?|> \nax0", max_size=30))
+    st.dictionaries(st.sampled_from(["node-1", "aws.us-west-2a.i-0abc", ACCOUNTED]), changed(MACHINE) | ANYTHING),
+    st.dictionaries(st.sampled_from(["about", ACCOUNTED, "a", "b"]), st.text() | st.text("{}[]:-'\"!&*?|> \nax0")),
 )
-def test_no_text_stops_the_operator(data: dict[str, Any]) -> None:
-    decode(data)
+def test_whatever_is_noted_is_read_without_an_error_and_can_be_written_again(
+    notes: dict[str, Any], texts: dict[str, str]
+) -> None:
+    written = encode(decode({**{key: yaml.safe_dump(as_sent(note)) for key, note in notes.items()}, **texts}))
+    assert encode(decode(written)) == written
+
+
+def test_numbers_without_an_end_are_left_out() -> None:
+    memory = decode({"node": "quarantines: .inf", ACCOUNTED: "uid: .nan", "node-3": "state: Permanent\n"})
+    assert set(memory.machines) == {"node-3"}
+    assert memory.accounted == {}
 
 
 @pytest.mark.parametrize(

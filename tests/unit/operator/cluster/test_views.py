@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 import gzip
 import json
 import tracemalloc
@@ -9,10 +10,14 @@ import zlib
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.testing.api.recorded_jobs import recorded
+from tests.testing.fuzz.hostile import unfolded
+from tests.testing.fuzz.objects import NODE, POD
 from tests.testing.fuzz.promises import is_of_its_type
+from tests.testing.suite.any_json import PATIENT, as_sent, changed
 from trainium_contract.faults.causes import Cause
 from trainium_contract.wire import worker_env
 from trainium_contract.wire.messages import LATEST_GENERATION, Member, Membership, Transition
@@ -386,44 +391,30 @@ def test_malformed_parts_are_counted_and_logged_once(caplog: pytest.LogCaptureFi
     assert len(caplog.records) == 2
 
 
-ANYTHING = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text("aZ0:/-. ", max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("aZ0:/-. ", max_size=8), inner, max_size=3),
-    max_leaves=8,
-)
+@PATIENT
+@given(changed({"data": {names.MEMBERSHIP_KEY: "{}"}, "binaryData": recorded("membership")["binaryData"]}), st.text())
+def test_any_config_map_holds_a_membership_or_none(parts: Any, text: str) -> None:
+    raw = {**parts, "metadata": {"annotations": {}}}  # which no object is without
+    for packed in (None, text, unfolded({"$packed": text})):
+        each = raw if packed is None else {**raw, "binaryData": {names.MEMBERSHIP_PACKED_KEY: packed}}
+        membership_of(each)
+        assert views.child_record(each).content_hash == ""
 
 
-@st.composite
-def malformed_nodes(draw: st.DrawFn) -> dict[str, Any]:
-    """A node in which any part may be anything."""
-
-    def maybe(value: Any) -> Any:
-        return draw(ANYTHING) if draw(st.booleans()) else value
-
-    condition = {key: maybe(value) for key, value in DEVICE.items()}
-    taint = {"key": maybe("karpenter.sh/disrupted"), "value": maybe("x"), "effect": maybe("NoSchedule")}
-    allocatable = {"aws.amazon.com/neuron": maybe("16")}
-    labels = {
-        "node.kubernetes.io/instance-type": maybe("trn1.32xlarge"),
-        "sagemaker.amazonaws.com/node-health-status": maybe("Schedulable"),
-    }
-    return {
-        "metadata": {
-            "name": "n",
-            "labels": maybe(labels),
-            **({"deletionTimestamp": draw(ANYTHING)} if draw(st.booleans()) else {}),
-        },
-        "spec": maybe(
-            {"taints": maybe([maybe(taint)]), "providerID": maybe("aws:///i"), "unschedulable": maybe(False)}
-        ),
-        "status": maybe({"conditions": maybe([maybe(condition)]), "allocatable": maybe(allocatable)}),
-    }
-
-
-@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)  # a busy machine is no finding
-@given(malformed_nodes())
+@PATIENT
+@given(changed({**NODE, "metadata": {**NODE["metadata"], "deletionTimestamp": CREATED}}, most=6))
 def test_no_node_however_malformed_hides_itself_or_stops_a_plan(raw: dict[str, Any]) -> None:
-    view = views.node_view(raw)
+    metadata = raw["metadata"] if isinstance(raw.get("metadata"), dict) else {}
+    view = views.node_view(as_sent({**raw, "metadata": {**metadata, "name": "n"}}))
     assert view.name == "n"
     assert all(isinstance(problem.reason, str) for problem in problems_of(view, Demand({"aws.amazon.com/neuron": 16})))
     assert hash(view.conditions) is not None
+
+
+@pytest.mark.parametrize("stamp", ["0000-12-31T00:01:00Z", "soon", 7])
+def test_an_invalid_time_stamp_does_not_mark_a_pod_as_finished(stamp: Any) -> None:
+    raw: Any = copy.deepcopy(POD)
+    raw["metadata"]["creationTimestamp"] = stamp
+    raw["status"]["containerStatuses"][0]["state"]["terminated"]["finishedAt"] = stamp
+    seen = views.pod_view(raw)
+    assert (seen.created, seen.finished, seen.exit_code) == (0.0, None, 70)
