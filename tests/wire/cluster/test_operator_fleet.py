@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,7 +21,7 @@ from trainium_operator.runtime import make_caches
 from trainium_operator.settings import Settings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import AsyncIterator, Callable
 
 
 MEMORY = "trainium-operator-quarantine"
@@ -95,6 +96,17 @@ def a_cluster(nodes: int = 10) -> FakeCluster:
     return cluster
 
 
+@asynccontextmanager
+async def maintained(
+    cluster: FakeCluster | None = None, *, taints: bool = False, leading: bool = True
+) -> AsyncIterator[tuple[FakeCluster, Replica]]:
+    cluster = cluster or a_cluster()
+    replica = Replica(cluster, taints=taints)
+    await replica.start(leading=leading)
+    yield cluster, replica
+    await replica.stop()
+
+
 def fail(cluster: FakeCluster, node: str, cause: str = "Device") -> None:
     """Report a failure from jobs of two namespaces, which confirms it."""
 
@@ -129,72 +141,55 @@ def writes(cluster: FakeCluster) -> list[Write]:
 
 @in_virtual_time
 async def test_a_fault_is_recorded_and_reported_to_jobs_within_a_second() -> None:
-    cluster = a_cluster()
-    replica = Replica(cluster)
-    await replica.start()
-    await asyncio.sleep(1)
-    fail(cluster, "node-3")
-    await until(lambda: replica.fleet.view.quarantined == {"node-3"}, 1, "the node in quarantine")
-    assert replica.changes == 1
-    assert memory(cluster).machines["aws:///i-3"].state is MachineState.QUARANTINED
-    await asyncio.sleep(3610)
-    assert replica.fleet.view.quarantined == frozenset()
-    await replica.stop()
+    async with maintained() as (cluster, replica):
+        await asyncio.sleep(1)
+        fail(cluster, "node-3")
+        await until(lambda: replica.fleet.view.quarantined == {"node-3"}, 1, "the node in quarantine")
+        assert replica.changes == 1
+        assert memory(cluster).machines["aws:///i-3"].state is MachineState.QUARANTINED
+        await asyncio.sleep(3610)
+        assert replica.fleet.view.quarantined == frozenset()
 
 
 @in_virtual_time
 async def test_a_bad_node_is_reported_within_a_second_and_costs_no_write_unless_it_is_a_strike() -> None:
-    cluster = a_cluster()
-    replica = Replica(cluster)
-    await replica.start()
-    await asyncio.sleep(1)
-    before = len(writes(cluster))
-    cluster.change(NODES, "", "node-3", condition("NetworkingReady", "False"))
-    await until(lambda: replica.fleet.view.quarantined == {"node-3"}, 1, "the node to be avoided")
-    assert len(writes(cluster)) == before
-    cluster.change(NODES, "", "node-4", condition("NeuronHealth", "True"))
-    await until(lambda: replica.fleet.view.quarantined == {"node-3", "node-4"}, 1, "the second too")
-    assert len(writes(cluster)) == before + 1
-    await replica.stop()
+    async with maintained() as (cluster, replica):
+        await asyncio.sleep(1)
+        before = len(writes(cluster))
+        cluster.change(NODES, "", "node-3", condition("NetworkingReady", "False"))
+        await until(lambda: replica.fleet.view.quarantined == {"node-3"}, 1, "the node to be avoided")
+        assert len(writes(cluster)) == before
+        cluster.change(NODES, "", "node-4", condition("NeuronHealth", "True"))
+        await until(lambda: replica.fleet.view.quarantined == {"node-3", "node-4"}, 1, "the second too")
+        assert len(writes(cluster)) == before + 1
 
 
 @in_virtual_time
 async def test_nothing_is_written_while_nothing_happens() -> None:
-    cluster = a_cluster()
-    replica = Replica(cluster)
-    await replica.start()
-    await asyncio.sleep(600)
-    assert [write.path.rpartition("/")[2] for write in writes(cluster)] == ["configmaps"], "created, once"
-    assert replica.changes == 0
-    await replica.stop()
+    async with maintained() as (cluster, replica):
+        await asyncio.sleep(600)
+        assert [write.path.rpartition("/")[2] for write in writes(cluster)] == ["configmaps"], "created, once"
+        assert replica.changes == 0
 
 
 @in_virtual_time
 async def test_followers_do_not_act() -> None:
-    cluster = a_cluster()
-    replica = Replica(cluster)
-    await replica.start(leading=False)
-    fail(cluster, "node-3")
-    await asyncio.sleep(60)
-    assert writes(cluster) == []
-    await replica.stop()
+    async with maintained(leading=False) as (cluster, _replica):
+        fail(cluster, "node-3")
+        await asyncio.sleep(60)
+        assert writes(cluster) == []
 
 
 @in_virtual_time
 async def test_a_new_leader_knows_what_the_last_one_knew_before_its_first_plan() -> None:
-    cluster = a_cluster()
-    first = Replica(cluster)
-    await first.start()
-    fail(cluster, "node-3")
-    await until(lambda: first.fleet.view.quarantined == {"node-3"}, 1, "the node in quarantine")
-    await first.stop()
+    async with maintained() as (cluster, first):
+        fail(cluster, "node-3")
+        await until(lambda: first.fleet.view.quarantined == {"node-3"}, 1, "the node in quarantine")
     cluster.remove(JOBS, "default", "llama")
-    second = Replica(cluster)
-    await second.start()
-    assert second.fleet.view.quarantined == {"node-3"}
-    await asyncio.sleep(60)
-    assert len(memory(cluster).machines["aws:///i-3"].strikes) == 1
-    await second.stop()
+    async with maintained(cluster) as (_, second):
+        assert second.fleet.view.quarantined == {"node-3"}
+        await asyncio.sleep(60)
+        assert len(memory(cluster).machines["aws:///i-3"].strikes) == 1
 
 
 @pytest.mark.parametrize("write", range(1, 5))
@@ -221,167 +216,135 @@ async def test_an_operator_that_is_killed_after_any_write_leaves_what_the_next_o
     cluster.faults.clear()
     cluster.after_write = lambda _: None
     await first.stop()
-    second = Replica(cluster, taints=True)
-    await second.start()
-    await asyncio.sleep(POLL_SECONDS + 1)
-    assert second.fleet.view.quarantined == {"node-3", "node-5"}
-    assert {len(entry.strikes) for entry in memory(cluster).machines.values()} == {1}
-    for node in ("node-3", "node-5"):
-        assert taints(cluster, node) == {"theirs": "", TAINT_QUARANTINED: "Device"}
-    await second.stop()
+    async with maintained(cluster, taints=True) as (_, second):
+        await asyncio.sleep(POLL_SECONDS + 1)
+        assert second.fleet.view.quarantined == {"node-3", "node-5"}
+        assert {len(entry.strikes) for entry in memory(cluster).machines.values()} == {1}
+        for node in ("node-3", "node-5"):
+            assert taints(cluster, node) == {"theirs": "", TAINT_QUARANTINED: "Device"}
 
 
 @in_virtual_time
 async def test_a_person_releases_a_node_by_deleting_its_entry() -> None:
-    cluster = a_cluster()
-    replica = Replica(cluster, taints=True)
-    await replica.start()
-    fail(cluster, "node-3")
-    await until(lambda: TAINT_QUARANTINED in taints(cluster, "node-3"), 2, "the taint")
-    cluster.change(CONFIG_MAPS, "system", MEMORY, lambda raw: raw["data"].pop("aws.i-3"))
-    await until(lambda: replica.fleet.view.quarantined == frozenset(), POLL_SECONDS + 1, "the release")
-    await until(lambda: taints(cluster, "node-3") == {"theirs": ""}, 1, "the taint taken off")
-    await asyncio.sleep(100)
-    assert memory(cluster).machines == {}, "the job's old record does not count again"
-    await replica.stop()
+    async with maintained(taints=True) as (cluster, replica):
+        fail(cluster, "node-3")
+        await until(lambda: TAINT_QUARANTINED in taints(cluster, "node-3"), 2, "the taint")
+        cluster.change(CONFIG_MAPS, "system", MEMORY, lambda raw: raw["data"].pop("aws.i-3"))
+        await until(lambda: replica.fleet.view.quarantined == frozenset(), POLL_SECONDS + 1, "the release")
+        await until(lambda: taints(cluster, "node-3") == {"theirs": ""}, 1, "the taint taken off")
+        await asyncio.sleep(100)
+        assert memory(cluster).machines == {}, "the job's old record does not count again"
 
 
 @in_virtual_time
 async def test_a_deleted_memory_is_recreated_empty() -> None:
-    cluster = a_cluster()
-    replica = Replica(cluster)
-    await replica.start()
-    fail(cluster, "node-3")
-    await until(lambda: replica.fleet.view.quarantined == {"node-3"}, 1, "the node in quarantine")
-    cluster.remove(CONFIG_MAPS, "system", MEMORY)
-    await until(lambda: replica.fleet.view.quarantined == frozenset(), POLL_SECONDS + 1, "the release")
-    await asyncio.sleep(30)
-    assert memory(cluster).machines == {}
-    await replica.stop()
+    async with maintained() as (cluster, replica):
+        fail(cluster, "node-3")
+        await until(lambda: replica.fleet.view.quarantined == {"node-3"}, 1, "the node in quarantine")
+        cluster.remove(CONFIG_MAPS, "system", MEMORY)
+        await until(lambda: replica.fleet.view.quarantined == frozenset(), POLL_SECONDS + 1, "the release")
+        await asyncio.sleep(30)
+        assert memory(cluster).machines == {}
 
 
 @in_virtual_time
 async def test_a_node_by_hand_is_kept_out_until_it_is_released() -> None:
-    cluster = a_cluster()
-    replica = Replica(cluster)
-    await replica.start()
-    await settle()
-    text = "machine: aws:///i-7\nstate: Permanent\n"
-    cluster.change(CONFIG_MAPS, "system", MEMORY, lambda raw: raw["data"].update(mine=text))
-    await until(lambda: replica.fleet.view.quarantined == {"node-7"}, POLL_SECONDS + 1, "the node to be kept out")
-    await replica.stop()
+    async with maintained() as (cluster, replica):
+        await settle()
+        text = "machine: aws:///i-7\nstate: Permanent\n"
+        cluster.change(CONFIG_MAPS, "system", MEMORY, lambda raw: raw["data"].update(mine=text))
+        await until(lambda: replica.fleet.view.quarantined == {"node-7"}, POLL_SECONDS + 1, "the node to be kept out")
 
 
 @in_virtual_time
 async def test_a_change_by_somebody_else_in_between_is_read_and_counts() -> None:
-    cluster = a_cluster()
-    replica = Replica(cluster)
-    await replica.start()
-    await asyncio.sleep(1)
-    text = "machine: aws:///i-7\nstate: Permanent\n"
-    pending = [True]
+    async with maintained() as (cluster, replica):
+        await asyncio.sleep(1)
+        text = "machine: aws:///i-7\nstate: Permanent\n"
+        pending = [True]
 
-    def meddle(method: str, path: str) -> None:
-        if method == "PUT" and path.endswith(MEMORY) and pending:
-            pending.clear()
-            cluster.change(CONFIG_MAPS, "system", MEMORY, lambda raw: raw["data"].update(mine=text))
+        def meddle(method: str, path: str) -> None:
+            if method == "PUT" and path.endswith(MEMORY) and pending:
+                pending.clear()
+                cluster.change(CONFIG_MAPS, "system", MEMORY, lambda raw: raw["data"].update(mine=text))
 
-    cluster.faults.append(meddle)
-    fail(cluster, "node-3")
-    await until(lambda: replica.fleet.view.quarantined == {"node-3", "node-7"}, 2, "both")
-    assert set(memory(cluster).machines) == {"aws:///i-3", "aws:///i-7"}
-    await replica.stop()
+        cluster.faults.append(meddle)
+        fail(cluster, "node-3")
+        await until(lambda: replica.fleet.view.quarantined == {"node-3", "node-7"}, 2, "both")
+        assert set(memory(cluster).machines) == {"aws:///i-3", "aws:///i-7"}
 
 
 @in_virtual_time
 async def test_while_the_api_server_is_away_jobs_go_by_what_was_known_and_by_what_is_seen() -> None:
-    cluster = a_cluster()
-    replica = Replica(cluster)
-    await replica.start()
-    fail(cluster, "node-3")
-    await until(lambda: replica.fleet.view.quarantined == {"node-3"}, 1, "the node in quarantine")
-    cluster.faults.append(lambda _method, path: refuse(500, "Internal") if path.endswith(MEMORY) else None)
-    cluster.change(NODES, "", "node-4", condition("NeuronHealth", "True"))
-    await until(lambda: replica.fleet.view.quarantined == {"node-3", "node-4"}, 30, "the second too")
-    cluster.faults.clear()
-    await until(lambda: set(memory(cluster).machines) == {"aws:///i-3", "aws:///i-4"}, 30, "both remembered")
-    await replica.stop()
+    async with maintained() as (cluster, replica):
+        fail(cluster, "node-3")
+        await until(lambda: replica.fleet.view.quarantined == {"node-3"}, 1, "the node in quarantine")
+        cluster.faults.append(lambda _method, path: refuse(500, "Internal") if path.endswith(MEMORY) else None)
+        cluster.change(NODES, "", "node-4", condition("NeuronHealth", "True"))
+        await until(lambda: replica.fleet.view.quarantined == {"node-3", "node-4"}, 30, "the second too")
+        cluster.faults.clear()
+        await until(lambda: set(memory(cluster).machines) == {"aws:///i-3", "aws:///i-4"}, 30, "both remembered")
 
 
 @in_virtual_time
 async def test_a_node_that_is_deleted_with_its_fault_and_comes_back_under_another_name_is_known() -> None:
-    cluster = a_cluster()
-    replica = Replica(cluster)
-    await replica.start()
-    await asyncio.sleep(1)
-    node = cluster.get(NODES, "", "node-3")
-    cluster.remove(NODES, "", "node-3")
-    await asyncio.sleep(1)
-    fail(cluster, "node-3")
-    await asyncio.sleep(1)
-    cluster.add(NODES, {**node, "metadata": {"name": "fresh"}})
-    await until(lambda: replica.fleet.view.quarantined == {"fresh"}, 1, "the same machine")
-    await replica.stop()
+    async with maintained() as (cluster, replica):
+        await asyncio.sleep(1)
+        node = cluster.get(NODES, "", "node-3")
+        cluster.remove(NODES, "", "node-3")
+        await asyncio.sleep(1)
+        fail(cluster, "node-3")
+        await asyncio.sleep(1)
+        cluster.add(NODES, {**node, "metadata": {"name": "fresh"}})
+        await until(lambda: replica.fleet.view.quarantined == {"fresh"}, 1, "the same machine")
 
 
 @in_virtual_time
 async def test_too_many_bad_nodes_freeze_and_nothing_is_written_to_any() -> None:
-    cluster = a_cluster()
-    replica = Replica(cluster, taints=True)
-    await replica.start()
-    await asyncio.sleep(1)
-    for at in range(4):
-        cluster.change(NODES, "", f"node-{at}", condition("NeuronHealth", "True"))
-    await asyncio.sleep(30)
-    assert replica.fleet.view.frozen.startswith("4 of 10 nodes")
-    assert replica.fleet.view.quarantined == frozenset()
-    assert all(taints(cluster, f"node-{at}") == {"theirs": ""} for at in range(10))
-    for at in range(4):
-        cluster.change(NODES, "", f"node-{at}", condition("NeuronHealth", "False"))
-    await until(lambda: replica.fleet.view.frozen == "", 1, "the thaw")
-    await replica.stop()
+    async with maintained(taints=True) as (cluster, replica):
+        await asyncio.sleep(1)
+        for at in range(4):
+            cluster.change(NODES, "", f"node-{at}", condition("NeuronHealth", "True"))
+        await asyncio.sleep(30)
+        assert replica.fleet.view.frozen.startswith("4 of 10 nodes")
+        assert replica.fleet.view.quarantined == frozenset()
+        assert all(taints(cluster, f"node-{at}") == {"theirs": ""} for at in range(10))
+        for at in range(4):
+            cluster.change(NODES, "", f"node-{at}", condition("NeuronHealth", "False"))
+        await until(lambda: replica.fleet.view.frozen == "", 1, "the thaw")
 
 
 @in_virtual_time
 async def test_a_plan_that_sees_many_bad_nodes_sees_the_freeze_too() -> None:
-    cluster = a_cluster()
-    replica = Replica(cluster)
-    await replica.start()
-    await asyncio.sleep(1)
-    frozen: list[str] = []
-    assert replica.caches.nodes is not None
-    replica.caches.nodes.store.listen(lambda *_: frozen.append(replica.fleet.current().frozen[:13]))
-    for at in range(4):
-        cluster.change(NODES, "", f"node-{at}", condition("NeuronHealth", "True"))
-    await until(lambda: len(frozen) == 4, 0.1, "news of the nodes")
-    assert frozen == ["", "", "3 of 10 nodes", "4 of 10 nodes"]
-    await replica.stop()
+    async with maintained() as (cluster, replica):
+        await asyncio.sleep(1)
+        frozen: list[str] = []
+        assert replica.caches.nodes is not None
+        replica.caches.nodes.store.listen(lambda *_: frozen.append(replica.fleet.current().frozen[:13]))
+        for at in range(4):
+            cluster.change(NODES, "", f"node-{at}", condition("NeuronHealth", "True"))
+        await until(lambda: len(frozen) == 4, 0.1, "news of the nodes")
+        assert frozen == ["", "", "3 of 10 nodes", "4 of 10 nodes"]
 
 
 @in_virtual_time
 async def test_nodes_are_not_written_unless_that_is_switched_on() -> None:
-    cluster = a_cluster()
-    replica = Replica(cluster)
-    await replica.start()
-    fail(cluster, "node-3")
-    await asyncio.sleep(60)
-    assert not [write for write in cluster.writes if "/nodes/" in write.path]
-    await replica.stop()
+    async with maintained() as (cluster, _replica):
+        fail(cluster, "node-3")
+        await asyncio.sleep(60)
+        assert not [write for write in cluster.writes if "/nodes/" in write.path]
 
 
 @in_virtual_time
 async def test_a_missing_right_to_nodes_stops_nothing_else() -> None:
-    cluster = a_cluster()
-    cluster.faults.append(
-        lambda method, path: refuse(403, "Forbidden") if method == "PATCH" and "/nodes/" in path else None
-    )
-    replica = Replica(cluster, taints=True)
-    await replica.start()
-    fail(cluster, "node-3")
-    await until(lambda: replica.fleet.view.quarantined == {"node-3"}, 1, "the node in quarantine")
-    fail(cluster, "node-4")
-    await until(lambda: "node-4" in replica.fleet.view.quarantined, 10, "the next one too")
-    await replica.stop()
+    async with maintained(taints=True) as (cluster, replica):
+        cluster.faults.append(
+            lambda method, path: refuse(403, "Forbidden") if method == "PATCH" and "/nodes/" in path else None
+        )
+        fail(cluster, "node-3")
+        await until(lambda: replica.fleet.view.quarantined == {"node-3"}, 1, "the node in quarantine")
+        fail(cluster, "node-4")
+        await until(lambda: "node-4" in replica.fleet.view.quarantined, 10, "the next one too")
 
 
 @in_virtual_time
@@ -392,37 +355,32 @@ async def test_only_nodes_with_devices_or_workers_count_as_the_fleet() -> None:
     labels = {"trainium.dev/job-name": "llama", "trainium.dev/role": "worker"}
     pod = {"metadata": {"name": "llama-w-0", "labels": labels}, "spec": {"nodeName": "node-0"}}
     cluster.add(PODS, pod)
-    replica = Replica(cluster)
-    await replica.start()
-    await asyncio.sleep(1)
-    assert replica.fleet.view.frozen == "", "one bad node of one"
-    await replica.stop()
+    async with maintained(cluster) as (_, replica):
+        await asyncio.sleep(1)
+        assert replica.fleet.view.frozen == "", "one bad node of one"
 
 
 @in_virtual_time
 async def test_what_is_seen_of_the_nodes_while_the_memory_is_written_is_not_forgotten_when_it_is() -> None:
-    cluster = a_cluster()
-    replica = Replica(cluster)
-    await replica.start()
-    await asyncio.sleep(1)
-    api, seen = replica.fleet.api, list[str]()
+    async with maintained() as (cluster, replica):
+        await asyncio.sleep(1)
+        api, seen = replica.fleet.api, list[str]()
 
-    class Slow:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(api, name)
+        class Slow:
+            def __getattr__(self, name: str) -> Any:
+                return getattr(api, name)
 
-        async def replace(self, *given: Any) -> Any:
-            written = await api.replace(*given)
-            for at in range(4, 8):
-                cluster.change(NODES, "", f"node-{at}", condition("Ready", "False"))
-            await until(lambda: replica.fleet.current().frozen, 1, "so many bad nodes that none is acted on")
-            seen.append("frozen")
-            return written
+            async def replace(self, *given: Any) -> Any:
+                written = await api.replace(*given)
+                for at in range(4, 8):
+                    cluster.change(NODES, "", f"node-{at}", condition("Ready", "False"))
+                await until(lambda: replica.fleet.current().frozen, 1, "so many bad nodes that none is acted on")
+                seen.append("frozen")
+                return written
 
-    replica.fleet.api = Slow()
-    fail(cluster, "node-3")
-    await until(lambda: seen, 2, "the write of the memory")
-    for _ in range(50):
-        assert replica.fleet.current().frozen
-        await asyncio.sleep(0.005)
-    await replica.stop()
+        replica.fleet.api = Slow()
+        fail(cluster, "node-3")
+        await until(lambda: seen, 2, "the write of the memory")
+        for _ in range(50):
+            assert replica.fleet.current().frozen
+            await asyncio.sleep(0.005)

@@ -1,4 +1,4 @@
-"""The end of jobs, their disruption budgets and vanishing namespaces, against the API server's semantics."""
+"""The end of jobs and their disruption budgets, against the API server's semantics."""
 
 from __future__ import annotations
 
@@ -86,33 +86,6 @@ async def test_the_disruption_budget_comes_with_the_first_step_and_is_not_writte
         await scenario.ended()
     assert len(scenario.writes("POST", "poddisruptionbudgets")) == 1
     assert scenario.writes("PATCH", "poddisruptionbudgets") == []
-
-
-@in_virtual_time
-async def test_in_a_namespace_that_is_being_deleted_the_operator_does_not_insist() -> None:
-    async with Scenario() as scenario:
-        await scenario.trained()
-
-        def terminating(method: str, path: str) -> Any:
-            new = method == "POST" and "/namespaces/default/" in path
-            message = "unable to create new content in namespace default because it is being terminated"
-            return refuse(403, "Forbidden", message) if new else None
-
-        scenario.cluster.faults.append(terminating)
-        before = len(scenario.writes("", "/namespaces/default/"))
-        # The namespace controller deletes kind by kind, in any order; here the job is the last to go.
-        for resource in (PODS, CONFIG_MAPS, DISRUPTION_BUDGETS):
-            for name in scenario.cluster.names(resource):
-                scenario.cluster.remove(resource, "default", name)
-        await asyncio.sleep(120)
-        refused = len(scenario.writes("", "/namespaces/default/")) - before
-        assert refused < 60, "refused writes are repeated with growing pauses"
-        scenario.cluster.remove(JOBS, "default", "llama")
-        await asyncio.sleep(30)
-        quiet = len(scenario.writes("", "/namespaces/default/"))
-        await asyncio.sleep(60)
-        assert len(scenario.writes("", "/namespaces/default/")) == quiet
-    assert scenario.cluster.names(PODS) == []
 
 
 @pytest.mark.parametrize("wipe", ["phase", "conditions", "history"])
