@@ -351,6 +351,9 @@ def test_a_resize_is_over_when_the_rank_with_the_steps_makes_a_new_one() -> None
             published=2,
         )
 
-    assert newest(planned(seen(WorkerPhase.LOADING, step=68))).recovered_seconds is None
-    entry = newest(planned(seen(WorkerPhase.TRAINING, step=66, resume_step=60)))
-    assert (entry.resume_step, entry.steps_lost, entry.recovered_seconds) == (60, 5, pytest.approx(4.5))
+    first = planned(seen(WorkerPhase.LOADING, step=69))
+    assert (newest(first).recovered_seconds, newest(first).step_before) == (None, 69), "it trained on"
+    again = with_status(seen(WorkerPhase.TRAINING, step=69, resume_step=60), first.status)
+    assert newest(planned(again)).recovered_seconds is None, "steps that are repeated are no new ones"
+    entry = newest(planned(with_status(seen(WorkerPhase.TRAINING, step=70, resume_step=60), first.status)))
+    assert (entry.resume_step, entry.steps_lost, entry.recovered_seconds) == (60, 9, pytest.approx(4.5))

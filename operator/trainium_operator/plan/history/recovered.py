@@ -45,11 +45,27 @@ def close_recovered(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatu
     for index, entry in enumerate(status.history):
         if not entry.is_open:
             continue
+        if facts.job.spec.program is not None:
+            entry = entry.replaced(step_before=max([entry.step_before, *_steps_before(facts, entry)]))  # noqa: PLW2901
+            status = replace_entry(status, index, entry)
         resumed = _recorded(facts, entry) or _observed(facts, entry) or _without_steps(facts, entry)
         if resumed is None:
             continue
         status = replace_entry(status, index, _closed(entry, resumed, facts.now))
     return status
+
+
+def _steps_before(facts: Facts, entry: Interruption) -> list[int]:
+    """Return the steps of ranks that an open interruption has not ended yet: a program may train on until it is asked.
+
+    It repeats what it has not saved. An agent shows the last step of the generation before until ranks of it train.
+    """
+    return [
+        beat.progress.step
+        for _, beat in facts.beats
+        if beat.progress is not None
+        and ((beat.generation, beat.attempt) <= (entry.generation, entry.attempt) or beat.phase is WorkerPhase.LOADING)
+    ]
 
 
 def close_lapsed(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
