@@ -145,6 +145,7 @@ class TrainingJobSpec(ContractModel):
             cores_per_node=self.ranks_per_node,
             tensor=self.parallelism.tensor,
             pipeline=self.parallelism.pipeline,
+            context=self.parallelism.context,
             global_batch_size=batch.global_size if batch else 0,
             micro_batch_size=batch.micro_size if batch else 1,
             rule=SizeRule.EVEN,

@@ -1,10 +1,11 @@
 """Legal sizes and batch arithmetic; pure functions that the CRD's rules, the planner and the trainer share.
 
-A size is a number of nodes. World = nodes x cores per node; data-parallel degree = world / (tensor x pipeline).
+A size is a number of nodes. World = nodes x cores per node; data-parallel degree = world / group, where a group
+is tensor x pipeline x context ranks, which train on the same samples.
 The global batch is the same at every size; what changes is how many micro-batches a rank computes in a step (`passes`).
 Where they do not come out even, some rows of some ranks' last micro-batches are empty, or, within a tolerance that is
-given by choice, a step takes a few samples more or fewer. A size is legal when the world is divisible by tensor x
-pipeline and, under the rule `Even`, the global batch itself leaves no row empty.
+given by choice, a step takes a few samples more or fewer. A size is legal when the world is divisible by the group
+and, under the rule `Even`, the global batch itself leaves no row empty.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ class BatchShape:
     cores_per_node: int
     tensor: int
     pipeline: int
+    context: int = 1
     global_batch_size: int
     """0 where it is not known: a step has one micro-batch on each rank, so the batch follows the size."""
     micro_batch_size: int
@@ -74,10 +76,15 @@ class BatchShape:
     tolerance: float = 0.0
     """Share of the global batch by which that of a step may differ."""
 
+    @property
+    def group(self) -> int:
+        """Ranks that train on the same samples."""
+        return self.tensor * self.pipeline * self.context
+
     def data_parallel(self, nodes: int) -> int:
-        """Data-parallel degree at `nodes` nodes; 0 when the world is not divisible by tensor x pipeline."""
+        """Data-parallel degree at `nodes` nodes; 0 when the world is not divisible by the group."""
         world = nodes * self.cores_per_node
-        return 0 if world % (self.tensor * self.pipeline) else world // (self.tensor * self.pipeline)
+        return 0 if world % self.group else world // self.group
 
     def passes(self, nodes: int) -> int:
         """Micro-batches per optimizer step and data-parallel rank; 0 when the size is not legal."""
@@ -158,12 +165,11 @@ class BatchShape:
     def _least(self, most_passes: int, smallest: int) -> int:
         """Return the smallest size >= smallest that needs no more passes than these."""
         replicas = passes(self.global_batch_size, self.micro_batch_size, most_passes)
-        return self._whole(max(smallest, -(-replicas * self.tensor * self.pipeline // self.cores_per_node)))
+        return self._whole(max(smallest, -(-replicas * self.group // self.cores_per_node)))
 
     def _whole(self, smallest: int) -> int:
         """Return the smallest size >= smallest whose world is whole model-parallel groups."""
-        group = self.tensor * self.pipeline
-        step = group // math.gcd(group, self.cores_per_node)
+        step = self.group // math.gcd(self.group, self.cores_per_node)
         return -(-max(1, smallest) // step) * step
 
 

@@ -76,11 +76,12 @@ SPEC_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         f"{OUT_OF_BOUNDS} || {JUDGED_BEFORE} || {with_cores(divides(NODES))}",
-        "the training processes (replicas x cores per node) must be divisible by parallelism.tensor x pipeline",
+        "the training processes (replicas x cores per node) must be divisible by parallelism.tensor x pipeline x "
+        "context",
         ".workers.replicas",
         format_size_message(
             "workers.replicas %s x %s cores per node = %s training processes, not divisible by parallelism.tensor x "
-            "pipeline = %s: change replicas or parallelism",
+            "pipeline x context = %s: change replicas or parallelism",
             NODES,
             "c",
             f"{NODES} * c",

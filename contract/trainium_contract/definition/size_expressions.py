@@ -23,7 +23,7 @@ _DERIVED_BATCH = f"has(self.trainer) && {MICRO_BATCH} <= 8 ? 8 : {MICRO_BATCH}"
 GLOBAL_BATCH = f"self.?trainer.?batch.?globalSize.orValue(self.?program.?batch.?globalSize.orValue({_DERIVED_BATCH}))"
 """Micro-batch size, derived as `BatchConfig` does where it is not given."""
 _ANY_SIZE = "(has(self.trainer) ? self.elasticity.sizes == 'Any' : !has(self.program) || !has(self.program.batch))"
-MODEL_PARALLEL = "(self.parallelism.tensor * self.parallelism.pipeline)"
+MODEL_PARALLEL = "(self.parallelism.tensor * self.parallelism.pipeline * self.parallelism.context)"
 
 
 def divides(nodes: str) -> str:
@@ -87,6 +87,7 @@ SOME_SIZE_IS_LEGAL = f"{_legal(NODES)} || {_SEARCH}"
 _DECIDING = (
     ".parallelism.tensor",
     ".parallelism.pipeline",
+    ".parallelism.context",
     ".?trainer.?batch.?globalSize",
     ".?trainer.?batch.?microSize",
     ".?program.?batch.?globalSize",

@@ -85,6 +85,29 @@ _RULES: tuple[Rule, ...] = (
         ".parallelism.pipeline",
     ),
     Rule(
+        f"{_ON_NXD} || self.parallelism.context == 1",
+        "parallelism.context must be 1 on trn1: its backend Nxd does not divide sequences; raise parallelism.tensor",
+        ".parallelism.context",
+    ),
+    Rule(
+        """self.parallelism.context <= 1 || !has(self.trainer.data.sequenceLength)
+        || self.trainer.data.sequenceLength % (2 * self.parallelism.context) == 0""",
+        "trainer.data.sequenceLength must be divisible by 2 x parallelism.context: each rank holds two chunks of it",
+        ".parallelism.context",
+        format_message(
+            "trainer.data.sequenceLength %s is not divisible by 2 x parallelism.context %s: each rank holds two chunks "
+            "of the sequence",
+            "self.trainer.data.sequenceLength",
+            "self.parallelism.context",
+        ),
+    ),
+    Rule(
+        f"self.parallelism.context <= 1 || !({_PAIRS})",
+        "parallelism.context is above 1 but trainer.data.format is Preference, whose loss needs whole answers on a "
+        "rank: set parallelism.context to 1",
+        ".parallelism.context",
+    ),
+    Rule(
         f"{_ON_NXD} || !self.trainer.data.maskDocuments",
         "trainer.data.maskDocuments cannot be had on trn1: its backend Nxd has no such mask; leave it out",
         ".trainer.data.maskDocuments",

@@ -119,7 +119,7 @@ def worker_requests(config: TrainingConfig | None, accelerator: AcceleratorSpec,
     processes, share = shape.cores_per_node, _share(accelerator)
     memory_size = share.host_bytes
     # Divided state is largest on the fewest nodes, and copies for a buddy need two.
-    sizes = islice((nodes for nodes in range(1, 2 * shape.tensor * shape.pipeline + 1) if shape.is_legal(nodes)), 2)
+    sizes = islice((nodes for nodes in range(1, 2 * shape.group + 1) if shape.is_legal(nodes)), 2)
     known = [found for nodes in sizes if config and (found := needs_at(config, accelerator, shape, nodes)) is not None]
     if memory_size:
         memory = max((found.host for found in known), default=processes * _GIB)

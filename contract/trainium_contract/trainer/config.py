@@ -178,6 +178,11 @@ class TrainingConfig(TrainerSpec):
                 f"tuning.objective is {objective.kind} but data.format is {self.data.format}, which has no two answers "
                 "to compare: set data.format to Preference"
             )
+        if self.parallelism.context > 1:
+            raise ValueError(
+                f"parallelism.context is {self.parallelism.context} but data.format is Preference, whose loss needs "
+                "whole answers on a rank: set parallelism.context to 1"
+            )
         if self.data.examples.packing:
             raise ValueError(
                 "data.examples.packing is true but data.format is Preference, where each answer has a separate "
@@ -200,6 +205,7 @@ class TrainingConfig(TrainerSpec):
             cores_per_node=cores_per_node,
             tensor=self.parallelism.tensor,
             pipeline=self.parallelism.pipeline,
+            context=self.parallelism.context,
             global_batch_size=self.batch.global_size,
             micro_batch_size=self.batch.micro_size,
             rule=rule,

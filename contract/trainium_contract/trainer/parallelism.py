@@ -113,5 +113,13 @@ class ParallelismConfig(ContractModel):
     stages_per_rank: Annotated[int, Field(ge=1, le=32)] = 1
     """Stages that each rank of the pipeline holds; more than 1 interleaves them, which shortens the pipeline's idle
     time and needs more communication."""
+    context: Annotated[int, Field(ge=1, le=128)] = 1
+    """Context-parallel degree: the sequence is divided over as many ranks (backend Native); 2 x context divides
+    data.sequenceLength."""
     sequence: bool = False
     """Sequence parallelism within the tensor-parallel group."""
+
+    @property
+    def group(self) -> int:
+        """Return the ranks that train on the same samples."""
+        return self.tensor * self.pipeline * self.context

@@ -101,7 +101,7 @@ BAD_AT_CREATION = {
     ),
     "{workers: {replicas: 3, accelerator: {coresPerNode: 2}}, parallelism: {tensor: 4}, elasticity: {sizes: Even}}": (
         "workers.replicas 3 x 2 cores per node = 6 training processes, not divisible by parallelism.tensor x pipeline "
-        "= 4: change replicas or parallelism; legal sizes within 100 of it: [2] below, [4, 6, 8, 12, 24] above"
+        "x context = 4: change replicas or parallelism; legal sizes within 100 of it: [2] below, [4, 6, 8, 12, 24]"
     ),
     """{workers: {replicas: 100, accelerator: {device: neuron, instanceType: trn1.32xlarge}}, parallelism: {tensor: 8},
     trainer: {batch: {globalSize: 1024}}, elasticity: {sizes: Even}}""": (
@@ -115,8 +115,8 @@ BAD_AT_CREATION = {
     ),
     "elasticity: {sizes: Odd}": 'supported values: "Any", "Even"',
     "{workers: {replicas: 5, accelerator: {coresPerNode: 2}}, parallelism: {tensor: 4}}": (
-        "= 10 training processes, not divisible by parallelism.tensor x pipeline = 4: change replicas or parallelism; "
-        "legal sizes within 100 of it: [4, 2] below, [6, 8, 10, 12,"
+        "= 10 training processes, not divisible by parallelism.tensor x pipeline x context = 4: change replicas or "
+        "parallelism; legal sizes within 100 of it: [4, 2] below, [6, 8, 10, 12,"
     ),
     # Accelerators.
     "workers: {accelerator: {device: neuron}}": "say what a worker computes on: workers.accelerator.instanceType",
@@ -190,6 +190,14 @@ BAD_AT_CREATION = {
     "{trainer: {model: {numLayers: 4}}, parallelism: {pipeline: 2, stagesPerRank: 3}}": (
         "parallelism.pipeline 2 x stagesPerRank 3 is above trainer.model.numLayers 4: each stage needs a layer"
     ),
+    "{workers: {replicas: 3, accelerator: {coresPerNode: 2}}, parallelism: {tensor: 2, context: 2}}": (
+        "= 6 training processes, not divisible by parallelism.tensor x pipeline x context = 4: change replicas"
+    ),
+    "{trainer: {data: {sequenceLength: 36}}, parallelism: {context: 4}}": (
+        "trainer.data.sequenceLength 36 is not divisible by 2 x parallelism.context 4: each rank holds two chunks"
+    ),
+    """{workers: {replicas: 4, accelerator: {device: neuron, instanceType: trn1.32xlarge}}, parallelism: {context: 4},
+    trainer: {batch: {globalSize: 1024}}}""": "parallelism.context must be 1 on trn1: its backend Nxd does not divide",
     """{workers: {replicas: 4, accelerator: {device: neuron, instanceType: trn1.32xlarge}}, parallelism: {pipeline: 4},
     trainer: {batch: {globalSize: 1024}}}""": "parallelism.pipeline must be 1 on trn1: its backend Nxd has no pipeline",
     """{workers: {replicas: 4, accelerator: {device: neuron, instanceType: trn1.32xlarge}},
@@ -276,7 +284,7 @@ BAD_PROGRAMS = {
     "program: {batch: {globalSize: 4, microSize: 8}}": "microSize 8 is above program.batch.globalSize 4: lower",
     "program: {batch: {globalSize: 6}}": "gives a data-parallel degree of 4, but program.batch.globalSize 6 is not",
     "{program: {batch: {globalSize: 12}, processesPerNode: 2}}": "but program.batch.globalSize 12 is not divisible",
-    "parallelism: {tensor: 3}": "4 training processes, not divisible by parallelism.tensor x pipeline = 3",
+    "parallelism: {tensor: 3}": "4 training processes, not divisible by parallelism.tensor x pipeline x context = 3",
     "program: {processesPerNode: 0}": "should be greater than or equal to 1",
     "image: trainer:1": "image needs spec.trainer, and the job has spec.program: give program.image instead",
     "precompile: {enabled: true}": "precompile.enabled needs spec.trainer, and the job has spec.program",

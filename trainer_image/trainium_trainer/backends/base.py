@@ -37,18 +37,38 @@ class Mesh(MeshPlace):
     """None exactly when `pp_size` is 1."""
     dp: ProcessGroup | None
     """None exactly when `dp_size` is 1."""
+    cp: ProcessGroup | None = None
+    """None exactly when `cp_size` is 1."""
+    cp_rank: int = 0
+    cp_size: int = 1
+    """Ranks that hold parts of the same sequences; neighbours among the data-parallel ones."""
     tp: ProcessGroup | None
     """None exactly when `tp_size` is 1."""
 
     @property
+    def data_rank(self) -> int:
+        """Number of this rank's share of the samples."""
+        return self.dp_rank // self.cp_size
+
+    @property
+    def data_size(self) -> int:
+        """Number of shares of the samples."""
+        return self.dp_size // self.cp_size
+
+    @property
     def counts_loss(self) -> bool:
-        """Whether this rank speaks for its data-parallel share: one rank of the stage that computes the loss."""
+        """Whether this rank speaks for the loss of its tokens: one rank of the stage that computes it."""
         return self.tp_rank == 0 and self.pp_rank == self.pp_size - 1
 
     @property
+    def counts_tokens(self) -> bool:
+        """Whether this rank speaks for the tokens and the pairs of its share of the samples."""
+        return self.counts_loss and self.cp_rank == 0
+
+    @property
     def counts_samples(self) -> bool:
-        """Whether this rank speaks for the samples of its data-parallel share."""
-        return self.tp_rank == 0 and self.pp_rank == 0
+        """Whether this rank speaks for the samples of its share."""
+        return self.tp_rank == 0 and self.pp_rank == 0 and self.cp_rank == 0
 
 
 @dataclass(frozen=True, slots=True)

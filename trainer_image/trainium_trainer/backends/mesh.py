@@ -1,4 +1,7 @@
-"""The process groups of a rank: pipeline x data x tensor, tensor fastest, so that a tensor group lies within a node.
+"""The process groups of a rank: pipeline x data x context x tensor, tensor fastest, so that its groups lie in a node.
+
+The data-parallel group of parameters is data x context: ranks with parts of the same sequences sum their gradients as
+those with other sequences do.
 
 Guarantees:
 - DeviceMesh, which is slow to import, is made only for configurations that need it.
@@ -8,7 +11,7 @@ Guarantees:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed as dist
@@ -33,17 +36,18 @@ def refuse_another_mesh(settings: Settings, group: ProcessGroup | None = None) -
     if launch.alone or launch.world_size == 1:
         return
     mode = list(DataParallelMode).index(config.data_parallel)
-    mine = torch.tensor([config.parallelism.tensor, config.parallelism.pipeline, mode])
+    degrees = config.parallelism
+    mine = torch.tensor([degrees.tensor, degrees.pipeline, degrees.context, mode])
     first = mine.clone()
     dist.broadcast(first, 0, group=group)
-    apart = torch.tensor([-1, 0, 0, 0]) if torch.equal(first, mine) else torch.tensor([launch.rank, *mine.tolist()])
+    apart = torch.tensor([-1, 0, 0, 0, 0]) if torch.equal(first, mine) else torch.tensor([launch.rank, *mine.tolist()])
     # All ranks report the greatest rank that differs; its numbers come from itself.
     greatest = apart[:1].clone()
     dist.all_reduce(greatest, dist.ReduceOp.MAX, group=group)
     rank = int(greatest)
     if rank < 0:
         return
-    theirs = apart[1:].clone() if launch.rank == rank else torch.zeros(3, dtype=torch.int64)
+    theirs = apart[1:].clone() if launch.rank == rank else torch.zeros(4, dtype=torch.int64)
     dist.broadcast(theirs, rank, group=group)
     raise UserError(
         f"rank {rank} has {_format_degrees(theirs.tolist())}, but rank 0 has {_format_degrees(first.tolist())}: start "
@@ -52,12 +56,15 @@ def refuse_another_mesh(settings: Settings, group: ProcessGroup | None = None) -
 
 
 def _format_degrees(numbers: list[int]) -> str:
-    tensor, pipeline, mode = numbers
-    return f"parallelism.tensor {tensor}, parallelism.pipeline {pipeline}, dataParallel {list(DataParallelMode)[mode]}"
+    tensor, pipeline, context, mode = numbers
+    return (
+        f"parallelism.tensor {tensor}, parallelism.pipeline {pipeline}, parallelism.context {context}, dataParallel "
+        f"{list(DataParallelMode)[mode]}"
+    )
 
 
 def place_of(rank: int, *, dp_size: int, tp_size: int) -> tuple[int, int, int]:
-    """Pipeline, data and tensor rank of a rank of the world."""
+    """Pipeline, data x context and tensor rank of a rank of the world."""
     place, tp_rank = divmod(rank, tp_size)
     return (*divmod(place, dp_size), tp_rank)
 
@@ -69,7 +76,8 @@ def make_mesh(settings: Settings, device: torch.device) -> tuple[Mesh, DeviceMes
     """
     refuse_another_mesh(settings)
     config, launch = settings.config, settings.launch
-    sizes = {"pp": config.parallelism.pipeline, "dp": settings.dp_size, "tp": config.parallelism.tensor}
+    context = config.parallelism.context
+    sizes = {"pp": config.parallelism.pipeline, "dp": settings.dp_size * context, "tp": config.parallelism.tensor}
     world = dist.group.WORLD
     assert world is not None
     device_mesh: DeviceMesh | None = None
@@ -103,5 +111,15 @@ def make_mesh(settings: Settings, device: torch.device) -> tuple[Mesh, DeviceMes
         pp=group("pp"),
         dp=group("dp"),
         tp=group("tp"),
+        cp=_context_group(launch.world_size, context, sizes["tp"]) if context > 1 else None,
+        cp_rank=dp_rank % context,
+        cp_size=context,
     )
     return mesh, device_mesh
+
+
+def _context_group(world_size: int, context: int, tensor: int) -> ProcessGroup:
+    """Return this rank's context-parallel group, in which no gather waits for sums of gradients. Collective."""
+    ranks = torch.arange(world_size).view(-1, context, tensor).transpose(1, 2).reshape(-1, context).tolist()
+    found: tuple[ProcessGroup, Any] = dist.new_subgroups_by_enumeration(ranks)  # type: ignore[no-untyped-call]
+    return found[0]

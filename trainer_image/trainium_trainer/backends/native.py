@@ -80,6 +80,8 @@ class NativeBackend:
         """By number of the stage: sums of what it passed on, which show where numbers are not finite."""
         self._tokens = 0
         self._divisor = 0
+        self._places: Tensor | None = None
+        """Places of this rank's tokens in a sequence, where other ranks hold the others."""
         self._rewards: list[Tensor] = []
         self._log_probs: list[Tensor] | None = None
         """Log-probabilities of a pipeline's micro-batches, while they are requested in place of a loss."""
@@ -101,6 +103,18 @@ class NativeBackend:
             assert mesh is not None
             for model in self._models:
                 apply_tensor_parallel(model, mesh["tp"], sequence=parallelism.sequence)
+        if self.mesh.cp is not None:
+            from trainium_trainer.models.context_parallel import (  # noqa: PLC0415 - functional collectives
+                SequenceDivision,
+                apply_context_parallel,
+            )
+
+            division = SequenceDivision(
+                self.mesh.cp, self.mesh.cp_rank, self.mesh.cp_size, self._config.data.sequence_length
+            )
+            self._places = division.places()
+            for model in self._models:
+                apply_context_parallel(model, division)
         for model in self._models:
             apply_recompute(model, self._config.recompute)
             lora = self._config.tuning.method is TuningMethod.LORA
@@ -168,7 +182,7 @@ class NativeBackend:
     def _make_pipeline(self) -> Pipeline:
         from trainium_trainer.backends.pipeline import Pipeline, Traffic  # noqa: PLC0415 - imports DTensor and more
 
-        config, length = self._config, self._config.data.sequence_length
+        config, length = self._config, self._config.data.sequence_length // self.mesh.cp_size
         traffic = Traffic(
             samples=config.batch.micro_size * config.data.rows_per_sample,
             length=length,
@@ -225,8 +239,17 @@ class NativeBackend:
                 stack.enter_context(torch.autocast(self._device.type, torch.bfloat16))
             yield
 
+    def _part(self, batch: MicroBatch) -> MicroBatch:
+        """Return this rank's tokens of a micro-batch, which still counts those of all."""
+        if self._places is None:
+            return batch
+        positions = None if batch.positions is None else batch.positions[:, self._places]
+        inputs, labels = batch.inputs[:, self._places], batch.labels[:, self._places]
+        return replace(batch, inputs=inputs, labels=labels, positions=positions)
+
     def accumulate(self, batch: MicroBatch, *, last: bool) -> None:
         """Forward and backward of the summed loss."""
+        batch = self._part(batch)
         self._tokens += batch.valid_tokens
         self._divisor += batch.divisor
         if self._pipeline is not None:
@@ -273,7 +296,8 @@ class NativeBackend:
     def _logits(self, batch: MicroBatch, *, samples: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return logits and labels of a micro-batch on the device."""
         positions = None if batch.positions is None else batch.positions.to(self._device)
-        logits = self._models[0](batch.inputs.to(self._device), positions=positions, samples=samples)
+        length = None if self._places is None else self._config.data.sequence_length
+        logits = self._models[0](batch.inputs.to(self._device), length=length, positions=positions, samples=samples)
         return logits, batch.labels.to(self._device)
 
     def _references(self, batch: MicroBatch) -> Tensor | None:
@@ -320,7 +344,7 @@ class NativeBackend:
 
     def _working(self) -> AbstractContextManager[None]:
         """Mark whether the work of a pass has collectives inside."""
-        divided = self.mesh.tp is not None or self.mesh.dp_mode.is_sharded
+        divided = self.mesh.tp is not None or self.mesh.cp is not None or self.mesh.dp_mode.is_sharded
         return self._pulse.work_with_collectives if divided else self._pulse.work
 
     def _run_pipeline(self, pipeline: Pipeline) -> None:
@@ -352,10 +376,9 @@ class NativeBackend:
 
     def totals(self, *, stop: bool, memory_ends: bool, vote: int) -> StepTotals:
         """One small sum over all ranks; loss and tokens of a data-parallel share are counted by one of its ranks."""
-        counts = self.mesh.counts_loss
         self._own_loss = _sum(self._losses)
-        mine = [self._own_loss, self._tokens, self._divisor, *self._reward_sums()]
-        values = torch.tensor([*(value * counts for value in mine), stop, memory_ends, vote], dtype=torch.float64)
+        mine = self._counted(self._own_loss, self._tokens, self._divisor, *self._reward_sums())
+        values = torch.tensor([*mine, stop, memory_ends, vote], dtype=torch.float64)
         if self.mesh.world_size > 1:
             with self._pulse.peers:
                 dist.all_reduce(values)
@@ -370,6 +393,10 @@ class NativeBackend:
             votes=int(votes),
             rewards=Rewards.of_sums(rewards, divisor) if rewards else None,
         )
+
+    def _counted(self, loss: float, *counts: float) -> list[float]:
+        """Return a loss and counts of this rank, zero where another rank speaks for them."""
+        return [loss * self.mesh.counts_loss, *(count * self.mesh.counts_tokens for count in counts)]
 
     def _reward_sums(self) -> list[float]:
         """Return the sums of this rank's pairs since the last call; nothing where rows are no pairs."""
@@ -412,8 +439,8 @@ class NativeBackend:
         by_share: dict[int, list[tuple[int, int]]] = {}
         for rank, found in enumerate(marks.tolist()):
             if found:
-                _, share, _ = place_of(rank, dp_size=mesh.dp_size, tp_size=mesh.tp_size)
-                by_share.setdefault(share, []).append((found, rank))
+                _, part, _ = place_of(rank, dp_size=mesh.dp_size, tp_size=mesh.tp_size)
+                by_share.setdefault(part // mesh.cp_size, []).append((found, rank))
         choose = max if backward else min
         wanted = {share: choose(found)[0] for share, found in by_share.items()}
         return tuple(
@@ -518,20 +545,18 @@ class NativeBackend:
         losses: list[Tensor] = []
         divisor = 0
         if self._pipeline is not None:
-            for batch in map(self._with_references, self._pipeline.joined(batches)):
+            for batch in map(self._with_references, self._pipeline.joined(map(self._part, batches))):
                 with self._pulse.work_with_collectives, self._compute():
                     losses += self._pipeline.evaluate(batch)
                 divisor += batch.divisor
         else:
-            for batch in batches:
+            for batch in map(self._part, batches):
                 references = self._references(batch)
                 with self._working(), self._compute():
                     losses.append(local_of(self._forward(batch, references=references)))
                 divisor += batch.divisor
         self._store.after_evaluation()
-        counts = self.mesh.counts_loss
-        mine = [_sum(losses), divisor, *self._reward_sums()]
-        values = torch.tensor([value * counts for value in mine], dtype=torch.float64)
+        values = torch.tensor(self._counted(_sum(losses), divisor, *self._reward_sums()), dtype=torch.float64)
         if self.mesh.world_size > 1:
             with self._pulse.peers:
                 dist.all_reduce(values)

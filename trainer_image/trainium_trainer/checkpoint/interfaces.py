@@ -72,7 +72,10 @@ class TrainingState(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshPlace:
-    """Coordinates of this rank in pipeline x data x tensor; tensor is the fastest dimension."""
+    """Coordinates of this rank in pipeline x data x tensor; tensor is the fastest dimension.
+
+    Ranks that hold parts of the same sequences are data-parallel ones here: their parameters are the same.
+    """
 
     rank: int
     world_size: int

@@ -181,7 +181,7 @@ def describe_run(settings: Settings, nodes: int = 1) -> list[str]:
         *_objective(config),
         (
             f"processes: {settings.launch.world_size} = data {settings.dp_size} x tensor {degrees.tensor} x pipeline "
-            f"{degrees.pipeline}"
+            f"{degrees.pipeline}" + (f" x context {degrees.context}" if degrees.context > 1 else "")
         ),
         (
             f"step: {settings.batch} {samples}{near} of {each}{length} tokens = {per_step:,} tokens; {settings.passes} "

@@ -50,23 +50,27 @@ class Place:
     pipeline: int
     tensor: int
     data: int = 0
+    context: int = 0
 
 
 def places(config: TrainingConfig, data_ranks: Sequence[int] = (0,)) -> tuple[Place, ...]:
     """All places of a configuration; ranks beside those in `data_ranks` have the graphs of one of them."""
     degrees = config.parallelism
-    stages, parts = range(degrees.pipeline), range(degrees.tensor)
-    return tuple(Place(stage, part, data) for stage in stages for part in parts for data in data_ranks)
+    stages, parts, chunks = range(degrees.pipeline), range(degrees.tensor), range(degrees.context)
+    return tuple(
+        Place(stage, part, data, chunk) for stage in stages for part in parts for data in data_ranks for chunk in chunks
+    )
 
 
 def rank_of(place: Place, settings_config: TrainingConfig, world_size: int, *, apart: int = 1) -> int:
-    """Return the first rank at a place; pipeline x data x tensor, tensor the fastest.
+    """Return the first rank at a place; pipeline x data x context x tensor, tensor the fastest.
 
     `apart` is how far the ranks of a tensor-parallel group are from each other.
     """
     degrees = settings_config.parallelism
     data = world_size // (degrees.tensor * degrees.pipeline)
-    group, beside = divmod(place.data, apart)  # groups of ranks that are apart lie in each other
+    replica = place.data * degrees.context + place.context
+    group, beside = divmod(replica, apart)  # groups of ranks that are apart lie in each other
     return place.pipeline * data * degrees.tensor + group * apart * degrees.tensor + place.tensor * apart + beside
 
 

@@ -87,9 +87,10 @@ def _legal(shape: BatchShape, asked: Sequence[int]) -> tuple[int, ...]:
                 if shape.rule is SizeRule.EVEN
                 else ""
             )
+            context = f" x context {shape.context}" if shape.context > 1 else ""
             raise UserError(
                 f"--sizes has {nodes}, but {nodes} x {shape.cores_per_node} ranks cannot share tensor {shape.tensor} x "
-                f"pipeline {shape.pipeline}{batch}: "
+                f"pipeline {shape.pipeline}{context}{batch}: "
                 + (f"the next smaller legal size is {smaller}" if smaller else "no size below it is legal either")
             )
     return tuple(dict.fromkeys(asked))

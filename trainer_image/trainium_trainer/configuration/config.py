@@ -77,9 +77,8 @@ class Settings:
 
     @property
     def dp_size(self) -> int:
-        """Data-parallel degree."""
-        parallelism = self.config.parallelism
-        return self.launch.world_size // (parallelism.tensor * parallelism.pipeline)
+        """Data-parallel degree: the number of shares of the samples."""
+        return self.launch.world_size // self.config.parallelism.group
 
     @property
     def batch(self) -> int:

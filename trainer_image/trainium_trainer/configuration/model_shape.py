@@ -111,8 +111,12 @@ def check_parallelism(config: TrainingConfig, shape: ModelShape, world_size: int
             f"model.numKeyValueHeads is {heads}, which neither is divisible by parallelism.tensor {tensor} nor divides "
             "it: change one of them"
         )
+    context = config.parallelism.context
+    if context > 1:
+        _divides("data.sequenceLength", length, "2 x parallelism.context (two chunks on each rank)", 2 * context)
     if config.parallelism.sequence:
-        _divides("data.sequenceLength", length, "parallelism.tensor", tensor)
+        by = "parallelism.tensor" if context == 1 else "parallelism.tensor x context"
+        _divides("data.sequenceLength", length, by, tensor * context)
     stages = config.parallelism.pipeline * config.parallelism.stages_per_rank
     if stages > shape.num_layers:
         raise UserError(
@@ -125,9 +129,8 @@ def check_parallelism(config: TrainingConfig, shape: ModelShape, world_size: int
             f"parallelism.stagesPerRank is {config.parallelism.stages_per_rank} but parallelism.pipeline is 1: only a "
             "pipeline has stages; raise parallelism.pipeline or leave parallelism.stagesPerRank out"
         )
-    group = tensor * config.parallelism.pipeline
-    by = "parallelism.tensor" if group == tensor else "parallelism.tensor x pipeline"
-    _divides("the number of ranks", world_size, by, group)
+    others = [name for name in ("pipeline", "context") if getattr(config.parallelism, name) > 1]
+    _divides("the number of ranks", world_size, " x ".join(["parallelism.tensor", *others]), config.parallelism.group)
     if config.batch.micro_size > config.batch.global_size:
         raise UserError(
             f"batch.microSize is {config.batch.micro_size} but batch.globalSize is {config.batch.global_size}: every "

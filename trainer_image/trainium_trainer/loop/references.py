@@ -67,13 +67,13 @@ def load_references(settings: Settings, data: Data, reference: BaseWeights, back
 def _compute(part: PairPart, table: _Table, rules: SampleRules, micro_size: int, backend: Backend) -> None:
     """Compute what no rank has, block by block. Collective."""
     mesh, missing = backend.mesh, table.missing()
-    block = _ROUNDS * micro_size * mesh.dp_size
+    block = _ROUNDS * micro_size * mesh.data_size
     for start in range(0, len(missing), block):
         pairs = missing[start : start + block]
         if mesh.rank == 0:
             _log.info("reference: %d of %d pairs of %s", start, len(missing), part.name)
-        rounds = -(-len(pairs) // (micro_size * mesh.dp_size))
-        mine = pairs[mesh.dp_rank * rounds * micro_size : (mesh.dp_rank + 1) * rounds * micro_size]
+        rounds = -(-len(pairs) // (micro_size * mesh.data_size))
+        mine = pairs[mesh.data_rank * rounds * micro_size : (mesh.data_rank + 1) * rounds * micro_size]
         batches = []
         for first in range(0, rounds * micro_size, micro_size):
             samples = [part.pair(rules, 0, 2 * int(pair)) for pair in mine[first : first + micro_size]]

@@ -166,7 +166,7 @@ def _validate(run: Run, step: int, *, last: bool) -> Evaluation | None:
         return None
     with run.progress.pulse.measuring:
         batches = validation_batches(
-            data, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size, micro_size=config.batch.micro_size
+            data, dp_rank=mesh.data_rank, dp_size=mesh.data_size, micro_size=config.batch.micro_size
         )
         found = run.backend.evaluate(batches)
     if found.rewards is None:  # the loss of pairs is no perplexity

@@ -158,7 +158,7 @@ def start(settings: Settings, progress: ProgressWriter, stop: StopRequest) -> Ru
     recorder = Recorder(
         root,
         rank=mesh.rank,
-        dp_rank=mesh.dp_rank if mesh.counts_samples else None,
+        dp_rank=mesh.data_rank if mesh.counts_samples else None,
         tensorboard=config.monitor.tensorboard,
         record_samples=config.monitor.record_samples,
         resume_step=position.step,
@@ -170,8 +170,8 @@ def start(settings: Settings, progress: ProgressWriter, stop: StopRequest) -> Ru
         Share(
             global_size=course.batch,
             micro_size=config.batch.micro_size,
-            dp_rank=mesh.dp_rank,
-            dp_size=mesh.dp_size,
+            dp_rank=mesh.data_rank,
+            dp_size=mesh.data_size,
             end=course.end,
         ),
         ahead=config.data.prefetch_steps,
@@ -186,13 +186,14 @@ def start(settings: Settings, progress: ProgressWriter, stop: StopRequest) -> Ru
     progress.resumed(position.step, tokens=position.tokens, samples=position.samples)
     progress.checkpoints(memory_step=manager.memory_step, durable_step=manager.durable_step)
     _log.info(
-        "%s; %s parameters%s, data parallel %d, tensor parallel %d, pipeline %d, step %d from %s",
+        "%s; %s parameters%s, data parallel %d, tensor parallel %d, pipeline %d%s, step %d from %s",
         stopwatch.line(),
         f"{count_parameters(settings.shape):,}",
         f" ({settings.choice.trained:,} are trained)" if config.tuning.freezes else "",
-        mesh.dp_size,
+        mesh.data_size,
         mesh.tp_size,
         mesh.pp_size,
+        f", context {mesh.cp_size}" if mesh.cp_size > 1 else "",
         position.step,
         manager.resumed_from,
     )
@@ -211,11 +212,11 @@ def report_warnings(manager: CheckpointManager, progress: ProgressWriter, alread
 
 def _batch_group_of(mesh: Mesh) -> BatchGroup:
     """Find the ranks that train on this rank's samples. Collective where samples are shared."""
-    if mesh.tp_size * mesh.pp_size == 1:
+    if mesh.tp_size * mesh.pp_size * mesh.cp_size == 1:
         return BatchGroup(mesh.rank, mesh.rank)
     places = [torch.zeros(2, dtype=torch.int64) for _ in range(mesh.world_size)]
-    dist.all_gather(places, torch.tensor([mesh.dp_rank, mesh.counts_samples]), group=mesh.world)
+    dist.all_gather(places, torch.tensor([mesh.data_rank, mesh.counts_samples]), group=mesh.world)
     found = [tuple(place.tolist()) for place in places]
-    same = [rank for rank, (dp_rank, _) in enumerate(found) if dp_rank == mesh.dp_rank]
+    same = [rank for rank, (data_rank, _) in enumerate(found) if data_rank == mesh.data_rank]
     leader = next(rank for rank in same if found[rank][1])
     return BatchGroup(leader, mesh.rank, tuple(rank for rank in same if rank != leader), mesh.world)

@@ -37,14 +37,24 @@ def module_key(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little", signed=True)
 
 
-def dropped(x: Tensor, samples: Tensor, *, module: int, share: float, first: int = 0, sequence: int = 1) -> Tensor:
+def dropped(
+    x: Tensor,
+    samples: Tensor,
+    *,
+    module: int,
+    share: float,
+    first: int = 0,
+    sequence: int = 1,
+    places: Tensor | None = None,
+) -> Tensor:
     """`x` with a share of its numbers set to zero; the others are not scaled, which the caller does.
 
     `x` is [batch, sequence, features] ([sequence, batch, features] with `sequence` 0), of which the features begin at
-    number `first` of the whole; `samples` are the [batch] keys of `sample_keys`.
+    number `first` of the whole; `samples` are the [batch] keys of `sample_keys`. `places` [sequence] are those of the
+    positions where they are a part of the sequence.
     """
     device = x.device
-    places = torch.arange(x.shape[sequence], dtype=torch.int32, device=device)
+    places = torch.arange(x.shape[sequence], dtype=torch.int32, device=device) if places is None else places.int()
     features = torch.arange(first, first + x.shape[2], dtype=torch.int32, device=device)
     rows = _mixed(_mixed(samples ^ module).unsqueeze(1) + places * _GOLDEN)  # [batch, sequence]
     if sequence == 0:

@@ -21,7 +21,7 @@ from torch.nn import functional as F  # noqa: N812 - the name everybody uses
 
 from trainium_contract.models.shape import QueryKeyNorm
 from trainium_trainer.models.products import product
-from trainium_trainer.models.rope import at_positions, rotary, rotate
+from trainium_trainer.models.rope import at_places, at_positions, rotary, rotate
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -100,6 +100,9 @@ class RMSNorm(Weighted):
 class Attention(nn.Module):
     """Causal grouped-query attention; the number of local heads follows from the projections' outputs."""
 
+    divided: Callable[[Tensor, Tensor, Tensor, Context], Tensor] | None = None
+    """Set by a plan that divides the sequence: from this rank's queries, keys and values to their attention."""
+
     def __init__(self, shape: ModelShape, number: int = 0) -> None:
         """Create the projections of layer `number`."""
         super().__init__()
@@ -129,16 +132,19 @@ class Attention(nn.Module):
         table = context if self.window is None or context.windowed is None else context.windowed
         if self.is_rotated:
             query, key = rotate(query, table), rotate(key, table)
-        # Torch chooses the device's kernel: flash attention on CPU and CUDA, the vendor's on Neuron.
-        mixed = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=table.mask,
-            is_causal=table.mask is None,
-            scale=self.scale,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
+        if self.divided is not None:
+            mixed = self.divided(query, key, value, table)
+        else:
+            # Torch chooses the device's kernel: flash attention on CPU and CUDA, the vendor's on Neuron.
+            mixed = F.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask=table.mask,
+                is_causal=table.mask is None,
+                scale=self.scale,
+                enable_gqa=query.shape[1] != key.shape[1],
+            )
         out: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1), context)
         return out
 
@@ -235,6 +241,9 @@ class Trunk(nn.Module):
 class Llama(nn.Module):
     """A language model; call it with token ids to get logits."""
 
+    places: Tensor | None = None
+    """Set by a plan that divides the sequence: the places of this rank's tokens, [sequence] int64."""
+
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.shape = shape
@@ -252,7 +261,7 @@ class Llama(nn.Module):
     def rotary_table(self, length: int, device: torch.device) -> Context:
         """Return the rotary embedding of `length` positions, computed when it is first asked for."""
         if self._table is None or self._table[0].shape[0] != length:
-            self._table = rotary(self.shape, length, device)
+            self._table = rotary(self.shape, length, device, masks=self.places is None)
         return self._table
 
     def forward(
@@ -270,7 +279,9 @@ class Llama(nn.Module):
         is dropped.
         """
         context = self.rotary_table(length or tokens.shape[1], tokens.device)
-        if positions is not None:
+        if self.places is not None:
+            context = at_places(context, self.places.to(tokens.device), positions, self.shape.sliding_window)
+        elif positions is not None:
             context = at_positions(context, positions)
         if samples is not None:
             context = context._replace(samples=samples)

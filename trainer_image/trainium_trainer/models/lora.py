@@ -90,6 +90,7 @@ class AdaptedLinear(Linear):
             share=self._dropout,
             first=self.first_feature,
             sequence=self.sequence_dimension,
+            places=context.places,
         )
         return seen, 1.0 - self._dropout
 

@@ -44,7 +44,7 @@ class Region:
 
     def total(self, x: Tensor) -> Tensor:
         """Return the sum over the group."""
-        return _arrived(collectives.all_reduce(x.contiguous(), "sum", self.group))
+        return arrived(collectives.all_reduce(x.contiguous(), "sum", self.group))
 
     def total_everywhere(self, x: Tensor) -> Tensor:
         """Return the sum over the group, of which every rank goes on with a different part of the work."""
@@ -54,13 +54,13 @@ class Region:
     def gather(self, x: Tensor) -> Tensor:
         """All parts of the sequence."""
         parts = x.transpose(0, _SEQUENCE_DIMENSION).contiguous()
-        whole = _arrived(collectives.all_gather_tensor(parts, 0, self.group))
+        whole = arrived(collectives.all_gather_tensor(parts, 0, self.group))
         return whole.transpose(0, _SEQUENCE_DIMENSION).contiguous()
 
     def scatter_total(self, x: Tensor) -> Tensor:
         """Return this rank's part of the sequence of the sum over the group."""
         whole = x.transpose(0, _SEQUENCE_DIMENSION).contiguous()
-        part = _arrived(collectives.reduce_scatter_tensor(whole, "sum", 0, self.group))
+        part = arrived(collectives.reduce_scatter_tensor(whole, "sum", 0, self.group))
         return part.transpose(0, _SEQUENCE_DIMENSION).contiguous()
 
 
@@ -101,6 +101,6 @@ class _Sum(torch.autograd.Function):
         return region.total(gradients[0]), None
 
 
-def _arrived(x: Tensor) -> Tensor:
+def arrived(x: Tensor) -> Tensor:
     """Return the result of a functional collective, waited for."""
     return x.wait() if isinstance(x, collectives.AsyncCollectiveTensor) else x

@@ -32,16 +32,23 @@ class Context(NamedTuple):
     """[batch] int32, a key that names each sample, for dropout; None where nothing is dropped."""
     windowed: Context | None = None
     """Rotation and mask of layers with a sliding window; None: those of the others."""
+    places: Tensor | None = None
+    """[sequence] int64, the places of the tokens where this is a part of the sequence; None: 0, 1, 2, ..."""
+    first: Tensor | None = None
+    """Of a part, in place of a mask: [batch or 1, sequence] int64, the first place that each token sees; None: 0."""
 
 
-def rotary(shape: ModelShape, length: int, device: torch.device) -> Context:
-    """Return the rotary table of `length` positions: the two halves of a head rotate against each other."""
+def rotary(shape: ModelShape, length: int, device: torch.device, *, masks: bool = True) -> Context:
+    """Return the rotary table of `length` positions: the two halves of a head rotate against each other.
+
+    Without `masks` it is for `at_places`.
+    """
     table = _table(shape, length, device)
     window = shape.sliding_window
     if window is None:
         return table
     windowed = table if shape.stretch_windowed else _table(replace(shape, rope_stretch=None), length, device)
-    if window < length:
+    if masks and window < length:
         places = torch.arange(length, device=device)
         distance = places.unsqueeze(-1) - places
         windowed = windowed._replace(mask=(distance >= 0) & (distance < window))
@@ -73,6 +80,28 @@ def at_positions(table: Context, positions: Tensor) -> Context:
 
     windowed = None if table.windowed is None else placed(table.windowed)
     return placed(table)._replace(windowed=windowed)
+
+
+def at_places(table: Context, places: Tensor, positions: Tensor | None, window: int | None) -> Context:
+    """Return the table of a part of the sequence: of the tokens at `places`, [sequence] int64.
+
+    `positions` [batch, sequence] are those of the part, as for `at_positions`; `window` is the shape's.
+    """
+    begins = None if positions is None else places - positions
+
+    def placed(table: Context, window: int | None) -> Context:
+        first = begins
+        if window is not None and window < len(table.cos):
+            earliest = (places - (window - 1)).clamp(min=0).unsqueeze(0)
+            first = earliest if begins is None else torch.maximum(begins, earliest)
+        if positions is None:
+            cos, sin = table.cos[places], table.sin[places]
+        else:
+            cos, sin = table.cos[positions].unsqueeze(1), table.sin[positions].unsqueeze(1)
+        return table._replace(cos=cos, sin=sin, places=places, first=first)
+
+    windowed = None if table.windowed is None else placed(table.windowed, window)
+    return placed(table, None)._replace(windowed=windowed)
 
 
 def inverse_frequencies(shape: ModelShape, device: torch.device, length: int = 0) -> Tensor:

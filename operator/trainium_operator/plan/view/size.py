@@ -159,8 +159,8 @@ def _idle(nodes: int, shape: BatchShape) -> str:
 
 def _rule(shape: BatchShape) -> str:
     cores = (
-        f"A size is legal when nodes x {shape.cores_per_node} cores is divisible by tensor x pipeline "
-        f"({shape.tensor} x {shape.pipeline})"
+        f"A size is legal when nodes x {shape.cores_per_node} cores is divisible by tensor x pipeline x context "
+        f"({shape.tensor} x {shape.pipeline} x {shape.context})"
     )
     if shape.rule is SizeRule.ANY or not shape.global_batch_size:
         return f"{cores}."

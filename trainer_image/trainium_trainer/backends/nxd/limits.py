@@ -43,6 +43,11 @@ def check_limits(config: TrainingConfig, dp_size: int) -> None:
             f"parallelism.pipeline is {config.parallelism.pipeline}, but backend Nxd has no pipeline: use 1 and raise "
             "parallelism.tensor, or set backend to Native"
         )
+    if config.parallelism.context > 1:
+        raise UserError(
+            f"parallelism.context is {config.parallelism.context}, but backend Nxd does not divide sequences: use 1 "
+            "and raise parallelism.tensor, or set backend to Native"
+        )
     if config.optimizer.kind is not OptimizerKind.ADAMW:
         raise UserError(
             f"optimizer.kind is {config.optimizer.kind}, but backend Nxd has AdamW only: use AdamW, or set backend to "

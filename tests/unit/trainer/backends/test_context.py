@@ -1,0 +1,177 @@
+"""Context parallelism: one curve however the sequence is divided, alone and beside every other kind of parallelism."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from trainium_contract.trainer.config import ModelConfig
+from trainium_trainer.configuration.model_shape import resolve_shape
+from trainium_trainer.models import context_parallel
+from trainium_trainer.models.context_parallel import SequenceDivision, apply_context_parallel
+from trainium_trainer.models.initial import initial_whole
+from trainium_trainer.models.llama import Llama
+from trainium_trainer.models.loss import loss_sum
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from conftest import Launcher, Undisturbed
+
+    from trainium_contract.models.shape import ModelShape
+
+pytestmark = pytest.mark.timeout(150)  # real processes; the first test also waits for the imports
+
+CP, CP4 = "parallelism.context=2", "parallelism.context=4"
+TP, PP, SEQUENCE = "parallelism.tensor=2", "parallelism.pipeline=2", "parallelism.sequence=true"
+SHARDED, ZERO = "dataParallel=FullySharded", "dataParallel=ShardedOptimizer"
+VALIDATION = "data.validation={fraction: 0.2, split: Tail, everySteps: 4, samples: 5}"
+PACKED = "data.maskDocuments=true"
+
+
+def finish(launch: Launcher, ranks: int, name: str, overrides: list[str]) -> list[dict[str, Any]]:
+    job = launch(ranks, name, overrides)
+    assert job.wait() == [0] * ranks, "\n".join(job.log(rank) for rank in range(ranks))
+    return job.metrics()
+
+
+def assert_same_curve(metrics: list[dict[str, Any]], reference: list[dict[str, Any]]) -> None:
+    assert [line["tokens"] for line in metrics] == [line["tokens"] for line in reference]
+    for line, expected in zip(metrics, reference, strict=True):
+        assert line["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert line["gradNorm"] == pytest.approx(expected["gradNorm"], rel=1e-3)
+        assert line.get("validationLoss", 0) == pytest.approx(expected.get("validationLoss", 0), rel=1e-5)
+        assert line.get("parameterNorm", 0) == pytest.approx(expected.get("parameterNorm", 0), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "overrides"),
+    [
+        pytest.param(2, [CP], id="cp2"),
+        pytest.param(2, [CP, PACKED, "recompute=Selective"], id="cp2, packed"),
+        pytest.param(4, [CP4, SHARDED, "recompute=Full"], id="cp4, sharded"),
+        pytest.param(4, [CP4, PACKED], id="cp4, packed", marks=pytest.mark.long),
+        pytest.param(4, [CP, TP, SEQUENCE, PACKED], id="cp2 tp2, sequence, packed"),
+        pytest.param(4, [CP, TP], id="cp2 tp2", marks=pytest.mark.long),
+        pytest.param(4, [CP, PACKED, ZERO], id="cp2 dp2, packed", marks=pytest.mark.long),
+        pytest.param(4, [CP, PP, PACKED], id="cp2 pp2, packed"),
+    ],
+)
+def test_the_curve_does_not_depend_on_the_division_of_the_sequence(
+    launch: Launcher, undisturbed: Undisturbed, ranks: int, overrides: list[str]
+) -> None:
+    packed = [PACKED] if PACKED in overrides else []
+    reference = undisturbed(1, [VALIDATION, *packed]).metrics()
+    assert "validationLoss" in reference[-1]
+    assert_same_curve(finish(launch, ranks, "other", [VALIDATION, *overrides]), reference)
+
+
+def test_dropout_of_adapters_falls_on_the_same_tokens(launch: Launcher, base: Path) -> None:
+    tuned = [
+        f"model={{weights: {base}}}",
+        "data.tokenizer={kind: File, path: " + str(base / "tokenizer.json") + "}",
+        "tuning={method: LoRA, lora: {rank: 4, dropout: 0.5}}",
+    ]
+    whole = finish(launch, 1, "whole", tuned)
+    assert whole[0]["gradNorm"] > 0
+    assert_same_curve(finish(launch, 2, "divided", [*tuned, CP]), whole)
+
+
+@pytest.mark.long
+def test_a_history_goes_through_context_tensor_and_data_parallel_sizes_by_its_checkpoints(launch: Launcher) -> None:
+    flat = ["schedule.finalRatio=1"]
+    whole = finish(launch, 1, "whole", [*flat, "steps=12"])
+    sizes = [(2, [CP]), (2, [TP]), (4, [CP, TP]), (4, [CP, SHARDED]), (2, []), (4, [CP4])]
+    for number, (ranks, overrides) in enumerate(sizes, start=1):
+        metrics = finish(launch, ranks, "parts", [*flat, f"steps={2 * number}", *overrides])
+    assert_same_curve(metrics, whole)
+
+
+@pytest.mark.parametrize("mode", ["Replicated", "FullySharded"])
+def test_a_divided_sequence_resumes_from_memory_bit_for_bit(launch: Launcher, mode: str) -> None:
+    overrides = ["steps=40", CP, f"dataParallel={mode}", "checkpoint.durable.everySteps=1000"]
+    whole = finish(launch, 2, "whole", overrides)
+    job = launch(2, "parts", overrides, memory=True)
+    job.wait_for_step(3)
+    os.kill(job.pids[0], signal.SIGTERM)
+    assert job.wait() == [75, 75], job.log()
+    again = launch(2, "parts", overrides, memory=True)
+    assert again.wait() == [0, 0], again.log()
+    assert [(line["step"], line["loss"]) for line in again.metrics()] == [(w["step"], w["loss"]) for w in whole]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (
+            [CP, "data.sequenceLength=30"],
+            "data.sequenceLength is 30, which is not divisible by 2 x parallelism.context",
+        ),
+        (
+            ["parallelism.context=3"],
+            "the number of ranks is 2, which is not divisible by parallelism.tensor x context 3",
+        ),
+        ([CP, "backend=Nxd"], "parallelism.context is 2, but backend Nxd does not divide sequences"),
+    ],
+)
+def test_a_degree_that_does_not_fit_is_refused(launch: Launcher, overrides: list[str], sentence: str) -> None:
+    overrides = ["data.sequenceLength=36", *overrides] if "context=3" in overrides[0] else overrides
+    job = launch(2, "refused", overrides)
+    assert job.wait() == [64, 64]
+    assert sentence in job.log()
+
+
+class TestKernels:
+    """Attention over tiles, by the fused kernel and by plain products, against torch's attention with a mask."""
+
+    LENGTH = 24
+
+    @pytest.fixture
+    def shape(self) -> ModelShape:
+        config = ModelConfig(
+            num_layers=2, hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2
+        )
+        return resolve_shape(config, 64)
+
+    def losses(
+        self, shape: ModelShape, positions: torch.Tensor | None, group: Any, *, divided: bool
+    ) -> list[torch.Tensor]:
+        """Return the loss and all gradients."""
+        model = Llama(shape)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(initial_whole(name, parameter.shape, seed=0, shape=shape))
+        if divided:
+            apply_context_parallel(model, SequenceDivision(group, 0, 1, self.LENGTH))
+        tokens = torch.randint(0, 64, (2, self.LENGTH), generator=torch.Generator().manual_seed(0))
+        loss = loss_sum(model(tokens, positions=positions), tokens)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return [loss, *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
+
+    @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")  # torch renames functional collectives
+    @pytest.mark.parametrize("fused", [True, False])
+    @pytest.mark.parametrize("packed", [True, False])
+    @pytest.mark.parametrize("window", [None, 5, 100])
+    def test_tiles_give_the_gradients_of_one_attention(
+        self,
+        shape: ModelShape,
+        world_of_one: Any,
+        monkeypatch: pytest.MonkeyPatch,
+        fused: bool,
+        packed: bool,
+        window: int | None,
+    ) -> None:
+        shape = replace(shape, sliding_window=window)
+        positions = torch.tensor([[*range(10), *range(14)], [*range(3), *range(21)]]) if packed else None
+        expected = self.losses(shape, positions, None, divided=False)
+        monkeypatch.setattr(context_parallel, "_is_fused", lambda _: fused)
+        monkeypatch.setattr(context_parallel, "_TILE_VALUES", 300)  # several tiles of rows in each chunk
+        found = self.losses(shape, positions, world_of_one, divided=True)
+        assert len(found) == len(expected) > 10
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
