@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tests.testing.cluster.jobs import Job
     from tests.testing.cluster.sites import Site
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(600)]
 
 PROXY = (
     'Object.spec.containers{name: "mesh-proxy", image: "mesh/proxy:1", '
@@ -73,9 +73,7 @@ def worker_images(job: Job) -> set[str]:
     return {each["image"] for pod in job.pods() for each in pod["spec"]["containers"] if each["name"] == "worker"}
 
 
-@pytest.mark.parametrize(
-    "change", ["first", pytest.param("last", marks=pytest.mark.long), pytest.param("native", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("change", ["first", "last", "native"])
 def test_a_lost_worker_behind_a_proxy_is_replaced_by_one_of_the_same_image(
     changed_pods: Callable[[str], None], new_job: Callable[..., Job], change: str
 ) -> None:

@@ -30,6 +30,7 @@ def test_a_group_is_a_shared_cluster_or_a_file(test: str, group: str) -> None:
     assert group_of(test) == group
 
 
+@pytest.mark.long
 def test_no_file_is_divided_between_two_lanes() -> None:
     command = [sys.executable, "-m", "pytest", "-n", "2", "--dist", "loadgroup", "--no-loadscope-reorder", "-v"]
     done = subprocess.run(

@@ -17,10 +17,15 @@ from typing import Any
 
 def main() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as the agent does before it imports torch
+    import torch.distributed
+
     from trainium_agent import __main__, bootstrap, supervisor  # noqa: F401
     from trainium_agent.generation import store  # noqa: F401
     from trainium_agent.workload import program  # noqa: F401
     from trainium_trainer import agent_workload  # noqa: F401
+    from trainium_trainer.monitor import progress  # noqa: F401
+
+    gc.freeze()
 
     commands = open(0, "rb", buffering=0, closefd=False)  # noqa: SIM115 - lives as long as the process
     read_end, write_end = os.pipe()
