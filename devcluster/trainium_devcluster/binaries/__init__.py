@@ -4,7 +4,6 @@ from trainium_devcluster.binaries.cache import Binaries, ensure_binaries, is_cac
 from trainium_devcluster.binaries.catalog import (
     CLUSTER_PROGRAMS,
     FLEET_PROGRAMS,
-    JOBSET_PROGRAMS,
     KUEUE_PROGRAMS,
     S3_PROGRAMS,
     Program,
@@ -13,7 +12,6 @@ from trainium_devcluster.binaries.catalog import (
 __all__ = [
     "CLUSTER_PROGRAMS",
     "FLEET_PROGRAMS",
-    "JOBSET_PROGRAMS",
     "KUEUE_PROGRAMS",
     "S3_PROGRAMS",
     "Binaries",

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 
 from trainium_devcluster.binaries.catalog import (
     HELM_VERSION,
-    JOBSET_VERSION,
     KUBERNETES_VERSION,
     KUEUE_VERSION,
     VERSITYGW_VERSION,
@@ -98,15 +97,6 @@ SOURCES: tuple[Source, ...] = (
         programs=(Program.KUEUE,),
         variables=(("sigs.k8s.io/kueue/pkg/version.GitVersion", f"v{KUEUE_VERSION}"),),
         files=("sigs.k8s.io/kueue", "config/components"),
-    ),
-    Source(
-        label="JobSet",
-        folder="jobset",
-        package="sigs.k8s.io/jobset",
-        file="jobset",
-        programs=(Program.JOBSET,),
-        variables=(("sigs.k8s.io/jobset/pkg/version.GitVersion", f"v{JOBSET_VERSION}"),),
-        files=("sigs.k8s.io/jobset", "config/components"),
     ),
     Source(
         label="versitygw",

@@ -18,7 +18,6 @@ ETCD_VERSION = "3.6.8"
 HELM_VERSION = "4.3.1"
 KWOK_VERSION = "0.8.0"
 KUEUE_VERSION = "0.19.2"
-JOBSET_VERSION = "0.12.0"
 VERSITYGW_VERSION = "1.8.0"
 
 
@@ -35,17 +34,14 @@ class Program(StrEnum):
     """Simulates the kubelets of a fleet, which alone needs it."""
     KUEUE = "kueue"
     """The real Kueue controller; only clusters that ask for it need it."""
-    JOBSET = "jobset"
-    """The real JobSet controller, which a benchmark runs beside the operator."""
     VERSITYGW = "versitygw"
     """An S3 server over a folder; tests of checkpoints, data and artifacts in a bucket need it."""
 
 
 FLEET_PROGRAMS = frozenset({Program.KWOK})
 KUEUE_PROGRAMS = frozenset({Program.KUEUE})
-JOBSET_PROGRAMS = frozenset({Program.JOBSET})
 S3_PROGRAMS = frozenset({Program.VERSITYGW})
-BUILT_ONLY = FLEET_PROGRAMS | KUEUE_PROGRAMS | JOBSET_PROGRAMS | S3_PROGRAMS
+BUILT_ONLY = FLEET_PROGRAMS | KUEUE_PROGRAMS | S3_PROGRAMS
 """Published without checksums, or as images only."""
 CLUSTER_PROGRAMS = frozenset(Program) - BUILT_ONLY
 
@@ -98,8 +94,6 @@ def version_key(architecture: Architecture, programs: frozenset[Program] = CLUST
         return f"kwok-{KWOK_VERSION}-{architecture}"
     if programs <= KUEUE_PROGRAMS:
         return f"kueue-{KUEUE_VERSION}-{architecture}"
-    if programs <= JOBSET_PROGRAMS:
-        return f"jobset-{JOBSET_VERSION}-{architecture}"
     if programs <= S3_PROGRAMS:
         return f"versitygw-{VERSITYGW_VERSION}-{architecture}"
     return f"kubernetes-{KUBERNETES_VERSION}-etcd-{ETCD_VERSION}-helm-{HELM_VERSION}-{architecture}"

@@ -346,7 +346,6 @@ def test_the_pinned_modules_have_the_versions_that_are_downloaded() -> None:
     assert f"helm.sh/helm/v4 v{catalog.HELM_VERSION}" in (root / "helm" / "go.mod").read_text()
     assert f"sigs.k8s.io/kwok v{catalog.KWOK_VERSION}" in (root / "kwok" / "go.mod").read_text()
     assert f"sigs.k8s.io/kueue v{catalog.KUEUE_VERSION}" in (root / "kueue" / "go.mod").read_text()
-    assert f"sigs.k8s.io/jobset v{catalog.JOBSET_VERSION}" in (root / "jobset" / "go.mod").read_text()
     assert f"versitygw v{catalog.VERSITYGW_VERSION}" in (root / "versitygw" / "go.mod").read_text()
 
 
