@@ -17,7 +17,6 @@ from typing import Any
 
 def main() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as the agent does before it imports torch
-    import torch.distributed
 
     from trainium_agent import __main__, bootstrap, supervisor  # noqa: F401
     from trainium_agent.generation import store  # noqa: F401
