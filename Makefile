@@ -121,8 +121,8 @@ bench-training: setup  ## Training speed and memory beside transformers.Trainer 
 parity: setup  ## Loss curves and exported models against transformers, in every layout: docs/parity.md (ARGS="--rows tp2")
 	@$(BIN)/python -m benchmarks.parity $(ARGS)
 
-soak: binaries  ## Real training through random faults for hours, then a search for leaks (ARGS="--minutes 40 --seed 1")
-	@$(BIN)/python -m benchmarks.soak $(ARGS)
+soak: binaries  ## Real training through all faults of the table for hours, and a search for leaks (ARGS="--rows 1,2 --runs 60")
+	@$(BIN)/python -m benchmarks.faults --leaks --no-document --out out/soak --results out/soak/results $(ARGS)
 
 proof: setup  ## Kills at 200 seeded points of training and checkpoints: docs/recovery-proof.md (ARGS="--uneven", "--tuning --points 10")
 	@$(BIN)/python -m benchmarks.proof --document docs/recovery-proof.md $(ARGS)

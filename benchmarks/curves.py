@@ -31,12 +31,6 @@ def read_samples(folder: Path) -> dict[int, list[int]]:
     return {step: sorted(samples) for step, samples in sorted(found.items())}
 
 
-def worst_difference(losses: Mapping[int, float], reference: Mapping[int, float]) -> tuple[float, int]:
-    """Return the largest relative difference of a loss, and its step."""
-    differences = ((_difference(loss, reference.get(step)), step) for step, loss in losses.items())
-    return max(differences, default=(0.0, 0))
-
-
 def _difference(loss: float, reference: float | None) -> float:
     difference = float("inf") if reference is None else abs(loss - reference) / abs(reference)
     return difference if difference == difference else float("inf")  # noqa: PLR0124 - NaN
@@ -47,7 +41,8 @@ def compare_losses(losses: Mapping[int, float], reference: Mapping[int, float], 
     missing = [step for step in range(1, max(losses, default=0) + 1) if step not in losses]
     if missing:
         yield f"steps are missing in the history: {missing[:_SENTENCES]}"
-    worst, step = worst_difference(losses, reference)
+    differences = ((_difference(loss, reference.get(step)), step) for step, loss in losses.items())
+    worst, step = max(differences, default=(0.0, 0))
     if worst > tolerance:
         yield f"the curve differs from the undisturbed one: by {worst:.1e} (relative) at step {step}"
 
@@ -61,16 +56,6 @@ def check_batches(samples: Mapping[int, list[int]], steps: int, batch: int) -> I
         if len(of_step) != batch or len(set(of_step) - seen) != batch:
             wrong.append(f"step {step} saw {of_step}")
         seen.update(of_step)
-    yield from _limited(wrong)
-
-
-def compare_samples(samples: Mapping[int, list[int]], reference: Mapping[int, list[int]], steps: int) -> Iterator[str]:
-    """Yield a sentence for each of the first `steps` steps that saw other samples than the undisturbed run."""
-    steps_wrong = [step for step in range(1, steps + 1) if samples.get(step) != reference.get(step)]
-    yield from _limited([f"step {step} saw {samples.get(step)}, not {reference.get(step)}" for step in steps_wrong])
-
-
-def _limited(sentences: list[str]) -> Iterator[str]:
-    yield from sentences[:_SENTENCES]
-    if len(sentences) > _SENTENCES:
-        yield f"so did {len(sentences) - _SENTENCES} more steps"
+    yield from wrong[:_SENTENCES]
+    if len(wrong) > _SENTENCES:
+        yield f"so did {len(wrong) - _SENTENCES} more steps"

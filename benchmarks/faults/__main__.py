@@ -7,11 +7,13 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.faults.document import write_document
 from benchmarks.faults.environment import NODES, FaultEnvironment, RowSkippedError
+from benchmarks.faults.leaks import LeakSearch
 from benchmarks.faults.record import FaultRun, RowResult, Where
 from benchmarks.faults.row import Row, Session
 from benchmarks.faults.rows import ROWS
@@ -38,21 +40,26 @@ def main() -> int:
         for row in rows:
             _file(results, row, options).unlink(missing_ok=True)
     waiting = [row for row in rows if not _is_done(results, row, options)]
+    leaks: list[str] = []
     log(f"{len(waiting)} rows to run, {len(rows) - len(waiting)} are done; seed {options.seed}")
     if waiting:
         from tests.testing.cluster import sites  # noqa: PLC0415 - the number of nodes is the table's own
 
         sites.NODES = NODES
-        with open_site(options.cluster) as site, FaultEnvironment(site, out, log) as env:
+        with open_site(options.cluster) as site, FaultEnvironment(site, out, log) as env, ExitStack() as stack:
+            search = stack.enter_context(LeakSearch(env)) if options.leaks else None
             for row in waiting:
                 _run(env, row, options, results)
+            leaks = search.found() if search else []
     if options.document is not None:
         write_document(results, options.document)
         log(f"wrote {options.document}")
     everything = [RowResult.load(_file(results, row, options)) for row in rows if _file(results, row, options).exists()]
     failed = [result.name for result in everything if not result.passed and not result.skipped]
     log(f"{sum(result.passed for result in everything)} rows passed; failed: {failed or 'none'}")
-    return 1 if failed else 0
+    for sentence in leaks:
+        log(f"WRONG: {sentence}")
+    return 1 if failed or leaks else 0
 
 
 def _options() -> argparse.Namespace:
@@ -62,6 +69,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1, help="chooses ranks, nodes and times")
     parser.add_argument("--resume", action="store_true", help="add missing runs instead of running all again")
     parser.add_argument("--cluster", choices=("local", "existing"), default="local", help="as for the tests")
+    parser.add_argument("--leaks", action="store_true", help="look for leaks meanwhile (development cluster only)")
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "faults", help="folder for diagnostics")
     parser.add_argument(
         "--results", type=Path, default=HERE / "results", help="folder of the figures, kept with the code"

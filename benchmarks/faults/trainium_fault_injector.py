@@ -26,10 +26,7 @@ if TYPE_CHECKING:
 
 FOLDER = Path(os.environ.get("TRAINIUM_FAULTS_DIR", "/nonexistent"))
 PACE = float(os.environ.get("TRAINIUM_FAULTS_PACE", "0"))
-PASS_PACE = float(os.environ.get("TRAINIUM_FAULTS_PASS_PACE", "0"))
-"""Seconds of each micro-batch, so that a step with more of them is longer."""
 POD = os.environ.get("TRAINIUM_POD_NAME", "")
-NODE = os.environ.get("TRAINIUM_NODE_NAME", "")
 _FOREVER = 10_000_000.0
 _POLL_SECONDS = 0.05
 _STATE = {"rank": False, "mute": False}
@@ -74,28 +71,16 @@ def _pace_steps() -> None:
 
     accumulate = NativeBackend.accumulate
     last_end = [time.monotonic()]
-    starts: list[float] = []
 
     def paced(self: NativeBackend, batch: MicroBatch, *, last: bool) -> None:
-        starts.append(time.monotonic())
         accumulate(self, batch, last=last)
         if last:
-            # Relative to the start of this step: to the end of the last one, a rank that was late once would stay late.
-            own_end = starts[0] + len(starts) * PASS_PACE * _slowness()
             with self._pulse.work:  # to observers, this is a longer computation
                 _execute_command(self)
-                time.sleep(max(0.0, last_end[0] + PACE - time.monotonic(), own_end - time.monotonic()))
+                time.sleep(max(0.0, last_end[0] + PACE - time.monotonic()))
             last_end[0] = time.monotonic()
-            starts.clear()
 
     NativeBackend.accumulate = paced  # type: ignore[method-assign]
-
-
-def _slowness() -> float:
-    """Return the factor by which steps are longer on this node: the content of `straggle-NODE`, else 1."""
-    with contextlib.suppress(OSError, ValueError):
-        return float((FOLDER / f"straggle-{NODE}").read_text())
-    return 1.0
 
 
 def _mute_collectives() -> None:

@@ -1,4 +1,4 @@
-"""Test the schedule of a soak and its checks of curve, samples and leaks, without a cluster."""
+"""The checks of curve, samples and leaks beside the rows of the fault table."""
 
 from __future__ import annotations
 
@@ -8,35 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from benchmarks.curves import check_batches, compare_losses, compare_samples, read_samples
-from benchmarks.soak.census import Census, Process, role_of
-from benchmarks.soak.leaks import MIN_SAMPLES, find_growth, find_job_files, find_leftovers
-from benchmarks.soak.schedule import OF_THE_CLUSTER, QUIET_SECONDS, SLOTS, Kind, draw
+from benchmarks.curves import check_batches, compare_losses, read_samples
+from benchmarks.faults.census import Census, Process, role_of
+from benchmarks.faults.leaks import MIN_SAMPLES, find_growth, find_job_files, find_leftovers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
-
-
-def test_a_seed_and_a_length_give_one_schedule() -> None:
-    assert draw(3, 60.0, 50.0) == draw(3, 60.0, 50.0)
-    assert draw(3, 60.0, 50.0) != draw(4, 60.0, 50.0)
-
-
-def test_a_long_soak_injects_every_kind_into_existing_slots_between_quiet_ends() -> None:
-    faults = draw(1, 600.0, 50.0)
-    assert {fault.kind for fault in faults} == set(Kind)
-    for fault in faults:
-        assert QUIET_SECONDS <= fault.at <= 36_000 - QUIET_SECONDS
-        assert fault.kind in OF_THE_CLUSTER or fault.slot in range(SLOTS)
-
-
-def test_faults_of_the_whole_cluster_do_not_overlap() -> None:
-    free = 0.0
-    for fault in draw(1, 1200.0, 50.0):
-        if fault.kind in OF_THE_CLUSTER:
-            assert fault.at >= free
-            free = fault.at + fault.seconds
 
 
 def test_a_curve_is_wrong_where_it_differs_or_misses_steps() -> None:
@@ -53,9 +31,6 @@ def test_a_sample_that_was_seen_twice_or_never_is_reported(tmp_path: Path) -> No
         (tmp_path / f"samples-{rank}.jsonl").write_text(json.dumps({"step": 1, "samples": samples}) + "\n{torn")
     seen = read_samples(tmp_path)
     assert seen == {1: [1, 2, 2, 4]}
-    assert list(compare_samples(seen, {1: [1, 2, 2, 4]}, 1)) == []
-    assert len(list(compare_samples(seen, {1: [1, 2, 3, 4]}, 1))) == 1
-    assert len(list(compare_samples({}, {1: [1]}, 1))) == 1
     assert len(list(check_batches(seen, 1, 4))) == 1
     assert list(check_batches({1: [1, 2], 2: [3, 4]}, 2, 2)) == []
     assert len(list(check_batches({1: [1, 2], 2: [2, 4]}, 2, 2))) == 1

@@ -1,4 +1,4 @@
-"""Count processes with their memory, files and sockets, shared memory, files on disk and objects of the job.
+"""Count processes with their memory, files and sockets, shared memory, files on disk and objects of the jobs.
 
 Guarantees:
 - Only what belongs to this cluster is counted: processes with its marker in the environment, and child processes.
@@ -75,8 +75,9 @@ class Census:
     node_files: int
     """Files in the folders of the nodes."""
     job_files: int
+    """Files in the folders of the jobs."""
     objects: dict[str, int] = field(default_factory=dict)
-    """Objects in the namespace of the job, by kind; empty while there is no API server."""
+    """Objects in the namespace of the jobs, by kind; empty while there is no API server."""
 
     def roles(self) -> dict[str, int]:
         """Return the number of processes by role."""
@@ -86,8 +87,8 @@ class Census:
         return dict(sorted(counted.items()))
 
 
-def take_census(env: FaultEnvironment, folder: Path | None) -> Census:
-    """Count now; `folder` is that of the job, if there is one."""
+def take_census(env: FaultEnvironment) -> Census:
+    """Count now."""
     cluster = env.site.cluster
     assert cluster is not None
     return Census(
@@ -95,7 +96,7 @@ def take_census(env: FaultEnvironment, folder: Path | None) -> Census:
         processes=tuple(_processes(f"{MARKER}={cluster.paths.root}/".encode())),
         shared_memory=_entries(_SHARED_MEMORY),
         node_files=_files(cluster.paths.root / "nodes"),
-        job_files=0 if folder is None else _files(folder),
+        job_files=_files(env.site.shared / NAMESPACE),
         objects=_objects(env),
     )
 

@@ -1,4 +1,4 @@
-"""Find leaks: what remains after the job, and what grows in processes that live long.
+"""Find leaks: what remains after the jobs of all rows, and what grows in processes that live long.
 
 Guarantees:
 - A process is compared with itself (pid and start time).
@@ -9,18 +9,27 @@ Guarantees:
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import defaultdict
+from contextlib import suppress
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
-from benchmarks.soak.census import OURS
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.faults.census import OURS, take_census
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from benchmarks.soak.census import Census, Process
+    from benchmarks.faults.census import Census, Process
+    from benchmarks.faults.environment import FaultEnvironment
 
+CENSUS_SECONDS = 20.0
+DELETION_SECONDS = 90.0
 MIN_SAMPLES = 16
 """Number of samples of a process that is checked for growth."""
 MORE_MEGABYTES = 16.0
@@ -88,11 +97,11 @@ def find_growth(samples: Sequence[Census]) -> Iterator[str]:
 
 
 def find_leftovers(before: Census, after: Census) -> Iterator[str]:
-    """Yield a sentence for everything that remains after the job and was not there before."""
+    """Yield a sentence for everything that remains after the jobs and was not there before."""
     for role in sorted({*before.roles(), *after.roles()}):
         first, last = before.roles().get(role, 0), after.roles().get(role, 0)
         if last > first:
-            yield f"{last - first} more processes ({role}) than before the job"
+            yield f"{last - first} more processes ({role}) than before the jobs"
     for kind, count in after.objects.items():
         if count > before.objects.get(kind, 0):
             yield f"{count - before.objects.get(kind, 0)} {kind} remain"
@@ -103,14 +112,63 @@ def find_leftovers(before: Census, after: Census) -> Iterator[str]:
     for role in sorted(OURS & set(before.roles()) & set(after.roles())):
         first, last = (max(one.sockets for one in census.processes if one.role == role) for census in (before, after))
         if last > first + MORE_DESCRIPTORS:
-            yield f"a process ({role}) has {last} sockets, before the job at most {first}"
+            yield f"a process ({role}) has {last} sockets, before the jobs at most {first}"
 
 
 def find_job_files(samples: Sequence[Census]) -> Iterator[str]:
-    """Yield a sentence if the folder of the job grows: the number of checkpoints is bounded."""
+    """Yield a sentence if the folders of the jobs grow: the number of checkpoints is bounded."""
     counts = [sample.job_files for sample in samples if sample.job_files]
     if len(counts) < MIN_SAMPLES:
         return
     before, after = _ends(counts)
     if after - before > MORE_FILES:
-        yield f"the job's folder had {before:.0f} files, later {after:.0f}"
+        yield f"the jobs' folders had {before:.0f} files, later {after:.0f}"
+
+
+class LeakSearch:
+    """Take a census from time to time within a block, and find what leaked in it."""
+
+    def __init__(self, env: FaultEnvironment) -> None:
+        self._env = env
+        self._samples: list[Census] = []
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._before = take_census(self._env)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join(60)
+
+    def found(self) -> list[str]:
+        """Print how long-lived processes grew, and return a sentence for each leak."""
+        table = Table(title="Long-lived processes: second quarter and last")
+        for heading in ("process", "minutes", "MB", "files", "sockets", "threads"):
+            table.add_column(heading, justify="left" if heading == "process" else "right")
+        for each in growths(self._samples):
+            pairs = (each.megabytes, each.files, each.sockets, each.threads)
+            table.add_row(each.role, f"{each.minutes:.0f}", *(f"{first:.0f} → {last:.0f}" for first, last in pairs))
+        Console(width=120).print(table)
+        after = self._census_after_deletion()
+        return [
+            *find_leftovers(self._before, after),
+            *find_growth(self._samples),
+            *find_job_files(self._samples),
+        ]
+
+    def _run(self) -> None:
+        while not self._ended.wait(CENSUS_SECONDS):
+            with suppress(OSError):
+                self._samples.append(take_census(self._env))
+
+    def _census_after_deletion(self) -> Census:
+        """Return the first census without leftovers of the jobs, or the last one in time."""
+        deadline = time.monotonic() + DELETION_SECONDS
+        while True:
+            after = take_census(self._env)
+            if not list(find_leftovers(self._before, after)) or time.monotonic() > deadline:
+                return after
+            time.sleep(3)
