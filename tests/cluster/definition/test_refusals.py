@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
+from tests.testing.cluster.jobs import merged
 from trainium_contract.sizes import BatchShape, SizeRule
 
 if TYPE_CHECKING:
@@ -29,15 +30,6 @@ PROGRAM = """
 workers: {replicas: 4, accelerator: {device: cpu}}
 program: {image: 'team/own:5', command: [python, train.py]}
 """
-
-
-def merged(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
-    inside = {
-        key: merged(base[key], value)
-        for key, value in change.items()
-        if isinstance(value, dict) and isinstance(base.get(key), dict)
-    }
-    return base | change | inside
 
 
 def job(change: str = "", name: str = "good", base: str = GOOD) -> dict[str, Any]:
