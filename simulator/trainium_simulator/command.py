@@ -66,8 +66,24 @@ def simulate(
 ) -> None:
     """Simulate a job's month with the operator's own plan: goodput, where the time goes, what each spare buys."""
     _check(days, seeds, goal, output, idle_nodes, price)
-    given = _Given(job, nodes, spares, idle_nodes, failures, days, trace, stages, learn_from, model, mix, vary or [])
-    cases = tuple(_cases(given))
+    raw = read_job(job)
+    times = StageTimes() if learn_from is None else learn_stages(learn_from, StageTimes())
+    cases = tuple(
+        _cases(
+            job,
+            raw,
+            tuple(map(parse_variation, vary or ())),
+            nodes=nodes,
+            spares=parse_counts(spares) if spares else (None,),
+            rates=parse_rates(failures) if trace is None else (0.0,),
+            trace=trace,
+            stages=times if stages is None else read_stages(stages, times),
+            model=FailureModel() if model is None else read_model(model),
+            mix=mix,
+            days=days,
+            shared=idle_nodes,
+        )
+    )
     # Plans make many short-lived objects and no circles: the collector would only search without effect.
     gc.set_threshold(100_000, 20, 20)
     rounds = 1 if trace is not None else seeds
@@ -82,59 +98,28 @@ def simulate(
         draw_picture(picture, results)
 
 
-class _Given:
-    """Options of the cases on the command line."""
-
-    def __init__(
-        self,
-        job: Path,
-        nodes: int | None,
-        spares: str,
-        shared: int,
-        failures: str,
-        days: float,
-        trace: Path | None,
-        stages: Path | None,
-        learn_from: Path | None,
-        model: Path | None,
-        mix: Mix,
-        vary: list[str],
-    ) -> None:
-        self.job, self.nodes, self.days, self.trace, self.mix = job, nodes, days, trace, mix
-        self.shared = shared
-        self.raw = read_job(job)
-        self.spares = parse_counts(spares) if spares else (None,)
-        self.rates = parse_rates(failures) if trace is None else (0.0,)
-        times = StageTimes()
-        if learn_from is not None:
-            times = learn_stages(learn_from, times)
-        self.stages = times if stages is None else read_stages(stages, times)
-        self.model = FailureModel() if model is None else read_model(model)
-        self.variations = tuple(parse_variation(each) for each in vary)
-
-
-def _cases(given: _Given) -> Iterator[Case]:
-    choices = [[(place, value) for value in values] for place, values in given.variations]
-    count = math.prod(map(len, choices)) * len(given.rates) * len(given.spares)
+def _cases(
+    path: Path,
+    raw: dict[str, Any],
+    choices: Sequence[tuple[str, Sequence[Any]]],
+    *,
+    nodes: int | None,
+    spares: Sequence[int | None],
+    rates: Sequence[float],
+    trace: Path | None,
+    **same: Any,
+) -> Iterator[Case]:
+    """Yield a case for each choice of fields, rate and spares; `same`: what all of them have."""
+    count = math.prod(len(values) for _, values in choices) * len(rates) * len(spares)
     if count > MOST_CASES:
         raise InputError(f"these are {count} cases, more than {MOST_CASES}: give fewer spares, rates or values")
-    for chosen in itertools.product(*choices):
-        for rate, spares in itertools.product(given.rates, given.spares):
-            changes: dict[str, Any] = dict(chosen)
-            spec = make_spec(given.job, given.raw, nodes=given.nodes, spares=spares, changes=changes)
-            places = spec.workers.replicas + spec.workers.spares + given.shared
-            trace = None if given.trace is None else read_trace(given.trace, slots=places, model=given.model)
-            yield Case(
-                spec=spec,
-                stages=given.stages,
-                model=given.model,
-                mix=given.mix,
-                days=given.days,
-                rate=rate,
-                trace=trace,
-                variation=", ".join(f"{place}={value}" for place, value in chosen),
-                shared=given.shared,
-            )
+    for chosen in itertools.product(*([(place, value) for value in values] for place, values in choices)):
+        for rate, waiting in itertools.product(rates, spares):
+            spec = make_spec(path, raw, nodes=nodes, spares=waiting, changes=dict(chosen))
+            places = spec.workers.replicas + spec.workers.spares + same["shared"]
+            faults = None if trace is None else read_trace(trace, slots=places, model=same["model"])
+            variation = ", ".join(f"{place}={value}" for place, value in chosen)
+            yield Case(spec=spec, rate=rate, trace=faults, variation=variation, **same)
 
 
 def _check(days: float, seeds: int, goal: float | None, output: str, idle_nodes: int, price: float | None) -> None:
