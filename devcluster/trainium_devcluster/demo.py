@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,33 +13,6 @@ from trainium_devcluster.demos.curves import Curves, draw, fault_table
 from trainium_devcluster.demos.frame import REPOSITORY, DemoFrame, Keep, Name, Out, Outcome
 from trainium_devcluster.demos.jobs import WAIT_SECONDS, Demo, Run
 from trainium_devcluster.demos.metrics import every_sample_once
-
-
-@dataclass(frozen=True, slots=True)
-class DemoResult:
-    """Everything that the demo found out."""
-
-    completed: bool
-    curves: Curves
-    every_sample_once: bool
-    goodput: float
-    seconds: float
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the contents of report.json."""
-        return {
-            "completed": self.completed,
-            **self.curves.to_json(),
-            "everySampleSeenOnce": self.every_sample_once,
-            "goodput": self.goodput,
-            "seconds": round(self.seconds, 1),
-        }
-
-
-def _write(result: DemoResult, folder: Path) -> None:
-    """Write report.json and loss.png."""
-    (folder / "report.json").write_text(json.dumps(result.to_json(), indent=1) + "\n")
-    _picture(result.curves, folder / "loss.png")
 
 
 def _picture(curves: Curves, path: Path) -> None:
@@ -81,20 +53,6 @@ class PretrainDemo(Demo):
         self.view.log("the job is complete")
         return run
 
-    def run_and_compare(self) -> DemoResult:
-        """Run everything and compare."""
-        started = time.monotonic()
-        self.install()
-        run = self.run_with_faults()
-        reference = self.run_undisturbed(4, WAIT_SECONDS * 2)
-        return DemoResult(
-            completed=run.status.get("phase") == "Completed" and run.log.newest == run.steps,
-            curves=Curves(run.steps, run.log.losses(), reference.log.losses(), tuple(self.faults)),
-            every_sample_once=every_sample_once(run.folder, run.steps, run.global_batch),
-            goodput=(run.status.get("goodput") or {}).get("ratio", 0.0),
-            seconds=time.monotonic() - started,
-        )
-
 
 def demo(*, keep: Keep = False, out: Out = Path("out/demo"), name: Name = None) -> None:
     """Train a Llama model on a real control plane, through real faults, and compare it with an undisturbed run."""
@@ -103,20 +61,31 @@ def demo(*, keep: Keep = False, out: Out = Path("out/demo"), name: Name = None) 
 
 def _compare(frame: DemoFrame) -> Outcome:
     with frame.cluster() as cluster:
-        result = PretrainDemo(cluster, frame.view, REPOSITORY, frame.out).run_and_compare()
-    _write(result, frame.out)
-    curves = result.curves
+        began = time.monotonic()
+        demo = PretrainDemo(cluster, frame.view, REPOSITORY, frame.out)
+        demo.install()
+        run = demo.run_with_faults()
+        reference = demo.run_undisturbed(4, WAIT_SECONDS * 2)
+        seconds = round(time.monotonic() - began, 1)
+    curves = Curves(run.steps, run.log.losses(), reference.log.losses(), tuple(demo.faults))
+    completed = run.status.get("phase") == "Completed" and run.log.newest == run.steps
+    once = every_sample_once(run.folder, run.steps, run.global_batch)
+    goodput = (run.status.get("goodput") or {}).get("ratio", 0.0)
+    report = {"completed": completed, **curves.to_json(), "everySampleSeenOnce": once}
+    report |= {"goodput": goodput, "seconds": seconds}
+    (frame.out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+    _picture(curves, frame.out / "loss.png")
     text = (
         f"loss after {curves.steps} steps: {curves.loss[curves.steps]:.6f} with faults, "
         f"{curves.reference[curves.steps]:.6f} undisturbed; largest relative difference {curves.max_difference:.1e}"
         f"{', none before the first resize' if curves.identical_before_resize else ''}\n"
-        f"every sample seen once: {'yes' if result.every_sample_once else 'NO'}; goodput {result.goodput:.1%} of a "
-        f"{result.seconds:.0f} s run with {len(curves.faults)} faults\n"
+        f"every sample seen once: {'yes' if once else 'NO'}; goodput {goodput:.1%} of a "
+        f"{seconds:.0f} s run with {len(curves.faults)} faults\n"
         f"picture: {frame.out / 'loss.png'}   report: {frame.out / 'report.json'}"
     )
     problems = {
-        "The job did not complete.": not result.completed,
-        "A sample was not seen exactly once.": not result.every_sample_once,
+        "The job did not complete.": not completed,
+        "A sample was not seen exactly once.": not once,
     }
     return Outcome((fault_table(curves.faults),), text, tuple(each for each, holds in problems.items() if holds))
 
