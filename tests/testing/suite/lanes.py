@@ -13,11 +13,15 @@ CLUSTER = "cluster"
 """Tests of the cluster with nodes."""
 DEFINITION = "definition"
 """Tests of the API server without nodes."""
+WHEELS = "wheels"
+"""Tests of the wheels of all packages, which take longer to build than to read."""
 
 _SHARED = {
     "tests/cluster/node/": CLUSTER,
     "tests/cluster/training/": CLUSTER,
     "tests/cluster/definition/": DEFINITION,
+    "tests/unit/packages/test_declared.py": WHEELS,
+    "tests/unit/packages/test_wheels.py": WHEELS,
 }
 
 

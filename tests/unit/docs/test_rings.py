@@ -6,9 +6,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import yaml
+
+from tests.conftest import _choose_ring
 
 ROOT = Path(__file__).parents[3]
 
@@ -43,17 +47,14 @@ def test_of_each_change(): pass
 """
 
 
-@pytest.mark.parametrize(
-    ("arguments", "chosen"),
-    [
-        ([], {"test_of_each_change"}),
-        (["--ring=night"], {"test_of_the_night"}),
-        (["--ring=all"], {"test_of_each_change", "test_of_the_night"}),
-    ],
-    ids=["each change", "night", "all"],
-)
-def test_a_ring_has_its_own_tests_and_all_has_both(tmp_path: Path, arguments: list[str], chosen: set[str]) -> None:
-    assert collected(tmp_path, "test_sample.py", *arguments) == chosen
+@pytest.mark.parametrize(("ring", "chosen"), [("each", ["change"]), ("night", ["night"]), ("all", ["night", "change"])])
+def test_a_ring_has_its_own_tests_and_all_has_both(ring: str, chosen: list[str]) -> None:
+    tests: dict[str, Any] = {name: mock.Mock() for name in ("night", "change")}
+    tests["change"].get_closest_marker.return_value = None
+    config, items = mock.Mock(args=["tests"]), list(tests.values())
+    config.getoption.return_value = ring
+    _choose_ring(config, items)
+    assert items == [tests[name] for name in chosen]
 
 
 def test_a_test_that_is_named_by_its_id_runs_in_any_ring(tmp_path: Path) -> None:
