@@ -123,9 +123,7 @@ class GenerationRunner:
         self._post(lambda: self._take(event))
 
     def _ended(self, process: RankProcess) -> None:
-        code = process.exit_code
-        assert code is not None
-        self._post_event(on.RankEnded(process.attempt, process.local_rank, process.rank, code, process.asked))
+        self._post(lambda: self._take_end(process))
 
     # In the event loop.
 
@@ -155,6 +153,14 @@ class GenerationRunner:
             self._post(lambda: self._on_over(life))
 
         self._worker.do(close)
+
+    def _take_end(self, process: RankProcess) -> None:
+        code = process.exit_code
+        assert code is not None
+        if process.asked or (self._stop is not None and self._stop.attempt == process.attempt):
+            self._workload.observe()
+            code = self._workload.code_after_request(code)
+        self._take(on.RankEnded(process.attempt, process.local_rank, process.rank, code, process.asked))
 
     def _adopt(self, ranks: tuple[RankProcess, ...]) -> None:
         self._ranks = ranks

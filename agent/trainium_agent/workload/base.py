@@ -55,6 +55,10 @@ class Workload(ABC):
     def exit_signal(self, *, memory_ends: bool) -> signal.Signals:
         """Return the signal that asks a rank to save and exit."""
 
+    def code_after_request(self, code: int) -> int:
+        """Return the exit code that counts for a rank that ended with `code` after its agent had asked it to stop."""
+        return code
+
     @abstractmethod
     def read(self, path: Path) -> tuple[ProgressRecord, PulseReading | None] | None:
         """Return the progress of a rank, from any thread; `path` is its progress file."""

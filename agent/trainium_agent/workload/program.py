@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from trainium_agent.ranks.standby import StandbyPlan, StartRequest
 from trainium_agent.workload.base import rank_environment
 from trainium_agent.workload.program_progress import ProgramMonitor
+from trainium_contract.exit_codes import ExitCode
 from trainium_contract.wire import worker_env
 
 if TYPE_CHECKING:
@@ -88,6 +89,13 @@ class Program(ProgramMonitor):
     def exit_signal(self, *, memory_ends: bool) -> signal.Signals:  # noqa: ARG002 - what others need
         """Every program knows SIGTERM, and few know another one."""
         return signal.SIGTERM
+
+    def code_after_request(self, code: int) -> int:
+        """Take success for "saved and stopped", unless the program has reported its last step.
+
+        A program that was complete ends at once when it starts again; one that was not would have lost its training.
+        """
+        return ExitCode.YIELDING if code == ExitCode.FINISHED and not self.has_all_steps else code
 
     def on_finish(self, processes: Sequence[RankProcess]) -> str:
         """Explain what a program that ended at once left running: it put itself into the background."""

@@ -185,6 +185,11 @@ class ProgramMonitor(Workload):
         return any(record.step >= 0 for _, record in self._records)
 
     @property
+    def has_all_steps(self) -> bool:
+        """Whether a rank of the present attempt has reported the last step of the run."""
+        return any(record.step >= record.total_steps > 0 for _, record in self._records)
+
+    @property
     def hang_detection(self) -> HangDetection:
         """The sign by which hangs are detected now."""
         if not self._settings.hang.enabled:

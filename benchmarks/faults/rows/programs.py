@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from benchmarks.faults.environment import STEPS
-from benchmarks.faults.recovery import Expect, Run
+from benchmarks.faults.recovery import Expect, Run, expect_node_lost
 from benchmarks.faults.row import Row
 
 if TYPE_CHECKING:
@@ -56,9 +56,8 @@ def _fail_node(run: Run) -> FaultRun:
     node = member["nodeName"]
     if env.move_operator_off(node):
         run.target.until_stable()
-    # Ranks that lose their peer may end first, with an error of their library.
-    causes = frozenset({"NodeLost", "Crash", "PeerLost"})
-    expect = Expect(causes=causes, rungs=frozenset(), replaced=1, steps_lost=_LOST, interruptions=3, seconds=180)
+    # Ranks that lose their peer end first, with an error of gloo, which is not a failure.
+    expect = expect_node_lost(node, steps_lost=_LOST, seconds=180)
     try:
         return run.inject(lambda: env.site.power_off(node), expect, note=f"power off {node}, rank {member['nodeRank']}")
     finally:
@@ -83,7 +82,7 @@ ROWS = (
         fault="node of a program lost",
         injected="power off of the node of a random member",
         expected="a spare takes the rank and the script resumes from its checkpoint",
-        judged="history: one pod replaced; steps lost at most 6",
+        judged="history: one entry, cause NodeLost, that node; one pod replaced; steps lost at most 6",
         run_once=_fail_node,
         spec=_PROGRAM,
         own_job=True,

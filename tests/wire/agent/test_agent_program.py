@@ -175,6 +175,7 @@ async def test_a_program_saves_within_its_grace_after_sigterm(world: World) -> N
     world.agents["a"].signal(signal.SIGTERM)
     await world.ended("a")
     assert (world.folder / "saved").read_text() == "saved\n"
+    assert world.agents["a"].code == 75, "it was asked to stop, so it is not complete"
 
 
 ASKS = """
@@ -184,12 +185,16 @@ for step in range(1, 3000):
     trainium_worker.step(step)
     if trainium_worker.should_stop():
         print("saved", step, flush=True)
-        sys.exit(trainium_worker.STOPPED)
+        sys.exit(int(sys.argv[1]))
 """
 
 
-async def test_all_ranks_of_a_program_that_asks_stop_after_the_same_step_when_one_pod_ends(world: World) -> None:
-    await begin(world, "a", "b", **program(sys.executable, "-c", ASKS))
+@pytest.mark.parametrize("code", [75, 0])
+async def test_all_ranks_of_a_program_that_asks_stop_after_the_same_step_when_one_pod_ends(
+    world: World, code: int
+) -> None:
+    """Whatever success they report, the program is not complete: it was asked to stop before its last step."""
+    await begin(world, "a", "b", **program(sys.executable, "-c", ASKS, str(code)))
     await world.training("a", "b", step=5)
     world.agents["a"].signal(signal.SIGTERM)
     await world.ended("a")
@@ -199,6 +204,8 @@ async def test_all_ranks_of_a_program_that_asks_stop_after_the_same_step_when_on
     ]
     assert len(saved) == 2
     assert saved[0] == saved[1]
+    await world.phase("Yielded", "b")
+    assert world.agents["a"].code == 75
 
 
 async def test_a_rank_that_a_signal_stops_hangs_by_its_steps_and_is_restarted(world: World) -> None:

@@ -106,6 +106,15 @@ def test_the_library_takes_precedence_over_the_pattern(followed: Followed) -> No
     writer.close()
 
 
+def test_success_after_a_request_to_stop_completes_only_what_has_made_its_last_step(followed: Followed) -> None:
+    writer = ProgressWriter(followed.path(), generation=1, attempt=0)
+    codes = (0, 75, 1, 143)
+    for step, total, meaning in ((4, 0, 75), (4, 5, 75), (5, 5, 0)):
+        writer.publish(step=step, total_steps=total)
+        followed.monitor.observe()
+        assert [followed.monitor.code_after_request(code) for code in codes] == [meaning, 75, 1, 143]
+
+
 def test_a_program_without_a_pattern_trains_as_soon_as_it_runs(tmp_path: Path) -> None:
     followed = Followed(tmp_path, pattern=None)
     record = followed.record()
