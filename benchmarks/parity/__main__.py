@@ -178,6 +178,7 @@ def _judged(row: Row, out: Path, judge: Callable[[Row, Path], dict[str, Any]]) -
         "data": row.data,
         "tensor": row.tensor,
         "pipeline": row.pipeline,
+        "context": row.context,
         "accumulation": row.accumulation,
         "overrides": list(row.overrides),
         "date": time.strftime("%Y-%m-%d"),

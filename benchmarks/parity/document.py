@@ -111,7 +111,9 @@ def _table(title: str, rows: list[dict[str, Any]], columns: dict[str, str]) -> s
         "|---" * (len(fixed) + len(shown) + 1) + "|",
     ]
     for row in rows:
-        layout = ", ".join(_WORDS.get(override, f"`{override}`") for override in row["overrides"]) or "replicated"
+        words = [f"context {row['context']}"] if row.get("context", 1) > 1 else []
+        words += [_WORDS.get(override, f"`{override}`") for override in row["overrides"]]
+        layout = ", ".join(words) or "replicated"
         cells = [*(str(row[name]) for name in fixed[:4]), layout]
         if "loss" not in row:
             lines.append(f"| {' | '.join(cells)} | {row['problem']} {'| ' * (len(shown) + 3)}**failed** |")

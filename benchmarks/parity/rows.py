@@ -107,6 +107,7 @@ class Row:
     data: int = 1
     tensor: int = 1
     pipeline: int = 1
+    context: int = 1
     accumulation: int = 1
     """Micro-batches of a step; some rows are empty where data x accumulation does not divide the batch."""
     overrides: tuple[str, ...] = ()
@@ -115,12 +116,13 @@ class Row:
     @property
     def ranks(self) -> int:
         """Number of processes."""
-        return self.data * self.tensor * self.pipeline
+        return self.data * self.tensor * self.pipeline * self.context
 
     @property
     def name(self) -> str:
         """Name of the row in files and on the command line."""
         parts = [f"dp{self.data}", f"tp{self.tensor}", f"pp{self.pipeline}"]
+        parts += [f"cp{self.context}"] if self.context > 1 else []
         parts += [f"accumulation{self.accumulation}"] if self.accumulation > 1 else []
         parts += [override.rpartition(".")[2].replace("=", "-").lower() for override in self.overrides]
         return "-".join([self.settings.slug, *parts])
@@ -130,6 +132,7 @@ class Row:
         """Return the `--set` options of the row."""
         micro = -(-BASE["batch"]["globalSize"] // (self.data * self.accumulation))
         degrees = [f"parallelism.tensor={self.tensor}", f"parallelism.pipeline={self.pipeline}"]
+        degrees += [f"parallelism.context={self.context}"] if self.context > 1 else []
         return [f"batch.microSize={micro}", *degrees, *self.overrides]
 
 
@@ -168,7 +171,13 @@ ROWS = (
     Row(HLAT, tensor=2, pipeline=2, accumulation=4, overrides=(_SEQUENCE,)),
     Row(HLAT, data=3, tensor=2, accumulation=3, overrides=(_SEQUENCE,)),
     Row(HLAT, data=3, pipeline=2, accumulation=3),
+    Row(HLAT, context=2),
+    Row(HLAT, context=4),
+    Row(HLAT, context=2, accumulation=4, overrides=(_FULL,)),
+    Row(HLAT, data=2, context=2, overrides=(_SHARDED,)),
+    Row(HLAT, tensor=2, context=2, overrides=(_SEQUENCE,)),
     Row(LLAMA31),
+    Row(LLAMA31, context=4),
     Row(LLAMA31, data=2, tensor=2, accumulation=2, overrides=(_SHARDED, _SEQUENCE)),
     Row(LLAMA31, tensor=2, pipeline=2, accumulation=4),
 )

@@ -25,8 +25,18 @@ KEPT_FILES = 2
 """Copies of a buddy's shard."""
 DEVICE_RESERVE = 0.1
 """Share of a core's memory, for the runtime, its programs and the buffers of collectives."""
+_TILE = 3 * (4 << 25)
+"""Scores of a tile of attention, their shares and gradients, where the sequence is divided."""
 _PROCESS = 1 << 30
 """A training process before it holds anything: libraries, data, the compiler's client."""
+
+
+def stretch_tokens(width: int) -> int:
+    """Tokens of a micro-batch whose logits, of `width` columns, exist at a time (backend Native without a pipeline).
+
+    Enough for a product that reads the weights no more often than it has to, and at most 128 MiB of float32 beyond.
+    """
+    return max(1024, (1 << 25) // width)
 
 
 class Layouts(StrEnum):
@@ -62,8 +72,12 @@ class MemorySetting:
     micro_size: int
     """Sequences of a micro-batch."""
     length: int
+    context: int = 1
+    """Ranks that divide a sequence among the data-parallel ones."""
     micro_batches: int
     """In a step, of one rank."""
+    whole_logits: bool = False
+    """The loss needs the logits of a micro-batch as a whole (pairs of answers)."""
     snapshots: bool
     buddies: bool
     layouts: Layouts = Layouts.NATIVE
@@ -156,9 +170,9 @@ def _frozen(number: int, setting: MemorySetting) -> int:
 
 
 def _activations(model: ModelShape, setting: MemorySetting) -> int:
-    """Estimate what a rank's backward pass keeps: per layer, in flight, and the logits."""
+    """Estimate what a rank's backward pass keeps: per layer, in flight, the logits, and keys and values of others."""
     size = 4 if setting.precision is Precision.FLOAT32 else 2
-    tokens, tensor = setting.micro_size * setting.length, setting.tensor
+    tokens, tensor = setting.micro_size * setting.length // setting.context, setting.tensor
     apart = tensor if setting.sequence else 1
     """By how many ranks the residual stream is divided."""
     heads = model.num_key_value_heads
@@ -169,8 +183,15 @@ def _activations(model: ModelShape, setting: MemorySetting) -> int:
     layers = -(-model.num_layers // setting.pipeline)
     flying = min(setting.pipeline, max(1, setting.micro_batches))
     each = entry if setting.recompute is Recompute.FULL else whole
-    logits = 10 * tokens * model.vocab_size / tensor  # in the type of computation, in float32, and a gradient
-    return int(layers * each * flying + whole + logits)
+    width = model.vocab_size // tensor
+    stretched = setting.layouts is Layouts.NATIVE and setting.pipeline == 1 and not setting.whole_logits
+    rows = min(tokens, stretch_tokens(width)) if stretched else tokens
+    logits = 10 * rows * width  # in the type of computation, in float32, and a gradient
+    gathered = 0.0
+    if setting.context > 1:
+        # Of one layer: keys and values of all ranks, their gradients in float32 and as they are sent.
+        gathered = (3 * size + 4) * setting.micro_size * setting.length * key_value / tensor + _TILE
+    return int(layers * each * flying + whole + logits + gathered)
 
 
 def _shards_of_a_node(setting: MemorySetting, *, sharded: bool) -> int:

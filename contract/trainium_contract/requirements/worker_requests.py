@@ -66,14 +66,16 @@ def memory_setting(
     on_host: bool,
     trained: Trained | None = None,
 ) -> MemorySetting:
-    """Return the division of a configuration's model at a size."""
+    """Return the division of a configuration's model at a size of so many shares of the batch."""
     automatic = config.backend is BackendChoice.AUTO and instance_type.startswith("trn1")
     nxd = config.backend is BackendChoice.NXD or automatic
     return MemorySetting(
         moments=len(config.optimizer.kind.moments),
         tensor=config.parallelism.tensor,
         pipeline=config.parallelism.pipeline,
-        data_parallel=data_parallel,
+        data_parallel=data_parallel * config.parallelism.context,
+        context=config.parallelism.context,
+        whole_logits=config.tuning.objective is not None,
         processes_per_node=processes_per_node,
         mode=config.data_parallel,
         precision=config.precision,

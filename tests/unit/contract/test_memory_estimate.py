@@ -16,6 +16,7 @@ from trainium_contract.requirements.memory_estimate import (
     Trained,
     estimate_memory,
     parameters_of_rank,
+    stretch_tokens,
 )
 from trainium_contract.trainer.parallelism import DataParallelMode, Precision, Recompute
 from trainium_trainer.checkpoint.memory import memory_tier
@@ -114,3 +115,14 @@ def test_frozen_weights_have_no_gradient_and_no_moments_and_are_in_no_snapshot(
 def test_training_all_weights_by_name_needs_what_training_all_needs() -> None:
     number = parameters_of_rank(MODEL, SETTING)
     assert estimate_memory(MODEL, replace(SETTING, trained=Trained(number, 0))) == estimate_memory(MODEL, SETTING)
+
+
+def test_a_divided_sequence_divides_activations_and_never_holds_the_logits_of_all_tokens() -> None:
+    model = PRESETS["Llama3.1-8B"]
+    whole = replace(SETTING, tensor=8, length=131_072, precision=Precision.BFLOAT16)
+    divided = replace(whole, context=4)
+    activations = estimate_memory(model, whole).activations
+    assert estimate_memory(model, divided).activations < 0.4 * activations
+    assert estimate_memory(model, divided).state == estimate_memory(model, whole).state
+    logits = 10 * (131_072 - stretch_tokens(model.vocab_size // 8)) * model.vocab_size // 8
+    assert estimate_memory(model, replace(whole, whole_logits=True)).activations - activations == logits

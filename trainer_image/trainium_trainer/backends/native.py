@@ -31,8 +31,8 @@ from trainium_trainer.models.dropout import sample_keys
 from trainium_trainer.models.initial import initial_box
 from trainium_trainer.models.llama import Llama
 from trainium_trainer.models.lora import adapters_disabled
+from trainium_trainer.models.loss import StretchedLoss, token_losses
 from trainium_trainer.models.loss import loss_sum as sum_of_losses
-from trainium_trainer.models.loss import token_losses
 from trainium_trainer.models.preference_loss import answer_log_probs, preference_loss
 from trainium_trainer.models.stages import canonical_parameters
 from trainium_trainer.models.state_dict import OPTIMIZER_STEP
@@ -267,10 +267,13 @@ class NativeBackend:
 
     def _forward(self, batch: MicroBatch, *, samples: Tensor | None = None, references: Tensor | None = None) -> Tensor:
         """Return the summed loss of a micro-batch, through the whole model; of pairs also note the rewards."""
-        logits, labels = self._logits(batch, samples=samples)
         if batch.pairs is None or references is None:
-            return self._sum_of_losses(logits, labels)
-        return self._sum_of_pair_losses(logits, labels, batch.pairs.answers.to(self._device), references)
+            labels, width = batch.labels.to(self._device), self._shape.vocab_size // self.mesh.tp_size
+            loss = StretchedLoss(labels, width, self.mesh.tp, self._known_vocabulary)
+            return self._run_model(batch, samples, loss)
+        logits = self._run_model(batch, samples)
+        labels, answers = batch.labels.to(self._device), batch.pairs.answers.to(self._device)
+        return self._sum_of_pair_losses(logits, labels, answers, references)
 
     def _sum_of_pair_losses(self, logits: Tensor, labels: Tensor, answers: Tensor, references: Tensor) -> Tensor:
         """Return the summed loss of pairs of answers, and note their rewards."""
@@ -293,12 +296,13 @@ class NativeBackend:
         self._log_probs.append(answer_log_probs(losses, labels, answers))
         return losses.sum()
 
-    def _logits(self, batch: MicroBatch, *, samples: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return logits and labels of a micro-batch on the device."""
+    def _run_model(self, batch: MicroBatch, samples: Tensor | None = None, loss: StretchedLoss | None = None) -> Tensor:
+        """Return the logits of a micro-batch on the device, or its loss."""
         positions = None if batch.positions is None else batch.positions.to(self._device)
         length = None if self._places is None else self._config.data.sequence_length
-        logits = self._models[0](batch.inputs.to(self._device), length=length, positions=positions, samples=samples)
-        return logits, batch.labels.to(self._device)
+        inputs = batch.inputs.to(self._device)
+        found: Tensor = self._models[0](inputs, length=length, positions=positions, samples=samples, loss=loss)
+        return found
 
     def _references(self, batch: MicroBatch) -> Tensor | None:
         """Return the log-probabilities of a micro-batch's answers by the reference model, where rows are pairs."""
@@ -322,7 +326,7 @@ class NativeBackend:
         """Return the log-probabilities of a micro-batch's answers by the model without its adapters."""
         assert batch.pairs is not None
         with self._working(), self._compute(), adapters_disabled(self._models[0]):
-            logits, labels = self._logits(batch)
+            logits, labels = self._run_model(batch), batch.labels.to(self._device)
             losses = token_losses(logits, labels, group=self.mesh.tp, vocabulary=self._known_vocabulary)
         return answer_log_probs(losses, labels, batch.pairs.answers.to(self._device))
 

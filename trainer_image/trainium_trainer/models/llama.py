@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from trainium_contract.models.shape import ModelShape
+    from trainium_trainer.models.loss import LossOfHidden
     from trainium_trainer.models.rope import Context
 
 
@@ -243,6 +244,8 @@ class Llama(nn.Module):
 
     places: Tensor | None = None
     """Set by a plan that divides the sequence: the places of this rank's tokens, [sequence] int64."""
+    entrance: Callable[[Tensor], Tensor] | None = None
+    """Set by a plan that divides the output projection: from hidden states to those that it takes."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -271,12 +274,13 @@ class Llama(nn.Module):
         length: int | None = None,
         positions: Tensor | None = None,
         samples: Tensor | None = None,
+        loss: LossOfHidden | None = None,
     ) -> Tensor:
         """[batch, sequence] token ids to [batch, sequence, vocabulary] logits.
 
         `length` is that of the sequence where the input is a part of it. `positions` [batch, sequence] mask documents
         from each other, see `rope.at_positions`. `samples` [batch] int32 name the samples for dropout; None: nothing
-        is dropped.
+        is dropped. With a `loss` its result is returned.
         """
         context = self.rotary_table(length or tokens.shape[1], tokens.device)
         if self.places is not None:
@@ -285,10 +289,21 @@ class Llama(nn.Module):
             context = at_positions(context, positions)
         if samples is not None:
             context = context._replace(samples=samples)
-        return self.project(self.model(tokens, context), context)
+        hidden = self.model(tokens, context)
+        if loss is None:
+            return self.project(hidden, context)
+        trained = [parameter for parameter in self.lm_head.parameters() if parameter.requires_grad]
+        return loss(self.enter_head(hidden), lambda part, stretch: self._logits(part, context.at(stretch)), trained)
 
     def project(self, hidden: Tensor, context: Context) -> Tensor:
         """[batch, sequence, hidden] to logits."""
+        return self._logits(self.enter_head(hidden), context)
+
+    def enter_head(self, hidden: Tensor) -> Tensor:
+        """Return the hidden states that the output projection takes."""
+        return hidden if self.entrance is None else self.entrance(hidden)
+
+    def _logits(self, hidden: Tensor, context: Context) -> Tensor:
         # Other libraries' projections, which may stand in its place, take nothing else.
         logits: Tensor = self.lm_head(hidden, context) if isinstance(self.lm_head, Linear) else self.lm_head(hidden)
         return logits if self.logits_divisor == 1.0 else logits / self.logits_divisor

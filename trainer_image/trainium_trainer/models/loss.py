@@ -2,10 +2,12 @@
 
 Invariants: divided logits are never gathered, three numbers per token travel instead (greatest logit, sum of
 exponentials, logit of the label; Megatron-LM, arXiv 1909.08053, section 3); every rank of the group gets the same loss.
+Logits of a long sequence exist only stretch by stretch: the gradients of a stretch are computed with its loss.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,8 +15,18 @@ from torch import Tensor
 from torch.distributed import ReduceOp, all_reduce, get_rank
 from torch.nn import functional as F  # noqa: N812 - the name everybody uses
 
+from trainium_contract.requirements.memory_estimate import stretch_tokens
+
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import nn
     from torch.distributed import ProcessGroup
+
+    Projection = Callable[[Tensor, slice], Tensor]
+    """From a stretch of the hidden states, and where in the sequence it is, to its logits."""
+    LossOfHidden = Callable[[Tensor, Projection, Sequence[nn.Parameter]], Tensor]
+    """From the last hidden states, their projection, and the parameters that this one trains, to the loss."""
 
 IGNORED_LABEL = -100
 
@@ -31,6 +43,78 @@ def loss_sum(
     if group is None:
         return _whole_vocabulary(logits, labels, vocabulary, "sum")
     return token_losses(logits, labels, group=group, vocabulary=vocabulary).sum()
+
+
+@dataclass(frozen=True, slots=True)
+class StretchedLoss:
+    """The sum of the token losses of a micro-batch whose logits never exist as a whole; else as `loss_sum`."""
+
+    labels: Tensor
+    width: int
+    """Columns of this rank's logits."""
+    group: ProcessGroup | None
+    vocabulary: int
+
+    def __call__(self, hidden: Tensor, project: Projection, trained: Sequence[nn.Parameter]) -> Tensor:
+        """[batch, sequence, hidden] to a scalar; `trained` are the parameters that `project` has."""
+        stretches = list(self.stretches())
+        if len(stretches) == 1:
+            return self.of(project(hidden, stretches[0]), stretches[0])
+        if not torch.is_grad_enabled():
+            return torch.stack([self.of(project(hidden[:, each], each), each) for each in stretches]).sum()
+        found: Tensor = _Stretched.apply(self, project, hidden, *trained)  # type: ignore[no-untyped-call]
+        return found
+
+    def of(self, logits: Tensor, stretch: slice) -> Tensor:
+        """Return the sum over one stretch."""
+        return loss_sum(logits, self.labels[:, stretch], group=self.group, vocabulary=self.vocabulary)
+
+    def stretches(self) -> Iterator[slice]:
+        """Yield the stretches of the sequence, as even as possible."""
+        rows, length = self.labels.shape
+        most = max(1, stretch_tokens(self.width) // rows)
+        each = -(-length // -(-length // most))
+        for start in range(0, length, each):
+            yield slice(start, min(start + each, length))
+
+
+class _Stretched(torch.autograd.Function):
+    """Compute a stretch's gradients when its logits exist; the backward pass has only to scale their sums."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: StretchedLoss, project: Projection, hidden: Tensor, *trained: Tensor) -> Tensor:
+        """See `StretchedLoss`."""
+        _, _, for_hidden, *for_trained = ctx.needs_input_grad
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        of_hidden = torch.empty_like(hidden) if for_hidden else None
+        sums: list[Tensor | None] = [None] * len(trained)
+        wanted = [place for place, needed in enumerate(for_trained) if needed]
+        for stretch in loss.stretches():
+            part = hidden[:, stretch].detach().requires_grad_(for_hidden)
+            with torch.set_grad_enabled(for_hidden or bool(wanted)):
+                value = loss.of(project(part, stretch), stretch)
+            total += value.detach()
+            inputs = [*([part] if for_hidden else []), *(trained[place] for place in wanted)]
+            found = list(torch.autograd.grad(value, inputs)) if inputs else []
+            if of_hidden is not None:
+                of_hidden[:, stretch] = found.pop(0)
+            for place, gradient in zip(wanted, found, strict=True):
+                before = sums[place]
+                sums[place] = gradient.float() if before is None else before.add_(gradient)
+        ctx.of_hidden = of_hidden
+        ctx.sums = [None if each is None else each.to(one.dtype) for each, one in zip(sums, trained, strict=True)]
+        return total
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of hidden states and parameters; they exist once."""
+        found, ctx.of_hidden, ctx.sums = (ctx.of_hidden, *ctx.sums), None, []
+        for each in found:
+            if each is not None:
+                local = each.to_local() if type(each).__name__ == "DTensor" else each
+                local.mul_(gradient)
+        return None, None, *found
 
 
 def token_losses(

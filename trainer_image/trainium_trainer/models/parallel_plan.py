@@ -51,7 +51,7 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, *, sequence: bool) -> 
     if isinstance(model.lm_head, Linear):
         if model.shape.tie_embeddings:
             _divide(model.lm_head, find_parameter(model.shape, HEAD), mesh, region)
-        model.lm_head.register_forward_pre_hook(lambda _, args: (region.enter(args[0]), *args[1:]))
+        model.entrance = region.enter
     model.tie()
 
 

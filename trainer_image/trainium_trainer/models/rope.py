@@ -37,6 +37,13 @@ class Context(NamedTuple):
     first: Tensor | None = None
     """Of a part, in place of a mask: [batch or 1, sequence] int64, the first place that each token sees; None: 0."""
 
+    def at(self, stretch: slice) -> Context:
+        """Return what the output projection needs of some of the tokens."""
+        if self.samples is None:
+            return self
+        places = torch.arange(stretch.stop, device=self.cos.device) if self.places is None else self.places
+        return self._replace(places=places[stretch])
+
 
 def rotary(shape: ModelShape, length: int, device: torch.device, *, masks: bool = True) -> Context:
     """Return the rotary table of `length` positions: the two halves of a head rotate against each other.

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from trainium_contract.models.shape import ModelShape
+    from trainium_trainer.models.loss import LossOfHidden
 
 
 class Absent(nn.Module):
@@ -74,8 +75,10 @@ class LlamaStage(Llama):
         length: int | None = None,
         positions: Tensor | None = None,
         samples: Tensor | None = None,
+        loss: LossOfHidden | None = None,
     ) -> Tensor:
         """[batch, sequence] ids, or [batch, part of the sequence, hidden], to the same or to logits."""
+        assert loss is None, "the schedule computes it from logits"
         out = super().forward(x, length=length or self._length, positions=positions, samples=samples)
         if self.is_last:
             return out

@@ -19,8 +19,6 @@ from trainium_trainer.models.llama import Llama
 from trainium_trainer.models.loss import loss_sum
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from conftest import Launcher, Undisturbed
 
     from trainium_contract.models.shape import ModelShape
@@ -69,17 +67,6 @@ def test_the_curve_does_not_depend_on_the_division_of_the_sequence(
     reference = undisturbed(1, [VALIDATION, *packed]).metrics()
     assert "validationLoss" in reference[-1]
     assert_same_curve(finish(launch, ranks, "other", [VALIDATION, *overrides]), reference)
-
-
-def test_dropout_of_adapters_falls_on_the_same_tokens(launch: Launcher, base: Path) -> None:
-    tuned = [
-        f"model={{weights: {base}}}",
-        "data.tokenizer={kind: File, path: " + str(base / "tokenizer.json") + "}",
-        "tuning={method: LoRA, lora: {rank: 4, dropout: 0.5}}",
-    ]
-    whole = finish(launch, 1, "whole", tuned)
-    assert whole[0]["gradNorm"] > 0
-    assert_same_curve(finish(launch, 2, "divided", [*tuned, CP]), whole)
 
 
 @pytest.mark.long

@@ -72,6 +72,7 @@ LAYOUTS = [
     pytest.param(DROPS, 2, [ZERO], id="LoRA, sharded optimizer", marks=pytest.mark.long),
     pytest.param(DROPS, 4, [SHARDED, TP, SP], id="LoRA, sharded, tp2, sequence", marks=pytest.mark.long),
     pytest.param(DROPS, 2, ["parallelism.pipeline=2"], id="LoRA, pp2"),
+    pytest.param(DROPS, 2, ["parallelism.context=2"], id="LoRA, cp2"),
     pytest.param(
         DROPS,
         4,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 from torch import distributed as dist
 
-from trainium_trainer.models.loss import IGNORED_LABEL, loss_sum
+from trainium_trainer.models import loss as loss_module
+from trainium_trainer.models.loss import IGNORED_LABEL, StretchedLoss, loss_sum
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -48,3 +50,64 @@ def test_columns_beyond_the_vocabulary_do_not_count(world_of_one: dist.ProcessGr
     torch.testing.assert_close(padded.grad[..., :8], exact.grad)
     assert not padded.grad[..., 8:].any()
     assert torch.equal(padded.detach(), values), "the logits stay as they are"
+
+
+class TestStretchedLoss:
+    """The loss whose logits exist stretch by stretch, against that of all logits."""
+
+    ROWS, LENGTH, WIDTH, VOCABULARY = 2, 21, 8, 50
+
+    def found(self, loss: StretchedLoss | None, *, trained: bool) -> tuple[Tensor, list[Tensor], list[int]]:
+        """Return the loss, the gradients of hidden states and projection, and the tokens of each projection."""
+        torch.manual_seed(0)
+        hidden = torch.randn(self.ROWS, self.LENGTH, self.WIDTH, requires_grad=True)
+        weight = torch.nn.Parameter(torch.randn(self.VOCABULARY, self.WIDTH), requires_grad=trained)
+        seen: list[int] = []
+
+        def project(part: Tensor, stretch: slice) -> Tensor:
+            seen.append(part.shape[0] * part.shape[1])
+            assert part.shape[1] == stretch.stop - stretch.start
+            return part @ weight.T
+
+        parameters = [weight] if trained else []
+        if loss is None:
+            value = loss_sum(project(hidden, slice(0, self.LENGTH)), self.labels, vocabulary=self.VOCABULARY - 3)
+        else:
+            value = loss(hidden, project, parameters)
+        (3.0 * value).backward()  # type: ignore[no-untyped-call]
+        return value.detach(), [one.grad for one in (hidden, *parameters) if one.grad is not None], seen
+
+    @property
+    def labels(self) -> Tensor:
+        made = torch.Generator().manual_seed(1)
+        labels = torch.randint(0, self.VOCABULARY - 3, (self.ROWS, self.LENGTH), generator=made)
+        labels[0, :5] = IGNORED_LABEL
+        return labels
+
+    @pytest.mark.parametrize("trained", [True, False])
+    @pytest.mark.parametrize("most", [1, 10, 42])
+    def test_stretches_give_the_loss_and_the_gradients_of_all_logits(
+        self, monkeypatch: pytest.MonkeyPatch, most: int, trained: bool
+    ) -> None:
+        monkeypatch.setattr(loss_module, "stretch_tokens", lambda _: most)
+        stretched = StretchedLoss(self.labels, self.VOCABULARY, None, self.VOCABULARY - 3)
+        value, gradients, seen = self.found(stretched, trained=trained)
+        expected, others, _ = self.found(None, trained=trained)
+        torch.testing.assert_close(value, expected)
+        assert len(gradients) == len(others) == 1 + trained
+        torch.testing.assert_close(gradients, others)
+        assert sum(seen) == self.ROWS * self.LENGTH
+        assert max(seen) <= max(most, self.ROWS)
+
+    def test_without_gradients_none_are_computed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(loss_module, "stretch_tokens", lambda _: 10)
+        hidden = torch.randn(self.ROWS, self.LENGTH, self.VOCABULARY, requires_grad=True)
+        stretched = StretchedLoss(self.labels, self.VOCABULARY, None, self.VOCABULARY)
+        with torch.no_grad():
+            value = stretched(hidden, lambda part, _: self.without_gradient(part), [])
+        torch.testing.assert_close(value, loss_sum(hidden.detach(), self.labels))
+
+    @staticmethod
+    def without_gradient(part: Tensor) -> Tensor:
+        assert not torch.is_grad_enabled()
+        return part
