@@ -163,10 +163,27 @@ _RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
-        """!has(self.trainer.data.validation)
-        || has(self.trainer.data.validation.fraction) != has(self.trainer.data.validation.source)""",
-        "trainer.data.validation needs either fraction or source: give exactly one of them",
+        """!has(self.trainer.data.validation) || [has(self.trainer.data.validation.fraction),
+        has(self.trainer.data.validation.source), has(self.trainer.data.validation.hubSplit)].exists_one(x, x)""",
+        "trainer.data.validation needs one of fraction, source and hubSplit: give exactly one of them",
         ".trainer.data.validation",
+    ),
+    Rule(
+        """!has(self.trainer.data.validation) || !has(self.trainer.data.validation.hubSplit)
+        || has(self.trainer.data.hub)""",
+        "trainer.data.validation.hubSplit is a split of trainer.data.hub, which is not given: give trainer.data.hub",
+        ".trainer.data.hub",
+        reason=RefusalReason.REQUIRED,
+    ),
+    Rule(
+        "!has(self.trainer.data.hub) || !has(self.trainer.data.sources)",
+        "trainer.data.hub and trainer.data.sources are both given: move trainer.data.hub into trainer.data.sources",
+        ".trainer.data.hub",
+    ),
+    Rule(
+        "!has(self.trainer.data.sources) || self.trainer.data.sources.all(one, has(one.source) != has(one.hub))",
+        "each of trainer.data.sources needs either source or hub: give exactly one of them",
+        ".trainer.data.sources",
     ),
     Rule(
         f"""{_STEPS_FOLLOW} || !has(self.trainer.schedule.decaySteps)

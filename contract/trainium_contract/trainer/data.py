@@ -11,13 +11,18 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from trainium_contract.base import ContractModel, derived
+from trainium_contract.base import ContractModel, Matching, derived
 from trainium_contract.trainer.examples import DataFormat, ExamplesConfig
 
 SMALLEST_VOCABULARY = 300
 """Entries of a trained tokenizer: 256 bytes, the special tokens, and a few pairs."""
 _Path = Annotated[str, Field(min_length=1, max_length=1024)]
 _Column = Annotated[str, Field(min_length=1, max_length=128)]
+_HubPart = Annotated[
+    str,
+    Field(min_length=1, max_length=128),
+    Matching(r"[\w.-][\w./-]*", "write letters, digits, '.', '_', '-' and '/', as in refs/convert/parquet"),
+]
 _Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
 
@@ -32,15 +37,45 @@ class TokenizerConfig(ContractModel):
     that is smaller."""
 
 
-class SourceConfig(ContractModel):
-    """One of several sources."""
+class HubConfig(ContractModel):
+    """A split of a data set on the Hugging Face hub: the files that `datasets.load_dataset` would read.
 
-    source: _Path
+    A token for gated and private data sets is the environment variable HF_TOKEN, from a Secret.
+    """
+
+    dataset: Annotated[
+        str,
+        Field(min_length=1, max_length=128),
+        Matching(r"[\w.-]+(/[\w.-]+)?", "write the name of a data set on the hub, owner/name"),
+    ]
+    """Name of the data set, for instance nyu-mll/glue."""
+    name: _HubPart | None = None
+    """Configuration of the data set, for instance qnli; omitted: its default."""
+    directory: _HubPart | None = None
+    """Folder of the data set that is read, as `data_dir` of `load_dataset`; omitted: all of it."""
+    split: _HubPart = "train"
+    """Split of the data set."""
+    revision: _HubPart = "main"
+    """Commit, tag or branch. A full commit is looked up once on each node and cannot change during a run."""
+
+
+class SourceConfig(ContractModel):
+    """One of several sources. Give `source` or `hub`."""
+
+    source: _Path | None = None
     """Source in the form of `data.source`."""
+    hub: HubConfig | None = None
+    """Source in the form of `data.hub`."""
     weight: Annotated[float, Field(gt=0, le=1_000_000)] = 1.0
     """Share of the samples, relative to the other weights; shares are kept to 1/10,000."""
     text_field: _Column | None = None
     """Column or key that holds the text; omitted: `data.textField`."""
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> Self:
+        if (self.source is None) == (self.hub is None):
+            raise ValueError("each of data.sources needs either source or hub: give exactly one of them")
+        return self
 
 
 class ValidationSplit(StrEnum):
@@ -53,7 +88,7 @@ class ValidationSplit(StrEnum):
 
 
 class ValidationConfig(ContractModel):
-    """Text that is never trained on, and how often the loss on it is measured. Give `fraction` or `source`."""
+    """Text that is never trained on, and how often the loss is measured. Give `fraction`, `source` or `hubSplit`."""
 
     fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Share of the data that is held back."""
@@ -61,6 +96,8 @@ class ValidationConfig(ContractModel):
     """Choice of `fraction`."""
     source: _Path | None = None
     """A separate source, as `data.source`."""
+    hub_split: _HubPart | None = None
+    """A split of the data set of `data.hub`, for instance validation."""
     every_steps: _Count = 1000
     """Optimizer steps between two measurements; the last step is measured too."""
     samples: _Count = 64
@@ -68,8 +105,8 @@ class ValidationConfig(ContractModel):
 
     @model_validator(mode="after")
     def _one_origin(self) -> Self:
-        if (self.fraction is None) == (self.source is None):
-            raise ValueError("data.validation needs either fraction or source: give exactly one of them")
+        if [self.fraction, self.source, self.hub_split].count(None) != 2:
+            raise ValueError("data.validation needs one of fraction, source and hubSplit: give exactly one of them")
         return self
 
 
@@ -100,8 +137,10 @@ class DataConfig(ContractModel):
 
     source: _Path = "python-docs"
     """`python-docs` (the documentation that ships with Python); a file (.txt, .jsonl, .json, .csv, also with .gz or
-    .zst, .arrow, .parquet), a folder, a glob, or `s3://bucket/prefix` of such files; a folder that `trainium-trainer
-    prepare-data` made; or the name of a Hugging Face data set."""
+    .zst, .arrow, .parquet), a folder, a glob, or `s3://bucket/prefix` of such files; or a folder that `trainium-trainer
+    prepare-data` made."""
+    hub: HubConfig | None = None
+    """A data set of the Hugging Face hub; when given, `source` is not looked at."""
     sources: Annotated[tuple[SourceConfig, ...], Field(min_length=1, max_length=64)] | None = None
     """Several weighted sources; when given, `source` is not looked at."""
     text_field: _Column = "text"
@@ -135,6 +174,14 @@ class DataConfig(ContractModel):
     process; omitted: 100, and at most 1 % of the records of a source."""
     cache_directory: _Path | None = None
     """Where tokenizer and tokenised text are cached; omitted: the user's cache folder, on a worker the node's."""
+
+    @model_validator(mode="after")
+    def _one_hub(self) -> Self:
+        if self.hub is not None and self.sources is not None:
+            raise ValueError("data.hub and data.sources are both given: move data.hub into data.sources")
+        if self.hub is None and self.validation is not None and self.validation.hub_split is not None:
+            raise ValueError("data.validation.hubSplit is a split of data.hub, which is not given: give data.hub")
+        return self
 
     @property
     def rows_per_sample(self) -> int:

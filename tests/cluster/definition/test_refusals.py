@@ -204,7 +204,12 @@ BAD_AT_CREATION = {
     "trainer: {model: {preset: Small, path: /model}}": "preset and trainer.model.path both name a shape",
     "trainer: {model: {ropeScaling: {lowFrequencyFactor: 4, highFrequencyFactor: 4}}}": "must be less than",
     "trainer: {schedule: {warmupSteps: 10, decaySteps: 95}}": "must together not be above trainer.steps",
-    "trainer: {data: {validation: {everySteps: 5}}}": "data.validation needs either fraction or source",
+    "trainer: {data: {validation: {everySteps: 5}}}": "data.validation needs one of fraction, source and hub",
+    "trainer: {data: {validation: {hubSplit: test}}}": "hubSplit is a split of trainer.data.hub, which is not given",
+    "trainer: {data: {sources: [{weight: 2}]}}": "each of trainer.data.sources needs either source or hub",
+    "trainer: {data: {sources: [{source: a, weight: 0}]}}": "weight in body should be greater than 0",
+    "trainer: {data: {hub: {dataset: a/b/c}}}": "write the name of a data set on the hub, owner/name",
+    "trainer: {data: {hub: {dataset: a/b}, sources: [{source: a}]}}": "move trainer.data.hub into trainer.data.sources",
     # Fine-tuning.
     "trainer: {model: {weights: /base, preset: Llama3-8B}}": (
         "model.weights is /base and trainer.model.preset is Llama3-8B: both name a shape, leave model.preset out"

@@ -1,4 +1,4 @@
-"""A Hugging Face hub that answers on loopback: models with files, some gated, downloads that break off.
+"""A Hugging Face hub that answers on loopback: models and data sets with files, some gated, downloads that break off.
 
     with HubServer() as hub:
         hub.add("owner/model", {"config.json": b"{}", "model.safetensors": b"..."}, token="hf_secret")
@@ -6,7 +6,8 @@
         ...
         assert hub.requests[-1].range == "bytes=1000-"
 
-It speaks what `huggingface_hub` asks for: the model's information, HEAD and GET of files with ranges, error codes.
+It speaks what `huggingface_hub` and `datasets` ask for: information, trees and paths of a repository, HEAD and GET of
+files with ranges, error codes. A data set is added as `datasets/owner/name`.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ import threading
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler
 from typing import Any, Self
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 from tests.testing.suite.loopback_http import LoopbackServer
 
 COMMIT = "c0ffee" + "0" * 34
+PARQUET = "refs/convert/parquet"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,17 +37,24 @@ class Request:
 
 
 @dataclass(slots=True)
-class _Model:
-    files: dict[str, bytes]
+class _Repository:
+    commits: dict[str, dict[str, bytes]]
+    """Files by commit, the oldest first."""
     token: str | None
     """Needed to read files; None: anybody may."""
+
+    def files(self, revision: str) -> dict[str, bytes] | None:
+        return self.commits.get(self.commit(revision))
+
+    def commit(self, revision: str) -> str:
+        return [*self.commits][-1] if revision in ("main", PARQUET) else revision
 
 
 class HubServer:
     """The server; a context manager. All state may be read by the test."""
 
     def __init__(self) -> None:
-        self.models: dict[str, _Model] = {}
+        self.repositories: dict[str, _Repository] = {}
         self.requests: list[Request] = []
         self.cuts: dict[str, int] = {}
         """File -> bytes after which its next download breaks off."""
@@ -70,9 +79,12 @@ class HubServer:
         """Where clients find it: HF_ENDPOINT."""
         return self._http.url
 
-    def add(self, name: str, files: dict[str, bytes], *, token: str | None = None) -> None:
-        """A model; with `token` it is gated, and only that token opens it."""
-        self.models[name] = _Model(files, token)
+    def add(self, name: str, files: dict[str, bytes], *, token: str | None = None) -> str:
+        """Add a repository, or a commit to it, and return the commit; with `token` only that token reads files."""
+        found = self.repositories.setdefault(name, _Repository({}, token))
+        commit = f"{COMMIT[:-1]}{len(found.commits)}"
+        found.commits[commit] = files
+        return commit
 
     def cut(self, file: str, *, after: int) -> None:
         """Let the next download of a file end early."""
@@ -95,43 +107,53 @@ class _Handler(BaseHTTPRequestHandler):
     def do_HEAD(self) -> None:
         self._serve(body=False)
 
+    def do_POST(self) -> None:
+        self._serve(body=True)
+
     def log_message(self, *_: Any) -> None:
         pass
 
     def _serve(self, *, body: bool) -> None:
-        path = unquote(urlsplit(self.path).path)
+        url = urlsplit(self.path)
+        path = unquote(url.path).lstrip("/")
         token = self.headers.get("Authorization")
-        self.hub.requests.append(Request(self.command, path, self.headers.get("Range"), token))
+        self.hub.requests.append(Request(self.command, f"/{path}", self.headers.get("Range"), token))
+        sent = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         if self.hub.status is not None:
             self._error(self.hub.status, None)
             return
-        information = path.startswith("/api/models/")
-        name = "/".join(path.removeprefix("/api/models/").lstrip("/").split("/")[:2])
-        model = self.hub.models.get(name)
-        if model is None:
+        information = path.startswith("api/")
+        short = path.removeprefix("api/").removeprefix("models/")
+        name = "/".join(short.split("/")[: 3 if short.startswith("datasets/") else 2])
+        repository = self.hub.repositories.get(name)
+        if repository is None:
             self._error(404, "RepoNotFound")
             return
-        rest = path.partition(name)[2].strip("/").split("/")
-        revision = rest[1] if len(rest) > 1 else "main"
-        if revision not in ("main", COMMIT):
-            self._error(404, "RevisionNotFound")
-        elif information and rest[0] == "tree":
-            tree = [
-                {"type": "file", "path": file, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
-                for file, data in model.files.items()
-            ]
-            self._answer(200, json.dumps(tree).encode(), {"Content-Type": "application/json"}, body=body)
-        elif information:
-            siblings = [{"rfilename": file, "size": len(data)} for file, data in model.files.items()]
-            document = {"id": name, "modelId": name, "sha": COMMIT, "siblings": siblings, "private": False, "tags": []}
-            self._answer(200, json.dumps(document).encode(), {"Content-Type": "application/json"}, body=body)
-        elif model.token is not None and token != f"Bearer {model.token}":
+        what, _, rest = short.removeprefix(name).strip("/").partition("/")
+        revision, _, file = rest.replace(PARQUET, "main", 1).partition("/") if rest else ("main", "", "")
+        files = repository.files(revision)
+        allowed = repository.token is None or token == f"Bearer {repository.token}"
+        if not allowed and (what == "auth-check" or not information):
             self._error(401 if token is None else 403, "GatedRepo")
+        elif files is None:
+            self._error(404, "RevisionNotFound")
+        elif what == "tree":
+            self._json(_tree(files, file, recursive="recursive=true" in url.query.lower()))
+        elif what == "paths-info":
+            wanted = parse_qs(sent.decode())["paths"]
+            self._json([entry for entry in _tree(files, "", recursive=True) if entry["path"] in wanted])
+        elif information:
+            siblings = [{"rfilename": path, "size": len(data)} for path, data in files.items()]
+            about = {"id": name.removeprefix("datasets/"), "sha": repository.commit(revision), "siblings": siblings}
+            self._json(about | {"private": False, "tags": []})
         else:
-            self._file(model, "/".join(rest[2:]), body=body)
+            self._file(files, file, repository.commit(revision), body=body)
 
-    def _file(self, model: _Model, file: str, *, body: bool) -> None:
-        data = model.files.get(file)
+    def _json(self, content: Any) -> None:
+        self._answer(200, json.dumps(content).encode(), {"Content-Type": "application/json"}, body=True)
+
+    def _file(self, files: dict[str, bytes], file: str, commit: str, *, body: bool) -> None:
+        data = files.get(file)
         if data is None:
             self._error(404, "EntryNotFound")
             return
@@ -139,12 +161,13 @@ class _Handler(BaseHTTPRequestHandler):
             self._error(403, None)
             return
         tag = hashlib.sha256(data).hexdigest()
-        headers = {"ETag": f'"{tag}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
-        start = int((self.headers.get("Range") or "bytes=0-").removeprefix("bytes=").split("-")[0] or 0)
+        headers = {"ETag": f'"{tag}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
+        first, _, last = (self.headers.get("Range") or "bytes=0-").removeprefix("bytes=").partition("-")
+        start, end = int(first or 0), min(int(last or len(data)) + 1, len(data))
         if self.headers.get("Range"):
-            headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
+            headers["Content-Range"] = f"bytes {start}-{end - 1}/{len(data)}"
         cut = self.hub.cuts.pop(file, None) if body else None
-        self._answer(206 if self.headers.get("Range") else 200, data[start:], headers, body=body, cut=cut)
+        self._answer(206 if self.headers.get("Range") else 200, data[start:end], headers, body=body, cut=cut)
 
     def _answer(self, status: int, data: bytes, headers: dict[str, str], *, body: bool, cut: int | None = None) -> None:
         self.send_response(status)
@@ -160,3 +183,23 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _error(self, status: int, code: str | None) -> None:
         self._answer(status, b"", {"X-Error-Code": code} if code else {}, body=True)
+
+
+def _tree(files: dict[str, bytes], folder: str, *, recursive: bool = False) -> list[dict[str, Any]]:
+    """Return the entries of a folder as the hub lists them."""
+    found: dict[str, dict[str, Any]] = {}
+    for path, data in files.items():
+        below = path.removeprefix(f"{folder}/") if folder else path
+        if folder and below == path:
+            continue
+        head, _, deeper = below.partition("/")
+        if deeper and not recursive:
+            name = f"{folder}/{head}".lstrip("/")
+            found[name] = {"type": "directory", "path": name, "size": 0, "oid": hashlib.sha1(name.encode()).hexdigest()}
+        else:
+            blob = hashlib.sha1(b"blob %d\0%b" % (len(data), data)).hexdigest()
+            found[path] = {"type": "file", "path": path, "size": len(data), "oid": blob}
+            if path.endswith(".parquet"):
+                digest = hashlib.sha256(data).hexdigest()
+                found[path]["lfs"] = {"oid": digest, "size": len(data), "pointerSize": 134}
+    return [*found.values()]

@@ -21,7 +21,6 @@ from tests.testing.trainer.example_files import (
     write_records,
     write_tokenizer,
 )
-from trainium_trainer.data.sources.hub import HubDataset
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -136,22 +135,6 @@ def test_the_same_records_make_the_same_samples_from_every_kind_of_file(tmp_path
     assert texts(other) == texts(lines)
     assert (other.sources[0].held == lines.sources[0].held).all(), "the hash is that of the record"
     assert other.identity == lines.identity
-
-
-def test_a_data_set_of_the_hub_is_read_by_its_own_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "datasets"))
-    folder = tmp_path / "set"
-    folder.mkdir()
-    rows = records(12)
-    write_records(folder / "train.jsonl", rows)
-    source = HubDataset(str(folder), "response")  # the library takes a folder where it takes a name
-    (block,) = source.blocks(1)
-    found = list(source.records(block))
-    assert [record.fields for record in found] == rows
-    assert found[2].skipped("so").sentence() == f"{folder} row 3: so"
-    assert [piece.text for piece in source.read(block)] == [row["response"] for row in rows]
 
 
 def test_only_records_that_fit_the_filter_are_left(tmp_path: Path) -> None:

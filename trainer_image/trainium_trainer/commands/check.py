@@ -34,8 +34,8 @@ from trainium_trainer.configuration.config import (
     resolve_settings,
     with_steps,
 )
-from trainium_trainer.data.sources.files import S3
-from trainium_trainer.data.sources.resolve import PYTHON_DOCS, is_data_set
+from trainium_trainer.data.sources.files import is_in_store
+from trainium_trainer.data.sources.resolve import PYTHON_DOCS
 from trainium_trainer.exits import UserError
 from trainium_trainer.loop import memory_check
 from trainium_trainer.loop.memory_check import needs_of, refuse_too_small
@@ -52,8 +52,8 @@ _WEIGHTS = ("*.safetensors", "*.bin")
 
 def find_missing(config: TrainingConfig) -> list[str]:
     """Return what a run on this machine would end with: a sentence for data or a package that is not here."""
-    data = config.data
-    names = [data.source] if data.sources is None else [source.source for source in data.sources]
+    given = config.data.sources or (config.data,)
+    names = [each.source for each in given if each.hub is None and each.source is not None]
     found = [
         f"data.source {name}: there is no such file or folder on this machine: correct the path or mount the data"
         for name in names
@@ -83,7 +83,7 @@ def find_unread_weights(model: ModelConfig) -> list[str]:
 
 def _is_here(name: str) -> bool:
     """Return whether a source is on this machine, or need not be."""
-    if name == PYTHON_DOCS or name.startswith(S3) or is_data_set(name):
+    if name == PYTHON_DOCS or is_in_store(name):
         return True
     path = Path(name).expanduser()
     return path.exists() or (glob.has_magic(name) and bool(glob.glob(str(path), recursive=True)))  # noqa: PTH207

@@ -34,7 +34,8 @@ def prepare_data(
     ] = None,
     overrides: Overrides = None,
     source: Annotated[
-        list[str] | None, typer.Option(help="A file, folder, glob, s3://bucket/prefix or data set; may be repeated.")
+        list[str] | None,
+        typer.Option(help="A file, folder, glob, s3://bucket/prefix or hf://datasets/owner/name; may be repeated."),
     ] = None,
     output: Annotated[
         Path | None, typer.Option(help="Folder to make of the text; name it in data.source afterwards.")
@@ -70,6 +71,7 @@ def prepare_data(
     from trainium_trainer.data.prepared.build import PreparedRecipe, build  # noqa: PLC0415 - numpy, only for this command
     from trainium_trainer.data.prepared.cache import cache_directory, use_cache  # noqa: PLC0415
     from trainium_trainer.data.prepared.origins import train_for_texts  # noqa: PLC0415
+    from trainium_trainer.data.sources.hub import pin_revision  # noqa: PLC0415
     from trainium_trainer.data.tokens.encoding import SourceSpec  # noqa: PLC0415
     from trainium_trainer.data.tokens.tokenizer import (  # noqa: PLC0415
         count_entries,
@@ -78,7 +80,7 @@ def prepare_data(
     )
 
     checked = _checked(tokenizer, vocab_size, text_field, workers, max_bad_lines)
-    specs = tuple(SourceSpec(name, text_field) for name in source)
+    specs = tuple(SourceSpec(pin_revision(name), text_field) for name in source)
     with use_cache(cache_directory(checked)) as cache:
         if checked.tokenizer.path is not None:
             file = tokenizer_file(checked.tokenizer)

@@ -20,7 +20,7 @@ from trainium_trainer.data.batches.samples import SampleRules, Samples, TextPart
 from trainium_trainer.data.examples.opening import DataReport, open_examples
 from trainium_trainer.data.examples.recipe import build_recipe
 from trainium_trainer.data.online.streams import Streams, open_streams, wants_streams
-from trainium_trainer.data.prepared.cache import list_sources, prepared_folder, with_cache
+from trainium_trainer.data.prepared.cache import find_validation_source, list_sources, prepared_folder, with_cache
 from trainium_trainer.data.prepared.origins import (
     Origin,
     TextTokenizer,
@@ -31,7 +31,8 @@ from trainium_trainer.data.prepared.origins import (
     open_tokens,
 )
 from trainium_trainer.data.prepared.prepared import Prepared, Selection, Stretch
-from trainium_trainer.data.sources.files import S3
+from trainium_trainer.data.sources.files import is_in_store
+from trainium_trainer.data.sources.hub import pin_revision
 from trainium_trainer.data.tokens.encoding import SourceSpec
 from trainium_trainer.data.tokens.tokenizer import (
     count_entries,
@@ -133,7 +134,7 @@ def refuse_unusable(config: DataConfig) -> None:
         find_beginning_of_documents(config.bos, file)
         return
     for name, _, _ in list_sources(config):
-        if not name.startswith(S3):
+        if not is_in_store(name):
             recipe = build_recipe(config, name, file)
             if config.format is DataFormat.FUNCTION:
                 recipe.key_of_function()
@@ -222,11 +223,11 @@ def _validation(
     if held is None:
         return None
     weights = [origin.weight for origin in origins]
-    if held.source is not None:
-        origin = Origin(SourceSpec(held.source, config.text_field), 1.0, prepared_folder(held.source, cache))
+    if (source := find_validation_source(config)) is not None:
+        origin = Origin(SourceSpec(pin_revision(source), config.text_field), 1.0, prepared_folder(source, cache))
         check_tokenizers(texts.file, [origin])
         check_beginnings(config, [origin])
-        parts, weights = [TextPart(held.source, open_tokens(config, origin, texts, cache))], [1.0]
+        parts, weights = [TextPart(source, open_tokens(config, origin, texts, cache))], [1.0]
     for part in parts:
         if part.run.tokens < 2:
             raise UserError(

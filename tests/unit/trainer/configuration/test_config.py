@@ -92,7 +92,20 @@ def pairs(objective: dict[str, Any], **examples: Any) -> dict[str, Any]:
         ),
         ({"batch": 3}, None, "batch is 3, but it has fields of its own"),
         ({"data": {"source": ""}}, None, "data.source is empty"),
-        ({"data": {"validation": {"samples": 5}}}, None, "data.validation needs either fraction or source"),
+        ({"data": {"validation": {"samples": 5}}}, None, "data.validation needs one of fraction, source and hubSplit"),
+        ({"data": {"validation": {"hubSplit": "test"}}}, None, "which is not given: give data.hub"),
+        ({"data": {"sources": [{"weight": 2}]}}, None, "each of data.sources needs either source or hub"),
+        (
+            {"data": {"sources": [{"source": "a", "weight": 0}]}},
+            None,
+            "data.sources.0.weight is 0: use a number above 0",
+        ),
+        (
+            {"data": {"hub": {"dataset": "a/b"}, "sources": [{"source": "a"}]}},
+            None,
+            "data.hub and data.sources are both given: move data.hub into data.sources",
+        ),
+        ({"data": {"hub": {"dataset": "a/b/c"}}}, None, "write the name of a data set on the hub, owner/name"),
         ({"data": {"validation": {"fraction": 0.1, "source": "v.txt"}}}, None, "give exactly one of them"),
         ({"monitor": {"tensorboard": "perhaps"}}, None, "which is neither true nor false"),
         ({"steps": 5, "schedule": {"warmupSteps": 10}}, None, "schedule.warmupSteps is 10 but steps is 5"),
@@ -341,10 +354,11 @@ def test_data_that_exists_or_is_optional_here_is_not_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "one.txt").write_text("text")
-    for source in (str(tmp_path / "one.txt"), str(tmp_path), f"{tmp_path}/*.txt", "owner/set"):
+    for source in (str(tmp_path / "one.txt"), str(tmp_path), f"{tmp_path}/*.txt"):
         assert cli.run(["check", "--config", str(write(tmp_path, {"data": {"source": source}}))]) == 0
         assert "data.source" not in capsys.readouterr().out
-    assert find_missing(TrainingConfig.model_validate({"data": {"source": "s3://bucket/corpus"}})) == []
+    for elsewhere in ({"source": "s3://bucket/corpus"}, {"hub": {"dataset": "owner/set"}}):
+        assert find_missing(TrainingConfig.model_validate({"data": elsewhere})) == []
 
 
 def test_unread_weights_beside_a_shape_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

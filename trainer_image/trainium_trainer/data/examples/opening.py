@@ -23,9 +23,10 @@ from trainium_trainer.data.examples.part import ExamplePart, PairPart
 from trainium_trainer.data.examples.recipe import FORMAT, Recipe, build_recipe
 from trainium_trainer.data.examples.store import BLOCK_BYTES, StoredExamples, build_examples
 from trainium_trainer.data.examples.templates import BadRecordError, Filter
-from trainium_trainer.data.prepared.cache import list_sources, prepared_folder
+from trainium_trainer.data.prepared.cache import find_validation_source, list_sources, prepared_folder
 from trainium_trainer.data.prepared.origins import Lines, train_once
 from trainium_trainer.data.sources.documents import Record
+from trainium_trainer.data.sources.hub import pin_revision
 from trainium_trainer.data.tokens.encoding import Counts, held_back
 from trainium_trainer.data.tokens.tokenizer import count_entries, digest_of, tokenizer_file, train_tokenizer
 from trainium_trainer.exits import UserError
@@ -189,7 +190,7 @@ def open_examples(
     training = Samples(parts, Mixture(weights, config.seed), seed=config.seed, rules=rules, epoch_batch=batch)
     validation = None
     if config.validation is not None:
-        if config.validation.source is not None:
+        if find_validation_source(config) is not None:
             held, weights = [_validation_source(config, sources[0], cache)], [1.0]
         else:
             held = list(sources)
@@ -248,16 +249,16 @@ def open_sources(
 def open_validation_sources(config: DataConfig, tokenizer: Path, cache: Path) -> list[ExampleSource]:
     """Return the sources with held-back examples. Raises UserError or StorageError."""
     sources = open_sources(config, tokenizer, cache)
-    if config.validation is not None and config.validation.source is not None:
+    if find_validation_source(config) is not None:
         return [_validation_source(config, sources[0], cache)]
     return sources
 
 
 def _validation_source(config: DataConfig, first: ExampleSource, cache: Path) -> ExampleSource:
-    """`data.validation.source`, all of it, made as the first source is."""
-    assert config.validation is not None
-    assert config.validation.source is not None
-    recipe = replace(first.recipe, source=config.validation.source)
+    """Return all of the separate source of `data.validation`, made as the first source is."""
+    source = find_validation_source(config)
+    assert source is not None
+    recipe = replace(first.recipe, source=pin_revision(source))
     stored = _stored(config, recipe, cache, None)
     return ExampleSource(recipe, 1.0, stored, np.ones(len(stored), np.bool_))
 

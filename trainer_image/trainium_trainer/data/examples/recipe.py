@@ -28,6 +28,7 @@ from trainium_trainer.data.examples.templates import (
     build_pair,
     find_templates,
 )
+from trainium_trainer.data.sources.hub import pin_revision
 from trainium_trainer.data.tokens.encoding import SourceSpec
 from trainium_trainer.data.tokens.tokenizer import Special, digest_of, read_special_tokens
 from trainium_trainer.exits import UserError
@@ -258,7 +259,7 @@ def build_recipe(config: DataConfig, source: str, tokenizer: Path | None) -> Rec
     where = "data.examples.template"
     templates = find_templates(examples.template, source) if instruction else Templates(None, None, where)
     return Recipe(
-        source=source,
+        source=pin_revision(source),
         format=config.format,
         config=examples,
         templates=templates,

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainium_trainer.data.sources.files import S3, read_with_retries, s3
+from trainium_trainer.data.sources.hub import HUB
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
@@ -286,6 +287,8 @@ def _beside(source: str) -> tuple[str, bytes] | None:
     """`template.json` in the folder of a source, with its name."""
     if source.startswith(S3):
         return _beside_remote(source)
+    if source.startswith(HUB):
+        return None
     path = Path(source).expanduser()
     while glob.has_magic(str(path)):
         path = path.parent

@@ -23,13 +23,14 @@ from trainium_agent.linux.write_access import FORBIDDEN, FULL, explain_forbidden
 from trainium_trainer.data.prepared.build import hold_lock
 from trainium_trainer.data.prepared.prepared import KIND, MANIFEST_FILE, is_prepared, read_manifest
 from trainium_trainer.data.sources.files import S3, read_with_retries, s3
+from trainium_trainer.data.sources.hub import location_of
 from trainium_trainer.data.tokens.tokenizer import CONFIG_FILE, TOKENIZER_FILE, count_entries, tokenizer_file
 from trainium_trainer.exits import StorageError, TrainerError, UserError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from trainium_contract.trainer.data import DataConfig
+    from trainium_contract.trainer.data import DataConfig, HubConfig
 
 T = TypeVar("T")
 
@@ -106,8 +107,26 @@ def use_cache(cache: Path) -> Iterator[Path]:
 def list_sources(config: DataConfig) -> list[tuple[str, str, float]]:
     """Name, text field and weight of each source."""
     if not config.sources:
-        return [(config.source, config.text_field, 1.0)]
-    return [(given.source, given.text_field or config.text_field, given.weight) for given in config.sources]
+        return [(_name_of(config.source, config.hub), config.text_field, 1.0)]
+    return [
+        (_name_of(given.source, given.hub), given.text_field or config.text_field, given.weight)
+        for given in config.sources
+    ]
+
+
+def _name_of(source: str | None, hub: HubConfig | None) -> str:
+    if hub is not None:
+        return location_of(hub)
+    assert source is not None, "checked with the configuration"
+    return source
+
+
+def find_validation_source(config: DataConfig) -> str | None:
+    """Return the name of the source that the loss is measured on; None where that is a part of the training data."""
+    held = config.validation
+    if held is None or held.hub_split is None or config.hub is None:
+        return held.source if held is not None else None
+    return location_of(config.hub, held.hub_split)
 
 
 def find_vocabulary_size(config: DataConfig) -> int:

@@ -18,6 +18,7 @@ from trainium_trainer.data.prepared.build import BuildProgress, HeldBack, Prepar
 from trainium_trainer.data.prepared.cache import list_sources, prepared_folder
 from trainium_trainer.data.prepared.prepared import Prepared, read_manifest
 from trainium_trainer.data.sources.documents import DocumentSource, TextPiece
+from trainium_trainer.data.sources.hub import pin_revision
 from trainium_trainer.data.tokens.encoding import SourceSpec
 from trainium_trainer.data.tokens.tokenizer import (
     AS_IT_IS,
@@ -99,7 +100,7 @@ class TextTokenizer:
 def find_origins(config: DataConfig, cache: Path) -> list[Origin]:
     """Return the sources. Raises UserError or StorageError."""
     return [
-        Origin(SourceSpec(name, field), weight, prepared_folder(name, cache))
+        Origin(SourceSpec(pin_revision(name), field), weight, prepared_folder(name, cache))
         for name, field, weight in list_sources(config)
     ]
 

@@ -1,4 +1,4 @@
-"""Find, open and identify the files of a source, on a mounted file system or in S3.
+"""Find, open and identify the files of a source, on a mounted file system, in S3 or on the Hugging Face hub.
 
 Guarantees:
 - A list of files is in the order of names, whatever a listing returns.
@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar, cast
 
+from trainium_trainer.data.sources.hub import HUB, HubFile, list_files
 from trainium_trainer.exits import StorageError, UnreadableError, UserError
 
 if TYPE_CHECKING:
@@ -56,19 +57,25 @@ class DataFile:
     """One file of a source."""
 
     path: str
-    """Absolute path, or bucket and key."""
+    """Absolute path, bucket and key, or data set, commit and path in it."""
     size: int
     """Bytes as stored."""
     stamp: str
-    """Changes when the file is replaced, on this machine."""
+    """Changes when the file is replaced, on this machine; on the hub the digest of its contents."""
     relative: str
     """Name below the source's root: part of the identity."""
-    remote: bool = False
+    scheme: str = ""
+    """Start of its address in a store; empty for a file of this machine."""
+
+    @property
+    def remote(self) -> bool:
+        """Return whether it is in a store."""
+        return bool(self.scheme)
 
     @property
     def shown(self) -> str:
         """The name for sentences."""
-        return S3 + self.path if self.remote else self.path
+        return self.scheme + self.path
 
     @property
     def format(self) -> str:
@@ -86,13 +93,17 @@ class DataFile:
     def open(self) -> BinaryIO:
         """Return a buffered stream from the file's beginning, as stored; seekable."""
         if self.remote:
-            return cast("BinaryIO", io.BufferedReader(s3().open_input_file(self.path), _REMOTE_BUFFER))
+            return cast("BinaryIO", io.BufferedReader(self.open_remote(), _REMOTE_BUFFER))
         return open(self.path, "rb", buffering=_LOCAL_BUFFER)  # noqa: PTH123 - the caller closes it
+
+    def open_remote(self) -> Any:
+        """Return an unbuffered stream of a file in a store, which reads only the ranges that are asked for."""
+        return HubFile(self.path, self.size) if self.scheme == HUB else s3().open_input_file(self.path)
 
     def digest(self, memo: Path | None) -> str:
         """Return a digest of the contents; of a file above 64 MiB that of its size and of probes all over it.
 
-        An object in S3 is known by size and time: both are the same wherever it is read from.
+        An object in S3 is known by size and time: both are the same wherever it is read from. The hub knows digests.
         """
         if self.remote:
             return hashlib.sha256(f"{self.size}\0{self.stamp}".encode()).hexdigest()
@@ -169,6 +180,11 @@ def describe_error(error: BaseException) -> str:
     return " ".join(str(text).split())[:300]
 
 
+def is_in_store(name: str) -> bool:
+    """Return whether a source is reached over the network, whose libraries start threads."""
+    return name.startswith((S3, HUB))
+
+
 @functools.cache
 def s3() -> Any:
     """Return the S3 file system of this process; it starts threads, so never before a fork.
@@ -189,15 +205,28 @@ def s3() -> Any:
 
 
 def find_files(name: str) -> tuple[DataFile, ...]:
-    """Return the files that a path, folder or pattern names, in the order of their names below it.
+    """Return the files that a path, folder or pattern names, in the order of their names below it, or those of the hub.
 
     Raises UserError when there is none, StorageError when the store does not answer.
     """
+    if name.startswith(HUB):
+        return _find_on_hub(name)
     try:
         found = _find_remote(name) if name.startswith(S3) else _find_local(name)
     except OSError as error:
         raise unreadable_error(name, error) from error
     return tuple(sorted(found, key=lambda file: file.relative))
+
+
+def _find_on_hub(name: str) -> tuple[DataFile, ...]:
+    files = list_files(name)
+    for path, _, _ in files:
+        if not path.endswith(SUFFIXES):
+            raise UserError(
+                f"data.source {HUB}{path}: files end in {_listed()}: set data.hub.revision to refs/convert/parquet, "
+                "the hub's conversion to Parquet"
+            )
+    return tuple(DataFile(path, size, digest, path.split("/", 3)[3], HUB) for path, size, digest in files)
 
 
 def _find_local(name: str) -> list[DataFile]:
@@ -248,7 +277,7 @@ def _find_remote(name: str) -> list[DataFile]:
         wanted = _matches(info.path, pattern) if pattern else _counts(parts)
         if info.type == fs.FileType.File and (wanted or info.path == path):
             relative = "/".join(parts) or info.base_name
-            files.append(DataFile(info.path, info.size, str(info.mtime_ns), relative, remote=True))
+            files.append(DataFile(info.path, info.size, str(info.mtime_ns), relative, S3))
     if not files:
         raise UnreadableError(
             f"data.source {name}: there is no {_listed()} object: correct bucket, prefix or credentials"

@@ -1,58 +1,225 @@
-"""Read Hugging Face data sets by name, through their library."""
+"""Find and read the files of data sets on the Hugging Face hub.
+
+`datasets` decides which files a configuration and a split are; they are read here, like those of a bucket, in parts
+and without a copy on the disk.
+
+Guarantees:
+- A location with a commit names the same files with the same digests for ever; they are looked up once on a node.
+- The identity of a file is the digest that the hub keeps of its contents, whatever the data set is called.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import hashlib
-import itertools
+import io
+import json
+import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
-from trainium_trainer.data.sources.documents import DocumentSource, FileBlock, Record, Skipped, TextPiece
-from trainium_trainer.exits import UnreadableError, UserError
+from pydantic import ValidationError
+
+from trainium_contract.trainer.data import HubConfig
+from trainium_trainer.exits import StorageError, UserError
+from trainium_trainer.storage.hub import Repository, api, ask, endpoint, token
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
+    from typing_extensions import Buffer
+
+HUB = "hf://"
+_DATASETS = "hf://datasets/"
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_FILES_AT_ONCE = 500
+_NOT_READING = frozenset({"name", "version", "data_dir", "data_files", "description"})
+"""Fields of a configuration of `datasets` that do not change how a file is read."""
+_READ_SECONDS = 60
 
 
-class HubDataset(DocumentSource):
-    """The training split of a data set, `owner/name` or `owner/name:configuration`; the library has its own order."""
+def location_of(config: HubConfig, split: str | None = None) -> str:
+    """Return the location of a data set as one text, for instance hf://datasets/owner/name@main?split=train."""
+    fields = {"name": config.name, "directory": config.directory, "split": split or config.split}
+    query = urlencode({name: value for name, value in fields.items() if value is not None}, safe="/")
+    return f"{_DATASETS}{config.dataset}@{quote(config.revision, safe='')}?{query}"
 
-    def __init__(self, name: str, text_field: str) -> None:
-        self.name, self.text_field = name, text_field
 
-    def identity(self, memo: Path | None) -> str:  # noqa: ARG002 - other sources need it
-        """Return the name: asking for a fingerprint would load the data set at every start."""
-        return hashlib.sha256(f"hub\0{self.name}\0{self.text_field}".encode()).hexdigest()
+def _config_of(location: str) -> HubConfig:
+    """Return the parts of a location. Raises UserError."""
+    parts = urlsplit(location)
+    dataset, _, revision = location.partition("?")[0].removeprefix(_DATASETS).partition("@")
+    fields = dict(parse_qsl(parts.query)) | {"dataset": dataset} | ({"revision": unquote(revision)} if revision else {})
+    try:
+        if not location.startswith(_DATASETS):
+            raise ValueError  # noqa: TRY301 - one sentence for all that it is not
+        return HubConfig.model_validate(fields)
+    except (ValidationError, ValueError) as error:
+        raise UserError(
+            f"data.source {location}: is no data set on the hub: write {_DATASETS}owner/name, followed by @revision "
+            "and ?name=...&split=... where you need them"
+        ) from error
 
-    def read(self, block: FileBlock) -> Iterator[TextPiece | Skipped]:  # noqa: ARG002 - as above
-        """Yield the texts of the training split."""
-        rows = self._rows()
-        if self.text_field not in rows.column_names:
-            columns = ", ".join(rows.column_names)
-            raise UserError(
-                f"data.source {self.name}: no column {self.text_field!r} (columns: {columns}): set data.textField"
-            )
-        batches = rows.select_columns([self.text_field]).iter(1000)
-        values = itertools.chain.from_iterable(batch[self.text_field] for batch in batches)
-        for number, value in enumerate(values, start=1):
-            if isinstance(value, str):
-                yield TextPiece(value)
-            else:
-                yield Skipped(self.name, f"no text under {self.text_field!r}", number, unit="row")
 
-    def records(self, block: FileBlock) -> Iterator[Record]:  # noqa: ARG002 - as above
-        """Yield the rows of the training split."""
-        for number, fields in enumerate(self._rows(), start=1):
-            yield Record(fields, self.name, number, unit="row")
+def _repository(config: HubConfig) -> Repository:
+    advice = "correct data.hub.revision"
+    return Repository("data.hub", config.dataset, "data set", config.revision, advice)
 
-    def _rows(self) -> Any:
-        import datasets  # noqa: PLC0415 - takes two seconds, only for the first tokenisation
 
-        name, _, configuration = self.name.partition(":")
-        try:
-            return datasets.load_dataset(name, configuration or None, split="train")
-        except Exception as error:
-            raise UnreadableError(
-                f"data.source {self.name}: neither a local file or folder nor a data set that could be loaded "
-                f"({type(error).__name__}: {' '.join(str(error).split())[:200]}): correct the name or use a local file"
-            ) from error
+def pin_revision(location: str) -> str:
+    """Return the location with its revision's present commit; other sources as they are.
+
+    Raises UserError and StorageError.
+    """
+    if not location.startswith(HUB):
+        return location
+    config = _config_of(location)
+    return location_of(config.model_copy(update={"revision": _commit_of(config)}))
+
+
+@functools.lru_cache(maxsize=64)
+def _commit_of(config: HubConfig) -> str:
+    """Return the commit of a revision: the same one as long as this process runs."""
+    if _COMMIT.fullmatch(config.revision):
+        return config.revision
+    found = ask(lambda: api().dataset_info(config.dataset, revision=config.revision), _repository(config))
+    return str(found.sha)
+
+
+@functools.lru_cache(maxsize=64)
+def list_files(location: str) -> tuple[tuple[str, int, str], ...]:
+    """Return path, bytes and digest of each file of a split, in the order of `datasets`.
+
+    Raises UserError and StorageError.
+    """
+    from huggingface_hub import constants  # noqa: PLC0415 - only data on the hub pay for it
+    from huggingface_hub.utils import WeakFileLock  # noqa: PLC0415
+
+    config = _config_of(pin_revision(location))
+    key = hashlib.sha256(f"1\0{endpoint()}\0{location_of(config)}".encode()).hexdigest()[:32]
+    note = Path(constants.HF_HOME) / "trainium" / f"files-{key}.json"
+    try:
+        note.parent.mkdir(parents=True, exist_ok=True)
+        with WeakFileLock(note.with_suffix(".lock")):
+            if not note.exists():
+                draft = note.with_suffix(".tmp")
+                draft.write_text(json.dumps(_find_files(config)))
+                draft.replace(note)
+            return tuple((path, size, digest) for path, size, digest in json.loads(note.read_text()))
+    except OSError as error:
+        raise StorageError(
+            f"data.hub {config.dataset}: {note.parent} cannot be written ({error.strerror or error}): set HF_HOME to a "
+            "folder that can"
+        ) from error
+
+
+def _find_files(config: HubConfig) -> list[tuple[str, int, str]]:
+    about = _repository(config)
+    ask(lambda: api().auth_check(config.dataset, repo_type="dataset"), about)
+    files = _files_of_split(config)
+    found: dict[str, Any] = {}
+    for first in range(0, len(files), _FILES_AT_ONCE):
+        some = files[first : first + _FILES_AT_ONCE]
+        infos = ask(
+            lambda some=some: api().get_paths_info(  # type: ignore[misc]
+                config.dataset, some, revision=config.revision, repo_type="dataset"
+            ),
+            about,
+        )
+        found |= {info.path: info for info in infos}
+    prefix = f"datasets/{config.dataset}@{config.revision}"
+    return [
+        (f"{prefix}/{file}", found[file].size, found[file].lfs.sha256 if found[file].lfs else found[file].blob_id)
+        for file in files
+    ]
+
+
+def _files_of_split(config: HubConfig) -> list[str]:
+    """Return the paths of a split's files in the repository, as `datasets` finds them. Raises UserError."""
+    import datasets  # noqa: PLC0415 - takes two seconds, only for the first look
+
+    where = f"data.hub {config.dataset}"
+    name = f"{_DATASETS}{config.dataset}"  # not a folder of that name on this machine
+
+    def opened() -> Any:
+        return datasets.load_dataset_builder(
+            name, config.name, data_dir=config.directory, revision=config.revision, token=token()
+        )
+
+    try:
+        builder = ask(opened, _repository(config))
+    except RuntimeError as error:
+        if "scripts" not in str(error):
+            raise
+        raise UserError(
+            f"{where}: is loaded by a script, which is not run: set data.hub.revision to refs/convert/parquet, the "
+            "hub's conversion to Parquet, and data.hub.directory to the folder of a configuration there"
+        ) from error
+    except (ValueError, FileNotFoundError) as error:  # no such configuration, or no files of a known kind
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"{where}: {reason}: correct data.hub.name or data.hub.directory") from error
+    splits = {str(split): list(files) for split, files in (builder.config.data_files or {}).items()}
+    if config.split not in splits:
+        known = ", ".join(splits) or "none"
+        raise UserError(f"{where}: has no split {config.split!r} (splits: {known}): correct data.hub.split")
+    plain = type(builder.config)()
+    special = [
+        field.name
+        for field in dataclasses.fields(plain)
+        if field.name not in _NOT_READING and getattr(builder.config, field.name) != getattr(plain, field.name)
+    ]
+    if special:
+        raise UserError(
+            f"{where}: its files need special settings to be read ({', '.join(special)}), which are not known here: "
+            "set data.hub.revision to refs/convert/parquet, the hub's conversion to Parquet"
+        )
+    return [str(file).partition(f"@{config.revision}/")[2] for file in splits[config.split]]
+
+
+class HubFile(io.RawIOBase):
+    """A file of a data set, read in ranges. Raises UserError and StorageError."""
+
+    def __init__(self, path: str, size: int) -> None:
+        """`path` as `list_files` has it."""
+        from huggingface_hub import hf_hub_url  # noqa: PLC0415 - only data on the hub pay for it
+
+        repository, _, rest = path.removeprefix("datasets/").partition("@")
+        revision, _, file = rest.partition("/")
+        self._about = Repository("data.hub", repository, "data set", revision, "correct data.hub.revision")
+        self._url = hf_hub_url(repository, file, repo_type="dataset", revision=revision, endpoint=endpoint())
+        self._size, self._position = size, 0
+
+    def readable(self) -> bool:
+        """Return true."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return true."""
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Set the position."""
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        self._position = max(0, start + offset)
+        return self._position
+
+    def readinto(self, buffer: Buffer) -> int:
+        """Read up to the size of the buffer; less only at the end of the file."""
+        view = memoryview(buffer).cast("B")
+        end = min(self._position + len(view), self._size)
+        if end <= self._position:
+            return 0
+        data = ask(lambda: self._fetch(self._position, end), self._about)
+        if len(data) != end - self._position:
+            raise StorageError(f"{self._about.where}: the hub sent {len(data)} bytes of {end - self._position}")
+        view[: len(data)] = data
+        self._position = end
+        return len(data)
+
+    def _fetch(self, start: int, end: int) -> bytes:
+        from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff  # noqa: PLC0415 - as above
+
+        headers = build_hf_headers(token=token()) | {"range": f"bytes={start}-{end - 1}", "accept-encoding": "identity"}
+        response = http_backoff("GET", self._url, headers=headers, timeout=_READ_SECONDS)
+        hf_raise_for_status(response)
+        return bytes(response.content)

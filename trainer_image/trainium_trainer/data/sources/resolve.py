@@ -1,4 +1,4 @@
-"""Open the source that `data.source` names (files, a data set of the hub, Python's documentation), by format.
+"""Open the source that `data.source` names (files, those of a data set of the hub, Python's documentation), by format.
 
 Guarantees:
 - The blocks of a file, read in order, give what the file gives in one piece: every line and row belongs to exactly one
@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import re
 from typing import TYPE_CHECKING
 
 from trainium_trainer.data.sources import lines, tables
 from trainium_trainer.data.sources.documents import DocumentSource, FileBlock, Record, Skipped, TextPiece
-from trainium_trainer.data.sources.files import S3, SUFFIXES, DataFile, find_files, read_with_retries
+from trainium_trainer.data.sources.files import DataFile, find_files, read_with_retries
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
@@ -91,7 +90,6 @@ def _text_of(record: Record, field: str) -> TextPiece | Skipped:
 
 
 PYTHON_DOCS = "python-docs"
-_HUB_NAME = re.compile(r"^[\w.-]+(/[\w.-]+)?(:[\w.-]+)?$")
 
 
 def open_source(name: str, text_field: str) -> DocumentSource:
@@ -100,20 +98,7 @@ def open_source(name: str, text_field: str) -> DocumentSource:
         from trainium_trainer.data.sources.python_docs import PythonDocs  # noqa: PLC0415 - parses Python, few runs need it
 
         return PythonDocs()
-    if is_data_set(name):
-        from trainium_trainer.data.sources.hub import HubDataset  # noqa: PLC0415 - rare
-
-        return HubDataset(name, text_field)
     return Files(find_files(name), text_field)
-
-
-def is_data_set(name: str) -> bool:
-    """Return whether a name can only be that of a Hugging Face data set."""
-    from pathlib import Path  # noqa: PLC0415 - for annotations elsewhere
-
-    if name == PYTHON_DOCS or name.startswith((".", "/", "~", S3)) or name.endswith(SUFFIXES):
-        return False
-    return bool(_HUB_NAME.match(name)) and not Path(name).exists()
 
 
 class Files(DocumentSource):

@@ -13,11 +13,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from trainium_trainer.data.sources.documents import FileBlock, Record, Skipped, TextPiece
-from trainium_trainer.data.sources.files import DataFile, s3
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from trainium_trainer.data.sources.files import DataFile
 
 
 _ROWS = 1000
@@ -139,7 +140,7 @@ def _opened_parquet(file: DataFile) -> Any:
 
     with _refusing(file):
         if file.remote:
-            return parquet.ParquetFile(s3().open_input_file(file.path), pre_buffer=True)
+            return parquet.ParquetFile(file.open_remote(), pre_buffer=True)
         return parquet.ParquetFile(file.path, memory_map=True)
 
 
@@ -180,7 +181,7 @@ def _opened_arrow(file: DataFile) -> Any:
     import pyarrow as pa  # noqa: PLC0415 - one of the slower imports
 
     with _refusing(file):
-        stream = s3().open_input_file(file.path) if file.remote else pa.memory_map(file.path)
+        stream = file.open_remote() if file.remote else pa.memory_map(file.path)
         try:
             reader: Any = pa.ipc.open_file(stream)
         except pa.ArrowInvalid:  # the streaming format, as `datasets` writes it

@@ -1,0 +1,265 @@
+"""Data sets of a hub that answers on loopback, through `datasets` and `huggingface_hub`.
+
+Both libraries read HF_ENDPOINT when they are imported, so each run is a process.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pytest
+import yaml
+from pyarrow import parquet
+
+from tests.testing.trainer.hub_server import PARQUET, HubServer
+from trainium_trainer.exits import ExitCode
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+TOKEN = "hf_token_that_must_never_be_shown"
+README = b"""---
+configs:
+- config_name: qnli
+  data_files:
+  - {split: train, path: qnli/train-*}
+  - {split: validation, path: qnli/validation-*}
+- config_name: cola
+  data_files: [{split: train, path: cola/train-*}]
+---
+"""
+TABS = b'---\nconfigs: [{config_name: default, data_files: a.csv, sep: "\\t"}]\n---\n'
+OBSERVE = """
+import json, sys
+from trainium_trainer.data.sources.hub import pin_revision
+from trainium_trainer.data.sources.resolve import open_source
+from trainium_trainer.exits import TrainerError
+found = {}
+for location in sys.argv[1:]:
+    try:
+        source = open_source(pin_revision(location), "text")
+        texts = [each.text for block in source.blocks(1 << 20) for each in source.all_documents(block)]
+        found[location] = [source.identity(None), texts, [file.shown for file in source.files]]
+    except TrainerError as error:
+        found[location] = [type(error).__name__, str(error)]
+print(json.dumps(found))
+"""
+
+
+def table(texts: list[str]) -> bytes:
+    stream = io.BytesIO()
+    parquet.write_table(pa.table({"text": texts}), stream, row_group_size=40)
+    return stream.getvalue()
+
+
+def lines(texts: list[str]) -> bytes:
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+
+
+def glue() -> dict[str, bytes]:
+    return {
+        "README.md": README,
+        "qnli/train-00000-of-00002.parquet": table([f"train {number}" for number in range(60)]),
+        "qnli/train-00001-of-00002.parquet": table([f"train {number}" for number in range(60, 100)]),
+        "qnli/validation-00000-of-00001.parquet": table([f"validation {number}" for number in range(40)]),
+        "cola/train-00000-of-00001.parquet": table(["cola"]),
+    }
+
+
+@pytest.fixture(scope="module")
+def hub() -> Iterator[HubServer]:
+    with HubServer() as running:
+        running.add("datasets/nyu-mll/glue", glue())
+        running.add("datasets/owner/renamed", glue())
+        running.add("datasets/owner/lines", {"README.md": b"about", "data.jsonl": lines(["a", "b"])})
+        running.add("datasets/owner/script", {"script.py": b"code", "data.jsonl": lines(["a"])})
+        running.add("datasets/owner/tabs", {"README.md": TABS, "a.csv": b"text\tother\nx\ty\n"})
+        running.add("datasets/owner/pictures", {"README.md": b"about", "a.tar": b"x"})
+        running.add("datasets/owner/empty", {"README.md": b"about"})
+        running.add("datasets/owner/gated", {"README.md": b"about", "data.jsonl": lines(["secret"])}, token=TOKEN)
+        running.add(
+            "datasets/owner/converted",
+            {"arxiv/partial-train/0000.parquet": table(["arxiv"]), "c4/partial-train/0000.parquet": table(["c4"])},
+        )
+        yield running
+
+
+def run(home: Path, hub: HubServer, *argv: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    known = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    given = known | {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_DISABLE_PROGRESS_BARS": "1"} | environment
+    return subprocess.run([sys.executable, *argv], env=given, capture_output=True, text=True, check=False)
+
+
+def observe(home: Path, hub: HubServer, *locations: str, **environment: str) -> dict[str, Any]:
+    ended = run(home, hub, "-c", OBSERVE, *(f"hf://datasets/{location}" for location in locations), **environment)
+    assert ended.returncode == 0, ended.stderr
+    found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    return {location.removeprefix("hf://datasets/"): result for location, result in found.items()}
+
+
+REFUSED = {
+    "nyu-mll/glue?name=qnli&split=trian": (
+        "data.hub nyu-mll/glue: has no split 'trian' (splits: train, validation): correct data.hub.split"
+    ),
+    "nyu-mll/glue?name=mnli": "BuilderConfig 'mnli' not found. Available: ['qnli', 'cola']: correct data.hub.name",
+    "nyu-mll/glue": "Please pick one among the available configs: ['qnli', 'cola']",
+    "nyu-mll/glue@v9?name=qnli": "data.hub nyu-mll/glue: has no revision v9: correct data.hub.revision",
+    "owner/absent": "data.hub owner/absent: there is no such data set, or it may not be read: correct the name, or set",
+    "owner/gated": "data.hub owner/gated: the data set is gated: accept its terms on its page of the hub, and set HF_T",
+    "owner/script": "data.hub owner/script: is loaded by a script, which is not run: set data.hub.revision to refs/con",
+    "owner/tabs": "data.hub owner/tabs: its files need special settings to be read (sep), which are not known here",
+    "owner/pictures": "a.tar: files end in .txt, .jsonl",
+    "owner/empty": "doesn't contain any data files: correct data.hub.name or data.hub.directory",
+    "a b": "is no data set on the hub: write hf://datasets/owner/name",
+}
+
+
+@pytest.fixture(scope="module")
+def refused(hub: HubServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return observe(tmp_path_factory.mktemp("home"), hub, *REFUSED)
+
+
+@pytest.mark.parametrize("location", REFUSED)
+def test_what_cannot_be_read_is_refused_with_the_field(refused: dict[str, Any], location: str) -> None:
+    kind, sentence = refused[location]
+    assert kind in ("UserError", "UnreadableError")
+    assert REFUSED[location] in sentence
+
+
+def test_a_split_is_read_in_the_order_of_its_files_and_known_by_their_digests(hub: HubServer, tmp_path: Path) -> None:
+    names = ("nyu-mll/glue?name=qnli", "owner/renamed?name=qnli", "nyu-mll/glue?name=qnli&split=validation")
+    found = observe(
+        tmp_path, hub, *names, "owner/lines", f"owner/converted@{PARQUET.replace('/', '%2F')}?directory=arxiv"
+    )
+    train, renamed, validation, plain, converted = found.values()
+    assert train[1] == [f"train {number}" for number in range(100)]
+    assert validation[1] == [f"validation {number}" for number in range(40)]
+    assert (plain[1], converted[1]) == (["a", "b"], ["arxiv"])
+    assert train[0] == renamed[0], "not the name"
+    assert len({result[0] for result in found.values()}) == 4
+    commit = train[2][0].partition("@")[2].partition("/")[0]
+    assert len(commit) == 40
+
+
+def test_a_commit_is_resolved_once_and_a_branch_at_each_start(hub: HubServer, tmp_path: Path) -> None:
+    first = hub.add("datasets/owner/moving", {"README.md": b"one", "data.jsonl": lines(["old"])})
+    pinned = f"owner/moving@{first}"
+    (before,) = observe(tmp_path, hub, "owner/moving").values()
+    hub.add("datasets/owner/moving", {"README.md": b"another text", "data.jsonl": lines(["old"])})
+    hub.requests.clear()
+    assert observe(tmp_path, hub, pinned)[pinned] == before
+    asked = [each.path for each in hub.requests if each.path.startswith("/api/datasets/")]
+    assert asked == [], "the files of a commit are known"
+    assert observe(tmp_path, hub, "owner/moving")["owner/moving"][0] == before[0], "the same files of another commit"
+    hub.add("datasets/owner/moving", {"data.jsonl": lines(["new"])})
+    found = observe(tmp_path, hub, "owner/moving", pinned)
+    assert (found["owner/moving"][1], found[pinned][1]) == (["new"], ["old"])
+    assert found["owner/moving"][0] != found[pinned][0]
+
+
+def test_a_token_opens_a_gated_data_set_and_is_never_shown(hub: HubServer, tmp_path: Path) -> None:
+    hub.requests.clear()
+    found = observe(tmp_path, hub, "owner/gated", HF_TOKEN=TOKEN)
+    assert found["owner/gated"][1] == ["secret"]
+    assert {each.token for each in hub.requests if each.path.startswith("/datasets/")} == {f"Bearer {TOKEN}"}
+    assert TOKEN not in "".join(file.read_text(errors="replace") for file in tmp_path.rglob("*") if file.is_file())
+    ended = run(tmp_path, hub, "-c", OBSERVE, "hf://datasets/owner/gated", HF_TOKEN="hf_another")
+    assert "the data set is gated" in ended.stdout
+    assert "hf_another" not in ended.stdout + ended.stderr
+
+
+SAMPLES = """
+import json, sys
+from trainium_contract.trainer.data import DataConfig
+from trainium_trainer.data.batches.loader import Share
+from trainium_trainer.data.opening import open_data
+from trainium_trainer.data.streaming import open_loader
+
+def rows(data, ranks, start):
+    found = {}
+    for rank in range(ranks):
+        loader = open_loader(data, Share(global_size=4, micro_size=1, dp_rank=rank, dp_size=ranks))
+        for step in range(start, 4):
+            batches = loader.batch_at(step * 4).micro_batches
+            found |= {int(row.places[0]): row.inputs[0].tolist() for row in batches}
+        loader.close()
+    return [found[number] for number in sorted(found)]
+
+if __name__ == "__main__":
+    for document in json.loads(sys.argv[1]):
+        data = open_data(DataConfig.model_validate(document), 4)
+        whole = rows(data, 1, 0)
+        assert rows(data, 2, 2) == whole[8:]
+        measured = data.validation and data.validation.num_samples
+        print(json.dumps([type(data.training).__name__, whole, measured]))
+"""
+
+
+@pytest.mark.parametrize("tokenization", ["Ahead", "Online"])
+def test_a_mixture_gives_the_samples_of_the_same_files_at_each_size_and_place(
+    hub: HubServer, tmp_path: Path, tokenization: str
+) -> None:
+    for name, content in glue().items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    train = {"hub": {"dataset": "nyu-mll/glue", "name": "qnli"}, "weight": 3}
+    other = {"hub": {"dataset": "nyu-mll/glue", "name": "qnli", "split": "validation"}}
+    files = {"source": f"{tmp_path}/qnli/train-*", "weight": 3}, {"source": f"{tmp_path}/qnli/validation-*"}
+    given = {
+        "sequenceLength": 16,
+        "tokenizer": {"vocabSize": 300},
+        "cacheDirectory": str(tmp_path / "cache"),
+        "tokenization": tokenization,
+        "workers": 1,
+    }
+    (tmp_path / "samples.py").write_text(SAMPLES)
+    documents = json.dumps([given | {"sources": [train, other]}, given | {"sources": files}])
+    ended = run(tmp_path / "home", hub, str(tmp_path / "samples.py"), documents)
+    assert ended.returncode == 0, ended.stderr
+    streamed, local = map(json.loads, ended.stdout.splitlines()[-2:])
+    assert streamed[0] == {"Ahead": "Samples", "Online": "Streams"}[tokenization]
+    assert len(streamed[1]) == 16
+    assert streamed == local
+
+
+def test_examples_are_shown_and_another_split_measures(hub: HubServer, tmp_path: Path) -> None:
+    document = {
+        "data": {
+            "hub": {"dataset": "nyu-mll/glue", "name": "qnli"},
+            "validation": {"hubSplit": "validation"},
+            "format": "Instruction",
+            "examples": {"template": {"prompt": "say", "completion": " {text}"}},
+            "sequenceLength": 32,
+            "tokenizer": {"vocabSize": 300},
+            "cacheDirectory": str(tmp_path / "cache"),
+        }
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(document))
+    command = ("-m", "trainium_trainer", "show-data", "--config", str(tmp_path / "run.yaml"), "--samples", "1")
+    ended = run(tmp_path / "home", hub, *command)
+    assert ended.returncode == 0, ended.stderr
+    assert "records     100\n" in ended.stdout
+    assert "validation  40 samples\n" in ended.stdout
+    document["data"]["validation"] = {"hubSplit": "test"}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(document))
+    ended = run(tmp_path / "home", hub, *command)
+    assert ended.returncode == ExitCode.USER_ERROR
+    assert "data.hub nyu-mll/glue: has no split 'test' (splits: train, validation)" in ended.stderr
+
+
+def test_a_hub_that_fails_is_the_fault_of_storage(hub: HubServer, tmp_path: Path) -> None:
+    location = "nyu-mll/glue?name=cola"
+    hub.status = 500
+    try:
+        assert observe(tmp_path, hub, location)[location][0] == "StorageError"
+    finally:
+        hub.status = None
+    (found,) = observe(tmp_path, hub, location).values()
+    assert found[1] == ["cola"]
