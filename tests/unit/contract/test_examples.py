@@ -19,6 +19,7 @@ from trainium_contract.models.families import PRESETS
 from trainium_contract.models.parameters import count_parameters
 from trainium_contract.sizes import INSTANCES
 from trainium_contract.trainer.artifacts import ArtifactKind
+from trainium_contract.trainer.data import HubConfig
 from trainium_contract.trainer.examples import DataFormat, LossOn
 from trainium_contract.trainer.model import ModelPreset
 from trainium_contract.trainer.optimizer import ScheduleKind, WeightDecayScope
@@ -313,6 +314,7 @@ def test_the_qnli_example_reads_the_fields_and_labels_of_qnli() -> None:
     classes = data.examples.classification
     assert (classes.text_fields, classes.label_field) == (("question", "sentence"), "label")
     assert classes.labels == ("entailment", "not_entailment")
+    assert (data.hub, data.validation.hub_split) == (HubConfig(dataset="nyu-mll/glue", name="qnli"), "validation")
     assert trainer_of(spec_of("llama2-7b-full-text.yaml")).data.format is DataFormat.TEXT
 
 
@@ -324,6 +326,7 @@ def test_lora_on_dolly_has_the_settings_of_optimum_neuron(tmp_path: Path) -> Non
     assert config.tuning.method is TuningMethod.LORA
     examples = config.data.examples
     assert (config.data.format, examples.packing, examples.loss) == (DataFormat.INSTRUCTION, False, LossOn.ANSWER)
+    assert config.data.hub == HubConfig(dataset="databricks/databricks-dolly-15k")
     assert (config.data.sequence_length, config.epochs) == (1024, 3)
     assert (config.schedule.kind, config.schedule.warmup_ratio) == (ScheduleKind.CONSTANT, 0.03)
     timed = with_steps(config, -(-DOLLY // config.batch.global_size) * config.batch.global_size)
@@ -331,6 +334,16 @@ def test_lora_on_dolly_has_the_settings_of_optimum_neuron(tmp_path: Path) -> Non
     assert learning_rate(timed, 42) == learning_rate(timed, 1409) == pytest.approx(5e-5)
     assert neuron_environment.variables(config, nxd=True, given={})["MALLOC_ARENA_MAX"] == "64"
     assert settled("llama3-8b-lora-dolly.yaml", tmp_path).dp_size == 16
+
+
+def test_the_subsets_of_redpajama_have_the_shares_of_llama() -> None:
+    sources = trainer_of(spec_of("llama3-8b-trn2.yaml")).data.sources
+    assert {source.hub.directory: source.weight for source in sources} == {
+        "common_crawl": 67, "c4": 15, "github": 4.5, "wikipedia": 4.5, "arxiv": 2.5, "stackexchange": 2
+    }  # fmt: skip
+    assert {(source.hub.dataset, source.hub.revision) for source in sources} == {
+        ("togethercomputer/RedPajama-Data-1T", "refs/convert/parquet")
+    }
 
 
 def test_lora_beside_full_has_the_settings_and_the_numbers_of_hyperpod(tmp_path: Path) -> None:
